@@ -1,0 +1,1 @@
+"""GRPO for JAX: the group is an array axis."""

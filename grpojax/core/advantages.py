@@ -1,0 +1,194 @@
+"""Advantages: the weight that each sample's score carries in the gradient.
+
+Every function maps rewards [..., G] to advantages [..., G]. With score
+s_i = grad log pi(Y_i | x) and reward Z_i, the gradient estimator of a group is
+(1/G) sum_i s_i A_i, and estimates g(x) = E[s Z]. How the estimators differ is
+worked out in arXiv 2603.01162 ("Its Policy Gradient is a U-Statistic").
+
+| function      | A_i                          | mean of the estimator       |
+|---------------|------------------------------|-----------------------------|
+| vanilla       | Z_i                          | g                           |
+| oracle        | Z_i - V(x)                   | g                           |
+| leave_one_out | Z_i - mean_{j != i} Z_j      | g                           |
+| dr_grpo       | Z_i - mean_j Z_j             | (G-1)/G g                   |
+| grpo          | (Z_i - mean_j Z_j) / std_j Z | prompts reweighted (biased) |
+| batch_std     | dr_grpo / std over the batch | one random scale (biased)   |
+
+Common to all: integer, boolean and half-precision rewards become float32; a
+group of equal rewards gives exactly 0 wherever a mean over the group is
+subtracted, and finite gradients with respect to the rewards; a group of one is
+a ValueError wherever the estimator needs two.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+
+def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """The reward itself: REINFORCE without a baseline.
+
+  A_i = Z_i. Unbiased for g, with the largest variance of the family,
+  tr Var(s Z) / G (arXiv 2603.01162; Williams, 1992).
+
+  Args:
+    rewards: one a sample.
+
+  Returns:
+    Advantages, in units of the reward.
+  """
+  return _as_float(rewards, "vanilla", least=1)
+
+
+def oracle(
+  rewards: Shaped[Array, "*B G"], values: Shaped[Array, "*B"]
+) -> Float[Array, "*B G"]:
+  """Reward minus the prompt's true value, which only an oracle knows.
+
+  A_i = Z_i - V(x). Unbiased for g whatever the values are, as long as they
+  depend on the prompt alone; with V(x) = E[Z | x] its mean squared error,
+  tr Var(s (Z - V)) / G, is the one that `leave_one_out` approaches as G grows
+  (arXiv 2603.01162, Theorem 2).
+
+  Args:
+    rewards: one a sample.
+    values: expected reward of each prompt; the group axis is left out.
+
+  Returns:
+    Advantages, in units of the reward.
+
+  Raises:
+    ValueError: if values do not have the shape of rewards without the last
+      axis.
+  """
+  rewards = _as_float(rewards, "oracle", least=1)
+  values = jnp.asarray(values)
+  if values.shape != rewards.shape[:-1]:
+    raise ValueError(
+      f"oracle takes one value a prompt: rewards {rewards.shape} need values "
+      f"{rewards.shape[:-1]}, not {values.shape}"
+    )
+  return rewards - values[..., None]
+
+
+def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Reward minus the mean of the group's other rewards: the U-statistic.
+
+  A_i = Z_i - mean_{j != i} Z_j = G / (G - 1) (Z_i - mean_j Z_j).
+  Unbiased for g: the estimator is exactly the second-order U-statistic with
+  kernel h(i, j) = (s_i - s_j)(Z_i - Z_j) / 2 (arXiv 2603.01162, Lemma 1). The
+  same advantage is RLOO's (arXiv 2402.14740).
+
+  Args:
+    rewards: one a sample, G >= 2.
+
+  Returns:
+    Advantages, in units of the reward; each group sums to 0.
+
+  Raises:
+    ValueError: if G < 2.
+  """
+  rewards = _as_float(rewards, "leave_one_out", least=2)
+  group_size = rewards.shape[-1]
+  return _centred(rewards) * (group_size / (group_size - 1))
+
+
+def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Reward minus the group's own mean: Dr. GRPO.
+
+  A_i = Z_i - mean_j Z_j. A sample's own reward is part of its baseline, so the
+  estimator is (G - 1)/G times the one of `leave_one_out`: biased by -g/G, in
+  length only (arXiv 2503.20783; arXiv 2603.01162, Lemma 1).
+
+  Args:
+    rewards: one a sample, G >= 2.
+
+  Returns:
+    Advantages, in units of the reward; each group sums to 0.
+
+  Raises:
+    ValueError: if G < 2.
+  """
+  return _centred(_as_float(rewards, "dr_grpo", least=2))
+
+
+def grpo(
+  rewards: Shaped[Array, "*B G"], *, epsilon: float = 1e-6
+) -> Float[Array, "*B G"]:
+  """Reward standardised within its group: the original GRPO.
+
+  A_i = (Z_i - mean_j Z_j) / (std_j Z_j + epsilon), with the *sample* standard
+  deviation (divided by G - 1, as TRL and verl do). Biased: prompts on which
+  nearly all or nearly no samples succeed weigh more than g gives them. For
+  binary rewards the expected direction of one prompt's gradient is still that
+  of g(x) (arXiv 2402.03300, section 4.1).
+
+  Args:
+    rewards: one a sample, G >= 2.
+    epsilon: added to the standard deviation, in units of the reward.
+
+  Returns:
+    Advantages, without unit; each group sums to 0.
+
+  Raises:
+    ValueError: if G < 2.
+  """
+  centred = _centred(_as_float(rewards, "grpo", least=2))
+  variance = jnp.sum(centred**2, -1, keepdims=True) / (centred.shape[-1] - 1)
+  return _divide_by_std(centred, variance, epsilon)
+
+
+def batch_std(
+  rewards: Shaped[Array, "*B G"], *, epsilon: float = 1e-6
+) -> Float[Array, "*B G"]:
+  """Group-centred rewards, divided by one standard deviation for the batch.
+
+  A_i = C_i / (std C + epsilon), C_i = Z_i - mean_j Z_j, where std C is the
+  sample standard deviation of the centred rewards of all prompts together (all
+  axes; equal to `grpo` for a single group). Prompts keep their relative
+  weights, unlike in `grpo`; the common scale depends on the rewards, a bias
+  that vanishes as the batch grows, up to dr_grpo's factor (G - 1)/G
+  (REINFORCE++ with baseline, arXiv 2501.03262).
+
+  Args:
+    rewards: one a sample, G >= 2; the whole batch, not a shard or a micro-batch
+      of it.
+    epsilon: added to the standard deviation, in units of the reward.
+
+  Returns:
+    Advantages, without unit; each group sums to 0.
+
+  Raises:
+    ValueError: if G < 2.
+  """
+  centred = _centred(_as_float(rewards, "batch_std", least=2))
+  # The centred rewards have mean 0, so their second moment is their variance.
+  variance = jnp.sum(centred**2) / (centred.size - 1)
+  return _divide_by_std(centred, variance, epsilon)
+
+
+def _as_float(rewards: Array, name: str, least: int) -> Array:
+  """Rewards in float32 or better; refuses groups smaller than `least`."""
+  rewards = jnp.asarray(rewards)
+  if rewards.ndim < 1 or rewards.shape[-1] < least:
+    raise ValueError(
+      f"{name} needs rewards [..., G] with group size G >= {least}, not shape "
+      f"{rewards.shape}: sample more completions a prompt (group_size), or "
+      "choose an estimator without a group baseline (vanilla, oracle)"
+    )
+  return rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
+
+
+def _centred(rewards: Array) -> Array:
+  # Measured from the group's first reward: the mean of equal floats rounds
+  # (0.1 * 3 / 3 != 0.1), the mean of exact zeros does not.
+  shifted = rewards - rewards[..., :1]
+  return shifted - jnp.mean(shifted, -1, keepdims=True)
+
+
+def _divide_by_std(centred: Array, variance: Array, epsilon: float) -> Array:
+  # The square root has an infinite slope at 0, which a single `where` after it
+  # would turn into 0 * inf = nan in the gradient: hence one before and one
+  # after.
+  varies = variance > 0
+  std = jnp.sqrt(jnp.where(varies, variance, 1.0))
+  return jnp.where(varies, centred / (std + epsilon), 0.0)

@@ -1,0 +1,129 @@
+"""Group sampling: prefill once per prompt, decode G completions."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Key
+
+from grpojax.core.sampling import Sampling, sample
+from grpojax.core.types import LM, Params, Prompts, Rollout
+
+
+def completion_mask(
+  ids: Int[Array, "*n T"], eos_ids: tuple[int, ...]
+) -> Bool[Array, "*n T"]:
+  """True up to and including the first EOS; all True where there is none.
+
+  For completions that another engine sampled; `rollout` returns its own mask.
+  """
+  is_eos = jnp.isin(ids, jnp.asarray(eos_ids))
+  return jnp.cumsum(is_eos, axis=-1) - is_eos == 0
+
+
+def _sample_keys(key: Key[Array, ""], b: int, g: int) -> Key[Array, "B G"]:
+  """One key a sample, the same whatever else is in the batch."""
+  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+  return fold(key, jnp.arange(b * g)).reshape(b, g)
+
+
+def _check(prompts: Prompts, group_size, max_new_tokens, eos_ids, budgets):
+  if group_size < 1 or max_new_tokens < 1:
+    raise ValueError(
+      f"group_size={group_size} and max_new_tokens={max_new_tokens} must be "
+      "at least 1"
+    )
+  if not eos_ids:
+    raise ValueError("eos_ids is empty: no completion could ever finish")
+  shape = (prompts.prompt_ids.shape[0], group_size)
+  if budgets is not None and budgets.shape != shape:
+    raise ValueError(f"budgets has shape {budgets.shape}, not {shape} (B, G)")
+
+
+def rollout(
+  lm: LM,
+  params: Params,
+  prompts: Prompts,
+  key: Key[Array, ""],
+  *,
+  group_size: int,
+  max_new_tokens: int,
+  eos_ids: tuple[int, ...],
+  pad_id: int = 0,
+  sampling: Sampling = Sampling(),
+  budgets: Int[Array, "B G"] | None = None,
+) -> Rollout:
+  """Samples a group of completions for each prompt.
+
+  Each sample draws from a key of its own, so it does not depend on the rest of
+  the batch. Decoding stops as soon as every sample is done.
+
+  Args:
+    lm: the model.
+    params: its parameters.
+    prompts: B prompts; a row without any real token is padding of the batch and
+      gets empty completions.
+    key: a given key reproduces the completions exactly.
+    group_size: G, completions a prompt.
+    max_new_tokens: T, the longest completion, EOS included.
+    eos_ids: ids that end a completion; the EOS stays part of it.
+    pad_id: written after the end; may equal an EOS.
+    sampling: the distribution to draw from.
+    budgets: tokens each sample may spend, at most T; None means T for all.
+
+  Returns:
+    A `Rollout`.
+
+  Raises:
+    ValueError: sizes below 1, no EOS, or budgets of a wrong shape.
+  """
+  _check(prompts, group_size, max_new_tokens, eos_ids, budgets)
+  b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
+  keys, eos = _sample_keys(key, b, g), jnp.asarray(eos_ids)
+  limit = jnp.full((b, g), t_max) if budgets is None else budgets
+  real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
+  limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
+  prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
+
+  def draw(state, hidden):
+    """Writes the next token of every sample that is not done."""
+    t, alive = state["t"], ~state["done"]
+    fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
+    logits = lm.unembed(params, hidden)
+    ids, logprobs = sample(fold(keys, t), logits, sampling)
+    length = state["length"] + alive
+    ended = alive & jnp.isin(ids, eos)
+    return state | {
+      "t": t + 1,
+      "ids": state["ids"].at[:, :, t].set(jnp.where(alive, ids, pad_id)),
+      "logprobs": state["logprobs"].at[:, :, t].set(alive * logprobs),
+      "length": length,
+      "finished": state["finished"] | ended,
+      "done": state["done"] | ended | (length >= limit),
+    }
+
+  def decode(state):
+    last = jax.lax.dynamic_slice_in_dim(state["ids"], state["t"] - 1, 1, axis=2)
+    hidden, cache = lm.extend(params, prefix, last, state["cache"])
+    return draw(state | {"cache": cache}, hidden[:, :, 0])
+
+  state = {
+    "t": jnp.zeros((), jnp.int32),
+    "ids": jnp.full((b, g, t_max), pad_id, jnp.int32),
+    "logprobs": jnp.zeros((b, g, t_max), jnp.float32),
+    "length": jnp.zeros((b, g), jnp.int32),
+    "finished": jnp.zeros((b, g), bool),
+    "done": limit <= 0,
+    "cache": lm.init_cache(b, g, t_max),
+  }
+  first = prefix.last_hidden[:, None]
+  state = draw(state, jnp.broadcast_to(first, (b, g, first.shape[-1])))
+  state = jax.lax.while_loop(
+    lambda s: (s["t"] < t_max) & ~jnp.all(s["done"]), decode, state
+  )
+  return Rollout(
+    prompt_ids=prompts.prompt_ids,
+    prompt_mask=prompts.prompt_mask,
+    completion_ids=state["ids"],
+    completion_mask=jnp.arange(t_max) < state["length"][..., None],
+    logprobs=state["logprobs"],
+    finished=state["finished"],
+  )

@@ -1,0 +1,133 @@
+"""From logits to tokens, and to the log-probability a token was drawn with.
+
+One transform, `transform_logits`, defines the distribution; the sampler draws
+from it and the loss scores with it, so both speak of the same policy.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+_NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
+
+
+class Sampling(NamedTuple):
+  """Settings of the sampling distribution, applied in this order.
+
+  Attributes:
+    temperature: divides the logits; 0 is greedy decoding.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose probability
+      reaches p (Holtzman et al., arXiv 1904.09751); 1 keeps all.
+    min_p: keep tokens with at least min_p times the probability of the most
+      likely one (arXiv 2407.01082); 0 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+
+def validate(sampling: Sampling) -> None:
+  """Raises ValueError where a setting is out of its range."""
+  temperature, top_k, top_p, min_p = sampling
+  if temperature < 0:
+    raise ValueError(f"temperature={temperature} must be 0 (greedy) or more")
+  if top_k < 0:
+    raise ValueError(f"top_k={top_k} must be 0 (off) or more")
+  if not 0 < top_p <= 1:
+    raise ValueError(f"top_p={top_p} must lie in (0, 1]")
+  if not 0 <= min_p <= 1:
+    raise ValueError(f"min_p={min_p} must lie in [0, 1]")
+
+
+def _top_p_threshold(logits: Float[Array, "*n V"], top_p: float):
+  """The smallest logit among the tokens that top-p keeps, [*n, 1]."""
+  ordered = jnp.sort(logits, axis=-1, descending=True)
+  probs = jax.nn.softmax(ordered, axis=-1)
+  before = jnp.cumsum(probs, axis=-1) - probs
+  return jnp.min(
+    jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True
+  )
+
+
+def transform_logits(
+  logits: Float[Array, "*n V"],
+  sampling: Sampling = Sampling(),
+  keep: Int[Array, "*n"] | None = None,
+) -> Float[Array, "*n V"]:
+  """Logits of the distribution that is sampled from.
+
+  Ties at a cut are all kept, so the result does not depend on their order.
+
+  Args:
+    logits: the model's logits.
+    sampling: settings, static.
+    keep: ids that stay in the support whatever the cuts say. The loss passes
+      the sampled ids: a small change of the policy could otherwise move one of
+      them across a cut and make its log-probability -inf.
+
+  Returns:
+    float32 logits; what was cut away is -1e30.
+
+  Raises:
+    ValueError: a setting out of range.
+  """
+  validate(sampling)
+  logits = logits.astype(jnp.float32)
+  vocab = jnp.arange(logits.shape[-1])
+  if sampling.temperature == 0:
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(vocab == best, 0.0, _NEGATIVE)
+  logits = logits / sampling.temperature
+  cut = logits
+  if 0 < sampling.top_k < logits.shape[-1]:
+    lowest = jax.lax.top_k(cut, sampling.top_k)[0][..., -1:]
+    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
+  if sampling.top_p < 1:
+    cut = jnp.where(cut < _top_p_threshold(cut, sampling.top_p), _NEGATIVE, cut)
+  if sampling.min_p > 0:
+    top = jnp.max(cut, axis=-1, keepdims=True)
+    cut = jnp.where(cut < top + jnp.log(sampling.min_p), _NEGATIVE, cut)
+  if keep is not None:
+    cut = jnp.where(vocab == keep[..., None], logits, cut)
+  return cut
+
+
+def token_logprob(
+  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
+) -> Float[Array, "*n"]:
+  """Log-probability of `ids` under softmax(logits)."""
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def sample(
+  keys: Key[Array, "*n"],
+  logits: Float[Array, "*n V"],
+  sampling: Sampling = Sampling(),
+) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
+  """Draws one token for each key.
+
+  Args:
+    keys: one random key a row, so that rows draw independently.
+    logits: the model's logits.
+    sampling: settings, static.
+
+  Returns:
+    The tokens, and their log-probabilities under the transformed distribution
+    (0 for greedy decoding, whose distribution is a point mass).
+  """
+  logits = transform_logits(logits, sampling)
+  if sampling.temperature == 0:
+    ids = jnp.argmax(logits, axis=-1)
+  else:
+    draw = jnp.vectorize(
+      lambda key, row: jax.random.categorical(key, row), signature="(),(v)->()"
+    )
+    ids = draw(keys, logits)
+  ids = ids.astype(jnp.int32)
+  return ids, token_logprob(logits, ids)

@@ -1,0 +1,167 @@
+"""The shapes and containers that every other module speaks in.
+
+| letter | meaning                                  |
+|--------|------------------------------------------|
+| B      | prompts in a batch                       |
+| G      | group size: completions sampled a prompt |
+| N      | samples in a batch, N = B * G            |
+| P      | prompt length in tokens, right-padded    |
+| T      | completion length in tokens              |
+| V      | vocabulary size                          |
+| D      | model width                              |
+| L      | decoder layers                           |
+| H      | attention heads                          |
+| K      | key/value heads                          |
+| R      | query heads a key/value head, R = H / K  |
+| E      | width of one head                        |
+| F      | width of the MLP                         |
+
+The group is always an axis: prompts are [B, P], completions [B, G, T], rewards
+and advantages [B, G]. A group is never flattened and never split.
+
+The containers are pytrees: besides arrays they hold tracers, shapes or
+shardings, so their fields are not type-checked at run time.
+"""
+
+import typing
+from typing import Any, Callable, NamedTuple
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+Params = PyTree
+Cache = PyTree
+
+
+@typing.no_type_check
+@struct.dataclass
+class Prefix:
+  """What a model remembers of a batch of prompts, once for a whole group.
+
+  Attributes:
+    last_hidden: hidden state at the last real prompt token; it predicts the
+      first completion token.
+    length: number of real tokens of each prompt.
+    state: whatever else the model's `extend` needs (keys and values, or the
+      prompts themselves); every leaf is private to the model.
+  """
+
+  last_hidden: Float[Array, "B D"]
+  length: Int[Array, "B"]
+  state: Any
+
+
+class LM(NamedTuple):
+  """A causal language model as five pure functions.
+
+  Attributes:
+    init: `(key) -> params`.
+    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`. Prompts
+      are right-padded: the mask is True on a leading run of each row.
+    extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
+      segments=None) -> (hidden [B, G, S, D], cache)`. Each completion token
+      attends to its prompt and causally to its own completion. Without a cache
+      `ids` are whole completions (training); with one, `ids` are the next S
+      tokens (decoding, S = 1). `positions [B, G, S]` count from the first
+      completion token and default to 0, 1, ...; `segments [B, G, S]` keep
+      several completions apart that share a row, and default to one a row.
+    unembed: `(params, hidden [..., D]) -> logits [..., V]`.
+    init_cache: `(B, G, T) -> cache` for T completion tokens a sample.
+  """
+
+  init: Callable[..., Params]
+  prefill: Callable[..., Prefix]
+  extend: Callable[..., tuple[Array, Cache]]
+  unembed: Callable[..., Array]
+  init_cache: Callable[..., Cache]
+
+
+@typing.no_type_check
+@struct.dataclass
+class Prompts:
+  """A batch of prompts, as the model reads them.
+
+  Attributes:
+    prompt_ids: token ids, right-padded with any id.
+    prompt_mask: True on real tokens.
+    targets: what a jittable reward needs to know of each prompt (a pytree of
+      arrays with leading axis B, for example the ids of the right answer), or
+      None.
+  """
+
+  prompt_ids: Int[Array, "B P"]
+  prompt_mask: Bool[Array, "B P"]
+  targets: Any = None
+
+
+@typing.no_type_check
+@struct.dataclass
+class Rollout:
+  """Completions sampled from a policy.
+
+  Attributes:
+    prompt_ids: as in `Prompts`.
+    prompt_mask: as in `Prompts`.
+    completion_ids: sampled ids; the EOS, where there is one, is part of the
+      completion; after it comes padding.
+    completion_mask: True up to and including the first EOS.
+    logprobs: log-probability of each sampled token under the distribution that
+      it was sampled from (after temperature and truncation); 0 on padding.
+    finished: True where the completion ended with an EOS, False where it was
+      cut off at its token budget.
+  """
+
+  prompt_ids: Int[Array, "B P"]
+  prompt_mask: Bool[Array, "B P"]
+  completion_ids: Int[Array, "B G T"]
+  completion_mask: Bool[Array, "B G T"]
+  logprobs: Float[Array, "B G T"]
+  finished: Bool[Array, "B G"]
+
+
+@typing.no_type_check
+@struct.dataclass
+class Batch:
+  """All that one policy update needs to know.
+
+  Attributes:
+    prompt_ids: as in `Prompts`.
+    prompt_mask: as in `Prompts`.
+    completion_ids: as in `Rollout`.
+    completion_mask: as in `Rollout`.
+    advantages: one a completion, constant with respect to the parameters.
+    old_logprobs: log-probabilities under the policy that sampled; None means
+      exactly on-policy (the ratio is 1 and no memory is spent on it).
+    ref_logprobs: log-probabilities under the reference policy, or None where no
+      KL term is wanted.
+  """
+
+  prompt_ids: Int[Array, "B P"]
+  prompt_mask: Bool[Array, "B P"]
+  completion_ids: Int[Array, "B G T"]
+  completion_mask: Bool[Array, "B G T"]
+  advantages: Float[Array, "B G"]
+  old_logprobs: Float[Array, "B G T"] | None = None
+  ref_logprobs: Float[Array, "B G T"] | None = None
+
+
+@typing.no_type_check
+@struct.dataclass
+class TrainState:
+  """Everything that changes while training; a checkpoint is exactly this.
+
+  Attributes:
+    params: the policy.
+    opt_state: state of the optax transformation.
+    key: the run's random key; step s draws from `fold_in(key, s)`.
+    step: GRPO steps done.
+    prompts_consumed: prompts taken from the data stream so far.
+    skipped: optimizer updates skipped because a gradient was not finite.
+  """
+
+  params: Params
+  opt_state: Any
+  key: Key[Array, ""]
+  step: Int[Array, ""]
+  prompts_consumed: Int[Array, ""]
+  skipped: Int[Array, ""]

@@ -1,0 +1,1 @@
+"""Datasets: problems as plain dicts, and the way from them to prompts."""

@@ -1,0 +1,248 @@
+"""Sums that take several steps: an endless, seeded, offline data set.
+
+A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
+product of a two-digit number and a digit (10..99 times 2..9), then additions of
+two-digit numbers (10..99). Its difficulty is the number of operations.
+
+Whether a problem is held out is a property of the problem: the CRC-32 of its
+expression falls in one of ten buckets, and one bucket is the test split. So the
+training and test splits share no problem, whatever their seeds and sizes.
+
+The same file writes the texts that the small models learn from before
+reinforcement learning. Their authors are either careful (running steps, then
+the answer) or hasty (the answer straight away); a reader of such texts learns
+both habits, and a reward can teach it which one pays.
+"""
+
+import dataclasses
+import operator
+import re
+import zlib
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+
+SPLITS = ("train", "test")
+ENDLESS = 2**31 - 1  # the length of a split that nobody limited
+
+_BUCKETS = 10
+_EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
+
+
+def split_of(expression: str) -> str:
+  """The split that a problem belongs to: "train" (9 in 10) or "test"."""
+  held_out = zlib.crc32(expression.encode()) % _BUCKETS == 0
+  return "test" if held_out else "train"
+
+
+def steps(expression: str) -> tuple[list[str], int]:
+  """The running steps of a problem, and its value.
+
+  Args:
+    expression: a sum whose first term may be a product of two numbers.
+
+  Returns:
+    One line an operation, each starting from the value so far (for "2*3+4":
+    "2*3=6" and "6+4=10"), and the value.
+
+  Raises:
+    ValueError: the expression is of another form.
+  """
+  if not _EXPRESSION.fullmatch(expression):
+    raise ValueError(
+      f"{expression!r} is not a sum of whole numbers whose first term may be a"
+      ' product, like "23*4+17+85"'
+    )
+  first, *rest = expression.split("+")
+  value, *factor = map(int, first.split("*"))
+  lines = []
+  for sign, number in [("*", n) for n in factor] + [
+    ("+", int(n)) for n in rest
+  ]:
+    result = value * number if sign == "*" else value + number
+    lines.append(f"{value}{sign}{number}={result}")
+    value = result
+  return lines, value
+
+
+def solution(expression: str) -> str:
+  """A careful author's solution: the steps, one a line, then "#### value"."""
+  lines, value = steps(expression)
+  return "\n".join([*lines, f"#### {value}"])
+
+
+def hasty(expression: str) -> str:
+  """A hasty author's solution: "#### value" and nothing before it."""
+  return f"#### {steps(expression)[1]}"
+
+
+def sample(
+  rng: np.random.Generator,
+  split: str = "train",
+  difficulty: int | Sequence[int] = (2, 4),
+) -> str:
+  """Draws a problem of a split.
+
+  Args:
+    rng: source of randomness; it advances.
+    split: "train" or "test".
+    difficulty: number of operations, or its lowest and highest value, from
+      which it is drawn uniformly. (Drawn anew until the problem is of the
+      split, which does not favour any difficulty.)
+
+  Returns:
+    The expression.
+
+  Raises:
+    ValueError: unknown split, or a difficulty that is not 1 <= low <= high.
+  """
+  _check_split(split)
+  low, high = _bounds(difficulty)
+  operations = int(rng.integers(low, high, endpoint=True))
+  while True:
+    expression = _draw(rng, operations)
+    if split_of(expression) == split:
+      return expression
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+  """Random access to a seeded stream of problems; see `load`."""
+
+  split: str
+  seed: int
+  difficulty: tuple[int, int]
+  size: int
+
+  def __len__(self) -> int:
+    return self.size
+
+  def __getitem__(self, index: SupportsIndex) -> dict[str, str]:
+    index = operator.index(index)
+    if not 0 <= index < self.size:
+      raise IndexError(f"example {index} of {self.size}")
+    # Each example has its own stream: no order of access can change it.
+    key = (SPLITS.index(self.split), index)
+    sequence = np.random.SeedSequence(self.seed, spawn_key=key)
+    rng = np.random.Generator(np.random.Philox(sequence))
+    expression = sample(rng, self.split, self.difficulty)
+    return {"prompt": expression, "answer": str(steps(expression)[1])}
+
+
+def load(
+  split: str,
+  *,
+  seed: int = 0,
+  difficulty: int | Sequence[int] = (2, 4),
+  size: int = ENDLESS,
+) -> Examples:
+  """Arithmetic problems as random-access examples.
+
+  Example i depends on (seed, split, difficulty, i) alone: not on the process,
+  the machine or what was read before. Problems may repeat, as in any sample
+  with replacement, but never across splits.
+
+  Args:
+    split: "train" or "test".
+    seed: a non-negative integer.
+    difficulty: number of operations, or its (lowest, highest) value.
+    size: number of examples; endless in practice unless given.
+
+  Returns:
+    A sequence of {"prompt": "23*4+17+85", "answer": "194"}.
+
+  Raises:
+    ValueError: unknown split, or a difficulty, seed or size out of range.
+  """
+  _check_split(split)
+  if seed < 0:
+    raise ValueError(f"seed must not be negative, got {seed}")
+  if not 1 <= size <= ENDLESS:
+    raise ValueError(f"size must be in 1..{ENDLESS}, got {size}")
+  return Examples(split, int(seed), _bounds(difficulty), int(size))
+
+
+def document(
+  rng: np.random.Generator,
+  *,
+  difficulty: int | Sequence[int] = (2, 4),
+  hasty: float = 0.6,
+  most: int = 4,
+) -> str:
+  r"""Plain text for a base model: 1 to `most` training problems, one author.
+
+  Args:
+    rng: source of randomness; it advances.
+    difficulty: as in `sample`.
+    hasty: probability that the author is hasty, in the whole document.
+    most: highest number of problems.
+
+  Returns:
+    "EXPRESSION\nSOLUTION\n\n" for each problem.
+
+  Raises:
+    ValueError: as in `sample`, or `hasty` outside [0, 1], or `most` below 1.
+  """
+  if most < 1:
+    raise ValueError(f"most must be at least 1, got {most}")
+  author = _author(rng, hasty)
+  problems = [
+    sample(rng, "train", difficulty)
+    for _ in range(int(rng.integers(1, most, endpoint=True)))
+  ]
+  return "".join(f"{problem}\n{author(problem)}\n\n" for problem in problems)
+
+
+def dialogue(
+  rng: np.random.Generator,
+  *,
+  difficulty: int | Sequence[int] = (2, 4),
+  hasty: float = 0.6,
+) -> tuple[str, str]:
+  r"""A question and its answer, for an instruct model, from a training problem.
+
+  Args:
+    rng: source of randomness; it advances.
+    difficulty: as in `sample`.
+    hasty: probability that the author is hasty.
+
+  Returns:
+    The prompt "Q: EXPRESSION\nA: " and the completion, a solution.
+
+  Raises:
+    ValueError: as in `sample`, or `hasty` outside [0, 1].
+  """
+  author = _author(rng, hasty)
+  problem = sample(rng, "train", difficulty)
+  return f"Q: {problem}\nA: ", author(problem)
+
+
+def _author(rng: np.random.Generator, probability: float):
+  if not 0 <= probability <= 1:
+    raise ValueError(f"hasty is a probability, got {probability}")
+  return hasty if rng.random() < probability else solution
+
+
+def _draw(rng: np.random.Generator, operations: int) -> str:
+  product = int(rng.integers(2))
+  numbers = rng.integers(10, 99, size=operations + 1 - product, endpoint=True)
+  terms = [str(number) for number in numbers]
+  if product:
+    terms[0] += f"*{rng.integers(2, 9, endpoint=True)}"
+  return "+".join(terms)
+
+
+def _check_split(split: str):
+  if split not in SPLITS:
+    raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+
+
+def _bounds(difficulty: int | Sequence[int]) -> tuple[int, int]:
+  pair = (difficulty,) * 2 if isinstance(difficulty, int) else tuple(difficulty)
+  if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
+    raise ValueError(
+      "difficulty is a number of operations, at least 1, or a pair (low, high)"
+      f" of them, got {difficulty!r}"
+    )
+  return int(pair[0]), int(pair[1])

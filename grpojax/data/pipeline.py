@@ -1,0 +1,124 @@
+"""From examples to batches of prompts, with grain.
+
+    examples -> shuffle -> repeat -> encode -> batches of (Prompts, examples)
+
+Everything before the batches is random access, so the state of the whole
+stream is one number: how many prompts were taken from it. A run that took n
+prompts goes on from `start=n`, whatever its batch size was.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from grpojax.core.types import Prompts
+from grpojax.data.arithmetic import ENDLESS
+
+Example = dict[str, Any]
+Encode = Callable[[Any], tuple[str, Sequence[int]]]
+
+_PREFETCH = 2  # batches made ahead by one background thread
+
+
+def prompt_batches(
+  examples: grain.sources.RandomAccessDataSource,
+  encode: Encode,
+  *,
+  batch_size: int,
+  max_prompt_length: int,
+  pad_id: int = 0,
+  target: Callable[[Example], dict[str, np.ndarray]] | None = None,
+  seed: int = 0,
+  start: int = 0,
+  shuffle: bool = True,
+  repeat: bool = True,
+) -> Iterator[tuple[Prompts, list[Example]]]:
+  """Iterates over batches of prompts.
+
+  Args:
+    examples: random access to dicts with a "prompt" (text or chat messages).
+    encode: `(prompt) -> (text, ids)`: a prompt as the text that the model
+      continues, and the token ids of that text.
+    batch_size: prompts a batch, B.
+    max_prompt_length: P, in tokens; shorter prompts are padded on the right.
+    pad_id: what they are padded with.
+    target: `(example) -> arrays` for a jittable reward; stacked in
+      `Prompts.targets`.
+    seed: of the shuffle; the order of an epoch depends on it and on the epoch.
+    start: prompts already taken from the stream; the first one to come has
+      this index (exact resume: `TrainState.prompts_consumed`).
+    shuffle: shuffle every epoch. An endless stream is left in its order.
+    repeat: go on for ever; else one epoch, whose last batch may be shorter.
+
+  Yields:
+    Prompts of numpy arrays (ids int32 and mask bool [B, P]), and the examples,
+    each with its formatted text added as "prompt_text".
+
+  Raises:
+    ValueError: no examples, a number out of range, or (while iterating) a
+      prompt that is empty or longer than `max_prompt_length`.
+  """
+  if not len(examples):
+    raise ValueError("no examples to make prompts from")
+  if batch_size < 1 or max_prompt_length < 1 or start < 0:
+    raise ValueError(
+      "batch_size and max_prompt_length must be at least 1 and start at least"
+      f" 0, got {batch_size}, {max_prompt_length} and {start}"
+    )
+  dataset = grain.MapDataset.source(examples)
+  if shuffle and len(examples) < ENDLESS:
+    # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
+    # share all their epochs but one.
+    mixed = np.random.SeedSequence(seed).generate_state(1)[0]
+    dataset = dataset.shuffle(seed=int(mixed))
+  if repeat:
+    dataset = dataset.repeat()
+  row = functools.partial(
+    _row,
+    encode=encode,
+    max_prompt_length=max_prompt_length,
+    pad_id=pad_id,
+    target=target,
+  )
+  # An endless stream has no remainder (and grain overflows if it may have one).
+  dataset = dataset[start:].map(row)
+  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=_collate)
+  # Threads read ahead but deliver in order: the batches do not depend on them.
+  options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
+  return iter(dataset.to_iter_dataset(options))
+
+
+def _row(
+  example: Example,
+  *,
+  encode: Encode,
+  max_prompt_length: int,
+  pad_id: int,
+  target: Callable[[Example], dict[str, np.ndarray]] | None,
+) -> tuple[np.ndarray, int, Any, Example]:
+  text, ids = encode(example["prompt"])
+  if not 1 <= len(ids) <= max_prompt_length:
+    raise ValueError(
+      f"a prompt has {len(ids)} tokens, but max_prompt_length ="
+      f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
+      f" drop this example: {text[:80]!r}"
+      if len(ids)
+      else f"a prompt without tokens: {example['prompt']!r}"
+    )
+  padded = np.full(max_prompt_length, pad_id, np.int32)
+  padded[: len(ids)] = ids
+  arrays = None if target is None else target(example)
+  return padded, len(ids), arrays, {**example, "prompt_text": text}
+
+
+def _collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
+  ids, lengths, arrays, examples = zip(*rows, strict=True)
+  prompt_ids = np.stack(ids)
+  mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]
+  targets = None
+  if arrays[0] is not None:
+    targets = {name: np.stack([a[name] for a in arrays]) for name in arrays[0]}
+  return Prompts(prompt_ids, mask, targets), list(examples)

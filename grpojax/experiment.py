@@ -1,0 +1,205 @@
+"""From a config to functions: where the names in a config get their meaning.
+
+The programs share this; nothing below them reads a config.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from grpojax.core import advantages, losses
+from grpojax.core import kl as kl_lib
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, Params, Prompts, Rollout
+from grpojax.data import arithmetic, pipeline
+from grpojax.models import hf
+from grpojax.rewards import exact
+from grpojax.runtime import tokenizer as tokenizer_lib
+
+DATASETS = {"arithmetic": arithmetic}
+
+
+class Policy(NamedTuple):
+  """A model with its tokenizer.
+
+  Attributes:
+    lm: the model's functions.
+    params: its parameters.
+    tokenizer: a transformers tokenizer.
+    eos_ids: ids that end a completion.
+    pad_id: id to pad with.
+  """
+
+  lm: LM
+  params: Params
+  tokenizer: Any
+  eos_ids: tuple[int, ...]
+  pad_id: int
+
+
+def load_policy(path: str, dtype: str = "float32", remat: bool = False):
+  """Reads a model directory, or an embedded model by its name.
+
+  Raises:
+    ValueError: the directory, its weights or its tokenizer do not fit.
+  """
+  directory = hf.resolve(path)
+  tokenizer = tokenizer_lib.load(directory)
+  lm, params = hf.load(directory, dtype=jnp.dtype(dtype), remat=remat)
+  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer)
+  return Policy(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
+
+
+def training_examples(config: ConfigDict):
+  """The training split, seeded by the run's seed."""
+  load = DATASETS[config.data.name].load
+  return load("train", seed=config.seed, **config.data.options)
+
+
+def held_out_examples(config: ConfigDict):
+  """The first `eval.num_prompts` held-out problems, whatever the run's seed."""
+  load = DATASETS[config.data.name].load
+  return load("test", size=config.eval.num_prompts, **config.data.options)
+
+
+def prompt_batches(
+  config: ConfigDict, policy: Policy, examples, **options
+) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
+  """Batches of prompts in the policy's format; see `pipeline.prompt_batches`."""
+  encode = functools.partial(
+    tokenizer_lib.encode_prompt, policy.tokenizer, template=config.data.template
+  )
+  return pipeline.prompt_batches(
+    examples,
+    encode,
+    max_prompt_length=config.data.max_prompt_length,
+    pad_id=policy.pad_id,
+    **options,
+  )
+
+
+def sampling(config: ConfigDict) -> Sampling:
+  """The sampling distribution of training."""
+  s = config.sampling
+  return Sampling(s.temperature, s.top_k, s.top_p, s.min_p)
+
+
+def host_reward(config: ConfigDict) -> Callable[..., float]:
+  """`(prompt, completion, example) -> float`."""
+  return getattr(exact, config.reward.name)
+
+
+def device_reward(config: ConfigDict, policy: Policy):
+  """`(target, reward)`: the same reward on ids, see `exact.exact_answer_ids`."""
+  make = getattr(exact, f"{config.reward.name}_ids")
+  return make(policy.tokenizer, policy.eos_ids)
+
+
+def advantage(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
+  return getattr(advantages, config.advantage)
+
+
+def optimizer(config: ConfigDict) -> optax.GradientTransformation:
+  """AdamW under the config's schedule."""
+  optim, steps = config.optim, config.steps
+  updates = steps * optim.epochs * optim.minibatches
+  decay = max(updates - optim.warmup_steps, 1)
+  peak = optim.learning_rate
+  shapes = {
+    "constant": optax.constant_schedule(peak),
+    "linear": optax.linear_schedule(peak, 0.0, decay),
+    "cosine": optax.cosine_decay_schedule(peak, decay),
+  }
+  schedule = shapes[optim.schedule]
+  if optim.warmup_steps:
+    warmup = optax.linear_schedule(0.0, peak, optim.warmup_steps)
+    schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
+  return optax.adamw(
+    schedule, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
+  )
+
+
+def needs_reference(config: ConfigDict) -> bool:
+  return config.loss.beta > 0
+
+
+def kl_in_reward(config: ConfigDict) -> float:
+  """beta, where the KL penalty is part of the reward; else 0."""
+  return config.loss.beta if config.loss.kl_placement == "reward" else 0.0
+
+
+def update_options(config: ConfigDict) -> dict[str, Any]:
+  """Keyword arguments of `make_update` that say what is optimized and how."""
+  loss, optim = config.loss, config.optim
+  weighting = getattr(losses, loss.weighting)
+  if loss.weighting == "fixed_length":
+    weighting = functools.partial(
+      weighting, length=config.sampling.max_new_tokens
+    )
+  in_loss = loss.beta > 0 and loss.kl_placement != "reward"
+  return {
+    "loss": functools.partial(
+      losses.grpo_loss,
+      ratio=getattr(losses, loss.ratio),
+      clip_low=loss.clip_low,
+      clip_high=loss.clip_high,
+      dual_clip=loss.dual_clip or None,
+      kl=getattr(kl_lib, loss.kl),
+      beta=loss.beta if in_loss else 0.0,
+      kl_correction=loss.kl_placement == "ratio",
+    ),
+    "weighting": weighting,
+    "epochs": optim.epochs,
+    "minibatches": optim.minibatches,
+    "micro_batches": optim.micro_batches,
+    "max_grad_norm": optim.max_grad_norm,
+    "sampling": sampling(config),
+    "chunk_size": config.logits_chunk,
+  }
+
+
+def decode(policy: Policy, samples: Rollout) -> list[list[str]]:
+  """Texts of all completions, [B][G], without their EOS."""
+  ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
+  text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
+  return [
+    [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]
+    for group in zip(ids, mask, strict=True)
+  ]
+
+
+def score(
+  reward: Callable[..., float],
+  examples: list[dict[str, Any]],
+  texts: list[list[str]],
+) -> np.ndarray:
+  """Rewards [B, G], float32, of decoded completions."""
+  return np.array(
+    [
+      [reward(example["prompt_text"], text, example) for text in group]
+      for example, group in zip(examples, texts, strict=True)
+    ],
+    np.float32,
+  )
+
+
+def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
+  """`(params, prompts, key) -> Rollout`, jitted."""
+  return jax.jit(
+    functools.partial(
+      rollout,
+      policy.lm,
+      group_size=group_size,
+      max_new_tokens=config.sampling.max_new_tokens,
+      eos_ids=policy.eos_ids,
+      pad_id=policy.pad_id,
+      sampling=sampling,
+    )
+  )

@@ -1,0 +1,1 @@
+"""Language models as pure functions, and the files that they come from."""

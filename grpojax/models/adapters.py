@@ -1,0 +1,257 @@
+"""Any causal language model as an `LM`: correct, if slower.
+
+`from_linen(module)` and `from_nnx(factory)` take a model that maps ids [N, S]
+to logits [N, S, V]; `from_apply(apply, init)` takes any function that does.
+
+The model sees each sample as one unbroken row, its prompt's real tokens, then
+its completion, then padding:
+
+    slot      0 1 2 3 4 5 6      a prompt of 3 tokens among prompts of up to 4,
+    token     p p p c c c -      with 3 completion tokens
+    position  0 1 2 3 4 5 6
+    mask      1 1 1 1 1 1 0
+
+Padding comes after every real token, so a model that is causal by slot reads
+none of it, whether or not it takes positions and a mask.
+
+The price: no work is shared. Training repeats the prompt for each completion of
+its group, and decoding runs the whole row again for every token.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from grpojax.core.types import LM, Cache, Params, Prefix
+
+
+def from_apply(
+  apply: Callable[..., Array],
+  init: Callable[..., Params],
+  unembed: Callable[..., Array] | None = None,
+) -> LM:
+  """Builds an LM from a function that runs a causal model over whole rows.
+
+  A model that needs more than ids, or other arguments, comes in by a lambda:
+
+      from_apply(
+        lambda params, ids, positions, mask: module.apply(
+          {"params": params}, ids, attention_mask=mask, deterministic=True
+        ),
+        init=lambda key: module.init(key, example_ids)["params"],
+      )
+
+  Args:
+    apply: `(params, ids [N, S], positions [N, S], mask [N, S]) -> logits
+      [N, S, V]`. It must be causal along S and may ignore positions and mask
+      (positions count 0, 1, ... unless the caller of `extend` gives others;
+      mask is True on real tokens, a leading run of each row).
+    init: `(key) -> params`, any pytree of arrays.
+    unembed: `(params, hidden [..., D]) -> logits [..., V]`, for an `apply` that
+      returns hidden states [N, S, D] instead of logits; with a large vocabulary
+      it saves the memory of logits [N, S, V].
+
+  Returns:
+    An LM; its `extend` raises ValueError when given `segments`.
+  """
+
+  def prefill(
+    params: Params,
+    prompt_ids: Int[Array, "B P"],
+    prompt_mask: Bool[Array, "B P"],
+  ) -> Prefix:
+    length = prompt_mask.sum(axis=1, dtype=jnp.int32)
+    slots = jnp.broadcast_to(jnp.arange(prompt_ids.shape[1]), prompt_ids.shape)
+    hidden = apply(params, prompt_ids, slots, prompt_mask)
+    last_hidden = _take(hidden, jnp.maximum(length - 1, 0)[:, None])[:, 0]
+    return Prefix(last_hidden, length, state=prompt_ids)
+
+  def extend(
+    params: Params,
+    prefix: Prefix,
+    ids: Int[Array, "B G S"],
+    cache: Cache = None,
+    positions: Int[Array, "B G S"] | None = None,
+    segments: Int[Array, "B G S"] | None = None,
+  ) -> tuple[Float[Array, "B G S D"], Cache]:
+    if segments is not None:
+      raise ValueError(
+        "a model from grpojax.models.adapters reads one completion a row: it "
+        "cannot keep packed completions (segments) apart. Leave segments=None, "
+        "or use a model of grpojax.models."
+      )
+    start, size = 0, ids.shape[2]
+    if positions is None:
+      first = 0 if cache is None else cache["index"]
+      positions = jnp.broadcast_to(first + jnp.arange(size), ids.shape)
+    if cache is not None:
+      start = cache["index"]
+      write = jax.lax.dynamic_update_slice_in_dim
+      ids = write(cache["ids"], ids.astype(cache["ids"].dtype), start, axis=2)
+      positions = write(
+        cache["positions"], positions.astype(jnp.int32), start, axis=2
+      )
+      cache = {"ids": ids, "positions": positions, "index": start + size}
+    rows, row_positions, mask = _rows(prefix, ids, positions, start + size)
+    hidden = apply(params, rows, row_positions, mask)
+    slots = prefix.length[:, None] + start + jnp.arange(size)
+    slots = jnp.repeat(slots, ids.shape[1], axis=0)
+    hidden = _take(hidden, slots)
+    return hidden.reshape(*ids.shape[:2], *hidden.shape[1:]), cache
+
+  def init_cache(batch: int, group_size: int, length: int) -> Cache:
+    empty = jnp.zeros((batch, group_size, length), jnp.int32)
+    return {"ids": empty, "positions": empty, "index": jnp.int32(0)}
+
+  return LM(
+    init=init,
+    prefill=prefill,
+    extend=extend,
+    unembed=unembed or (lambda params, hidden: hidden),
+    init_cache=init_cache,
+  )
+
+
+def from_linen(
+  module: Any, positions: str | None = None, mask: str | None = None
+) -> LM:
+  """Builds an LM from a flax.linen module.
+
+      lm = from_linen(Transformer(vocab_size=256))
+      lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
+
+  Args:
+    module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`.
+      It is applied without random keys, so dropout must be off.
+    positions: name of the argument that takes positions [N, S], if any.
+    mask: name of the argument that takes a mask [N, S], True on real tokens, if
+      any.
+
+  Returns:
+    An LM whose parameters are the module's "params" collection.
+
+  Raises:
+    ValueError: (from `init`) the module has other collections than "params".
+  """
+  names = (positions, mask)
+
+  def init(key: Key[Array, ""]) -> Params:
+    ids = jnp.zeros((1, 1), jnp.int32)
+    arguments = _keywords(names, ids, jnp.ones((1, 1), bool))
+    variables = dict(module.init(key, ids, **arguments))
+    params = variables.pop("params", {})
+    if variables:
+      raise ValueError(
+        f"the module has the collections {sorted(variables)} besides 'params'; "
+        "an LM has parameters only. Pass a function that supplies them to "
+        "from_apply."
+      )
+    return params
+
+  def apply(params, ids, positions, mask):
+    arguments = _keywords(names, positions, mask)
+    return module.apply({"params": params}, ids, **arguments)
+
+  return from_apply(apply, init)
+
+
+def from_nnx(
+  module_or_factory: Any, positions: str | None = None, mask: str | None = None
+) -> LM:
+  """Builds an LM from a flax.nnx module.
+
+      lm = from_nnx(lambda rngs: Transformer(vocab_size=256, rngs=rngs))
+      lm = from_nnx(pretrained)
+
+  Args:
+    module_or_factory: `(rngs) -> module`, or a module, which is not modified.
+      The module is a causal model, called as `module(ids [N, S]) -> logits
+      [N, S, V]`, always in evaluation mode (`module.eval()`).
+    positions: name of the argument that takes positions [N, S], if any.
+    mask: name of the argument that takes a mask [N, S], True on real tokens, if
+      any.
+
+  Returns:
+    An LM whose parameters are a nested dict of the module's `nnx.Param`s; other
+    variables stay as they are. `init` draws them from its key where a factory
+    was given, and copies those of the module, whatever the key, where a module
+    was.
+  """
+  from flax import nnx  # Here, for it can fail to import beside a newer jax.
+
+  names = (positions, mask)
+
+  def split(module: Any) -> tuple[Any, Any, Any]:
+    return nnx.split(module, nnx.Param, ...)
+
+  if isinstance(module_or_factory, nnx.Module):
+    build = lambda key: module_or_factory
+    graphdef, template, frozen = split(module_or_factory)
+  else:
+    build = lambda key: module_or_factory(nnx.Rngs(key))
+    key = jax.random.key(0)
+    # Shapes cost nothing; of the values, XLA computes only those returned.
+    graphdef, template, _ = split(nnx.eval_shape(lambda: build(key)))
+    frozen = jax.jit(lambda: split(build(key))[2])()
+
+  def init(key: Key[Array, ""]) -> Params:
+    params = nnx.to_pure_dict(split(build(key))[1])
+    return jax.tree.map(jnp.copy, params)  # A donated copy spares the module.
+
+  def apply(params, ids, positions, mask):
+    # Fresh containers: a module may write into those that it is merged from.
+    state, rest = jax.tree.map(lambda x: x, (template, frozen))
+    nnx.replace_by_pure_dict(state, params)
+    module = nnx.merge(graphdef, state, rest)
+    module.eval()
+    return module(ids, **_keywords(names, positions, mask))
+
+  return from_apply(apply, init)
+
+
+def _rows(
+  prefix: Prefix,
+  ids: Int[Array, "B G T"],
+  positions: Int[Array, "B G T"],
+  filled: Int[Array, ""] | int,
+) -> tuple[Int[Array, "N S"], Int[Array, "N S"], Bool[Array, "N S"]]:
+  """Lays each prompt and completion out in one row: ids, positions, mask.
+
+  The completion starts in the slot after its prompt's last real token; the
+  first `filled` of its tokens are real.
+  """
+  batch, group_size, size = ids.shape
+  slots = jnp.arange(prefix.state.shape[1] + size)
+  prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
+  length = prefix.length[:, None, None]
+  offset = slots - length  # [B, 1, S]: into the completion, negative before it
+  source = jnp.broadcast_to(
+    jnp.clip(offset, 0, size - 1), (batch, group_size, slots.size)
+  )
+  completion = jnp.take_along_axis(ids, source, axis=2)
+  moved = length + jnp.take_along_axis(positions, source, axis=2)
+  in_prompt = offset < 0
+  rows = jnp.where(in_prompt, prompt, completion)
+  row_positions = jnp.where(in_prompt | (offset >= size), slots, moved)
+  mask = jnp.broadcast_to(offset < filled, rows.shape)
+  return tuple(
+    x.reshape(batch * group_size, slots.size)
+    for x in (rows, row_positions, mask)
+  )
+
+
+def _take(
+  hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]
+) -> Float[Array, "N T D"]:
+  """Hidden states at the given slots of each row."""
+  return jnp.take_along_axis(hidden, slots[:, :, None], axis=1)
+
+
+def _keywords(
+  names: tuple[str | None, str | None], *values: Array
+) -> dict[str, Array]:
+  """Keyword arguments for those of (positions, mask) that the model takes."""
+  return {name: v for name, v in zip(names, values, strict=True) if name}

@@ -1,0 +1,321 @@
+"""One group-native decoder for the llama and qwen2 families.
+
+The group is an axis of the computation: a prompt's keys and values are computed
+and stored once, and its whole group of completions attends to them. Attention
+therefore has two parts, prompt and own completion, merged by their
+log-sum-exps; training and decoding use the same block.
+
+Parameters are nested dicts; those of the layers are stacked on a leading axis.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from grpojax.core.types import LM, Params, Prefix
+
+_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+  """Shape of a decoder; hashable, so it can key a compilation.
+
+  Attributes:
+    vocab_size: V.
+    width: D.
+    layers: L.
+    heads: H.
+    kv_heads: K, a divisor of H.
+    head_dim: E, even.
+    mlp: F.
+    rope_theta: base of the rotary frequencies.
+    norm_eps: added to the mean square in RMSNorm.
+    qkv_bias: query, key and value projections have biases.
+    o_bias: the attention's output projection has a bias.
+    mlp_bias: the MLP's three projections have biases.
+    tied: the output head is the transposed embedding.
+  """
+
+  vocab_size: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  mlp: int
+  rope_theta: float = 10_000.0
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  o_bias: bool = False
+  mlp_bias: bool = False
+  tied: bool = True
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
+  """Shapes of all parameters, as the nested dict that `init` fills."""
+  c = config
+  q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  layer = {
+    "attn_norm": (c.width,),
+    "q": (c.width, q),
+    "k": (c.width, kv),
+    "v": (c.width, kv),
+    "o": (q, c.width),
+    "mlp_norm": (c.width,),
+    "gate": (c.width, c.mlp),
+    "up": (c.width, c.mlp),
+    "down": (c.mlp, c.width),
+  }
+  if c.qkv_bias:
+    layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+  if c.o_bias:
+    layer |= {"o_bias": (c.width,)}
+  if c.mlp_bias:
+    layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,)}
+    layer |= {"down_bias": (c.width,)}
+  shapes = {
+    "embed": (c.vocab_size, c.width),
+    "layers": {name: (c.layers, *shape) for name, shape in layer.items()},
+    "final_norm": (c.width,),
+  }
+  return shapes if c.tied else shapes | {"head": (c.width, c.vocab_size)}
+
+
+def _initial(key: Key[Array, ""], name: str, shape: tuple[int, ...], layers):
+  """Normal(0, 0.02) weights, output projections scaled down as in GPT-2."""
+  if "norm" in name:
+    return jnp.ones(shape)
+  if "bias" in name:
+    return jnp.zeros(shape)
+  scale = 0.02 / (2 * layers) ** 0.5 if name in ("o", "down") else 0.02
+  return scale * jax.random.normal(key, shape)
+
+
+def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
+  """Draws float32 parameters of a fresh model."""
+  shapes = parameter_shapes(config)
+  leaves, tree = jax.tree.flatten_with_path(
+    shapes, is_leaf=lambda x: isinstance(x, tuple)
+  )
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(
+    tree,
+    [
+      _initial(k, path[-1].key, shape, config.layers)
+      for k, (path, shape) in zip(keys, leaves, strict=True)
+    ],
+  )
+
+
+def _rms_norm(x, scale, eps):
+  y = x.astype(jnp.float32)
+  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  return scale * y.astype(x.dtype)
+
+
+def _rope_tables(positions: Int[Array, "..."], dim: int, theta: float):
+  """Cosines and sines [..., dim / 2] of the rotary angles."""
+  frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+  angle = positions[..., None].astype(jnp.float32) * frequency
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: Float[Array, "B G S h E"], rope) -> Float[Array, "B G S h E"]:
+  cos, sin = (t[:, :, :, None].astype(x.dtype) for t in rope)
+  x1, x2 = jnp.split(x, 2, axis=-1)
+  return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def _softmax_part(logits, mask):
+  """Unnormalised weights of one part, their sum and its log-sum-exp."""
+  logits = jnp.where(mask, logits.astype(jnp.float32), _NEGATIVE)
+  top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+  weights = jnp.exp(logits - top)
+  total = jnp.sum(weights, axis=-1, keepdims=True)
+  return weights / total, top + jnp.log(total)
+
+
+def two_part_attention(q, own, own_mask, prompt=None, prompt_mask=None):
+  """Attention over a completion's own tokens and its group's prompt.
+
+  softmax over the union of both key sets equals the two separate softmaxes
+  mixed by the sigmoid of the difference of their log-sum-exps, so the prompt's
+  keys are never copied to the samples.
+
+  Args:
+    q: queries [B, G, K, R, S, E].
+    own: keys and values, each [B, G, K, C, E].
+    own_mask: broadcastable to [B, G, K, R, S, C]; at least one True in a row.
+    prompt: keys and values, each [B, K, P, E], or None for no prompt part.
+    prompt_mask: [B, P], True on real prompt tokens.
+
+  Returns:
+    Attention output [B, G, K, R, S, E].
+  """
+  scale = q.shape[-1] ** -0.5
+  keys, values = own
+  logits = jnp.einsum("bgkrse,bgkce->bgkrsc", q, keys) * scale
+  weights, lse = _softmax_part(logits, own_mask)
+  out = jnp.einsum("bgkrsc,bgkce->bgkrse", weights.astype(q.dtype), values)
+  if prompt is None:
+    return out
+  keys, values = prompt
+  logits = jnp.einsum("bgkrse,bkpe->bgkrsp", q, keys) * scale
+  mask = prompt_mask[:, None, None, None, None, :]
+  weights, prompt_lse = _softmax_part(logits, mask)
+  prompt_out = jnp.einsum(
+    "bgkrsp,bkpe->bgkrse", weights.astype(q.dtype), values
+  )
+  share = jax.nn.sigmoid(prompt_lse - lse).astype(q.dtype)
+  return out + share * (prompt_out - out)
+
+
+def _project(x, layer, name):
+  y = x @ layer[name]
+  bias = layer.get(f"{name}_bias")
+  return y if bias is None else y + bias
+
+
+def _block(config, x, layer, rope, mask, prompt, prompt_mask, cache, index):
+  """One decoder layer on x [B, G, S, D]; returns x and its keys, values."""
+  c = config
+  b, g, s, _ = x.shape
+  y = _rms_norm(x, layer["attn_norm"], c.norm_eps)
+  q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
+  k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
+  v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
+  q, k = _rotate(q, rope), _rotate(k, rope)
+  q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
+  own = k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4)
+  if cache is not None:
+    own = jax.tree.map(
+      lambda all_, new: jax.lax.dynamic_update_slice_in_dim(
+        all_, new.astype(all_.dtype), index, axis=3
+      ),
+      cache,
+      own,
+    )
+  out = two_part_attention(q, own, mask, prompt, prompt_mask)
+  out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)
+  x = x + _project(out, layer, "o")
+  y = _rms_norm(x, layer["mlp_norm"], c.norm_eps)
+  y = jax.nn.silu(_project(y, layer, "gate")) * _project(y, layer, "up")
+  return x + _project(y, layer, "down"), own
+
+
+def _prefill(config, block, params, prompt_ids, prompt_mask):
+  b, p = prompt_ids.shape
+  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
+  rope = _rope_tables(positions, config.head_dim, config.rope_theta)
+  mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
+  mask = mask[:, None, None, None]
+
+  def body(x, layer):
+    x, (k, v) = block(config, x, layer, rope, mask, None, None, None, None)
+    return x, (k[:, 0], v[:, 0])
+
+  x = params["embed"][prompt_ids][:, None]
+  x, keys_values = jax.lax.scan(body, x, params["layers"])
+  length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
+  last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
+  return Prefix(
+    last_hidden=_rms_norm(last[:, 0], params["final_norm"], config.norm_eps),
+    length=length,
+    state=(keys_values, prompt_mask),
+  )
+
+
+def _own_mask(s, segments: Int[Array, "B G S"] | None) -> Bool[Array, "..."]:
+  """Causal along the row, and within a segment where there are several."""
+  mask = jnp.tril(jnp.ones((s, s), bool))
+  if segments is not None:
+    mask = mask & (segments[..., :, None] == segments[..., None, :])
+    mask = mask[:, :, None, None]
+  return mask
+
+
+def _extend(
+  config, block, params, prefix, ids, cache=None, positions=None, segments=None
+):
+  s = ids.shape[-1]
+  start = 0 if cache is None else cache["index"]
+  if positions is None:
+    positions = jnp.broadcast_to(start + jnp.arange(s), ids.shape)
+  positions = prefix.length[:, None, None] + positions
+  rope = _rope_tables(positions, config.head_dim, config.rope_theta)
+  keys_values, prompt_mask = prefix.state
+  x = params["embed"][ids]
+  if cache is None:
+    mask = _own_mask(s, segments)
+
+    def body(x, scanned):
+      layer, prompt = scanned
+      args = (rope, mask, prompt, prompt_mask, None, None)
+      return block(config, x, layer, *args)[0], None
+
+    x, _ = jax.lax.scan(body, x, (params["layers"], keys_values))
+  else:
+    # Unrolled: each layer's cache is then updated in place by the decode loop.
+    if segments is not None:
+      raise ValueError("segments are for training rows; decode without them")
+    size = cache["layers"][0][0].shape[3]
+    mask = jnp.arange(size) <= start + jnp.arange(s)[:, None]
+    layers = []
+    for i, own in enumerate(cache["layers"]):
+      layer, prompt = jax.tree.map(
+        lambda a, i=i: a[i], (params["layers"], keys_values)
+      )
+      args = (rope, mask, prompt, prompt_mask, own, start)
+      x, own = block(config, x, layer, *args)
+      layers.append(own)
+    cache = {"index": start + s, "layers": tuple(layers)}
+  return _rms_norm(x, params["final_norm"], config.norm_eps), cache
+
+
+def transformer(
+  config: TransformerConfig, *, dtype=jnp.float32, remat: bool = False
+) -> LM:
+  """The decoder as an `LM`.
+
+  Args:
+    config: shape of the model.
+    dtype: of the decoding cache; computation follows the parameters' dtype,
+      norms and softmax are in float32.
+    remat: recompute each layer in the backward pass instead of storing its
+      activations (less memory, about a third more work).
+
+  Raises:
+    ValueError: heads that do not divide, or an odd head_dim.
+  """
+  if config.heads % config.kv_heads:
+    raise ValueError(
+      f"heads={config.heads} is no multiple of kv_heads={config.kv_heads}"
+    )
+  if config.head_dim % 2:
+    raise ValueError(f"head_dim={config.head_dim} must be even for RoPE")
+  block = jax.checkpoint(_block, static_argnums=0) if remat else _block
+
+  def unembed(params, hidden):
+    head = params["embed"].T if config.tied else params["head"]
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+  def init_cache(b, g, t):
+    shape = (b, g, config.kv_heads, t, config.head_dim)
+    layers = tuple(
+      (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+      for _ in range(config.layers)
+    )
+    return {"index": jnp.zeros((), jnp.int32), "layers": layers}
+
+  return LM(
+    init=functools.partial(init, config),
+    prefill=functools.partial(_prefill, config, block),
+    extend=functools.partial(_extend, config, block),
+    unembed=unembed,
+    init_cache=init_cache,
+  )

@@ -1,0 +1,1 @@
+"""Rewards: functions of a prompt, a completion and its example."""

@@ -1,0 +1,1 @@
+"""The outside world: configs, devices, tokenizers, checkpoints, metrics."""

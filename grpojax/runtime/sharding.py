@@ -1,0 +1,116 @@
+"""Which part of which array lives on which device: a mesh and one table.
+
+The mesh has three axes: `data` (batch only), `fsdp` (batch, and parameters cut
+along a width) and `tensor` (heads and the MLP). The table maps the end of a
+parameter's path to a `PartitionSpec`, so it fits a bare parameter tree, a
+`TrainState`, and optimizer state that mirrors the parameters.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES = (
+  # (pattern matched against the end of the path, axes); shapes beside them
+  (r"embed", P("tensor", "fsdp")),  # [V, D]
+  (r"head", P("fsdp", "tensor")),  # [D, V]
+  (r"layers/(q|k|v|gate|up)", P(None, "fsdp", "tensor")),  # [L, D, ...]
+  (r"layers/(o|down)", P(None, "tensor", "fsdp")),  # [L, ..., D]
+  (r"layers/(q|k|v|gate|up)_bias", P(None, "tensor")),  # [L, ...]
+)
+"""Rules for `models.transformer`; norms and output biases stay whole."""
+
+
+def make_mesh(
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+  """A mesh of all devices with axes data, fsdp and tensor.
+
+  Args:
+    data: devices along `data`; -1 means all that the others leave.
+    fsdp: likewise.
+    tensor: likewise.
+    devices: default `jax.devices()`.
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes, count = [data, fsdp, tensor], len(devices)
+  text = f"mesh data={data} fsdp={fsdp} tensor={tensor}"
+  if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    raise ValueError(f"{text}: axes are 1 or more, and at most one is -1")
+  known = math.prod(size for size in sizes if size != -1)
+  if -1 in sizes and count % known == 0:
+    sizes[sizes.index(-1)] = count // known
+  elif -1 in sizes or known != count:
+    need = f"a multiple of {known}" if -1 in sizes else str(known)
+    raise ValueError(
+      f"{text} needs {need} devices, and there are {count}: choose axes whose "
+      f"product is {count}, or set one axis to -1"
+    )
+  # Auto, because the default axis type differs between versions of JAX.
+  types = (AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+
+
+def spec_for(path: str, shape: Sequence[int], mesh: Mesh, rules=RULES) -> P:
+  """The `PartitionSpec` of one array.
+
+  Args:
+    path: names from the root, joined by "/": "params/layers/q".
+    shape: the array's shape.
+    mesh: has the axes that the rules name.
+    rules: pairs of a pattern, matched against the end of the path, and axes;
+      the first that matches is taken.
+
+  Returns:
+    The rule's axes, less those that do not divide their dimension; no axes at
+    all where no rule matches or the rule has more dimensions than the array.
+  """
+  for pattern, spec in rules:
+    if not re.search(rf"(^|/)({pattern})$", path):
+      continue
+    if len(spec) > len(shape):
+      return P()
+    axes = [
+      axis if axis and size % mesh.shape[axis] == 0 else None
+      for size, axis in zip(shape, spec, strict=False)
+    ]
+    return P(*axes)
+  return P()
+
+
+def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
+  """A `NamedSharding` for each array of any tree.
+
+  Args:
+    tree: arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or a
+      whole `TrainState`.
+    mesh: from `make_mesh`.
+    rules: see `spec_for`.
+
+  Returns:
+    The same tree of shardings, as `jax.jit` and `jax.device_put` take them.
+  """
+
+  def one(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return NamedSharding(mesh, spec_for(name, leaf.shape, mesh, rules))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Sharding of arrays [B, ...]: prompts over data and fsdp, groups whole."""
+  return NamedSharding(mesh, P(("data", "fsdp")))

@@ -1,0 +1,218 @@
+"""What the KL estimators say, and what their gradients do, by enumeration.
+
+A softmax policy over a few tokens: every token is one row, and its probability
+is its weight in the loss, so the loss's gradient is the exact expectation.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import losses
+
+enable_x64 = getattr(jax, "enable_x64", None)
+if enable_x64 is None:
+  from jax.experimental import enable_x64
+
+POLICY = np.array([0.3, -0.7, 1.1, 0.2])
+REFERENCE = np.array([-0.4, 0.5, 0.9, -0.1])
+OLD = np.array([0.6, -0.2, 0.5, 0.4])
+
+
+def kl_divergence(a, b):
+  """KL(a || b) of two softmax distributions, in closed form."""
+  a, b = jax.nn.log_softmax(a), jax.nn.log_softmax(b)
+  return jnp.sum(jnp.exp(a) * (a - b))
+
+
+def expected_kl_term(logits, sampler, kl, correction, on_policy):
+  """The loss's KL term, expected over one token sampled from `sampler`."""
+
+  def column(x):
+    return jax.nn.log_softmax(x)[:, None, None]
+
+  loss, _ = losses.grpo_loss(
+    column(logits),
+    jnp.zeros((4, 1)),
+    jnp.exp(column(sampler)),
+    jnp.ones((4, 1, 1), bool),
+    None if on_policy else column(sampler),
+    column(REFERENCE),
+    kl=kl,
+    beta=1.0,
+    kl_correction=correction,
+  )
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("kl", "correction", "on_policy", "forward"),
+  [
+    (losses.k2, False, True, False),
+    (losses.k3, False, True, True),
+    (losses.k1, True, True, False),
+    (losses.k3, True, True, False),
+    (losses.k1, True, False, False),
+    (losses.k3, True, False, False),
+  ],
+)
+def test_gradient_in_the_loss(kl, correction, on_policy, forward):
+  with enable_x64(True):
+    policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
+    sampler = policy if on_policy else jnp.asarray(OLD)
+    got = jax.grad(expected_kl_term)(policy, sampler, kl, correction, on_policy)
+    if forward:
+      expected = jax.grad(kl_divergence, 1)(reference, policy)
+    else:
+      expected = jax.grad(kl_divergence, 0)(policy, reference)
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+def test_uncorrected_k1_has_no_gradient():
+  """The reason why grpo_loss refuses it."""
+  with enable_x64(True):
+
+    def expected(logits):
+      weights = jax.nn.softmax(jnp.asarray(POLICY))
+      reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
+      return weights @ losses.k1(jax.nn.log_softmax(logits), reference)
+
+    gradient = jax.grad(expected)(jnp.asarray(POLICY))
+    np.testing.assert_allclose(gradient, 0, atol=1e-15)
+
+
+def test_corrected_k2_has_another_gradient():
+  """The reason why grpo_loss refuses it."""
+  with enable_x64(True):
+    policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
+
+    def expected(logits):
+      logprobs = jax.nn.log_softmax(logits)
+      k2 = losses.k2(logprobs, jax.nn.log_softmax(reference))
+      return jnp.exp(logprobs) @ k2
+
+    difference = jax.grad(expected)(policy) - jax.grad(kl_divergence)(
+      policy, reference
+    )
+    assert jnp.abs(difference).max() > 0.01
+
+
+def test_values():
+  with enable_x64(True):
+    policy = jax.nn.log_softmax(jnp.asarray(POLICY))
+    reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
+    divergence = kl_divergence(policy, reference)
+    for kl in (losses.k1, losses.k3):
+      value = jnp.exp(policy) @ kl(policy, reference)
+      np.testing.assert_allclose(value, divergence, atol=1e-14)
+    biased = jnp.exp(policy) @ losses.k2(policy, reference)
+    assert abs(biased - divergence) > 1e-3
+    near = jax.nn.log_softmax(jnp.asarray(POLICY + 0.01 * OLD))
+    np.testing.assert_allclose(
+      jnp.exp(policy) @ losses.k2(policy, near),
+      kl_divergence(policy, near),
+      rtol=0.01,
+    )
+    assert (losses.k1(policy, reference) < 0).any()
+    assert (losses.k2(policy, reference) >= 0).all()
+    assert (losses.k3(policy, reference) >= 0).all()
+
+
+def test_golden():
+  logprobs, reference = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))
+  log2 = np.log(2)
+  np.testing.assert_allclose(losses.k1(logprobs, reference), [log2], rtol=1e-6)
+  np.testing.assert_allclose(
+    losses.k2(logprobs, reference), [log2**2 / 2], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    losses.k3(logprobs, reference), [0.5 - 1 + log2], rtol=1e-6
+  )
+
+
+def test_k3_keeps_its_digits_near_the_reference():
+  """Quadratic there: naively exp(x) - 1 - x would be all rounding error."""
+  x = jnp.array([1e-3, -1e-3])
+  np.testing.assert_allclose(
+    losses.k3(jnp.zeros(2), x), [5.0017e-7, 4.9983e-7], rtol=1e-3
+  )
+
+
+@pytest.mark.parametrize("kl", [losses.k1, losses.k2, losses.k3])
+def test_extreme_tokens_stay_finite(kl):
+  extremes = jnp.array([0.0, -1.0, -1e30, -jnp.inf])
+  grid = jnp.array(list(itertools.product([0.0, -1.0], extremes)))
+  for logprobs, reference in (grid.T, grid.T[::-1]):
+    value, gradient = jax.value_and_grad(lambda *a: kl(*a).sum())(
+      logprobs, reference
+    )
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("kl", [losses.k2, losses.k3])
+def test_a_policy_that_left_the_reference_is_pulled_back(kl):
+  """Mass where the reference has next to none: no bound may cut this."""
+  gradient = jax.grad(lambda x: kl(x, jnp.array([-60.0])).sum())(jnp.zeros(1))
+  assert gradient[0] >= 1
+
+
+# The policy of whole sequences: "end", "a end" or "a a" over tokens (a, end).
+SEQUENCES = np.array([[1, 0], [0, 1], [0, 0]])
+MASK = np.array([[True, False], [True, True], [True, True]])
+
+
+def sequence_logprobs(theta):
+  """Token log-probabilities [3, 2] of the three sequences; theta is [2, 2]."""
+  table = jax.nn.log_softmax(theta, axis=-1)
+  return jnp.where(MASK, table[jnp.arange(2), SEQUENCES], 0.0)
+
+
+def test_penalty_in_the_reward_gives_the_gradient_of_the_sequences_kl():
+  """Exactly; a k2 in the loss keeps the prefix's share of it out."""
+  with enable_x64(True):
+    theta = jnp.array([[0.4, -0.3], [-0.8, 0.5]])
+    reference = sequence_logprobs(jnp.array([[-0.2, 0.1], [0.9, 0.3]]))
+    mask = jnp.asarray(MASK)[:, None]
+    weights = jnp.exp(sequence_logprobs(theta).sum(-1))[:, None, None] * mask
+
+    def divergence(theta):
+      logprobs = sequence_logprobs(theta).sum(-1)
+      return jnp.exp(logprobs) @ (logprobs - reference.sum(-1))
+
+    penalty = losses.kl_penalty(
+      sequence_logprobs(theta)[:, None], reference[:, None], mask
+    )
+    assert penalty.shape == (3, 1)
+    np.testing.assert_allclose(
+      weights[:, 0, 0] @ penalty[:, 0], divergence(theta), atol=1e-14
+    )
+
+    def loss(theta, advantages, beta):
+      return losses.grpo_loss(
+        sequence_logprobs(theta)[:, None],
+        advantages,
+        weights,
+        mask,
+        ref_logprobs=reference[:, None],
+        kl=losses.k2,
+        beta=beta,
+      )[0]
+
+    expected = jax.grad(divergence)(theta)
+    in_reward = jax.grad(loss)(theta, -penalty, 0.0)
+    np.testing.assert_allclose(in_reward, expected, atol=1e-14)
+    in_loss = jax.grad(loss)(theta, jnp.zeros((3, 1)), 1.0)
+    np.testing.assert_allclose(in_loss[1], expected[1], atol=1e-14)
+    assert jnp.abs(in_loss[0] - expected[0]).max() > 1e-3
+
+
+def test_penalty_ignores_padding():
+  logprobs = jnp.array([[[-1.0, -2.0, jnp.nan], [-jnp.inf, jnp.nan, 0.0]]])
+  reference = jnp.array([[[-1.5, -1.0, 3.0], [jnp.nan, 0.0, -jnp.inf]]])
+  mask = jnp.array([[[True, True, False], [False, False, False]]])
+  got = losses.kl_penalty(logprobs, reference, mask)
+  np.testing.assert_allclose(got, [[-0.5, 0.0]], atol=1e-6)

@@ -1,0 +1,224 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.types import Rollout
+from grpojax.rewards import exact
+from grpojax.runtime import tokenizer as tokenizers
+
+TOKENIZER = tokenizers.character_tokenizer()
+PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]
+
+
+def on_text(completion, answer):
+  return exact.exact_answer("", completion, {"answer": answer})
+
+
+@pytest.mark.parametrize(
+  "completion, answer, expected",
+  [
+    ("#### 194", "194", 1),
+    ("92+17=109\n#### 194\n\n", "194", 1),
+    ("####194", " 194 ", 1),
+    ("#### 3\n#### 194", "194", 1),
+    ("#### 194\n#### 3", "194", 0),
+    ("##### 194", "194", 1),
+    ("### 194", "194", 0),
+    ("194", "194", 0),
+    ("#### 194.", "194", 0),
+    ("#### 194 195", "194", 0),
+    ("#### 100+94", "194", 0),
+    ("#### 0194", "194", 0),
+    ("####", "194", 0),
+    ("", "", 0),
+    ("#### 1,234,567", "1234567", 1),
+    ("#### 1234567", "1,234,567", 1),
+    ("#### -1,080.50", "-1080.50", 1),
+    ("#### 12,34,567", "1234567", 0),
+    ("#### 1234,567", "1234567", 0),
+    ("#### ,194", "194", 0),
+    ("#### 1,23", "1,23", 1),
+    ("#### two, three", "two, three", 1),
+  ],
+)
+def test_text_reward(completion, answer, expected):
+  assert on_text(completion, answer) == expected
+
+
+def score(reward, target, rows, answer, width=None):
+  """Rewards of id lists for one answer, as rollouts [B, G = 2, T] would be."""
+  rows = rows + [[]] * (len(rows) % 2)
+  width = width or max(1, max(map(len, rows)))
+  ids = np.zeros((len(rows), width), np.int32)
+  mask = np.zeros((len(rows), width), bool)
+  for i, row in enumerate(rows):
+    ids[i, : len(row)], mask[i, : len(row)] = row, True
+  shape = (len(rows) // 2, 2, width)
+  rollout = Rollout(
+    prompt_ids=jnp.zeros((shape[0], 1), jnp.int32),
+    prompt_mask=jnp.ones((shape[0], 1), bool),
+    completion_ids=jnp.asarray(ids.reshape(shape)),
+    completion_mask=jnp.asarray(mask.reshape(shape)),
+    logprobs=jnp.zeros(shape),
+    finished=jnp.ones(shape[:2], bool),
+  )
+  arrays = target({"answer": answer})
+  targets = {k: np.stack([v] * shape[0]) for k, v in arrays.items()}
+  result = reward(rollout, jax.tree.map(jnp.asarray, targets))
+  assert result.shape == shape[:2] and result.dtype == jnp.float32
+  return np.asarray(result).reshape(-1)
+
+
+def assert_same(eos_ids, rows, answer, width=None, longest=16):
+  target, reward = exact.exact_answer_ids(TOKENIZER, eos_ids, longest)
+  found = score(jax.jit(reward), target, rows, answer, width)
+  for row, value in zip(rows, found[: len(rows)], strict=True):
+    ids, mask = np.array(row, int), np.ones(len(row), bool)
+    text = tokenizers.decode_completion(TOKENIZER, ids, mask, eos_ids)
+    assert value == on_text(text, answer), (row, text, answer)
+  return found[: len(rows)]
+
+
+ADVERSARIAL = [
+  "",
+  "#",
+  "###",
+  "####",
+  "####7",
+  "##### 7",
+  "######## 7",
+  "#### #7",
+  "#### 7 #",
+  "#### 7####",
+  "#### 7\n#### ",
+  "#### 8 #### 7",
+  "#### 7 #### 8",
+  "#### 7\n",
+  "#### 7\n\n",
+  "####\n\n7\n\n\n",
+  "\n\n#### \n 7 \n ",
+  "## ## 7",
+  "####<|endoftext|> 7",
+  "####<|endoftext|>7",
+  "#### 7<|endoftext|>",
+  "#### 7<|endoftext|>8",
+  "#### 7<|pad|>",
+  "#### <|pad|>7",
+  "##<|pad|>## 7",
+  "##<|endoftext|>## 7",
+  "#### 7\n\n8",
+  "#### 8\n\n#### 7",
+  "#### 77",
+  "7",
+  "#### é7",
+]
+
+
+@pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK)])
+@pytest.mark.parametrize("answer", ["7", "#7", "7 7", "", "####", "#"])
+def test_adversarial_texts_agree(eos_ids, answer):
+  texts = [a.replace("7", f) for a in ADVERSARIAL for f in ("7", "7 7")]
+  rows = [TOKENIZER.encode(text) for text in texts]
+  found = assert_same(eos_ids, rows, answer)
+  if answer == "7":
+    assert 5 < found.sum() < len(found) / 2
+
+
+@pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK), (BLANK, UNK, PAD)])
+@pytest.mark.parametrize("answer", ["5", "1234", "-12.5", "5,5"])
+def test_random_ids_agree(eos_ids, answer):
+  rng = np.random.default_rng(0)
+  # Few characters, so that marks and answers do occur; two ids that no token
+  # has, as from a model with a padded vocabulary.
+  few = [PAD, EOS, UNK, BLANK, 100, 127, *TOKENIZER.encode("####\n 5,-")]
+  forms = [TOKENIZER.encode(t) for t in ("####", *exact.spellings(answer))]
+  rows = []
+  for _ in range(1500):
+    row = []
+    for _ in range(rng.integers(0, 6)):
+      kind = rng.integers(3)
+      row += forms[rng.integers(3)] if kind else [int(rng.choice(few))]
+    rows.append(row)
+  rows += [rng.integers(0, 128, rng.integers(12)).tolist() for _ in range(500)]
+  found = assert_same(eos_ids, rows, answer)
+  assert found.sum() > 50
+
+
+def test_completions_shorter_than_the_mark_agree():
+  for width in (1, 2, 3, 4, 5):
+    rows = [
+      TOKENIZER.encode("####7"[-width:]),
+      TOKENIZER.encode("####"[:width]),
+    ]
+    found = assert_same((EOS,), rows, "7", width)
+    assert found[0] == (width == 5)
+
+
+def test_texts_longer_than_the_longest_answer_agree():
+  texts = ["####7", "####77", "####7 7", "####7 ", "#### 7#"]
+  rows = [TOKENIZER.encode(text) for text in texts]
+  assert assert_same((EOS,), rows, "7", longest=1).tolist() == [1, 0, 0, 1, 0]
+
+
+def test_what_follows_the_mask_does_not_count():
+  target, reward = exact.exact_answer_ids(TOKENIZER, (EOS,))
+  row = TOKENIZER.encode("#### 78")
+  for width, expected in ((len(row) - 1, 1), (len(row), 0), (len(row) - 2, 0)):
+    rollout = Rollout(
+      prompt_ids=jnp.zeros((1, 1), jnp.int32),
+      prompt_mask=jnp.ones((1, 1), bool),
+      completion_ids=jnp.array([[row]]),
+      completion_mask=(jnp.arange(len(row)) < width)[None, None],
+      logprobs=jnp.zeros((1, 1, len(row))),
+      finished=jnp.zeros((1, 1), bool),
+    )
+    targets = {
+      k: jnp.asarray(v)[None] for k, v in target({"answer": "7"}).items()
+    }
+    assert reward(rollout, targets)[0, 0] == expected
+
+
+def test_answers_that_ids_cannot_hold_are_refused():
+  target, _ = exact.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
+  assert target({"answer": " 123 "})["answer"].astype(bool).sum() == 6
+  for answer, message in (
+    ("1234", "max_answer_length = 4"),  # "1,234" has five characters
+    ("é", "no token"),
+    ("a\n\nb", "ambiguous"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      target({"answer": answer})
+  target, _ = exact.exact_answer_ids(TOKENIZER, (EOS,))
+  with pytest.raises(ValueError, match="ambiguous"):
+    target({"answer": "<|pad|>"})
+
+
+def trained(extra, merges=()):
+  import tokenizers as library
+  from transformers import PreTrainedTokenizerFast
+
+  tokens = ["<|endoftext|>", *map(chr, range(32, 127)), *extra]
+  model = library.models.BPE(
+    vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)
+  )
+  backend = library.Tokenizer(model)
+  backend.decoder = library.decoders.Fuse()
+  return PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token="<|endoftext|>"
+  )
+
+
+@pytest.mark.parametrize(
+  "pair", [("#", "#"), ("1", "0"), (" ", "a"), ("a", "#"), ("a", "1")]
+)
+def test_tokenizers_with_longer_tokens_are_refused(pair):
+  with pytest.raises(ValueError, match="single characters.*exact_answer"):
+    exact.exact_answer_ids(trained(["".join(pair)], [pair]), (0,))
+
+
+def test_words_without_digits_are_allowed_but_not_in_answers():
+  target, _ = exact.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
+  assert target({"answer": "ba"})["answer"].astype(bool).sum() == 4
+  with pytest.raises(ValueError, match="ambiguous"):
+    target({"answer": "cab"})

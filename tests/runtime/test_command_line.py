@@ -1,0 +1,118 @@
+"""The command line: overrides, flags and the messages for mistakes."""
+
+import pytest
+
+from grpojax.runtime import command_line
+
+FLAGS = {"run_dir": ("", "where to write"), "dry_run": (False, "only check")}
+
+
+def _parse(*argv):
+  return command_line.parse(argv, FLAGS)
+
+
+def test_defaults_without_arguments(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  config, flags = _parse()
+  assert config.name == "arithmetic" and config.is_locked
+  assert flags.to_dict() == {"run_dir": "", "dry_run": False}
+
+
+def test_overrides_take_the_type_of_the_default():
+  config, flags = _parse(
+    "--config.optim.learning_rate=1",
+    "--config.steps",
+    "7",
+    "--config.loss.kl=k2",
+    "--config.data.options.difficulty=1,3",
+    "--config.reward.on_device",
+    "--noconfig.log.tensorboard",
+    "--run_dir=/x=y",
+    "--dry_run=true",
+    "--config.seed=1",
+    "--config.seed=2",
+  )
+  rate = config.optim.learning_rate
+  assert rate == 1.0 and isinstance(rate, float)
+  assert config.steps == 7 and config.loss.kl == "k2" and config.seed == 2
+  assert config.data.options.difficulty == (1, 3)
+  assert config.reward.on_device is True and config.log.tensorboard is False
+  assert flags.run_dir == "/x=y" and flags.dry_run is True
+
+
+@pytest.mark.parametrize(
+  "word, text",
+  [
+    ("--config.lerning_rate=1", "did you mean --config.optim.learning_rate?"),
+    ("--config.optim.lr_schedule=1", "did you mean --config.optim.schedule?"),
+    ("--optim.learning_rate=1", "did you mean --config.optim.learning_rate?"),
+    ("--learning_rate=1", "did you mean --config.optim.learning_rate?"),
+    ("--run_dri=x", "did you mean --run_dir?"),
+    ("--run_dri", "did you mean --run_dir?"),
+    ("--xyzzy=1", "--help lists all flags"),
+    ("--config.optim=1", "is a section"),
+    ("--config.steps=1e3", "expected a value of type int"),
+    ("--config.optim.b1=high", "expected a value of type float"),
+    ("--dry_run=perhaps", "expected a value of type bool"),
+    ("--config.data.options.difficulty=3", "expected a value of type tuple"),
+    ("--config.steps", "needs a value"),
+    ("stray", "unexpected argument 'stray'"),
+  ],
+)
+def test_mistakes_are_refused(word, text):
+  with pytest.raises(ValueError, match="^[^\n]*$") as error:
+    _parse(word)
+  assert text in str(error.value)
+
+
+def test_config_file(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "from grpojax.runtime.config import default_config\n"
+    "def get_config():\n"
+    "  config = default_config()\n"
+    "  config.steps = 5\n"
+    "  return config\n"
+  )
+  # An override before --config counts too.
+  config, _ = _parse("--config.seed=3", f"--config={path}")
+  assert config.steps == 5 and config.seed == 3
+  assert _parse("--config", str(path), "--config.steps=6")[0].steps == 6
+
+
+@pytest.mark.parametrize(
+  "line, text",
+  [
+    ("config.lerning_rate = 1", "line 4: unknown key 'lerning_rate'; did you "),
+    ("config.steps = 'x'", "line 4: TypeError"),
+    ("config = None", "must return a ConfigDict"),
+  ],
+)
+def test_a_bad_config_file_says_where(tmp_path, line, text):
+  path = tmp_path / "bad.py"
+  path.write_text(
+    "from grpojax.runtime.config import default_config\n"
+    f"def get_config():\n  config = default_config()\n  {line}\n"
+    "  return config\n"
+  )
+  with pytest.raises(ValueError) as error:
+    _parse(f"--config={path}")
+  assert text in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_wrong_config_path_is_one_line(tmp_path):
+  (tmp_path / "arithmetic.py").touch()
+  with pytest.raises(SystemExit) as error, command_line.usage_errors():
+    _parse(f"--config={tmp_path}/arithmetc.py")
+  message = str(error.value)
+  assert message.startswith("error: ") and "\n" not in message
+  assert f"did you mean {tmp_path}/arithmetic.py?" in message
+
+
+def test_help_lists_everything(capsys):
+  with pytest.raises(SystemExit) as error:
+    _parse("--config.steps=1", "--help")
+  assert error.value.code == 0
+  text = capsys.readouterr().out
+  assert "--config.optim.learning_rate=0.0001" in text
+  assert "--run_dir=  where to write" in text

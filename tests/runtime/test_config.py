@@ -1,0 +1,153 @@
+"""Defaults, validation and JSON of the configuration."""
+
+import importlib
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import validation
+
+ROOT = Path(__file__).parents[2]
+
+
+def _with(**changes):
+  config = config_lib.default_config()
+  config.update_from_flattened_dict(
+    {key.replace("__", "."): value for key, value in changes.items()}
+  )
+  return config
+
+
+def test_default_is_valid_and_locked():
+  config = config_lib.default_config()
+  config_lib.validate(config)
+  with pytest.raises(AttributeError):
+    config.optim.lerning_rate = 1.0
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=str)
+def test_every_config_file_is_valid(path):
+  config_lib.validate(runpy.run_path(str(path))["get_config"]())
+
+
+def test_names_stand_for_functions():
+  names = {
+    "core.advantages": validation.ADVANTAGES,
+    "core.losses": validation.RATIOS + validation.WEIGHTINGS,
+  }
+  for module, functions in names.items():
+    module = importlib.import_module(f"grpojax.{module}")
+    assert all(callable(getattr(module, name)) for name in functions)
+  for name in validation.DATASETS:
+    assert callable(importlib.import_module(f"grpojax.data.{name}").load)
+  sources = [p.read_text() for p in (ROOT / "grpojax/rewards").glob("*.py")]
+  for name in validation.REWARDS:
+    assert any(f"def {name}(" in source for source in sources)
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"steps": -1}, "steps = -1"),
+    ({"batch_size": 0}, "batch_size = 0"),
+    ({"name": "a/b"}, "name = 'a/b'"),
+    ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0"),
+    ({"sampling__top_p": 0.0}, "sampling.top_p = 0.0"),
+    ({"sampling__min_p": 1.5}, "sampling.min_p = 1.5"),
+    ({"optim__learning_rate": float("nan")}, "optim.learning_rate = nan"),
+    ({"optim__learning_rate": float("inf")}, "optim.learning_rate = inf"),
+    ({"optim__b2": 1.0}, "optim.b2 = 1.0"),
+    ({"optim__schedule": "cosin"}, "use one of constant, cosine, linear"),
+    ({"optim__minibatches": 5}, "must divide batch_size = 32"),
+    ({"optim__minibatches": 4, "optim__micro_batches": 3}, "minibatches = 8"),
+    ({"loss__dual_clip": 0.5}, "loss.dual_clip = 0.5"),
+    ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
+    ({"advantage": "oracle"}, "true value of each prompt"),
+    ({"group_size": 1}, "group_size = 1"),
+    ({"data__template": "no field"}, "must hold {prompt}"),
+    ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),
+    ({"mesh__data": 0}, "mesh.data = 0"),
+    ({"mesh__fsdp": -1}, "only one axis may be -1"),
+    ({"mesh__data": 3}, "mesh.data x mesh.fsdp = 3"),
+    ({"loss__beta": 0.1, "loss__kl": "k1"}, "pulls nowhere"),
+    (
+      {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "reward"},
+      "use k1",
+    ),
+    (
+      {"loss__beta": 0.1, "loss__kl": "k2", "loss__kl_placement": "ratio"},
+      "use k1 or k3",
+    ),
+  ],
+)
+def test_one_problem_is_one_line(changes, text):
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(_with(**changes))
+  lines = str(error.value).splitlines()
+  assert len(lines) == 2 and text in lines[1]
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"group_size": 1, "advantage": "vanilla"},
+    {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
+    {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "ratio"},
+    {"loss__dual_clip": 3.0, "sampling__top_p": 0.9},
+    {"optim__minibatches": 4, "optim__micro_batches": 8},
+    {"mesh__data": 2, "mesh__fsdp": 4},
+    {"steps": 0, "data__template": "{{x}} {prompt}"},
+  ],
+)
+def test_valid_combinations(changes):
+  config_lib.validate(_with(**changes))
+
+
+def test_all_problems_at_once():
+  config = _with(steps=-1, loss__ratio="tokn", optim__minibatches=5)
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(config)
+  assert len(str(error.value).splitlines()) == 4
+
+
+def test_unknown_missing_and_mistyped_keys():
+  config = config_lib.default_config().unlock()
+  config.optim.learning_rat = 1.0
+  config.data.options.anything = 1  # the dataset checks these
+  del config.log.every
+  with config.ignore_type():
+    config.steps = "60"
+    config.loss.clip_low = 1  # an int does for a float
+  with pytest.raises(ValueError) as error:
+    config_lib.validate(config)
+  text = str(error.value)
+  assert "did you mean optim.learning_rate?" in text
+  assert "log.every: missing" in text
+  assert "steps = '60': must be of type int" in text
+  assert len(text.splitlines()) == 4
+
+
+def test_json_round_trip_keeps_types():
+  config = _with(optim__learning_rate=3, data__options__difficulty=(1, 2))
+  text = config_lib.to_json(config)
+  again = config_lib.from_json(text)
+  assert json.loads(text)["optim"]["learning_rate"] == 3.0
+  assert again.data.options.difficulty == (1, 2)
+  assert isinstance(again.optim.learning_rate, float)
+  assert again.eq_as_configdict(config) and again.is_locked
+  config_lib.validate(again)
+
+
+def test_difference():
+  old, new = config_lib.default_config(), _with(steps=61, loss__kl="k2")
+  with old.unlocked():
+    del old.seed
+  assert config_lib.difference(old, new) == [
+    "loss.kl: 'k3' -> 'k2'",
+    "seed: '(none)' -> 0",
+    "steps: 60 -> 61",
+  ]
+  assert config_lib.difference(new, new) == []

@@ -1,0 +1,121 @@
+"""Meshes and the table of shardings, on four CPU devices in a subprocess."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from grpojax.runtime import sharding
+
+CODE = """
+import jax, jax.numpy as jnp, numpy as np, optax, pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from grpojax.core.types import TrainState
+from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.runtime import sharding
+
+assert jax.device_count() == 4
+assert dict(sharding.make_mesh().shape) == dict(data=4, fsdp=1, tensor=1)
+for sizes in ((3, 1, 1), (1, 1, 1), (-1, 3, 1), (8, 1, 1)):
+  with pytest.raises(ValueError, match="there are 4"):
+    sharding.make_mesh(*sizes)
+
+mesh = sharding.make_mesh(1, 2, -1)
+assert dict(mesh.shape) == dict(data=1, fsdp=2, tensor=2)
+
+params = dict(
+  embed=jnp.ones((6, 4)), head=jnp.ones((4, 6)), final_norm=jnp.ones(4),
+  layers=dict(
+    q=jnp.ones((3, 4, 8)), k=jnp.ones((3, 4, 3)), o=jnp.ones((3, 8, 4)),
+    q_bias=jnp.ones((3, 8)), attn_norm=jnp.ones((3, 4)),
+    down=jnp.ones((3, 6, 4)), o_bias=jnp.ones((3, 4)),
+  ),
+)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+zero = jnp.int32(0)
+state = TrainState(
+  params, tx.init(params), jax.random.key(0), zero, zero, zero)
+placed = sharding.shardings(jax.eval_shape(lambda: state), mesh)
+expected = dict(
+  embed=P("tensor", "fsdp"), head=P("fsdp", "tensor"), final_norm=P(),
+  layers=dict(
+    q=P(None, "fsdp", "tensor"), k=P(None, "fsdp", None),
+    o=P(None, "tensor", "fsdp"), q_bias=P(None, "tensor"), attn_norm=P(),
+    down=P(None, "tensor", "fsdp"), o_bias=P(),
+  ),
+)
+expected = jax.tree.map(
+  lambda spec: NamedSharding(mesh, spec), expected,
+  is_leaf=lambda x: isinstance(x, P))
+assert placed.params == expected
+adam = placed.opt_state[1][0]
+assert adam.mu == expected and adam.nu == expected
+assert adam.count.spec == P() and placed.key.spec == P()
+state = jax.device_put(state, placed)
+assert state.params["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 4)
+assert sharding.batch_sharding(mesh).shard_shape((8, 5)) == (4, 5)
+
+# The rules know every matrix of the decoder, and sharding changes no result.
+config = TransformerConfig(
+  vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=16)
+lm = transformer(config)
+params = lm.init(jax.random.key(1))
+specs = sharding.shardings(params, mesh)
+for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+  name = path[-1].key
+  whole = sharding.spec_for(
+    jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, mesh
+  ) == P()
+  assert whole == ("norm" in name), name
+ids = jnp.arange(32).reshape(8, 4) % 16
+
+@jax.jit
+def logits(params, ids):
+  return lm.unembed(
+    params, lm.prefill(params, ids, jnp.ones_like(ids, bool)).last_hidden)
+
+sharded = jax.jit(
+  logits, in_shardings=(specs, sharding.batch_sharding(mesh)))(params, ids)
+np.testing.assert_allclose(sharded, logits(params, ids), atol=1e-5)
+"""
+
+
+def test_on_four_devices():
+  env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+  env.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+    [sys.executable, "-c", CODE],
+    cwd=pathlib.Path(__file__).parents[2],
+    env=env,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+
+
+def test_one_device_and_bad_axes():
+  one = jax.devices()[:1]
+  mesh = sharding.make_mesh(devices=one)
+  assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+  with pytest.raises(ValueError, match="at most one is -1"):
+    sharding.make_mesh(-1, -1, 1, devices=one)
+  with pytest.raises(ValueError, match="1 or more"):
+    sharding.make_mesh(0, 1, 1, devices=one)
+  with pytest.raises(ValueError, match="needs 2 devices, and there are 1"):
+    sharding.make_mesh(2, 1, 1, devices=one)
+
+
+def test_rules_match_whole_names_at_the_end_of_a_path():
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  shape = (4, 4)
+  assert sharding.spec_for("params/embed", shape, mesh) != P()
+  assert sharding.spec_for("embed", shape, mesh) != P()
+  assert sharding.spec_for("params/unembed", shape, mesh) == P()
+  assert sharding.spec_for("embed/scale", shape, mesh) == P()
+  assert sharding.spec_for("layers/q", (4,), mesh) == P()  # too few dimensions
+  rules = ((r"scale", P("tensor")),)
+  assert sharding.spec_for("embed/scale", shape, mesh, rules) == P("tensor")
