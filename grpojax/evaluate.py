@@ -165,6 +165,7 @@ def _parse(argv: list[str]):
 
 
 def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags, ks = _parse(argv)
     policy, params = _load(flags.model, config)

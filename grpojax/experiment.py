@@ -4,6 +4,7 @@ The programs share this; nothing below them reads a config.
 """
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,13 @@ from grpojax.core import advantages, losses
 from grpojax.core import kl as kl_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
-from grpojax.core.types import LM, Params, Prompts, Rollout
+from grpojax.core.step import (
+  make_batch,
+  make_grpo_step,
+  make_update,
+  rollout_metrics,
+)
+from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
 from grpojax.data import arithmetic, pipeline
 from grpojax.models import hf
 from grpojax.rewards import exact
@@ -72,7 +79,7 @@ def held_out_examples(config: ConfigDict):
 def prompt_batches(
   config: ConfigDict, policy: Policy, examples, **options
 ) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
-  """Batches of prompts in the policy's format; see `pipeline.prompt_batches`."""
+  """Batches of prompts in the policy's format, see `pipeline`."""
   encode = functools.partial(
     tokenizer_lib.encode_prompt, policy.tokenizer, template=config.data.template
   )
@@ -97,12 +104,13 @@ def host_reward(config: ConfigDict) -> Callable[..., float]:
 
 
 def device_reward(config: ConfigDict, policy: Policy):
-  """`(target, reward)`: the same reward on ids, see `exact.exact_answer_ids`."""
+  """`(target, reward)`: the same reward on ids, see `rewards.exact`."""
   make = getattr(exact, f"{config.reward.name}_ids")
   return make(policy.tokenizer, policy.eos_ids)
 
 
 def advantage(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
+  """Rewards [..., G] -> advantages [..., G]."""
   return getattr(advantages, config.advantage)
 
 
@@ -127,6 +135,7 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def needs_reference(config: ConfigDict) -> bool:
+  """Whether a reference policy is held in memory."""
   return config.loss.beta > 0
 
 
@@ -165,6 +174,21 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
   }
 
 
+def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
+  """`(params, prompts, key) -> Rollout`, jitted."""
+  return jax.jit(
+    functools.partial(
+      rollout,
+      policy.lm,
+      group_size=group_size,
+      max_new_tokens=config.sampling.max_new_tokens,
+      eos_ids=policy.eos_ids,
+      pad_id=policy.pad_id,
+      sampling=sampling,
+    )
+  )
+
+
 def decode(policy: Policy, samples: Rollout) -> list[list[str]]:
   """Texts of all completions, [B][G], without their EOS."""
   ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
@@ -190,16 +214,107 @@ def score(
   )
 
 
-def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
-  """`(params, prompts, key) -> Rollout`, jitted."""
-  return jax.jit(
-    functools.partial(
-      rollout,
+def make_host_step(
+  config: ConfigDict,
+  policy: Policy,
+  tx: optax.GradientTransformation,
+  ref_params: Params | None,
+  poll: Callable[[], None],
+):
+  """A step whose rewards are computed on the host, from text.
+
+  Args:
+    config: the run's.
+    policy: the model; the state has the parameters.
+    tx: the optimizer.
+    ref_params: the reference policy, or None.
+    poll: called between the parts of a step; may raise. Only the last part
+      touches the state, so a step that it ends leaves no trace.
+
+  Returns:
+    `(state, prompts, examples) -> (state, metrics, samples)`; the samples are
+    those of the first prompt, for people to read.
+  """
+  options = update_options(config)
+  sampler = make_sampler(config, policy, config.group_size, options["sampling"])
+  update = make_update(policy.lm, tx, **options)
+  reward = host_reward(config)
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def learn(state, samples, rewards, ref_params):
+    batch = make_batch(
       policy.lm,
-      group_size=group_size,
+      samples,
+      rewards,
+      advantage(config),
+      ref_params,
+      on_policy=options["epochs"] * options["minibatches"] == 1,
+      kl_in_reward=kl_in_reward(config),
+      sampling=options["sampling"],
+      chunk_size=options["chunk_size"],
+    )
+    state, row = update(state, batch)
+    return state, rollout_metrics(samples, rewards) | row
+
+  def step(state: TrainState, prompts: Prompts, examples):
+    clock = [time.perf_counter()]
+    key = jax.random.fold_in(state.key, state.step)
+    samples = jax.block_until_ready(sampler(state.params, prompts, key))
+    clock.append(time.perf_counter())
+    poll()
+    texts = decode(policy, samples)
+    rewards = score(reward, examples, texts)
+    clock.append(time.perf_counter())
+    poll()
+    state, row = learn(state, samples, rewards, ref_params)
+    row = jax.device_get(row)
+    clock.append(time.perf_counter())
+    names = ("seconds_rollout", "seconds_rewards", "seconds_update")
+    row |= dict(zip(names, np.diff(clock), strict=True))
+    shown = [
+      {
+        "prompt": examples[0]["prompt_text"],
+        "completion": text,
+        "answer": examples[0]["answer"],
+        "reward": float(value),
+      }
+      for text, value in zip(texts[0], rewards[0], strict=True)
+    ]
+    return state, row, shown
+
+  return step
+
+
+def make_device_step(
+  config: ConfigDict,
+  policy: Policy,
+  tx: optax.GradientTransformation,
+  ref_params: Params | None,
+):
+  """The same step as one XLA program, with the reward on ids.
+
+  It returns no samples: completions never reach the host.
+  """
+  _, reward = device_reward(config, policy)
+  whole = jax.jit(
+    make_grpo_step(
+      policy.lm,
+      tx,
+      reward,
+      group_size=config.group_size,
       max_new_tokens=config.sampling.max_new_tokens,
       eos_ids=policy.eos_ids,
       pad_id=policy.pad_id,
-      sampling=sampling,
-    )
+      advantage=advantage(config),
+      kl_in_reward=kl_in_reward(config),
+      **update_options(config),
+    ),
+    donate_argnums=0,
   )
+
+  def step(state: TrainState, prompts: Prompts, examples):
+    del examples
+    state, row = whole(state, prompts, ref_params)
+    return state, jax.device_get(row), []
+
+  return step

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: makes the models that GRPO starts from.
+r"""Supervised fine-tuning: makes the models that GRPO starts from.
 
     python -m grpojax.sft [--config=configs/x.py] [--config.key=value ...]
                           [--out=DIR]
@@ -7,9 +7,9 @@ Trains a decoder on texts, from scratch or from a Hugging Face directory, and
 writes a Hugging Face directory. The embedded models were made by
 
     python -m grpojax.sft --config.name=arithmetic-base
-    python -m grpojax.sft --config.name=arithmetic-instruct \\
-        --config.format=dialogue --config.model.path=arithmetic-base \\
-        --config.steps=400 --config.optim.muon_learning_rate=5e-3 \\
+    python -m grpojax.sft --config.name=arithmetic-instruct \
+        --config.format=dialogue --config.model.path=arithmetic-base \
+        --config.steps=400 --config.optim.muon_learning_rate=5e-3 \
         --config.optim.learning_rate=5e-4
 """
 
@@ -44,7 +44,7 @@ def default_config() -> ConfigDict:
   config = ConfigDict()
   config.name = "arithmetic-base"
   config.seed = 0
-  config.steps = 2200
+  config.steps = 1100
   config.format = "document"  # or "dialogue"
   config.rows = 24  # rows a step
   config.row_length = 224  # tokens a row
@@ -145,10 +145,13 @@ def texts(config: ConfigDict, tokenizer, seed: int):
       prompt, text = arithmetic.dialogue(rng, **options)
     else:
       text = arithmetic.document(rng, most=3, **options)
-    yield encode(prompt) if prompt else [], [
-      *encode(text),
-      tokenizer.eos_token_id,
-    ]
+    yield (
+      encode(prompt) if prompt else [],
+      [
+        *encode(text),
+        tokenizer.eos_token_id,
+      ],
+    )
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:
@@ -230,6 +233,7 @@ def fit(config: ConfigDict, lm, params, tokenizer):
 
 
 def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv,
@@ -256,7 +260,9 @@ def main(argv: list[str]) -> None:
     tokenizer = tokenizer_lib.load(source)
     set_format(source, tokenizer, config.format)
     count = sum(x.size for x in jax.tree.leaves(params))
-    print(f"{count} parameters, {config.rows * config.row_length} tokens a step")
+    print(
+      f"{count} parameters, {config.rows * config.row_length} tokens a step"
+    )
     began = time.time()
     params, records = fit(config, lm, params, tokenizer)
     hf.save(out, params, source)

@@ -28,21 +28,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from grpojax import evaluate as evaluation
 from grpojax import experiment
 from grpojax.core.sampling import Sampling
-from grpojax.core.step import (
-  init_state,
-  make_batch,
-  make_grpo_step,
-  make_update,
-  rollout_metrics,
-)
-from grpojax.core.types import Params, Rollout, TrainState
+from grpojax.core.step import init_state
+from grpojax.core.types import Params, TrainState
 from grpojax.models import hf
 from grpojax.runtime import (
   checkpoint,
@@ -74,110 +66,11 @@ class Run(NamedTuple):
   policy: experiment.Policy
   mesh: jax.sharding.Mesh
   ref_params: Params | None
-  reward: Callable[..., float]
   writer: Any
 
   def file(self, name: str) -> pathlib.Path:
+    """A path inside the run directory."""
     return self.directory / name
-
-
-def make_learn(config: ConfigDict, policy: experiment.Policy, tx):
-  """`(state, rollout, rewards, ref_params) -> (state, metrics)`, jitted."""
-  options = experiment.update_options(config)
-  update = make_update(policy.lm, tx, **options)
-
-  def learn(state, samples, rewards, ref_params):
-    batch = make_batch(
-      policy.lm,
-      samples,
-      rewards,
-      experiment.advantage(config),
-      ref_params,
-      on_policy=config.optim.epochs * config.optim.minibatches == 1,
-      kl_in_reward=experiment.kl_in_reward(config),
-      sampling=options["sampling"],
-      chunk_size=options["chunk_size"],
-    )
-    state, row = update(state, batch)
-    return state, rollout_metrics(samples, rewards) | row
-
-  return jax.jit(learn, donate_argnums=0)
-
-
-def make_step(run: Run, tx, requested: Callable[[], bool]):
-  """`(state, prompts, examples) -> (state, metrics, shown)`.
-
-  Three parts with the rewards on the host in the middle; or one XLA program,
-  where `reward.on_device` asks for it. `shown` is what `log_samples` writes.
-  The state is touched only by the last part, so a step that SIGTERM interrupts
-  leaves no trace.
-  """
-  config, policy = run.config, run.policy
-  if config.reward.on_device:
-    _, reward = experiment.device_reward(config, policy)
-    whole = jax.jit(
-      make_grpo_step(
-        policy.lm,
-        tx,
-        reward,
-        group_size=config.group_size,
-        max_new_tokens=config.sampling.max_new_tokens,
-        eos_ids=policy.eos_ids,
-        pad_id=policy.pad_id,
-        advantage=experiment.advantage(config),
-        kl_in_reward=experiment.kl_in_reward(config),
-        **experiment.update_options(config),
-      ),
-      donate_argnums=0,
-    )
-
-    def fused(state, prompts, examples):
-      state, row = whole(state, prompts, run.ref_params)
-      return state, jax.device_get(row), []
-
-    return fused
-
-  sampler = experiment.make_sampler(
-    config, policy, config.group_size, experiment.sampling(config)
-  )
-  learn = make_learn(config, policy, tx)
-
-  def step(state, prompts, examples):
-    clock = [time.perf_counter()]
-    key = jax.random.fold_in(state.key, state.step)
-    samples = jax.block_until_ready(sampler(state.params, prompts, key))
-    clock.append(time.perf_counter())
-    _poll(requested)
-    texts = experiment.decode(policy, samples)
-    rewards = experiment.score(run.reward, examples, texts)
-    clock.append(time.perf_counter())
-    _poll(requested)
-    state, row = learn(state, samples, rewards, run.ref_params)
-    row = jax.device_get(row)
-    clock.append(time.perf_counter())
-    names = ("seconds_rollout", "seconds_rewards", "seconds_update")
-    row |= dict(zip(names, np.diff(clock), strict=True))
-    return state, row, _samples(examples, texts, rewards)
-
-  return step
-
-
-def _poll(requested: Callable[[], bool]) -> None:
-  if requested():
-    raise Preempted
-
-
-def _samples(examples, texts, rewards) -> list[dict[str, Any]]:
-  """The first group of a step, for people to read."""
-  return [
-    {
-      "prompt": examples[0]["prompt_text"],
-      "completion": text,
-      "answer": examples[0].get("answer"),
-      "reward": float(reward),
-    }
-    for text, reward in zip(texts[0], rewards[0], strict=True)
-  ]
 
 
 def _record(run: Run, row: dict[str, Any]) -> None:
@@ -195,7 +88,7 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, float]:
     params,
     sampler,
     evaluation.held_out(config, run.policy),
-    run.reward,
+    experiment.host_reward(config),
     jax.random.key(config.seed),
     config.eval.batch_size,
   )
@@ -219,33 +112,46 @@ def _show(prompt: str, completion: str, reward: float) -> None:
   print(f"    | -> reward {float(reward):g}", flush=True)
 
 
-def _log(run: Run, row: dict[str, Any], shown, began: float) -> None:
+def _log(run: Run, row: dict[str, Any], shown, pace: float) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
   if run.ref_params is None:
     row.pop("kl")  # there is nothing to diverge from
   _record(run, row)
-  for sample in shown:
-    metrics.append_jsonl(run.file("samples.jsonl"), {"step": step} | sample)
   if step % config.log.every == 0 or step == config.steps:
     line = {k: row[k] for k in SHOWN}
-    print(
-      metrics.progress(step, config.steps, row["seconds_step"], line),
-      flush=True,
-    )
+    print(metrics.progress(step, config.steps, pace, line), flush=True)
   if shown and step % config.log.samples_every == 0:
-    sample = shown[0]
-    _show(sample["prompt"], sample["completion"], sample["reward"])
+    for sample in shown:
+      metrics.append_jsonl(run.file("samples.jsonl"), {"step": step} | sample)
+    _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
+
+
+def _make_step(run: Run, tx, poll: Callable[[], None]):
+  """The step, and what the pipeline adds to each prompt for its reward."""
+  config, policy = run.config, run.policy
+  if config.reward.on_device:
+    target, _ = experiment.device_reward(config, policy)
+    step = experiment.make_device_step(config, policy, tx, run.ref_params)
+    return step, target
+  step = experiment.make_host_step(config, policy, tx, run.ref_params, poll)
+  return step, None
 
 
 def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
-  """Runs the remaining steps; saves on the way and when SIGTERM arrives."""
+  """Runs the remaining steps, evaluating and saving on the way.
+
+  Raises:
+    Preempted: SIGTERM arrived; the state of the last whole step is saved.
+  """
   config = run.config
-  step_fn = make_step(run, tx, requested)
+
+  def poll():
+    if requested():
+      raise Preempted
+
+  step_fn, target = _make_step(run, tx, poll)
   greedy = experiment.make_sampler(config, run.policy, 1, Sampling(0.0))
-  target = None
-  if config.reward.on_device:
-    target, _ = experiment.device_reward(config, run.policy)
   batches = experiment.prompt_batches(
     config,
     run.policy,
@@ -256,49 +162,45 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
     start=int(state.prompts_consumed),
   )
   place = sharding.batch_sharding(run.mesh)
-  step, saved = int(state.step), int(state.step)
-  if step == 0:
+  if int(state.step) == 0:
     evaluate(run, state.params, greedy, 0)
-  spent = _seconds(run)
+  print("compiling the first step", flush=True)
+  began = time.perf_counter() - _train_seconds(run)
+  clock = [time.perf_counter()]
   try:
-    while step < config.steps:
-      _poll(requested)
-      began = time.perf_counter()
+    for step in range(int(state.step) + 1, config.steps + 1):
+      poll()
       prompts, examples = next(batches)
-      state, row, shown = step_fn(
-        state, jax.device_put(prompts, place), examples
-      )
-      step += 1
-      seconds = time.perf_counter() - began
+      prompts = jax.device_put(prompts, place)
+      state, row, shown = step_fn(state, prompts, examples)
+      clock.append(time.perf_counter())
       tokens = config.batch_size * config.group_size
       tokens *= float(row["completion_length_mean"])
-      row |= {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
-      due = step % config.eval.every == 0 or step == config.steps
-      shown = shown if step % config.log.samples_every == 0 else []
-      _log(run, {"step": step} | row, shown, began)
-      if due:
+      row["seconds_step"] = clock[-1] - clock[-2]
+      row["tokens_per_second"] = tokens / row["seconds_step"]
+      row["train_seconds"] = clock[-1] - began
+      # The first step compiles; the pace is that of the others.
+      done = clock[1:] if len(clock) > 2 else clock
+      pace = (done[-1] - done[0]) / (len(done) - 1)
+      _log(run, {"step": step} | row, shown, pace)
+      if step % config.eval.every == 0 or step == config.steps:
         evaluate(run, state.params, greedy, step)
-      spent += time.perf_counter() - began
-      metrics.append_jsonl(
-        run.file("metrics.jsonl"), {"step": step, "train_seconds": spent}
-      )
+        clock[1:] = [time.perf_counter()]
       if step % config.checkpoint.every == 0 or step == config.steps:
         checkpoint.save(checkpointer, step, state)
-        saved = step
   except Preempted:
-    if step > saved:
-      checkpoint.save(checkpointer, step, state)
-    checkpoint.wait(checkpointer)
-    print(f"stopped after step {step}; the same command resumes", flush=True)
+    checkpoint.save(checkpointer, int(state.step), state)
+    print(f"saved step {int(state.step)}; the same command resumes", flush=True)
     raise
-  checkpoint.wait(checkpointer)
+  finally:
+    checkpoint.wait(checkpointer)
   return state
 
 
-def _seconds(run: Run) -> float:
+def _train_seconds(run: Run) -> float:
   """Training seconds spent so far, over all the times the run was started."""
   rows = metrics.read_jsonl(run.file("metrics.jsonl"))
-  return max((r["train_seconds"] for r in rows if "train_seconds" in r), default=0.0)
+  return max((row.get("train_seconds", 0.0) for row in rows), default=0.0)
 
 
 def finish(run: Run, params: Params) -> dict[str, Any]:
@@ -312,13 +214,15 @@ def finish(run: Run, params: Params) -> dict[str, Any]:
   rows = metrics.read_jsonl(run.file("metrics.jsonl"))
   tests = [row for row in rows if "accuracy" in row]
   names = ("accuracy", "accuracy_low", "accuracy_high")
-  before, after = ([test[name] for name in names] for test in (tests[0], tests[-1]))
+  before, after = (
+    [test[name] for name in names] for test in (tests[0], tests[-1])
+  )
   summary = {
     "accuracy_before": before[0],
     "accuracy_before_interval": before[1:],
     "accuracy_after": after[0],
     "accuracy_after_interval": after[1:],
-    "train_seconds": _seconds(run),
+    "train_seconds": _train_seconds(run),
     "steps": run.config.steps,
     "eval_prompts": run.config.eval.num_prompts,
     "skipped_updates": sum(r.get("skipped_updates", 0) for r in rows),
@@ -370,20 +274,22 @@ def _start(config: ConfigDict, directory: pathlib.Path, checkpointer):
     writer = metrics.tensorboard_writer(
       directory / "tensorboard", -1 if step is None else step
     )
-  reward = experiment.host_reward(config)
   policy = policy._replace(params=None)  # the state owns them now
-  run = Run(config, directory, policy, mesh, ref_params, reward, writer)
+  run = Run(config, directory, policy, mesh, ref_params, writer)
   return run, state, tx
 
 
 def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv, {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")}
     )
     config_lib.validate(config)
     hf.to_transformer_config(hf.read_config(config.model.path))
-    directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
+    directory = pathlib.Path(
+      flags.run_dir or pathlib.Path("runs") / config.name
+    )
     checkpoint.open_run(directory, config)
   summary = directory / "summary.json"
   if summary.exists():

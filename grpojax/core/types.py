@@ -24,7 +24,8 @@ shardings, so their fields are not type-checked at run time.
 """
 
 import typing
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
@@ -56,8 +57,8 @@ class LM(NamedTuple):
 
   Attributes:
     init: `(key) -> params`.
-    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`. Prompts
-      are right-padded: the mask is True on a leading run of each row.
+    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`. The
+      prompts are right-padded: the mask is True on a leading run of each row.
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
       segments=None) -> (hidden [B, G, S, D], cache)`. Each completion token
       attends to its prompt and causally to its own completion. Without a cache

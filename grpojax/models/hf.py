@@ -32,7 +32,9 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   for directory in (pathlib.Path(path), ASSETS / path):
     if (directory / "config.json").is_file():
       return directory
-  embedded = ", ".join(sorted(p.parent.name for p in ASSETS.glob("*/config.json")))
+  embedded = ", ".join(
+    sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
+  )
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
     f"model.safetensors, or the name of an embedded model ({embedded})"

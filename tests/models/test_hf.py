@@ -120,7 +120,9 @@ def test_gradient_agrees_with_transformers(checkpoint):
   prompt, completion = row[:4], row[4:]
 
   def score(params):
-    prefix = lm.prefill(params, jnp.asarray(prompt)[None], jnp.ones((1, 4), bool))
+    prefix = lm.prefill(
+      params, jnp.asarray(prompt)[None], jnp.ones((1, 4), bool)
+    )
     hidden, _ = lm.extend(params, prefix, jnp.asarray(completion)[None, None])
     first = prefix.last_hidden[:, None, None]
     logits = lm.unembed(
