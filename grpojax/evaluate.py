@@ -4,12 +4,13 @@
                                [--temperature=1.0] [--config.key=value ...]
 
 DIR is a Hugging Face directory, the name of an embedded model, or the run
-directory of a training run, finished or not. Without --samples it decodes
-greedily and prints the accuracy with Wilson's 95% interval; with --samples=N it
-draws N completions a prompt and prints pass@k (unbiased) for each k, with a 95%
-interval over prompts.
+directory of a training run, finished or not, whose config is then the default.
+Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
+interval; with --samples=N it draws N completions a prompt and prints pass@k
+(unbiased) for each k, with a 95% interval over prompts.
 """
 
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
@@ -127,13 +128,21 @@ def held_out(config: ConfigDict, policy: experiment.Policy):
   )
 
 
+def _is_run(model: str) -> bool:
+  return (pathlib.Path(model) / "checkpoints").is_dir()
+
+
+def _run_config(run: str) -> ConfigDict:
+  path = pathlib.Path(run) / checkpoint.CONFIG
+  return config_lib.from_json(path.read_text())
+
+
 def _load(model: str, config: ConfigDict):
   """A policy and its parameters, from a model directory or from a run."""
-  run = pathlib.Path(model)
-  if not (run / "checkpoints").is_dir():
+  if not _is_run(model):
     policy = experiment.load_policy(model, config.model.dtype)
     return policy, policy.params
-  saved = config_lib.from_json((run / checkpoint.CONFIG).read_text())
+  run, saved = pathlib.Path(model), _run_config(model)
   policy = experiment.load_policy(saved.model.path, saved.model.dtype)
   tx = experiment.optimizer(saved)
   like = init_state(policy.params, tx, jax.random.key(0))
@@ -147,9 +156,12 @@ def _load(model: str, config: ConfigDict):
 
 
 def _parse(argv: list[str]):
-  config, flags = command_line.parse(
-    argv, FLAGS, program="python -m grpojax.evaluate"
+  parse = functools.partial(
+    command_line.parse, argv, FLAGS, program="python -m grpojax.evaluate"
   )
+  config, flags = parse()
+  if _is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: _run_config(flags.model))
   config_lib.validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")

@@ -46,8 +46,8 @@ def default_config() -> ConfigDict:
   config.seed = 0
   config.steps = 1100
   config.format = "document"  # or "dialogue"
-  config.rows = 24  # rows a step
-  config.row_length = 224  # tokens a row
+  config.rows = 20  # rows a step
+  config.row_length = 272  # tokens a row
   config.hasty = 0.6  # share of texts whose author writes no steps
   config.difficulty_low = 2
   config.difficulty_high = 4

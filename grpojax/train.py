@@ -80,7 +80,7 @@ def _record(run: Run, row: dict[str, Any]) -> None:
     metrics.write_scalars(run.writer, row["step"], row)
 
 
-def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, float]:
+def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, Any]:
   """Greedy held-out accuracy; recorded, printed and returned."""
   config = run.config
   result = evaluation.evaluate(
@@ -102,7 +102,7 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, float]:
   if step in (0, config.steps):
     shown = zip(result.examples, result.texts, result.rewards, strict=True)
     for example, texts, rewards in itertools.islice(shown, config.eval.samples):
-      _show(example["prompt_text"], texts[0], rewards[0])
+      _show(example["prompt_text"], texts[0], float(rewards[0]))
   return row
 
 
@@ -189,7 +189,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       if step % config.checkpoint.every == 0 or step == config.steps:
         checkpoint.save(checkpointer, step, state)
   except Preempted:
-    checkpoint.save(checkpointer, int(state.step), state)
+    if int(state.step):  # before the first step there is nothing to keep
+      checkpoint.save(checkpointer, int(state.step), state)
     print(f"saved step {int(state.step)}; the same command resumes", flush=True)
     raise
   finally:
@@ -287,6 +288,9 @@ def main(argv: list[str]) -> None:
     )
     config_lib.validate(config)
     hf.to_transformer_config(hf.read_config(config.model.path))
+    sharding.make_mesh(**config.mesh)
+    experiment.training_examples(config)
+    experiment.held_out_examples(config)
     directory = pathlib.Path(
       flags.run_dir or pathlib.Path("runs") / config.name
     )

@@ -39,12 +39,14 @@ def split_of(expression: str) -> str:
 def steps(expression: str) -> tuple[list[str], int]:
   """The running steps of a problem, and its value.
 
+  A product goes by the tens and the units of its first number.
+
   Args:
     expression: a sum whose first term may be a product of two numbers.
 
   Returns:
-    One line an operation, each starting from the value so far (for "2*3+4":
-    "2*3=6" and "6+4=10"), and the value.
+    One line an operation, the sums starting from the value so far (for
+    "23*4+5": "20*4=80", "3*4=12", "80+12=92" and "92+5=97"), and the value.
 
   Raises:
     ValueError: the expression is of another form.
@@ -56,13 +58,16 @@ def steps(expression: str) -> tuple[list[str], int]:
     )
   first, *rest = expression.split("+")
   value, *factor = map(int, first.split("*"))
-  lines = []
-  for sign, number in [("*", n) for n in factor] + [
-    ("+", int(n)) for n in rest
-  ]:
-    result = value * number if sign == "*" else value + number
-    lines.append(f"{value}{sign}{number}={result}")
-    value = result
+  terms, lines = [int(term) for term in rest], []
+  if factor:
+    units = value % 10
+    parts = [part for part in (value - units, units) if part] or [0]
+    lines = [f"{part}*{factor[0]}={part * factor[0]}" for part in parts]
+    value, *more = (part * factor[0] for part in parts)
+    terms = [*more, *terms]
+  for term in terms:
+    lines.append(f"{value}+{term}={value + term}")
+    value += term
   return lines, value
 
 

@@ -20,6 +20,18 @@ from grpojax.models.transformer import (
 )
 
 FAMILIES = {"llama": llama, "qwen2": qwen2}
+COMPANIONS = (
+  "config.json",
+  "generation_config.json",
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+)
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
@@ -156,11 +168,10 @@ def load(
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies configuration and tokenizer: all of a directory but its weights."""
-  for file in source.iterdir():
-    if file.suffix in (".json", ".jinja", ".txt", ".model"):
-      if not file.name.endswith(".index.json"):
-        shutil.copyfile(file, target / file.name)
+  """Copies what a model directory holds besides its weights."""
+  for name in COMPANIONS:
+    if (source / name).is_file():
+      shutil.copyfile(source / name, target / name)
 
 
 def save(
@@ -198,5 +209,7 @@ def save(
   partial.mkdir(parents=True)
   copy_files(source, partial)
   (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-  save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+  weights = partial / "model.safetensors"
+  save_file(tensors, weights, metadata={"format": "pt"})
+  weights.chmod(0o644)  # safetensors makes it readable by its owner only
   partial.rename(path)

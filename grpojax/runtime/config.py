@@ -33,7 +33,7 @@ def default_config() -> ConfigDict:
   config.data.max_prompt_length = 32  # tokens
   config.data.template = "{prompt}\n"
   config.sampling = ConfigDict()
-  config.sampling.max_new_tokens = 64
+  config.sampling.max_new_tokens = 80
   config.sampling.temperature = 1.0
   config.sampling.top_k = 0  # 0 = off
   config.sampling.top_p = 1.0

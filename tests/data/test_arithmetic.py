@@ -110,8 +110,9 @@ def test_length_and_bounds():
 
 def test_solutions():
   assert arithmetic.solution("23*4+17+85") == (
-    "23*4=92\n92+17=109\n109+85=194\n#### 194"
+    "20*4=80\n3*4=12\n80+12=92\n92+17=109\n109+85=194\n#### 194"
   )
+  assert arithmetic.solution("20*4+5") == "20*4=80\n80+5=85\n#### 85"
   assert arithmetic.solution("10+20") == "10+20=30\n#### 30"
   assert arithmetic.hasty("23*4+17+85") == "#### 194"
 

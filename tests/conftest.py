@@ -1,0 +1,109 @@
+"""Small policies and runs that several test files share.
+
+Shapes and dtypes of every annotated function are checked in all tests, by the
+--jaxtyping-packages option in pyproject.toml.
+"""
+
+import importlib.util
+import pathlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.types import LM, Prefix
+from grpojax.models.transformer import TransformerConfig, transformer
+
+_spec = importlib.util.spec_from_file_location(
+  "toy_fixtures", pathlib.Path(__file__).with_name("toy_fixtures.py")
+)
+_toy = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_toy)
+compiled_once, toy, toy_task = _toy.compiled_once, _toy.toy, _toy.toy_task
+toy_model, toy_run = _toy.toy_model, _toy.toy_run
+
+
+@pytest.fixture(scope="session")
+def tiny():
+  """A decoder of width 16 with weights large enough to matter."""
+  config = TransformerConfig(
+    vocab_size=11,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    mlp=24,
+    qkv_bias=True,
+    tied=False,
+  )
+  lm = transformer(config)
+  shapes = jax.eval_shape(lm.init, jax.random.key(0))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes
+  )
+  return types.SimpleNamespace(config=config, lm=lm, params=params)
+
+
+def tabular_lm(kinds, vocab, on_extend=None):
+  """A Markov chain: the last token and the prompt's kind decide the next.
+
+  A prompt's kind is its first id; parameters are one table of logits [kinds,
+  1 + vocab, vocab], whose row 0 is for the first token and row 1 + i for what
+  follows token i. `on_extend` is called whenever `extend` runs.
+  """
+  rows = kinds * (1 + vocab)
+
+  def prefill(params, prompt_ids, prompt_mask):
+    kind = prompt_ids[:, 0] % kinds * (1 + vocab)
+    hidden = jax.nn.one_hot(kind, rows)
+    return Prefix(hidden, prompt_mask.sum(-1), state=kind)
+
+  def extend(params, prefix, ids, cache=None, positions=None, segments=None):
+    if on_extend is not None:
+      jax.debug.callback(on_extend)
+    row = prefix.state[:, None, None] + 1 + ids
+    return jax.nn.one_hot(row, rows), cache
+
+  return LM(
+    init=lambda key: jax.random.normal(key, (kinds, 1 + vocab, vocab)),
+    prefill=prefill,
+    extend=extend,
+    unembed=lambda params, hidden: hidden @ params.reshape(rows, vocab),
+    init_cache=lambda b, g, t: (),
+  )
+
+
+def tabular_log_table(table):
+  """The chain's log-probabilities, in float64."""
+  table = np.asarray(table, np.float64)
+  table = table - table.max(-1, keepdims=True)
+  return table - np.log(np.exp(table).sum(-1, keepdims=True))
+
+
+def tabular_rows(kinds, ids):
+  """Index of the distribution that each token [B, G, T] is drawn from."""
+  ids = np.asarray(ids)
+  before = np.concatenate([np.zeros_like(ids[..., :1]), 1 + ids], -1)[..., :-1]
+  return np.broadcast_to(np.asarray(kinds)[:, None, None], ids.shape), before
+
+
+@pytest.fixture(scope="session")
+def tabular():
+  """Functions of a policy of which everything is known in closed form."""
+  return types.SimpleNamespace(
+    lm=tabular_lm, log_table=tabular_log_table, rows=tabular_rows
+  )
+
+
+@pytest.fixture(scope="module")
+def fast_compilation():
+  """For tests that compile a lot and run little."""
+  name = "jax_disable_most_optimizations"
+  before = jax.config.read(name)
+  jax.config.update(name, True)
+  yield
+  jax.config.update(name, before)

@@ -1,0 +1,110 @@
+"""The expected update, over all groups of a policy with few outputs."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import advantages, losses
+from grpojax.core.step import (
+  init_state,
+  make_batch,
+  make_update,
+)
+from grpojax.core.types import Rollout
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+KEY = jax.random.key(5)
+
+
+# Of a chain on three tokens, 0 ends, at most two tokens: seven completions.
+OUTPUTS = jnp.array(
+  [[0, 0], [1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2]], jnp.int32
+)
+OUTPUT_MASK = jnp.array([[True, False]] + [[True, True]] * 6)
+REWARDS = jnp.array([0.3, 1.0, -0.5, 0.2, 0.0, 2.0, 0.7])
+
+
+def output_logprobs(table):
+  """Log-probabilities [7, 2] of the tokens of all outputs; 0 on padding."""
+  log_table = jax.nn.log_softmax(table[0])
+  first = log_table[0, OUTPUTS[:, 0]]
+  second = log_table[1 + OUTPUTS[:, 0], OUTPUTS[:, 1]]
+  return jnp.where(OUTPUT_MASK, jnp.stack([first, second], -1), 0.0)
+
+
+def expected_step(lm, table, group_size, advantage, reference=None, beta=0.0):
+  """E[-update] of gradient descent at learning rate 1, over 7^G groups."""
+  tx = optax.sgd(1.0)
+  update = make_update(
+    lm, tx, weighting=functools.partial(losses.fixed_length, length=1)
+  )
+  state = init_state(table, tx, KEY)
+  scored = output_logprobs(table)
+  groups = jnp.array(list(itertools.product(range(7), repeat=group_size)))
+
+  def one(group):
+    samples = Rollout(
+      prompt_ids=jnp.zeros((1, 1), jnp.int32),
+      prompt_mask=jnp.ones((1, 1), bool),
+      completion_ids=OUTPUTS[group][None],
+      completion_mask=OUTPUT_MASK[group][None],
+      logprobs=scored[group][None],
+      finished=jnp.ones((1, group_size), bool),
+    )
+    batch = make_batch(
+      lm,
+      samples,
+      REWARDS[group][None],
+      advantage,
+      reference,
+      kl_in_reward=beta,
+    )
+    return update(state, batch)[0].params - table
+
+  @jax.jit
+  def expectation():
+    probability = jnp.exp(scored.sum(-1))[groups].prod(-1)
+    return jnp.tensordot(probability, jax.vmap(one)(groups), 1)
+
+  return expectation()
+
+
+@pytest.mark.parametrize(
+  ("advantage", "group_size", "factor"),
+  [
+    (advantages.vanilla, 1, 1),
+    (advantages.leave_one_out, 2, 1),
+    (advantages.leave_one_out, 3, 1),
+    (advantages.dr_grpo, 3, 2 / 3),
+  ],
+)
+def test_expected_update_is_the_policy_gradient(
+  tabular, advantage, group_size, factor
+):
+  lm = tabular.lm(1, 3)
+  table = lm.init(KEY)
+  truth = jax.grad(
+    lambda table: jnp.exp(output_logprobs(table).sum(-1)) @ REWARDS
+  )(table)
+  got = expected_step(lm, table, group_size, advantage)
+  np.testing.assert_allclose(got, factor * truth, atol=2e-6)
+  assert jnp.abs(truth).max() > 0.05
+
+
+def test_expected_update_with_a_penalty_in_the_reward(tabular):
+  """The gradient of E[R] - beta KL(pi || ref), of whole completions."""
+  lm, beta = tabular.lm(1, 3), 0.7
+  table, reference = (lm.init(key) for key in jax.random.split(KEY))
+
+  def objective(table):
+    logprob = output_logprobs(table).sum(-1)
+    log_ratio = logprob - output_logprobs(reference).sum(-1)
+    return jnp.exp(logprob) @ (REWARDS - beta * log_ratio)
+
+  got = expected_step(lm, table, 2, advantages.leave_one_out, reference, beta)
+  np.testing.assert_allclose(got, jax.grad(objective)(table), atol=2e-6)

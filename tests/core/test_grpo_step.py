@@ -1,0 +1,223 @@
+"""`make_grpo_step`: the whole step as one function."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import advantages, losses
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling
+from grpojax.core.step import (
+  init_state,
+  make_batch,
+  make_grpo_step,
+  make_update,
+  rollout_metrics,
+)
+from grpojax.core.types import Prompts
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+KEY = jax.random.key(5)
+
+
+PROMPTS = Prompts(
+  jnp.arange(4)[:, None] % 2,
+  jnp.ones((4, 1), bool),
+  targets=1 + jnp.arange(4) % 2,
+)
+SAMPLING = Sampling(temperature=1.2, top_k=4)
+SETTINGS = {"group_size": 4, "max_new_tokens": 4, "eos_ids": (0,), "pad_id": 3}
+
+
+def share_of_target(samples, targets):
+  hit = samples.completion_ids == targets[:, None, None]
+  return jnp.sum(hit & samples.completion_mask, -1) / 4
+
+
+@pytest.fixture(scope="module")
+def chain_step(tabular):
+  """A step of a chain, its first state and its reference."""
+  lm, tx = tabular.lm(2, 5), optax.adam(0.2)
+  params, ref = (lm.init(key) for key in jax.random.split(KEY))
+  step = make_grpo_step(
+    lm,
+    tx,
+    share_of_target,
+    **SETTINGS,
+    advantage=advantages.dr_grpo,
+    kl_in_reward=0.05,
+    sampling=SAMPLING,
+    epochs=2,
+    minibatches=2,
+    weighting=losses.sequence_mean,
+    micro_batches=2,
+    max_grad_norm=0.5,
+  )
+  state = init_state(params, tx, KEY)
+  return lm, tx, step, jax.jit(step), state, ref
+
+
+def close(a, b, atol=1e-6):
+  def leaf(a, b):
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+      a, b = jax.random.key_data(a), jax.random.key_data(b)
+    np.testing.assert_allclose(a, b, atol=atol, rtol=1e-5)
+
+  jax.tree.map(leaf, a, b)
+
+
+def test_a_step_is_its_three_parts(chain_step):
+  lm, tx, _, step, state, ref = chain_step
+  state, _ = step(state, PROMPTS, ref)  # The second step: not key and step 0.
+  got, metrics = step(state, PROMPTS, ref)
+  draw = functools.partial(rollout, lm, sampling=SAMPLING, **SETTINGS)
+  key = jax.random.fold_in(state.key, 1)
+  samples = jax.jit(draw)(state.params, PROMPTS, key)
+  rewards = share_of_target(samples, PROMPTS.targets)
+  batch = make_batch(
+    lm,
+    samples,
+    rewards,
+    advantages.dr_grpo,
+    ref,
+    on_policy=False,
+    kl_in_reward=0.05,
+    sampling=SAMPLING,
+  )
+  update = make_update(
+    lm,
+    tx,
+    weighting=losses.sequence_mean,
+    epochs=2,
+    minibatches=2,
+    micro_batches=2,
+    max_grad_norm=0.5,
+    sampling=SAMPLING,
+  )
+  expected, parts = jax.jit(update)(state, batch)
+  close(got, expected, atol=1e-5)
+  close(metrics, rollout_metrics(samples, rewards) | parts, atol=1e-5)
+  assert got.step == 2 and got.prompts_consumed == 8
+  assert metrics["grad_norm"] > 0
+
+
+def test_a_second_step_compiles_nothing(chain_step):
+  _, _, whole, _, state, ref = chain_step
+  step = jax.jit(whole, donate_argnums=0)
+  state = jax.tree.map(jnp.copy, state)
+  for _ in range(3):
+    state, _ = step(state, PROMPTS, ref)
+  assert step._cache_size() == 1
+
+
+def test_steps_can_be_scanned_and_learn(chain_step):
+  _, _, whole, step, state, ref = chain_step
+  scan = jax.jit(
+    lambda state: jax.lax.scan(
+      lambda state, _: whole(state, PROMPTS, ref), state, length=40
+    )
+  )
+  last, metrics = scan(state)
+  looped = state
+  for i in range(2):
+    looped, one = step(looped, PROMPTS, ref)
+    close(jax.tree.map(lambda x, i=i: x[i], metrics), one, atol=1e-5)
+  assert last.step == 40 and last.prompts_consumed == 160
+  reward = np.asarray(metrics["reward_mean"])
+  assert reward[-5:].mean() > reward[:5].mean() + 0.2
+
+
+def test_steps_can_be_mapped_over_seeds(chain_step):
+  _, _, whole, step, state, ref = chain_step
+  keys = jax.random.split(KEY, 3)
+  states = jax.vmap(lambda key: state.replace(key=key))(keys)
+  mapped, metrics = jax.jit(jax.vmap(lambda state: whole(state, PROMPTS, ref)))(
+    states
+  )
+  for i, key in enumerate(keys):
+    expected = step(state.replace(key=key), PROMPTS, ref)
+    got = jax.tree.map(lambda x, i=i: x[i], (mapped, metrics))
+    close(got, expected, atol=1e-5)
+  assert len(np.unique(metrics["reward_mean"])) > 1
+
+
+def test_every_step_samples_anew(tabular):
+  """Two steps on the same prompts with the same policy."""
+  lm, tx = tabular.lm(2, 5), optax.sgd(0.0)
+
+  def fingerprint(samples, _):
+    code = jnp.sin(1.0 + samples.completion_ids * (1 + jnp.arange(4)))
+    return jnp.sum(code * samples.completion_mask, -1)
+
+  step = make_grpo_step(lm, tx, fingerprint, **SETTINGS)
+  state = init_state(lm.init(KEY), tx, KEY)
+  _, metrics = jax.jit(
+    lambda state: jax.lax.scan(
+      lambda state, _: step(state, PROMPTS), state, length=5
+    )
+  )(state)
+  assert len(np.unique(metrics["reward_mean"])) == 5
+  assert (metrics["kl"] == 0).all() and (metrics["ratio_max"] == 1).all()
+
+
+# On several devices.
+
+DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, optax
+from grpojax.core.step import init_state, make_grpo_step
+from grpojax.core.types import Prompts
+from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.runtime import sharding
+
+jax.config.update("jax_disable_most_optimizations", True)
+assert jax.device_count() == 4
+lm = transformer(TransformerConfig(12, 16, 2, 4, 2, 4, 24, tied=False))
+params = jax.tree.map(
+  lambda x: 8 * x if x.ndim > 2 else x, lm.init(jax.random.key(0)))
+params["embed"], params["head"] = 9 * params["embed"], 20 * params["head"]
+tx = optax.sgd(0.1)
+state = init_state(params, tx, jax.random.key(1))
+prompts = Prompts(
+  jax.random.randint(jax.random.key(2), (8, 3), 0, 12),
+  jnp.arange(3) < 1 + jnp.arange(8)[:, None] % 3)
+reward = lambda samples, _: jnp.sum(
+  samples.completion_mask * jnp.sin(samples.completion_ids), -1)
+step = make_grpo_step(
+  lm, tx, reward, group_size=2, max_new_tokens=4, eos_ids=(0,), minibatches=2,
+  micro_batches=2)
+alone, metrics = jax.jit(step)(state, prompts)
+assert metrics["grad_norm"] > 0.1
+mesh = sharding.make_mesh(1, 2, 2)  # Rows and parameters are cut by fsdp.
+placed = sharding.shardings(state, mesh)
+rows = jax.tree.map(lambda _: sharding.batch_sharding(mesh), prompts)
+spread, got = jax.jit(step, out_shardings=(placed, None))(
+  jax.device_put(state, placed), jax.device_put(prompts, rows))
+q = spread.params["layers"]["q"]
+assert q.addressable_shards[0].data.size == q.size / 4
+for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(spread.params)):
+  np.testing.assert_allclose(a, b, atol=1e-6)
+for name in metrics:
+  np.testing.assert_allclose(got[name], metrics[name], rtol=1e-4, atol=1e-6)
+"""
+
+
+def test_device_count_changes_nothing():
+  """A whole step on one device and on four, everything sharded."""
+  env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+  env.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+    [sys.executable, "-c", DEVICES],
+    cwd=pathlib.Path(__file__).parents[2],
+    env=env,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr

@@ -1,0 +1,189 @@
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, Prefix
+from grpojax.models import hf
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+RNG = np.random.default_rng(0)
+B, G, P, T, V = 2, 3, 5, 7, 11
+PROMPTS = jnp.asarray(RNG.integers(0, V, (B, P)))
+PROMPT_MASK = jnp.arange(P) < jnp.array([[5], [3]])
+IDS = jnp.asarray(RNG.integers(0, V, (B, G, T)))
+
+
+@pytest.fixture(scope="module")
+def scored(tiny):
+  """Log-probabilities, entropy and a gradient, at a given chunk size."""
+
+  @functools.cache
+  def run(chunk_size):
+    def objective(params):
+      logprobs, entropy = token_logprobs(
+        tiny.lm, params, PROMPTS, PROMPT_MASK, IDS, chunk_size=chunk_size
+      )
+      weights = jnp.sin(jnp.arange(IDS.size).reshape(IDS.shape))
+      return (weights * logprobs).sum(), (logprobs, entropy)
+
+    gradient, out = jax.jit(jax.grad(objective, has_aux=True))(tiny.params)
+    return out, gradient
+
+  return run
+
+
+def test_logprobs_are_those_of_transformers(tmp_path):
+  """A plain uncached forward pass and log_softmax over the vocabulary."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config = transformers.LlamaConfig(
+    vocab_size=V,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=24,
+  )
+  torch.manual_seed(0)
+  model = transformers.LlamaForCausalLM(config).float().eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.5 * torch.randn_like(parameter))
+  model.save_pretrained(tmp_path)
+  lm, params = hf.load(tmp_path)
+  score = jax.jit(
+    lambda params: token_logprobs(
+      lm, params, PROMPTS, PROMPT_MASK, IDS, chunk_size=4
+    )
+  )
+  logprobs, entropy = score(params)
+  for b, g in np.ndindex(B, G):
+    n = PROMPT_MASK[b].sum()
+    row = torch.tensor(np.concatenate([PROMPTS[b, :n], IDS[b, g]]))
+    with torch.no_grad():
+      logits = model(row[None]).logits[0, n - 1 : -1]
+    log_p = torch.log_softmax(logits.double(), -1).numpy()
+    np.testing.assert_allclose(
+      logprobs[b, g], log_p[np.arange(T), IDS[b, g]], atol=1e-4
+    )
+    np.testing.assert_allclose(
+      entropy[b, g], -(np.exp(log_p) * log_p).sum(-1), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+  "sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=2)]
+)
+def test_closed_form_on_a_markov_chain(tabular, sampling):
+  lm = tabular.lm(V, V)
+  table = lm.init(jax.random.key(0))
+  logprobs, entropy = token_logprobs(
+    lm, table, PROMPTS, PROMPT_MASK, IDS, sampling=sampling, chunk_size=3
+  )
+  assert logprobs.dtype == entropy.dtype == jnp.float32
+  rows = tabular.rows(PROMPTS[:, 0], IDS)
+  logits = np.asarray(table, np.float64)[rows] / sampling.temperature
+  if sampling.top_k:  # The scored token always stays.
+    out = logits < np.sort(logits, -1)[..., -2:-1]
+    np.put_along_axis(out, np.asarray(IDS)[..., None], False, -1)
+    logits = np.where(out, -np.inf, logits)
+  log_p = tabular.log_table(logits)
+  expected = np.take_along_axis(log_p, np.asarray(IDS)[..., None], -1)[..., 0]
+  np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+  p = np.exp(log_p)
+  surprise = np.where(p > 0, -p * np.where(p > 0, log_p, 0), 0)
+  np.testing.assert_allclose(entropy, surprise.sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 100])
+def test_chunk_size_changes_nothing(scored, chunk_size):
+  expected, gradient = scored(T)
+  got, got_gradient = scored(chunk_size)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
+  )
+  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(gradient))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * scale),
+    got_gradient,
+    gradient,
+  )
+
+
+def largest_array(chunk_size, length, vocab=101):
+  """Elements of the largest array in the compiled value and gradient."""
+  lm = LM(  # As little as has a vocabulary.
+    init=lambda key: None,
+    prefill=lambda params, ids, mask: Prefix(params[ids[:, 0]], ids, None),
+    extend=lambda params, prefix, ids, **_: (params[ids], None),
+    unembed=lambda params, hidden: hidden @ params.T,
+    init_cache=lambda b, g, t: None,
+  )
+  params = jax.ShapeDtypeStruct((vocab, 4), jnp.float32)
+  ids = jax.ShapeDtypeStruct((B, G, length), jnp.int32)
+
+  def objective(params, ids):
+    logprobs, entropy = token_logprobs(
+      lm, params, PROMPTS, PROMPT_MASK, ids, chunk_size=chunk_size
+    )
+    return logprobs.sum(), entropy
+
+  function = jax.jit(jax.value_and_grad(objective, has_aux=True))
+  text = function.lower(params, ids).compile().as_text()
+  shapes = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", text)
+  return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def test_no_array_of_all_logits_is_compiled():
+  everything = B * G * 16 * 101
+  assert largest_array(16, 16) >= everything  # It would be found.
+  assert largest_array(4, 16) <= everything / 4
+
+
+def test_no_gradient_flows_through_the_entropy(tabular):
+  lm = tabular.lm(V, V)
+
+  def entropy(params):
+    return token_logprobs(lm, params, PROMPTS, PROMPT_MASK, IDS)[1].sum()
+
+  table = lm.init(jax.random.key(0))
+  np.testing.assert_array_equal(jax.grad(entropy)(table), 0)
+
+
+def test_packed_rows_score_as_separate_rows(tiny, scored):
+  """Three completions of a group in two rows, with padding in between."""
+  (expected, expected_entropy), _ = scored(T)
+  lengths, rows, width = [4, 7, 3], [(0, 0), (1, 0), (0, 5)], 9
+  shape = (B, 2, width)
+  ids = np.full(shape, 1)
+  positions, segments = np.full(shape, 1), np.full(shape, 9)
+  for g, (row, start) in enumerate(rows):
+    place = (slice(None), row, slice(start, start + lengths[g]))
+    ids[place] = IDS[:, g, : lengths[g]]
+    positions[place] = np.arange(lengths[g])
+    segments[place] = g
+  logprobs, entropy = jax.jit(
+    lambda params: token_logprobs(
+      tiny.lm,
+      params,
+      PROMPTS,
+      PROMPT_MASK,
+      jnp.asarray(ids),
+      positions=jnp.asarray(positions),
+      segments=jnp.asarray(segments),
+    )
+  )(tiny.params)
+  for g, (row, start) in enumerate(rows):
+    place = (slice(None), row, slice(start, start + lengths[g]))
+    of_sample = (slice(None), g, slice(lengths[g]))
+    np.testing.assert_allclose(logprobs[place], expected[of_sample], atol=1e-5)
+    np.testing.assert_allclose(
+      entropy[place], expected_entropy[of_sample], atol=1e-5
+    )

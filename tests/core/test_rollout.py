@@ -1,0 +1,346 @@
+import collections
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import completion_mask, rollout
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import Prompts
+
+LENGTHS = np.array([4, 2, 3])
+PROMPTS = Prompts(
+  prompt_ids=jnp.asarray(np.random.default_rng(0).integers(1, 11, (3, 4))),
+  prompt_mask=jnp.arange(4) < LENGTHS[:, None],
+)
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+KEY = jax.random.key(7)
+EOS = (0, 5)
+SETTINGS = [
+  Sampling(),
+  Sampling(temperature=0),
+  Sampling(temperature=0.6),
+  Sampling(top_k=3),
+  Sampling(top_p=0.7),
+  Sampling(min_p=0.2),
+  Sampling(temperature=1.4, top_k=6, top_p=0.9, min_p=0.05),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_rollout(tiny):
+  """Six samples of at most five tokens a prompt, compiled once a shape."""
+
+  def run(params, prompts, key, budgets=None):
+    return rollout(
+      tiny.lm,
+      params,
+      prompts,
+      key,
+      group_size=6,
+      max_new_tokens=5,
+      eos_ids=EOS,
+      pad_id=9,
+      budgets=budgets,
+    )
+
+  run = jax.jit(run)
+  return lambda *args, **kwargs: run(tiny.params, *args, **kwargs)
+
+
+def chain(successor, vocab=4):
+  """A table of the chain that goes from each token to `successor` of it.
+
+  `successor[0]` is the first token, `successor[1 + i]` what follows token i.
+  """
+  return 100.0 * jax.nn.one_hot(jnp.array([successor]), vocab)
+
+
+def run_chain(lm, table, batch=1, **kwargs):
+  """A rollout of a tabular policy on `batch` prompts of kinds 0, 1, ..."""
+  prompts = Prompts(jnp.arange(batch)[:, None], jnp.ones((batch, 1), bool))
+  settings = {"group_size": 3, "max_new_tokens": 6, "eos_ids": (0,)} | kwargs
+  key = settings.pop("key", KEY)
+  return rollout(lm, table, settings.pop("prompts", prompts), key, **settings)
+
+
+def fields(out):
+  return [
+    np.asarray(x)
+    for x in (out.completion_ids, out.completion_mask, out.logprobs)
+  ] + [np.asarray(out.finished)]
+
+
+# Log-probabilities, cached and uncached.
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_recorded_logprobs_are_those_recomputed(tiny, sampling):
+  """Recorded token by token from the cache, recomputed without one."""
+
+  @jax.jit
+  def both(params):
+    out = rollout(
+      tiny.lm,
+      params,
+      PROMPTS,
+      KEY,
+      group_size=6,
+      max_new_tokens=5,
+      eos_ids=EOS,
+      sampling=sampling,
+    )
+    logprobs, _ = token_logprobs(
+      tiny.lm,
+      params,
+      PROMPTS.prompt_ids,
+      PROMPTS.prompt_mask,
+      out.completion_ids,
+      sampling=sampling,
+    )
+    return out, logprobs
+
+  out, recomputed = both(tiny.params)
+  mask = np.asarray(out.completion_mask)
+  assert mask.sum() > 30 and not mask.all()
+  np.testing.assert_allclose(
+    out.logprobs, np.where(mask, recomputed, 0), atol=2e-5
+  )
+
+
+def test_greedy_tokens_are_the_best_of_an_uncached_pass(tiny):
+  greedy = Sampling(temperature=0)
+  out = jax.jit(
+    lambda params: rollout(
+      tiny.lm,
+      params,
+      PROMPTS,
+      KEY,
+      group_size=1,
+      max_new_tokens=6,
+      eos_ids=(10,),
+      sampling=greedy,
+    )
+  )(tiny.params)
+
+  @jax.jit
+  def best(params):
+    prefix = tiny.lm.prefill(params, PROMPTS.prompt_ids, PROMPTS.prompt_mask)
+    hidden, _ = tiny.lm.extend(params, prefix, out.completion_ids)
+    first = prefix.last_hidden[:, None, None]
+    hidden = jnp.concatenate([first, hidden[:, :, :-1]], 2)
+    return tiny.lm.unembed(params, hidden).argmax(-1)
+
+  mask = np.asarray(out.completion_mask)
+  np.testing.assert_array_equal(
+    np.asarray(out.completion_ids)[mask], np.asarray(best(tiny.params))[mask]
+  )
+
+
+def test_completions_have_the_policys_distribution(tabular):
+  """Whole completions, by the chi-square distance from their probabilities."""
+  lm, n = tabular.lm(1, 3), 8000
+  table = lm.init(jax.random.key(3))
+  out = run_chain(lm, table, group_size=n, max_new_tokens=3)
+  log_table = tabular.log_table(table)[0]
+  exact = {}
+  for ids in itertools.product(range(3), repeat=3):
+    end = ids.index(0) + 1 if 0 in ids else 3
+    before = (0, *(1 + i for i in ids))[:end]
+    exact[ids[:end]] = np.exp(sum(log_table[before, ids[:end]]))
+  np.testing.assert_allclose(sum(exact.values()), 1)
+  ids, mask = (
+    np.asarray(out.completion_ids[0]),
+    np.asarray(out.completion_mask[0]),
+  )
+  drawn = [
+    tuple(map(int, row[keep])) for row, keep in zip(ids, mask, strict=True)
+  ]
+  counts = collections.Counter(drawn)
+  assert set(counts) <= set(exact)
+  chi_square = sum((counts[y] - n * p) ** 2 / (n * p) for y, p in exact.items())
+  freedom = len(exact) - 1
+  assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+  total = np.asarray(out.logprobs[0], np.float64).sum(-1)
+  np.testing.assert_allclose(
+    total, [np.log(exact[y]) for y in drawn], atol=1e-4
+  )
+
+
+# Where completions end.
+
+
+ENDS = [
+  # successors, budget, completion, finished; 0 and 4 are EOS, T = 4
+  ([1, 3, 2, 0, 3, 3], 4, [1, 2, 0], True),
+  ([1, 3, 2, 4, 3, 3], 4, [1, 2, 4], True),  # Another EOS.
+  ([0, 1, 1, 1, 1, 1], 4, [0], True),  # The first token.
+  ([1, 3, 2, 0, 3, 3], 3, [1, 2, 0], True),  # At the budget.
+  ([1, 3, 2, 0, 3, 3], 2, [1, 2], False),  # Cut off.
+  ([1, 3, 2, 0, 3, 3], 1, [1], False),
+  ([1, 3, 2, 0, 3, 3], 0, [], False),
+  ([1, 1, 2, 1, 1, 1], 4, [1, 2, 1, 2], False),  # Never.
+  ([1, 1, 2, 1, 1, 1], 9, [1, 2, 1, 2], False),
+]
+
+
+@pytest.mark.parametrize("pad_id", [0, 3])
+def test_ends(tabular, pad_id):
+  """Also with padding equal to an EOS."""
+  successors, budgets, completions, finished = zip(*ENDS, strict=True)
+  count = len(ENDS)
+  out = run_chain(
+    tabular.lm(count, 5),
+    jnp.concatenate([chain(s, vocab=5) for s in successors]),
+    batch=count,
+    max_new_tokens=4,
+    eos_ids=(0, 4),
+    pad_id=pad_id,
+    budgets=jnp.broadcast_to(jnp.array(budgets)[:, None], (count, 3)),
+  )
+  for b, expected in enumerate(completions):
+    n = len(expected)
+    row = expected + [pad_id] * (4 - n)
+    np.testing.assert_array_equal(out.completion_ids[b], [row] * 3)
+    mask = [[True] * n + [False] * (4 - n)] * 3
+    np.testing.assert_array_equal(out.completion_mask[b], mask)
+    np.testing.assert_array_equal(out.finished[b], [finished[b]] * 3)
+  np.testing.assert_allclose(out.logprobs, 0, atol=1e-6)
+
+
+def test_completion_mask_of_given_ids():
+  ids = np.random.default_rng(1).integers(0, 5, (40, 6))
+  ids[:2] = [[1] * 6, [4, 1, 1, 0, 4, 1]]
+  mask = completion_mask(jnp.asarray(ids), (0, 4))
+  for row, got in zip(ids, mask, strict=True):
+    ends = [i + 1 for i, token in enumerate(row) if token in (0, 4)]
+    assert got.tolist() == [i < (ends or [6])[0] for i in range(6)]
+
+
+def test_budgets(tiny_rollout):
+  """Each sample spends its own; what it samples stays the same."""
+  free = tiny_rollout(PROMPTS, KEY)
+  budgets = np.array([[0, 1, 2, 5, 9, 3], [9, 0, 0, 1, 4, 4], [1] * 6])
+  out = tiny_rollout(PROMPTS, KEY, budgets=jnp.asarray(budgets))
+  free_length = np.asarray(free.completion_mask).sum(-1)
+  length = np.minimum(free_length, budgets)
+  mask = np.arange(5) < length[..., None]
+  np.testing.assert_array_equal(out.completion_mask, mask)
+  np.testing.assert_array_equal(
+    out.completion_ids, np.where(mask, free.completion_ids, 9)
+  )
+  np.testing.assert_allclose(
+    out.logprobs, np.where(mask, free.logprobs, 0), atol=1e-5
+  )
+  finished = np.asarray(free.finished) & (free_length <= budgets)
+  np.testing.assert_array_equal(out.finished, finished)
+  assert finished.any() and (np.asarray(free.finished) & ~finished).any()
+
+
+def test_padding_rows_of_a_batch_stay_empty(tiny_rollout):
+  mask = PROMPTS.prompt_mask.at[1].set(False)
+  out = tiny_rollout(PROMPTS.replace(prompt_mask=mask), KEY)
+  free = tiny_rollout(PROMPTS, KEY)
+  assert not out.completion_mask[1].any() and not out.finished[1].any()
+  assert (out.completion_ids[1] == 9).all() and (out.logprobs[1] == 0).all()
+  for got, expected in zip(fields(out), fields(free), strict=True):
+    np.testing.assert_array_equal(got[::2], expected[::2])
+
+
+@pytest.mark.parametrize(
+  ("successors", "t", "calls"),
+  [
+    ([[1, 3, 2, 0, 3]], 6, 2),  # 1, 2, EOS: the EOS is never fed back.
+    ([[0, 1, 1, 1, 1]], 6, 0),
+    ([[0, 1, 1, 1, 1], [1, 3, 2, 0, 3]], 6, 2),  # The longest decides.
+    ([[1, 1, 2, 1, 1]], 6, 5),  # Never ends: T - 1 tokens are fed back.
+  ],
+)
+def test_decoding_stops_when_all_are_done(tabular, successors, t, calls):
+  seen = []
+  lm = tabular.lm(len(successors), 4, on_extend=lambda: seen.append(1))
+  table = jnp.concatenate([chain(s) for s in successors])
+  out = run_chain(lm, table, batch=len(successors), max_new_tokens=t)
+  jax.block_until_ready(out)
+  jax.effects_barrier()
+  assert len(seen) == calls
+
+
+# Independence.
+
+
+def test_a_prompt_does_not_depend_on_other_rows(tiny_rollout):
+  out = fields(tiny_rollout(PROMPTS, KEY))
+  others = Prompts(
+    PROMPTS.prompt_ids.at[::2].set(3),
+    PROMPTS.prompt_mask.at[::2, 1:].set(False),
+  )
+  changed = fields(tiny_rollout(others, KEY))
+  for got, expected in zip(changed, out, strict=True):
+    np.testing.assert_array_equal(got[1], expected[1])
+  assert (changed[0][0] != out[0][0]).any()
+
+
+def test_padding_of_prompts_changes_nothing(tiny_rollout):
+  out = tiny_rollout(PROMPTS, KEY)
+  junk = jnp.where(PROMPTS.prompt_mask, PROMPTS.prompt_ids, 8)
+  wider = Prompts(
+    jnp.pad(junk, ((0, 0), (0, 3)), constant_values=7),
+    jnp.pad(PROMPTS.prompt_mask, ((0, 0), (0, 3))),
+  )
+  padded = fields(tiny_rollout(wider, KEY))
+  for got, expected in zip(padded, fields(out), strict=True):
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_key_reproduces_and_another_differs(tiny_rollout):
+  first, again = (fields(tiny_rollout(PROMPTS, KEY)) for _ in range(2))
+  for a, b in zip(first, again, strict=True):
+    np.testing.assert_array_equal(a, b)
+  for step in range(2):  # As two steps of a run on the same prompts.
+    other = fields(tiny_rollout(PROMPTS, jax.random.fold_in(KEY, step)))
+    assert (first[0] != other[0]).any((1, 2)).all()
+
+
+def test_samples_differ_within_and_between_groups(tabular):
+  """Long enough that two equal ones would be no accident."""
+  table = jnp.zeros((1, 5, 4)).at[..., 0].set(-100.0)
+  prompts = Prompts(jnp.zeros((3, 1), int), jnp.ones((3, 1), bool))
+  out = run_chain(
+    tabular.lm(1, 4), table, prompts=prompts, group_size=4, max_new_tokens=24
+  )
+  rows = np.asarray(out.completion_ids).reshape(12, 24)
+  assert len(np.unique(rows, axis=0)) == 12
+  columns = rows[:, :20].T  # Nor does a step repeat the one before.
+  assert len(np.unique(columns, axis=0)) == 20
+
+
+def test_shapes_and_dtypes(tiny_rollout):
+  out = tiny_rollout(PROMPTS, KEY)
+  assert out.prompt_ids is not None and out.prompt_mask.shape == (3, 4)
+  got = [(x.shape, x.dtype.name) for x in fields(out)]
+  cube = (3, 6, 5)
+  assert got == [
+    (cube, "int32"),
+    (cube, "bool"),
+    (cube, "float32"),
+    ((3, 6), "bool"),
+  ]
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"group_size": 0}, "group_size=0"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"eos_ids": ()}, "eos_ids is empty"),
+    ({"budgets": jnp.ones((3, 1), int)}, r"\(3, 1\), not \(1, 3\)"),
+    ({"sampling": Sampling(top_p=0.0)}, "top_p"),
+  ],
+)
+def test_useless_settings_are_refused(tabular, settings, message):
+  with pytest.raises(ValueError, match=message):
+    run_chain(tabular.lm(1, 4), chain([0] * 5), **settings)

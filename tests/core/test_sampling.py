@@ -1,0 +1,222 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.sampling import (
+  Sampling,
+  sample,
+  token_logprob,
+  transform_logits,
+)
+
+LOGITS = jnp.asarray(2 * np.random.default_rng(0).normal(size=(16, 11)))
+SETTINGS = [
+  Sampling(),
+  Sampling(temperature=0.6),
+  Sampling(temperature=1.7),
+  Sampling(top_k=1),
+  Sampling(top_k=4),
+  Sampling(top_k=40),
+  Sampling(top_p=0.3),
+  Sampling(top_p=0.85),
+  Sampling(min_p=0.15),
+  Sampling(temperature=1.3, top_k=7, top_p=0.9, min_p=0.1),
+]
+
+
+def softmax(x):
+  x = np.exp(np.asarray(x, np.float64) - np.max(x, -1, keepdims=True))
+  return x / x.sum(-1, keepdims=True)
+
+
+def reference(row, sampling):
+  """Probabilities of one row, by sorting and counting."""
+  probs = softmax(row / np.float64(sampling.temperature))
+  order = list(np.argsort(-probs))
+  if sampling.top_k:
+    order = order[: sampling.top_k]
+  if sampling.top_p < 1:
+    mass, kept = probs[order].sum(), []
+    for i in order:
+      kept.append(i)
+      if probs[kept].sum() >= sampling.top_p * mass:
+        break
+    order = kept
+  order = [i for i in order if probs[i] >= sampling.min_p * probs.max()]
+  out = np.zeros_like(probs)
+  out[order] = probs[order] / probs[order].sum()
+  return out
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_distribution_is_the_sorted_and_counted_one(sampling):
+  ours = softmax(transform_logits(LOGITS, sampling))
+  expected = np.stack([reference(row, sampling) for row in np.asarray(LOGITS)])
+  np.testing.assert_array_equal(ours > 0, expected > 0)
+  np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_distribution_is_that_of_transformers(sampling):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  theirs = torch.tensor(np.asarray(LOGITS))
+  warpers = [transformers.TemperatureLogitsWarper(sampling.temperature)]
+  if sampling.top_k:
+    warpers.append(transformers.TopKLogitsWarper(sampling.top_k))
+  if sampling.top_p < 1:
+    warpers.append(transformers.TopPLogitsWarper(sampling.top_p))
+  if sampling.min_p:
+    warpers.append(transformers.MinPLogitsWarper(sampling.min_p))
+  for warper in warpers:
+    theirs = warper(None, theirs)
+  ours = softmax(transform_logits(LOGITS, sampling))
+  expected = torch.softmax(theirs, -1).numpy()
+  np.testing.assert_array_equal(ours > 0, expected > 0)
+  np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("sampling", "expected"),
+  [
+    (Sampling(temperature=0.5), np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365),
+    (Sampling(top_k=2), [0.625, 0.375, 0, 0]),
+    (Sampling(top_p=0.7), [0.625, 0.375, 0, 0]),
+    (Sampling(top_p=0.2), [1, 0, 0, 0]),
+    (Sampling(min_p=0.25), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+    # The cut is made among what top-k left: 0.3 / 0.8 of it lies after 0.5.
+    (Sampling(top_k=2, top_p=0.6), [1, 0, 0, 0]),
+    (Sampling(temperature=0), [1, 0, 0, 0]),
+  ],
+)
+def test_golden(sampling, expected):
+  logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+  got = softmax(transform_logits(logits, sampling))
+  np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_ties_at_a_cut_are_kept():
+  logits = jnp.array([1.0, 3.0, 1.0, 0.0])
+  for sampling in (Sampling(top_k=2), Sampling(top_p=0.85)):
+    kept = softmax(transform_logits(logits, sampling)) > 0
+    assert kept.tolist() == [True, True, True, False]
+
+
+def test_greedy_takes_the_best_with_certainty():
+  keys = jax.random.split(jax.random.key(0), 16)
+  ids, logprobs = sample(keys, LOGITS, Sampling(temperature=0))
+  assert ids.dtype == jnp.int32
+  np.testing.assert_array_equal(ids, LOGITS.argmax(-1))
+  np.testing.assert_array_equal(logprobs, 0.0)
+
+
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    Sampling(),
+    Sampling(temperature=0.6),
+    Sampling(top_k=4),
+    Sampling(top_p=0.8),
+    Sampling(min_p=0.1),
+    Sampling(temperature=1.5, top_k=7, top_p=0.9, min_p=0.1),
+  ],
+)
+def test_logprob_is_of_the_distribution_drawn_from(sampling):
+  """The chi-square distance of 20,000 draws from exp(logprob)."""
+  n, logits = 20_000, LOGITS[3] / 2
+  keys = jax.random.split(jax.random.key(1), n)
+  ids, logprobs = jax.jit(sample, static_argnums=2)(
+    keys, jnp.broadcast_to(logits, (n, 11)), sampling
+  )
+  drawn, first, counts = np.unique(ids, return_index=True, return_counts=True)
+  probs = np.exp(np.asarray(logprobs, np.float64)[first])
+  np.testing.assert_allclose(
+    np.exp(logprobs), probs[drawn.searchsorted(ids)], rtol=1e-5
+  )
+  np.testing.assert_allclose(probs.sum(), 1, atol=1e-5)  # It was all drawn.
+  chi_square = ((counts - n * probs) ** 2 / (n * probs)).sum()
+  freedom = len(drawn) - 1
+  assert freedom >= 2
+  # Mean k, variance 2 k: five standard deviations.
+  assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_a_key_reproduces_and_keys_are_independent():
+  keys = jax.random.split(jax.random.key(2), 64)
+  logits = jnp.zeros((64, 11))
+  first, _ = sample(keys, logits)
+  again, _ = sample(keys, logits)
+  np.testing.assert_array_equal(first, again)
+  assert len(np.unique(first)) == 11  # Rows do not repeat one draw.
+  alone, _ = sample(keys[5], logits[5])
+  assert alone == first[5]
+
+
+def test_keep_holds_an_id_in_the_support():
+  logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]] * 4))
+  ids = jnp.arange(4)
+  cut = transform_logits(logits, Sampling(top_k=2), keep=ids)
+  expected = [[0.625, 0.375, 0, 0]] * 2
+  expected += [np.array([0.5, 0.3, 0.15, 0]) / 0.95]
+  expected += [np.array([0.5, 0.3, 0, 0.05]) / 0.85]
+  np.testing.assert_allclose(softmax(cut), expected, atol=1e-6)
+  np.testing.assert_allclose(
+    token_logprob(cut, ids),
+    np.log([0.625, 0.375, 0.15 / 0.95, 0.05 / 0.85]),
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize("sampling", [SETTINGS[-1], Sampling(temperature=0)])
+def test_jit_vmap_and_half_precision(sampling):
+  expected = transform_logits(LOGITS, sampling)
+  assert expected.dtype == jnp.float32
+  one = lambda row: transform_logits(row, sampling)
+  mapped = jax.jit(jax.vmap(one))(LOGITS)
+  np.testing.assert_allclose(mapped, expected, rtol=1e-6)
+  half = LOGITS.astype(jnp.bfloat16)
+  out = transform_logits(half, sampling)
+  assert out.dtype == jnp.float32
+  np.testing.assert_array_equal(
+    out, transform_logits(half.astype(jnp.float32), sampling)
+  )
+
+
+def test_gradient_is_that_of_the_kept_tokens():
+  """Zero where cut, softmax's elsewhere; never nan."""
+  logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+
+  def logprob(logits, sampling):
+    return token_logprob(
+      transform_logits(logits, sampling, keep=jnp.array(0)), jnp.array(0)
+    )
+
+  got = jax.grad(logprob)(logits, Sampling(temperature=2.0, top_k=2))
+  p = np.sqrt([0.5, 0.3])
+  p = p / p.sum()
+  np.testing.assert_allclose(got, [(1 - p[0]) / 2, -p[1] / 2, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("sampling", "message"),
+  [
+    (Sampling(temperature=-0.1), "temperature=-0.1 must be 0"),
+    (Sampling(top_k=-1), "top_k=-1 must be 0"),
+    (Sampling(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
+    (Sampling(top_p=1.1), "top_p=1.1"),
+    (Sampling(min_p=-0.1), r"min_p=-0.1 must lie in \[0, 1\]"),
+    (Sampling(min_p=1.5), "min_p=1.5"),
+  ],
+)
+def test_settings_out_of_range_are_refused(sampling, message):
+  with pytest.raises(ValueError, match=message):
+    transform_logits(LOGITS, sampling)
+
+
+def test_shapes_and_dtypes_are_checked_while_testing():
+  jaxtyping = pytest.importorskip("jaxtyping")
+  with pytest.raises(jaxtyping.TypeCheckError):
+    token_logprob(jnp.zeros((2, 3)), jnp.zeros(2))  # Ids are integers.
+  with pytest.raises(jaxtyping.TypeCheckError):
+    token_logprob(jnp.zeros((2, 3)), jnp.zeros(4, int))

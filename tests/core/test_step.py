@@ -1,0 +1,359 @@
+"""`make_batch`, `make_update` and their metrics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import losses
+from grpojax.core.step import (
+  init_state,
+  make_batch,
+  make_update,
+  rollout_metrics,
+)
+from grpojax.core.types import Batch, Rollout
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+KEY = jax.random.key(5)
+
+
+# One update of a batch, against a loss written out.
+
+
+def make_case(tabular, seed=0, b=4, g=3, t=5, vocab=5):
+  """A random batch of a chain of two kinds, off-policy, with a reference."""
+  keys = jax.random.split(jax.random.key(seed), 8)
+  lm = tabular.lm(2, vocab)
+  table, old, ref = (lm.init(key) for key in keys[:3])
+  old = table + 0.3 * old
+  ids = jax.random.randint(keys[3], (b, g, t), 0, vocab)
+  length = jax.random.randint(keys[4], (b, g, 1), 1, t + 1)
+  prompt_ids = jnp.arange(b)[:, None] % 2
+
+  def score(table):
+    log_table = jnp.asarray(tabular.log_table(table), jnp.float32)
+    rows = tabular.rows(np.arange(b) % 2, ids)
+    return jnp.take_along_axis(log_table[rows], ids[..., None], -1)[..., 0]
+
+  batch = Batch(
+    prompt_ids=prompt_ids,
+    prompt_mask=jnp.ones((b, 1), bool),
+    completion_ids=ids,
+    completion_mask=jnp.arange(t) < length,
+    advantages=jax.random.normal(keys[5], (b, g)),
+    old_logprobs=score(old),
+    ref_logprobs=score(ref),
+  )
+  return lm, table, batch
+
+
+def plain_loss(table, batch, beta, tabular):
+  """PPO's clipped surrogate and GRPO's KL term, averaged over tokens."""
+  rows = tabular.rows(batch.prompt_ids[:, 0], batch.completion_ids)
+  log_p = jax.nn.log_softmax(table)[rows]
+  ids = batch.completion_ids[..., None]
+  logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
+  ratio = jnp.exp(logprobs - batch.old_logprobs)
+  a = batch.advantages[..., None]
+  surrogate = jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+  d = batch.ref_logprobs - logprobs
+  per_token = -surrogate + beta * (jnp.exp(d) - d - 1)
+  mask = batch.completion_mask
+  return jnp.where(mask, per_token, 0).sum() / mask.sum(), (
+    ratio,
+    d,
+    -(jnp.exp(log_p) * log_p).sum(-1),
+  )
+
+
+def test_epochs_and_minibatches_are_a_plain_loop(tabular):
+  lm, table, batch = make_case(tabular)
+  tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
+  opt_state, params, seen = tx.init(table), table, []
+  for _ in range(2):
+    for part in range(2):  # Rows part, part + 2: spread over devices.
+      rows = jax.tree.map(lambda x, part=part: x[part::2], batch)
+      (loss, (ratio, _, _)), grads = jax.value_and_grad(
+        plain_loss, has_aux=True
+      )(params, rows, 0.1, tabular)
+      seen.append((loss, ratio[rows.completion_mask].max()))
+      updates, opt_state = tx.update(grads, opt_state, params)
+      params = optax.apply_updates(params, updates)
+  ours = optax.adam(0.1)
+  update = make_update(
+    lm,
+    ours,
+    loss=functools.partial(losses.grpo_loss, beta=0.1),
+    epochs=2,
+    minibatches=2,
+    max_grad_norm=0.05,
+  )
+  state, metrics = jax.jit(update)(init_state(table, ours, KEY), batch)
+  np.testing.assert_allclose(state.params, params, atol=1e-5)
+  for mine, theirs in zip(
+    jax.tree.leaves(state.opt_state), jax.tree.leaves(opt_state), strict=True
+  ):
+    np.testing.assert_allclose(mine, theirs, atol=1e-6)
+  loss, ratio_max = np.transpose(seen)
+  np.testing.assert_allclose(metrics["loss"], loss.mean(), rtol=1e-4)
+  np.testing.assert_allclose(metrics["ratio_max"], ratio_max.max(), rtol=1e-4)
+  assert (state.step, state.prompts_consumed, state.skipped) == (1, 4, 0)
+  np.testing.assert_array_equal(
+    jax.random.key_data(state.key), jax.random.key_data(KEY)
+  )
+
+
+@pytest.fixture(scope="module")
+def one_update(tabular):
+  """An ordinary update by gradient descent: its case, state and metrics."""
+  lm, table, batch = make_case(tabular)
+  tx = optax.sgd(0.5)
+  update = make_update(
+    lm, tx, loss=functools.partial(losses.grpo_loss, beta=0.1)
+  )
+  state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
+  return lm, table, batch, state, metrics
+
+
+def test_update_metrics_are_numpys(one_update, tabular):
+  _, table, batch, state, metrics = one_update
+  (loss, parts), grads = jax.value_and_grad(plain_loss, has_aux=True)(
+    table, batch, 0.1, tabular
+  )
+  mask = np.asarray(batch.completion_mask)
+  ratio, d, entropy = (np.asarray(x, np.float64)[mask] for x in parts)
+  a = np.broadcast_to(np.asarray(batch.advantages)[..., None], mask.shape)[mask]
+  norm = np.linalg.norm(grads)
+  expected = {
+    "loss": loss,
+    "kl": (np.exp(d) - d - 1).mean(),
+    "entropy": entropy.mean(),
+    "clip_fraction_low": ((ratio < 0.8) & (a < 0)).mean(),
+    "clip_fraction_high": ((ratio > 1.2) & (a > 0)).mean(),
+    "ratio_min": ratio.min(),
+    "ratio_max": ratio.max(),
+    "grad_norm": norm,
+    "update_norm": 0.5 * norm,
+    "skipped_updates": 0,
+  }
+  assert set(metrics) == set(expected)
+  assert 0 < expected["clip_fraction_low"] != expected["clip_fraction_high"] > 0
+  for name, value in expected.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
+  np.testing.assert_allclose(state.params, table - 0.5 * grads, atol=1e-6)
+
+
+def test_gradient_clipping_keeps_the_direction(one_update, tabular):
+  lm, table, batch, *_ = one_update
+  tx = optax.sgd(1.0)
+  grads = jax.grad(plain_loss, has_aux=True)(table, batch, 0.0, tabular)[0]
+  norm = np.linalg.norm(grads)
+  for bound in (norm / 3, norm * 3):
+    update = make_update(lm, tx, max_grad_norm=float(bound))
+    state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
+    shrink = min(1, bound / norm)
+    np.testing.assert_allclose(state.params, table - shrink * grads, atol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["update_norm"], shrink * norm, rtol=1e-5)
+
+
+def equal_bits(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_a_gradient_that_is_not_finite_changes_nothing(
+  tabular, bad, max_grad_norm
+):
+  lm, table, batch = make_case(tabular)
+  tx = optax.adam(0.1)
+  update = jax.jit(make_update(lm, tx, max_grad_norm=max_grad_norm))
+  state, _ = update(init_state(table, tx, KEY), batch)
+  broken = batch.replace(advantages=batch.advantages.at[0, 0].set(bad))
+  after, metrics = update(state, broken)
+  equal_bits((after.params, after.opt_state), (state.params, state.opt_state))
+  assert (after.skipped, after.step, after.prompts_consumed) == (1, 2, 8)
+  assert (metrics["skipped_updates"], metrics["update_norm"]) == (1, 0)
+  assert not np.isfinite(metrics["grad_norm"])
+  healthy, _ = update(after, batch)  # And the next one goes on.
+  continued, _ = update(state, batch)
+  equal_bits(healthy.params, continued.params)
+  assert healthy.skipped == 1
+
+
+def test_only_the_broken_minibatch_is_skipped(tabular):
+  lm, table, batch = make_case(tabular)
+  tx = optax.adam(0.1)
+  state = init_state(table, tx, KEY)
+  broken = batch.replace(advantages=batch.advantages.at[0, 0].set(jnp.nan))
+  got, metrics = jax.jit(make_update(lm, tx, minibatches=2))(state, broken)
+  healthy = jax.tree.map(lambda x: x[1::2], batch)
+  expected, _ = jax.jit(make_update(lm, tx))(state, healthy)
+  np.testing.assert_allclose(got.params, expected.params, atol=1e-6)
+  assert (got.skipped, metrics["skipped_updates"]) == (1, 1)
+
+
+def test_on_policy_batch_without_old_logprobs(tabular):
+  """None stands for the policy's own log-probabilities."""
+  lm, table, batch = make_case(tabular)
+  rows = tabular.rows(batch.prompt_ids[:, 0], batch.completion_ids)
+  own = jnp.take_along_axis(
+    jax.nn.log_softmax(table)[rows], batch.completion_ids[..., None], -1
+  )[..., 0]
+  tx = optax.sgd(1.0)
+  update = jax.jit(make_update(lm, tx))
+  state = init_state(table, tx, KEY)
+  given, _ = update(state, batch.replace(old_logprobs=own, ref_logprobs=None))
+  none, metrics = update(
+    state, batch.replace(old_logprobs=None, ref_logprobs=None)
+  )
+  np.testing.assert_allclose(none.params, given.params, atol=1e-6)
+  assert metrics["ratio_min"] == metrics["ratio_max"] == 1
+  assert metrics["kl"] == 0
+
+
+# How the work is split changes nothing.
+
+
+def assert_same_update(got, expected):
+  for name, value in expected[1].items():
+    np.testing.assert_allclose(
+      got[1][name], value, rtol=1e-5, atol=1e-6, err_msg=name
+    )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    got[0],
+    expected[0],
+  )
+
+
+@pytest.mark.parametrize(
+  ("weighting", "micro_batches"),
+  [(losses.token_mean, 2), (losses.sequence_mean, 4)],
+)
+def test_micro_batches_change_nothing(tabular, weighting, micro_batches):
+  lm, table, batch = make_case(tabular, seed=1)
+  tx = optax.sgd(1.0)
+
+  def run(**settings):
+    update = make_update(
+      lm,
+      tx,
+      loss=functools.partial(losses.grpo_loss, beta=0.1),
+      weighting=weighting,
+      **settings,
+    )
+    state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
+    return state.params, metrics
+
+  assert_same_update(run(micro_batches=micro_batches, chunk_size=3), run())
+
+
+def test_padding_changes_nothing(tiny):
+  """Of prompts, of completions, and by whole rows, filled with junk."""
+  rng = np.random.default_rng(0)
+  b, g, p, t = 4, 2, 3, 4
+  length = rng.integers(1, t + 1, (b, g, 1))
+  batch = Batch(
+    prompt_ids=jnp.asarray(rng.integers(0, 11, (b, p))),
+    prompt_mask=jnp.arange(p) < jnp.array([[3], [1], [2], [3]]),
+    completion_ids=jnp.asarray(rng.integers(0, 11, (b, g, t))),
+    completion_mask=jnp.asarray(np.arange(t) < length),
+    advantages=jnp.asarray(rng.normal(size=(b, g)), jnp.float32),
+    old_logprobs=jnp.asarray(rng.normal(size=(b, g, t)) - 3, jnp.float32),
+    ref_logprobs=jnp.asarray(rng.normal(size=(b, g, t)) - 3, jnp.float32),
+  )
+  tx = optax.sgd(0.01)
+  update = make_update(
+    tiny.lm,
+    tx,
+    loss=functools.partial(losses.grpo_loss, beta=0.01),
+    weighting=losses.sequence_mean,
+  )
+
+  def run(batch):
+    state, metrics = jax.jit(update)(init_state(tiny.params, tx, KEY), batch)
+    return state.params, metrics
+
+  def pad(x, value):  # Two rows, and two tokens of a prompt or a completion.
+    widths = [(0, 2), (0, 0), (0, 2)] if x.ndim == 3 else [(0, 2), (0, 2)]
+    return jnp.pad(x, widths, constant_values=value)
+
+  padded = Batch(
+    prompt_ids=pad(batch.prompt_ids, 7),
+    prompt_mask=pad(batch.prompt_mask, False),
+    completion_ids=pad(batch.completion_ids, 6),
+    completion_mask=pad(batch.completion_mask, False),
+    advantages=jnp.pad(batch.advantages, ((0, 2), (0, 0)), constant_values=9.0),
+    old_logprobs=pad(batch.old_logprobs, jnp.nan),
+    ref_logprobs=pad(batch.ref_logprobs, jnp.inf),
+  )
+  assert_same_update(run(padded), run(batch))
+
+
+# Metrics of the rollout.
+
+
+def test_rollout_metrics_are_numpys():
+  rng = np.random.default_rng(0)
+  b, g, t = 4, 3, 6
+  rewards = rng.normal(size=(b, g)).astype(np.float32)
+  rewards[1] = 0.1
+  length = rng.integers(1, t, (b, g))
+  finished = rng.random((b, g)) < 0.5
+  # The last row only pads the batch; its rewards mean nothing.
+  length[3], finished[3], rewards[3] = 0, False, np.nan
+  samples = Rollout(
+    prompt_ids=jnp.zeros((b, 2), int),
+    prompt_mask=jnp.array([[True, True]] * 3 + [[False, False]]),
+    completion_ids=jnp.zeros((b, g, t), int),
+    completion_mask=jnp.arange(t) < jnp.asarray(length)[..., None],
+    logprobs=jnp.zeros((b, g, t)),
+    finished=jnp.asarray(finished),
+  )
+  metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(rewards))
+  expected = {
+    "reward_mean": rewards[:3].mean(),
+    "reward_std": rewards[:3].std(),
+    "zero_variance_groups": 1 / 3,
+    "completion_length_mean": length[:3].mean(),
+    "completion_length_max": length.max(),
+    "truncated": 1 - finished[:3].mean(),
+  }
+  assert set(metrics) == set(expected)
+  for name, value in expected.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+
+
+# What cannot be done is refused.
+
+
+def test_useless_settings_are_refused(tabular):
+  lm, table, batch = make_case(tabular)
+  tx = optax.sgd(1.0)
+  state = init_state(table, tx, KEY)
+  with pytest.raises(
+    ValueError, match="4 prompts cannot be cut.*minibatches=3"
+  ):
+    make_update(lm, tx, minibatches=3)(state, batch)
+  with pytest.raises(ValueError, match="micro_batches=4; groups stay whole"):
+    make_update(lm, tx, minibatches=2, micro_batches=4)(state, batch)
+  on_policy = batch.replace(old_logprobs=None)
+  for settings in ({"epochs": 2}, {"minibatches": 2}):
+    with pytest.raises(ValueError, match="on_policy=False"):
+      make_update(lm, tx, **settings)(state, on_policy)
+  samples = Rollout(
+    batch.prompt_ids,
+    batch.prompt_mask,
+    batch.completion_ids,
+    batch.completion_mask,
+    batch.old_logprobs,
+    jnp.ones((4, 3), bool),
+  )
+  with pytest.raises(ValueError, match="kl_in_reward needs ref_params"):
+    make_batch(lm, samples, batch.advantages, kl_in_reward=0.1)

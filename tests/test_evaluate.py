@@ -1,0 +1,164 @@
+"""Accuracy and pass@k of model directories and of runs."""
+
+import itertools
+import json
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import evaluate, experiment
+from grpojax.core.sampling import Sampling
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import metrics
+
+
+def result_of(argv, tmp_path):
+  """What `evaluate` writes for `argv`, without the model's name."""
+  out = tmp_path / "result.json"
+  evaluate.main([*argv, f"--out={out}"])
+  result = json.loads(out.read_text())
+  assert f"--model={result.pop('model')}" in argv
+  return result
+
+
+def recorded(run, step):
+  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  names = ("accuracy", "accuracy_low", "accuracy_high")
+  return next(
+    {name: row[name] for name in names}
+    for row in rows
+    if row["step"] == step and "accuracy" in row
+  )
+
+
+def test_a_model_directory(toy_run, toy_model, toy_task, tmp_path, capsys):
+  settings = toy_task.arguments(toy_model)
+  before = result_of([f"--model={toy_model}", *settings], tmp_path)
+  assert before == recorded(toy_run.directory, 0)
+  exported = toy_run.directory / "model"
+  after = result_of([f"--model={exported}", *settings], tmp_path)
+  assert after == recorded(toy_run.directory, 8) != before
+  assert "greedy accuracy  100.0%" in capsys.readouterr().out
+
+
+def test_a_run_is_evaluated_under_its_own_config(
+  toy_run, toy_task, tmp_path, capsys
+):
+  run = tmp_path / "run"
+  shutil.copytree(toy_run.directory, run)
+
+  def files():
+    return {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
+
+  before = files()
+  found = result_of([f"--model={run}"], tmp_path)
+  assert found == recorded(run, 8)
+  # As it was before its last two steps.
+  shutil.rmtree(run / "checkpoints" / "8")
+  (run / "summary.json").unlink()
+  found = result_of([f"--model={run}"], tmp_path)
+  assert found == recorded(run, 6)
+  printed = capsys.readouterr().out
+  assert re.findall("checkpoint of step .", printed) == [
+    "checkpoint of step 8",
+    "checkpoint of step 6",
+  ]
+  assert files().items() <= before.items()
+  # An override still wins.
+  override = ["--config.eval.num_prompts=4"]
+  found = result_of([f"--model={run}", *override], tmp_path)
+  assert found["accuracy_low"] < recorded(run, 6)["accuracy_low"]
+
+
+def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
+  config = config_lib.default_config()
+  words = (word.split("=") for word in toy.arguments(""))
+  for name, value in words:
+    if name.startswith(("--config.data", "--config.sampling")):
+      path = name.removeprefix("--config.")
+      config.update_from_flattened_dict({path: int(value)})
+  config.eval.num_prompts = 10
+  config.eval.batch_size = batch_size
+  return evaluate.evaluate(
+    policy,
+    policy.params,
+    experiment.make_sampler(config, policy, group_size, Sampling(temperature)),
+    evaluate.held_out(config, policy),
+    experiment.host_reward(config),
+    jax.random.key(0),
+    batch_size,
+  )
+
+
+def test_the_batch_size_changes_nothing(toy_model, toy_task):
+  policy = experiment.load_policy(str(toy_model))
+  whole = completions(policy, 10, toy_task)
+  parts = completions(policy, 4, toy_task)  # the last batch holds two
+  assert whole.rewards.shape == parts.rewards.shape == (10, 1)
+  np.testing.assert_array_equal(whole.rewards, parts.rewards)
+  assert whole.texts == parts.texts and whole.examples == parts.examples
+  assert [e["prompt"] for e in whole.examples] == [
+    toy_task.load("test")[i]["prompt"] for i in range(10)
+  ]
+
+
+def test_batches_draw_different_samples(toy_model, toy_task):
+  policy = experiment.load_policy(str(toy_model))
+  drawn = completions(policy, 5, toy_task, group_size=8, temperature=1.0)
+  assert drawn.texts[:5] != drawn.texts[5:]
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+  rewards = np.random.default_rng(0).integers(0, 2, (3, 5)).astype(np.float32)
+  result = evaluate.Evaluation(rewards, [], [])
+  found = evaluate.pass_at(result, [1, 2, 5])
+  for k in (1, 2, 5):
+    subsets = list(itertools.combinations(range(5), k))
+    expected = np.mean([[rewards[:, s].any(1)] for s in map(list, subsets)])
+    mean, low, high = found[f"pass@{k}"]
+    assert mean == pytest.approx(expected, abs=1e-6)
+    assert low <= mean <= high
+  half = evaluate.Evaluation(np.array([[0.5], [1.0]]), [], [])
+  assert evaluate.accuracy(half)["accuracy"] == 0.5  # partly right is wrong
+
+
+def test_samples(toy_model, toy_task, tmp_path, capsys):
+  settings = toy_task.arguments(toy_model, eval__num_prompts=30)
+  argv = [f"--model={toy_model}", "--samples=8", "--k=1,4", *settings]
+  found = result_of(argv, tmp_path)
+  assert found.keys() == {"pass@1", "pass@4"}
+  # The model was taught to write 7 with probability 0.3.
+  low, high = found["pass@1"][1:]
+  assert 0.15 < low < 0.4 < high + 0.15
+  assert found["pass@1"][0] < found["pass@4"][0] <= 1
+  assert "pass@4  " in capsys.readouterr().out
+  assert result_of(argv, tmp_path) == found
+
+
+@pytest.mark.parametrize(
+  "words, text",
+  [
+    ([], "--model"),
+    (["--model=arithmetic-bose"], "no model at 'arithmetic-bose'"),
+    (["--modle=x"], "--model?"),
+    (["--model={model}", "--samples=2", "--k=1,3"], "1..2"),
+    (["--model={model}", "--k=one"], "numbers like 1,2,4"),
+    (["--model={model}", "--samples=2", "--temperature=0"], "--temperature"),
+    (["--model={model}", "--samples=-1"], "--samples"),
+    (["--model={model}", "--config.eval.num_prompt=3"], "eval.num_prompts?"),
+    (["--model={empty_run}"], "no complete checkpoint"),
+  ],
+)
+def test_mistakes(words, text, toy_run, toy_model, tmp_path):
+  empty = tmp_path / "run"
+  (empty / "checkpoints").mkdir(parents=True)
+  shutil.copy(toy_run.directory / "config.json", empty)
+  paths = {"model": toy_model, "empty_run": empty}
+  with pytest.raises(SystemExit) as caught:
+    evaluate.main([word.format(**paths) for word in words])
+  message = caught.value.code
+  assert message.startswith("error: ") and text in message
+  assert "\n" not in message

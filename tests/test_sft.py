@@ -1,0 +1,147 @@
+"""Supervised fine-tuning: what it learns from, and what it writes."""
+
+import itertools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import sft
+from grpojax.models import hf
+from grpojax.runtime import tokenizer as tokenizer_lib
+
+
+def config_with(**changes):
+  config = sft.default_config()
+  config.update(changes)
+  return config
+
+
+def refusal(argv):
+  with pytest.raises(SystemExit) as caught:
+    sft.main(argv)
+  assert caught.value.code.startswith("error: ")
+  return caught.value.code
+
+
+def test_it_learns_and_writes_a_model_directory(toy_model):
+  assert {path.name for path in toy_model.iterdir()} >= {
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "sft.json",
+  }
+  record = json.loads((toy_model / "sft.json").read_text())
+  losses = [row["loss"] for row in record["losses"]]
+  assert [row["step"] for row in record["losses"]] == [*range(10, 121, 10)]
+  # Knowing the form of a text leaves about 8 nats of its 12 tokens to guess.
+  assert losses[0] > 2 and losses[-1] < 1
+  assert record["config"]["model"]["width"] == 16 and record["seconds"] > 0
+  assert "--config.model.width=16" in record["command"]
+  _, params = hf.load(toy_model)
+  assert params["embed"].shape == (100, 16)
+  tokenizer = tokenizer_lib.load(toy_model)
+  assert tokenizer_lib.eos_ids(toy_model, tokenizer) == (1, 99)
+
+
+def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
+  out = tmp_path / "out"
+  settings = ["steps=1", "rows=8", "row_length=64", "log_every=1"]
+  settings += [f"model.path={toy_model}", "optim.warmup_steps=0"]
+  settings += ["optim.learning_rate=1e-9", "optim.muon_learning_rate=1e-9"]
+  sft.main([f"--out={out}", *(f"--config.{word}" for word in settings)])
+  record = json.loads((out / "sft.json").read_text())
+  assert record["losses"][0]["loss"] < 1  # from scratch it is log(100)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    hf.load_params(out),
+    hf.load_params(toy_model),
+  )
+
+
+def test_a_document_is_learned_whole():
+  tokenizer = tokenizer_lib.character_tokenizer()
+  texts = sft.texts(config_with(format="document"), tokenizer, 0)
+  for context, learned in itertools.islice(texts, 20):
+    assert context == [] and learned[-1] == tokenizer.eos_token_id
+    assert learned.count(tokenizer.eos_token_id) == 1
+    text = tokenizer.decode(learned[:-1])
+    assert "####" in text and text.endswith("\n\n")
+    # A problem's end is the token that will end a completion.
+    blank = tokenizer.convert_tokens_to_ids("\n\n")
+    assert learned.count(blank) == text.count("####") and learned[-2] == blank
+
+
+def test_of_a_dialogue_only_the_answer_is_learned():
+  tokenizer = tokenizer_lib.character_tokenizer(chat=True)
+  texts = sft.texts(config_with(format="dialogue"), tokenizer, 0)
+  for context, learned in itertools.islice(texts, 20):
+    prompt, answer = tokenizer.decode(context), tokenizer.decode(learned[:-1])
+    assert learned[-1] == tokenizer.eos_token_id and "####" in answer
+    assert "Q" not in answer and tokenizer.eos_token_id not in context
+    # Training asks in the very same tokens.
+    problem = prompt.removeprefix("Q: ").removesuffix("\nA: ")
+    assert tokenizer_lib.encode_prompt(tokenizer, problem) == (prompt, context)
+
+
+def test_texts_follow_the_config():
+  tokenizer = tokenizer_lib.character_tokenizer()
+
+  def decoded(count=30, seed=0, **changes):
+    texts = sft.texts(
+      config_with(format="dialogue", **changes), tokenizer, seed
+    )
+    return [
+      (tokenizer.decode(a), tokenizer.decode(b[:-1]))
+      for a, b in itertools.islice(texts, count)
+    ]
+
+  assert decoded() == decoded() != decoded(seed=1)
+  assert all("=" in answer for _, answer in decoded(hasty=0.0))
+  assert all("=" not in answer for _, answer in decoded(hasty=1.0))
+  easy = decoded(difficulty_low=1, difficulty_high=1)
+  assert all(p.count("+") + p.count("*") == 1 for p, _ in easy)
+
+
+@pytest.mark.parametrize(
+  "form, eos", [("document", (1, 99)), ("dialogue", (1,))]
+)
+def test_the_format_decides_the_template_and_the_end(
+  form, eos, toy_model, tmp_path
+):
+  shutil.copytree(toy_model, tmp_path, dirs_exist_ok=True)
+  sft.set_format(tmp_path, tokenizer_lib.load(tmp_path), form)
+  tokenizer = tokenizer_lib.load(tmp_path)
+  assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
+  text = tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n")
+  assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
+
+
+@pytest.mark.parametrize(
+  "word, text",
+  [
+    ("--config.row=3", "--config.rows?"),
+    ("--uot=x", "--out?"),
+    ("--config.format=poem", "document, dialogue"),
+    ("--config.hasty=1.5", "probability"),
+    ("--config.optim.warmup_steps=2200", "below steps"),
+    ("--config.difficulty_high=1", "difficulty_high"),
+    ("--config.model.path=arithmetic-bose", "no model at"),
+  ],
+)
+def test_mistakes_are_refused(word, text, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert text in refusal([word])
+  assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_directory_is_refused(tmp_path):
+  (tmp_path / "mine").write_text("mine")
+  assert "exists already" in refusal([f"--out={tmp_path}"])
+  assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+  assert pathlib.Path(tmp_path / "mine").read_text() == "mine"

@@ -1,0 +1,442 @@
+"""The training program: files, resuming, options, mistakes."""
+
+import json
+import math
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import experiment, train
+from grpojax.models import hf
+from grpojax.rewards import exact
+from grpojax.runtime import checkpoint, metrics
+from grpojax.runtime import config as config_lib
+
+HERE = pathlib.Path(__file__).parent
+FILES = {
+  "config.json",
+  "metrics.jsonl",
+  "samples.jsonl",
+  "tensorboard",
+  "checkpoints",
+  "model",
+  "learning_curve.png",
+  "summary.json",
+}
+# Each a mean over a step's samples, tokens or updates.
+MEASURED = {
+  "reward_mean",
+  "reward_std",
+  "zero_variance_groups",
+  "completion_length_mean",
+  "completion_length_max",
+  "truncated",
+  "loss",
+  "entropy",
+  "clip_fraction_low",
+  "clip_fraction_high",
+  "ratio_min",
+  "ratio_max",
+  "grad_norm",
+  "update_norm",
+  "skipped_updates",
+}
+TIMES = {
+  "seconds_step",
+  "seconds_rollout",
+  "seconds_rewards",
+  "seconds_update",
+  "tokens_per_second",
+  "train_seconds",
+}
+
+
+def rows_of(directory):
+  """Rows of metrics.jsonl without what a clock measured."""
+  rows = metrics.read_jsonl(directory / "metrics.jsonl")
+  rows = [{k: v for k, v in r.items() if k not in TIMES} for r in rows]
+  return [row for row in rows if row.keys() > {"step"}]
+
+
+def steps_of(directory):
+  return [row for row in rows_of(directory) if "reward_mean" in row]
+
+
+def weights(directory):
+  """The exported parameters, by path."""
+  leaves = jax.tree_util.tree_leaves_with_path(hf.load_params(directory))
+  return {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
+
+
+def assert_identical(a, b):
+  assert a.keys() == b.keys()
+  for name in a:
+    assert a[name].tobytes() == b[name].tobytes(), name
+
+
+def snapshot(directory):
+  """Names, contents and times of all that is in a directory."""
+  return {
+    path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+    for path in sorted(directory.rglob("*"))
+  }
+
+
+def refusal(argv):
+  """What the program says instead of starting."""
+  with pytest.raises(SystemExit) as caught:
+    train.main(argv)
+  message = caught.value.code
+  assert isinstance(message, str) and message.startswith("error: ")
+  return message
+
+
+def test_a_run_leaves_what_the_docstring_says(toy_run):
+  found = {path.name for path in toy_run.directory.iterdir()}
+  assert found == FILES
+  assert all(name in train.__doc__ for name in FILES)
+  picture = toy_run.directory / "learning_curve.png"
+  assert picture.read_bytes().startswith(b"\x89PNG")
+  config = config_lib.from_json((toy_run.directory / "config.json").read_text())
+  assert config.optim.learning_rate == 1e-2 and config.steps == 8
+  samples = metrics.read_jsonl(toy_run.directory / "samples.jsonl")
+  assert {row["step"] for row in samples} == {2, 4, 6, 8}
+  assert len(samples) == 4 * 8  # one group each
+  for row in samples:
+    right = exact.exact_answer("", row["completion"], row)
+    assert row["reward"] == right and row["prompt"].endswith("\n")
+
+
+def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
+  summary = json.loads((toy_run.directory / "summary.json").read_text())
+  tests = [r for r in rows_of(toy_run.directory) if "accuracy" in r]
+  assert [row["step"] for row in tests] == [0, 3, 6, 8]
+  for when, row in (("before", tests[0]), ("after", tests[-1])):
+    interval = [row["accuracy_low"], row["accuracy_high"]]
+    assert summary[f"accuracy_{when}"] == row["accuracy"]
+    assert summary[f"accuracy_{when}_interval"] == interval
+    assert interval[0] <= row["accuracy"] <= interval[1]
+  assert summary["accuracy_before"] == 0.0
+  assert summary["accuracy_after"] == 1.0  # it learned
+  assert summary["steps"] == 8 and summary["train_seconds"] > 0
+  rows = metrics.read_jsonl(toy_run.directory / "metrics.jsonl")
+  steps = sum(row.get("seconds_step", 0) for row in rows)
+  assert summary["train_seconds"] >= steps
+  assert "accuracy before   0.0%" in toy_run.output
+  assert "accuracy after  100.0%" in toy_run.output
+  assert str(pathlib.Path("runs/toy")) in toy_run.output
+
+
+def test_every_step_is_measured_once(toy_run):
+  rows = metrics.read_jsonl(toy_run.directory / "metrics.jsonl")
+  steps = [row for row in rows if "reward_mean" in row]
+  assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+  for row in steps:
+    assert row.keys() >= MEASURED | TIMES
+    assert "kl" not in row  # there is no reference
+    assert all(math.isfinite(value) for value in row.values()), row
+    assert 0 < row["completion_length_mean"] <= row["completion_length_max"]
+    assert row["completion_length_max"] <= 8 and row["tokens_per_second"] > 0
+  assert max(row["grad_norm"] for row in steps) > 0
+  parts = ("seconds_rollout", "seconds_rewards", "seconds_update")
+  row = steps[-1]
+  assert sum(row[part] for part in parts) <= row["seconds_step"]
+
+
+def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
+  config = config_lib.from_json((toy_run.directory / "config.json").read_text())
+  from grpojax.core.step import init_state
+
+  like = init_state(
+    hf.load_params(toy_model), experiment.optimizer(config), jax.random.key(0)
+  )
+  with checkpoint.open_checkpointer(toy_run.directory, readonly=True) as saved:
+    assert [c.step for c in saved.checkpoints] == [6, 8]  # the newest two
+    state = checkpoint.restore(saved, like)
+  assert int(state.step) == 8 and int(state.prompts_consumed) == 64
+  exported = weights(toy_run.directory / "model")
+  leaves = jax.tree_util.tree_leaves_with_path(state.params)
+  assert_identical(
+    exported, {jax.tree_util.keystr(p): np.asarray(x) for p, x in leaves}
+  )
+  before = weights(toy_model)
+  assert any((before[name] != exported[name]).any() for name in before)
+
+
+def test_a_finished_run_is_left_alone(toy_run, toy_task, monkeypatch, capsys):
+  monkeypatch.chdir(toy_run.home)
+  before = snapshot(toy_run.directory)
+  train.main(toy_run.argv)
+  assert "is finished" in capsys.readouterr().out
+  assert snapshot(toy_run.directory) == before
+
+
+def test_another_config_is_refused_by_its_keys(toy_run, monkeypatch):
+  monkeypatch.chdir(toy_run.home)
+  before = snapshot(toy_run.directory)
+  changes = ["--config.optim.b2=0.9", "--config.group_size=4"]
+  message = refusal(toy_run.argv + changes)
+  assert "group_size: 8 -> 4" in message and "optim.b2: 0.95 -> 0.9" in message
+  assert "optim.b1" not in message and "steps" not in message
+  assert snapshot(toy_run.directory) == before
+
+
+def test_somebody_elses_directory_is_refused(toy, toy_model, tmp_path):
+  (tmp_path / "thesis.tex").write_text("mine")
+  argv = [*toy.arguments(toy_model), f"--run_dir={tmp_path}"]
+  assert "is not a run" in refusal(argv)
+  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+  "word, hint",
+  [
+    ("--config={root}/configs/arithmetics.py", "configs/arithmetic.py?"),
+    ("--run_dri=here", "--run_dir?"),
+    ("--config.optim.learning_rat=1", "--config.optim.learning_rate?"),
+    ("--config.steps=many", "type int"),
+    ("--config.model.path=arithmetic-bose", "no model at"),
+    ("steps=3", "--key=value"),
+  ],
+)
+def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  message = refusal([word.format(root=HERE.parent)])
+  assert hint in message and "\n" not in message
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  "word, hint",
+  [
+    ("--config.loss.clip_low=2", "loss.clip_low"),
+    ("--config.mesh.fsdp=3", "mesh data=-1 fsdp=3"),
+    ("--config.data.options.difficulty=(4,2)", "difficulty"),
+  ],
+)
+def test_an_impossible_setting_leaves_no_run(
+  word, hint, toy, toy_model, tmp_path, monkeypatch
+):
+  # A run directory left behind would refuse the corrected command.
+  monkeypatch.chdir(tmp_path)
+  message = refusal([*toy.arguments(toy_model), word])
+  assert hint in message
+  assert not list(tmp_path.iterdir())
+
+
+# Together they use every choice of every option.
+VARIANTS = {
+  "minibatches": {
+    "advantage": "grpo",
+    "loss.kl": "k3",
+    "loss.kl_placement": "loss",
+    "optim.epochs": 2,
+    "optim.minibatches": 2,
+    "optim.schedule": "linear",
+  },
+  "sequences": {
+    "advantage": "dr_grpo",
+    "loss.ratio": "sequence_ratio",
+    "loss.weighting": "sequence_mean",
+    "loss.kl": "k2",
+    "loss.kl_placement": "loss",
+    "optim.schedule": "cosine",
+    "optim.warmup_steps": 1,
+    "optim.weight_decay": 0.1,
+    "sampling.top_p": 0.95,
+    "model.remat": True,
+  },
+  "micro_batches": {
+    "advantage": "batch_std",
+    "loss.weighting": "fixed_length",
+    "loss.kl": "k1",
+    "loss.kl_placement": "ratio",
+    "optim.micro_batches": 2,
+    "sampling.top_k": 20,
+  },
+  "dual_clip": {
+    "advantage": "vanilla",
+    "loss.kl": "k3",
+    "loss.kl_placement": "ratio",
+    "loss.dual_clip": 3.0,
+    "optim.epochs": 2,
+    "sampling.min_p": 0.01,
+  },
+  "penalty": {
+    "reward.on_device": True,
+    "loss.kl": "k1",
+    "loss.kl_placement": "reward",
+    "sampling.temperature": 0.9,
+  },
+}
+
+
+def test_the_variants_use_every_choice():
+  from grpojax.runtime import validation
+
+  used = [
+    config_lib.flatten(config_lib.default_config()) | v
+    for v in VARIANTS.values()
+  ]
+  for field in ("advantage", "loss.ratio", "loss.weighting", "optim.schedule"):
+    assert {v[field] for v in used} == set(validation._NAMES[field]), field
+  pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
+  assert pairs == {(p, kl) for p, kls in validation.KL.items() for kl in kls}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_options(name, toy_task, toy_model, tmp_path):
+  changes = {"loss.beta": 0.1, "steps": 3, "eval.num_prompts": 4}
+  changes |= VARIANTS[name] | {"eval.every": 3}
+  run = tmp_path / "run"
+  train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
+  first, second, third = steps_of(run)
+  for row in (first, second, third):
+    assert row.keys() >= MEASURED | {"kl"}
+    assert all(math.isfinite(value) for value in row.values()), row
+    assert row["skipped_updates"] == 0 and row["grad_norm"] > 0
+  # The policy has left its reference; before its first update it had not.
+  updates = changes.get("optim.epochs", 1) * changes.get("optim.minibatches", 1)
+  assert third["kl"] > 1e-4
+  warmup = changes.get("optim.warmup_steps", 0)
+  assert (second["kl"] < 1e-6) == (warmup == 1)  # from a learning rate of 0
+  if updates == 1:
+    assert abs(first["kl"]) < 1e-6
+    assert first["ratio_min"] == first["ratio_max"] == 1.0
+  else:
+    assert first["kl"] > 1e-6
+    assert first["ratio_min"] < 1.0 < first["ratio_max"]
+  assert (run / "reference").is_dir() and (run / "model").is_dir()
+
+
+def test_a_reward_on_the_device_changes_nothing(toy_task, toy_model, tmp_path):
+  final = []
+  for on_device in (False, True):
+    run = tmp_path / str(on_device)
+    changes = {"reward.on_device": on_device, "steps": 2, "eval.every": 2}
+    # Adam divides by the gradient, and would make much of rounding errors.
+    changes |= {"optim.learning_rate": 1e-3, "optim.b2": 0.999}
+    train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
+    final.append((weights(run / "model"), steps_of(run)))
+  (host, host_rows), (device, device_rows) = final
+  for name in host:
+    np.testing.assert_allclose(device[name], host[name], atol=1e-6, rtol=0)
+  assert [r["reward_mean"] for r in host_rows] == [
+    r["reward_mean"] for r in device_rows
+  ]
+  assert 0 < host_rows[0]["reward_mean"] < 1
+
+
+# A reference, shuffled epochs, a schedule and several updates a step: all that
+# a resumed run could get wrong.
+LONG = {
+  "steps": 14,
+  "loss.beta": 0.01,
+  "optim.minibatches": 2,
+  "optim.schedule": "cosine",
+  "eval.every": 5,
+}
+
+
+@pytest.fixture
+def uninterrupted(toy_task, toy_model, tmp_path_factory):
+  """A whole run with the settings `LONG`, made once."""
+  run = tmp_path_factory.getbasetemp() / "uninterrupted"
+  if not (run / "summary.json").exists():
+    train.main([*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"])
+  return run
+
+
+def assert_same_run(run, expected):
+  assert_identical(weights(run / "model"), weights(expected / "model"))
+  assert rows_of(run) == rows_of(expected)
+  samples = "samples.jsonl"
+  assert metrics.read_jsonl(run / samples) == metrics.read_jsonl(
+    expected / samples
+  )
+  assert [row["step"] for row in steps_of(run)] == list(range(1, 15))
+
+
+def test_kill_at_any_moment(
+  uninterrupted, toy_task, toy_model, compiled_once, tmp_path
+):
+  run, rng = tmp_path / "run", random.Random()
+  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
+  env = os.environ | {
+    "PYTHONPATH": str(HERE.parent),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(compiled_once),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  steps, codes = 0, []
+  for _ in range(3):
+    process = subprocess.Popen(
+      [sys.executable, str(HERE / "toy.py"), *argv], env=env
+    )
+    goal = steps + rng.randint(1, 3)
+    while process.poll() is None and steps < goal:
+      time.sleep(0.002)
+      rows = metrics.read_jsonl(run / "metrics.jsonl")
+      steps = max([steps, *(row["step"] for row in rows)])
+    time.sleep(rng.random() * 0.05)
+    process.kill()
+    codes.append(process.wait())
+  assert codes[:2] == [-signal.SIGKILL] * 2  # the third may have been too late
+  train.main(argv)
+  assert_same_run(run, uninterrupted)
+
+
+# What happens when SIGTERM comes: (calls of what, of which the last sends it,
+# whole steps done by then). Three batches of held-out prompts are scored before
+# the first step, and after every fifth.
+MOMENTS = {
+  "first step": ("experiment.score", 3 + 1, 0),
+  "rewards": ("experiment.score", 3 + 4, 3),
+  "evaluation": ("experiment.score", 3 + 5 + 1, 5),
+  "checkpoint": ("checkpoint.save", 2, 4),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_saves_and_the_next_run_goes_on(
+  moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
+):
+  run = tmp_path / "run"
+  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
+  name, calls, done = MOMENTS[moment]
+  module, name = name.split(".")
+  module = {"experiment": experiment, "checkpoint": checkpoint}[module]
+  original, count = getattr(module, name), []
+
+  def interrupted(*args):
+    result = original(*args)
+    count.append(1)
+    if len(count) == calls:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+  handler = signal.getsignal(signal.SIGTERM)
+  with monkeypatch.context() as patch:
+    patch.setattr(module, name, interrupted)
+    with pytest.raises(SystemExit) as caught:
+      train.main(argv)
+  assert caught.value.code == 75
+  assert signal.getsignal(signal.SIGTERM) == handler
+  assert [row["step"] for row in steps_of(run)] == list(range(1, done + 1))
+  assert not (run / "summary.json").exists()
+  if done:
+    with checkpoint.open_checkpointer(run, readonly=True) as saved:
+      assert checkpoint.latest_step(saved) == done
+  train.main(argv)
+  if done:
+    assert f"resuming after step {done}" in capfd.readouterr().out
+  assert_same_run(run, uninterrupted)

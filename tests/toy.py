@@ -1,0 +1,83 @@
+"""A task that a tiny model learns in seconds, for the tests of the programs.
+
+Every answer is 7. The texts that the tiny model is made from answer 3 most of
+the time and 7 some of the time, so greedy accuracy starts at 0 and GRPO can
+raise it. Run as a program, this is `grpojax.train` on that task.
+"""
+
+import contextlib
+import pathlib
+import sys
+
+from grpojax.data import arithmetic
+
+ANSWER = "7"
+SOME = 50  # few training problems: epochs are shuffled, and start anew
+
+
+class Problems:
+  """Random access to sums whose answer is said to be 7."""
+
+  def __init__(self, offset, size):
+    self.offset, self.size = offset, size
+
+  def __len__(self):
+    return self.size
+
+  def __getitem__(self, index):
+    if not 0 <= index < self.size:
+      raise IndexError(index)
+    i = self.offset + int(index)
+    return {"prompt": f"{i % 97}+{i % 11}", "answer": ANSWER}
+
+
+def load(split, *, seed=0, size=SOME, difficulty=(2, 4)):
+  del seed, difficulty
+  return Problems({"train": 0, "test": 1000}[split], size)
+
+
+def document(rng, **options):
+  del options
+  digit = rng.choice(list("357"), p=[0.5, 0.2, 0.3])
+  return f"{rng.integers(97)}+{rng.integers(11)}\n####{digit}\n\n"
+
+
+@contextlib.contextmanager
+def task():
+  """Puts the toy task in the arithmetic task's place."""
+  old = arithmetic.load, arithmetic.document
+  arithmetic.load, arithmetic.document = load, document
+  try:
+    yield
+  finally:
+    arithmetic.load, arithmetic.document = old
+
+
+def arguments(model: pathlib.Path, **changes):
+  """A command line of a run that takes a second, besides compiling."""
+  settings = {
+    "name": "toy",
+    "steps": 8,
+    "batch_size": 8,
+    "group_size": 8,
+    "model.path": model,
+    "data.max_prompt_length": 8,
+    "sampling.max_new_tokens": 8,
+    "logits_chunk": 4,
+    "optim.learning_rate": 1e-2,
+    "eval.every": 3,
+    "eval.num_prompts": 10,
+    "eval.batch_size": 4,
+    "checkpoint.every": 2,
+    "log.samples_every": 2,
+    "log.tensorboard": False,
+  }
+  settings |= {k.replace("__", "."): v for k, v in changes.items()}
+  return [f"--config.{key}={value}" for key, value in settings.items()]
+
+
+if __name__ == "__main__":
+  from grpojax import train
+
+  with task():
+    train.main(sys.argv[1:])
