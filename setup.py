@@ -25,7 +25,7 @@ setuptools.setup(
     "matplotlib",
     "ml-collections>=1.1.0",
     "numpy",
-    "optax",
+    "optax>=0.2.7",
     "orbax-checkpoint>=0.12.4",
     "safetensors",
     "tensorboardX",

@@ -64,16 +64,22 @@ def load_policy(path: str, dtype: str = "float32", remat: bool = False):
   return Policy(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
 
 
+def _load_examples(config: ConfigDict, split: str, **options):
+  try:
+    load = DATASETS[config.data.name].load
+    return load(split, **options, **config.data.options)
+  except TypeError as error:  # an option that this dataset does not have
+    raise ValueError(f"data.options: {error}") from error
+
+
 def training_examples(config: ConfigDict):
   """The training split, seeded by the run's seed."""
-  load = DATASETS[config.data.name].load
-  return load("train", seed=config.seed, **config.data.options)
+  return _load_examples(config, "train", seed=config.seed)
 
 
 def held_out_examples(config: ConfigDict):
   """The first `eval.num_prompts` held-out problems, whatever the run's seed."""
-  load = DATASETS[config.data.name].load
-  return load("test", size=config.eval.num_prompts, **config.data.options)
+  return _load_examples(config, "test", size=config.eval.num_prompts)
 
 
 def prompt_batches(
@@ -126,8 +132,9 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
     "cosine": optax.cosine_decay_schedule(peak, decay),
   }
   schedule = shapes[optim.schedule]
-  if optim.warmup_steps:
-    warmup = optax.linear_schedule(0.0, peak, optim.warmup_steps)
+  if optim.warmup_steps:  # from the first update on: none of them is at 0
+    first = peak / (optim.warmup_steps + 1)
+    warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
     schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
   return optax.adamw(
     schedule, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay

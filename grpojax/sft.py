@@ -80,8 +80,9 @@ def validate(config: ConfigDict) -> None:
     found.append("difficulty_high: must not be below difficulty_low")
   if not 0 <= config.hasty <= 1:
     found.append(f"hasty = {config.hasty}: is a probability")
-  if not config.optim.learning_rate > 0:
-    found.append("optim.learning_rate: must be more than 0")
+  for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
+    if not config.optim[name] > 0:
+      found.append(f"optim.{name} = {config.optim[name]}: must be more than 0")
   if not 0 <= config.optim.warmup_steps < config.steps:
     found.append("optim.warmup_steps: must be 0 or more, and below steps")
   if found:
@@ -128,7 +129,12 @@ def set_format(path: pathlib.Path, tokenizer, form: str) -> None:
     tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
     tokenizer.save_pretrained(str(path))
   else:
-    eos.append(tokenizer.convert_tokens_to_ids("\n\n"))
+    blank = tokenizer.encode("\n\n", add_special_tokens=False)
+    if len(blank) != 1:
+      raise ValueError(
+        "documents need a tokenizer that writes a blank line as one token"
+      )
+    eos += blank
   generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
   (path / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
@@ -232,33 +238,45 @@ def fit(config: ConfigDict, lm, params, tokenizer):
   return params, records
 
 
+def start(config: ConfigDict, source: pathlib.Path):
+  """The model and tokenizer to start from; their files go to `source`.
+
+  Raises:
+    ValueError: what does not fit, found before anything compiles.
+  """
+  if config.model.path:
+    directory = hf.resolve(config.model.path)
+    hf.copy_files(directory, source)
+    lm, params = hf.load(directory)
+  else:
+    fresh_directory(source, config)
+    lm = transformer(hf.to_transformer_config(hf.read_config(source)))
+    params = lm.init(jax.random.key(config.seed))
+  tokenizer = tokenizer_lib.load(source)
+  set_format(source, tokenizer, config.format)
+  stream = texts(config, tokenizer, config.seed)
+  next(pack(stream, 4 * config.rows, config.row_length))
+  return lm, params, tokenizer
+
+
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv,
-      {"out": ("", "directory to write; default runs/NAME")},
-      default_config,
-      program="python -m grpojax.sft",
-    )
-    validate(config)
-    out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
-    if out.exists():
-      raise ValueError(f"{out} exists already; remove it or give another --out")
-    if config.model.path:
-      hf.resolve(config.model.path)
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
-    if config.model.path:
-      start = hf.resolve(config.model.path)
-      hf.copy_files(start, source)
-      lm, params = hf.load(start)
-    else:
-      fresh_directory(source, config)
-      lm = transformer(hf.to_transformer_config(hf.read_config(source)))
-      params = lm.init(jax.random.key(config.seed))
-    tokenizer = tokenizer_lib.load(source)
-    set_format(source, tokenizer, config.format)
+    with command_line.usage_errors():
+      config, flags = command_line.parse(
+        argv,
+        {"out": ("", "directory to write; default runs/NAME")},
+        default_config,
+        program="python -m grpojax.sft",
+      )
+      validate(config)
+      out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
+      if out.exists():
+        raise ValueError(
+          f"{out} exists already; remove it or give another --out"
+        )
+      lm, params, tokenizer = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
       f"{count} parameters, {config.rows * config.row_length} tokens a step"
@@ -269,7 +287,7 @@ def main(argv: list[str]) -> None:
   metrics.write_json(
     out / "sft.json",
     {
-      "command": "python -m grpojax.sft " + " ".join(argv),
+      "command": " ".join(["python -m grpojax.sft", *argv]),
       "config": config.to_dict(),
       "seconds": time.time() - began,
       "losses": records,

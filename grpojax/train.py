@@ -8,7 +8,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
 
     config.json         the resolved configuration
     metrics.jsonl       one line a step, and one an evaluation
-    samples.jsonl       sampled completions with their rewards
+    samples.jsonl       sampled completions with their rewards (not with
+                        reward.on_device: they never reach the host)
     tensorboard/        the same metrics for TensorBoard
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
@@ -112,7 +113,7 @@ def _show(prompt: str, completion: str, reward: float) -> None:
   print(f"    | -> reward {float(reward):g}", flush=True)
 
 
-def _log(run: Run, row: dict[str, Any], shown, pace: float) -> None:
+def _log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
   if run.ref_params is None:
@@ -162,9 +163,11 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
     start=int(state.prompts_consumed),
   )
   place = sharding.batch_sharding(run.mesh)
-  if int(state.step) == 0:
+  rows = metrics.read_jsonl(run.file("metrics.jsonl"))
+  if not any("accuracy" in row for row in rows):
     evaluate(run, state.params, greedy, 0)
-  print("compiling the first step", flush=True)
+  if int(state.step) < config.steps:
+    print("the first step compiles, which takes a while", flush=True)
   began = time.perf_counter() - _train_seconds(run)
   clock = [time.perf_counter()]
   try:
@@ -180,8 +183,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       row["tokens_per_second"] = tokens / row["seconds_step"]
       row["train_seconds"] = clock[-1] - began
       # The first step compiles; the pace is that of the others.
-      done = clock[1:] if len(clock) > 2 else clock
-      pace = (done[-1] - done[0]) / (len(done) - 1)
+      others = len(clock) - 2
+      pace = (clock[-1] - clock[1]) / others if others else None
       _log(run, {"step": step} | row, shown, pace)
       if step % config.eval.every == 0 or step == config.steps:
         evaluate(run, state.params, greedy, step)
@@ -245,12 +248,24 @@ def _print_summary(directory: pathlib.Path, summary: dict[str, Any]) -> None:
   )
 
 
-def _start(config: ConfigDict, directory: pathlib.Path, checkpointer):
-  """Loads the model and the newest state, and cleans up after a lost run."""
+def _check(config: ConfigDict):
+  """Loads what the config names and reads the first prompts of both splits.
+
+  Raises:
+    ValueError: what would otherwise be found out after the run has started.
+  """
   policy = experiment.load_policy(
     config.model.path, config.model.dtype, config.model.remat
   )
   mesh = sharding.make_mesh(**config.mesh)
+  examples = experiment.training_examples(config)
+  next(experiment.prompt_batches(config, policy, examples, batch_size=1))
+  next(evaluation.held_out(config, policy))
+  return policy, mesh
+
+
+def _start(config: ConfigDict, directory, policy, mesh, checkpointer):
+  """The first or the newest state; cleans up after a run that was cut short."""
   tx = experiment.optimizer(config)
   key = jax.random.key(config.seed)
 
@@ -270,6 +285,12 @@ def _start(config: ConfigDict, directory: pathlib.Path, checkpointer):
     print(f"resuming after step {step}")
   for name in ("metrics.jsonl", "samples.jsonl"):
     metrics.truncate_jsonl(directory / name, -1 if step is None else step)
+  count = sum(x.size for x in jax.tree.leaves(params))
+  print(
+    f"{config.model.path}: {count / 1e6:.3g} million parameters on "
+    f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
+    flush=True,
+  )
   writer = None
   if config.log.tensorboard:
     writer = metrics.tensorboard_writer(
@@ -287,31 +308,32 @@ def main(argv: list[str]) -> None:
       argv, {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")}
     )
     config_lib.validate(config)
-    hf.to_transformer_config(hf.read_config(config.model.path))
-    sharding.make_mesh(**config.mesh)
-    experiment.training_examples(config)
-    experiment.held_out_examples(config)
     directory = pathlib.Path(
       flags.run_dir or pathlib.Path("runs") / config.name
     )
+    summary = directory / "summary.json"
+    if summary.exists():
+      checkpoint.open_run(directory, config)
+      print(f"{directory} is finished: nothing to do (see {summary})")
+      return
+    policy, mesh = _check(config)
     checkpoint.open_run(directory, config)
-  summary = directory / "summary.json"
-  if summary.exists():
-    print(f"{directory} is finished: nothing to do (see {summary})")
-    return
   with contextlib.ExitStack() as stack:
     requested = stack.enter_context(preemption.install())
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(directory, config.checkpoint.keep)
     )
     with command_line.usage_errors():
-      run, state, tx = _start(config, directory, checkpointer)
+      run, state, tx = _start(config, directory, policy, mesh, checkpointer)
     if run.writer is not None:
       stack.callback(run.writer.close)
     try:
       state = fit(run, state, tx, checkpointer, requested)
     except Preempted:
       sys.exit(preemption.EXIT_PREEMPTED)
+    except KeyboardInterrupt:
+      print("interrupted; the same command resumes from the last checkpoint")
+      sys.exit(130)
     _print_summary(directory, finish(run, state.params))
 
 

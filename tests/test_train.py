@@ -322,6 +322,8 @@ def test_a_reward_on_the_device_changes_nothing(toy_task, toy_model, tmp_path):
   for on_device in (False, True):
     run = tmp_path / str(on_device)
     changes = {"reward.on_device": on_device, "steps": 2, "eval.every": 2}
+    changes |= {"loss.beta": 1.0, "loss.kl": "k1"}
+    changes |= {"loss.kl_placement": "reward"}
     # Adam divides by the gradient, and would make much of rounding errors.
     changes |= {"optim.learning_rate": 1e-3, "optim.b2": 0.999}
     train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
@@ -366,7 +368,7 @@ def assert_same_run(run, expected):
 
 
 def test_kill_at_any_moment(
-  uninterrupted, toy_task, toy_model, compiled_once, tmp_path
+  uninterrupted, toy_task, toy_model, compiled_once, tmp_path, capsys
 ):
   run, rng = tmp_path / "run", random.Random()
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
@@ -382,16 +384,17 @@ def test_kill_at_any_moment(
     process = subprocess.Popen(
       [sys.executable, str(HERE / "toy.py"), *argv], env=env
     )
-    goal = steps + rng.randint(1, 3)
+    goal = steps + rng.randint(2, 4)
     while process.poll() is None and steps < goal:
       time.sleep(0.002)
       rows = metrics.read_jsonl(run / "metrics.jsonl")
       steps = max([steps, *(row["step"] for row in rows)])
-    time.sleep(rng.random() * 0.05)
+    time.sleep(rng.random() * 0.1)
     process.kill()
     codes.append(process.wait())
   assert codes[:2] == [-signal.SIGKILL] * 2  # the third may have been too late
   train.main(argv)
+  assert "resuming after step" in capsys.readouterr().out
   assert_same_run(run, uninterrupted)
 
 

@@ -2,16 +2,19 @@
 
 Every answer is 7. The texts that the tiny model is made from answer 3 most of
 the time and 7 some of the time, so greedy accuracy starts at 0 and GRPO can
-raise it. Run as a program, this is `grpojax.train` on that task.
+raise it. Run as a program, this is `grpojax.train` on that task, slow
+enough to be killed between two checkpoints.
 """
 
 import contextlib
 import pathlib
 import sys
+import time
 
 from grpojax.data import arithmetic
 
 ANSWER = "7"
+DELAY = 0.0  # seconds that a problem takes to read
 SOME = 50  # few training problems: epochs are shuffled, and start anew
 
 
@@ -27,6 +30,7 @@ class Problems:
   def __getitem__(self, index):
     if not 0 <= index < self.size:
       raise IndexError(index)
+    time.sleep(DELAY)
     i = self.offset + int(index)
     return {"prompt": f"{i % 97}+{i % 11}", "answer": ANSWER}
 
@@ -79,5 +83,6 @@ def arguments(model: pathlib.Path, **changes):
 if __name__ == "__main__":
   from grpojax import train
 
+  DELAY = 0.01
   with task():
     train.main(sys.argv[1:])

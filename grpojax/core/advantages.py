@@ -151,7 +151,7 @@ def batch_std(
 
   Args:
     rewards: one a sample, G >= 2; the whole batch, not a shard or a micro-batch
-      of it.
+      of it, and without rows that only pad it.
     epsilon: added to the standard deviation, in units of the reward.
 
   Returns:

@@ -66,10 +66,15 @@ def token_logprobs(
 
   Returns:
     `(logprobs, entropy)`, float32; no gradient flows through the entropy.
+
+  Raises:
+    ValueError: chunk_size below 1.
   """
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
+  if chunk_size < 1:
+    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   s = ids.shape[-1]
   chunk = min(chunk_size, s)
   padding = -s % chunk

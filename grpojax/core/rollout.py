@@ -94,7 +94,9 @@ def rollout(
     return state | {
       "t": t + 1,
       "ids": state["ids"].at[:, :, t].set(jnp.where(alive, ids, pad_id)),
-      "logprobs": state["logprobs"].at[:, :, t].set(alive * logprobs),
+      "logprobs": state["logprobs"]
+      .at[:, :, t]
+      .set(jnp.where(alive, logprobs, 0)),
       "length": length,
       "finished": state["finished"] | ended,
       "done": state["done"] | ended | (length >= limit),

@@ -170,7 +170,7 @@ def _token_metrics(tokens: dict[str, Array], mask: Array) -> Metrics:
 
 def _apply(tx, state: TrainState, grads, max_grad_norm):
   """One optimizer update; skipped as a whole if a gradient is not finite."""
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   if max_grad_norm is not None:
     shrink = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30))
@@ -186,7 +186,7 @@ def _apply(tx, state: TrainState, grads, max_grad_norm):
   )
   return state, {
     "grad_norm": norm,
-    "update_norm": jnp.where(finite, optax.global_norm(updates), 0.0),
+    "update_norm": jnp.where(finite, optax.tree.norm(updates), 0.0),
     "skipped_updates": ~finite,
   }
 

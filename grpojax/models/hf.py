@@ -162,9 +162,18 @@ def load_params(path: str | pathlib.Path, dtype=jnp.float32) -> Params:
 def load(
   path: str | pathlib.Path, *, dtype=jnp.float32, remat: bool = False
 ) -> tuple[LM, Params]:
-  """Reads a model directory: the model's functions and its parameters."""
+  """Reads a model directory: the model's functions and its parameters.
+
+  Args:
+    path: directory or embedded name, see `resolve`.
+    dtype: of computation, see `transformer`; the parameters are float32.
+    remat: see `transformer`.
+
+  Raises:
+    ValueError: an unsupported architecture, or weights that do not fit.
+  """
   config = to_transformer_config(read_config(path))
-  return transformer(config, dtype=dtype, remat=remat), load_params(path, dtype)
+  return transformer(config, dtype=dtype, remat=remat), load_params(path)
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -239,9 +239,7 @@ def _own_mask(s, segments: Int[Array, "B G S"] | None) -> Bool[Array, "..."]:
   return mask
 
 
-def _extend(
-  config, block, params, prefix, ids, cache=None, positions=None, segments=None
-):
+def _extend(config, block, params, prefix, ids, cache, positions, segments):
   s = ids.shape[-1]
   start = 0 if cache is None else cache["index"]
   if positions is None:
@@ -284,8 +282,9 @@ def transformer(
 
   Args:
     config: shape of the model.
-    dtype: of the decoding cache; computation follows the parameters' dtype,
-      norms and softmax are in float32.
+    dtype: of computation and cache; norms, softmax and logits are float32.
+      Parameters may be float32 beside it (an optimizer needs that: a small
+      update of a bfloat16 weight rounds to nothing) and are cast where used.
     remat: recompute each layer in the backward pass instead of storing its
       activations (less memory, about a third more work).
 
@@ -300,9 +299,21 @@ def transformer(
     raise ValueError(f"head_dim={config.head_dim} must be even for RoPE")
   block = jax.checkpoint(_block, static_argnums=0) if remat else _block
 
+  def cast(params):
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+  def prefill(params, prompt_ids, prompt_mask):
+    return _prefill(config, block, cast(params), prompt_ids, prompt_mask)
+
+  def extend(params, prefix, ids, cache=None, positions=None, segments=None):
+    args = (prefix, ids, cache, positions, segments)
+    return _extend(config, block, cast(params), *args)
+
   def unembed(params, hidden):
     head = params["embed"].T if config.tied else params["head"]
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    return jnp.matmul(
+      hidden, head.astype(dtype), preferred_element_type=jnp.float32
+    )
 
   def init_cache(b, g, t):
     shape = (b, g, config.kv_heads, t, config.head_dim)
@@ -314,8 +325,8 @@ def transformer(
 
   return LM(
     init=functools.partial(init, config),
-    prefill=functools.partial(_prefill, config, block),
-    extend=functools.partial(_extend, config, block),
+    prefill=prefill,
+    extend=extend,
     unembed=unembed,
     init_cache=init_cache,
   )

@@ -10,6 +10,7 @@ complete, so a process that is killed leaves nothing that looks like one.
 
 import os
 import pathlib
+import shutil
 
 import jax
 from jaxtyping import PyTree
@@ -34,7 +35,8 @@ def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
     True where the directory was there with the same config: resume.
 
   Raises:
-    ValueError: the directory is of another config, or is no run directory.
+    ValueError: the directory has checkpoints of another config, or it is no run
+      directory.
   """
   run_dir = pathlib.Path(run_dir)
   path = run_dir / CONFIG
@@ -42,6 +44,11 @@ def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
     changed = config_lib.difference(
       config_lib.from_json(path.read_text()), config
     )
+    if changed and not any((run_dir / "checkpoints").glob("[0-9]*")):
+      # Nothing was trained yet: a corrected command may start over here.
+      shutil.rmtree(run_dir / "reference", ignore_errors=True)
+      write_text(path, config_lib.to_json(config))
+      return False
     if changed:
       raise ValueError(
         f"{run_dir} holds a run with another config (its value -> yours):\n  "

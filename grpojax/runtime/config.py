@@ -19,12 +19,12 @@ def default_config() -> ConfigDict:
   config = ConfigDict()
   config.name = "arithmetic"  # the run directory is runs/NAME
   config.seed = 0
-  config.steps = 60
+  config.steps = 40
   config.batch_size = 32  # prompts a step
   config.group_size = 8  # completions a prompt
   config.model = ConfigDict()
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
-  config.model.dtype = "float32"
+  config.model.dtype = "float32"  # of computation; parameters are float32
   config.model.remat = False  # True: less memory, about a third more work
   config.data = ConfigDict()
   config.data.name = "arithmetic"
@@ -53,9 +53,9 @@ def default_config() -> ConfigDict:
   config.loss.kl_placement = "loss"
   config.loss.beta = 0.0  # 0 = no KL term and no reference model in memory
   config.optim = ConfigDict()
-  config.optim.learning_rate = 1e-4
+  config.optim.learning_rate = 3e-4
   config.optim.schedule = "constant"
-  config.optim.warmup_steps = 0
+  config.optim.warmup_steps = 0  # optimizer updates
   config.optim.b1 = 0.9
   config.optim.b2 = 0.95
   config.optim.weight_decay = 0.0
@@ -64,12 +64,12 @@ def default_config() -> ConfigDict:
   config.optim.minibatches = 1  # optimizer updates a pass
   config.optim.micro_batches = 1  # parts whose gradients are added up
   config.eval = ConfigDict()
-  config.eval.every = 20  # steps
+  config.eval.every = 10  # steps
   config.eval.num_prompts = 256
-  config.eval.batch_size = 64
+  config.eval.batch_size = 128
   config.eval.samples = 4  # completions shown
   config.checkpoint = ConfigDict()
-  config.checkpoint.every = 20  # steps
+  config.checkpoint.every = 10  # steps
   config.checkpoint.keep = 2  # newest checkpoints on disk
   config.log = ConfigDict()
   config.log.every = 1  # steps

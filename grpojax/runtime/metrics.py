@@ -115,23 +115,28 @@ def duration(seconds: int | float) -> str:
 
 
 def progress(
-  step: int, steps: int, seconds: int | float, metrics: Mapping[str, Any]
+  step: int,
+  steps: int,
+  seconds: int | float | None,
+  metrics: Mapping[str, Any],
 ) -> str:
   """One line for the terminal.
 
   Args:
     step: steps done.
     steps: steps in all.
-    seconds: what one step takes, as the caller averages it.
+    seconds: what one step takes, as the caller averages it; None while that
+      is not known.
     metrics: shown in this order, numbers to three digits.
   """
   shown = [
     f"{k} {v}" if isinstance(v, str) else f"{k} {float(v):.3g}"
     for k, v in metrics.items()
   ]
-  left = duration(seconds * (steps - step))
-  head = f"step {step:>{len(str(steps))}}/{steps}"
-  return "  ".join([head, *shown, f"{seconds:.2f} s/step", f"{left} left"])
+  if seconds is not None:
+    left = duration(seconds * (steps - step))
+    shown += [f"{seconds:.2f} s/step", f"{left} left"]
+  return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *shown])
 
 
 _PANELS = (

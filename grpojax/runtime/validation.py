@@ -18,7 +18,7 @@ _AT_LEAST_ONE = (
   "batch_size group_size data.max_prompt_length sampling.max_new_tokens "
   "optim.epochs optim.minibatches optim.micro_batches eval.every "
   "eval.num_prompts eval.batch_size checkpoint.every checkpoint.keep "
-  "log.every log.samples_every"
+  "log.every log.samples_every logits_chunk"
 ).split()
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "

@@ -196,3 +196,23 @@ def test_useless_shapes_are_refused(tiny):
   cache = tiny.lm.init_cache(2, 3, 5)
   with pytest.raises(ValueError, match="segments are for training"):
     tiny.lm.extend(tiny.params, prefix, IDS, cache, segments=IDS)
+
+
+def test_bfloat16_computes_in_bfloat16_on_float32_parameters(tiny):
+  half = transformer(tiny.config, dtype=jnp.bfloat16)
+  prompt, ids = jnp.ones((1, 3), int), jnp.arange(8).reshape(1, 2, 4)
+
+  def total(params, lm):
+    prefix = lm.prefill(params, prompt, prompt > 0)
+    hidden, _ = lm.extend(params, prefix, ids)
+    return jnp.sum(lm.unembed(params, hidden) ** 2), hidden.dtype
+
+  grads, dtype = jax.grad(total, has_aux=True)(tiny.params, half)
+  exact, _ = jax.grad(total, has_aux=True)(tiny.params, tiny.lm)
+  assert dtype == jnp.bfloat16
+  for ours, want in zip(
+    jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True
+  ):
+    assert ours.dtype == jnp.float32
+    scale = float(jnp.abs(want).max())
+    assert 0 < float(jnp.abs(ours - want).max()) < 0.1 * scale
