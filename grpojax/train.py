@@ -311,9 +311,9 @@ def main(argv: list[str]) -> None:
     directory = pathlib.Path(
       flags.run_dir or pathlib.Path("runs") / config.name
     )
+    checkpoint.check_run(directory, config)
     summary = directory / "summary.json"
     if summary.exists():
-      checkpoint.open_run(directory, config)
       print(f"{directory} is finished: nothing to do (see {summary})")
       return
     policy, mesh = _check(config)

@@ -57,7 +57,7 @@ def test_schedules(schedule, factor):
   )
   # Under a constant gradient Adam's update is the learning rate.
   found = -updates(config, [3.0] * 20)
-  warmup = np.arange(4) / 4
+  warmup = np.arange(1, 5) / 5  # no update is wasted on a rate of 0
   expected = 0.01 * np.concatenate([warmup, factor(np.arange(16) / 16)])
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
 
@@ -187,7 +187,10 @@ def test_problems_of_a_run():
 
 def test_a_policy_and_its_texts(toy_model):
   policy = experiment.load_policy(str(toy_model), "bfloat16")
-  assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(policy.params))
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
+  one = jnp.ones((1, 1), int)
+  prefix = policy.lm.prefill(policy.params, one, one > 0)
+  assert prefix.last_hidden.dtype == jnp.bfloat16
   assert policy.eos_ids == (1, 99) and policy.pad_id == 0
   ids = policy.tokenizer.encode("12#", add_special_tokens=False)
   completion_ids = np.array([[[*ids, 99], [ids[0], 1, 0, 0]]], np.int32)

@@ -306,8 +306,6 @@ def test_options(name, toy_task, toy_model, tmp_path):
   # The policy has left its reference; before its first update it had not.
   updates = changes.get("optim.epochs", 1) * changes.get("optim.minibatches", 1)
   assert third["kl"] > 1e-4
-  warmup = changes.get("optim.warmup_steps", 0)
-  assert (second["kl"] < 1e-6) == (warmup == 1)  # from a learning rate of 0
   if updates == 1:
     assert abs(first["kl"]) < 1e-6
     assert first["ratio_min"] == first["ratio_max"] == 1.0

@@ -24,15 +24,18 @@ from grpojax.runtime.metrics import write_text
 CONFIG = "config.json"
 
 
-def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
-  """Starts a run directory, or checks that it belongs to this config.
+def check_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
+  """Whether a directory can be this config's run; writes nothing.
+
+  A run without a checkpoint has trained nothing yet, so a corrected config may
+  take it over.
 
   Args:
-    run_dir: created where it does not exist.
+    run_dir: may be missing.
     config: the resolved config.
 
   Returns:
-    True where the directory was there with the same config: resume.
+    True where the directory is a run of the same config: resume.
 
   Raises:
     ValueError: the directory has checkpoints of another config, or it is no run
@@ -44,18 +47,13 @@ def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
     changed = config_lib.difference(
       config_lib.from_json(path.read_text()), config
     )
-    if changed and not any((run_dir / "checkpoints").glob("[0-9]*")):
-      # Nothing was trained yet: a corrected command may start over here.
-      shutil.rmtree(run_dir / "reference", ignore_errors=True)
-      write_text(path, config_lib.to_json(config))
-      return False
-    if changed:
+    if changed and any((run_dir / "checkpoints").glob("[0-9]*")):
       raise ValueError(
         f"{run_dir} holds a run with another config (its value -> yours):\n  "
         + "\n  ".join(changed)
         + "\ngive another --run_dir, or the run's own values to resume it"
       )
-    return True
+    return not changed
   if run_dir.exists() and not run_dir.is_dir():
     raise ValueError(f"{run_dir} is a file; give a directory as --run_dir")
   # A temporary config.json is what a kill at the very start leaves.
@@ -65,9 +63,26 @@ def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
       f"{run_dir} is not empty and has no {CONFIG}, so it is not a run: give "
       "a new or an empty directory as --run_dir"
     )
-  run_dir.mkdir(parents=True, exist_ok=True)
-  write_text(path, config_lib.to_json(config))
   return False
+
+
+def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
+  """Starts a run directory, or goes on with one of the same config.
+
+  Args:
+    run_dir: created where it does not exist.
+    config: the resolved config.
+
+  Returns:
+    As `check_run`, which raises what this raises.
+  """
+  resumed = check_run(run_dir, config)
+  if not resumed:
+    run_dir = pathlib.Path(run_dir)
+    shutil.rmtree(run_dir / "reference", ignore_errors=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_text(run_dir / CONFIG, config_lib.to_json(config))
+  return resumed
 
 
 def open_checkpointer(

@@ -158,10 +158,12 @@ def test_open_run(tmp_path):
   run, config = tmp_path / "runs" / "x", config_lib.default_config()
   assert checkpoint.open_run(run, config) is False
   assert checkpoint.open_run(run, config) is True
+  (run / "checkpoints" / "5").mkdir(parents=True)
+  before = config.optim.learning_rate
   config.optim.learning_rate = 0.5
   with pytest.raises(ValueError) as error:
     checkpoint.open_run(run, config)
-  assert "optim.learning_rate: 0.0001 -> 0.5" in str(error.value)
+  assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
   stranger = tmp_path / "stranger"
   stranger.mkdir()
   (stranger / "notes.txt").touch()
@@ -170,6 +172,16 @@ def test_open_run(tmp_path):
   with pytest.raises(ValueError, match="is a file"):
     checkpoint.open_run(stranger / "notes.txt", config)
   assert [p.name for p in stranger.iterdir()] == ["notes.txt"]
+
+
+def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
+  config = config_lib.default_config()
+  checkpoint.open_run(tmp_path, config)
+  checkpoint.save_reference(tmp_path, {"a": jnp.zeros(3)})
+  config.model.path = "arithmetic-base"
+  assert checkpoint.open_run(tmp_path, config) is False
+  assert not (tmp_path / "reference").exists()  # it was another model's
+  assert checkpoint.open_run(tmp_path, config) is True
 
 
 def test_open_run_after_a_kill_at_the_very_start(tmp_path):

@@ -114,5 +114,5 @@ def test_help_lists_everything(capsys):
     _parse("--config.steps=1", "--help")
   assert error.value.code == 0
   text = capsys.readouterr().out
-  assert "--config.optim.learning_rate=0.0001" in text
+  assert "--config.optim.b2=0.95" in text
   assert "--run_dir=  where to write" in text

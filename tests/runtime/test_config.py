@@ -148,6 +148,6 @@ def test_difference():
   assert config_lib.difference(old, new) == [
     "loss.kl: 'k3' -> 'k2'",
     "seed: '(none)' -> 0",
-    "steps: 60 -> 61",
+    "steps: 40 -> 61",
   ]
   assert config_lib.difference(new, new) == []
