@@ -297,7 +297,9 @@ def transformer(
     )
   if config.head_dim % 2:
     raise ValueError(f"head_dim={config.head_dim} must be even for RoPE")
-  block = jax.checkpoint(_block, static_argnums=0) if remat else _block
+  block = _block
+  if remat:  # under a scan nothing else can be merged with the recomputation
+    block = jax.checkpoint(_block, static_argnums=0, prevent_cse=False)
 
   def cast(params):
     return jax.tree.map(lambda x: x.astype(dtype), params)

@@ -25,7 +25,7 @@ def default_config() -> ConfigDict:
   config.model = ConfigDict()
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
   config.model.dtype = "float32"  # of computation; parameters are float32
-  config.model.remat = False  # True: less memory, about a third more work
+  config.model.remat = True  # recompute activations in the backward pass
   config.data = ConfigDict()
   config.data.name = "arithmetic"
   config.data.options = ConfigDict()  # keyword arguments of the dataset's load
@@ -62,7 +62,7 @@ def default_config() -> ConfigDict:
   config.optim.max_grad_norm = 1.0
   config.optim.epochs = 1  # passes over a step's completions
   config.optim.minibatches = 1  # optimizer updates a pass
-  config.optim.micro_batches = 1  # parts whose gradients are added up
+  config.optim.micro_batches = 4  # parts whose gradients are added up
   config.eval = ConfigDict()
   config.eval.every = 10  # steps
   config.eval.num_prompts = 256
