@@ -12,7 +12,6 @@ from grpojax.core.sampling import Sampling as Sampling
 from grpojax.core.step import init_state as init_state
 from grpojax.core.step import make_batch as make_batch
 from grpojax.core.step import make_grpo_step as make_grpo_step
-from grpojax.core.step import make_update as make_update
 from grpojax.core.step import rollout_metrics as rollout_metrics
 from grpojax.core.types import LM as LM
 from grpojax.core.types import Batch as Batch
@@ -20,6 +19,7 @@ from grpojax.core.types import Prefix as Prefix
 from grpojax.core.types import Prompts as Prompts
 from grpojax.core.types import Rollout as Rollout
 from grpojax.core.types import TrainState as TrainState
+from grpojax.core.update import make_update as make_update
 from grpojax.models.adapters import from_apply as from_apply
 from grpojax.models.adapters import from_linen as from_linen
 from grpojax.models.adapters import from_nnx as from_nnx

@@ -21,10 +21,10 @@ from grpojax.core.sampling import Sampling
 from grpojax.core.step import (
   make_batch,
   make_grpo_step,
-  make_update,
   rollout_metrics,
 )
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
+from grpojax.core.update import make_update
 from grpojax.data import arithmetic, pipeline
 from grpojax.models import hf
 from grpojax.rewards import exact

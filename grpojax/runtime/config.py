@@ -64,7 +64,7 @@ def default_config() -> ConfigDict:
   config.optim.minibatches = 1  # optimizer updates a pass
   config.optim.micro_batches = 4  # parts whose gradients are added up
   config.eval = ConfigDict()
-  config.eval.every = 10  # steps
+  config.eval.every = 5  # steps
   config.eval.num_prompts = 256
   config.eval.batch_size = 128
   config.eval.samples = 4  # completions shown

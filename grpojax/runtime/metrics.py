@@ -193,7 +193,7 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
     steps, [row[key] for row in rows], marker="." if len(rows) < 30 else ""
   )
   if key == "accuracy":
-    axes.set_ylim(0, 1)
+    axes.set_ylim(0, 1.02)
     band = [r for r in rows if r.get("accuracy_low") is not None]
     axes.fill_between(
       [r["step"] for r in band],

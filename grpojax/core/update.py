@@ -1,0 +1,180 @@
+"""The policy update: gradients of the loss, and what the optimizer does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from grpojax.core import losses
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, Batch, TrainState
+
+Metrics = dict[str, Array]
+_EXTREMES = {"ratio_min": jnp.min, "ratio_max": jnp.max}
+_TOTALS = {"skipped_updates": jnp.sum}
+
+
+def _split(tree, parts: int):
+  """Splits axis 0 into `parts`, row r to part r mod parts.
+
+  Strided, so that a batch sharded over devices stays spread over all of them.
+  """
+  return jax.tree.map(
+    lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree
+  )
+
+
+def _token_metrics(tokens: dict[str, Array], mask: Array) -> Metrics:
+  """Means over real tokens, and the extreme ratios."""
+  count = jnp.maximum(jnp.sum(mask), 1)
+
+  def mean(name):
+    return jnp.sum(jnp.where(mask, tokens[name], 0)) / count
+
+  # The mask may lack any token; ratios are 1 on padding, so extremes are safe.
+  return {
+    "kl": mean("kl"),
+    "entropy": mean("entropy"),
+    "clip_fraction_low": mean("clipped_low"),
+    "clip_fraction_high": mean("clipped_high"),
+    "ratio_min": jnp.min(tokens["ratio"]),
+    "ratio_max": jnp.max(tokens["ratio"]),
+  }
+
+
+def _apply(tx, state: TrainState, grads, max_grad_norm):
+  """One optimizer update; skipped as a whole if a gradient is not finite."""
+  norm = optax.tree.norm(grads)
+  finite = jnp.isfinite(norm)
+  if max_grad_norm is not None:
+    shrink = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30))
+    grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
+  updates, opt_state = tx.update(grads, state.opt_state, state.params)
+  new = optax.apply_updates(state.params, updates), opt_state
+  old = state.params, state.opt_state
+  params, opt_state = jax.tree.map(
+    lambda a, b: jnp.where(finite, a, b), new, old
+  )
+  state = state.replace(
+    params=params, opt_state=opt_state, skipped=state.skipped + ~finite
+  )
+  return state, {
+    "grad_norm": norm,
+    "update_norm": jnp.where(finite, optax.tree.norm(updates), 0.0),
+    "skipped_updates": ~finite,
+  }
+
+
+def make_update(
+  lm: LM,
+  tx: optax.GradientTransformation,
+  *,
+  loss: Callable[..., Any] = losses.grpo_loss,
+  weighting: Callable[[Array], Array] = losses.token_mean,
+  epochs: int = 1,
+  minibatches: int = 1,
+  micro_batches: int = 1,
+  max_grad_norm: float | None = None,
+  sampling: Sampling = Sampling(),
+  chunk_size: int = 32,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+  """The policy update of one rollout: epochs x minibatches optimizer updates.
+
+  Token weights are computed over a whole minibatch before it is cut into
+  micro-batches, so how the work is split changes nothing but memory.
+
+  Args:
+    lm: the model.
+    tx: the optimizer.
+    loss: `losses.grpo_loss`, with its settings bound by `functools.partial`.
+    weighting: mask [B, G, T] -> weights, see `core.losses`.
+    epochs: passes over the rollout.
+    minibatches: optimizer updates a pass; divides B (groups stay whole).
+    micro_batches: parts of a minibatch whose gradients are added up by a scan;
+      divides B / minibatches.
+    max_grad_norm: clips the gradient's global norm; None does not.
+    sampling: what the rollout was sampled with.
+    chunk_size: see `token_logprobs`.
+
+  Returns:
+    A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
+    the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
+    count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
+    `clip_fraction_low`, `clip_fraction_high`, `grad_norm` before clipping,
+    `update_norm`. The update raises ValueError where B does not divide, or
+    where a batch without old log-probabilities meets several updates.
+  """
+
+  def micro_loss(params, batch: Batch, weights):
+    logprobs, entropy = token_logprobs(
+      lm,
+      params,
+      batch.prompt_ids,
+      batch.prompt_mask,
+      batch.completion_ids,
+      sampling=sampling,
+      chunk_size=chunk_size,
+    )
+    value, tokens = loss(
+      logprobs,
+      batch.advantages,
+      weights,
+      batch.completion_mask,
+      batch.old_logprobs,
+      batch.ref_logprobs,
+    )
+    return value, tokens | {"entropy": entropy}
+
+  def accumulate(params, batch: Batch):
+    """Loss and gradient over a minibatch, micro-batch by micro-batch."""
+
+    def add(total, part):
+      out = jax.value_and_grad(micro_loss, has_aux=True)(params, *part)
+      (value, tokens), grads = out
+      return jax.tree.map(jnp.add, total, (value, grads)), tokens
+
+    parts = _split((batch, weighting(batch.completion_mask)), micro_batches)
+    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    (value, grads), tokens = jax.lax.scan(add, zero, parts)
+    return value, grads, _token_metrics(tokens, parts[0].completion_mask)
+
+  def one_update(state: TrainState, batch: Batch):
+    value, grads, metrics = accumulate(state.params, batch)
+    state, applied = _apply(tx, state, grads, max_grad_norm)
+    return state, {"loss": value} | metrics | applied
+
+  def update(state: TrainState, batch: Batch):
+    _check_batch(batch, epochs, minibatches, micro_batches)
+    parts = _split(batch, minibatches)
+    if epochs > 1:
+      parts = jax.tree.map(
+        lambda x: jnp.tile(x, (epochs,) + (1,) * (x.ndim - 1)), parts
+      )
+    state, metrics = jax.lax.scan(one_update, state, parts)
+    reduce = {k: jnp.mean for k in metrics} | _EXTREMES | _TOTALS
+    metrics = {k: reduce[k](v) for k, v in metrics.items()}
+    state = state.replace(
+      step=state.step + 1,
+      prompts_consumed=state.prompts_consumed + batch.prompt_ids.shape[0],
+    )
+    return state, metrics
+
+  return update
+
+
+def _check_batch(batch: Batch, epochs, minibatches, micro_batches):
+  b = batch.prompt_ids.shape[0]
+  if b % (minibatches * micro_batches):
+    raise ValueError(
+      f"{b} prompts cannot be cut into minibatches={minibatches} times "
+      f"micro_batches={micro_batches}; groups stay whole"
+    )
+  if epochs * minibatches > 1 and batch.old_logprobs is None:
+    raise ValueError(
+      "several updates a rollout need the log-probabilities of the policy that "
+      "sampled: make_batch(..., on_policy=False)"
+    )
