@@ -2,8 +2,9 @@
 
 Command:   python -m grpojax.train --config=configs/arithmetic.py
 Hardware:  two CPU cores, no accelerator.
-Time:      TODO seconds of training.
-Expected:  held-out accuracy (greedy) from TODO to TODO.
+Time:      76 to 86 seconds of training.
+Expected:  held-out accuracy (greedy) from 7.8% to 98.8% (seeds 1 and 2: 100.0%
+           and 99.2%); the curve is in arithmetic.png.
 """
 
 from ml_collections import ConfigDict

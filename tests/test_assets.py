@@ -75,6 +75,7 @@ def test_training_starts_from_it(name, compiled_once, tmp_path):
     "steps": 1,
     "batch_size": 2,
     "group_size": 2,
+    "optim.micro_batches": 1,
     "sampling.max_new_tokens": 4,
     "logits_chunk": 4,
     "eval.num_prompts": 2,
