@@ -16,7 +16,6 @@ setuptools.setup(
   package_data={"grpojax": ["assets/**/*"]},
   python_requires=">=3.11",
   install_requires=[
-    "absl-py",
     "flax>=0.11",
     "grain>=0.2.16",
     "jax>=0.7.2",

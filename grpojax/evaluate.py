@@ -73,6 +73,7 @@ def evaluate(
   reward: Callable[..., float],
   key: jax.Array,
   batch_size: int,
+  place: jax.sharding.Sharding | None = None,
 ) -> Evaluation:
   """Samples and scores completions of every batch.
 
@@ -84,10 +85,11 @@ def evaluate(
     reward: `(prompt, completion, example) -> float`.
     key: of the samples.
     batch_size: rows that a shorter batch is padded to.
+    place: sharding of the prompts; None is one device.
   """
   rewards, texts, seen = [], [], []
   for i, (prompts, examples) in enumerate(batches):
-    padded = _pad(prompts, batch_size)
+    padded = jax.device_put(_pad(prompts, batch_size), place)
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     decoded = experiment.decode(policy, samples)[: len(examples)]
     rewards.append(experiment.score(reward, examples, decoded))
@@ -145,7 +147,9 @@ def _load(model: str, config: ConfigDict):
   run, saved = pathlib.Path(model), _run_config(model)
   policy = experiment.load_policy(saved.model.path, saved.model.dtype)
   tx = experiment.optimizer(saved)
-  like = init_state(policy.params, tx, jax.random.key(0))
+  like = jax.eval_shape(
+    lambda params: init_state(params, tx, jax.random.key(0)), policy.params
+  )
   with checkpoint.open_checkpointer(run, readonly=True) as checkpointer:
     step = checkpoint.latest_step(checkpointer)
     if step is None:
@@ -169,6 +173,14 @@ def _parse(argv: list[str]):
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
+  if flags.samples and config.eval.num_prompts < 2:
+    raise ValueError(
+      "an interval over prompts needs --config.eval.num_prompts=2"
+    )
+  if not flags.samples and flags.k != FLAGS["k"][0]:
+    raise ValueError("--k needs --samples: pass@k is estimated from samples")
+  if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
+    raise ValueError(f"--out={flags.out}: its directory does not exist")
   if flags.samples < 0 or (flags.samples and flags.temperature <= 0):
     raise ValueError("--samples must be 0 or more, --temperature more than 0")
   if flags.samples and not all(1 <= k <= flags.samples for k in ks):

@@ -59,6 +59,12 @@ def load_policy(path: str, dtype: str = "float32", remat: bool = False):
   """
   directory = hf.resolve(path)
   tokenizer = tokenizer_lib.load(directory)
+  size = hf.to_transformer_config(hf.read_config(directory)).vocab_size
+  if max(tokenizer.get_vocab().values()) >= size:
+    raise ValueError(
+      f"the tokenizer in {directory} has ids of {size} and more, but the model "
+      f"has only {size} embeddings: they are not of the same model"
+    )
   lm, params = hf.load(directory, dtype=jnp.dtype(dtype), remat=remat)
   eos_ids = tokenizer_lib.eos_ids(directory, tokenizer)
   return Policy(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
@@ -226,6 +232,7 @@ def make_host_step(
   policy: Policy,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
+  places: TrainState,
   poll: Callable[[], None],
 ):
   """A step whose rewards are computed on the host, from text.
@@ -235,6 +242,7 @@ def make_host_step(
     policy: the model; the state has the parameters.
     tx: the optimizer.
     ref_params: the reference policy, or None.
+    places: shardings of the state, the same before and after each step.
     poll: called between the parts of a step; may raise. Only the last part
       touches the state, so a step that it ends leaves no trace.
 
@@ -247,7 +255,7 @@ def make_host_step(
   update = make_update(policy.lm, tx, **options)
   reward = host_reward(config)
 
-  @functools.partial(jax.jit, donate_argnums=0)
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
   def learn(state, samples, rewards, ref_params):
     batch = make_batch(
       policy.lm,
@@ -297,6 +305,7 @@ def make_device_step(
   policy: Policy,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
+  places: TrainState,
 ):
   """The same step as one XLA program, with the reward on ids.
 
@@ -317,6 +326,7 @@ def make_device_step(
       **update_options(config),
     ),
     donate_argnums=0,
+    out_shardings=(places, None),
   )
 
   def step(state: TrainState, prompts: Prompts, examples):

@@ -35,6 +35,7 @@ from grpojax.models import hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import command_line, metrics
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.runtime.config import flatten
 
 FORMATS = ("document", "dialogue")
 
@@ -70,7 +71,16 @@ def default_config() -> ConfigDict:
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with all that is wrong with `config`, a line each."""
+  known, given = flatten(default_config()).keys(), flatten(config).keys()
+  if known != given:
+    raise ValueError(
+      "this is not a configuration of grpojax.sft; unknown: "
+      f"{sorted(given - known)}, missing: {sorted(known - given)}"
+    )
   found = []
+  for name in ("width", "layers", "heads", "kv_heads", "mlp"):
+    if config.model[name] < 1:
+      found.append(f"model.{name} = {config.model[name]}: must be 1 or more")
   if config.format not in FORMATS:
     found.append(f"format = {config.format!r}: use one of {', '.join(FORMATS)}")
   for name in ("steps", "rows", "row_length", "difficulty_low", "log_every"):

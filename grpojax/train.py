@@ -55,6 +55,9 @@ SHOWN = (
 )
 
 
+CHECKED_PROMPTS = 4096  # training prompts read before a run starts
+
+
 class Preempted(Exception):
   """SIGTERM arrived; the state is that of the last finished step."""
 
@@ -66,6 +69,7 @@ class Run(NamedTuple):
   directory: pathlib.Path
   policy: experiment.Policy
   mesh: jax.sharding.Mesh
+  places: TrainState  # shardings
   ref_params: Params | None
   writer: Any
 
@@ -92,6 +96,7 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, Any]:
     experiment.host_reward(config),
     jax.random.key(config.seed),
     config.eval.batch_size,
+    sharding.batch_sharding(run.mesh),
   )
   row = {"step": step} | evaluation.accuracy(result)
   _record(run, row)
@@ -133,10 +138,10 @@ def _make_step(run: Run, tx, poll: Callable[[], None]):
   config, policy = run.config, run.policy
   if config.reward.on_device:
     target, _ = experiment.device_reward(config, policy)
-    step = experiment.make_device_step(config, policy, tx, run.ref_params)
-    return step, target
-  step = experiment.make_host_step(config, policy, tx, run.ref_params, poll)
-  return step, None
+    args = (config, policy, tx, run.ref_params, run.places)
+    return experiment.make_device_step(*args), target
+  args = (config, policy, tx, run.ref_params, run.places, poll)
+  return experiment.make_host_step(*args), None
 
 
 def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
@@ -173,7 +178,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
   try:
     for step in range(int(state.step) + 1, config.steps + 1):
       poll()
-      prompts, examples = next(batches)
+      with command_line.usage_errors():  # a prompt that is too long, say
+        prompts, examples = next(batches)
       prompts = jax.device_put(prompts, place)
       state, row, shown = step_fn(state, prompts, examples)
       clock.append(time.perf_counter())
@@ -191,6 +197,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
         clock[1:] = [time.perf_counter()]
       if step % config.checkpoint.every == 0 or step == config.steps:
         checkpoint.save(checkpointer, step, state)
+    if config.steps == 0:  # a baseline: evaluated, saved, not trained
+      checkpoint.save(checkpointer, 0, state)
   except Preempted:
     if int(state.step):  # before the first step there is nothing to keep
       checkpoint.save(checkpointer, int(state.step), state)
@@ -258,9 +266,28 @@ def _check(config: ConfigDict):
     config.model.path, config.model.dtype, config.model.remat
   )
   mesh = sharding.make_mesh(**config.mesh)
-  examples = experiment.training_examples(config)
-  next(experiment.prompt_batches(config, policy, examples, batch_size=1))
-  next(evaluation.held_out(config, policy))
+  sharding.check_rows(
+    mesh,
+    micro_batch=config.batch_size
+    // (config.optim.minibatches * config.optim.micro_batches),
+    eval_batch=config.eval.batch_size,
+  )
+  target = None
+  if config.reward.on_device:
+    target, _ = experiment.device_reward(config, policy)
+  batches = experiment.prompt_batches(
+    config,
+    policy,
+    experiment.training_examples(config),
+    batch_size=config.batch_size,
+    target=target,
+    seed=config.seed,
+  )
+  ahead = min(config.steps, CHECKED_PROMPTS // config.batch_size + 1)
+  for _ in itertools.islice(batches, ahead):
+    pass
+  for _ in evaluation.held_out(config, policy):
+    pass
   return policy, mesh
 
 
@@ -296,8 +323,8 @@ def _start(config: ConfigDict, directory, policy, mesh, checkpointer):
     writer = metrics.tensorboard_writer(
       directory / "tensorboard", -1 if step is None else step
     )
-  policy = policy._replace(params=None)  # the state owns them now
-  run = Run(config, directory, policy, mesh, ref_params, writer)
+  policy = policy._replace(params=None)
+  run = Run(config, directory, policy, mesh, places, ref_params, writer)
   return run, state, tx
 
 
@@ -325,6 +352,7 @@ def main(argv: list[str]) -> None:
     )
     with command_line.usage_errors():
       run, state, tx = _start(config, directory, policy, mesh, checkpointer)
+    del policy  # the state has its parameters now
     if run.writer is not None:
       stack.callback(run.writer.close)
     try:

@@ -441,3 +441,38 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   if done:
     assert f"resuming after step {done}" in capfd.readouterr().out
   assert_same_run(run, uninterrupted)
+
+
+def test_a_mesh_changes_nothing_and_compiles_once(
+  toy_task, toy_model, compiled_once, tmp_path
+):
+  changes = {"steps": 3, "eval.every": 3, "optim.learning_rate": 1e-3}
+  argv = toy_task.arguments(toy_model, **changes)
+  train.main([*argv, f"--run_dir={tmp_path / 'one'}"])
+  env = os.environ | {
+    "PYTHONPATH": str(HERE.parent),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "4",
+    "JAX_LOG_COMPILES": "1",
+  }
+  mesh = ["--config.mesh.fsdp=2", "--config.mesh.tensor=2"]
+  done = subprocess.run(
+    [sys.executable, str(HERE / "toy.py"), *argv, *mesh]
+    + [f"--run_dir={tmp_path / 'four'}"],
+    env=env,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert "on 4 cpu device(s)" in done.stdout
+  assert done.stderr.count("Compiling jit(learn)") == 1
+  one, four = (weights(tmp_path / name / "model") for name in ("one", "four"))
+  for name in one:
+    np.testing.assert_allclose(four[name], one[name], atol=1e-5, rtol=0)
+
+
+def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
+  words = ["--config.data.options.difficulty=(2,8)", f"--run_dir={tmp_path}/x"]
+  with pytest.raises(SystemExit, match="prompt has .* max_prompt_length"):
+    train.main(words)
+  assert not (tmp_path / "x").exists()

@@ -32,14 +32,17 @@ def init_state(
   params: Params, tx: optax.GradientTransformation, key: Key[Array, ""]
 ) -> TrainState:
   """State before the first step; `key` decides the whole run."""
-  zero = jnp.zeros((), jnp.int32)
+
+  def zero():  # each a buffer of its own, or the state could not be donated
+    return jnp.zeros((), jnp.int32)
+
   return TrainState(
     params=params,
     opt_state=tx.init(params),
     key=key,
-    step=zero,
-    prompts_consumed=zero,
-    skipped=zero,
+    step=zero(),
+    prompts_consumed=zero(),
+    skipped=zero(),
   )
 
 
@@ -110,9 +113,10 @@ def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
   Rows that only pad the batch (no prompt token) are left out.
 
   Returns:
-    Scalars: `reward_mean`, `reward_std` (over all samples),
-    `zero_variance_groups` (share of groups whose rewards are all equal: they
-    teach nothing), `completion_length_mean` and `_max` (tokens), `truncated`
+    Scalars; those of rewards are of the rewards as given, before any penalty:
+    `reward_mean`, `reward_std` (over all samples), `zero_variance_groups`
+    (share of groups whose rewards are all equal: without a penalty they teach
+    nothing), `completion_length_mean` and `_max` (tokens), `truncated`
     (share cut off at the budget).
   """
   real = jnp.any(rollout.prompt_mask, axis=-1)

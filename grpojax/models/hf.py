@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from grpojax.core.types import LM, Params
@@ -36,13 +36,16 @@ ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """A model directory: a path, or the name of an embedded model.
+  """A model directory: a path, a finished run, or an embedded model's name.
 
   Raises:
     ValueError: neither exists, or the directory holds no config.json.
   """
-  for directory in (pathlib.Path(path), ASSETS / path):
-    if (directory / "config.json").is_file():
+  path = pathlib.Path(path)
+  for directory in (path / "model", path, ASSETS / path):
+    # A run has a config.json too, but of another kind, and its model beside it.
+    file = directory / "config.json"
+    if file.is_file() and "model_type" in json.loads(file.read_text()):
       return directory
   embedded = ", ".join(
     sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
@@ -73,7 +76,10 @@ def to_transformer_config(hf: dict[str, Any]) -> TransformerConfig:
   Raises:
     ValueError: an unsupported architecture, or a value that is not supported.
   """
-  return _family(hf).config(hf)
+  try:
+    return _family(hf).config(hf)
+  except KeyError as error:
+    raise ValueError(f"config.json lacks {error}") from error
 
 
 def _flat_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -114,8 +120,13 @@ def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     )
   where = {}
   for file in files:
-    with safe_open(file, framework="numpy") as tensors:
-      where |= {name: file for name in tensors.keys()}
+    try:
+      with safe_open(file, framework="numpy") as tensors:
+        where |= {name: file for name in tensors.keys()}
+    except SafetensorError as error:
+      raise ValueError(
+        f"{file} is not a whole safetensors file ({error}): download it again"
+      ) from error
   return where
 
 
@@ -134,7 +145,9 @@ def load_params(path: str | pathlib.Path, dtype=jnp.float32) -> Params:
   config = to_transformer_config(hf)
   expected, where = _expected(hf, config), _tensor_files(directory)
   wanted = {name for names, _ in expected.values() for name in names}
-  surplus = set(where) - wanted
+  # Old exporters also stored what follows from config.json.
+  derived = "rotary_emb.inv_freq"
+  surplus = {n for n in where if not n.endswith(derived)} - wanted
   if config.tied:  # some exporters write the tied head out a second time
     surplus.discard("lm_head.weight")
   if wanted - set(where) or surplus:

@@ -131,9 +131,13 @@ def _rotate(x: Float[Array, "B G S h E"], rope) -> Float[Array, "B G S h E"]:
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
+# Rounded to bfloat16, logits would differ between sampling and scoring.
+_scores = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+
 def _softmax_part(logits, mask):
-  """Unnormalised weights of one part, their sum and its log-sum-exp."""
-  logits = jnp.where(mask, logits.astype(jnp.float32), _NEGATIVE)
+  """Softmax over one part's keys, and its log-sum-exp."""
+  logits = jnp.where(mask, logits, _NEGATIVE)
   top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   weights = jnp.exp(logits - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -159,13 +163,13 @@ def two_part_attention(q, own, own_mask, prompt=None, prompt_mask=None):
   """
   scale = q.shape[-1] ** -0.5
   keys, values = own
-  logits = jnp.einsum("bgkrse,bgkce->bgkrsc", q, keys) * scale
+  logits = _scores("bgkrse,bgkce->bgkrsc", q, keys) * scale
   weights, lse = _softmax_part(logits, own_mask)
   out = jnp.einsum("bgkrsc,bgkce->bgkrse", weights.astype(q.dtype), values)
   if prompt is None:
     return out
   keys, values = prompt
-  logits = jnp.einsum("bgkrse,bkpe->bgkrsp", q, keys) * scale
+  logits = _scores("bgkrse,bkpe->bgkrsp", q, keys) * scale
   mask = prompt_mask[:, None, None, None, None, :]
   weights, prompt_lse = _softmax_part(logits, mask)
   prompt_out = jnp.einsum(

@@ -19,16 +19,34 @@ from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime import config as config_lib
-from grpojax.runtime.metrics import write_text
+from grpojax.runtime.metrics import read_jsonl, write_text
 
 CONFIG = "config.json"
+
+
+def _has_trained(run_dir: pathlib.Path) -> bool:
+  """Whether anything of a run would be lost by starting over."""
+  rows = read_jsonl(run_dir / "metrics.jsonl")
+  return (
+    any((run_dir / "checkpoints").glob("[0-9]*"))
+    or any((run_dir / name).exists() for name in ("summary.json", "model"))
+    or any(row.get("step", 0) > 0 for row in rows)
+  )
+
+
+def _read_run_config(run_dir: pathlib.Path) -> ConfigDict | None:
+  """The config of a run directory, None where it holds none of ours."""
+  try:
+    saved = config_lib.from_json((run_dir / CONFIG).read_text())
+    return saved if "model.path" in config_lib.flatten(saved) else None
+  except (OSError, TypeError, ValueError):
+    return None
 
 
 def check_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
   """Whether a directory can be this config's run; writes nothing.
 
-  A run without a checkpoint has trained nothing yet, so a corrected config may
-  take it over.
+  A run that has trained nothing yet may be taken over by a corrected config.
 
   Args:
     run_dir: may be missing.
@@ -38,30 +56,27 @@ def check_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
     True where the directory is a run of the same config: resume.
 
   Raises:
-    ValueError: the directory has checkpoints of another config, or it is no run
-      directory.
+    ValueError: the directory is a run of another config, or no run directory.
   """
   run_dir = pathlib.Path(run_dir)
-  path = run_dir / CONFIG
-  if path.exists():
-    changed = config_lib.difference(
-      config_lib.from_json(path.read_text()), config
-    )
-    if changed and any((run_dir / "checkpoints").glob("[0-9]*")):
+  if run_dir.exists() and not run_dir.is_dir():
+    raise ValueError(f"{run_dir} is a file; give a directory as --run_dir")
+  saved = _read_run_config(run_dir)
+  if saved is not None:
+    changed = config_lib.difference(saved, config)
+    if changed and _has_trained(run_dir):
       raise ValueError(
         f"{run_dir} holds a run with another config (its value -> yours):\n  "
         + "\n  ".join(changed)
         + "\ngive another --run_dir, or the run's own values to resume it"
       )
     return not changed
-  if run_dir.exists() and not run_dir.is_dir():
-    raise ValueError(f"{run_dir} is a file; give a directory as --run_dir")
   # A temporary config.json is what a kill at the very start leaves.
   ours = f".{CONFIG}.tmp"
   if run_dir.exists() and any(p.name != ours for p in run_dir.iterdir()):
     raise ValueError(
-      f"{run_dir} is not empty and has no {CONFIG}, so it is not a run: give "
-      "a new or an empty directory as --run_dir"
+      f"{run_dir} is not empty and has no {CONFIG} of a run, so it is not a "
+      "run: give a new or an empty directory as --run_dir"
     )
   return False
 

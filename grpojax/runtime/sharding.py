@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
@@ -114,3 +114,23 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Sharding of arrays [B, ...]: prompts over data and fsdp, groups whole."""
   return NamedSharding(mesh, P(("data", "fsdp")))
+
+
+def check_rows(mesh: Mesh | AbstractMesh, **rows: int) -> None:
+  """Whether batches can be cut evenly over the mesh's data and fsdp axes.
+
+  Args:
+    mesh: from `make_mesh`.
+    **rows: prompts of each kind of batch, by its name for the error.
+
+  Raises:
+    ValueError: the devices along data and fsdp do not divide one of them.
+  """
+  shards = mesh.shape["data"] * mesh.shape["fsdp"]
+  for name, count in rows.items():
+    if count % shards:
+      raise ValueError(
+        f"{name}: {count} prompts cannot be cut evenly over {shards} devices "
+        "(mesh.data x mesh.fsdp); change batch_size, optim.micro_batches, "
+        "eval.batch_size or the mesh"
+      )

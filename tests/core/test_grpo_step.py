@@ -221,3 +221,10 @@ def test_device_count_changes_nothing():
     text=True,
   )
   assert done.returncode == 0, done.stderr
+
+
+def test_the_first_state_can_be_donated(tiny):
+  state = init_state(tiny.params, optax.adam(1e-3), jax.random.key(0))
+  state = state.replace(params={})  # the fixture's, which others need
+  donated = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
+  assert int(donated(state).step) == 1

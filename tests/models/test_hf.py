@@ -166,3 +166,21 @@ def test_unsupported_values_and_missing_tensors_are_refused(checkpoint):
   (path / "config.json").write_text(json.dumps(scaled))
   with pytest.raises(ValueError, match="yarn"):
     hf.load(path)
+
+
+def test_a_file_that_is_no_safetensors_is_refused(checkpoint):
+  path, _ = checkpoint
+  (path / "model.safetensors").write_text("version https://git-lfs")
+  with pytest.raises(ValueError, match="not a whole safetensors file"):
+    hf.load(path)
+
+
+def test_a_run_is_resolved_to_its_model(tmp_path):
+  (tmp_path / "config.json").write_text('{"name": "arithmetic"}')
+  with pytest.raises(ValueError, match="no model at"):
+    hf.resolve(tmp_path)
+  (tmp_path / "model").mkdir()
+  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+  assert hf.resolve(tmp_path) == tmp_path / "model"
+  with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
+    hf.to_transformer_config(hf.read_config(tmp_path))

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, metrics
 from grpojax.runtime import config as config_lib
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -154,16 +154,23 @@ def test_reference_is_saved_once(tmp_path):
     checkpoint.restore_reference(tmp_path, {"a": jnp.zeros(4)})
 
 
-def test_open_run(tmp_path):
+@pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
+def test_open_run(trace, tmp_path):
   run, config = tmp_path / "runs" / "x", config_lib.default_config()
   assert checkpoint.open_run(run, config) is False
   assert checkpoint.open_run(run, config) is True
-  (run / "checkpoints" / "5").mkdir(parents=True)
+  (run / trace).mkdir(parents=True)
   before = config.optim.learning_rate
   config.optim.learning_rate = 0.5
   with pytest.raises(ValueError) as error:
     checkpoint.open_run(run, config)
   assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
+  model = tmp_path / "model"
+  model.mkdir()
+  (model / "config.json").write_text('{"model_type": "llama"}')
+  with pytest.raises(ValueError, match="no config.json of a run"):
+    checkpoint.open_run(model, config)
+  assert (model / "config.json").read_text() == '{"model_type": "llama"}'
   stranger = tmp_path / "stranger"
   stranger.mkdir()
   (stranger / "notes.txt").touch()
@@ -179,9 +186,15 @@ def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   checkpoint.open_run(tmp_path, config)
   checkpoint.save_reference(tmp_path, {"a": jnp.zeros(3)})
   config.model.path = "arithmetic-base"
+  # An evaluation is no training.
+  metrics.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
   assert checkpoint.open_run(tmp_path, config) is False
   assert not (tmp_path / "reference").exists()  # it was another model's
   assert checkpoint.open_run(tmp_path, config) is True
+  metrics.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
+  config.steps += 1
+  with pytest.raises(ValueError, match="another config"):
+    checkpoint.open_run(tmp_path, config)
 
 
 def test_open_run_after_a_kill_at_the_very_start(tmp_path):

@@ -119,3 +119,12 @@ def test_rules_match_whole_names_at_the_end_of_a_path():
   assert sharding.spec_for("layers/q", (4,), mesh) == P()  # too few dimensions
   rules = ((r"scale", P("tensor")),)
   assert sharding.spec_for("embed/scale", shape, mesh, rules) == P("tensor")
+
+
+def test_rows_that_the_devices_cannot_cut_are_refused():
+  mesh = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  sharding.check_rows(mesh, micro_batch=3)
+  four = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
+  sharding.check_rows(four, micro_batch=8)
+  with pytest.raises(ValueError, match="eval_batch: 6 prompts .* 4 devices"):
+    sharding.check_rows(four, micro_batch=8, eval_batch=6)
