@@ -144,6 +144,14 @@ def _make_step(run: Run, tx, poll: Callable[[], None]):
   return experiment.make_host_step(*args), None
 
 
+def _speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
+  """Seconds of the step that just ended, and tokens sampled in each."""
+  seconds = clock[-1] - clock[-2]
+  samples = config.batch_size * config.group_size
+  tokens = samples * float(row["completion_length_mean"])
+  return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
+
+
 def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
   """Runs the remaining steps, evaluating and saving on the way.
 
@@ -183,15 +191,12 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       prompts = jax.device_put(prompts, place)
       state, row, shown = step_fn(state, prompts, examples)
       clock.append(time.perf_counter())
-      tokens = config.batch_size * config.group_size
-      tokens *= float(row["completion_length_mean"])
-      row["seconds_step"] = clock[-1] - clock[-2]
-      row["tokens_per_second"] = tokens / row["seconds_step"]
+      row = {"step": step, **row, **_speed(config, row, clock)}
       row["train_seconds"] = clock[-1] - began
       # The first step compiles; the pace is that of the others.
       others = len(clock) - 2
       pace = (clock[-1] - clock[1]) / others if others else None
-      _log(run, {"step": step} | row, shown, pace)
+      _log(run, row, shown, pace)
       if step % config.eval.every == 0 or step == config.steps:
         evaluate(run, state.params, greedy, step)
         clock[1:] = [time.perf_counter()]
