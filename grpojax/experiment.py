@@ -104,6 +104,24 @@ def prompt_batches(
   )
 
 
+def training_batches(
+  config: ConfigDict, policy: Policy, start: int = 0
+) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
+  """The run's prompts from number `start` on, with targets for its reward."""
+  target = None
+  if config.reward.on_device:
+    target, _ = device_reward(config, policy)
+  return prompt_batches(
+    config,
+    policy,
+    training_examples(config),
+    batch_size=config.batch_size,
+    target=target,
+    seed=config.seed,
+    start=start,
+  )
+
+
 def sampling(config: ConfigDict) -> Sampling:
   """The sampling distribution of training."""
   s = config.sampling

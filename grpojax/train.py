@@ -134,14 +134,10 @@ def _log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
 
 
 def _make_step(run: Run, tx, poll: Callable[[], None]):
-  """The step, and what the pipeline adds to each prompt for its reward."""
-  config, policy = run.config, run.policy
-  if config.reward.on_device:
-    target, _ = experiment.device_reward(config, policy)
-    args = (config, policy, tx, run.ref_params, run.places)
-    return experiment.make_device_step(*args), target
-  args = (config, policy, tx, run.ref_params, run.places, poll)
-  return experiment.make_host_step(*args), None
+  args = (run.config, run.policy, tx, run.ref_params, run.places)
+  if run.config.reward.on_device:
+    return experiment.make_device_step(*args)
+  return experiment.make_host_step(*args, poll)
 
 
 def _speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
@@ -164,17 +160,10 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
     if requested():
       raise Preempted
 
-  step_fn, target = _make_step(run, tx, poll)
+  step_fn = _make_step(run, tx, poll)
   greedy = experiment.make_sampler(config, run.policy, 1, Sampling(0.0))
-  batches = experiment.prompt_batches(
-    config,
-    run.policy,
-    experiment.training_examples(config),
-    batch_size=config.batch_size,
-    target=target,
-    seed=config.seed,
-    start=int(state.prompts_consumed),
-  )
+  consumed = int(state.prompts_consumed)
+  batches = experiment.training_batches(config, run.policy, consumed)
   place = sharding.batch_sharding(run.mesh)
   rows = metrics.read_jsonl(run.file("metrics.jsonl"))
   if not any("accuracy" in row for row in rows):
@@ -277,17 +266,7 @@ def _check(config: ConfigDict):
     // (config.optim.minibatches * config.optim.micro_batches),
     eval_batch=config.eval.batch_size,
   )
-  target = None
-  if config.reward.on_device:
-    target, _ = experiment.device_reward(config, policy)
-  batches = experiment.prompt_batches(
-    config,
-    policy,
-    experiment.training_examples(config),
-    batch_size=config.batch_size,
-    target=target,
-    seed=config.seed,
-  )
+  batches = experiment.training_batches(config, policy)
   ahead = min(config.steps, CHECKED_PROMPTS // config.batch_size + 1)
   for _ in itertools.islice(batches, ahead):
     pass
