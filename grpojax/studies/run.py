@@ -1,0 +1,123 @@
+"""What the studies share: a run directory, tables and pictures.
+
+A study's directory, by default runs/NAME, holds config.json, the partial
+results that make it resumable, and at the end results.csv, summary.json and
+NAME.png. The same command resumes; another config is refused.
+"""
+
+import csv
+import io
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from grpojax.runtime import command_line, metrics
+from grpojax.runtime import config as config_lib
+
+
+def open_study(
+  argv: Sequence[str],
+  program: str,
+  default: Callable[[], ConfigDict],
+  problems: Callable[[ConfigDict], list[str]],
+) -> tuple[ConfigDict, pathlib.Path]:
+  """Reads a study's command line, and starts or goes on with its directory.
+
+  Args:
+    argv: the arguments: --config=FILE, --config.key=value, --run_dir=DIR.
+    program: how the study is called, for --help.
+    default: makes the default config; its `name` names the run directory.
+    problems: what is wrong with the values of a config, a line each.
+
+  Returns:
+    The config and the run directory.
+
+  Raises:
+    SystemExit: with a message, for a command line or a config that cannot be
+      used, or a directory of something else.
+  """
+  with command_line.usage_errors():
+    config, flags = command_line.parse(
+      argv,
+      {"run_dir": ("", "where to write; default runs/NAME")},
+      default,
+      program=program,
+    )
+    _check(config, default(), problems)
+    directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
+    _open(directory, config)
+  return config, directory
+
+
+def _check(config: ConfigDict, default: ConfigDict, problems) -> None:
+  given, known = config_lib.flatten(config), config_lib.flatten(default)
+  wrong = [
+    f"{name}: unknown" if name in given else f"{name}: missing"
+    for name in sorted(given.keys() ^ known.keys())
+  ]
+  wrong = wrong or problems(config)
+  if wrong:
+    raise ValueError("\n  ".join(["the config is not valid:", *wrong]))
+
+
+def _open(directory: pathlib.Path, config: ConfigDict) -> None:
+  if directory.exists() and not directory.is_dir():
+    raise ValueError(f"{directory} is a file; give a directory as --run_dir")
+  path = directory / "config.json"
+  if path.exists():
+    try:
+      saved = config_lib.from_json(path.read_text())
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{path} is not a config: {error}") from error
+    changed = config_lib.difference(saved, config)
+    if changed:
+      raise ValueError(
+        f"{directory} holds results of another config (its value -> yours):\n  "
+        + "\n  ".join(changed)
+        + "\ngive another --run_dir, or its own values to resume"
+      )
+  elif directory.exists() and any(directory.iterdir()):
+    raise ValueError(
+      f"{directory} is not empty and is no study: give a new directory as "
+      "--run_dir"
+    )
+  else:
+    directory.mkdir(parents=True, exist_ok=True)
+    metrics.write_text(path, config_lib.to_json(config))
+
+
+def write_csv(
+  path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]
+) -> None:
+  """Writes rows as CSV, whole or not at all; the first row names the columns.
+
+  Raises:
+    ValueError: a row has a column that the first one lacks.
+  """
+  text = io.StringIO()
+  writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(rows)
+  metrics.write_text(path, text.getvalue())
+
+
+def new_figure(rows: int, columns: int, width: float = 4.0):
+  """A matplotlib figure and its axes [rows, columns]; `width` inches each."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure  # not pyplot: it has global state
+
+  size = (width * columns, 0.8 * width * rows)
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure, path: str | os.PathLike) -> None:
+  """Writes a figure as PNG, whole or not at all."""
+  path = pathlib.Path(path)
+  temporary = path.with_name(f".{path.name}.tmp")
+  figure.savefig(temporary, format="png")
+  os.replace(temporary, path)
