@@ -22,14 +22,14 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax import experiment
-from grpojax.core.sampling import Sampling
-from grpojax.core.step import init_state
-from grpojax.core.types import Params, Prompts
-from grpojax.core.u_statistics import (
+from grpojax.core.intervals import (
   mean_interval,
   pass_at_k,
   wilson_interval,
 )
+from grpojax.core.sampling import Sampling
+from grpojax.core.step import init_state
+from grpojax.core.types import Params, Prompts
 from grpojax.runtime import checkpoint, command_line, metrics
 from grpojax.runtime import config as config_lib
 

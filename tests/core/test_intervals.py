@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpojax.core.u_statistics import (
+from grpojax.core.intervals import (
   mean_interval,
   pass_at_k,
   wilson_interval,
