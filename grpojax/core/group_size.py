@@ -93,9 +93,9 @@ def mse_curve(
 
 
 def optimal_group_size(
-  c1: Real[Array, "*X"] | float | int,
-  c2: Real[Array, "*X"] | float | int,
-  c3: Real[Array, "*X"] | float | int,
+  c1: Real[Array, "*#X"] | float | int,
+  c2: Real[Array, "*#X"] | float | int,
+  c3: Real[Array, "*#X"] | float | int,
   prompt_cost: float | int = 0.0,
 ) -> Float[Array, "*X"]:
   """The group size G* with the smallest error at a fixed budget.

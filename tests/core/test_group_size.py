@@ -1,0 +1,113 @@
+"""Batches of prompts against enumeration, and the group size that is best."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import group_size as group_size_lib
+from grpojax.core import u_statistics as u
+
+X, M, D = 2, 3, 2  # prompts, completions of each, parameters
+
+
+@pytest.fixture
+def float64():
+  before = jax.config.read("jax_enable_x64")
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", before)
+
+
+def population():
+  """Two prompts of different weight with shared parameters."""
+  rng = np.random.default_rng(1)
+  features, logits = rng.normal(size=(X, M, D)), rng.normal(size=(X, M))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  scores = features - np.einsum("xm,xmd->xd", p, features)[:, None]
+  return p, scores, rng.normal(size=(X, M)), np.array([0.3, 0.7])
+
+
+def components():
+  p, s, z, weights = map(jnp.asarray, population())
+  gradients = u.policy_gradient(p, s, z)
+  return group_size_lib.components(u.moments(p, s, z), gradients, weights)
+
+
+def enumerated(b, g):
+  """Errors of all estimators over every batch of b prompts and b g samples."""
+  p, s, z, weights = population()
+  value = (p * z).sum(-1)
+  truth = np.einsum("x,xm,xm,xmd->d", weights, p, z, s)
+  group = np.array(list(itertools.product(range(M), repeat=g)))
+  one = {}  # name -> estimates [X, groups, D], and their probabilities
+  for name in u.Estimators._fields:
+    rewards = z[:, group]
+    baseline = {
+      "vanilla": 0 * rewards,
+      "leave_one_out": (rewards.sum(-1, keepdims=True) - rewards) / (g - 1),
+      "centred": rewards.mean(-1, keepdims=True),
+      "oracle": value[:, None, None],
+    }[name]
+    one[name] = np.einsum("xng,xngd->xnd", rewards - baseline, s[:, group]) / g
+  chance = (weights[:, None] * p[:, group].prod(-1)).reshape(-1)
+  errors = {}
+  for name, estimates in one.items():
+    flat = estimates.reshape(-1, D)
+    index = np.array(list(itertools.product(range(len(flat)), repeat=b)))
+    mean = flat[index].mean(1)
+    errors[name] = chance[index].prod(1) @ ((mean - truth) ** 2).sum(-1)
+  return errors
+
+
+@pytest.mark.parametrize(("b", "g"), [(1, 3), (2, 2), (2, 3), (3, 2)])
+def test_mse_of_a_batch_equals_enumeration(b, g, float64):
+  curve = group_size_lib.mse_curve(components(), g, b * g)
+  for name, expected in enumerated(b, g).items():
+    np.testing.assert_allclose(getattr(curve, name), expected, atol=1e-10)
+
+
+def test_uniform_prompts_by_default(float64):
+  p, s, z, _ = map(jnp.asarray, population())
+  moments, gradients = u.moments(p, s, z), u.policy_gradient(p, s, z)
+  given = group_size_lib.components(moments, gradients, jnp.full(X, 1 / X))
+  default = group_size_lib.components(moments, gradients)
+  np.testing.assert_allclose(given, default, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cost", [0, 0.5, 10, 300])
+@pytest.mark.parametrize(
+  "c", [(1.0, 50.0, 200.0), (3.0, 0.0, 1.0), (0.1, 20.0, 0.5), (1.0, 1.0, 9e4)]
+)
+def test_optimal_group_size_minimises_the_cost(c, cost, float64):
+  c1, c2, c3 = c
+  best = group_size_lib.optimal_group_size(c1, c2, c3, cost)
+
+  def error(g):
+    return (cost + g) * (c1 + c2 / g + c3 / (g * (g - 1)))
+
+  grid = 1 + np.geomspace(1e-2, 1e4, 200_001)
+  np.testing.assert_allclose(best, grid[error(grid).argmin()], rtol=2e-4)
+  if not cost:
+    np.testing.assert_allclose(best, 1 + np.sqrt(c3 / c1), rtol=1e-12)
+
+
+def test_optimal_group_size_minimises_the_curve():
+  c = components()
+  sizes = np.linspace(1.5, 60, 4000) + 0.5
+  curve = group_size_lib.mse_curve(c, sizes, 256)
+  best = group_size_lib.optimal_group_size(c.c1, c.c2, c.c3)
+  assert abs(sizes[np.argmin(curve.leave_one_out)] - max(best, 2)) < 0.02
+
+
+def test_optimal_group_size_at_the_limits():
+  best = group_size_lib.optimal_group_size
+  sizes = jax.jit(best)(jnp.array([0.0, -1.0, 1.0, 1.0]), 1.0, jnp.zeros(4))
+  np.testing.assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
+  assert best(1.0, 0.1, 0.0, 3.0) == 1  # prompts cost, but too little
+  with pytest.raises(ValueError, match="prompt_cost .*not -1"):
+    best(1.0, 1.0, 1.0, -1)
+  with pytest.raises(ValueError, match="2 or more"):
+    group_size_lib.mse_curve(components(), np.array([1, 2]), 8)
