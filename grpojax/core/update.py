@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from grpojax.core import losses
 from grpojax.core.logprobs import token_logprobs
@@ -18,8 +18,8 @@ _EXTREMES = {"ratio_min": jnp.min, "ratio_max": jnp.max}
 _TOTALS = {"skipped_updates": jnp.sum}
 
 
-def _split(tree, parts: int):
-  """Splits axis 0 into `parts`, row r to part r mod parts.
+def split_rows(tree: PyTree, parts: int) -> PyTree:
+  """Splits axis 0 into `parts`, row r to part r mod parts: [parts, rows, ...].
 
   Strided, so that a batch sharded over devices stays spread over all of them.
   """
@@ -137,7 +137,7 @@ def make_update(
       (value, tokens), grads = out
       return jax.tree.map(jnp.add, total, (value, grads)), tokens
 
-    parts = _split((batch, weighting(batch.completion_mask)), micro_batches)
+    parts = split_rows((batch, weighting(batch.completion_mask)), micro_batches)
     zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     (value, grads), tokens = jax.lax.scan(add, zero, parts)
     return value, grads, _token_metrics(tokens, parts[0].completion_mask)
@@ -149,7 +149,7 @@ def make_update(
 
   def update(state: TrainState, batch: Batch):
     _check_batch(batch, epochs, minibatches, micro_batches)
-    parts = _split(batch, minibatches)
+    parts = split_rows(batch, minibatches)
     if epochs > 1:
       parts = jax.tree.map(
         lambda x: jnp.tile(x, (epochs,) + (1,) * (x.ndim - 1)), parts

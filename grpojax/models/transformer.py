@@ -5,20 +5,27 @@ and stored once, and its whole group of completions attends to them. Attention
 therefore has two parts, prompt and own completion, merged by their
 log-sum-exps; training and decoding use the same block.
 
-Parameters are nested dicts; those of the layers are stacked on a leading axis.
+Parameters are nested dicts; those of the layers are stacked on a leading axis,
+as one stack or, where some of them are held apart (see `last_layers`), as a
+tuple of stacks that follow each other.
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from grpojax.core.types import LM, Params, Prefix
-
-_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
+from grpojax.models.attention import (
+  rms_norm,
+  rope_tables,
+  rotate,
+  two_part_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,73 +119,6 @@ def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
   )
 
 
-def _rms_norm(x, scale, eps):
-  y = x.astype(jnp.float32)
-  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-  return scale * y.astype(x.dtype)
-
-
-def _rope_tables(positions: Int[Array, "..."], dim: int, theta: float):
-  """Cosines and sines [..., dim / 2] of the rotary angles."""
-  frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-  angle = positions[..., None].astype(jnp.float32) * frequency
-  return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: Float[Array, "B G S h E"], rope) -> Float[Array, "B G S h E"]:
-  cos, sin = (t[:, :, :, None].astype(x.dtype) for t in rope)
-  x1, x2 = jnp.split(x, 2, axis=-1)
-  return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
-
-
-# Rounded to bfloat16, logits would differ between sampling and scoring.
-_scores = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
-def _softmax_part(logits, mask):
-  """Softmax over one part's keys, and its log-sum-exp."""
-  logits = jnp.where(mask, logits, _NEGATIVE)
-  top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  weights = jnp.exp(logits - top)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  return weights / total, top + jnp.log(total)
-
-
-def two_part_attention(q, own, own_mask, prompt=None, prompt_mask=None):
-  """Attention over a completion's own tokens and its group's prompt.
-
-  softmax over the union of both key sets equals the two separate softmaxes
-  mixed by the sigmoid of the difference of their log-sum-exps, so the prompt's
-  keys are never copied to the samples.
-
-  Args:
-    q: queries [B, G, K, R, S, E].
-    own: keys and values, each [B, G, K, C, E].
-    own_mask: broadcastable to [B, G, K, R, S, C]; at least one True in a row.
-    prompt: keys and values, each [B, K, P, E], or None for no prompt part.
-    prompt_mask: [B, P], True on real prompt tokens.
-
-  Returns:
-    Attention output [B, G, K, R, S, E].
-  """
-  scale = q.shape[-1] ** -0.5
-  keys, values = own
-  logits = _scores("bgkrse,bgkce->bgkrsc", q, keys) * scale
-  weights, lse = _softmax_part(logits, own_mask)
-  out = jnp.einsum("bgkrsc,bgkce->bgkrse", weights.astype(q.dtype), values)
-  if prompt is None:
-    return out
-  keys, values = prompt
-  logits = _scores("bgkrse,bkpe->bgkrsp", q, keys) * scale
-  mask = prompt_mask[:, None, None, None, None, :]
-  weights, prompt_lse = _softmax_part(logits, mask)
-  prompt_out = jnp.einsum(
-    "bgkrsp,bkpe->bgkrse", weights.astype(q.dtype), values
-  )
-  share = jax.nn.sigmoid(prompt_lse - lse).astype(q.dtype)
-  return out + share * (prompt_out - out)
-
-
 def _project(x, layer, name):
   y = x @ layer[name]
   bias = layer.get(f"{name}_bias")
@@ -189,11 +129,11 @@ def _block(config, x, layer, rope, mask, prompt, prompt_mask, cache, index):
   """One decoder layer on x [B, G, S, D]; returns x and its keys, values."""
   c = config
   b, g, s, _ = x.shape
-  y = _rms_norm(x, layer["attn_norm"], c.norm_eps)
+  y = rms_norm(x, layer["attn_norm"], c.norm_eps)
   q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
   k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
-  q, k = _rotate(q, rope), _rotate(k, rope)
+  q, k = rotate(q, rope), rotate(k, rope)
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   own = k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4)
   if cache is not None:
@@ -207,15 +147,62 @@ def _block(config, x, layer, rope, mask, prompt, prompt_mask, cache, index):
   out = two_part_attention(q, own, mask, prompt, prompt_mask)
   out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)
   x = x + _project(out, layer, "o")
-  y = _rms_norm(x, layer["mlp_norm"], c.norm_eps)
+  y = rms_norm(x, layer["mlp_norm"], c.norm_eps)
   y = jax.nn.silu(_project(y, layer, "gate")) * _project(y, layer, "up")
   return x + _project(y, layer, "down"), own
+
+
+def _stacks(params: Params) -> tuple[Any, ...]:
+  """The stacks of layers, in their order."""
+  layers = params["layers"]
+  return layers if isinstance(layers, tuple) else (layers,)
+
+
+def _unstack(stack):
+  """The layers of a stack one by one."""
+  count = len(jax.tree.leaves(stack)[0])
+  return [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(count)]
+
+
+def last_layers(params: Params, count: int):
+  """Holds the last layers, the final norm and the output head apart.
+
+  Nothing below them is differentiated then (see
+  `core.diagnostics.score_projections`). A tied head is part of the embedding,
+  and stays with what is below.
+
+  Args:
+    params: of a `transformer`, with its layers in one stack.
+    count: layers to hold apart.
+
+  Returns:
+    `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
+    parameters of the same model.
+
+  Raises:
+    ValueError: there are not so many layers.
+  """
+  total = len(jax.tree.leaves(params["layers"])[0])
+  if not 1 <= count <= total:
+    raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
+  first, last = (
+    jax.tree.map(lambda x, part=part: x[part], params["layers"])
+    for part in (slice(total - count), slice(total - count, None))
+  )
+  names = ("final_norm", "head")
+  moving = {name: params[name] for name in names if name in params}
+  moving["layers"] = last
+
+  def merge(moving):
+    return params | moving | {"layers": (first, moving["layers"])}
+
+  return moving, merge
 
 
 def _prefill(config, block, params, prompt_ids, prompt_mask):
   b, p = prompt_ids.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  rope = _rope_tables(positions, config.head_dim, config.rope_theta)
+  rope = rope_tables(positions, config.head_dim, config.rope_theta)
   mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
   mask = mask[:, None, None, None]
 
@@ -224,13 +211,16 @@ def _prefill(config, block, params, prompt_ids, prompt_mask):
     return x, (k[:, 0], v[:, 0])
 
   x = params["embed"][prompt_ids][:, None]
-  x, keys_values = jax.lax.scan(body, x, params["layers"])
+  keys_values = []
+  for stack in _stacks(params):
+    x, prompt = jax.lax.scan(body, x, stack)
+    keys_values.append(prompt)
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
-    last_hidden=_rms_norm(last[:, 0], params["final_norm"], config.norm_eps),
+    last_hidden=rms_norm(last[:, 0], params["final_norm"], config.norm_eps),
     length=length,
-    state=(keys_values, prompt_mask),
+    state=(tuple(keys_values), prompt_mask),
   )
 
 
@@ -249,7 +239,7 @@ def _extend(config, block, params, prefix, ids, cache, positions, segments):
   if positions is None:
     positions = jnp.broadcast_to(start + jnp.arange(s), ids.shape)
   positions = prefix.length[:, None, None] + positions
-  rope = _rope_tables(positions, config.head_dim, config.rope_theta)
+  rope = rope_tables(positions, config.head_dim, config.rope_theta)
   keys_values, prompt_mask = prefix.state
   x = params["embed"][ids]
   if cache is None:
@@ -260,7 +250,8 @@ def _extend(config, block, params, prefix, ids, cache, positions, segments):
       args = (rope, mask, prompt, prompt_mask, None, None)
       return block(config, x, layer, *args)[0], None
 
-    x, _ = jax.lax.scan(body, x, (params["layers"], keys_values))
+    for stack in zip(_stacks(params), keys_values, strict=True):
+      x, _ = jax.lax.scan(body, x, stack)
   else:
     # Unrolled: each layer's cache is then updated in place by the decode loop.
     if segments is not None:
@@ -268,15 +259,14 @@ def _extend(config, block, params, prefix, ids, cache, positions, segments):
     size = cache["layers"][0][0].shape[3]
     mask = jnp.arange(size) <= start + jnp.arange(s)[:, None]
     layers = []
-    for i, own in enumerate(cache["layers"]):
-      layer, prompt = jax.tree.map(
-        lambda a, i=i: a[i], (params["layers"], keys_values)
-      )
+    stacks = zip(_stacks(params), keys_values, strict=True)
+    each = itertools.chain.from_iterable(map(_unstack, stacks))
+    for (layer, prompt), own in zip(each, cache["layers"], strict=True):
       args = (rope, mask, prompt, prompt_mask, own, start)
       x, own = block(config, x, layer, *args)
       layers.append(own)
     cache = {"index": start + s, "layers": tuple(layers)}
-  return _rms_norm(x, params["final_norm"], config.norm_eps), cache
+  return rms_norm(x, params["final_norm"], config.norm_eps), cache
 
 
 def transformer(

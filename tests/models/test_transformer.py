@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.models.attention import two_part_attention
 from grpojax.models.transformer import (
   TransformerConfig,
   parameter_shapes,
   transformer,
-  two_part_attention,
 )
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

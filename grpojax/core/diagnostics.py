@@ -1,0 +1,325 @@
+"""How noisy is a GRPO gradient, and which group size would make it less so?
+
+Every error in `core.u_statistics` is quadratic in scores, so it can be read off
+directional derivatives: for a random tangent v with E[v v^T] = I, the numbers
+a_i = s_i . v have E_v[a_i a_j] = s_i . s_j. One forward-mode pass gives them
+for all samples of a batch at once, without a gradient of any single sample.
+Products of expectations are taken over disjoint samples: all is unbiased.
+
+    score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
+
+The scores are those of whole sequences, grad log pi(Y | x).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key, Real
+
+from grpojax.core.group_size import (
+  Components,
+  mse_curve,
+  optimal_group_size,
+)
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, Params, Rollout
+from grpojax.core.u_statistics import Estimators
+from grpojax.core.update import split_rows
+
+Split = Callable[[Params], tuple[Any, Callable[[Any], Params]]]
+_NORMAL = 1.959964  # the 97.5% quantile
+
+
+class Diagnosis(NamedTuple):
+  """The variance of one step's policy gradient, estimated from its samples.
+
+  Attributes:
+    components: unbiased estimates; those of small quantities may be negative.
+    standard_errors: over prompts and tangents, one for each component.
+    mse: of the step's gradient with each estimator's advantages, for all the
+      prompts of the step.
+    snr: squared length of the gradient over the leave-one-out error.
+    optimal_group_size: G* = 1 + sqrt(c3 / c1); inf where c1 <= 0.
+    low: lower bound of the 95% interval for G*.
+    high: upper bound; inf where c1 may be 0.
+  """
+
+  components: Components
+  standard_errors: Components
+  mse: Estimators
+  snr: Float[Array, ""]
+  optimal_group_size: Float[Array, ""]
+  low: Float[Array, ""]
+  high: Float[Array, ""]
+
+
+def _whole(params: Params):
+  return params, lambda moving: moving
+
+
+def rademacher_like(key: Key[Array, ""], tree: Any) -> Any:
+  """A random sign for each number of a tree: E[v v^T] = I.
+
+  Among all such distributions independent signs have the least fourth moment,
+  hence the least noise in squares.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(
+    structure,
+    [
+      jax.random.rademacher(k, x.shape, x.dtype)
+      for k, x in zip(keys, leaves, strict=True)
+    ],
+  )
+
+
+def score_projections(
+  lm: LM,
+  params: Params,
+  rollout: Rollout,
+  key: Key[Array, ""],
+  *,
+  tangents: int = 4,
+  micro_batches: int = 1,
+  split: Split = _whole,
+  sampling: Sampling = Sampling(),
+  chunk_size: int = 32,
+) -> Float[Array, "V B G"]:
+  """Directional derivatives of every sequence's log-probability.
+
+  a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
+  of the batch, and memory for V copies of the parameters that move.
+
+  Args:
+    lm: the model.
+    params: its parameters.
+    rollout: the completions, without rows that only pad the batch.
+    key: of the tangents.
+    tangents: V, random directions.
+    micro_batches: parts of the batch, one after the other; divides B.
+    split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
+      again: the scores are taken with respect to `moving` alone (see
+      `models.transformer.last_layers`). All by default.
+    sampling: what the rollout was sampled with.
+    chunk_size: see `token_logprobs`.
+
+  Returns:
+    Derivatives, in nats.
+
+  Raises:
+    ValueError: fewer than 1 tangent, or micro_batches that do not divide B.
+  """
+  b = rollout.prompt_ids.shape[0]
+  if tangents < 1:
+    raise ValueError(f"tangents={tangents} must be at least 1")
+  if micro_batches < 1 or b % micro_batches:
+    raise ValueError(f"micro_batches={micro_batches} must divide {b} prompts")
+  moving, merge = split(params)
+  directions = jax.vmap(lambda k: rademacher_like(k, moving))(
+    jax.random.split(key, tangents)
+  )
+
+  def project(part: Rollout):
+    def sequence_logprobs(moving):
+      logprobs, _ = token_logprobs(
+        lm,
+        merge(moving),
+        part.prompt_ids,
+        part.prompt_mask,
+        part.completion_ids,
+        sampling=sampling,
+        chunk_size=chunk_size,
+      )
+      return jnp.sum(jnp.where(part.completion_mask, logprobs, 0.0), axis=-1)
+
+    return jax.vmap(lambda v: jax.jvp(sequence_logprobs, (moving,), (v,))[1])(
+      directions
+    )
+
+  out = jax.lax.map(project, split_rows(rollout, micro_batches))
+  return jnp.moveaxis(out, 0, 2).reshape(tangents, b, -1)
+
+
+class _Parts(NamedTuple):
+  """Unbiased for one prompt in one direction; each [V, B]."""
+
+  gradient: Array  # v . U, the leave-one-out gradient
+  gradient_sq: Array  # ||g||^2
+  oracle: Array  # E[||s||^2 delta^2]
+  vanilla: Array  # E[||s||^2 Z^2]
+  product: Array  # I sigma^2
+
+
+def _parts(a: Array, rewards: Array) -> _Parts:
+  """U-statistics of a group, in closed form.
+
+  With centred a and rewards c, sums over distinct indices are: for ||g||^2,
+  of h(i, j) h(k, l); for the oracle, of a_i^2 (Z_i - Z_j)(Z_i - Z_k); for the
+  product, of a_i^2 (Z_j - Z_k)^2 / 2.
+  """
+  n = rewards.shape[-1]
+  c = rewards - jnp.mean(rewards, -1, keepdims=True)
+  centred = a - jnp.mean(a, -1, keepdims=True)
+  squares = jnp.sum(c**2, -1, keepdims=True)
+  q = jnp.sum(centred * c, -1)
+  quadruples = (
+    (n - 1) * (n - 2) * q**2
+    - n * (n - 1) * jnp.sum((centred * c) ** 2, -1)
+    + jnp.sum(centred**2, -1) * squares[..., 0]
+  )
+  delta_sq = (n * (n - 1) * c**2 - squares) / ((n - 1) * (n - 2))
+  variance = (squares - n / (n - 1) * c**2) / (n - 2)
+  return _Parts(
+    gradient=q / (n - 1),
+    gradient_sq=quadruples / (n * (n - 1) * (n - 2) * (n - 3)),
+    oracle=jnp.mean(a**2 * delta_sq, -1),
+    vanilla=jnp.mean(a**2 * rewards**2, -1),
+    product=jnp.mean(a**2 * variance, -1),
+  )
+
+
+def _combine(sums: _Parts, gradient_squares: Array, count) -> Components:
+  """Components from sums over `count` prompts."""
+  mean = _Parts(*(x / count for x in sums))
+  # Products of different prompts: their samples are independent.
+  gradient_sq = (sums.gradient**2 - gradient_squares) / (count * (count - 1))
+  return Components(
+    c1=mean.gradient_sq - gradient_sq,
+    c2=mean.oracle - mean.gradient_sq,
+    c3=mean.product + mean.gradient_sq,
+    c2_vanilla=mean.vanilla - mean.gradient_sq,
+    gradient_sq=gradient_sq,
+  )
+
+
+def _covariances(parts: _Parts, per_tangent: Array, count: int):
+  """Covariances [5, 5] of the components: over prompts, and over tangents.
+
+  A jackknife over prompts (the components are no plain means over them), and
+  the spread of the tangents. What varies with both is in both: a little is
+  counted twice, which errs on the safe side.
+  """
+  tangents = per_tangent.shape[0]
+  sums = _Parts(*(jnp.sum(x, -1, keepdims=True) - x for x in parts))
+  squares = parts.gradient**2
+  squares = jnp.sum(squares, -1, keepdims=True) - squares
+  left_out = jnp.stack(_combine(sums, squares, count - 1)).mean(1)  # [5, B]
+  d = left_out - jnp.mean(left_out, -1, keepdims=True)
+  e = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]
+  return (
+    d @ d.T * (count - 1) / count,
+    e @ e.T / (tangents * (tangents - 1)),
+  )
+
+
+def _t_quantile(degrees: Array) -> Array:
+  """Student's 97.5% quantile by its expansion around the normal one."""
+  z, inverse = _NORMAL, 1 / degrees
+  first = (z**3 + z) / 4
+  second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+  third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+  return z + inverse * (first + inverse * (second + inverse * third))
+
+
+def _group_size_interval(c: Components, over_prompts, over_tangents, count, v):
+  """95% interval of 1 + sqrt(c3 / c1), by Fieller's for the ratio c1 / c3.
+
+  Fieller's interval needs no c1 away from 0: where c1 may be 0, G* may be
+  infinite. The degrees of freedom are Satterthwaite's.
+  """
+
+  def variance_at(ratio, covariance):
+    w = jnp.zeros(5).at[0].set(1.0).at[2].set(-ratio)
+    return w @ covariance @ w
+
+  ratio = jnp.maximum(c.c1, 0) / jnp.maximum(c.c3, 1e-30)
+  x, y = (variance_at(ratio, m) for m in (over_prompts, over_tangents))
+  share = x / jnp.maximum(x + y, 1e-30)
+  degrees = 1 / (share**2 / (count - 1) + (1 - share) ** 2 / (v - 1))
+  t_sq = _t_quantile(degrees) ** 2
+  m = over_prompts + over_tangents
+  a = c.c3**2 - t_sq * m[2, 2]
+  b = c.c1 * c.c3 - t_sq * m[0, 2]
+  root = jnp.sqrt(jnp.maximum(b**2 - a * (c.c1**2 - t_sq * m[0, 0]), 0.0))
+  known = (a > 0) & (c.c3 > 0)  # else nothing is known of the ratio
+  a = jnp.where(known, a, 1.0)
+
+  def size(ratio):
+    return jnp.where(
+      ratio > 0, 1 + 1 / jnp.sqrt(jnp.maximum(ratio, 1e-30)), jnp.inf
+    )
+
+  low = jnp.where(known, size((b + root) / a), 1.0)
+  return low, jnp.where(known, size((b - root) / a), jnp.inf)
+
+
+def diagnose(
+  projections: Float[Array, "V B G"],
+  rewards: Real[Array, "B G"],
+  num_prompts: int | None = None,
+) -> Diagnosis:
+  """Estimates what the gradient's error is made of, and the best group size.
+
+  Args:
+    projections: from `score_projections`, V >= 2 directions.
+    rewards: those that the advantages are computed from; B >= 3, G >= 4.
+    num_prompts: prompts of the whole step, where only some are given here.
+
+  Returns:
+    A `Diagnosis`; every component is unbiased (proof and test: enumeration).
+
+  Raises:
+    ValueError: too few tangents, prompts or samples a prompt.
+  """
+  v, b, g = projections.shape
+  if v < 2 or b < 3 or g < 4:
+    raise ValueError(
+      f"a diagnosis with its errors needs at least 2 tangents, 3 prompts and a "
+      f"group size of 4, not {v}, {b} and {g}"
+    )
+  rewards = rewards.astype(projections.dtype)
+  parts = _parts(projections, rewards)
+  sums = _Parts(*(jnp.sum(x, -1) for x in parts))
+  squares = jnp.sum(parts.gradient**2, -1)
+  per_tangent = jnp.stack(_combine(sums, squares, b), axis=-1)  # [V, 5]
+  c = Components(*jnp.mean(per_tangent, axis=0))
+  over_prompts, over_tangents = _covariances(parts, per_tangent, b)
+  errors = jnp.sqrt(jnp.diagonal(over_prompts + over_tangents))
+  mse = mse_curve(c, g, (num_prompts or b) * g)
+  low, high = _group_size_interval(c, over_prompts, over_tangents, b, v)
+  return Diagnosis(
+    components=c,
+    standard_errors=Components(*errors),
+    mse=mse,
+    snr=jnp.maximum(c.gradient_sq, 0) / jnp.maximum(mse.leave_one_out, 1e-30),
+    optimal_group_size=optimal_group_size(c.c1, c.c2, c.c3),
+    low=low,
+    high=high,
+  )
+
+
+def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
+  """Scalars for a log, all of one space: squared nats of the scores.
+
+  `c1`, `c2`, `c3` and their `_se`; `gradient_sq`; `gradient_mse` of the step
+  and what it would be with `vanilla` advantages or an `oracle`'s;
+  `gradient_snr`; `optimal_group_size` with `_low` and `_high` of 95%.
+  """
+  c, errors = diagnosis.components, diagnosis.standard_errors
+  row = {}
+  for name in ("c1", "c2", "c3"):
+    row |= {name: getattr(c, name), f"{name}_se": getattr(errors, name)}
+  return row | {
+    "gradient_sq": c.gradient_sq,
+    "gradient_mse": diagnosis.mse.leave_one_out,
+    "gradient_mse_vanilla": diagnosis.mse.vanilla,
+    "gradient_mse_oracle": diagnosis.mse.oracle,
+    "gradient_snr": diagnosis.snr,
+    "optimal_group_size": diagnosis.optimal_group_size,
+    "optimal_group_size_low": diagnosis.low,
+    "optimal_group_size_high": diagnosis.high,
+  }

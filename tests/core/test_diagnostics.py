@@ -1,0 +1,308 @@
+"""Against enumeration, per-sample gradients and simulation."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import diagnostics, group_size
+from grpojax.core import u_statistics as u
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import completion_mask
+from grpojax.core.types import Rollout
+from grpojax.models.transformer import (
+  TransformerConfig,
+  last_layers,
+  transformer,
+)
+
+X, M, G = 2, 3, 4  # prompts and completions that exist, group size
+EOS = 0
+
+
+@pytest.fixture
+def float64():
+  before = jax.config.read("jax_enable_x64")
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", before)
+
+
+def exact(p, s, z, weights=None):
+  p, s, z = map(jnp.asarray, (p, s, z))
+  return group_size.components(
+    u.moments(p, s, z), u.policy_gradient(p, s, z), weights
+  )
+
+
+def expectation(p, s, z):
+  """The mean of `diagnose`'s components over all batches of two prompts.
+
+  Directions are a basis of the scores' span, scaled so that E[v v^T] = I.
+  """
+  flat = s.reshape(-1, s.shape[-1])
+  basis = np.linalg.svd(flat, full_matrices=False)[2]
+  a = np.einsum("kd,xmd->kxm", basis, s) * np.sqrt(len(basis))
+  group = np.array(list(itertools.product(range(M), repeat=G)))
+  chance = (p[:, group].prod(-1) / X).reshape(-1)  # of a prompt and a group
+  a, rewards = a[:, :, group].reshape(len(basis), -1, G), z[:, group]
+  rewards = rewards.reshape(-1, G)
+  batches = np.array(list(itertools.product(range(len(chance)), repeat=2)))
+
+  all_rewards = jnp.asarray(rewards)
+
+  @jax.jit
+  @jax.vmap
+  def components(batch):
+    found = diagnostics._parts(jnp.asarray(a)[:, batch], all_rewards[batch])
+    sums = diagnostics._Parts(*(jnp.sum(x, -1) for x in found))
+    squares = jnp.sum(found.gradient**2, -1)
+    combined = diagnostics._combine(sums, squares, len(batch))
+    return jnp.stack(combined).mean(-1)
+
+  return chance[batches].prod(1) @ np.asarray(components(batches))
+
+
+def softmax_population():
+  rng = np.random.default_rng(2)
+  features, logits = rng.normal(size=(X, M, 2)), rng.normal(size=(X, M))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  s = features - np.einsum("xm,xmd->xd", p, features)[:, None]
+  return p, s, rng.normal(size=(X, M)) + 1
+
+
+def test_components_are_unbiased(float64):
+  """All 26,244 batches of two prompts with four completions each."""
+  p, s, z = softmax_population()
+  np.testing.assert_allclose(
+    expectation(p, s, z), np.stack(exact(p, s, z)), atol=1e-10
+  )
+
+
+@pytest.fixture(scope="module")
+def tiny_decoder():
+  """A decoder whose completions can be listed: EOS, or a token and the end."""
+  config = TransformerConfig(
+    vocab_size=3, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
+  )
+  lm = transformer(config)
+  params = jax.tree.map(
+    lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3,
+    lm.init(jax.random.key(0)),
+  )
+  return lm, params
+
+
+def completions(ids):
+  """A rollout of two prompts with the given completions [n, T] each."""
+  ids = jnp.broadcast_to(jnp.asarray(ids), (X, *np.shape(ids)))
+  mask = completion_mask(ids, (EOS,))
+  return Rollout(
+    prompt_ids=jnp.array([[1, 2, 0], [2, 0, 0]]),
+    prompt_mask=jnp.array([[True, True, False], [True, False, False]]),
+    completion_ids=ids,
+    completion_mask=mask,
+    logprobs=jnp.zeros(ids.shape),
+    finished=jnp.ones(ids.shape[:2], bool),
+  )
+
+
+def logprobs(lm, params, rollout):
+  each, _ = token_logprobs(
+    lm,
+    params,
+    rollout.prompt_ids,
+    rollout.prompt_mask,
+    rollout.completion_ids,
+  )
+  return jnp.where(rollout.completion_mask, each, 0).sum(-1)
+
+
+def per_sample_gradients(lm, params, rollout):
+  """Gradient of every sequence's log-probability, [B, G, d], one by one."""
+  tree = jax.jacrev(lambda p: logprobs(lm, p, rollout))(params)
+  return jnp.concatenate(
+    [x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(tree)], -1
+  )
+
+
+def test_unbiased_on_a_transformer(tiny_decoder):
+  """All completions of one token listed, their gradients one by one."""
+  lm, params = tiny_decoder
+  rollout = completions([[0], [1], [2]])
+  p = np.exp(np.asarray(logprobs(lm, params, rollout), np.float64))
+  np.testing.assert_allclose(p.sum(-1), 1, atol=1e-6)
+  s = np.asarray(per_sample_gradients(lm, params, rollout), np.float64)
+  z = np.array([[1.0, 0.0, 0.3], [0.0, 2.0, 1.0]])
+  truth = np.stack(exact(p, s, z))
+  found = expectation(p, s, z)
+  np.testing.assert_allclose(found, truth, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_decoder):
+  """Four completions of up to three tokens for each prompt."""
+  return completions([[1, 0, 0], [2, 2, 1], [0, 0, 0], [1, 1, 0]])
+
+
+def flat(tree):
+  return jnp.concatenate(
+    [x.reshape(len(x), -1) for x in jax.tree.leaves(tree)], 1
+  )
+
+
+def directions(key, moving, count):
+  one_by_one = [
+    diagnostics.rademacher_like(k, moving) for k in jax.random.split(key, count)
+  ]
+  return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_projections_equal_per_sample_gradients(
+  tiny_decoder, sampled, micro_batches
+):
+  lm, params = tiny_decoder
+  key = jax.random.key(3)
+  found = jax.jit(
+    lambda p, r: diagnostics.score_projections(
+      lm, p, r, key, tangents=3, micro_batches=micro_batches, chunk_size=2
+    )
+  )(params, sampled)
+  v = directions(key, params, 3)
+  assert set(np.unique(v)) == {-1, 1}
+  expected = jnp.einsum(
+    "vd,bgd->vbg", v, per_sample_gradients(lm, params, sampled)
+  )
+  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_projections_of_the_last_layers(tiny_decoder, sampled):
+  lm, params = tiny_decoder
+  key = jax.random.key(4)
+
+  def split(params):
+    return last_layers(params, 1)
+
+  found = diagnostics.score_projections(
+    lm, params, sampled, key, tangents=2, split=split
+  )
+  moving, merge = split(params)
+  assert all(len(x) == 1 for x in jax.tree.leaves(moving["layers"]))
+  np.testing.assert_allclose(
+    logprobs(lm, merge(moving), sampled),
+    logprobs(lm, params, sampled),
+    rtol=1e-6,
+  )
+  # The gradient with respect to the last slice of every stacked array.
+  tree = jax.jacrev(lambda p: logprobs(lm, p, sampled))(params)
+  last = {"layers": jax.tree.map(lambda x: x[:, :, -1:], tree["layers"])}
+  last["final_norm"] = tree["final_norm"]
+  rows = jnp.concatenate(
+    [x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(last)], -1
+  )
+  expected = jnp.einsum("vd,bgd->vbg", directions(key, moving, 2), rows)
+  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def simulate(rng, prompts, group, tangents, batches):
+  """Batches of a softmax policy with 6 prompts, 5 completions, 40 parameters.
+
+  Returns projections [batches, V, B, G], rewards, and the exact components.
+  """
+  x, m, d = 6, 5, 40
+  logits = rng.normal(size=(x, m))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  common = rng.normal(size=(m, d))  # so that the prompts agree a little
+  s = common + 0.7 * rng.normal(size=(x, m, d))
+  s -= np.einsum("xm,xmd->xd", p, s)[:, None]
+  z = 1.0 * (np.arange(m) < 2) * np.ones((x, 1))
+  which = rng.integers(x, size=(batches, prompts))
+  uniform = rng.random(size=(batches, prompts, group, 1))
+  drawn = (uniform > p.cumsum(-1)[which][:, :, None]).sum(-1).clip(0, m - 1)
+  signs = rng.choice([-1.0, 1.0], size=(batches, tangents, d))
+  a = np.einsum("nvd,xmd->nvxm", signs, s)
+  rows = np.arange(batches)[:, None, None, None]
+  axis = np.arange(tangents)[None, :, None, None]
+  a = a[rows, axis, which[:, None, :, None], drawn[:, None]]
+  return a, z[which[..., None], drawn], exact(p, s, z)
+
+
+def test_standard_errors_and_interval_cover():
+  rng = np.random.default_rng(0)
+  batches = 1500
+  a, z, truth = simulate(rng, 24, 8, 4, batches)
+  found = jax.jit(jax.vmap(diagnostics.diagnose))(
+    jnp.asarray(a), jnp.asarray(z)
+  )
+  for name in ("c1", "c2", "c3", "c2_vanilla", "gradient_sq"):
+    values = np.asarray(getattr(found.components, name), np.float64)
+    expected = float(getattr(truth, name))
+    error = values.std() / np.sqrt(batches)
+    assert abs(values.mean() - expected) < 4 * error, name
+    # The stated error against the real one; a little may be counted twice.
+    stated = np.sqrt(
+      np.mean(np.asarray(getattr(found.standard_errors, name)) ** 2)
+    )
+    assert 0.95 < stated / values.std() < 1.25, name
+  best = 1 + np.sqrt(truth.c3 / truth.c1)
+  covered = np.mean((found.low <= best) & (best <= found.high))
+  # 95%, four standard errors of this simulation, and the safe side.
+  assert 0.93 < covered < 0.995
+  assert np.mean(np.isfinite(found.high)) > 0.2  # it does say something
+
+
+def test_diagnosis_is_put_together_from_its_components():
+  rng = np.random.default_rng(1)
+  a, z, _ = simulate(rng, 12, 4, 3, 1)
+  found = diagnostics.diagnose(jnp.asarray(a[0]), jnp.asarray(z[0]), 48)
+  c = found.components
+  n = 48 * 4
+  expected = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
+  np.testing.assert_allclose(found.mse.leave_one_out, expected, rtol=1e-5)
+  np.testing.assert_allclose(found.mse.oracle, c.c1 / 48 + c.c2 / n, rtol=1e-5)
+  np.testing.assert_allclose(
+    found.mse.vanilla, c.c1 / 48 + c.c2_vanilla / n, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    found.snr, max(c.gradient_sq, 0) / expected, rtol=1e-4
+  )
+  row = diagnostics.metrics(found)
+  assert row["c1"] == c.c1 and row["c3_se"] == found.standard_errors.c3
+  assert row["gradient_mse"] == found.mse.leave_one_out
+  assert row["optimal_group_size"] == found.optimal_group_size
+  assert found.low <= found.optimal_group_size <= found.high
+
+
+def test_groups_without_a_signal_are_finite():
+  """All rewards equal: no gradient, no variance, and nothing known of G*."""
+  a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)
+  found = diagnostics.diagnose(a, jnp.ones((5, 4)))
+  assert found.components.c3 == 0 and found.components.c2 == 0
+  assert found.low == 1 and found.high == jnp.inf
+  assert found.components.c2_vanilla > 0
+  assert not any(np.isnan(x) for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (2, 2, 4), (2, 4, 3)])
+def test_too_few_to_diagnose(shape):
+  with pytest.raises(ValueError, match="at least 2 tangents, 3 prompts"):
+    diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
+
+
+def test_projections_refuse_bad_numbers(tiny_decoder, sampled):
+  lm, params = tiny_decoder
+  for wrong in ({"tangents": 0}, {"micro_batches": 0}, {"micro_batches": 3}):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+      diagnostics.score_projections(
+        lm, params, sampled, jax.random.key(0), **wrong
+      )
+
+
+def test_last_layers_refuses_what_is_not_there(tiny_decoder):
+  _, params = tiny_decoder
+  for count in (0, 4):
+    with pytest.raises(ValueError, match="1..3"):
+      last_layers(params, count)
