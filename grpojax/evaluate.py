@@ -28,7 +28,6 @@ from grpojax.core.intervals import (
   wilson_interval,
 )
 from grpojax.core.sampling import Sampling
-from grpojax.core.step import init_state
 from grpojax.core.types import Params, Prompts
 from grpojax.runtime import checkpoint, command_line, metrics
 from grpojax.runtime import config as config_lib
@@ -148,7 +147,7 @@ def _load(model: str, config: ConfigDict):
   policy = experiment.load_policy(saved.model.path, saved.model.dtype)
   tx = experiment.optimizer(saved)
   like = jax.eval_shape(
-    lambda params: init_state(params, tx, jax.random.key(0)), policy.params
+    functools.partial(experiment.first_state, saved, tx), policy.params
   )
   with checkpoint.open_checkpointer(run, readonly=True) as checkpointer:
     step = checkpoint.latest_step(checkpointer)

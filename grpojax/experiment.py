@@ -4,7 +4,6 @@ The programs share this; nothing below them reads a config.
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,20 +14,18 @@ import optax
 from ml_collections import ConfigDict
 
 from grpojax.core import advantages, losses
+from grpojax.core import group_size as group_size_lib
 from grpojax.core import kl as kl_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
-from grpojax.core.step import (
-  make_batch,
-  make_grpo_step,
-  rollout_metrics,
-)
+from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
-from grpojax.core.update import make_update
 from grpojax.data import arithmetic, pipeline
 from grpojax.models import hf
 from grpojax.rewards import exact
+from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.runtime import validation
 
 DATASETS = {"arithmetic": arithmetic}
 
@@ -104,8 +101,20 @@ def prompt_batches(
   )
 
 
+def group_sizes(config: ConfigDict) -> list[int]:
+  """All the group sizes that the run may use."""
+  return validation.group_sizes(config_lib.flatten(config))
+
+
+def samples_per_step(config: ConfigDict) -> int:
+  """N = B G, the same at every step."""
+  auto = config.group_size == validation.AUTO
+  first = config.auto_group_size.start if auto else config.group_size
+  return config.batch_size * first
+
+
 def training_batches(
-  config: ConfigDict, policy: Policy, start: int = 0
+  config: ConfigDict, policy: Policy, group_size: int, start: int = 0
 ) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
   """The run's prompts from number `start` on, with targets for its reward."""
   target = None
@@ -115,7 +124,7 @@ def training_batches(
     config,
     policy,
     training_examples(config),
-    batch_size=config.batch_size,
+    batch_size=samples_per_step(config) // group_size,
     target=target,
     seed=config.seed,
     start=start,
@@ -162,6 +171,29 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
     schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
   return optax.adamw(
     schedule, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
+  )
+
+
+def first_state(
+  config: ConfigDict, tx: optax.GradientTransformation, params: Params
+) -> TrainState:
+  """The state before the first step of a run."""
+  state = init_state(params, tx, jax.random.key(config.seed))
+  if config.group_size != validation.AUTO:
+    return state
+  start = config.auto_group_size.start
+  return state.replace(group_size=group_size_lib.init_choice(start))
+
+
+def adapt(config: ConfigDict):
+  """`(choice, c1, c3) -> choice`: what follows from a diagnosis, jittable."""
+  auto = config.auto_group_size
+  return functools.partial(
+    group_size_lib.observe,
+    smallest=auto.smallest,
+    largest=auto.largest,
+    decay=auto.decay,
+    margin=auto.margin,
   )
 
 
@@ -243,113 +275,3 @@ def score(
     ],
     np.float32,
   )
-
-
-def make_host_step(
-  config: ConfigDict,
-  policy: Policy,
-  tx: optax.GradientTransformation,
-  ref_params: Params | None,
-  places: TrainState,
-  poll: Callable[[], None],
-):
-  """A step whose rewards are computed on the host, from text.
-
-  Args:
-    config: the run's.
-    policy: the model; the state has the parameters.
-    tx: the optimizer.
-    ref_params: the reference policy, or None.
-    places: shardings of the state, the same before and after each step.
-    poll: called between the parts of a step; may raise. Only the last part
-      touches the state, so a step that it ends leaves no trace.
-
-  Returns:
-    `(state, prompts, examples) -> (state, metrics, samples)`; the samples are
-    those of the first prompt, for people to read.
-  """
-  options = update_options(config)
-  sampler = make_sampler(config, policy, config.group_size, options["sampling"])
-  update = make_update(policy.lm, tx, **options)
-  reward = host_reward(config)
-
-  @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
-  def learn(state, samples, rewards, ref_params):
-    batch = make_batch(
-      policy.lm,
-      samples,
-      rewards,
-      advantage(config),
-      ref_params,
-      on_policy=options["epochs"] * options["minibatches"] == 1,
-      kl_in_reward=kl_in_reward(config),
-      sampling=options["sampling"],
-      chunk_size=options["chunk_size"],
-    )
-    state, row = update(state, batch)
-    return state, rollout_metrics(samples, rewards) | row
-
-  def step(state: TrainState, prompts: Prompts, examples):
-    clock = [time.perf_counter()]
-    key = jax.random.fold_in(state.key, state.step)
-    samples = jax.block_until_ready(sampler(state.params, prompts, key))
-    clock.append(time.perf_counter())
-    poll()
-    texts = decode(policy, samples)
-    rewards = score(reward, examples, texts)
-    clock.append(time.perf_counter())
-    poll()
-    state, row = learn(state, samples, rewards, ref_params)
-    row = jax.device_get(row)
-    clock.append(time.perf_counter())
-    names = ("seconds_rollout", "seconds_rewards", "seconds_update")
-    row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = [
-      {
-        "prompt": examples[0]["prompt_text"],
-        "completion": text,
-        "answer": examples[0]["answer"],
-        "reward": float(value),
-      }
-      for text, value in zip(texts[0], rewards[0], strict=True)
-    ]
-    return state, row, shown
-
-  return step
-
-
-def make_device_step(
-  config: ConfigDict,
-  policy: Policy,
-  tx: optax.GradientTransformation,
-  ref_params: Params | None,
-  places: TrainState,
-):
-  """The same step as one XLA program, with the reward on ids.
-
-  It returns no samples: completions never reach the host.
-  """
-  _, reward = device_reward(config, policy)
-  whole = jax.jit(
-    make_grpo_step(
-      policy.lm,
-      tx,
-      reward,
-      group_size=config.group_size,
-      max_new_tokens=config.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
-      pad_id=policy.pad_id,
-      advantage=advantage(config),
-      kl_in_reward=kl_in_reward(config),
-      **update_options(config),
-    ),
-    donate_argnums=0,
-    out_shardings=(places, None),
-  )
-
-  def step(state: TrainState, prompts: Prompts, examples):
-    del examples
-    state, row = whole(state, prompts, ref_params)
-    return state, jax.device_get(row), []
-
-  return step

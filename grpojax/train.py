@@ -21,6 +21,7 @@ saves and exits with code 75: run the same command again to go on.
 """
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import sys
@@ -32,11 +33,11 @@ import jax
 from ml_collections import ConfigDict
 
 from grpojax import evaluate as evaluation
-from grpojax import experiment
+from grpojax import experiment, steps
 from grpojax.core.sampling import Sampling
-from grpojax.core.step import init_state
 from grpojax.core.types import Params, TrainState
 from grpojax.models import hf
+from grpojax.models.transformer import last_layers
 from grpojax.runtime import (
   checkpoint,
   command_line,
@@ -126,6 +127,9 @@ def _log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   _record(run, row)
   if step % config.log.every == 0 or step == config.steps:
     line = {k: row[k] for k in SHOWN}
+    if "optimal_group_size" in row:
+      best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+      line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
     print(metrics.progress(step, config.steps, pace, line), flush=True)
   if shown and step % config.log.samples_every == 0:
     for sample in shown:
@@ -133,18 +137,40 @@ def _log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
-def _make_step(run: Run, tx, poll: Callable[[], None]):
-  args = (run.config, run.policy, tx, run.ref_params, run.places)
+def _make_step(run: Run, tx, poll: Callable[[], None], group_size: int):
+  args = (run.config, run.policy, group_size, tx, run.ref_params, run.places)
   if run.config.reward.on_device:
-    return experiment.make_device_step(*args)
-  return experiment.make_host_step(*args, poll)
+    return steps.make_device_step(*args)
+  return steps.make_host_step(*args, poll)
+
+
+def _group_size(config: ConfigDict, state: TrainState) -> int:
+  """Of the next step."""
+  chosen = state.group_size
+  return config.group_size if chosen is None else int(chosen.group_size)
+
+
+def _adapt(run: Run, state: TrainState, row) -> TrainState:
+  """Where the group size is chosen while training, learns from a diagnosis."""
+  old = state.group_size
+  if old is None:
+    return state
+  observe = jax.jit(
+    experiment.adapt(run.config), out_shardings=run.places.group_size
+  )
+  new = observe(old, row["c1"], row["c3"])
+  sizes = int(old.group_size), int(new.group_size)
+  if sizes[0] != sizes[1]:
+    print("group size {} -> {}".format(*sizes), flush=True)
+  return state.replace(group_size=new)
 
 
 def _speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
   seconds = clock[-1] - clock[-2]
-  samples = config.batch_size * config.group_size
-  tokens = samples * float(row["completion_length_mean"])
+  tokens = experiment.samples_per_step(config) * float(
+    row["completion_length_mean"]
+  )
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
 
@@ -160,10 +186,9 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
     if requested():
       raise Preempted
 
-  step_fn = _make_step(run, tx, poll)
+  make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
+  size, batches = None, iter(())
   greedy = experiment.make_sampler(config, run.policy, 1, Sampling(0.0))
-  consumed = int(state.prompts_consumed)
-  batches = experiment.training_batches(config, run.policy, consumed)
   place = sharding.batch_sharding(run.mesh)
   rows = metrics.read_jsonl(run.file("metrics.jsonl"))
   if not any("accuracy" in row for row in rows):
@@ -175,12 +200,23 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
   try:
     for step in range(int(state.step) + 1, config.steps + 1):
       poll()
+      if size != _group_size(config, state):
+        size = _group_size(config, state)
+        consumed = int(state.prompts_consumed)
+        batches = experiment.training_batches(
+          config, run.policy, size, consumed
+        )
       with command_line.usage_errors():  # a prompt that is too long, say
         prompts, examples = next(batches)
       prompts = jax.device_put(prompts, place)
-      state, row, shown = step_fn(state, prompts, examples)
+      every = config.diagnostics.every
+      diagnosed = every > 0 and (step - 1) % every == 0
+      state, row, shown = make_step(size)(state, prompts, examples, diagnosed)
+      if diagnosed:
+        state = _adapt(run, state, row)
       clock.append(time.perf_counter())
-      row = {"step": step, **row, **_speed(config, row, clock)}
+      row = {"step": step, "group_size": size, **row}
+      row |= _speed(config, row, clock)
       row["train_seconds"] = clock[-1] - began
       # The first step compiles; the pace is that of the others.
       others = len(clock) - 2
@@ -260,13 +296,16 @@ def _check(config: ConfigDict):
     config.model.path, config.model.dtype, config.model.remat
   )
   mesh = sharding.make_mesh(**config.mesh)
-  sharding.check_rows(
-    mesh,
-    micro_batch=config.batch_size
-    // (config.optim.minibatches * config.optim.micro_batches),
-    eval_batch=config.eval.batch_size,
-  )
-  batches = experiment.training_batches(config, policy)
+  parts = config.optim.minibatches * config.optim.micro_batches
+  sizes = experiment.group_sizes(config)
+  for size in sizes:
+    prompts = experiment.samples_per_step(config) // size
+    sharding.check_rows(
+      mesh, micro_batch=prompts // parts, eval_batch=config.eval.batch_size
+    )
+  if config.diagnostics.every and config.diagnostics.last_layers:
+    last_layers(policy.params, config.diagnostics.last_layers)
+  batches = experiment.training_batches(config, policy, sizes[0])
   ahead = min(config.steps, CHECKED_PROMPTS // config.batch_size + 1)
   for _ in itertools.islice(batches, ahead):
     pass
@@ -278,10 +317,9 @@ def _check(config: ConfigDict):
 def _start(config: ConfigDict, directory, policy, mesh, checkpointer):
   """The first or the newest state; cleans up after a run that was cut short."""
   tx = experiment.optimizer(config)
-  key = jax.random.key(config.seed)
 
   def fresh(params):
-    return init_state(params, tx, key)
+    return experiment.first_state(config, tx, params)
 
   places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, places.params)

@@ -49,6 +49,12 @@ MEASURED = {
   "update_norm",
   "skipped_updates",
 }
+DIAGNOSED = {
+  *("c1", "c1_se", "c2", "c2_se", "c3", "c3_se"),
+  *("gradient_sq", "gradient_snr", "seconds_diagnosis"),
+  *("gradient_mse", "gradient_mse_vanilla", "gradient_mse_oracle"),
+}
+BEST = {f"optimal_group_size{end}" for end in ("", "_low", "_high")}
 TIMES = {
   "seconds_step",
   "seconds_rollout",
@@ -62,7 +68,10 @@ TIMES = {
 def rows_of(directory):
   """Rows of metrics.jsonl without what a clock measured."""
   rows = metrics.read_jsonl(directory / "metrics.jsonl")
-  rows = [{k: v for k, v in r.items() if k not in TIMES} for r in rows]
+  rows = [
+    {k: v for k, v in r.items() if k not in TIMES | {"seconds_diagnosis"}}
+    for r in rows
+  ]
   return [row for row in rows if row.keys() > {"step"}]
 
 
@@ -100,7 +109,8 @@ def refusal(argv):
 
 
 def test_a_run_leaves_what_the_docstring_says(toy_run):
-  found = {path.name for path in toy_run.directory.iterdir()}
+  run = toy_run.directory
+  found = {path.name for path in run.iterdir()}
   assert found == FILES
   assert all(name in train.__doc__ for name in FILES)
   picture = toy_run.directory / "learning_curve.png"
@@ -109,7 +119,9 @@ def test_a_run_leaves_what_the_docstring_says(toy_run):
   assert config.optim.learning_rate == 1e-2 and config.steps == 8
   samples = metrics.read_jsonl(toy_run.directory / "samples.jsonl")
   assert {row["step"] for row in samples} == {2, 4, 6, 8}
-  assert len(samples) == 4 * 8  # one group each
+  sizes = {row["step"]: row["group_size"] for row in steps_of(run)}
+  for step in (2, 4, 6, 8):  # one group each
+    assert sum(row["step"] == step for row in samples) == sizes[step]
   for row in samples:
     right = exact.exact_answer("", row["completion"], row)
     assert row["reward"] == right and row["prompt"].endswith("\n")
@@ -142,6 +154,11 @@ def test_every_step_is_measured_once(toy_run):
   for row in steps:
     assert row.keys() >= MEASURED | TIMES
     assert "kl" not in row  # there is no reference
+    diagnosed = row["step"] in (1, 4, 7)
+    for names in (DIAGNOSED, BEST):
+      assert len(names & row.keys()) == diagnosed * len(names)
+    for name in BEST:  # may be infinite, which JSON has no number for
+      row.pop(name, None)
     assert all(math.isfinite(value) for value in row.values()), row
     assert 0 < row["completion_length_mean"] <= row["completion_length_max"]
     assert row["completion_length_max"] <= 8 and row["tokens_per_second"] > 0
@@ -153,15 +170,14 @@ def test_every_step_is_measured_once(toy_run):
 
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
-  from grpojax.core.step import init_state
-
-  like = init_state(
-    hf.load_params(toy_model), experiment.optimizer(config), jax.random.key(0)
-  )
+  tx = experiment.optimizer(config)
+  like = experiment.first_state(config, tx, hf.load_params(toy_model))
   with checkpoint.open_checkpointer(toy_run.directory, readonly=True) as saved:
     assert [c.step for c in saved.checkpoints] == [6, 8]  # the newest two
     state = checkpoint.restore(saved, like)
-  assert int(state.step) == 8 and int(state.prompts_consumed) == 64
+  sizes = [row["group_size"] for row in steps_of(toy_run.directory)]
+  assert int(state.step) == 8
+  assert int(state.prompts_consumed) == sum(64 // size for size in sizes)
   exported = weights(toy_run.directory / "model")
   leaves = jax.tree_util.tree_leaves_with_path(state.params)
   assert_identical(
@@ -184,7 +200,9 @@ def test_another_config_is_refused_by_its_keys(toy_run, monkeypatch):
   before = snapshot(toy_run.directory)
   changes = ["--config.optim.b2=0.9", "--config.group_size=4"]
   message = refusal(toy_run.argv + changes)
-  assert "group_size: 8 -> 4" in message and "optim.b2: 0.95 -> 0.9" in message
+  assert (
+    "group_size: 'auto' -> 4" in message and "optim.b2: 0.95 -> 0.9" in message
+  )
   assert "optim.b1" not in message and "steps" not in message
   assert snapshot(toy_run.directory) == before
 
@@ -322,6 +340,7 @@ def test_a_reward_on_the_device_changes_nothing(toy_task, toy_model, tmp_path):
     changes = {"reward.on_device": on_device, "steps": 2, "eval.every": 2}
     changes |= {"loss.beta": 1.0, "loss.kl": "k1"}
     changes |= {"loss.kl_placement": "reward"}
+    changes |= {"diagnostics.every": 1, "diagnostics.last_layers": 1}
     # Adam divides by the gradient, and would make much of rounding errors.
     changes |= {"optim.learning_rate": 1e-3, "optim.b2": 0.999}
     train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
@@ -341,8 +360,14 @@ LONG = {
   "steps": 14,
   "loss.beta": 0.01,
   "optim.minibatches": 2,
+  "optim.micro_batches": 1,
   "optim.schedule": "cosine",
   "eval.every": 5,
+  "group_size": "auto",
+  "auto_group_size.largest": 16,
+  "auto_group_size.decay": 0.5,
+  "auto_group_size.margin": 0.0,
+  "diagnostics.every": 1,
 }
 
 
@@ -363,6 +388,46 @@ def assert_same_run(run, expected):
     expected / samples
   )
   assert [row["step"] for row in steps_of(run)] == list(range(1, 15))
+  assert len({row["group_size"] for row in steps_of(run)}) > 1
+
+
+def test_each_group_size_compiles_once(
+  toy_task, toy_model, tmp_path, monkeypatch, caplog
+):
+  """The group size goes to and fro; the number of samples stays."""
+
+  def other(choice, c1, c3):
+    return choice.replace(group_size=24 - choice.group_size)
+
+  monkeypatch.setattr(experiment, "adapt", lambda config: other)
+  changes = LONG | {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
+  run = tmp_path / "run"
+  with jax.log_compiles():
+    train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
+  rows = steps_of(run)
+  assert [row["group_size"] for row in rows] == [8, 16, 8, 16, 8]
+  samples = metrics.read_jsonl(run / "samples.jsonl")
+  assert len(samples) == 16 + 16  # steps 2 and 4
+  text = [record.getMessage() for record in caplog.records]
+  for name in ("learn", "diagnose"):
+    compiled = [x for x in text if f"Compiling jit({name})" in x]
+    assert len(compiled) == 2, name
+
+
+def test_without_diagnostics_nothing_of_them_is_traced(
+  toy_task, toy_model, tmp_path, monkeypatch
+):
+  from grpojax.core import diagnostics
+
+  def never(*args, **kwargs):
+    raise AssertionError
+
+  monkeypatch.setattr(diagnostics, "score_projections", never)
+  for on_device in (False, True):
+    changes = {"steps": 1, "eval.num_prompts": 4, "reward.on_device": on_device}
+    run = tmp_path / str(on_device)
+    train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
+    assert "c1" not in steps_of(run)[0]
 
 
 def test_kill_at_any_moment(

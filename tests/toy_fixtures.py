@@ -101,7 +101,7 @@ def _record(monkeypatch):
   read, paths = set(), {}
   programs = {
     str(HERE.parent / "grpojax" / f"{name}.py")
-    for name in ("train", "evaluate", "experiment")
+    for name in ("train", "evaluate", "experiment", "steps")
   }
 
   def recording(original):
@@ -129,7 +129,9 @@ def toy_run(toy, toy_model, tmp_path_factory):
   from grpojax import train
 
   home = tmp_path_factory.mktemp("home")
-  argv = toy.arguments(toy_model, log__tensorboard=True)
+  settings = {"group_size": "auto", "auto_group_size.largest": 16}
+  settings |= {"diagnostics.every": 3, "log.tensorboard": True}
+  argv = toy.arguments(toy_model, **settings)
   with pytest.MonkeyPatch.context() as patch, toy.task(), quick_compilation():
     patch.chdir(home)
     read = _record(patch)

@@ -2,14 +2,17 @@
 
 A batch of B prompts with G completions each costs N = B G samples. Few large
 groups know their values well and see few prompts; many small ones the reverse.
+The best size moves while a policy trains: `init_choice` and `observe` follow.
 """
 
+import typing
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Real
+from flax import struct
+from jaxtyping import Array, Float, Int, Real
 
 from grpojax.core.u_statistics import Estimators, Moments, check_group_sizes
 
@@ -145,3 +148,70 @@ def optimal_group_size(
   if prompt_cost:
     low, high = jax.lax.fori_loop(0, 60, halve, (low, high))
   return jnp.where(some, 1 + (low + high) / 2, jnp.inf)
+
+
+@typing.no_type_check
+@struct.dataclass
+class GroupSizeChoice:
+  """The group size of the next step, and the estimates that it rests on.
+
+  Attributes:
+    group_size: a power of two.
+    c1: discounted sum of the estimates of c1.
+    c3: of c3.
+  """
+
+  group_size: Int[Array, ""]
+  c1: Float[Array, ""]
+  c3: Float[Array, ""]
+
+
+def init_choice(group_size: int) -> GroupSizeChoice:
+  """Starts from a given group size, knowing nothing."""
+  return GroupSizeChoice(
+    group_size=jnp.asarray(group_size, jnp.int32),
+    c1=jnp.zeros(()),
+    c3=jnp.zeros(()),
+  )
+
+
+def observe(
+  choice: GroupSizeChoice,
+  c1: Float[Array, ""],
+  c3: Float[Array, ""],
+  *,
+  smallest: int,
+  largest: int,
+  decay: float | int,
+  margin: float | int,
+) -> GroupSizeChoice:
+  """Moves the group size one power of two towards the estimate of G*, or not.
+
+  G* = 1 + sqrt(c3 / c1) of the discounted sums: ratios of small and noisy
+  numbers are taken after averaging, not before. A size is left only when log2
+  of G* is further than 1/2 + margin from its own, so an estimate that wavers
+  between two sizes changes nothing.
+
+  Args:
+    choice: so far.
+    c1: an estimate, as of `core.diagnostics`; may be negative.
+    c3: likewise. An estimate that is not finite is left out.
+    smallest: lowest group size, a power of two.
+    largest: highest group size, a power of two.
+    decay: weight of the past at each observation, within [0, 1).
+    margin: hysteresis >= 0, in powers of two.
+
+  Returns:
+    The choice for the next step.
+  """
+  good = jnp.isfinite(c1) & jnp.isfinite(c3)
+  c1 = jnp.where(good, decay * choice.c1 + c1, choice.c1)
+  c3 = jnp.where(good, decay * choice.c3 + c3, choice.c3)
+  now = choice.group_size
+  away = jnp.log2(optimal_group_size(c1, 0.0, c3)) - jnp.log2(now)
+  known = good & (c3 > 0)  # without a signal every size is as good
+  up = known & (away > 0.5 + margin)
+  down = known & (away < -0.5 - margin)
+  size = jnp.where(up, now * 2, jnp.where(down, now // 2, now))
+  size = jnp.clip(size, smallest, largest)
+  return GroupSizeChoice(group_size=size, c1=c1, c3=c3)

@@ -46,6 +46,11 @@ def init_state(
   )
 
 
+def diagnosis_key(state: TrainState) -> Key[Array, ""]:
+  """A key for the diagnosis of a step; steps sample from non-negative ones."""
+  return jax.random.fold_in(state.key, -1 - state.step)
+
+
 def make_batch(
   lm: LM,
   rollout: Rollout,
@@ -156,6 +161,7 @@ def make_grpo_step(
   epochs: int = 1,
   minibatches: int = 1,
   chunk_size: int = 32,
+  diagnose: Callable[..., Metrics] | None = None,
   **update_options: Any,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """A whole GRPO step as one pure function: sample, score, compare, update.
@@ -178,6 +184,8 @@ def make_grpo_step(
     epochs: see `make_update`.
     minibatches: see `make_update`.
     chunk_size: see `token_logprobs`.
+    diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
+      sampled, to be returned with the others (see `core.diagnostics`).
     **update_options: `loss`, `weighting`, `micro_batches` and `max_grad_norm`
       of `make_update`.
 
@@ -218,7 +226,10 @@ def make_grpo_step(
       sampling=sampling,
       chunk_size=chunk_size,
     )
+    row = rollout_metrics(samples, rewards)
+    if diagnose is not None:
+      row |= diagnose(state.params, samples, rewards, diagnosis_key(state))
     state, metrics = update(state, batch)
-    return state, rollout_metrics(samples, rewards) | metrics
+    return state, row | metrics
 
   return step

@@ -158,6 +158,8 @@ class TrainState:
     step: GRPO steps done.
     prompts_consumed: prompts taken from the data stream so far.
     skipped: optimizer updates skipped because a gradient was not finite.
+    group_size: a `group_size.GroupSizeChoice` where the group size is chosen
+      while training, else None.
   """
 
   params: Params
@@ -166,3 +168,4 @@ class TrainState:
   step: Int[Array, ""]
   prompts_consumed: Int[Array, ""]
   skipped: Int[Array, ""]
+  group_size: Any = None

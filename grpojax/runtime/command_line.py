@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import default_config, flatten, nearest
+from grpojax.runtime.config import WORDS, default_config, flatten, nearest
 
 _SETTINGS = "config"  # overrides are --config.key=value
 
@@ -63,6 +63,13 @@ def _convert(name: str, text: str, old: Any) -> Any:
       f"--{name}={text}: expected a value of type {type(old).__name__}, "
       f"for example --{name}={old}"
     ) from None
+
+
+def _setting(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
+  """Reads `text` as a setting: one of its words, or of the type of `old`."""
+  if text in words:
+    return text
+  return _convert(name, text, 1 if old in words else old)
 
 
 def _split(argv: Sequence[str], known: Mapping[str, Any]) -> list:
@@ -171,9 +178,10 @@ def parse(
     if name in own:
       own[name] = _convert(name, text, own[name])
     elif name in settings:
-      value = _convert(name, text, settings[name])
       path = name.removeprefix(f"{_SETTINGS}.")
-      config.update_from_flattened_dict({path: value})
+      value = _setting(name, text, settings[name], WORDS.get(path, ()))
+      with config.ignore_type():  # a word may take the place of a number
+        config.update_from_flattened_dict({path: value})
   return config, ConfigDict(own).lock()
 
 

@@ -9,9 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from grpojax.runtime import validation
+
+# Numbers in whose place a word may stand.
+WORDS = {"group_size": (validation.AUTO,)}
 
 
 def default_config() -> ConfigDict:
@@ -21,7 +24,14 @@ def default_config() -> ConfigDict:
   config.seed = 0
   config.steps = 40
   config.batch_size = 32  # prompts a step
-  config.group_size = 8  # completions a prompt
+  # Completions a prompt; "auto" follows the best size (see auto_group_size).
+  config.group_size = FieldReference(8, field_type=object)
+  config.auto_group_size = ConfigDict()  # powers of two, at equal samples
+  config.auto_group_size.start = 8  # with batch_size prompts
+  config.auto_group_size.smallest = 4
+  config.auto_group_size.largest = 32
+  config.auto_group_size.decay = 0.9  # of past estimates, at each diagnosis
+  config.auto_group_size.margin = 0.25  # hysteresis, in powers of two
   config.model = ConfigDict()
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
   config.model.dtype = "float32"  # of computation; parameters are float32
@@ -63,6 +73,11 @@ def default_config() -> ConfigDict:
   config.optim.epochs = 1  # passes over a step's completions
   config.optim.minibatches = 1  # optimizer updates a pass
   config.optim.micro_batches = 4  # parts whose gradients are added up
+  config.diagnostics = ConfigDict()
+  config.diagnostics.every = 0  # steps; 0 = off: nothing compiled or run
+  config.diagnostics.tangents = 4  # random directions
+  config.diagnostics.share = 0.375  # of a step's prompts, at least 3
+  config.diagnostics.last_layers = 0  # scores of the last layers; 0 = all
   config.eval = ConfigDict()
   config.eval.every = 5  # steps
   config.eval.num_prompts = 256
@@ -134,6 +149,8 @@ def validate(config: ConfigDict) -> None:
   for name, value in allowed.items():
     if name not in leaves:
       found.append(f"{name}: missing; start from default_config()")
+    elif leaves[name] in WORDS.get(name, ()):
+      continue
     elif not _same_type(value, leaves[name]):
       kind = type(value).__name__
       found.append(f"{name} = {leaves[name]!r}: must be of type {kind}")

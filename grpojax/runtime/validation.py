@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 # A name stands for a function or a module; tests hold that each exists.
@@ -13,16 +14,19 @@ WEIGHTINGS = ("token_mean", "sequence_mean", "fixed_length")
 KL = {"loss": ("k2", "k3"), "ratio": ("k1", "k3"), "reward": ("k1",)}
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("float32", "bfloat16")
+AUTO = "auto"  # group_size: follow the best one
 
 _AT_LEAST_ONE = (
-  "batch_size group_size data.max_prompt_length sampling.max_new_tokens "
+  "batch_size data.max_prompt_length sampling.max_new_tokens "
   "optim.epochs optim.minibatches optim.micro_batches eval.every "
   "eval.num_prompts eval.batch_size checkpoint.every checkpoint.keep "
-  "log.every log.samples_every logits_chunk"
+  "log.every log.samples_every logits_chunk auto_group_size.start "
+  "auto_group_size.smallest auto_group_size.largest"
 ).split()
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
-  "optim.warmup_steps optim.weight_decay eval.samples"
+  "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
+  "diagnostics.last_layers auto_group_size.margin"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm"
@@ -66,6 +70,12 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
     need(field, lambda x: x > 0, todo)
   need("sampling.top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 is off")
   need("sampling.min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 is off")
+  if leaves["group_size"] != AUTO:
+    need("group_size", lambda x: x >= 1, "must be 1 or more, or auto")
+  todo = "must be 2 or more: their spread gives the error"
+  need("diagnostics.tangents", lambda x: x >= 2, todo)
+  need("diagnostics.share", lambda x: 0 < x <= 1, "must be in (0, 1]")
+  need("auto_group_size.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
   need("loss.clip_low", lambda x: 0 <= x <= 1, "must be in [0, 1]")
   need(
     "loss.dual_clip",
@@ -125,6 +135,62 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
   return [_problem("loss.kl", kl, todo)]
 
 
+def group_sizes(leaves: Mapping[str, Any]) -> list[int]:
+  """The group sizes that a run may use: one, or all powers of two between."""
+  if leaves["group_size"] != AUTO:
+    return [leaves["group_size"]]
+  sizes = [max(leaves["auto_group_size.smallest"], 1)]
+  while sizes[-1] < leaves["auto_group_size.largest"]:
+    sizes.append(2 * sizes[-1])
+  return sizes
+
+
+def _group_size(leaves: dict[str, Any]) -> list[str]:
+  """What a comparison, a diagnosis, and a search for the best size need."""
+  found, name, sizes = [], leaves["advantage"], group_sizes(leaves)
+  if name in ADVANTAGES and name != "vanilla" and 0 < sizes[0] < 2:
+    todo = (
+      f"advantage = {name!r} compares completions of a prompt: use 2 or more"
+    )
+    found.append(_problem("group_size", sizes[0], todo))
+  if leaves["group_size"] == AUTO:
+    return found + _auto_group_size(leaves, sizes)
+  if leaves["diagnostics.every"] and (sizes[0] < 4 or leaves["batch_size"] < 3):
+    todo = "needs group_size of 4 or more and batch_size of 3 or more; 0 is off"
+    every = leaves["diagnostics.every"]
+    found.append(_problem("diagnostics.every", every, todo))
+  return found
+
+
+def _auto_group_size(leaves: dict[str, Any], sizes: list[int]) -> list[str]:
+  found = []
+  start = leaves["auto_group_size.start"]
+  for field in ("smallest", "start", "largest"):
+    size = leaves[f"auto_group_size.{field}"]
+    if size < 4 or size & (size - 1) or not sizes[0] <= size <= sizes[-1]:
+      todo = "4 <= smallest <= start <= largest must be powers of two"
+      found.append(_problem(f"auto_group_size.{field}", size, todo))
+  if not leaves["diagnostics.every"]:
+    todo = "group_size = 'auto' rests on the diagnostics: give 1 or more"
+    found.append(_problem("diagnostics.every", 0, todo))
+  samples = leaves["batch_size"] * start
+  parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
+  shards = max(leaves["mesh.data"], 1) * max(leaves["mesh.fsdp"], 1)
+  if not found and min(samples, parts) > 0:
+    prompts = samples // sizes[-1]
+    if prompts * sizes[-1] != samples or prompts % (parts * shards):
+      todo = (
+        f"leaves {samples} / {sizes[-1]} prompts a step, which must be a whole "
+        "multiple of optim.minibatches x optim.micro_batches x mesh.data x "
+        f"mesh.fsdp = {parts * shards}: take a smaller one or more prompts"
+      )
+      found.append(_problem("auto_group_size.largest", sizes[-1], todo))
+    elif prompts < 3:
+      todo = f"leaves {prompts} prompts a step; a diagnosis needs 3"
+      found.append(_problem("auto_group_size.largest", sizes[-1], todo))
+  return found
+
+
 def _divisions(leaves: dict[str, Any]) -> list[str]:
   batch, minibatches = leaves["batch_size"], leaves["optim.minibatches"]
   micro = leaves["optim.micro_batches"]
@@ -173,11 +239,4 @@ def problems(leaves: dict[str, Any]) -> list[str]:
     leaves: all settings by dotted path, of the default's types.
   """
   found = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
-  found += _mesh(leaves)
-  name, group_size = leaves["advantage"], leaves["group_size"]
-  if name in ADVANTAGES and name != "vanilla" and 0 < group_size < 2:
-    todo = (
-      f"advantage = {name!r} compares completions of a prompt: use 2 or more"
-    )
-    found.append(_problem("group_size", group_size, todo))
-  return found
+  return found + _mesh(leaves) + _group_size(leaves)

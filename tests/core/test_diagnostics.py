@@ -18,6 +18,8 @@ from grpojax.models.transformer import (
   transformer,
 )
 
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
 X, M, G = 2, 3, 4  # prompts and completions that exist, group size
 EOS = 0
 

@@ -1,5 +1,6 @@
 """Batches of prompts against enumeration, and the group size that is best."""
 
+import functools
 import itertools
 
 import jax
@@ -111,3 +112,42 @@ def test_optimal_group_size_at_the_limits():
     best(1.0, 1.0, 1.0, -1)
   with pytest.raises(ValueError, match="2 or more"):
     group_size_lib.mse_curve(components(), np.array([1, 2]), 8)
+
+
+def follow(estimates, start=8, **changes):
+  """Group sizes that follow from a sequence of estimates (c1, c3)."""
+  settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
+  observe = jax.jit(
+    functools.partial(group_size_lib.observe, **(settings | changes))
+  )
+  choice, sizes = group_size_lib.init_choice(start), []
+  for c1, c3 in estimates:
+    choice = observe(choice, jnp.float32(c1), jnp.float32(c3))
+    sizes.append(int(choice.group_size))
+  return sizes
+
+
+def test_the_group_size_goes_to_the_best_one_step_at_a_time():
+  assert follow([(1.0, 31.0**2)] * 4) == [16, 32, 32, 32]
+  assert follow([(1.0, 9.0)] * 4, start=64) == [32, 16, 8, 4]
+  assert follow([(1.0, 1e6)] * 5) == [16, 32, 64, 64, 64]
+  assert follow([(1.0, 0.01)] * 3) == [4, 4, 4]
+  assert follow([(-1.0, 5.0)] * 2) == [16, 32]  # no use for more prompts
+
+
+def test_the_group_size_stays_within_its_margin():
+  def c3(log2):  # of G* = 2^log2
+    return (2.0**log2 - 1) ** 2
+
+  assert follow([(1.0, c3(3.70)), (1.0, c3(2.30))] * 3) == [8] * 6
+  assert follow([(1.0, c3(3.80))]) == [16]
+  assert follow([(1.0, c3(2.20))]) == [4]
+  assert follow([(1.0, c3(3.70))], margin=0.0) == [16]
+
+
+def test_the_group_size_rests_on_all_estimates_so_far():
+  # 4, then -1 / 2 + 4 / 2 ...: the sum stays positive and G* below 11.
+  assert follow([(4.0, 200.0), (-1.0, 200.0)]) == [8, 16]
+  assert follow([(4.0, 200.0), (-1.0, 200.0)], decay=0.9) == [8, 8]
+  assert follow([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)]) == [8, 8, 8]
+  assert follow([(0.0, 0.0), (1.0, -1.0)]) == [8, 8]  # no signal at all
