@@ -20,14 +20,14 @@ from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.step import init_state
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
-from grpojax.data import arithmetic, pipeline
+from grpojax.data import arithmetic, gsm8k, pipeline
 from grpojax.models import hf
 from grpojax.rewards import exact
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.runtime import validation
 
-DATASETS = {"arithmetic": arithmetic}
+DATASETS = {"arithmetic": arithmetic, "gsm8k": gsm8k}
 
 
 class Policy(NamedTuple):

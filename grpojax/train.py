@@ -350,21 +350,25 @@ def _start(config: ConfigDict, directory, policy, mesh, checkpointer):
   return run, state, tx
 
 
-def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
+def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
+  """A whole training run, from where it stands to its end.
+
+  Args:
+    config: the resolved config.
+    directory: the run's; resumed where it holds a part of the same run.
+
+  Returns:
+    The summary, None where the run had been finished before.
+
+  Raises:
+    SystemExit: with a message, where the run cannot be started; with code 75
+      after SIGTERM, 130 after an interrupt from the keyboard.
+  """
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv, {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")}
-    )
     config_lib.validate(config)
-    directory = pathlib.Path(
-      flags.run_dir or pathlib.Path("runs") / config.name
-    )
     checkpoint.check_run(directory, config)
-    summary = directory / "summary.json"
-    if summary.exists():
-      print(f"{directory} is finished: nothing to do (see {summary})")
-      return
+    if (directory / "summary.json").exists():
+      return None
     policy, mesh = _check(config)
     checkpoint.open_run(directory, config)
   with contextlib.ExitStack() as stack:
@@ -384,7 +388,22 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
       sys.exit(130)
-    _print_summary(directory, finish(run, state.params))
+    return finish(run, state.params)
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    config, flags = command_line.parse(
+      argv, {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")}
+    )
+    config_lib.validate(config)
+  directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
+  summary = run(config, directory)
+  if summary is None:
+    print(f"{directory} is finished: nothing to do (see summary.json there)")
+  else:
+    _print_summary(directory, summary)
 
 
 if __name__ == "__main__":

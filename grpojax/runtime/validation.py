@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # A name stands for a function or a module; tests hold that each exists.
-DATASETS = ("arithmetic",)
+DATASETS = ("arithmetic", "gsm8k")
 REWARDS = ("exact_answer",)
 ADVANTAGES = ("leave_one_out", "grpo", "dr_grpo", "batch_std", "vanilla")
 RATIOS = ("token_ratio", "sequence_ratio")

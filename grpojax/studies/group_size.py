@@ -1,0 +1,221 @@
+"""Figure 5: accuracy along training against the group size, at a fixed budget.
+
+    python -m grpojax.studies.group_size [--config=configs/figure5.py]
+                                         [--config.key=value ...]
+                                         [--run_dir=DIR]
+
+At each budget N = B G of samples a step it trains with every group size, with
+several seeds, and with group_size = "auto"; each of these is a training run in
+DIR/runs (see `grpojax.train`), so an interrupted study resumes in the middle of
+a run. Beside them stands the group size that theory predicts, G* = 1 +
+sqrt(c3 / c1), from a diagnosis of the policy that training starts from, and
+along the automatic runs. DIR, by default runs/group_size, gets
+
+    curves.csv        one row a training step: budget, group size, seed, reward,
+                      accuracy where it was evaluated
+    results.csv       one row a budget and group size: mean reward over training
+                      with its 95% interval over seeds
+    summary.json      G* predicted and measured, the automatic runs compared
+    group_size.png
+    logs/             what the training runs printed
+"""
+
+import contextlib
+import itertools
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpojax import experiment, train
+from grpojax.core import diagnostics
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import metrics, validation
+from grpojax.studies import group_size_results as results
+from grpojax.studies import run as study
+
+PROGRAM = "python -m grpojax.studies.group_size"
+
+
+def default_config() -> ConfigDict:
+  """The quick setting: the embedded arithmetic model on two cores."""
+  config = ConfigDict()
+  config.name = "group_size"
+  config.seeds = 3
+  config.budgets = (128, 256)  # samples a step
+  config.group_sizes = (4, 8, 16, 32, 64, 128)
+  config.predict = ConfigDict()  # the diagnosis before training
+  config.predict.prompts = 96
+  config.predict.group_size = 16
+  config.predict.tangents = 8
+  config.predict.batch = 16  # prompts sampled and diagnosed at a time
+  config.train = config_lib.default_config().copy_and_resolve_references()
+  with config.train.unlocked():
+    config.train.steps = 24
+    config.train.data.options.difficulty = (2, 2)
+    config.train.sampling.max_new_tokens = 56
+    config.train.optim.learning_rate = 5e-5
+    config.train.eval.every = 4
+    config.train.eval.num_prompts = 128
+    config.train.log.tensorboard = False
+    config.train.checkpoint.every = 24
+    config.train.diagnostics.every = 2  # of the automatic runs
+  return config.lock()
+
+
+def train_config(
+  config: ConfigDict, budget: int, group_size: int | str, seed: int
+) -> ConfigDict:
+  """The training run of one point of the study."""
+  run = config.train.copy_and_resolve_references()
+  auto = group_size == validation.AUTO
+  with run.unlocked(), run.ignore_type():
+    run.name = f"N{budget}-G{group_size}-seed{seed}"
+    run.seed, run.group_size = seed, group_size
+    first = run.auto_group_size.start if auto else group_size
+    run.batch_size = budget // first
+    if auto:  # as large as it may be with 3 prompts a step to diagnose
+      largest = run.auto_group_size.largest
+      while largest > first and budget // largest < 3:
+        largest //= 2
+      run.auto_group_size.largest = largest
+    else:
+      run.diagnostics.every = 0
+    fewest = budget // (run.auto_group_size.largest if auto else group_size)
+    # Smaller batches of prompts are cut into fewer parts.
+    micro = run.optim.micro_batches
+    while micro > 1 and fewest % (micro * run.optim.minibatches):
+      micro -= 1
+    run.optim.micro_batches = micro
+  return run.lock()
+
+
+def _points(config: ConfigDict):
+  """(budget, group size, seed) of all runs, one seed after the other."""
+  sizes = [*config.group_sizes, validation.AUTO]
+  return itertools.product(range(config.seeds), config.budgets, sizes)
+
+
+def problems(config: ConfigDict) -> list[str]:
+  """What is wrong with the values of a config, a line each."""
+  found = []
+  for field in ("budgets", "group_sizes"):
+    values = config[field]
+    if not values or not all(isinstance(v, int) and v >= 2 for v in values):
+      found.append(f"{field} = {values!r}: give whole numbers of 2 or more")
+  if config.seeds < 2:
+    found.append(f"seeds = {config.seeds}: an interval needs 2 or more")
+  p = config.predict
+  if p.prompts < 3 or p.batch < 1 or p.prompts % p.batch:
+    found.append("predict.prompts: 3 or more, a multiple of predict.batch")
+  if p.group_size < 4 or p.tangents < 2:
+    found.append("predict: group_size must be 4, tangents 2 or more")
+  if found:
+    return found
+  for budget, size in itertools.product(config.budgets, config.group_sizes):
+    if budget % size:
+      found.append(f"group_sizes: {size} does not divide the budget {budget}")
+  if found:
+    return found
+  for seed, budget, size in _points(config):
+    try:
+      config_lib.validate(train_config(config, budget, size, seed))
+    except ValueError as error:
+      return [f"budget {budget}, group size {size}: {error}"]
+  return []
+
+
+def predict(config: ConfigDict) -> dict[str, Any]:
+  """Diagnoses the policy that training starts from, on training prompts."""
+  p = config.predict
+  settings = config.train.copy_and_resolve_references()
+  with settings.unlocked(), settings.ignore_type():
+    settings.group_size, settings.batch_size = p.group_size, p.batch
+  policy = experiment.load_policy(settings.model.path, settings.model.dtype)
+  sampling = experiment.sampling(settings)
+  sampler = experiment.make_sampler(settings, policy, p.group_size, sampling)
+  reward = experiment.host_reward(settings)
+
+  @jax.jit
+  def project(samples, key):
+    return diagnostics.score_projections(
+      policy.lm,
+      policy.params,
+      samples,
+      key,
+      tangents=p.tangents,
+      micro_batches=p.batch,
+      sampling=sampling,
+      chunk_size=settings.logits_chunk,
+    )
+
+  sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
+  batches = experiment.training_batches(settings, policy, p.group_size)
+  projections, rewards = [], []
+  for i in range(p.prompts // p.batch):
+    prompts, examples = next(batches)
+    key = jax.random.fold_in(sampling_key, i)
+    samples = sampler(policy.params, jax.device_put(prompts), key)
+    texts = experiment.decode(policy, samples)
+    rewards.append(experiment.score(reward, examples, texts))
+    # The same directions for all prompts: their products are what is wanted.
+    projections.append(np.asarray(project(samples, tangents_key)))
+    print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
+  found = diagnostics.diagnose(
+    jax.numpy.asarray(np.concatenate(projections, axis=1)),
+    jax.numpy.asarray(np.concatenate(rewards)),
+  )
+  row = {k: float(v) for k, v in diagnostics.metrics(found).items()}
+  return row | {"reward_mean": float(np.mean(np.concatenate(rewards)))}
+
+
+def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
+  """Makes the training runs that are not finished yet."""
+  points = list(_points(config))
+  todo = [
+    train_config(config, budget, size, seed) for seed, budget, size in points
+  ]
+  todo = [
+    run
+    for run in todo
+    if not (directory / "runs" / run.name / "summary.json").exists()
+  ]
+  (directory / "logs").mkdir(exist_ok=True)
+  began = time.perf_counter()
+  for i, run in enumerate(todo):
+    with (
+      open(directory / "logs" / f"{run.name}.txt", "a") as log,
+      contextlib.redirect_stdout(log),
+    ):
+      summary = train.run(run, directory / "runs" / run.name)
+    spent = time.perf_counter() - began
+    left = metrics.duration(spent / (i + 1) * (len(todo) - i - 1))
+    print(
+      f"run {i + 1}/{len(todo)}  {run.name}: accuracy "
+      f"{summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}  "
+      f"{left} left",
+      flush=True,
+    )
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  config, directory = study.open_study(argv, PROGRAM, default_config, problems)
+  # The runs differ in few ways: most of their programs are compiled once.
+  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  path = directory / "prediction.json"
+  if not path.exists():
+    metrics.write_json(path, predict(config))
+  prediction = json.loads(path.read_text())
+  _train_all(config, directory)
+  results.write(config, directory, prediction)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,245 @@
+"""Tables, comparison and picture of the study `group_size`."""
+
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpojax.core.intervals import mean_interval
+from grpojax.runtime import metrics, validation
+from grpojax.studies import run as study
+
+AUTO = validation.AUTO
+
+
+def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
+  """One row a training step of every run."""
+  rows = []
+  for budget in config.budgets:
+    for size in (*config.group_sizes, AUTO):
+      for seed in range(config.seeds):
+        name = f"N{budget}-G{size}-seed{seed}"
+        path = directory / "runs" / name / "metrics.jsonl"
+        found = metrics.read_jsonl(path)
+        accuracy = {r["step"]: r["accuracy"] for r in found if "accuracy" in r}
+        rows += [
+          {
+            "budget": budget,
+            "run": str(size),
+            "seed": seed,
+            "step": row["step"],
+            "group_size": row["group_size"],
+            "reward": row["reward_mean"],
+            "accuracy": accuracy.get(row["step"]),
+            "optimal_group_size": row.get("optimal_group_size"),
+            "c1": row.get("c1"),
+            "c3": row.get("c3"),
+          }
+          for row in found
+          if "reward_mean" in row
+        ]
+  return rows
+
+
+def _interval(values) -> list[float]:
+  return [float(x) for x in mean_interval(jnp.asarray(values))]
+
+
+def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
+  """Mean reward over a whole training run, over seeds with 95% intervals.
+
+  A reward is that of fresh samples for training prompts nobody has seen: the
+  objective itself, at every step.
+  """
+  out = []
+  for budget in config.budgets:
+    for size in (*config.group_sizes, AUTO):
+      runs = [
+        [r for r in rows if (r["budget"], r["run"], r["seed"]) == key]
+        for key in ((budget, str(size), s) for s in range(config.seeds))
+      ]
+      reward = [np.mean([r["reward"] for r in run]) for run in runs]
+      last = [
+        [r["accuracy"] for r in run if r["accuracy"] is not None][-1]
+        for run in runs
+      ]
+      line = {"budget": budget, "run": str(size)}
+      for name, values in (("reward", reward), ("final_accuracy", last)):
+        mean, low, high = _interval(values)
+        line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
+      out.append(line | {"rewards": [float(x) for x in reward]})
+  return out
+
+
+def compare(config: ConfigDict, lines) -> dict[str, Any]:
+  """For each budget: best and worst fixed size, and the automatic run."""
+  found = {}
+  for budget in config.budgets:
+    here = [line for line in lines if line["budget"] == budget]
+    auto = next(line for line in here if line["run"] == AUTO)
+    fixed = [line for line in here if line["run"] != AUTO]
+    best = max(fixed, key=lambda line: line["reward"])
+    worst = min(fixed, key=lambda line: line["reward"])
+
+    def against(other, auto=auto):  # the same seeds: the same first samples
+      return _interval(np.subtract(auto["rewards"], other["rewards"]))
+
+    found[str(budget)] = {
+      "best_group_size": int(best["run"]),
+      "worst_group_size": int(worst["run"]),
+      "best_reward": best["reward"],
+      "worst_reward": worst["reward"],
+      "auto_reward": auto["reward"],
+      "best_minus_worst": _interval(
+        np.subtract(best["rewards"], worst["rewards"])
+      ),
+      "auto_minus_best": against(best),
+      "auto_minus_worst": against(worst),
+    }
+  return found
+
+
+def _along(config: ConfigDict, rows, budget: int):
+  """G* of the automatic runs of a budget, from averages of c1 and c3.
+
+  Over the seeds and the whole run: single estimates are too noisy.
+  """
+  here = [
+    r
+    for r in rows
+    if r["budget"] == budget and r["run"] == AUTO and r["c1"] is not None
+  ]
+  steps = sorted({r["step"] for r in here})
+  c1, c3 = (
+    np.array([np.mean([r[c] for r in here if r["step"] == s]) for s in steps])
+    for c in ("c1", "c3")
+  )
+  c1, c3 = np.cumsum(c1), np.cumsum(c3)
+  with np.errstate(divide="ignore", invalid="ignore"):
+    best = 1 + np.sqrt(np.maximum(c3, 0) / np.maximum(c1, 0))
+  return np.array(steps), best
+
+
+def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
+  """Reward against steps, and its mean against G, a row for each budget."""
+  figure, grid = study.new_figure(len(config.budgets), 3)
+  colour = figure_colours(len(config.group_sizes))
+  for axes, budget in zip(grid, config.budgets, strict=True):
+    _draw_curves(axes[0], config, rows, budget, colour)
+    _draw_sizes(axes[1], lines, budget, prediction)
+    _draw_choice(axes[2], config, rows, budget)
+    axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
+  study.save_figure(figure, path)
+
+
+def figure_colours(count: int):
+  """`count` colours from light to dark."""
+  from matplotlib import colormaps
+
+  return [colormaps["viridis_r"](x) for x in np.linspace(0.1, 0.95, count)]
+
+
+def _draw_curves(axes, config: ConfigDict, rows, budget, colours) -> None:
+  for size, colour in zip(
+    (*config.group_sizes, AUTO), [*colours, "crimson"], strict=True
+  ):
+    here = [r for r in rows if (r["budget"], r["run"]) == (budget, str(size))]
+    steps = sorted({r["step"] for r in here})
+    values = np.array(
+      [[r["reward"] for r in here if r["step"] == s] for s in steps]
+    )
+    mean, low, high = np.array([_interval(v) for v in values]).T
+    name = f"G = {size}" if size != AUTO else AUTO
+    axes.plot(steps, mean, color=colour, label=name, lw=1.5)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+  axes.set(xlabel="step", ylabel="mean reward (fresh samples)", ylim=(0, 1.02))
+  axes.legend(fontsize=7, loc="lower right")
+  axes.grid(alpha=0.3)
+
+
+def _draw_sizes(axes, lines, budget, prediction) -> None:
+  fixed = [x for x in lines if x["budget"] == budget and x["run"] != AUTO]
+  auto = next(x for x in lines if x["budget"] == budget and x["run"] == AUTO)
+  sizes = [int(line["run"]) for line in fixed]
+  mean, low, high = (
+    np.array([line[f"reward{end}"] for line in fixed])
+    for end in ("", "_low", "_high")
+  )
+  axes.errorbar(sizes, mean, (mean - low, high - mean), fmt="o-", capsize=3)
+  axes.axhline(auto["reward"], color="crimson", label="auto", lw=1.5)
+  axes.axhspan(
+    auto["reward_low"], auto["reward_high"], color="crimson", alpha=0.12, lw=0
+  )
+  axes.set_xscale("log", base=2)
+  low, high, best = (
+    prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
+  )
+  axes.axvspan(
+    low, high or 2 * max(sizes), color="gray", alpha=0.2, lw=0, label="95%"
+  )
+  if best is not None:
+    axes.axvline(best, color="black", ls="--", label=f"predicted {best:.0f}")
+  axes.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
+  axes.set(xlabel="group size G", ylabel="mean reward over training")
+  axes.legend(fontsize=7)
+  axes.grid(alpha=0.3)
+
+
+def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
+  for seed in range(config.seeds):
+    key = (budget, AUTO, seed)
+    here = [r for r in rows if (r["budget"], r["run"], r["seed"]) == key]
+    axes.step(
+      [r["step"] for r in here],
+      [r["group_size"] for r in here],
+      where="mid",
+      alpha=0.6,
+      label=f"auto, seed {seed}",
+    )
+  steps, best = _along(config, rows, budget)
+  finite = np.isfinite(best)
+  axes.plot(
+    steps[finite], best[finite], "k--", label="G* of all estimates so far"
+  )
+  axes.set_yscale("log", base=2)
+  axes.set(xlabel="step", ylabel="group size")
+  axes.legend(fontsize=7)
+  axes.grid(alpha=0.3)
+
+
+def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
+  """Writes the tables, the summary and the picture, and prints the result."""
+  rows = curves(config, directory)
+  lines = table(config, rows)
+  study.write_csv(directory / "curves.csv", rows)
+  plain = [{k: v for k, v in x.items() if k != "rewards"} for x in lines]
+  study.write_csv(directory / "results.csv", plain)
+  along = {}
+  for budget in config.budgets:
+    best = _along(config, rows, budget)[1]
+    along[str(budget)] = float(best[-1])
+  found = compare(config, lines)
+  metrics.write_json(
+    directory / "summary.json",
+    {"predicted": prediction, "along_training": along, "measured": found},
+  )
+  draw(config, rows, lines, prediction, directory / "group_size.png")
+  names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
+  best, low, high = (prediction[name] for name in names)
+  print(f"predicted G* {best} [{low}, {high}] before training")
+  for line in plain:
+    print(
+      f"N = {line['budget']}  G = {line['run']:>4}: mean reward "
+      f"{line['reward']:.3f} [{line['reward_low']:.3f}, "
+      f"{line['reward_high']:.3f}]  final accuracy {line['final_accuracy']:.1%}"
+    )
+  for budget, x in found.items():
+    print(
+      f"N = {budget}: best G {x['best_group_size']}, auto - best "
+      f"{x['auto_minus_best'][0]:+.3f}, auto - worst "
+      f"{x['auto_minus_worst'][0]:+.3f}; G* along training "
+      f"{along[budget]:.0f}"
+    )
+  print(f"tables and picture are in {directory}/")
