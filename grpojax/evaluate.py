@@ -1,59 +1,53 @@
-"""Accuracy of a model on held-out problems.
+"""Accuracy of a model on held-out problems, or of two models on the same ones.
 
-    python -m grpojax.evaluate --model=DIR [--samples=N] [--k=1,2,4]
-                               [--temperature=1.0] [--config.key=value ...]
+    python -m grpojax.evaluate --model=DIR [--compare=DIR] [--samples=N]
+                               [--k=1,2,4] [--majority] [--temperature=1.0]
+                               [--out=FILE.json] [--config.key=value ...]
 
 DIR is a Hugging Face directory, the name of an embedded model, or the run
 directory of a training run, finished or not, whose config is then the default.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
 interval; with --samples=N it draws N completions a prompt and prints pass@k
-(unbiased) for each k, with a 95% interval over prompts.
+(unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
+how often the most frequent answer of k completions is right.
+
+--compare evaluates a second model on the same problems and prints, for each
+number, the paired difference (--model less --compare) with its 95% interval and
+a two-sided p-value. Each model is prompted in its own format. Data, prompt
+lengths and the length of completions are those of one config for both: the
+config of --model if that is a run; the config of --compare is not used. Both
+sample with the same random numbers.
 """
 
 import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment
-from grpojax.core.intervals import (
-  mean_interval,
-  pass_at_k,
-  wilson_interval,
-)
+from grpojax import experiment, results
+from grpojax.core.pass_at_k import MOST_SAMPLES
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, Prompts
+from grpojax.results import Evaluation
 from grpojax.runtime import checkpoint, command_line, metrics
 from grpojax.runtime import config as config_lib
 
-CORRECT = 1.0  # a completion with at least this reward is right
 FLAGS = {
   "model": ("", "a model directory, an embedded model's name, or a run"),
+  "compare": ("", "a second model, on the data settings of the first one"),
   "samples": (0, "completions a prompt; 0 is one greedy completion"),
   "k": ("1", "pass@k to report, comma-separated, each at most --samples"),
+  "majority": (False, "also report maj@k, the vote of k answers, for each k"),
   "temperature": (1.0, "of the samples"),
   "out": ("", "also write the result to this JSON file"),
 }
-
-
-class Evaluation(NamedTuple):
-  """Completions of held-out prompts.
-
-  Attributes:
-    rewards: [prompts, samples].
-    texts: the completions, [prompts][samples].
-    examples: the problems, with their "prompt_text".
-  """
-
-  rewards: np.ndarray
-  texts: list[list[str]]
-  examples: list[dict[str, Any]]
+# Settings that two models have in common when they are compared.
+SHARED = ("data.", "reward.", "sampling.max_new_tokens")
 
 
 def _pad(prompts: Prompts, rows: int) -> Prompts:
@@ -97,26 +91,6 @@ def evaluate(
   return Evaluation(np.concatenate(rewards), texts, seen)
 
 
-def accuracy(result: Evaluation) -> dict[str, float]:
-  """Accuracy of one completion a prompt, with Wilson's 95% interval."""
-  right = int(np.sum(result.rewards[:, 0] >= CORRECT))
-  rate, low, high = wilson_interval(right, len(result.rewards))
-  return {
-    "accuracy": float(rate),
-    "accuracy_low": float(low),
-    "accuracy_high": float(high),
-  }
-
-
-def pass_at(result: Evaluation, ks: Iterable[int]) -> dict[str, list[float]]:
-  """pass@k with its 95% interval over prompts: name -> [mean, low, high]."""
-  right = jnp.asarray(result.rewards >= CORRECT)
-  return {
-    f"pass@{k}": [float(x) for x in mean_interval(pass_at_k(right, k))]
-    for k in ks
-  }
-
-
 def held_out(config: ConfigDict, policy: experiment.Policy):
   """One pass over the held-out prompts, in their order."""
   return experiment.prompt_batches(
@@ -154,8 +128,33 @@ def _load(model: str, config: ConfigDict):
     if step is None:
       raise ValueError(f"{run} has no complete checkpoint yet")
     state = checkpoint.restore(checkpointer, like, step)
-  print(f"checkpoint of step {step}")
+  print(f"{run}: checkpoint of step {step}")
   return policy, state.params
+
+
+def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
+  """Refuses flags that do not fit together; returns the ks, none if greedy."""
+  try:
+    ks = [int(k) for k in flags.k.split(",")]
+  except ValueError:
+    raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
+  if flags.samples and config.eval.num_prompts < 2:
+    raise ValueError(
+      "an interval over prompts needs --config.eval.num_prompts=2"
+    )
+  if not flags.samples and flags.k != FLAGS["k"][0]:
+    raise ValueError("--k needs --samples: pass@k is estimated from samples")
+  if not flags.samples and flags.majority:
+    raise ValueError("--majority needs --samples: there is no vote of one")
+  if flags.majority and flags.samples > MOST_SAMPLES:
+    raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
+  if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
+    raise ValueError(f"--out={flags.out}: its directory does not exist")
+  if flags.samples < 0 or (flags.samples and flags.temperature <= 0):
+    raise ValueError("--samples must be 0 or more, --temperature more than 0")
+  if flags.samples and not all(1 <= k <= flags.samples for k in ks):
+    raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
+  return ks if flags.samples else []
 
 
 def _parse(argv: list[str]):
@@ -168,54 +167,65 @@ def _parse(argv: list[str]):
   config_lib.validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
-  try:
-    ks = [int(k) for k in flags.k.split(",")]
-  except ValueError:
-    raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  if flags.samples and config.eval.num_prompts < 2:
-    raise ValueError(
-      "an interval over prompts needs --config.eval.num_prompts=2"
-    )
-  if not flags.samples and flags.k != FLAGS["k"][0]:
-    raise ValueError("--k needs --samples: pass@k is estimated from samples")
-  if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
-    raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples < 0 or (flags.samples and flags.temperature <= 0):
-    raise ValueError("--samples must be 0 or more, --temperature more than 0")
-  if flags.samples and not all(1 <= k <= flags.samples for k in ks):
-    raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
-  return config, flags, ks
+  return config, flags, _check_flags(config, flags)
+
+
+def _note_settings(config: ConfigDict, compare: str) -> None:
+  """Says where a run is evaluated on other data than it was trained for."""
+  if not _is_run(compare):
+    return
+  ours, theirs = map(config_lib.flatten, (config, _run_config(compare)))
+  names = [
+    name
+    for name in sorted(ours.keys() | theirs.keys())
+    if name.startswith(SHARED) and ours.get(name) != theirs.get(name)
+  ]
+  if names:
+    print(f"{compare} has other {', '.join(names)}; those of --model are used")
+
+
+def _set_up(argv: list[str]):
+  """All that can be wrong, before anything compiles."""
+  config, flags, ks = _parse(argv)
+  names = [flags.model] + [flags.compare] * bool(flags.compare)
+  models = []
+  for name in names:
+    policy, params = _load(name, config)
+    models.append((policy, params, list(held_out(config, policy))))
+  _note_settings(config, flags.compare)
+  return config, flags, ks, models
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags, ks = _parse(argv)
-    policy, params = _load(flags.model, config)
+    config, flags, ks, models = _set_up(argv)
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
-  sampler = experiment.make_sampler(
-    config, policy, flags.samples or 1, sampling
-  )
-  result = evaluate(
-    policy,
-    params,
-    sampler,
-    held_out(config, policy),
-    experiment.host_reward(config),
-    jax.random.key(config.seed),
-    config.eval.batch_size,
-  )
-  print(f"{flags.model}: {len(result.rewards)} held-out prompts")
-  if flags.samples:
-    numbers = pass_at(result, ks)
-    for name, (mean, low, high) in numbers.items():
-      print(f"{name}  {mean:.1%}  [{low:.1%}, {high:.1%}]")
+  values = []
+  for policy, params, batches in models:
+    result = evaluate(
+      policy,
+      params,
+      experiment.make_sampler(config, policy, flags.samples or 1, sampling),
+      batches,
+      experiment.host_reward(config),
+      jax.random.key(config.seed),
+      config.eval.batch_size,
+    )
+    values.append(results.per_prompt(result, ks, flags.majority))
+  found = {"model": flags.model} | results.numbers(values[0])
+  if flags.compare:
+    print(f"{flags.model} (model) and {flags.compare} (compare):")
+    print(f"the same {len(result.rewards)} held-out prompts", end="\n\n")
+    print(*results.table(*values), sep="\n")
+    found["compare"] = {"model": flags.compare} | results.numbers(values[1])
+    differences = results.compare(*values)
+    found["difference"] = {k: v._asdict() for k, v in differences.items()}
   else:
-    numbers = accuracy(result)
-    rate, low, high = numbers.values()
-    print(f"greedy accuracy  {rate:.1%}  [{low:.1%}, {high:.1%}]")
+    print(f"{flags.model}: {len(result.rewards)} held-out prompts")
+    print(*results.lines(values[0]), sep="\n")
   if flags.out:
-    metrics.write_json(flags.out, {"model": flags.model} | numbers)
+    metrics.write_json(flags.out, found)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import jax
 from ml_collections import ConfigDict
 
 from grpojax import evaluate as evaluation
-from grpojax import experiment, steps
+from grpojax import experiment, results, steps
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, TrainState
 from grpojax.models import hf
@@ -99,7 +99,7 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, Any]:
     config.eval.batch_size,
     sharding.batch_sharding(run.mesh),
   )
-  row = {"step": step} | evaluation.accuracy(result)
+  row = {"step": step} | results.numbers(results.per_prompt(result))
   _record(run, row)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "

@@ -1,6 +1,5 @@
 """Accuracy and pass@k of model directories and of runs."""
 
-import itertools
 import json
 import re
 import shutil
@@ -111,20 +110,6 @@ def test_batches_draw_different_samples(toy_model, toy_task):
   assert drawn.texts[:5] != drawn.texts[5:]
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
-  rewards = np.random.default_rng(0).integers(0, 2, (3, 5)).astype(np.float32)
-  result = evaluate.Evaluation(rewards, [], [])
-  found = evaluate.pass_at(result, [1, 2, 5])
-  for k in (1, 2, 5):
-    subsets = list(itertools.combinations(range(5), k))
-    expected = np.mean([[rewards[:, s].any(1)] for s in map(list, subsets)])
-    mean, low, high = found[f"pass@{k}"]
-    assert mean == pytest.approx(expected, abs=1e-6)
-    assert low <= mean <= high
-  half = evaluate.Evaluation(np.array([[0.5], [1.0]]), [], [])
-  assert evaluate.accuracy(half)["accuracy"] == 0.5  # partly right is wrong
-
-
 def test_samples(toy_model, toy_task, tmp_path, capsys):
   settings = toy_task.arguments(toy_model, eval__num_prompts=30)
   argv = [f"--model={toy_model}", "--samples=8", "--k=1,4", *settings]
@@ -136,6 +121,109 @@ def test_samples(toy_model, toy_task, tmp_path, capsys):
   assert found["pass@1"][0] < found["pass@4"][0] <= 1
   assert "pass@4  " in capsys.readouterr().out
   assert result_of(argv, tmp_path) == found
+
+
+def held_out_prompts(monkeypatch):
+  """Records the problems of every evaluation: prompt and answer."""
+  seen, original = [], evaluate.evaluate
+
+  def recording(*args, **kwargs):
+    result = original(*args, **kwargs)
+    seen.append([(e["prompt"], e["answer"]) for e in result.examples])
+    return result
+
+  monkeypatch.setattr(evaluate, "evaluate", recording)
+  return seen
+
+
+def test_compare_before_and_after_training(
+  toy_run, toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  seen = held_out_prompts(monkeypatch)
+  exported = toy_run.directory / "model"
+  settings = toy_task.arguments(toy_model)
+  argv = [f"--model={exported}", f"--compare={toy_model}", *settings]
+  found = result_of(argv, tmp_path)
+  after, before = recorded(toy_run.directory, 8), recorded(toy_run.directory, 0)
+  assert found.pop("compare") == {"model": str(toy_model)} | before
+  difference = found.pop("difference")["accuracy"]
+  assert found == after
+  assert seen[0] == seen[1] and len(seen[0]) == 10
+  # Ten prompts, all wrong before and all right after.
+  assert (before["accuracy"], after["accuracy"]) == (0, 1)
+  assert difference["difference"] == 1
+  assert difference["p_value"] == pytest.approx(2 / 2**10)
+  assert 0.5 < difference["low"] < difference["high"] == 1
+  lines = [x.rstrip() for x in capsys.readouterr().out.splitlines()]
+  header, row = lines[-2:]
+  for name, start in [
+    ("model", "100.0%"),
+    ("compare ", "0.0%"),
+    ("model - compare", "+100.0%  [+"),
+    (" p", " 0.002"),
+  ]:
+    assert row[header.index(name) :].startswith(start), (header, row)
+
+
+def test_compare_samples_of_a_run_under_the_first_config(
+  toy_run, toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  """The second model's data settings are not used, which is said."""
+  seen = held_out_prompts(monkeypatch)
+  run = tmp_path / "run"
+  shutil.copytree(toy_run.directory, run)
+  settings = toy_task.arguments(
+    toy_model, eval__num_prompts=30, data__max_prompt_length=9
+  )
+  samples = ["--samples=8", "--k=1,4", "--majority"]
+  argv = [f"--model={toy_model}", f"--compare={run}", *samples, *settings]
+  found = result_of(argv, tmp_path)
+  assert seen[0] == seen[1] and len(seen[0]) == 30
+  names = {"pass@1", "pass@4", "maj@1", "maj@4"}
+  other, difference = found.pop("compare"), found.pop("difference")
+  assert other.pop("model") == str(run)
+  assert found.keys() == other.keys() == difference.keys() == names
+  for name, value in difference.items():
+    assert value["difference"] == pytest.approx(
+      found[name][0] - other[name][0], abs=1e-6
+    )
+    assert value["low"] < value["difference"] < value["high"]
+  # One answer's vote is the answer; four of a model that mostly answers 3
+  # outvote a 7, and it is the other way round after training.
+  assert found["maj@1"][0] == pytest.approx(found["pass@1"][0])
+  assert found["maj@4"][0] < found["pass@1"][0] < found["pass@4"][0]
+  assert other["maj@4"][0] > other["pass@1"][0] > found["pass@4"][0] - 0.3
+  assert (
+    difference["maj@4"]["high"] < 0 and difference["maj@4"]["p_value"] < 0.01
+  )
+  printed = capsys.readouterr().out
+  assert "other data.max_prompt_length; those of --model are used" in printed
+  assert f"{run}: checkpoint of step 8" in printed
+  # On its own, the second model gives the same numbers: nothing leaks.
+  alone = [f"--model={run}", *samples, *settings]
+  assert result_of(alone, tmp_path) == other
+
+
+def test_a_model_compared_with_itself_in_another_format(
+  toy_model, toy_task, tmp_path, monkeypatch
+):
+  """The second model's own chat template writes its prompts."""
+  chat = tmp_path / "chat"
+  shutil.copytree(toy_model, chat)
+  template = "{{ messages[0]['content'] + '\\n' }}"
+  (chat / "chat_template.jinja").write_text(template)
+  settings = toy_task.arguments(toy_model, data__template="{prompt}+1\n")
+  argv = [f"--model={toy_model}", f"--compare={chat}", *settings]
+  found = result_of(argv, tmp_path)
+  plain = toy_task.arguments(toy_model)
+  alone = result_of([f"--model={toy_model}", *plain], tmp_path)
+  found["compare"].pop("model")
+  assert found["compare"] == alone
+  # A format that makes the prompts too long is refused before any sampling.
+  (chat / "chat_template.jinja").write_text("Please, add: " + template)
+  monkeypatch.setattr(evaluate, "evaluate", None)
+  with pytest.raises(SystemExit, match="error: .*raise max_prompt_length"):
+    evaluate.main(argv)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +238,19 @@ def test_samples(toy_model, toy_task, tmp_path, capsys):
     (["--model={model}", "--samples=-1"], "--samples"),
     (["--model={model}", "--config.eval.num_prompt=3"], "eval.num_prompts?"),
     (["--model={empty_run}"], "no complete checkpoint"),
+    (["--model={model}", "--majority"], "--majority needs --samples"),
+    (["--model={model}", "--majority", "--samples=1001"], "--samples=1000"),
+    (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
+    (["--model={model}", "--compare={empty_run}"], "no complete checkpoint"),
+    (["--compare={model}"], "--model"),
   ],
 )
-def test_mistakes(words, text, toy_run, toy_model, tmp_path):
+def test_mistakes(words, text, toy_run, toy_model, tmp_path, monkeypatch):
   empty = tmp_path / "run"
   (empty / "checkpoints").mkdir(parents=True)
   shutil.copy(toy_run.directory / "config.json", empty)
   paths = {"model": toy_model, "empty_run": empty}
+  monkeypatch.setattr(evaluate, "evaluate", None)  # nothing is sampled
   with pytest.raises(SystemExit) as caught:
     evaluate.main([word.format(**paths) for word in words])
   message = caught.value.code

@@ -45,6 +45,22 @@ def spellings(answer: str) -> tuple[str, str]:
   return sign + digits + decimals, sign + grouped + decimals
 
 
+def given_answer(completion: str) -> str | None:
+  """The answer that a completion gives, in one spelling: to count votes.
+
+  Completions that give the same answer are equally right by `exact_answer`.
+
+  Args:
+    completion: the completion's text, without its EOS.
+
+  Returns:
+    The text after the last "####" as `exact_answer` compares it, a number
+    without its thousands separators; None without "####" or text after it.
+  """
+  _, mark, tail = completion.rpartition(MARK)
+  return (spellings(tail)[0] or None) if mark else None
+
+
 def exact_answer(
   prompt: str, completion: str, example: dict[str, Any]
 ) -> float:

@@ -46,6 +46,35 @@ def test_text_reward(completion, answer, expected):
   assert on_text(completion, answer) == expected
 
 
+@pytest.mark.parametrize(
+  "completion, expected",
+  [
+    ("92+17=109\n#### 1,194\n\n", "1194"),
+    ("####1194", "1194"),
+    ("#### 3\n#### -1,080.50", "-1080.50"),
+    ("#### 12,34", "12,34"),
+    ("#### two, three ", "two, three"),
+    ("##### 0194", "0194"),
+    ("1194", None),
+    ("### 1194", None),
+    ("#### \n", None),
+    ("", None),
+  ],
+)
+def test_given_answer(completion, expected):
+  assert exact.given_answer(completion) == expected
+
+
+def test_the_same_answer_is_as_right():
+  """Whoever gives the answer's own answer is right, and nobody else."""
+  texts = "1234 1,234 12,34 +1234 01234 1234. 1,234.0 1234.0 ,1234 x".split()
+  for answer in texts:
+    same = exact.given_answer(f"#### {answer}")
+    for text in texts:
+      given = exact.given_answer(f"####{text}")
+      assert on_text(f"####{text}", answer) == (given == same)
+
+
 def score(reward, target, rows, answer, width=None):
   """Rewards of id lists for one answer, as rollouts [B, G = 2, T] would be."""
   rows = rows + [[]] * (len(rows) % 2)
