@@ -28,7 +28,13 @@ def test_default_is_valid_and_locked():
     config.optim.lerning_rate = 1.0
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")), ids=str)
+CONFIGS = sorted(ROOT.glob("configs/*.py"))
+STUDIES = {"figure5"}
+
+
+@pytest.mark.parametrize(
+  "path", [p for p in CONFIGS if p.stem not in STUDIES], ids=str
+)
 def test_every_config_file_is_valid(path):
   config_lib.validate(runpy.run_path(str(path))["get_config"]())
 

@@ -1,0 +1,165 @@
+"""The study of group sizes: runs, tables, and a small one from start to end."""
+
+import csv
+import json
+import pathlib
+import runpy
+
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.runtime import config as config_lib
+from grpojax.studies import group_size, group_size_results
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_every_run_spends_the_same_samples():
+  config = group_size.default_config()
+  for seed, budget, size in group_size._points(config):
+    run = group_size.train_config(config, budget, size, seed)
+    config_lib.validate(run)
+    first = run.auto_group_size.start if size == "auto" else size
+    assert run.batch_size * first == budget and run.seed == seed
+    assert bool(run.diagnostics.every) == (size == "auto")
+
+
+def test_the_papers_setting_is_valid():
+  config = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
+  assert group_size.problems(config) == []
+  assert config.seeds == 5 and config.budgets == (1024,)
+  assert config.group_sizes == (4, 8, 16, 32, 64, 128)
+  names = {
+    group_size.train_config(config, budget, size, seed).name
+    for seed, budget, size in group_size._points(config)
+  }
+  assert len(names) == 5 * 7
+
+
+def refusal(words):
+  with pytest.raises(SystemExit) as caught:
+    group_size.main(words)
+  message = caught.value.code
+  assert message.startswith("error: ")
+  return message
+
+
+@pytest.mark.parametrize(
+  "word, hint",
+  [
+    ("--config.seeds=1", "an interval needs 2"),
+    ("--config.budgets=(100,)", "8 does not divide the budget 100"),
+    ("--config.group_sizes=(1,)", "2 or more"),
+    ("--config.predict.prompts=90", "multiple of predict.batch"),
+    ("--config.predict.tangents=1", "tangents"),
+    ("--config.train.optim.learning_rate=-1", "optim.learning_rate"),
+    ("--config.train.steps=many", "type int"),
+    ("--config.buget=3", "budgets?"),
+  ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+  word, hint, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  assert hint in refusal([word])
+  assert not list(tmp_path.iterdir())
+
+
+def test_somebody_elses_directory_is_refused(tmp_path):
+  (tmp_path / "thesis.tex").write_text("mine")
+  assert "is no study" in refusal([f"--run_dir={tmp_path}"])
+  assert "is a file" in refusal([f"--run_dir={tmp_path / 'thesis.tex'}"])
+
+
+def small(toy, toy_model):
+  """A study of five runs of two steps on the toy task."""
+  settings = {
+    "seeds": 2,
+    "budgets": (64,),
+    "group_sizes": (8,),
+    "predict.prompts": 8,
+    "predict.batch": 4,
+    "predict.group_size": 4,
+    "predict.tangents": 2,
+    "train.auto_group_size.largest": 16,
+    "train.steps": 2,
+    "train.eval.every": 2,
+    "train.eval.num_prompts": 4,
+    "train.diagnostics.every": 1,
+  }
+  words = [f"--config.{key}={value}" for key, value in settings.items()]
+  skipped = {"batch_size", "group_size", "name", *settings}
+  for word in toy.arguments(toy_model):
+    key = word.removeprefix("--config.").split("=")[0]
+    if key not in skipped and f"train.{key}" not in skipped:
+      words.append(word.replace("--config.", "--config.train."))
+  return words
+
+
+def test_a_small_study(toy_task, toy_model, tmp_path, monkeypatch, capsys):
+  argv = [*small(toy_task, toy_model), f"--run_dir={tmp_path / 'study'}"]
+  original, calls = train.run, []
+
+  def killed(config, directory):  # the third run never ends
+    calls.append(config.name)
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    return original(config, directory)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(train, "run", killed)
+    # Leave the session's compilation cache alone.
+    patch.setattr(group_size.jax.config, "update", lambda *args: None)
+    with pytest.raises(KeyboardInterrupt):
+      group_size.main(argv)
+    assert not (tmp_path / "study" / "results.csv").exists()
+    first = (tmp_path / "study" / "prediction.json").read_bytes()
+    group_size.main(argv)
+  assert len(calls) == 3 + 2 and calls[2] == calls[3]
+  study = tmp_path / "study"
+  assert (study / "prediction.json").read_bytes() == first
+  assert (study / "group_size.png").read_bytes().startswith(b"\x89PNG")
+  with open(study / "results.csv") as file:
+    rows = list(csv.DictReader(file))
+  assert [(r["budget"], r["run"]) for r in rows] == [
+    ("64", "8"),
+    ("64", "auto"),
+  ]
+  with open(study / "curves.csv") as file:
+    curves = list(csv.DictReader(file))
+  fixed = [r for r in curves if r["run"] == "8"]
+  assert [(r["seed"], r["step"]) for r in fixed] == [
+    ("0", "1"),
+    ("0", "2"),
+    ("1", "1"),
+    ("1", "2"),
+  ]
+  mean = np.mean([float(r["reward"]) for r in fixed])
+  np.testing.assert_allclose(float(rows[0]["reward"]), mean, rtol=1e-5)
+  summary = json.loads((study / "summary.json").read_text())
+  found = summary["measured"]["64"]
+  assert found["best_group_size"] == found["worst_group_size"] == 8
+  assert found["best_minus_worst"] == [0, 0, 0]
+  assert "tables and picture" in capsys.readouterr().out
+
+
+def test_best_and_worst_are_compared_by_seed():
+  lines = [
+    {"budget": 64, "run": run, "reward": np.mean(x), "rewards": x}
+    for run, x in {
+      "4": [0.1, 0.3, 0.2],
+      "8": [0.4, 0.6, 0.5],
+      "16": [0.3, 0.3, 0.3],
+      "auto": [0.5, 0.6, 0.4],
+    }.items()
+  ]
+  config = group_size.default_config().copy_and_resolve_references()
+  config.budgets = (64,)
+  found = group_size_results.compare(config, lines)["64"]
+  assert found["best_group_size"] == 8 and found["worst_group_size"] == 4
+  np.testing.assert_allclose(found["best_minus_worst"], [0.3] * 3, atol=1e-6)
+  np.testing.assert_allclose(found["auto_minus_best"][0], 0, atol=1e-6)
+  # Student's interval of the differences 0.1, 0 and -0.1.
+  half = 4.302653 * 0.1 / np.sqrt(3)
+  np.testing.assert_allclose(found["auto_minus_best"][2], half, rtol=1e-4)
