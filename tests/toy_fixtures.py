@@ -101,7 +101,7 @@ def _record(monkeypatch):
   read, paths = set(), {}
   programs = {
     str(HERE.parent / "grpojax" / f"{name}.py")
-    for name in ("train", "evaluate", "experiment", "steps")
+    for name in ("train", "evaluate", "experiment", "reporting", "steps")
   }
 
   def recording(original):

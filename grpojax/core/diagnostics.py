@@ -1,35 +1,26 @@
 """How noisy is a GRPO gradient, and which group size would make it less so?
 
 Every error in `core.u_statistics` is quadratic in scores, so it can be read off
-directional derivatives: for a random tangent v with E[v v^T] = I, the numbers
-a_i = s_i . v have E_v[a_i a_j] = s_i . s_j. One forward-mode pass gives them
-for all samples of a batch at once, without a gradient of any single sample.
-Products of expectations are taken over disjoint samples: all is unbiased.
+directional derivatives: for a random direction v with E[v v^T] = I, the numbers
+a_i = s_i . v have E_v[a_i a_j] = s_i . s_j. Products of expectations are taken
+over disjoint samples: all is unbiased.
 
     score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
-
-The scores are those of whole sequences, grad log pi(Y | x).
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key, Real
+from jaxtyping import Array, Float, Real
 
 from grpojax.core.group_size import (
   Components,
   mse_curve,
   optimal_group_size,
 )
-from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling
-from grpojax.core.types import LM, Params, Rollout
+from grpojax.core.projections import score_projections as score_projections
 from grpojax.core.u_statistics import Estimators
-from grpojax.core.update import split_rows
 
-Split = Callable[[Params], tuple[Any, Callable[[Any], Params]]]
 _NORMAL = 1.959964  # the 97.5% quantile
 
 
@@ -54,94 +45,6 @@ class Diagnosis(NamedTuple):
   optimal_group_size: Float[Array, ""]
   low: Float[Array, ""]
   high: Float[Array, ""]
-
-
-def _whole(params: Params):
-  return params, lambda moving: moving
-
-
-def rademacher_like(key: Key[Array, ""], tree: Any) -> Any:
-  """A random sign for each number of a tree: E[v v^T] = I.
-
-  Among all such distributions independent signs have the least fourth moment,
-  hence the least noise in squares.
-  """
-  leaves, structure = jax.tree.flatten(tree)
-  keys = jax.random.split(key, len(leaves))
-  return jax.tree.unflatten(
-    structure,
-    [
-      jax.random.rademacher(k, x.shape, x.dtype)
-      for k, x in zip(keys, leaves, strict=True)
-    ],
-  )
-
-
-def score_projections(
-  lm: LM,
-  params: Params,
-  rollout: Rollout,
-  key: Key[Array, ""],
-  *,
-  tangents: int = 4,
-  micro_batches: int = 1,
-  split: Split = _whole,
-  sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
-) -> Float[Array, "V B G"]:
-  """Directional derivatives of every sequence's log-probability.
-
-  a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
-  of the batch, and memory for V copies of the parameters that move.
-
-  Args:
-    lm: the model.
-    params: its parameters.
-    rollout: the completions, without rows that only pad the batch.
-    key: of the tangents.
-    tangents: V, random directions.
-    micro_batches: parts of the batch, one after the other; divides B.
-    split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
-      again: the scores are taken with respect to `moving` alone (see
-      `models.transformer.last_layers`). All by default.
-    sampling: what the rollout was sampled with.
-    chunk_size: see `token_logprobs`.
-
-  Returns:
-    Derivatives, in nats.
-
-  Raises:
-    ValueError: fewer than 1 tangent, or micro_batches that do not divide B.
-  """
-  b = rollout.prompt_ids.shape[0]
-  if tangents < 1:
-    raise ValueError(f"tangents={tangents} must be at least 1")
-  if micro_batches < 1 or b % micro_batches:
-    raise ValueError(f"micro_batches={micro_batches} must divide {b} prompts")
-  moving, merge = split(params)
-  directions = jax.vmap(lambda k: rademacher_like(k, moving))(
-    jax.random.split(key, tangents)
-  )
-
-  def project(part: Rollout):
-    def sequence_logprobs(moving):
-      logprobs, _ = token_logprobs(
-        lm,
-        merge(moving),
-        part.prompt_ids,
-        part.prompt_mask,
-        part.completion_ids,
-        sampling=sampling,
-        chunk_size=chunk_size,
-      )
-      return jnp.sum(jnp.where(part.completion_mask, logprobs, 0.0), axis=-1)
-
-    return jax.vmap(lambda v: jax.jvp(sequence_logprobs, (moving,), (v,))[1])(
-      directions
-    )
-
-  out = jax.lax.map(project, split_rows(rollout, micro_batches))
-  return jnp.moveaxis(out, 0, 2).reshape(tangents, b, -1)
 
 
 class _Parts(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import diagnostics, group_size
+from grpojax.core import diagnostics, group_size, projections
 from grpojax.core import u_statistics as u
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import completion_mask
@@ -157,7 +157,7 @@ def flat(tree):
 
 def directions(key, moving, count):
   one_by_one = [
-    diagnostics.rademacher_like(k, moving) for k in jax.random.split(key, count)
+    projections.rademacher_like(k, moving) for k in jax.random.split(key, count)
   ]
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
 
