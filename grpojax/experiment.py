@@ -148,9 +148,12 @@ def device_reward(config: ConfigDict, policy: Policy):
   return make(policy.tokenizer, policy.eos_ids)
 
 
-def advantage(config: ConfigDict) -> Callable[[jax.Array], jax.Array]:
-  """Rewards [..., G] -> advantages [..., G]."""
-  return getattr(advantages, config.advantage)
+def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
+  """Rewards [..., G] -> advantages [..., G]; see `make_batch` for lengths."""
+  function, k = getattr(advantages, config.advantage), config.subset_size
+  if config.advantage in ("max_at_k", "min_at_k"):
+    return functools.partial(function, k=k)
+  return function
 
 
 def optimizer(config: ConfigDict) -> optax.GradientTransformation:

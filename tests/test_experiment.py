@@ -1,6 +1,7 @@
 """A config's names and numbers reach the functions that they stand for."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from grpojax.core import kl, losses
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import validation
 
 
 def config_with(**changes):
@@ -159,16 +161,39 @@ def test_weightings():
 
 
 def test_advantages():
-  rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1]])
-  centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4])
+  rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
+  centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4, [-0.25] * 3 + [0.75]])
   expected = {
     "vanilla": rewards,
     "dr_grpo": centred,
     "leave_one_out": centred * 4 / 3,
+    "pairwise_rank": centred * 4 / 3,  # of binary rewards
   }
   for name, values in expected.items():
     found = experiment.advantage(config_with(advantage=name))(rewards)
     np.testing.assert_allclose(found, values, atol=1e-6)
+  # k = 3: all is lost without both of two, or without the only one.
+  best = np.array([[-1, -1, 1, 1], [0] * 4, [-1, -1, -1, 3]]) * [[0], [0], [1]]
+  config = config_with(advantage="max_at_k", subset_size=3)
+  np.testing.assert_allclose(
+    experiment.advantage(config)(rewards), best, atol=1e-6
+  )
+  config = config_with(advantage="min_at_k", subset_size=3)
+  np.testing.assert_allclose(
+    experiment.advantage(config)(1 - rewards), -best, atol=1e-6
+  )
+
+
+def test_every_advantage_by_its_name():
+  rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
+  lengths = jnp.array([[3, 1, 5]] * 4)
+  found = {}
+  for name in validation.ADVANTAGES:
+    f = experiment.advantage(config_with(advantage=name))
+    options = {"lengths": lengths} if name == "length_weighted" else {}
+    found[name] = np.asarray(f(rewards, **options))
+  for a, b in itertools.combinations(found, 2):
+    assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)
 
 
 def test_problems_of_a_run():

@@ -250,7 +250,8 @@ def test_an_impossible_setting_leaves_no_run(
   assert not list(tmp_path.iterdir())
 
 
-# Together they use every choice of every option.
+# Together they use every choice of every option (of advantages, those that ask
+# for something: test_experiment has them all).
 VARIANTS = {
   "minibatches": {
     "advantage": "grpo",
@@ -261,7 +262,7 @@ VARIANTS = {
     "optim.schedule": "linear",
   },
   "sequences": {
-    "advantage": "dr_grpo",
+    "advantage": "length_weighted",
     "loss.ratio": "sequence_ratio",
     "loss.weighting": "sequence_mean",
     "loss.kl": "k2",
@@ -273,7 +274,7 @@ VARIANTS = {
     "model.remat": True,
   },
   "micro_batches": {
-    "advantage": "batch_std",
+    "advantage": "shrinkage",
     "loss.weighting": "fixed_length",
     "loss.kl": "k1",
     "loss.kl_placement": "ratio",
@@ -290,6 +291,8 @@ VARIANTS = {
   },
   "penalty": {
     "reward.on_device": True,
+    "advantage": "max_at_k",
+    "subset_size": 3,
     "loss.kl": "k1",
     "loss.kl_placement": "reward",
     "sampling.temperature": 0.9,
@@ -304,7 +307,7 @@ def test_the_variants_use_every_choice():
     config_lib.flatten(config_lib.default_config()) | v
     for v in VARIANTS.values()
   ]
-  for field in ("advantage", "loss.ratio", "loss.weighting", "optim.schedule"):
+  for field in ("loss.ratio", "loss.weighting", "optim.schedule"):
     assert {v[field] for v in used} == set(validation._NAMES[field]), field
   pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
   assert pairs == {(p, kl) for p, kls in validation.KL.items() for kl in kls}

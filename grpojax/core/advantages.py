@@ -5,23 +5,47 @@ s_i = grad log pi(Y_i | x) and reward Z_i, the gradient estimator of a group is
 (1/G) sum_i s_i A_i, and estimates g(x) = E[s Z]. How the estimators differ is
 worked out in arXiv 2603.01162 ("Its Policy Gradient is a U-Statistic").
 
-| function      | A_i                          | mean of the estimator       |
-|---------------|------------------------------|-----------------------------|
-| vanilla       | Z_i                          | g                           |
-| oracle        | Z_i - V(x)                   | g                           |
-| leave_one_out | Z_i - mean_{j != i} Z_j      | g                           |
-| dr_grpo       | Z_i - mean_j Z_j             | (G-1)/G g                   |
-| grpo          | (Z_i - mean_j Z_j) / std_j Z | prompts reweighted (biased) |
-| batch_std     | dr_grpo / std over the batch | one random scale (biased)   |
+| function        | A_i                              | mean of the estimator  |
+|-----------------|----------------------------------|------------------------|
+| vanilla         | Z_i                              | g                      |
+| oracle          | Z_i - V(x)                       | g                      |
+| leave_one_out   | Z_i - mean_{j != i} Z_j          | g                      |
+| dr_grpo         | Z_i - mean_j Z_j                 | (G-1)/G g              |
+| grpo            | (Z_i - mean_j Z_j) / std_j Z     | biased: prompt weights |
+| batch_std       | dr_grpo / std over the batch     | biased: a random scale |
+| shrinkage       | leave_one_out, the mean shrunk   | g                      |
+|                 | towards the other prompts' mean  |                        |
+| beta_binomial   | Z_i - posterior success rate     | g                      |
+|                 | given all rewards but Z_i        |                        |
+| length_weighted | leave_one_out, the mean weighted | g                      |
+|                 | by completion lengths            |                        |
+| max_at_k        | best of k: mean over subsets     | grad of E max of k     |
+|                 | with i - of those without        | (binary: of pass@k)    |
+| min_at_k        | worst of k, likewise             | grad of E min of k     |
+| pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
+
+`shrinkage`, `beta_binomial` and `length_weighted` are in `core.baselines`; the
+advantages for other objectives, and for any function of k rewards
+(`subset_advantages`), in `core.order_k`.
 
 Common to all: integer, boolean and half-precision rewards become float32; a
-group of equal rewards gives exactly 0 wherever a mean over the group is
-subtracted, and finite gradients with respect to the rewards; a group of one is
-a ValueError wherever the estimator needs two.
+group of equal rewards gives exactly 0 wherever only the group's own rewards are
+subtracted (not in shrinkage and beta_binomial, which pool prompts), and finite
+gradients with respect to the rewards; a group smaller than the estimator needs
+is a ValueError.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
+
+from grpojax.core.baselines import beta_binomial as beta_binomial
+from grpojax.core.baselines import length_weighted as length_weighted
+from grpojax.core.baselines import shrinkage as shrinkage
+from grpojax.core.group import as_float, centred
+from grpojax.core.order_k import max_at_k as max_at_k
+from grpojax.core.order_k import min_at_k as min_at_k
+from grpojax.core.order_k import pairwise_rank as pairwise_rank
+from grpojax.core.order_k import subset_advantages as subset_advantages
 
 
 def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -36,7 +60,7 @@ def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Returns:
     Advantages, in units of the reward.
   """
-  return _as_float(rewards, "vanilla", least=1)
+  return as_float(rewards, "vanilla", least=1)
 
 
 def oracle(
@@ -60,7 +84,7 @@ def oracle(
     ValueError: if values do not have the shape of rewards without the last
       axis.
   """
-  rewards = _as_float(rewards, "oracle", least=1)
+  rewards = as_float(rewards, "oracle", least=1)
   values = jnp.asarray(values)
   if values.shape != rewards.shape[:-1]:
     raise ValueError(
@@ -87,9 +111,9 @@ def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Raises:
     ValueError: if G < 2.
   """
-  rewards = _as_float(rewards, "leave_one_out", least=2)
+  rewards = as_float(rewards, "leave_one_out", least=2)
   group_size = rewards.shape[-1]
-  return _centred(rewards) * (group_size / (group_size - 1))
+  return centred(rewards) * (group_size / (group_size - 1))
 
 
 def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -108,7 +132,7 @@ def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Raises:
     ValueError: if G < 2.
   """
-  return _centred(_as_float(rewards, "dr_grpo", least=2))
+  return centred(as_float(rewards, "dr_grpo", least=2))
 
 
 def grpo(
@@ -132,9 +156,9 @@ def grpo(
   Raises:
     ValueError: if G < 2.
   """
-  centred = _centred(_as_float(rewards, "grpo", least=2))
-  variance = jnp.sum(centred**2, -1, keepdims=True) / (centred.shape[-1] - 1)
-  return _divide_by_std(centred, variance, epsilon)
+  deviations = centred(as_float(rewards, "grpo", least=2))
+  squares = jnp.sum(deviations**2, -1, keepdims=True)
+  return _divide_by_std(deviations, squares / (rewards.shape[-1] - 1), epsilon)
 
 
 def batch_std(
@@ -160,35 +184,16 @@ def batch_std(
   Raises:
     ValueError: if G < 2.
   """
-  centred = _centred(_as_float(rewards, "batch_std", least=2))
-  # The centred rewards have mean 0, so their second moment is their variance.
-  variance = jnp.sum(centred**2) / (centred.size - 1)
-  return _divide_by_std(centred, variance, epsilon)
+  deviations = centred(as_float(rewards, "batch_std", least=2))
+  # Deviations have mean 0, so their second moment is their variance.
+  variance = jnp.sum(deviations**2) / (deviations.size - 1)
+  return _divide_by_std(deviations, variance, epsilon)
 
 
-def _as_float(rewards: Array, name: str, least: int) -> Array:
-  """Rewards in float32 or better; refuses groups smaller than `least`."""
-  rewards = jnp.asarray(rewards)
-  if rewards.ndim < 1 or rewards.shape[-1] < least:
-    raise ValueError(
-      f"{name} needs rewards [..., G] with group size G >= {least}, not shape "
-      f"{rewards.shape}: sample more completions a prompt (group_size), or "
-      "choose an estimator without a group baseline (vanilla, oracle)"
-    )
-  return rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
-
-
-def _centred(rewards: Array) -> Array:
-  # Measured from the group's first reward: the mean of equal floats rounds
-  # (0.1 * 3 / 3 != 0.1), the mean of exact zeros does not.
-  shifted = rewards - rewards[..., :1]
-  return shifted - jnp.mean(shifted, -1, keepdims=True)
-
-
-def _divide_by_std(centred: Array, variance: Array, epsilon: float) -> Array:
+def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
   # The square root has an infinite slope at 0, which a single `where` after it
   # would turn into 0 * inf = nan in the gradient: hence one before and one
   # after.
   varies = variance > 0
   std = jnp.sqrt(jnp.where(varies, variance, 1.0))
-  return jnp.where(varies, centred / (std + epsilon), 0.0)
+  return jnp.where(varies, deviations / (std + epsilon), 0.0)

@@ -4,13 +4,15 @@
 it as one jittable function where the reward is one too: `make_grpo_step`.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from grpojax.core import losses
 from grpojax.core.advantages import leave_one_out
@@ -55,7 +57,7 @@ def make_batch(
   lm: LM,
   rollout: Rollout,
   rewards: Float[Array, "B G"],
-  advantage: Callable[[Array], Array] = leave_one_out,
+  advantage: Callable[..., Array] = leave_one_out,
   ref_params: Params | None = None,
   *,
   on_policy: bool = True,
@@ -70,6 +72,8 @@ def make_batch(
     rollout: the completions.
     rewards: one a completion.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
+      If it has a parameter `lengths` without a default (`length_weighted`), it
+      gets the completions' lengths [B, G], in tokens, by that keyword.
     ref_params: the reference policy, or None for no reference pass.
     on_policy: a single optimizer update follows, so the policy that is trained
       is exactly the one that sampled, and no old log-probabilities are kept.
@@ -101,6 +105,7 @@ def make_batch(
     rewards = rewards - kl_in_reward * losses.kl_penalty(
       rollout.logprobs, ref_logprobs, rollout.completion_mask
     )
+  advantage = _with_lengths(advantage, rollout.completion_mask)
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
@@ -110,6 +115,20 @@ def make_batch(
     old_logprobs=None if on_policy else rollout.logprobs,
     ref_logprobs=ref_logprobs,
   )
+
+
+def _with_lengths(
+  advantage: Callable[..., Array], mask: Bool[Array, "B G T"]
+) -> Callable[..., Array]:
+  """Binds the completions' lengths, if the advantage asks for them."""
+  try:
+    parameters = inspect.signature(advantage).parameters
+  except (TypeError, ValueError):  # some callables have no signature
+    return advantage
+  lengths = parameters.get("lengths")
+  if lengths is None or lengths.default is not inspect.Parameter.empty:
+    return advantage
+  return functools.partial(advantage, lengths=jnp.sum(mask, axis=-1))
 
 
 def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
@@ -155,7 +174,7 @@ def make_grpo_step(
   max_new_tokens: int,
   eos_ids: tuple[int, ...],
   pad_id: int = 0,
-  advantage: Callable[[Array], Array] = leave_one_out,
+  advantage: Callable[..., Array] = leave_one_out,
   kl_in_reward: float = 0.0,
   sampling: Sampling = Sampling(),
   epochs: int = 1,

@@ -53,6 +53,7 @@ def default_config() -> ConfigDict:
   config.reward.name = "exact_answer"
   config.reward.on_device = False  # True: the whole step is one XLA program
   config.advantage = "leave_one_out"
+  config.subset_size = 2  # k of max_at_k and min_at_k
   config.loss = ConfigDict()
   config.loss.ratio = "token_ratio"
   config.loss.clip_low = 0.2

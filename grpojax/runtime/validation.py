@@ -8,7 +8,10 @@ from typing import Any
 # A name stands for a function or a module; tests hold that each exists.
 DATASETS = ("arithmetic", "gsm8k")
 REWARDS = ("exact_answer",)
-ADVANTAGES = ("leave_one_out", "grpo", "dr_grpo", "batch_std", "vanilla")
+ADVANTAGES = (
+  "leave_one_out grpo dr_grpo batch_std vanilla shrinkage beta_binomial "
+  "length_weighted max_at_k min_at_k pairwise_rank"
+).split()
 RATIOS = ("token_ratio", "sequence_ratio")
 WEIGHTINGS = ("token_mean", "sequence_mean", "fixed_length")
 KL = {"loss": ("k2", "k3"), "ratio": ("k1", "k3"), "reward": ("k1",)}
@@ -17,7 +20,7 @@ DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # group_size: follow the best one
 
 _AT_LEAST_ONE = (
-  "batch_size data.max_prompt_length sampling.max_new_tokens "
+  "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
   "optim.epochs optim.minibatches optim.micro_batches eval.every "
   "eval.num_prompts eval.batch_size checkpoint.every checkpoint.keep "
   "log.every log.samples_every logits_chunk auto_group_size.start "
@@ -146,15 +149,10 @@ def group_sizes(leaves: Mapping[str, Any]) -> list[int]:
 
 
 def _group_size(leaves: dict[str, Any]) -> list[str]:
-  """What a comparison, a diagnosis, and a search for the best size need."""
-  found, name, sizes = [], leaves["advantage"], group_sizes(leaves)
-  if name in ADVANTAGES and name != "vanilla" and 0 < sizes[0] < 2:
-    todo = (
-      f"advantage = {name!r} compares completions of a prompt: use 2 or more"
-    )
-    found.append(_problem("group_size", sizes[0], todo))
+  """What a diagnosis, and a search for the best size need."""
+  found, sizes = [], group_sizes(leaves)
   if leaves["group_size"] == AUTO:
-    return found + _auto_group_size(leaves, sizes)
+    return _auto_group_size(leaves, sizes)
   if leaves["diagnostics.every"] and (sizes[0] < 4 or leaves["batch_size"] < 3):
     todo = "needs group_size of 4 or more and batch_size of 3 or more; 0 is off"
     every = leaves["diagnostics.every"]
@@ -232,6 +230,33 @@ def _mesh(leaves: dict[str, Any]) -> list[str]:
   return found
 
 
+def _advantage(leaves: dict[str, Any]) -> list[str]:
+  """Batches too small for what the advantage compares."""
+  name, group_size = leaves["advantage"], group_sizes(leaves)[0]
+  batch_size, k = leaves["batch_size"], leaves["subset_size"]
+  if name not in ADVANTAGES or name == "vanilla" or group_size < 1:
+    return []  # reported as names or as ranges
+  found = []
+  if group_size < 2:
+    todo = (
+      f"advantage = {name!r} compares completions of a prompt: use 2 or more"
+    )
+    found.append(_problem("group_size", group_size, todo))
+  elif name in ("max_at_k", "min_at_k") and group_size <= k:
+    todo = (
+      f"advantage = {name!r} compares subsets of k = {k} completions with and "
+      f"without each one: use a group_size of {k + 1} or more (now "
+      f"{group_size}), or a smaller subset_size"
+    )
+    found.append(_problem("subset_size", k, todo))
+  if name == "shrinkage" and 1 <= batch_size < 3:
+    todo = (
+      "advantage = 'shrinkage' learns from the other prompts: use 3 or more"
+    )
+    found.append(_problem("batch_size", batch_size, todo))
+  return found
+
+
 def problems(leaves: dict[str, Any]) -> list[str]:
   """All that is wrong with the values, a line each: field, value, what to do.
 
@@ -239,4 +264,4 @@ def problems(leaves: dict[str, Any]) -> list[str]:
     leaves: all settings by dotted path, of the default's types.
   """
   found = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
-  return found + _mesh(leaves) + _group_size(leaves)
+  return found + _mesh(leaves) + _advantage(leaves) + _group_size(leaves)

@@ -228,3 +228,35 @@ def test_the_first_state_can_be_donated(tiny):
   state = state.replace(params={})  # the fixture's, which others need
   donated = jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)
   assert int(donated(state).step) == 1
+
+
+def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
+  """From `make_batch`, and inside the whole step; those bound already stay."""
+  lm, asked = tabular.lm(2, 5), []
+
+  def advantage(rewards, lengths):
+    asked.append(lengths)
+    return rewards * lengths
+
+  params = lm.init(KEY)
+  samples = rollout(lm, params, PROMPTS, KEY, **SETTINGS)
+  rewards = share_of_target(samples, PROMPTS.targets)
+  lengths = np.asarray(samples.completion_mask).sum(-1)
+  assert len(np.unique(lengths)) > 1
+  for f, factor in (
+    (advantage, lengths),
+    (functools.partial(advantage, lengths=2), 2),
+    (jnp.negative, -1),
+  ):
+    found = make_batch(lm, samples, rewards, f).advantages
+    np.testing.assert_allclose(found, rewards * factor, rtol=1e-6)
+  tx = optax.sgd(0.1)
+  step = make_grpo_step(
+    lm,
+    tx,
+    share_of_target,
+    **SETTINGS,
+    advantage=advantages.length_weighted,
+  )
+  state, metrics = jax.jit(step)(init_state(params, tx, KEY), PROMPTS)
+  assert metrics["skipped_updates"] == 0 and metrics["grad_norm"] > 0

@@ -73,6 +73,20 @@ def test_names_stand_for_functions():
     ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
     ({"advantage": "oracle"}, "true value of each prompt"),
     ({"group_size": 1}, "group_size = 1"),
+    ({"subset_size": 0}, "subset_size = 0"),
+    (
+      {"advantage": "max_at_k", "subset_size": 8},
+      "use a group_size of 9 or more (now 8), or a smaller subset_size",
+    ),
+    ({"advantage": "min_at_k", "subset_size": 20}, "group_size of 21"),
+    (
+      {
+        "advantage": "shrinkage",
+        "batch_size": 2,
+        "optim__micro_batches": 1,
+      },
+      "batch_size = 2: advantage = 'shrinkage'",
+    ),
     ({"data__template": "no field"}, "must hold {prompt}"),
     ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),
     ({"mesh__data": 0}, "mesh.data = 0"),
@@ -100,6 +114,9 @@ def test_one_problem_is_one_line(changes, text):
   "changes",
   [
     {"group_size": 1, "advantage": "vanilla"},
+    {"advantage": "max_at_k", "subset_size": 7},
+    {"subset_size": 20},  # nobody asks for it
+    {"advantage": "shrinkage", "batch_size": 3, "optim__micro_batches": 1},
     {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
     {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "ratio"},
     {"loss__dual_clip": 3.0, "sampling__top_p": 0.9},

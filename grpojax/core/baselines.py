@@ -1,0 +1,181 @@
+"""Baselines better than a plain mean of the group's other rewards.
+
+Every baseline here leaves the sample's own reward out, so that the estimator
+(1/G) sum_i s_i A_i stays unbiased for g(x): given everything that the baseline
+of sample i depends on, the score s_i still has mean 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from grpojax.core.group import as_float, centred, sum_of_others
+
+# Beta(alpha, beta) priors of `beta_binomial`: 15 means by 10 concentrations
+# alpha + beta, from nearly "all or nothing" to nearly "all prompts alike".
+_MEANS = (np.arange(15) + 0.5) / 15
+_CONCENTRATIONS = np.logspace(-0.5, 2.5, 10)
+_ALPHA = np.outer(_MEANS, _CONCENTRATIONS).ravel()
+_BETA = np.outer(1 - _MEANS, _CONCENTRATIONS).ravel()
+
+
+def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Leave-one-out mean, shrunk towards the mean of the other prompts.
+
+  A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
+  w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise between
+  the variance n of a mean of G - 1 rewards and the variance t2 of the prompts'
+  true values. s2 (within a group) and t2 >= 0 (between the prompts' means, less
+  s2 / G) are estimated from the *other* prompts alone, so neither weight nor
+  target depends on prompt b. Unbiased for g; at small G its baseline is closer
+  to V(x) than the leave-one-out mean (arXiv 2511.03710, with the sample itself
+  and its prompt left out). Where the others' rewards do not vary within any
+  group, w = 0: leave-one-out.
+
+  Args:
+    rewards: one a sample, G >= 2. All axes but the last are prompts of one
+      batch, at least 3 in all: the whole batch, not a shard or a micro-batch
+      of it, and without rows that only pad it.
+
+  Returns:
+    Advantages, in units of the reward: exactly 0 for a batch of equal rewards.
+    A group of equal rewards in a batch that varies is *not* 0, and groups do
+    not sum to 0: such a group, too, is better or worse than expected, which is
+    the point of pooling.
+
+  Raises:
+    ValueError: if G < 2, or for fewer than 3 prompts.
+  """
+  rewards = as_float(rewards, "shrinkage", least=2)
+  rows = rewards.reshape(-1, rewards.shape[-1])
+  prompts, group_size = rows.shape
+  if prompts < 3:
+    raise ValueError(
+      f"shrinkage needs a batch of at least 3 prompts, not {prompts}: the "
+      "variance between prompts is estimated from the others (batch_size)"
+    )
+  variances = jnp.sum(centred(rows) ** 2, -1) / (group_size - 1)
+  within = sum_of_others(variances) / (prompts - 1)
+  shifted = rows - rows[:1, :1]  # equal rewards become exact zeros
+  means = jnp.mean(shifted, -1)
+  pooled = sum_of_others(means)[:, None] / (prompts - 1)
+  # B x B numbers, a sum of which is cheap. Sums over all prompts minus one's
+  # own would not do: far from the others, it would leave rounding errors.
+  squares = jnp.where(jnp.eye(prompts, dtype=bool), 0, means - pooled) ** 2
+  spread = jnp.sum(squares, -1) / (prompts - 2)
+  between = jnp.maximum(spread - within / group_size, 0)
+  noise = within / (group_size - 1)
+  noisy = noise > 0
+  weight = jnp.where(noisy, noise / jnp.where(noisy, noise + between, 1), 0)
+  own = sum_of_others(shifted) / (group_size - 1)
+  leave_one_out = centred(rows) * (group_size / (group_size - 1))
+  found = leave_one_out - weight[:, None] * (pooled - own)
+  return found.reshape(rewards.shape)
+
+
+def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Reward minus the success rate that a Bayesian expects of its prompt.
+
+  For binary rewards. The prompts' success rates are taken to be draws of one
+  Beta(alpha, beta), itself uniform over a fixed grid of 150 (means by
+  concentrations). The baseline of sample (b, i) is the posterior mean of its
+  prompt's rate given every reward of the batch but Z_{b,i}:
+
+    sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
+
+  with p proportional to the marginal (beta-binomial) likelihood of the other
+  prompts' G rewards and of the G - 1 other rewards of this one. These last
+  must not hold sample i; leaving them out altogether would be unbiased too, but
+  then a single prompt could not tell one prior from another. Unbiased for g,
+  for any rewards: those outside [0, 1] are clipped where the baseline is
+  fitted, and those between count as parts of a success. (Shrinkage of the
+  baseline: arXiv 2511.03710; the prior makes it follow the prompts' actual
+  distribution, often many at 0 and at 1.)
+
+  Args:
+    rewards: one a sample, G >= 2. All axes but the last are prompts of one
+      batch: the whole batch, without rows that only pad it. Takes memory for
+      B G 150 numbers.
+
+  Returns:
+    Advantages, in units of the reward. Even for a batch of equal rewards they
+    are not quite 0: a Bayesian never is certain.
+
+  Raises:
+    ValueError: if G < 2.
+  """
+  rewards = as_float(rewards, "beta_binomial", least=2)
+  group_size = rewards.shape[-1]
+  rows = jnp.clip(rewards.reshape(-1, group_size), 0, 1)
+
+  def log_marginal(successes, trials):
+    """Over the grid: [..., 150]; linear between whole numbers of successes."""
+    table = jnp.asarray(_log_marginals(trials), rows.dtype)
+    below = jnp.clip(jnp.floor(successes), 0, trials - 1)
+    part = jnp.clip(successes - below, 0, 1)[..., None]
+    below = below.astype(int)
+    return table[below] * (1 - part) + table[below + 1] * part
+
+  of_prompt = log_marginal(jnp.sum(rows, -1), group_size)
+  of_others = sum_of_others(of_prompt.T).T
+  successes = sum_of_others(rows)
+  of_group = log_marginal(successes, group_size - 1)
+  weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
+  alpha = jnp.asarray(_ALPHA, rows.dtype)
+  count = jnp.asarray(_ALPHA + _BETA, rows.dtype) + group_size - 1
+  rates = (alpha + successes[..., None]) / count
+  return rewards - jnp.sum(weights * rates, -1).reshape(rewards.shape)
+
+
+def _log_marginals(trials: int) -> np.ndarray:
+  """Beta-binomial log-likelihoods [trials + 1, 150] of 0 .. trials successes.
+
+  Up to what is common to the whole grid, such as C(trials, successes): each
+  row's largest is 0.
+  """
+
+  def rising(start):  # log of start (start + 1) ... (start + n - 1)
+    terms = np.log(start + np.arange(trials)[:, None])
+    return np.concatenate([np.zeros((1, start.size)), np.cumsum(terms, 0)])
+
+  table = rising(_ALPHA) + rising(_BETA)[::-1] - rising(_ALPHA + _BETA)[-1]
+  return table - table.max(-1, keepdims=True)
+
+
+def length_weighted(
+  rewards: Shaped[Array, "*B G"], lengths: Shaped[Array, "*B G"]
+) -> Float[Array, "*B G"]:
+  """Reward minus the length-weighted mean of the group's other rewards.
+
+  A_i = Z_i - sum_{j != i} l_j Z_j / sum_{j != i} l_j. Among the baselines that
+  depend on the prompt alone, E[||s||^2 Z] / E||s||^2 gives the least variance;
+  length stands in for ||s||^2, which costs a backward pass a sample (OPO, arXiv
+  2505.23585, here with the sample itself left out: unbiased for g, which OPO's
+  mean over the whole group is not). Right for losses that sum over tokens.
+
+  Args:
+    rewards: one a sample, G >= 2.
+    lengths: of the completions, in tokens, at least 0. Where all the others'
+      are 0, their plain mean is the baseline.
+
+  Returns:
+    Advantages, in units of the reward; exactly 0 in a group of equal rewards.
+    Groups do not sum to 0.
+
+  Raises:
+    ValueError: if G < 2, or lengths do not have the shape of rewards.
+  """
+  rewards = as_float(rewards, "length_weighted", least=2)
+  lengths = jnp.asarray(lengths).astype(rewards.dtype)
+  if lengths.shape != rewards.shape:
+    raise ValueError(
+      f"length_weighted takes one length a sample: rewards {rewards.shape} "
+      f"need lengths of the same shape, not {lengths.shape}"
+    )
+  shifted = rewards - rewards[..., :1]  # equal rewards become exact zeros
+  total = sum_of_others(lengths)
+  known = total > 0
+  weighted = sum_of_others(lengths * shifted) / jnp.where(known, total, 1)
+  plain = sum_of_others(shifted) / (rewards.shape[-1] - 1)
+  return shifted - jnp.where(known, weighted, plain)
