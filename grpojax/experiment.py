@@ -189,7 +189,7 @@ def first_state(
 
 
 def adapt(config: ConfigDict):
-  """`(choice, c1, c3) -> choice`: what follows from a diagnosis, jittable."""
+  """What follows from a diagnosis: `group_size.observe`, with its settings."""
   auto = config.auto_group_size
   return functools.partial(
     group_size_lib.observe,
@@ -197,6 +197,7 @@ def adapt(config: ConfigDict):
     largest=auto.largest,
     decay=auto.decay,
     margin=auto.margin,
+    confidence=auto.confidence,
   )
 
 

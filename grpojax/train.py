@@ -75,7 +75,7 @@ def _adapt(run: Run, state: TrainState, row) -> TrainState:
   observe = jax.jit(
     experiment.adapt(run.config), out_shardings=run.places.group_size
   )
-  new = observe(old, row["c1"], row["c3"])
+  new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
   sizes = int(old.group_size), int(new.group_size)
   if sizes[0] != sizes[1]:
     print("group size {} -> {}".format(*sizes), flush=True)

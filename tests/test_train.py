@@ -370,6 +370,7 @@ LONG = {
   "auto_group_size.largest": 16,
   "auto_group_size.decay": 0.5,
   "auto_group_size.margin": 0.0,
+  "auto_group_size.confidence": 0.0,
   "diagnostics.every": 1,
 }
 
@@ -399,7 +400,7 @@ def test_each_group_size_compiles_once(
 ):
   """The group size goes to and fro; the number of samples stays."""
 
-  def other(choice, c1, c3):
+  def other(choice, *estimates):
     return choice.replace(group_size=24 - choice.group_size)
 
   monkeypatch.setattr(experiment, "adapt", lambda config: other)

@@ -159,11 +159,15 @@ class GroupSizeChoice:
     group_size: a power of two.
     c1: discounted sum of the estimates of c1.
     c3: of c3.
+    c1_variance: of the sum `c1`.
+    c3_variance: of the sum `c3`.
   """
 
   group_size: Int[Array, ""]
   c1: Float[Array, ""]
   c3: Float[Array, ""]
+  c1_variance: Float[Array, ""]
+  c3_variance: Float[Array, ""]
 
 
 def init_choice(group_size: int) -> GroupSizeChoice:
@@ -172,46 +176,68 @@ def init_choice(group_size: int) -> GroupSizeChoice:
     group_size=jnp.asarray(group_size, jnp.int32),
     c1=jnp.zeros(()),
     c3=jnp.zeros(()),
+    c1_variance=jnp.zeros(()),
+    c3_variance=jnp.zeros(()),
   )
 
 
 def observe(
   choice: GroupSizeChoice,
   c1: Float[Array, ""],
+  c1_se: Float[Array, ""],
   c3: Float[Array, ""],
+  c3_se: Float[Array, ""],
   *,
   smallest: int,
   largest: int,
   decay: float | int,
   margin: float | int,
+  confidence: float | int,
 ) -> GroupSizeChoice:
   """Moves the group size one power of two towards the estimate of G*, or not.
 
-  G* = 1 + sqrt(c3 / c1) of the discounted sums: ratios of small and noisy
-  numbers are taken after averaging, not before. A size is left only when log2
-  of G* is further than 1/2 + margin from its own, so an estimate that wavers
-  between two sizes changes nothing.
+  It moves up where G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), that is
+  where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
+  is `confidence` standard errors away from 0; down likewise. The difference is
+  linear in the estimates, so c1, which is small and noisy, divides nothing, and
+  a noisy estimate leaves the group size as it is.
 
   Args:
     choice: so far.
     c1: an estimate, as of `core.diagnostics`; may be negative.
-    c3: likewise. An estimate that is not finite is left out.
+    c1_se: its standard error.
+    c3: an estimate; the two are taken as independent.
+    c3_se: its standard error. An observation of which anything is not finite
+      is left out.
     smallest: lowest group size, a power of two.
     largest: highest group size, a power of two.
     decay: weight of the past at each observation, within [0, 1).
     margin: hysteresis >= 0, in powers of two.
+    confidence: standard errors >= 0 that the evidence for a move must have.
 
   Returns:
     The choice for the next step.
   """
-  good = jnp.isfinite(c1) & jnp.isfinite(c3)
-  c1 = jnp.where(good, decay * choice.c1 + c1, choice.c1)
-  c3 = jnp.where(good, decay * choice.c3 + c3, choice.c3)
+  seen = jnp.stack([c1, c3, c1_se**2, c3_se**2])
+  good = jnp.all(jnp.isfinite(seen))
+  old = jnp.stack(
+    [choice.c1, choice.c3, choice.c1_variance, choice.c3_variance]
+  )
+  weights = jnp.array([decay, decay, decay**2, decay**2], old.dtype)
+  sums = jnp.where(good, weights * old + seen, old)
+  c1, c3, c1_variance, c3_variance = sums
+
+  def evidence(size):
+    """c3 - K c1 in standard errors: positive where G* is above `size`."""
+    k = (size - 1) ** 2
+    error = jnp.sqrt(c3_variance + k**2 * c1_variance)
+    return (c3 - k * c1) / jnp.maximum(error, 1e-30)
+
   now = choice.group_size
-  away = jnp.log2(optimal_group_size(c1, 0.0, c3)) - jnp.log2(now)
-  known = good & (c3 > 0)  # without a signal every size is as good
-  up = known & (away > 0.5 + margin)
-  down = known & (away < -0.5 - margin)
+  step = 2 ** (0.5 + margin)
+  up = good & (evidence(now * step) > confidence)
+  down = good & (evidence(now / step) < -confidence)
   size = jnp.where(up, now * 2, jnp.where(down, now // 2, now))
-  size = jnp.clip(size, smallest, largest)
-  return GroupSizeChoice(group_size=size, c1=c1, c3=c3)
+  return GroupSizeChoice(
+    jnp.clip(size, smallest, largest), c1, c3, c1_variance, c3_variance
+  )

@@ -32,6 +32,7 @@ def default_config() -> ConfigDict:
   config.auto_group_size.largest = 32
   config.auto_group_size.decay = 0.9  # of past estimates, at each diagnosis
   config.auto_group_size.margin = 0.25  # hysteresis, in powers of two
+  config.auto_group_size.confidence = 1.0  # standard errors, before a move
   config.model = ConfigDict()
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
   config.model.dtype = "float32"  # of computation; parameters are float32

@@ -29,7 +29,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
   "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
-  "diagnostics.last_layers auto_group_size.margin"
+  "diagnostics.last_layers auto_group_size.margin auto_group_size.confidence"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm"

@@ -50,9 +50,9 @@ def default_config() -> ConfigDict:
   config.budgets = (128, 256)  # samples a step
   config.group_sizes = (4, 8, 16, 32, 64, 128)
   config.predict = ConfigDict()  # the diagnosis before training
-  config.predict.prompts = 96
+  config.predict.prompts = 128
   config.predict.group_size = 16
-  config.predict.tangents = 8
+  config.predict.tangents = 16
   config.predict.batch = 16  # prompts sampled and diagnosed at a time
   config.train = config_lib.default_config().copy_and_resolve_references()
   with config.train.unlocked():
@@ -64,6 +64,7 @@ def default_config() -> ConfigDict:
     config.train.eval.num_prompts = 128
     config.train.log.tensorboard = False
     config.train.checkpoint.every = 24
+    config.train.auto_group_size.largest = 64
     config.train.diagnostics.every = 2  # of the automatic runs
   return config.lock()
 

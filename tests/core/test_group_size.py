@@ -114,15 +114,19 @@ def test_optimal_group_size_at_the_limits():
     group_size_lib.mse_curve(components(), np.array([1, 2]), 8)
 
 
-def follow(estimates, start=8, **changes):
+def follow(estimates, start=8, error=0.0, **changes):
   """Group sizes that follow from a sequence of estimates (c1, c3)."""
   settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
-  observe = jax.jit(
-    functools.partial(group_size_lib.observe, **(settings | changes))
+  settings |= {"confidence": 1.0} | changes
+  observe = jax.jit(functools.partial(group_size_lib.observe, **settings))
+  choice, sizes, error = (
+    group_size_lib.init_choice(start),
+    [],
+    jnp.float32(error),
   )
-  choice, sizes = group_size_lib.init_choice(start), []
   for c1, c3 in estimates:
-    choice = observe(choice, jnp.float32(c1), jnp.float32(c3))
+    c1, c3 = jnp.float32(c1), jnp.float32(c3)
+    choice = observe(choice, c1, error, c3, error)
     sizes.append(int(choice.group_size))
   return sizes
 
@@ -135,19 +139,40 @@ def test_the_group_size_goes_to_the_best_one_step_at_a_time():
   assert follow([(-1.0, 5.0)] * 2) == [16, 32]  # no use for more prompts
 
 
-def test_the_group_size_stays_within_its_margin():
-  def c3(log2):  # of G* = 2^log2
-    return (2.0**log2 - 1) ** 2
+def c3_of(log2):
+  """c3 where c1 = 1 and G* = 2^log2."""
+  return (2.0**log2 - 1) ** 2
 
-  assert follow([(1.0, c3(3.70)), (1.0, c3(2.30))] * 3) == [8] * 6
-  assert follow([(1.0, c3(3.80))]) == [16]
-  assert follow([(1.0, c3(2.20))]) == [4]
-  assert follow([(1.0, c3(3.70))], margin=0.0) == [16]
+
+def test_the_group_size_stays_within_its_margin():
+  wavering = [(1.0, c3_of(3.70)), (1.0, c3_of(2.30))] * 3
+  assert follow(wavering, decay=0.0) == [8] * 6
+  assert follow([(1.0, c3_of(3.80))]) == [16]
+  assert follow([(1.0, c3_of(2.20))]) == [4]
+  assert follow([(1.0, c3_of(3.70))], margin=0.0) == [16]
 
 
 def test_the_group_size_rests_on_all_estimates_so_far():
-  # 4, then -1 / 2 + 4 / 2 ...: the sum stays positive and G* below 11.
+  # The sums of c1 are 4, then 1 and 2.6; 200 is that of c3 at first.
   assert follow([(4.0, 200.0), (-1.0, 200.0)]) == [8, 16]
   assert follow([(4.0, 200.0), (-1.0, 200.0)], decay=0.9) == [8, 8]
   assert follow([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)]) == [8, 8, 8]
-  assert follow([(0.0, 0.0), (1.0, -1.0)]) == [8, 8]  # no signal at all
+  assert follow([(0.0, 0.0)]) == [8]  # no signal at all
+
+
+def test_a_noisy_estimate_moves_nothing_until_it_is_repeated():
+  """K = (8 2^0.75 - 1)^2 = 155.4: evidence (400 - K) / sqrt(1 + K^2) error."""
+  one = (400 - 155.4) / np.sqrt(1 + 155.4**2)
+  seen = [(1.0, 400.0)]
+  assert follow(seen, error=0.99 * one) == [16]
+  assert follow(seen, error=1.01 * one) == [8]
+  assert follow(seen, error=1.01 * one, confidence=0.9) == [16]
+  # Twice, decay 1/2: sums 1.5 times as large, errors sqrt(1.25) times.
+  better = 1.5 / np.sqrt(1.25) * one
+  assert follow(seen * 2, error=0.99 * better) == [8, 16]
+  assert follow(seen * 2, error=1.01 * better) == [8, 8]
+  # Downwards, from 64: K = (64 / 2^0.75 - 1)^2.
+  k = (64 / 2**0.75 - 1) ** 2
+  one = (k - 400) / np.sqrt(1 + k**2)
+  assert follow(seen, start=64, error=0.99 * one) == [32]
+  assert follow(seen, start=64, error=1.01 * one) == [64]
