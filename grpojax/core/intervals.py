@@ -57,7 +57,7 @@ def mean_interval(
     )
   values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
   mean = jnp.mean(values)
-  half = _t_quantile(confidence, count - 1) * jnp.std(values, ddof=1)
+  half = t_quantile(confidence, count - 1) * jnp.std(values, ddof=1)
   half /= math.sqrt(count)
   return mean, mean - half, mean + half
 
@@ -251,7 +251,7 @@ def _check_confidence(confidence: float) -> None:
     )
 
 
-def _t_quantile(confidence: float, degrees: int) -> float:
+def t_quantile(confidence: float, degrees: int) -> float:
   """The t with P(|T| <= t) = confidence, T Student with `degrees` of freedom.
 
   Bisection on the angle theta = atan(t / sqrt(degrees)), in which the

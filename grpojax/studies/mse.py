@@ -1,0 +1,243 @@
+"""Mean squared error of gradient estimators against group size, measured.
+
+    python -m grpojax.studies.mse [--run_dir=DIR] [--config.key=value ...]
+
+Figure 4 of arXiv 2603.01162 on the embedded arithmetic models: vanilla, GRPO
+(leave-one-out, and centred with the group's own mean) and oracle, each against
+the group size, for a base model, an instruct model, and the base model with
+solved examples in its prompt. The gradient is that of the expected reward of a
+prompt with respect to all parameters; errors are conditional on the prompt, and
+averaged over held-out prompts.
+
+For each prompt two pools of completions are sampled. Groups of the first are
+measured (`errors.group_errors`); the curves are the exact formulas of
+`core.u_statistics.mse` with moments estimated from the second, because the
+completions of a real model cannot be enumerated. Intervals are over the
+completions, with the prompts fixed.
+
+The run directory has rows.jsonl, a line a prompt as soon as it is done (the
+same command goes on where it stopped), results.csv, summary.json and mse.png.
+"""
+
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpojax import experiment
+from grpojax.data import arithmetic
+from grpojax.models import hf
+from grpojax.rewards import exact
+from grpojax.runtime import command_line, metrics
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.studies import errors, gram, run
+from grpojax.studies import mse_report as report
+
+CONFIGURATIONS = ("base", "instruct", "in-context")
+
+
+def default_config() -> ConfigDict:
+  """About seven minutes of CPU time."""
+  config = ConfigDict()
+  config.name = "mse"  # the run directory is runs/NAME
+  config.seed = 0
+  config.base = "arithmetic-base"  # an embedded model, or a directory
+  config.instruct = "arithmetic-instruct"
+  config.shots = 2  # solved training problems before an in-context prompt
+  config.num_prompts = 12  # held-out problems
+  config.difficulty = (2, 4)  # of all problems: operations, lowest and highest
+  config.samples = 768  # completions a prompt in each of the two pools
+  config.group_sizes = (2, 4, 8, 16, 32, 64)
+  config.max_new_tokens = 80
+  config.chunk_size = 8  # completions whose gradients are computed at once
+  return config.lock()
+
+
+def problems(config: ConfigDict) -> list[str]:
+  """All that is wrong with the values, a line each."""
+  found = []
+  for name in ("num_prompts", "shots", "max_new_tokens", "chunk_size"):
+    if config[name] < 1:
+      found.append(f"{name} = {config[name]!r}: must be 1 or more")
+  if config.seed < 0:
+    found.append(f"seed = {config.seed!r}: must be 0 or more")
+  sizes = config.group_sizes
+  if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
+    found.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")
+  elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
+    found.append(f"group_sizes = {sizes!r}: each must divide the largest, once")
+  elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
+    todo = f"must be a multiple of {max(sizes)}, the largest group, at least 3"
+    found.append(f"samples = {config.samples!r}: {todo} times")
+  for name in ("base", "instruct"):
+    try:
+      hf.resolve(config[name])
+    except ValueError as error:
+      found.append(f"{name}: {error}")
+  try:
+    arithmetic.load("test", difficulty=config.difficulty)
+  except (TypeError, ValueError) as error:
+    found.append(f"difficulty: {error}")
+  return found
+
+
+class Bench(NamedTuple):
+  """All that one configuration's prompts need.
+
+  Attributes:
+    policy: the model.
+    batches: one prompt each, with its example.
+    sampler: of one pool, from `experiment.make_sampler`.
+    score: from `gram.make_score`.
+  """
+
+  policy: experiment.Policy
+  batches: list
+  sampler: Any
+  score: Any
+
+
+def open_bench(config: ConfigDict, name: str) -> Bench:
+  """Loads a configuration's model, and formats its prompts.
+
+  Args:
+    config: the study's.
+    name: one of CONFIGURATIONS.
+
+  Raises:
+    ValueError: the model cannot be read, or takes no examples in its prompt.
+  """
+  path = config.instruct if name == "instruct" else config.base
+  policy = experiment.load_policy(path)
+  settings = config_lib.default_config().unlock()
+  settings.seed = config.seed
+  settings.eval.num_prompts = config.num_prompts
+  settings.data.options.difficulty = config.difficulty
+  settings.sampling.max_new_tokens = config.max_new_tokens
+  if name == "in-context":
+    if policy.tokenizer.chat_template:
+      raise ValueError(
+        f"base = {path!r} has a chat template: the in-context configuration "
+        "needs a model of plain text"
+      )
+    examples = experiment.training_examples(settings)
+    solved = [examples[i]["prompt"] for i in range(config.shots)]
+    settings.data.template = (
+      "".join(f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
+      + settings.data.template
+    )
+  held_out = experiment.held_out_examples(settings)
+  settings.data.max_prompt_length = max(
+    len(_encode(policy, held_out[i]["prompt"], settings.data.template))
+    for i in range(config.num_prompts)
+  )
+  batches = experiment.prompt_batches(
+    settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
+  )
+  sampling = experiment.sampling(settings)
+  return Bench(
+    policy,
+    list(batches),
+    experiment.make_sampler(settings, policy, config.samples, sampling),
+    gram.make_score(policy.lm, sampling),
+  )
+
+
+def _encode(policy, prompt, template):
+  return tokenizer_lib.encode_prompt(policy.tokenizer, prompt, template)[1]
+
+
+def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
+  """Samples two pools for a prompt; returns its row of results."""
+  prompts, examples = bench.batches[index]
+  key = jax.random.key(config.seed)
+  for number in (CONFIGURATIONS.index(name), index):
+    key = jax.random.fold_in(key, number)
+  ids, mask, rewards = [], [], []
+  for pool in range(2):
+    samples = bench.sampler(
+      bench.policy.params, prompts, jax.random.fold_in(key, pool)
+    )
+    texts = experiment.decode(bench.policy, samples)
+    rewards.append(experiment.score(exact.exact_answer, examples, texts)[0])
+    ids.append(np.asarray(samples.completion_ids[0]))
+    mask.append(np.asarray(samples.completion_mask[0]))
+  products, distinct = gram.score_gram(
+    bench.score,
+    bench.policy.params,
+    prompts,
+    np.concatenate(ids),
+    np.concatenate(mask),
+    config.chunk_size,
+  )
+  n, blocks = config.samples, config.samples // max(config.group_sizes)
+  first, second = products[:n, :n], products[n:, n:]
+  baseline = errors.best_baseline(second, rewards[1])
+  found, found_without = errors.group_errors(
+    first, rewards[0], config.group_sizes, blocks, baseline
+  )
+  without = errors.moment_replicates(second, rewards[1], blocks)
+  return {
+    "configuration": name,
+    "index": index,
+    "problem": examples[0]["prompt"],
+    "success": float(np.mean(rewards)),
+    "distinct": distinct,
+    "best_baseline": baseline,
+    "errors": found._asdict(),
+    "errors_without": found_without._asdict(),
+    "moments": errors.score_moments(second, rewards[1])._asdict(),
+    "moments_without": without._asdict(),
+  }
+
+
+def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
+  """Measures the prompts that `path` lacks; returns the rows of all."""
+  metrics.truncate_jsonl(path, 0)  # drops a line that was cut off
+  rows = metrics.read_jsonl(path)
+  done = {(row["configuration"], row["index"]) for row in rows}
+  missing = [
+    (name, index)
+    for name in CONFIGURATIONS
+    for index in range(config.num_prompts)
+    if (name, index) not in done
+  ]
+  with command_line.usage_errors():
+    benches = {name: open_bench(config, name) for name in dict(missing)}
+  start, total = time.time(), len(rows) + len(missing)
+  for number, (name, index) in enumerate(missing, 1):
+    row = _measure(config, benches[name], name, index)
+    metrics.append_jsonl(path, row)
+    rows.append(row)
+    left = (time.time() - start) / number * (len(missing) - number)
+    print(
+      f"prompt {len(rows)}/{total}  {name}: {row['problem']}  "
+      f"{row['success']:.0%} right, {row['distinct']} distinct  "
+      f"{metrics.duration(left)} left",
+      flush=True,
+    )
+  return sorted(
+    rows,
+    key=lambda r: (CONFIGURATIONS.index(r["configuration"]), r["index"]),
+  )
+
+
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, the words after its name."""
+  config, directory = run.open_study(
+    argv, "python -m grpojax.studies.mse", default_config, problems
+  )
+  rows = _collect(config, directory / "rows.jsonl")
+  table = report.table(rows, config.group_sizes)
+  run.write_csv(directory / "results.csv", table)
+  metrics.write_json(directory / "summary.json", report.summary(rows, table))
+  report.draw(table, config, directory / "mse.png")
+  print(f"wrote {directory}/results.csv, summary.json and mse.png")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

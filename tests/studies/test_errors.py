@@ -1,0 +1,161 @@
+"""Errors and moments from pools, against all pools of a small policy."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from scipy import stats
+from scipy.stats import multinomial
+
+from grpojax.core import u_statistics as u
+from grpojax.studies import errors
+
+THETA = np.array([0.3, -0.7, 1.1, 0.2])
+FEATURES = np.random.default_rng(0).normal(size=(4, 3))
+REWARDS = np.array([1.0, 0.0, 0.4, 2.0])
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  before = jax.config.read("jax_enable_x64")
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", before)
+
+
+def population(outputs):
+  """Probabilities, scores and rewards of a policy with few completions."""
+  p = np.exp(THETA[:outputs]) / np.exp(THETA[:outputs]).sum()
+  features = FEATURES[:outputs]
+  return p, features - p @ features, REWARDS[:outputs]
+
+
+def exact(outputs):
+  return u.moments(*map(jax.numpy.asarray, population(outputs)))
+
+
+def expectation(outputs, run, runs, function):
+  """Mean of a function of (gram, rewards) over all pools of `runs` runs.
+
+  The function does not depend on the order within a run of samples, so each
+  multiset stands for all of its orders.
+  """
+  p, s, z = population(outputs)
+  choices = [
+    (list(c), multinomial.pmf(np.bincount(c, minlength=outputs), run, p))
+    for c in itertools.combinations_with_replacement(range(outputs), run)
+  ]
+  total = 0.0
+  for chosen in itertools.product(choices, repeat=runs):
+    index = sum((c for c, _ in chosen), [])
+    weight = np.prod([w for _, w in chosen])
+    total = total + weight * function(s[index] @ s[index].T, z[index])
+  return total
+
+
+@pytest.mark.parametrize("outputs, pool", [(4, 4), (3, 7)])
+def test_moments_are_unbiased(outputs, pool):
+  def estimate(gram, rewards):
+    return np.array(errors.score_moments(gram, rewards))
+
+  found = expectation(outputs, pool, 1, estimate)
+  np.testing.assert_allclose(found, exact(outputs), rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+  "outputs, group_size, groups, blocks",
+  [(3, 2, 3, 3), (2, 3, 3, 3), (2, 2, 6, 3)],
+)
+def test_measured_errors_are_the_exact_ones_on_average(
+  outputs, group_size, groups, blocks
+):
+  def measure(gram, rewards):
+    found, _ = errors.group_errors(
+      gram, rewards, [group_size], blocks, baseline=0.7
+    )
+    return np.concatenate(found)
+
+  found = expectation(outputs, group_size, groups, measure)
+  expected = u.mse(exact(outputs), group_size)
+  np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def pool(size, seed=0, outputs=4):
+  p, s, z = population(outputs)
+  index = np.random.default_rng(seed).choice(outputs, size, p=p)
+  return s[index] @ s[index].T, z[index]
+
+
+def test_replicates_leave_one_block_out():
+  gram, rewards = pool(20)
+  _, without = errors.group_errors(gram, rewards, [2, 4], 5, baseline=0.3)
+  moments = errors.moment_replicates(gram, rewards, 5)
+  for block in range(5):
+    keep = np.delete(np.arange(20), np.arange(4 * block, 4 * block + 4))
+    part = gram[np.ix_(keep, keep)], rewards[keep]
+    expected, _ = errors.group_errors(*part, [2, 4], 4, baseline=0.3)
+    found = [x[block] for x in without]
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    found = [x[block] for x in moments]
+    np.testing.assert_allclose(found, errors.score_moments(*part), rtol=1e-10)
+
+
+def test_intervals_cover():
+  """Means over 3 prompts, from pools of 8 blocks; 200 of them."""
+  truth = np.array(u.mse(exact(4), 4))
+  covered = []
+  for study in range(200):
+    pools = [pool(64, 3 * study + prompt) for prompt in range(3)]
+    found = [errors.group_errors(*p, [4], 8, baseline=0.5) for p in pools]
+    mean = np.mean([w for w, _ in found], 0)[:, 0]
+    variances = errors.jackknife(np.array([r for _, r in found])[..., 0])
+    half = [errors.mean_half_width(v, 7) for v in variances.T]
+    covered.append(np.abs(mean - truth) <= half)
+  share = np.mean(covered, 0)
+  assert np.all(share > 0.9) and np.all(share < 0.99), share
+
+
+def test_jackknife_of_a_mean_is_its_variance():
+  x = np.random.default_rng(1).normal(size=9)
+  without = [np.delete(x, i).mean() for i in range(9)]
+  found = errors.jackknife(np.array([without]))
+  np.testing.assert_allclose(found, [x.var(ddof=1) / 9], rtol=1e-12)
+
+
+def test_half_width_is_students_t_with_joint_degrees_of_freedom():
+  found = errors.mean_half_width(np.array([2.0, 2.0, 2.0]), 7)
+  expected = stats.t.ppf(0.975, 21) * np.sqrt(6) / 3
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  # One prompt has all the variance, so its degrees of freedom are all.
+  found = errors.mean_half_width(np.array([3.0, 0.0]), 7, confidence=0.9)
+  expected = stats.t.ppf(0.95, 7) * np.sqrt(3) / 2
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  assert errors.mean_half_width(np.zeros(3), 7) == 0
+
+
+def test_no_other_baseline_errs_less():
+  p, s, z = population(4)
+  counts = np.round(p * 4000).astype(int)  # a pool like the population
+  index = np.repeat(np.arange(4), counts)
+  s, z = s[index], z[index]
+  best = errors.best_baseline(s @ s.T, z)
+
+  def error(baseline):
+    return np.mean((s**2).sum(-1) * (z - baseline) ** 2)
+
+  assert error(best) < min(error(best - 1e-3), error(best + 1e-3))
+  assert abs(best - z.mean()) > 0.01
+  assert errors.best_baseline(np.zeros((3, 3)), np.ones(3)) == 0
+
+
+def test_pools_that_do_not_fit_are_refused():
+  gram, rewards = pool(12)
+  with pytest.raises(ValueError, match="cannot be cut into 5 blocks"):
+    errors.group_errors(gram, rewards, [2], 5)
+  with pytest.raises(ValueError, match="3 or more"):
+    errors.group_errors(gram, rewards, [2], 2)
+  with pytest.raises(ValueError, match="groups of"):
+    errors.group_errors(gram, rewards, [2, 3], 3)
+  with pytest.raises(ValueError, match="4 samples or more"):
+    errors.score_moments(gram[:3, :3], rewards[:3])

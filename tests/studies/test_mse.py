@@ -1,0 +1,240 @@
+"""The study of mean squared errors, on a model of 4,000 parameters."""
+
+import csv
+import json
+import shutil
+import types
+
+import numpy as np
+import pytest
+
+from grpojax import experiment
+from grpojax.core import u_statistics
+from grpojax.studies import mse, mse_report
+
+
+def arguments(model, directory, **changes):
+  settings = {
+    "base": model,
+    "instruct": model,
+    "num_prompts": 2,
+    "samples": 24,
+    "group_sizes": "(2,4)",
+    "max_new_tokens": 8,
+    "shots": 1,
+  }
+  settings |= changes
+  return [
+    f"--run_dir={directory}",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+  ]
+
+
+@pytest.fixture(scope="module")
+def finished(toy, toy_model, fast_compilation, tmp_path_factory):
+  directory = tmp_path_factory.mktemp("studies") / "mse"
+  with toy.task():
+    mse.main(arguments(toy_model, directory))
+  return directory
+
+
+def read(directory):
+  with open(directory / "results.csv") as file:
+    return list(csv.DictReader(file))
+
+
+def test_a_whole_run(finished):
+  rows = read(finished)
+  assert len(rows) == 3 * 2 * 4
+  assert [r["configuration"] for r in rows[::8]] == list(mse.CONFIGURATIONS)
+  assert {r["estimator"] for r in rows} == set(u_statistics.Estimators._fields)
+  summary = json.loads((finished / "summary.json").read_text())
+  for name in mse.CONFIGURATIONS:
+    assert 0 < summary[name]["success"] < 1
+    # Of the 48 samples many are the same: the toy answers are short.
+    assert 2 <= summary[name]["distinct"] < 40
+  # The model of plain text answers the same whether it is called instruct; the
+  # samples are others.
+  base, instruct = (summary[name]["success"] for name in ("base", "instruct"))
+  assert base != instruct and abs(base - instruct) < 0.4
+  assert (finished / "mse.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resumes_to_the_same_results(
+  finished, toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  directory = tmp_path / "mse"
+  shutil.copytree(finished, directory)
+  rows = directory / "rows.jsonl"
+  lines = rows.read_text().splitlines(keepends=True)
+  rows.write_text("".join(lines[:3]) + lines[3][:50])  # killed while writing
+  (directory / "results.csv").unlink()
+  mse.main(arguments(toy_model, directory))
+  for name in ("results.csv", "summary.json", "rows.jsonl"):
+    found, expected = (d / name for d in (directory, finished))
+    assert found.read_text() == expected.read_text()
+  printed = capsys.readouterr().out
+  assert "prompt 4/6" in printed and "prompt 3/6" not in printed
+
+  def load(*args):
+    raise AssertionError("a finished study only draws")
+
+  monkeypatch.setattr(experiment, "load_policy", load)
+  (directory / "mse.png").unlink()
+  mse.main(arguments(toy_model, directory))
+  assert (directory / "mse.png").exists()
+
+
+def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
+  config = mse.default_config().unlock()
+  config.base = str(toy_model)
+  config.num_prompts = 2
+  plain = mse.open_bench(config, "base").batches
+  shown = mse.open_bench(config, "in-context").batches
+  problems = [toy_task.load("train")[i]["prompt"] for i in range(2)]
+  assert problems == ["0+0", "1+1"]
+  before = "0+0\n0+0=0\n#### 0\n\n1+1\n1+1=2\n#### 2\n\n"
+  # As long as the longest prompt, no longer.
+  assert max(prompts.prompt_mask.sum() for prompts, _ in shown) == (
+    shown[0][0].prompt_mask.size
+  )
+  for (_, examples), (_, alone) in zip(shown, plain, strict=True):
+    assert alone[0]["prompt_text"] == alone[0]["prompt"] + "\n"
+    assert examples[0]["prompt_text"] == before + alone[0]["prompt_text"]
+
+
+def test_the_curve_comes_from_the_second_pool(monkeypatch):
+  """Pools of reward 0 and 1: only the second has a mean reward."""
+  config = mse.default_config().unlock()
+  config.samples, config.group_sizes = 6, (2,)
+  pools = iter([0.0, 1.0])
+  sampled = types.SimpleNamespace(
+    completion_ids=np.zeros((1, 6, 1), np.int32),
+    completion_mask=np.ones((1, 6, 1), bool),
+  )
+  monkeypatch.setattr(experiment, "decode", lambda *args: None)
+  monkeypatch.setattr(
+    experiment, "score", lambda *args: np.full((1, 6), next(pools), np.float32)
+  )
+  scores = np.arange(12.0)[:, None]
+  monkeypatch.setattr(
+    mse.gram, "score_gram", lambda *args: (scores @ scores.T, 12)
+  )
+  bench = mse.Bench(
+    policy=types.SimpleNamespace(params=None),
+    batches=[(None, [{"prompt": "1+1"}])],
+    sampler=lambda *args: sampled,
+    score=None,
+  )
+  row = mse._measure(config, bench, "base", 0)
+  assert row["success"] == 0.5 and row["best_baseline"] == 1
+  second = row["moments"]
+  total = second["vanilla_trace"] + second["gradient_sq"]
+  assert total == pytest.approx(np.mean(scores[6:] ** 2))
+  # With rewards 0 and baseline 1, the truth is minus the mean score, 2.5: all
+  # that is left of the error is the product of two blocks' truths.
+  blocks = np.array([0.5, 2.5, 4.5])
+  expected = (blocks.sum() ** 2 - (blocks**2).sum()) / 6
+  assert row["errors"]["vanilla"] == pytest.approx(expected)
+
+
+def row_of(index, error, oracle, moments):
+  """A row whose 4 replicates are the value -+ 0.1."""
+
+  def around(value):
+    return (value + np.array([0.1, -0.1, 0.1, -0.1])).tolist()
+
+  values = dict.fromkeys(("vanilla", "leave_one_out", "centred"), error)
+  values["oracle"] = oracle
+  return {
+    "configuration": "base",
+    "index": index,
+    "success": 0.5,
+    "distinct": 3,
+    "best_baseline": 0.1,
+    "errors": {k: [v] for k, v in values.items()},
+    "errors_without": {k: [[x] for x in around(v)] for k, v in values.items()},
+    "moments": moments,
+    "moments_without": {k: around(v) for k, v in moments.items()},
+  }
+
+
+def test_table_of_known_rows():
+  moments = [
+    dict(gradient_sq=1.0, oracle_trace=8.0, vanilla_trace=16.0, remainder=24.0),
+    dict(gradient_sq=3.0, oracle_trace=4.0, vanilla_trace=8.0, remainder=12.0),
+  ]
+  rows = [row_of(0, 5.0, 2.0, moments[0]), row_of(1, 3.0, 2.0, moments[1])]
+  found = mse_report.table(rows, [4])
+  by_name = {row["estimator"]: row for row in found}
+  theory = {name: row["theory"] for name, row in by_name.items()}
+  # Of the mean moments 2, 6, 12, 18 at G = 4; 9/16 * 3 + 2/16 for own means.
+  assert theory == {
+    "vanilla": 3.0,
+    "leave_one_out": 3.0,
+    "centred": 1.8125,
+    "oracle": 1.5,
+  }
+  row = by_name["leave_one_out"]
+  assert row["mse"] == 4 and row["ratio_to_oracle"] == 2
+  assert row["theory_ratio"] == 2
+  # Each prompt's variance is 3 * 0.01, with 3 degrees of freedom: 6 together.
+  error = np.sqrt(2 * 0.03) / 2
+  assert row["mse_high"] - 4 == pytest.approx(2.446912 * error, rel=1e-4)
+  assert 4 - row["mse_low"] == pytest.approx(2.446912 * error, rel=1e-4)
+  # leave_one_out - 2 oracle has replicates -+ 0.1 too; divided by 2.
+  half = row["ratio_high"] - row["ratio_low"]
+  assert half == pytest.approx(2.446912 * error, rel=1e-4)
+  # At G = 4 the replicates of the theory are -+ (0.1/4 + 0.1/12).
+  spread = np.hypot(error, error / 3)
+  assert row["deviation"] == pytest.approx((4 - 3) / spread, rel=1e-4)
+  summary = mse_report.summary(rows, found)["base"]
+  assert summary["moments"]["remainder"]["mean"] == 18
+  assert summary["largest_deviation"]["leave_one_out"] == row["deviation"]
+
+
+def test_equal_rewards_make_no_trouble(tmp_path):
+  """All errors are 0: no interval, no ratio, and still a picture."""
+  moments = dict.fromkeys(u_statistics.Moments._fields, 0.0)
+  row = row_of(0, 0.0, 0.0, moments)
+  row["errors_without"] = {k: [[0.0]] * 4 for k in row["errors_without"]}
+  row["moments_without"] = {k: [0.0] * 4 for k in row["moments_without"]}
+  found = mse_report.table([row], [2])
+  assert all(r["deviation"] == r["mse_high"] == 0 for r in found)
+  config = mse.default_config().unlock()
+  config.group_sizes = (2,)
+  mse_report.draw(found, config, tmp_path / "mse.png")
+  assert (tmp_path / "mse.png").exists()
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"samples": 22}, "samples = 22: must be a multiple of 4"),
+    ({"samples": 8}, "at least 3 times"),
+    ({"group_sizes": "(1,4)"}, "whole numbers of 2 or more"),
+    ({"group_sizes": "()"}, "whole numbers of 2 or more"),
+    ({"group_sizes": "(3,4)"}, "each must divide the largest"),
+    ({"shots": 0}, "shots = 0: must be 1 or more"),
+    ({"seed": -1}, "seed = -1: must be 0 or more"),
+    ({"instruct": "nowhere"}, "instruct: no model at 'nowhere'"),
+    ({"difficulty": "(4,2)"}, "difficulty: "),
+    ({"sample": 3}, "did you mean --config.samples"),
+  ],
+)
+def test_impossible_settings(toy_model, tmp_path, changes, message):
+  with pytest.raises(SystemExit) as error:
+    mse.main(arguments(toy_model, tmp_path / "mse", **changes))
+  assert message in str(error.value)
+  assert not (tmp_path / "mse").exists()
+
+
+def test_another_study_in_the_directory(finished, toy_model):
+  with pytest.raises(SystemExit, match="holds results of another config"):
+    mse.main(arguments(toy_model, finished, seed=1))
+
+
+def test_a_base_model_that_chats(toy_model, tmp_path):
+  argv = arguments(toy_model, tmp_path / "mse", base="arithmetic-instruct")
+  with pytest.raises(SystemExit, match="has a chat template"):
+    mse.main(argv)
