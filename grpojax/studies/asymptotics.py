@@ -1,0 +1,153 @@
+"""The limit of the suboptimality gap, and distances between distributions.
+
+Stochastic gradient ascent with step sizes eta / (n + offset) ends at theta*
+like sqrt(n) (theta_n - theta*) -> N(0, S), so the scaled gap converges to a
+weighted sum of chi-squares,
+
+  n (J* - J(theta_n)) -> 1/2 sum_k lambda_k chi2_1,
+
+lambda the eigenvalues of H^1/2 S H^1/2, H the curvature -grad^2 J(theta*)
+(arXiv 2603.01162, Theorem 8). All in float64.
+"""
+
+import numpy as np
+from jaxtyping import Float
+
+
+def limit_covariance(
+  curvature: Float[np.ndarray, "d d"],
+  noise: Float[np.ndarray, "d d"],
+  eta: float,
+) -> Float[np.ndarray, "d d"]:
+  """S, the covariance that sqrt(n) (theta_n - theta*) converges to.
+
+  It solves (eta H - I/2) S + S (eta H - I/2) = eta^2 noise: in the basis of
+  H's eigenvectors, S_ij = eta^2 noise_ij / (eta (h_i + h_j) - 1) (V. Fabian,
+  1968, "On asymptotic normality in stochastic approximation").
+
+  Args:
+    curvature: H, positive definite.
+    noise: covariance of one step's gradient estimate at theta*.
+    eta: the step sizes are eta / (n + offset).
+
+  Returns:
+    S, in units of theta squared.
+
+  Raises:
+    ValueError: eta H - I/2 is not positive definite: with steps so short the
+      gap goes to 0 slower than 1/n.
+  """
+  h, basis = np.linalg.eigh(curvature)
+  if not eta * h[0] > 0.5:
+    raise ValueError(
+      f"eta times the smallest curvature is {eta * h[0]:.3g}; the 1/n rate "
+      "needs more than 1/2: larger steps"
+    )
+  rotated = basis.T @ noise @ basis
+  solution = eta**2 * rotated / (eta * (h[:, None] + h) - 1)
+  return basis @ solution @ basis.T
+
+
+def chi_square_weights(
+  curvature: Float[np.ndarray, "d d"], covariance: Float[np.ndarray, "d d"]
+) -> Float[np.ndarray, "d"]:
+  """Eigenvalues of H^1/2 S H^1/2 / 2, in units of J: the chi-squares' weights.
+
+  Their sum is the mean of the limit distribution.
+  """
+  h, basis = np.linalg.eigh(curvature)
+  root = basis * np.sqrt(h)  # root root^T = H
+  return np.linalg.eigvalsh(root.T @ covariance @ root) / 2
+
+
+def chi_square_quantiles(
+  weights: Float[np.ndarray, "d"], count: int = 5000, seed: int = 0
+) -> Float[np.ndarray, "Q"]:
+  """The distribution of sum_k weights_k chi2_1, as `count` equal parts.
+
+  From 200 draws a part: the distribution function is off by at most 0.0014
+  (95%) with the default count.
+
+  Returns:
+    The medians of the parts, ascending.
+  """
+  draws = np.random.default_rng(seed).normal(size=(200 * count, len(weights)))
+  ordered = np.sort(draws**2 @ weights)
+  return np.median(ordered.reshape(count, 200), axis=-1)
+
+
+def linear_gap(
+  curvature: Float[np.ndarray, "d d"],
+  noise: Float[np.ndarray, "d d"],
+  start: Float[np.ndarray, "d"],
+  eta: float,
+  offset: int | float,
+  steps: tuple[int, ...],
+) -> Float[np.ndarray, "S"]:
+  """Mean gap after some steps if J were quadratic and the noise constant.
+
+  Along the eigenvector i of H the mean square m of theta - theta* follows
+  m <- (1 - a h_i)^2 m + a^2 noise_ii with a = eta / (n + offset). Against the
+  limit it tells how far the start and the offset are still felt; what remains
+  between it and a run is the curvature of everything else.
+
+  Args:
+    curvature: H.
+    noise: see `limit_covariance`.
+    start: theta_0 - theta*.
+    eta: see `limit_covariance`.
+    offset: added to n = 1, 2, ... in the step size.
+    steps: ascending numbers of steps.
+
+  Returns:
+    E[J* - J(theta_n)] for each n of steps, not scaled by n.
+  """
+  h, basis = np.linalg.eigh(curvature)
+  noise_diagonal = np.einsum("ij,ik,kj->j", basis, noise, basis)
+  square, gaps = (basis.T @ start) ** 2, {}
+  for n in range(1, steps[-1] + 1):
+    a = eta / (n + offset)
+    square = (1 - a * h) ** 2 * square + a**2 * noise_diagonal
+    gaps[n] = h @ square / 2
+  return np.array([gaps[n] for n in steps])
+
+
+def distances(
+  a: Float[np.ndarray, "m"], b: Float[np.ndarray, "n"]
+) -> tuple[float, float]:
+  """How far two samples' distributions are from each other.
+
+  Returns:
+    Kolmogorov-Smirnov, max |F_a - F_b|, and Wasserstein-1, the integral of
+    |F_a - F_b|, in units of the samples.
+  """
+  points = np.sort(np.concatenate([a, b]))
+  f, g = (
+    np.searchsorted(np.sort(x), points, side="right") / len(x) for x in (a, b)
+  )
+  apart = np.abs(f - g)
+  return float(apart.max()), float(apart[:-1] @ np.diff(points))
+
+
+def null_bands(
+  quantiles: Float[np.ndarray, "Q"],
+  size: int,
+  repeats: int = 200,
+  seed: int = 1,
+) -> tuple[float, float]:
+  """How far a sample of the distribution itself lies from it: 95% quantiles.
+
+  Args:
+    quantiles: the distribution, from `chi_square_quantiles`.
+    size: of the sample.
+    repeats: samples drawn.
+    seed: of the draws.
+
+  Returns:
+    Of the Kolmogorov-Smirnov and of the Wasserstein-1 distance.
+  """
+  rng = np.random.default_rng(seed)
+  samples = rng.choice(quantiles, size=(repeats, size))
+  found = [distances(sample, quantiles) for sample in samples]
+  ks, w1 = np.quantile(found, 0.95, axis=0)
+  return float(ks), float(w1)

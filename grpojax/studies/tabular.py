@@ -1,0 +1,286 @@
+"""A bandit of which everything is known: prompts, policy, optimum, noise.
+
+X prompts share d parameters: pi_theta(y | x) is proportional to
+exp(phi(x, y) . theta) over V one-token completions. The objective is
+
+  J(theta) = E_x E_{y ~ pi_theta(. | x)}[Z],
+  Z = r(x, y) - beta log(pi_theta(y | x) / pi_ref(y | x)),
+
+with the uniform policy as reference (theta = 0) and x uniform. The penalty
+puts the optimum where every completion keeps some probability; with fewer
+parameters than logits, Z still varies there, so no estimator is free of noise.
+Everything here but the policy itself is exact, in float64.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from grpojax.core import advantages, losses, u_statistics
+from grpojax.core.rollout import rollout
+from grpojax.core.step import make_batch, make_grpo_step
+from grpojax.core.types import LM, Prefix, Prompts
+from grpojax.core.update import make_update
+
+
+class Problem(NamedTuple):
+  """What defines the bandit.
+
+  Attributes:
+    features: phi.
+    rewards: r, 0 or 1.
+    beta: weight of the penalty, in units of the reward a nat.
+  """
+
+  features: Float[np.ndarray, "X V d"]
+  rewards: Float[np.ndarray, "X V"]
+  beta: float
+
+
+class Population(NamedTuple):
+  """All completions of all prompts under one policy.
+
+  Attributes:
+    probabilities: pi_theta(y | x).
+    scores: grad_theta log pi_theta(y | x).
+    rewards: Z, the penalised reward.
+  """
+
+  probabilities: Float[np.ndarray, "X V"]
+  scores: Float[np.ndarray, "X V d"]
+  rewards: Float[np.ndarray, "X V"]
+
+
+def make_problem(
+  seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
+) -> Problem:
+  """Draws a problem; `spread` is how much the prompts differ.
+
+  Features and reward thresholds are normal, a part common to all prompts plus
+  `spread` times a part of each prompt's own.
+  """
+  rng = np.random.default_rng(seed)
+
+  def draw(*shape):
+    own = rng.normal(size=(prompts, *shape))
+    return rng.normal(size=shape) + spread * own
+
+  return Problem(draw(vocab, dims), (draw(vocab) > 0).astype(float), beta)
+
+
+def log_ratios(
+  problem: Problem, theta: Float[np.ndarray, "*n d"]
+) -> Float[np.ndarray, "*n X V"]:
+  """log(pi_theta / pi_ref) in nats."""
+  logits = np.einsum("xvd,...d->...xv", problem.features, theta)
+  logits -= logits.max(-1, keepdims=True)
+  return logits - np.log(np.exp(logits).mean(-1, keepdims=True))
+
+
+def objective(
+  problem: Problem, theta: Float[np.ndarray, "*n d"]
+) -> Float[np.ndarray, "*n"]:
+  """J(theta), in units of the reward."""
+  ratio = log_ratios(problem, theta)
+  rewards = problem.rewards - problem.beta * ratio
+  mean = np.mean(np.exp(ratio) * rewards, axis=(-2, -1))  # pi = exp(ratio) / V
+  return np.asarray(mean)
+
+
+def population(problem: Problem, theta: Float[np.ndarray, "d"]) -> Population:
+  """Probabilities, scores and penalised rewards of every completion."""
+  ratio = log_ratios(problem, theta)
+  probabilities = np.exp(ratio) / ratio.shape[-1]
+  mean = np.einsum("xv,xvd->xd", probabilities, problem.features)
+  return Population(
+    probabilities,
+    problem.features - mean[:, None],
+    problem.rewards - problem.beta * ratio,
+  )
+
+
+def derivatives(
+  problem: Problem, theta: Float[np.ndarray, "d"]
+) -> tuple[Float[np.ndarray, "d"], Float[np.ndarray, "d d"]]:
+  """Gradient E[s Z] and Hessian E[s s^T (Z - V(x) - beta)] of J.
+
+  For the Hessian: the gradient of Z is -beta s, and that of s is -E[s s^T | x],
+  whatever y.
+  """
+  p, s, z = population(problem, theta)
+  value = np.sum(p * z, -1, keepdims=True)
+  gradient = np.einsum("xv,xvd->xd", p * z, s).mean(0)
+  weight = p * (z - value - problem.beta)
+  return gradient, np.einsum("xv,xvd,xve->xde", weight, s, s).mean(0)
+
+
+def maximise(
+  problem: Problem, theta: Float[np.ndarray, "d"]
+) -> Float[np.ndarray, "d"]:
+  """A local maximum of J from a start, by Newton's method kept uphill."""
+  damping, best = 1.0, objective(problem, theta)
+  for _ in range(1000):
+    gradient, hessian = derivatives(problem, theta)
+    if np.abs(gradient).max() < 1e-13:
+      break
+    curvature, basis = np.linalg.eigh(-hessian)
+    step = basis @ (basis.T @ gradient / (np.abs(curvature) + damping))
+    # Far out the policy is deterministic, and J flat: no long jumps.
+    step /= max(1.0, np.linalg.norm(step))
+    found = objective(problem, theta + step)
+    if found >= best:
+      theta, best, damping = theta + step, found, damping / 10
+    elif damping > 1e10:  # what is left of the gradient is rounding
+      break
+    else:
+      damping *= 10
+  return theta
+
+
+def optimum(problem: Problem, starts: int = 20) -> Float[np.ndarray, "d"]:
+  """theta*, the maximum of J, the same from many starts.
+
+  Args:
+    problem: the bandit.
+    starts: theta = 0, and normal starts of standard deviation 2.
+
+  Returns:
+    theta*.
+
+  Raises:
+    ValueError: the starts lead to different maxima, or J is flat at the best.
+  """
+  dims = problem.features.shape[-1]
+  first = np.random.default_rng(0).normal(scale=2.0, size=(starts, dims))
+  first[0] = 0
+  ends = [maximise(problem, theta) for theta in first]
+  best = max(ends, key=lambda theta: objective(problem, theta))
+  hint = "choose another problem.seed, or a larger problem.beta"
+  if max(np.abs(theta - best).max() for theta in ends) > 1e-4:
+    raise ValueError(f"the objective has several maxima: {hint}")
+  if np.linalg.eigvalsh(-derivatives(problem, best)[1])[0] < 1e-4:
+    raise ValueError(f"the objective is flat at its maximum: {hint}")
+  return best
+
+
+def gradient_noise(
+  problem: Problem,
+  theta: Float[np.ndarray, "d"],
+  group_size: int,
+  num_samples: int,
+) -> u_statistics.Estimators:
+  """Covariance [d, d] of one step's gradient estimate, for each estimator.
+
+  Of B = num_samples / group_size prompts, drawn with replacement:
+  (Cov_x g(x) + E_x Cov(estimator | x)) / B (arXiv 2603.01162, Proposition 3,
+  with the exact remainder).
+  """
+  everything = population(problem, theta)
+  gradients = np.asarray(
+    u_statistics.policy_gradient(*map(jnp.asarray, everything)), float
+  )
+  between = np.cov(gradients.T, bias=True)
+  within = jax.vmap(u_statistics.covariance, in_axes=(0, 0, 0, None))(
+    *map(jnp.asarray, everything), group_size
+  )
+  return jax.tree.map(
+    lambda one: (
+      (between + np.asarray(one, float).mean(0)) * (group_size / num_samples)
+    ),
+    within,
+  )
+
+
+def policy(problem: Problem) -> LM:
+  """The softmax policy as a language model of one-token completions.
+
+  A prompt is one id, its index x; the parameters are theta [d], and `init`
+  gives the reference. A completion of several tokens would be so many
+  independent draws.
+  """
+  features = jnp.asarray(problem.features, jnp.float32)
+
+  def prefill(params, prompt_ids, prompt_mask):
+    logits = features[prompt_ids[:, 0]] @ params
+    return Prefix(logits, prompt_mask.sum(-1), state=())
+
+  def extend(params, prefix, ids, cache=None, positions=None, segments=None):
+    logits = prefix.last_hidden[:, None, None]
+    return jnp.broadcast_to(logits, (*ids.shape, logits.shape[-1])), cache
+
+  return LM(
+    init=lambda key: jnp.zeros(features.shape[-1]),
+    prefill=prefill,
+    extend=extend,
+    unembed=lambda params, hidden: hidden,
+    init_cache=lambda b, g, t: (),
+  )
+
+
+def values(
+  problem: Problem, theta: Float[Array, "d"], ids: Array
+) -> Float[Array, "B"]:
+  """V(x) = E[Z | x] of some prompts under the current policy, jittable."""
+  logits = jnp.asarray(problem.features, jnp.float32)[ids] @ theta
+  logprobs = jax.nn.log_softmax(logits)
+  ratio = logprobs + jnp.log(logits.shape[-1])
+  rewards = jnp.asarray(problem.rewards, jnp.float32)[ids]
+  rewards -= problem.beta * ratio
+  return jnp.sum(jnp.exp(logprobs) * rewards, -1)
+
+
+def make_step(
+  problem: Problem,
+  estimator: str,
+  group_size: int,
+  tx: optax.GradientTransformation,
+) -> Callable:
+  """One GRPO step on the bandit, `step(state, prompts, ref_params)`.
+
+  Args:
+    problem: the bandit.
+    estimator: "vanilla", "leave_one_out" or "oracle", see `core.advantages`.
+    group_size: G.
+    tx: the optimizer.
+  """
+  lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
+
+  def reward(samples, targets):
+    return table[samples.prompt_ids, samples.completion_ids[..., 0]]
+
+  def weighting(mask):
+    return losses.fixed_length(mask, 1)
+
+  size = {"group_size": group_size, "max_new_tokens": 1, "eos_ids": (0,)}
+  if estimator != "oracle":
+    return make_grpo_step(
+      lm,
+      tx,
+      reward,
+      advantage=getattr(advantages, estimator),
+      kl_in_reward=problem.beta,
+      weighting=weighting,
+      **size,
+    )
+  update = make_update(lm, tx, weighting=weighting)
+
+  def step(state, prompts: Prompts, ref_params):
+    key = jax.random.fold_in(state.key, state.step)
+    samples = rollout(lm, state.params, prompts, key, **size)
+    value = values(problem, state.params, prompts.prompt_ids[:, 0])
+    batch = make_batch(
+      lm,
+      samples,
+      reward(samples, prompts.targets),
+      lambda rewards: advantages.oracle(rewards, value),
+      ref_params,
+      kl_in_reward=problem.beta,
+    )
+    return update(state, batch)
+
+  return step

@@ -1,0 +1,351 @@
+"""Theorem 8's study: the bandit, the limit, and a small whole run."""
+
+import csv
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import optimize, stats
+
+from grpojax.core import advantages
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.step import init_state
+from grpojax.core.types import Prompts
+from grpojax.studies import asymptotics, suboptimality, tabular
+
+THETA = np.array([0.6, -0.4])
+
+
+@pytest.fixture(scope="module")
+def bandit():
+  return tabular.make_problem(
+    3, prompts=3, vocab=4, dims=2, spread=0.5, beta=0.5
+  )
+
+
+def by_hand(problem, theta):
+  """Probabilities and penalised rewards, one completion at a time."""
+  p, z = np.zeros(problem.rewards.shape), np.zeros(problem.rewards.shape)
+  prompts, vocab = p.shape
+  for x in range(prompts):
+    weights = [np.exp(problem.features[x, y] @ theta) for y in range(vocab)]
+    for y in range(vocab):
+      p[x, y] = weights[y] / sum(weights)
+      penalty = problem.beta * np.log(p[x, y] * vocab)
+      z[x, y] = problem.rewards[x, y] - penalty
+  return p, z
+
+
+def test_population_and_objective(bandit):
+  p, z = by_hand(bandit, THETA)
+  found = tabular.population(bandit, THETA)
+  np.testing.assert_allclose(found.probabilities, p)
+  np.testing.assert_allclose(found.rewards, z)
+  np.testing.assert_allclose(
+    tabular.objective(bandit, THETA), (p * z).sum() / 3
+  )
+  several = tabular.objective(bandit, np.stack([THETA, 0 * THETA]))
+  np.testing.assert_allclose(
+    several, [(p * z).sum() / 3, bandit.rewards.mean()]
+  )
+  values = tabular.values(
+    bandit, jnp.asarray(THETA, jnp.float32), jnp.arange(3)
+  )
+  np.testing.assert_allclose(values, (p * z).sum(-1), rtol=1e-5)
+
+
+def test_derivatives_equal_differences(bandit):
+  gradient, hessian = tabular.derivatives(bandit, THETA)
+  basis, step = np.eye(2), 1e-4
+  for i in range(2):
+    ends = THETA + step * basis[i], THETA - step * basis[i]
+    rise = np.subtract(*(tabular.objective(bandit, end) for end in ends))
+    np.testing.assert_allclose(rise / 2 / step, gradient[i], atol=1e-8)
+    turn = np.subtract(*(tabular.derivatives(bandit, e)[0] for e in ends))
+    np.testing.assert_allclose(turn / 2 / step, hessian[i], atol=1e-7)
+    differences = [
+      (np.log(tabular.population(bandit, e).probabilities)) for e in ends
+    ]
+    scores = np.subtract(*differences) / 2 / step
+    found = tabular.population(bandit, THETA).scores[..., i]
+    np.testing.assert_allclose(found, scores, atol=1e-7)
+
+
+def test_policy_is_the_bandits(bandit):
+  lm = tabular.policy(bandit)
+  ids = jnp.arange(3)[:, None]
+  completions = jnp.tile(jnp.arange(4), (3, 1))[..., None]
+  theta = jnp.asarray(THETA, jnp.float32)
+  logprobs, _ = token_logprobs(lm, theta, ids, ids >= 0, completions)
+  expected = np.log(by_hand(bandit, THETA)[0])
+  np.testing.assert_allclose(logprobs[..., 0], expected, atol=1e-5)
+
+
+def test_optimum_in_closed_form():
+  """As many parameters as logits: pi* is exp(r / beta), and Z* constant."""
+  problem = tabular.make_problem(0, 1, 3, 2, spread=0.0, beta=0.5)
+  problem = problem._replace(rewards=np.array([[0.0, 1.0, 0.3]]))
+  theta = tabular.optimum(problem)
+  weights = np.exp(problem.rewards / 0.5)
+  found = tabular.population(problem, theta)
+  np.testing.assert_allclose(found.probabilities, weights / weights.sum())
+  noise = tabular.gradient_noise(problem, theta, 4, 16)
+  np.testing.assert_allclose(noise.oracle, 0, atol=1e-7)
+  np.testing.assert_allclose(noise.leave_one_out, 0, atol=1e-7)
+  assert np.linalg.eigvalsh(noise.vanilla)[0] > 1e-4
+
+
+def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
+  several = tabular.make_problem(9, 8, 4, 3, spread=0.5, beta=0.3)
+  with pytest.raises(ValueError, match="several maxima.*problem.seed"):
+    tabular.optimum(several)
+  flat = bandit._replace(features=bandit.features * [1.0, 0.0])
+  with pytest.raises(ValueError, match="flat|several"):
+    tabular.optimum(flat)
+
+
+@pytest.mark.parametrize("estimator", suboptimality.ESTIMATORS)
+def test_one_step_has_the_gradient_and_noise_of_theory(
+  bandit, estimator, fast_compilation
+):
+  """Mean and covariance of 20000 steps from theta, B = 2 and G = 2."""
+  tx, count = optax.sgd(1.0), 20_000
+  step = tabular.make_step(bandit, estimator, 2, tx)
+  theta = jnp.asarray(THETA, jnp.float32)
+
+  def one(key):
+    own, other = jax.random.split(key)
+    ids = jax.random.randint(other, (2, 1), 0, 3)
+    state = init_state(theta, tx, own)
+    return step(state, Prompts(ids, ids >= 0), 0 * theta)[0].params - theta
+
+  keys = jax.random.split(jax.random.key(0), count)
+  moved = np.asarray(jax.jit(jax.vmap(one))(keys), float)
+  gradient, _ = tabular.derivatives(bandit, THETA)
+  noise = getattr(tabular.gradient_noise(bandit, THETA, 2, 4), estimator)
+  error = (moved.mean(0) - gradient) / np.sqrt(np.diag(noise) / count)
+  assert np.abs(error).max() < 4
+  assert np.abs(gradient).max() > 10 * np.sqrt(noise[0, 0] / count)
+  centred = moved - gradient
+  products = centred[:, :, None] * centred[:, None]
+  error = (products.mean(0) - noise) / (products.std(0) / np.sqrt(count))
+  assert np.abs(error).max() < 4
+
+
+CURVATURE = np.array([[1.0, 0.3], [0.3, 0.6]])
+NOISE = np.array([[0.5, -0.2], [-0.2, 0.4]])
+
+
+def test_limit_of_one_parameter():
+  """eta^2 g / (2 eta h - 1), and its chi-square with weight h / 2 times it."""
+  s = asymptotics.limit_covariance(np.array([[2.0]]), np.array([[3.0]]), 0.7)
+  np.testing.assert_allclose(s, 0.49 * 3 / (2.8 - 1))
+  weights = asymptotics.chi_square_weights(np.array([[2.0]]), s)
+  np.testing.assert_allclose(weights, s[0])
+  with pytest.raises(ValueError, match="more than 1/2"):
+    asymptotics.limit_covariance(np.array([[2.0]]), np.array([[3.0]]), 0.25)
+
+
+def test_limit_is_where_the_covariance_recursion_goes():
+  """Of theta <- theta - a (H theta + noise) on a quadratic, a = 4 / (n + 5)."""
+  start = np.array([2.0, -1.0])
+  m, eta, steps = np.outer(start, start), 4.0, (10, 20_000)
+  gaps = []
+  for n in range(1, steps[-1] + 1):
+    a = eta / (n + 5)
+    shrink = np.eye(2) - a * CURVATURE
+    m = shrink @ m @ shrink.T + a**2 * NOISE
+    if n in steps:
+      gaps.append(np.trace(CURVATURE @ m) / 2)
+  limit = asymptotics.limit_covariance(CURVATURE, NOISE, eta)
+  np.testing.assert_allclose(steps[-1] * m, limit, rtol=2e-3, atol=1e-3)
+  found = asymptotics.linear_gap(CURVATURE, NOISE, start, eta, 5, steps)
+  np.testing.assert_allclose(found, gaps)
+  weights = asymptotics.chi_square_weights(CURVATURE, limit)
+  np.testing.assert_allclose(weights.sum(), np.trace(CURVATURE @ limit) / 2)
+  np.testing.assert_allclose(
+    np.sum(weights**2),
+    np.trace(CURVATURE @ limit @ CURVATURE @ limit) / 4,
+  )
+
+
+@pytest.mark.parametrize(
+  ("weights", "law"),
+  [([0.3], stats.chi2(1, scale=0.3)), ([0.4, 0.4], stats.expon(scale=0.8))],
+)
+def test_quantiles_of_chi_squares(weights, law):
+  found = asymptotics.chi_square_quantiles(np.array(weights), 1000)
+  # 200 000 draws: 4 standard errors of a distribution function.
+  at = (np.arange(1000) + 0.5) / 1000
+  np.testing.assert_allclose(law.cdf(found), at, atol=4 * 0.5 / 200_000**0.5)
+  np.testing.assert_allclose(found.mean(), law.mean(), rtol=0.02)
+
+
+def test_distances_equal_scipys():
+  rng = np.random.default_rng(0)
+  a, b = rng.exponential(size=40), rng.exponential(1.3, size=70)
+  a[3] = b[5]
+  expected = stats.ks_2samp(a, b).statistic, stats.wasserstein_distance(a, b)
+  np.testing.assert_allclose(asymptotics.distances(a, b), expected)
+
+
+def test_null_bands_hold_19_samples_of_20():
+  quantiles = stats.expon.ppf((np.arange(5000) + 0.5) / 5000)
+  ks, w1 = asymptotics.null_bands(quantiles, 100)
+  np.testing.assert_allclose(ks, stats.kstwo.ppf(0.95, 100), rtol=0.1)
+  samples = np.random.default_rng(5).exponential(size=(300, 100))
+  far = [stats.wasserstein_distance(x, quantiles) > w1 for x in samples]
+  assert 0.01 < np.mean(far) < 0.1  # 5% -+ 4 standard errors of 300 and 200
+
+
+def test_best_group_size_is_the_minimum_of_the_limits():
+  config = suboptimality.default_config()
+  known = suboptimality.setting(config)
+
+  def mean(g):
+    noise = tabular.gradient_noise(known.problem, known.optimum, g, 16)
+    limit = asymptotics.limit_covariance(
+      known.curvature, noise.leave_one_out, known.eta
+    )
+    return np.trace(known.curvature @ limit) / 2
+
+  sizes = np.array([2, 5, 9])
+  basis = np.stack([sizes, np.ones(3), 1 / (sizes - 1)], -1)
+  c = np.linalg.solve(basis, [mean(g) for g in sizes.tolist()])
+  np.testing.assert_allclose(mean(4), c @ [4, 1, 1 / 3], rtol=1e-4)
+  found = optimize.minimize_scalar(
+    lambda g: c @ [g, 1, 1 / (g - 1)], bounds=(1.1, 30), method="bounded"
+  )
+  best = suboptimality.best_group_size(config, known)
+  np.testing.assert_allclose(best, found.x, rtol=1e-3)
+
+
+FLAGS = [
+  "--config.runs=200",
+  "--config.steps=(1,200)",
+  "--config.group_sizes=(2,)",
+  "--config.num_samples=4",
+]
+TABLES = ("results.csv", "quantiles.csv", "distances.csv", "summary.json")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, fast_compilation):
+  directory = tmp_path_factory.mktemp("study") / "whole"
+  suboptimality.main([*FLAGS, f"--run_dir={directory}"])
+  return directory
+
+
+def rows_of(path):
+  with open(path) as file:
+    return list(csv.DictReader(file))
+
+
+def test_a_small_study_agrees_with_theory(finished):
+  rows = rows_of(finished / "results.csv")
+  assert [(r["estimator"], r["group_size"], r["n"]) for r in rows] == [
+    (name, "2", n)
+    for name, n in itertools.product(suboptimality.ESTIMATORS, ("1", "200"))
+  ]
+  last = [r for r in rows if r["n"] == "200"]
+  for row in last:
+    mean, low, high = (float(row[k]) for k in ("mean", "low", "high"))
+    # Four standard errors, of which the interval has 1.97 on each side.
+    assert abs(mean - float(row["limit_mean"])) < (high - low) / 1.97 * 2
+    assert float(row["ks"]) < 1.5 * float(row["ks_band"])
+  vanilla, grpo, oracle = (float(row["mean"]) for row in last)
+  assert vanilla > 2 * grpo and grpo > 1.5 * oracle
+  assert (finished / "suboptimality.png").stat().st_size > 10_000
+
+
+def test_the_first_step_is_eta_over_one_plus_offset(finished):
+  config = suboptimality.default_config()
+  known = suboptimality.setting(config)
+  length = known.eta / (1 + config.offset)
+  start = np.zeros(3)
+  gradient, _ = tabular.derivatives(known.problem, start)
+  noise = tabular.gradient_noise(known.problem, start, 2, 4)
+  for estimator in suboptimality.ESTIMATORS:
+    moved = np.load(finished / f"{estimator}_2.npy")[0] / length
+    own = getattr(noise, estimator)
+    error = (moved.mean(0) - gradient) / np.sqrt(np.diag(own) / 200)
+    assert np.abs(error).max() < 4
+    squares = (moved - gradient) ** 2
+    error = (squares.mean(0) - np.diag(own)) / (squares.std(0) / 200**0.5)
+    assert np.abs(error).max() < 4
+
+
+def test_gaps_are_those_of_the_parameters(finished):
+  params = np.load(finished / "oracle_2.npy")
+  assert params.shape == (2, 200, 3)
+  known = suboptimality.setting(suboptimality.default_config())
+  gaps = []
+  for theta in params[1]:
+    p, z = by_hand(known.problem, theta)
+    gaps.append(200 * (known.best - (p * z).sum(-1).mean()))
+  row = rows_of(finished / "results.csv")[-1]
+  assert row["estimator"] == "oracle"
+  np.testing.assert_allclose(float(row["mean"]), np.mean(gaps), rtol=1e-3)
+  assert min(gaps) >= 0
+
+
+def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
+  simulate, started = suboptimality.simulate, []
+
+  def interrupted(config, known, estimator, group_size):
+    started.append(estimator)
+    if started == ["vanilla", "leave_one_out"]:
+      raise KeyboardInterrupt
+    return simulate(config, known, estimator, group_size)
+
+  monkeypatch.setattr(suboptimality, "simulate", interrupted)
+  command = [*FLAGS, f"--run_dir={tmp_path / 'run'}"]
+  with pytest.raises(KeyboardInterrupt):
+    suboptimality.main(command)
+  suboptimality.main(command)
+  assert started == ["vanilla", "leave_one_out", "leave_one_out", "oracle"]
+  for name in TABLES:
+    assert (tmp_path / "run" / name).read_text() == (
+      finished / name
+    ).read_text()
+  names = sorted(path.name for path in finished.iterdir())
+  assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--config.run=3", "did you mean --config.runs"),
+    ("--config.runs=1", "runs = 1: must be 2 or more"),
+    ("--config.steps=(5,5)", r"steps = \(5, 5\): must be increasing"),
+    ("--config.group_sizes=(1,2)", "group_sizes = .*2 or more"),
+    ("--config.group_sizes=(2.0,)", "whole numbers"),
+    ("--config.num_samples=18", r"num_samples = 18: .*not of \[4, 8, 16\]"),
+    ("--config.gain=0.5", "gain = 0.5: the 1/n rate"),
+    ("--config.offset=-1", "offset = -1"),
+    ("--config.problem.vocab=1", "vocab and dims 2 or more"),
+    ("--config.problem.beta=0", "beta = 0.0: must be more than 0"),
+    ("--config.problem.seed=9", "problem: .*several maxima"),
+  ],
+)
+def test_mistakes_are_refused_before_anything_is_written(
+  flag, message, tmp_path
+):
+  small = ["--config.problem.beta=0.3"] if "seed=9" in flag else []
+  with pytest.raises(SystemExit, match=f"^error: (.|\n)*{message}"):
+    suboptimality.main([flag, *small, f"--run_dir={tmp_path / 'new'}"])
+  assert not (tmp_path / "new").exists()
+
+
+def test_another_studys_directory_is_refused(finished):
+  before = (finished / "results.csv").read_bytes()
+  with pytest.raises(SystemExit, match="holds results of another config"):
+    suboptimality.main([*FLAGS, "--config.seed=1", f"--run_dir={finished}"])
+  assert (finished / "results.csv").read_bytes() == before
+
+
+def test_the_estimators_are_the_librarys():
+  assert all(hasattr(advantages, name) for name in suboptimality.ESTIMATORS)
