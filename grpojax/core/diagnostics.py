@@ -3,7 +3,7 @@
 Every error in `core.u_statistics` is quadratic in scores, so it can be read off
 directional derivatives: for a random direction v with E[v v^T] = I, the numbers
 a_i = s_i . v have E_v[a_i a_j] = s_i . s_j. Products of expectations are taken
-over disjoint samples: all is unbiased.
+over disjoint samples, around a baseline from other prompts: all is unbiased.
 
     score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
 """
@@ -48,48 +48,73 @@ class Diagnosis(NamedTuple):
 
 
 class _Parts(NamedTuple):
-  """Unbiased for one prompt in one direction; each [V, B]."""
+  """Unbiased for one prompt, or two, in one direction; "V B" or "V B B"."""
 
-  gradient: Array  # v . U, the leave-one-out gradient
   gradient_sq: Array  # ||g||^2
   oracle: Array  # E[||s||^2 delta^2]
   vanilla: Array  # E[||s||^2 Z^2]
   product: Array  # I sigma^2
+  pairs: Array  # g(x) . g(x') of different prompts; 0 on the diagonal
+
+
+def _baselines(norms: Array, weighted: Array) -> tuple[Array, Array]:
+  """E[||s||^2 Z] / E||s||^2 without a prompt [V, B], or without two [V, B, B].
+
+  The constant baseline with the least variance, and from other prompts and
+  other directions only: independent of whatever it is subtracted from.
+
+  Args:
+    norms: group means of a^2, [V, B].
+    weighted: group means of a^2 Z.
+  """
+
+  def without(x):
+    x = jnp.sum(x, 0) - x  # the other directions
+    total = jnp.sum(x, 1)
+    one = total[:, None] - x
+    return one, one[:, :, None] - x[:, None, :]
+
+  def ratio(over, under):
+    some = under > 0
+    return jnp.where(some, over / jnp.where(some, under, 1.0), 0.0)
+
+  tops, bottoms = without(weighted), without(norms)
+  return ratio(tops[0], bottoms[0]), ratio(tops[1], bottoms[1])
 
 
 def _parts(a: Array, rewards: Array) -> _Parts:
-  """U-statistics of a group, in closed form.
+  """U-statistics of groups, in closed form.
 
-  With centred a and rewards c, sums over distinct indices are: for ||g||^2,
-  of h(i, j) h(k, l); for the oracle, of a_i^2 (Z_i - Z_j)(Z_i - Z_k); for the
-  product, of a_i^2 (Z_j - Z_k)^2 / 2.
+  Over distinct samples i, j, k of a group: a_i a_j (Z_i - b)(Z_j - b) for
+  ||g||^2, a_i^2 (Z_i - Z_j)(Z_i - Z_k) for the oracle, a_i^2 (Z_j - Z_k)^2 / 2
+  for the product.
   """
   n = rewards.shape[-1]
   c = rewards - jnp.mean(rewards, -1, keepdims=True)
-  centred = a - jnp.mean(a, -1, keepdims=True)
   squares = jnp.sum(c**2, -1, keepdims=True)
-  q = jnp.sum(centred * c, -1)
-  quadruples = (
-    (n - 1) * (n - 2) * q**2
-    - n * (n - 1) * jnp.sum((centred * c) ** 2, -1)
-    + jnp.sum(centred**2, -1) * squares[..., 0]
-  )
   delta_sq = (n * (n - 1) * c**2 - squares) / ((n - 1) * (n - 2))
   variance = (squares - n / (n - 1) * c**2) / (n - 2)
+  norms, weighted = jnp.mean(a**2, -1), jnp.mean(a**2 * rewards, -1)
+  vanilla = jnp.mean(a**2 * rewards**2, -1)
+  one, two = _baselines(norms, weighted)
+  score, product = jnp.mean(a, -1), jnp.mean(a * rewards, -1)
+  own = vanilla - 2 * one * weighted + one**2 * norms
+  left = product[:, :, None] - two * score[:, :, None]
+  right = product[:, None, :] - two * score[:, None, :]
+  different = ~jnp.eye(rewards.shape[0], dtype=bool)
   return _Parts(
-    gradient=q / (n - 1),
-    gradient_sq=quadruples / (n * (n - 1) * (n - 2) * (n - 3)),
+    gradient_sq=(n * (product - one * score) ** 2 - own) / (n - 1),
     oracle=jnp.mean(a**2 * delta_sq, -1),
-    vanilla=jnp.mean(a**2 * rewards**2, -1),
+    vanilla=vanilla,
     product=jnp.mean(a**2 * variance, -1),
+    pairs=jnp.where(different, left * right, 0.0),
   )
 
 
-def _combine(sums: _Parts, gradient_squares: Array, count) -> Components:
-  """Components from sums over `count` prompts."""
+def _combine(sums: _Parts, count: int) -> Components:
+  """Components from sums over `count` prompts, and over all their pairs."""
   mean = _Parts(*(x / count for x in sums))
-  # Products of different prompts: their samples are independent.
-  gradient_sq = (sums.gradient**2 - gradient_squares) / (count * (count - 1))
+  gradient_sq = mean.pairs / (count - 1)
   return Components(
     c1=mean.gradient_sq - gradient_sq,
     c2=mean.oracle - mean.gradient_sq,
@@ -107,10 +132,11 @@ def _covariances(parts: _Parts, per_tangent: Array, count: int):
   counted twice, which errs on the safe side.
   """
   tangents = per_tangent.shape[0]
-  sums = _Parts(*(jnp.sum(x, -1, keepdims=True) - x for x in parts))
-  squares = parts.gradient**2
-  squares = jnp.sum(squares, -1, keepdims=True) - squares
-  left_out = jnp.stack(_combine(sums, squares, count - 1)).mean(1)  # [5, B]
+  each = parts._replace(pairs=2 * jnp.sum(parts.pairs, -1))
+  total = [jnp.sum(x, -1, keepdims=True) for x in each]
+  total[-1] /= 2
+  sums = _Parts(*(t - x for t, x in zip(total, each, strict=True)))
+  left_out = jnp.stack(_combine(sums, count - 1)).mean(1)  # [5, B]
   d = left_out - jnp.mean(left_out, -1, keepdims=True)
   e = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]
   return (
@@ -169,7 +195,7 @@ def diagnose(
 
   Args:
     projections: from `score_projections`, V >= 2 directions.
-    rewards: those that the advantages are computed from; B >= 3, G >= 4.
+    rewards: those that the advantages are computed from; B >= 3, G >= 3.
     num_prompts: prompts of the whole step, where only some are given here.
 
   Returns:
@@ -179,16 +205,15 @@ def diagnose(
     ValueError: too few tangents, prompts or samples a prompt.
   """
   v, b, g = projections.shape
-  if v < 2 or b < 3 or g < 4:
+  if v < 2 or b < 3 or g < 3:
     raise ValueError(
       f"a diagnosis with its errors needs at least 2 tangents, 3 prompts and a "
-      f"group size of 4, not {v}, {b} and {g}"
+      f"group size of 3, not {v}, {b} and {g}"
     )
   rewards = rewards.astype(projections.dtype)
   parts = _parts(projections, rewards)
-  sums = _Parts(*(jnp.sum(x, -1) for x in parts))
-  squares = jnp.sum(parts.gradient**2, -1)
-  per_tangent = jnp.stack(_combine(sums, squares, b), axis=-1)  # [V, 5]
+  sums = _Parts(*(jnp.sum(x, range(1, x.ndim)) for x in parts))
+  per_tangent = jnp.stack(_combine(sums, b), axis=-1)  # [V, 5]
   c = Components(*jnp.mean(per_tangent, axis=0))
   over_prompts, over_tangents = _covariances(parts, per_tangent, b)
   errors = jnp.sqrt(jnp.diagonal(over_prompts + over_tangents))

@@ -81,7 +81,7 @@ def tables(
 
 
 def _rounded(row: dict) -> dict:
-  return {name: f"{value:.5g}" for name, value in row.items()}
+  return {name: float(f"{value:.5g}") for name, value in row.items()}
 
 
 def grpo_to_oracle(distances: Sequence[Mapping]) -> dict[int, dict]:
