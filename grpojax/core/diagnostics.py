@@ -199,7 +199,7 @@ def diagnose(
     num_prompts: prompts of the whole step, where only some are given here.
 
   Returns:
-    A `Diagnosis`; every component is unbiased (proof and test: enumeration).
+    A `Diagnosis`; every component is unbiased.
 
   Raises:
     ValueError: too few tangents, prompts or samples a prompt.
@@ -212,7 +212,7 @@ def diagnose(
     )
   rewards = rewards.astype(projections.dtype)
   parts = _parts(projections, rewards)
-  sums = _Parts(*(jnp.sum(x, range(1, x.ndim)) for x in parts))
+  sums = _Parts(*(jnp.sum(x, tuple(range(1, x.ndim))) for x in parts))
   per_tangent = jnp.stack(_combine(sums, b), axis=-1)  # [V, 5]
   c = Components(*jnp.mean(per_tangent, axis=0))
   over_prompts, over_tangents = _covariances(parts, per_tangent, b)

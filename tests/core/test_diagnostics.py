@@ -154,8 +154,11 @@ def test_unbiased_on_a_transformer(tiny_decoder):
 
 @pytest.fixture(scope="module")
 def sampled(tiny_decoder):
-  """Four completions of up to three tokens for each prompt."""
-  return completions([[1, 0, 0], [2, 2, 1], [0, 0, 0], [1, 1, 0]])
+  """Four prompts with four completions each, of up to three tokens."""
+  two = completions([[1, 0, 0], [2, 2, 1], [0, 0, 0], [1, 1, 0]])
+  ids, mask = two.completion_ids[:, ::-1], two.completion_mask[:, ::-1]
+  other = two.replace(completion_ids=ids, completion_mask=mask)
+  return jax.tree.map(lambda *x: jnp.concatenate(x), two, other)
 
 
 def flat(tree):
