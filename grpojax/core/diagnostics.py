@@ -58,10 +58,11 @@ class _Parts(NamedTuple):
 
 
 def _baselines(norms: Array, weighted: Array) -> tuple[Array, Array]:
-  """E[||s||^2 Z] / E||s||^2 without a prompt [V, B], or without two [V, B, B].
+  """E[||s||^2 Z] / E||s||^2 of all but one prompt [B], and but two [B, B].
 
-  The constant baseline with the least variance, and from other prompts and
-  other directions only: independent of whatever it is subtracted from.
+  The constant baseline with the least variance. It may depend on the directions
+  and on other prompts: the mean of s is 0 in every direction, so only samples
+  of the prompt itself would bias what it is subtracted from.
 
   Args:
     norms: group means of a^2, [V, B].
@@ -69,10 +70,9 @@ def _baselines(norms: Array, weighted: Array) -> tuple[Array, Array]:
   """
 
   def without(x):
-    x = jnp.sum(x, 0) - x  # the other directions
-    total = jnp.sum(x, 1)
-    one = total[:, None] - x
-    return one, one[:, :, None] - x[:, None, :]
+    x = jnp.sum(x, 0)
+    one = jnp.sum(x) - x
+    return one, one[:, None] - x
 
   def ratio(over, under):
     some = under > 0
