@@ -13,8 +13,8 @@ along the automatic runs. DIR, by default runs/group_size, gets
 
     curves.csv        one row a training step: budget, group size, seed, reward,
                       accuracy where it was evaluated
-    results.csv       one row a budget and group size: mean reward over training
-                      with its 95% interval over seeds
+    results.csv       one row a budget and group size: mean reward and accuracy
+                      over training with their 95% intervals over seeds
     summary.json      G* predicted and measured, the automatic runs compared
     group_size.png
     logs/             what the training runs printed
@@ -64,8 +64,10 @@ def default_config() -> ConfigDict:
     config.train.eval.num_prompts = 128
     config.train.log.tensorboard = False
     config.train.checkpoint.every = 24
+    config.train.auto_group_size.start = 32  # too large, to see it move
     config.train.auto_group_size.largest = 64
     config.train.diagnostics.every = 2  # of the automatic runs
+    config.train.diagnostics.share = 1.0
   return config.lock()
 
 

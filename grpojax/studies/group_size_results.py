@@ -48,28 +48,43 @@ def _interval(values) -> list[float]:
 
 
 def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
-  """Mean reward over a whole training run, over seeds with 95% intervals.
+  """Means over a whole training run, over seeds with 95% intervals.
 
-  A reward is that of fresh samples for training prompts nobody has seen: the
-  objective itself, at every step.
+  The reward is that of fresh samples for new training prompts: the objective
+  itself, at every step. Seeds differ in their first samples, and all group
+  sizes share that, so the intervals are of a run's difference from the mean of
+  the fixed sizes with its seed.
   """
   out = []
   for budget in config.budgets:
-    for size in (*config.group_sizes, AUTO):
-      runs = [
-        [r for r in rows if (r["budget"], r["run"], r["seed"]) == key]
-        for key in ((budget, str(size), s) for s in range(config.seeds))
+    sizes = (*config.group_sizes, AUTO)
+    runs = {
+      (size, seed): [
+        r
+        for r in rows
+        if (r["budget"], r["run"], r["seed"]) == (budget, str(size), seed)
       ]
-      reward = [np.mean([r["reward"] for r in run]) for run in runs]
-      last = [
-        [r["accuracy"] for r in run if r["accuracy"] is not None][-1]
-        for run in runs
-      ]
-      line = {"budget": budget, "run": str(size)}
-      for name, values in (("reward", reward), ("final_accuracy", last)):
-        mean, low, high = _interval(values)
+      for size in sizes
+      for seed in range(config.seeds)
+    }
+    lines = [{"budget": budget, "run": str(size)} for size in sizes]
+    for name in ("reward", "accuracy"):
+      means = np.array(
+        [
+          [
+            np.mean([r[name] for r in runs[x, s] if r[name] is not None])
+            for s in range(config.seeds)
+          ]
+          for x in sizes
+        ]
+      )
+      seeds = means[:-1].mean(0)  # those of the fixed sizes
+      centred = means - seeds + seeds.mean()
+      for line, values, own in zip(lines, means, centred, strict=True):
+        mean, low, high = _interval(own)
         line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
-      out.append(line | {"rewards": [float(x) for x in reward]})
+        line[f"{name}s"] = values.tolist()
+    out += lines
   return out
 
 
@@ -123,7 +138,7 @@ def _along(config: ConfigDict, rows, budget: int):
 
 
 def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
-  """Reward against steps, and its mean against G, a row for each budget."""
+  """Accuracy against steps, mean reward against G, and G along the runs."""
   figure, grid = study.new_figure(len(config.budgets), 3)
   colour = figure_colours(len(config.group_sizes))
   for axes, budget in zip(grid, config.budgets, strict=True):
@@ -146,17 +161,27 @@ def _draw_curves(axes, config: ConfigDict, rows, budget, colours) -> None:
     (*config.group_sizes, AUTO), [*colours, "crimson"], strict=True
   ):
     here = [r for r in rows if (r["budget"], r["run"]) == (budget, str(size))]
+    here = [r for r in here if r["accuracy"] is not None]
     steps = sorted({r["step"] for r in here})
     values = np.array(
-      [[r["reward"] for r in here if r["step"] == s] for s in steps]
+      [[r["accuracy"] for r in here if r["step"] == s] for s in steps]
     )
     mean, low, high = np.array([_interval(v) for v in values]).T
     name = f"G = {size}" if size != AUTO else AUTO
     axes.plot(steps, mean, color=colour, label=name, lw=1.5)
     axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
-  axes.set(xlabel="step", ylabel="mean reward (fresh samples)", ylim=(0, 1.02))
+  axes.set(xlabel="step", ylabel="held-out accuracy (greedy)", ylim=(0, 1.02))
   axes.legend(fontsize=7, loc="lower right")
   axes.grid(alpha=0.3)
+
+
+def _log_sizes(axes, which: str, sizes) -> None:
+  """Makes an axis, "x" or "y", logarithmic with the group sizes as ticks."""
+  getattr(axes, f"set_{which}scale")("log", base=2)
+  names = [str(size) for size in sizes]
+  limits = (min(sizes) / 1.5, max(sizes) * 1.5)
+  settings = {"ticks": sizes, "ticklabels": names, "lim": limits}
+  axes.set(**{f"{which}{name}": value for name, value in settings.items()})
 
 
 def _draw_sizes(axes, lines, budget, prediction) -> None:
@@ -172,7 +197,7 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
   axes.axhspan(
     auto["reward_low"], auto["reward_high"], color="crimson", alpha=0.12, lw=0
   )
-  axes.set_xscale("log", base=2)
+  _log_sizes(axes, "x", sizes)
   low, high, best = (
     prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
   )
@@ -181,7 +206,6 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
   )
   if best is not None:
     axes.axvline(best, color="black", ls="--", label=f"predicted {best:.0f}")
-  axes.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
   axes.set(xlabel="group size G", ylabel="mean reward over training")
   axes.legend(fontsize=7)
   axes.grid(alpha=0.3)
@@ -195,7 +219,8 @@ def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
       [r["step"] for r in here],
       [r["group_size"] for r in here],
       where="mid",
-      alpha=0.6,
+      alpha=0.7,
+      lw=max(4 - seed, 1),
       label=f"auto, seed {seed}",
     )
   steps, best = _along(config, rows, budget)
@@ -203,7 +228,7 @@ def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   axes.plot(
     steps[finite], best[finite], "k--", label="G* of all estimates so far"
   )
-  axes.set_yscale("log", base=2)
+  _log_sizes(axes, "y", config.group_sizes)
   axes.set(xlabel="step", ylabel="group size")
   axes.legend(fontsize=7)
   axes.grid(alpha=0.3)
@@ -214,7 +239,9 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
   rows = curves(config, directory)
   lines = table(config, rows)
   study.write_csv(directory / "curves.csv", rows)
-  plain = [{k: v for k, v in x.items() if k != "rewards"} for x in lines]
+  plain = [
+    {k: v for k, v in x.items() if not isinstance(v, list)} for x in lines
+  ]
   study.write_csv(directory / "results.csv", plain)
   along = {}
   for budget in config.budgets:
@@ -233,7 +260,8 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
     print(
       f"N = {line['budget']}  G = {line['run']:>4}: mean reward "
       f"{line['reward']:.3f} [{line['reward_low']:.3f}, "
-      f"{line['reward_high']:.3f}]  final accuracy {line['final_accuracy']:.1%}"
+      f"{line['reward_high']:.3f}]  mean accuracy {line['accuracy']:.3f} "
+      f"[{line['accuracy_low']:.3f}, {line['accuracy_high']:.3f}]"
     )
   for budget, x in found.items():
     print(
