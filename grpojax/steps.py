@@ -1,6 +1,7 @@
 """The steps of a training run, with the reward on the host or on the device."""
 
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -21,12 +22,15 @@ from grpojax.core.step import (
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.models.transformer import last_layers
+from grpojax.runtime import sharding
 
 
-def make_diagnose(config: ConfigDict, policy: experiment.Policy):
+def make_diagnose(config: ConfigDict, policy: experiment.Policy, shards: int):
   """`(params, rollout, rewards, key) -> metrics` of the gradient's error.
 
-  It takes the first prompts of the batch, in micro-batches of training's size.
+  It takes the first prompts of the batch. Each carries a tangent for every
+  direction, so micro-batches have fewer prompts than those of training, as long
+  as each of the `shards` that a batch is cut into has one.
   """
   settings, optim = config.diagnostics, config.optim
   options = {"sampling": experiment.sampling(config)}
@@ -37,17 +41,19 @@ def make_diagnose(config: ConfigDict, policy: experiment.Policy):
 
   def diagnose(params: Params, samples: Rollout, rewards: Array, key):
     prompts = rewards.shape[0]
-    rows = prompts // (optim.minibatches * optim.micro_batches)
+    all_rows = prompts // (optim.minibatches * optim.micro_batches)
+    most = max(all_rows // settings.tangents, shards)
+    rows = max(n for n in range(shards, most + 1, shards) if all_rows % n == 0)
     wanted = max(3, settings.share * prompts)
-    parts = min(-(-wanted // rows), prompts // rows)
-    count = int(parts) * rows
+    parts = min(math.ceil(wanted / rows), prompts // rows)
+    count = parts * rows
     projections = diagnostics.score_projections(
       policy.lm,
       params,
       jax.tree.map(lambda x: x[:count], samples),
       key,
       tangents=settings.tangents,
-      micro_batches=int(parts),
+      micro_batches=parts,
       chunk_size=config.logits_chunk,
       **options,
     )
@@ -56,6 +62,10 @@ def make_diagnose(config: ConfigDict, policy: experiment.Policy):
     )
 
   return diagnose
+
+
+def _shards(places: TrainState) -> int:
+  return sharding.row_shards(jax.tree.leaves(places)[0].mesh)
 
 
 def make_host_step(
@@ -107,7 +117,8 @@ def make_host_step(
     state, row = update(state, batch)
     return state, rollout_metrics(samples, rewards) | row
 
-  diagnose = jax.jit(make_diagnose(config, policy))  # compiled when first used
+  # Compiled when first used.
+  diagnose = jax.jit(make_diagnose(config, policy, _shards(places)))
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
@@ -175,7 +186,8 @@ def make_device_step(
     )
     return jax.jit(step, donate_argnums=0, out_shardings=(places, None))
 
-  plain, with_diagnosis = whole(None), whole(make_diagnose(config, policy))
+  plain = whole(None)
+  with_diagnosis = whole(make_diagnose(config, policy, _shards(places)))
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     del examples

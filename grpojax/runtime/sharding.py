@@ -116,6 +116,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(("data", "fsdp")))
 
 
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+  """Into how many parts the prompts of a batch are cut."""
+  return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def check_rows(mesh: Mesh | AbstractMesh, **rows: int) -> None:
   """Whether batches can be cut evenly over the mesh's data and fsdp axes.
 
@@ -126,7 +131,7 @@ def check_rows(mesh: Mesh | AbstractMesh, **rows: int) -> None:
   Raises:
     ValueError: the devices along data and fsdp do not divide one of them.
   """
-  shards = mesh.shape["data"] * mesh.shape["fsdp"]
+  shards = row_shards(mesh)
   for name, count in rows.items():
     if count % shards:
       raise ValueError(
