@@ -5,6 +5,7 @@ The functions most programs need, by their short names; the rest is in
 """
 
 from grpojax.core import advantages as advantages
+from grpojax.core import diagnostics as diagnostics
 from grpojax.core import losses as losses
 from grpojax.core.logprobs import token_logprobs as token_logprobs
 from grpojax.core.rollout import rollout as rollout

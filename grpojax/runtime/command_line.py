@@ -69,7 +69,10 @@ def _setting(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
   """Reads `text` as a setting: one of its words, or of the type of `old`."""
   if text in words:
     return text
-  return _convert(name, text, 1 if old in words else old)
+  try:
+    return _convert(name, text, 1 if old in words else old)
+  except ValueError as error:
+    raise ValueError(" or ".join([f"{error}", *words])) from None
 
 
 def _split(argv: Sequence[str], known: Mapping[str, Any]) -> list:

@@ -213,10 +213,11 @@ def main(argv: list[str]) -> None:
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
   path = directory / "prediction.json"
-  if not path.exists():
-    metrics.write_json(path, predict(config))
-  prediction = json.loads(path.read_text())
-  _train_all(config, directory)
+  with study.resumable():
+    if not path.exists():
+      metrics.write_json(path, predict(config))
+    prediction = json.loads(path.read_text())
+    _train_all(config, directory)
   results.write(config, directory, prediction)
 
 

@@ -231,7 +231,8 @@ def main(argv: list[str]) -> None:
   config, directory = run.open_study(
     argv, "python -m grpojax.studies.mse", default_config, problems
   )
-  rows = _collect(config, directory / "rows.jsonl")
+  with run.resumable():
+    rows = _collect(config, directory / "rows.jsonl")
   table = report.table(rows, config.group_sizes)
   run.write_csv(directory / "results.csv", table)
   metrics.write_json(directory / "summary.json", report.summary(rows, table))

@@ -5,11 +5,12 @@ results that make it resumable, and at the end results.csv, summary.json and
 NAME.png. The same command resumes; another config is refused.
 """
 
+import contextlib
 import csv
 import io
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -50,6 +51,16 @@ def open_study(
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     _open(directory, config)
   return config, directory
+
+
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+  """An interrupt from the keyboard ends in a line that says what is kept."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on with what is not done yet")
+    raise SystemExit(130) from None
 
 
 def _check(config: ConfigDict, default: ConfigDict, problems) -> None:

@@ -254,18 +254,19 @@ def best_group_size(config: ConfigDict, known: Setting) -> float:
   return float(1 + np.sqrt(a3 / a1)) if a1 else float("inf")
 
 
-def main(argv: list[str] | None = None) -> None:
-  """Runs the study, or what is left of it."""
+def main(argv: list[str]) -> None:
+  """Runs the study with `argv`, or what is left of it."""
   config, directory = run.open_study(
-    sys.argv[1:] if argv is None else argv,
+    argv,
     "python -m grpojax.studies.suboptimality",
     default_config,
     problems,
   )
   start, known, outcomes = time.perf_counter(), setting(config), {}
-  for label in itertools.product(ESTIMATORS, config.group_sizes):
-    gaps = load_or_simulate(config, known, directory, *label)
-    outcomes[label] = outcome(config, known, *label, gaps)
+  with run.resumable():
+    for label in itertools.product(ESTIMATORS, config.group_sizes):
+      gaps = load_or_simulate(config, known, directory, *label)
+      outcomes[label] = outcome(config, known, *label, gaps)
   rows = suboptimality_report.tables(config.steps, outcomes)
   for name, table in rows.items():
     run.write_csv(directory / f"{name}.csv", table)
@@ -289,4 +290,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

@@ -116,3 +116,14 @@ def test_help_lists_everything(capsys):
   text = capsys.readouterr().out
   assert "--config.optim.b2=0.95" in text
   assert "--run_dir=  where to write" in text
+
+
+def test_a_word_in_the_place_of_a_number():
+  config, _ = command_line.parse(["--config.group_size=auto"])
+  assert config.group_size == "auto"
+  config, _ = command_line.parse(
+    ["--config.group_size=auto", "--config.group_size=16"]
+  )
+  assert config.group_size == 16
+  with pytest.raises(ValueError, match="group_size=8 or auto$"):
+    command_line.parse(["--config.group_size=autos"])

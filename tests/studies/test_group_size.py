@@ -82,6 +82,7 @@ def small(toy, toy_model):
     "predict.batch": 4,
     "predict.group_size": 4,
     "predict.tangents": 2,
+    "train.auto_group_size.start": 8,
     "train.auto_group_size.largest": 16,
     "train.steps": 2,
     "train.eval.every": 2,
@@ -111,8 +112,9 @@ def test_a_small_study(toy_task, toy_model, tmp_path, monkeypatch, capsys):
     patch.setattr(train, "run", killed)
     # Leave the session's compilation cache alone.
     patch.setattr(group_size.jax.config, "update", lambda *args: None)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as caught:
       group_size.main(argv)
+    assert caught.value.code == 130
     assert not (tmp_path / "study" / "results.csv").exists()
     first = (tmp_path / "study" / "prediction.json").read_bytes()
     group_size.main(argv)

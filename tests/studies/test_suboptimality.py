@@ -303,7 +303,7 @@ def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
 
   monkeypatch.setattr(suboptimality, "simulate", interrupted)
   command = [*FLAGS, f"--run_dir={tmp_path / 'run'}"]
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(SystemExit, match="130"):
     suboptimality.main(command)
   suboptimality.main(command)
   assert started == ["vanilla", "leave_one_out", "leave_one_out", "oracle"]
