@@ -92,11 +92,9 @@ def test_components_are_unbiased(float64):
   )
 
 
-@pytest.fixture(scope="module")
-def tiny_decoder():
-  """A decoder whose completions can be listed: EOS, or a token and the end."""
+def decoder(vocab_size):
   config = TransformerConfig(
-    vocab_size=3, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
+    vocab_size, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
   )
   lm = transformer(config)
   params = jax.tree.map(
@@ -104,6 +102,11 @@ def tiny_decoder():
     lm.init(jax.random.key(0)),
   )
   return lm, params
+
+
+@pytest.fixture(scope="module")
+def tiny_decoder():
+  return decoder(3)
 
 
 def completions(ids):
@@ -139,10 +142,16 @@ def per_sample_gradients(lm, params, rollout):
   )
 
 
-def test_unbiased_on_a_transformer(tiny_decoder):
-  """All completions of one token listed, their gradients one by one."""
-  lm, params = tiny_decoder
-  rollout = completions([[0], [1], [2]])
+def test_unbiased_on_a_transformer():
+  """Every completion of up to two tokens, and their gradients one by one."""
+  lm, params = decoder(2)
+  rollout = completions([[0, 0], [1, 0], [1, 1]])
+  rollout = rollout.replace(prompt_ids=jnp.ones_like(rollout.prompt_ids))
+  assert rollout.completion_mask[0].tolist() == [
+    [True, False],
+    [True, True],
+    [True, True],
+  ]
   p = np.exp(np.asarray(logprobs(lm, params, rollout), np.float64))
   np.testing.assert_allclose(p.sum(-1), 1, atol=1e-6)
   s = np.asarray(per_sample_gradients(lm, params, rollout), np.float64)
