@@ -67,14 +67,11 @@ def _group_size(config: ConfigDict, state: TrainState) -> int:
   return config.group_size if chosen is None else int(chosen.group_size)
 
 
-def _adapt(run: Run, state: TrainState, row) -> TrainState:
+def _adapt(state: TrainState, row, observe) -> TrainState:
   """Where the group size is chosen while training, learns from a diagnosis."""
   old = state.group_size
   if old is None:
     return state
-  observe = jax.jit(
-    experiment.adapt(run.config), out_shardings=run.places.group_size
-  )
   new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
   sizes = int(old.group_size), int(new.group_size)
   if sizes[0] != sizes[1]:
@@ -95,6 +92,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       raise Preempted
 
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
+  places = run.places.group_size
+  observe = jax.jit(experiment.adapt(config), out_shardings=places)
   size, batches = None, iter(())
   greedy = experiment.make_sampler(config, run.policy, 1, Sampling(0.0))
   place = sharding.batch_sharding(run.mesh)
@@ -121,7 +120,7 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       diagnosed = every > 0 and (step - 1) % every == 0
       state, row, shown = make_step(size)(state, prompts, examples, diagnosed)
       if diagnosed:
-        state = _adapt(run, state, row)
+        state = _adapt(state, row, observe)
       clock.append(time.perf_counter())
       row = {"step": step, "group_size": size, **row}
       row |= reporting.speed(config, row, clock)
