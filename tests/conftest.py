@@ -107,3 +107,12 @@ def fast_compilation():
   jax.config.update(name, True)
   yield
   jax.config.update(name, before)
+
+
+@pytest.fixture
+def float64():
+  """Arrays of 64 bits by default, for one test."""
+  before = jax.config.read("jax_enable_x64")
+  jax.config.update("jax_enable_x64", True)
+  yield
+  jax.config.update("jax_enable_x64", before)

@@ -25,14 +25,6 @@ X, M, G = 2, 3, 3  # prompts and completions that exist, group size
 EOS = 0
 
 
-@pytest.fixture
-def float64():
-  before = jax.config.read("jax_enable_x64")
-  jax.config.update("jax_enable_x64", True)
-  yield
-  jax.config.update("jax_enable_x64", before)
-
-
 def exact(p, s, z, weights=None):
   p, s, z = map(jnp.asarray, (p, s, z))
   return group_size.components(

@@ -14,14 +14,6 @@ from grpojax.core import u_statistics as u
 X, M, D = 2, 3, 2  # prompts, completions of each, parameters
 
 
-@pytest.fixture
-def float64():
-  before = jax.config.read("jax_enable_x64")
-  jax.config.update("jax_enable_x64", True)
-  yield
-  jax.config.update("jax_enable_x64", before)
-
-
 def population():
   """Two prompts of different weight with shared parameters."""
   rng = np.random.default_rng(1)

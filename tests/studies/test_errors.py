@@ -16,12 +16,7 @@ FEATURES = np.random.default_rng(0).normal(size=(4, 3))
 REWARDS = np.array([1.0, 0.0, 0.4, 2.0])
 
 
-@pytest.fixture(autouse=True)
-def float64():
-  before = jax.config.read("jax_enable_x64")
-  jax.config.update("jax_enable_x64", True)
-  yield
-  jax.config.update("jax_enable_x64", before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def population(outputs):
