@@ -257,7 +257,6 @@ def main(argv: list[str]) -> None:
     config, flags = command_line.parse(
       argv, {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")}
     )
-    config_lib.validate(config)
   directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
   summary = run(config, directory)
   if summary is None:

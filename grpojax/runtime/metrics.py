@@ -148,6 +148,24 @@ _PANELS = (
 )
 
 
+def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
+  """A matplotlib figure of `size` inches, and its axes [rows, columns]."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure  # not pyplot: it has global state
+
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure, path: str | os.PathLike) -> None:
+  """Writes a figure as PNG, whole or not at all."""
+  path = pathlib.Path(path)
+  temporary = path.with_name(f".{path.name}.tmp")
+  figure.savefig(temporary, format="png")
+  os.replace(temporary, path)
+
+
 def learning_curve(
   metrics_path: str | os.PathLike, out_png: str | os.PathLike
 ) -> None:
@@ -160,9 +178,6 @@ def learning_curve(
   Raises:
     ValueError: no row has anything to draw.
   """
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure  # not pyplot: it has global state
-
   rows = read_jsonl(metrics_path)
   series = {
     key: [row for row in rows if row.get(key) is not None] for key, _ in _PANELS
@@ -171,9 +186,7 @@ def learning_curve(
   if not panels:
     raise ValueError(f"{metrics_path} has no rows to draw")
   columns = math.ceil(len(panels) / 2) if len(panels) > 1 else 1
-  figure = Figure(figsize=(10, 7), dpi=100, layout="constrained")
-  FigureCanvasAgg(figure)
-  grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
+  figure, grid = new_figure(-(-len(panels) // columns), columns, (10, 7))
   for axes in grid.flat[len(panels) :]:
     axes.set_visible(False)
   for axes, (key, title) in zip(grid.flat, panels, strict=False):
@@ -181,10 +194,7 @@ def learning_curve(
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
-  out_png = pathlib.Path(out_png)
-  temporary = out_png.with_name(f".{out_png.name}.tmp")
-  figure.savefig(temporary, format="png")
-  os.replace(temporary, out_png)
+  save_figure(figure, out_png)
 
 
 def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:

@@ -146,7 +146,7 @@ def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
     _draw_sizes(axes[1], lines, budget, prediction)
     _draw_choice(axes[2], config, rows, budget)
     axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
-  study.save_figure(figure, path)
+  metrics.save_figure(figure, path)
 
 
 def figure_colours(count: int):

@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.u_statistics import Estimators, Moments, mse
+from grpojax.runtime import metrics
 from grpojax.studies import errors, run
 
 TITLES = {
@@ -207,7 +208,7 @@ def draw(
     ax.set_ylabel(label)
   legend = axes[0, 0].get_legend_handles_labels()
   figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=9)
-  run.save_figure(figure, path)
+  metrics.save_figure(figure, path)
 
 
 def _lines(ax, rows, style, columns):

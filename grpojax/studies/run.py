@@ -117,19 +117,6 @@ def write_csv(
 
 
 def new_figure(rows: int, columns: int, width: float = 4.0):
-  """A matplotlib figure and its axes [rows, columns]; `width` inches each."""
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure  # not pyplot: it has global state
-
+  """A figure and its axes [rows, columns]; each `width` inches wide."""
   size = (width * columns, 0.8 * width * rows)
-  figure = Figure(figsize=size, dpi=100, layout="constrained")
-  FigureCanvasAgg(figure)
-  return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def save_figure(figure, path: str | os.PathLike) -> None:
-  """Writes a figure as PNG, whole or not at all."""
-  path = pathlib.Path(path)
-  temporary = path.with_name(f".{path.name}.tmp")
-  figure.savefig(temporary, format="png")
-  os.replace(temporary, path)
+  return metrics.new_figure(rows, columns, size)
