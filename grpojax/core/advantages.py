@@ -32,7 +32,9 @@ Common to all: integer, boolean and half-precision rewards become float32; a
 group of equal rewards gives exactly 0 wherever only the group's own rewards are
 subtracted (not in shrinkage and beta_binomial, which pool prompts), and finite
 gradients with respect to the rewards; a group smaller than the estimator needs
-is a ValueError.
+is a ValueError. A reward of nan means that there is none (it failed, or nobody
+could judge): the advantages are those of the group without that sample, whose
+own is 0; so are those of a group with too few left.
 """
 
 import jax.numpy as jnp
@@ -41,7 +43,7 @@ from jaxtyping import Array, Float, Shaped
 from grpojax.core.baselines import beta_binomial as beta_binomial
 from grpojax.core.baselines import length_weighted as length_weighted
 from grpojax.core.baselines import shrinkage as shrinkage
-from grpojax.core.group import as_float, centred
+from grpojax.core.group import as_float, centred, count, minus_others, present
 from grpojax.core.order_k import max_at_k as max_at_k
 from grpojax.core.order_k import min_at_k as min_at_k
 from grpojax.core.order_k import pairwise_rank as pairwise_rank
@@ -60,7 +62,8 @@ def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Returns:
     Advantages, in units of the reward.
   """
-  return as_float(rewards, "vanilla", least=1)
+  rewards = as_float(rewards, "vanilla", least=1)
+  return jnp.where(present(rewards), rewards, 0)
 
 
 def oracle(
@@ -91,7 +94,7 @@ def oracle(
       f"oracle takes one value a prompt: rewards {rewards.shape} need values "
       f"{rewards.shape[:-1]}, not {values.shape}"
     )
-  return rewards - values[..., None]
+  return jnp.where(present(rewards), rewards - values[..., None], 0)
 
 
 def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -111,9 +114,7 @@ def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Raises:
     ValueError: if G < 2.
   """
-  rewards = as_float(rewards, "leave_one_out", least=2)
-  group_size = rewards.shape[-1]
-  return centred(rewards) * (group_size / (group_size - 1))
+  return minus_others(as_float(rewards, "leave_one_out", least=2))
 
 
 def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -156,9 +157,11 @@ def grpo(
   Raises:
     ValueError: if G < 2.
   """
-  deviations = centred(as_float(rewards, "grpo", least=2))
+  rewards = as_float(rewards, "grpo", least=2)
+  deviations = centred(rewards)
   squares = jnp.sum(deviations**2, -1, keepdims=True)
-  return _divide_by_std(deviations, squares / (rewards.shape[-1] - 1), epsilon)
+  variance = squares / jnp.maximum(count(rewards) - 1, 1)
+  return _divide_by_std(deviations, variance, epsilon)
 
 
 def batch_std(
@@ -184,9 +187,11 @@ def batch_std(
   Raises:
     ValueError: if G < 2.
   """
-  deviations = centred(as_float(rewards, "batch_std", least=2))
+  rewards = as_float(rewards, "batch_std", least=2)
+  deviations = centred(rewards)
   # Deviations have mean 0, so their second moment is their variance.
-  variance = jnp.sum(deviations**2) / (deviations.size - 1)
+  samples = jnp.sum(present(rewards))
+  variance = jnp.sum(deviations**2) / jnp.maximum(samples - 1, 1)
   return _divide_by_std(deviations, variance, epsilon)
 
 

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from grpojax.core.group import as_float, centred, sum_of_others
+from grpojax.core.group import (
+  as_float,
+  centred,
+  count,
+  minus_others,
+  present,
+  shifted,
+  sum_of_others,
+)
 
 # Beta(alpha, beta) priors of `beta_binomial`: 15 means by 10 concentrations
 # alpha + beta, from nearly "all or nothing" to nearly "all prompts alike".
@@ -49,29 +57,52 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
-  prompts, group_size = rows.shape
-  if prompts < 3:
+  if len(rows) < 3:
     raise ValueError(
-      f"shrinkage needs a batch of at least 3 prompts, not {prompts}: the "
+      f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}: the "
       "variance between prompts is estimated from the others (batch_size)"
     )
-  variances = jnp.sum(centred(rows) ** 2, -1) / (group_size - 1)
-  within = sum_of_others(variances) / (prompts - 1)
-  shifted = rows - rows[:1, :1]  # equal rewards become exact zeros
-  means = jnp.mean(shifted, -1)
-  pooled = sum_of_others(means)[:, None] / (prompts - 1)
+  here, n = present(rows), count(rows)[:, 0]
+  # From one reward of the batch: equal rewards become exact zeros.
+  some = rows.ravel()[jnp.argmax(here)]
+  moved = jnp.where(here, jnp.where(here, rows, 0) - some, 0)
+  means = jnp.sum(moved, -1) / jnp.maximum(n, 1)
+  noise, between, pooled = _of_others(means, n, jnp.sum(centred(rows) ** 2, -1))
+  # s2 / (n - 1) against t2; a sample without others has but the pooled mean.
+  over = noise + between * (n - 1)
+  weight = jnp.where(over > 0, noise / jnp.where(over > 0, over, 1), 0)
+  weight = jnp.where(n == 1, 1, weight)[:, None]
+  own = sum_of_others(moved) / jnp.maximum(n - 1, 1)[:, None]
+  alone = jnp.where(n == 1, 1, 0)[:, None] * moved
+  found = minus_others(rows) + alone - weight * (pooled[:, None] - own)
+  # Where no other prompt has a reward, there is nothing to pool.
+  others = sum_of_others((n > 0).astype(n.dtype))[:, None]
+  found = jnp.where(others > 0, found, minus_others(rows))
+  return jnp.where(here, found, 0).reshape(rewards.shape)
+
+
+def _of_others(means: Array, n: Array, squares: Array):
+  """What the other prompts say: s2, t2 and their mean, each [B].
+
+  Args:
+    means: of each prompt's rewards.
+    n: how many rewards each has.
+    squares: sums of their squared deviations.
+  """
+  some, several = (n > 0).astype(n.dtype), (n > 1).astype(n.dtype)
+  variances = squares / jnp.maximum(n - 1, 1)
+  within = sum_of_others(variances * several)
+  within = within / jnp.maximum(sum_of_others(several), 1)
+  others = sum_of_others(some)
+  pooled = sum_of_others(means * some) / jnp.maximum(others, 1)
   # B x B numbers, a sum of which is cheap. Sums over all prompts minus one's
   # own would not do: far from the others, it would leave rounding errors.
-  squares = jnp.where(jnp.eye(prompts, dtype=bool), 0, means - pooled) ** 2
-  spread = jnp.sum(squares, -1) / (prompts - 2)
-  between = jnp.maximum(spread - within / group_size, 0)
-  noise = within / (group_size - 1)
-  noisy = noise > 0
-  weight = jnp.where(noisy, noise / jnp.where(noisy, noise + between, 1), 0)
-  own = sum_of_others(shifted) / (group_size - 1)
-  leave_one_out = centred(rows) * (group_size / (group_size - 1))
-  found = leave_one_out - weight[:, None] * (pooled - own)
-  return found.reshape(rewards.shape)
+  apart = some * ~jnp.eye(len(n), dtype=bool) * (means - pooled[:, None]) ** 2
+  spread = jnp.sum(apart, -1) / jnp.maximum(others - 1, 1)
+  inverse = sum_of_others(some / jnp.maximum(n, 1)) / jnp.maximum(others, 1)
+  between = jnp.maximum(spread - within * inverse, 0)
+  # Of fewer than two others there is no spread: keep to one's own.
+  return jnp.where(others > 1, within, 0), between, pooled
 
 
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -107,25 +138,31 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
-  rows = jnp.clip(rewards.reshape(-1, group_size), 0, 1)
+  rows = rewards.reshape(-1, group_size)
+  here, n = present(rows), jnp.sum(present(rows), -1)
+  rows = jnp.clip(jnp.where(here, rows, 0), 0, 1)
+  table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
+  for trials in range(1, group_size + 1):
+    table[trials, : trials + 1] = _log_marginals(trials)
+  table = jnp.asarray(table, rows.dtype)
 
   def log_marginal(successes, trials):
     """Over the grid: [..., 150]; linear between whole numbers of successes."""
-    table = jnp.asarray(_log_marginals(trials), rows.dtype)
-    below = jnp.clip(jnp.floor(successes), 0, trials - 1)
+    below = jnp.clip(jnp.floor(successes), 0, jnp.maximum(trials - 1, 0))
     part = jnp.clip(successes - below, 0, 1)[..., None]
     below = below.astype(int)
-    return table[below] * (1 - part) + table[below + 1] * part
+    return table[trials, below] * (1 - part) + table[trials, below + 1] * part
 
-  of_prompt = log_marginal(jnp.sum(rows, -1), group_size)
+  of_prompt = log_marginal(jnp.sum(rows, -1), n)
   of_others = sum_of_others(of_prompt.T).T
-  successes = sum_of_others(rows)
-  of_group = log_marginal(successes, group_size - 1)
+  successes, others = sum_of_others(rows), jnp.maximum(n - 1, 0)[:, None]
+  of_group = log_marginal(successes, others)
   weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
   alpha = jnp.asarray(_ALPHA, rows.dtype)
-  count = jnp.asarray(_ALPHA + _BETA, rows.dtype) + group_size - 1
-  rates = (alpha + successes[..., None]) / count
-  return rewards - jnp.sum(weights * rates, -1).reshape(rewards.shape)
+  total = jnp.asarray(_ALPHA + _BETA, rows.dtype) + others[..., None]
+  rates = (alpha + successes[..., None]) / total
+  found = jnp.sum(weights * rates, -1).reshape(rewards.shape)
+  return jnp.where(present(rewards), rewards - found, 0)
 
 
 def _log_marginals(trials: int) -> np.ndarray:
@@ -173,9 +210,12 @@ def length_weighted(
       f"length_weighted takes one length a sample: rewards {rewards.shape} "
       f"need lengths of the same shape, not {lengths.shape}"
     )
-  shifted = rewards - rewards[..., :1]  # equal rewards become exact zeros
+  here, moved = present(rewards), shifted(rewards)
+  lengths = jnp.where(here, lengths, 0)
   total = sum_of_others(lengths)
   known = total > 0
-  weighted = sum_of_others(lengths * shifted) / jnp.where(known, total, 1)
-  plain = sum_of_others(shifted) / (rewards.shape[-1] - 1)
-  return shifted - jnp.where(known, weighted, plain)
+  weighted = sum_of_others(lengths * moved) / jnp.where(known, total, 1)
+  plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
+  alone = count(rewards) < 2
+  found = moved - jnp.where(known, weighted, plain)
+  return jnp.where(here & ~alone, found, 0)

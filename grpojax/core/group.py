@@ -1,8 +1,12 @@
-"""Arithmetic along the group axis that the advantages share."""
+"""Arithmetic along the group axis that the advantages share.
+
+A reward of nan is no reward: the sample takes no part in its group, as if it
+had not been drawn, and its advantage is 0.
+"""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 
 def as_float(
@@ -28,12 +32,40 @@ def as_float(
   return rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
 
 
+def present(rewards: Float[Array, "*B G"]) -> Bool[Array, "*B G"]:
+  """Which samples have a reward."""
+  return ~jnp.isnan(rewards)
+
+
+def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:
+  """How many samples of each group have a reward."""
+  return jnp.sum(present(rewards), -1, keepdims=True).astype(rewards.dtype)
+
+
+def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Rewards minus one of their group's: exact zeros where they are all equal.
+
+  0 where there is no reward.
+  """
+  here = present(rewards)
+  clean = jnp.where(here, rewards, 0)
+  some = jnp.argmax(here, -1)[..., None]
+  return jnp.where(here, clean - jnp.take_along_axis(clean, some, -1), 0)
+
+
 def centred(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Rewards minus their group's mean: exactly 0 where they are all equal."""
-  # Measured from the group's first reward: the mean of equal floats rounds
+  # Measured from one of the group's: the mean of equal floats rounds
   # (0.1 * 3 / 3 != 0.1), the mean of exact zeros does not.
-  shifted = rewards - rewards[..., :1]
-  return shifted - jnp.mean(shifted, -1, keepdims=True)
+  moved = shifted(rewards)
+  mean = jnp.sum(moved, -1, keepdims=True) / jnp.maximum(count(rewards), 1)
+  return jnp.where(present(rewards), moved - mean, 0)
+
+
+def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Rewards minus the mean of their group's others; 0 where there are none."""
+  n = count(rewards)
+  return centred(rewards) * (n / jnp.maximum(n - 1, 1))
 
 
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:

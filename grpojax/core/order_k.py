@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from grpojax.core.group import as_float
+from grpojax.core.group import as_float, count, present
 
 MOST_SUBSETS = 200_000
 
@@ -54,29 +54,41 @@ def subset_advantages(
   """
   rewards = _checked(rewards, "subset_advantages", k)
   group_size = rewards.shape[-1]
-  count = math.comb(group_size, k)
-  if count > MOST_SUBSETS:
+  total = math.comb(group_size, k)
+  if total > MOST_SUBSETS:
     raise ValueError(
-      f"subset_advantages would enumerate {count:,} subsets of {k} out of "
+      f"subset_advantages would enumerate {total:,} subsets of {k} out of "
       f"{group_size} rewards, more than {MOST_SUBSETS:,}: use a smaller k or "
       "group, or the closed forms max_at_k and min_at_k"
     )
   subsets = np.array(list(itertools.combinations(range(group_size), k)))
-  values = jnp.asarray(f(rewards[..., subsets]))
-  if values.shape != (*rewards.shape[:-1], count):
+  here = present(rewards)
+  values = jnp.asarray(f(jnp.where(here, rewards, 0)[..., subsets]))
+  if values.shape != (*rewards.shape[:-1], total):
     raise ValueError(
-      f"f must map [..., k] to [...]: subsets {(*rewards.shape[:-1], count, k)}"
-      f" gave values {values.shape}"
+      f"f must map [..., k] to [...]: subsets "
+      f"{(*rewards.shape[:-1], total, k)} gave values {values.shape}"
     )
   values = values.astype(jnp.promote_types(values.dtype, rewards.dtype))
-  # Measured from the first subset, so that equal values cancel exactly.
-  values = values - values[..., :1]
-  each = jnp.broadcast_to(values[..., None], (*values.shape, k))
-  zeros = jnp.zeros(rewards.shape, values.dtype)
-  within = zeros.at[..., subsets].add(each)  # sums over the subsets with i
-  without = jnp.sum(values, -1, keepdims=True) - within
-  within = within / math.comb(group_size - 1, k - 1)
-  return k * (within - without / math.comb(group_size - 1, k))
+  whole = jnp.all(here[..., subsets], -1)
+  # Measured from one of the subsets, so that equal values cancel exactly.
+  first = jnp.argmax(whole, -1)[..., None]
+  values = values - jnp.take_along_axis(values, first, -1)
+
+  def sums(x):
+    """Of each sample, over the subsets with it and over those without."""
+    x = jnp.where(whole, x, 0)
+    each = jnp.broadcast_to(x[..., None], (*x.shape, k))
+    within = jnp.zeros(rewards.shape, x.dtype).at[..., subsets].add(each)
+    return within, jnp.sum(x, -1, keepdims=True) - within
+
+  (within, without), counts = sums(values), sums(jnp.ones_like(values))
+  means = (
+    within / jnp.maximum(counts[0], 1),
+    without / jnp.maximum(counts[1], 1),
+  )
+  enough = here & (count(rewards) > k)
+  return jnp.where(enough, k * (means[0] - means[1]), 0)
 
 
 def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
@@ -110,17 +122,25 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
     ValueError: if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
-  order = jnp.argsort(rewards, -1)
-  ascending = jnp.take_along_axis(rewards, order, -1)
+  here, n = present(rewards), jnp.sum(present(rewards), -1)
+  # At the end, without a gap before it, a missing one has no influence.
+  best = jnp.max(jnp.where(here, rewards, -jnp.inf), -1, keepdims=True)
+  order = jnp.argsort(jnp.where(here, rewards, jnp.inf), -1)
+  filled = jnp.where(here, rewards, jnp.where(n[..., None] > 0, best, 0))
+  ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
-  below, above = (jnp.asarray(c, gaps.dtype) for c in _weights(gaps, k))
+  below, above = (
+    jnp.asarray(table, gaps.dtype)[n]
+    for table in _weights(rewards.shape[-1], k)
+  )
   axis, end = gaps.ndim - 1, jnp.zeros_like(ascending[..., :1])
   gain = jax.lax.cumsum(gaps * below, axis)
   loss = jax.lax.cumsum(gaps * above, axis, reverse=True)
   sorted_advantages = jnp.concatenate([end, gain], -1) + jnp.concatenate(
     [loss, end], -1
   )
-  return jnp.take_along_axis(sorted_advantages, jnp.argsort(order, -1), -1)
+  found = jnp.take_along_axis(sorted_advantages, jnp.argsort(order, -1), -1)
+  return jnp.where(here, found, 0)
 
 
 def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
@@ -160,7 +180,7 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   Returns:
     Advantages in [-1, 1]; each group sums to 0, exactly 0 where its rewards
-    are all equal. A reward that is not a number gives one that is not.
+    are all equal.
 
   Raises:
     ValueError: if G < 2.
@@ -168,9 +188,8 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   rewards = as_float(rewards, "pairwise_rank", least=2)
   own, others = rewards[..., :, None], rewards[..., None, :]
   wins = jnp.sum(own > others, -1) - jnp.sum(own < others, -1)
-  ranks = wins.astype(rewards.dtype) / (rewards.shape[-1] - 1)
-  # Comparisons with it are all false: it would pass for an average sample.
-  return jnp.where(jnp.isnan(rewards), jnp.nan, ranks)
+  # All comparisons with nan are false.
+  return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)
 
 
 def _checked(rewards: Array, name: str, k: int) -> Array:
@@ -179,13 +198,19 @@ def _checked(rewards: Array, name: str, k: int) -> Array:
   return as_float(rewards, f"{name} with k = {k}", least=k + 1)
 
 
-def _weights(gaps: Array, k: int) -> tuple[np.ndarray, np.ndarray]:
-  """a_r and b_r of `max_at_k`, r = 2 .. G, in float64."""
-  group_size = gaps.shape[-1] + 1
-  r = np.arange(2, group_size + 1)
-  below = k * _binomial_ratios(group_size - 1, k)[r - 1]
-  share = _binomial_ratios(group_size - 1, k - 1)[r - 2]
-  return below, -k * share * (group_size - r + 1) / (group_size - k)
+def _weights(group_size: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+  """a_r and b_r of `max_at_k`, r = 2 .. G, in float64: [n, r - 2].
+
+  One row for each number n = 0 .. G of rewards that a group may have; 0 where
+  n <= k, and from r = n + 1 on.
+  """
+  below, above = np.zeros((2, group_size + 1, group_size - 1))
+  for n in range(k + 1, group_size + 1):
+    r = np.arange(2, n + 1)
+    share = _binomial_ratios(n - 1, k - 1)[r - 2]
+    below[n, : n - 1] = k * _binomial_ratios(n - 1, k)[r - 1]
+    above[n, : n - 1] = -k * share * (n - r + 1) / (n - k)
+  return below, above
 
 
 def _binomial_ratios(n: int, k: int) -> np.ndarray:

@@ -50,6 +50,7 @@ def score_projections(
   tangents: int = 4,
   micro_batches: int = 1,
   split: Split = _whole,
+  vectorized: bool = True,
   sampling: Sampling = Sampling(),
   chunk_size: int = 32,
 ) -> Float[Array, "V B G"]:
@@ -68,6 +69,9 @@ def score_projections(
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
       again: the scores are taken with respect to `moving` alone (see
       `models.transformer.last_layers`). All by default.
+    vectorized: take all tangents at once. False takes them one after the
+      other, about 3 V forward passes with the memory of one: for models that
+      cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -100,9 +104,12 @@ def score_projections(
       )
       return jnp.sum(jnp.where(part.completion_mask, logprobs, 0.0), axis=-1)
 
-    return jax.vmap(lambda v: jax.jvp(sequence_logprobs, (moving,), (v,))[1])(
-      directions
-    )
+    def derivative(direction):
+      return jax.jvp(sequence_logprobs, (moving,), (direction,))[1]
+
+    if vectorized:
+      return jax.vmap(derivative)(directions)
+    return jax.lax.map(derivative, directions)
 
   out = jax.lax.map(project, split_rows(rollout, micro_batches))
   return jnp.moveaxis(out, 0, 2).reshape(tangents, b, -1)

@@ -27,7 +27,7 @@ from grpojax.core.types import (
   Rollout,
   TrainState,
 )
-from grpojax.core.update import Metrics, make_update
+from grpojax.core.update import Metrics, make_update, split_rows
 
 
 def init_state(
@@ -62,6 +62,7 @@ def make_batch(
   *,
   on_policy: bool = True,
   kl_in_reward: float = 0.0,
+  micro_batches: int = 1,
   sampling: Sampling = Sampling(),
   chunk_size: int = 32,
 ) -> Batch:
@@ -70,7 +71,8 @@ def make_batch(
   Args:
     lm: the model.
     rollout: the completions.
-    rewards: one a completion.
+    rewards: one a completion; nan is none: such a completion takes no part, in
+      its group's comparison or in the loss.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` without a default (`length_weighted`), it
       gets the completions' lengths [B, G], in tokens, by that keyword.
@@ -79,6 +81,8 @@ def make_batch(
       is exactly the one that sampled, and no old log-probabilities are kept.
     kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
       taken from its reward before the comparison.
+    micro_batches: parts in which the reference scores the batch, one after the
+      other; divides B.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -90,15 +94,14 @@ def make_batch(
   """
   ref_logprobs = None
   if ref_params is not None:
-    ref_logprobs, _ = token_logprobs(
-      lm,
-      ref_params,
-      rollout.prompt_ids,
-      rollout.prompt_mask,
-      rollout.completion_ids,
-      sampling=sampling,
-      chunk_size=chunk_size,
+    score = functools.partial(
+      token_logprobs, lm, ref_params, sampling=sampling, chunk_size=chunk_size
     )
+    rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
+    parts = split_rows(rows, micro_batches)
+    ref_logprobs = jax.lax.map(lambda part: score(*part)[0], parts)
+    ref_logprobs = jnp.swapaxes(ref_logprobs, 0, 1)  # as they were split
+    ref_logprobs = ref_logprobs.reshape(rollout.logprobs.shape)
   if kl_in_reward:
     if ref_logprobs is None:
       raise ValueError("kl_in_reward needs ref_params, the reference policy")
@@ -106,11 +109,12 @@ def make_batch(
       rollout.logprobs, ref_logprobs, rollout.completion_mask
     )
   advantage = _with_lengths(advantage, rollout.completion_mask)
+  rewarded = ~jnp.isnan(rewards)[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
     completion_ids=rollout.completion_ids,
-    completion_mask=rollout.completion_mask,
+    completion_mask=rollout.completion_mask & rewarded,
     advantages=advantage(rewards),
     old_logprobs=None if on_policy else rollout.logprobs,
     ref_logprobs=ref_logprobs,
@@ -137,28 +141,30 @@ def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
   Rows that only pad the batch (no prompt token) are left out.
 
   Returns:
-    Scalars; those of rewards are of the rewards as given, before any penalty:
-    `reward_mean`, `reward_std` (over all samples), `zero_variance_groups`
-    (share of groups whose rewards are all equal: without a penalty they teach
-    nothing), `completion_length_mean` and `_max` (tokens), `truncated`
-    (share cut off at the budget).
+    Scalars; those of rewards are of the rewards as given, before any penalty,
+    where there is one: `reward_mean`, `reward_std` (over all samples),
+    `rewards_missing` (share of samples whose reward is nan),
+    `zero_variance_groups` (share of groups whose rewards are all equal: without
+    a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
+    `truncated` (share cut off at the budget).
   """
   real = jnp.any(rollout.prompt_mask, axis=-1)
   each = jnp.broadcast_to(real[:, None], rewards.shape)
-  rewards = jnp.where(each, rewards.astype(jnp.float32), 0.0)
+  rewarded = each & ~jnp.isnan(rewards)
+  rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
-  count = jnp.maximum(jnp.sum(each), 1)
 
-  def mean(x):
-    return jnp.sum(jnp.where(each, x, 0)) / count
+  def mean(x, over=each):
+    return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
 
-  reward = mean(rewards)
-  same = jnp.max(rewards, axis=-1) == jnp.min(rewards, axis=-1)
+  reward = mean(rewards, rewarded)
+  best = jnp.max(rewards, axis=-1, where=rewarded, initial=-jnp.inf)
+  worst = jnp.min(rewards, axis=-1, where=rewarded, initial=jnp.inf)
   return {
     "reward_mean": reward,
-    "reward_std": jnp.sqrt(mean((rewards - reward) ** 2)),
-    "zero_variance_groups": jnp.sum(same & real)
-    / jnp.maximum(jnp.sum(real), 1),
+    "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
+    "rewards_missing": mean(~rewarded),
+    "zero_variance_groups": mean(best <= worst, real),
     "completion_length_mean": mean(length),
     "completion_length_max": jnp.max(length),
     "truncated": mean(~rollout.finished),
@@ -179,6 +185,7 @@ def make_grpo_step(
   sampling: Sampling = Sampling(),
   epochs: int = 1,
   minibatches: int = 1,
+  micro_batches: int = 1,
   chunk_size: int = 32,
   diagnose: Callable[..., Metrics] | None = None,
   **update_options: Any,
@@ -202,11 +209,11 @@ def make_grpo_step(
     sampling: the distribution to sample and to score with.
     epochs: see `make_update`.
     minibatches: see `make_update`.
+    micro_batches: see `make_update`; the reference takes as many rows at once.
     chunk_size: see `token_logprobs`.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled, to be returned with the others (see `core.diagnostics`).
-    **update_options: `loss`, `weighting`, `micro_batches` and `max_grad_norm`
-      of `make_update`.
+    **update_options: `loss`, `weighting` and `max_grad_norm` of `make_update`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.
@@ -216,6 +223,7 @@ def make_grpo_step(
     tx,
     epochs=epochs,
     minibatches=minibatches,
+    micro_batches=micro_batches,
     sampling=sampling,
     chunk_size=chunk_size,
     **update_options,
@@ -242,6 +250,7 @@ def make_grpo_step(
       ref_params,
       on_policy=epochs * minibatches == 1,
       kl_in_reward=kl_in_reward,
+      micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,
     )

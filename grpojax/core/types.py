@@ -129,7 +129,7 @@ class Batch:
     prompt_ids: as in `Prompts`.
     prompt_mask: as in `Prompts`.
     completion_ids: as in `Rollout`.
-    completion_mask: as in `Rollout`.
+    completion_mask: as in `Rollout`; all False where there is no reward.
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled; None means
       exactly on-policy (the ratio is 1 and no memory is spent on it).

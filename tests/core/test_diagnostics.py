@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from grpojax.core import diagnostics, group_size, projections
@@ -175,15 +176,24 @@ def directions(key, moving, count):
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+  "micro_batches, vectorized", [(1, True), (2, True), (2, False)]
+)
 def test_projections_equal_per_sample_gradients(
-  tiny_decoder, sampled, micro_batches
+  tiny_decoder, sampled, micro_batches, vectorized
 ):
   lm, params = tiny_decoder
   key = jax.random.key(3)
   found = jax.jit(
     lambda p, r: diagnostics.score_projections(
-      lm, p, r, key, tangents=3, micro_batches=micro_batches, chunk_size=2
+      lm,
+      p,
+      r,
+      key,
+      tangents=3,
+      micro_batches=micro_batches,
+      vectorized=vectorized,
+      chunk_size=2,
     )
   )(params, sampled)
   v = directions(key, params, 3)
@@ -192,6 +202,47 @@ def test_projections_equal_per_sample_gradients(
     "vd,bgd->vbg", v, per_sample_gradients(lm, params, sampled)
   )
   np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_model_with_experts_is_diagnosed(sampled):
+  """Its functions cannot be vmapped; against gradients one by one."""
+  config = TransformerConfig(
+    vocab_size=7,
+    width=8,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    mlp=6,
+    experts=3,
+    experts_per_token=2,
+  )
+  lm, key = transformer(config), jax.random.key(3)
+  params = jax.tree.map(lambda x: 8 * x, lm.init(jax.random.key(0)))
+  found = jax.jit(
+    lambda p, r: diagnostics.score_projections(
+      lm, p, r, key, tangents=2, vectorized=False
+    )
+  )(params, sampled)
+
+  def total(params, b, i):
+    logprobs, _ = token_logprobs(
+      lm,
+      params,
+      sampled.prompt_ids,
+      sampled.prompt_mask,
+      sampled.completion_ids,
+    )
+    return jnp.where(sampled.completion_mask, logprobs, 0).sum(-1)[b, i]
+
+  gradient = jax.jit(jax.grad(total))
+  keys = jax.random.split(key, 2)
+  v = [projections.rademacher_like(k, params) for k in keys]
+  for b, i in ((0, 1), (2, 3), (3, 0)):
+    g = gradient(params, b, i)
+    for row, direction in zip(found, v, strict=True):
+      expected = optax.tree.vdot(g, direction)
+      np.testing.assert_allclose(row[b, i], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_projections_of_the_last_layers(tiny_decoder, sampled):

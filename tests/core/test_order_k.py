@@ -222,7 +222,6 @@ def test_pairwise_rank_by_hand():
   binary = jnp.array([1.0, 0.0, 0.0, 1.0, 0.0])
   expected = advantages.leave_one_out(binary)
   np.testing.assert_allclose(pairwise_rank(binary), expected, atol=1e-7)
-  assert jnp.isnan(pairwise_rank(jnp.array([1.0, jnp.nan, 2.0]))[1])
 
 
 EVERY = {

@@ -217,6 +217,48 @@ def test_on_policy_batch_without_old_logprobs(tabular):
   assert metrics["kl"] == 0
 
 
+def test_completions_without_a_reward_take_no_part(tabular):
+  """As if they had not been sampled: in the comparison, loss and weights."""
+  lm = tabular.lm(2, 3)
+  params = jax.random.normal(jax.random.key(3), (2, 4, 3))
+  rng = np.random.default_rng(0)
+  ids = jnp.asarray(rng.integers(0, 3, (2, 4, 5)))
+  length = np.array([[5, 2, 3, 1], [4, 4, 1, 5]])
+  samples = Rollout(
+    prompt_ids=jnp.array([[0], [1]]),
+    prompt_mask=jnp.ones((2, 1), bool),
+    completion_ids=ids,
+    completion_mask=jnp.arange(5) < jnp.asarray(length)[..., None],
+    logprobs=jnp.zeros((2, 4, 5)),
+    finished=jnp.ones((2, 4), bool),
+  )
+  rewards = jnp.array([[1.0, 0.5, 0.0, jnp.nan], [0.0, 2.0, jnp.nan, 1.0]])
+  kept = np.array([[0, 1, 2], [0, 1, 3]])
+  rows = np.arange(2)[:, None]
+  smaller = samples.replace(
+    completion_ids=ids[rows, kept],
+    completion_mask=samples.completion_mask[rows, kept],
+    logprobs=samples.logprobs[:, :3],
+    finished=samples.finished[:, :3],
+  )
+  tx = optax.sgd(1.0)
+  for weighting in (losses.token_mean, losses.sequence_mean):
+    loss = functools.partial(losses.grpo_loss, beta=0.1)
+    update = make_update(lm, tx, loss=loss, weighting=weighting)
+
+    @jax.jit
+    def learn(samples, rewards, update=update):
+      batch = make_batch(lm, samples, rewards, ref_params=0.5 * params)
+      return update(init_state(params, tx, KEY), batch)
+
+    got, metrics = learn(samples, rewards)
+    expected, row = learn(smaller, rewards[rows, kept])
+    np.testing.assert_allclose(got.params, expected.params, atol=1e-6)
+    for name in ("loss", "kl", "entropy"):
+      np.testing.assert_allclose(metrics[name], row[name], rtol=1e-5)
+    assert jnp.abs(got.params - params).max() > 1e-2
+
+
 # How the work is split changes nothing.
 
 
@@ -304,6 +346,7 @@ def test_rollout_metrics_are_numpys():
   b, g, t = 4, 3, 6
   rewards = rng.normal(size=(b, g)).astype(np.float32)
   rewards[1] = 0.1
+  rewards[0, 1] = rewards[1, 2] = np.nan  # two without a reward
   length = rng.integers(1, t, (b, g))
   finished = rng.random((b, g)) < 0.5
   # The last row only pads the batch; its rewards mean nothing.
@@ -318,8 +361,9 @@ def test_rollout_metrics_are_numpys():
   )
   metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(rewards))
   expected = {
-    "reward_mean": rewards[:3].mean(),
-    "reward_std": rewards[:3].std(),
+    "reward_mean": np.nanmean(rewards[:3]),
+    "reward_std": np.nanstd(rewards[:3]),
+    "rewards_missing": 2 / 9,
     "zero_variance_groups": 1 / 3,
     "completion_length_mean": length[:3].mean(),
     "completion_length_max": length.max(),
