@@ -1,6 +1,7 @@
 """Hugging Face model directories: configuration and weights, in and out."""
 
 import json
+import math
 import pathlib
 import shutil
 from typing import Any
@@ -8,18 +9,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from grpojax.core.types import LM, Params
-from grpojax.models import llama, qwen2
+from grpojax.models import (
+  gemma2,
+  gemma3,
+  llama,
+  mistral,
+  qwen2,
+  qwen3,
+  qwen3_moe,
+  weights,
+  weights_out,
+)
 from grpojax.models.transformer import (
   TransformerConfig,
   parameter_shapes,
   transformer,
 )
 
-FAMILIES = {"llama": llama, "qwen2": qwen2}
+FAMILIES = {
+  "llama": llama,
+  "qwen2": qwen2,
+  "qwen3": qwen3,
+  "mistral": mistral,
+  "gemma2": gemma2,
+  "gemma3_text": gemma3,
+  "qwen3_moe": qwen3_moe,
+}
 COMPANIONS = (
   "config.json",
   "generation_config.json",
@@ -32,6 +49,12 @@ COMPANIONS = (
   "merges.txt",
   "chat_template.jinja",
 )
+_REFUSED = {
+  "auto_map": "the model comes with code of its own, which is never run here; "
+  "where it is a plain model of a supported family, remove auto_map",
+  "quantization_config": "quantized weights are not read; get the model in "
+  "bfloat16, float16 or float32",
+}
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
@@ -45,7 +68,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   for directory in (path / "model", path, ASSETS / path):
     # A run has a config.json too, but of another kind, and its model beside it.
     file = directory / "config.json"
-    if file.is_file() and "model_type" in json.loads(file.read_text()):
+    if file.is_file() and "model_type" in weights.read_json(file):
       return directory
   embedded = ", ".join(
     sorted(p.parent.name for p in ASSETS.glob("*/config.json"))
@@ -58,7 +81,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
   """The config.json of a model directory, as it stands."""
-  return json.loads((resolve(path) / "config.json").read_text())
+  return weights.read_json(resolve(path) / "config.json")
 
 
 def _family(hf: dict[str, Any]):
@@ -76,20 +99,29 @@ def to_transformer_config(hf: dict[str, Any]) -> TransformerConfig:
   Raises:
     ValueError: an unsupported architecture, or a value that is not supported.
   """
+  # What a directory says of code of its own is not run, nor passed over.
+  for name, why in _REFUSED.items():
+    if hf.get(name):
+      raise ValueError(f"config.json has {name}: {why}")
   try:
     return _family(hf).config(hf)
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
 
 
-def _flat_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-  leaves, _ = jax.tree.flatten_with_path(
-    parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
+def flatten(tree: Any) -> dict[str, Any]:
+  """Leaves by path: `{"layers/q": ..., ...}`; shapes are leaves too."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(
+    tree, is_leaf=lambda x: isinstance(x, tuple)
   )
-  return {"/".join(p.key for p in path): shape for path, shape in leaves}
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in leaves
+  }
 
 
-def _nest(flat: dict[str, Any]) -> Params:
+def nest(flat: dict[str, Any]) -> Params:
+  """The nested dict that `flatten` made flat."""
   tree: dict[str, Any] = {}
   for path, leaf in flat.items():
     *parents, last = path.split("/")
@@ -100,93 +132,96 @@ def _nest(flat: dict[str, Any]) -> Params:
   return tree
 
 
-def _expected(hf, config) -> dict[str, tuple[list[str], bool]]:
-  """Our path -> (Hugging Face's names, one a layer; stored transposed)."""
-  keys = _family(hf).KEYS
-  names = {}
-  for path in _flat_shapes(config):
-    template, transposed = keys[path]
-    count = config.layers if path.startswith("layers/") else 1
-    names[path] = ([template.format(i) for i in range(count)], transposed)
-  return names
+def layout(hf: dict[str, Any]) -> dict[str, weights.Leaf]:
+  """How each array of a model is stored, by our path.
 
+  Args:
+    hf: a config.json.
 
-def _tensor_files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-  """Which safetensors file holds each tensor."""
-  files = sorted(directory.glob("*.safetensors"))
-  if not files:
-    raise ValueError(
-      f"{directory} holds no *.safetensors (pickled weights are not read)"
+  Raises:
+    ValueError: as `to_transformer_config`.
+  """
+  shapes = flatten(parameter_shapes(to_transformer_config(hf)))
+  keys, leaves = _family(hf).KEYS, {}
+  for path, shape in shapes.items():
+    name, transposed = keys[path]
+    axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
+    names = tuple(
+      name.format(**dict(zip(axes, place, strict=True)))
+      for place in np.ndindex(shape[: len(axes)])
     )
-  where = {}
-  for file in files:
-    try:
-      with safe_open(file, framework="numpy") as tensors:
-        where |= {name: file for name in tensors.keys()}
-    except SafetensorError as error:
-      raise ValueError(
-        f"{file} is not a whole safetensors file ({error}): download it again"
-      ) from error
-  return where
+    leaves[path] = weights.Leaf(names, shape, len(axes), transposed)
+  return leaves
 
 
-def load_params(path: str | pathlib.Path, dtype=jnp.float32) -> Params:
+def abstract_params(hf: dict[str, Any], dtype=jnp.float32) -> Params:
+  """Shapes and dtypes of a model's parameters, in our layout."""
+  return nest(
+    {
+      path: jax.ShapeDtypeStruct(leaf.shape, dtype)
+      for path, leaf in layout(hf).items()
+    }
+  )
+
+
+def load_params(
+  path: str | pathlib.Path, dtype=jnp.float32, shardings: Any = None
+) -> Params:
   """Reads a directory's weights into our layout.
 
   Args:
     path: directory or embedded name, see `resolve`.
     dtype: of the returned arrays.
+    shardings: a `jax.sharding.Sharding` for each of them: a tree, or a function
+      `(abstract params) -> tree`. None is the default device.
 
   Raises:
-    ValueError: missing or surplus tensors (all listed), or a wrong shape.
+    ValueError: damaged files, or weights that do not fit config.json: all that
+      is missing, surplus or of a wrong shape is listed.
   """
   directory = resolve(path)
   hf = read_config(directory)
-  config = to_transformer_config(hf)
-  expected, where = _expected(hf, config), _tensor_files(directory)
-  wanted = {name for names, _ in expected.values() for name in names}
-  # Old exporters also stored what follows from config.json.
-  derived = "rotary_emb.inv_freq"
-  surplus = {n for n in where if not n.endswith(derived)} - wanted
-  if config.tied:  # some exporters write the tied head out a second time
-    surplus.discard("lm_head.weight")
-  if wanted - set(where) or surplus:
-    raise ValueError(
-      f"the weights in {directory} do not fit its config.json; missing: "
-      f"{sorted(wanted - set(where))}, surplus: {sorted(surplus)}"
-    )
-  shapes, flat = _flat_shapes(config), {}
-  for path_, (names, transposed) in expected.items():
-    rows = []
-    for name in names:
-      with safe_open(where[name], framework="numpy") as tensors:
-        row = tensors.get_tensor(name)
-      rows.append(row.T if transposed else row)
-    array = np.stack(rows) if path_.startswith("layers/") else rows[0]
-    if array.shape != shapes[path_]:
-      raise ValueError(
-        f"{names[0]} gives {path_} the shape {array.shape}, but config.json "
-        f"says {shapes[path_]}"
-      )
-    flat[path_] = jnp.asarray(array, dtype)
-  return _nest(flat)
+  leaves, tensors = layout(hf), weights.find(directory)
+
+  def ignored(name):
+    # What old exporters stored though it follows from config.json, and a tied
+    # head that was written out a second time.
+    tied = to_transformer_config(hf).tied and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+  weights.check(directory, leaves, tensors, ignored)
+  if callable(shardings):
+    shardings = shardings(abstract_params(hf, dtype))
+  places = dict.fromkeys(leaves) if shardings is None else flatten(shardings)
+  # The largest first: while it is read, little else is in memory.
+  order = sorted(leaves, key=lambda p: math.prod(leaves[p].shape), reverse=True)
+  flat = {p: weights.read(leaves[p], tensors, dtype, places[p]) for p in order}
+  return nest({p: flat[p] for p in leaves})
 
 
 def load(
-  path: str | pathlib.Path, *, dtype=jnp.float32, remat: bool = False
+  path: str | pathlib.Path,
+  *,
+  dtype=jnp.float32,
+  remat: bool = False,
+  param_dtype=jnp.float32,
+  shardings: Any = None,
 ) -> tuple[LM, Params]:
   """Reads a model directory: the model's functions and its parameters.
 
   Args:
     path: directory or embedded name, see `resolve`.
-    dtype: of computation, see `transformer`; the parameters are float32.
+    dtype: of computation, see `transformer`.
     remat: see `transformer`.
+    param_dtype: of the parameters.
+    shardings: of the parameters, see `load_params`.
 
   Raises:
     ValueError: an unsupported architecture, or weights that do not fit.
   """
   config = to_transformer_config(read_config(path))
-  return transformer(config, dtype=dtype, remat=remat), load_params(path)
+  lm = transformer(config, dtype=dtype, remat=remat)
+  return lm, load_params(path, param_dtype, shardings)
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -197,41 +232,36 @@ def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def save(
-  path: str | pathlib.Path, params: Params, source: str | pathlib.Path
+  path: str | pathlib.Path,
+  params: Params,
+  source: str | pathlib.Path,
+  *,
+  dtype=None,
+  max_shard_size: int = 5 * 10**9,
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
   Args:
     path: the directory to make; nothing stands at `path` until all is written.
-    params: parameters in our layout, in the dtype to store.
+    params: parameters in our layout, on any devices.
     source: the directory that the model came from; its configuration,
       generation configuration and tokenizer files are copied.
+    dtype: to store; None is that of each array.
+    max_shard_size: bytes of a file of weights.
 
   Raises:
-    ValueError: `path` exists already.
+    ValueError: `path` exists already, or the parameters are of another model.
   """
-  path, source = pathlib.Path(path), resolve(source)
-  if path.exists():
-    raise ValueError(f"{path} exists already; remove it or choose another path")
-  hf = read_config(source)
-  tensors = {}
-  for name, (names, transposed) in _expected(
-    hf, to_transformer_config(hf)
-  ).items():
-    array = params
-    for part in name.split("/"):
-      array = array[part]
-    array = np.asarray(array)
-    rows = array if name.startswith("layers/") else [array]
-    for key, row in zip(names, rows, strict=True):
-      tensors[key] = np.ascontiguousarray(row.T if transposed else row)
-  hf["dtype"] = str(next(iter(tensors.values())).dtype)
-  partial = path.with_name(path.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  copy_files(source, partial)
-  (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-  weights = partial / "model.safetensors"
-  save_file(tensors, weights, metadata={"format": "pt"})
-  weights.chmod(0o644)  # safetensors makes it readable by its owner only
-  partial.rename(path)
+  source = resolve(source)
+  hf, flat = read_config(source), flatten(params)
+  leaves = layout(hf)
+  shapes = {name: leaf.shape for name, leaf in leaves.items()}
+  if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
+    raise ValueError(f"the parameters are not those of a model like {source}")
+  stored = str(np.dtype(dtype or next(iter(flat.values())).dtype))
+  hf |= {name: stored for name in ("dtype", "torch_dtype") if name in hf}
+  text = json.dumps({"dtype": stored} | hf, indent=2) + "\n"
+  with weights_out.new_directory(path) as partial:
+    copy_files(source, partial)
+    (partial / "config.json").write_text(text)
+    weights_out.write(partial, leaves, flat, dtype, max_shard_size)

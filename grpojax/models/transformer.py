@@ -1,4 +1,4 @@
-"""One group-native decoder for the llama and qwen2 families.
+"""One group-native decoder for all families of models.
 
 The group is an axis of the computation: a prompt's keys and values are computed
 and stored once, and its whole group of completions attends to them. Attention
@@ -10,146 +10,21 @@ as one stack or, where some of them are held apart (see `last_layers`), as a
 tuple of stacks that follow each other.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int
 
 from grpojax.core.types import LM, Params, Prefix
-from grpojax.models.attention import (
-  rms_norm,
-  rope_tables,
-  rotate,
-  two_part_attention,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-  """Shape of a decoder; hashable, so it can key a compilation.
-
-  Attributes:
-    vocab_size: V.
-    width: D.
-    layers: L.
-    heads: H.
-    kv_heads: K, a divisor of H.
-    head_dim: E, even.
-    mlp: F.
-    rope_theta: base of the rotary frequencies.
-    norm_eps: added to the mean square in RMSNorm.
-    qkv_bias: query, key and value projections have biases.
-    o_bias: the attention's output projection has a bias.
-    mlp_bias: the MLP's three projections have biases.
-    tied: the output head is the transposed embedding.
-  """
-
-  vocab_size: int
-  width: int
-  layers: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  mlp: int
-  rope_theta: float = 10_000.0
-  norm_eps: float = 1e-6
-  qkv_bias: bool = False
-  o_bias: bool = False
-  mlp_bias: bool = False
-  tied: bool = True
-
-
-def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
-  """Shapes of all parameters, as the nested dict that `init` fills."""
-  c = config
-  q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-  layer = {
-    "attn_norm": (c.width,),
-    "q": (c.width, q),
-    "k": (c.width, kv),
-    "v": (c.width, kv),
-    "o": (q, c.width),
-    "mlp_norm": (c.width,),
-    "gate": (c.width, c.mlp),
-    "up": (c.width, c.mlp),
-    "down": (c.mlp, c.width),
-  }
-  if c.qkv_bias:
-    layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-  if c.o_bias:
-    layer |= {"o_bias": (c.width,)}
-  if c.mlp_bias:
-    layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,)}
-    layer |= {"down_bias": (c.width,)}
-  shapes = {
-    "embed": (c.vocab_size, c.width),
-    "layers": {name: (c.layers, *shape) for name, shape in layer.items()},
-    "final_norm": (c.width,),
-  }
-  return shapes if c.tied else shapes | {"head": (c.width, c.vocab_size)}
-
-
-def _initial(key: Key[Array, ""], name: str, shape: tuple[int, ...], layers):
-  """Normal(0, 0.02) weights, output projections scaled down as in GPT-2."""
-  if "norm" in name:
-    return jnp.ones(shape)
-  if "bias" in name:
-    return jnp.zeros(shape)
-  scale = 0.02 / (2 * layers) ** 0.5 if name in ("o", "down") else 0.02
-  return scale * jax.random.normal(key, shape)
-
-
-def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
-  """Draws float32 parameters of a fresh model."""
-  shapes = parameter_shapes(config)
-  leaves, tree = jax.tree.flatten_with_path(
-    shapes, is_leaf=lambda x: isinstance(x, tuple)
-  )
-  keys = jax.random.split(key, len(leaves))
-  return jax.tree.unflatten(
-    tree,
-    [
-      _initial(k, path[-1].key, shape, config.layers)
-      for k, (path, shape) in zip(keys, leaves, strict=True)
-    ],
-  )
-
-
-def _project(x, layer, name):
-  y = x @ layer[name]
-  bias = layer.get(f"{name}_bias")
-  return y if bias is None else y + bias
-
-
-def _block(config, x, layer, rope, mask, prompt, prompt_mask, cache, index):
-  """One decoder layer on x [B, G, S, D]; returns x and its keys, values."""
-  c = config
-  b, g, s, _ = x.shape
-  y = rms_norm(x, layer["attn_norm"], c.norm_eps)
-  q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
-  k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
-  v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
-  q, k = rotate(q, rope), rotate(k, rope)
-  q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
-  own = k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4)
-  if cache is not None:
-    own = jax.tree.map(
-      lambda all_, new: jax.lax.dynamic_update_slice_in_dim(
-        all_, new.astype(all_.dtype), index, axis=3
-      ),
-      cache,
-      own,
-    )
-  out = two_part_attention(q, own, mask, prompt, prompt_mask)
-  out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)
-  x = x + _project(out, layer, "o")
-  y = rms_norm(x, layer["mlp_norm"], c.norm_eps)
-  y = jax.nn.silu(_project(y, layer, "gate")) * _project(y, layer, "up")
-  return x + _project(y, layer, "down"), own
+from grpojax.models.attention import rms_norm, soft_cap
+from grpojax.models.block import Rows, block
+from grpojax.models.config import TransformerConfig as TransformerConfig
+from grpojax.models.config import check, init
+from grpojax.models.config import parameter_shapes as parameter_shapes
+from grpojax.models.rope import rope_tables
 
 
 def _stacks(params: Params) -> tuple[Any, ...]:
@@ -189,7 +64,7 @@ def last_layers(params: Params, count: int):
     jax.tree.map(lambda x, part=part: x[part], params["layers"])
     for part in (slice(total - count), slice(total - count, None))
   )
-  names = ("final_norm", "head")
+  names = ("final_norm", "head", "score")
   moving = {name: params[name] for name in names if name in params}
   moving["layers"] = last
 
@@ -199,28 +74,71 @@ def last_layers(params: Params, count: int):
   return moving, merge
 
 
-def _prefill(config, block, params, prompt_ids, prompt_mask):
+def _scan(config, body, x, params, *scanned):
+  """Scans `body(x, layer, local, *more)` over the layers, stack by stack.
+
+  Args:
+    config: of the model.
+    body: returns the new x and what to keep of the layer.
+    x: hidden states.
+    params: of the model.
+    *scanned: for each stack a pytree with its layers on the leading axis.
+
+  Returns:
+    The hidden states, and what was kept of each stack.
+  """
+  start, kept, uniform = 0, [], len(set(config.locality)) == 1
+  for stack, *more in zip(_stacks(params), *scanned, strict=True):
+    count = len(jax.tree.leaves(stack)[0])
+    kinds = config.locality[start : start + count]
+    start += count
+    if uniform:  # then it needs no choice at run time
+      step = lambda x, s: body(x, s[0], config.locality[0], *s[1:])
+      x, keep = jax.lax.scan(step, x, (stack, *more))
+    else:
+      step = lambda x, s: body(x, *s)
+      x, keep = jax.lax.scan(step, x, (stack, jnp.asarray(kinds), *more))
+    kept.append(keep)
+  return x, tuple(kept)
+
+
+def _embed(config, params, ids):
+  x = params["embed"][ids]
+  if config.scaled_embedding:
+    x = x * jnp.asarray(config.width**0.5, x.dtype)
+  return x
+
+
+def _final_norm(config, params, x):
+  scale = params["final_norm"]
+  return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+
+
+def _rows(config, mask, positions, key_positions, prompt_mask) -> Rows:
+  tables = tuple(
+    rope_tables(positions, config.head_dim, rope) for rope in config.ropes
+  )
+  return Rows(tables, mask, positions, key_positions, prompt_mask)
+
+
+def _prefill(config, step, params, prompt_ids, prompt_mask):
   b, p = prompt_ids.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  rope = rope_tables(positions, config.head_dim, config.rope_theta)
   mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
-  mask = mask[:, None, None, None]
+  rows = _rows(config, mask[:, None, None, None], positions, positions, None)
 
-  def body(x, layer):
-    x, (k, v) = block(config, x, layer, rope, mask, None, None, None, None)
+  def body(x, layer, local):
+    x, (k, v) = step(config, x, layer, local, rows, None, None, None)
     return x, (k[:, 0], v[:, 0])
 
-  x = params["embed"][prompt_ids][:, None]
-  keys_values = []
-  for stack in _stacks(params):
-    x, prompt = jax.lax.scan(body, x, stack)
-    keys_values.append(prompt)
+  x = _embed(config, params, prompt_ids)[:, None]
+  x, keys_values = _scan(config, body, x, params)
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
-    last_hidden=rms_norm(last[:, 0], params["final_norm"], config.norm_eps),
+    last_hidden=_final_norm(config, params, last[:, 0]),
     length=length,
-    state=(tuple(keys_values), prompt_mask),
+    state=(keys_values, prompt_mask),
   )
 
 
@@ -233,40 +151,50 @@ def _own_mask(s, segments: Int[Array, "B G S"] | None) -> Bool[Array, "..."]:
   return mask
 
 
-def _extend(config, block, params, prefix, ids, cache, positions, segments):
+def _extend(config, step, params, prefix, ids, cache, positions, segments):
   s = ids.shape[-1]
   start = 0 if cache is None else cache["index"]
   if positions is None:
     positions = jnp.broadcast_to(start + jnp.arange(s), ids.shape)
   positions = prefix.length[:, None, None] + positions
-  rope = rope_tables(positions, config.head_dim, config.rope_theta)
   keys_values, prompt_mask = prefix.state
-  x = params["embed"][ids]
+  x = _embed(config, params, ids)
   if cache is None:
     mask = _own_mask(s, segments)
+    rows = _rows(config, mask, positions, positions, prompt_mask)
 
-    def body(x, scanned):
-      layer, prompt = scanned
-      args = (rope, mask, prompt, prompt_mask, None, None)
-      return block(config, x, layer, *args)[0], None
+    def body(x, layer, local, prompt):
+      return step(config, x, layer, local, rows, prompt, None, None)[0], None
 
-    for stack in zip(_stacks(params), keys_values, strict=True):
-      x, _ = jax.lax.scan(body, x, stack)
+    x, _ = _scan(config, body, x, params, keys_values)
   else:
     # Unrolled: each layer's cache is then updated in place by the decode loop.
     if segments is not None:
       raise ValueError("segments are for training rows; decode without them")
     size = cache["layers"][0][0].shape[3]
     mask = jnp.arange(size) <= start + jnp.arange(s)[:, None]
+    slots = positions[..., :1] - start + jnp.arange(size)
+    rows = _rows(config, mask, positions, slots, prompt_mask)
     layers = []
     stacks = zip(_stacks(params), keys_values, strict=True)
     each = itertools.chain.from_iterable(map(_unstack, stacks))
-    for (layer, prompt), own in zip(each, cache["layers"], strict=True):
-      args = (rope, mask, prompt, prompt_mask, own, start)
-      x, own = block(config, x, layer, *args)
+    every = zip(each, config.locality, cache["layers"], strict=True)
+    for (layer, prompt), local, own in every:
+      x, own = block(config, x, layer, local, rows, prompt, own, start)
       layers.append(own)
     cache = {"index": start + s, "layers": tuple(layers)}
-  return rms_norm(x, params["final_norm"], config.norm_eps), cache
+  return _final_norm(config, params, x), cache
+
+
+def _unembed(config, params, hidden, dtype):
+  if config.labels:
+    head = params["score"]
+  else:
+    head = params["embed"].T if config.tied else params["head"]
+  logits = jnp.matmul(
+    hidden, head.astype(dtype), preferred_element_type=jnp.float32
+  )
+  return logits if config.labels else soft_cap(logits, config.logits_cap)
 
 
 def transformer(
@@ -283,33 +211,30 @@ def transformer(
       activations (less memory, about a third more work).
 
   Raises:
-    ValueError: heads that do not divide, or an odd head_dim.
+    ValueError: a configuration whose parts do not fit, see `config.check`.
   """
-  if config.heads % config.kv_heads:
-    raise ValueError(
-      f"heads={config.heads} is no multiple of kv_heads={config.kv_heads}"
-    )
-  if config.head_dim % 2:
-    raise ValueError(f"head_dim={config.head_dim} must be even for RoPE")
-  block = _block
+  check(config)
+  step = block
   if remat:  # under a scan nothing else can be merged with the recomputation
-    block = jax.checkpoint(_block, static_argnums=0, prevent_cse=False)
+    # Where no two layers differ, `local` is a Python value.
+    static = (0, 3) if len(set(config.locality)) == 1 else (0,)
+    step = jax.checkpoint(block, static_argnums=static, prevent_cse=False)
 
   def cast(params):
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+    """The router stays float32: which experts it chooses hangs on little."""
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: x if path[-1].key == "router" else x.astype(dtype), params
+    )
 
   def prefill(params, prompt_ids, prompt_mask):
-    return _prefill(config, block, cast(params), prompt_ids, prompt_mask)
+    return _prefill(config, step, cast(params), prompt_ids, prompt_mask)
 
   def extend(params, prefix, ids, cache=None, positions=None, segments=None):
     args = (prefix, ids, cache, positions, segments)
-    return _extend(config, block, cast(params), *args)
+    return _extend(config, step, cast(params), *args)
 
   def unembed(params, hidden):
-    head = params["embed"].T if config.tied else params["head"]
-    return jnp.matmul(
-      hidden, head.astype(dtype), preferred_element_type=jnp.float32
-    )
+    return _unembed(config, params, hidden, dtype)
 
   def init_cache(b, g, t):
     shape = (b, g, config.kv_heads, t, config.head_dim)

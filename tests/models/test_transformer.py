@@ -1,6 +1,7 @@
-"""The decoder's own properties; its logits are compared in test_hf.py."""
+"""The decoder's own properties; its logits are compared in test_families.py."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -207,9 +208,15 @@ def test_bfloat16_computes_in_bfloat16_on_float32_parameters(tiny):
     hidden, _ = lm.extend(params, prefix, ids)
     return jnp.sum(lm.unembed(params, hidden) ** 2), hidden.dtype
 
-  grads, dtype = jax.grad(total, has_aux=True)(tiny.params, half)
-  exact, _ = jax.grad(total, has_aux=True)(tiny.params, tiny.lm)
-  assert dtype == jnp.bfloat16
+  @functools.partial(jax.jit, static_argnums=1)
+  def gradient(params, lm):
+    grads, dtype = jax.grad(total, has_aux=True)(params, lm)
+    assert dtype == lm.init_cache(1, 1, 1)["layers"][0][0].dtype
+    return grads
+
+  grads, exact = (gradient(tiny.params, lm) for lm in (half, tiny.lm))
+  cache = half.init_cache(1, 1, 1)
+  assert cache["layers"][0][0].dtype == jnp.bfloat16
   for ours, want in zip(
     jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True
   ):

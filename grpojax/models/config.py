@@ -1,0 +1,191 @@
+"""A decoder's shape: its features, its parameters' shapes, fresh parameters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from grpojax.core.types import Params
+from grpojax.models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+  """Shape of a decoder; hashable, so it can key a compilation.
+
+  Attributes:
+    vocab_size: V.
+    width: D.
+    layers: L.
+    heads: H.
+    kv_heads: K, a divisor of H.
+    head_dim: E, even.
+    mlp: F, of one expert where there are experts.
+    rope: the rotary embedding.
+    norm_eps: added to the mean square in RMSNorm.
+    qkv_bias: query, key and value projections have biases.
+    o_bias: the attention's output projection has a bias.
+    mlp_bias: the MLP's three projections have biases.
+    tied: the output head is the transposed embedding.
+    qk_norm: each head's queries and keys are normalised.
+    norm_offset: norms scale by 1 + their weights.
+    post_norms: attention and MLP are normalised after, as well as before.
+    activation: of the MLP's gate, "silu" or "gelu_tanh".
+    scaled_embedding: the embedding is multiplied by sqrt(D).
+    attention_scale: of the attention logits; None means 1 / sqrt(E).
+    attention_cap: soft cap of the attention logits, or None.
+    logits_cap: soft cap of the output logits, or None.
+    local_layers: for each layer, whether a token attends to the last `window`
+      tokens only, itself included; () means in no layer.
+    window: see there.
+    local_rope: the rotary embedding of those layers; None means `rope`.
+    experts: X, experts of a layer; 0 means one MLP and no router.
+    experts_per_token: experts that a token is sent to.
+    normalize_experts: the weights of a token's experts sum to 1.
+    labels: outputs of a sequence classifier, which has a score in place of the
+      head; 0 means a language model.
+  """
+
+  vocab_size: int
+  width: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  mlp: int
+  rope: Rope = Rope()
+  norm_eps: float = 1e-6
+  qkv_bias: bool = False
+  o_bias: bool = False
+  mlp_bias: bool = False
+  tied: bool = True
+  qk_norm: bool = False
+  norm_offset: bool = False
+  post_norms: bool = False
+  activation: str = "silu"
+  scaled_embedding: bool = False
+  attention_scale: float | None = None
+  attention_cap: float | None = None
+  logits_cap: float | None = None
+  local_layers: tuple[bool, ...] = ()
+  window: int = 0
+  local_rope: Rope | None = None
+  experts: int = 0
+  experts_per_token: int = 0
+  normalize_experts: bool = False
+  labels: int = 0
+
+  @property
+  def ropes(self) -> tuple[Rope, ...]:
+    """The rotary embeddings: of all layers, and of the local ones."""
+    return (self.rope, *([self.local_rope] if self.local_rope else []))
+
+  @property
+  def locality(self) -> tuple[bool, ...]:
+    """Whether a layer is local, for each layer."""
+    return self.local_layers or (False,) * self.layers
+
+
+def check(config: TransformerConfig) -> None:
+  """Whether the parts of a configuration fit each other.
+
+  Raises:
+    ValueError: they do not.
+  """
+  c = config
+  if c.heads % c.kv_heads:
+    raise ValueError(f"heads={c.heads} is no multiple of kv_heads={c.kv_heads}")
+  if c.head_dim % 2:
+    raise ValueError(f"head_dim={c.head_dim} must be even for RoPE")
+  if len(c.locality) != c.layers:
+    raise ValueError(
+      f"local_layers names {len(c.local_layers)} of {c.layers} layers"
+    )
+  if any(c.local_layers) and c.window < 1:
+    raise ValueError(f"window={c.window} must be at least 1 in local layers")
+  if c.experts and not 1 <= c.experts_per_token <= c.experts:
+    raise ValueError(
+      f"experts_per_token={c.experts_per_token} must be in 1..{c.experts}, the "
+      "experts"
+    )
+
+
+def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
+  q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  layer = {
+    "attn_norm": (c.width,),
+    "q": (c.width, q),
+    "k": (c.width, kv),
+    "v": (c.width, kv),
+    "o": (q, c.width),
+    "mlp_norm": (c.width,),
+  }
+  if c.experts:
+    layer |= {
+      "router": (c.width, c.experts),
+      "expert_gate": (c.experts, c.width, c.mlp),
+      "expert_up": (c.experts, c.width, c.mlp),
+      "expert_down": (c.experts, c.mlp, c.width),
+    }
+  else:
+    layer |= {
+      "gate": (c.width, c.mlp),
+      "up": (c.width, c.mlp),
+      "down": (c.mlp, c.width),
+    }
+  if c.qkv_bias:
+    layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+  if c.o_bias:
+    layer |= {"o_bias": (c.width,)}
+  if c.mlp_bias:
+    layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,)}
+    layer |= {"down_bias": (c.width,)}
+  if c.qk_norm:
+    layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+  if c.post_norms:
+    layer |= {"attn_post_norm": (c.width,), "mlp_post_norm": (c.width,)}
+  return layer
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
+  """Shapes of all parameters, as the nested dict that `init` fills."""
+  c = config
+  shapes = {
+    "embed": (c.vocab_size, c.width),
+    "layers": {
+      name: (c.layers, *shape) for name, shape in _layer_shapes(c).items()
+    },
+    "final_norm": (c.width,),
+  }
+  if c.labels:
+    return shapes | {"score": (c.width, c.labels)}
+  return shapes if c.tied else shapes | {"head": (c.width, c.vocab_size)}
+
+
+def _initial(config, key, name: str, shape: tuple[int, ...]):
+  """Normal(0, 0.02) weights, output projections scaled down as in GPT-2."""
+  if "norm" in name:
+    return jnp.zeros(shape) if config.norm_offset else jnp.ones(shape)
+  if "bias" in name:
+    return jnp.zeros(shape)
+  last = name in ("o", "down", "expert_down")
+  scale = 0.02 / (2 * config.layers) ** 0.5 if last else 0.02
+  return scale * jax.random.normal(key, shape)
+
+
+def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
+  """Draws float32 parameters of a fresh model."""
+  shapes = parameter_shapes(config)
+  leaves, tree = jax.tree.flatten_with_path(
+    shapes, is_leaf=lambda x: isinstance(x, tuple)
+  )
+  keys = jax.random.split(key, len(leaves))
+  return jax.tree.unflatten(
+    tree,
+    [
+      _initial(config, k, path[-1].key, shape)
+      for k, (path, shape) in zip(keys, leaves, strict=True)
+    ],
+  )

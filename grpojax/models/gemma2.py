@@ -1,0 +1,57 @@
+"""The gemma2 family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models import config_json, llama
+from grpojax.models.config import TransformerConfig
+
+KEYS = llama.KEYS | {
+  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}.weight", False)
+  for ours, theirs in (
+    ("attn_post_norm", "post_attention_layernorm"),
+    ("mlp_norm", "pre_feedforward_layernorm"),
+    ("mlp_post_norm", "post_feedforward_layernorm"),
+  )
+}
+READ = config_json.ROPE | {
+  "num_key_value_heads": 4,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "tie_word_embeddings": True,
+  "attention_bias": False,
+  "query_pre_attn_scalar": 256,
+  "sliding_window": 4096,
+  "layer_types": None,
+  "attn_logit_softcapping": 50.0,
+  "final_logit_softcapping": 30.0,
+}
+# `hidden_act` is an older name that transformers does not read.
+FIXED = {
+  "hidden_act": "gelu_pytorch_tanh",
+  "use_bidirectional_attention": False,
+}
+
+
+def common(hf: dict[str, Any]) -> dict[str, Any]:
+  """Fields that gemma2 and gemma3 read alike."""
+  return config_json.common(hf) | {
+    "qkv_bias": hf["attention_bias"],
+    "o_bias": hf["attention_bias"],
+    "norm_offset": True,
+    "post_norms": True,
+    "scaled_embedding": True,
+    "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
+    "attention_cap": hf["attn_logit_softcapping"],
+    "logits_cap": hf["final_logit_softcapping"],
+  }
+
+
+def config(hf: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "gemma2"."""
+  hf = config_json.complete(hf, READ, FIXED)
+  default = [i % 2 == 0 for i in range(hf["num_hidden_layers"])]
+  return TransformerConfig(
+    **common(hf),
+    **config_json.window(hf, hf["sliding_window"], default),
+    rope=config_json.rope(hf),
+  )

@@ -1,0 +1,276 @@
+"""Low-rank adapters: W + scale * A B in the place of frozen matrices W.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv
+2106.09685), equation 3. Only A [in, r] and B [r, out] are parameters of the
+adapted model. B starts at zero, so it starts as the base; and with no adapters
+it is the base, so a reference policy needs no second copy of it.
+"""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from grpojax.core.types import LM, Params
+from grpojax.models import hf, weights, weights_out
+
+# What the decoder multiplies by, and can add an adapter to.
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Of PEFT's settings, those that would change what the adapters compute.
+_REFUSED = (
+  "use_dora",
+  "rank_pattern",
+  "alpha_pattern",
+  "modules_to_save",
+  "fan_in_fan_out",
+  "lora_bias",
+)
+
+
+def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
+  """The matrices that a pattern names, with their shapes [L, in, out].
+
+  Args:
+    base: parameters, or their shapes.
+    targets: regular expression, matched in full against paths like "layers/q".
+
+  Raises:
+    ValueError: it is no regular expression, matches nothing, or something
+      that cannot be adapted.
+  """
+  shapes = {path: leaf.shape for path, leaf in hf.flatten(base).items()}
+  matrices = {
+    path: shape
+    for path, shape in shapes.items()
+    if path in {f"layers/{name}" for name in PROJECTIONS} and len(shape) == 3
+  }
+  try:
+    chosen = [path for path in shapes if re.fullmatch(targets, path)]
+  except re.error as error:
+    raise ValueError(f"targets {targets!r}: {error}") from None
+  wrong = sorted(set(chosen) - set(matrices))
+  if not chosen or wrong:
+    what = f"{', '.join(wrong)}, no projections" if wrong else "nothing"
+    raise ValueError(
+      f"targets {targets!r} match {what}; there are {', '.join(matrices)}"
+    )
+  return {path: matrices[path] for path in chosen}
+
+
+def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
+  """Draws float32 adapters that change nothing yet.
+
+  Args:
+    base: parameters of a `transformer`, or their shapes.
+    key: for A, uniform in +-1/sqrt(in) as in PEFT (Kaiming's with a = sqrt 5).
+    rank: r.
+    targets: see `targets_of`.
+
+  Returns:
+    `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`, b = 0.
+
+  Raises:
+    ValueError: rank < 1, or as `targets_of`.
+  """
+  if rank < 1:
+    raise ValueError(f"rank={rank} must be 1 or more")
+  matrices, layers = targets_of(base, targets), {}
+  keys = jax.random.split(key, len(matrices))
+  for key, (path, shape) in zip(keys, matrices.items(), strict=True):
+    count, fan_in, fan_out = shape
+    bound = fan_in**-0.5
+    a = jax.random.uniform(
+      key, (count, fan_in, rank), minval=-bound, maxval=bound
+    )
+    name = path.removeprefix("layers/")
+    layers[name] = {"a": a, "b": jnp.zeros((count, rank, fan_out))}
+  return {"layers": layers}
+
+
+def attach(base: Params, adapters: Params, scale: int | float) -> Params:
+  """The base with A and scale * B beside their matrices, for the decoder.
+
+  Args:
+    base: parameters, with their layers in one stack.
+    adapters: from `init`; their layers may be in several stacks, as
+      `transformer.last_layers` makes them.
+    scale: of A B.
+
+  Returns:
+    Parameters, with their layers in as many stacks as the adapters'.
+  """
+  if not adapters:
+    return base
+  stacks, parts, start = adapters["layers"], [], 0
+  stacks = stacks if isinstance(stacks, tuple) else (stacks,)
+  for stack in stacks:
+    stop = start + len(jax.tree.leaves(stack)[0])
+    part = base["layers"]
+    if len(stacks) > 1:
+      part = jax.tree.map(lambda x, s=slice(start, stop): x[s], part)
+    low = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
+    low |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
+    parts.append(part | low)
+    start = stop
+  return base | {"layers": tuple(parts) if len(parts) > 1 else parts[0]}
+
+
+def adapt(lm: LM, base: Params, scale: int | float) -> LM:
+  """The model whose parameters are adapters of a frozen base.
+
+  Call it inside `jax.jit`, with `base` an argument of the jitted function: then
+  policy and reference (its adapters are `{}`) share one base in memory.
+
+  Args:
+    lm: a `transformer`.
+    base: its parameters.
+    scale: of A B; PEFT's lora_alpha / r.
+
+  Returns:
+    An LM. Its `init` gives `{}`, the base itself; see `lora.init`.
+  """
+
+  def prefill(adapters, prompt_ids, prompt_mask):
+    return lm.prefill(attach(base, adapters, scale), prompt_ids, prompt_mask)
+
+  def extend(adapters, prefix, ids, cache=None, positions=None, segments=None):
+    params = attach(base, adapters, scale)
+    return lm.extend(params, prefix, ids, cache, positions, segments)
+
+  def unembed(adapters, hidden):
+    return lm.unembed(base, hidden)
+
+  return lm._replace(
+    init=lambda key: {}, prefill=prefill, extend=extend, unembed=unembed
+  )
+
+
+def merge(base: Params, adapters: Params, scale: int | float) -> Params:
+  """Parameters of a plain model that computes what the adapted one does.
+
+  Args:
+    base: parameters; they are not modified.
+    adapters: from `init`, trained.
+    scale: as in `adapt`.
+
+  Returns:
+    Parameters in the base's dtype; the products are computed in float32.
+  """
+  layers = dict(base["layers"])
+  for name, low in adapters.get("layers", {}).items():
+    a, b = (low[side].astype(jnp.float32) for side in ("a", "b"))
+    change = jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
+    matrix = layers[name]
+    layers[name] = (matrix.astype(jnp.float32) + change).astype(matrix.dtype)
+  return base | {"layers": layers}
+
+
+def _names(base: weights.Leaf, side: str) -> tuple[str, ...]:
+  """PEFT's names of A ("a") or B ("b") beside the matrices of a leaf."""
+  end = f".lora_{side.upper()}.weight"
+  return tuple(
+    f"base_model.model.{name.removesuffix('.weight')}{end}"
+    for name in base.names
+  )
+
+
+def _layout(
+  hf_config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, weights.Leaf]:
+  """How PEFT stores adapters: A as [r, in], B as [out, r]."""
+  base, leaves = hf.layout(hf_config), {}
+  for path, shape in shapes.items():
+    target, side = path.rsplit("/", 1)
+    names = _names(base[target], side)
+    leaves[path] = weights.Leaf(names, tuple(shape), 1, True)
+  return leaves
+
+
+def save_peft(
+  path: str | pathlib.Path,
+  adapters: Params,
+  source: str | pathlib.Path,
+  alpha: int | float,
+  dtype: Any = None,
+) -> None:
+  """Writes adapters as the peft library does.
+
+  Args:
+    path: the directory to make; nothing stands there until all is written.
+    adapters: from `init`, trained.
+    source: directory or embedded name of the base model.
+    alpha: PEFT's lora_alpha; the scale is alpha / r.
+    dtype: to store; None is that of the adapters.
+
+  Raises:
+    ValueError: `path` exists already, or there are no adapters.
+  """
+  if not adapters:
+    raise ValueError("there are no adapters to save")
+  flat = hf.flatten(adapters)
+  shapes = {path: array.shape for path, array in flat.items()}
+  layout = _layout(hf.read_config(source), shapes)
+  modules = {leaf.names[0].split(".")[-3] for leaf in layout.values()}
+  config = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": str(source),
+    "r": int(next(iter(flat.values())).shape[-1]),
+    "lora_alpha": alpha,
+    "target_modules": sorted(modules),
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
+  with weights_out.new_directory(path) as partial:
+    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
+
+
+def load_peft(
+  path: str | pathlib.Path, source: str | pathlib.Path
+) -> tuple[Params, float]:
+  """Reads adapters that the peft library, or `save_peft`, wrote.
+
+  Args:
+    path: holds adapter_config.json and adapter_model.safetensors.
+    source: directory or embedded name of the base model.
+
+  Returns:
+    Float32 adapters, and their scale (`adapt`, `merge`).
+
+  Raises:
+    ValueError: settings that are not supported, damaged files, or tensors
+      that do not fit the base.
+  """
+  path = pathlib.Path(path)
+  config = weights.read_json(path / CONFIG)
+  wrong = [name for name in _REFUSED if config.get(name)]
+  wrong += ["peft_type"] if config.get("peft_type") != "LORA" else []
+  wrong += ["bias"] if config.get("bias", "none") != "none" else []
+  if wrong:
+    text = ", ".join(f"{name}={config.get(name)!r}" for name in wrong)
+    raise ValueError(f"{path / CONFIG}: {text} is not supported")
+  tensors, rank = weights.header(path / WEIGHTS), config["r"]
+  hf_config, shapes = hf.read_config(source), {}
+  base = hf.layout(hf_config)
+  every = "|".join(PROJECTIONS)
+  possible = targets_of(hf.abstract_params(hf_config), f"layers/({every})")
+  for target, (count, fan_in, fan_out) in possible.items():
+    if not tensors.keys().isdisjoint(_names(base[target], "a")):
+      shapes[f"{target}/a"] = (count, fan_in, rank)
+      shapes[f"{target}/b"] = (count, rank, fan_out)
+  layout = _layout(hf_config, shapes)
+  weights.check(path, layout, tensors)
+  flat = {
+    name: weights.read(leaf, tensors, jnp.float32)
+    for name, leaf in layout.items()
+  }
+  root = rank**0.5 if config.get("use_rslora") else rank
+  return hf.nest(flat), config["lora_alpha"] / root

@@ -1,0 +1,25 @@
+"""The qwen3 family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models import config_json, qwen2
+from grpojax.models.config import TransformerConfig
+
+KEYS = qwen2.KEYS | {
+  "layers/q_norm": ("model.layers.{layer}.self_attn.q_norm.weight", False),
+  "layers/k_norm": ("model.layers.{layer}.self_attn.k_norm.weight", False),
+}
+READ = qwen2.READ | {"head_dim": 128, "attention_bias": False}
+
+
+def config(hf: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "qwen3"."""
+  hf = config_json.complete(hf, READ)
+  return TransformerConfig(
+    **config_json.common(hf),
+    **qwen2.window(hf),
+    rope=config_json.rope(hf),
+    qkv_bias=hf["attention_bias"],
+    o_bias=hf["attention_bias"],
+    qk_norm=True,
+  )

@@ -1,0 +1,53 @@
+"""The qwen3_moe family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models import config_json, qwen3
+from grpojax.models.config import TransformerConfig
+
+KEYS = qwen3.KEYS | {
+  f"layers/{ours}": (f"model.layers.{{layer}}.mlp.{theirs}.weight", True)
+  for ours, theirs in (
+    ("router", "gate"),
+    ("expert_gate", "experts.{expert}.gate_proj"),
+    ("expert_up", "experts.{expert}.up_proj"),
+    ("expert_down", "experts.{expert}.down_proj"),
+  )
+}
+READ = config_json.ROPE | {
+  "num_key_value_heads": 4,
+  "head_dim": None,
+  "hidden_act": "silu",
+  "tie_word_embeddings": False,
+  "attention_bias": False,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "layer_types": None,
+  "moe_intermediate_size": 768,
+  "num_experts_per_tok": 8,
+  "num_experts": 128,
+  "num_local_experts": None,  # transformers 5's name for num_experts
+  "norm_topk_prob": False,
+}
+FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Every layer has a window, if any has; the rest is for training alone.
+UNUSED = {"max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+
+
+def config(hf: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "qwen3_moe"."""
+  hf = config_json.complete(hf, READ, FIXED, UNUSED)
+  size = hf["sliding_window"] if hf["use_sliding_window"] else None
+  default = [size is not None] * hf["num_hidden_layers"]
+  fields = config_json.common(hf) | {"mlp": hf["moe_intermediate_size"]}
+  return TransformerConfig(
+    **fields,
+    **config_json.window(hf, size, default),
+    rope=config_json.rope(hf),
+    qkv_bias=hf["attention_bias"],
+    o_bias=hf["attention_bias"],
+    qk_norm=True,
+    experts=hf["num_local_experts"] or hf["num_experts"],
+    experts_per_token=hf["num_experts_per_tok"],
+    normalize_experts=hf["norm_topk_prob"],
+  )

@@ -1,0 +1,59 @@
+"""Rotary positions: frequencies, their scaled variants, and the rotation."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """Frequencies of a rotary embedding (Su et al. 2021), for a longer context.
+
+  Without `low_freq_factor` every frequency is divided by `factor` (linear
+  scaling, Chen et al. 2023). With it, by Llama 3.1's rule, only those are that
+  turn less than `low_freq_factor` times in `original_length` positions; those
+  that turn more than `high_freq_factor` times stay, and between the two the
+  frequency is interpolated.
+
+  Attributes:
+    theta: base of the frequencies.
+    factor: how much longer the context is than the one trained on at first.
+    low_freq_factor: see above, or None.
+    high_freq_factor: see above.
+    original_length: see above, in tokens.
+  """
+
+  theta: float = 10_000.0
+  factor: float = 1.0
+  low_freq_factor: float | None = None
+  high_freq_factor: float = 4.0
+  original_length: int = 8192
+
+
+def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
+  """Angle a position for each pair of a head's `dim` channels, in radians."""
+  exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+  frequency = 1.0 / np.float32(rope.theta) ** exponents
+  slow = frequency / np.float32(rope.factor)
+  if rope.low_freq_factor is None:
+    return slow
+  turns = rope.original_length * frequency / (2 * math.pi)
+  low, high = rope.low_freq_factor, rope.high_freq_factor
+  share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  return ((1 - share) * slow + share * frequency).astype(np.float32)
+
+
+def rope_tables(positions: Int[Array, "..."], dim: int, rope: Rope):
+  """Cosines and sines [..., dim / 2] of the rotary angles, float32."""
+  angle = positions[..., None].astype(jnp.float32) * frequencies(rope, dim)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: Float[Array, "B G S h E"], tables) -> Float[Array, "B G S h E"]:
+  """Rotates the two halves of each head by the angles of `rope_tables`."""
+  cos, sin = (t[:, :, :, None].astype(x.dtype) for t in tables)
+  x1, x2 = jnp.split(x, 2, axis=-1)
+  return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

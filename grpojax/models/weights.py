@@ -1,0 +1,288 @@
+"""Safetensors files into sharded arrays, a piece at a time.
+
+A leaf of our parameter tree is one stored tensor or a stack of them, each
+transposed or not. It is read straight into the shards of a `jax.Array` in the
+wanted dtype, so that the host's memory needs room for one leaf at a time.
+
+Orbax reads safetensors too, but a stored tensor for a stored tensor: to stack
+and transpose them, there must be room for both. Loading a model of the shapes
+of Qwen2.5-0.5B on CPU took 2.1 times its size that way. Pickled weights are
+never read.
+"""
+
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(jnp.bfloat16),
+}
+_BLOCK = 2**20  # bytes of a file that are mapped at once: they count as memory
+
+
+class Leaf(NamedTuple):
+  """How an array of ours is stored.
+
+  Attributes:
+    names: of its tensors, in the order of the stacked axes (the last fastest).
+    shape: ours.
+    stacked: how many leading axes of `shape` count tensors.
+    transposed: each tensor is stored as [out, in], ours is [in, out].
+  """
+
+  names: tuple[str, ...]
+  shape: tuple[int, ...]
+  stacked: int = 0
+  transposed: bool = False
+
+  @property
+  def stored_shape(self) -> tuple[int, ...]:
+    """Shape of each tensor in the file."""
+    shape = self.shape[self.stacked :]
+    return shape[::-1] if self.transposed else shape
+
+
+class Stored(NamedTuple):
+  """Where a tensor lies; `dtype` is safetensors' name, `offset` in bytes."""
+
+  file: pathlib.Path
+  dtype: str
+  shape: tuple[int, ...]
+  offset: int
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON object.
+
+  Raises:
+    ValueError: the file is missing, or holds something else.
+  """
+  try:
+    found = json.loads(path.read_text(encoding="utf-8"))
+  except FileNotFoundError:
+    raise ValueError(f"{path} does not exist") from None
+  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise ValueError(f"{path} is not JSON: {error}") from error
+  if not isinstance(found, dict):
+    raise ValueError(f"{path} is not a JSON object")
+  return found
+
+
+def header(file: pathlib.Path) -> dict[str, Stored]:
+  """The tensors of one file, after safetensors has checked all of its header.
+
+  The header is read again here because safetensors opens a file by mapping all
+  of it, and the pages that are read stay in memory until it is closed.
+
+  Raises:
+    ValueError: there is no such file, or it is not whole.
+  """
+  try:
+    with safe_open(file, framework="numpy"):
+      pass
+  except FileNotFoundError:
+    raise ValueError(
+      f"{file} does not exist (pickled weights, *.bin, are never read)"
+    ) from None
+  except SafetensorError as error:
+    raise ValueError(
+      f"{file} is not a whole safetensors file ({error}): download it again"
+    ) from error
+  with open(file, "rb") as stream:
+    (size,) = struct.unpack("<Q", stream.read(8))
+    header = json.loads(stream.read(size))
+  header.pop("__metadata__", None)
+  return {
+    name: Stored(
+      file,
+      entry["dtype"],
+      tuple(entry["shape"]),
+      8 + size + entry["data_offsets"][0],
+    )
+    for name, entry in header.items()
+  }
+
+
+def _indexed_files(directory: pathlib.Path) -> tuple[dict[str, str], list]:
+  """The index's map of tensors to files, and its files."""
+  index = directory / INDEX
+  where = read_json(index).get("weight_map")
+  if not isinstance(where, dict) or not where:
+    raise ValueError(f"{index} has no weight_map")
+  names = sorted({str(name) for name in where.values()})
+  for name in names:
+    # A name, not a path: an index must not reach outside its directory.
+    if not name.endswith(".safetensors") or {"/", "\\"} & set(name):
+      raise ValueError(
+        f"{index} names {name!r}; only *.safetensors beside it are read"
+      )
+  lost = [name for name in names if not (directory / name).is_file()]
+  if lost:
+    raise ValueError(
+      f"{index} names files that are not there: {', '.join(lost)}; download "
+      "them too"
+    )
+  return where, [directory / name for name in names]
+
+
+def find(directory: pathlib.Path) -> dict[str, Stored]:
+  """All the tensors of a model directory, by name; reads only headers.
+
+  Args:
+    directory: holds model.safetensors, or model.safetensors.index.json and the
+      shards that it names.
+
+  Raises:
+    ValueError: no weights (pickled ones are not read), a file that is damaged
+      or missing, or an index that does not say what is in its files.
+  """
+  if (directory / SINGLE).is_file():
+    return header(directory / SINGLE)
+  if not (directory / INDEX).is_file():
+    kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+    others = [p.name for kind in kinds for p in sorted(directory.glob(kind))]
+    found = f"; {', '.join(others)} there is not read" if others else ""
+    raise ValueError(
+      f"{directory} holds neither {SINGLE} nor {INDEX}{found}. Pickled weights "
+      "are never read: get the model as safetensors"
+    )
+  where, files = _indexed_files(directory)
+  tensors = {}
+  for file in files:
+    tensors |= header(file)
+  wrong = [
+    name
+    for name, file in where.items()
+    if name not in tensors or tensors[name].file.name != file
+  ]
+  if wrong:
+    raise ValueError(
+      f"{directory / INDEX} names tensors that are not in their files: "
+      f"{', '.join(sorted(wrong))}"
+    )
+  return tensors
+
+
+def check(
+  directory: pathlib.Path,
+  layout: Mapping[str, Leaf],
+  tensors: Mapping[str, Stored],
+  ignored: Callable[[str], bool] = lambda name: False,
+) -> None:
+  """Whether the stored tensors are those of the layout.
+
+  Args:
+    directory: for the message.
+    layout: our leaves by path.
+    tensors: from `find`.
+    ignored: of a tensor that the layout lacks, whether it may be there.
+
+  Raises:
+    ValueError: lists all that is missing, surplus, of another shape, or no
+      floating-point number.
+  """
+  shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
+  found = {
+    "missing": sorted(shapes.keys() - tensors.keys()),
+    "surplus": sorted(n for n in tensors.keys() - shapes if not ignored(n)),
+    "of another shape": [
+      f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+      for name, shape in sorted(shapes.items())
+      if name in tensors and tensors[name].shape != shape
+    ],
+    "of a type that is not read": [
+      f"{name} {tensors[name].dtype}"
+      for name in sorted(shapes.keys() & tensors.keys())
+      if tensors[name].dtype not in DTYPES
+    ],
+  }
+  lines = [f"{k}: {', '.join(names)}" for k, names in found.items() if names]
+  if lines:
+    raise ValueError(
+      "\n  ".join([f"the weights in {directory} do not fit its config", *lines])
+    )
+
+
+def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> None:
+  """Fills `target` with a part of a tensor, in the dtype of `target`."""
+  dtype, (rows, *others) = DTYPES[stored.dtype], index
+  row = math.prod(stored.shape[1:])
+  step = max(1, _BLOCK // (row * dtype.itemsize))
+  for start in range(rows.start, rows.stop, step):
+    stop = min(start + step, rows.stop)
+    block = np.memmap(
+      stored.file,
+      dtype,
+      "r",
+      stored.offset + start * row * dtype.itemsize,
+      (stop - start, *stored.shape[1:]),
+    )
+    # Cast first: NumPy is slow at casting and transposing in one.
+    block = block[:, *others].astype(target.dtype, copy=False)
+    target[start - rows.start : stop - rows.start] = block
+
+
+def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
+  """A part of a leaf: `index` has a slice for each axis of `leaf.shape`."""
+  index = tuple(
+    slice(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)
+  )
+  out = np.empty([s.stop - s.start for s in index], dtype)
+  lead, inner = index[: leaf.stacked], index[leaf.stacked :]
+  for place in np.ndindex(out.shape[: leaf.stacked]):
+    where = [s.start + i for s, i in zip(lead, place, strict=True)]
+    number = 0
+    for i, size in zip(where, leaf.shape, strict=False):
+      number = number * size + i
+    stored, target = tensors[leaf.names[number]], out[place]
+    if leaf.transposed:
+      _copy(stored, inner[::-1], target.T)
+    else:
+      _copy(stored, inner, target)
+  return out
+
+
+def read(
+  leaf: Leaf,
+  tensors: Mapping[str, Stored],
+  dtype: Any,
+  sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+  """Reads one leaf; each process reads what its own devices hold.
+
+  Args:
+    leaf: fits `tensors`, see `check`.
+    tensors: from `find`.
+    dtype: of the result.
+    sharding: of the result; None is the default device.
+
+  Returns:
+    The array, of shape `leaf.shape`, when it has arrived.
+  """
+  if sharding is None:
+    whole = (slice(None),) * len(leaf.shape)
+    array = jax.device_put(_read_part(leaf, tensors, whole, dtype))
+  else:
+    parts = {}  # devices that hold the same part share one copy of it
+
+    def part(index):
+      key = tuple((s.start, s.stop) for s in index)
+      if key not in parts:
+        parts[key] = _read_part(leaf, tensors, index, dtype)
+      return parts[key]
+
+    array = jax.make_array_from_callback(leaf.shape, sharding, part)
+  return jax.block_until_ready(array)  # the host's copy may go

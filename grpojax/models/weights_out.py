@@ -1,0 +1,132 @@
+"""Arrays into safetensors files, tensor by tensor.
+
+The files are written here and not by safetensors, which wants all the tensors
+of a file at once: a second copy of the model in the host's memory.
+"""
+
+import contextlib
+import json
+import math
+import pathlib
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from grpojax.models.weights import DTYPES, INDEX, SINGLE, Leaf
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _shards(
+  sizes: Mapping[str, int], max_shard_size: int | None
+) -> list[list[str]]:
+  """Names in their order, cut into files of at most so many bytes."""
+  shards, used = [[]], 0
+  for name, size in sizes.items():
+    if shards[-1] and max_shard_size and used + size > max_shard_size:
+      shards.append([])
+      used = 0
+    shards[-1].append(name)
+    used += size
+  return shards
+
+
+def _write_header(
+  stream: BinaryIO, entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+) -> None:
+  # "pt" is what transformers asks for: the layout of PyTorch's tensors.
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  offset = 0
+  for name, (dtype, shape) in entries.items():
+    end = offset + math.prod(shape) * dtype.itemsize
+    header[name] = {
+      "dtype": _NAMES[dtype],
+      "shape": list(shape),
+      "data_offsets": [offset, end],
+    }
+    offset = end
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # the data are aligned
+  stream.write(struct.pack("<Q", len(text)) + text)
+
+
+def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
+  """The tensors of a leaf as they are stored, one after another."""
+  if isinstance(array, jax.Array) and not leaf.stacked:
+    array = array.copy()  # an array keeps the host's copy of its values
+  for place in np.ndindex(leaf.shape[: leaf.stacked]):
+    tensor = np.asarray(array[place] if place else array)
+    yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
+
+
+@contextlib.contextmanager
+def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+  """A directory to fill; it gets its name when the context ends well.
+
+  Raises:
+    ValueError: `path` exists already.
+  """
+  path = pathlib.Path(path)
+  if path.exists():
+    raise ValueError(f"{path} exists already; remove it or choose another path")
+  partial = path.with_name(path.name + ".partial")
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  try:
+    yield partial
+  except BaseException:
+    shutil.rmtree(partial, ignore_errors=True)
+    raise
+  partial.rename(path)
+
+
+def write(
+  directory: pathlib.Path,
+  layout: Mapping[str, Leaf],
+  arrays: Mapping[str, Any],
+  dtype: Any = None,
+  max_shard_size: int | None = None,
+  single: str = SINGLE,
+) -> None:
+  """Writes one file, or several and an index where one would be too large.
+
+  Args:
+    directory: exists.
+    layout: our leaves by path.
+    arrays: of the same paths; NumPy's or JAX's, sharded or not.
+    dtype: to store; None is that of each array.
+    max_shard_size: bytes of a file; a larger tensor has one of its own. None
+      is one file.
+    single: name of the file where there is one only.
+  """
+  entries = {
+    name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)
+    for path, leaf in layout.items()
+    for name in leaf.names
+  }
+  sizes = {n: math.prod(s) * d.itemsize for n, (d, s) in entries.items()}
+  tensors = (
+    tensor
+    for path, leaf in layout.items()
+    for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
+  )
+  shards, where = _shards(sizes, max_shard_size), {}
+  for i, names in enumerate(shards, start=1):
+    file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    file = single if len(shards) == 1 else file
+    with open(directory / file, "wb") as stream:
+      _write_header(stream, {name: entries[name] for name in names})
+      for name in names:
+        stream.write(next(tensors).view(np.uint8))
+        where[name] = file
+  if len(shards) > 1:
+    index = {
+      "metadata": {"total_size": sum(sizes.values())},
+      "weight_map": dict(sorted(where.items())),
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    (directory / INDEX).write_text(text)

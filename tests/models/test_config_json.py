@@ -1,0 +1,146 @@
+"""Every key of a config.json is read, has one value, is harmless or refused."""
+
+import copy
+
+import pytest
+
+from grpojax.models import hf
+from grpojax.models.config import (
+  TransformerConfig,
+  check,
+  parameter_shapes,
+)
+from grpojax.models.rope import Rope
+
+BASE = {
+  "vocab_size": 61,
+  "hidden_size": 24,
+  "num_hidden_layers": 8,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "intermediate_size": 20,
+}
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 32.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}
+# As older configurations on the hub are written.
+OLD = {
+  "qwen2": {
+    "max_window_layers": 3,
+    "rope_theta": 1e6,
+    "sliding_window": 32,
+    "use_sliding_window": True,
+  },
+  "qwen3": {"rope_theta": 1e6, "use_sliding_window": False, "head_dim": 16},
+  "llama": {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+  "mistral": {"rope_theta": 1e5, "sliding_window": 7},
+  "gemma2": {"hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 144},
+  "gemma3_text": {
+    "rope_theta": 5e5,
+    "rope_local_base_freq": 2e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+  },
+  "qwen3_moe": {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_window_layers": 48,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "output_router_logits": False,
+  },
+}
+
+
+def read(kind, **changes):
+  return hf.to_transformer_config({"model_type": kind} | BASE | changes)
+
+
+@pytest.mark.parametrize("kind", OLD)
+@pytest.mark.parametrize("said", [True, False])
+def test_the_new_style_means_the_same(kind, said):
+  """What transformers makes of an old file, and of what it does not say."""
+  transformers = pytest.importorskip("transformers")
+  old = {"model_type": kind} | BASE | (OLD[kind] if said else {})
+  if not said:
+    del old["num_key_value_heads"]
+  theirs = transformers.AutoConfig.for_model(**copy.deepcopy(old)).to_dict()
+  new = {k: v for k, v in theirs.items() if not k.startswith("_name")}
+  assert hf.to_transformer_config(new) == hf.to_transformer_config(old)
+
+
+def test_what_the_old_style_says():
+  llama = read("llama", **OLD["llama"])
+  assert llama.rope == Rope(5e5, 32.0, 1.0, 4.0, 8192)
+  gemma = read("gemma3_text", **OLD["gemma3_text"])
+  assert gemma.rope == Rope(5e5, 8.0) and gemma.local_rope == Rope(2e4)
+  assert gemma.local_layers == (True, True, False) * 2 + (True, True)
+  assert gemma.window == 512 and gemma.tied and gemma.head_dim == 256
+  assert (
+    read("qwen2", **OLD["qwen2"]).local_layers == (False,) * 3 + (True,) * 5
+  )
+  assert read("qwen2").local_layers == () and read("qwen2").qkv_bias
+  assert read("mistral").local_layers == (True,) * 8
+  assert read("mistral", sliding_window=None).local_layers == ()
+  moe = read("qwen3_moe", **OLD["qwen3_moe"])
+  assert (moe.experts, moe.experts_per_token, moe.mlp) == (5, 2, 768)
+
+
+REFUSED = [
+  ("llama", {"attention_multiplier": 2.0}, "attention_multiplier=2.0"),
+  ("llama", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+  ("llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
+  ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+  ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+  ("llama", {"architectures": ["LlamaForTokenClassification"]}, "LlamaForTok"),
+  ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+  ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+  ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+  ("llama", {"rope_scaling": {"type": "linear"}}, "lack factor"),
+  ("llama", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section"),
+  ("llama", {"rope_parameters": {"full_attention": {}}}, "full_attention"),
+  ("mistral", {"layer_types": ["full_attention"] * 8}, "layer_types"),
+  ("mistral", {"attention_bias": True}, "attention_bias=True"),
+  ("qwen2", {"layer_types": ["sliding_attention"] * 8}, "window is None"),
+  ("qwen3", {"layer_types": ["chunked_attention"] * 8}, "chunked_attention"),
+  ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+  ("gemma2", {"use_bidirectional_attention": True}, "bidirectional"),
+  ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+  ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta"),
+  ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+  ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+  ("gemma3", {}, "model_type='gemma3' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), REFUSED)
+def test_what_is_not_known_is_refused_by_name(kind, change, message):
+  with pytest.raises(ValueError, match=message):
+    read(kind, **change)
+
+
+def test_null_is_as_good_as_absent():
+  assert read("llama", layer_types=None, quantization_config=None)
+
+
+def test_parts_that_do_not_fit_are_refused():
+  sizes = dict(vocab_size=9, width=8, heads=2, kv_heads=1, head_dim=4, mlp=8)
+  for change, message in (
+    ({"local_layers": (True,)}, "1 of 3 layers"),
+    ({"local_layers": (True,) * 3}, "window=0"),
+    ({"experts": 2, "experts_per_token": 3}, "must be in 1..2"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      check(TransformerConfig(layers=3, **sizes, **change))
+
+
+def test_every_family_has_a_name_for_every_parameter():
+  for kind in OLD:
+    module = hf.FAMILIES[kind]
+    config = read(kind, **OLD[kind])
+    assert set(hf.flatten(parameter_shapes(config))) <= set(module.KEYS)

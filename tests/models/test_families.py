@@ -1,0 +1,316 @@
+"""Each family against transformers, on random checkpoints with random norms.
+
+Run as a program, this prints the largest differences of each checkpoint.
+"""
+
+import functools
+import json
+import pathlib
+import tempfile
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.models import hf
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+LLAMA3 = {
+  "rope_type": "llama3",
+  "rope_theta": 500.0,
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+EXPERTS = {"moe_intermediate_size": 12, "num_experts": 4, "head_dim": 6}
+SMALL_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CONFIGS = {
+  "qwen2_tied": ("qwen2", {"tie_word_embeddings": True}),
+  "qwen2_window": (
+    "qwen2",
+    {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+  ),
+  "qwen3": ("qwen3", {"head_dim": 10}),
+  "qwen3_biases_window_tied": (
+    "qwen3",
+    {
+      "head_dim": 4,
+      "attention_bias": True,
+      "use_sliding_window": True,
+      "sliding_window": 3,
+      "layer_types": ["full_attention", "sliding_attention"],
+      "tie_word_embeddings": True,
+    },
+  ),
+  "llama3": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12}),
+  "llama_linear_biases": (
+    "llama",
+    {
+      "rope_parameters": {
+        "rope_type": "linear",
+        "rope_theta": 100.0,
+        "factor": 3.0,
+      },
+      "attention_bias": True,
+      "mlp_bias": True,
+      "num_attention_heads": 3,
+      "num_key_value_heads": 1,
+      "tie_word_embeddings": True,
+    },
+  ),
+  "mistral_window": ("mistral", {"sliding_window": 4}),
+  "mistral_full_tied": (
+    "mistral",
+    {"sliding_window": None, "tie_word_embeddings": True, "head_dim": 8},
+  ),
+  "gemma2": (
+    "gemma2",
+    {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 10}
+    | SMALL_CAPS,
+  ),
+  "gemma2_untied_uncapped": (
+    "gemma2",
+    {
+      "head_dim": 6,
+      "sliding_window": 2,
+      "attn_logit_softcapping": None,
+      "final_logit_softcapping": None,
+      "tie_word_embeddings": False,
+      "attention_bias": True,
+    },
+  ),
+  "gemma3": (
+    "gemma3_text",
+    {
+      "head_dim": 8,
+      "sliding_window": 4,
+      "query_pre_attn_scalar": 7,
+      "layer_types": ["sliding_attention", "full_attention"],
+      "rope_parameters": {
+        "full_attention": {
+          "rope_type": "linear",
+          "rope_theta": 900.0,
+          "factor": 8.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+      },
+    },
+  ),
+  "gemma3_all_local_untied": (
+    "gemma3_text",
+    {
+      "head_dim": 6,
+      "sliding_window": 5,
+      "final_logit_softcapping": 4.0,
+      "tie_word_embeddings": False,
+      "rope_parameters": None,
+    },
+  ),
+  "qwen3_moe_top2": (
+    "qwen3_moe",
+    {"num_experts_per_tok": 2, "norm_topk_prob": True} | EXPERTS,
+  ),
+  "qwen3_moe_top1_window_tied": (
+    "qwen3_moe",
+    {
+      "num_experts_per_tok": 1,
+      "use_sliding_window": True,
+      "sliding_window": 4,
+      "attention_bias": True,
+      "tie_word_embeddings": True,
+    }
+    | EXPERTS,
+  ),
+}
+# Compiling a gradient takes most of the time: one of each family.
+WITH_GRADIENTS = (
+  "qwen2_window",
+  "qwen3",
+  "llama3",
+  "mistral_window",
+  "gemma2",
+  "gemma3",
+  "qwen3_moe_top2",
+)
+P, G, T, V = 7, 2, 6, 61
+LENGTHS = np.array([3, 7, 5])
+RNG = np.random.default_rng(0)
+PROMPTS = RNG.integers(1, V, (3, P))  # torch: no gradient of a padding token
+COMPLETIONS = RNG.integers(1, V, (3, G, T))
+
+
+def make_checkpoint(name, path):
+  """A random checkpoint made by transformers, and transformers' own model."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  kind, changes = CONFIGS[name]
+  values = {
+    "vocab_size": V,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 20,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+  } | changes
+  config = transformers.AutoConfig.for_model(kind, **values)
+  config._attn_implementation = "eager"
+  torch.set_num_threads(1)  # a tiny model only waits for more
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+  with torch.no_grad():  # zero biases and unit norms would hide mistakes
+    for parameter in model.parameters():
+      parameter.add_(0.2 * torch.randn_like(parameter))
+  model.save_pretrained(path)
+  return model
+
+
+def theirs(model):
+  """Logits of every row of prompt and completion, and gradients of the sum.
+
+  Returns:
+    A list of logits [B * G] of [length, V], and the gradients by name.
+  """
+  import torch
+
+  rows, total = [], 0.0
+  for prompt, n, group in zip(PROMPTS, LENGTHS, COMPLETIONS, strict=True):
+    for completion in group:
+      ids = torch.tensor([[*prompt[:n], *completion]])
+      rows.append(model(ids, use_cache=False).logits[0])
+      logp = torch.log_softmax(rows[-1][n - 1 : -1], -1)
+      total = total + logp[torch.arange(T), torch.tensor(completion)].sum()
+  total.backward()
+  grads = {}
+  for name, parameter in model.named_parameters():
+    grad = parameter.grad.numpy()
+    if name.endswith("experts.gate_up_proj"):  # one tensor in memory
+      for i, both in enumerate(grad):
+        prefix = name.replace("gate_up_proj", str(i))
+        gate, up = np.split(both, 2)
+        grads[f"{prefix}.gate_proj.weight"] = gate
+        grads[f"{prefix}.up_proj.weight"] = up
+    elif name.endswith("experts.down_proj"):
+      for i, down in enumerate(grad):
+        grads[f"{name.replace('down_proj', str(i))}.down_proj.weight"] = down
+    else:
+      grads[name] = grad
+  return [row.detach().numpy() for row in rows], grads
+
+
+def ours(path, with_gradients):
+  """First, completion and cached logits, and gradients or None."""
+  lm, params = hf.load(path)
+  mask = jnp.arange(P) < LENGTHS[:, None]
+  ids = jnp.asarray(COMPLETIONS)
+
+  def score(params):
+    prefix = lm.prefill(params, jnp.asarray(PROMPTS), mask)
+    hidden, _ = lm.extend(params, prefix, ids)
+    first = lm.unembed(params, prefix.last_hidden)
+    logits = lm.unembed(params, hidden)
+    before = jnp.broadcast_to(first[:, None, None], logits[:, :, :1].shape)
+    before = jnp.concatenate([before, logits[:, :, :-1]], 2)
+    logp = jnp.take_along_axis(jax.nn.log_softmax(before), ids[..., None], -1)
+    return jnp.sum(logp), (prefix, first, logits)
+
+  if with_gradients:
+    run = jax.jit(jax.grad(score, has_aux=True))
+    grads, (prefix, first, logits) = run(params)
+  else:
+    grads, (prefix, first, logits) = None, jax.jit(score)(params)[1]
+  extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
+  for t in range(T):
+    hidden, cache = extend(params, prefix, ids[:, :, t : t + 1], cache)
+    cached.append(lm.unembed(params, hidden))
+  return first, logits, jnp.concatenate(cached, 2), grads
+
+
+def by_their_names(path, tree):
+  """Arrays of our layout under Hugging Face's names, as stored there."""
+  values = json.loads((path / "config.json").read_text())
+  keys = hf.FAMILIES[values["model_type"]].KEYS
+  flat = {}
+  for where, array in jax.tree_util.tree_leaves_with_path(tree):
+    name, transposed = keys["/".join(key.key for key in where)]
+    matrices = name.count("{")
+    array = np.asarray(array)
+    for index in np.ndindex(array.shape[:matrices]):
+      full = name.format(**dict(zip(("layer", "expert"), index, strict=False)))
+      flat[full] = array[index].T if transposed else array[index]
+  return flat
+
+
+@functools.cache
+def compare(name, with_gradients):
+  """What transformers and this package compute of the same checkpoint."""
+  with tempfile.TemporaryDirectory() as directory:
+    path = pathlib.Path(directory) / "model"
+    model = make_checkpoint(name, path)
+    rows, their_grads = theirs(model)
+    *logits, grads = ours(path, with_gradients)
+    if with_gradients:
+      grads = by_their_names(path, grads)
+  first, whole, cached = map(np.asarray, logits)
+  return types.SimpleNamespace(
+    first=np.repeat(first, G, 0),
+    whole=whole.reshape(3 * G, T, V),
+    cached=cached.reshape(3 * G, T, V),
+    grads=grads,
+    their_first=np.stack([row[-T - 1] for row in rows]),
+    their_logits=np.stack([row[-T:] for row in rows]),
+    their_grads=their_grads,
+  )
+
+
+def gradient_errors(pair):
+  """Largest difference of each tensor, relative to its largest entry.
+
+  A tensor whose gradient all but vanishes is measured by the others.
+  """
+  floor = 1e-3 * max(np.abs(g).max() for g in pair.their_grads.values())
+  return {
+    name: np.abs(pair.grads[name] - g).max() / max(np.abs(g).max(), floor)
+    for name, g in pair.their_grads.items()
+  }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_agree_with_transformers(name):
+  pair = compare(name, name in WITH_GRADIENTS)
+  np.testing.assert_allclose(pair.first, pair.their_first, atol=1e-4)
+  np.testing.assert_allclose(pair.whole, pair.their_logits, atol=1e-4)
+  np.testing.assert_allclose(pair.cached, pair.their_logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENTS)
+def test_gradients_agree_with_transformers(name):
+  pair = compare(name, True)
+  assert set(pair.grads) == set(pair.their_grads)
+  errors = gradient_errors(pair)
+  assert max(errors.values()) < 1e-3, max(errors, key=errors.get)
+
+
+def table():
+  """Prints the largest differences of each checkpoint."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  print(f"{'checkpoint':28}{'|logits|':>10}{'logits':>10}{'gradients':>11}")
+  for name in CONFIGS:
+    pair = compare(name, True)
+    differences = [
+      np.abs(pair.first - pair.their_first).max(),
+      np.abs(pair.whole - pair.their_logits).max(),
+      np.abs(pair.cached - pair.their_logits).max(),
+    ]
+    size = np.abs(pair.their_logits).max()
+    worst = max(gradient_errors(pair).values())
+    print(f"{name:28}{size:10.3g}{max(differences):10.1e}{worst:11.1e}")
+
+
+if __name__ == "__main__":
+  table()

@@ -1,0 +1,255 @@
+"""Low-rank adapters, against merged weights and against the peft library."""
+
+import functools
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.models import hf, lora
+from grpojax.models.transformer import last_layers, transformer
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+CONFIG = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "model_type": "qwen2",
+  "vocab_size": 31,
+  "hidden_size": 16,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "intermediate_size": 24,
+  "tie_word_embeddings": True,
+  "dtype": "float32",
+}
+ALPHA, RANK = 5.0, 2
+SCALE = ALPHA / RANK
+TARGETS = "layers/(q|v|o|down)"
+
+
+def noise(tree, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, jnp.float32), tree
+  )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  """A checkpoint, its functions and weights, and trained adapters."""
+  path = tmp_path_factory.mktemp("lora")
+  (path / "config.json").write_text(json.dumps(CONFIG))
+  base = noise(hf.abstract_params(CONFIG), seed=0)
+  hf.save(path / "base", base, path)
+  fresh = lora.init(base, jax.random.key(0), RANK, TARGETS)
+  return types.SimpleNamespace(
+    path=path / "base",
+    lm=transformer(hf.to_transformer_config(CONFIG)),
+    base=base,
+    fresh=fresh,
+    trained=noise(fresh, seed=1),
+  )
+
+
+def rows():
+  rng = np.random.default_rng(2)
+  prompts = jnp.asarray(rng.integers(0, 31, (2, 5)))
+  mask = jnp.array([[True] * 5, [True] * 3 + [False] * 2])
+  return prompts, mask, jnp.asarray(rng.integers(0, 31, (2, 3, 4)))
+
+
+def score(lm, params):
+  """Logits of each completion and what follows it, [B, G, 1 + T, V]."""
+  prompts, mask, completions = rows()
+  prefix = lm.prefill(params, prompts, mask)
+  hidden, _ = lm.extend(params, prefix, completions)
+  hidden = jnp.concatenate(
+    [jnp.repeat(prefix.last_hidden[:, None, None], 3, axis=1), hidden], axis=2
+  )
+  return lm.unembed(params, hidden)
+
+
+logits = jax.jit(score, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def adapted_score(lm, base, adapters):
+  return score(lora.adapt(lm, base, SCALE), adapters)
+
+
+def adapted_logits(model, adapters):
+  # The base is an argument, as in training.
+  return adapted_score(model.lm, model.base, adapters)
+
+
+def test_fresh_adapters_and_none_are_the_base(model):
+  want = logits(model.lm, model.base)
+  np.testing.assert_array_equal(adapted_logits(model, {}), want)
+  np.testing.assert_array_equal(adapted_logits(model, model.fresh), want)
+  a = model.fresh["layers"]["down"]["a"]
+  assert a.shape == (2, 24, 2)
+  assert 0.8 * 24**-0.5 < jnp.abs(a).max() <= 24**-0.5
+  assert model.fresh["layers"]["down"]["b"].shape == (2, 2, 16)
+
+
+def test_adapted_is_merged(model):
+  merged = lora.merge(model.base, model.trained, SCALE)
+  want = logits(model.lm, merged)
+  np.testing.assert_allclose(
+    adapted_logits(model, model.trained), want, atol=2e-4
+  )
+  assert jnp.abs(want - logits(model.lm, model.base)).max() > 0.5
+  assert lora.merge(model.base, {}, SCALE) == model.base
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.base)
+  merged = lora.merge(half, model.trained, SCALE)
+  assert jax.tree.map(lambda x: x.dtype, merged) == jax.tree.map(
+    lambda x: x.dtype, half
+  )
+
+
+def test_cached_decoding(model):
+  prompts, mask, completions = rows()
+  lm = lora.adapt(model.lm, model.base, SCALE)
+  want = adapted_logits(model, model.trained)[:, :, 1:]
+  prefix = lm.prefill(model.trained, prompts, mask)
+  cache, extend = lm.init_cache(2, 3, 4), jax.jit(lm.extend)
+  for t in range(4):
+    ids = completions[:, :, t : t + 1]
+    hidden, cache = extend(model.trained, prefix, ids, cache)
+    got = lm.unembed(model.trained, hidden)[:, :, 0]
+    np.testing.assert_allclose(got, want[:, :, t], atol=2e-4)
+
+
+def test_gradients_follow_the_chain_rule(model):
+  """dL/dA = s dL/dW B^T and dL/dB = s A^T dL/dW."""
+
+  def loss(base, adapters):
+    return jnp.sum(jnp.sin(adapted_score(model.lm, base, adapters)))
+
+  of_base, ours = jax.jit(jax.grad(loss, (0, 1)))(model.base, model.trained)
+  for name, got in ours["layers"].items():
+    low, change = model.trained["layers"][name], of_base["layers"][name]
+    wanted = {
+      "a": SCALE * jnp.einsum("lio,lro->lir", change, low["b"]),
+      "b": SCALE * jnp.einsum("lir,lio->lro", low["a"], change),
+    }
+    for side, want in wanted.items():
+      tolerance = 1e-3 * float(jnp.abs(want).max())
+      np.testing.assert_allclose(got[side], want, atol=tolerance)
+
+
+def test_the_last_layers_adapters_can_be_held_apart(model):
+  moving, merge = last_layers(model.trained, 1)
+  assert moving["layers"]["q"]["a"].shape[0] == 1
+  stacks = lora.attach(model.base, merge(moving), SCALE)["layers"]
+  whole = lora.attach(model.base, model.trained, SCALE)["layers"]
+  again = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+  assert len(stacks) == 2
+  assert jax.tree.all(jax.tree.map(np.array_equal, again, whole))
+
+
+@pytest.mark.parametrize(
+  "rank, targets, message",
+  [
+    (0, "layers/q", "rank=0 must be 1 or more"),
+    (2, "q", "match nothing; there are layers/down, layers/gate, layers/k"),
+    (2, "layers/.*norm", "match layers/attn_norm, layers/mlp_norm, no proj"),
+    (2, "layers/q(_bias)?", "match layers/q_bias, no projections"),
+    (2, "embed|layers/q", "match embed, no projections"),
+    (2, "layers/(q", "unterminated subpattern"),
+  ],
+)
+def test_bad_targets_are_refused(model, rank, targets, message):
+  with pytest.raises(ValueError) as error:
+    lora.init(model.base, jax.random.key(0), rank, targets)
+  assert message in str(error.value)
+
+
+def test_experts_are_refused():
+  shapes = {"layers": {"q": np.zeros((2, 4, 4)), "up": np.zeros((2, 3, 4, 4))}}
+  with pytest.raises(ValueError, match="layers/up, no proj.* are layers/q$"):
+    lora.init(shapes, jax.random.key(0), 1, "layers/(q|up)")
+
+
+def theirs(torch_model):
+  """Logits like ours from a torch model, one unpadded row at a time."""
+  torch = pytest.importorskip("torch")
+  prompts, mask, completions = rows()
+  out = np.zeros((2, 3, 5, 31), np.float32)
+  for b, n in enumerate(mask.sum(-1).tolist()):
+    for g in range(3):
+      row = [*prompts[b, :n].tolist(), *completions[b, g].tolist()]
+      with torch.no_grad():
+        logits = torch_model.eval()(torch.tensor([row])).logits
+      out[b, g] = logits[0, n - 1 :]
+  return out
+
+
+@pytest.fixture(scope="module")
+def peft():
+  pytest.importorskip("torch")
+  return pytest.importorskip("peft")
+
+
+def load_torch(path):
+  import transformers
+
+  return transformers.AutoModelForCausalLM.from_pretrained(path)
+
+
+def test_peft_and_transformers_read_what_is_saved(model, peft, tmp_path):
+  want = adapted_logits(model, model.trained)
+  lora.save_peft(tmp_path / "adapter", model.trained, model.path, ALPHA)
+  adapted = peft.PeftModel.from_pretrained(
+    load_torch(model.path), tmp_path / "adapter"
+  )
+  np.testing.assert_allclose(theirs(adapted), want, atol=2e-4)
+  merged = lora.merge(model.base, model.trained, SCALE)
+  hf.save(tmp_path / "merged", merged, model.path)
+  np.testing.assert_allclose(
+    theirs(load_torch(tmp_path / "merged")), want, atol=2e-4
+  )
+  again, scale = lora.load_peft(tmp_path / "adapter", model.path)
+  assert scale == SCALE
+  assert jax.tree.all(jax.tree.map(np.array_equal, again, model.trained))
+
+
+def test_what_peft_saves_is_read(model, peft, tmp_path):
+  torch = pytest.importorskip("torch")
+  config = peft.LoraConfig(
+    r=3, lora_alpha=2, target_modules=["k_proj", "up_proj"], use_rslora=True
+  )
+  adapted = peft.get_peft_model(load_torch(model.path), config)
+  torch.manual_seed(0)
+  with torch.no_grad():
+    for name, parameter in adapted.named_parameters():
+      if "lora_" in name:
+        parameter.copy_(torch.randn_like(parameter))
+  adapted.save_pretrained(tmp_path / "adapter")
+  adapters, scale = lora.load_peft(tmp_path / "adapter", model.path)
+  assert adapters["layers"].keys() == {"k", "up"}
+  lm = lora.adapt(model.lm, model.base, scale)
+  np.testing.assert_allclose(logits(lm, adapters), theirs(adapted), atol=2e-4)
+
+
+def test_adapters_that_do_not_fit_are_refused(model, tmp_path):
+  path = tmp_path / "adapter"
+  lora.save_peft(path, model.trained, model.path, ALPHA)
+  config = json.loads((path / lora.CONFIG).read_text())
+  for changes, message in [
+    ({"use_dora": True}, "use_dora=True is not supported"),
+    ({"peft_type": "IA3"}, "peft_type='IA3' is not supported"),
+    ({"r": 3}, "of another shape: .*lora_A.weight"),
+  ]:
+    (path / lora.CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=message):
+      lora.load_peft(path, model.path)
+  (path / lora.WEIGHTS).unlink()
+  with pytest.raises(ValueError, match="pickled weights, .* never read"):
+    lora.load_peft(path, model.path)
+  with pytest.raises(ValueError, match="no adapters to save"):
+    lora.save_peft(tmp_path / "none", {}, model.path, ALPHA)

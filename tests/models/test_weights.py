@@ -1,0 +1,378 @@
+"""Safetensors in and out, against the safetensors library."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from grpojax.models import hf, weights, weights_out
+
+BF16 = ml_dtypes.bfloat16
+CONFIG = {
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 11,
+  "hidden_size": 8,
+  "num_hidden_layers": 3,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 2,
+  "intermediate_size": 12,
+  "attention_bias": True,
+  "tie_word_embeddings": False,
+  "torch_dtype": "float32",
+}
+
+
+def tensors_of(config, dtype):
+  """What transformers would store, by its names, with random values."""
+  rng = np.random.default_rng(0)
+  d, f, v = (
+    config[k] for k in ("hidden_size", "intermediate_size", "vocab_size")
+  )
+  kv = config["num_key_value_heads"] * config["head_dim"]
+  q = config["num_attention_heads"] * config["head_dim"]
+  shapes = {
+    "model.embed_tokens.weight": (v, d),
+    "model.norm.weight": (d,),
+    "lm_head.weight": (v, d),
+  }
+  for i in range(config["num_hidden_layers"]):
+    layer = {
+      "self_attn.q_proj": (q, d),
+      "self_attn.k_proj": (kv, d),
+      "self_attn.v_proj": (kv, d),
+      "self_attn.o_proj": (d, q),
+      "mlp.gate_proj": (f, d),
+      "mlp.up_proj": (f, d),
+      "mlp.down_proj": (d, f),
+      "input_layernorm": (d,),
+      "post_attention_layernorm": (d,),
+    }
+    for name, shape in layer.items():
+      shapes[f"model.layers.{i}.{name}.weight"] = shape
+      if "self_attn" in name:
+        shapes[f"model.layers.{i}.{name}.bias"] = shape[:1]
+  return {
+    name: rng.random(shape, np.float32).astype(dtype)
+    for name, shape in shapes.items()
+  }
+
+
+def write_model(path, tensors, shards=1, config=CONFIG):
+  """A model directory as transformers lays it out, by safetensors itself."""
+  path.mkdir()
+  (path / "config.json").write_text(json.dumps(config))
+  names = sorted(tensors)
+  if shards == 1:
+    save_file(tensors, path / "model.safetensors")
+    return path
+  where = {n: f"model-{i % shards}.safetensors" for i, n in enumerate(names)}
+  for file in sorted(set(where.values())):
+    part = {n: tensors[n] for n in names if where[n] == file}
+    save_file(part, path / file)
+  index = {"metadata": {}, "weight_map": where}
+  (path / weights.INDEX).write_text(json.dumps(index))
+  return path
+
+
+def change_index(path, **changes):
+  index = json.loads((path / weights.INDEX).read_text())
+  index["weight_map"] |= changes
+  (path / weights.INDEX).write_text(json.dumps(index))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+  return write_model(tmp_path / "model", tensors_of(CONFIG, BF16), shards=3)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("stored", [BF16, np.float32, np.float16])
+@pytest.mark.parametrize("wanted", [jnp.bfloat16, jnp.float32])
+def test_values_and_layout(shards, stored, wanted, tmp_path, monkeypatch):
+  monkeypatch.setattr(weights, "_BLOCK", 48)  # a few rows at a time
+  tensors = tensors_of(CONFIG, stored)
+  path = write_model(tmp_path / "model", tensors, shards)
+  params = hf.load_params(path, dtype=wanted)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+
+  def same(ours, *theirs, transposed=False):
+    theirs = [x.T if transposed else x for x in theirs]
+    theirs = theirs[0] if ours.ndim == theirs[0].ndim else np.stack(theirs)
+    np.testing.assert_array_equal(ours, theirs.astype(wanted))
+
+  layers = [
+    {
+      name.removeprefix(f"model.layers.{i}."): x
+      for name, x in tensors.items()
+      if name.startswith(f"model.layers.{i}.")
+    }
+    for i in range(3)
+  ]
+  same(params["embed"], tensors["model.embed_tokens.weight"])
+  same(params["head"], tensors["lm_head.weight"], transposed=True)
+  for ours, name, transposed in [
+    ("k", "self_attn.k_proj.weight", True),
+    ("k_bias", "self_attn.k_proj.bias", False),
+    ("down", "mlp.down_proj.weight", True),
+    ("mlp_norm", "post_attention_layernorm.weight", False),
+  ]:
+    theirs = [layer[name] for layer in layers]
+    same(params["layers"][ours], *theirs, transposed=transposed)
+
+
+def test_experts_are_stacked_on_a_second_axis(tmp_path):
+  rng = np.random.default_rng(0)
+  tensors = {
+    f"{i}.{x}": rng.random((5, 4), np.float32)
+    for i in range(2)
+    for x in range(3)
+  }
+  (tmp_path / "out").mkdir()
+  save_file(tensors, tmp_path / "model.safetensors")
+  leaf = weights.Leaf(tuple(tensors), (2, 3, 4, 5), 2, True)
+  stored = weights.find(tmp_path)
+  array = weights.read(leaf, stored, np.float32)
+  part = np.s_[1:2, 1:3, :, 2:5]  # as expert parallelism would cut it
+  np.testing.assert_array_equal(
+    weights._read_part(leaf, stored, part, np.float32), array[part]
+  )
+  for i in range(2):
+    for x in range(3):
+      np.testing.assert_array_equal(array[i, x], tensors[f"{i}.{x}"].T)
+  weights_out.write(tmp_path / "out", {"up": leaf}, {"up": array})
+  again = load_file(tmp_path / "out" / "model.safetensors")
+  assert again.keys() == tensors.keys()
+  for name, tensor in tensors.items():
+    np.testing.assert_array_equal(again[name], tensor)
+
+
+def test_names_with_experts(monkeypatch):
+  class Family:
+    KEYS = {"layers/up": ("{layer}.experts.{expert}.up.weight", True)}
+
+  shapes = {"layers": {"up": (2, 3, 4, 5)}}
+  monkeypatch.setitem(hf.FAMILIES, "moe", Family)
+  monkeypatch.setattr(hf, "to_transformer_config", lambda hf: None)
+  monkeypatch.setattr(hf, "parameter_shapes", lambda config: shapes)
+  leaf = hf.layout({"model_type": "moe"})["layers/up"]
+  places = [(i, x) for i in range(2) for x in range(3)]
+  assert leaf.names == tuple(f"{i}.experts.{x}.up.weight" for i, x in places)
+  assert leaf.stacked == 2 and leaf.stored_shape == (5, 4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
+  (sharded / "chat_template.jinja").write_text("{{ messages }}")
+  params = hf.load_params(sharded, dtype=dtype)
+  hf.save(tmp_path / "out", params, sharded, max_shard_size=700)
+  out = tmp_path / "out"
+  index = json.loads((out / weights.INDEX).read_text())
+  files = sorted(path.name for path in out.glob("*.safetensors"))
+  assert len(files) > 2 and files == sorted({*index["weight_map"].values()})
+  assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+  assert (out / "chat_template.jinja").is_file()
+  config = json.loads((out / "config.json").read_text())
+  name = str(np.dtype(dtype))
+  assert config == CONFIG | {"dtype": name, "torch_dtype": name}
+  total = 0
+  for wanted, tensor in tensors_of(CONFIG, BF16).items():
+    with safe_open(out / index["weight_map"][wanted], "numpy") as file:
+      assert file.metadata() == {"format": "pt"}
+      np.testing.assert_array_equal(file.get_tensor(wanted), tensor)
+      assert file.get_tensor(wanted).dtype == dtype
+    total += tensor.size * np.dtype(dtype).itemsize
+  assert index["metadata"]["total_size"] == total
+  for file in files:  # one tensor may be larger than a shard, several are not
+    held = load_file(out / file)
+    assert len(held) == 1 or sum(x.nbytes for x in held.values()) <= 700
+  again = hf.load_params(out, dtype=dtype)
+  assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
+
+
+def test_a_save_that_fails_leaves_nothing(sharded, tmp_path, monkeypatch):
+  params = hf.load_params(sharded)
+  out = tmp_path / "new" / "out"
+  with pytest.raises(ValueError, match="not those of a model like"):
+    hf.save(out, {"embed": params["embed"]}, sharded)
+
+  def fail(*args):
+    assert not out.exists()
+    raise OSError("disk full")
+
+  monkeypatch.setattr(weights_out, "write", fail)
+  with pytest.raises(OSError, match="disk full"):
+    hf.save(out, params, sharded)
+  assert not out.parent.exists() or not any(out.parent.iterdir())
+  out.mkdir(parents=True)
+  with pytest.raises(ValueError, match="exists already"):
+    hf.save(out, params, sharded)
+
+
+def test_all_that_does_not_fit_is_in_one_error(tmp_path):
+  tensors = tensors_of(CONFIG, np.float32)
+  del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+  tensors["model.layers.0.extra"] = np.zeros(3, np.float32)
+  tensors["lm_head.weight"] = np.zeros((8, 11), np.float32)
+  tensors["model.embed_tokens.weight"] = np.zeros((11, 8), np.int8)
+  tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(1)
+  path = write_model(tmp_path / "model", tensors)
+  with pytest.raises(ValueError) as error:
+    hf.load_params(path)
+  assert re.split("\n  ", str(error.value))[1:] == [
+    "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight",
+    "surplus: model.layers.0.extra",
+    "of another shape: lm_head.weight [8, 11] instead of [11, 8]",
+    "of a type that is not read: model.embed_tokens.weight I8",
+  ]
+
+
+def test_damaged_shards_are_refused(sharded):
+  file = sharded / "model-1.safetensors"
+  whole = file.read_bytes()
+  for damaged in (whole[:-3], whole[:30], b"", b"\xff" * 64):
+    file.write_bytes(damaged)
+    with pytest.raises(ValueError, match="model-1.safetensors is not a whole"):
+      hf.load_params(sharded)
+  file.unlink()
+  with pytest.raises(ValueError, match="not there: model-1.safetensors"):
+    hf.load_params(sharded)
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["../x.safetensors", "/etc/x.safetensors", "a\\x.safetensors", "model.bin"],
+)
+def test_an_index_stays_in_its_directory(sharded, name):
+  save_file({"x": np.zeros(1)}, sharded.parent / "x.safetensors")
+  change_index(sharded, x=name)
+  with pytest.raises(ValueError, match=r"only \*.safetensors beside it"):
+    hf.load_params(sharded)
+
+
+def test_an_index_that_is_wrong_is_refused(sharded):
+  where = json.loads((sharded / weights.INDEX).read_text())["weight_map"]
+  name = next(n for n in where if where[n] == "model-0.safetensors")
+  change_index(sharded, **{name: "model-1.safetensors"})
+  with pytest.raises(ValueError, match=f"not in their files: {name}"):
+    hf.load_params(sharded)
+  for text in ('{"weight_map": []}', "{}", "[]", "{", "\xff"):
+    (sharded / weights.INDEX).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match="index.json"):
+      hf.load_params(sharded)
+
+
+def test_pickled_weights_and_foreign_code_are_refused(tmp_path):
+  path = write_model(tmp_path / "model", tensors_of(CONFIG, np.float32))
+  (path / "model.safetensors").rename(tmp_path / "model.safetensors")
+  (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+  with pytest.raises(ValueError, match="pytorch_model.bin there is not read"):
+    hf.load_params(path)
+  (tmp_path / "model.safetensors").rename(path / "model.safetensors")
+  hf.load_params(path)
+  for name, value in {
+    "auto_map": {"AutoModelForCausalLM": "modeling_x.X"},
+    "quantization_config": {"quant_method": "gptq"},
+  }.items():
+    text = json.dumps(CONFIG | {name: value})
+    (path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"config.json has {name}"):
+      hf.load_params(path)
+
+
+# A model of 20 million parameters, on four devices.
+PROGRAM = """
+import functools, sys
+import jax, jax.numpy as jnp, numpy as np
+from safetensors.numpy import load_file
+from grpojax.models import hf
+from grpojax.runtime import sharding
+
+def memory(name):
+  with open("/proc/self/status") as file:
+    lines = dict(line.split(":", 1) for line in file)
+  return 1024 * int(lines[name].split()[0])
+
+path, parameters = sys.argv[1], int(sys.argv[2])
+assert jax.device_count() == 4
+mesh = sharding.make_mesh(1, 2, 2)
+places = functools.partial(sharding.shardings, mesh=mesh)
+jnp.zeros(3).block_until_ready()
+before = memory("VmRSS")
+params = hf.load_params(path, jnp.float32, places)
+peak = memory("VmHWM") - before
+size = sum(x.nbytes for x in jax.tree.leaves(params))
+assert size == 4 * parameters
+assert peak < 1.5 * size, (peak, size)
+
+assert jax.tree.map(lambda x: x.sharding, params) == places(params)
+q = params["layers"]["q"]
+assert q.addressable_shards[0].data.shape == (q.shape[0], *(
+  n // 2 for n in q.shape[1:]))
+tensors = load_file(path + "/model.safetensors")
+def check(array, *names):
+  for shard in array.addressable_shards:
+    theirs = np.stack([tensors[n].T for n in names]).astype(np.float32)
+    theirs = theirs[0].T if array.ndim == 2 else theirs
+    np.testing.assert_array_equal(shard.data, theirs[shard.index])
+check(params["embed"], "model.embed_tokens.weight")
+layers = range(q.shape[0])
+for ours, theirs in (("q", "self_attn.q"), ("down", "mlp.down")):
+  names = [f"model.layers.{i}.{theirs}_proj.weight" for i in layers]
+  check(params["layers"][ours], *names)
+
+# A tree of shardings does as well; and what is spread out is saved whole.
+again = hf.load_params(path, jnp.bfloat16, places(params))
+assert jax.tree.map(lambda x: x.sharding, again) == places(params)
+hf.save(path + "2", again, path)
+saved = load_file(path + "2/model.safetensors")
+assert saved.keys() == tensors.keys()
+for name, tensor in tensors.items():
+  np.testing.assert_array_equal(saved[name], tensor)
+"""
+
+
+@pytest.mark.skipif(
+  not pathlib.Path("/proc/self/status").exists(), reason="needs /proc"
+)
+def test_shards_and_memory_on_four_devices(tmp_path):
+  config = CONFIG | {
+    "vocab_size": 8000,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+  }
+  tensors = tensors_of(config, BF16)
+  tensors = {
+    name: tensor
+    for name, tensor in tensors.items()
+    if not name.endswith("bias") and name != "lm_head.weight"
+  }
+  path = write_model(tmp_path / "model", tensors, config=config)
+  parameters = sum(tensor.size for tensor in tensors.values())
+  env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+  env.pop("XLA_FLAGS", None)
+  done = subprocess.run(
+    [sys.executable, "-c", PROGRAM, path, str(parameters)],
+    cwd=pathlib.Path(__file__).parents[2],
+    env=env,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
