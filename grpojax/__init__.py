@@ -4,25 +4,53 @@ The functions most programs need, by their short names; the rest is in
 `grpojax.core` (pure functions of arrays) and `grpojax.models`.
 """
 
-from grpojax.core import advantages as advantages
-from grpojax.core import diagnostics as diagnostics
-from grpojax.core import losses as losses
-from grpojax.core.logprobs import token_logprobs as token_logprobs
-from grpojax.core.rollout import rollout as rollout
-from grpojax.core.sampling import Sampling as Sampling
-from grpojax.core.step import init_state as init_state
-from grpojax.core.step import make_batch as make_batch
-from grpojax.core.step import make_grpo_step as make_grpo_step
-from grpojax.core.step import rollout_metrics as rollout_metrics
-from grpojax.core.types import LM as LM
-from grpojax.core.types import Batch as Batch
-from grpojax.core.types import Prefix as Prefix
-from grpojax.core.types import Prompts as Prompts
-from grpojax.core.types import Rollout as Rollout
-from grpojax.core.types import TrainState as TrainState
-from grpojax.core.update import make_update as make_update
-from grpojax.models.adapters import from_apply as from_apply
-from grpojax.models.adapters import from_linen as from_linen
-from grpojax.models.adapters import from_nnx as from_nnx
-from grpojax.models.transformer import TransformerConfig as TransformerConfig
-from grpojax.models.transformer import transformer as transformer
+import importlib
+from typing import Any
+
+# Found when first used: whoever imports only a part that needs no JAX, such as
+# a process that computes rewards, does not load it.
+_NAMES = {
+  "grpojax.core": ("advantages", "diagnostics", "losses"),
+  "grpojax.core.logprobs": ("token_logprobs",),
+  "grpojax.core.rollout": ("rollout",),
+  "grpojax.core.sampling": ("Sampling",),
+  "grpojax.core.step": (
+    "init_state",
+    "make_batch",
+    "make_grpo_step",
+    "rollout_metrics",
+  ),
+  "grpojax.core.types": (
+    "LM",
+    "Batch",
+    "Prefix",
+    "Prompts",
+    "Rollout",
+    "TrainState",
+  ),
+  "grpojax.core.update": ("make_update",),
+  "grpojax.models.adapters": ("from_apply", "from_linen", "from_nnx"),
+  "grpojax.models.transformer": ("TransformerConfig", "transformer"),
+}
+_MODULES = {name: module for module in _NAMES for name in _NAMES[module]}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+  if name in ("core", "models"):  # with the modules that are named above
+    for module in _NAMES:
+      importlib.import_module(module)
+    value = importlib.import_module(f"grpojax.{name}")
+  elif name in _NAMES["grpojax.core"]:
+    value = importlib.import_module(f"grpojax.core.{name}")
+  elif name in _MODULES:
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+  else:
+    raise AttributeError(f"module 'grpojax' has no attribute {name!r}")
+  globals()[name] = value
+  return value
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

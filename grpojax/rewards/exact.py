@@ -1,8 +1,7 @@
 """Right or wrong: is the text after the last "####" the answer?
 
-One definition, twice: `exact_answer` reads text, on the host; the reward of
-`exact_answer_ids` reads token ids, inside a compiled step, and gives the same
-on every sequence of ids. Nothing is evaluated: texts are compared.
+`exact_answer` reads text, on the host; `exact_ids` is the same reward on token
+ids, inside a compiled step. Nothing is evaluated: texts are compared.
 
 The text after the last "####", without the whitespace around it, must be one of
 the answer's spellings: for a whole or decimal number with or without thousands
@@ -10,19 +9,11 @@ separators ("1080", "1,080"), for any other answer the answer itself.
 """
 
 import re
-from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
-
-from grpojax.core.types import Rollout
 
 MARK = "####"
 
 _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
-_UNICODE = 0x110000  # one more than the largest code point
 
 
 def spellings(answer: str) -> tuple[str, str]:
@@ -41,7 +32,9 @@ def spellings(answer: str) -> tuple[str, str]:
     return answer, answer
   sign, digits, decimals = number.groups()
   digits = digits.replace(",", "")
-  grouped = re.sub(r"(?<=[0-9])(?=(?:[0-9]{3})+$)", ",", digits)
+  first = len(digits) % 3 or 3
+  rest = [digits[i : i + 3] for i in range(first, len(digits), 3)]
+  grouped = ",".join([digits[:first], *rest])
   return sign + digits + decimals, sign + grouped + decimals
 
 
@@ -77,163 +70,3 @@ def exact_answer(
   del prompt
   _, mark, tail = completion.rpartition(MARK)
   return float(bool(mark) and tail.strip() in spellings(example["answer"]))
-
-
-def exact_answer_ids(
-  tokenizer: Any, eos_ids: Sequence[int], max_answer_length: int = 16
-) -> tuple[
-  Callable[[dict[str, Any]], dict[str, np.ndarray]],
-  Callable[[Rollout, dict[str, Any]], Float[Array, "B G"]],
-]:
-  """`exact_answer` as a jittable function of token ids.
-
-  It needs a tokenizer whose characters are tokens: then the ids spell the text,
-  and looking for "####" in the ids is looking for it in the text.
-
-  Args:
-    tokenizer: a Hugging Face tokenizer of single characters. Longer tokens are
-      allowed where they are nothing but whitespace, or hold no digit, no "#"
-      and no whitespace.
-    eos_ids: the ids that end a completion; the text stops before the first.
-    max_answer_length: longest answer, in characters with separators, A.
-
-  Returns:
-    target: `(example) -> {"answer": int32 [2, A + 1]}`, the two spellings of
-      its answer in the code of `_code`, with zeros after them. Raises
-      ValueError where an answer is too long or its ids would be ambiguous.
-    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked to
-      [B, 2, A + 1].
-
-  Raises:
-    ValueError: the tokenizer is of another kind; use `exact_answer` then.
-  """
-  texts = _token_texts(tokenizer)
-  codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
-  codes = codes.astype(np.int32)  # the last one stands for ids out of range
-  characters = {text for text in texts if len(text) == 1}
-  longer = [text for text in texts if len(text) > 1]
-
-  def target(example: dict[str, Any]) -> dict[str, np.ndarray]:
-    answer = np.zeros((2, max_answer_length + 1), np.int32)
-    for row, text in enumerate(spellings(example["answer"])):
-      _check_answer(text, characters, longer, max_answer_length)
-      answer[row, : len(text)] = [_code(0, character) for character in text]
-    return {"answer": answer}
-
-  def reward(rollout: Rollout, targets: dict[str, Any]) -> Float[Array, "B G"]:
-    ids = rollout.completion_ids
-    ended = (
-      jnp.cumsum(jnp.isin(ids, jnp.array(eos_ids, jnp.int32)), axis=-1) > 0
-    )
-    written = jnp.asarray(codes)[jnp.clip(ids, 0, len(texts))]
-    written = jnp.where(rollout.completion_mask & ~ended, written, 0)
-    # One more than the longest answer: a text that goes on differs there.
-    tail, found = _last_answer(written, max_answer_length + 1)
-    same = (tail[..., None, :] == targets["answer"][:, None]).all(-1)
-    return (found & same.any(-1)).astype(jnp.float32)
-
-  return target, reward
-
-
-def _last_answer(
-  codes: Int[Array, "B G T"], width: int
-) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
-  """The stripped text after the last "####", and whether there is a "####".
-
-  Args:
-    codes: the text as codes, 0 where a token adds no text.
-    width: of a longer text the beginning is returned, after a shorter one 0s.
-  """
-  size = codes.shape[-1]
-  # Text first, in its order; what writes nothing last.
-  order = jnp.argsort(codes == 0, axis=-1, stable=True)
-  codes = jnp.take_along_axis(codes, order, axis=-1)
-  place = jnp.arange(size)
-
-  sharp = jnp.pad(codes == _code(0, "#"), ((0, 0), (0, 0), (0, len(MARK))))
-  marks = jnp.all(
-    jnp.stack([sharp[..., i : i + size] for i in range(len(MARK))]), axis=0
-  )
-  mark = jnp.max(jnp.where(marks, place, -1), axis=-1, keepdims=True)
-  # Codes of whitespace are negative.
-  inside = (place >= mark + len(MARK)) & (codes > 0)
-  first = jnp.min(jnp.where(inside, place, size), axis=-1, keepdims=True)
-  last = jnp.max(jnp.where(inside, place, -1), axis=-1, keepdims=True)
-
-  source = first + jnp.arange(width)
-  tail = jnp.take_along_axis(codes, jnp.clip(source, 0, size - 1), axis=-1)
-  return jnp.where(source <= last, tail, 0), mark[..., 0] >= 0
-
-
-def _code(token: int, text: str) -> int:
-  """A number for what a token writes.
-
-  0 where it writes nothing; for one character its code point + 1, whichever
-  token it is; for more a number of the token's own. Negative for whitespace.
-  """
-  if not text:
-    return 0
-  size = ord(text) + 1 if len(text) == 1 else _UNICODE + 1 + token
-  return -size if text.isspace() else size
-
-
-def _token_texts(tokenizer: Any) -> list[str]:
-  """What each token writes in the middle of a text; ValueError if unfit."""
-  special = set(tokenizer.all_special_ids)
-  texts = []
-  sharp = _sharp(tokenizer)
-  for token in range(max(tokenizer.get_vocab().values()) + 1):
-    # Between two others, so that no decoder trims it as a text's first or last.
-    around = tokenizer.decode(
-      [sharp, token, sharp],
-      skip_special_tokens=False,
-      clean_up_tokenization_spaces=False,
-    )
-    text = around[1:-1]
-    if around != f"#{text}#" or "\ufffd" in text:
-      raise ValueError(_refusal(f"token {token} writes {around!r} in #...#"))
-    mixed = any(
-      c == "#" or c.isspace() or (c.isdigit() and token not in special)
-      for c in text
-    )
-    if len(text) > 1 and not text.isspace() and mixed:
-      raise ValueError(_refusal(f"token {token} writes {text!r}"))
-    texts.append(text)
-  if missing := set("#0123456789") - set(texts):
-    raise ValueError(_refusal(f"no token writes {min(missing)!r}"))
-  return texts
-
-
-def _sharp(tokenizer: Any) -> int:
-  ids = tokenizer.encode("#", add_special_tokens=False)
-  if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-    raise ValueError(_refusal('"#" is not one token'))
-  return ids[0]
-
-
-def _refusal(reason: str) -> str:
-  return (
-    "an exact-answer reward on ids needs a tokenizer of single characters, but"
-    f" {reason}; use the reward on text (exact_answer) with this tokenizer"
-  )
-
-
-def _check_answer(
-  text: str, characters: set[str], longer: Sequence[str], max_length: int
-):
-  if len(text) > max_length:
-    raise ValueError(
-      f"the answer {text!r} has {len(text)} characters, but max_answer_length ="
-      f" {max_length}: raise it"
-    )
-  if missing := set(text) - characters:
-    raise ValueError(
-      f"the answer {text!r} can never be given: no token of this tokenizer"
-      f" writes {min(missing)!r}"
-    )
-  for token in longer:
-    if token in text:
-      raise ValueError(
-        f"the answer {text!r} holds {token!r}, which a token of more than one"
-        " character also writes: its ids are ambiguous; use exact_answer"
-      )

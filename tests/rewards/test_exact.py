@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Rollout
-from grpojax.rewards import exact
+from grpojax.rewards import exact, exact_ids
 from grpojax.runtime import tokenizer as tokenizers
 
 TOKENIZER = tokenizers.character_tokenizer()
@@ -100,7 +100,7 @@ def score(reward, target, rows, answer, width=None):
 
 
 def assert_same(eos_ids, rows, answer, width=None, longest=16):
-  target, reward = exact.exact_answer_ids(TOKENIZER, eos_ids, longest)
+  target, reward = exact_ids.exact_answer_ids(TOKENIZER, eos_ids, longest)
   found = score(jax.jit(reward), target, rows, answer, width)
   for row, value in zip(rows, found[: len(rows)], strict=True):
     ids, mask = np.array(row, int), np.ones(len(row), bool)
@@ -191,7 +191,7 @@ def test_texts_longer_than_the_longest_answer_agree():
 
 
 def test_what_follows_the_mask_does_not_count():
-  target, reward = exact.exact_answer_ids(TOKENIZER, (EOS,))
+  target, reward = exact_ids.exact_answer_ids(TOKENIZER, (EOS,))
   row = TOKENIZER.encode("#### 78")
   for width, expected in ((len(row) - 1, 1), (len(row), 0), (len(row) - 2, 0)):
     rollout = Rollout(
@@ -209,7 +209,7 @@ def test_what_follows_the_mask_does_not_count():
 
 
 def test_answers_that_ids_cannot_hold_are_refused():
-  target, _ = exact.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
+  target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
   assert target({"answer": " 123 "})["answer"].astype(bool).sum() == 6
   for answer, message in (
     ("1234", "max_answer_length = 4"),  # "1,234" has five characters
@@ -218,7 +218,7 @@ def test_answers_that_ids_cannot_hold_are_refused():
   ):
     with pytest.raises(ValueError, match=message):
       target({"answer": answer})
-  target, _ = exact.exact_answer_ids(TOKENIZER, (EOS,))
+  target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,))
   with pytest.raises(ValueError, match="ambiguous"):
     target({"answer": "<|pad|>"})
 
@@ -243,11 +243,11 @@ def trained(extra, merges=()):
 )
 def test_tokenizers_with_longer_tokens_are_refused(pair):
   with pytest.raises(ValueError, match="single characters.*exact_answer"):
-    exact.exact_answer_ids(trained(["".join(pair)], [pair]), (0,))
+    exact_ids.exact_answer_ids(trained(["".join(pair)], [pair]), (0,))
 
 
 def test_words_without_digits_are_allowed_but_not_in_answers():
-  target, _ = exact.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
+  target, _ = exact_ids.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
   assert target({"answer": "ba"})["answer"].astype(bool).sum() == 4
   with pytest.raises(ValueError, match="ambiguous"):
     target({"answer": "cab"})

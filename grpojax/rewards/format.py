@@ -1,0 +1,46 @@
+"""Whether a completion has the required structure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def format(
+  prompt: str,
+  completion: str,
+  example: dict[str, Any],
+  *,
+  tags: Sequence[str] = ("think", "answer"),
+) -> float:
+  """1.0 for <think>...</think> <answer>...</answer> and nothing else, else 0.0.
+
+  Each tag opens once and closes once, in the given order, around text that is
+  more than whitespace; outside there is only whitespace. A first tag with which
+  the prompt ends already need not be repeated. The time is linear.
+
+  Args:
+    prompt: only whether it ends with the first opening tag.
+    completion: the completion's text, without its EOS.
+    example: not used.
+    tags: names of the tags, in their order.
+
+  Returns:
+    1.0 or 0.0.
+
+  Raises:
+    ValueError: no tags, or one twice.
+  """
+  del example
+  if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
+    raise ValueError(f"tags = {tags!r}: give different names, at least one")
+  rest = completion
+  if prompt.rstrip().endswith(f"<{tags[0]}>"):
+    rest = f"<{tags[0]}>{completion}"
+  marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+  if any(rest.count(mark) != 1 for mark in marks):
+    return 0.0
+  for tag in tags:
+    outside, _, rest = rest.partition(f"<{tag}>")
+    inside, closed, rest = rest.partition(f"</{tag}>")
+    if outside.strip() or not closed or not inside.strip():
+      return 0.0
+  return float(not rest.strip())

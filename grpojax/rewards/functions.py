@@ -1,0 +1,190 @@
+"""Reward functions by name, and several of them as one number.
+
+A reward is a function `(prompt, completion, example) -> float | None`: prompt
+and completion are texts, the example is a dict, None abstains. A name is one of
+`BUILT_IN`, or "package.module:function", or "path/to/file.py:function".
+
+This module and those of the built-in rewards load without JAX, so that a worker
+process starts in a fraction of a second.
+"""
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+BUILT_IN = {
+  "exact_answer": "exact",
+  "math_answer": "math",
+  "math_verify": "symbolic",
+  "format": "format",
+  "length": "length",
+  "overlong": "length",
+  "unfinished": "length",
+}
+"""Built-in rewards, and the module of `grpojax.rewards` that has each."""
+
+_TRIAL = {
+  "answer": "1",
+  "completion_length": 1,
+  "max_completion_length": 1,
+  "finished": True,
+}
+
+
+def label(name: str) -> str:
+  """The short name of a function, for metrics and options: after the colon."""
+  return name.rpartition(":")[2]
+
+
+def resolve(
+  name: str, options: Mapping[str, Any] | None = None
+) -> Callable[[str, str, dict[str, Any]], float | None]:
+  """The reward function of a name, with its options bound.
+
+  Args:
+    name: see the module's description.
+    options: keyword arguments.
+
+  Returns:
+    `(prompt, completion, example) -> float | None`.
+
+  Raises:
+    ValueError: there is no such function, it does not take three arguments or
+      not these options, or a built-in function refuses an option's value.
+  """
+  options = dict(options or {})
+  module, attribute = _module(name), label(name)
+  function = getattr(module, attribute, None)
+  if not callable(function):
+    hint = _nearest(attribute, [n for n in vars(module) if n[0] != "_"])
+    raise ValueError(f"reward {name!r}: no such function{hint}")
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # some functions that are written in C
+    signature = None
+  if signature is not None:
+    _check(name, signature, options)
+  bound = functools.partial(function, **options) if options else function
+  if name in BUILT_IN:
+    try:
+      bound("", "", dict(_TRIAL))  # refuses values of options
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"reward {name!r}: {error}") from error
+  return bound
+
+
+def resolve_all(
+  names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Callable[[str, str, dict[str, Any]], float | None]]:
+  """The functions of several names.
+
+  Args:
+    names: of functions, see `resolve`.
+    options: keyword arguments of each, by its `label`.
+
+  Raises:
+    ValueError: see `resolve`; no names, the same label twice, or options of a
+      function that is not among them.
+  """
+  labels = [label(name) for name in names]
+  if not names or len(set(labels)) < len(labels):
+    raise ValueError(
+      f"reward functions {list(names)}: give at least one, each name once"
+    )
+  options = options or {}
+  for name in options:
+    if name not in labels:
+      raise ValueError(
+        f"options of {name!r}, which is none of the reward functions {labels}"
+        f"{_nearest(name, labels)}"
+      )
+  return [
+    resolve(name, options.get(short))
+    for name, short in zip(names, labels, strict=True)
+  ]
+
+
+def combine(
+  values: Sequence[int | float | None], weights: Sequence[int | float]
+) -> float | None:
+  """The weighted sum of the rewards of one completion.
+
+  A function that abstains adds nothing, and the weights of the others stay as
+  they are.
+
+  Args:
+    values: of each function; None where it abstains.
+    weights: one for each value.
+
+  Returns:
+    The sum; None where all abstain.
+  """
+  pairs = zip(values, weights, strict=True)
+  terms = [weight * value for value, weight in pairs if value is not None]
+  return math.fsum(terms) if terms else None
+
+
+def _module(name: str) -> ModuleType:
+  place, colon, _ = name.rpartition(":")
+  if not colon:
+    if name not in BUILT_IN:
+      raise ValueError(
+        f"unknown reward {name!r}{_nearest(name, list(BUILT_IN))}: choose one"
+        f" of {list(BUILT_IN)}, or your own as package.module:function or"
+        " path/to/file.py:function"
+      )
+    place = f"grpojax.rewards.{BUILT_IN[name]}"
+  try:
+    if not place.endswith(".py"):
+      return importlib.import_module(place)
+    path = pathlib.Path(place).resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+  except (ImportError, OSError) as error:
+    extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
+    raise ValueError(f"reward {name!r}: {error}{extra}") from error
+
+
+def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):
+  """Refuses options that the function does not take."""
+  if wrong := [key for key in options if not _takes(signature, key)]:
+    known = [key for key in signature.parameters if _takes(signature, key)]
+    raise ValueError(
+      f"reward {name!r} has no option {wrong[0]!r}"
+      f"{_nearest(wrong[0], known)}: it takes {known or 'none'}"
+    )
+  try:
+    signature.bind("", "", {}, **options)
+  except TypeError as error:
+    raise ValueError(
+      f"reward {name!r} cannot be called with prompt, completion, example and"
+      f" the options {options}: {error}"
+    ) from error
+
+
+def _takes(signature: inspect.Signature, key: str) -> bool:
+  """Whether the function has this keyword, besides its three arguments."""
+  parameters = list(signature.parameters.values())
+  keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
+  keywords += (inspect.Parameter.KEYWORD_ONLY,)
+  return any(
+    p.kind is p.VAR_KEYWORD
+    or (
+      p.name == key and p.kind in keywords and (i > 2 or p.kind is keywords[1])
+    )
+    for i, p in enumerate(parameters)
+  )
+
+
+def _nearest(name: str, candidates: Sequence[str]) -> str:
+  close = difflib.get_close_matches(name, candidates, 1)
+  return f"; did you mean {close[0]!r}?" if close else ""

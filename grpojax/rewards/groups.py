@@ -1,0 +1,107 @@
+"""Rewards of groups of completions: lists of texts in, arrays [B, G] out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from grpojax.rewards.pool import Batch, Failure, Job, Pool
+
+
+class GroupScores(NamedTuple):
+  """Rewards of all completions.
+
+  Attributes:
+    rewards: [B, G], float32; NaN where there is none: to be masked out.
+    values: [B, G] of each function, by short name; NaN where it has none.
+    failed: [B, G], where the reward could not be computed; where it is NaN
+      otherwise, all functions abstain.
+    failures: the rewards that could not be computed.
+  """
+
+  rewards: Float[np.ndarray, "B G"]
+  values: dict[str, Float[np.ndarray, "B G"]]
+  failed: Bool[np.ndarray, "B G"]
+  failures: list[Failure]
+
+
+class Pending(NamedTuple):
+  """Groups on their way; see `submit_groups`."""
+
+  batch: Batch
+  shape: tuple[int, int]
+
+
+def submit_groups(
+  pool: Pool,
+  examples: Sequence[dict[str, Any]],
+  texts: Sequence[Sequence[str]],
+  lengths: Int[np.ndarray, "B G"],
+  finished: Bool[np.ndarray, "B G"],
+  max_length: int,
+) -> Pending:
+  """Starts to score groups and returns at once; see `score_groups`."""
+  size = len(texts[0])
+  # Neighbours are of different prompts: if one example makes a function hang,
+  # its completions do not come one after the other (see `Pool`).
+  jobs = [
+    Job(
+      example["prompt_text"],
+      texts[b][g],
+      {
+        **example,
+        "completion_length": int(lengths[b, g]),
+        "max_completion_length": max_length,
+        "finished": bool(finished[b, g]),
+      },
+    )
+    for g in range(size)
+    for b, example in enumerate(examples)
+  ]
+  return Pending(pool.submit(jobs), (len(examples), size))
+
+
+def collect_groups(pool: Pool, pending: Pending) -> GroupScores:
+  """Waits for groups that `submit_groups` has sent off."""
+  results = pool.collect(pending.batch)
+  prompts, size = pending.shape
+
+  def grouped(values, dtype=np.float32):
+    return np.array(values, dtype).reshape(size, prompts).T.copy()
+
+  return GroupScores(
+    grouped([result.reward for result in results]),
+    {
+      name: grouped([result.values[i] for result in results])
+      for i, name in enumerate(pool.names)
+    },
+    grouped([bool(result.failures) for result in results], bool),
+    [failure for result in results for failure in result.failures],
+  )
+
+
+def score_groups(
+  pool: Pool,
+  examples: Sequence[dict[str, Any]],
+  texts: Sequence[Sequence[str]],
+  lengths: Int[np.ndarray, "B G"],
+  finished: Bool[np.ndarray, "B G"],
+  max_length: int,
+) -> GroupScores:
+  """Scores all completions of a batch.
+
+  Args:
+    pool: computes the rewards.
+    examples: [B]; each has a "prompt_text". The reward functions see them with
+      three more keys: "completion_length", "max_completion_length", "finished".
+    texts: [B][G] completions, without their EOS.
+    lengths: [B, G], tokens, with the EOS.
+    finished: [B, G], whether an EOS ended the completion.
+    max_length: the limit on completions, T, tokens.
+
+  Returns:
+    Rewards, the values of each function, and what failed.
+  """
+  pending = submit_groups(pool, examples, texts, lengths, finished, max_length)
+  return collect_groups(pool, pending)

@@ -1,0 +1,194 @@
+r"""Right or wrong: is the answer that a solution gives the reference answer?
+
+The answer is looked for in this order; the first place that has one decides:
+
+1. the last complete \boxed{...} or \fbox{...} that is not empty;
+2. the text after the last "####", up to the end of its line;
+3. the last statement of an answer: "the answer is 5", "Answer: 5", "A: 5" at
+   the start of a line, "<answer>5</answer>". The first number of its sentence
+   counts ("the answer is 5 apples, not 7"), after an equals sign if any;
+4. the last number.
+
+1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6. A box that was
+not closed (truncated) is none; its number may be found by rule 4. Answers are
+equal by the rules of `quantities`.
+
+Nothing is evaluated, and the time is bounded: only the last `WINDOW` characters
+are read, with a bounded number of attempts to find each kind of statement.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from grpojax.rewards import quantities
+from grpojax.rewards.exact import MARK
+from grpojax.rewards.quantities import LONGEST
+from grpojax.rewards.quantities import equal as equal
+
+WINDOW = 2**16
+"""Characters at the end of a completion that are read."""
+
+_ATTEMPTS = 16  # places of each kind that are looked at, from the end
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE = re.compile(r"[^\s$]{0,50}")
+# From "answer" to what it is, on one line.
+_STATEMENT = re.compile(
+  r"""answers?\b
+  (?: (?:[*_"\s]|\s\([^()\n0-9]{1,40}\)){0,4}[:=>]
+    | [^\n.:=0-9?<>]{0,40}?
+      \b(?:is|are|be|equals|was)\b(?!\s{1,3}(?:not|that|correct)\b|n't|'):?
+    | [*_\#\s]{0,8}\n
+    | (?=\s[-$\\(]{0,3}[0-9]))""",
+  re.VERBOSE | re.IGNORECASE,
+)
+_A = re.compile(r"(?:^|\n)[ \t*_#>]{0,8}A[*_]{0,2}:")
+_LEAD = re.compile(r"[\s:=*_\"'>]{1,40}")
+_LATEX = re.compile(r"\$([^$\n]{1,200})\$(?![0-9])|\\\((.{1,200}?)\\\)")
+_END = re.compile(r"[.;!?](?=\s|$)|,\s|\n|<|\s\(|\*\*|\b(?:because|since)\b")
+_POINT = re.compile(r"[(\[][^()\[\]\n]{1,100}[)\]]")
+_RANGE = r"[0-9]{1,9}(?:(?::|-|/[0-9]{1,9}/)[0-9]{1,9}){1,5}"
+_TOKEN = re.compile(
+  rf"(?<![0-9.,A-Za-z]){_RANGE}(?![0-9]) | (?:{quantities.NUMBER.pattern})",
+  re.VERBOSE,
+)
+
+
+def find_answer(text: str) -> str | None:
+  """The part of a solution that gives its answer; None where none is found."""
+  text = text[-WINDOW:]
+  for find in (_boxed, _marked, _stated, _last_number):
+    answer = find(text)
+    if answer is not None:
+      return answer
+  return None
+
+
+def given_answer(completion: str) -> str | None:
+  """The answer that a completion gives, in one spelling: to count votes.
+
+  Completions that give the same answer are equally right by `math_answer`.
+
+  Args:
+    completion: the completion's text, without its EOS.
+
+  Returns:
+    `quantities.canonical` of the answer; None where none is found.
+  """
+  answer = find_answer(completion)
+  return None if answer is None else quantities.canonical(answer)
+
+
+def reference_answer(example: dict[str, Any]) -> str:
+  """An example's "answer": an answer, or one found in a solution.
+
+  A solution is a text with a box or a "####".
+  """
+  reference = str(example["answer"])
+  if MARK in reference or "boxed" in reference:
+    return find_answer(reference) or reference
+  return reference
+
+
+def math_answer(prompt: str, completion: str, example: dict[str, Any]) -> float:
+  """1.0 if the completion's answer equals the reference answer, else 0.0.
+
+  Args:
+    prompt: not used.
+    completion: the completion's text, without its EOS.
+    example: see `reference_answer`.
+
+  Returns:
+    1.0 or 0.0.
+  """
+  del prompt
+  expected = quantities.canonical(reference_answer(example))
+  return float(expected is not None and given_answer(completion) == expected)
+
+
+def _places(text: str, *marks: str) -> Iterator[int]:
+  """The last places of any of the marks, from the end."""
+  last = {mark: text.rfind(mark) for mark in marks}
+  for _ in range(_ATTEMPTS):
+    mark = max(last, key=last.__getitem__)
+    place = last[mark]
+    if place < 0:
+      return
+    yield place
+    last[mark] = text.rfind(mark, 0, place)
+
+
+def _boxed(text: str) -> str | None:
+  for place in _places(text, "\\boxed", "\\fbox"):
+    start = place + (6 if text.startswith("\\boxed", place) else 5)
+    part = text[start : start + LONGEST + 2].lstrip()
+    if not part.startswith("{"):  # \boxed 5
+      answer = _BARE.match(part)[0]
+    else:
+      answer = part[1 : _closing(part)].strip()
+    if answer:
+      return answer
+  return None
+
+
+def _closing(text: str) -> int:
+  """Where the brace closes with which a text begins; 0 if nowhere."""
+  depth = 0
+  for match in _BRACES.finditer(text):
+    depth += {"{": 1, "}": -1}.get(match[0], 0)
+    if not depth:
+      return match.start()
+  return 0
+
+
+def _marked(text: str) -> str | None:
+  _, mark, tail = text.rpartition(MARK)
+  if not mark:
+    return None
+  answer = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
+  return answer or None
+
+
+def _stated(text: str) -> str | None:
+  for place in _places(text, "answer", "Answer", "ANSWER", "A:", "A**:"):
+    if text[place + 1] in ":*":
+      line = max(text.rfind("\n", 0, place), place - 12, 0)
+      match = _A.match(text, line)
+    else:
+      match = _STATEMENT.match(text, place)
+    if match:
+      answer = _statement(text[match.end() : match.end() + 300])
+      if answer:
+        return answer
+  return None
+
+
+def _statement(text: str) -> str | None:
+  """The answer in the sentence that follows "answer is"; None if none."""
+  if lead := _LEAD.match(text):
+    text = text[lead.end() :]
+  if found := _LATEX.match(text) or _POINT.match(text):
+    return found[1] or found[2] if found.re is _LATEX else found[0]
+  sentence = text
+  if end := _END.search(text):
+    sentence = text[: end.start()]
+  if quantities.number(sentence) is not None:
+    return sentence
+  cleaned = quantities.clean(sentence)
+  if ">" in cleaned:
+    return cleaned  # an inequality
+  if match := _TOKEN.search(cleaned.rpartition("=")[2]):
+    if " " in cleaned or match[0] == cleaned:
+      return match[0]
+    return sentence  # an expression
+  short = sentence.strip()
+  return short if 0 < len(short.split()) <= 2 and len(short) <= 20 else None
+
+
+def _last_number(text: str) -> str | None:
+  place = max(text.rfind(digit) for digit in "0123456789¼½¾")
+  if place < 0:
+    return None
+  near = quantities.clean(text[max(place - 400, 0) : place + 60])
+  numbers = [match[0] for match in _TOKEN.finditer(near)]
+  return numbers[-1] if numbers else None

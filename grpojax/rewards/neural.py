@@ -1,0 +1,159 @@
+"""A reward model: a sequence classifier scores prompt and completion.
+
+The score is the classifier's one logit at the last real token, as in
+transformers' `AutoModelForSequenceClassification`. `score` is a pure function
+of token ids and may stand inside a compiled step; `make_scorer` takes texts or
+chats, on the host.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from grpojax.core.types import LM, Params
+from grpojax.models import hf
+
+Chat = list[dict[str, Any]]
+
+
+def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
+  """Reads a reward model's directory.
+
+  Args:
+    path: a sequence classifier of a supported family, with one label.
+    **options: see `hf.load`.
+
+  Raises:
+    ValueError: it is no sequence classifier, or has several labels; see also
+      `hf.load`.
+  """
+  labels = hf.to_transformer_config(hf.read_config(path)).labels
+  if labels != 1:
+    kind = f"has {labels} labels" if labels else "is a language model"
+    raise ValueError(
+      f"a reward model is a sequence classifier with num_labels=1, but the "
+      f"model in {path} {kind}"
+    )
+  return hf.load(path, **options)
+
+
+def score(
+  lm: LM,
+  params: Params,
+  ids: Int[Array, "N S"],
+  mask: Bool[Array, "N S"],
+) -> Float[Array, "N"]:
+  """The reward of each sequence: the logit at its last real token.
+
+  Args:
+    lm: a classifier with one label.
+    params: its parameters.
+    ids: whole sequences, right-padded.
+    mask: True on real tokens, a leading run of at least one in each row.
+  """
+  prefix = lm.prefill(params, ids, mask)
+  return lm.unembed(params, prefix.last_hidden)[:, 0]
+
+
+def encode(tokenizer: Any, sample: str | Chat) -> list[int]:
+  """Token ids of a text, or of a chat by the tokenizer's own template.
+
+  A template writes its special tokens itself; to a text the tokenizer adds
+  those that it always adds.
+  """
+  if isinstance(sample, str):
+    return tokenizer(sample)["input_ids"]
+  text = tokenizer.apply_chat_template(sample, tokenize=False)
+  return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _fit(rows: list[list[int]], limit: int, too_long: str) -> list[list[int]]:
+  """Rows of 1 to `limit` tokens."""
+  for row in rows:
+    if not row:
+      raise ValueError("a text to score has no tokens at all")
+    if len(row) > limit and too_long == "refuse":
+      raise ValueError(
+        f"a text to score has {len(row)} tokens, more than {limit}: give a "
+        'larger length, or too_long="cut" to score its last tokens only'
+      )
+  return [row[-limit:] for row in rows]
+
+
+def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
+  """Batches of one of few shapes: `(indices, ids, mask)`."""
+  sizes = np.array([len(row) for row in rows])
+  fitting = np.searchsorted(lengths, sizes)  # the shortest that is enough
+  for kind, length in enumerate(lengths):
+    (members,) = np.nonzero(fitting == kind)
+    for start in range(0, len(members), batch_size):
+      indices = members[start : start + batch_size]
+      ids = np.zeros((batch_size, length), np.int32)
+      used = np.ones(batch_size, np.int32)  # a missing row is one token long
+      used[: len(indices)] = sizes[indices]
+      for row, index in zip(ids, indices, strict=False):
+        row[: sizes[index]] = rows[index]
+      yield indices, ids, np.arange(length) < used[:, None]
+
+
+def make_scorer(
+  lm: LM,
+  params: Params,
+  tokenizer: Any,
+  *,
+  lengths: Sequence[int] = (256, 512, 1024, 2048),
+  batch_size: int = 8,
+  too_long: str = "refuse",
+  sharding: jax.sharding.Sharding | None = None,
+) -> Callable[[Sequence[str | Chat]], np.ndarray]:
+  """A function from texts or chats to their rewards.
+
+  It compiles once for each length that occurs, whatever texts it is given.
+
+  Args:
+    lm: from `load`.
+    params: likewise; placed on the mesh as the caller wants them.
+    tokenizer: the reward model's own, as transformers loads it.
+    lengths: tokens that sequences are padded to; the longest is the limit.
+    batch_size: sequences scored at once; with a sharding, a multiple of the
+      devices that it cuts the rows over.
+    too_long: "refuse", or "cut" to score the last tokens of what is longer
+      (the end is the completion, and the score is read there).
+    sharding: of ids and mask [batch_size, length]; None leaves it to JAX.
+
+  Returns:
+    `(samples) -> rewards`, float32, in the order of the samples: each a whole
+    text, or a chat whose last message is the completion.
+
+  Raises:
+    ValueError: settings that make no sense; from the returned function, a
+      sample without tokens, or a longer one than the limit.
+  """
+  lengths = sorted(set(lengths))
+  if not lengths or lengths[0] < 1 or batch_size < 1:
+    raise ValueError(
+      f"lengths={lengths} and batch_size={batch_size} must be at least 1"
+    )
+  if too_long not in ("refuse", "cut"):
+    raise ValueError(f'too_long={too_long!r} must be "refuse" or "cut"')
+  run = jax.jit(lambda params, ids, mask: score(lm, params, ids, mask))
+
+  def scorer(samples: Sequence[str | Chat]) -> np.ndarray:
+    rows = [encode(tokenizer, sample) for sample in samples]
+    rows = _fit(rows, lengths[-1], too_long)
+    rewards = np.zeros(len(rows), np.float32)
+    pending = []
+    for indices, *arrays in _batches(rows, lengths, batch_size):
+      if sharding is not None:
+        arrays = jax.device_put(arrays, sharding)
+      pending.append((indices, run(params, *map(jnp.asarray, arrays))))
+    for indices, values in pending:  # all batches are under way by now
+      rewards[indices] = np.asarray(values)[: len(indices)]
+    return rewards
+
+  return scorer

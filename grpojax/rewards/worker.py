@@ -1,0 +1,118 @@
+"""A process that computes rewards: python -m grpojax.rewards.worker.
+
+It reads a line of JSON from its standard input that says which functions, and
+then one for each completion; for each function it answers with a line
+[value, error]. What the functions print goes to standard error.
+
+It ends when its input does, that is, also when the other process was killed;
+and if a function hangs then, the system's alarm ends it (see `LEEWAY`).
+"""
+
+import json
+import math
+import numbers
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from grpojax.rewards import functions
+
+LARGEST = 1e30
+"""Largest absolute value of a reward: sums of them fit into float32."""
+
+LEEWAY = 2.0
+"""Seconds after its limit when a worker whose parent has died ends at last."""
+
+_LONGEST_ERROR = 500  # characters
+
+
+def evaluate(
+  function: Callable[[str, str, dict[str, Any]], float | None],
+  prompt: str,
+  completion: str,
+  example: dict[str, Any],
+) -> tuple[float | None, str | None]:
+  """The reward, or what went wrong: (value, None) or (None, error).
+
+  An error is an exception, also SystemExit, and a value that is neither None
+  nor a finite number. (None, None) abstains.
+  """
+  try:
+    value = function(prompt, completion, example)
+    if value is None:
+      return None, None
+    if getattr(value, "shape", None) == ():  # a scalar array
+      value = value.item()
+    if not isinstance(value, numbers.Real):
+      return None, f"returned {type(value).__name__}, which is not a number"
+    value = float(value)
+  except (Exception, SystemExit) as error:
+    return None, f"raised {_describe(error)}"
+  if not math.isfinite(value) or abs(value) > LARGEST:
+    return None, f"returned {value}"
+  return value, None
+
+
+def _describe(error: BaseException) -> str:
+  """The exception in one line, with the place where it was raised."""
+  try:
+    message = str(error)[:_LONGEST_ERROR]
+  except Exception:
+    message = "(its message cannot be shown)"
+  trace = error.__traceback__
+  while trace.tb_next:
+    trace = trace.tb_next
+  file = os.path.basename(trace.tb_frame.f_code.co_filename)
+  return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"
+
+
+def _limit_memory(size: int) -> None:
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+  _, most = resource.getrlimit(resource.RLIMIT_DATA)
+  if most != resource.RLIM_INFINITY:
+    size = min(size, most)
+  resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+
+
+def main() -> None:
+  """Answers until the input ends."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+  requests = os.fdopen(os.dup(0), "rb")
+  replies = os.dup(1)
+  # A function that reads or prints must not disturb the exchange.
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  os.dup2(2, 1)
+
+  def reply(message: Any) -> None:
+    os.write(replies, json.dumps(message).encode() + b"\n")
+
+  setup = json.loads(requests.readline())
+  try:
+    _limit_memory(setup["memory"])
+    rewards = functions.resolve_all(setup["names"], setup["options"])
+  except BaseException as error:
+    reply([None, _describe(error)])
+    return
+  reply(["ready", None])
+  for line in requests:
+    # The default action ends the process whatever a function is doing; set
+    # again each time, because a function may have set it.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, setup["timeout"] + LEEWAY)
+    job = json.loads(line)
+    for function in rewards:
+      reply(evaluate(function, *job))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except BrokenPipeError:
+    pass
+  # At once: not waiting for threads that a function has started.
+  sys.stderr.flush()
+  os._exit(0)

@@ -1,0 +1,84 @@
+import pathlib
+import sys
+
+import pytest
+
+from grpojax.rewards import functions
+
+USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
+EXAMPLE = {
+  "answer": "12",
+  "completion_length": 6,
+  "max_completion_length": 10,
+  "finished": True,
+}
+
+
+def test_built_in_functions_and_their_options():
+  def reward(name, options=None, text="A: 12"):
+    return functions.resolve(name, options)("", text, EXAMPLE)
+
+  assert reward("math_answer") == 1.0 and reward("exact_answer") == 0.0
+  assert reward("format", {"tags": ["a"]}, "<a>x</a>") == 1.0
+  assert reward("format", None, "<a>x</a>") == 0.0
+  assert reward("length", {"target": 5}) == -0.1
+  assert reward("overlong", {"cache": 8}) == -0.5
+  assert reward("unfinished") == 0.0
+
+
+def test_functions_of_a_user(tmp_path, monkeypatch):
+  function = functions.resolve(f"{USER}:behave", {"scale": 3})
+  assert function("", "2", {}) == 6.0
+  (tmp_path / "my_package").mkdir()
+  file = tmp_path / "my_package" / "rewards.py"
+  file.write_text("def one(p, c, e, **options):\n  return options['x']\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  function = functions.resolve("my_package.rewards:one", {"x": 4})
+  assert function("", "", {}) == 4
+  del sys.modules["my_package.rewards"], sys.modules["my_package"]
+
+
+@pytest.mark.parametrize(
+  "name, options, message",
+  [
+    ("math_anser", {}, "did you mean 'math_answer'.*package.module:function"),
+    ("__import__", {}, "unknown reward"),
+    ("no.such.package:f", {}, "No module named 'no'"),
+    ("no/such/file.py:f", {}, "No such file"),
+    (f"{USER}:behav", {}, "no such function; did you mean 'behave'"),
+    (f"{USER}:not_a_function", {}, "no such function"),
+    (f"{USER}:two_arguments", {}, "cannot be called"),
+    (f"{USER}:behave", {"scal": 1}, "no option 'scal'; did you mean 'scale'"),
+    (f"{USER}:behave", {"prompt": ""}, "no option 'prompt'"),
+    ("math_answer", {"x": 1}, "no option 'x': it takes none"),
+    ("length", {"target": -1}, "must be 0 or more"),
+    ("overlong", {"cache": 0}, "must be positive"),
+    ("format", {"tags": []}, "give different names"),
+    ("format", {"tags": ["a", "a"]}, "give different names"),
+  ],
+)
+def test_what_cannot_work_is_refused(name, options, message):
+  with pytest.raises(ValueError, match=message):
+    functions.resolve(name, options)
+
+
+def test_several_functions():
+  first, second = functions.resolve_all(
+    ["length", f"{USER}:behave"], {"behave": {"scale": 2}}
+  )
+  assert first("", "", EXAMPLE) == -0.6 and second("", "4", EXAMPLE) == 8
+  for names, options, message in (
+    ([], {}, "at least one"),
+    (["length", "length"], {}, "each name once"),
+    (["length", "other.package:length"], {}, "each name once"),
+    (["length"], {"lenght": {}}, "did you mean 'length'"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      functions.resolve_all(names, options)
+
+
+def test_combine():
+  assert functions.combine([1.0, 2.0], [3.0, 0.5]) == 4.0
+  assert functions.combine([None, 2.0], [3.0, 0.5]) == 1.0
+  assert functions.combine([0.0], [2.0]) == 0.0
+  assert functions.combine([None, None], [1.0, 1.0]) is None

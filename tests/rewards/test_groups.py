@@ -1,0 +1,74 @@
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from grpojax.rewards import groups
+from grpojax.rewards.pool import Pool
+
+USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_groups_are_scored_and_failures_masked(workers):
+  examples = [
+    {"prompt_text": "ab", "answer": "1"},
+    {"prompt_text": "abc", "answer": "2"},
+  ]
+  texts = [["1", "2", "none"], ["4", "raise", "6"]]
+  lengths = np.array([[1, 2, 3], [10, 5, 5]], np.int32)
+  finished = np.array([[True] * 3, [False, True, True]])
+  names = [f"{USER}:behave", f"{USER}:length_of_prompt", "length", "unfinished"]
+  with Pool(names, weights=(1, 100, 1000, 0.25), workers=workers) as pool:
+    scores = groups.score_groups(pool, examples, texts, lengths, finished, 10)
+  assert scores.rewards.dtype == np.float32
+  expected = [
+    [1 + 200 - 100, 2 + 200 - 200, 200 - 300],
+    [4 + 300 - 1000 - 0.25, math.nan, 6 + 300 - 500],
+  ]
+  np.testing.assert_allclose(scores.rewards, expected, rtol=1e-6)
+  nan = math.nan
+  values = {
+    "behave": [[1, 2, nan], [4, nan, 6]],
+    "length_of_prompt": [[2] * 3, [3, 3, 3]],
+    "length": [[-0.1, -0.2, -0.3], [-1, -0.5, -0.5]],
+    "unfinished": [[0] * 3, [-1, 0, 0]],
+  }
+  assert scores.values.keys() == values.keys()
+  for name, expected in values.items():
+    np.testing.assert_allclose(scores.values[name], expected, rtol=1e-6)
+  np.testing.assert_array_equal(scores.failed, [[0] * 3, [0, 1, 0]])
+  [failure] = scores.failures
+  assert failure.prompt == "abc" and failure.completion == "raise"
+
+
+def test_neighbouring_jobs_are_of_different_prompts():
+  """So that one bad example does not make a whole batch be given up."""
+  examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
+  texts = [["1"] * 4] * 3
+  with Pool([f"{USER}:behave"]) as pool:
+    pending = groups.submit_groups(
+      pool,
+      examples,
+      texts,
+      np.ones((3, 4), np.int32),
+      np.ones((3, 4), bool),
+      8,
+    )
+  assert "".join(job.prompt for job in pending.batch.jobs) == "abc" * 4
+
+
+def test_abstaining_is_no_failure():
+  with Pool([f"{USER}:behave"]) as pool:
+    scores = groups.score_groups(
+      pool,
+      [{"prompt_text": "", "answer": ""}],
+      [["none", "none"]],
+      np.ones((1, 2), np.int32),
+      np.ones((1, 2), bool),
+      8,
+    )
+  assert np.isnan(scores.rewards).all()
+  assert np.isnan(scores.values["behave"]).all()
+  assert not scores.failed.any() and scores.failures == []

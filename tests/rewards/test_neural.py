@@ -1,0 +1,173 @@
+"""Reward models, against transformers on random checkpoints."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax.models import hf
+from grpojax.rewards import neural
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+KINDS = {
+  "qwen2": {},
+  "gemma2": {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "final_logit_softcapping": 1.0,
+  },
+  "gemma3_text": {"head_dim": 8, "sliding_window": 3},
+  "llama": {},
+}
+TEXTS = ["b", "abcabc", "ccba", "abcdefgh", "a" * 9, "hgf"]
+
+
+class Letters:
+  """A tokenizer of letters; a chat's template marks the speaker with a 9."""
+
+  def __call__(self, text, add_special_tokens=True):
+    ids = [ord(c) - ord("a") + 10 if c != "|" else 9 for c in text]
+    return {"input_ids": [2] * add_special_tokens + ids}
+
+  def apply_chat_template(self, messages, tokenize):
+    assert not tokenize
+    return "".join("|" + message["content"] for message in messages)
+
+
+def make_checkpoint(kind, path, labels=1):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config = transformers.AutoConfig.for_model(
+    kind,
+    vocab_size=31,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=20,
+    pad_token_id=0,
+    num_labels=labels,
+    attn_implementation="eager",
+    **KINDS[kind],
+  )
+  torch.set_num_threads(1)
+  torch.manual_seed(0)
+  make = transformers.AutoModelForSequenceClassification.from_config
+  model = make(config).float().eval()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.add_(0.3 * torch.randn_like(parameter))
+  model.save_pretrained(path)
+  return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_agree_with_transformers(kind, tmp_path):
+  model = make_checkpoint(kind, tmp_path / "model")
+  import torch
+
+  lm, params = neural.load(tmp_path / "model")
+  scorer = neural.make_scorer(
+    lm, params, Letters(), lengths=(4, 10), batch_size=2
+  )
+  rows = [Letters()(text)["input_ids"] for text in TEXTS]
+  with torch.no_grad():
+    want = [model(torch.tensor([row])).logits[0, 0].item() for row in rows]
+  assert np.std(want) > 0.1
+  np.testing.assert_allclose(scorer(TEXTS), want, atol=1e-4)
+  # transformers pads too, and finds the last token by its padding id
+  padded = torch.zeros(len(rows), 10, dtype=int)
+  for i, row in enumerate(rows):
+    padded[i, : len(row)] = torch.tensor(row)
+  with torch.no_grad():
+    batch = model(padded, attention_mask=padded != 0).logits[:, 0].numpy()
+  np.testing.assert_allclose(scorer(TEXTS), batch, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def last_token():
+  """A model whose score is 100 times the number of tokens, plus the last id."""
+  from grpojax.core.types import LM, Prefix
+
+  shapes = []
+
+  def prefill(params, ids, mask):
+    shapes.append(ids.shape)
+    count = mask.sum(-1)
+    ends = jax.vmap(lambda row, n: row[n - 1])(ids, count)
+    return Prefix((100.0 * count + ends)[:, None], count, state=None)
+
+  lm = LM(None, prefill, None, lambda params, hidden: hidden * params, None)
+  return lm, shapes
+
+
+def test_a_scorer_compiles_once_a_length(last_token):
+  lm, shapes = last_token
+  scorer = neural.make_scorer(lm, 1.0, Letters(), lengths=(8, 3), batch_size=3)
+  samples = ["a" * n for n in (1, 2, 3, 4, 5, 6, 7)]
+  want = [100 * (n + 1) + 10 for n in (1, 2, 3, 4, 5, 6, 7)]
+  shapes.clear()
+  for _ in range(2):
+    np.testing.assert_array_equal(scorer(samples), want)
+    np.testing.assert_array_equal(scorer(samples[::-1]), want[::-1])
+  np.testing.assert_array_equal(scorer(["b"]), [211])
+  assert scorer([]).shape == (0,)
+  assert sorted(shapes) == [(3, 3), (3, 8)]
+
+
+def test_a_chat_is_written_by_its_template_alone(last_token):
+  lm, _ = last_token
+  scorer = neural.make_scorer(lm, 1.0, Letters(), lengths=(8,))
+  chat = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "cd"},
+  ]
+  assert neural.encode(Letters(), chat) == [9, 10, 11, 9, 12, 13]
+  np.testing.assert_array_equal(scorer([chat, "ab"]), [613, 311])
+
+
+def test_what_is_too_long_is_refused_or_loses_its_start(last_token):
+  lm, _ = last_token
+  make = lambda **options: neural.make_scorer(
+    lm, 1.0, Letters(), lengths=(4,), **options
+  )
+  with pytest.raises(ValueError, match="has 6 tokens, more than 4"):
+    make()(["a", "abcde"])
+  np.testing.assert_array_equal(make(too_long="cut")(["abcde"]), [414])
+  with pytest.raises(ValueError, match="no tokens"):
+    make()([[]])
+  with pytest.raises(ValueError, match="too_long='left'"):
+    make(too_long="left")
+  with pytest.raises(ValueError, match="at least 1"):
+    make(batch_size=0)
+
+
+def test_rows_are_placed_as_asked(last_token):
+  lm, _ = last_token
+  mesh = jax.make_mesh(
+    (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+  scorer = neural.make_scorer(lm, 1.0, Letters(), lengths=(4,), sharding=rows)
+  np.testing.assert_array_equal(scorer(["ab"]), [311])
+
+
+def test_other_models_are_refused(tmp_path):
+  base = {
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 20,
+  }
+  several = {
+    "architectures": ["LlamaForSequenceClassification"],
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+  }
+  for change, message in (({}, "is a language model"), (several, "3 labels")):
+    (tmp_path / "config.json").write_text(json.dumps(base | change))
+    with pytest.raises(ValueError, match=message):
+      neural.load(tmp_path)
+  assert hf.to_transformer_config(base | several).labels == 3

@@ -1,0 +1,199 @@
+import contextlib
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from grpojax.rewards.pool import Failure, Job, Pool
+
+USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
+BEHAVE, PROMPT = f"{USER}:behave", f"{USER}:length_of_prompt"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def jobs(*completions):
+  return [Job("p", completion, {"answer": "7"}) for completion in completions]
+
+
+@pytest.fixture(scope="module", params=[0, 1, 3])
+def pool(request):
+  options = {"behave": {"scale": 2.0}}
+  with Pool(
+    [BEHAVE, PROMPT],
+    options,
+    weights=(1, 10),
+    workers=request.param,
+    timeout=30,
+  ) as made:
+    yield made
+
+
+def test_results_are_in_order(pool):
+  results = pool.score(jobs(*map(str, range(40))))
+  assert [r.reward for r in results] == [2.0 * i + 10 for i in range(40)]
+  assert results[3] == (16.0, (6.0, 1.0), ())
+  assert pool.score([]) == []
+
+
+def test_who_abstains_adds_nothing(pool):
+  [result] = pool.score(jobs("none"))
+  assert result == (10.0, (None, 1.0), ())
+
+
+@pytest.mark.parametrize(
+  "completion, reason",
+  [
+    ("raise", "raised RuntimeError: no idea\nreally (user_rewards.py:"),
+    ("leave", "raised SystemExit: bye"),
+    ("text", "returned str, which is not a number"),
+    ("nan", "returned nan"),
+    ("-inf", "returned -inf"),
+    ("1e31", "returned 2e+31"),
+    ("five", "raised ValueError"),
+  ],
+)
+def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
+  bad, good = pool.score(jobs(completion, "4"))
+  assert math.isnan(bad.reward) and bad.values == (None, 1.0)
+  [failure] = bad.failures
+  assert failure._replace(reason="") == Failure("behave", "", "p", completion)
+  assert failure.reason.startswith(reason)
+  assert good == (18.0, (8.0, 1.0), ())
+
+
+def test_batches_overlap(pool):
+  first = pool.submit(jobs(*"12345"))
+  second = pool.submit(jobs(*"678"))
+  assert [r.values[0] for r in pool.collect(second)] == [12, 14, 16]
+  assert [r.values[0] for r in pool.collect(first)] == [2, 4, 6, 8, 10]
+
+
+def test_all_abstain_is_no_failure():
+  with Pool([BEHAVE]) as pool:
+    [result] = pool.score(jobs("none"))
+  assert math.isnan(result.reward) and result[1:] == ((None,), ())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lost_workers_are_replaced(workers):
+  bad = {
+    "sleep": "no result after 1 s",
+    "hang": "no result after 1 s",
+    "exit": "ended its process with code 3",
+    "crash": "ended its process by SIGSEGV",
+    "fork": "no result after 1 s",
+    "memory": "raised MemoryError",
+  }
+  mixed = [c for i, name in enumerate(bad) for c in (str(i), name)]
+  with Pool([PROMPT, BEHAVE], workers=workers, timeout=1) as pool:
+    results = pool.score(jobs(*mixed))
+  for completion, result in zip(mixed, results, strict=True):
+    if completion in bad:
+      [failure] = result.failures
+      assert failure.function == "behave" and failure.completion == completion
+      assert failure.reason.startswith(bad[completion])
+      assert math.isnan(result.reward) and result.values == (1.0, None)
+    else:
+      assert result.reward == 1 + float(completion)
+
+
+def test_workers_are_light_and_their_pipes_safe():
+  text = 'quote " \\ \n line \u2028 é \ud800 ' + "x" * 300_000
+  example = {"answer": "7", "bonus": np.int64(2), "ids": np.arange(3)}
+  names = [
+    BEHAVE,
+    PROMPT,
+    "exact_answer",
+    "math_answer",
+    "format",
+    "unfinished",
+  ]
+  with Pool(names, workers=1) as pool:
+    results = pool.score([*jobs("jax", "pipes"), Job(text, "3", example)])
+    with pytest.raises(ValueError, match="only JSON.*object"):
+      pool.submit([Job("", "", {"x": object()})])
+  assert [r.values[0] for r in results] == [0.0, 0.0, 3.0]
+  assert results[2].values[1] == len(text) + 2
+
+
+def test_a_batch_in_which_everything_hangs_is_given_up():
+  with Pool([BEHAVE], workers=1, timeout=0.2) as pool:
+    results = pool.score(jobs(*["sleep"] * 30))
+    reasons = [result.failures[0].reason for result in results]
+    assert reasons[: pool.patience] == ["no result after 0.2 s"] * 8
+    assert set(reasons[8:]) == {"not tried: 8 workers were lost in a row"}
+    # One result in between, and nothing is given up; nor in the next batch.
+    mixed = pool.score(jobs(*["exit"] * 5, "1", *["exit"] * 5, "2"))
+    assert [r.reward for r in mixed if not r.failures] == [1, 2]
+
+
+def test_what_cannot_work_is_refused():
+  with pytest.raises(ValueError, match="weights"):
+    Pool([BEHAVE], weights=(1, 2))
+  with pytest.raises(ValueError, match="weights"):
+    Pool([BEHAVE], weights=(math.nan,))
+  with pytest.raises(ValueError, match="timeout"):
+    Pool([BEHAVE], timeout=0)
+  with pytest.raises(ValueError, match="workers"):
+    Pool([BEHAVE], workers=-1)
+
+
+def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "import os\nif os.environ['PARENT'] != str(os.getpid()):\n"
+    "  raise KeyError('here')\ndef reward(prompt, completion, example): pass\n"
+  )
+  monkeypatch.setenv("PARENT", str(os.getpid()))
+  with pytest.raises(RuntimeError, match="did not start: KeyError: 'here'"):
+    Pool([f"{file}:reward"], workers=2)
+
+
+@contextlib.contextmanager
+def started(completions, timeout):
+  """A program that waits for the rewards of these completions."""
+  code = f"""
+    import time
+    from grpojax.rewards.pool import Job, Pool
+    with Pool([{BEHAVE!r}], workers=2, timeout={timeout}) as pool:
+      batch = pool.submit([Job("", c, {{}}) for c in {completions!r}])
+      time.sleep(0.5)  # the workers are at it
+      print("ready", flush=True)
+      pool.collect(batch)
+  """
+  program = subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+  try:
+    assert program.stdout.readline() == "ready\n"
+    yield program
+  finally:
+    program.kill()
+
+
+@pytest.mark.parametrize("completion", ["sleep", "hang"])
+def test_no_worker_outlives_a_killed_parent(completion):
+  with started([completion], timeout=1) as program:  # one worker is idle
+    program.kill()
+    # Ends when nobody holds the other end: they have all gone.
+    _, errors = program.communicate(timeout=60)
+  assert errors == ""
+
+
+def test_interrupting_ends_the_workers_quietly():
+  with started(["sleep", "hang"] * 4, timeout=600) as program:
+    os.killpg(program.pid, signal.SIGINT)
+    _, errors = program.communicate(timeout=60)
+  assert errors.count("Traceback") == 1 and "KeyboardInterrupt" in errors
+  assert program.returncode == -signal.SIGINT

@@ -1,0 +1,51 @@
+"""Reward functions of a user, some of them badly behaved."""
+
+import ctypes
+import os
+import re
+import sys
+import time
+
+
+def behave(prompt, completion, example, *, scale=1.0):
+  """A number is the reward; otherwise the completion says what happens."""
+  if completion == "none":
+    return None
+  if completion == "raise":
+    raise RuntimeError("no idea\nreally")
+  if completion == "leave":
+    sys.exit("bye")
+  if completion == "sleep":
+    time.sleep(600)
+  if completion == "hang":  # inside C, holding the interpreter
+    re.fullmatch("(a*)*b", "a" * 60)
+  if completion == "exit":
+    os._exit(3)
+  if completion == "crash":
+    ctypes.string_at(0)
+  if completion == "fork":  # a child of its own that keeps the pipes
+    if os.fork():
+      os._exit(4)
+    time.sleep(600)
+  if completion == "memory":
+    return len(bytearray(2**40))
+  if completion == "pipes":
+    print("[1.0, null]", flush=True)
+    os.write(1, b"[1.0, null]\n")
+    return float(len(sys.stdin.read()))
+  if completion == "jax":
+    return float("jax" in sys.modules or "numpy" in sys.modules)
+  if completion == "text":
+    return "1.0"
+  return scale * float(completion)
+
+
+def length_of_prompt(prompt, completion, example):
+  return len(prompt) + example.get("bonus", 0)
+
+
+def two_arguments(prompt, completion):
+  return 1.0
+
+
+not_a_function = 3
