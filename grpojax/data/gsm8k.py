@@ -1,18 +1,28 @@
 """GSM8K: grade-school word problems with worked solutions (arXiv 2110.14168).
 
-Reads the original files, train.jsonl and test.jsonl (7,473 and 1,319 problems,
-each {"question": ..., "answer": "... #### 72"}), from a directory of yours.
+7,473 training and 1,319 test problems, each {"question": ..., "answer":
+"... #### 72"}. They come from TensorFlow Datasets, which downloads them (it
+needs no TensorFlow), or from a local copy of either of two kinds: a directory
+that TensorFlow Datasets prepared, or the original train.jsonl and test.jsonl.
 """
 
-import json
+import contextlib
+import itertools
 import operator
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
+
+from grpojax.data import jsonl
 
 SPLITS = ("train", "test")
 MARK = "####"
+_SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
+_LOCAL = (
+  "give a local copy as data.path: the directory of GSM8K's train.jsonl and "
+  "test.jsonl, or one that tensorflow-datasets prepared"
+)
 
 
 class Examples(Sequence):
@@ -31,56 +41,142 @@ class Examples(Sequence):
     return dict(self._rows[index])
 
 
-def _example(line: str, where: str) -> dict[str, str]:
-  try:
-    row: Any = json.loads(line)
-    question, solution = row["question"], row["answer"]
-    _, mark, answer = solution.rpartition(MARK)
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
+def _example(row: dict[str, Any], where: str) -> dict[str, str]:
+  question, solution = row.get("question"), row.get("answer")
+  if not isinstance(question, str) or not isinstance(solution, str):
     raise ValueError(
       f"{where}: not a GSM8K problem, an object with the texts question and "
-      f"answer ({type(error).__name__}: {error})"
-    ) from error
+      "answer"
+    )
+  _, mark, answer = solution.rpartition(MARK)
   if not mark or not question:
     raise ValueError(f"{where}: the answer has no {MARK}, or no question")
   return {"prompt": question, "answer": answer.strip(), "solution": solution}
 
 
+def _tfds() -> Any:
+  """TensorFlow Datasets with its text builders; TensorFlow stays away."""
+  try:
+    # tfds.builder("gsm8k") finds nothing before this import.
+    import tensorflow_datasets.text
+  except ImportError as error:
+    raise ValueError(
+      f"GSM8K is downloaded by tensorflow-datasets ({error}): "
+      f"pip install tensorflow-datasets importlib_resources, or {_LOCAL}"
+    ) from error
+  return tensorflow_datasets
+
+
+@contextlib.contextmanager
+def _one_process(directory: pathlib.Path) -> Iterator[None]:
+  """Lets in one process of those that share a directory; the others wait."""
+  import fcntl
+
+  directory.mkdir(parents=True, exist_ok=True)
+  with open(directory / "gsm8k.lock", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)  # released with the process, too
+    yield
+
+
+def _prepared() -> Any:
+  """The builder of TensorFlow Datasets' own copy, made where there is none."""
+  tfds = _tfds()
+
+  def builder():
+    # Parquet, another choice, loses rows; TFRecord needs TensorFlow.
+    return tfds.builder("gsm8k", file_format="array_record")
+
+  found = builder()
+  if found.is_prepared():
+    return found
+  with _one_process(pathlib.Path(found.data_dir).parents[1]):
+    found = builder()
+    if not found.is_prepared():
+      _download(found)
+  return found
+
+
+def _download(builder: Any) -> None:
+  import requests
+
+  print(f"preparing GSM8K in {builder.data_dir}", flush=True)
+  try:
+    # Without a network the download would try again for minutes.
+    requests.head(_SOURCE, timeout=30)
+    builder.download_and_prepare()
+  except OSError as error:  # requests' errors are of this kind
+    raise ValueError(
+      f"GSM8K cannot be downloaded ({type(error).__name__}: {error}): {_LOCAL}"
+    ) from error
+
+
+def _directory(path: pathlib.Path) -> Any:
+  """The builder of a prepared directory: `path`, or a version below it."""
+  found = [
+    file.parent
+    for pattern in (".", "*", "gsm8k/*")
+    for file in sorted(path.glob(f"{pattern}/dataset_info.json"))
+  ]
+  if not found:
+    raise ValueError(
+      f"no GSM8K in {str(path)!r}: neither train.jsonl and test.jsonl nor a "
+      f"directory of tensorflow-datasets (dataset_info.json); {_LOCAL}"
+    )
+  builder = _tfds().builder_from_directory(found[-1])
+  form = builder.info.file_format.value
+  if form != "array_record":
+    raise ValueError(
+      f"{found[-1]} was prepared in the format {form}; prepare it again with "
+      "file_format='array_record'"
+    )
+  return builder
+
+
+def _records(builder: Any, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  if split not in builder.info.splits:
+    raise ValueError(f"{builder.data_dir} has no split {split!r}")
+  for number, row in enumerate(builder.as_data_source(split)):
+    texts = {
+      name: value.decode() if isinstance(value, bytes) else value
+      for name, value in row.items()
+    }
+    yield f"{builder.data_dir}, {split} problem {number}", texts
+
+
 def load(
   split: str,
   *,
-  path: str | os.PathLike,
+  path: str | os.PathLike = "",
   seed: int = 0,
   size: int | None = None,
 ) -> Examples:
-  """The problems of one split, in the order of the file.
+  """The problems of one split.
 
   Args:
     split: "train" or "test".
-    path: directory with train.jsonl and test.jsonl.
+    path: directory with train.jsonl and test.jsonl; or a directory that
+      TensorFlow Datasets prepared, or its parent. "" is TensorFlow Datasets'
+      default directory, where the data are downloaded if they are not there.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many problems; None is all.
 
   Returns:
-    A sequence of {"prompt": the question, "answer": "72", "solution": ...}.
+    A sequence of {"prompt": the question, "answer": "72", "solution": ...}, in
+    the order of the file. TensorFlow Datasets has the same problems in an order
+    of its own, always the same.
 
   Raises:
-    ValueError: an unknown split, a missing file, or a line that is no problem.
+    ValueError: an unknown split, data that are missing and cannot be
+      downloaded, or what is no problem.
   """
   del seed
   if split not in SPLITS:
     raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
   file = pathlib.Path(path) / f"{split}.jsonl"
-  if not str(path) or not file.is_file():
-    raise ValueError(
-      f"{file} does not exist: give the directory of GSM8K's train.jsonl and "
-      "test.jsonl as data.options.path"
-    )
-  rows = []
-  with open(file, encoding="utf-8") as lines:
-    for number, line in enumerate(lines, 1):
-      if size is not None and len(rows) == size:
-        break
-      if line.strip():
-        rows.append(_example(line, f"{file}, line {number}"))
-  return Examples(rows)
+  if str(path) and file.is_file():
+    found = ((where, row) for where, _, _, row in jsonl.rows(file))
+  else:
+    builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
+    found = _records(builder, split)
+  first = itertools.islice(found, size)
+  return Examples([_example(row, where) for where, row in first])

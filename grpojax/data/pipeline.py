@@ -8,8 +8,9 @@ prompts goes on from `start=n`, whatever its batch size was.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import grain
 import numpy as np
@@ -21,6 +22,59 @@ Example = dict[str, Any]
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
 _PREFETCH = 2  # batches made ahead by one background thread
+
+
+class Subset(Sequence):
+  """Random access to some of the examples; see `fitting`."""
+
+  def __init__(self, examples: Any, indices: Sequence[int]):
+    self._examples, self._indices = examples, np.asarray(indices, np.int64)
+
+  def __len__(self) -> int:
+    return len(self._indices)
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    index = operator.index(index)
+    if not 0 <= index < len(self._indices):
+      raise IndexError(f"example {index} of {len(self._indices)}")
+    return self._examples[int(self._indices[index])]
+
+
+def fitting(
+  examples: grain.sources.RandomAccessDataSource,
+  encode: Encode,
+  max_prompt_length: int,
+) -> tuple[Subset, int]:
+  """Drops the examples whose prompts are too long, before anything runs.
+
+  One pass over all of them. What is kept is again random access, in the same
+  order, so a stream of it resumes by a count of prompts like any other.
+
+  Args:
+    examples: see `prompt_batches`.
+    encode: likewise.
+    max_prompt_length: P, in tokens.
+
+  Returns:
+    The examples that are left, and how many were dropped.
+
+  Raises:
+    ValueError: an endless stream, which no pass can end; or nothing is left.
+  """
+  total = len(examples)
+  if total >= ENDLESS:
+    raise ValueError(
+      "data.too_long = 'drop' reads all examples before a run, but this data "
+      "set is endless: use 'refuse'"
+    )
+  lengths = (len(encode(examples[i]["prompt"])[1]) for i in range(total))
+  kept = [i for i, length in enumerate(lengths) if length <= max_prompt_length]
+  if total and not kept:
+    raise ValueError(
+      f"all {total} prompts are longer than data.max_prompt_length = "
+      f"{max_prompt_length} tokens: raise it"
+    )
+  return Subset(examples, kept), total - len(kept)
 
 
 def prompt_batches(
@@ -104,7 +158,7 @@ def _row(
     raise ValueError(
       f"a prompt has {len(ids)} tokens, but max_prompt_length ="
       f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
-      f" drop this example: {text[:80]!r}"
+      f" set data.too_long = 'drop': {text[:80]!r}"
       if len(ids)
       else f"a prompt without tokens: {example['prompt']!r}"
     )

@@ -7,7 +7,7 @@ nothing else needs it.
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,15 @@ def load(path: str | os.PathLike) -> Any:
 def eos_ids(path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
   """The ids that end a completion.
 
-  Taken from the first of these that names any: `generation_config.json`,
-  `config.json`, the tokenizer.
+  Those of `generation_config.json`, or of `config.json` if it names none; and
+  the tokenizer's, which ends a turn of a chat.
 
   Args:
     path: the model directory.
     tokenizer: its tokenizer.
 
   Returns:
-    One or more ids, without repetition, in the order of the file.
+    One or more ids, without repetition; the file's, in their order, come first.
 
   Raises:
     ValueError: none of the three names an id.
@@ -86,14 +86,13 @@ def eos_ids(path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
   for name in ("generation_config.json", "config.json"):
     if found is None or found == []:
       found = _read_json(pathlib.Path(path) / name).get("eos_token_id")
-  if found is None or found == []:
-    found = tokenizer.eos_token_id
-  if found is None:
+  ids = list(found) if isinstance(found, list) else [found]
+  ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
+  if not ids:
     raise ValueError(
       f"no end-of-sequence token in {path}: set eos_token_id in its"
       " generation_config.json, or eos_token in tokenizer_config.json"
     )
-  ids = found if isinstance(found, list) else [found]
   return tuple(dict.fromkeys(map(int, ids)))
 
 
@@ -114,46 +113,104 @@ def pad_id(tokenizer: Any) -> int:
 
 def format_prompt(
   tokenizer: Any,
-  prompt: str | Sequence[dict[str, str]],
+  prompt: str | Sequence[Mapping[str, Any]],
   template: str = "{prompt}",
+  system_prompt: str = "",
+  template_options: Mapping[str, Any] | None = None,
 ) -> str:
   """A prompt as the text that the model continues.
 
   Args:
-    tokenizer: where it has a chat template, that formats the prompt, which may
-      be a list of messages; `template` is not used.
+    tokenizer: where it has a chat template, that sets the messages.
     prompt: text, or chat messages {"role": ..., "content": ...}.
-    template: for a tokenizer without chat template: a text with "{prompt}" in
-      the prompt's place.
+    template: what a prompt that is a text becomes: a text with "{prompt}" in
+      the prompt's place, and other braces doubled. In a chat that is the user's
+      message, and blanks at its ends are dropped: the chat template separates
+      messages.
+    system_prompt: the system's message before messages that have none. Where
+      the chat template has no system role, it goes before the first message's
+      text with a blank line between, as Gemma 3's template does it.
+    template_options: keywords of the chat template (enable_thinking, say).
 
   Returns:
     The text.
 
   Raises:
-    ValueError: messages without a chat template, or no "{prompt}" in the
-      template.
+    ValueError: messages, a system prompt or options without a chat template, or
+      what the chat template does not take.
   """
-  if tokenizer.chat_template:
-    messages = prompt
-    if isinstance(prompt, str):
-      messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(
-      list(messages), tokenize=False, add_generation_prompt=True
-    )
-  if not isinstance(prompt, str):
+  options = dict(template_options or {})
+  if not tokenizer.chat_template:
+    for what, value in (
+      ("the prompt is a list of chat messages", not isinstance(prompt, str)),
+      ("data.system_prompt is set", system_prompt),
+      ("data.template_options are set", options),
+    ):
+      if value:
+        raise ValueError(
+          f"{what}, but the tokenizer has no chat template: use an instruct "
+          "model, or text prompts and data.template alone"
+        )
+    return _fill(template, prompt)
+  unknown = [n for n in options if n not in str(tokenizer.chat_template)]
+  if unknown:
     raise ValueError(
-      "the prompt is a list of chat messages, but the tokenizer has no chat"
-      " template: use an instruct model, or data whose prompts are text"
+      f"data.template_options: the model's chat template has no {unknown}"
     )
+  if isinstance(prompt, str):
+    text = _fill(template.strip(), prompt)
+    messages = [{"role": "user", "content": text}]
+  else:
+    messages = [dict(message) for message in prompt]
+  if system_prompt and messages[0]["role"] != "system":
+    messages = [{"role": "system", "content": system_prompt}, *messages]
+  return _chat(tokenizer, messages, options)
+
+
+def _fill(template: str, prompt: str) -> str:
   if "{prompt}" not in template:
     raise ValueError(f'no "{{prompt}}" in the prompt template {template!r}')
-  return template.replace("{prompt}", prompt)
+  return template.format(prompt=prompt)
+
+
+def _chat(
+  tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> str:
+  """Messages as text, set by the tokenizer's (sandboxed) chat template."""
+  import jinja2
+
+  def apply(messages):
+    return tokenizer.apply_chat_template(
+      messages, tokenize=False, add_generation_prompt=True, **options
+    )
+
+  has_system = messages[0]["role"] == "system" and len(messages) > 1
+  try:
+    try:
+      text = apply(messages)
+      refused = has_system and messages[0]["content"].strip() not in text
+    except jinja2.TemplateError:
+      refused = has_system
+      if not refused:
+        raise
+    if refused:  # by an error or, worse, by leaving it out
+      system, first, *rest = messages
+      content = f"{system['content'].strip()}\n\n{first['content']}"
+      text = apply([first | {"content": content}, *rest])
+  except (jinja2.TemplateError, TypeError) as error:
+    raise ValueError(
+      f"the model's chat template does not take this prompt ({error}); roles: "
+      f"{[message['role'] for message in messages]}"
+    ) from error
+  return text
 
 
 def encode_prompt(
   tokenizer: Any,
-  prompt: str | Sequence[dict[str, str]],
+  prompt: str | Sequence[Mapping[str, Any]],
   template: str = "{prompt}",
+  system_prompt: str = "",
+  template_options: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
   """`format_prompt`, and the ids of its text.
 
@@ -163,7 +220,9 @@ def encode_prompt(
   Returns:
     The text and its ids.
   """
-  text = format_prompt(tokenizer, prompt, template)
+  text = format_prompt(
+    tokenizer, prompt, template, system_prompt, template_options
+  )
   plain = not tokenizer.chat_template
   return text, tokenizer.encode(text, add_special_tokens=plain)
 

@@ -1,6 +1,11 @@
 """On 32 problems of each split, from the files that OpenAI published (MIT)."""
 
+import fcntl
+import importlib
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -53,6 +58,130 @@ def test_a_bad_line_is_named(line, tmp_path):
 def test_what_is_missing_is_named(tmp_path):
   with pytest.raises(ValueError, match="unknown split 'dev'"):
     gsm8k.load("dev", path=SAMPLE)
-  for path in ("", tmp_path):
-    with pytest.raises(ValueError, match="data.options.path"):
-      gsm8k.load("train", path=path)
+  with pytest.raises(ValueError, match="no GSM8K in.*train.jsonl.*data.path"):
+    gsm8k.load("train", path=tmp_path)
+
+
+def test_without_tensorflow_datasets_the_way_out_is_named(monkeypatch):
+  for name in ("tensorflow_datasets", "tensorflow_datasets.text"):
+    monkeypatch.setitem(sys.modules, name, None)
+  with pytest.raises(
+    ValueError, match="pip install tensorflow-datasets.*data.path"
+  ):
+    gsm8k.load("train")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+  """TensorFlow Datasets' own builder, with the sample for a download."""
+  pytest.importorskip("tensorflow_datasets")
+  original = importlib.import_module("tensorflow_datasets.text.gsm8k.gsm8k")
+  registered = importlib.import_module("tensorflow_datasets.core.registered")
+  with registered.skip_registration():
+
+    class Gsm8k(original.Gsm8k):
+      def _split_generators(self, manager):
+        return {
+          split: self._generate_examples(SAMPLE / f"{split}.jsonl")
+          for split in gsm8k.SPLITS
+        }
+
+  path = tmp_path_factory.mktemp("tfds")
+  Gsm8k(data_dir=path, file_format="array_record").download_and_prepare()
+  return path
+
+
+def contents(examples):
+  return sorted(tuple(sorted(example.items())) for example in examples)
+
+
+@pytest.mark.parametrize("below", ["", "gsm8k", "gsm8k/1.0.0"])
+@pytest.mark.parametrize("split", gsm8k.SPLITS)
+def test_both_local_copies_hold_the_same_problems(below, split, prepared):
+  found = gsm8k.load(split, path=prepared / below)
+  assert contents(found) == contents(gsm8k.load(split, path=SAMPLE))
+  assert list(gsm8k.load(split, path=prepared / below, size=5)) == [*found][:5]
+
+
+def test_the_default_directory_needs_no_tensorflow_and_no_network(prepared):
+  code = """if True:
+    import socket, sys
+    def refuse(*args): raise AssertionError("the network was tried")
+    socket.socket.connect = refuse
+    from grpojax.data import gsm8k
+    print(len(gsm8k.load("test")), "tensorflow" in sys.modules)
+  """
+  root = pathlib.Path(__file__).parents[2]
+  environment = {"TFDS_DATA_DIR": str(prepared), "PYTHONPATH": str(root)}
+  result = subprocess.run(
+    [sys.executable, "-c", code],
+    env={**os.environ, **environment},
+    capture_output=True,
+    text=True,
+  )
+  assert result.stdout == "32 False\n", result.stderr
+
+
+class Unprepared:
+  """A builder that notes what is done with it."""
+
+  def __init__(self, directory, log):
+    self.data_dir = str(directory / "gsm8k" / "1.0.0")
+    self.directory, self.log = directory, log
+
+  def is_prepared(self):
+    return "prepared" in self.log
+
+  def download_and_prepare(self):
+    with open(self.directory / "gsm8k.lock") as file:  # held meanwhile
+      with pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    self.log.append("prepared")
+
+
+def test_one_process_prepares(tmp_path, monkeypatch):
+  log, formats = [], []
+
+  class Tfds:
+    @staticmethod
+    def builder(name, file_format):
+      formats.append((name, file_format))
+      return Unprepared(tmp_path, log)
+
+  requests = pytest.importorskip("requests")
+  monkeypatch.setattr(requests, "head", lambda *args, **options: None)
+  monkeypatch.setattr(gsm8k, "_tfds", lambda: Tfds)
+  for _ in range(2):
+    assert gsm8k._prepared().is_prepared()
+  assert log == ["prepared"] and set(formats) == {("gsm8k", "array_record")}
+  # Another process may have prepared it while this one waited for the lock.
+  log.clear()
+  wait = gsm8k._one_process
+
+  def another(directory):
+    log.append("prepared")
+    return wait(directory)
+
+  monkeypatch.setattr(gsm8k, "_one_process", another)
+  gsm8k._prepared()
+  assert log == ["prepared"]
+
+
+def test_without_a_network_the_way_out_is_named(tmp_path, monkeypatch):
+  requests = pytest.importorskip("requests")
+
+  def refuse(*args, **options):
+    raise requests.ConnectionError("no route")
+
+  monkeypatch.setattr(requests, "head", refuse)
+  with pytest.raises(ValueError, match=r"(?s)no route.*data\.path"):
+    gsm8k._download(Unprepared(tmp_path, []))
+
+
+def test_a_format_without_random_access_is_refused(prepared, tmp_path):
+  source = prepared / "gsm8k" / "1.0.0"
+  for name in ("features.json", "dataset_info.json"):
+    text = (source / name).read_text().replace("array_record", "tfrecord")
+    (tmp_path / name).write_text(text)
+  with pytest.raises(ValueError, match="format tfrecord.*array_record"):
+    gsm8k.load("train", path=tmp_path)

@@ -1,10 +1,12 @@
 import itertools
+import pathlib
 
 import numpy as np
 import pytest
 
-from grpojax.data import arithmetic, pipeline
+from grpojax.data import arithmetic, gsm8k, pipeline
 
+GSM8K = pathlib.Path(__file__).parent / "gsm8k"
 FINITE = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
 
 
@@ -46,12 +48,16 @@ def test_targets_are_stacked():
   np.testing.assert_array_equal(prompts.targets["value"], expected)
 
 
-@pytest.mark.parametrize("examples", [FINITE, arithmetic.load("train")])
+@pytest.mark.parametrize(
+  "examples",
+  [FINITE, arithmetic.load("train"), gsm8k.load("train", path=GSM8K)],
+  ids=["list", "arithmetic", "gsm8k"],
+)
 @pytest.mark.parametrize("start", [0, 4, 7, 10, 23])
 def test_a_run_resumed_anywhere_continues_the_same_stream(examples, start):
-  whole = answers(batches(examples, max_prompt_length=20), 10)
+  whole = answers(batches(examples, max_prompt_length=999), 10)
   # Another batch size, and more read ahead than consumed.
-  stream = batches(examples, max_prompt_length=20, start=start, batch_size=3)
+  stream = batches(examples, max_prompt_length=999, start=start, batch_size=3)
   rest = answers(stream, 5)
   assert rest == whole[start : start + 15]
 
@@ -97,6 +103,22 @@ def test_a_long_prompt_is_an_error_that_names_its_length():
   assert len(next(stream)[1]) == 4
   with pytest.raises(ValueError, match="7 tokens.*max_prompt_length = 6"):
     next(stream)
+
+
+def test_long_prompts_are_dropped_and_counted():
+  kept, dropped = pipeline.fitting(FINITE, encode, 6)
+  assert [x["answer"] for x in kept] == list("01235678") and dropped == 2
+  assert answers(batches(kept, max_prompt_length=6, shuffle=False), 2) == list(
+    "01235678"
+  )
+  for index in (-1, 8):
+    with pytest.raises(IndexError):
+      kept[index]
+  assert pipeline.fitting(FINITE, encode, 7)[1] == 0
+  with pytest.raises(ValueError, match="all 10 prompts are longer"):
+    pipeline.fitting(FINITE, encode, 2)
+  with pytest.raises(ValueError, match="endless: use 'refuse'"):
+    pipeline.fitting(arithmetic.load("train"), encode, 6)
 
 
 def test_bad_arguments_are_refused():

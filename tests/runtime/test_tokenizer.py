@@ -61,7 +61,7 @@ def test_prompts_are_formatted():
     tokenizers.format_prompt(plain, "{prompt}", "[{prompt}]") == "[{prompt}]"
   )
   chat = tokenizers.character_tokenizer(chat=True)
-  assert tokenizers.format_prompt(chat, "1+1", "ignored") == "Q: 1+1\nA: "
+  assert tokenizers.format_prompt(chat, "1+1", "{prompt}\n") == "Q: 1+1\nA: "
   turns = [
     {"role": "user", "content": "1+1"},
     {"role": "assistant", "content": "#### 2"},
@@ -96,17 +96,19 @@ def test_a_bos_is_added_once(chat):
   assert tokenizer.decode(ids[1:]) == text.removeprefix("<|endoftext|>")
 
 
-def test_eos_ids_come_from_the_first_file_that_has_them(tmp_path):
+def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
+  tmp_path,
+):
   tokenizer = tokenizers.character_tokenizer()
   assert tokenizers.eos_ids(tmp_path, tokenizer) == (1,)
   write(tmp_path, "config.json", eos_token_id=5)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5,)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=None)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5,)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=[99, 1, 99])
   assert tokenizers.eos_ids(tmp_path, tokenizer) == (99, 1)
   write(tmp_path, "generation_config.json", eos_token_id=0)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (0,)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (0, 1)
 
 
 def test_no_eos_and_no_pad_are_errors(tmp_path):

@@ -1,0 +1,195 @@
+"""Any JSONL file: what it gives, and that its mistakes are found at once."""
+
+import concurrent.futures
+import itertools
+import json
+import random
+
+import pytest
+
+from grpojax.data import jsonl, pipeline
+
+ROWS = [
+  {"prompt": "6 * 7?", "answer": "42", "level": 1, "tags": ["a", {"b": None}]},
+  {"prompt": "Ünïcode \u2028 → 𝟙?", "answer": "ja"},
+  {"prompt": [{"role": "user", "content": "Hi"}], "answer": "-1.50"},
+]
+
+
+def write(path, rows, end="\n"):
+  lines = [r if isinstance(r, str) else json.dumps(r) for r in rows]
+  path.write_bytes("".join(line + end for line in lines).encode())
+  return path
+
+
+def test_rows_come_back_with_all_their_fields(tmp_path):
+  write(tmp_path / "train.jsonl", ROWS)
+  write(tmp_path / "test.jsonl", ROWS[:1])
+  assert list(jsonl.load("train", path=tmp_path)) == ROWS
+  assert list(jsonl.load("test", path=str(tmp_path))) == ROWS[:1]
+  train = jsonl.load("train", path=tmp_path, size=2)
+  assert list(train) == ROWS[:2]
+  for index in (-1, 2):
+    with pytest.raises(IndexError):
+      train[index]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n \t\n"])
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_ways_to_write_lines(end, start, cut, tmp_path):
+  rows = [json.dumps(r, ensure_ascii=False) for r in ROWS]
+  file = write(tmp_path / "data.jsonl", rows, end)
+  content = start + file.read_bytes()
+  file.write_bytes(content.rstrip() if cut else content)
+  assert list(jsonl.load("train", path=file)) == ROWS
+
+
+def test_fields_by_other_names(tmp_path):
+  turns = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "6 * 7?"},
+  ]
+  rows = [
+    {"question": "1?", "final": 42, "answer": "long"},
+    {"chat": turns, "final": 0.5, "question_id": 3},
+    {"question": "3?", "final": "", "chat": turns},
+  ]
+  file = write(tmp_path / "a.jsonl", rows)
+  names = {"prompt": "question", "answer": "final", "messages": "chat"}
+  assert list(jsonl.load("train", path=file, **names)) == [
+    rows[0] | {"prompt": "1?", "answer": "42"},
+    rows[1] | {"prompt": turns, "answer": "0.5"},
+    rows[2] | {"prompt": "3?", "answer": ""},
+  ]
+  write(file, [{"prompt": "x"}])
+  assert list(jsonl.load("train", path=file, answer="")) == [{"prompt": "x"}]
+
+
+GOOD = '{"prompt": "x", "answer": "1"}'
+
+
+@pytest.mark.parametrize(
+  "line, text",
+  [
+    ("no json", "Expecting value"),
+    ('{"prompt": "x"', "delimiter"),
+    ('["prompt"]', "object is needed, not list"),
+    ("[" * 100_000, "recursion"),
+    ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
+    ('{"prompt": " ", "answer": "1"}', "not empty"),
+    ('{"prompt": "\\ud800", "answer": "1"}', "surrogate"),
+    ('{"prompt": 3, "answer": "1"}', "text or a list"),
+    ('{"prompt": [], "answer": "1"}', "text or a list"),
+    ('{"prompt": ["x"], "answer": "1"}', "a message is an object"),
+    ('{"prompt": [{"role": "user"}], "answer": "1"}', "message's content"),
+    ('{"prompt": [{"content": "x"}], "answer": "1"}', "message's role"),
+    (
+      '{"messages": [{"role": "assistant", "content": "x"}], "answer": "1"}',
+      "the model writes that",
+    ),
+    ('{"prompt": "x"}', "data.options.answer names its field"),
+    ('{"prompt": "x", "answer": true}', "not True"),
+    ('{"prompt": "x", "answer": ["1"]}', "text or a number"),
+    (b'{"prompt": "\xff", "answer": "1"}', "utf-8"),
+  ],
+)
+def test_a_bad_line_is_named_when_the_file_is_opened(line, text, tmp_path):
+  file = tmp_path / "a.jsonl"
+  line = line if isinstance(line, bytes) else line.encode()
+  file.write_bytes(b"\n".join([GOOD.encode(), b"", line, GOOD.encode()]))
+  with pytest.raises(ValueError, match=f"(?s)a.jsonl, line 3: .*{text}"):
+    jsonl.load("train", path=file)
+  assert len(jsonl.load("train", path=file, size=1)) == 1
+
+
+def test_a_share_is_held_out_by_prompt(tmp_path):
+  rng = random.Random(0)
+  rows = [{"prompt": f"{i % 400}?", "answer": str(i)} for i in range(1200)]
+  rows += [
+    {"messages": [{"role": "user", "content": str(i)}], "answer": "1"}
+    for i in range(100)
+  ]
+  file = write(tmp_path / "a.jsonl", rows)
+
+  def split(name, share):
+    return list(jsonl.load(name, path=file, test=share))
+
+  train, test = split("train", 0.2), split("test", 0.2)
+  keys = [{json.dumps(x["prompt"]) for x in s} for s in (train, test)]
+  assert not keys[0] & keys[1] and len(keys[0] | keys[1]) == 500
+  assert len(train) + len(test) == 1300
+  assert 0.14 < len(keys[1]) / 500 < 0.26
+  # A property of the prompt: order and neighbours do not matter.
+  rng.shuffle(rows)
+  write(file, rows[:700])
+  chosen = {json.dumps(x["prompt"]) for x in split("test", 0.2)}
+  assert chosen <= keys[1]
+  assert len(split("test", 1)) == 700
+  with pytest.raises(ValueError, match="no example of the split 'train'"):
+    split("train", 1.0)
+
+
+def test_what_cannot_be_opened(tmp_path):
+  file = write(tmp_path / "a.jsonl", ROWS)
+  zipped = write(tmp_path / "a.jsonl.gz", ROWS)
+  for options, text in [
+    ({"path": ""}, "needs data.path"),
+    ({"path": tmp_path / "b.jsonl"}, "b.jsonl does not exist"),
+    ({"path": tmp_path}, "train.jsonl does not exist"),
+    ({"path": tmp_path, "test": 0.1}, "for a single file"),
+    ({"path": file, "test": 1.5}, r"a share in 0\.\.1"),
+    ({"path": zipped}, "uncompress"),
+  ]:
+    with pytest.raises(ValueError, match=text):
+      jsonl.load("train", **options)
+  with pytest.raises(ValueError, match="unknown split 'dev'"):
+    jsonl.load("dev", path=file)
+  with pytest.raises(ValueError, match="single file without held-out.*0.05"):
+    jsonl.load("test", path=file)
+  with pytest.raises(ValueError, match="no example"):
+    jsonl.load("train", path=write(tmp_path / "empty.jsonl", [""]))
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+  file = write(tmp_path / "a.jsonl", ROWS)
+  examples = jsonl.load("train", path=file)
+  write(file, ROWS[1:])
+  with pytest.raises(ValueError, match="a.jsonl changed"):
+    examples[0]
+
+
+def test_threads_read_the_same_examples(tmp_path):
+  rows = [
+    {"prompt": str(i) * (i % 50 + 1), "answer": str(i)} for i in range(99)
+  ]
+  examples = jsonl.load("train", path=write(tmp_path / "a.jsonl", rows))
+  order = [random.Random(1).randrange(99) for _ in range(2000)]
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(examples.__getitem__, order)) == [
+      rows[i] for i in order
+    ]
+
+
+def test_a_stream_with_dropped_prompts_resumes_exactly(tmp_path):
+  rows = [{"prompt": "x" * (i % 9 + 1), "answer": str(i)} for i in range(40)]
+  examples = jsonl.load("train", path=write(tmp_path / "a.jsonl", rows))
+
+  def encode(prompt):
+    return prompt, [1] * len(prompt)
+
+  kept, dropped = pipeline.fitting(examples, encode, 6)
+  short = [row["answer"] for row in rows if len(row["prompt"]) <= 6]
+  assert [x["answer"] for x in kept] == short and dropped == 40 - len(short)
+
+  def answers(count, **options):
+    stream = pipeline.prompt_batches(
+      kept, encode, max_prompt_length=6, seed=3, **options
+    )
+    batches = itertools.islice(stream, count)
+    return [row["answer"] for _, batch in batches for row in batch]
+
+  whole = answers(20, batch_size=5)
+  for start in (0, 7, len(short), 61):
+    assert answers(9, batch_size=3, start=start) == whole[start : start + 27]
+  assert sorted(whole[: len(short)]) == sorted(short)
