@@ -18,6 +18,7 @@ setuptools.setup(
   install_requires=[
     "flax>=0.11",
     "grain>=0.2.16",
+    "importlib_resources",  # tensorflow-datasets imports it undeclared
     "jax>=0.7.2",
     "jaxtyping",
     "jinja2",
@@ -28,16 +29,16 @@ setuptools.setup(
     "orbax-checkpoint>=0.12.4",
     "safetensors",
     "tensorboardX",
+    "tensorflow-datasets>=4.9.9",  # needs no TensorFlow
     "tokenizers",
     "transformers>=5.0",
   ],
   extras_require={
     "tpu": ["jax[tpu]"],
     "cuda": ["jax[cuda13]"],
-    # Only for datasets of TensorFlow Datasets. It needs no TensorFlow, but
-    # imports importlib_resources without declaring it.
-    "tfds": ["tensorflow-datasets>=4.9.9", "importlib_resources"],
-    # With PyTorch installed too, models are compared with transformers' own.
-    "test": ["beartype", "pytest", "pytest-xdist", "ruff>=0.15"],
+    "math": ["math-verify"],  # symbolic answers
+    # With PyTorch and peft installed too, models and adapters are compared with
+    # transformers' and peft's own.
+    "test": ["beartype", "math-verify", "pytest", "pytest-xdist", "ruff>=0.15"],
   },
 )

@@ -2,11 +2,11 @@
 
 Command:   python -m grpojax.studies.group_size --config=configs/figure5.py \
                --config.train.model.path=Qwen2.5-1.5B-Instruct \
-               --config.train.data.options.path=gsm8k
-           with the directories of the model (Hugging Face format) and of
-           GSM8K's train.jsonl and test.jsonl.
-Hardware:  an accelerator host, for instance 8 H100 or a TPU v5p-16.
-Time:      not measured: nobody has run it yet.
+               --config.train.data.path=gsm8k
+           with the directories of the model (Hugging Face format) and of the
+           data (--config.train.data.path= downloads them: configs/gsm8k.py).
+Hardware:  one host of 8 GPUs of 80 GB. On fewer devices, more micro-batches.
+Time:      not known; not run yet: no accelerator was at hand.
 Expected:  in the paper the accuracy is best near G = 32.
 """
 
@@ -28,20 +28,25 @@ def get_config() -> ConfigDict:
   train.model.path = "Qwen2.5-1.5B-Instruct"
   train.model.dtype = "bfloat16"
   train.data.name = "gsm8k"
-  train.data.options = ConfigDict({"path": "gsm8k"})
+  train.data.path = "gsm8k"
+  train.data.options = ConfigDict()
   train.data.max_prompt_length = 512
   train.data.template = (
-    "{prompt}\nThink step by step. End with the answer as a number, after ####."
+    "{prompt}\nPlease reason step by step, and put your final answer within "
+    "\\boxed{{}}."
   )
+  train.reward.functions = ("math_answer",)
   train.sampling.max_new_tokens = 1024
   train.logits_chunk = 8
   train.optim.learning_rate = 1e-6
-  train.optim.micro_batches = 8
+  train.optim.micro_batches = 1  # 128 samples a device, in whole groups
   train.loss.weighting = "fixed_length"
   train.eval.every = 10
   train.eval.num_prompts = 1319
   train.eval.batch_size = 256
   train.checkpoint.every = 20
+  train.mesh.data = 1
+  train.mesh.fsdp = -1
   train.diagnostics.every = 10
   train.auto_group_size.largest = 128
   return config

@@ -29,12 +29,15 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment, results
+from grpojax import experiment, results, runs, scoring
+from grpojax import policy as policies
+from grpojax import prompts as prompts_lib
 from grpojax.core.pass_at_k import MOST_SAMPLES
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, Prompts
+from grpojax.policy import Policy
 from grpojax.results import Evaluation
-from grpojax.runtime import checkpoint, command_line, metrics
+from grpojax.runtime import command_line, metrics
 from grpojax.runtime import config as config_lib
 
 FLAGS = {
@@ -59,11 +62,11 @@ def _pad(prompts: Prompts, rows: int) -> Prompts:
 
 
 def evaluate(
-  policy: experiment.Policy,
+  policy: Policy,
   params: Params,
   sampler: Callable[..., Any],
   batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  reward: Callable[..., float],
+  scorer: scoring.Scorer,
   key: jax.Array,
   batch_size: int,
   place: jax.sharding.Sharding | None = None,
@@ -75,61 +78,36 @@ def evaluate(
     params: the parameters to evaluate.
     sampler: from `experiment.make_sampler`.
     batches: of `(Prompts, examples)`, the last one may be shorter.
-    reward: `(prompt, completion, example) -> float`.
+    scorer: of the rewards, the first of which says what is right.
     key: of the samples.
     batch_size: rows that a shorter batch is padded to.
     place: sharding of the prompts; None is one device.
   """
-  rewards, texts, seen = [], [], []
+  rewards, texts, seen, failures = [], [], [], []
   for i, (prompts, examples) in enumerate(batches):
     padded = jax.device_put(_pad(prompts, batch_size), place)
     samples = sampler(params, padded, jax.random.fold_in(key, i))
-    decoded = experiment.decode(policy, samples)[: len(examples)]
-    rewards.append(experiment.score(reward, examples, decoded))
+    decoded = policies.decode(policy, samples)[: len(examples)]
+    found = scoring.score(scorer, examples, decoded, samples)
+    rewards.append(scoring.correctness(scorer, found))
     texts += decoded
     seen += examples
-  return Evaluation(np.concatenate(rewards), texts, seen)
-
-
-def held_out(config: ConfigDict, policy: experiment.Policy):
-  """One pass over the held-out prompts, in their order."""
-  return experiment.prompt_batches(
-    config,
-    policy,
-    experiment.held_out_examples(config),
-    batch_size=config.eval.batch_size,
-    shuffle=False,
-    repeat=False,
-  )
-
-
-def _is_run(model: str) -> bool:
-  return (pathlib.Path(model) / "checkpoints").is_dir()
-
-
-def _run_config(run: str) -> ConfigDict:
-  path = pathlib.Path(run) / checkpoint.CONFIG
-  return config_lib.from_json(path.read_text())
+    failures += found.failures
+  return Evaluation(np.concatenate(rewards), texts, seen, failures)
 
 
 def _load(model: str, config: ConfigDict):
   """A policy and its parameters, from a model directory or from a run."""
-  if not _is_run(model):
-    policy = experiment.load_policy(model, config.model.dtype)
+  if not runs.is_run(model):
+    policy = policies.load_policy(model, config.model.dtype)
     return policy, policy.params
-  run, saved = pathlib.Path(model), _run_config(model)
-  policy = experiment.load_policy(saved.model.path, saved.model.dtype)
-  tx = experiment.optimizer(saved)
-  like = jax.eval_shape(
-    functools.partial(experiment.first_state, saved, tx), policy.params
-  )
-  with checkpoint.open_checkpointer(run, readonly=True) as checkpointer:
-    step = checkpoint.latest_step(checkpointer)
-    if step is None:
-      raise ValueError(f"{run} has no complete checkpoint yet")
-    state = checkpoint.restore(checkpointer, like, step)
-  print(f"{run}: checkpoint of step {step}")
-  return policy, state.params
+  saved = runs.read_config(model)
+  policy = experiment.open_policy(saved)
+  if saved.lora.rank:  # adapters need their base
+    policy = experiment.with_weights(saved, policy)
+  step, params = runs.trained(model, saved)
+  print(f"{model}: checkpoint of step {step}")
+  return policy, params
 
 
 def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
@@ -146,6 +124,12 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError("--k needs --samples: pass@k is estimated from samples")
   if not flags.samples and flags.majority:
     raise ValueError("--majority needs --samples: there is no vote of one")
+  if flags.majority and config.reward.functions[0] not in results.ANSWERS:
+    raise ValueError(
+      "--majority counts the votes for each answer, which only "
+      f"{', '.join(results.ANSWERS)} can read: reward.functions[0] is "
+      f"{config.reward.functions[0]!r}"
+    )
   if flags.majority and flags.samples > MOST_SAMPLES:
     raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
   if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
@@ -162,8 +146,8 @@ def _parse(argv: list[str]):
     command_line.parse, argv, FLAGS, program="python -m grpojax.evaluate"
   )
   config, flags = parse()
-  if _is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: _run_config(flags.model))
+  if runs.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: runs.read_config(flags.model))
   config_lib.validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
@@ -172,9 +156,9 @@ def _parse(argv: list[str]):
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not _is_run(compare):
+  if not runs.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, _run_config(compare)))
+  ours, theirs = map(config_lib.flatten, (config, runs.read_config(compare)))
   names = [
     name
     for name in sorted(ours.keys() | theirs.keys())
@@ -191,7 +175,11 @@ def _set_up(argv: list[str]):
   models = []
   for name in names:
     policy, params = _load(name, config)
-    models.append((policy, params, list(held_out(config, policy))))
+    found = prompts_lib.problems(config, policy, "test")
+    if found.dropped:
+      print(f"{name}: {found.dropped} held-out prompts are too long")
+    batches = list(prompts_lib.held_out(config, policy, found.examples))
+    models.append((policy, params, batches))
   _note_settings(config, flags.compare)
   return config, flags, ks, models
 
@@ -201,18 +189,23 @@ def main(argv: list[str]) -> None:
   with command_line.usage_errors():
     config, flags, ks, models = _set_up(argv)
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
+  first = config.reward.functions[0]
+  answer = results.ANSWERS[first] if flags.majority else None
   values = []
-  for policy, params, batches in models:
-    result = evaluate(
-      policy,
-      params,
-      experiment.make_sampler(config, policy, flags.samples or 1, sampling),
-      batches,
-      experiment.host_reward(config),
-      jax.random.key(config.seed),
-      config.eval.batch_size,
-    )
-    values.append(results.per_prompt(result, ks, flags.majority))
+  with scoring.open_scorer(config) as scorer:
+    for policy, params, batches in models:
+      result = evaluate(
+        policy,
+        params,
+        experiment.make_sampler(config, policy, flags.samples or 1, sampling),
+        batches,
+        scorer,
+        jax.random.key(config.seed),
+        config.eval.batch_size,
+      )
+      if result.failures:
+        print(results.failed(result.failures))
+      values.append(results.per_prompt(result, ks, answer))
   found = {"model": flags.model} | results.numbers(values[0])
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")

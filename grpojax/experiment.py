@@ -4,130 +4,61 @@ The programs share this; nothing below them reads a config.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from grpojax import policy as policies
 from grpojax.core import advantages, losses
 from grpojax.core import group_size as group_size_lib
 from grpojax.core import kl as kl_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.step import init_state
-from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
-from grpojax.data import arithmetic, gsm8k, pipeline
-from grpojax.models import hf
-from grpojax.rewards import exact
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.runtime import validation
-
-DATASETS = {"arithmetic": arithmetic, "gsm8k": gsm8k}
+from grpojax.core.types import Params, TrainState
+from grpojax.policy import Policy
+from grpojax.runtime import sharding, validation
 
 
-class Policy(NamedTuple):
-  """A model with its tokenizer.
-
-  Attributes:
-    lm: the model's functions.
-    params: its parameters.
-    tokenizer: a transformers tokenizer.
-    eos_ids: ids that end a completion.
-    pad_id: id to pad with.
-  """
-
-  lm: LM
-  params: Params
-  tokenizer: Any
-  eos_ids: tuple[int, ...]
-  pad_id: int
-
-
-def load_policy(path: str, dtype: str = "float32", remat: bool = False):
-  """Reads a model directory, or an embedded model by its name.
+def open_policy(config: ConfigDict) -> Policy:
+  """The config's model, without its weights.
 
   Raises:
-    ValueError: the directory, its weights or its tokenizer do not fit.
+    ValueError: the directory, its configuration or its tokenizer do not fit.
   """
-  directory = hf.resolve(path)
-  tokenizer = tokenizer_lib.load(directory)
-  size = hf.to_transformer_config(hf.read_config(directory)).vocab_size
-  if max(tokenizer.get_vocab().values()) >= size:
-    raise ValueError(
-      f"the tokenizer in {directory} has ids of {size} and more, but the model "
-      f"has only {size} embeddings: they are not of the same model"
-    )
-  lm, params = hf.load(directory, dtype=jnp.dtype(dtype), remat=remat)
-  eos_ids = tokenizer_lib.eos_ids(directory, tokenizer)
-  return Policy(lm, params, tokenizer, eos_ids, tokenizer_lib.pad_id(tokenizer))
+  model = config.model
+  return policies.open_policy(model.path, model.dtype, model.remat)
 
 
-def _load_examples(config: ConfigDict, split: str, **options):
-  try:
-    load = DATASETS[config.data.name].load
-    return load(split, **options, **config.data.options)
-  except TypeError as error:  # an option that this dataset does not have
-    raise ValueError(f"data.options: {error}") from error
+def with_weights(
+  config: ConfigDict, policy: Policy, mesh: jax.sharding.Mesh | None = None
+) -> Policy:
+  """The policy with its weights, and adapters if they are asked for.
 
+  Args:
+    config: the run's.
+    policy: from `open_policy`.
+    mesh: where to load them; None is one device.
 
-def training_examples(config: ConfigDict):
-  """The training split, seeded by the run's seed."""
-  return _load_examples(config, "train", seed=config.seed)
-
-
-def held_out_examples(config: ConfigDict):
-  """The first `eval.num_prompts` held-out problems, whatever the run's seed."""
-  return _load_examples(config, "test", size=config.eval.num_prompts)
-
-
-def prompt_batches(
-  config: ConfigDict, policy: Policy, examples, **options
-) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
-  """Batches of prompts in the policy's format, see `pipeline`."""
-  encode = functools.partial(
-    tokenizer_lib.encode_prompt, policy.tokenizer, template=config.data.template
-  )
-  return pipeline.prompt_batches(
-    examples,
-    encode,
-    max_prompt_length=config.data.max_prompt_length,
-    pad_id=policy.pad_id,
-    **options,
-  )
-
-
-def group_sizes(config: ConfigDict) -> list[int]:
-  """All the group sizes that the run may use."""
-  return validation.group_sizes(config_lib.flatten(config))
-
-
-def samples_per_step(config: ConfigDict) -> int:
-  """N = B G, the same at every step."""
-  auto = config.group_size == validation.AUTO
-  first = config.auto_group_size.start if auto else config.group_size
-  return config.batch_size * first
-
-
-def training_batches(
-  config: ConfigDict, policy: Policy, group_size: int, start: int = 0
-) -> Iterator[tuple[Prompts, list[dict[str, Any]]]]:
-  """The run's prompts from number `start` on, with targets for its reward."""
-  target = None
-  if config.reward.on_device:
-    target, _ = device_reward(config, policy)
-  return prompt_batches(
-    config,
+  Raises:
+    ValueError: weights or targets of adapters that do not fit.
+  """
+  place = mesh and functools.partial(sharding.shardings, mesh=mesh)
+  rank, alpha, targets = (config.lora[k] for k in ("rank", "alpha", "targets"))
+  if not rank:
+    return policies.with_weights(policy, "float32", place)
+  # Nothing is added to frozen weights, so they need no more digits than what is
+  # computed with them.
+  policy = policies.with_weights(policy, config.model.dtype, place)
+  return policies.with_adapters(
     policy,
-    training_examples(config),
-    batch_size=samples_per_step(config) // group_size,
-    target=target,
-    seed=config.seed,
-    start=start,
+    jax.random.key(config.seed),
+    rank=rank,
+    alpha=alpha,
+    targets=targets,
   )
 
 
@@ -135,17 +66,6 @@ def sampling(config: ConfigDict) -> Sampling:
   """The sampling distribution of training."""
   s = config.sampling
   return Sampling(s.temperature, s.top_k, s.top_p, s.min_p)
-
-
-def host_reward(config: ConfigDict) -> Callable[..., float]:
-  """`(prompt, completion, example) -> float`."""
-  return getattr(exact, config.reward.name)
-
-
-def device_reward(config: ConfigDict, policy: Policy):
-  """`(target, reward)`: the same reward on ids, see `rewards.exact`."""
-  make = getattr(exact, f"{config.reward.name}_ids")
-  return make(policy.tokenizer, policy.eos_ids)
 
 
 def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
@@ -243,39 +163,14 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
 
 def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
   """`(params, prompts, key) -> Rollout`, jitted."""
-  return jax.jit(
+  return policies.jit(
+    policy,
     functools.partial(
       rollout,
-      policy.lm,
       group_size=group_size,
       max_new_tokens=config.sampling.max_new_tokens,
       eos_ids=policy.eos_ids,
       pad_id=policy.pad_id,
       sampling=sampling,
-    )
-  )
-
-
-def decode(policy: Policy, samples: Rollout) -> list[list[str]]:
-  """Texts of all completions, [B][G], without their EOS."""
-  ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
-  text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
-  return [
-    [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]
-    for group in zip(ids, mask, strict=True)
-  ]
-
-
-def score(
-  reward: Callable[..., float],
-  examples: list[dict[str, Any]],
-  texts: list[list[str]],
-) -> np.ndarray:
-  """Rewards [B, G], float32, of decoded completions."""
-  return np.array(
-    [
-      [reward(example["prompt_text"], text, example) for text in group]
-      for example, group in zip(examples, texts, strict=True)
-    ],
-    np.float32,
+    ),
   )

@@ -1,16 +1,21 @@
 """What a training run measures, writes into its directory, and prints."""
 
 import itertools
+import math
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
 from grpojax import evaluate as evaluation
-from grpojax import experiment, results
+from grpojax import policy as policies
+from grpojax import prompts, results, scoring
 from grpojax.core.types import Params, TrainState
 from grpojax.models import hf
+from grpojax.policy import Policy
+from grpojax.rewards.pool import Failure
 from grpojax.runtime import metrics, sharding
 
 SHOWN = (
@@ -22,16 +27,22 @@ SHOWN = (
 )
 
 
+KEPT_FAILURES = 20  # a step, in failures.jsonl
+
+
 class Run(NamedTuple):
   """What stays the same all through a run."""
 
   config: ConfigDict
   directory: pathlib.Path
-  policy: experiment.Policy
+  policy: Policy
   mesh: jax.sharding.Mesh
   places: TrainState  # shardings
   ref_params: Params | None
   writer: Any
+  scorer: scoring.Scorer
+  train: prompts.Problems
+  held_out: prompts.Problems
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""
@@ -52,14 +63,15 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, Any]:
     run.policy,
     params,
     sampler,
-    evaluation.held_out(config, run.policy),
-    experiment.host_reward(config),
+    prompts.held_out(config, run.policy, run.held_out.examples),
+    run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,
     sharding.batch_sharding(run.mesh),
   )
   row = {"step": step} | results.numbers(results.per_prompt(result))
   record(run, row)
+  log_failures(run, step, result.failures)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
     f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
@@ -72,10 +84,19 @@ def evaluate(run: Run, params: Params, sampler, step: int) -> dict[str, Any]:
   return row
 
 
-def _show(prompt: str, completion: str, reward: float) -> None:
+def _show(prompt: str, completion: str, reward: float | None) -> None:
   text = (prompt + completion).rstrip()
   print("\n".join(f"    | {line}" for line in text.splitlines()))
-  print(f"    | -> reward {float(reward):g}", flush=True)
+  print(f"    | -> reward {math.nan if reward is None else reward:g}")
+
+
+def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
+  """Says that rewards of a step failed, and keeps the first of them."""
+  if failures:
+    print(f"step {step}: {results.failed(failures)}", flush=True)
+  for failure in failures[:KEPT_FAILURES]:
+    row = {"step": step} | failure._asdict()
+    metrics.append_jsonl(run.file("failures.jsonl"), row)
 
 
 def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
@@ -99,7 +120,7 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
 def speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
   seconds = clock[-1] - clock[-2]
-  tokens = experiment.samples_per_step(config) * float(
+  tokens = prompts.samples_per_step(config) * float(
     row["completion_length_mean"]
   )
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
@@ -115,7 +136,8 @@ def finish(run: Run, params: Params) -> dict[str, Any]:
   """Writes the model, the picture and the summary."""
   model = run.file("model")
   if not model.exists():  # a run that was killed here has written it whole
-    hf.save(model, jax.device_get(params), run.config.model.path)
+    whole = policies.whole_params(run.policy, params)
+    hf.save(model, whole, run.config.model.path)
   metrics.learning_curve(
     run.file("metrics.jsonl"), run.file("learning_curve.png")
   )
@@ -132,7 +154,8 @@ def finish(run: Run, params: Params) -> dict[str, Any]:
     "accuracy_after_interval": after[1:],
     "train_seconds": train_seconds(run),
     "steps": run.config.steps,
-    "eval_prompts": run.config.eval.num_prompts,
+    "eval_prompts": len(run.held_out.examples),
+    "dropped_prompts": run.train.dropped + run.held_out.dropped,
     "skipped_updates": sum(r.get("skipped_updates", 0) for r in rows),
   }
   metrics.write_json(run.file("summary.json"), summary)

@@ -4,7 +4,7 @@ Everything is computed from one value a prompt: prompts are what varies, and the
 samples of one prompt are not independent of each other.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,9 +19,14 @@ from grpojax.core.intervals import (
   wilson_interval,
 )
 from grpojax.core.pass_at_k import SILENT, majority_at_k, pass_at_k
-from grpojax.rewards import exact
+from grpojax.rewards import exact, math
+from grpojax.rewards.pool import Failure
 
 CORRECT = 1.0  # a completion with at least this reward is right
+ANSWERS = {  # of rewards of which the votes for an answer can be counted
+  "exact_answer": exact.given_answer,
+  "math_answer": math.given_answer,
+}
 TITLES = {"accuracy": "greedy accuracy"}
 
 
@@ -29,42 +34,58 @@ class Evaluation(NamedTuple):
   """Completions of held-out prompts.
 
   Attributes:
-    rewards: [prompts, samples].
+    rewards: [prompts, samples]; nan, where there is none, is not right.
     texts: the completions, [prompts][samples].
     examples: the problems, with their "prompt_text".
+    failures: rewards that could not be computed.
   """
 
   rewards: np.ndarray
   texts: list[list[str]]
   examples: list[dict[str, Any]]
+  failures: list[Failure] = []
 
 
-def answer_labels(texts: list[list[str]]) -> Int[np.ndarray, "prompts samples"]:
+def failed(failures: Sequence[Failure]) -> str:
+  """A line about rewards that could not be computed."""
+  first = failures[0]
+  return (
+    f"{len(failures)} rewards failed; the first: {first.function} "
+    f"({first.reason}) of {first.completion[:80]!r}"
+  )
+
+
+def answer_labels(
+  texts: list[list[str]], answer: Callable[[str], str | None]
+) -> Int[np.ndarray, "prompts samples"]:
   """Equal numbers for a prompt's samples with the same answer; -1 for none."""
   rows = []
   for group in texts:
-    answers = [exact.given_answer(text) for text in group]
+    answers = list(map(answer, group))
     names = {name: i for i, name in enumerate(dict.fromkeys(answers))}
     rows.append([SILENT if a is None else names[a] for a in answers])
   return np.array(rows)
 
 
 def per_prompt(
-  result: Evaluation, ks: Sequence[int] = (), majority: bool = False
+  result: Evaluation,
+  ks: Sequence[int] = (),
+  answer: Callable[[str], str | None] | None = None,
 ) -> dict[str, np.ndarray]:
   """What is estimated, by name: one value a prompt, [prompts].
 
   Args:
     result: the completions.
     ks: of pass@k; without any, the accuracy of the first completion.
-    majority: also maj@k, for the same ks.
+    answer: the answer that a completion gives, see `ANSWERS`: also maj@k, for
+      the same ks.
   """
   right = result.rewards >= CORRECT
   if not ks:
     return {"accuracy": right[:, 0].astype(np.float32)}
   values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
-  if majority:
-    labels = answer_labels(result.texts)
+  if answer is not None:
+    labels = answer_labels(result.texts, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
   return values
 

@@ -10,6 +10,7 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     metrics.jsonl       one line a step, and one an evaluation
     samples.jsonl       sampled completions with their rewards (not with
                         reward.on_device: they never reach the host)
+    failures.jsonl      rewards that could not be computed, with the completions
     tensorboard/        the same metrics for TensorBoard
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
@@ -22,7 +23,6 @@ saves and exits with code 75: run the same command again to go on.
 
 import contextlib
 import functools
-import itertools
 import pathlib
 import sys
 import time
@@ -32,11 +32,10 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax import evaluate as evaluation
-from grpojax import experiment, reporting, steps
+from grpojax import experiment, reporting, scoring, starting, steps
+from grpojax import prompts as prompts_lib
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
-from grpojax.models.transformer import last_layers
 from grpojax.reporting import Run
 from grpojax.runtime import (
   checkpoint,
@@ -47,8 +46,6 @@ from grpojax.runtime import (
 )
 from grpojax.runtime import config as config_lib
 
-CHECKED_PROMPTS = 4096  # training prompts read before a run starts
-
 
 class Preempted(Exception):
   """SIGTERM arrived; the state is that of the last finished step."""
@@ -58,7 +55,7 @@ def _make_step(run: Run, tx, poll: Callable[[], None], group_size: int):
   args = (run.config, run.policy, group_size, tx, run.ref_params, run.places)
   if run.config.reward.on_device:
     return steps.make_device_step(*args)
-  return steps.make_host_step(*args, poll)
+  return steps.make_host_step(*args, run.scorer, poll)
 
 
 def _group_size(config: ConfigDict, state: TrainState) -> int:
@@ -110,15 +107,16 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       if size != _group_size(config, state):
         size = _group_size(config, state)
         consumed = int(state.prompts_consumed)
-        batches = experiment.training_batches(
-          config, run.policy, size, consumed
+        batches = prompts_lib.training_batches(
+          config, run.policy, run.train.examples, size, consumed
         )
       with command_line.usage_errors():  # a prompt that is too long, say
         prompts, examples = next(batches)
       prompts = jax.device_put(prompts, place)
       every = config.diagnostics.every
       diagnosed = every > 0 and (step - 1) % every == 0
-      state, row, shown = make_step(size)(state, prompts, examples, diagnosed)
+      step_ = make_step(size)
+      state, row, shown, failures = step_(state, prompts, examples, diagnosed)
       if diagnosed:
         state = _adapt(state, row, observe)
       clock.append(time.perf_counter())
@@ -129,6 +127,7 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
       others = len(clock) - 2
       pace = (clock[-1] - clock[1]) / others if others else None
       reporting.log(run, row, shown, pace)
+      reporting.log_failures(run, step, failures)
       if step % config.eval.every == 0 or step == config.steps:
         reporting.evaluate(run, state.params, greedy, step)
         clock[1:] = [time.perf_counter()]
@@ -144,70 +143,6 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
   finally:
     checkpoint.wait(checkpointer)
   return state
-
-
-def _check(config: ConfigDict):
-  """Loads what the config names and reads the first prompts of both splits.
-
-  Raises:
-    ValueError: what would otherwise be found out after the run has started.
-  """
-  policy = experiment.load_policy(
-    config.model.path, config.model.dtype, config.model.remat
-  )
-  mesh = sharding.make_mesh(**config.mesh)
-  parts = config.optim.minibatches * config.optim.micro_batches
-  sizes = experiment.group_sizes(config)
-  for size in sizes:
-    prompts = experiment.samples_per_step(config) // size
-    sharding.check_rows(
-      mesh, micro_batch=prompts // parts, eval_batch=config.eval.batch_size
-    )
-  if config.diagnostics.every and config.diagnostics.last_layers:
-    last_layers(policy.params, config.diagnostics.last_layers)
-  batches = experiment.training_batches(config, policy, sizes[0])
-  ahead = min(config.steps, CHECKED_PROMPTS // config.batch_size + 1)
-  for _ in itertools.islice(batches, ahead):
-    pass
-  for _ in evaluation.held_out(config, policy):
-    pass
-  return policy, mesh
-
-
-def _start(config: ConfigDict, directory, policy, mesh, checkpointer):
-  """The first or the newest state; cleans up after a run that was cut short."""
-  tx = experiment.optimizer(config)
-
-  def fresh(params):
-    return experiment.first_state(config, tx, params)
-
-  places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
-  params = jax.device_put(policy.params, places.params)
-  state = jax.jit(fresh, out_shardings=places)(params)
-  ref_params = None
-  if experiment.needs_reference(config):
-    checkpoint.save_reference(directory, params)
-    ref_params = checkpoint.restore_reference(directory, params)
-  step = checkpoint.latest_step(checkpointer)
-  if step is not None:
-    state = checkpoint.restore(checkpointer, state, step)
-    print(f"resuming after step {step}")
-  for name in ("metrics.jsonl", "samples.jsonl"):
-    metrics.truncate_jsonl(directory / name, -1 if step is None else step)
-  count = sum(x.size for x in jax.tree.leaves(params))
-  print(
-    f"{config.model.path}: {count / 1e6:.3g} million parameters on "
-    f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
-    flush=True,
-  )
-  writer = None
-  if config.log.tensorboard:
-    writer = metrics.tensorboard_writer(
-      directory / "tensorboard", -1 if step is None else step
-    )
-  policy = policy._replace(params=None)
-  run = Run(config, directory, policy, mesh, places, ref_params, writer)
-  return run, state, tx
 
 
 def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
@@ -229,7 +164,7 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     checkpoint.check_run(directory, config)
     if (directory / "summary.json").exists():
       return None
-    policy, mesh = _check(config)
+    found = starting.check(config)
     checkpoint.open_run(directory, config)
   with contextlib.ExitStack() as stack:
     requested = stack.enter_context(preemption.install())
@@ -237,8 +172,12 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       checkpoint.open_checkpointer(directory, config.checkpoint.keep)
     )
     with command_line.usage_errors():
-      run, state, tx = _start(config, directory, policy, mesh, checkpointer)
-    del policy  # the state has its parameters now
+      scorer = stack.enter_context(
+        scoring.open_scorer(config, found.reward_model)
+      )
+      run, state, tx = starting.start(
+        config, directory, found, checkpointer, scorer
+      )
     if run.writer is not None:
       stack.callback(run.writer.close)
     try:

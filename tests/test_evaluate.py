@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import evaluate, experiment
+from grpojax import evaluate, experiment, prompts, scoring
 from grpojax.core.sampling import Sampling
+from grpojax.policy import load_policy
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import metrics
 
@@ -81,19 +82,22 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
       config.update_from_flattened_dict({path: int(value)})
   config.eval.num_prompts = 10
   config.eval.batch_size = batch_size
-  return evaluate.evaluate(
-    policy,
-    policy.params,
-    experiment.make_sampler(config, policy, group_size, Sampling(temperature)),
-    evaluate.held_out(config, policy),
-    experiment.host_reward(config),
-    jax.random.key(0),
-    batch_size,
-  )
+  examples = prompts.load_examples(config, "test")
+  sampling = Sampling(temperature)
+  with scoring.open_scorer(config) as scorer:
+    return evaluate.evaluate(
+      policy,
+      policy.params,
+      experiment.make_sampler(config, policy, group_size, sampling),
+      prompts.held_out(config, policy, examples),
+      scorer,
+      jax.random.key(0),
+      batch_size,
+    )
 
 
 def test_the_batch_size_changes_nothing(toy_model, toy_task):
-  policy = experiment.load_policy(str(toy_model))
+  policy = load_policy(str(toy_model))
   whole = completions(policy, 10, toy_task)
   parts = completions(policy, 4, toy_task)  # the last batch holds two
   assert whole.rewards.shape == parts.rewards.shape == (10, 1)
@@ -105,7 +109,7 @@ def test_the_batch_size_changes_nothing(toy_model, toy_task):
 
 
 def test_batches_draw_different_samples(toy_model, toy_task):
-  policy = experiment.load_policy(str(toy_model))
+  policy = load_policy(str(toy_model))
   drawn = completions(policy, 5, toy_task, group_size=8, temperature=1.0)
   assert drawn.texts[:5] != drawn.texts[5:]
 
@@ -210,7 +214,7 @@ def test_a_model_compared_with_itself_in_another_format(
   """The second model's own chat template writes its prompts."""
   chat = tmp_path / "chat"
   shutil.copytree(toy_model, chat)
-  template = "{{ messages[0]['content'] + '\\n' }}"
+  template = "{{ messages[0]['content'].removesuffix('+1') + '\\n' }}"
   (chat / "chat_template.jinja").write_text(template)
   settings = toy_task.arguments(toy_model, data__template="{prompt}+1\n")
   argv = [f"--model={toy_model}", f"--compare={chat}", *settings]
@@ -240,6 +244,15 @@ def test_a_model_compared_with_itself_in_another_format(
     (["--model={empty_run}"], "no complete checkpoint"),
     (["--model={model}", "--majority"], "--majority needs --samples"),
     (["--model={model}", "--majority", "--samples=1001"], "--samples=1000"),
+    (
+      [
+        "--model={model}",
+        "--majority",
+        "--samples=4",
+        "--config.reward.functions=length",
+      ],
+      "which only exact_answer, math_answer can read",
+    ),
     (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
     (["--model={model}", "--compare={empty_run}"], "no complete checkpoint"),
     (["--compare={model}"], "--model"),

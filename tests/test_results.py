@@ -7,6 +7,7 @@ import pytest
 
 from grpojax import results
 from grpojax.core.intervals import paired_difference, wilson_interval
+from grpojax.rewards import exact
 
 
 def evaluation(rewards, texts=()):
@@ -38,7 +39,7 @@ def test_one_answer_has_one_label():
     ["#### 1,080", "x\n####1080", "#### 1080.", "1080"],
     ["####7", "", "#### 7", "#### 8"],
   ]
-  labels = results.answer_labels(texts)
+  labels = results.answer_labels(texts, exact.given_answer)
   (a, b, c, d), (e, f, g, h) = labels
   assert a == b != c and d == -1 and c >= 0
   assert e == g != h and f == -1 and h >= 0
@@ -52,7 +53,9 @@ def test_majority_of_texts():
     ["####1000", "####5", "5"],
   ]
   rewards = [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
-  found = results.per_prompt(evaluation(rewards, texts), [1, 2, 3], True)
+  found = results.per_prompt(
+    evaluation(rewards, texts), [1, 2, 3], exact.given_answer
+  )
   assert list(found) == [f"{x}@{k}" for x in ("pass", "maj") for k in (1, 2, 3)]
   np.testing.assert_allclose(found["maj@1"], [2 / 3, 1 / 3, 1 / 3])
   np.testing.assert_allclose(found["maj@2"], [2 / 3, 1 / 3, 0.5])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -10,8 +11,12 @@ import numpy as np
 import pytest
 
 from grpojax import sft
+from grpojax.data import texts as texts_lib
 from grpojax.models import hf
+from grpojax.runtime import bpe
 from grpojax.runtime import tokenizer as tokenizer_lib
+
+PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
 
 def config_with(**changes):
@@ -66,7 +71,7 @@ def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
 
 def test_a_document_is_learned_whole():
   tokenizer = tokenizer_lib.character_tokenizer()
-  texts = sft.texts(config_with(format="document"), tokenizer, 0)
+  texts = sft.texts(config_with(format="document"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     assert context == [] and learned[-1] == tokenizer.eos_token_id
     assert learned.count(tokenizer.eos_token_id) == 1
@@ -79,7 +84,7 @@ def test_a_document_is_learned_whole():
 
 def test_of_a_dialogue_only_the_answer_is_learned():
   tokenizer = tokenizer_lib.character_tokenizer(chat=True)
-  texts = sft.texts(config_with(format="dialogue"), tokenizer, 0)
+  texts = sft.texts(config_with(format="dialogue"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     prompt, answer = tokenizer.decode(context), tokenizer.decode(learned[:-1])
     assert learned[-1] == tokenizer.eos_token_id and "####" in answer
@@ -92,10 +97,8 @@ def test_of_a_dialogue_only_the_answer_is_learned():
 def test_texts_follow_the_config():
   tokenizer = tokenizer_lib.character_tokenizer()
 
-  def decoded(count=30, seed=0, **changes):
-    texts = sft.texts(
-      config_with(format="dialogue", **changes), tokenizer, seed
-    )
+  def decoded(count=30, **changes):
+    texts = sft.texts(config_with(format="dialogue", **changes), tokenizer)
     return [
       (tokenizer.decode(a), tokenizer.decode(b[:-1]))
       for a, b in itertools.islice(texts, count)
@@ -115,11 +118,100 @@ def test_the_format_decides_the_template_and_the_end(
   form, eos, toy_model, tmp_path
 ):
   shutil.copytree(toy_model, tmp_path, dirs_exist_ok=True)
-  sft.set_format(tmp_path, tokenizer_lib.load(tmp_path), form)
+  sft.set_format(
+    tmp_path, tokenizer_lib.load(tmp_path), config_with(format=form)
+  )
   tokenizer = tokenizer_lib.load(tmp_path)
   assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
   text = tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n")
   assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
+
+
+def word_problems(tmp_path, **changes):
+  """The command line of a small model of GSM8K, and its directory."""
+  settings = {
+    "data.name": "gsm8k",
+    "data.path": PROBLEMS,
+    "format": "dialogue",
+    "tokenizer": "bpe",
+    "vocab_size": 300,
+    "rows": 4,
+    "row_length": 320,
+    "model.width": 16,
+    "model.layers": 1,
+    "model.heads": 2,
+  }
+  settings |= {k.replace("__", "."): v for k, v in changes.items()}
+  words = [f"--config.{key}={value}" for key, value in settings.items()]
+  return [*words, f"--out={tmp_path / 'out'}"], tmp_path / "out"
+
+
+def test_a_model_of_word_problems(tmp_path, capsys):
+  config = config_with(
+    format="dialogue", tokenizer="bpe", vocab_size=300, row_length=320
+  )
+  config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
+  config.model.update({"width": 16, "layers": 1, "heads": 2})
+  _, params, stream = sft.start(config, tmp_path)
+  kept, dropped = re.search(
+    r"(\d+) texts.*more than 320 tokens: (\d+)", capsys.readouterr().out
+  ).groups()
+  assert int(kept) + int(dropped) == 32 and int(kept) and int(dropped)
+  tokenizer = tokenizer_lib.load(tmp_path)
+  assert params["embed"].shape == (300, 16) == (len(tokenizer), 16)
+  eos_ids = tokenizer_lib.eos_ids(tmp_path, tokenizer)
+  assert eos_ids == (tokenizer.eos_token_id,)
+  text = "Q: Ann has 7 €.\nA: "
+  prompt, ids = tokenizer_lib.encode_prompt(tokenizer, "Ann has 7 €.")
+  assert prompt == text == tokenizer.decode(ids)
+  for context, learned in itertools.islice(stream, 2 * int(kept)):
+    assert len(context) + len(learned) <= 320 and learned[-1] in eos_ids
+    assert tokenizer.decode(context).startswith("Q: ")
+
+
+def word_problem_texts(form, **changes):
+  config = config_with(format=form, row_length=2000)
+  config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
+  config.data.update(changes)
+  examples = sft.load_examples(config)
+  tokenizer = bpe.train_bpe(
+    texts_lib.strings(examples), 300, chat=form == "dialogue"
+  )
+  texts = sft.texts(config, tokenizer, examples)
+  return tokenizer, examples, list(itertools.islice(texts, len(examples)))
+
+
+@pytest.mark.parametrize("learn_prompts", [False, True])
+@pytest.mark.parametrize("form", ["document", "dialogue"])
+def test_word_problems_are_written_in_the_format(form, learn_prompts, capsys):
+  tokenizer, examples, texts = word_problem_texts(
+    form, learn_prompts=learn_prompts
+  )
+  assert "left out, of more than 2000 tokens: 0" in capsys.readouterr().out
+  start = {"document": "{}\n", "dialogue": "Q: {}\nA: "}[form]
+  expected = {
+    (start.format(e["prompt"]), e["solution"] + "<|endoftext|>")
+    for e in examples
+  }
+  if learn_prompts:
+    expected = {("", prompt + solution) for prompt, solution in expected}
+  assert {(tokenizer.decode(a), tokenizer.decode(b)) for a, b in texts} == (
+    expected
+  )
+
+
+def test_a_chat_model_is_not_taught_documents(tmp_path):
+  shutil.copytree(hf.resolve("arithmetic-instruct"), tmp_path / "chat")
+  argv, _ = word_problems(
+    tmp_path, format="document", model__path=tmp_path / "chat"
+  )
+  assert "use dialogue" in refusal(argv)
+
+
+def test_all_too_long_is_refused(tmp_path):
+  argv, out = word_problems(tmp_path, row_length=20)
+  assert "32 are of more than 20 tokens" in refusal(argv)
+  assert not out.exists()
 
 
 @pytest.mark.parametrize(
@@ -128,6 +220,9 @@ def test_the_format_decides_the_template_and_the_end(
     ("--config.row=3", "--config.rows?"),
     ("--uot=x", "--out?"),
     ("--config.format=poem", "document, dialogue"),
+    ("--config.tokenizer=bpe", "arithmetic is written in characters"),
+    ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
+    ("--config.data.name=jsonl", "data.path"),
     ("--config.hasty=1.5", "probability"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),

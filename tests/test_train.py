@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import experiment, train
+from grpojax import experiment, scoring, train
 from grpojax.models import hf
 from grpojax.rewards import exact
 from grpojax.runtime import checkpoint, metrics
@@ -469,9 +469,9 @@ def test_kill_at_any_moment(
 # whole steps done by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("experiment.score", 3 + 1, 0),
-  "rewards": ("experiment.score", 3 + 4, 3),
-  "evaluation": ("experiment.score", 3 + 5 + 1, 5),
+  "first step": ("scoring.score", 3 + 1, 0),
+  "rewards": ("scoring.score", 3 + 4, 3),
+  "evaluation": ("scoring.score", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 
@@ -484,7 +484,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
   name, calls, done = MOMENTS[moment]
   module, name = name.split(".")
-  module = {"experiment": experiment, "checkpoint": checkpoint}[module]
+  module = {"scoring": scoring, "checkpoint": checkpoint}[module]
   original, count = getattr(module, name), []
 
   def interrupted(*args):

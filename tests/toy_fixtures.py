@@ -12,6 +12,9 @@ import pytest
 from ml_collections import ConfigDict
 
 HERE = pathlib.Path(__file__).parent
+PROGRAMS = (  # files that read a config
+  "evaluate experiment prompts reporting scoring starting steps train"
+).split()
 
 
 class ToyRun(NamedTuple):
@@ -99,10 +102,7 @@ def toy_model(toy, compiled_once, tmp_path_factory):
 def _record(monkeypatch):
   """Notes which settings the programs' own code reads from a config."""
   read, paths = set(), {}
-  programs = {
-    str(HERE.parent / "grpojax" / f"{name}.py")
-    for name in ("train", "evaluate", "experiment", "reporting", "steps")
-  }
+  programs = {str(HERE.parent / "grpojax" / f"{name}.py") for name in PROGRAMS}
 
   def recording(original):
     def get(self, name):

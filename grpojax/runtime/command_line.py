@@ -22,7 +22,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import WORDS, default_config, flatten, nearest
+from grpojax.runtime.config import (
+  FREE,
+  WORDS,
+  default_config,
+  flatten,
+  nearest,
+)
 
 _SETTINGS = "config"  # overrides are --config.key=value
 
@@ -56,13 +62,44 @@ def _convert(name: str, text: str, old: Any) -> Any:
       return text
     if isinstance(old, (int, float)):
       return type(old)(text)
+    if not isinstance(old, tuple):
+      return ast.literal_eval(text)
+    if all(isinstance(x, str) for x in old) and text[:1] not in ("(", "["):
+      return tuple(word.strip() for word in text.split(",") if word.strip())
     value = ast.literal_eval(text)
-    return tuple(value) if isinstance(old, tuple) else value
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
   except (KeyError, SyntaxError, TypeError, ValueError):
     raise ValueError(
       f"--{name}={text}: expected a value of type {type(old).__name__}, "
       f"for example --{name}={old}"
     ) from None
+
+
+def _free_sections(config: ConfigDict, prefix: str) -> tuple[str, ...]:
+  """Where flags may stand for keys that the config does not have yet."""
+  found = []
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      path = f"{prefix}{key}."
+      found += [path] if path.endswith(FREE) else _free_sections(value, path)
+  return tuple(found)
+
+
+def _guess(text: str) -> Any:
+  """A number, a tuple, ..., or else the text itself."""
+  try:
+    return ast.literal_eval(text)
+  except (SyntaxError, ValueError):
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _add(config: ConfigDict, path: Sequence[str], value: Any) -> None:
+  """Sets a key that need not exist, and its sections."""
+  for key in path[:-1]:
+    if key not in config:
+      config[key] = ConfigDict()
+    config = config[key]
+  config[path[-1]] = value
 
 
 def _setting(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
@@ -75,8 +112,13 @@ def _setting(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
     raise ValueError(" or ".join([f"{error}", *words])) from None
 
 
-def _split(argv: Sequence[str], known: Mapping[str, Any]) -> list:
-  """Command line to (name, text) pairs, names checked against `known`."""
+def _split(
+  argv: Sequence[str], known: Mapping[str, Any], free: tuple[str, ...]
+) -> list:
+  """Command line to (name, text) pairs, names checked.
+
+  Those are right that are in `known` or begin with one of `free`.
+  """
   pairs, words = [], list(argv)
   while words:
     word = words.pop(0)
@@ -93,7 +135,10 @@ def _split(argv: Sequence[str], known: Mapping[str, Any]) -> list:
         if not words:
           raise ValueError(f"--{name} needs a value: --{name}=...")
         text = words.pop(0)
-    if name not in known:
+    if name not in known and name.startswith(free):
+      if not equals:
+        raise ValueError(f"--{name} needs a value: --{name}=...")
+    elif name not in known:
       if any(key.startswith(f"{name}.") for key in known):
         raise ValueError(
           f"--{name} is a section: set its fields, --{name}.KEY=..."
@@ -177,7 +222,8 @@ def parse(
   own = {name: value for name, (value, _) in flags.items()}
   settings = {f"{_SETTINGS}.{k}": v for k, v in flatten(config).items()}
   known = {_SETTINGS: "", **own, **settings}
-  for name, text in _split(argv, known):
+  free = _free_sections(config, f"{_SETTINGS}.")
+  for name, text in _split(argv, known, free):
     if name in own:
       own[name] = _convert(name, text, own[name])
     elif name in settings:
@@ -185,6 +231,9 @@ def parse(
       value = _setting(name, text, settings[name], WORDS.get(path, ()))
       with config.ignore_type():  # a word may take the place of a number
         config.update_from_flattened_dict({path: value})
+    elif name != _SETTINGS:
+      with config.unlocked():
+        _add(config, name.split(".")[1:], _guess(text))
   return config, ConfigDict(own).lock()
 
 

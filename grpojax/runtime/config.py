@@ -15,6 +15,8 @@ from grpojax.runtime import validation
 
 # Numbers in whose place a word may stand.
 WORDS = {"group_size": (validation.AUTO,)}
+# Sections with keys of their own: keyword arguments of what the config names.
+FREE = ("data.options.", "data.template_options.", "reward.options.")
 
 
 def default_config() -> ConfigDict:
@@ -35,14 +37,22 @@ def default_config() -> ConfigDict:
   config.auto_group_size.confidence = 1.0  # standard errors, before a move
   config.model = ConfigDict()
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
-  config.model.dtype = "float32"  # of computation; parameters are float32
+  # Of computation; what is trained is float32, what is frozen (LoRA) this.
+  config.model.dtype = "float32"
   config.model.remat = True  # recompute activations in the backward pass
+  config.lora = ConfigDict()  # train low-rank adapters, not the weights
+  config.lora.rank = 0  # 0 = off
+  config.lora.alpha = 32.0  # adapters are scaled by alpha / rank
+  config.lora.targets = "layers/(q|k|v|o|gate|up|down)"  # a pattern of paths
   config.data = ConfigDict()
   config.data.name = "arithmetic"
+  config.data.path = ""  # of a dataset that is read from disk
   config.data.options = ConfigDict()  # keyword arguments of the dataset's load
-  config.data.options.difficulty = (2, 4)  # operations, lowest and highest
   config.data.max_prompt_length = 32  # tokens
+  config.data.too_long = "refuse"  # or "drop": prompts of more tokens
   config.data.template = "{prompt}\n"
+  config.data.system_prompt = ""  # of chats without one
+  config.data.template_options = ConfigDict()  # keywords of the chat template
   config.sampling = ConfigDict()
   config.sampling.max_new_tokens = 80
   config.sampling.temperature = 1.0
@@ -51,7 +61,15 @@ def default_config() -> ConfigDict:
   config.sampling.min_p = 0.0
   config.logits_chunk = 32  # completion positions whose logits are held at once
   config.reward = ConfigDict()
-  config.reward.name = "exact_answer"
+  # Built in, "package.module:function" or "file.py:function". The first says
+  # what a right answer is (1 or more), which is what evaluations count.
+  config.reward.functions = ("exact_answer",)
+  config.reward.weights = (1.0,)
+  config.reward.options = ConfigDict()  # options.FUNCTION.keyword
+  config.reward.workers = 0  # processes; 0 = in this one, without a time limit
+  config.reward.timeout = 10.0  # seconds a completion
+  config.reward.model = ""  # directory of a sequence classifier; "" = none
+  config.reward.model_weight = 1.0
   config.reward.on_device = False  # True: the whole step is one XLA program
   config.advantage = "leave_one_out"
   config.subset_size = 2  # k of max_at_k and min_at_k
@@ -96,7 +114,13 @@ def default_config() -> ConfigDict:
   config.mesh.data = -1
   config.mesh.fsdp = 1
   config.mesh.tensor = 1
-  return config.lock()
+  config.lock()
+  for path in FREE:
+    section = config
+    for name in path.split(".")[:-1]:
+      section = section[name]
+    section.unlock()
+  return config
 
 
 def flatten(config: ConfigDict | Mapping, prefix: str = "") -> dict[str, Any]:
@@ -140,11 +164,9 @@ def validate(config: ConfigDict) -> None:
     ValueError: with every problem, a line each: field, value, what to do.
   """
   allowed, leaves = flatten(default_config()), flatten(config)
-  free = "data.options."  # whatever the dataset's load takes
-  allowed = {k: v for k, v in allowed.items() if not k.startswith(free)}
   found = []
   for name, value in leaves.items():
-    if name not in allowed and not name.startswith(free):
+    if name not in allowed and not name.startswith(FREE):
       guess = nearest(name, list(allowed))
       hint = f"; did you mean {guess}?" if guess else ""
       found.append(f"{name} = {value!r}: unknown key{hint}")

@@ -24,8 +24,18 @@ RULES = (
   (r"layers/(q|k|v|gate|up)", P(None, "fsdp", "tensor")),  # [L, D, ...]
   (r"layers/(o|down)", P(None, "tensor", "fsdp")),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_bias", P(None, "tensor")),  # [L, ...]
+  (r"layers/router", P(None, "fsdp")),  # [L, D, X]
+  (r"layers/expert_(gate|up)", P(None, None, "fsdp", "tensor")),  # [L, X, D, F]
+  (r"layers/expert_down", P(None, None, "tensor", "fsdp")),  # [L, X, F, D]
+  (r"layers/(q|k|v|gate|up)/a", P(None, "fsdp")),  # [L, D, r]
+  (r"layers/(q|k|v|gate|up)/b", P(None, None, "tensor")),  # [L, r, ...]
+  (r"layers/(o|down)/a", P(None, "tensor")),  # [L, ..., r]
+  (r"layers/(o|down)/b", P(None, None, "fsdp")),  # [L, r, D]
 )
-"""Rules for `models.transformer`; norms and output biases stay whole."""
+"""Rules for `models.transformer` and its LoRA adapters.
+
+Norms, output biases and a classifier's head stay whole.
+"""
 
 
 def make_mesh(

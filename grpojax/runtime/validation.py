@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 # A name stands for a function or a module; tests hold that each exists.
-DATASETS = ("arithmetic", "gsm8k")
-REWARDS = ("exact_answer",)
+DATASETS = ("arithmetic", "gsm8k", "jsonl")
+TOO_LONG = ("refuse", "drop")
 ADVANTAGES = (
   "leave_one_out grpo dr_grpo batch_std vanilla shrinkage beta_binomial "
   "length_weighted max_at_k min_at_k pairwise_rank"
@@ -18,6 +18,7 @@ KL = {"loss": ("k2", "k3"), "ratio": ("k1", "k3"), "reward": ("k1",)}
 SCHEDULES = ("constant", "cosine", "linear")
 DTYPES = ("float32", "bfloat16")
 AUTO = "auto"  # group_size: follow the best one
+ON_DEVICE = ("exact_answer",)  # reward functions that exist on token ids
 
 _AT_LEAST_ONE = (
   "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
@@ -29,14 +30,16 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
   "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
-  "diagnostics.last_layers auto_group_size.margin auto_group_size.confidence"
+  "diagnostics.last_layers auto_group_size.margin auto_group_size.confidence "
+  "lora.rank reward.workers"
 ).split()
 _POSITIVE = (
-  "sampling.temperature optim.learning_rate optim.max_grad_norm"
+  "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
+  "reward.timeout"
 ).split()
 _NAMES = {
   "data.name": DATASETS,
-  "reward.name": REWARDS,
+  "data.too_long": TOO_LONG,
   "model.dtype": DTYPES,
   "advantage": ADVANTAGES,
   "loss.ratio": RATIOS,
@@ -117,6 +120,49 @@ def _names(leaves: dict[str, Any]) -> list[str]:
   if not good:
     todo = "must hold {prompt} and no other field; write other braces doubled"
     found.append(_problem("data.template", template, todo))
+  return found
+
+
+def _rewards(leaves: dict[str, Any]) -> list[str]:
+  """Names alone; `rewards.functions` looks them up."""
+  found = []
+  names, weights = leaves["reward.functions"], leaves["reward.weights"]
+  if not names or not all(name and isinstance(name, str) for name in names):
+    todo = "name at least one function; the first says what a right answer is"
+    found.append(_problem("reward.functions", names, todo))
+  elif len(set(names)) < len(names):
+    found.append(_problem("reward.functions", names, "names must differ"))
+  numbers = [w for w in weights if isinstance(w, (int, float))]
+  if len(weights) != len(names) or not (
+    len(numbers) == len(weights) and all(map(math.isfinite, numbers))
+  ):
+    todo = f"must be {len(names)} numbers, one for each of reward.functions"
+    found.append(_problem("reward.weights", weights, todo))
+  if not math.isfinite(leaves["reward.model_weight"]):
+    value = leaves["reward.model_weight"]
+    found.append(_problem("reward.model_weight", value, "must be finite"))
+  if leaves["reward.on_device"]:
+    names = tuple(names), tuple(weights), leaves["reward.model"]
+    if names != (ON_DEVICE, (1.0,), ""):
+      todo = (
+        f"needs reward.functions = {ON_DEVICE!r}, reward.weights = (1.0,) and "
+        "no reward.model: nothing else can be computed on token ids"
+      )
+      found.append(_problem("reward.on_device", True, todo))
+  return found
+
+
+def _lora(leaves: dict[str, Any]) -> list[str]:
+  found, targets = [], leaves["lora.targets"]
+  try:
+    re.compile(targets)
+  except re.error as error:
+    todo = f"is no regular expression ({error})"
+    found.append(_problem("lora.targets", targets, todo))
+  if leaves["lora.rank"] and leaves["diagnostics.last_layers"]:
+    todo = "adapters (lora.rank) are diagnosed as a whole: use 0"
+    value = leaves["diagnostics.last_layers"]
+    found.append(_problem("diagnostics.last_layers", value, todo))
   return found
 
 
@@ -264,4 +310,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
     leaves: all settings by dotted path, of the default's types.
   """
   found = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
+  found += _rewards(leaves) + _lora(leaves)
   return found + _mesh(leaves) + _advantage(leaves) + _group_size(leaves)

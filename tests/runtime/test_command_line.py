@@ -1,8 +1,10 @@
 """The command line: overrides, flags and the messages for mistakes."""
 
 import pytest
+from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line
+from grpojax.runtime.config import default_config
 
 FLAGS = {"run_dir": ("", "where to write"), "dry_run": (False, "only check")}
 
@@ -40,6 +42,42 @@ def test_overrides_take_the_type_of_the_default():
   assert flags.run_dir == "/x=y" and flags.dry_run is True
 
 
+def test_tuples():
+  config, _ = _parse(
+    "--config.reward.functions=math_answer, length",
+    "--config.reward.weights=1,0.5",
+  )
+  assert config.reward.functions == ("math_answer", "length")
+  assert config.reward.weights == (1, 0.5)
+  config, _ = _parse(
+    "--config.reward.functions=('format',)", "--config.reward.weights=2"
+  )
+  assert config.reward.functions == ("format",)
+  assert config.reward.weights == (2,)
+
+
+def test_options_of_what_the_config_names():
+  """Keys that the default does not have, in sections that have their own."""
+  config, _ = _parse(
+    "--config.data.options.size=5",
+    "--config.data.options.prompt=question",
+    "--config.reward.options.length.target=100",
+    "--config.reward.options.length.exact=true",
+  )
+  assert config.data.options.to_dict() == {
+    "size": 5,
+    "prompt": "question",
+  }
+  options = {"length": {"target": 100, "exact": True}}
+  assert config.reward.options.to_dict() == options
+  assert config.is_locked and config.reward.options.is_locked
+  nested = ConfigDict({"train": default_config()}).lock()
+  config, _ = command_line.parse(
+    ["--config.train.data.options.size=5"], {}, lambda: nested
+  )
+  assert config.train.data.options.size == 5
+
+
 @pytest.mark.parametrize(
   "word, text",
   [
@@ -54,7 +92,9 @@ def test_overrides_take_the_type_of_the_default():
     ("--config.steps=1e3", "expected a value of type int"),
     ("--config.optim.b1=high", "expected a value of type float"),
     ("--dry_run=perhaps", "expected a value of type bool"),
-    ("--config.data.options.difficulty=3", "expected a value of type tuple"),
+    ("--config.reward.weights=much", "expected a value of type tuple"),
+    ("--config.data.options.size", "needs a value"),
+    ("--config.data.optoins.size=3", "did you mean"),
     ("--config.steps", "needs a value"),
     ("stray", "unexpected argument 'stray'"),
   ],

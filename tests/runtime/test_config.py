@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 def _with(**changes):
   config = config_lib.default_config()
-  config.update_from_flattened_dict(
-    {key.replace("__", "."): value for key, value in changes.items()}
-  )
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {key.replace("__", "."): value for key, value in changes.items()}
+    )
   return config
 
 
@@ -49,9 +50,9 @@ def test_names_stand_for_functions():
     assert all(callable(getattr(module, name)) for name in functions)
   for name in validation.DATASETS:
     assert callable(importlib.import_module(f"grpojax.data.{name}").load)
-  sources = [p.read_text() for p in (ROOT / "grpojax/rewards").glob("*.py")]
-  for name in validation.REWARDS:
-    assert any(f"def {name}(" in source for source in sources)
+  for name in validation.ON_DEVICE:
+    exact_ids = importlib.import_module("grpojax.rewards.exact_ids")
+    assert callable(getattr(exact_ids, f"{name}_ids"))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,28 @@ def test_names_stand_for_functions():
     ),
     ({"data__template": "no field"}, "must hold {prompt}"),
     ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),
+    ({"data__too_long": "cut"}, "use one of refuse, drop"),
     ({"mesh__data": 0}, "mesh.data = 0"),
+    ({"reward__functions": (), "reward__weights": ()}, "at least one"),
+    (
+      {"reward__functions": ("a", "a"), "reward__weights": (1.0, 1.0)},
+      "names must differ",
+    ),
+    ({"reward__weights": (1.0, 2.0)}, "must be 1 numbers"),
+    ({"reward__weights": (float("nan"),)}, "must be 1 numbers"),
+    ({"reward__weights": ("1",)}, "must be 1 numbers"),
+    ({"reward__timeout": 0.0}, "reward.timeout = 0.0"),
+    ({"reward__workers": -1}, "reward.workers = -1"),
+    ({"reward__model_weight": float("inf")}, "reward.model_weight = inf"),
+    (
+      {"reward__on_device": True, "reward__functions": ("math_answer",)},
+      "nothing else can be computed on token ids",
+    ),
+    ({"reward__on_device": True, "reward__model": "x"}, "reward.on_device"),
+    ({"lora__rank": -1}, "lora.rank = -1"),
+    ({"lora__alpha": 0.0}, "lora.alpha = 0.0"),
+    ({"lora__targets": "layers/(q"}, "is no regular expression"),
+    ({"lora__rank": 4, "diagnostics__last_layers": 1}, "as a whole"),
     ({"mesh__fsdp": -1}, "only one axis may be -1"),
     ({"mesh__data": 3}, "mesh.data x mesh.fsdp = 3"),
     ({"loss__beta": 0.1, "loss__kl": "k1"}, "pulls nowhere"),
@@ -122,6 +144,11 @@ def test_one_problem_is_one_line(changes, text):
     {"loss__dual_clip": 3.0, "sampling__top_p": 0.9},
     {"optim__minibatches": 4, "optim__micro_batches": 8},
     {"mesh__data": 2, "mesh__fsdp": 4},
+    {"lora__rank": 8, "data__too_long": "drop"},
+    {
+      "reward__functions": ("math_answer", "my.module:f"),
+      "reward__weights": (1, 0.5),
+    },
     {"steps": 0, "data__template": "{{x}} {prompt}"},
   ],
 )

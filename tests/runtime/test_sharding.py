@@ -15,6 +15,7 @@ CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from grpojax.core.types import TrainState
+from grpojax.models import hf, lora
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import sharding
 
@@ -60,27 +61,33 @@ assert state.params["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 4)
 assert sharding.batch_sharding(mesh).shard_shape((8, 5)) == (4, 5)
 
 # The rules know every matrix of the decoder, and sharding changes no result.
-config = TransformerConfig(
-  vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=16)
-lm = transformer(config)
-params = lm.init(jax.random.key(1))
-specs = sharding.shardings(params, mesh)
-for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-  name = path[-1].key
-  whole = sharding.spec_for(
-    jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, mesh
-  ) == P()
-  assert whole == ("norm" in name), name
+def is_whole(name, shape):
+  return sharding.spec_for(name, shape, mesh) == P()
+
+shape = dict(vocab_size=16, width=8, layers=2, heads=4, kv_heads=2, head_dim=4,
+             mlp=16)
 ids = jnp.arange(32).reshape(8, 4) % 16
+for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
+  lm = transformer(TransformerConfig(**shape, **more))
+  params = lm.init(jax.random.key(1))
+  specs = sharding.shardings(params, mesh)
+  for name, leaf in hf.flatten(params).items():
+    assert is_whole(name, leaf.shape) == ("norm" in name), name
 
-@jax.jit
-def logits(params, ids):
-  return lm.unembed(
-    params, lm.prefill(params, ids, jnp.ones_like(ids, bool)).last_hidden)
+  def logits(params, ids):
+    prefix = lm.prefill(params, ids, jnp.ones_like(ids, bool))
+    return lm.unembed(params, prefix.last_hidden)
 
-sharded = jax.jit(
-  logits, in_shardings=(specs, sharding.batch_sharding(mesh)))(params, ids)
-np.testing.assert_allclose(sharded, logits(params, ids), atol=1e-5)
+  sharded = jax.jit(
+    logits, in_shardings=(specs, sharding.batch_sharding(mesh)))(params, ids)
+  np.testing.assert_allclose(sharded, logits(params, ids), atol=1e-5)
+
+# Adapters are cut like what they adapt.
+params = transformer(TransformerConfig(**shape)).init(jax.random.key(1))
+adapters = lora.init(params, jax.random.key(2), 4, "layers/(q|k|o|up|down)")
+for name, leaf in hf.flatten(adapters).items():
+  assert not is_whole(name, leaf.shape), name
+assert sharding.spec_for("mu/layers/o/a", (2, 16, 4), mesh) == P(None, "tensor")
 """
 
 

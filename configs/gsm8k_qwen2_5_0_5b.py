@@ -1,0 +1,26 @@
+"""GSM8K by GRPO with Qwen2.5-0.5B-Instruct.
+
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_0_5b.py \
+               --config.model.path=DIR
+           DIR is that model in Hugging Face format, by default
+           ./Qwen2.5-0.5B-Instruct. For the data see configs/gsm8k.py.
+Hardware:  one GPU of 40 GB or more. XLA's estimate, compiled for
+           the CPU, is 30 GiB at its peak.
+Time:      not known; not run yet: no accelerator was at hand.
+Expected:  a rising reward, and accuracy on the 1,319 test problems above that
+           of step 0, which is logged.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
+
+
+def get_config() -> ConfigDict:
+  config = runpy.run_path(str(COMMON))["get_config"]().unlock()
+  config.name = "gsm8k_qwen2_5_0_5b"
+  config.model.path = "Qwen2.5-0.5B-Instruct"
+  return config.lock()

@@ -1,0 +1,27 @@
+"""GSM8K by GRPO with Qwen2.5-7B-Instruct.
+
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_7b.py \
+               --config.model.path=DIR
+           DIR is that model in Hugging Face format, by default
+           ./Qwen2.5-7B-Instruct. For the data see configs/gsm8k.py.
+Hardware:  one host of 8 GPUs of 80 GB.
+Time:      not known; not run yet: no accelerator was at hand.
+Expected:  a rising reward, and accuracy on the 1,319 test problems above that
+           of step 0, which is logged.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
+
+
+def get_config() -> ConfigDict:
+  config = runpy.run_path(str(COMMON))["get_config"]().unlock()
+  config.name = "gsm8k_qwen2_5_7b"
+  config.model.path = "Qwen2.5-7B-Instruct"
+  config.optim.micro_batches = 4  # eight prompts, one a device, at a time
+  config.mesh.fsdp = 8
+  return config.lock()

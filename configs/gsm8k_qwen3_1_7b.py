@@ -1,0 +1,32 @@
+"""GSM8K by GRPO with Qwen3-1.7B, thinking switched off.
+
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_1_7b.py \
+               --config.model.path=DIR
+           DIR is that model in Hugging Face format, by default
+           ./Qwen3-1.7B. For the data see configs/gsm8k.py.
+Hardware:  one host of 8 GPUs of 80 GB.
+Time:      not known; not run yet: no accelerator was at hand.
+Expected:  a rising reward, and accuracy on the 1,319 test problems above that
+           of step 0, which is logged.
+           With enable_thinking=True responses are several times longer: give
+           sampling.max_new_tokens of 4096 or more and a smaller batch; the
+           attention scores of a group grow with the square of it.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
+
+
+def get_config() -> ConfigDict:
+  config = runpy.run_path(str(COMMON))["get_config"]().unlock()
+  config.name = "gsm8k_qwen3_1_7b"
+  config.model.path = "Qwen3-1.7B"
+  config.data.template_options = ConfigDict({"enable_thinking": False})
+  config.sampling.max_new_tokens = 2048  # it writes more than the others
+  config.optim.micro_batches = 4  # eight prompts, one a device, at a time
+  config.mesh.fsdp = 8
+  return config.lock()

@@ -1,0 +1,61 @@
+"""Training adapters: saved alone, resumed exactly, written out merged."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from grpojax import evaluate, train
+from grpojax.models import hf
+from grpojax.runtime import checkpoint, metrics
+
+
+def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
+  changes = {"lora.rank": 2, "lora.alpha": 4.0, "lora.targets": "layers/(q|up)"}
+  changes |= {"loss.beta": 0.05, "steps": 6, "optim.learning_rate": 3e-2}
+  argv = toy_task.arguments(toy_model, **changes)
+  train.main([*argv, f"--run_dir={tmp_path / 'whole'}"])
+  run = tmp_path / "run"
+  with monkeypatch.context() as patch:
+    original, saved = checkpoint.save, []
+
+    def save(checkpointer, step, state):
+      saved.append(state.params)
+      original(checkpointer, step, state)
+      if len(saved) == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(checkpoint, "save", save)
+    with pytest.raises(SystemExit):
+      train.main([*argv, f"--run_dir={run}"])
+  assert set(hf.flatten(saved[0])) == {
+    f"layers/{name}/{side}" for name in ("q", "up") for side in "ab"
+  }
+  train.main([*argv, f"--run_dir={run}"])
+  assert "resuming after step 2" in capsys.readouterr().out
+  assert not (run / "reference").exists()
+  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  kl = [row["kl"] for row in rows if "kl" in row]
+  assert kl[0] < 1e-9 < 1e-3 < kl[-1]
+  # The finished model is base + alpha / rank A B, in those two matrices alone.
+  base, model, whole = (
+    hf.flatten(hf.load_params(path))
+    for path in (toy_model, run / "model", tmp_path / "whole" / "model")
+  )
+  for name in base:
+    changed = name in ("layers/q", "layers/up")
+    assert (base[name] != model[name]).any() == changed, name
+    np.testing.assert_array_equal(model[name], whole[name])
+    if changed:
+      change = np.asarray(model[name] - base[name])
+      assert (np.linalg.matrix_rank(change, tol=1e-4) <= 2).all()
+  # A run is evaluated with its adapters, as its model is.
+  found = []
+  for name in (run, run / "model", toy_model):
+    out = tmp_path / "result.json"
+    words = [f"--model={name}", "--samples=32", f"--out={out}"]
+    evaluate.main([*words, *toy_task.arguments(toy_model)])
+    found.append(json.loads(out.read_text())["pass@1"][0])
+  assert found[0] == found[1] != found[2]

@@ -1,0 +1,168 @@
+"""Every config is valid, and traces one GRPO step at its real shapes.
+
+Nothing is allocated: all arrays are shapes. The models' config.json files, in
+data/model_configs, are those that their authors published.
+"""
+
+import functools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from grpojax import experiment, steps
+from grpojax.core.types import Prompts
+from grpojax.models import hf
+from grpojax.models.transformer import parameter_shapes, transformer
+from grpojax.policy import Policy
+from grpojax.runtime import command_line, sharding, validation
+from grpojax.runtime import config as config_lib
+from grpojax.studies import group_size as figure5
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIGS = {path.stem: path for path in sorted(ROOT.glob("configs/*.py"))}
+MODELS = pathlib.Path(__file__).parent / "data" / "model_configs"
+PARAMETERS = {  # as published
+  "Qwen2.5-0.5B-Instruct": 494_032_768,
+  "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+  "Qwen2.5-7B-Instruct": 7_615_616_512,
+  "Qwen3-1.7B": 1_720_574_976,
+  "Llama-3.2-1B-Instruct": 1_235_814_400,
+  "gemma-3-1b-it": 999_885_952,
+}
+DEVICES = dict.fromkeys(  # else one
+  ("figure5", "gsm8k_qwen2_5_7b", "gsm8k_qwen3_1_7b"), 8
+)
+
+
+def training_config(name):
+  config = command_line.load_file(str(CONFIGS[name]))
+  if name == "figure5":
+    assert figure5.problems(config) == []
+    config = figure5.train_config(config, config.budgets[0], 128, 0)
+  return config
+
+
+def model_of(config):
+  """The model's config.json; configs for any model get a small one's."""
+  file = MODELS / f"{config.model.path}.json"
+  if not file.is_file():
+    file = MODELS / "Qwen2.5-0.5B-Instruct.json"
+  return json.loads(file.read_text())
+
+
+def test_every_model_has_a_config():
+  paths = {training_config(name).model.path for name in CONFIGS}
+  assert set(PARAMETERS) <= paths
+  assert set(PARAMETERS) == {path.stem for path in MODELS.glob("*.json")}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_number_of_parameters_is_the_published_one(name):
+  model = json.loads((MODELS / f"{name}.json").read_text())
+  shapes = parameter_shapes(hf.to_transformer_config(model))
+  leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+  assert sum(map(math.prod, leaves)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_says_how_to_run_it(name):
+  text = CONFIGS[name].read_text().split('"""')[1]
+  for word in ("Command:", "Hardware:", "Time:", "Expected:"):
+    assert word in text
+  assert f"configs/{name}.py" in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_valid(name):
+  config = training_config(name)
+  config_lib.validate(config)
+  if name != "figure5":
+    assert config.name == name
+  # Batches can be cut over the devices that the file speaks of.
+  devices = DEVICES.get(name, 1)
+  sizes = [max(config.mesh[axis], 1) for axis in sharding.AXES]
+  if -1 in config.mesh.values():
+    sizes[[config.mesh[a] for a in sharding.AXES].index(-1)] *= devices
+  assert math.prod(sizes) == devices
+  mesh = jax.sharding.AbstractMesh(tuple(sizes), sharding.AXES)
+  parts = config.optim.minibatches * config.optim.micro_batches
+  sharding.check_rows(
+    mesh,
+    micro_batch=config.batch_size // parts,
+    eval_batch=config.eval.batch_size,
+  )
+
+
+@pytest.mark.parametrize("name", [n for n in CONFIGS if "gsm8k" in n])
+def test_settings_of_gsm8k(name):
+  config = training_config(name)
+  assert config.batch_size * config.group_size == 1024
+  assert config.optim.learning_rate == 1e-6
+  assert config.sampling.max_new_tokens >= 1024
+  assert config.sampling.temperature == config.sampling.top_p == 1.0
+  assert config.eval.num_prompts == 1319
+  assert config.model.dtype == "bfloat16" and config.model.remat
+  assert "{prompt}" in config.data.template
+  assert "\\boxed{}" in config.data.template.format(prompt="")
+
+
+def policy_of(config):
+  model = model_of(config)
+  eos = model["eos_token_id"]
+  return Policy(
+    directory=pathlib.Path(),
+    lm=transformer(
+      hf.to_transformer_config(model),
+      dtype=jnp.dtype(config.model.dtype),
+      remat=config.model.remat,
+    ),
+    tokenizer=None,
+    eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+    pad_id=0,
+  )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_traces_at_its_real_shapes(name):
+  config = training_config(name)
+  policy = policy_of(config)
+  params = jax.eval_shape(policy.lm.init, jax.random.key(0))
+  state = jax.eval_shape(
+    lambda params: experiment.first_state(
+      config, experiment.optimizer(config), params
+    ),
+    params,
+  )
+  b = config.batch_size
+  size = config.group_size
+  assert size != validation.AUTO
+  shape = (b, config.data.max_prompt_length)
+  prompts = Prompts(
+    jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+  )
+  sampler = experiment.make_sampler(
+    config, policy, size, experiment.sampling(config)
+  )
+  samples = jax.eval_shape(sampler, params, prompts, state.key)
+  t = config.sampling.max_new_tokens
+  assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
+  rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
+  ref_params = params if experiment.needs_reference(config) else None
+  new, metrics = jax.eval_shape(
+    functools.partial(
+      steps.make_learn(config, experiment.optimizer(config)), policy.lm
+    ),
+    state,
+    samples,
+    rewards,
+    ref_params,
+  )
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+    lambda x: (x.shape, x.dtype), state
+  )
+  assert all(x.shape == () for x in jax.tree.leaves(metrics))
+  assert {"loss", "reward_mean", "grad_norm"} <= set(metrics)

@@ -1,0 +1,181 @@
+"""Runs exported as model directories, for transformers and for peft."""
+
+import json
+import pathlib
+import shutil
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from safetensors.numpy import load_file
+
+from grpojax import experiment, export
+from grpojax.models import hf, lora
+from grpojax.runtime import checkpoint
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import tokenizer as tokenizer_lib
+
+MODEL = "arithmetic-instruct"
+
+
+def noise(tree, seed):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 100, x.dtype), tree
+  )
+
+
+def make_run(path, trained, rank=0):
+  """A run directory as training leaves it, with a checkpoint a step."""
+  config = config_lib.default_config()
+  with config.unlocked():
+    config.lora = ConfigDict(
+      {"rank": rank, "alpha": 3.0, "targets": "layers/(q|down)"}
+    )
+  checkpoint.open_run(path, config)
+  tx = experiment.optimizer(config)
+  with checkpoint.open_checkpointer(path, keep=9) as checkpointer:
+    for step, params in trained.items():
+      state = experiment.first_state(config, tx, params)
+      checkpoint.save(checkpointer, step, state)
+  return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  base = hf.load_params(MODEL)
+  trained = {step: noise(base, step) for step in (2, 4)}
+  path = make_run(tmp_path_factory.mktemp("runs") / "full", trained)
+  return types.SimpleNamespace(path=path, trained=trained)
+
+
+@pytest.fixture(scope="module")
+def lora_run(tmp_path_factory):
+  base = hf.load_params(MODEL)
+  adapters = lora.init(base, jax.random.key(0), 2, "layers/(q|down)")
+  adapters = noise(adapters, 7)
+  path = tmp_path_factory.mktemp("runs") / "lora"
+  return types.SimpleNamespace(
+    path=make_run(path, {3: adapters}, rank=2), base=base, adapters=adapters
+  )
+
+
+def equal(ours, theirs):
+  return jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+
+
+def their_logits(model, row):
+  torch = pytest.importorskip("torch")
+  with torch.no_grad():
+    return model.eval()(torch.tensor([row])).logits[0].numpy()
+
+
+def our_logits(directory, row):
+  lm, params = hf.load(directory)
+  ids = jnp.asarray(row)[None]
+  prefix = lm.prefill(params, ids[:, :4], jnp.ones((1, 4), bool))
+  hidden, _ = lm.extend(params, prefix, ids[:, None, 4:])
+  return lm.unembed(params, hidden)[0, 0]
+
+
+def test_newest_and_named_steps(run, tmp_path, capsys):
+  for words, step in [([], 4), (["--step=2"], 2)]:
+    out = tmp_path / "models" / str(step)
+    export.main([str(run.path), f"--out={out}", *words])
+    assert f"step {step} of {run.path} -> {out}/" in capsys.readouterr().out
+    assert equal(hf.load_params(out), run.trained[step])
+
+
+def test_transformers_serves_it(run, tmp_path):
+  pytest.importorskip("torch")
+  import transformers
+
+  out = tmp_path / "out"
+  export.main([str(run.path), "--out", str(out)])
+  model = transformers.AutoModelForCausalLM.from_pretrained(out)
+  row = [5, 9, 17, 40, 3, 61, 22, 8]
+  np.testing.assert_allclose(
+    our_logits(out, row), their_logits(model, row)[4:], atol=1e-4
+  )
+  assert model.generation_config.eos_token_id is not None
+  ours, theirs = map(tokenizer_lib.load, (hf.resolve(MODEL), out))
+  chat = [{"role": "user", "content": "1+2"}]
+  assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+
+
+def test_bfloat16(run, tmp_path):
+  out = tmp_path / "out"
+  export.main([str(run.path), f"--out={out}", "--dtype=bfloat16"])
+  assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+  stored = load_file(out / "model.safetensors").values()
+  assert {str(x.dtype) for x in stored} == {"bfloat16"}
+  rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), run.trained[4])
+  assert equal(hf.load_params(out, dtype=jnp.bfloat16), rounded)
+
+
+def test_a_finished_model_without_checkpoints(run, tmp_path):
+  copy, out = tmp_path / "run", tmp_path / "out"
+  shutil.copytree(run.path, copy)
+  hf.save(copy / "model", run.trained[2], MODEL)
+  export.main([str(copy), f"--out={out}"])  # the checkpoints come first
+  assert equal(hf.load_params(out), run.trained[4])
+  shutil.rmtree(copy / "checkpoints")
+  shutil.rmtree(out)
+  export.main([str(copy), f"--out={out}"])
+  assert equal(hf.load_params(out), run.trained[2])
+
+
+def test_lora_is_merged(lora_run, tmp_path):
+  out = tmp_path / "out"
+  export.main([str(lora_run.path), f"--out={out}"])
+  layers = hf.load_params(out)["layers"]
+  for name, matrix in lora_run.base["layers"].items():
+    want = np.asarray(matrix, np.float64)
+    if name in ("q", "down"):
+      low = lora_run.adapters["layers"][name]
+      want = want + 1.5 * np.matmul(*(np.float64(low[x]) for x in "ab"))
+    np.testing.assert_allclose(layers[name], want, atol=1e-6)
+
+
+def test_peft_reads_the_adapter(lora_run, tmp_path):
+  pytest.importorskip("torch")
+  peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+  export.main([str(lora_run.path), f"--out={tmp_path / 'merged'}"])
+  out = tmp_path / "adapter"
+  export.main([str(lora_run.path), f"--out={out}", "--adapter"])
+  config = json.loads((out / "adapter_config.json").read_text())
+  assert config["base_model_name_or_path"] == MODEL
+  base = transformers.AutoModelForCausalLM.from_pretrained(hf.resolve(MODEL))
+  model = peft.PeftModel.from_pretrained(base, out)
+  row = [5, 9, 17, 40, 3, 61, 22, 8]
+  np.testing.assert_allclose(
+    our_logits(tmp_path / "merged", row),
+    their_logits(model, row)[4:],
+    atol=1e-4,
+  )
+
+
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    (["nowhere"], "no run at nowhere"),
+    (["RUN", "--step=3"], r"no checkpoint of step 3, only \[2, 4\]"),
+    (["RUN", "--adapter"], "not trained with LoRA"),
+    (["EMPTY"], "EMPTY has no checkpoints"),
+  ],
+)
+def test_bad_requests(run, tmp_path, words, message, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  checkpoint.open_run("EMPTY", config_lib.default_config())
+  pathlib.Path("RUN").symlink_to(run.path)
+  with pytest.raises(SystemExit, match=f"error: .*{message}"):
+    export.main([*words, "--out=out"])
+  assert not pathlib.Path("out").exists()
+
+
+def test_what_exists_is_not_overwritten(run, tmp_path):
+  with pytest.raises(SystemExit, match="exists already"):
+    export.main([str(run.path), f"--out={tmp_path}"])
