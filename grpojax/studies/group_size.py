@@ -21,6 +21,7 @@ along the automatic runs. DIR, by default runs/group_size, gets
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import pathlib
@@ -32,7 +33,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment, train
+from grpojax import experiment, scoring, train
+from grpojax import policy as policies
+from grpojax import prompts as prompts_lib
 from grpojax.core import diagnostics
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import metrics, validation
@@ -139,36 +142,40 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   settings = config.train.copy_and_resolve_references()
   with settings.unlocked(), settings.ignore_type():
     settings.group_size, settings.batch_size = p.group_size, p.batch
-  policy = experiment.load_policy(settings.model.path, settings.model.dtype)
+  policy = experiment.with_weights(settings, experiment.open_policy(settings))
   sampling = experiment.sampling(settings)
   sampler = experiment.make_sampler(settings, policy, p.group_size, sampling)
-  reward = experiment.host_reward(settings)
 
-  @jax.jit
-  def project(samples, key):
-    return diagnostics.score_projections(
-      policy.lm,
-      policy.params,
-      samples,
-      key,
+  project = policies.jit(
+    policy,
+    functools.partial(
+      diagnostics.score_projections,
       tangents=p.tangents,
       micro_batches=p.batch,
+      vectorized=policy.vmappable,
       sampling=sampling,
       chunk_size=settings.logits_chunk,
-    )
+    ),
+  )
 
   sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
-  batches = experiment.training_batches(settings, policy, p.group_size)
+  examples = prompts_lib.problems(settings, policy, "train").examples
+  batches = prompts_lib.training_batches(
+    settings, policy, examples, p.group_size
+  )
   projections, rewards = [], []
-  for i in range(p.prompts // p.batch):
-    prompts, examples = next(batches)
-    key = jax.random.fold_in(sampling_key, i)
-    samples = sampler(policy.params, jax.device_put(prompts), key)
-    texts = experiment.decode(policy, samples)
-    rewards.append(experiment.score(reward, examples, texts))
-    # The same directions for all prompts: their products are what is wanted.
-    projections.append(np.asarray(project(samples, tangents_key)))
-    print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
+  with scoring.open_scorer(settings) as scorer:
+    for i in range(p.prompts // p.batch):
+      prompts, examples = next(batches)
+      key = jax.random.fold_in(sampling_key, i)
+      samples = sampler(policy.params, jax.device_put(prompts), key)
+      texts = policies.decode(policy, samples)
+      scores = scoring.score(scorer, examples, texts, samples)
+      rewards.append(scores.rewards)
+      # The same directions for all prompts: their products are what is wanted.
+      found = project(policy.params, samples, tangents_key)
+      projections.append(np.asarray(found))
+      print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
   found = diagnostics.diagnose(
     jax.numpy.asarray(np.concatenate(projections, axis=1)),
     jax.numpy.asarray(np.concatenate(rewards)),

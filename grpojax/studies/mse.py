@@ -28,6 +28,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax import experiment
+from grpojax import policy as policies
+from grpojax import prompts as prompts_lib
 from grpojax.data import arithmetic
 from grpojax.models import hf
 from grpojax.rewards import exact
@@ -95,7 +97,7 @@ class Bench(NamedTuple):
     score: from `gram.make_score`.
   """
 
-  policy: experiment.Policy
+  policy: policies.Policy
   batches: list
   sampler: Any
   score: Any
@@ -112,7 +114,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     ValueError: the model cannot be read, or takes no examples in its prompt.
   """
   path = config.instruct if name == "instruct" else config.base
-  policy = experiment.load_policy(path)
+  policy = policies.load_policy(path)
   settings = config_lib.default_config().unlock()
   settings.seed = config.seed
   settings.eval.num_prompts = config.num_prompts
@@ -124,18 +126,18 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
         f"base = {path!r} has a chat template: the in-context configuration "
         "needs a model of plain text"
       )
-    examples = experiment.training_examples(settings)
+    examples = prompts_lib.load_examples(settings, "train")
     solved = [examples[i]["prompt"] for i in range(config.shots)]
     settings.data.template = (
       "".join(f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
       + settings.data.template
     )
-  held_out = experiment.held_out_examples(settings)
+  held_out = prompts_lib.load_examples(settings, "test")
   settings.data.max_prompt_length = max(
     len(_encode(policy, held_out[i]["prompt"], settings.data.template))
     for i in range(config.num_prompts)
   )
-  batches = experiment.prompt_batches(
+  batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
   sampling = experiment.sampling(settings)
@@ -151,6 +153,12 @@ def _encode(policy, prompt, template):
   return tokenizer_lib.encode_prompt(policy.tokenizer, prompt, template)[1]
 
 
+def _rewards(example, texts) -> np.ndarray:
+  """Of the completions of one prompt, [G]."""
+  found = [exact.exact_answer("", text, example) for text in texts]
+  return np.array(found, np.float32)
+
+
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
   prompts, examples = bench.batches[index]
@@ -162,8 +170,8 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
     samples = bench.sampler(
       bench.policy.params, prompts, jax.random.fold_in(key, pool)
     )
-    texts = experiment.decode(bench.policy, samples)
-    rewards.append(experiment.score(exact.exact_answer, examples, texts)[0])
+    texts = policies.decode(bench.policy, samples)
+    rewards.append(_rewards(examples[0], texts[0]))
     ids.append(np.asarray(samples.completion_ids[0]))
     mask.append(np.asarray(samples.completion_mask[0]))
   products, distinct = gram.score_gram(

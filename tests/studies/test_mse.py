@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from grpojax import experiment
+from grpojax import policy as policies
 from grpojax.core import u_statistics
 from grpojax.studies import mse, mse_report
 
@@ -79,7 +79,7 @@ def test_resumes_to_the_same_results(
   def load(*args):
     raise AssertionError("a finished study only draws")
 
-  monkeypatch.setattr(experiment, "load_policy", load)
+  monkeypatch.setattr(policies, "load_policy", load)
   (directory / "mse.png").unlink()
   mse.main(arguments(toy_model, directory))
   assert (directory / "mse.png").exists()
@@ -112,9 +112,9 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
     completion_ids=np.zeros((1, 6, 1), np.int32),
     completion_mask=np.ones((1, 6, 1), bool),
   )
-  monkeypatch.setattr(experiment, "decode", lambda *args: None)
+  monkeypatch.setattr(policies, "decode", lambda *args: [None])
   monkeypatch.setattr(
-    experiment, "score", lambda *args: np.full((1, 6), next(pools), np.float32)
+    mse, "_rewards", lambda *args: np.full(6, next(pools), np.float32)
   )
   scores = np.arange(12.0)[:, None]
   monkeypatch.setattr(

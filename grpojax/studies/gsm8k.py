@@ -1,0 +1,219 @@
+"""Real text from scratch: a tokenizer, SFT and GRPO on GSM8K, on two CPU cores.
+
+    python -m grpojax.studies.gsm8k --config.data.path=DIR
+                                    [--config.key=value ...] [--run_dir=RUN]
+
+DIR has GSM8K's train.jsonl and test.jsonl (arXiv 2110.14168). A byte-level BPE
+is trained on the training set, a decoder of a million parameters on those of
+its texts that fit into a row (see `grpojax.sft`), then GRPO goes on from there
+on the shortest training problems (see `grpojax.train`). What is measured,
+before and after GRPO: the reward of samples on these training problems, the
+same ones for both, and greedy accuracy on the shortest held-out problems. RUN,
+by default runs/gsm8k, gets
+
+    texts/            the problems of SFT: the training set, without the notes
+                      of the calculator, <<48/2=24>>
+    prompts/          the problems of GRPO: the shortest of both splits
+    sft/              the model after SFT, and its loss curve
+    grpo/             the training run; grpo/model is the final model
+    before.json, after.json   rewards on the training problems
+    curve.csv         one row a step of GRPO: reward, accuracy
+    summary.json
+    gsm8k.png
+
+The same command resumes at the stage, and in GRPO at the step, where it ended.
+"""
+
+import json
+import pathlib
+import re
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from grpojax import evaluate, experiment, prompts, scoring, sft, train
+from grpojax import policy as policies
+from grpojax.data import gsm8k
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import metrics, sft_config
+from grpojax.studies import gsm8k_results as results
+from grpojax.studies import run as study
+
+PROGRAM = "python -m grpojax.studies.gsm8k"
+_NOTE = re.compile(r"<<[^<>]*>>")
+
+
+def default_config() -> ConfigDict:
+  """A run of less than twenty minutes on two cores."""
+  config = ConfigDict()
+  config.name = "gsm8k"
+  config.data = ConfigDict()
+  config.data.path = ""  # directory of train.jsonl and test.jsonl
+  config.prompts = 256  # training problems of GRPO, the shortest
+  config.samples = 16  # completions of each, before and after
+  config.sft = sft_config.default_config()
+  with config.sft.unlocked():
+    config.sft.name = "sft"
+    config.sft.steps = 1000
+    config.sft.format = "dialogue"
+    config.sft.rows = 20
+    config.sft.row_length = 128
+    config.sft.log_every = 10
+    config.sft.data.name = "gsm8k"
+    config.sft.tokenizer = "bpe"
+    config.sft.vocab_size = 2048
+    config.sft.model.heads = 2
+    config.sft.model.kv_heads = 2
+  config.train = config_lib.default_config().copy_and_resolve_references()
+  with config.train.unlocked():
+    config.train.name = "grpo"
+    config.train.steps = 160
+    config.train.batch_size = 16
+    config.train.group_size = 16
+    config.train.data.name = "gsm8k"
+    config.train.data.options = ConfigDict()
+    config.train.data.max_prompt_length = 96
+    config.train.sampling.max_new_tokens = 72
+    config.train.sampling.temperature = 0.7
+    config.train.logits_chunk = 24
+    config.train.reward.functions = ("math_answer",)
+    config.train.optim.learning_rate = 1.5e-4
+    config.train.optim.micro_batches = 4
+    config.train.eval.every = 20
+    config.train.eval.num_prompts = 256
+    config.train.checkpoint.every = 20
+    config.train.log.every = 5
+    config.train.log.samples_every = 20
+    config.train.log.tensorboard = False
+  return config.lock()
+
+
+def sft_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
+  """The config of supervised fine-tuning."""
+  run = config.sft.copy_and_resolve_references()
+  with run.unlocked():
+    run.data.path = str(directory / "texts")
+  return run.lock()
+
+
+def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
+  """The config of GRPO, from the model of SFT."""
+  run = config.train.copy_and_resolve_references()
+  with run.unlocked():
+    run.model.path = str(directory / "sft")
+    run.data.path = str(directory / "prompts")
+  return run.lock()
+
+
+def problems(config: ConfigDict) -> list[str]:
+  """What is wrong with the values of a config, a line each."""
+  found = []
+  if config.prompts < 2 or config.samples < 2:
+    found.append("prompts and samples: an interval needs 2 or more of each")
+  for check, run in (
+    (sft_config.validate, config.sft),
+    (config_lib.validate, config.train),
+  ):
+    try:
+      check(run)
+    except ValueError as error:
+      found.append(str(error))
+  try:
+    for split in gsm8k.SPLITS:
+      gsm8k.load(split, path=config.data.path)
+  except ValueError as error:
+    found.append(f"data.path: {error}")
+  return found
+
+
+def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
+  """Writes the problems of SFT and of GRPO, without the calculator's notes.
+
+  GRPO has the shortest ones (question and solution together, in characters).
+  """
+  sizes = {"train": config.prompts, "test": config.train.eval.num_prompts}
+  for split, size in sizes.items():
+    rows = [
+      {
+        "question": example["prompt"],
+        "answer": _NOTE.sub("", example["solution"]),
+      }
+      for example in gsm8k.load(split, path=config.data.path)
+    ]
+    shortest = sorted(rows, key=lambda r: len(r["question"] + r["answer"]))
+    for name, chosen in (("texts", rows), ("prompts", shortest[:size])):
+      (directory / name).mkdir(exist_ok=True)
+      text = "".join(json.dumps(row) + "\n" for row in chosen)
+      metrics.write_text(directory / name / f"{split}.jsonl", text)
+
+
+def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
+  """Samples a model's completions of the training problems of GRPO."""
+  began = time.perf_counter()
+  policy = policies.load_policy(model, run.model.dtype)
+  sampling = experiment.sampling(run)
+  rows = max(run.eval.batch_size // config.samples, 1)
+  batches = prompts.prompt_batches(
+    run,
+    policy,
+    prompts.load_examples(run, "train"),
+    batch_size=rows,
+    shuffle=False,
+    repeat=False,
+  )
+  with scoring.open_scorer(run) as scorer:
+    found = evaluate.evaluate(
+      policy,
+      policy.params,
+      experiment.make_sampler(run, policy, config.samples, sampling),
+      batches,
+      scorer,
+      jax.random.key(run.seed + 1),
+      rows,
+    )
+  return {
+    "rewards": np.mean(found.rewards, axis=1),
+    "samples": [
+      {"prompt": e["prompt_text"], "completion": t[0], "reward": float(r[0])}
+      for e, t, r in zip(
+        found.examples[:8], found.texts, found.rewards, strict=False
+      )
+    ],
+    "seconds": time.perf_counter() - began,
+  }
+
+
+def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
+  """Does what is not done yet."""
+  if not (directory / "prompts" / "test.jsonl").exists():
+    write_problems(config, directory)
+  run = grpo_run(config, directory)
+  if not (directory / "sft").exists():
+    print("1/4 supervised fine-tuning", flush=True)
+    sft.run(sft_run(config, directory), directory / "sft", PROGRAM)
+  for name, model in (("before", "sft"), ("after", "grpo/model")):
+    if name == "after":
+      print("3/4 GRPO", flush=True)
+      train.run(run, directory / "grpo")
+    path = directory / f"{name}.json"
+    if not path.exists():
+      print(f"{2 if name == 'before' else 4}/4 reward {name} GRPO", flush=True)
+      metrics.write_json(path, measure(config, run, str(directory / model)))
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  config, directory = study.open_study(argv, PROGRAM, default_config, problems)
+  # Before and after run the same programs: they are compiled once.
+  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+  with study.resumable():
+    _stages(config, directory)
+  results.write(config, directory)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

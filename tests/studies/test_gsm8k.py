@@ -1,0 +1,181 @@
+"""The study of real text from scratch: problems, numbers, a tiny one."""
+
+import csv
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from grpojax import sft, train
+from grpojax.data import gsm8k as gsm8k_data
+from grpojax.models import hf
+from grpojax.rewards import exact, math
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import sft_config
+from grpojax.studies import gsm8k, gsm8k_results
+
+PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
+
+
+def config_with(**changes):
+  config = gsm8k.default_config().copy_and_resolve_references()
+  config.data.path = PROBLEMS
+  config.update(changes)
+  return config
+
+
+def test_the_default_runs_are_valid(tmp_path):
+  config = config_with()
+  assert gsm8k.problems(config) == []
+  sft_config.validate(gsm8k.sft_run(config, tmp_path))
+  run = gsm8k.grpo_run(config, tmp_path)
+  config_lib.validate(run)
+  assert run.model.path == str(tmp_path / "sft")
+
+
+def test_the_shortest_problems_are_chosen_and_notes_removed(tmp_path):
+  config = config_with(prompts=5)
+  config.train.eval.num_prompts = 7
+  gsm8k.write_problems(config, tmp_path)
+  for split, count in (("train", 5), ("test", 7)):
+    original = gsm8k_data.load(split, path=PROBLEMS)
+    all_of_them = gsm8k_data.load(split, path=tmp_path / "texts")
+    chosen = gsm8k_data.load(split, path=tmp_path / "prompts")
+    assert len(all_of_them) == len(original) == 32 and len(chosen) == count
+    for a, b in zip(original, all_of_them, strict=True):
+      assert (a["prompt"], a["answer"]) == (b["prompt"], b["answer"])
+      assert "<<" not in b["solution"]
+      assert exact.exact_answer("", b["solution"], a) == 1.0
+
+    def length(example):
+      return len(example["prompt"]) + len(example["solution"])
+
+    rest = [e for e in all_of_them if e not in list(chosen)]
+    assert len(rest) == 32 - count
+    assert max(map(length, chosen)) <= min(map(length, rest))
+
+
+def test_only_notes_are_removed():
+  text = "2*3=<<2*3=6>>6 > 1 << 8"
+  assert gsm8k._NOTE.sub("", text) == "2*3=6 > 1 << 8"
+
+
+@pytest.mark.parametrize(
+  "words, hint",
+  [
+    (["--config.prompts=1"], "an interval needs 2"),
+    (["--config.data.path=nowhere"], "no GSM8K in 'nowhere'"),
+    (["--config.train.optim.learning_rate=-1"], "optim.learning_rate"),
+    (["--config.sft.steps=0"], "steps = 0"),
+    (["--config.promts=3"], "prompts?"),
+  ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+  words, hint, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as caught:
+    gsm8k.main([f"--config.data.path={PROBLEMS}", *words])
+  assert caught.value.code.startswith("error: ") and hint in caught.value.code
+  assert not list(tmp_path.iterdir())
+
+
+def test_moving_average():
+  middles, means, low, high = gsm8k_results.moving_average([1, 2, 3, 7], 3)
+  np.testing.assert_allclose(middles, [1, 2])
+  np.testing.assert_allclose(means, [2, 4])
+  # Student's t with 2 degrees of freedom.
+  half = 4.302653 * np.array([1, np.sqrt(7)]) / np.sqrt(3)
+  np.testing.assert_allclose(high - means, half, rtol=1e-4)
+  np.testing.assert_allclose(means - low, half, rtol=1e-4)
+
+
+TINY = {
+  "prompts": 4,
+  "samples": 2,
+  "sft.rows": 2,
+  "sft.row_length": 400,
+  "sft.vocab_size": 300,
+  "sft.model.width": 8,
+  "sft.model.layers": 1,
+  "sft.model.mlp": 8,
+  "train.steps": 2,
+  "train.batch_size": 2,
+  "train.group_size": 2,
+  "train.data.max_prompt_length": 256,
+  "train.sampling.max_new_tokens": 4,
+  "train.logits_chunk": 4,
+  "train.optim.micro_batches": 1,
+  "train.eval.every": 2,
+  "train.eval.num_prompts": 2,
+  "train.eval.batch_size": 4,  # 2 prompts of 2 samples, as in training
+}
+
+
+def unlearned(config, out, command):
+  """`sft.run` without its optimizer, which test_sft.py runs."""
+  source = out.parent / "source"
+  source.mkdir()
+  _, params, _ = sft.start(config, source)
+  hf.save(out, params, source)
+  losses = [{"step": step, "loss": 6.0 - step} for step in (1, 2)]
+  record = {"command": command, "seconds": 1.0, "losses": losses}
+  (out / "sft.json").write_text(json.dumps(record))
+
+
+def test_a_tiny_study(
+  tmp_path, compiled_once, fast_compilation, monkeypatch, capsys
+):
+  words = [f"--config.{key}={value}" for key, value in TINY.items()]
+  study = tmp_path / "study"
+  argv = [f"--config.data.path={PROBLEMS}", f"--run_dir={study}", *words]
+  calls, original = [], train.run
+
+  def killed(config, directory):
+    calls.append("train")
+    if len(calls) == 2:
+      raise KeyboardInterrupt
+    return original(config, directory)
+
+  def noted(*args):
+    calls.append("sft")
+    unlearned(*args)
+
+  monkeypatch.setattr(sft, "run", noted)
+  monkeypatch.setattr(train, "run", killed)
+  # Leave the session's compilation cache alone.
+  monkeypatch.setattr(gsm8k.jax.config, "update", lambda *args: None)
+  # What a model of no use says is the right answer, now and then.
+  monkeypatch.setattr(
+    math, "math_answer", lambda prompt, text, example: float(len(text) % 2)
+  )
+  with pytest.raises(SystemExit) as caught:
+    gsm8k.main(argv)
+  assert caught.value.code == 130 and not (study / "summary.json").exists()
+  before = (study / "before.json").read_bytes()
+  gsm8k.main(argv)
+  assert calls == ["sft", "train", "train"]
+  assert (study / "before.json").read_bytes() == before
+  assert (study / "gsm8k.png").read_bytes().startswith(b"\x89PNG")
+  with open(study / "curve.csv") as file:
+    rows = list(csv.DictReader(file))
+  assert [row["step"] for row in rows] == ["1", "2"]
+  assert [bool(row["accuracy"]) for row in rows] == [False, True]
+  summary = json.loads((study / "summary.json").read_text())
+  assert summary["sft_loss"] == [5, 4]
+  rewards = {
+    name: json.loads((study / f"{name}.json").read_text())["rewards"]
+    for name in ("before", "after")
+  }
+  for name, values in rewards.items():
+    assert len(values) == 4 and set(values) <= {0, 0.5, 1}
+    found = summary[f"reward_{name}"]
+    np.testing.assert_allclose(found[0], np.mean(values), rtol=1e-6)
+    assert found[1] <= found[0] <= found[2]
+  np.testing.assert_allclose(
+    summary["reward_difference"]["difference"],
+    np.mean(rewards["after"]) - np.mean(rewards["before"]),
+    atol=1e-6,
+  )
+  assert "held-out problems" in capsys.readouterr().out
