@@ -1,0 +1,147 @@
+"""Runs that are killed or interrupted end like those that nobody disturbed."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import scoring, train
+from grpojax.models import hf
+from grpojax.runtime import checkpoint, metrics
+
+HERE = pathlib.Path(__file__).parent
+
+# A reference, shuffled epochs, a schedule and several updates a step: all that
+# a resumed run could get wrong.
+LONG = {
+  "steps": 14,
+  "loss.beta": 0.01,
+  "optim.minibatches": 2,
+  "optim.micro_batches": 1,
+  "optim.schedule": "cosine",
+  "eval.every": 5,
+  "group_size": "auto",
+  "auto_group_size.largest": 16,
+  "auto_group_size.decay": 0.5,
+  "auto_group_size.margin": 0.0,
+  "auto_group_size.confidence": 0.0,
+  "diagnostics.every": 1,
+}
+
+
+@pytest.fixture
+def uninterrupted(toy_task, toy_model, tmp_path_factory):
+  """A whole run with the settings `LONG`, made once."""
+  run = tmp_path_factory.getbasetemp() / "uninterrupted"
+  if not (run / "summary.json").exists():
+    train.main([*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"])
+  return run
+
+
+def without_times(row):
+  return {k: v for k, v in row.items() if "second" not in k}
+
+
+def assert_same_run(run, expected):
+  """Bit by bit, but for what a clock measured."""
+  ours, theirs = (hf.load_params(x / "model") for x in (run, expected))
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  for name in ("metrics.jsonl", "samples.jsonl"):
+    ours, theirs = (
+      list(map(without_times, metrics.read_jsonl(x / name)))
+      for x in (run, expected)
+    )
+    assert ours == theirs
+  rows = steps_of(run)
+  assert [row["step"] for row in rows] == list(range(1, 15))
+  assert len({row["group_size"] for row in rows}) > 1
+
+
+def steps_of(run):
+  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  return [row for row in rows if "reward_mean" in row]
+
+
+def test_kill_at_any_moment(
+  uninterrupted, toy_task, toy_model, compiled_once, tmp_path, capsys
+):
+  run, rng = tmp_path / "run", random.Random()
+  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
+  env = os.environ | {
+    "PYTHONPATH": str(HERE.parent),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_COMPILATION_CACHE_DIR": str(compiled_once),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+  }
+  steps, codes = 0, []
+  for _ in range(3):
+    process = subprocess.Popen(
+      [sys.executable, str(HERE / "toy.py"), *argv], env=env
+    )
+    goal = steps + rng.randint(2, 4)
+    while process.poll() is None and steps < goal:
+      time.sleep(0.002)
+      rows = metrics.read_jsonl(run / "metrics.jsonl")
+      steps = max([steps, *(row["step"] for row in rows)])
+    time.sleep(rng.random() * 0.1)
+    process.kill()
+    codes.append(process.wait())
+  assert codes[:2] == [-signal.SIGKILL] * 2  # the third may have been too late
+  train.main(argv)
+  assert "resuming after step" in capsys.readouterr().out
+  assert_same_run(run, uninterrupted)
+
+
+# What happens when SIGTERM comes: (calls of what, of which the last sends it,
+# whole steps done by then). Three batches of held-out prompts are scored before
+# the first step, and after every fifth.
+MOMENTS = {
+  "first step": ("scoring.score", 3 + 1, 0),
+  "rewards": ("scoring.score", 3 + 4, 3),
+  "evaluation": ("scoring.score", 3 + 5 + 1, 5),
+  "checkpoint": ("checkpoint.save", 2, 4),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_saves_and_the_next_run_goes_on(
+  moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
+):
+  run = tmp_path / "run"
+  argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
+  name, calls, done = MOMENTS[moment]
+  module, name = name.split(".")
+  module = {"scoring": scoring, "checkpoint": checkpoint}[module]
+  original, count = getattr(module, name), []
+
+  def interrupted(*args):
+    result = original(*args)
+    count.append(1)
+    if len(count) == calls:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return result
+
+  handler = signal.getsignal(signal.SIGTERM)
+  with monkeypatch.context() as patch:
+    patch.setattr(module, name, interrupted)
+    with pytest.raises(SystemExit) as caught:
+      train.main(argv)
+  assert caught.value.code == 75
+  assert signal.getsignal(signal.SIGTERM) == handler
+  assert [row["step"] for row in steps_of(run)] == list(range(1, done + 1))
+  assert not (run / "summary.json").exists()
+  if done:
+    with checkpoint.open_checkpointer(run, readonly=True) as saved:
+      assert checkpoint.latest_step(saved) == done
+  train.main(argv)
+  if done:
+    assert f"resuming after step {done}" in capfd.readouterr().out
+  assert_same_run(run, uninterrupted)
