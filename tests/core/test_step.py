@@ -259,6 +259,36 @@ def test_completions_without_a_reward_take_no_part(tabular):
     assert jnp.abs(got.params - params).max() > 1e-2
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_the_reference_scores_every_row_in_its_place(tabular, micro_batches):
+  lm = tabular.lm(4, 3)
+  table = jax.random.normal(jax.random.key(3), (4, 4, 3))
+  ids = jax.random.randint(jax.random.key(4), (4, 2, 5), 0, 3)
+  kinds = jnp.array([2, 0, 3, 1])
+  samples = Rollout(
+    prompt_ids=kinds[:, None],
+    prompt_mask=jnp.ones((4, 1), bool),
+    completion_ids=ids,
+    completion_mask=jnp.ones((4, 2, 5), bool),
+    logprobs=jnp.zeros((4, 2, 5)),
+    finished=jnp.ones((4, 2), bool),
+  )
+  batch = jax.jit(
+    lambda samples: make_batch(
+      lm,
+      samples,
+      jnp.ones((4, 2)),
+      ref_params=table,
+      micro_batches=micro_batches,
+    )
+  )(samples)
+  rows, before = tabular.rows(kinds, ids)
+  expected = np.take_along_axis(
+    tabular.log_table(table)[rows, before], np.asarray(ids)[..., None], -1
+  )
+  np.testing.assert_allclose(batch.ref_logprobs, expected[..., 0], atol=1e-5)
+
+
 # How the work is split changes nothing.
 
 
