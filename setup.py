@@ -39,6 +39,12 @@ setuptools.setup(
     "math": ["math-verify"],  # symbolic answers
     # With PyTorch and peft installed too, models and adapters are compared with
     # transformers' and peft's own.
-    "test": ["beartype", "math-verify", "pytest", "pytest-xdist", "ruff>=0.15"],
+    "test": [
+      "beartype",
+      "math-verify",
+      "pytest",
+      "pytest-xdist>=3.7",
+      "ruff>=0.15",
+    ],
   },
 )

@@ -25,6 +25,17 @@ compiled_once, toy, toy_task = _toy.compiled_once, _toy.toy, _toy.toy_task
 toy_model, toy_run = _toy.toy_model, _toy.toy_run
 
 
+LONG = (
+  "test_interrupted.py test_train.py test_diagnostics.py test_group_size.py "
+  "test_readme.py test_families.py"
+).split()
+
+
+def pytest_collection_modifyitems(items):
+  """Long files first, so that no process is left alone with one at the end."""
+  items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture(scope="session")
 def tiny():
   """A decoder of width 16 with weights large enough to matter."""
