@@ -29,7 +29,6 @@ def get_config() -> ConfigDict:
   train.model.dtype = "bfloat16"
   train.data.name = "gsm8k"
   train.data.path = "gsm8k"
-  train.data.options = ConfigDict()
   train.data.max_prompt_length = 512
   train.data.template = (
     "{prompt}\nPlease reason step by step, and put your final answer within "

@@ -27,7 +27,6 @@ def get_config() -> ConfigDict:
   config.model.path = "give --config.model.path=DIR"
   config.model.dtype = "bfloat16"
   config.data.name = "gsm8k"
-  config.data.options = ConfigDict()
   # The longest problem has 985 characters; with this template and a chat's
   # frame it stays below 400 tokens of even a small vocabulary.
   config.data.max_prompt_length = 512

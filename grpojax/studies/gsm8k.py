@@ -75,7 +75,6 @@ def default_config() -> ConfigDict:
     config.train.batch_size = 16
     config.train.group_size = 16
     config.train.data.name = "gsm8k"
-    config.train.data.options = ConfigDict()
     config.train.data.max_prompt_length = 96
     config.train.sampling.max_new_tokens = 72
     config.train.sampling.temperature = 0.7
