@@ -9,7 +9,7 @@ Expected:  held-out accuracy (greedy) from 7.8% to 98.8% (seeds 1 and 2: 100.0%
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import default_config
+from grpojax.training.config import default_config
 
 
 def get_config() -> ConfigDict:

@@ -13,7 +13,7 @@ Expected:  a rising reward, and accuracy on the 1,319 test problems above that
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import default_config
+from grpojax.training.config import default_config
 
 
 def get_config() -> ConfigDict:

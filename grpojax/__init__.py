@@ -1,7 +1,8 @@
 """GRPO for JAX: the group is an array axis.
 
 The functions most programs need, by their short names; the rest is in
-`grpojax.core` (pure functions of arrays) and `grpojax.models`.
+`grpojax.core` (GRPO as pure functions of arrays), `grpojax.statistics` (the
+paper) and `grpojax.models`.
 """
 
 import importlib
@@ -10,11 +11,11 @@ from typing import Any
 # Found when first used: whoever imports only a part that needs no JAX, such as
 # a process that computes rewards, does not load it.
 _NAMES = {
-  "grpojax.core": ("advantages", "diagnostics", "losses"),
+  "grpojax.core": ("advantages", "losses"),
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.rollout": ("rollout",),
   "grpojax.core.sampling": ("Sampling",),
-  "grpojax.core.step": (
+  "grpojax.core.grpo_step": (
     "init_state",
     "make_batch",
     "make_grpo_step",
@@ -29,6 +30,7 @@ _NAMES = {
     "TrainState",
   ),
   "grpojax.core.update": ("make_update",),
+  "grpojax.statistics": ("diagnostics",),
   "grpojax.models.adapters": ("from_apply", "from_linen", "from_nnx"),
   "grpojax.models.transformer": ("TransformerConfig", "transformer"),
 }
@@ -38,14 +40,16 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-  if name in ("core", "models"):  # with the modules that are named above
+  if name in ("core", "models", "statistics"):  # with all that is named above
     for module in _NAMES:
       importlib.import_module(module)
     value = importlib.import_module(f"grpojax.{name}")
-  elif name in _NAMES["grpojax.core"]:
-    value = importlib.import_module(f"grpojax.core.{name}")
   elif name in _MODULES:
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    module = _MODULES[name]
+    if module.count(".") == 1:  # a package, of which the name is a module
+      value = importlib.import_module(f"{module}.{name}")
+    else:
+      value = getattr(importlib.import_module(module), name)
   else:
     raise AttributeError(f"module 'grpojax' has no attribute {name!r}")
   globals()[name] = value

@@ -19,26 +19,25 @@ config of --model if that is a run; the config of --compare is not used. Both
 sample with the same random numbers.
 """
 
-import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment, results, runs, scoring
-from grpojax import policy as policies
-from grpojax import prompts as prompts_lib
-from grpojax.core.pass_at_k import MOST_SAMPLES
 from grpojax.core.sampling import Sampling
-from grpojax.core.types import Params, Prompts
-from grpojax.policy import Policy
-from grpojax.results import Evaluation
-from grpojax.runtime import command_line, metrics
+from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
+from grpojax.statistics.pass_at_k import MOST_SAMPLES
+from grpojax.training import (
+  evaluation,
+  from_config,
+  run_directory,
+  scoring,
+  trained,
+)
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.config import WORDS, default_config, validate
 
 FLAGS = {
   "model": ("", "a model directory, an embedded model's name, or a run"),
@@ -51,63 +50,6 @@ FLAGS = {
 }
 # Settings that two models have in common when they are compared.
 SHARED = ("data.", "reward.", "sampling.max_new_tokens")
-
-
-def _pad(prompts: Prompts, rows: int) -> Prompts:
-  """Fills a last, shorter batch with empty prompts: one shape, one program."""
-  missing = rows - len(prompts.prompt_ids)
-  return jax.tree.map(
-    lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), prompts
-  )
-
-
-def evaluate(
-  policy: Policy,
-  params: Params,
-  sampler: Callable[..., Any],
-  batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  scorer: scoring.Scorer,
-  key: jax.Array,
-  batch_size: int,
-  place: jax.sharding.Sharding | None = None,
-) -> Evaluation:
-  """Samples and scores completions of every batch.
-
-  Args:
-    policy: the model; its own parameters are not used.
-    params: the parameters to evaluate.
-    sampler: from `experiment.make_sampler`.
-    batches: of `(Prompts, examples)`, the last one may be shorter.
-    scorer: of the rewards, the first of which says what is right.
-    key: of the samples.
-    batch_size: rows that a shorter batch is padded to.
-    place: sharding of the prompts; None is one device.
-  """
-  rewards, texts, seen, failures = [], [], [], []
-  for i, (prompts, examples) in enumerate(batches):
-    padded = jax.device_put(_pad(prompts, batch_size), place)
-    samples = sampler(params, padded, jax.random.fold_in(key, i))
-    decoded = policies.decode(policy, samples)[: len(examples)]
-    found = scoring.score(scorer, examples, decoded, samples)
-    rewards.append(scoring.correctness(scorer, found))
-    texts += decoded
-    seen += examples
-    failures += found.failures
-  return Evaluation(np.concatenate(rewards), texts, seen, failures)
-
-
-def _load(model: str, config: ConfigDict):
-  """A policy and its parameters, from a model directory or from a run."""
-  if not runs.is_run(model):
-    policy = policies.load_policy(model, config.model.dtype)
-    return policy, policy.params
-  saved = runs.read_config(model)
-  policy = experiment.open_policy(saved)
-  if saved.lora.rank:  # adapters need their base
-    policy = experiment.with_weights(saved, policy)
-  step, params = runs.trained(model, saved)
-  print(f"{model}: checkpoint of step {step}")
-  return policy, params
 
 
 def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
@@ -124,10 +66,10 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError("--k needs --samples: pass@k is estimated from samples")
   if not flags.samples and flags.majority:
     raise ValueError("--majority needs --samples: there is no vote of one")
-  if flags.majority and config.reward.functions[0] not in results.ANSWERS:
+  if flags.majority and config.reward.functions[0] not in evaluation.ANSWERS:
     raise ValueError(
       "--majority counts the votes for each answer, which only "
-      f"{', '.join(results.ANSWERS)} can read: reward.functions[0] is "
+      f"{', '.join(evaluation.ANSWERS)} can read: reward.functions[0] is "
       f"{config.reward.functions[0]!r}"
     )
   if flags.majority and flags.samples > MOST_SAMPLES:
@@ -142,13 +84,14 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
 
 
 def _parse(argv: list[str]):
-  parse = functools.partial(
-    command_line.parse, argv, FLAGS, program="python -m grpojax.evaluate"
-  )
-  config, flags = parse()
-  if runs.is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: runs.read_config(flags.model))
-  config_lib.validate(config)
+  def parse(default):
+    program = "python -m grpojax.evaluate"
+    return command_line.parse(argv, FLAGS, default, program, WORDS)
+
+  config, flags = parse(default_config)
+  if run_directory.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: run_directory.read_config(flags.model))
+  validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
   return config, flags, _check_flags(config, flags)
@@ -156,9 +99,11 @@ def _parse(argv: list[str]):
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not runs.is_run(compare):
+  if not run_directory.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, runs.read_config(compare)))
+  ours, theirs = map(
+    config_lib.flatten, (config, run_directory.read_config(compare))
+  )
   names = [
     name
     for name in sorted(ours.keys() | theirs.keys())
@@ -174,7 +119,7 @@ def _set_up(argv: list[str]):
   names = [flags.model] + [flags.compare] * bool(flags.compare)
   models = []
   for name in names:
-    policy, params = _load(name, config)
+    policy, params = trained.load(name, config.model.dtype)
     found = prompts_lib.problems(config, policy, "test")
     if found.dropped:
       print(f"{name}: {found.dropped} held-out prompts are too long")
@@ -190,35 +135,35 @@ def main(argv: list[str]) -> None:
     config, flags, ks, models = _set_up(argv)
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
-  answer = results.ANSWERS[first] if flags.majority else None
+  answer = evaluation.ANSWERS[first] if flags.majority else None
   values = []
   with scoring.open_scorer(config) as scorer:
     for policy, params, batches in models:
-      result = evaluate(
+      result = evaluation.evaluate(
         policy,
         params,
-        experiment.make_sampler(config, policy, flags.samples or 1, sampling),
+        from_config.make_sampler(config, policy, flags.samples or 1, sampling),
         batches,
         scorer,
         jax.random.key(config.seed),
         config.eval.batch_size,
       )
       if result.failures:
-        print(results.failed(result.failures))
-      values.append(results.per_prompt(result, ks, answer))
-  found = {"model": flags.model} | results.numbers(values[0])
+        print(evaluation.failed(result.failures))
+      values.append(evaluation.per_prompt(result, ks, answer))
+  found = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")
     print(f"the same {len(result.rewards)} held-out prompts", end="\n\n")
-    print(*results.table(*values), sep="\n")
-    found["compare"] = {"model": flags.compare} | results.numbers(values[1])
-    differences = results.compare(*values)
+    print(*evaluation.table(*values), sep="\n")
+    found["compare"] = {"model": flags.compare} | evaluation.numbers(values[1])
+    differences = evaluation.compare(*values)
     found["difference"] = {k: v._asdict() for k, v in differences.items()}
   else:
     print(f"{flags.model}: {len(result.rewards)} held-out prompts")
-    print(*results.lines(values[0]), sep="\n")
+    print(*evaluation.lines(values[0]), sep="\n")
   if flags.out:
-    metrics.write_json(flags.out, found)
+    records.write_json(flags.out, found)
 
 
 if __name__ == "__main__":

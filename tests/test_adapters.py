@@ -9,7 +9,7 @@ import pytest
 
 from grpojax import evaluate, train
 from grpojax.models import hf
-from grpojax.runtime import checkpoint, metrics
+from grpojax.runtime import checkpoint, records
 
 
 def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
@@ -36,7 +36,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   train.main([*argv, f"--run_dir={run}"])
   assert "resuming after step 2" in capsys.readouterr().out
   assert not (run / "reference").exists()
-  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  rows = records.read_jsonl(run / "metrics.jsonl")
   kl = [row["kl"] for row in rows if "kl" in row]
   assert kl[0] < 1e-9 < 1e-3 < kl[-1]
   # The finished model is base + alpha / rank A B, in those two matrices alone.

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpojax import experiment, steps
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
-from grpojax.policy import Policy
-from grpojax.runtime import command_line, sharding, validation
-from grpojax.runtime import config as config_lib
+from grpojax.runtime import command_line, sharding
 from grpojax.studies import group_size as figure5
+from grpojax.training import from_config, steps, validation
+from grpojax.training.config import default_config, validate
+from grpojax.training.policy import Policy
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted(ROOT.glob("configs/*.py"))}
@@ -39,7 +39,7 @@ DEVICES = dict.fromkeys(  # else one
 
 
 def training_config(name):
-  config = command_line.load_file(str(CONFIGS[name]))
+  config = command_line.load_file(str(CONFIGS[name]), default_config)
   if name == "figure5":
     assert figure5.problems(config) == []
     config = figure5.train_config(config, config.budgets[0], 128, 0)
@@ -79,7 +79,7 @@ def test_a_config_says_how_to_run_it(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_valid(name):
   config = training_config(name)
-  config_lib.validate(config)
+  validate(config)
   if name != "figure5":
     assert config.name == name
   # Batches can be cut over the devices that the file speaks of.
@@ -132,8 +132,8 @@ def test_a_step_traces_at_its_real_shapes(name):
   policy = policy_of(config)
   params = jax.eval_shape(policy.lm.init, jax.random.key(0))
   state = jax.eval_shape(
-    lambda params: experiment.first_state(
-      config, experiment.optimizer(config), params
+    lambda params: from_config.first_state(
+      config, from_config.optimizer(config), params
     ),
     params,
   )
@@ -144,17 +144,17 @@ def test_a_step_traces_at_its_real_shapes(name):
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  sampler = experiment.make_sampler(
-    config, policy, size, experiment.sampling(config)
+  sampler = from_config.make_sampler(
+    config, policy, size, from_config.sampling(config)
   )
   samples = jax.eval_shape(sampler, params, prompts, state.key)
   t = config.sampling.max_new_tokens
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
-  ref_params = params if experiment.needs_reference(config) else None
+  ref_params = params if from_config.needs_reference(config) else None
   new, metrics = jax.eval_shape(
     functools.partial(
-      steps.make_learn(config, experiment.optimizer(config)), policy.lm
+      steps.make_learn(config, from_config.optimizer(config)), policy.lm
     ),
     state,
     samples,

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import evaluate, experiment, prompts, scoring
+from grpojax import evaluate
 from grpojax.core.sampling import Sampling
-from grpojax.policy import load_policy
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import metrics
+from grpojax.runtime import records
+from grpojax.training import from_config, prompts, scoring
+from grpojax.training.config import default_config
+from grpojax.training.policy import load_policy
 
 
 def result_of(argv, tmp_path):
@@ -25,7 +26,7 @@ def result_of(argv, tmp_path):
 
 
 def recorded(run, step):
-  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  rows = records.read_jsonl(run / "metrics.jsonl")
   names = ("accuracy", "accuracy_low", "accuracy_high")
   return next(
     {name: row[name] for name in names}
@@ -74,7 +75,7 @@ def test_a_run_is_evaluated_under_its_own_config(
 
 
 def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
-  config = config_lib.default_config()
+  config = default_config()
   words = (word.split("=") for word in toy.arguments(""))
   for name, value in words:
     if name.startswith(("--config.data", "--config.sampling")):
@@ -88,7 +89,7 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
     return evaluate.evaluate(
       policy,
       policy.params,
-      experiment.make_sampler(config, policy, group_size, sampling),
+      from_config.make_sampler(config, policy, group_size, sampling),
       prompts.held_out(config, policy, examples),
       scorer,
       jax.random.key(0),

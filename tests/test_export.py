@@ -12,11 +12,12 @@ import pytest
 from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
-from grpojax import experiment, export
+from grpojax import export
 from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint
-from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import from_config
+from grpojax.training.config import default_config
 
 MODEL = "arithmetic-instruct"
 
@@ -30,16 +31,18 @@ def noise(tree, seed):
 
 def make_run(path, trained, rank=0):
   """A run directory as training leaves it, with a checkpoint a step."""
-  config = config_lib.default_config()
+  config = default_config()
   with config.unlocked():
     config.lora = ConfigDict(
       {"rank": rank, "alpha": 3.0, "targets": "layers/(q|down)"}
     )
-  checkpoint.open_run(path, config)
-  tx = experiment.optimizer(config)
-  with checkpoint.open_checkpointer(path, keep=9) as checkpointer:
+  run_directory.open_run(path, config)
+  tx = from_config.optimizer(config)
+  with checkpoint.open_checkpointer(
+    path / "checkpoints", keep=9
+  ) as checkpointer:
     for step, params in trained.items():
-      state = experiment.first_state(config, tx, params)
+      state = from_config.first_state(config, tx, params)
       checkpoint.save(checkpointer, step, state)
   return path
 
@@ -169,7 +172,7 @@ def test_peft_reads_the_adapter(lora_run, tmp_path):
 )
 def test_bad_requests(run, tmp_path, words, message, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  checkpoint.open_run("EMPTY", config_lib.default_config())
+  run_directory.open_run("EMPTY", default_config())
   pathlib.Path("RUN").symlink_to(run.path)
   with pytest.raises(SystemExit, match=f"error: .*{message}"):
     export.main([*words, "--out=out"])

@@ -1,4 +1,10 @@
-"""The import rule: core <- models <- {data, rewards, runtime} <- the rest."""
+"""The import rule, of every module:
+
+    core <- statistics; core <- models <- data <- rewards; models <- runtime;
+    all of these <- training <- studies, programs
+
+`python tests/test_imports.py` draws what really imports what.
+"""
 
 import ast
 import os
@@ -11,16 +17,22 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "grpojax").rglob("*.py"))
 
-# What of ours each part may import, besides itself. Whatever is not named here
-# (the studies and the programs) may import everything.
+# What of ours each part may import, besides itself. A program is a part of its
+# own: none is imported by anything.
 MAY_IMPORT = {
-  "": {"core", "models"},  # grpojax/__init__.py
+  "": {"core", "statistics", "models"},  # grpojax/__init__.py
   "core": set(),
+  "statistics": {"core"},
   "models": {"core"},
   "data": {"core", "models"},
-  "rewards": {"core", "models"},
+  "rewards": {"core", "models", "data"},
   "runtime": {"core", "models"},
 }
+MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
+MAY_IMPORT["training"].add("rewards")
+MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
+PROGRAMS = {"train", "evaluate", "export", "sft"}
+MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
@@ -49,21 +61,24 @@ def part_of(path):
   return "" if parts == ("__init__",) else parts[0]
 
 
-def test_every_part_is_here():
-  assert set(MAY_IMPORT) <= {part_of(path) for path in MODULES}
+def test_every_part_has_a_rule():
+  assert set(MAY_IMPORT) == {part_of(path) for path in MODULES}
+
+
+def test_only_programs_stand_beside_the_parts():
+  loose = {path.stem for path in (ROOT / "grpojax").glob("*.py")}
+  assert loose == PROGRAMS | {"__init__"}
 
 
 @pytest.mark.parametrize(
   "path", MODULES, ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_imports_run_one_way(path):
-  part = part_of(path)
-  names = imported(path)
-  if part in MAY_IMPORT:
-    allowed = [f"grpojax.{p}" for p in (*MAY_IMPORT[part], part) if p]
-    ours = [name for name in names if within(name, ["grpojax"])]
-    wrong = [name for name in ours if not within(name, allowed)]
-    assert not wrong, f"grpojax.{part} must not import {wrong}"
+  part, names = part_of(path), imported(path)
+  allowed = [f"grpojax.{p}" for p in (*MAY_IMPORT[part], part) if p]
+  ours = [name for name in names if within(name, ["grpojax"])]
+  wrong = [name for name in ours if not within(name, allowed)]
+  assert not wrong, f"grpojax.{part} must not import {wrong}"
   if part == "core":
     allowed = (*CORE_MAY_IMPORT, "grpojax.core", *sys.stdlib_module_names)
     wrong = [name for name in names if not within(name, allowed)]
@@ -80,3 +95,37 @@ def test_import_grpojax_is_light():
   )
   assert result.returncode == 0, result.stderr
   assert result.stdout.strip() == "[]"
+
+
+# Whoever takes plain arguments can be called by other people's programs.
+READ_CONFIGS = ("training", "studies", *sorted(PROGRAMS))
+HANDLE_CONFIGS = ("runtime/config.py", "runtime/command_line.py")
+
+
+@pytest.mark.parametrize(
+  "path", MODULES, ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_nothing_below_training_reads_a_config(path):
+  if part_of(path) in READ_CONFIGS:
+    return
+  if str(path.relative_to(ROOT / "grpojax")) in HANDLE_CONFIGS:
+    return
+  assert not any(within(n, ["ml_collections"]) for n in imported(path))
+
+
+def draw():
+  """What each part imports, and its files with what these import."""
+  parts = {}
+  for path in MODULES:
+    ours = {n for n in imported(path) if within(n, ["grpojax"])}
+    short = {n.removeprefix("grpojax.").split(".")[0] for n in ours}
+    parts.setdefault(part_of(path) or "__init__", {})[path.stem] = short
+  for part, files in parts.items():
+    others = set().union(*files.values()) - {part}
+    print(f"{part} -> {', '.join(sorted(others)) or '(nothing)'}")
+    for name, names in files.items() if len(files) > 1 else ():
+      print(f"    {name:22} {' '.join(sorted(names - {part}))}".rstrip())
+
+
+if __name__ == "__main__":
+  draw()

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import scoring, train
+from grpojax import train
 from grpojax.models import hf
-from grpojax.runtime import checkpoint, metrics
+from grpojax.runtime import checkpoint, records
+from grpojax.training import scoring
 
 HERE = pathlib.Path(__file__).parent
 
@@ -55,7 +56,7 @@ def assert_same_run(run, expected):
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
   for name in ("metrics.jsonl", "samples.jsonl"):
     ours, theirs = (
-      list(map(without_times, metrics.read_jsonl(x / name)))
+      list(map(without_times, records.read_jsonl(x / name)))
       for x in (run, expected)
     )
     assert ours == theirs
@@ -65,7 +66,7 @@ def assert_same_run(run, expected):
 
 
 def steps_of(run):
-  rows = metrics.read_jsonl(run / "metrics.jsonl")
+  rows = records.read_jsonl(run / "metrics.jsonl")
   return [row for row in rows if "reward_mean" in row]
 
 
@@ -89,7 +90,7 @@ def test_kill_at_any_moment(
     goal = steps + rng.randint(2, 4)
     while process.poll() is None and steps < goal:
       time.sleep(0.002)
-      rows = metrics.read_jsonl(run / "metrics.jsonl")
+      rows = records.read_jsonl(run / "metrics.jsonl")
       steps = max([steps, *(row["step"] for row in rows)])
     time.sleep(rng.random() * 0.1)
     process.kill()
@@ -139,7 +140,9 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   assert [row["step"] for row in steps_of(run)] == list(range(1, done + 1))
   assert not (run / "summary.json").exists()
   if done:
-    with checkpoint.open_checkpointer(run, readonly=True) as saved:
+    with checkpoint.open_checkpointer(
+      run / "checkpoints", readonly=True
+    ) as saved:
       assert checkpoint.latest_step(saved) == done
   train.main(argv)
   if done:

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import experiment, train
+from grpojax import train
 from grpojax.models import hf
 from grpojax.rewards import exact
-from grpojax.runtime import checkpoint, metrics
+from grpojax.runtime import checkpoint, records
 from grpojax.runtime import config as config_lib
+from grpojax.training import from_config
+from grpojax.training.config import default_config
 
 HERE = pathlib.Path(__file__).parent
 FILES = {
@@ -63,8 +65,8 @@ TIMES = {
 
 
 def rows_of(directory):
-  """Rows of metrics.jsonl without what a clock measured."""
-  rows = metrics.read_jsonl(directory / "metrics.jsonl")
+  """Rows of records.jsonl without what a clock measured."""
+  rows = records.read_jsonl(directory / "metrics.jsonl")
   rows = [
     {k: v for k, v in r.items() if k not in TIMES | {"seconds_diagnosis"}}
     for r in rows
@@ -114,7 +116,7 @@ def test_a_run_leaves_what_the_docstring_says(toy_run):
   assert picture.read_bytes().startswith(b"\x89PNG")
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
   assert config.optim.learning_rate == 1e-2 and config.steps == 8
-  samples = metrics.read_jsonl(toy_run.directory / "samples.jsonl")
+  samples = records.read_jsonl(toy_run.directory / "samples.jsonl")
   assert {row["step"] for row in samples} == {2, 4, 6, 8}
   sizes = {row["step"]: row["group_size"] for row in steps_of(run)}
   for step in (2, 4, 6, 8):  # one group each
@@ -136,7 +138,7 @@ def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
   assert summary["accuracy_before"] == 0.0
   assert summary["accuracy_after"] == 1.0  # it learned
   assert summary["steps"] == 8 and summary["train_seconds"] > 0
-  rows = metrics.read_jsonl(toy_run.directory / "metrics.jsonl")
+  rows = records.read_jsonl(toy_run.directory / "metrics.jsonl")
   steps = sum(row.get("seconds_step", 0) for row in rows)
   assert summary["train_seconds"] >= steps
   assert "accuracy before   0.0%" in toy_run.output
@@ -145,7 +147,7 @@ def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
 
 
 def test_every_step_is_measured_once(toy_run):
-  rows = metrics.read_jsonl(toy_run.directory / "metrics.jsonl")
+  rows = records.read_jsonl(toy_run.directory / "metrics.jsonl")
   steps = [row for row in rows if "reward_mean" in row]
   assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
   for row in steps:
@@ -167,9 +169,11 @@ def test_every_step_is_measured_once(toy_run):
 
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
-  tx = experiment.optimizer(config)
-  like = experiment.first_state(config, tx, hf.load_params(toy_model))
-  with checkpoint.open_checkpointer(toy_run.directory, readonly=True) as saved:
+  tx = from_config.optimizer(config)
+  like = from_config.first_state(config, tx, hf.load_params(toy_model))
+  with checkpoint.open_checkpointer(
+    toy_run.directory / "checkpoints", readonly=True
+  ) as saved:
     assert [c.step for c in saved.checkpoints] == [6, 8]  # the newest two
     state = checkpoint.restore(saved, like)
   sizes = [row["group_size"] for row in steps_of(toy_run.directory)]
@@ -298,12 +302,9 @@ VARIANTS = {
 
 
 def test_the_variants_use_every_choice():
-  from grpojax.runtime import validation
+  from grpojax.training import validation
 
-  used = [
-    config_lib.flatten(config_lib.default_config()) | v
-    for v in VARIANTS.values()
-  ]
+  used = [config_lib.flatten(default_config()) | v for v in VARIANTS.values()]
   for field in ("loss.ratio", "loss.weighting", "optim.schedule"):
     assert {v[field] for v in used} == set(validation._NAMES[field]), field
   pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
@@ -362,7 +363,7 @@ def test_each_group_size_compiles_once(
   def other(choice, *estimates):
     return choice.replace(group_size=24 - choice.group_size)
 
-  monkeypatch.setattr(experiment, "adapt", lambda config: other)
+  monkeypatch.setattr(from_config, "adapt", lambda config: other)
   changes = {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
   changes |= {"group_size": "auto", "auto_group_size.largest": 16}
   changes |= {"diagnostics.every": 1, "optim.micro_batches": 2}
@@ -371,7 +372,7 @@ def test_each_group_size_compiles_once(
     train.main([*toy_task.arguments(toy_model, **changes), f"--run_dir={run}"])
   rows = steps_of(run)
   assert [row["group_size"] for row in rows] == [8, 16, 8, 16, 8]
-  samples = metrics.read_jsonl(run / "samples.jsonl")
+  samples = records.read_jsonl(run / "samples.jsonl")
   assert len(samples) == 16 + 16  # steps 2 and 4
   text = [record.getMessage() for record in caplog.records]
   for name, times in (("learn", 2), ("diagnose", 2), ("other", 1)):
@@ -382,7 +383,7 @@ def test_each_group_size_compiles_once(
 def test_without_diagnostics_nothing_of_them_is_traced(
   toy_task, toy_model, tmp_path, monkeypatch
 ):
-  from grpojax.core import diagnostics
+  from grpojax.statistics import diagnostics
 
   def never(*args, **kwargs):
     raise AssertionError

@@ -26,7 +26,7 @@ worked out in arXiv 2603.01162 ("Its Policy Gradient is a U-Statistic").
 
 `shrinkage`, `beta_binomial` and `length_weighted` are in `core.baselines`; the
 advantages for other objectives, and for any function of k rewards
-(`subset_advantages`), in `core.order_k`.
+(`subset_advantages`), in `core.subset_advantages`.
 
 Common to all: integer, boolean and half-precision rewards become float32; a
 group of equal rewards gives exactly 0 wherever only the group's own rewards are
@@ -43,11 +43,19 @@ from jaxtyping import Array, Float, Shaped
 from grpojax.core.baselines import beta_binomial as beta_binomial
 from grpojax.core.baselines import length_weighted as length_weighted
 from grpojax.core.baselines import shrinkage as shrinkage
-from grpojax.core.group import as_float, centred, count, minus_others, present
-from grpojax.core.order_k import max_at_k as max_at_k
-from grpojax.core.order_k import min_at_k as min_at_k
-from grpojax.core.order_k import pairwise_rank as pairwise_rank
-from grpojax.core.order_k import subset_advantages as subset_advantages
+from grpojax.core.group_axis import (
+  as_float,
+  centred,
+  count,
+  minus_others,
+  present,
+)
+from grpojax.core.subset_advantages import max_at_k as max_at_k
+from grpojax.core.subset_advantages import min_at_k as min_at_k
+from grpojax.core.subset_advantages import pairwise_rank as pairwise_rank
+from grpojax.core.subset_advantages import (
+  subset_advantages as subset_advantages,
+)
 
 
 def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:

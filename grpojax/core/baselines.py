@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from grpojax.core.group import (
+from grpojax.core.group_axis import (
   as_float,
   centred,
   count,

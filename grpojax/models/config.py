@@ -10,6 +10,9 @@ from jaxtyping import Array, Key
 from grpojax.core.types import Params
 from grpojax.models.rope import Rope
 
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+"""What a model computes in, and what its weights are exported as, by name."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:

@@ -59,14 +59,14 @@ ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """A model directory: a path, a finished run, or an embedded model's name.
+  """A model directory: a path, or an embedded model's name.
 
   Raises:
     ValueError: neither exists, or the directory holds no config.json.
   """
   path = pathlib.Path(path)
-  for directory in (path / "model", path, ASSETS / path):
-    # A run has a config.json too, but of another kind, and its model beside it.
+  for directory in (path, ASSETS / path):
+    # A run has a config.json too, but of another kind.
     file = directory / "config.json"
     if file.is_file() and "model_type" in weights.read_json(file):
       return directory

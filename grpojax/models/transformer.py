@@ -43,8 +43,8 @@ def last_layers(params: Params, count: int):
   """Holds the last layers, the final norm and the output head apart.
 
   Nothing below them is differentiated then (see
-  `core.diagnostics.score_projections`). A tied head is part of the embedding,
-  and stays with what is below.
+  `statistics.projections.score_projections`). A tied head is part of the
+  embedding, and stays with what is below.
 
   Args:
     params: of a `transformer`, with its layers in one stack.

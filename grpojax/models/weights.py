@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
+STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
   "F64": np.dtype(np.float64),
   "F32": np.dtype(np.float32),
   "F16": np.dtype(np.float16),
@@ -206,7 +206,7 @@ def check(
     "of a type that is not read": [
       f"{name} {tensors[name].dtype}"
       for name in sorted(shapes.keys() & tensors.keys())
-      if tensors[name].dtype not in DTYPES
+      if tensors[name].dtype not in STORED_DTYPES
     ],
   }
   lines = [f"{k}: {', '.join(names)}" for k, names in found.items() if names]
@@ -218,7 +218,7 @@ def check(
 
 def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> None:
   """Fills `target` with a part of a tensor, in the dtype of `target`."""
-  dtype, (rows, *others) = DTYPES[stored.dtype], index
+  dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
   row = math.prod(stored.shape[1:])
   step = max(1, _BLOCK // (row * dtype.itemsize))
   for start in range(rows.start, rows.stop, step):

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from grpojax.models.weights import DTYPES, INDEX, SINGLE, Leaf
+from grpojax.models.weights import INDEX, SINGLE, STORED_DTYPES, Leaf
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def _shards(

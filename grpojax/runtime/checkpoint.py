@@ -1,8 +1,4 @@
-"""Checkpoints and the parts of a run directory that never change.
-
-    RUN_DIR/config.json    the resolved config, written once
-    RUN_DIR/reference/     the reference policy, saved once
-    RUN_DIR/checkpoints/   STEP/, one `TrainState` each, the newest few
+"""Checkpoints by Orbax.
 
 Orbax writes each checkpoint under a temporary name and renames it when it is
 complete, so a process that is killed leaves nothing that looks like one.
@@ -10,103 +6,21 @@ complete, so a process that is killed leaves nothing that looks like one.
 
 import os
 import pathlib
-import shutil
 
 import jax
 from jaxtyping import PyTree
-from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.metrics import read_jsonl, write_text
-
-CONFIG = "config.json"
-
-
-def _has_trained(run_dir: pathlib.Path) -> bool:
-  """Whether anything of a run would be lost by starting over."""
-  rows = read_jsonl(run_dir / "metrics.jsonl")
-  return (
-    any((run_dir / "checkpoints").glob("[0-9]*"))
-    or any((run_dir / name).exists() for name in ("summary.json", "model"))
-    or any(row.get("step", 0) > 0 for row in rows)
-  )
-
-
-def _read_run_config(run_dir: pathlib.Path) -> ConfigDict | None:
-  """The config of a run directory, None where it holds none of ours."""
-  try:
-    saved = config_lib.from_json((run_dir / CONFIG).read_text())
-    return saved if "model.path" in config_lib.flatten(saved) else None
-  except (OSError, TypeError, ValueError):
-    return None
-
-
-def check_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
-  """Whether a directory can be this config's run; writes nothing.
-
-  A run that has trained nothing yet may be taken over by a corrected config.
-
-  Args:
-    run_dir: may be missing.
-    config: the resolved config.
-
-  Returns:
-    True where the directory is a run of the same config: resume.
-
-  Raises:
-    ValueError: the directory is a run of another config, or no run directory.
-  """
-  run_dir = pathlib.Path(run_dir)
-  if run_dir.exists() and not run_dir.is_dir():
-    raise ValueError(f"{run_dir} is a file; give a directory as --run_dir")
-  saved = _read_run_config(run_dir)
-  if saved is not None:
-    changed = config_lib.difference(saved, config)
-    if changed and _has_trained(run_dir):
-      raise ValueError(
-        f"{run_dir} holds a run with another config (its value -> yours):\n  "
-        + "\n  ".join(changed)
-        + "\ngive another --run_dir, or the run's own values to resume it"
-      )
-    return not changed
-  # A temporary config.json is what a kill at the very start leaves.
-  ours = f".{CONFIG}.tmp"
-  if run_dir.exists() and any(p.name != ours for p in run_dir.iterdir()):
-    raise ValueError(
-      f"{run_dir} is not empty and has no {CONFIG} of a run, so it is not a "
-      "run: give a new or an empty directory as --run_dir"
-    )
-  return False
-
-
-def open_run(run_dir: str | os.PathLike, config: ConfigDict) -> bool:
-  """Starts a run directory, or goes on with one of the same config.
-
-  Args:
-    run_dir: created where it does not exist.
-    config: the resolved config.
-
-  Returns:
-    As `check_run`, which raises what this raises.
-  """
-  resumed = check_run(run_dir, config)
-  if not resumed:
-    run_dir = pathlib.Path(run_dir)
-    shutil.rmtree(run_dir / "reference", ignore_errors=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_text(run_dir / CONFIG, config_lib.to_json(config))
-  return resumed
 
 
 def open_checkpointer(
-  run_dir: str | os.PathLike, keep: int = 2, readonly: bool = False
+  directory: str | os.PathLike, keep: int = 2, readonly: bool = False
 ) -> ocp.training.Checkpointer:
-  """Opens RUN_DIR/checkpoints; use it as a context manager.
+  """Opens a directory of checkpoints, STEP/ each; use it as a context manager.
 
   Args:
-    run_dir: the run's directory.
+    directory: of the checkpoints.
     keep: how many of the newest checkpoints stay on disk.
     readonly: for looking into a run that may be training: leave alone the
       temporary directory of a save in flight.
@@ -118,11 +32,11 @@ def open_checkpointer(
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
   """
-  path = pathlib.Path(run_dir).absolute() / "checkpoints"
+  path = pathlib.Path(directory).absolute()
   save_policies = ocp.training.save_decision_policies
   keep_policies = ocp.training.preservation_policies
   if readonly and not path.is_dir():
-    raise ValueError(f"{run_dir} has no checkpoints")
+    raise ValueError(f"{directory} does not exist: there are no checkpoints")
   return ocp.training.Checkpointer(
     path,
     # Whoever calls `save` means it. Orbax's default policy skips a save while
@@ -276,26 +190,22 @@ def restore(
   return jax.tree.map(as_key, state, loaded)
 
 
-def _reference(run_dir) -> pathlib.Path:
-  return pathlib.Path(run_dir).absolute() / "reference"
-
-
-def save_reference(run_dir: str | os.PathLike, params: Params) -> None:
-  """Saves the reference policy, unless it is there already."""
-  path = _reference(run_dir)
+def save_params(path: str | os.PathLike, params: Params) -> None:
+  """Saves parameters alone, unless they are there already."""
+  path = pathlib.Path(path).absolute()
   if not path.exists():
     ocp.save(path, params)
 
 
-def restore_reference(run_dir: str | os.PathLike, params: PyTree) -> Params:
-  """Loads the reference policy onto abstract or concrete `params`.
+def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
+  """Loads what `save_params` saved onto abstract or concrete `params`.
 
   Raises:
-    ValueError: there is none, or it does not fit.
+    ValueError: there is nothing, or it does not fit.
   """
-  path = _reference(run_dir)
+  path = pathlib.Path(path).absolute()
   if not path.exists():
-    raise ValueError(f"{path} does not exist: save_reference comes first")
+    raise ValueError(f"{path} does not exist: save_params comes first")
   abstract = jax.tree.map(_abstract, params)
   _check_fits(ocp.metadata(path).metadata, abstract, path)
   return ocp.load(path, abstract)

@@ -22,13 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import (
-  FREE,
-  WORDS,
-  default_config,
-  flatten,
-  nearest,
-)
+from grpojax.runtime.config import flatten, is_free, nearest
 
 _SETTINGS = "config"  # overrides are --config.key=value
 
@@ -81,7 +75,7 @@ def _free_sections(config: ConfigDict, prefix: str) -> tuple[str, ...]:
   for key, value in config.items():
     if isinstance(value, ConfigDict):
       path = f"{prefix}{key}."
-      found += [path] if path.endswith(FREE) else _free_sections(value, path)
+      found += [path] if is_free(path) else _free_sections(value, path)
   return tuple(found)
 
 
@@ -148,7 +142,7 @@ def _split(
   return pairs
 
 
-def load_file(path: str) -> ConfigDict:
+def load_file(path: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns what its `get_config()` returns.
 
   Raises:
@@ -172,7 +166,7 @@ def load_file(path: str) -> ConfigDict:
     text = f"{type(error).__name__}: {error}"
     key = re.search(r'Key "(\w+)" does not exist', text)
     if key:
-      guess = nearest(key[1], list(flatten(default_config())))
+      guess = nearest(key[1], list(flatten(default())))
       hint = f"; did you mean config.{guess}?" if guess else ""
       text = f"unknown key {key[1]!r}{hint}"
     raise ValueError(f"{where}: {text}") from error
@@ -192,9 +186,10 @@ def usage(program: str, flags: Mapping[str, tuple], config: ConfigDict) -> str:
 
 def parse(
   argv: Sequence[str],
-  flags: Mapping[str, tuple[Any, str]] | None = None,
-  default: Callable[[], ConfigDict] = default_config,
-  program: str = "python -m grpojax.train",
+  flags: Mapping[str, tuple[Any, str]] | None,
+  default: Callable[[], ConfigDict],
+  program: str,
+  words: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line.
 
@@ -204,6 +199,7 @@ def parse(
       type is the flag's type.
     default: makes the config that is used without --config.
     program: how the program is called, for --help.
+    words: for some settings, texts that may stand in the place of a number.
 
   Returns:
     The config with its overrides, locked; and the flags' values by name. The
@@ -228,7 +224,7 @@ def parse(
       own[name] = _convert(name, text, own[name])
     elif name in settings:
       path = name.removeprefix(f"{_SETTINGS}.")
-      value = _setting(name, text, settings[name], WORDS.get(path, ()))
+      value = _setting(name, text, settings[name], (words or {}).get(path, ()))
       with config.ignore_type():  # a word may take the place of a number
         config.update_from_flattened_dict({path: value})
     elif name != _SETTINGS:
@@ -244,5 +240,5 @@ def _base(argv: Sequence[str], default: Callable[[], ConfigDict]) -> ConfigDict:
     name, equals, text = word.partition("=")
     if name in (f"--{_SETTINGS}", f"-{_SETTINGS}"):
       path = text if equals else "".join(argv[i + 1 : i + 2])
-  config = default() if path is None else load_file(path)
+  config = default() if path is None else load_file(path, default)
   return config.copy_and_resolve_references().lock()

@@ -4,7 +4,7 @@ A pool is S completions of one prompt, known by the Gram matrix K_ij = s_i.s_j
 of their scores and by their rewards. The completions of a real model cannot be
 enumerated, so all that is read off a pool here is an unbiased estimate: the
 errors of groups of completions, measured, and the moments that the theory's
-errors are made of. Notation as in `core.u_statistics` (arXiv 2603.01162).
+errors are made of. Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Float, Real
 
 from grpojax.core import advantages
-from grpojax.core.intervals import t_quantile
-from grpojax.core.u_statistics import Estimators, Moments
+from grpojax.statistics.intervals import t_quantile
+from grpojax.statistics.u_statistics import Estimators, Moments
 
 
 def score_moments(

@@ -33,14 +33,20 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment, scoring, train
-from grpojax import policy as policies
-from grpojax import prompts as prompts_lib
-from grpojax.core import diagnostics
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import metrics, validation
+from grpojax.runtime import records
+from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
 from grpojax.studies import run as study
+from grpojax.training import config as train_config_lib
+from grpojax.training import (
+  fit,
+  from_config,
+  run_directory,
+  scoring,
+  validation,
+)
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
 
 PROGRAM = "python -m grpojax.studies.group_size"
 
@@ -57,7 +63,7 @@ def default_config() -> ConfigDict:
   config.predict.group_size = 16
   config.predict.tangents = 16
   config.predict.batch = 16  # prompts sampled and diagnosed at a time
-  config.train = config_lib.default_config().copy_and_resolve_references()
+  config.train = train_config_lib.default_config().copy_and_resolve_references()
   with config.train.unlocked():
     config.train.steps = 24
     config.train.data.options.difficulty = (2, 2)
@@ -130,7 +136,7 @@ def problems(config: ConfigDict) -> list[str]:
     return found
   for seed, budget, size in _points(config):
     try:
-      config_lib.validate(train_config(config, budget, size, seed))
+      train_config_lib.validate(train_config(config, budget, size, seed))
     except ValueError as error:
       return [f"budget {budget}, group size {size}: {error}"]
   return []
@@ -142,9 +148,9 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   settings = config.train.copy_and_resolve_references()
   with settings.unlocked(), settings.ignore_type():
     settings.group_size, settings.batch_size = p.group_size, p.batch
-  policy = experiment.with_weights(settings, experiment.open_policy(settings))
-  sampling = experiment.sampling(settings)
-  sampler = experiment.make_sampler(settings, policy, p.group_size, sampling)
+  policy = from_config.with_weights(settings, from_config.open_policy(settings))
+  sampling = from_config.sampling(settings)
+  sampler = from_config.make_sampler(settings, policy, p.group_size, sampling)
 
   project = policies.jit(
     policy,
@@ -193,7 +199,7 @@ def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
   todo = [
     run
     for run in todo
-    if not (directory / "runs" / run.name / "summary.json").exists()
+    if not run_directory.is_finished(directory / "runs" / run.name)
   ]
   (directory / "logs").mkdir(exist_ok=True)
   began = time.perf_counter()
@@ -202,9 +208,9 @@ def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
       open(directory / "logs" / f"{run.name}.txt", "a") as log,
       contextlib.redirect_stdout(log),
     ):
-      summary = train.run(run, directory / "runs" / run.name)
+      summary = fit.run(run, directory / "runs" / run.name)
     spent = time.perf_counter() - began
-    left = metrics.duration(spent / (i + 1) * (len(todo) - i - 1))
+    left = records.duration(spent / (i + 1) * (len(todo) - i - 1))
     print(
       f"run {i + 1}/{len(todo)}  {run.name}: accuracy "
       f"{summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}  "
@@ -222,7 +228,7 @@ def main(argv: list[str]) -> None:
   path = directory / "prediction.json"
   with study.resumable():
     if not path.exists():
-      metrics.write_json(path, predict(config))
+      records.write_json(path, predict(config))
     prediction = json.loads(path.read_text())
     _train_all(config, directory)
   results.write(config, directory, prediction)

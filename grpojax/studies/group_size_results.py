@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.intervals import mean_interval
-from grpojax.runtime import metrics, validation
+from grpojax.runtime import pictures, records
+from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
+from grpojax.training import run_directory, validation
 
 AUTO = validation.AUTO
 
@@ -21,8 +22,8 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
     for size in (*config.group_sizes, AUTO):
       for seed in range(config.seeds):
         name = f"N{budget}-G{size}-seed{seed}"
-        path = directory / "runs" / name / "metrics.jsonl"
-        found = metrics.read_jsonl(path)
+        path = directory / "runs" / name / run_directory.METRICS
+        found = records.read_jsonl(path)
         accuracy = {r["step"]: r["accuracy"] for r in found if "accuracy" in r}
         rows += [
           {
@@ -146,7 +147,7 @@ def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
     _draw_sizes(axes[1], lines, budget, prediction)
     _draw_choice(axes[2], config, rows, budget)
     axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
-  metrics.save_figure(figure, path)
+  pictures.save_figure(figure, path)
 
 
 def figure_colours(count: int):
@@ -248,7 +249,7 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
     best = _along(config, rows, budget)[1]
     along[str(budget)] = float(best[-1])
   found = compare(config, lines)
-  metrics.write_json(
+  records.write_json(
     directory / "summary.json",
     {"predicted": prediction, "along_training": along, "measured": found},
   )

@@ -35,13 +35,21 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import evaluate, experiment, prompts, scoring, sft, train
-from grpojax import policy as policies
 from grpojax.data import gsm8k
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import metrics, sft_config
+from grpojax.runtime import records
 from grpojax.studies import gsm8k_results as results
 from grpojax.studies import run as study
+from grpojax.training import config as train_config_lib
+from grpojax.training import (
+  evaluation,
+  fit,
+  from_config,
+  prompts,
+  scoring,
+  sft,
+  sft_config,
+)
+from grpojax.training import policy as policies
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
 _NOTE = re.compile(r"<<[^<>]*>>")
@@ -68,7 +76,7 @@ def default_config() -> ConfigDict:
     config.sft.vocab_size = 2048
     config.sft.model.heads = 2
     config.sft.model.kv_heads = 2
-  config.train = config_lib.default_config().copy_and_resolve_references()
+  config.train = train_config_lib.default_config().copy_and_resolve_references()
   with config.train.unlocked():
     config.train.name = "grpo"
     config.train.steps = 160
@@ -115,7 +123,7 @@ def problems(config: ConfigDict) -> list[str]:
     found.append("prompts and samples: an interval needs 2 or more of each")
   for check, run in (
     (sft_config.validate, config.sft),
-    (config_lib.validate, config.train),
+    (train_config_lib.validate, config.train),
   ):
     try:
       check(run)
@@ -147,14 +155,14 @@ def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
     for name, chosen in (("texts", rows), ("prompts", shortest[:size])):
       (directory / name).mkdir(exist_ok=True)
       text = "".join(json.dumps(row) + "\n" for row in chosen)
-      metrics.write_text(directory / name / f"{split}.jsonl", text)
+      records.write_text(directory / name / f"{split}.jsonl", text)
 
 
 def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
   """Samples a model's completions of the training problems of GRPO."""
   began = time.perf_counter()
   policy = policies.load_policy(model, run.model.dtype)
-  sampling = experiment.sampling(run)
+  sampling = from_config.sampling(run)
   rows = max(run.eval.batch_size // config.samples, 1)
   batches = prompts.prompt_batches(
     run,
@@ -165,10 +173,10 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     repeat=False,
   )
   with scoring.open_scorer(run) as scorer:
-    found = evaluate.evaluate(
+    found = evaluation.evaluate(
       policy,
       policy.params,
-      experiment.make_sampler(run, policy, config.samples, sampling),
+      from_config.make_sampler(run, policy, config.samples, sampling),
       batches,
       scorer,
       jax.random.key(run.seed + 1),
@@ -197,11 +205,11 @@ def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
   for name, model in (("before", "sft"), ("after", "grpo/model")):
     if name == "after":
       print("3/4 GRPO", flush=True)
-      train.run(run, directory / "grpo")
+      fit.run(run, directory / "grpo")
     path = directory / f"{name}.json"
     if not path.exists():
       print(f"{2 if name == 'before' else 4}/4 reward {name} GRPO", flush=True)
-      metrics.write_json(path, measure(config, run, str(directory / model)))
+      records.write_json(path, measure(config, run, str(directory / model)))
 
 
 def main(argv: list[str]) -> None:

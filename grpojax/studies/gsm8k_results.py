@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.intervals import mean_interval, paired_difference
-from grpojax.runtime import metrics
+from grpojax.runtime import pictures, records
+from grpojax.statistics.intervals import mean_interval, paired_difference
 from grpojax.studies import run as study
+from grpojax.training import run_directory
 
 
 def moving_average(values, width: int):
@@ -38,7 +39,7 @@ def summarize(
     name: json.loads((directory / f"{name}.json").read_text())
     for name in ("before", "after", "sft/sft", "grpo/summary")
   }
-  rows = metrics.read_jsonl(directory / "grpo" / "metrics.jsonl")
+  rows = records.read_jsonl(directory / "grpo" / run_directory.METRICS)
   tested = {row["step"]: row for row in rows if "accuracy" in row}
   curve = [
     {
@@ -102,7 +103,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
   )
   for when in ("before", "after"):
     found.append(f"  {when:6} {_interval(summary[f'held_out_{when}'])}")
-  spent = (f"{k} {metrics.duration(v)}" for k, v in summary["seconds"].items())
+  spent = (f"{k} {records.duration(v)}" for k, v in summary["seconds"].items())
   found.append("seconds: " + ", ".join(spent))
   return found
 
@@ -133,7 +134,7 @@ def picture(directory: pathlib.Path, summary, curve, path) -> None:
   )
   reward.set(title="GRPO: reward on training problems", xlabel="step")
   reward.legend(fontsize=8)
-  rows = metrics.read_jsonl(directory / "grpo" / "metrics.jsonl")
+  rows = records.read_jsonl(directory / "grpo" / run_directory.METRICS)
   rows = [row for row in rows if "accuracy" in row]
   at = [row["step"] for row in rows]
   held_out.plot(at, [row["accuracy"] for row in rows], marker=".")
@@ -143,14 +144,14 @@ def picture(directory: pathlib.Path, summary, curve, path) -> None:
   for axes in (loss, reward, held_out):
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-  metrics.save_figure(figure, path)
+  pictures.save_figure(figure, path)
 
 
 def write(config: ConfigDict, directory: pathlib.Path) -> None:
   """Writes curve.csv, summary.json and gsm8k.png, and prints the result."""
   summary, curve = summarize(config, directory)
   study.write_csv(directory / "curve.csv", curve)
-  metrics.write_json(directory / "summary.json", summary)
+  records.write_json(directory / "summary.json", summary)
   picture(directory, summary, curve, directory / "gsm8k.png")
   print(*lines(summary), sep="\n")
   print(f"tables and picture are in {directory}/")

@@ -11,8 +11,8 @@ averaged over held-out prompts.
 
 For each prompt two pools of completions are sampled. Groups of the first are
 measured (`errors.group_errors`); the curves are the exact formulas of
-`core.u_statistics.mse` with moments estimated from the second, because the
-completions of a real model cannot be enumerated. Intervals are over the
+`statistics.u_statistics.mse` with moments estimated from the second, because
+the completions of a real model cannot be enumerated. Intervals are over the
 completions, with the prompts fixed.
 
 The run directory has rows.jsonl, a line a prompt as soon as it is done (the
@@ -27,17 +27,16 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax import experiment
-from grpojax import policy as policies
-from grpojax import prompts as prompts_lib
 from grpojax.data import arithmetic
-from grpojax.models import hf
 from grpojax.rewards import exact
-from grpojax.runtime import command_line, metrics
-from grpojax.runtime import config as config_lib
+from grpojax.runtime import command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.studies import errors, gram, run
 from grpojax.studies import mse_report as report
+from grpojax.training import config as train_config
+from grpojax.training import from_config
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
 
@@ -77,7 +76,7 @@ def problems(config: ConfigDict) -> list[str]:
     found.append(f"samples = {config.samples!r}: {todo} times")
   for name in ("base", "instruct"):
     try:
-      hf.resolve(config[name])
+      policies.find_model(config[name])
     except ValueError as error:
       found.append(f"{name}: {error}")
   try:
@@ -93,7 +92,7 @@ class Bench(NamedTuple):
   Attributes:
     policy: the model.
     batches: one prompt each, with its example.
-    sampler: of one pool, from `experiment.make_sampler`.
+    sampler: of one pool, from `from_config.make_sampler`.
     score: from `gram.make_score`.
   """
 
@@ -115,7 +114,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   """
   path = config.instruct if name == "instruct" else config.base
   policy = policies.load_policy(path)
-  settings = config_lib.default_config().unlock()
+  settings = train_config.default_config().unlock()
   settings.seed = config.seed
   settings.eval.num_prompts = config.num_prompts
   settings.data.options.difficulty = config.difficulty
@@ -140,11 +139,11 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling = experiment.sampling(settings)
+  sampling = from_config.sampling(settings)
   return Bench(
     policy,
     list(batches),
-    experiment.make_sampler(settings, policy, config.samples, sampling),
+    from_config.make_sampler(settings, policy, config.samples, sampling),
     gram.make_score(policy.lm, sampling),
   )
 
@@ -205,8 +204,8 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
 
 def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
   """Measures the prompts that `path` lacks; returns the rows of all."""
-  metrics.truncate_jsonl(path, 0)  # drops a line that was cut off
-  rows = metrics.read_jsonl(path)
+  records.truncate_jsonl(path, 0)  # drops a line that was cut off
+  rows = records.read_jsonl(path)
   done = {(row["configuration"], row["index"]) for row in rows}
   missing = [
     (name, index)
@@ -219,13 +218,13 @@ def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
   start, total = time.time(), len(rows) + len(missing)
   for number, (name, index) in enumerate(missing, 1):
     row = _measure(config, benches[name], name, index)
-    metrics.append_jsonl(path, row)
+    records.append_jsonl(path, row)
     rows.append(row)
     left = (time.time() - start) / number * (len(missing) - number)
     print(
       f"prompt {len(rows)}/{total}  {name}: {row['problem']}  "
       f"{row['success']:.0%} right, {row['distinct']} distinct  "
-      f"{metrics.duration(left)} left",
+      f"{records.duration(left)} left",
       flush=True,
     )
   return sorted(
@@ -243,7 +242,7 @@ def main(argv: list[str]) -> None:
     rows = _collect(config, directory / "rows.jsonl")
   table = report.table(rows, config.group_sizes)
   run.write_csv(directory / "results.csv", table)
-  metrics.write_json(directory / "summary.json", report.summary(rows, table))
+  records.write_json(directory / "summary.json", report.summary(rows, table))
   report.draw(table, config, directory / "mse.png")
   print(f"wrote {directory}/results.csv, summary.json and mse.png")
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.u_statistics import Estimators, Moments, mse
-from grpojax.runtime import metrics
+from grpojax.runtime import pictures
+from grpojax.statistics.u_statistics import Estimators, Moments, mse
 from grpojax.studies import errors, run
 
 TITLES = {
@@ -208,7 +208,7 @@ def draw(
     ax.set_ylabel(label)
   legend = axes[0, 0].get_legend_handles_labels()
   figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=9)
-  metrics.save_figure(figure, path)
+  pictures.save_figure(figure, path)
 
 
 def _lines(ax, rows, style, columns):

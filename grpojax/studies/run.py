@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, metrics
+from grpojax.runtime import command_line, pictures, records
 from grpojax.runtime import config as config_lib
 
 
@@ -47,9 +47,10 @@ def open_study(
       default,
       program=program,
     )
-    _check(config, default(), problems)
+    found = config_lib.check_keys(config, default())
+    config_lib.refuse(found or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
-    _open(directory, config)
+    _open(directory, config, default())
   return config, directory
 
 
@@ -63,19 +64,9 @@ def resumable() -> Iterator[None]:
     raise SystemExit(130) from None
 
 
-def _check(config: ConfigDict, default: ConfigDict, problems) -> None:
-  given, known = config_lib.flatten(config), config_lib.flatten(default)
-  wrong = [
-    f"{name}: unknown" if name in given else f"{name}: missing"
-    for name in sorted(given.keys() ^ known.keys())
-    if "data.options." not in name  # whatever the data set's load takes
-  ]
-  wrong = wrong or problems(config)
-  if wrong:
-    raise ValueError("\n  ".join(["the config is not valid:", *wrong]))
-
-
-def _open(directory: pathlib.Path, config: ConfigDict) -> None:
+def _open(
+  directory: pathlib.Path, config: ConfigDict, default: ConfigDict
+) -> None:
   if directory.exists() and not directory.is_dir():
     raise ValueError(f"{directory} is a file; give a directory as --run_dir")
   path = directory / "config.json"
@@ -84,6 +75,9 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
       saved = config_lib.from_json(path.read_text())
     except (TypeError, ValueError) as error:
       raise ValueError(f"{path} is not a config: {error}") from error
+    saved, added = config_lib.fill_in(saved, default)
+    if added:
+      print(f"{directory} is older than these settings: {', '.join(added)}")
     changed = config_lib.difference(saved, config)
     if changed:
       raise ValueError(
@@ -98,7 +92,7 @@ def _open(directory: pathlib.Path, config: ConfigDict) -> None:
     )
   else:
     directory.mkdir(parents=True, exist_ok=True)
-    metrics.write_text(path, config_lib.to_json(config))
+    records.write_text(path, config_lib.to_json(config))
 
 
 def write_csv(
@@ -113,10 +107,10 @@ def write_csv(
   writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
   writer.writeheader()
   writer.writerows(rows)
-  metrics.write_text(path, text.getvalue())
+  records.write_text(path, text.getvalue())
 
 
 def new_figure(rows: int, columns: int, width: float = 4.0):
   """A figure and its axes [rows, columns]; each `width` inches wide."""
   size = (width * columns, 0.8 * width * rows)
-  return metrics.new_figure(rows, columns, size)
+  return pictures.new_figure(rows, columns, size)

@@ -30,9 +30,9 @@ import optax
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from grpojax.core.step import init_state
+from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime import metrics
+from grpojax.runtime import records
 from grpojax.studies import asymptotics, run, suboptimality_report, tabular
 
 ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
@@ -176,7 +176,7 @@ def simulate(
       seconds = int(time.perf_counter() - start)
       print(
         f"{estimator} G={group_size}: step {done}/{config.steps[-1]}, "
-        f"{metrics.duration(seconds)}",
+        f"{records.duration(seconds)}",
         flush=True,
       )
     kept.append(params)
@@ -271,7 +271,7 @@ def main(argv: list[str]) -> None:
   for name, table in rows.items():
     run.write_csv(directory / f"{name}.csv", table)
   best = best_group_size(config, known)
-  metrics.write_json(
+  records.write_json(
     directory / "summary.json",
     {
       "theta_star": list(known.optimum),
@@ -286,7 +286,7 @@ def main(argv: list[str]) -> None:
   )
   print(suboptimality_report.text(rows, best))
   seconds = int(time.perf_counter() - start)
-  print(f"{directory}, {metrics.duration(seconds)}")
+  print(f"{directory}, {records.duration(seconds)}")
 
 
 if __name__ == "__main__":

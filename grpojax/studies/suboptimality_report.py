@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from grpojax.core.intervals import mean_interval
-from grpojax.runtime import metrics
+from grpojax.runtime import pictures
+from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import asymptotics, run
 
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
@@ -140,7 +140,7 @@ def draw(
   _distributions(axes[0, 0], sizes[0], steps[-1], outcomes)
   _means(axes[0, 1], sizes, steps[-1], outcomes)
   _convergence(axes[0, 2], steps, outcomes)
-  metrics.save_figure(figure, path)
+  pictures.save_figure(figure, path)
 
 
 def _distributions(axis, g, n, outcomes) -> None:

@@ -21,11 +21,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from grpojax.core import advantages, losses, u_statistics
+from grpojax.core import advantages, losses
+from grpojax.core.grpo_step import make_batch, make_grpo_step
 from grpojax.core.rollout import rollout
-from grpojax.core.step import make_batch, make_grpo_step
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.core.update import make_update
+from grpojax.statistics import u_statistics
 
 
 class Problem(NamedTuple):

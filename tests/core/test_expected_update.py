@@ -10,11 +10,7 @@ import optax
 import pytest
 
 from grpojax.core import advantages, losses
-from grpojax.core.step import (
-  init_state,
-  make_batch,
-  make_update,
-)
+from grpojax.core.grpo_step import init_state, make_batch, make_update
 from grpojax.core.types import Rollout
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")

@@ -13,15 +13,15 @@ import optax
 import pytest
 
 from grpojax.core import advantages, losses
-from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
-from grpojax.core.step import (
+from grpojax.core.grpo_step import (
   init_state,
   make_batch,
   make_grpo_step,
   make_update,
   rollout_metrics,
 )
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -172,9 +172,9 @@ def test_every_step_samples_anew(tabular):
 
 DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from grpojax.core.step import init_state, make_grpo_step
+from grpojax.core.grpo_step import (init_state, make_grpo_step)
 from grpojax.core.types import Prompts
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.runtime import sharding
 
 jax.config.update("jax_disable_most_optimizations", True)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.step import (
+from grpojax.core.grpo_step import (
   init_state,
   make_batch,
   make_update,

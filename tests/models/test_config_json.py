@@ -5,11 +5,7 @@ import copy
 import pytest
 
 from grpojax.models import hf
-from grpojax.models.config import (
-  TransformerConfig,
-  check,
-  parameter_shapes,
-)
+from grpojax.models.config import TransformerConfig, check, parameter_shapes
 from grpojax.models.rope import Rope
 
 BASE = {

@@ -97,14 +97,3 @@ def test_a_file_that_is_no_safetensors_is_refused(checkpoint):
   (path / "model.safetensors").write_text("version https://git-lfs")
   with pytest.raises(ValueError, match="not a whole safetensors file"):
     hf.load(path)
-
-
-def test_a_run_is_resolved_to_its_model(tmp_path):
-  (tmp_path / "config.json").write_text('{"name": "arithmetic"}')
-  with pytest.raises(ValueError, match="no model at"):
-    hf.resolve(tmp_path)
-  (tmp_path / "model").mkdir()
-  (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
-  assert hf.resolve(tmp_path) == tmp_path / "model"
-  with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
-    hf.to_transformer_config(hf.read_config(tmp_path))

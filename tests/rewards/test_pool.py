@@ -160,7 +160,7 @@ def started(completions, timeout):
   """A program that waits for the rewards of these completions."""
   code = f"""
     import time
-    from grpojax.rewards.pool import Job, Pool
+    from grpojax.rewards.pool import (Job, Pool)
     with Pool([{BEHAVE!r}], workers=2, timeout={timeout}) as pool:
       batch = pool.submit([Job("", c, {{}}) for c in {completions!r}])
       time.sleep(0.5)  # the workers are at it

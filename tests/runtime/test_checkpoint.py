@@ -15,8 +15,7 @@ import optax
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint, metrics
-from grpojax.runtime import config as config_lib
+from grpojax.runtime import checkpoint
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -44,13 +43,13 @@ def _assert_same(a, b):
 
 
 def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path, keep=2) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints", keep=2) as ckptr:
     assert checkpoint.latest_step(ckptr) is None
     for step in (1, 2, 3, 7):  # back to back: no save may be skipped
       checkpoint.save(ckptr, step, _state(step))
     checkpoint.save(ckptr, 7, _state(1))  # there already: left alone
   abstract = jax.eval_shape(lambda: _state(0))
-  with checkpoint.open_checkpointer(tmp_path, keep=2) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints", keep=2) as ckptr:
     assert checkpoint.latest_step(ckptr) == 7
     _assert_same(checkpoint.restore(ckptr, abstract), _state(7))
     _assert_same(checkpoint.restore(ckptr, _state(0), 3), _state(3))
@@ -65,7 +64,7 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
     lambda s: s.replace(params=jax.tree.map(lambda x: x * 0 - 1, s.params)),
     donate_argnums=0,
   )
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     checkpoint.save(ckptr, 1, state)
     for _ in range(3):
       state = advance(state)
@@ -74,7 +73,7 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
 
 
 def test_another_model_is_refused_by_name(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     checkpoint.save(ckptr, 1, _state(1))
     checkpoint.wait(ckptr)
     other = _state(1, 65).replace(opt_state=())
@@ -86,18 +85,20 @@ def test_another_model_is_refused_by_name(tmp_path):
 
 
 def test_unfinished_newest_is_invisible_and_removed(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     checkpoint.save(ckptr, 1, _state(1))
   folder = tmp_path / "checkpoints"
   torn = folder / "5.orbax-checkpoint-tmp"
   shutil.copytree(folder / "1", torn)
   for file in torn.rglob("manifest.ocdbt"):
     file.unlink()
-  with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
+  with checkpoint.open_checkpointer(
+    tmp_path / "checkpoints", readonly=True
+  ) as ckptr:
     assert checkpoint.latest_step(ckptr) == 1
     _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
   assert torn.exists()  # it may be another process's save in flight
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     assert checkpoint.latest_step(ckptr) == 1
     _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
     checkpoint.save(ckptr, 2, _state(2))
@@ -107,13 +108,13 @@ def test_unfinished_newest_is_invisible_and_removed(tmp_path):
 
 
 def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     for step in (1, 2):
       checkpoint.save(ckptr, step, _state(step))
   folder = tmp_path / "checkpoints"
   shutil.rmtree(folder / "1" / "state")
   (folder / "1" / "_CHECKPOINT_METADATA").unlink()
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     _assert_same(checkpoint.restore(ckptr, _state(0)), _state(2))
     checkpoint.save(ckptr, 3, _state(3))
     checkpoint.wait(ckptr)
@@ -124,83 +125,38 @@ def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt", "d/*"])
 def test_damage_is_reported_with_what_to_delete(tmp_path, file):
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     for step in (1, 2):
       checkpoint.save(ckptr, step, _state(step))
   newest = tmp_path / "checkpoints" / "2"
   for path in (newest / "state").glob(file):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     with pytest.raises(ValueError, match=f"{newest} is damaged"):
       checkpoint.restore(ckptr, _state(0))
   shutil.rmtree(newest)
-  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
     _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
 
 
 def test_readonly_needs_a_run(tmp_path):
   with pytest.raises(ValueError, match="no checkpoints"):
-    checkpoint.open_checkpointer(tmp_path / "nothing", readonly=True)
+    checkpoint.open_checkpointer(
+      tmp_path / "nothing" / "checkpoints", readonly=True
+    )
 
 
 def test_reference_is_saved_once(tmp_path):
   with pytest.raises(ValueError, match="does not exist"):
-    checkpoint.restore_reference(tmp_path, {"a": jnp.ones(2)})
-  checkpoint.save_reference(tmp_path, {"a": jnp.arange(3.0)})
-  checkpoint.save_reference(tmp_path, {"a": jnp.zeros(3)})
-  loaded = checkpoint.restore_reference(tmp_path, {"a": jnp.zeros(3)})
+    checkpoint.restore_params(tmp_path / "reference", {"a": jnp.ones(2)})
+  checkpoint.save_params(tmp_path / "reference", {"a": jnp.arange(3.0)})
+  checkpoint.save_params(tmp_path / "reference", {"a": jnp.zeros(3)})
+  loaded = checkpoint.restore_params(
+    tmp_path / "reference", {"a": jnp.zeros(3)}
+  )
   np.testing.assert_array_equal(loaded["a"], np.arange(3.0))
   with pytest.raises(ValueError, match=r"a: float32\[3\] -> float32\[4\]"):
-    checkpoint.restore_reference(tmp_path, {"a": jnp.zeros(4)})
-
-
-@pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
-def test_open_run(trace, tmp_path):
-  run, config = tmp_path / "runs" / "x", config_lib.default_config()
-  assert checkpoint.open_run(run, config) is False
-  assert checkpoint.open_run(run, config) is True
-  (run / trace).mkdir(parents=True)
-  before = config.optim.learning_rate
-  config.optim.learning_rate = 0.5
-  with pytest.raises(ValueError) as error:
-    checkpoint.open_run(run, config)
-  assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
-  model = tmp_path / "model"
-  model.mkdir()
-  (model / "config.json").write_text('{"model_type": "llama"}')
-  with pytest.raises(ValueError, match="no config.json of a run"):
-    checkpoint.open_run(model, config)
-  assert (model / "config.json").read_text() == '{"model_type": "llama"}'
-  stranger = tmp_path / "stranger"
-  stranger.mkdir()
-  (stranger / "notes.txt").touch()
-  with pytest.raises(ValueError, match="not empty"):
-    checkpoint.open_run(stranger, config)
-  with pytest.raises(ValueError, match="is a file"):
-    checkpoint.open_run(stranger / "notes.txt", config)
-  assert [p.name for p in stranger.iterdir()] == ["notes.txt"]
-
-
-def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
-  config = config_lib.default_config()
-  checkpoint.open_run(tmp_path, config)
-  checkpoint.save_reference(tmp_path, {"a": jnp.zeros(3)})
-  config.model.path = "arithmetic-base"
-  # An evaluation is no training.
-  metrics.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
-  assert checkpoint.open_run(tmp_path, config) is False
-  assert not (tmp_path / "reference").exists()  # it was another model's
-  assert checkpoint.open_run(tmp_path, config) is True
-  metrics.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
-  config.steps += 1
-  with pytest.raises(ValueError, match="another config"):
-    checkpoint.open_run(tmp_path, config)
-
-
-def test_open_run_after_a_kill_at_the_very_start(tmp_path):
-  (tmp_path / f".{checkpoint.CONFIG}.tmp").write_text("{")
-  assert checkpoint.open_run(tmp_path, config_lib.default_config()) is False
-  assert checkpoint.open_run(tmp_path, config_lib.default_config()) is True
+    checkpoint.restore_params(tmp_path / "reference", {"a": jnp.zeros(4)})
 
 
 SIZE = 1_000_000  # 12 MB a checkpoint
@@ -208,13 +164,12 @@ SIZE = 1_000_000  # 12 MB a checkpoint
 
 def _train(run_dir: str) -> None:
   """What the killed process runs: resume, then save as fast as it can."""
-  resumed = checkpoint.open_run(run_dir, config_lib.default_config())
+  run_dir = pathlib.Path(run_dir)
   state = _state(0, SIZE)
-  checkpoint.save_reference(run_dir, state.params)
-  with checkpoint.open_checkpointer(run_dir) as ckptr:
+  checkpoint.save_params(run_dir / "reference", state.params)
+  with checkpoint.open_checkpointer(run_dir / "checkpoints") as ckptr:
     step = checkpoint.latest_step(ckptr)
     if step is not None:
-      assert resumed
       state = checkpoint.restore(ckptr, state)
       _assert_same(state, _state(step, SIZE))
     while True:
@@ -245,7 +200,9 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
       child.kill()
       child.wait()
     torn += any("tmp" in p.name for p in (tmp_path / "checkpoints").iterdir())
-    with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
+    with checkpoint.open_checkpointer(
+      tmp_path / "checkpoints", readonly=True
+    ) as ckptr:
       step = checkpoint.latest_step(ckptr)
       _assert_same(
         checkpoint.restore(ckptr, _state(0, SIZE)), _state(step, SIZE)
@@ -253,7 +210,9 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
     # Save k begins only when save k - 1 is complete.
     assert step >= int(line) - 1 > previous
     previous = step
-  loaded = checkpoint.restore_reference(tmp_path, _state(0, SIZE).params)
+  loaded = checkpoint.restore_params(
+    tmp_path / "reference", _state(0, SIZE).params
+  )
   np.testing.assert_array_equal(
     loaded["layers"]["q"], _state(0, SIZE).params["layers"]["q"]
   )

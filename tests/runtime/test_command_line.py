@@ -4,13 +4,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line
-from grpojax.runtime.config import default_config
+from grpojax.training.config import WORDS, default_config
 
 FLAGS = {"run_dir": ("", "where to write"), "dry_run": (False, "only check")}
 
 
-def _parse(*argv):
-  return command_line.parse(argv, FLAGS)
+def _parse(*argv, flags=FLAGS, default=default_config):
+  return command_line.parse(argv, flags, default, "program", WORDS)
 
 
 def test_defaults_without_arguments(tmp_path, monkeypatch):
@@ -72,8 +72,8 @@ def test_options_of_what_the_config_names():
   assert config.reward.options.to_dict() == options
   assert config.is_locked and config.reward.options.is_locked
   nested = ConfigDict({"train": default_config()}).lock()
-  config, _ = command_line.parse(
-    ["--config.train.data.options.size=5"], {}, lambda: nested
+  config, _ = _parse(
+    "--config.train.data.options.size=5", default=lambda: nested
   )
   assert config.train.data.options.size == 5
 
@@ -108,7 +108,7 @@ def test_mistakes_are_refused(word, text):
 def test_config_file(tmp_path):
   path = tmp_path / "mine.py"
   path.write_text(
-    "from grpojax.runtime.config import default_config\n"
+    "from grpojax.training.config import default_config\n"
     "def get_config():\n"
     "  config = default_config()\n"
     "  config.steps = 5\n"
@@ -131,7 +131,7 @@ def test_config_file(tmp_path):
 def test_a_bad_config_file_says_where(tmp_path, line, text):
   path = tmp_path / "bad.py"
   path.write_text(
-    "from grpojax.runtime.config import default_config\n"
+    "from grpojax.training.config import default_config\n"
     f"def get_config():\n  config = default_config()\n  {line}\n"
     "  return config\n"
   )
@@ -159,11 +159,9 @@ def test_help_lists_everything(capsys):
 
 
 def test_a_word_in_the_place_of_a_number():
-  config, _ = command_line.parse(["--config.group_size=auto"])
+  config, _ = _parse("--config.group_size=auto")
   assert config.group_size == "auto"
-  config, _ = command_line.parse(
-    ["--config.group_size=auto", "--config.group_size=16"]
-  )
+  config, _ = _parse("--config.group_size=auto", "--config.group_size=16")
   assert config.group_size == 16
   with pytest.raises(ValueError, match="group_size=8 or auto$"):
-    command_line.parse(["--config.group_size=autos"])
+    _parse("--config.group_size=autos")

@@ -15,8 +15,8 @@ CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from grpojax.core.types import TrainState
-from grpojax.models import hf, lora
-from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.models import (hf, lora)
+from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.runtime import sharding
 
 assert jax.device_count() == 4

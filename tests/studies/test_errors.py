@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 from scipy.stats import multinomial
 
-from grpojax.core import u_statistics as u
+from grpojax.statistics import u_statistics as u
 from grpojax.studies import errors
 
 THETA = np.array([0.3, -0.7, 1.1, 0.2])

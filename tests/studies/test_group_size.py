@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.runtime import config as config_lib
 from grpojax.studies import group_size, group_size_results
+from grpojax.training.config import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -19,7 +19,7 @@ def test_every_run_spends_the_same_samples():
   config = group_size.default_config()
   for seed, budget, size in group_size._points(config):
     run = group_size.train_config(config, budget, size, seed)
-    config_lib.validate(run)
+    validate(run)
     first = run.auto_group_size.start if size == "auto" else size
     assert run.batch_size * first == budget and run.seed == seed
     assert bool(run.diagnostics.every) == (size == "auto")

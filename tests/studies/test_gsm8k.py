@@ -11,9 +11,9 @@ from grpojax import sft, train
 from grpojax.data import gsm8k as gsm8k_data
 from grpojax.models import hf
 from grpojax.rewards import exact, math
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import sft_config
 from grpojax.studies import gsm8k, gsm8k_results
+from grpojax.training import sft_config
+from grpojax.training.config import validate
 
 PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
 
@@ -30,7 +30,7 @@ def test_the_default_runs_are_valid(tmp_path):
   assert gsm8k.problems(config) == []
   sft_config.validate(gsm8k.sft_run(config, tmp_path))
   run = gsm8k.grpo_run(config, tmp_path)
-  config_lib.validate(run)
+  validate(run)
   assert run.model.path == str(tmp_path / "sft")
 
 

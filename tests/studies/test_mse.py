@@ -8,9 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from grpojax import policy as policies
-from grpojax.core import u_statistics
+from grpojax.statistics import u_statistics
 from grpojax.studies import mse, mse_report
+from grpojax.training import policy as policies
 
 
 def arguments(model, directory, **changes):

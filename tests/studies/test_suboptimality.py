@@ -11,8 +11,8 @@ import pytest
 from scipy import optimize, stats
 
 from grpojax.core import advantages
+from grpojax.core.grpo_step import init_state
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.studies import asymptotics, suboptimality, tabular
 

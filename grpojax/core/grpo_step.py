@@ -1,0 +1,256 @@
+"""One GRPO step as pure functions.
+
+`rollout` -> rewards -> `make_batch` -> `make_update`'s update; or the whole of
+it as one jittable function where the reward is one too: `make_grpo_step`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Key
+
+from grpojax.core import losses
+from grpojax.core.advantages import leave_one_out
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
+from grpojax.core.update import Metrics, make_update, split_rows
+
+
+def init_state(
+  params: Params, tx: optax.GradientTransformation, key: Key[Array, ""]
+) -> TrainState:
+  """State before the first step; `key` decides the whole run."""
+
+  def zero():  # each a buffer of its own, or the state could not be donated
+    return jnp.zeros((), jnp.int32)
+
+  return TrainState(
+    params=params,
+    opt_state=tx.init(params),
+    key=key,
+    step=zero(),
+    prompts_consumed=zero(),
+    skipped=zero(),
+  )
+
+
+def diagnosis_key(state: TrainState) -> Key[Array, ""]:
+  """A key for the diagnosis of a step; steps sample from non-negative ones."""
+  return jax.random.fold_in(state.key, -1 - state.step)
+
+
+def make_batch(
+  lm: LM,
+  rollout: Rollout,
+  rewards: Float[Array, "B G"],
+  advantage: Callable[..., Array] = leave_one_out,
+  ref_params: Params | None = None,
+  *,
+  on_policy: bool = True,
+  kl_in_reward: float = 0.0,
+  micro_batches: int = 1,
+  sampling: Sampling = Sampling(),
+  chunk_size: int = 32,
+) -> Batch:
+  """Compares each completion with its group, and scores it by the reference.
+
+  Args:
+    lm: the model.
+    rollout: the completions.
+    rewards: one a completion; nan is none: such a completion takes no part, in
+      its group's comparison or in the loss.
+    advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
+      If it has a parameter `lengths` without a default (`length_weighted`), it
+      gets the completions' lengths [B, G], in tokens, by that keyword.
+    ref_params: the reference policy, or None for no reference pass.
+    on_policy: a single optimizer update follows, so the policy that is trained
+      is exactly the one that sampled, and no old log-probabilities are kept.
+    kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
+      taken from its reward before the comparison.
+    micro_batches: parts in which the reference scores the batch, one after the
+      other; divides B.
+    sampling: what the rollout was sampled with.
+    chunk_size: see `token_logprobs`.
+
+  Returns:
+    A `Batch` for the update.
+
+  Raises:
+    ValueError: a penalty without a reference.
+  """
+  ref_logprobs = None
+  if ref_params is not None:
+    score = functools.partial(
+      token_logprobs, lm, ref_params, sampling=sampling, chunk_size=chunk_size
+    )
+    rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
+    parts = split_rows(rows, micro_batches)
+    ref_logprobs = jax.lax.map(lambda part: score(*part)[0], parts)
+    ref_logprobs = jnp.swapaxes(ref_logprobs, 0, 1)  # as they were split
+    ref_logprobs = ref_logprobs.reshape(rollout.logprobs.shape)
+  if kl_in_reward:
+    if ref_logprobs is None:
+      raise ValueError("kl_in_reward needs ref_params, the reference policy")
+    rewards = rewards - kl_in_reward * losses.kl_penalty(
+      rollout.logprobs, ref_logprobs, rollout.completion_mask
+    )
+  advantage = _with_lengths(advantage, rollout.completion_mask)
+  rewarded = ~jnp.isnan(rewards)[..., None]
+  return Batch(
+    prompt_ids=rollout.prompt_ids,
+    prompt_mask=rollout.prompt_mask,
+    completion_ids=rollout.completion_ids,
+    completion_mask=rollout.completion_mask & rewarded,
+    advantages=advantage(rewards),
+    old_logprobs=None if on_policy else rollout.logprobs,
+    ref_logprobs=ref_logprobs,
+  )
+
+
+def _with_lengths(
+  advantage: Callable[..., Array], mask: Bool[Array, "B G T"]
+) -> Callable[..., Array]:
+  """Binds the completions' lengths, if the advantage asks for them."""
+  try:
+    parameters = inspect.signature(advantage).parameters
+  except (TypeError, ValueError):  # some callables have no signature
+    return advantage
+  lengths = parameters.get("lengths")
+  if lengths is None or lengths.default is not inspect.Parameter.empty:
+    return advantage
+  return functools.partial(advantage, lengths=jnp.sum(mask, axis=-1))
+
+
+def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
+  """What the completions and their rewards look like.
+
+  Rows that only pad the batch (no prompt token) are left out.
+
+  Returns:
+    Scalars; those of rewards are of the rewards as given, before any penalty,
+    where there is one: `reward_mean`, `reward_std` (over all samples),
+    `rewards_missing` (share of samples whose reward is nan),
+    `zero_variance_groups` (share of groups whose rewards are all equal: without
+    a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
+    `truncated` (share cut off at the budget).
+  """
+  real = jnp.any(rollout.prompt_mask, axis=-1)
+  each = jnp.broadcast_to(real[:, None], rewards.shape)
+  rewarded = each & ~jnp.isnan(rewards)
+  rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
+  length = jnp.sum(rollout.completion_mask, axis=-1)
+
+  def mean(x, over=each):
+    return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
+
+  reward = mean(rewards, rewarded)
+  best = jnp.max(rewards, axis=-1, where=rewarded, initial=-jnp.inf)
+  worst = jnp.min(rewards, axis=-1, where=rewarded, initial=jnp.inf)
+  return {
+    "reward_mean": reward,
+    "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
+    "rewards_missing": mean(~rewarded),
+    "zero_variance_groups": mean(best <= worst, real),
+    "completion_length_mean": mean(length),
+    "completion_length_max": jnp.max(length),
+    "truncated": mean(~rollout.finished),
+  }
+
+
+def make_grpo_step(
+  lm: LM,
+  tx: optax.GradientTransformation,
+  reward_fn: Callable[[Rollout, Any], Array],
+  *,
+  group_size: int,
+  max_new_tokens: int,
+  eos_ids: tuple[int, ...],
+  pad_id: int = 0,
+  advantage: Callable[..., Array] = leave_one_out,
+  kl_in_reward: float = 0.0,
+  sampling: Sampling = Sampling(),
+  epochs: int = 1,
+  minibatches: int = 1,
+  micro_batches: int = 1,
+  chunk_size: int = 32,
+  diagnose: Callable[..., Metrics] | None = None,
+  **update_options: Any,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """A whole GRPO step as one pure function: sample, score, compare, update.
+
+  Jit it (donating the state), scan it over prompts, vmap it over states with
+  different keys, or compile it ahead of time.
+
+  Args:
+    lm: the model.
+    tx: the optimizer.
+    reward_fn: jittable `(rollout, targets) -> rewards [B, G]`; the targets are
+      those of the prompts.
+    group_size: G.
+    max_new_tokens: T, see `rollout`.
+    eos_ids: see `rollout`.
+    pad_id: see `rollout`.
+    advantage: see `make_batch`.
+    kl_in_reward: see `make_batch`.
+    sampling: the distribution to sample and to score with.
+    epochs: see `make_update`.
+    minibatches: see `make_update`.
+    micro_batches: see `make_update`; the reference takes as many rows at once.
+    chunk_size: see `token_logprobs`.
+    diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
+      sampled, to be returned with the others (see `statistics.diagnostics`).
+    **update_options: `loss`, `weighting` and `max_grad_norm` of `make_update`.
+
+  Returns:
+    `step(state, prompts, ref_params=None) -> (state, metrics)`.
+  """
+  update = make_update(
+    lm,
+    tx,
+    epochs=epochs,
+    minibatches=minibatches,
+    micro_batches=micro_batches,
+    sampling=sampling,
+    chunk_size=chunk_size,
+    **update_options,
+  )
+
+  def step(state: TrainState, prompts: Prompts, ref_params=None):
+    samples = rollout(
+      lm,
+      state.params,
+      prompts,
+      jax.random.fold_in(state.key, state.step),
+      group_size=group_size,
+      max_new_tokens=max_new_tokens,
+      eos_ids=eos_ids,
+      pad_id=pad_id,
+      sampling=sampling,
+    )
+    rewards = reward_fn(samples, prompts.targets)
+    batch = make_batch(
+      lm,
+      samples,
+      rewards,
+      advantage,
+      ref_params,
+      on_policy=epochs * minibatches == 1,
+      kl_in_reward=kl_in_reward,
+      micro_batches=minibatches * micro_batches,
+      sampling=sampling,
+      chunk_size=chunk_size,
+    )
+    row = rollout_metrics(samples, rewards)
+    if diagnose is not None:
+      row |= diagnose(state.params, samples, rewards, diagnosis_key(state))
+    state, metrics = update(state, batch)
+    return state, row | metrics
+
+  return step

@@ -1,0 +1,88 @@
+"""Pictures of a run, drawn by matplotlib.
+
+Training rows have `reward_mean`, `completion_length_mean`, `entropy` and `kl`;
+evaluation rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95%
+interval). See `records` for how they are kept.
+"""
+
+import math
+import os
+import pathlib
+from typing import Any
+
+from grpojax.runtime.records import read_jsonl
+
+_PANELS = (
+  ("reward_mean", "mean reward (training)"),
+  ("accuracy", "held-out accuracy, 95% interval"),
+  ("completion_length_mean", "completion length (tokens)"),
+  ("entropy", "entropy (nats a token)"),
+  ("kl", "KL to the reference (nats a token)"),
+)
+
+
+def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
+  """A matplotlib figure of `size` inches, and its axes [rows, columns]."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure  # not pyplot: it has global state
+
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure, path: str | os.PathLike) -> None:
+  """Writes a figure as PNG, whole or not at all."""
+  path = pathlib.Path(path)
+  temporary = path.with_name(f".{path.name}.tmp")
+  figure.savefig(temporary, format="png")
+  os.replace(temporary, path)
+
+
+def learning_curve(
+  metrics_path: str | os.PathLike, out_png: str | os.PathLike
+) -> None:
+  """Draws a run's learning curve, 1000 x 700 pixels.
+
+  Args:
+    metrics_path: a JSON lines file of rows; a panel without data is left out.
+    out_png: the picture, replaced whole.
+
+  Raises:
+    ValueError: no row has anything to draw.
+  """
+  rows = read_jsonl(metrics_path)
+  series = {
+    key: [row for row in rows if row.get(key) is not None] for key, _ in _PANELS
+  }
+  panels = [(key, title) for key, title in _PANELS if series[key]]
+  if not panels:
+    raise ValueError(f"{metrics_path} has no rows to draw")
+  columns = math.ceil(len(panels) / 2) if len(panels) > 1 else 1
+  figure, grid = new_figure(-(-len(panels) // columns), columns, (10, 7))
+  for axes in grid.flat[len(panels) :]:
+    axes.set_visible(False)
+  for axes, (key, title) in zip(grid.flat, panels, strict=False):
+    _draw(axes, series[key], key)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+  save_figure(figure, out_png)
+
+
+def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
+  steps = [row["step"] for row in rows]
+  axes.plot(
+    steps, [row[key] for row in rows], marker="." if len(rows) < 30 else ""
+  )
+  if key == "accuracy":
+    axes.set_ylim(0, 1.02)
+    band = [r for r in rows if r.get("accuracy_low") is not None]
+    axes.fill_between(
+      [r["step"] for r in band],
+      [r["accuracy_low"] for r in band],
+      [r["accuracy_high"] for r in band],
+      alpha=0.25,
+    )
+  if key == "completion_length_mean":
+    axes.set_ylim(bottom=0)

@@ -1,0 +1,137 @@
+"""Records on disk and on screen: JSON, JSON lines, TensorBoard, progress.
+
+A row is a dict with "step" and numbers. Write the rows of step k before the
+checkpoint of step k, so that resuming from it loses none.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def _plain(value: Any) -> Any:
+  """JSON's own types; numbers that are not finite become null."""
+  if isinstance(value, Mapping):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_plain(item) for item in value]
+  if value is None or isinstance(value, (str, bool, int)):
+    return value
+  if isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, float):
+    return float(value) if math.isfinite(value) else None
+  if hasattr(value, "dtype"):  # NumPy and JAX arrays and scalars
+    return _plain(np.asarray(value).tolist())
+  return value  # json says what it cannot write
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+  """Writes a file whole or not at all, through .NAME.tmp beside it."""
+  path = pathlib.Path(path)
+  temporary = path.with_name(f".{path.name}.tmp")
+  with open(temporary, "w", encoding="utf-8") as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+def write_json(path: str | os.PathLike, obj: Any) -> None:
+  """Writes JSON whole or not at all; non-finite numbers become null."""
+  write_text(path, json.dumps(_plain(obj), indent=2) + "\n")
+
+
+def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
+  """Appends one line, in one write, and hands it to the operating system."""
+  with open(path, "a", encoding="utf-8") as file:
+    file.write(json.dumps(_plain(row)) + "\n")
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """All rows; none where there is no file. A torn last line is left out.
+
+  Raises:
+    ValueError: a line before the last is not JSON.
+  """
+  if not os.path.exists(path):
+    return []
+  rows = []
+  lines = pathlib.Path(path).read_bytes().split(b"\n")
+  for number, line in enumerate(lines, 1):
+    if number == len(lines):
+      break  # a whole line ends with a newline: this is empty or torn
+    try:
+      rows.append(json.loads(line))
+    except ValueError as error:
+      raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+  return rows
+
+
+def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
+  """Drops what a resumed run will write again: rows later than `step`.
+
+  Also drops a torn last line. Rows without a step stay.
+
+  Args:
+    path: may be missing.
+    step: the restored checkpoint's.
+  """
+  if os.path.exists(path):
+    rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tensorboard_writer(log_dir: str | os.PathLike, step: int = 0):
+  """A tensorboardX writer that hides what a lost run wrote after `step`."""
+  from tensorboardX import SummaryWriter
+
+  return SummaryWriter(os.fspath(log_dir), purge_step=step + 1)
+
+
+def write_scalars(writer, step: int, values: Mapping[str, Any]) -> None:
+  """Writes the finite numbers of a row, a tag each; the rest is skipped."""
+  for name, value in _plain(values).items():
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and name != "step":
+      writer.add_scalar(name, value, step)
+
+
+def duration(seconds: int | float) -> str:
+  """For people: "12s", "3m05s", "2h07m"."""
+  seconds = max(round(seconds), 0)
+  if seconds < 60:
+    return f"{seconds}s"
+  if seconds < 3600:
+    return f"{seconds // 60}m{seconds % 60:02d}s"
+  return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def progress(
+  step: int,
+  steps: int,
+  seconds: int | float | None,
+  metrics: Mapping[str, Any],
+) -> str:
+  """One line for the terminal.
+
+  Args:
+    step: steps done.
+    steps: steps in all.
+    seconds: what one step takes, as the caller averages it; None while that
+      is not known.
+    metrics: shown in this order, numbers to three digits.
+  """
+  shown = [
+    f"{k} {v}" if isinstance(v, str) else f"{k} {float(v):.3g}"
+    for k, v in metrics.items()
+  ]
+  if seconds is not None:
+    left = duration(seconds * (steps - step))
+    shown += [f"{seconds:.2f} s/step", f"{left} left"]
+  return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *shown])

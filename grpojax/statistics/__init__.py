@@ -1,0 +1,1 @@
+"""The paper: U-statistics, exact errors, group sizes, diagnoses, intervals."""

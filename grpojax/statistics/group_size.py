@@ -1,0 +1,247 @@
+"""The error of a batch's gradient against the group size, and the best size.
+
+A batch of B prompts with G completions each costs N = B G samples. Few large
+groups know their values well and see few prompts; many small ones the reverse.
+The best size moves while a policy trains: `init_choice` and `observe` follow.
+"""
+
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int, Real
+
+from grpojax.statistics.u_statistics import (
+  Estimators,
+  Moments,
+  check_group_sizes,
+)
+
+
+class Components(NamedTuple):
+  """What the error of a batch of B prompts, N = B G samples, is made of.
+
+  Attributes:
+    c1: tr Var_x g(x), between prompts.
+    c2: E_x tr Var(s delta), within prompts.
+    c3: E_x [I sigma^2 + ||g||^2], for not knowing V(x).
+    c2_vanilla: E_x tr Var(s Z).
+    gradient_sq: ||E_x g(x)||^2.
+  """
+
+  c1: Float[Array, "*X"]
+  c2: Float[Array, "*X"]
+  c3: Float[Array, "*X"]
+  c2_vanilla: Float[Array, "*X"]
+  gradient_sq: Float[Array, "*X"]
+
+
+def components(
+  moments: Moments,
+  gradients: Float[Array, "X d"],
+  weights: Float[Array, "X"] | None = None,
+) -> Components:
+  """Averages the moments of all prompts that exist.
+
+  Args:
+    moments: of X prompts.
+    gradients: g(x) of each.
+    weights: probability of each prompt; None is uniform.
+
+  Returns:
+    Scalars.
+  """
+  if weights is None:
+    weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
+  gradient_sq = jnp.sum((weights @ gradients) ** 2)
+  return Components(
+    c1=weights @ moments.gradient_sq - gradient_sq,
+    c2=weights @ moments.oracle_trace,
+    c3=weights @ moments.remainder,
+    c2_vanilla=weights @ moments.vanilla_trace,
+    gradient_sq=gradient_sq,
+  )
+
+
+def mse_curve(
+  components: Components,
+  group_sizes: Real[Array, "S"] | Real[np.ndarray, "S"] | int,
+  num_samples: int,
+) -> Estimators:
+  """Error of a batch's gradient against the group size, at a fixed budget.
+
+  With N = B G samples of B prompts drawn independently: leave-one-out
+  c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv 2603.01162 with
+  its remainder; the oracle lacks the last term.
+
+  Args:
+    components: scalars.
+    group_sizes: G >= 2 each.
+    num_samples: N.
+
+  Returns:
+    Errors, one a group size.
+
+  Raises:
+    ValueError: for a group size below 2.
+  """
+  c, n, g = components, num_samples, check_group_sizes(group_sizes)
+  between = c.c1 * g / n
+  unbiased = between + c.c2 / n + c.c3 / (n * (g - 1))
+  return Estimators(
+    vanilla=between + c.c2_vanilla / n,
+    leave_one_out=unbiased,
+    centred=((g - 1) / g) ** 2 * unbiased + c.gradient_sq / g**2,
+    oracle=between + c.c2 / n,
+  )
+
+
+def optimal_group_size(
+  c1: Real[Array, "*#X"] | float | int,
+  c2: Real[Array, "*#X"] | float | int,
+  c3: Real[Array, "*#X"] | float | int,
+  prompt_cost: float | int = 0.0,
+) -> Float[Array, "*X"]:
+  """The group size G* with the smallest error at a fixed budget.
+
+  Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget, the
+  learning rate or the number of steps (arXiv 2603.01162, Theorem 7, which has
+  sqrt(c3 / c1) from an upper bound). With a cost of `prompt_cost` completions
+  for each prompt (prefill, reward set-up), the budget is B (prompt_cost + G)
+  and G* minimises (prompt_cost + G) (c1 + c2 / G + c3 / (G (G - 1))), a convex
+  function of G > 1.
+
+  Args:
+    c1: between prompts, see `Components`.
+    c2: within prompts; it matters only where prompts cost something.
+    c3: for not knowing the value.
+    prompt_cost: kappa >= 0, in completions.
+
+  Returns:
+    G* >= 1, not rounded; inf where c1 <= 0: more prompts bring nothing.
+
+  Raises:
+    ValueError: a negative prompt_cost.
+  """
+  if not prompt_cost >= 0:
+    raise ValueError(
+      f"prompt_cost is a number of completions >= 0, not {prompt_cost}"
+    )
+  c1, c2, c3 = (jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
+  c1, c2, c3 = jnp.broadcast_arrays(c1, c2, c3)
+  some = c1 > 0
+  b, c = (jnp.maximum(x, 0) / jnp.where(some, c1, 1) for x in (c2, c3))
+  low = jnp.sqrt(c)  # bounds on u = G - 1, the root of an increasing function
+  high = jnp.sqrt(c + prompt_cost * (b + 2 * c))
+
+  def slope(u):
+    """The derivative's numerator, times G^2 u^2 / c1."""
+    g = 1 + u
+    costs = prompt_cost * (b * u**2 + c * (2 * g - 1))
+    return g**2 * u**2 - c * g**2 - costs
+
+  def halve(_, bounds):
+    low, high = bounds
+    middle = (low + high) / 2
+    below = slope(middle) < 0
+    return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+  if prompt_cost:
+    low, high = jax.lax.fori_loop(0, 60, halve, (low, high))
+  return jnp.where(some, 1 + (low + high) / 2, jnp.inf)
+
+
+@typing.no_type_check
+@struct.dataclass
+class GroupSizeChoice:
+  """The group size of the next step, and the estimates that it rests on.
+
+  Attributes:
+    group_size: a power of two.
+    c1: discounted sum of the estimates of c1.
+    c3: of c3.
+    c1_variance: of the sum `c1`.
+    c3_variance: of the sum `c3`.
+  """
+
+  group_size: Int[Array, ""]
+  c1: Float[Array, ""]
+  c3: Float[Array, ""]
+  c1_variance: Float[Array, ""]
+  c3_variance: Float[Array, ""]
+
+
+def init_choice(group_size: int) -> GroupSizeChoice:
+  """Starts from a given group size, knowing nothing."""
+  return GroupSizeChoice(
+    group_size=jnp.asarray(group_size, jnp.int32),
+    c1=jnp.zeros(()),
+    c3=jnp.zeros(()),
+    c1_variance=jnp.zeros(()),
+    c3_variance=jnp.zeros(()),
+  )
+
+
+def observe(
+  choice: GroupSizeChoice,
+  c1: Float[Array, ""],
+  c1_se: Float[Array, ""],
+  c3: Float[Array, ""],
+  c3_se: Float[Array, ""],
+  *,
+  smallest: int,
+  largest: int,
+  decay: float | int,
+  margin: float | int,
+  confidence: float | int,
+) -> GroupSizeChoice:
+  """Moves the group size one power of two towards the estimate of G*, or not.
+
+  It moves up where G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), that is
+  where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
+  is `confidence` standard errors away from 0; down likewise. The difference is
+  linear in the estimates, so c1, which is small and noisy, divides nothing, and
+  a noisy estimate leaves the group size as it is.
+
+  Args:
+    choice: so far.
+    c1: an estimate, as of `statistics.diagnostics`; may be negative.
+    c1_se: its standard error.
+    c3: an estimate; the two are taken as independent.
+    c3_se: its standard error. An observation of which anything is not finite
+      is left out.
+    smallest: lowest group size, a power of two.
+    largest: highest group size, a power of two.
+    decay: weight of the past at each observation, within [0, 1).
+    margin: hysteresis >= 0, in powers of two.
+    confidence: standard errors >= 0 that the evidence for a move must have.
+
+  Returns:
+    The choice for the next step.
+  """
+  seen = jnp.stack([c1, c3, c1_se**2, c3_se**2])
+  good = jnp.all(jnp.isfinite(seen))
+  old = jnp.stack(
+    [choice.c1, choice.c3, choice.c1_variance, choice.c3_variance]
+  )
+  weights = jnp.array([decay, decay, decay**2, decay**2], old.dtype)
+  sums = jnp.where(good, weights * old + seen, old)
+  c1, c3, c1_variance, c3_variance = sums
+
+  def evidence(size):
+    """c3 - K c1 in standard errors: positive where G* is above `size`."""
+    k = (size - 1) ** 2
+    error = jnp.sqrt(c3_variance + k**2 * c1_variance)
+    return (c3 - k * c1) / jnp.maximum(error, 1e-30)
+
+  now = choice.group_size
+  step = 2 ** (0.5 + margin)
+  up = good & (evidence(now * step) > confidence)
+  down = good & (evidence(now / step) < -confidence)
+  size = jnp.where(up, now * 2, jnp.where(down, now // 2, now))
+  return GroupSizeChoice(
+    jnp.clip(size, smallest, largest), c1, c3, c1_variance, c3_variance
+  )

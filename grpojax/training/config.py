@@ -1,0 +1,125 @@
+"""The configuration of a training run: its defaults, and what makes one valid.
+
+A config is read here, in the rest of `grpojax.training`, in the programs and in
+the studies, and nowhere below them: what these call takes plain arguments.
+"""
+
+from ml_collections import ConfigDict, FieldReference
+
+from grpojax.runtime import config as config_lib
+from grpojax.training import validation
+
+WORDS = {"group_size": (validation.AUTO,)}
+"""Words that may stand in the place of a number."""
+
+
+def default_config() -> ConfigDict:
+  """The embedded arithmetic job. Locked: an unknown key is an error."""
+  config = ConfigDict()
+  config.name = "arithmetic"  # the run directory is runs/NAME
+  config.seed = 0
+  config.steps = 40
+  config.batch_size = 32  # prompts a step
+  # Completions a prompt; "auto" follows the best size (see auto_group_size).
+  config.group_size = FieldReference(8, field_type=object)
+  config.auto_group_size = ConfigDict()  # powers of two, at equal samples
+  config.auto_group_size.start = 8  # with batch_size prompts
+  config.auto_group_size.smallest = 4
+  config.auto_group_size.largest = 32
+  config.auto_group_size.decay = 0.9  # of past estimates, at each diagnosis
+  config.auto_group_size.margin = 0.25  # hysteresis, in powers of two
+  config.auto_group_size.confidence = 1.0  # standard errors, before a move
+  config.model = ConfigDict()
+  config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
+  # Of computation; what is trained is float32, what is frozen (LoRA) this.
+  config.model.dtype = "float32"
+  config.model.remat = True  # recompute activations in the backward pass
+  config.lora = ConfigDict()  # train low-rank adapters, not the weights
+  config.lora.rank = 0  # 0 = off
+  config.lora.alpha = 32.0  # adapters are scaled by alpha / rank
+  config.lora.targets = "layers/(q|k|v|o|gate|up|down)"  # a pattern of paths
+  config.data = ConfigDict()
+  config.data.name = "arithmetic"
+  config.data.path = ""  # of a dataset that is read from disk
+  config.data.options = ConfigDict()  # keyword arguments of the dataset's load
+  config.data.max_prompt_length = 32  # tokens
+  config.data.too_long = "refuse"  # or "drop": prompts of more tokens
+  config.data.template = "{prompt}\n"
+  config.data.system_prompt = ""  # of chats without one
+  config.data.template_options = ConfigDict()  # keywords of the chat template
+  config.sampling = ConfigDict()
+  config.sampling.max_new_tokens = 80
+  config.sampling.temperature = 1.0
+  config.sampling.top_k = 0  # 0 = off
+  config.sampling.top_p = 1.0
+  config.sampling.min_p = 0.0
+  config.logits_chunk = 32  # completion positions whose logits are held at once
+  config.reward = ConfigDict()
+  # Built in, "package.module:function" or "file.py:function". The first says
+  # what a right answer is (1 or more), which is what evaluations count.
+  config.reward.functions = ("exact_answer",)
+  config.reward.weights = (1.0,)
+  config.reward.options = ConfigDict()  # options.FUNCTION.keyword
+  config.reward.workers = 0  # processes; 0 = in this one, without a time limit
+  config.reward.timeout = 10.0  # seconds a completion
+  config.reward.model = ""  # directory of a sequence classifier; "" = none
+  config.reward.model_weight = 1.0
+  config.reward.on_device = False  # True: the whole step is one XLA program
+  config.advantage = "leave_one_out"
+  config.subset_size = 2  # k of max_at_k and min_at_k
+  config.loss = ConfigDict()
+  config.loss.ratio = "token_ratio"
+  config.loss.clip_low = 0.2
+  config.loss.clip_high = 0.2
+  config.loss.dual_clip = 0.0  # 0 = off
+  config.loss.weighting = "token_mean"
+  config.loss.kl = "k3"
+  config.loss.kl_placement = "loss"
+  config.loss.beta = 0.0  # 0 = no KL term and no reference model in memory
+  config.optim = ConfigDict()
+  config.optim.learning_rate = 3e-4
+  config.optim.schedule = "constant"
+  config.optim.warmup_steps = 0  # optimizer updates
+  config.optim.b1 = 0.9
+  config.optim.b2 = 0.95
+  config.optim.weight_decay = 0.0
+  config.optim.max_grad_norm = 1.0
+  config.optim.epochs = 1  # passes over a step's completions
+  config.optim.minibatches = 1  # optimizer updates a pass
+  config.optim.micro_batches = 4  # parts whose gradients are added up
+  config.diagnostics = ConfigDict()
+  config.diagnostics.every = 0  # steps; 0 = off: nothing compiled or run
+  config.diagnostics.tangents = 4  # random directions
+  config.diagnostics.share = 0.375  # of a step's prompts, at least 3
+  config.diagnostics.last_layers = 0  # scores of the last layers; 0 = all
+  config.eval = ConfigDict()
+  config.eval.every = 5  # steps
+  config.eval.num_prompts = 256
+  config.eval.batch_size = 128
+  config.eval.samples = 4  # completions shown
+  config.checkpoint = ConfigDict()
+  config.checkpoint.every = 10  # steps
+  config.checkpoint.keep = 2  # newest checkpoints on disk
+  config.log = ConfigDict()
+  config.log.every = 1  # steps
+  config.log.samples_every = 10  # steps
+  config.log.tensorboard = True
+  config.mesh = ConfigDict()  # devices along each axis; -1 = all the others
+  config.mesh.data = -1
+  config.mesh.fsdp = 1
+  config.mesh.tensor = 1
+  config.lock()
+  for section in (config.data, config.reward):
+    section.options.unlock()  # keyword arguments of what the config names
+  config.data.template_options.unlock()
+  return config
+
+
+def validate(config: ConfigDict) -> None:
+  """Checks a whole training config before anything compiles.
+
+  Raises:
+    ValueError: with every problem, a line each: field, value, what to do.
+  """
+  found = config_lib.check_keys(config, default_config(), WORDS)
+  config_lib.refuse(found or validation.problems(config_lib.flatten(config)))

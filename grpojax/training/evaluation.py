@@ -1,0 +1,210 @@
+"""Completions of held-out prompts, and what they say about one model or two.
+
+Everything is computed from one value a prompt: prompts are what varies, and the
+samples of one prompt are not independent of each other.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from grpojax.core.types import Params, Prompts
+from grpojax.rewards import exact, math
+from grpojax.rewards.pool import Failure
+from grpojax.statistics.intervals import (
+  PairedDifference,
+  mean_interval,
+  paired_difference,
+  paired_proportions,
+  wilson_interval,
+)
+from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
+from grpojax.training import policy as policies
+from grpojax.training import scoring
+from grpojax.training.policy import Policy
+
+CORRECT = 1.0  # a completion with at least this reward is right
+ANSWERS = {  # of rewards of which the votes for an answer can be counted
+  "exact_answer": exact.given_answer,
+  "math_answer": math.given_answer,
+}
+TITLES = {"accuracy": "greedy accuracy"}
+
+
+class Evaluation(NamedTuple):
+  """Completions of held-out prompts.
+
+  Attributes:
+    rewards: [prompts, samples]; nan, where there is none, is not right.
+    texts: the completions, [prompts][samples].
+    examples: the problems, with their "prompt_text".
+    failures: rewards that could not be computed.
+  """
+
+  rewards: np.ndarray
+  texts: list[list[str]]
+  examples: list[dict[str, Any]]
+  failures: list[Failure] = []
+
+
+def _pad(prompts: Prompts, rows: int) -> Prompts:
+  """Fills a last, shorter batch with empty prompts: one shape, one program."""
+  missing = rows - len(prompts.prompt_ids)
+  return jax.tree.map(
+    lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), prompts
+  )
+
+
+def evaluate(
+  policy: Policy,
+  params: Params,
+  sampler: Callable[..., Any],
+  batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
+  scorer: scoring.Scorer,
+  key: jax.Array,
+  batch_size: int,
+  place: jax.sharding.Sharding | None = None,
+) -> Evaluation:
+  """Samples and scores completions of every batch.
+
+  Args:
+    policy: the model; its own parameters are not used.
+    params: the parameters to evaluate.
+    sampler: from `from_config.make_sampler`.
+    batches: of `(Prompts, examples)`, the last one may be shorter.
+    scorer: of the rewards, the first of which says what is right.
+    key: of the samples.
+    batch_size: rows that a shorter batch is padded to.
+    place: sharding of the prompts; None is one device.
+  """
+  rewards, texts, seen, failures = [], [], [], []
+  for i, (prompts, examples) in enumerate(batches):
+    padded = jax.device_put(_pad(prompts, batch_size), place)
+    samples = sampler(params, padded, jax.random.fold_in(key, i))
+    decoded = policies.decode(policy, samples)[: len(examples)]
+    found = scoring.score(scorer, examples, decoded, samples)
+    rewards.append(scoring.correctness(scorer, found))
+    texts += decoded
+    seen += examples
+    failures += found.failures
+  return Evaluation(np.concatenate(rewards), texts, seen, failures)
+
+
+def failed(failures: Sequence[Failure]) -> str:
+  """A line about rewards that could not be computed."""
+  first = failures[0]
+  return (
+    f"{len(failures)} rewards failed; the first: {first.function} "
+    f"({first.reason}) of {first.completion[:80]!r}"
+  )
+
+
+def answer_labels(
+  texts: list[list[str]], answer: Callable[[str], str | None]
+) -> Int[np.ndarray, "prompts samples"]:
+  """Equal numbers for a prompt's samples with the same answer; -1 for none."""
+  rows = []
+  for group in texts:
+    answers = list(map(answer, group))
+    names = {name: i for i, name in enumerate(dict.fromkeys(answers))}
+    rows.append([SILENT if a is None else names[a] for a in answers])
+  return np.array(rows)
+
+
+def per_prompt(
+  result: Evaluation,
+  ks: Sequence[int] = (),
+  answer: Callable[[str], str | None] | None = None,
+) -> dict[str, np.ndarray]:
+  """What is estimated, by name: one value a prompt, [prompts].
+
+  Args:
+    result: the completions.
+    ks: of pass@k; without any, the accuracy of the first completion.
+    answer: the answer that a completion gives, see `ANSWERS`: also maj@k, for
+      the same ks.
+  """
+  right = result.rewards >= CORRECT
+  if not ks:
+    return {"accuracy": right[:, 0].astype(np.float32)}
+  values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
+  if answer is not None:
+    labels = answer_labels(result.texts, answer)
+    values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
+  return values
+
+
+def _right_or_wrong(*values: np.ndarray) -> bool:
+  return all(np.isin(v, (0, 1)).all() for v in values)
+
+
+def estimate(values: np.ndarray) -> tuple[float, float, float]:
+  """Mean over prompts with its 95% interval: mean, low, high.
+
+  Wilson's interval where each prompt is right or wrong, else Student's.
+  """
+  if _right_or_wrong(values):
+    found = wilson_interval(int(np.sum(values)), len(values))
+  else:
+    found = mean_interval(jnp.asarray(values))
+  mean, low, high = map(float, found)
+  return mean, low, high
+
+
+def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """For JSON: three fields of the accuracy, or name -> [mean, low, high]."""
+  found = {name: estimate(value) for name, value in values.items()}
+  if "accuracy" not in found:
+    return {name: list(value) for name, value in found.items()}
+  names = ("accuracy", "accuracy_low", "accuracy_high")
+  return dict(zip(names, found["accuracy"], strict=True))
+
+
+def compare(
+  a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
+) -> dict[str, PairedDifference]:
+  """Paired differences, a less b, of what `per_prompt` gave for two models.
+
+  Agresti and Min's interval where each prompt is right or wrong for both, else
+  Student's; see `statistics.intervals`.
+  """
+  return {
+    name: paired_proportions(a[name] == 1, b[name] == 1)
+    if _right_or_wrong(a[name], b[name])
+    else paired_difference(a[name], b[name])
+    for name in a
+  }
+
+
+def _percent(mean: float, low: float, high: float, sign: str = "") -> str:
+  return f"{mean:{sign}.1%}  [{low:{sign}.1%}, {high:{sign}.1%}]"
+
+
+def lines(values: Mapping[str, np.ndarray]) -> list[str]:
+  """One model's numbers, to print."""
+  return [
+    f"{TITLES.get(name, name)}  {_percent(*estimate(value))}"
+    for name, value in values.items()
+  ]
+
+
+def table(
+  a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
+) -> list[str]:
+  """Both models' numbers and their paired differences, to print."""
+  rows = [("", "model", "compare", "model - compare", "p")]
+  for name, (*found, p_value) in compare(a, b).items():
+    both = (_percent(*estimate(values[name])) for values in (a, b))
+    row = TITLES.get(name, name), *both, _percent(*found, sign="+")
+    rows.append((*row, f"{p_value:.2g}"))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "   ".join(
+      f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)
+    ).rstrip()
+    for row in rows
+  ]

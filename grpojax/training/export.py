@@ -1,0 +1,65 @@
+"""A run's model, or its adapters, as a directory that other programs read."""
+
+import pathlib
+
+import jax
+
+from grpojax.models import hf, lora
+from grpojax.training import policy as policies
+from grpojax.training import run_directory, trained
+
+
+def host_device() -> jax.Device:
+  """The host: a model that was trained on many devices may not fit on one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return jax.local_devices()[0]
+
+
+def export(
+  run: pathlib.Path,
+  out: pathlib.Path,
+  step: int | None = None,
+  dtype: str | None = None,
+  adapter: bool = False,
+) -> str:
+  """Writes a run's model, or with `adapter` its adapters, into a new directory.
+
+  Args:
+    run: the run directory.
+    out: the directory to make; nothing stands there until all is written.
+    step: of the checkpoint; None is the newest, or a finished run's model/
+      where there are no checkpoints.
+    dtype: of the stored weights; None is as they were trained.
+    adapter: write LoRA's adapters in PEFT's format instead of the model.
+
+  Returns:
+    What was written, in words.
+
+  Raises:
+    ValueError: no run, no such checkpoint, `out` exists, or `adapter` of a run
+      without LoRA.
+  """
+  config = run_directory.read_config(run)
+  source, rank = policies.find_model(config.model.path), config.lora.rank
+  if out.exists():
+    raise ValueError(f"--out={out} exists already; choose another directory")
+  if adapter and not rank:
+    raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
+  finished = run_directory.model_directory(run)
+  if step is None and not run_directory.is_run(run) and finished != run:
+    if adapter:
+      raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
+    hf.save(out, hf.load_params(finished), finished, dtype=dtype)
+    return f"the finished model of {run}"
+  step, params = trained.load_params(run, config, step, host_device())
+  what = f"step {step} of {run}"
+  if adapter:
+    lora.save_peft(out, params, source, config.lora.alpha, dtype=dtype)
+    return f"the adapters of {what}"
+  if rank:
+    base = hf.load_params(source)
+    params = lora.merge(base, params, config.lora.alpha / rank)
+  hf.save(out, params, source, dtype=dtype)
+  return what

@@ -1,0 +1,192 @@
+"""A model as the programs hold it: functions, weights and tokenizer.
+
+What training changes is `params`: all weights or, with LoRA, adapters beside
+`frozen` ones. Frozen weights are an argument of every compiled program, never a
+constant in it, and there is one copy of them: the reference policy is the same
+model without adapters, `params = {}`.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from grpojax.core.types import LM, Params, Rollout
+from grpojax.models import hf, lora
+from grpojax.models.transformer import transformer
+from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import run_directory
+
+
+class Policy(NamedTuple):
+  """A model with its tokenizer.
+
+  Attributes:
+    directory: where it was read from.
+    lm: functions of the whole model's parameters.
+    tokenizer: a transformers tokenizer.
+    eos_ids: ids that end a completion.
+    pad_id: id to pad with.
+    params: what is trained; None before `with_weights`.
+    frozen: the base model's parameters where `params` are adapters, else None.
+    lora_scale: of the adapters.
+    vmappable: whether `jax.vmap` takes the model's functions.
+  """
+
+  directory: pathlib.Path
+  lm: LM
+  tokenizer: Any
+  eos_ids: tuple[int, ...]
+  pad_id: int
+  params: Params | None = None
+  frozen: Params | None = None
+  lora_scale: float = 0.0
+  vmappable: bool = True
+
+
+def find_model(path: str | pathlib.Path) -> pathlib.Path:
+  """A model's directory: a path, a finished run, or an embedded model's name.
+
+  Raises:
+    ValueError: there is none, see `hf.resolve`.
+  """
+  return hf.resolve(run_directory.model_directory(path))
+
+
+def open_policy(
+  path: str, dtype: str = "float32", remat: bool = False
+) -> Policy:
+  """Reads all of a model but its weights.
+
+  Args:
+    path: a model directory, a finished run, or an embedded model's name.
+    dtype: of computation, see `transformer`.
+    remat: see `transformer`.
+
+  Raises:
+    ValueError: the directory, its configuration or its tokenizer do not fit.
+  """
+  directory = find_model(path)
+  tokenizer = tokenizer_lib.load(directory)
+  config = hf.to_transformer_config(hf.read_config(directory))
+  if max(tokenizer.get_vocab().values()) >= config.vocab_size:
+    raise ValueError(
+      f"the tokenizer in {directory} has ids of {config.vocab_size} and more, "
+      "but the model has only so many embeddings: they are not of the same "
+      "model"
+    )
+  if config.labels:
+    raise ValueError(
+      f"the model in {directory} is a sequence classifier: it can be a "
+      "reward.model, but writes no text"
+    )
+  return Policy(
+    directory,
+    transformer(config, dtype=jnp.dtype(dtype), remat=remat),
+    tokenizer,
+    tokenizer_lib.eos_ids(directory, tokenizer),
+    tokenizer_lib.pad_id(tokenizer),
+    vmappable=not config.experts,
+  )
+
+
+def with_weights(
+  policy: Policy,
+  dtype: str = "float32",
+  shardings: Callable[[Any], Any] | None = None,
+) -> Policy:
+  """Reads the weights, as parameters to train.
+
+  Args:
+    policy: from `open_policy`.
+    dtype: of the parameters.
+    shardings: abstract parameters -> where to load them; None is one device.
+
+  Raises:
+    ValueError: weights that do not fit, see `hf.load_params`.
+  """
+  params = hf.load_params(policy.directory, jnp.dtype(dtype), shardings)
+  return policy._replace(params=params)
+
+
+def load_policy(
+  path: str, dtype: str = "float32", remat: bool = False
+) -> Policy:
+  """Reads a model directory, or an embedded model by its name.
+
+  Args:
+    path: see `open_policy`.
+    dtype: of computation; the parameters are float32.
+    remat: see `transformer`.
+
+  Raises:
+    ValueError: the directory, its weights or its tokenizer do not fit.
+  """
+  return with_weights(open_policy(path, dtype, remat))
+
+
+def with_adapters(
+  policy: Policy, key: Key[Array, ""], *, rank: int, alpha: float, targets: str
+) -> Policy:
+  """Freezes the weights, and puts fresh adapters in their place (LoRA).
+
+  Args:
+    policy: with weights.
+    key: of the adapters' random half; the policy is unchanged at first.
+    rank: of each adapter.
+    alpha: the adapters are scaled by alpha / rank.
+    targets: pattern of the paths of the adapted matrices, see `lora.init`.
+
+  Raises:
+    ValueError: the targets are none, or not matrices.
+  """
+  adapters = lora.init(policy.params, key, rank, targets)
+  return policy._replace(
+    params=adapters, frozen=policy.params, lora_scale=alpha / rank
+  )
+
+
+def jit(
+  policy: Policy, function: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+  """Compiles `function(lm, *args)`, and binds the policy's model.
+
+  Args:
+    policy: its frozen weights, if there are any, are passed at every call.
+    function: pure; its `lm` takes the parameters that are trained.
+    **options: of `jax.jit`; argument 0 is the model.
+
+  Returns:
+    `(*args) -> function(lm, *args)`.
+  """
+
+  def call(frozen, *args):
+    lm = policy.lm
+    if frozen is not None:
+      lm = lora.adapt(lm, frozen, policy.lora_scale)
+    return function(lm, *args)
+
+  # For logs and profiles; a partial function has no name of its own.
+  call.__name__ = getattr(function, "func", function).__name__
+  return functools.partial(jax.jit(call, **options), policy.frozen)
+
+
+def whole_params(policy: Policy, params: Params) -> Params:
+  """The parameters of the whole model, adapters merged into its weights."""
+  if policy.frozen is None:
+    return params
+  return lora.merge(policy.frozen, params, policy.lora_scale)
+
+
+def decode(policy: Policy, samples: Rollout) -> list[list[str]]:
+  """Texts of all completions, [B][G], without their EOS."""
+  ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
+  text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
+  return [
+    [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]
+    for group in zip(ids, mask, strict=True)
+  ]

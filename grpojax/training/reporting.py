@@ -1,0 +1,158 @@
+"""What a training run measures, writes into its directory, and prints."""
+
+import itertools
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from grpojax.core.types import Params
+from grpojax.models import hf
+from grpojax.rewards.pool import Failure
+from grpojax.runtime import pictures, records, sharding
+from grpojax.training import evaluation, prompts, run_directory
+from grpojax.training import policy as policies
+from grpojax.training.start import Run
+
+SHOWN = (
+  "reward_mean",
+  "completion_length_mean",
+  "entropy",
+  "grad_norm",
+  "tokens_per_second",
+)
+KEPT_FAILURES = 20  # a step, in failures.jsonl
+
+
+def record(run: Run, row: dict[str, Any]) -> None:
+  """Writes one row to records.jsonl and TensorBoard."""
+  records.append_jsonl(run.file(run_directory.METRICS), row)
+  if run.writer is not None:
+    records.write_scalars(run.writer, row["step"], row)
+
+
+def evaluate_held_out(
+  run: Run, params: Params, sampler, step: int
+) -> dict[str, Any]:
+  """Greedy held-out accuracy; recorded, printed and returned."""
+  config = run.config
+  result = evaluation.evaluate(
+    run.policy,
+    params,
+    sampler,
+    prompts.held_out(config, run.policy, run.held_out.examples),
+    run.scorer,
+    jax.random.key(config.seed),
+    config.eval.batch_size,
+    sharding.batch_sharding(run.mesh),
+  )
+  row = {"step": step} | evaluation.numbers(evaluation.per_prompt(result))
+  record(run, row)
+  log_failures(run, step, result.failures)
+  print(
+    f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
+    f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
+    flush=True,
+  )
+  if step in (0, config.steps):
+    shown = zip(result.examples, result.texts, result.rewards, strict=True)
+    for example, texts, rewards in itertools.islice(shown, config.eval.samples):
+      _show(example["prompt_text"], texts[0], float(rewards[0]))
+  return row
+
+
+def _show(prompt: str, completion: str, reward: float | None) -> None:
+  text = (prompt + completion).rstrip()
+  print("\n".join(f"    | {line}" for line in text.splitlines()))
+  print(f"    | -> reward {math.nan if reward is None else reward:g}")
+
+
+def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
+  """Says that rewards of a step failed, and keeps the first of them."""
+  if failures:
+    print(f"step {step}: {evaluation.failed(failures)}", flush=True)
+  for failure in failures[:KEPT_FAILURES]:
+    row = {"step": step} | failure._asdict()
+    records.append_jsonl(run.file(run_directory.FAILURES), row)
+
+
+def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
+  """Writes a step's metrics, and shows progress and samples when due."""
+  config, step = run.config, row["step"]
+  if run.ref_params is None:
+    row.pop("kl")  # there is nothing to diverge from
+  record(run, row)
+  if step % config.log.every == 0 or step == config.steps:
+    line = {k: row[k] for k in SHOWN}
+    if "optimal_group_size" in row:
+      best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+      line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
+    print(records.progress(step, config.steps, pace, line), flush=True)
+  if shown and step % config.log.samples_every == 0:
+    for sample in shown:
+      records.append_jsonl(
+        run.file(run_directory.SAMPLES), {"step": step} | sample
+      )
+    _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
+
+
+def speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
+  """Seconds of the step that just ended, and tokens sampled in each."""
+  seconds = clock[-1] - clock[-2]
+  tokens = prompts.samples_per_step(config) * float(
+    row["completion_length_mean"]
+  )
+  return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
+
+
+def train_seconds(run: Run) -> float:
+  """Training seconds spent so far, over all the times the run was started."""
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  return max((row.get("train_seconds", 0.0) for row in rows), default=0.0)
+
+
+def finish(run: Run, params: Params) -> dict[str, Any]:
+  """Writes the model, the picture and the summary."""
+  model = run.file(run_directory.MODEL)
+  if not model.exists():  # a run that was killed here has written it whole
+    whole = policies.whole_params(run.policy, params)
+    hf.save(model, whole, run.policy.directory)
+  pictures.learning_curve(
+    run.file(run_directory.METRICS), run.file(run_directory.CURVE)
+  )
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  tests = [row for row in rows if "accuracy" in row]
+  names = ("accuracy", "accuracy_low", "accuracy_high")
+  before, after = (
+    [test[name] for name in names] for test in (tests[0], tests[-1])
+  )
+  summary = {
+    "accuracy_before": before[0],
+    "accuracy_before_interval": before[1:],
+    "accuracy_after": after[0],
+    "accuracy_after_interval": after[1:],
+    "train_seconds": train_seconds(run),
+    "steps": run.config.steps,
+    "eval_prompts": len(run.held_out.examples),
+    "dropped_prompts": run.train.dropped + run.held_out.dropped,
+    "skipped_updates": sum(r.get("skipped_updates", 0) for r in rows),
+  }
+  records.write_json(run.file(run_directory.SUMMARY), summary)
+  return summary
+
+
+def print_summary(directory: pathlib.Path, summary: dict[str, Any]) -> None:
+  """Accuracy before and after, and where everything is."""
+  for when in ("before", "after"):
+    low, high = summary[f"accuracy_{when}_interval"]
+    print(
+      f"accuracy {when:6} {summary[f'accuracy_{when}']:6.1%}  "
+      f"[{low:.1%}, {high:.1%}]"
+    )
+  print(
+    f"{summary['steps']} steps in {records.duration(summary['train_seconds'])}"
+    f"; results, curve and model are in {directory}/"
+  )

@@ -1,0 +1,198 @@
+"""Rewards of a rollout: functions of text, and a reward model.
+
+The functions run in worker processes (`rewards.pool`) while the reward model
+runs on the devices.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from ml_collections import ConfigDict
+
+from grpojax.core.types import Rollout
+from grpojax.rewards import groups, neural
+from grpojax.rewards.pool import Pool
+from grpojax.runtime import sharding
+from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import policy as policies
+
+MODEL = "model"  # the reward model's name among the functions'
+
+
+SHORTEST = 128  # tokens that a reward model's rows are padded to, at least
+ROWS = 8  # sequences that each device scores at once
+
+Model = Callable[[list[dict[str, Any]], list[list[str]]], np.ndarray]
+
+
+class Scorer(NamedTuple):
+  """What computes rewards.
+
+  Attributes:
+    pool: of the functions.
+    model: `(examples, texts) -> [B, G]`, a reward model; None is none.
+    model_weight: of its rewards.
+  """
+
+  pool: Pool
+  model: Model | None = None
+  model_weight: float = 1.0
+
+
+def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
+  """Loads the config's reward model; None where it has none.
+
+  It reads the prompt and the completion as a chat of two turns where its
+  tokenizer has a chat template, else as one text, as the policy wrote it. Of
+  what is longer than all that the policy may read and write, it reads the end.
+
+  Args:
+    config: the run's.
+    mesh: where to load it, and to cut its batches over.
+
+  Returns:
+    `(examples, texts) -> rewards [B, G]`.
+
+  Raises:
+    ValueError: it is no sequence classifier with one label.
+  """
+  path = config.reward.model
+  if not path:
+    return None
+  directory = policies.find_model(path)
+  lm, params = neural.load(
+    directory,
+    dtype=jnp.dtype(config.model.dtype),
+    param_dtype=jnp.dtype(config.model.dtype),
+    shardings=functools.partial(sharding.shardings, mesh=mesh),
+  )
+  tokenizer = tokenizer_lib.load(directory)
+  lengths = [SHORTEST]
+  limit = config.data.max_prompt_length + config.sampling.max_new_tokens
+  while lengths[-1] < limit + SHORTEST:  # room for turns' markers
+    lengths.append(2 * lengths[-1])
+  scorer = neural.make_scorer(
+    lm,
+    params,
+    tokenizer,
+    lengths=lengths,
+    batch_size=ROWS * sharding.row_shards(mesh),
+    too_long="cut",
+    sharding=sharding.batch_sharding(mesh),
+  )
+
+  def conversation(example, text):
+    if not tokenizer.chat_template:
+      return example["prompt_text"] + text
+    prompt = example["prompt"]
+    if isinstance(prompt, str):
+      prompt = [{"role": "user", "content": prompt}]
+    return [*prompt, {"role": "assistant", "content": text}]
+
+  def model(examples, texts):
+    pairs = zip(examples, texts, strict=True)
+    samples = [conversation(e, text) for e, group in pairs for text in group]
+    return scorer(samples).reshape(len(examples), -1)
+
+  return model
+
+
+@contextlib.contextmanager
+def open_scorer(
+  config: ConfigDict, model: Model | None = None
+) -> Iterator[Scorer]:
+  """Starts the config's reward functions, and ends their processes.
+
+  Args:
+    config: the run's.
+    model: see `Scorer`.
+
+  Raises:
+    ValueError: a function that does not exist, or options that it lacks.
+  """
+  settings = config.reward
+  with Pool(
+    settings.functions,
+    settings.options.to_dict(),
+    settings.weights,
+    settings.workers,
+    settings.timeout,
+  ) as pool:
+    yield Scorer(pool, model, settings.model_weight)
+
+
+def score(
+  scorer: Scorer,
+  examples: list[dict[str, Any]],
+  texts: list[list[str]],
+  samples: Rollout,
+) -> groups.GroupScores:
+  """Rewards of the completions of a batch.
+
+  Args:
+    scorer: from `open_scorer`.
+    examples: [B], with their "prompt_text"; the batch may have more rows, which
+      only pad it.
+    texts: [B][G] completions.
+    samples: the rollout that they are from.
+
+  Returns:
+    Rewards, nan where there is none; the reward model's values are among those
+    of the functions, by the name `MODEL`.
+  """
+  rows = len(examples)
+  lengths, finished = jax.device_get(
+    (samples.completion_mask.sum(-1), samples.finished)
+  )
+  pending = groups.submit_groups(
+    scorer.pool,
+    examples,
+    texts,
+    lengths[:rows],
+    finished[:rows],
+    samples.completion_mask.shape[-1],
+  )
+  by_model = scorer.model(examples, texts) if scorer.model else None
+  found = groups.collect_groups(scorer.pool, pending)
+  if by_model is None:
+    return found
+  return _with_model(found, np.asarray(by_model), scorer.model_weight)
+
+
+def _with_model(
+  found: groups.GroupScores, by_model: np.ndarray, weight: float
+) -> groups.GroupScores:
+  """Adds a reward model's rewards, also where all functions abstain."""
+  by_functions = np.where(np.isnan(found.rewards), 0, found.rewards)
+  total = np.where(found.failed, np.nan, by_functions + weight * by_model)
+  return found._replace(
+    rewards=total.astype(np.float32),
+    values=found.values | {MODEL: by_model.astype(np.float32)},
+  )
+
+
+def correctness(
+  scorer: Scorer, found: groups.GroupScores
+) -> Float[np.ndarray, "B G"]:
+  """What the first function says: 1 or more is a right answer."""
+  return found.values[scorer.pool.names[0]]
+
+
+def metrics(found: groups.GroupScores) -> dict[str, int | float]:
+  """Scalars for a log.
+
+  `reward_failures`, a count, and where there are several functions
+  `reward_NAME`, the mean of each over the completions that it has a value for.
+  """
+  row: dict[str, int | float] = {"reward_failures": len(found.failures)}
+  if len(found.values) > 1:
+    for name, values in found.values.items():
+      if not np.isnan(values).all():
+        row[f"reward_{name}"] = float(np.nanmean(values))
+  return row

@@ -1,0 +1,229 @@
+"""The steps of a training run, with the reward on the host or on the device."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+from ml_collections import ConfigDict
+
+from grpojax.core.grpo_step import (
+  diagnosis_key,
+  make_batch,
+  make_grpo_step,
+  rollout_metrics,
+)
+from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
+from grpojax.core.update import make_update
+from grpojax.models.transformer import last_layers
+from grpojax.runtime import sharding
+from grpojax.statistics import diagnostics
+from grpojax.training import from_config, scoring
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.policy import Policy
+
+
+def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
+  """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
+
+  It takes the first prompts of the batch whose samples all have a reward. Each
+  carries a tangent for every direction, so micro-batches have fewer prompts
+  than those of training, as long as each of the `shards` that a batch is cut
+  into has one. With too few such prompts all estimates are nan. For
+  `vectorized` see `score_projections`.
+  """
+  settings, optim = config.diagnostics, config.optim
+  options = {"sampling": from_config.sampling(config), "vectorized": vectorized}
+  if settings.last_layers:
+    options["split"] = functools.partial(
+      last_layers, count=settings.last_layers
+    )
+
+  def diagnose(lm: LM, params: Params, samples: Rollout, rewards: Array, key):
+    prompts = rewards.shape[0]
+    all_rows = prompts // (optim.minibatches * optim.micro_batches)
+    most = max(all_rows // settings.tangents, shards)
+    rows = max(n for n in range(shards, most + 1, shards) if all_rows % n == 0)
+    wanted = max(3, settings.share * prompts)
+    parts = min(math.ceil(wanted / rows), prompts // rows)
+    missing = jnp.any(jnp.isnan(rewards), axis=-1)
+    some = jnp.argsort(missing, stable=True)[: parts * rows]
+    projections = diagnostics.score_projections(
+      lm,
+      params,
+      jax.tree.map(lambda x: x[some], samples),
+      key,
+      tangents=settings.tangents,
+      micro_batches=parts,
+      chunk_size=config.logits_chunk,
+      **options,
+    )
+    return diagnostics.metrics(
+      diagnostics.diagnose(projections, rewards[some], prompts)
+    )
+
+  return diagnose
+
+
+def _shards(places: TrainState) -> int:
+  return sharding.row_shards(jax.tree.leaves(places)[0].mesh)
+
+
+def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
+  """What follows the rewards of a rollout.
+
+  Returns:
+    `(lm, state, samples, rewards, ref_params) -> (state, metrics)`, to be
+    jitted.
+  """
+  options = from_config.update_options(config)
+
+  def learn(lm, state, samples, rewards, ref_params):
+    batch = make_batch(
+      lm,
+      samples,
+      rewards,
+      from_config.advantage(config),
+      ref_params,
+      on_policy=options["epochs"] * options["minibatches"] == 1,
+      kl_in_reward=from_config.kl_in_reward(config),
+      micro_batches=options["minibatches"] * options["micro_batches"],
+      sampling=options["sampling"],
+      chunk_size=options["chunk_size"],
+    )
+    state, row = make_update(lm, tx, **options)(state, batch)
+    return state, rollout_metrics(samples, rewards) | row
+
+  return learn
+
+
+def make_host_step(
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  ref_params: Params | None,
+  places: TrainState,
+  scorer: scoring.Scorer,
+  poll: Callable[[], None],
+):
+  """A step whose rewards are computed on the host, from text.
+
+  Args:
+    config: the run's.
+    policy: the model; the state has the parameters.
+    group_size: G.
+    tx: the optimizer.
+    ref_params: the reference policy, or None.
+    places: shardings of the state, the same before and after each step.
+    scorer: of the rewards.
+    poll: called between the parts of a step; may raise. Only the last part
+      touches the state, so a step that it ends leaves no trace.
+
+  Returns:
+    `(state, prompts, examples, diagnosed) -> (state, metrics, samples,
+    failures)`. Where `diagnosed`, the metrics have those of `make_diagnose`, of
+    the policy that sampled. The samples are those of the first prompt, for
+    people to read; the failures are rewards that could not be computed.
+  """
+  sampler = from_config.make_sampler(
+    config, policy, group_size, from_config.sampling(config)
+  )
+
+  # Compiled when first used.
+  jit = functools.partial(policies.jit, policy)
+  learn = jit(
+    make_learn(config, tx), donate_argnums=1, out_shardings=(places, None)
+  )
+  diagnose = jit(make_diagnose(config, _shards(places), policy.vmappable))
+
+  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
+    clock = [time.perf_counter()]
+    key = jax.random.fold_in(state.key, state.step)
+    samples = jax.block_until_ready(sampler(state.params, prompts, key))
+    clock.append(time.perf_counter())
+    poll()
+    texts = policies.decode(policy, samples)
+    found = scoring.score(scorer, examples, texts, samples)
+    rewards = found.rewards
+    clock.append(time.perf_counter())
+    poll()
+    more = scoring.metrics(found)
+    if diagnosed:
+      key = diagnosis_key(state)
+      more |= jax.device_get(diagnose(state.params, samples, rewards, key))
+      clock.append(time.perf_counter())
+      poll()
+    state, row = learn(state, samples, rewards, ref_params)
+    row = jax.device_get(row) | more
+    clock.append(time.perf_counter())
+    parts = ["rollout", "rewards", *["diagnosis"] * diagnosed, "update"]
+    names = [f"seconds_{part}" for part in parts]
+    row |= dict(zip(names, np.diff(clock), strict=True))
+    shown = [
+      {
+        "prompt": examples[0]["prompt_text"],
+        "completion": text,
+        "answer": examples[0].get("answer"),
+        "reward": None if np.isnan(value) else float(value),
+      }
+      for text, value in zip(texts[0], rewards[0], strict=True)
+    ]
+    return state, row, shown, found.failures
+
+  return step
+
+
+def make_device_step(
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  ref_params: Params | None,
+  places: TrainState,
+):
+  """The same step as one XLA program, with the reward on ids.
+
+  It returns neither samples nor failures: completions never reach the host.
+  """
+  _, reward = prompts_lib.device_reward(config, policy)
+
+  def whole(diagnose):
+    def step(lm, state, prompts, ref_params):
+      run = make_grpo_step(
+        lm,
+        tx,
+        reward,
+        group_size=group_size,
+        max_new_tokens=config.sampling.max_new_tokens,
+        eos_ids=policy.eos_ids,
+        pad_id=policy.pad_id,
+        advantage=from_config.advantage(config),
+        kl_in_reward=from_config.kl_in_reward(config),
+        diagnose=diagnose and functools.partial(diagnose, lm),
+        **from_config.update_options(config),
+      )
+      return run(state, prompts, ref_params)
+
+    return policies.jit(
+      policy, step, donate_argnums=1, out_shardings=(places, None)
+    )
+
+  plain = whole(None)
+  with_diagnosis = whole(
+    make_diagnose(config, _shards(places), policy.vmappable)
+  )
+
+  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
+    del examples
+    run = with_diagnosis if diagnosed else plain
+    state, row = run(state, prompts, ref_params)
+    return state, jax.device_get(row), [], []
+
+  return step

@@ -1,0 +1,81 @@
+"""What other programs read of training runs: their models."""
+
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from grpojax.core.types import Params
+from grpojax.models import hf, lora
+from grpojax.runtime import checkpoint
+from grpojax.training import from_config, run_directory
+from grpojax.training import policy as policies
+from grpojax.training.policy import Policy
+
+
+def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
+  """A policy and its parameters.
+
+  Args:
+    model: a model directory, an embedded model's name, or a run with
+      checkpoints, of which the newest is read.
+    dtype: of computation; a run has its own.
+
+  Raises:
+    ValueError: there is no such model, or it is damaged.
+  """
+  if not run_directory.is_run(model):
+    policy = policies.load_policy(model, dtype)
+    return policy, policy.params
+  saved = run_directory.read_config(model)
+  policy = from_config.open_policy(saved)
+  if saved.lora.rank:  # adapters need their base
+    policy = from_config.with_weights(saved, policy)
+  step, params = load_params(model, saved)
+  print(f"{model}: checkpoint of step {step}")
+  return policy, params
+
+
+def load_params(
+  run: str | pathlib.Path,
+  config: ConfigDict,
+  step: int | None = None,
+  device: jax.Device | None = None,
+) -> tuple[int, Params]:
+  """What a run has trained, from a checkpoint.
+
+  Args:
+    run: the run directory.
+    config: its config.
+    step: None is the newest.
+    device: where to load it; None is the first.
+
+  Returns:
+    The checkpoint's step, and what was trained: the model, or LoRA's adapters.
+
+  Raises:
+    ValueError: there is no such checkpoint, or it is damaged.
+  """
+  params = hf.abstract_params(
+    hf.read_config(policies.find_model(config.model.path))
+  )
+
+  def fresh(params):
+    if config.lora.rank:
+      key, targets = jax.random.key(0), config.lora.targets
+      params = lora.init(params, key, config.lora.rank, targets)
+    tx = from_config.optimizer(config)
+    return from_config.first_state(config, tx, params)
+
+  place = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    jax.eval_shape(fresh, params),
+  )
+  saved = pathlib.Path(run) / run_directory.CHECKPOINTS
+  with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
+    if step is None:
+      step = checkpoint.latest_step(checkpointer)
+    if step is None:
+      raise ValueError(f"{run} has no complete checkpoint yet")
+    return step, checkpoint.restore(checkpointer, like, step).params

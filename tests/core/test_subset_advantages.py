@@ -1,0 +1,281 @@
+"""Order-k advantages: by enumerating every group of a small policy.
+
+The expectation over all groups is compared with the derivative of the objective
+itself, in float64.
+"""
+
+import functools
+import itertools
+import math
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import advantages
+from grpojax.core.subset_advantages import (
+  max_at_k,
+  min_at_k,
+  pairwise_rank,
+  subset_advantages,
+)
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+enable_x64 = getattr(jax, "enable_x64", None)
+if enable_x64 is None:
+  from jax.experimental import enable_x64
+
+THETA = np.array([0.4, -0.3, 0.9])  # logits of three outcomes
+REWARDS = np.array([0.3, 1.0, -0.5])
+
+
+def largest(z):
+  return z.max(-1)
+
+
+def smallest(z):
+  return z.min(-1)
+
+
+def arbitrary(z):
+  return jnp.tanh(z).prod(-1) + z.max(-1) * z.sum(-1) ** 2
+
+
+OBJECTIVES = {
+  "max": (largest, max_at_k),
+  "min": (smallest, min_at_k),
+  "arbitrary": (
+    arbitrary,
+    lambda z, k: subset_advantages(z, arbitrary, k=k),
+  ),
+  "max by subsets": (
+    largest,
+    lambda z, k: subset_advantages(z, largest, k=k),
+  ),
+  "min by subsets": (
+    smallest,
+    lambda z, k: subset_advantages(z, smallest, k=k),
+  ),
+}
+
+
+def tuples(length):
+  return np.array(list(itertools.product(range(3), repeat=length)))
+
+
+def expected_estimator(advantage, group_size, rewards):
+  """E (1/G) sum_i s_i A_i over all 3^G groups, with respect to the logits."""
+  groups = tuples(group_size)
+  probability = np.exp(THETA) / np.exp(THETA).sum()
+  scores = np.eye(3) - probability
+  weights = np.asarray(jax.jit(advantage)(jnp.asarray(rewards[groups])))
+  assert weights.dtype == np.float64
+  return (
+    np.einsum(
+      "n,ng,ngd->d", probability[groups].prod(-1), weights, scores[groups]
+    )
+    / group_size
+  )
+
+
+def objective_gradient(f, k, rewards):
+  """d/d logits of E f(Z_1, ..., Z_k), by automatic differentiation."""
+  values = f(jnp.asarray(rewards[tuples(k)]))
+
+  def objective(theta):
+    return jax.nn.softmax(theta)[tuples(k)].prod(-1) @ values
+
+  return np.asarray(jax.jit(jax.grad(objective))(jnp.asarray(THETA)))
+
+
+@pytest.mark.parametrize("name", ["max", "min", "arbitrary"])
+def test_unbiased_for_the_objective_of_k(name):
+  f, advantage = OBJECTIVES[name]
+  with enable_x64(True):
+    for group_size, k in [(2, 1), (3, 2), (5, 3)]:
+      found = expected_estimator(
+        lambda z, k=k: advantage(z, k=k), group_size, REWARDS
+      )
+      truth = objective_gradient(f, k, REWARDS)
+      assert np.abs(truth).max() > 1e-2
+      np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
+
+
+def test_pairwise_rank_is_unbiased_for_wins_minus_losses():
+  def sign(z):  # of two independent rewards
+    return jnp.sign(z[..., 0] - z[..., 1])
+
+  pairs = tuples(2)
+  with enable_x64(True):
+    for rewards in (REWARDS, np.array([1.0, 0.0, 1.0])):
+      values = sign(jnp.asarray(rewards[pairs]))
+
+      def rate(theta, values=values):  # the second is a frozen copy
+        own = jax.nn.softmax(theta)[pairs[:, 0]]
+        frozen = jax.nn.softmax(jnp.asarray(THETA))[pairs[:, 1]]
+        return (own * frozen) @ values
+
+      truth = jax.jit(jax.grad(rate))(jnp.asarray(THETA))
+      assert jnp.abs(truth).max() > 1e-2
+      for group_size in (2, 4):
+        found = expected_estimator(pairwise_rank, group_size, rewards)
+        np.testing.assert_allclose(found, truth, rtol=0, atol=1e-10)
+
+
+def test_binary_max_is_pass_at_k_and_min_is_all_right():
+  """d E / dp for success probability p, against their closed forms."""
+  rewards = np.array([1.0, 0.0, 0.0])
+  probability = np.exp(THETA) / np.exp(THETA).sum()
+  p = probability[0]
+  slope = p * (np.eye(3)[0] - probability)  # dp / d logits
+  with enable_x64(True):
+    for k in (2, 3):
+      found = expected_estimator(lambda z, k=k: max_at_k(z, k=k), 4, rewards)
+      np.testing.assert_allclose(
+        found, k * (1 - p) ** (k - 1) * slope, atol=1e-12
+      )
+      found = expected_estimator(lambda z, k=k: min_at_k(z, k=k), 4, rewards)
+      np.testing.assert_allclose(found, k * p ** (k - 1) * slope, atol=1e-12)
+
+
+def exact_max_at_k(rewards, ranks, k):
+  """The definition, in rational numbers, for distinct rewards in order.
+
+  From the distribution of the maximum's rank; the code goes by gaps.
+  """
+  group_size = len(rewards)
+  upper = [math.comb(m, k - 1) for m in range(group_size)]
+  lower = [math.comb(m, k - 2) if k > 1 else 0 for m in range(group_size)]
+  found = []
+  for rho in ranks:  # from 1; C(m - 1, k) - C(m - 2, k) = C(m - 2, k - 1)
+    within = int(rewards[rho - 1]) * upper[rho - 1]
+    without = sum(int(rewards[m - 1]) * upper[m - 1] for m in range(1, rho))
+    for m in range(rho + 1, group_size + 1):
+      within += int(rewards[m - 1]) * lower[m - 2]
+      without += int(rewards[m - 1]) * upper[m - 2]
+    found.append(
+      k
+      * (
+        Fraction(within, math.comb(group_size - 1, k - 1))
+        - Fraction(without, math.comb(group_size - 1, k))
+      )
+    )
+  return np.array([float(x) for x in found])
+
+
+@pytest.mark.parametrize(
+  "group_size, k",
+  [(9, 4), (9, 8), (2000, 700), (2000, 1999)],
+)
+def test_closed_form_against_rational_numbers(group_size, k):
+  rng = np.random.default_rng(group_size + k)
+  ascending = np.sort(rng.choice(10**6, group_size, replace=False))
+  ranks = np.unique(np.linspace(1, group_size, 7).astype(int))
+  place = rng.permutation(group_size)
+  with enable_x64(True):
+    rewards = np.empty(group_size)
+    rewards[place] = ascending
+    found = np.asarray(max_at_k(jnp.asarray(rewards), k=k))[place[ranks - 1]]
+    mirrored = np.asarray(min_at_k(jnp.asarray(-rewards), k=k))
+  truth = exact_max_at_k(ascending, ranks, k)
+  # A sum of gains and losses: exact in units of the largest.
+  atol = 1e-12 * np.abs(truth).max()
+  np.testing.assert_allclose(found, truth, rtol=1e-11, atol=atol)
+  np.testing.assert_allclose(mirrored[place[ranks - 1]], -truth, 1e-11, atol)
+
+
+def test_closed_forms_equal_the_mean_over_subsets():
+  """The definition by loops over subsets, with ties, for every k < G."""
+  rewards = np.random.default_rng(0).integers(0, 4, (6, 5)).astype(float)
+  z = jnp.asarray(rewards, jnp.float32)
+  for k in range(1, 5):
+    subsets = list(itertools.combinations(range(5), k))
+    for f, name in ((np.max, "max"), (np.min, "min")):
+      truth = np.empty_like(rewards)
+      for b, i in np.ndindex(*rewards.shape):
+        values = np.array([f(rewards[b, list(s)]) for s in subsets])
+        held = np.array([i in s for s in subsets])
+        truth[b, i] = k * (values[held].mean() - values[~held].mean())
+      for way in (name, f"{name} by subsets"):
+        found = jax.jit(functools.partial(OBJECTIVES[way][1], k=k))(z)
+        np.testing.assert_allclose(found, truth, atol=1e-5)
+
+
+def test_of_one_reward_it_is_leave_one_out():
+  rewards = jax.random.normal(jax.random.key(0), (2, 3, 7))
+  expected = advantages.leave_one_out(rewards)
+  for f in (max_at_k, min_at_k):
+    np.testing.assert_allclose(f(rewards, k=1), expected, atol=1e-6)
+  identity = subset_advantages(rewards, lambda z: z[..., 0], k=1)
+  np.testing.assert_allclose(identity, expected, atol=1e-6)
+
+
+def test_pairwise_rank_by_hand():
+  rewards = jnp.array([[3.0, -1.0, 3.0, 1e30], [0.0, 1.0, 1.0, -jnp.inf]])
+  expected = np.array([[0, -3, 0, 3], [-1, 2, 2, -3]]) / 3
+  np.testing.assert_allclose(pairwise_rank(rewards), expected, atol=1e-7)
+  # Any increasing transformation, and binary rewards.
+  squashed = pairwise_rank(jnp.arctan(rewards))
+  assert (squashed == pairwise_rank(rewards)).all()
+  binary = jnp.array([1.0, 0.0, 0.0, 1.0, 0.0])
+  expected = advantages.leave_one_out(binary)
+  np.testing.assert_allclose(pairwise_rank(binary), expected, atol=1e-7)
+
+
+EVERY = {
+  "max_at_k": lambda z: max_at_k(z, k=2),
+  "min_at_k": lambda z: min_at_k(z, k=2),
+  "subset_advantages": lambda z: subset_advantages(z, arbitrary, k=2),
+  "pairwise_rank": pairwise_rank,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_equal_rewards_give_zero_and_gradients_are_finite(name):
+  values = jnp.array([0.0, 0.1, 1 / 3, -7.7, 1e6 + 0.3])
+  f = EVERY[name]
+  for group_size in (3, 6):
+    equal = jnp.broadcast_to(values[:, None], (len(values), group_size))
+    assert (jax.jit(f)(equal) == 0).all()
+  jacobian = jax.jit(jax.jacobian(f))
+  for rewards in (equal, equal.at[1, 2].set(1.0)):
+    assert jnp.isfinite(jacobian(rewards)).all()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_batches_transforms_and_dtypes(name):
+  f = jax.jit(EVERY[name])
+  rewards = jax.random.normal(jax.random.key(1), (2, 3, 5))
+  one_by_one = np.array([[f(z) for z in row] for row in rewards])
+  assert np.abs(one_by_one).max() > 0.1
+  together = jax.jit(jax.vmap(f))(rewards)
+  for found in (f(rewards), together):
+    np.testing.assert_allclose(found, one_by_one, atol=1e-5)
+  np.testing.assert_allclose(together.sum(-1), 0, atol=1e-4)
+  binary = rewards > 0
+  expected = f(binary.astype("float32"))
+  for dtype in ("uint8", "bfloat16"):
+    found = f(binary.astype(dtype))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_what_cannot_be_done_is_refused():
+  rewards = jnp.ones((2, 4))
+  for f in (
+    max_at_k,
+    min_at_k,
+    lambda z, k: subset_advantages(z, largest, k=k),
+  ):
+    with pytest.raises(ValueError, match="k >= 1 rewards, not k = 0"):
+      f(rewards, k=0)
+    with pytest.raises(ValueError, match="k = 4 needs .* G >= 5"):
+      f(rewards, k=4)
+  with pytest.raises(ValueError, match="pairwise_rank needs .* G >= 2"):
+    pairwise_rank(jnp.ones((3, 1)))
+  with pytest.raises(ValueError, match=r"10,272,278,170 subsets of 10.*max_at"):
+    subset_advantages(jnp.ones(50), largest, k=10)
+  with pytest.raises(ValueError, match=r"\[\.\.\., k\] to \[\.\.\.\]"):
+    subset_advantages(rewards, jnp.max, k=2)

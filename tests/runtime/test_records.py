@@ -1,0 +1,90 @@
+"""JSON lines, TensorBoard, the progress line and the learning curve."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from grpojax.runtime import records
+
+
+def test_rows_round_trip_and_non_finite_numbers_are_null(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  records.append_jsonl(path, {"step": jnp.int32(1), "loss": jnp.float32("nan")})
+  records.append_jsonl(
+    path, {"step": 2, "x": np.array([0.5, np.inf]), "ok": True, "s": "a\nb"}
+  )
+  assert records.read_jsonl(path) == [
+    {"step": 1, "loss": None},
+    {"step": 2, "x": [0.5, None], "ok": True, "s": "a\nb"},
+  ]
+  assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+
+
+def test_resume_drops_later_rows_and_a_torn_line(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  for row in ({"note": "x"}, {"step": 1}, {"step": 2}, {"step": 3}):
+    records.append_jsonl(path, row)
+  with open(path, "a") as file:
+    file.write('{"step": 2, "los')
+  assert len(records.read_jsonl(path)) == 4
+  records.truncate_jsonl(path, 2)
+  records.append_jsonl(path, {"step": 3, "again": True})
+  rows = [{"note": "x"}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+  assert records.read_jsonl(path) == rows
+  assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_missing_and_broken_files(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  records.truncate_jsonl(path, 2)
+  assert records.read_jsonl(path) == [] and not path.exists()
+  path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+  with pytest.raises(ValueError, match="line 2: not JSON"):
+    records.read_jsonl(path)
+
+
+def test_write_json_replaces_whole_or_not_at_all(tmp_path):
+  path = tmp_path / "summary.json"
+  records.write_json(path, {"a": float("-inf"), "b": (1, np.float32(0.5))})
+  assert json.loads(path.read_text()) == {"a": None, "b": [1, 0.5]}
+  with pytest.raises(TypeError):
+    records.write_json(path, {"a": {1, 2}})
+  assert json.loads(path.read_text())["b"] == [1, 0.5]
+  assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_progress_is_one_line_with_the_time_left():
+  line = records.progress(
+    9, 60, 2.5, {"reward": jnp.float32(0.51234), "note": "ok"}
+  )
+  # (60 - 9) x 2.5 s = 127.5 s
+  assert line == "step  9/60  reward 0.512  note ok  2.50 s/step  2m08s left"
+
+
+@pytest.mark.parametrize(
+  "seconds, text",
+  [(0, "0s"), (59.4, "59s"), (60, "1m00s"), (3599.6, "1h00m"), (7620, "2h07m")],
+)
+def test_duration(seconds, text):
+  assert records.duration(seconds) == text
+
+
+def test_tensorboard_tags_and_purge(tmp_path):
+  writer = records.tensorboard_writer(tmp_path, step=4)
+  row = {"step": 5, "loss": 0.5, "bad": float("nan"), "text": "x", "yes": True}
+  records.write_scalars(writer, 5, row)
+  writer.close()
+  (file,) = tmp_path.iterdir()
+  data, events = file.read_bytes(), []
+  while data:  # length, its checksum, the event, its checksum
+    size = int.from_bytes(data[:8], "little")
+    events.append(event_pb2.Event.FromString(data[12 : 12 + size]))
+    data = data[16 + size :]
+  scalars = [(e.step, v.tag) for e in events for v in e.summary.value]
+  assert scalars == [(5, "loss")]
+  # SessionLog.START at step s hides what an earlier file holds from s on.
+  starts = [e.step for e in events if e.session_log.status == 1]
+  assert starts == [5]

@@ -1,0 +1,374 @@
+"""Against enumeration, per-sample gradients and simulation."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import completion_mask
+from grpojax.core.types import Rollout
+from grpojax.models.transformer import (
+  TransformerConfig,
+  last_layers,
+  transformer,
+)
+from grpojax.statistics import diagnostics, group_size, projections
+from grpojax.statistics import u_statistics as u
+
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+X, M, G = 2, 3, 3  # prompts and completions that exist, group size
+EOS = 0
+
+
+def exact(p, s, z, weights=None):
+  p, s, z = map(jnp.asarray, (p, s, z))
+  return group_size.components(
+    u.moments(p, s, z), u.policy_gradient(p, s, z), weights
+  )
+
+
+def expectation(p, s, z):
+  """The mean of `diagnose`'s components over all batches and directions.
+
+  Batches of three prompts, each with its group, in any order; two directions
+  from a basis of the scores' span, scaled so that E[v v^T] = I.
+  """
+  basis = np.linalg.svd(s.reshape(-1, s.shape[-1]), full_matrices=False)[2]
+  basis = basis[: X * (M - 1)]  # the scores of a prompt add up to 0
+  a = np.einsum("kd,xmd->kxm", basis, s) * np.sqrt(len(basis))
+  group, often = multisets(M, G)
+  chance = (often * p[:, group].prod(-1) / X).reshape(-1)
+  a, rewards = a[:, :, group].reshape(len(basis), -1, G), z[:, group]
+  rewards = jnp.asarray(rewards.reshape(-1, G))
+  batches, often = multisets(len(chance), 3)
+  batch_chance = often * chance[batches].prod(1)
+  directions, direction_often = multisets(len(basis), 2)
+  diagnose = jax.jit(jax.vmap(diagnostics.diagnose))
+  total = 0.0
+  for pair, times in zip(directions, direction_often, strict=True):
+    projections = jnp.asarray(a[pair][:, batches].swapaxes(0, 1))
+    found = diagnose(projections, rewards[batches]).components
+    mean = batch_chance @ np.stack(found, -1)
+    total += times / len(basis) ** 2 * mean
+  return total
+
+
+def multisets(n, size):
+  """All multisets of 0 .. n - 1, and how many sequences have each."""
+  found = list(itertools.combinations_with_replacement(range(n), size))
+  often = [
+    math.factorial(size) / math.prod(math.factorial(x.count(i)) for i in set(x))
+    for x in found
+  ]
+  return np.array(found), np.array(often)
+
+
+def softmax_population():
+  rng = np.random.default_rng(2)
+  features, logits = rng.normal(size=(X, M, 2)), rng.normal(size=(X, M))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  s = features - np.einsum("xm,xmd->xd", p, features)[:, None]
+  return p, s, rng.normal(size=(X, M)) + 1
+
+
+def test_components_are_unbiased(float64):
+  """All batches of three prompts with three completions each."""
+  p, s, z = softmax_population()
+  np.testing.assert_allclose(
+    expectation(p, s, z), np.stack(exact(p, s, z)), atol=1e-10
+  )
+
+
+def decoder(vocab_size):
+  config = TransformerConfig(
+    vocab_size, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
+  )
+  lm = transformer(config)
+  params = jax.tree.map(
+    lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3,
+    lm.init(jax.random.key(0)),
+  )
+  return lm, params
+
+
+@pytest.fixture(scope="module")
+def tiny_decoder():
+  return decoder(3)
+
+
+def completions(ids):
+  """A rollout of two prompts with the given completions [n, T] each."""
+  ids = jnp.broadcast_to(jnp.asarray(ids), (X, *np.shape(ids)))
+  mask = completion_mask(ids, (EOS,))
+  return Rollout(
+    prompt_ids=jnp.array([[1, 2, 0], [2, 0, 0]]),
+    prompt_mask=jnp.array([[True, True, False], [True, False, False]]),
+    completion_ids=ids,
+    completion_mask=mask,
+    logprobs=jnp.zeros(ids.shape),
+    finished=jnp.ones(ids.shape[:2], bool),
+  )
+
+
+def logprobs(lm, params, rollout):
+  each, _ = token_logprobs(
+    lm,
+    params,
+    rollout.prompt_ids,
+    rollout.prompt_mask,
+    rollout.completion_ids,
+  )
+  return jnp.where(rollout.completion_mask, each, 0).sum(-1)
+
+
+def per_sample_gradients(lm, params, rollout):
+  """Gradient of every sequence's log-probability, [B, G, d], one by one."""
+  tree = jax.jacrev(lambda p: logprobs(lm, p, rollout))(params)
+  return jnp.concatenate(
+    [x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(tree)], -1
+  )
+
+
+def test_unbiased_on_a_transformer():
+  """Every completion of up to two tokens, and their gradients one by one."""
+  lm, params = decoder(2)
+  rollout = completions([[0, 0], [1, 0], [1, 1]])
+  rollout = rollout.replace(prompt_ids=jnp.ones_like(rollout.prompt_ids))
+  assert rollout.completion_mask[0].tolist() == [
+    [True, False],
+    [True, True],
+    [True, True],
+  ]
+  p = np.exp(np.asarray(logprobs(lm, params, rollout), np.float64))
+  np.testing.assert_allclose(p.sum(-1), 1, atol=1e-6)
+  s = np.asarray(per_sample_gradients(lm, params, rollout), np.float64)
+  z = np.array([[1.0, 0.0, 0.3], [0.0, 2.0, 1.0]])
+  truth = np.stack(exact(p, s, z))
+  found = expectation(p, s, z)
+  np.testing.assert_allclose(found, truth, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_decoder):
+  """Four prompts with four completions each, of up to three tokens."""
+  two = completions([[1, 0, 0], [2, 2, 1], [0, 0, 0], [1, 1, 0]])
+  ids, mask = two.completion_ids[:, ::-1], two.completion_mask[:, ::-1]
+  other = two.replace(completion_ids=ids, completion_mask=mask)
+  return jax.tree.map(lambda *x: jnp.concatenate(x), two, other)
+
+
+def flat(tree):
+  return jnp.concatenate(
+    [x.reshape(len(x), -1) for x in jax.tree.leaves(tree)], 1
+  )
+
+
+def directions(key, moving, count):
+  one_by_one = [
+    projections.rademacher_like(k, moving) for k in jax.random.split(key, count)
+  ]
+  return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
+
+
+@pytest.mark.parametrize(
+  "micro_batches, vectorized", [(1, True), (2, True), (2, False)]
+)
+def test_projections_equal_per_sample_gradients(
+  tiny_decoder, sampled, micro_batches, vectorized
+):
+  lm, params = tiny_decoder
+  key = jax.random.key(3)
+  found = jax.jit(
+    lambda p, r: diagnostics.score_projections(
+      lm,
+      p,
+      r,
+      key,
+      tangents=3,
+      micro_batches=micro_batches,
+      vectorized=vectorized,
+      chunk_size=2,
+    )
+  )(params, sampled)
+  v = directions(key, params, 3)
+  assert set(np.unique(v)) == {-1, 1}
+  expected = jnp.einsum(
+    "vd,bgd->vbg", v, per_sample_gradients(lm, params, sampled)
+  )
+  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_model_with_experts_is_diagnosed(sampled):
+  """Its functions cannot be vmapped; against gradients one by one."""
+  config = TransformerConfig(
+    vocab_size=7,
+    width=8,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    mlp=6,
+    experts=3,
+    experts_per_token=2,
+  )
+  lm, key = transformer(config), jax.random.key(3)
+  params = jax.tree.map(lambda x: 8 * x, lm.init(jax.random.key(0)))
+  found = jax.jit(
+    lambda p, r: diagnostics.score_projections(
+      lm, p, r, key, tangents=2, vectorized=False
+    )
+  )(params, sampled)
+
+  def total(params, b, i):
+    logprobs, _ = token_logprobs(
+      lm,
+      params,
+      sampled.prompt_ids,
+      sampled.prompt_mask,
+      sampled.completion_ids,
+    )
+    return jnp.where(sampled.completion_mask, logprobs, 0).sum(-1)[b, i]
+
+  gradient = jax.jit(jax.grad(total))
+  keys = jax.random.split(key, 2)
+  v = [projections.rademacher_like(k, params) for k in keys]
+  for b, i in ((0, 1), (2, 3), (3, 0)):
+    g = gradient(params, b, i)
+    for row, direction in zip(found, v, strict=True):
+      expected = optax.tree.vdot(g, direction)
+      np.testing.assert_allclose(row[b, i], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_projections_of_the_last_layers(tiny_decoder, sampled):
+  lm, params = tiny_decoder
+  key = jax.random.key(4)
+
+  def split(params):
+    return last_layers(params, 1)
+
+  found = diagnostics.score_projections(
+    lm, params, sampled, key, tangents=2, split=split
+  )
+  moving, merge = split(params)
+  assert all(len(x) == 1 for x in jax.tree.leaves(moving["layers"]))
+  np.testing.assert_allclose(
+    logprobs(lm, merge(moving), sampled),
+    logprobs(lm, params, sampled),
+    rtol=1e-6,
+  )
+  # The gradient with respect to the last slice of every stacked array.
+  tree = jax.jacrev(lambda p: logprobs(lm, p, sampled))(params)
+  last = {"layers": jax.tree.map(lambda x: x[:, :, -1:], tree["layers"])}
+  last["final_norm"] = tree["final_norm"]
+  rows = jnp.concatenate(
+    [x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(last)], -1
+  )
+  expected = jnp.einsum("vd,bgd->vbg", directions(key, moving, 2), rows)
+  np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+def simulate(rng, prompts, group, tangents, batches):
+  """Batches of a softmax policy with 6 prompts, 5 completions, 40 parameters.
+
+  Returns projections [batches, V, B, G], rewards, and the exact components.
+  """
+  x, m, d = 6, 5, 40
+  logits = rng.normal(size=(x, m))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  common = rng.normal(size=(m, d))  # so that the prompts agree a little
+  s = common + 0.7 * rng.normal(size=(x, m, d))
+  s -= np.einsum("xm,xmd->xd", p, s)[:, None]
+  z = 1.0 * (np.arange(m) < 2) * np.ones((x, 1))
+  which = rng.integers(x, size=(batches, prompts))
+  uniform = rng.random(size=(batches, prompts, group, 1))
+  drawn = (uniform > p.cumsum(-1)[which][:, :, None]).sum(-1).clip(0, m - 1)
+  signs = rng.choice([-1.0, 1.0], size=(batches, tangents, d))
+  a = np.einsum("nvd,xmd->nvxm", signs, s)
+  rows = np.arange(batches)[:, None, None, None]
+  axis = np.arange(tangents)[None, :, None, None]
+  a = a[rows, axis, which[:, None, :, None], drawn[:, None]]
+  return a, z[which[..., None], drawn], exact(p, s, z)
+
+
+def test_standard_errors_and_interval_cover():
+  rng = np.random.default_rng(0)
+  batches = 1500
+  a, z, truth = simulate(rng, 24, 8, 4, batches)
+  found = jax.jit(jax.vmap(diagnostics.diagnose))(
+    jnp.asarray(a), jnp.asarray(z)
+  )
+  for name in ("c1", "c2", "c3", "c2_vanilla", "gradient_sq"):
+    values = np.asarray(getattr(found.components, name), np.float64)
+    expected = float(getattr(truth, name))
+    error = values.std() / np.sqrt(batches)
+    assert abs(values.mean() - expected) < 4 * error, name
+    # The stated error against the real one; a little may be counted twice.
+    stated = np.sqrt(
+      np.mean(np.asarray(getattr(found.standard_errors, name)) ** 2)
+    )
+    assert 0.95 < stated / values.std() < 1.25, name
+  best = 1 + np.sqrt(truth.c3 / truth.c1)
+  covered = np.mean((found.low <= best) & (best <= found.high))
+  # 95%, four standard errors of this simulation, and the safe side.
+  assert 0.93 < covered < 0.995
+  assert np.mean(np.isfinite(found.high)) > 0.2  # it does say something
+
+
+def test_diagnosis_is_put_together_from_its_components():
+  rng = np.random.default_rng(1)
+  a, z, _ = simulate(rng, 12, 4, 3, 1)
+  found = diagnostics.diagnose(jnp.asarray(a[0]), jnp.asarray(z[0]), 48)
+  c = found.components
+  n = 48 * 4
+  expected = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
+  np.testing.assert_allclose(found.mse.leave_one_out, expected, rtol=1e-5)
+  np.testing.assert_allclose(found.mse.oracle, c.c1 / 48 + c.c2 / n, rtol=1e-5)
+  np.testing.assert_allclose(
+    found.mse.vanilla, c.c1 / 48 + c.c2_vanilla / n, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    found.snr, max(c.gradient_sq, 0) / expected, rtol=1e-4
+  )
+  row = diagnostics.metrics(found)
+  assert row["c1"] == c.c1 and row["c3_se"] == found.standard_errors.c3
+  assert row["gradient_mse"] == found.mse.leave_one_out
+  assert row["optimal_group_size"] == found.optimal_group_size
+  assert found.low <= found.optimal_group_size <= found.high
+
+
+def test_groups_without_a_signal_are_finite():
+  """All rewards equal: no gradient, no variance, and nothing known of G*."""
+  a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)
+  found = diagnostics.diagnose(a, jnp.ones((5, 4)))
+  assert found.components.c3 == 0 and found.components.c2 == 0
+  assert found.low == 1 and found.high == jnp.inf
+  assert found.components.c2_vanilla > 0
+  assert not any(np.isnan(x) for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (2, 2, 4), (2, 4, 2)])
+def test_too_few_to_diagnose(shape):
+  with pytest.raises(ValueError, match="at least 2 tangents, 3 prompts"):
+    diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
+
+
+def test_projections_refuse_bad_numbers(tiny_decoder, sampled):
+  lm, params = tiny_decoder
+  for wrong in ({"tangents": 0}, {"micro_batches": 0}, {"micro_batches": 3}):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
+      diagnostics.score_projections(
+        lm, params, sampled, jax.random.key(0), **wrong
+      )
+
+
+def test_last_layers_refuses_what_is_not_there(tiny_decoder):
+  _, params = tiny_decoder
+  for count in (0, 4):
+    with pytest.raises(ValueError, match="1..3"):
+      last_layers(params, count)

@@ -1,0 +1,170 @@
+"""Batches of prompts against enumeration, and the group size that is best."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.statistics import group_size as group_size_lib
+from grpojax.statistics import u_statistics as u
+
+X, M, D = 2, 3, 2  # prompts, completions of each, parameters
+
+
+def population():
+  """Two prompts of different weight with shared parameters."""
+  rng = np.random.default_rng(1)
+  features, logits = rng.normal(size=(X, M, D)), rng.normal(size=(X, M))
+  p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  scores = features - np.einsum("xm,xmd->xd", p, features)[:, None]
+  return p, scores, rng.normal(size=(X, M)), np.array([0.3, 0.7])
+
+
+def components():
+  p, s, z, weights = map(jnp.asarray, population())
+  gradients = u.policy_gradient(p, s, z)
+  return group_size_lib.components(u.moments(p, s, z), gradients, weights)
+
+
+def enumerated(b, g):
+  """Errors of all estimators over every batch of b prompts and b g samples."""
+  p, s, z, weights = population()
+  value = (p * z).sum(-1)
+  truth = np.einsum("x,xm,xm,xmd->d", weights, p, z, s)
+  group = np.array(list(itertools.product(range(M), repeat=g)))
+  one = {}  # name -> estimates [X, groups, D], and their probabilities
+  for name in u.Estimators._fields:
+    rewards = z[:, group]
+    baseline = {
+      "vanilla": 0 * rewards,
+      "leave_one_out": (rewards.sum(-1, keepdims=True) - rewards) / (g - 1),
+      "centred": rewards.mean(-1, keepdims=True),
+      "oracle": value[:, None, None],
+    }[name]
+    one[name] = np.einsum("xng,xngd->xnd", rewards - baseline, s[:, group]) / g
+  chance = (weights[:, None] * p[:, group].prod(-1)).reshape(-1)
+  errors = {}
+  for name, estimates in one.items():
+    flat = estimates.reshape(-1, D)
+    index = np.array(list(itertools.product(range(len(flat)), repeat=b)))
+    mean = flat[index].mean(1)
+    errors[name] = chance[index].prod(1) @ ((mean - truth) ** 2).sum(-1)
+  return errors
+
+
+@pytest.mark.parametrize(("b", "g"), [(1, 3), (2, 2), (2, 3), (3, 2)])
+def test_mse_of_a_batch_equals_enumeration(b, g, float64):
+  curve = group_size_lib.mse_curve(components(), g, b * g)
+  for name, expected in enumerated(b, g).items():
+    np.testing.assert_allclose(getattr(curve, name), expected, atol=1e-10)
+
+
+def test_uniform_prompts_by_default(float64):
+  p, s, z, _ = map(jnp.asarray, population())
+  moments, gradients = u.moments(p, s, z), u.policy_gradient(p, s, z)
+  given = group_size_lib.components(moments, gradients, jnp.full(X, 1 / X))
+  default = group_size_lib.components(moments, gradients)
+  np.testing.assert_allclose(given, default, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cost", [0, 0.5, 10, 300])
+@pytest.mark.parametrize(
+  "c", [(1.0, 50.0, 200.0), (3.0, 0.0, 1.0), (0.1, 20.0, 0.5), (1.0, 1.0, 9e4)]
+)
+def test_optimal_group_size_minimises_the_cost(c, cost, float64):
+  c1, c2, c3 = c
+  best = group_size_lib.optimal_group_size(c1, c2, c3, cost)
+
+  def error(g):
+    return (cost + g) * (c1 + c2 / g + c3 / (g * (g - 1)))
+
+  grid = 1 + np.geomspace(1e-2, 1e4, 200_001)
+  np.testing.assert_allclose(best, grid[error(grid).argmin()], rtol=2e-4)
+  if not cost:
+    np.testing.assert_allclose(best, 1 + np.sqrt(c3 / c1), rtol=1e-12)
+
+
+def test_optimal_group_size_minimises_the_curve():
+  c = components()
+  sizes = np.linspace(1.5, 60, 4000) + 0.5
+  curve = group_size_lib.mse_curve(c, sizes, 256)
+  best = group_size_lib.optimal_group_size(c.c1, c.c2, c.c3)
+  assert abs(sizes[np.argmin(curve.leave_one_out)] - max(best, 2)) < 0.02
+
+
+def test_optimal_group_size_at_the_limits():
+  best = group_size_lib.optimal_group_size
+  sizes = jax.jit(best)(jnp.array([0.0, -1.0, 1.0, 1.0]), 1.0, jnp.zeros(4))
+  np.testing.assert_array_equal(sizes, [jnp.inf, jnp.inf, 1, 1])
+  assert best(1.0, 0.1, 0.0, 3.0) == 1  # prompts cost, but too little
+  with pytest.raises(ValueError, match="prompt_cost .*not -1"):
+    best(1.0, 1.0, 1.0, -1)
+  with pytest.raises(ValueError, match="2 or more"):
+    group_size_lib.mse_curve(components(), np.array([1, 2]), 8)
+
+
+def follow(estimates, start=8, error=0.0, **changes):
+  """Group sizes that follow from a sequence of estimates (c1, c3)."""
+  settings = {"smallest": 4, "largest": 64, "decay": 0.5, "margin": 0.25}
+  settings |= {"confidence": 1.0} | changes
+  observe = jax.jit(functools.partial(group_size_lib.observe, **settings))
+  choice, sizes, error = (
+    group_size_lib.init_choice(start),
+    [],
+    jnp.float32(error),
+  )
+  for c1, c3 in estimates:
+    c1, c3 = jnp.float32(c1), jnp.float32(c3)
+    choice = observe(choice, c1, error, c3, error)
+    sizes.append(int(choice.group_size))
+  return sizes
+
+
+def test_the_group_size_goes_to_the_best_one_step_at_a_time():
+  assert follow([(1.0, 31.0**2)] * 4) == [16, 32, 32, 32]
+  assert follow([(1.0, 9.0)] * 4, start=64) == [32, 16, 8, 4]
+  assert follow([(1.0, 1e6)] * 5) == [16, 32, 64, 64, 64]
+  assert follow([(1.0, 0.01)] * 3) == [4, 4, 4]
+  assert follow([(-1.0, 5.0)] * 2) == [16, 32]  # no use for more prompts
+
+
+def c3_of(log2):
+  """c3 where c1 = 1 and G* = 2^log2."""
+  return (2.0**log2 - 1) ** 2
+
+
+def test_the_group_size_stays_within_its_margin():
+  wavering = [(1.0, c3_of(3.70)), (1.0, c3_of(2.30))] * 3
+  assert follow(wavering, decay=0.0) == [8] * 6
+  assert follow([(1.0, c3_of(3.80))]) == [16]
+  assert follow([(1.0, c3_of(2.20))]) == [4]
+  assert follow([(1.0, c3_of(3.70))], margin=0.0) == [16]
+
+
+def test_the_group_size_rests_on_all_estimates_so_far():
+  # The sums of c1 are 4, then 1 and 2.6; 200 is that of c3 at first.
+  assert follow([(4.0, 200.0), (-1.0, 200.0)]) == [8, 16]
+  assert follow([(4.0, 200.0), (-1.0, 200.0)], decay=0.9) == [8, 8]
+  assert follow([(4.0, 200.0), (jnp.nan, 1.0), (1.0, jnp.inf)]) == [8, 8, 8]
+  assert follow([(0.0, 0.0)]) == [8]  # no signal at all
+
+
+def test_a_noisy_estimate_moves_nothing_until_it_is_repeated():
+  """K = (8 2^0.75 - 1)^2 = 155.4: evidence (400 - K) / sqrt(1 + K^2) error."""
+  one = (400 - 155.4) / np.sqrt(1 + 155.4**2)
+  seen = [(1.0, 400.0)]
+  assert follow(seen, error=0.99 * one) == [16]
+  assert follow(seen, error=1.01 * one) == [8]
+  assert follow(seen, error=1.01 * one, confidence=0.9) == [16]
+  # Twice, decay 1/2: sums 1.5 times as large, errors sqrt(1.25) times.
+  better = 1.5 / np.sqrt(1.25) * one
+  assert follow(seen * 2, error=0.99 * better) == [8, 16]
+  assert follow(seen * 2, error=1.01 * better) == [8, 8]
+  # Downwards, from 64: K = (64 / 2^0.75 - 1)^2.
+  k = (64 / 2**0.75 - 1) ** 2
+  one = (k - 400) / np.sqrt(1 + k**2)
+  assert follow(seen, start=64, error=0.99 * one) == [32]
+  assert follow(seen, start=64, error=1.01 * one) == [64]

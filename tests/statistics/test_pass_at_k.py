@@ -1,0 +1,170 @@
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpojax.statistics.pass_at_k import majority_at_k, pass_at_k
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+def test_pass_at_k_is_the_mean_over_all_subsets(n):
+  correct = np.array([[i < c for i in range(n)] for c in range(n + 1)])
+  for k in range(1, n + 1):
+    subsets = list(itertools.combinations(range(n), k))
+    expected = [
+      np.mean([row[list(s)].any() for s in subsets]) for row in correct
+    ]
+    got = jax.jit(pass_at_k, static_argnums=1)(jnp.asarray(correct), k)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_pass_at_k_is_unbiased():
+  """Over all outcomes of 5 trials with p = 0.3, by enumeration."""
+  outcomes = np.array(list(itertools.product([0, 1], repeat=5)), bool)
+  probability = np.where(outcomes, 0.3, 0.7).prod(-1)
+  for k in (1, 2, 5):
+    mean = probability @ np.asarray(pass_at_k(jnp.asarray(outcomes), k))
+    np.testing.assert_allclose(mean, 1 - 0.7**k, atol=1e-6)
+
+
+def test_pass_at_k_of_many_samples():
+  """Where the binomial coefficients themselves overflow float32."""
+  n, c, k = 2000, 3, 700
+  correct = jnp.arange(n) < c
+  expected = 1 - math.comb(n - c, k) / math.comb(n, k)
+  np.testing.assert_allclose(pass_at_k(correct, k), expected, rtol=1e-5)
+
+
+def test_pass_at_k_limits_are_exact():
+  correct = jnp.array([[False] * 6, [False] * 4 + [True] * 2, [True] * 6])
+  for k in range(1, 7):
+    got = pass_at_k(correct, k)
+    assert got[0] == 0 and got[2] == 1
+  assert pass_at_k(correct, 5)[1] == 1
+  assert pass_at_k(jnp.arange(2000) < 1990, 2000) == 1
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_pass_at_k_refuses_k_beyond_the_samples(k):
+  with pytest.raises(ValueError, match="1 <= k <= n"):
+    pass_at_k(jnp.ones((2, 6), bool), k)
+
+
+def vote(labels, correct):
+  """Chance that the plurality of these samples is right, ties at random."""
+  counts = {x: labels.count(x) for x in labels if x != -1}
+  if not counts:
+    return 0.0
+  best = max(counts.values())
+  winners = [x for x in counts if counts[x] == best]
+  right = dict(zip(labels, correct, strict=True))
+  return sum(right[x] for x in winners) / len(winners)
+
+
+def brute_force(labels, correct, k):
+  """Mean of the vote over all subsets of k samples."""
+  subsets = itertools.combinations(range(len(labels)), k)
+  return np.mean(
+    [vote([labels[i] for i in s], [correct[i] for i in s]) for s in subsets]
+  )
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_majority_is_the_mean_over_all_subsets(n):
+  """Any number of answers, several right ones, ties, silent samples."""
+  rng = np.random.default_rng(n)
+  for answers in range(1, 6):
+    labels = rng.integers(-1, answers, (6, n))
+    right = rng.random(answers + 1) < 0.4
+    correct = (labels >= 0) & right[labels]
+    for k in range(1, n + 1):
+      expected = [
+        brute_force(row.tolist(), c.tolist(), k)
+        for row, c in zip(labels, correct, strict=True)
+      ]
+      got = majority_at_k(labels.reshape(2, 3, n), correct.reshape(2, 3, n), k)
+      assert got.shape == (2, 3) and got.dtype == np.float64
+      np.testing.assert_allclose(got.reshape(-1), expected, atol=1e-12)
+
+
+def test_majority_worked_by_hand():
+  """Right, right, wrong, silent: the six pairs."""
+  labels, correct = np.array([4, 4, 9, -1]), np.array([1, 1, 0, 0], bool)
+  # 44 is right, 49 twice a tie, 4- twice right, 9- wrong.
+  assert majority_at_k(labels, correct, 2) == pytest.approx(4 / 6)
+  assert majority_at_k(labels, correct, 1) == pytest.approx(2 / 4)
+  assert majority_at_k(labels, correct, 4) == 1
+  silent = np.full(4, -1), np.zeros(4, bool)
+  assert [majority_at_k(*silent, k) for k in (1, 4)] == [0, 0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_majority_is_unbiased(k):
+  """Over all outcomes of 5 samples of a known distribution, by enumeration."""
+  probability = {0: 0.4, 1: 0.3, 2: 0.2, -1: 0.1}  # 1 is right
+
+  def over_outcomes(size, value):
+    total = 0.0
+    for outcome in itertools.product(probability, repeat=size):
+      weight = math.prod(probability[x] for x in outcome)
+      total += weight * value(np.array(outcome))
+    return total
+
+  truth = over_outcomes(k, lambda x: vote(x.tolist(), (x == 1).tolist()))
+  mean = over_outcomes(5, lambda x: float(majority_at_k(x, x == 1, k)))
+  assert mean == pytest.approx(truth, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 9, 40, 100, 128])
+def test_majority_of_two_answers_is_hypergeometric(k):
+  right, n = 55, 128
+  labels = np.arange(n) >= right
+  drawn = stats.hypergeom(n, right, k)
+  expected = drawn.sf(k // 2)
+  if k % 2 == 0:
+    expected += drawn.pmf(k // 2) / 2
+  got = majority_at_k(labels.astype(int), ~labels, k)
+  np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-30)
+
+
+def test_majority_of_many_samples():
+  """Against drawing subsets: 128 samples, dozens of answers."""
+  rng = np.random.default_rng(0)
+  labels = rng.geometric(0.08, 128) - 2
+  correct = labels == np.bincount(labels[labels >= 0]).argmax()
+  assert len(set(labels.tolist())) > 20
+  for k in (8, 64):
+    draws, score = 6000, []
+    names = np.arange(labels.max() + 1)
+    right = np.isin(names, labels[correct])
+    for _ in range(draws):
+      counts = np.bincount(
+        rng.permutation(labels)[:k] + 1, minlength=len(names) + 1
+      )[1:]
+      winners = counts == counts.max()
+      score.append(right[winners].mean() if counts.max() else 0.0)
+    error = 4 * np.std(score) / math.sqrt(draws)
+    assert abs(majority_at_k(labels, correct, k) - np.mean(score)) < error
+  # Where every answer is given once, the vote is a random answer.
+  once = np.arange(1000)
+  got = majority_at_k(once, once < 20, 30)
+  np.testing.assert_allclose(got, 0.02, rtol=1e-11)
+
+
+def test_majority_refuses_what_contradicts_itself():
+  good = np.array([0, 0, 1]), np.array([1, 1, 0], bool)
+  for k in (0, 4):
+    with pytest.raises(ValueError, match="1 <= k <= n"):
+      majority_at_k(*good, k)
+  with pytest.raises(ValueError, match="equally correct"):
+    majority_at_k(good[0], np.array([1, 0, 0], bool), 2)
+  with pytest.raises(ValueError, match="cannot be correct"):
+    majority_at_k(np.array([0, 0, -1]), np.array([1, 1, 1], bool), 2)
+  with pytest.raises(ValueError, match="or -1"):
+    majority_at_k(np.array([0, 0, -2]), np.array([1, 1, 0], bool), 2)
+  with pytest.raises(ValueError, match="up to 1000"):
+    majority_at_k(np.zeros(1001, int), np.ones(1001, bool), 2)

@@ -1,0 +1,204 @@
+"""Defaults, validation and JSON of the configuration."""
+
+import importlib
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from grpojax.runtime import config as config_lib
+from grpojax.training import validation
+from grpojax.training.config import default_config, validate
+
+ROOT = Path(__file__).parents[2]
+
+
+def _with(**changes):
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {key.replace("__", "."): value for key, value in changes.items()}
+    )
+  return config
+
+
+def test_default_is_valid_and_locked():
+  config = default_config()
+  validate(config)
+  with pytest.raises(AttributeError):
+    config.optim.lerning_rate = 1.0
+
+
+CONFIGS = sorted(ROOT.glob("configs/*.py"))
+STUDIES = {"figure5"}
+
+
+@pytest.mark.parametrize(
+  "path", [p for p in CONFIGS if p.stem not in STUDIES], ids=str
+)
+def test_every_config_file_is_valid(path):
+  validate(runpy.run_path(str(path))["get_config"]())
+
+
+def test_names_stand_for_functions():
+  names = {
+    "core.advantages": validation.ADVANTAGES,
+    "core.losses": validation.RATIOS + validation.WEIGHTINGS,
+  }
+  for module, functions in names.items():
+    module = importlib.import_module(f"grpojax.{module}")
+    assert all(callable(getattr(module, name)) for name in functions)
+  for name in validation.DATASETS:
+    assert callable(importlib.import_module(f"grpojax.data.{name}").load)
+  for name in validation.ON_DEVICE:
+    exact_ids = importlib.import_module("grpojax.rewards.exact_ids")
+    assert callable(getattr(exact_ids, f"{name}_ids"))
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"steps": -1}, "steps = -1"),
+    ({"batch_size": 0}, "batch_size = 0"),
+    ({"name": "a/b"}, "name = 'a/b'"),
+    ({"sampling__temperature": 0.0}, "sampling.temperature = 0.0"),
+    ({"sampling__top_p": 0.0}, "sampling.top_p = 0.0"),
+    ({"sampling__min_p": 1.5}, "sampling.min_p = 1.5"),
+    ({"optim__learning_rate": float("nan")}, "optim.learning_rate = nan"),
+    ({"optim__learning_rate": float("inf")}, "optim.learning_rate = inf"),
+    ({"optim__b2": 1.0}, "optim.b2 = 1.0"),
+    ({"optim__schedule": "cosin"}, "use one of constant, cosine, linear"),
+    ({"optim__minibatches": 5}, "must divide batch_size = 32"),
+    ({"optim__minibatches": 4, "optim__micro_batches": 3}, "minibatches = 8"),
+    ({"loss__dual_clip": 0.5}, "loss.dual_clip = 0.5"),
+    ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
+    ({"advantage": "oracle"}, "true value of each prompt"),
+    ({"group_size": 1}, "group_size = 1"),
+    ({"subset_size": 0}, "subset_size = 0"),
+    (
+      {"advantage": "max_at_k", "subset_size": 8},
+      "use a group_size of 9 or more (now 8), or a smaller subset_size",
+    ),
+    ({"advantage": "min_at_k", "subset_size": 20}, "group_size of 21"),
+    (
+      {
+        "advantage": "shrinkage",
+        "batch_size": 2,
+        "optim__micro_batches": 1,
+      },
+      "batch_size = 2: advantage = 'shrinkage'",
+    ),
+    ({"data__template": "no field"}, "must hold {prompt}"),
+    ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),
+    ({"data__too_long": "cut"}, "use one of refuse, drop"),
+    ({"mesh__data": 0}, "mesh.data = 0"),
+    ({"reward__functions": (), "reward__weights": ()}, "at least one"),
+    (
+      {"reward__functions": ("a", "a"), "reward__weights": (1.0, 1.0)},
+      "names must differ",
+    ),
+    ({"reward__weights": (1.0, 2.0)}, "must be 1 numbers"),
+    ({"reward__weights": (float("nan"),)}, "must be 1 numbers"),
+    ({"reward__weights": ("1",)}, "must be 1 numbers"),
+    ({"reward__timeout": 0.0}, "reward.timeout = 0.0"),
+    ({"reward__workers": -1}, "reward.workers = -1"),
+    ({"reward__model_weight": float("inf")}, "reward.model_weight = inf"),
+    (
+      {"reward__on_device": True, "reward__functions": ("math_answer",)},
+      "nothing else can be computed on token ids",
+    ),
+    ({"reward__on_device": True, "reward__model": "x"}, "reward.on_device"),
+    ({"lora__rank": -1}, "lora.rank = -1"),
+    ({"lora__alpha": 0.0}, "lora.alpha = 0.0"),
+    ({"lora__targets": "layers/(q"}, "is no regular expression"),
+    ({"lora__rank": 4, "diagnostics__last_layers": 1}, "as a whole"),
+    ({"mesh__fsdp": -1}, "only one axis may be -1"),
+    ({"mesh__data": 3}, "mesh.data x mesh.fsdp = 3"),
+    ({"loss__beta": 0.1, "loss__kl": "k1"}, "pulls nowhere"),
+    (
+      {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "reward"},
+      "use k1",
+    ),
+    (
+      {"loss__beta": 0.1, "loss__kl": "k2", "loss__kl_placement": "ratio"},
+      "use k1 or k3",
+    ),
+  ],
+)
+def test_one_problem_is_one_line(changes, text):
+  with pytest.raises(ValueError) as error:
+    validate(_with(**changes))
+  lines = str(error.value).splitlines()
+  assert len(lines) == 2 and text in lines[1]
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"group_size": 1, "advantage": "vanilla"},
+    {"advantage": "max_at_k", "subset_size": 7},
+    {"subset_size": 20},  # nobody asks for it
+    {"advantage": "shrinkage", "batch_size": 3, "optim__micro_batches": 1},
+    {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
+    {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "ratio"},
+    {"loss__dual_clip": 3.0, "sampling__top_p": 0.9},
+    {"optim__minibatches": 4, "optim__micro_batches": 8},
+    {"mesh__data": 2, "mesh__fsdp": 4},
+    {"lora__rank": 8, "data__too_long": "drop"},
+    {
+      "reward__functions": ("math_answer", "my.module:f"),
+      "reward__weights": (1, 0.5),
+    },
+    {"steps": 0, "data__template": "{{x}} {prompt}"},
+  ],
+)
+def test_valid_combinations(changes):
+  validate(_with(**changes))
+
+
+def test_all_problems_at_once():
+  config = _with(steps=-1, loss__ratio="tokn", optim__minibatches=5)
+  with pytest.raises(ValueError) as error:
+    validate(config)
+  assert len(str(error.value).splitlines()) == 4
+
+
+def test_unknown_missing_and_mistyped_keys():
+  config = default_config().unlock()
+  config.optim.learning_rat = 1.0
+  config.data.options.anything = 1  # the dataset checks these
+  del config.log.every
+  with config.ignore_type():
+    config.steps = "60"
+    config.loss.clip_low = 1  # an int does for a float
+  with pytest.raises(ValueError) as error:
+    validate(config)
+  text = str(error.value)
+  assert "did you mean optim.learning_rate?" in text
+  assert "log.every: missing" in text
+  assert "steps = '60': must be of type int" in text
+  assert len(text.splitlines()) == 4
+
+
+def test_json_round_trip_keeps_types():
+  config = _with(optim__learning_rate=3, data__options__difficulty=(1, 2))
+  text = config_lib.to_json(config)
+  again = config_lib.from_json(text)
+  assert json.loads(text)["optim"]["learning_rate"] == 3.0
+  assert again.data.options.difficulty == (1, 2)
+  assert isinstance(again.optim.learning_rate, float)
+  assert again.eq_as_configdict(config) and again.is_locked
+  validate(again)
+
+
+def test_difference():
+  old, new = default_config(), _with(steps=61, loss__kl="k2")
+  with old.unlocked():
+    del old.seed
+  assert config_lib.difference(old, new) == [
+    "loss.kl: 'k3' -> 'k2'",
+    "seed: '(none)' -> 0",
+    "steps: 40 -> 61",
+  ]
+  assert config_lib.difference(new, new) == []

@@ -1,0 +1,195 @@
+"""A config's names and numbers reach the functions that they stand for."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import kl, losses
+from grpojax.core.sampling import Sampling
+from grpojax.runtime import config as config_lib
+from grpojax.training import from_config, validation
+from grpojax.training.config import default_config
+
+
+def config_with(**changes):
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {key.replace("__", "."): value for key, value in changes.items()}
+    )
+  return config
+
+
+def test_every_setting_is_read_by_a_training_run(toy_run):
+  settings = set(config_lib.flatten(default_config()))
+  assert settings - toy_run.read == set()
+
+
+def updates(config, gradients, start=0.0):
+  """What the optimizer adds to one parameter, for a sequence of gradients."""
+  tx = from_config.optimizer(config)
+  x = jnp.asarray(start, jnp.float32)
+  state, found = tx.init(x), []
+  for gradient in gradients:
+    update, state = tx.update(jnp.asarray(gradient, jnp.float32), state, x)
+    found.append(float(update))
+  return np.array(found)
+
+
+@pytest.mark.parametrize(
+  "schedule, factor",
+  [
+    ("constant", lambda t: 1.0 + 0 * t),
+    ("linear", lambda t: 1 - t),
+    ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
+  ],
+)
+def test_schedules(schedule, factor):
+  config = config_with(
+    steps=5,
+    optim__epochs=2,
+    optim__minibatches=2,
+    optim__learning_rate=0.01,
+    optim__schedule=schedule,
+    optim__warmup_steps=4,
+  )
+  # Under a constant gradient Adam's update is the learning rate.
+  found = -updates(config, [3.0] * 20)
+  warmup = np.arange(1, 5) / 5  # no update is wasted on a rate of 0
+  expected = 0.01 * np.concatenate([warmup, factor(np.arange(16) / 16)])
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
+
+
+def test_the_optimizer_is_adamw():
+  config = config_with(
+    optim__learning_rate=0.01,
+    optim__b1=0.5,
+    optim__b2=0.75,
+    optim__weight_decay=0.1,
+  )
+  found = updates(config, [1.0, -2.0], start=3.0)
+  first = 0.5 * (0.5 * 1.0) + 0.5 * -2.0
+  second = 0.75 * (0.25 * 1.0) + 0.25 * 4.0
+  adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
+  expected = [-0.01 * (1.0 + 0.1 * 3.0), -0.01 * (adam + 0.1 * 3.0)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_sampling_and_the_sizes_of_an_update():
+  config = config_with(
+    sampling__temperature=0.7,
+    sampling__top_k=5,
+    sampling__top_p=0.9,
+    sampling__min_p=0.1,
+    logits_chunk=3,
+    optim__epochs=2,
+    optim__minibatches=4,
+    optim__micro_batches=8,
+    optim__max_grad_norm=0.3,
+  )
+  options = from_config.update_options(config)
+  assert options["sampling"] == Sampling(0.7, 5, 0.9, 0.1)
+  assert options["chunk_size"] == 3 and options["max_grad_norm"] == 0.3
+  sizes = [options[k] for k in ("epochs", "minibatches", "micro_batches")]
+  assert sizes == [2, 4, 8]
+
+
+@functools.cache
+def scored():
+  """Random arguments of a loss: the ratios leave every bound behind."""
+  rng = np.random.default_rng(0)
+  old, new, ref = -rng.exponential(size=(3, 2, 4, 6)).astype(np.float32)
+  mask = np.arange(6) < rng.integers(1, 7, (2, 4, 1))
+  advantages = rng.standard_normal((2, 4)).astype(np.float32)
+  return tuple(map(jnp.asarray, (new, advantages, mask, old, ref)))
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, {"kl": kl.k3}),
+    (
+      {"loss__clip_low": 0.1, "loss__clip_high": 0.4},
+      {"clip_low": 0.1, "clip_high": 0.4},
+    ),
+    ({"loss__dual_clip": 1.5}, {"dual_clip": 1.5}),
+    ({"loss__ratio": "sequence_ratio"}, {"ratio": losses.sequence_ratio}),
+    ({"loss__beta": 0.3}, {"kl": kl.k3, "beta": 0.3}),
+    ({"loss__beta": 0.3, "loss__kl": "k2"}, {"kl": kl.k2, "beta": 0.3}),
+    (
+      {"loss__beta": 0.3, "loss__kl": "k1", "loss__kl_placement": "ratio"},
+      {"kl": kl.k1, "beta": 0.3, "kl_correction": True},
+    ),
+    (
+      {"loss__beta": 0.3, "loss__kl": "k1", "loss__kl_placement": "reward"},
+      {"beta": 0.0},
+    ),
+  ],
+)
+def test_the_loss_is_the_one_that_was_asked_for(changes, expected):
+  new, advantages, mask, old, ref = scored()
+  weights = mask / mask.sum()
+  arrays = (new, advantages, weights, mask, old, ref)
+  config = config_with(**changes)
+  found, _ = from_config.update_options(config)["loss"](*arrays)
+  wanted, _ = losses.grpo_loss(*arrays, **expected)
+  plain, _ = losses.grpo_loss(*arrays)
+  assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+  # Each of these settings matters on this data.
+  same = set(expected) <= {"kl"} or expected == {"beta": 0.0}
+  assert (float(wanted) == float(plain)) == same
+  placed = config.loss.kl_placement == "reward"
+  assert from_config.kl_in_reward(config) == (0.3 if placed else 0.0)
+  assert from_config.needs_reference(config) == (config.loss.beta > 0)
+
+
+def test_weightings():
+  mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
+  expected = {
+    "token_mean": mask / 4,
+    "sequence_mean": mask / np.array([3, 1])[:, None] / 2,
+    "fixed_length": mask / (2 * 50),
+  }
+  for name, weights in expected.items():
+    config = config_with(loss__weighting=name, sampling__max_new_tokens=50)
+    found = from_config.update_options(config)["weighting"](mask)
+    np.testing.assert_allclose(found, weights, rtol=1e-6)
+
+
+def test_advantages():
+  rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
+  centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4, [-0.25] * 3 + [0.75]])
+  expected = {
+    "vanilla": rewards,
+    "dr_grpo": centred,
+    "leave_one_out": centred * 4 / 3,
+    "pairwise_rank": centred * 4 / 3,  # of binary rewards
+  }
+  for name, values in expected.items():
+    found = from_config.advantage(config_with(advantage=name))(rewards)
+    np.testing.assert_allclose(found, values, atol=1e-6)
+  # k = 3: all is lost without both of two, or without the only one.
+  best = np.array([[-1, -1, 1, 1], [0] * 4, [-1, -1, -1, 3]]) * [[0], [0], [1]]
+  config = config_with(advantage="max_at_k", subset_size=3)
+  np.testing.assert_allclose(
+    from_config.advantage(config)(rewards), best, atol=1e-6
+  )
+  config = config_with(advantage="min_at_k", subset_size=3)
+  np.testing.assert_allclose(
+    from_config.advantage(config)(1 - rewards), -best, atol=1e-6
+  )
+
+
+def test_every_advantage_by_its_name():
+  rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
+  lengths = jnp.array([[3, 1, 5]] * 4)
+  found = {}
+  for name in validation.ADVANTAGES:
+    f = from_config.advantage(config_with(advantage=name))
+    options = {"lengths": lengths} if name == "length_weighted" else {}
+    found[name] = np.asarray(f(rewards, **options))
+  for a, b in itertools.combinations(found, 2):
+    assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)

@@ -1,0 +1,54 @@
+"""A model as the programs hold it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpojax.core.types import Rollout
+from grpojax.training import policy as policies
+
+
+def test_a_policy_and_its_texts(toy_model):
+  policy = policies.load_policy(str(toy_model), "bfloat16")
+  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
+  one = jnp.ones((1, 1), int)
+  prefix = policy.lm.prefill(policy.params, one, one > 0)
+  assert prefix.last_hidden.dtype == jnp.bfloat16
+  assert policy.eos_ids == (1, 99) and policy.pad_id == 0
+  ids = policy.tokenizer.encode("12#", add_special_tokens=False)
+  completion_ids = np.array([[[*ids, 99], [ids[0], 1, 0, 0]]], np.int32)
+  mask = np.array([[[1, 1, 1, 1], [1, 1, 0, 0]]], bool)
+  empty = np.zeros((1, 1), np.int32)
+  samples = Rollout(
+    empty, empty > 0, completion_ids, mask, mask * 0.0, mask.any(-1)
+  )
+  texts = policies.decode(policy, samples)
+  assert texts == [["12#", "1"]]
+
+
+def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
+  policy = policies.with_adapters(
+    policies.load_policy(str(toy_model)),
+    jax.random.key(0),
+    rank=2,
+    alpha=4.0,
+    targets="layers/q",
+  )
+  assert policy.lora_scale == 2.0
+
+  def norm(lm, adapters, ids):
+    prefix = lm.prefill(adapters, ids, ids > 0)
+    return jnp.linalg.norm(lm.unembed(adapters, prefix.last_hidden))
+
+  run = policies.jit(policy, norm)
+  ids = jnp.array([[5, 9, 17]])
+  text = run.func.lower(*run.args, policy.params, ids).as_text()
+  size = max(x.size for x in jax.tree.leaves(policy.frozen))
+  assert "norm" in text.splitlines()[0] and len(text) < 100 * size
+  # Other weights in their place give another result, from the same program.
+  other = jax.tree.map(lambda x: 2 * x, policy.frozen)
+  found = run.func(other, policy.params, ids)
+  assert found != run(policy.params, ids) == run({}, ids)  # b is 0
+  whole = policies.load_policy(str(toy_model))
+  expected = policies.jit(whole, norm)(whole.params, ids)
+  np.testing.assert_allclose(run(policy.params, ids), expected, rtol=1e-6)

@@ -1,0 +1,102 @@
+"""A config's data sets, and their prompts."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.config import default_config
+
+
+def config_with(**changes):
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {key.replace("__", "."): value for key, value in changes.items()}
+    )
+  return config
+
+
+def test_problems_of_a_run():
+  def prompts(load, count=20, **changes):
+    examples = load(config_with(**changes))
+    return [examples[i]["prompt"] for i in range(count)]
+
+  train, test = (
+    functools.partial(prompts_lib.load_examples, split=split)
+    for split in ("train", "test")
+  )
+  assert prompts(train) == prompts(train) != prompts(train, seed=1)
+  assert prompts(test) == prompts(test, seed=1)
+  assert len(test(config_with(eval__num_prompts=21))) == 21
+  easy = prompts(train, data__options__difficulty=(1, 1))
+  assert all(p.count("+") + p.count("*") == 1 for p in easy)
+  assert not set(prompts(train, 200)) & set(prompts(test, 200))
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+  """Prompts of 1 to 12 characters, in a file for both splits."""
+  for split in ("train", "test"):
+    rows = [{"question": "9" * n, "answer": str(n)} for n in range(1, 13)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / f"{split}.jsonl").write_text(text)
+  return {
+    "data__name": "jsonl",
+    "data__path": str(tmp_path),
+    "data__options__prompt": "question",
+    "data__max_prompt_length": 12,  # 5 of which are the template's
+  }
+
+
+def test_long_prompts_are_refused_or_dropped(jsonl):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(**jsonl, data__template="{prompt}")
+  train = prompts_lib.problems(config, policy, "train")
+  assert len(train.examples) == 12 and train.dropped == 0
+  with pytest.raises(ValueError, match="data.too_long = 'drop'"):
+    list(prompts_lib.held_out(config, policy, train.examples))
+  config.data.too_long = "drop"
+  for split in ("train", "test"):
+    found = prompts_lib.problems(config, policy, split)
+    batches = list(prompts_lib.held_out(config, policy, found.examples))
+    answers = [e["answer"] for _, examples in batches for e in examples]
+    assert answers == [str(n) for n in range(1, len(answers) + 1)]
+    assert found.dropped == 12 - len(answers) > 0
+    lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
+    assert max(lengths) == 12
+  config.eval.num_prompts = 3
+  assert len(prompts_lib.problems(config, policy, "test").examples) == 3
+
+
+def test_the_config_sets_the_prompt(jsonl):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(**jsonl, data__template="{prompt}+1")
+  config.data.max_prompt_length = 32
+  examples = prompts_lib.problems(config, policy, "train").examples
+  prompts, (example, *_) = next(prompts_lib.held_out(config, policy, examples))
+  assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
+  ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
+  assert policy.tokenizer.decode(ids) == example["prompt_text"]
+
+
+@pytest.mark.parametrize(
+  "changes, hint",
+  [
+    ({"data__path": "x"}, "arithmetic has no files"),
+    (
+      {"data__options__sise": 3},
+      "data.options.sise.*it takes difficulty, size",
+    ),
+    ({"data__name": "jsonl"}, "data.path"),
+    ({"data__name": "jsonl", "data__path": "/nowhere"}, "/nowhere"),
+    ({"data__too_long": "drop"}, "endless"),
+  ],
+)
+def test_mistakes_are_refused(changes, hint):
+  policy = policies.open_policy("arithmetic-instruct")
+  with pytest.raises(ValueError, match=hint):
+    prompts_lib.problems(config_with(**changes), policy, "train")

@@ -1,0 +1,169 @@
+"""Rewards of a batch: functions of text together with a reward model."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.core.types import Rollout
+from grpojax.models import hf
+from grpojax.rewards import exact
+from grpojax.runtime import records
+from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import scoring
+from grpojax.training.config import default_config
+
+REWARDS = """
+def length(prompt, completion, example):
+  return float(len(completion))
+
+def picky(prompt, completion, example):
+  if completion == "bad":
+    raise RuntimeError("no")
+  return None if completion == "silent" else 10.0
+
+def seen(prompt, completion, example):
+  assert prompt == "p" and example["answer"] == "1"
+  assert example["max_completion_length"] == 5
+  return example["completion_length"] + 0.5 * example["finished"]
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+  file = tmp_path / "rewards.py"
+  file.write_text(REWARDS)
+
+  def config(weights, **names):
+    config = default_config()
+    config.reward.functions = tuple(f"{file}:{name}" for name in weights)
+    config.reward.weights = tuple(weights.values())
+    return config
+
+  return config
+
+
+def rollout(rows, length):
+  """Two samples a row: of `length` tokens, finished, and of one, cut off."""
+  mask = np.arange(5) < np.array([length, 1])[:, None]
+  return Rollout(
+    prompt_ids=jnp.zeros((rows, 1), int),
+    prompt_mask=jnp.ones((rows, 1), bool),
+    completion_ids=jnp.zeros((rows, 2, 5), int),
+    completion_mask=jnp.broadcast_to(mask, (rows, 2, 5)),
+    logprobs=jnp.zeros((rows, 2, 5)),
+    finished=jnp.broadcast_to(jnp.array([True, False]), (rows, 2)),
+  )
+
+
+EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
+TEXTS = [["ab", "bad"], ["silent", "abc"]]
+
+
+def test_weighted_functions(rewards):
+  config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
+  with scoring.open_scorer(config) as scorer:
+    # A batch may have more rows: they only pad it.
+    found = scoring.score(scorer, EXAMPLES, TEXTS, rollout(3, 4))
+  expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
+  np.testing.assert_allclose(found.rewards, expected)
+  np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
+  (failure,) = found.failures
+  assert failure.function == "picky" and failure.completion == "bad"
+  right = scoring.correctness(scorer, found)
+  np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
+  row = scoring.metrics(found)
+  assert row == {
+    "reward_failures": 1,
+    "reward_length": 3.5,
+    "reward_picky": 10,
+    "reward_seen": pytest.approx((4.5 + 1 + 4.5 + 1) / 4),
+  }
+
+
+def test_a_reward_model_beside_functions(rewards):
+  config = rewards({"picky": 1.0})
+  config.reward.model_weight = -2.0
+  model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
+  with scoring.open_scorer(config, model) as scorer:
+    found = scoring.score(scorer, EXAMPLES, TEXTS, rollout(2, 3))
+  # It decides alone where the function abstains, but not where that failed.
+  np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
+  assert scoring.metrics(found)["reward_model"] == 2.5
+
+
+def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
+  """They are counted and kept, take no part, and training goes on."""
+  file = tmp_path / "mine.py"
+  file.write_text(
+    "import math\n"
+    "def mine(prompt, completion, example):\n"
+    "  if '5' in completion:\n"
+    "    raise RuntimeError('a five')\n"
+    "  return math.nan if '3' in completion else float('7' in completion)\n"
+  )
+  run = tmp_path / "run"
+  argv = toy_task.arguments(
+    toy_model,
+    steps=4,
+    **{"reward.functions": f"{file}:mine", "diagnostics.every": 2},
+  )
+  train.main([*argv, f"--run_dir={run}"])
+  failures = records.read_jsonl(run / "failures.jsonl")
+  assert {f["function"] for f in failures} == {"mine"}
+  assert any(
+    "a five" in f["reason"] and "5" in f["completion"] for f in failures
+  )
+  for row in records.read_jsonl(run / "metrics.jsonl"):
+    if "accuracy" in row:
+      continue
+    assert row["rewards_missing"] == row["reward_failures"] / 64 > 0.1
+    assert row["grad_norm"] >= 0 and row["skipped_updates"] == 0
+  assert "rewards failed; the first: mine" in capsys.readouterr().out
+  params = hf.load_params(run / "model")
+  assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+@pytest.fixture
+def classifier(toy_model, tmp_path):
+  """A reward model with the toy model's body and tokenizer."""
+  path = tmp_path / "config"
+  shutil.copytree(toy_model, path)
+  hf_config = json.loads((path / "config.json").read_text())
+  hf_config["architectures"] = ["LlamaForSequenceClassification"]
+  hf_config["num_labels"] = 1
+  (path / "config.json").write_text(json.dumps(hf_config))
+  params = hf.load_params(toy_model)
+  score = jax.random.normal(jax.random.key(0), (16, 1))
+  hf.save(tmp_path / "classifier", params | {"score": score}, path)
+  return tmp_path / "classifier"
+
+
+def test_training_with_a_reward_model(
+  classifier, toy_task, toy_model, tmp_path
+):
+  settings = {"reward.model": classifier, "reward.model_weight": 2.0}
+  settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
+  argv = toy_task.arguments(toy_model, **settings)
+  train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
+  for row in records.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+    if "reward_mean" in row:
+      parts = 3 * row["reward_exact_answer"] + 2 * row["reward_model"]
+      assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)
+  # The model read prompt and completion as one text, token by token.
+  lm, params = hf.load(classifier)
+  tokenizer = tokenizer_lib.load(classifier)
+  seen = []
+  for sample in records.read_jsonl(tmp_path / "run" / "samples.jsonl"):
+    ids = tokenizer.encode(sample["prompt"] + sample["completion"])
+    ids = jnp.array([ids])
+    prefix = lm.prefill(params, ids, jnp.ones_like(ids, bool))
+    score = float(lm.unembed(params, prefix.last_hidden)[0, 0])
+    right = exact.exact_answer("", sample["completion"], sample)
+    assert sample["reward"] == pytest.approx(3 * right + 2 * score, abs=1e-3)
+    seen.append(score)
+  assert np.ptp(seen) > 0.1

@@ -1,0 +1,118 @@
+"""Token in, token out: what was sampled is what is scored and learned from."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.runtime import sharding
+from grpojax.runtime import tokenizer as tokenizers
+from grpojax.training import from_config, scoring, steps
+from grpojax.training import policy as policies
+from grpojax.training.config import default_config
+
+B, G, T = 2, 4, 6
+MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
+
+
+def ambiguous_tokenizer():
+  """Texts of a and b have many tokenizations; sampling finds any of them."""
+  import tokenizers as hf
+  from transformers import PreTrainedTokenizerFast
+
+  words = ["<end>", "a", "b", *("".join(pair) for pair in MERGED)]
+  vocab = {word: i for i, word in enumerate(words)}
+  backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=MERGED))
+  backend.decoder = hf.decoders.Fuse()
+  return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+
+
+def test_completions_are_never_tokenized_again(
+  tabular, monkeypatch, fast_compilation
+):
+  config = default_config()
+  config.batch_size, config.group_size = B, G
+  config.sampling.max_new_tokens = T
+  config.optim.micro_batches, config.optim.minibatches = 1, 2
+  tokenizer = ambiguous_tokenizer()
+  vocab = len(tokenizer)
+  lm = tabular.lm(1, vocab)
+  params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
+  policy = policies.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+
+  tx = optax.sgd(0.0)
+  places = sharding.shardings(
+    jax.eval_shape(lambda p: from_config.first_state(config, tx, p), params),
+    mesh,
+  )
+  state = jax.device_put(from_config.first_state(config, tx, params), places)
+  text, ids = tokenizers.encode_prompt(tokenizer, "abab")
+  prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
+
+  def refuse(*args, **options):
+    raise AssertionError("a completion was tokenized")
+
+  for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
+    monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
+  seen = []
+  decode = policies.decode
+
+  def spy(policy, samples):
+    seen.append(jax.device_get(samples))
+    return decode(policy, samples)
+
+  monkeypatch.setattr(policies, "decode", spy)
+  examples = [{"prompt_text": text, "answer": "1"}] * B
+  with scoring.open_scorer(config) as scorer:
+    step = steps.make_host_step(
+      config, policy, G, tx, None, places, scorer, lambda: None
+    )
+    _, row, shown, _ = step(state, prompts, examples, False)
+  monkeypatch.undo()
+  # Two updates that change nothing: were other tokens scored than were sampled,
+  # the ratio to the sampler's probabilities would not be 1.
+  np.testing.assert_allclose([row["ratio_min"], row["ratio_max"]], 1, atol=1e-5)
+  # The test can fail: their texts have another tokenization.
+  (samples,) = seen
+  again = [tokenizer.encode(sample["completion"]) for sample in shown]
+  assert any(
+    ids != sampled[: len(ids)].tolist()
+    for ids, sampled in zip(again, samples.completion_ids[0], strict=True)
+  )
+
+
+def test_prompts_without_all_their_rewards_are_not_diagnosed(
+  tabular, fast_compilation
+):
+  config = default_config()
+  config.optim.micro_batches, config.diagnostics.share = 1, 0.75
+  lm = tabular.lm(4, 3)
+  params = lm.init(jax.random.key(0))
+  prompts = Prompts(jnp.arange(4)[:, None], jnp.ones((4, 1), bool))
+  samples = rollout(
+    lm,
+    params,
+    prompts,
+    jax.random.key(1),
+    group_size=4,
+    max_new_tokens=3,
+    eos_ids=(0,),
+  )
+  rewards = jax.random.normal(jax.random.key(2), (4, 4))
+  diagnose = jax.jit(functools.partial(steps.make_diagnose(config, 1), lm))
+  key = jax.random.key(3)
+  found = diagnose(params, samples, rewards.at[1, 2].set(jnp.nan), key)
+  order = np.array([0, 2, 3, 1])
+  complete = jax.tree.map(lambda x: x[order], (samples, rewards))
+  expected = diagnose(params, *complete, key)
+  assert jnp.isfinite(found["c1"])
+  for name, value in expected.items():
+    np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
+  few = diagnose(params, samples, rewards.at[:2, 2].set(jnp.nan), key)
+  assert jnp.isnan(few["c1"])  # which the automatic group size passes over
