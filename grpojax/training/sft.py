@@ -20,7 +20,7 @@ from grpojax.data import texts as texts_lib
 from grpojax.data.packing import Rows, pack
 from grpojax.models import fresh, hf
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bpe, command_line
+from grpojax.runtime import bpe, command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import policy as policies
 from grpojax.training.prompts import load_split
