@@ -28,6 +28,13 @@ worked out in arXiv 2603.01162 ("Its Policy Gradient is a U-Statistic").
 advantages for other objectives, and for any function of k rewards
 (`subset_advantages`), in `core.subset_advantages`.
 
+An advantage plugs in by its name in `ADVANTAGES`: `(rewards [..., G]) ->
+advantages [..., G]`, pure and jittable. If it has a parameter `lengths`, it
+gets the completions' lengths [B, G], in tokens; a parameter `k` gets the
+config's `subset_size`. What it cannot work with (too small a group or batch) it
+refuses by ValueError, from the shapes alone: a run is refused by the same error
+before it starts.
+
 Common to all: integer, boolean and half-precision rewards become float32; a
 group of equal rewards gives exactly 0 wherever only the group's own rewards are
 subtracted (not in shrinkage and beta_binomial, which pool prompts), and finite
@@ -210,3 +217,19 @@ def _divide_by_std(deviations: Array, variance: Array, epsilon: float) -> Array:
   varies = variance > 0
   std = jnp.sqrt(jnp.where(varies, variance, 1.0))
   return jnp.where(varies, deviations / (std + epsilon), 0.0)
+
+
+ADVANTAGES = {
+  "leave_one_out": leave_one_out,
+  "grpo": grpo,
+  "dr_grpo": dr_grpo,
+  "batch_std": batch_std,
+  "vanilla": vanilla,
+  "shrinkage": shrinkage,
+  "beta_binomial": beta_binomial,
+  "length_weighted": length_weighted,
+  "max_at_k": max_at_k,
+  "min_at_k": min_at_k,
+  "pairwise_rank": pairwise_rank,
+}
+"""Those that a training run can compute: `oracle` needs the true values."""

@@ -5,17 +5,17 @@ it as one jittable function where the reward is one too: `make_grpo_step`.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from grpojax.core import losses
 from grpojax.core.advantages import leave_one_out
+from grpojax.core.binding import bind
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
@@ -42,7 +42,11 @@ def init_state(
 
 
 def diagnosis_key(state: TrainState) -> Key[Array, ""]:
-  """A key for the diagnosis of a step; steps sample from non-negative ones."""
+  """A key for the diagnosis of a step.
+
+  Folds in a negative number; sampling folds in the step itself, which is not
+  negative, so that the two never draw the same.
+  """
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
@@ -67,8 +71,8 @@ def make_batch(
     rewards: one a completion; nan is none: such a completion takes no part, in
       its group's comparison or in the loss.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
-      If it has a parameter `lengths` without a default (`length_weighted`), it
-      gets the completions' lengths [B, G], in tokens, by that keyword.
+      If it has a parameter `lengths` that is not bound yet (`length_weighted`),
+      it gets the completions' lengths [B, G], in tokens.
     ref_params: the reference policy, or None for no reference pass.
     on_policy: a single optimizer update follows, so the policy that is trained
       is exactly the one that sampled, and no old log-probabilities are kept.
@@ -101,7 +105,8 @@ def make_batch(
     rewards = rewards - kl_in_reward * losses.kl_penalty(
       rollout.logprobs, ref_logprobs, rollout.completion_mask
     )
-  advantage = _with_lengths(advantage, rollout.completion_mask)
+  lengths = jnp.sum(rollout.completion_mask, axis=-1)
+  advantage = bind(advantage, lengths=lengths)
   rewarded = ~jnp.isnan(rewards)[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
@@ -114,29 +119,17 @@ def make_batch(
   )
 
 
-def _with_lengths(
-  advantage: Callable[..., Array], mask: Bool[Array, "B G T"]
-) -> Callable[..., Array]:
-  """Binds the completions' lengths, if the advantage asks for them."""
-  try:
-    parameters = inspect.signature(advantage).parameters
-  except (TypeError, ValueError):  # some callables have no signature
-    return advantage
-  lengths = parameters.get("lengths")
-  if lengths is None or lengths.default is not inspect.Parameter.empty:
-    return advantage
-  return functools.partial(advantage, lengths=jnp.sum(mask, axis=-1))
-
-
 def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
   """What the completions and their rewards look like.
 
   Rows that only pad the batch (no prompt token) are left out.
 
+  The rewards are the raw ones: a KL penalty that is taken from the reward
+  (`make_batch`'s kl_in_reward) is not in these numbers.
+
   Returns:
-    Scalars; those of rewards are of the rewards as given, before any penalty,
-    where there is one: `reward_mean`, `reward_std` (over all samples),
-    `rewards_missing` (share of samples whose reward is nan),
+    Scalars: `reward_mean` and `reward_std` (over all samples that have a
+    reward), `rewards_missing` (share of samples whose reward is nan),
     `zero_variance_groups` (share of groups whose rewards are all equal: without
     a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
     `truncated` (share cut off at the budget).

@@ -137,3 +137,13 @@ def masked_log_ratio(
   return log_ratio(
     clean_logprobs(numerator, mask), clean_logprobs(denominator, mask)
   )
+
+
+PLACEMENTS = {
+  "loss": {"k2": k2, "k3": k3},
+  "ratio": {"k1": k1, "k3": k3},
+  "reward": {"k1": kl_penalty},
+}
+"""Where a KL term may stand, and the estimators of use there: as a term of the
+loss, as one times the ratio (`grpo_loss`'s kl_correction), or as a penalty
+taken from the reward (`make_batch`'s kl_in_reward)."""

@@ -1,21 +1,32 @@
-"""Policy losses: token weightings, ratios and `grpo_loss`.
+"""Policy losses: token weightings, and `grpo_loss`.
 
 Everything is per token, [B, G, T], and the loss is sum(weights * per_token).
 Weights are computed once for a whole optimizer batch, so micro-batches and
 devices only add. Masked positions (padding) may hold anything, nan included:
 they reach neither the value nor the gradient.
+
+A weighting plugs in by its name in `WEIGHTINGS`: (mask) -> weights; one with a
+parameter `length` gets the longest completion allowed, in tokens. Ratios and
+surrogates plug in at `core.surrogates`, KL terms at `core.kl`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
-from grpojax.core.kl import clean_logprobs, k1, k2, k3, masked_log_ratio
+from grpojax.core.kl import clean_logprobs, k1, k2, k3
 from grpojax.core.kl import kl_penalty as kl_penalty
+from grpojax.core.surrogates import (
+  Monitored,
+  RatioFn,
+  SurrogateFn,
+  clipped,
+  token_ratio,
+)
 
-RatioFn = Callable[[Array, Array, Array], Array]
 KLFn = Callable[[Array, Array], Array]
 
 
@@ -77,51 +88,6 @@ def fixed_length(
   return mask / (length * _at_least_one(_sequences(mask)))
 
 
-def token_ratio(
-  logprobs: Float[Array, "B G T"],
-  old_logprobs: Float[Array, "B G T"],
-  mask: Bool[Array, "B G T"],
-) -> Float[Array, "B G T"]:
-  """Importance ratio of each token, pi / pi_old: PPO's and GRPO's.
-
-  Args:
-    logprobs: under the policy being trained.
-    old_logprobs: under the policy that sampled.
-    mask: True on real tokens.
-
-  Returns:
-    Ratios; 1 on padding. Log-ratios above 20 count as 20.
-  """
-  return jnp.exp(masked_log_ratio(logprobs, old_logprobs, mask))
-
-
-def sequence_ratio(
-  logprobs: Float[Array, "B G T"],
-  old_logprobs: Float[Array, "B G T"],
-  mask: Bool[Array, "B G T"],
-) -> Float[Array, "B G T"]:
-  """Length-normalised importance ratio of a sequence, at each token: GSPO's.
-
-  s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
-  7), repeated at every token of the sequence. With `sequence_mean` weights a
-  sequence's weights sum to 1/N, so the loss is (1/N) sum_i f(s_i), exactly
-  GSPO's, value and gradient. Its clip bounds are much closer to 1 than
-  those of token ratios (3e-4 and 4e-4 in the paper).
-
-  Args:
-    logprobs: under the policy being trained.
-    old_logprobs: under the policy that sampled.
-    mask: True on real tokens.
-
-  Returns:
-    Ratios; 1 on padding.
-  """
-  log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
-  length = _at_least_one(jnp.sum(mask, -1, keepdims=True))
-  ratio = jnp.exp(jnp.sum(log_ratio, -1, keepdims=True) / length)
-  return jnp.where(mask, ratio, 1.0)
-
-
 def grpo_loss(
   logprobs: Float[Array, "B G T"],
   advantages: Float[Array, "B G"],
@@ -131,22 +97,18 @@ def grpo_loss(
   ref_logprobs: Float[Array, "B G T"] | None = None,
   *,
   ratio: RatioFn = token_ratio,
-  clip_low: float = 0.2,
-  clip_high: float = 0.2,
-  dual_clip: float | None = None,
+  surrogate: SurrogateFn = clipped,
   kl: KLFn = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
-) -> tuple[Float[Array, ""], dict[str, Shaped[Array, "B G T"]]]:
-  """The clipped surrogate loss with an optional KL term.
+  **settings: Any,
+) -> tuple[Float[Array, ""], Monitored]:
+  """A surrogate of the policy gradient, with an optional KL term.
 
-  loss = sum weights * (-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-                        + beta * kl)
+  loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
-  (PPO, arXiv 1707.06347; GRPO, arXiv 2402.03300; separate bounds: DAPO, arXiv
-  2503.14476). With dual_clip = c, the surrogate of a negative advantage is at
-  least c A: beyond r > c it has no gradient (arXiv 1912.09729). On-policy the
-  gradient is REINFORCE's, -sum weights A grad log pi. Only `logprobs` is
+  With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
+  its gradient is REINFORCE's, -sum weights A grad log pi. Only `logprobs` is
   differentiated.
 
   Args:
@@ -159,25 +121,23 @@ def grpo_loss(
       the ratio is exactly 1.
     ref_logprobs: under the reference policy; needed when beta > 0, otherwise
       only monitored.
-    ratio: `token_ratio` or `sequence_ratio`.
-    clip_low: ratios below 1 - clip_low are clipped where A < 0.
-    clip_high: ratios above 1 + clip_high are clipped where A > 0; inf is off.
-    dual_clip: bound > 1 on the ratio where A < 0; None is off.
+    ratio: one of `surrogates.RATIOS`.
+    surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio, so that k1 and
       k3 have the gradient of the reverse KL, also off-policy.
+    **settings: of the surrogate (`clip_low`, say).
 
   Returns:
-    The loss, and per-token arrays: "ratio" (1 on padding), "clipped_low" and
-    "clipped_high" (True where that bound cuts the gradient), "kl" (k3 in nats
-    whatever `kl` is; 0 on padding and without a reference).
+    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (k3 in nats
+    whatever `kl` is; 0 on padding and without a reference), and what the
+    surrogate monitors.
 
   Raises:
     ValueError: for a setting or a combination that cannot mean what it says, or
       for arrays whose shapes do not fit.
   """
-  _check_clipping(clip_low, clip_high, dual_clip)
   _check_kl(kl, beta, kl_correction, ref_logprobs)
   _check_shapes(
     mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs)
@@ -189,15 +149,7 @@ def grpo_loss(
   advantages = jnp.where(mask, advantages, 0.0)
 
   ratios = ratio(logprobs, old, mask)
-  low = (ratios < 1 - clip_low) & (advantages < 0)
-  high = (ratios > 1 + clip_high) & (advantages > 0)
-  bounded = jnp.where(low, 1 - clip_low, ratios)
-  bounded = jnp.where(high, 1 + clip_high, bounded)
-  if dual_clip is not None:
-    dual = (ratios > dual_clip) & (advantages < 0)
-    bounded = jnp.where(dual, dual_clip, bounded)
-  per_token = -bounded * advantages
-
+  per_token, monitored = surrogate(ratios, logprobs, advantages, **settings)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
@@ -205,25 +157,11 @@ def grpo_loss(
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
-  return jnp.sum(weights * jnp.where(mask, per_token, 0.0)), {
-    "ratio": jax.lax.stop_gradient(ratios),
-    "clipped_low": low,
-    "clipped_high": high,
-    "kl": monitored_kl,
-  }
-
-
-def _check_clipping(low: float, high: float, dual: float | None) -> None:
-  if not (low >= 0 and high >= 0):
-    raise ValueError(
-      "clip_low and clip_high are distances from ratio 1 and must be >= 0, not "
-      f"{low} and {high}"
-    )
-  if dual is not None and not dual > 1:
-    raise ValueError(
-      f"dual_clip bounds the ratio from above and must be > 1, not {dual}; "
-      "None turns it off"
-    )
+  monitored = {"ratio": ratios, "kl": monitored_kl} | monitored
+  return (
+    jnp.sum(weights * jnp.where(mask, per_token, 0.0)),
+    jax.tree.map(jax.lax.stop_gradient, monitored),
+  )
 
 
 def _check_kl(
@@ -269,3 +207,10 @@ def _sequences(mask: Array) -> Array:
 
 def _at_least_one(count: Array) -> Array:
   return jnp.maximum(count, 1).astype(jnp.float32)
+
+
+WEIGHTINGS = {
+  "token_mean": token_mean,
+  "sequence_mean": sequence_mean,
+  "fixed_length": fixed_length,
+}

@@ -14,8 +14,16 @@ from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, TrainState
 
 Metrics = dict[str, Array]
-_EXTREMES = {"ratio_min": jnp.min, "ratio_max": jnp.max}
-_TOTALS = {"skipped_updates": jnp.sum}
+
+OVER_UPDATES = {
+  "mean": jnp.mean,
+  "min": jnp.min,
+  "max": jnp.max,
+  "sum": jnp.sum,
+}
+"""How a metric of every optimizer update becomes one of the whole step.
+
+Whoever makes a metric puts it below one of these names."""
 
 
 def split_rows(tree: PyTree, parts: int) -> PyTree:
@@ -28,21 +36,20 @@ def split_rows(tree: PyTree, parts: int) -> PyTree:
   )
 
 
-def _token_metrics(tokens: dict[str, Array], mask: Array) -> Metrics:
-  """Means over real tokens, and the extreme ratios."""
+def _token_metrics(
+  monitored: dict[str, Array], mask: Array
+) -> dict[str, Metrics]:
+  """Means over real tokens, and of the ratios the extremes."""
   count = jnp.maximum(jnp.sum(mask), 1)
 
-  def mean(name):
-    return jnp.sum(jnp.where(mask, tokens[name], 0)) / count
+  def mean(values):
+    return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  # The mask may lack any token; ratios are 1 on padding, so extremes are safe.
+  ratios = monitored["ratio"]  # 1 on padding, which is no extreme
   return {
-    "kl": mean("kl"),
-    "entropy": mean("entropy"),
-    "clip_fraction_low": mean("clipped_low"),
-    "clip_fraction_high": mean("clipped_high"),
-    "ratio_min": jnp.min(tokens["ratio"]),
-    "ratio_max": jnp.max(tokens["ratio"]),
+    "mean": {k: mean(v) for k, v in monitored.items() if k != "ratio"},
+    "min": {"ratio_min": jnp.min(ratios)},
+    "max": {"ratio_max": jnp.max(ratios)},
   }
 
 
@@ -62,10 +69,10 @@ def _apply(tx, state: TrainState, grads, max_grad_norm):
   state = state.replace(
     params=params, opt_state=opt_state, skipped=state.skipped + ~finite
   )
+  update_norm = jnp.where(finite, optax.tree.norm(updates), 0.0)
   return state, {
-    "grad_norm": norm,
-    "update_norm": jnp.where(finite, optax.tree.norm(updates), 0.0),
-    "skipped_updates": ~finite,
+    "mean": {"grad_norm": norm, "update_norm": update_norm},
+    "sum": {"skipped_updates": ~finite},
   }
 
 
@@ -90,7 +97,8 @@ def make_update(
   Args:
     lm: the model.
     tx: the optimizer.
-    loss: `losses.grpo_loss`, with its settings bound by `functools.partial`.
+    loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
+      what it returns to be logged becomes metrics by the same names.
     weighting: mask [B, G, T] -> weights, see `core.losses`.
     epochs: passes over the rollout.
     minibatches: optimizer updates a pass; divides B (groups stay whole).
@@ -104,9 +112,10 @@ def make_update(
     A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
     the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
     count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
-    `clip_fraction_low`, `clip_fraction_high`, `grad_norm` before clipping,
-    `update_norm`. The update raises ValueError where B does not divide, or
-    where a batch without old log-probabilities meets several updates.
+    `grad_norm` before clipping, `update_norm`, and what the loss monitors
+    (`clip_fraction_low`, `clip_fraction_high`). The update raises ValueError
+    where B does not divide, or where a batch without old log-probabilities
+    meets several updates.
   """
 
   def micro_loss(params, batch: Batch, weights):
@@ -119,7 +128,7 @@ def make_update(
       sampling=sampling,
       chunk_size=chunk_size,
     )
-    value, tokens = loss(
+    value, monitored = loss(
       logprobs,
       batch.advantages,
       weights,
@@ -127,25 +136,29 @@ def make_update(
       batch.old_logprobs,
       batch.ref_logprobs,
     )
-    return value, tokens | {"entropy": entropy}
+    return value, monitored | {"entropy": entropy}
 
   def accumulate(params, batch: Batch):
     """Loss and gradient over a minibatch, micro-batch by micro-batch."""
 
     def add(total, part):
       out = jax.value_and_grad(micro_loss, has_aux=True)(params, *part)
-      (value, tokens), grads = out
-      return jax.tree.map(jnp.add, total, (value, grads)), tokens
+      (value, monitored), grads = out
+      return jax.tree.map(jnp.add, total, (value, grads)), monitored
 
     parts = split_rows((batch, weighting(batch.completion_mask)), micro_batches)
     zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-    (value, grads), tokens = jax.lax.scan(add, zero, parts)
-    return value, grads, _token_metrics(tokens, parts[0].completion_mask)
+    (value, grads), monitored = jax.lax.scan(add, zero, parts)
+    return value, grads, _token_metrics(monitored, parts[0].completion_mask)
 
   def one_update(state: TrainState, batch: Batch):
-    value, grads, metrics = accumulate(state.params, batch)
-    state, applied = _apply(tx, state, grads, max_grad_norm)
-    return state, {"loss": value} | metrics | applied
+    value, grads, of_tokens = accumulate(state.params, batch)
+    state, of_update = _apply(tx, state, grads, max_grad_norm)
+    made = {"mean": {"loss": value}}, of_tokens, of_update
+    return state, {
+      kind: {k: v for part in made for k, v in part.get(kind, {}).items()}
+      for kind in OVER_UPDATES
+    }
 
   def update(state: TrainState, batch: Batch):
     _check_batch(batch, epochs, minibatches, micro_batches)
@@ -155,8 +168,11 @@ def make_update(
         lambda x: jnp.tile(x, (epochs,) + (1,) * (x.ndim - 1)), parts
       )
     state, metrics = jax.lax.scan(one_update, state, parts)
-    reduce = {k: jnp.mean for k in metrics} | _EXTREMES | _TOTALS
-    metrics = {k: reduce[k](v) for k, v in metrics.items()}
+    metrics = {
+      name: OVER_UPDATES[kind](values)
+      for kind, group in metrics.items()
+      for name, values in group.items()
+    }
     state = state.replace(
       step=state.step + 1,
       prompts_consumed=state.prompts_consumed + batch.prompt_ids.shape[0],

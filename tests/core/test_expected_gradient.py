@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import advantages, losses
+from grpojax.core import advantages, losses, surrogates
 
 TOKENS = np.array([[1, 0], [0, 1], [0, 0]])  # "end", "a end", "a a".
 TOKEN_MASK = np.array([[True, False], [True, True], [True, True]])
@@ -98,7 +98,7 @@ def test_expected_gradient_off_policy():
     )[0]
 
   expected = jax.grad(lambda x: jax.nn.softmax(x) @ REWARDS)(theta)
-  for ratio in (losses.token_ratio, losses.sequence_ratio):
+  for ratio in (surrogates.token_ratio, surrogates.sequence_ratio):
     np.testing.assert_allclose(
       jax.grad(loss)(theta, ratio), -expected, atol=1e-6
     )

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import losses
+from grpojax.core import losses, surrogates
 
 WEIGHTINGS = {
   "sequence_mean": losses.sequence_mean,
   "token_mean": losses.token_mean,
   "fixed_length": lambda mask: losses.fixed_length(mask, 8),
 }
-RATIOS = [losses.token_ratio, losses.sequence_ratio]
+RATIOS = [surrogates.token_ratio, surrogates.sequence_ratio]
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
@@ -96,10 +96,12 @@ def test_ratios_golden():
   old = jnp.log(jnp.array([[[0.3, 0.2, 0.1]]]))
   mask = jnp.array([[[True, True, False]]])
   np.testing.assert_allclose(
-    losses.token_ratio(logprobs, old, mask), [[[2, 0.5, 1]]], rtol=1e-6
+    surrogates.token_ratio(logprobs, old, mask), [[[2, 0.5, 1]]], rtol=1e-6
   )
   np.testing.assert_allclose(
-    losses.sequence_ratio(logprobs, jnp.log(jnp.full((1, 1, 3), 0.15)), mask),
+    surrogates.sequence_ratio(
+      logprobs, jnp.log(jnp.full((1, 1, 3), 0.15)), mask
+    ),
     [[[np.sqrt(0.06) / 0.15, np.sqrt(0.06) / 0.15, 1]]],
     rtol=1e-6,
   )
@@ -128,7 +130,7 @@ def test_sequence_ratio_is_gspo():
       losses.sequence_mean(mask),
       mask,
       old,
-      ratio=losses.sequence_ratio,
+      ratio=surrogates.sequence_ratio,
       clip_low=0.1,
       clip_high=0.2,
     )
@@ -136,7 +138,10 @@ def test_sequence_ratio_is_gspo():
   (value, per_token), gradient = jax.jit(
     jax.value_and_grad(ours, has_aux=True)
   )(logprobs)
-  assert per_token["clipped_low"].any() and per_token["clipped_high"].any()
+  assert (
+    per_token["clip_fraction_low"].any()
+    and per_token["clip_fraction_high"].any()
+  )
   expected, expected_gradient = jax.jit(jax.value_and_grad(reference))(logprobs)
   np.testing.assert_allclose(value, expected, atol=1e-6)
   np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
@@ -156,7 +161,10 @@ def one_token(ratio, advantage, **kwargs):
 
   x = old + jnp.log(ratio)
   (value, aux), gradient = jax.value_and_grad(loss, has_aux=True)(x)
-  flags = bool(aux["clipped_low"].item()), bool(aux["clipped_high"].item())
+  flags = (
+    bool(aux["clip_fraction_low"].item()),
+    bool(aux["clip_fraction_high"].item()),
+  )
   return value, gradient.item(), flags
 
 
@@ -214,7 +222,9 @@ def test_on_policy_gradient_is_reinforce(ratio, given, clip):
   gradient, per_token = jax.jit(jax.grad(ours, has_aux=True))(logprobs)
   np.testing.assert_allclose(gradient, jax.grad(reinforce)(logprobs), atol=1e-6)
   assert (per_token["ratio"] == 1).all()
-  assert not (per_token["clipped_low"] | per_token["clipped_high"]).any()
+  assert not (
+    per_token["clip_fraction_low"] | per_token["clip_fraction_high"]
+  ).any()
 
 
 def test_only_logprobs_are_differentiated():
@@ -410,6 +420,6 @@ def test_jit_vmap_and_dtypes(ratio, dtype):
   assert {k: (v.shape, v.dtype.name) for k, v in per_token.items()} == {
     "ratio": (mask.shape, "float32"),
     "kl": (mask.shape, "float32"),
-    "clipped_low": (mask.shape, "bool"),
-    "clipped_high": (mask.shape, "bool"),
+    "clip_fraction_low": (mask.shape, "bool"),
+    "clip_fraction_high": (mask.shape, "bool"),
   }

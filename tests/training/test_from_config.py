@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import kl, losses
+from grpojax.core import kl, losses, surrogates
 from grpojax.core.sampling import Sampling
 from grpojax.runtime import config as config_lib
 from grpojax.training import from_config, validation
@@ -116,7 +116,7 @@ def scored():
       {"clip_low": 0.1, "clip_high": 0.4},
     ),
     ({"loss__dual_clip": 1.5}, {"dual_clip": 1.5}),
-    ({"loss__ratio": "sequence_ratio"}, {"ratio": losses.sequence_ratio}),
+    ({"loss__ratio": "sequence_ratio"}, {"ratio": surrogates.sequence_ratio}),
     ({"loss__beta": 0.3}, {"kl": kl.k3, "beta": 0.3}),
     ({"loss__beta": 0.3, "loss__kl": "k2"}, {"kl": kl.k2, "beta": 0.3}),
     (
