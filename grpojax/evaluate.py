@@ -120,7 +120,7 @@ def _set_up(argv: list[str]):
   models = []
   for name in names:
     policy, params = trained.load(name, config.model.dtype)
-    found = prompts_lib.problems(config, policy, "test")
+    found = prompts_lib.load_split(config, policy, "test")
     if found.dropped:
       print(f"{name}: {found.dropped} held-out prompts are too long")
     batches = list(prompts_lib.held_out(config, policy, found.examples))

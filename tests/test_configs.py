@@ -18,8 +18,9 @@ from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import command_line, sharding
 from grpojax.studies import group_size as figure5
-from grpojax.training import from_config, steps, validation
+from grpojax.training import from_config, group_sizes, steps
 from grpojax.training.config import default_config, validate
+from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -132,14 +133,12 @@ def test_a_step_traces_at_its_real_shapes(name):
   policy = policy_of(config)
   params = jax.eval_shape(policy.lm.init, jax.random.key(0))
   state = jax.eval_shape(
-    lambda params: from_config.first_state(
-      config, from_config.optimizer(config), params
-    ),
+    lambda params: from_config.first_state(config, optimizer(config), params),
     params,
   )
   b = config.batch_size
   size = config.group_size
-  assert size != validation.AUTO
+  assert size != group_sizes.AUTO
   shape = (b, config.data.max_prompt_length)
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
@@ -153,9 +152,7 @@ def test_a_step_traces_at_its_real_shapes(name):
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
   ref_params = params if from_config.needs_reference(config) else None
   new, metrics = jax.eval_shape(
-    functools.partial(
-      steps.make_learn(config, from_config.optimizer(config)), policy.lm
-    ),
+    functools.partial(steps.make_learn(config, optimizer(config)), policy.lm),
     state,
     samples,
     rewards,

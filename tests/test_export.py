@@ -18,6 +18,7 @@ from grpojax.runtime import checkpoint
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import from_config, run_directory
 from grpojax.training.config import default_config
+from grpojax.training.optimizer import optimizer
 
 MODEL = "arithmetic-instruct"
 
@@ -37,7 +38,7 @@ def make_run(path, trained, rank=0):
       {"rank": rank, "alpha": 3.0, "targets": "layers/(q|down)"}
     )
   run_directory.open_run(path, config)
-  tx = from_config.optimizer(config)
+  tx = optimizer(config)
   with checkpoint.open_checkpointer(
     path / "checkpoints", keep=9
   ) as checkpointer:

@@ -18,6 +18,7 @@ from grpojax.runtime import checkpoint, records
 from grpojax.runtime import config as config_lib
 from grpojax.training import from_config
 from grpojax.training.config import default_config
+from grpojax.training.optimizer import optimizer
 
 HERE = pathlib.Path(__file__).parent
 FILES = {
@@ -169,7 +170,7 @@ def test_every_step_is_measured_once(toy_run):
 
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
-  tx = from_config.optimizer(config)
+  tx = optimizer(config)
   like = from_config.first_state(config, tx, hf.load_params(toy_model))
   with checkpoint.open_checkpointer(
     toy_run.directory / "checkpoints", readonly=True
@@ -302,13 +303,14 @@ VARIANTS = {
 
 
 def test_the_variants_use_every_choice():
+  from grpojax.core.kl import PLACEMENTS
   from grpojax.training import validation
 
   used = [config_lib.flatten(default_config()) | v for v in VARIANTS.values()]
   for field in ("loss.ratio", "loss.weighting", "optim.schedule"):
-    assert {v[field] for v in used} == set(validation._NAMES[field]), field
+    assert {v[field] for v in used} == set(validation.CHOICES[field]), field
   pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
-  assert pairs == {(p, kl) for p, kls in validation.KL.items() for kl in kls}
+  assert pairs == {(p, kl) for p, kls in PLACEMENTS.items() for kl in kls}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -363,7 +365,7 @@ def test_each_group_size_compiles_once(
   def other(choice, *estimates):
     return choice.replace(group_size=24 - choice.group_size)
 
-  monkeypatch.setattr(from_config, "adapt", lambda config: other)
+  monkeypatch.setattr(from_config, "observe", lambda config: other)
   changes = {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
   changes |= {"group_size": "auto", "auto_group_size.largest": 16}
   changes |= {"diagnostics.every": 1, "optim.micro_batches": 2}

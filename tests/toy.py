@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 
-from grpojax.data import arithmetic
+from grpojax.data import arithmetic, datasets
 
 ANSWER = "7"
 DELAY = 0.0  # seconds that a problem takes to read
@@ -49,12 +49,12 @@ def document(rng, **options):
 @contextlib.contextmanager
 def task():
   """Puts the toy task in the arithmetic task's place."""
-  old = arithmetic.load, arithmetic.document
-  arithmetic.load, arithmetic.document = load, document
+  old = datasets.DATASETS["arithmetic"], arithmetic.document
+  datasets.DATASETS["arithmetic"], arithmetic.document = load, document
   try:
     yield
   finally:
-    arithmetic.load, arithmetic.document = old
+    datasets.DATASETS["arithmetic"], arithmetic.document = old
 
 
 def arguments(model: pathlib.Path, **changes):

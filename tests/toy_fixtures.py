@@ -12,7 +12,8 @@ import pytest
 from ml_collections import ConfigDict
 
 HERE = pathlib.Path(__file__).parent
-PROGRAMS = sorted((HERE.parent / "grpojax" / "training").glob("*.py"))
+PACKAGE = HERE.parent / "grpojax"
+READERS = [PACKAGE / "train.py", *sorted((PACKAGE / "training").glob("*.py"))]
 
 
 class ToyRun(NamedTuple):
@@ -100,7 +101,7 @@ def toy_model(toy, compiled_once, tmp_path_factory):
 def _record(monkeypatch):
   """Notes which settings the programs' own code reads from a config."""
   read, paths = set(), {}
-  programs = set(map(str, PROGRAMS))
+  programs = set(map(str, READERS))
 
   def recording(original):
     def get(self, name):

@@ -23,7 +23,8 @@ from typing import SupportsIndex
 
 import numpy as np
 
-SPLITS = ("train", "test")
+from grpojax.data.examples import MARK, SPLITS, check_split
+
 ENDLESS = 2**31 - 1  # the length of a split that nobody limited
 
 _BUCKETS = 10
@@ -74,12 +75,12 @@ def steps(expression: str) -> tuple[list[str], int]:
 def solution(expression: str) -> str:
   """A careful author's solution: the steps, one a line, then "#### value"."""
   lines, value = steps(expression)
-  return "\n".join([*lines, f"#### {value}"])
+  return "\n".join([*lines, f"{MARK} {value}"])
 
 
 def hasty(expression: str) -> str:
   """A hasty author's solution: "#### value" and nothing before it."""
-  return f"#### {steps(expression)[1]}"
+  return f"{MARK} {steps(expression)[1]}"
 
 
 def sample(
@@ -102,7 +103,7 @@ def sample(
   Raises:
     ValueError: unknown split, or a difficulty that is not 1 <= low <= high.
   """
-  _check_split(split)
+  check_split(split)
   low, high = _bounds(difficulty)
   operations = int(rng.integers(low, high, endpoint=True))
   while True:
@@ -160,7 +161,7 @@ def load(
   Raises:
     ValueError: unknown split, or a difficulty, seed or size out of range.
   """
-  _check_split(split)
+  check_split(split)
   if seed < 0:
     raise ValueError(f"seed must not be negative, got {seed}")
   if not 1 <= size <= ENDLESS:
@@ -236,11 +237,6 @@ def _draw(rng: np.random.Generator, operations: int) -> str:
   if product:
     terms[0] += f"*{rng.integers(2, 9, endpoint=True)}"
   return "+".join(terms)
-
-
-def _check_split(split: str):
-  if split not in SPLITS:
-    raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
 
 
 def _bounds(difficulty: int | Sequence[int]) -> tuple[int, int]:

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
 
 from grpojax.data import jsonl
+from grpojax.data.examples import MARK, check_split
 
-SPLITS = ("train", "test")
-MARK = "####"
 _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
 _LOCAL = (
   "give a local copy as data.path: the directory of GSM8K's train.jsonl and "
@@ -170,8 +169,7 @@ def load(
       downloaded, or what is no problem.
   """
   del seed
-  if split not in SPLITS:
-    raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+  check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"
   if str(path) and file.is_file():
     found = ((where, row) for where, _, _, row in jsonl.rows(file))

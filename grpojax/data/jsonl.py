@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-SPLITS = ("train", "test")
+from grpojax.data.examples import check_split
+
 _BOM = b"\xef\xbb\xbf"
 
 Row = dict[str, Any]
@@ -233,8 +234,7 @@ def load(
       malformed.
   """
   del seed
-  if split not in SPLITS:
-    raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+  check_split(split)
   if not 0 <= test <= 1:
     raise ValueError(f"data.options.test = {test}: a share in 0..1")
   fields, file = Fields(prompt, answer, messages), _file(path, split, test)

@@ -77,6 +77,21 @@ def fitting(
   return Subset(examples, kept), total - len(kept)
 
 
+def whole(
+  examples: grain.sources.RandomAccessDataSource,
+  encode: Encode,
+  max_prompt_length: int,
+) -> tuple[Any, int]:
+  """Keeps all examples; one that is too long is refused when it is met."""
+  del encode, max_prompt_length
+  return examples, 0
+
+
+TOO_LONG = {"refuse": whole, "drop": fitting}
+"""What becomes of prompts that are too long, before a run: `(examples, encode,
+max_prompt_length) -> (examples that are left, how many were dropped)`."""
+
+
 def prompt_batches(
   examples: grain.sources.RandomAccessDataSource,
   encode: Encode,

@@ -11,7 +11,7 @@ separators ("1080", "1,080"), for any other answer the answer itself.
 import re
 from typing import Any
 
-MARK = "####"
+from grpojax.data.examples import MARK
 
 _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.types import Rollout
-from grpojax.rewards.exact import MARK, spellings
+from grpojax.data.examples import MARK
+from grpojax.rewards.exact import spellings
 
 _UNICODE = 0x110000  # one more than the largest code point
 
@@ -174,3 +175,8 @@ def _check_answer(
         f"the answer {text!r} holds {token!r}, which a token of more than one"
         " character also writes: its ids are ambiguous; use exact_answer"
       )
+
+
+ON_DEVICE = {"exact_answer": exact_answer_ids}
+"""Rewards that exist on token ids, by the name of the same reward on text:
+`(tokenizer, eos_ids) -> (target, reward)`, see `exact_answer_ids`."""

@@ -21,8 +21,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from grpojax.data.examples import MARK
 from grpojax.rewards import quantities
-from grpojax.rewards.exact import MARK
 from grpojax.rewards.quantities import LONGEST
 from grpojax.rewards.quantities import equal as equal
 

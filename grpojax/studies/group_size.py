@@ -41,9 +41,9 @@ from grpojax.training import config as train_config_lib
 from grpojax.training import (
   fit,
   from_config,
+  group_sizes,
   run_directory,
   scoring,
-  validation,
 )
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
@@ -85,7 +85,7 @@ def train_config(
 ) -> ConfigDict:
   """The training run of one point of the study."""
   run = config.train.copy_and_resolve_references()
-  auto = group_size == validation.AUTO
+  auto = group_size == group_sizes.AUTO
   with run.unlocked(), run.ignore_type():
     run.name = f"N{budget}-G{group_size}-seed{seed}"
     run.seed, run.group_size = seed, group_size
@@ -109,7 +109,7 @@ def train_config(
 
 def _points(config: ConfigDict):
   """(budget, group size, seed) of all runs, one seed after the other."""
-  sizes = [*config.group_sizes, validation.AUTO]
+  sizes = [*config.group_sizes, group_sizes.AUTO]
   return itertools.product(range(config.seeds), config.budgets, sizes)
 
 
@@ -165,7 +165,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   )
 
   sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
-  examples = prompts_lib.problems(settings, policy, "train").examples
+  examples = prompts_lib.load_split(settings, policy, "train").examples
   batches = prompts_lib.training_batches(
     settings, policy, examples, p.group_size
   )

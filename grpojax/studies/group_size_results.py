@@ -10,9 +10,8 @@ from ml_collections import ConfigDict
 from grpojax.runtime import pictures, records
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.training import run_directory, validation
-
-AUTO = validation.AUTO
+from grpojax.training import run_directory
+from grpojax.training.group_sizes import AUTO
 
 
 def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:

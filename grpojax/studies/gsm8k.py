@@ -36,6 +36,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.data import gsm8k
+from grpojax.data.examples import SPLITS
 from grpojax.runtime import records
 from grpojax.studies import gsm8k_results as results
 from grpojax.studies import run as study
@@ -130,7 +131,7 @@ def problems(config: ConfigDict) -> list[str]:
     except ValueError as error:
       found.append(str(error))
   try:
-    for split in gsm8k.SPLITS:
+    for split in SPLITS:
       gsm8k.load(split, path=config.data.path)
   except ValueError as error:
     found.append(f"data.path: {error}")

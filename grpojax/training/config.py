@@ -8,8 +8,9 @@ from ml_collections import ConfigDict, FieldReference
 
 from grpojax.runtime import config as config_lib
 from grpojax.training import validation
+from grpojax.training.group_sizes import AUTO
 
-WORDS = {"group_size": (validation.AUTO,)}
+WORDS = {"group_size": (AUTO,)}
 """Words that may stand in the place of a number."""
 
 
@@ -68,10 +69,11 @@ def default_config() -> ConfigDict:
   config.advantage = "leave_one_out"
   config.subset_size = 2  # k of max_at_k and min_at_k
   config.loss = ConfigDict()
-  config.loss.ratio = "token_ratio"
+  config.loss.surrogate = "clipped"  # and those of its settings that it has:
   config.loss.clip_low = 0.2
   config.loss.clip_high = 0.2
   config.loss.dual_clip = 0.0  # 0 = off
+  config.loss.ratio = "token_ratio"
   config.loss.weighting = "token_mean"
   config.loss.kl = "k3"
   config.loss.kl_placement = "loss"

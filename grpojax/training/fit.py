@@ -76,7 +76,7 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
 
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   places = run.places.group_size
-  observe = jax.jit(from_config.adapt(config), out_shardings=places)
+  observe = jax.jit(from_config.observe(config), out_shardings=places)
   size, batches = None, iter(())
   greedy = from_config.make_sampler(config, run.policy, 1, Sampling(0.0))
   place = sharding.batch_sharding(run.mesh)

@@ -1,6 +1,7 @@
 """From a config to functions: where the names in a config get their meaning.
 
-The programs share this; nothing below them reads a config.
+Each name is looked up in the dict that stands beside the functions it names,
+and what a function asks for by its parameters' names is bound (`core.binding`).
 """
 
 import functools
@@ -11,16 +12,19 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from grpojax.core import advantages, losses
-from grpojax.core import kl as kl_lib
+from grpojax.core import losses
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.binding import bind
 from grpojax.core.grpo_step import init_state
+from grpojax.core.kl import PLACEMENTS
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
+from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime import sharding
 from grpojax.statistics import group_size as group_size_lib
+from grpojax.training import group_sizes
 from grpojax.training import policy as policies
-from grpojax.training import validation
 from grpojax.training.policy import Policy
 
 
@@ -70,32 +74,8 @@ def sampling(config: ConfigDict) -> Sampling:
 
 
 def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
-  """Rewards [..., G] -> advantages [..., G]; see `make_batch` for lengths."""
-  function, k = getattr(advantages, config.advantage), config.subset_size
-  if config.advantage in ("max_at_k", "min_at_k"):
-    return functools.partial(function, k=k)
-  return function
-
-
-def optimizer(config: ConfigDict) -> optax.GradientTransformation:
-  """AdamW under the config's schedule."""
-  optim, steps = config.optim, config.steps
-  updates = steps * optim.epochs * optim.minibatches
-  decay = max(updates - optim.warmup_steps, 1)
-  peak = optim.learning_rate
-  shapes = {
-    "constant": optax.constant_schedule(peak),
-    "linear": optax.linear_schedule(peak, 0.0, decay),
-    "cosine": optax.cosine_decay_schedule(peak, decay),
-  }
-  schedule = shapes[optim.schedule]
-  if optim.warmup_steps:  # from the first update on: none of them is at 0
-    first = peak / (optim.warmup_steps + 1)
-    warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
-    schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
-  return optax.adamw(
-    schedule, b1=optim.b1, b2=optim.b2, weight_decay=optim.weight_decay
-  )
+  """Rewards [..., G] -> advantages [..., G]; see `core.advantages`."""
+  return bind(ADVANTAGES[config.advantage], k=config.subset_size)
 
 
 def first_state(
@@ -103,14 +83,17 @@ def first_state(
 ) -> TrainState:
   """The state before the first step of a run."""
   state = init_state(params, tx, jax.random.key(config.seed))
-  if config.group_size != validation.AUTO:
+  if config.group_size != group_sizes.AUTO:
     return state
   start = config.auto_group_size.start
   return state.replace(group_size=group_size_lib.init_choice(start))
 
 
-def adapt(config: ConfigDict):
-  """What follows from a diagnosis: `group_size.observe`, with its settings."""
+def observe(config: ConfigDict):
+  """`group_size.observe` with the config's settings.
+
+  It takes the choice so far and a diagnosis, and returns the next choice.
+  """
   auto = config.auto_group_size
   return functools.partial(
     group_size_lib.observe,
@@ -132,27 +115,32 @@ def kl_in_reward(config: ConfigDict) -> float:
   return config.loss.beta if config.loss.kl_placement == "reward" else 0.0
 
 
+def loss(config: ConfigDict) -> Callable[..., Any]:
+  """`losses.grpo_loss` with the config's ratio, surrogate and KL term."""
+  given = config.loss
+  surrogate = bind(
+    SURROGATES[given.surrogate],
+    clip_low=given.clip_low,
+    clip_high=given.clip_high,
+    dual_clip=given.dual_clip or None,
+  )
+  options = {"ratio": RATIOS[given.ratio], "surrogate": surrogate}
+  kl = PLACEMENTS[given.kl_placement].get(given.kl)  # any, where beta = 0
+  if given.beta > 0 and given.kl_placement != "reward":
+    correction = given.kl_placement == "ratio"
+    options |= {"kl": kl, "beta": given.beta, "kl_correction": correction}
+  return functools.partial(losses.grpo_loss, **options)
+
+
 def update_options(config: ConfigDict) -> dict[str, Any]:
   """Keyword arguments of `make_update` that say what is optimized and how."""
-  loss, optim = config.loss, config.optim
-  weighting = getattr(losses, loss.weighting)
-  if loss.weighting == "fixed_length":
-    weighting = functools.partial(
-      weighting, length=config.sampling.max_new_tokens
-    )
-  in_loss = loss.beta > 0 and loss.kl_placement != "reward"
+  optim = config.optim
   return {
-    "loss": functools.partial(
-      losses.grpo_loss,
-      ratio=getattr(losses, loss.ratio),
-      clip_low=loss.clip_low,
-      clip_high=loss.clip_high,
-      dual_clip=loss.dual_clip or None,
-      kl=getattr(kl_lib, loss.kl),
-      beta=loss.beta if in_loss else 0.0,
-      kl_correction=loss.kl_placement == "ratio",
+    "loss": loss(config),
+    "weighting": bind(
+      losses.WEIGHTINGS[config.loss.weighting],
+      length=config.sampling.max_new_tokens,
     ),
-    "weighting": weighting,
     "epochs": optim.epochs,
     "minibatches": optim.minibatches,
     "micro_batches": optim.micro_batches,

@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 from grpojax.core.types import Params
 from grpojax.models import hf
 from grpojax.rewards.pool import Failure
+from grpojax.runtime import config as config_lib
 from grpojax.runtime import pictures, records, sharding
-from grpojax.training import evaluation, prompts, run_directory
+from grpojax.training import evaluation, group_sizes, prompts, run_directory
 from grpojax.training import policy as policies
 from grpojax.training.start import Run
 
@@ -102,9 +103,8 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
 def speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
   seconds = clock[-1] - clock[-2]
-  tokens = prompts.samples_per_step(config) * float(
-    row["completion_length_mean"]
-  )
+  samples = group_sizes.samples_per_step(config_lib.flatten(config))
+  tokens = samples * float(row["completion_length_mean"])
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
 

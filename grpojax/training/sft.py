@@ -16,6 +16,7 @@ import optax.contrib
 from ml_collections import ConfigDict
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
 from grpojax.data.packing import Rows, pack
 from grpojax.models import fresh, hf
@@ -23,7 +24,6 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime import bpe, command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import policy as policies
-from grpojax.training.prompts import load_split
 from grpojax.training.sft_config import validate
 
 
@@ -31,7 +31,9 @@ def load_examples(config: ConfigDict):
   """The data set's training split; None for arithmetic, which is drawn."""
   if config.data.name == "arithmetic":
     return None
-  return load_split(config.data, "train", seed=config.seed)
+  data = config.data
+  options = data.options.to_dict()
+  return datasets.load(data.name, "train", data.path, options, seed=config.seed)
 
 
 def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:

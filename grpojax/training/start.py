@@ -13,7 +13,15 @@ from grpojax.core.types import Params, TrainState
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
 from grpojax.runtime import checkpoint, records, sharding
-from grpojax.training import from_config, prompts, run_directory, scoring
+from grpojax.runtime import config as config_lib
+from grpojax.training import (
+  from_config,
+  group_sizes,
+  prompts,
+  run_directory,
+  scoring,
+)
+from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
 CHECKED_PROMPTS = 4096  # training prompts read before a run starts
@@ -24,8 +32,8 @@ class Checked(NamedTuple):
 
   policy: Policy
   mesh: jax.sharding.Mesh
-  train: prompts.Problems
-  held_out: prompts.Problems
+  train: prompts.Split
+  held_out: prompts.Split
   reward_model: scoring.Model | None
 
 
@@ -40,8 +48,8 @@ class Run(NamedTuple):
   ref_params: Params | None
   writer: Any
   scorer: scoring.Scorer
-  train: prompts.Problems
-  held_out: prompts.Problems
+  train: prompts.Split
+  held_out: prompts.Split
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""
@@ -60,14 +68,15 @@ def check(config: ConfigDict) -> Checked:
   policy = from_config.open_policy(config)
   mesh = sharding.make_mesh(**config.mesh)
   parts = config.optim.minibatches * config.optim.micro_batches
-  sizes = prompts.group_sizes(config)
+  leaves = config_lib.flatten(config)
+  sizes = group_sizes.group_sizes(leaves)
   for size in sizes:
-    rows = prompts.samples_per_step(config) // size
+    rows = group_sizes.samples_per_step(leaves) // size
     sharding.check_rows(
       mesh, micro_batch=rows // parts, eval_batch=config.eval.batch_size
     )
   train, held_out = (
-    prompts.problems(config, policy, split) for split in ("train", "test")
+    prompts.load_split(config, policy, split) for split in ("train", "test")
   )
   if train.dropped or held_out.dropped:
     print(
@@ -109,7 +118,7 @@ def start(
   Raises:
     ValueError: a checkpoint that is damaged or of another model.
   """
-  tx = from_config.optimizer(config)
+  tx = optimizer(config)
 
   def fresh(params):
     return from_config.first_state(config, tx, params)

@@ -10,6 +10,7 @@ from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint
 from grpojax.training import from_config, run_directory
 from grpojax.training import policy as policies
+from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
 
@@ -64,7 +65,7 @@ def load_params(
     if config.lora.rank:
       key, targets = jax.random.key(0), config.lora.targets
       params = lora.init(params, key, config.lora.rank, targets)
-    tx = from_config.optimizer(config)
+    tx = optimizer(config)
     return from_config.first_state(config, tx, params)
 
   place = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])

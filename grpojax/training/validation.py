@@ -1,24 +1,39 @@
-"""What makes a run's settings impossible, found before anything compiles."""
+"""What makes a run's settings impossible, wrong before anything compiles."""
 
+import functools
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
-# A name stands for a function or a module; tests hold that each exists.
-DATASETS = ("arithmetic", "gsm8k", "jsonl")
-TOO_LONG = ("refuse", "drop")
-ADVANTAGES = (
-  "leave_one_out grpo dr_grpo batch_std vanilla shrinkage beta_binomial "
-  "length_weighted max_at_k min_at_k pairwise_rank"
-).split()
-RATIOS = ("token_ratio", "sequence_ratio")
-WEIGHTINGS = ("token_mean", "sequence_mean", "fixed_length")
-KL = {"loss": ("k2", "k3"), "ratio": ("k1", "k3"), "reward": ("k1",)}
-SCHEDULES = ("constant", "cosine", "linear")
-DTYPES = ("float32", "bfloat16")
-AUTO = "auto"  # group_size: follow the best one
-ON_DEVICE = ("exact_answer",)  # reward functions that exist on token ids
+import jax
+import jax.numpy as jnp
+
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.binding import bind
+from grpojax.core.kl import PLACEMENTS
+from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.surrogates import RATIOS, SURROGATES
+from grpojax.data.datasets import DATASETS
+from grpojax.data.pipeline import TOO_LONG
+from grpojax.models.config import DTYPES
+from grpojax.rewards.exact_ids import ON_DEVICE
+from grpojax.training import group_sizes
+from grpojax.training.group_sizes import AUTO
+from grpojax.training.optimizer import SCHEDULES
+
+CHOICES = {
+  "data.name": tuple(DATASETS),
+  "data.too_long": tuple(TOO_LONG),
+  "model.dtype": tuple(DTYPES),
+  "advantage": tuple(ADVANTAGES),
+  "loss.ratio": tuple(RATIOS),
+  "loss.surrogate": tuple(SURROGATES),
+  "loss.weighting": tuple(WEIGHTINGS),
+  "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),
+  "loss.kl_placement": tuple(PLACEMENTS),
+  "optim.schedule": tuple(SCHEDULES),
+}
+"""The settings that name something, and the names that they may have."""
 
 _AT_LEAST_ONE = (
   "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
@@ -37,17 +52,8 @@ _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
   "reward.timeout"
 ).split()
-_NAMES = {
-  "data.name": DATASETS,
-  "data.too_long": TOO_LONG,
-  "model.dtype": DTYPES,
-  "advantage": ADVANTAGES,
-  "loss.ratio": RATIOS,
-  "loss.weighting": WEIGHTINGS,
-  "loss.kl": ("k1", "k2", "k3"),
-  "loss.kl_placement": tuple(KL),
-  "optim.schedule": SCHEDULES,
-}
+
+_TRIED = 256  # prompts, and samples of each, that an advantage is tried on
 
 
 def _problem(field: str, value: Any, todo: str) -> str:
@@ -56,12 +62,12 @@ def _problem(field: str, value: Any, todo: str) -> str:
 
 def _ranges(leaves: dict[str, Any]) -> list[str]:
   """Values outside their range; NaN fails every comparison."""
-  found = []
+  wrong = []
 
   def need(field, holds, todo):
     value = leaves[field]
     if not (holds(value) and math.isfinite(value)):
-      found.append(_problem(field, value, todo))
+      wrong.append(_problem(field, value, todo))
 
   for field in _AT_LEAST_ONE:
     need(field, lambda x: x >= 1, "must be 1 or more")
@@ -90,28 +96,28 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
   )
   for field in ("optim.b1", "optim.b2"):
     need(field, lambda x: 0 <= x < 1, "must be in [0, 1)")
-  return found
+  return wrong
 
 
 def _names(leaves: dict[str, Any]) -> list[str]:
-  found = []
-  for field, names in _NAMES.items():
+  wrong = []
+  for field, names in CHOICES.items():
     value = leaves[field]
     if field == "advantage" and value == "oracle":
       todo = (
         "needs the true value of each prompt, which a training run does not "
         f"know; use one of {', '.join(names)}"
       )
-      found.append(_problem(field, value, todo))
+      wrong.append(_problem(field, value, todo))
     elif value not in names:
       todo = f"use one of {', '.join(names)}"
-      found.append(_problem(field, value, todo))
+      wrong.append(_problem(field, value, todo))
   if not re.fullmatch(r"[\w.-]+", leaves["name"]):
     todo = "names a directory: use letters, digits, '_', '-' and '.'"
-    found.append(_problem("name", leaves["name"], todo))
+    wrong.append(_problem("name", leaves["name"], todo))
   if not leaves["model.path"]:
     todo = "give a Hugging Face directory or the name of an embedded model"
-    found.append(_problem("model.path", "", todo))
+    wrong.append(_problem("model.path", "", todo))
   template = leaves["data.template"]
   try:
     good = "\0" in template.format(prompt="\0")
@@ -119,62 +125,61 @@ def _names(leaves: dict[str, Any]) -> list[str]:
     good = False
   if not good:
     todo = "must hold {prompt} and no other field; write other braces doubled"
-    found.append(_problem("data.template", template, todo))
-  return found
+    wrong.append(_problem("data.template", template, todo))
+  return wrong
 
 
 def _rewards(leaves: dict[str, Any]) -> list[str]:
   """Names alone; `rewards.functions` looks them up."""
-  found = []
+  wrong = []
   names, weights = leaves["reward.functions"], leaves["reward.weights"]
   if not names or not all(name and isinstance(name, str) for name in names):
     todo = "name at least one function; the first says what a right answer is"
-    found.append(_problem("reward.functions", names, todo))
+    wrong.append(_problem("reward.functions", names, todo))
   elif len(set(names)) < len(names):
-    found.append(_problem("reward.functions", names, "names must differ"))
+    wrong.append(_problem("reward.functions", names, "names must differ"))
   numbers = [w for w in weights if isinstance(w, (int, float))]
   if len(weights) != len(names) or not (
     len(numbers) == len(weights) and all(map(math.isfinite, numbers))
   ):
     todo = f"must be {len(names)} numbers, one for each of reward.functions"
-    found.append(_problem("reward.weights", weights, todo))
+    wrong.append(_problem("reward.weights", weights, todo))
   if not math.isfinite(leaves["reward.model_weight"]):
     value = leaves["reward.model_weight"]
-    found.append(_problem("reward.model_weight", value, "must be finite"))
+    wrong.append(_problem("reward.model_weight", value, "must be finite"))
   if leaves["reward.on_device"]:
-    names = tuple(names), tuple(weights), leaves["reward.model"]
-    if names != (ON_DEVICE, (1.0,), ""):
+    alone = len(names) == 1 and names[0] in ON_DEVICE
+    if not alone or tuple(weights) != (1.0,) or leaves["reward.model"]:
       todo = (
-        f"needs reward.functions = {ON_DEVICE!r}, reward.weights = (1.0,) and "
-        "no reward.model: nothing else can be computed on token ids"
+        f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
+        "(1.0,) and no reward.model: nothing else can be computed on token ids"
       )
-      found.append(_problem("reward.on_device", True, todo))
-  return found
+      wrong.append(_problem("reward.on_device", True, todo))
+  return wrong
 
 
 def _lora(leaves: dict[str, Any]) -> list[str]:
-  found, targets = [], leaves["lora.targets"]
+  wrong, targets = [], leaves["lora.targets"]
   try:
     re.compile(targets)
   except re.error as error:
     todo = f"is no regular expression ({error})"
-    found.append(_problem("lora.targets", targets, todo))
+    wrong.append(_problem("lora.targets", targets, todo))
   if leaves["lora.rank"] and leaves["diagnostics.last_layers"]:
     todo = "adapters (lora.rank) are diagnosed as a whole: use 0"
     value = leaves["diagnostics.last_layers"]
-    found.append(_problem("diagnostics.last_layers", value, todo))
-  return found
+    wrong.append(_problem("diagnostics.last_layers", value, todo))
+  return wrong
 
 
 def _kl(leaves: dict[str, Any]) -> list[str]:
   """KL estimators where they have a useful gradient (nothing if beta = 0)."""
   kl, placement = leaves["loss.kl"], leaves["loss.kl_placement"]
-  known = kl in _NAMES["loss.kl"] and placement in KL
-  if leaves["loss.beta"] == 0 or not known or kl in KL[placement]:
+  known = kl in CHOICES["loss.kl"] and placement in PLACEMENTS
+  if leaves["loss.beta"] == 0 or not known or kl in PLACEMENTS[placement]:
     return []
-  todo = (
-    f"with loss.kl_placement = {placement!r} use {' or '.join(KL[placement])}"
-  )
+  useful = " or ".join(PLACEMENTS[placement])
+  todo = f"with loss.kl_placement = {placement!r} use {useful}"
   if (kl, placement) == ("k1", "loss"):
     todo += (
       "; k1 = log(p / p_ref) as a loss term has the gradient E[grad log p] = 0 "
@@ -182,57 +187,6 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
       "loss.kl_placement = 'reward' or 'ratio'"
     )
   return [_problem("loss.kl", kl, todo)]
-
-
-def group_sizes(leaves: Mapping[str, Any]) -> list[int]:
-  """The group sizes that a run may use: one, or all powers of two between."""
-  if leaves["group_size"] != AUTO:
-    return [leaves["group_size"]]
-  sizes = [max(leaves["auto_group_size.smallest"], 1)]
-  while sizes[-1] < leaves["auto_group_size.largest"]:
-    sizes.append(2 * sizes[-1])
-  return sizes
-
-
-def _group_size(leaves: dict[str, Any]) -> list[str]:
-  """What a diagnosis, and a search for the best size need."""
-  found, sizes = [], group_sizes(leaves)
-  if leaves["group_size"] == AUTO:
-    return _auto_group_size(leaves, sizes)
-  if leaves["diagnostics.every"] and (sizes[0] < 4 or leaves["batch_size"] < 3):
-    todo = "needs group_size of 4 or more and batch_size of 3 or more; 0 is off"
-    every = leaves["diagnostics.every"]
-    found.append(_problem("diagnostics.every", every, todo))
-  return found
-
-
-def _auto_group_size(leaves: dict[str, Any], sizes: list[int]) -> list[str]:
-  found = []
-  start = leaves["auto_group_size.start"]
-  for field in ("smallest", "start", "largest"):
-    size = leaves[f"auto_group_size.{field}"]
-    if size < 4 or size & (size - 1) or not sizes[0] <= size <= sizes[-1]:
-      todo = "4 <= smallest <= start <= largest must be powers of two"
-      found.append(_problem(f"auto_group_size.{field}", size, todo))
-  if not leaves["diagnostics.every"]:
-    todo = "group_size = 'auto' rests on the diagnostics: give 1 or more"
-    found.append(_problem("diagnostics.every", 0, todo))
-  samples = leaves["batch_size"] * start
-  parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
-  shards = max(leaves["mesh.data"], 1) * max(leaves["mesh.fsdp"], 1)
-  if not found and min(samples, parts) > 0:
-    prompts = samples // sizes[-1]
-    if prompts * sizes[-1] != samples or prompts % (parts * shards):
-      todo = (
-        f"leaves {samples} / {sizes[-1]} prompts a step, which must be a whole "
-        "multiple of optim.minibatches x optim.micro_batches x mesh.data x "
-        f"mesh.fsdp = {parts * shards}: take a smaller one or more prompts"
-      )
-      found.append(_problem("auto_group_size.largest", sizes[-1], todo))
-    elif prompts < 3:
-      todo = f"leaves {prompts} prompts a step; a diagnosis needs 3"
-      found.append(_problem("auto_group_size.largest", sizes[-1], todo))
-  return found
 
 
 def _divisions(leaves: dict[str, Any]) -> list[str]:
@@ -256,14 +210,14 @@ def _mesh(leaves: dict[str, Any]) -> list[str]:
   fields = ("mesh.data", "mesh.fsdp", "mesh.tensor")
   sizes = [leaves[field] for field in fields]
   todo = "must be 1 or more, or -1 for all the other devices"
-  found = [
+  wrong = [
     _problem(field, size, todo)
     for field, size in zip(fields, sizes, strict=True)
     if size < 1 and size != -1
   ]
   if sizes.count(-1) > 1:
     todo = "only one axis may be -1 (all the other devices)"
-    found.append(_problem("mesh", tuple(sizes), todo))
+    wrong.append(_problem("mesh", tuple(sizes), todo))
   if min(sizes[:2]) >= 1:
     parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
     rows = leaves["batch_size"] // max(parts, 1)
@@ -272,35 +226,36 @@ def _mesh(leaves: dict[str, Any]) -> list[str]:
         f"mesh.data x mesh.fsdp = {sizes[0] * sizes[1]} must divide the "
         f"{rows} prompts of a micro-batch"
       )
-      found.append(_problem("batch_size", leaves["batch_size"], todo))
-  return found
+      wrong.append(_problem("batch_size", leaves["batch_size"], todo))
+  return wrong
 
 
 def _advantage(leaves: dict[str, Any]) -> list[str]:
-  """Batches too small for what the advantage compares."""
-  name, group_size = leaves["advantage"], group_sizes(leaves)[0]
-  batch_size, k = leaves["batch_size"], leaves["subset_size"]
-  if name not in ADVANTAGES or name == "vanilla" or group_size < 1:
+  """Batches that the advantage cannot work with, in its own words.
+
+  It is tried on the shapes of the run, without computing anything.
+  """
+  name, k = leaves["advantage"], leaves["subset_size"]
+  sizes = group_sizes.group_sizes(leaves)
+  if name not in ADVANTAGES or min(*sizes, leaves["batch_size"]) < 1:
     return []  # reported as names or as ranges
-  found = []
-  if group_size < 2:
-    todo = (
-      f"advantage = {name!r} compares completions of a prompt: use 2 or more"
-    )
-    found.append(_problem("group_size", group_size, todo))
-  elif name in ("max_at_k", "min_at_k") and group_size <= k:
-    todo = (
-      f"advantage = {name!r} compares subsets of k = {k} completions with and "
-      f"without each one: use a group_size of {k + 1} or more (now "
-      f"{group_size}), or a smaller subset_size"
-    )
-    found.append(_problem("subset_size", k, todo))
-  if name == "shrinkage" and 1 <= batch_size < 3:
-    todo = (
-      "advantage = 'shrinkage' learns from the other prompts: use 3 or more"
-    )
-    found.append(_problem("batch_size", batch_size, todo))
-  return found
+  advantage = bind(ADVANTAGES[name], k=k)
+  takes_k = advantage is not ADVANTAGES[name]
+
+  def trial(rewards, lengths):
+    return bind(advantage, lengths=lengths)(rewards)
+
+  for size in sorted({min(sizes), max(sizes)}):
+    # What is too small for it is small: large shapes only make large tables.
+    prompts = min(group_sizes.samples_per_step(leaves) // size, _TRIED)
+    size = min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
+    array = functools.partial(jax.ShapeDtypeStruct, (prompts, size))
+    try:
+      jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
+    except ValueError as error:
+      hint = "; k is subset_size" if takes_k else ""
+      return [_problem("advantage", name, f"{error}{hint}")]
+  return []
 
 
 def problems(leaves: dict[str, Any]) -> list[str]:
@@ -309,6 +264,6 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   Args:
     leaves: all settings by dotted path, of the default's types.
   """
-  found = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
-  found += _rewards(leaves) + _lora(leaves)
-  return found + _mesh(leaves) + _advantage(leaves) + _group_size(leaves)
+  wrong = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
+  wrong += _rewards(leaves) + _lora(leaves) + _mesh(leaves)
+  return wrong + _advantage(leaves) + group_sizes.problems(leaves)

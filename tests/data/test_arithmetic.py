@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from grpojax.data import arithmetic
+from grpojax.data.examples import SPLITS
 
 
 def value(expression):
@@ -42,7 +43,7 @@ def test_examples_are_sums_of_the_documented_form():
 
 
 def test_answers_are_the_values():
-  for split in arithmetic.SPLITS:
+  for split in SPLITS:
     examples = arithmetic.load(split, difficulty=(1, 6), size=100)
     for i in range(len(examples)):
       example = examples[i]
@@ -51,7 +52,7 @@ def test_answers_are_the_values():
 
 def test_splits_are_disjoint_for_small_problems_and_any_seed():
   seen = {}
-  for split in arithmetic.SPLITS:
+  for split in SPLITS:
     seen[split] = set()
     for seed in range(3):
       examples = arithmetic.load(split, seed=seed, difficulty=1)
@@ -91,7 +92,7 @@ def test_examples_do_not_depend_on_process_order_or_size():
 def test_seeds_splits_and_indices_differ():
   draws = [
     arithmetic.load(split, seed=seed, difficulty=4)[i]["prompt"]
-    for split in arithmetic.SPLITS
+    for split in SPLITS
     for seed in (0, 1, 2**32)
     for i in range(20)
   ]

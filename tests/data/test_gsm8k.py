@@ -10,13 +10,14 @@ import sys
 import pytest
 
 from grpojax.data import gsm8k
+from grpojax.data.examples import SPLITS
 from grpojax.rewards.exact import exact_answer
 
 SAMPLE = pathlib.Path(__file__).parent / "gsm8k"
 
 
 def test_problems_in_the_order_of_the_file():
-  train, test = (gsm8k.load(s, path=SAMPLE) for s in gsm8k.SPLITS)
+  train, test = (gsm8k.load(s, path=SAMPLE) for s in SPLITS)
   assert len(train) == len(test) == 32
   assert train[0]["prompt"].startswith("Natalia sold clips to 48")
   assert train[0]["answer"] == "72" and test[0]["answer"] == "18"
@@ -83,7 +84,7 @@ def prepared(tmp_path_factory):
       def _split_generators(self, manager):
         return {
           split: self._generate_examples(SAMPLE / f"{split}.jsonl")
-          for split in gsm8k.SPLITS
+          for split in SPLITS
         }
 
   path = tmp_path_factory.mktemp("tfds")
@@ -96,7 +97,7 @@ def contents(examples):
 
 
 @pytest.mark.parametrize("below", ["", "gsm8k", "gsm8k/1.0.0"])
-@pytest.mark.parametrize("split", gsm8k.SPLITS)
+@pytest.mark.parametrize("split", SPLITS)
 def test_both_local_copies_hold_the_same_problems(below, split, prepared):
   found = gsm8k.load(split, path=prepared / below)
   assert contents(found) == contents(gsm8k.load(split, path=SAMPLE))

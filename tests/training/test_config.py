@@ -1,12 +1,12 @@
 """Defaults, validation and JSON of the configuration."""
 
-import importlib
 import json
 import runpy
 from pathlib import Path
 
 import pytest
 
+from grpojax.core import advantages
 from grpojax.runtime import config as config_lib
 from grpojax.training import validation
 from grpojax.training.config import default_config, validate
@@ -41,19 +41,27 @@ def test_every_config_file_is_valid(path):
   validate(runpy.run_path(str(path))["get_config"]())
 
 
-def test_names_stand_for_functions():
-  names = {
-    "core.advantages": validation.ADVANTAGES,
-    "core.losses": validation.RATIOS + validation.WEIGHTINGS,
-  }
-  for module, functions in names.items():
-    module = importlib.import_module(f"grpojax.{module}")
-    assert all(callable(getattr(module, name)) for name in functions)
-  for name in validation.DATASETS:
-    assert callable(importlib.import_module(f"grpojax.data.{name}").load)
-  for name in validation.ON_DEVICE:
-    exact_ids = importlib.import_module("grpojax.rewards.exact_ids")
-    assert callable(getattr(exact_ids, f"{name}_ids"))
+def test_another_name_is_refused_with_all_that_there_are():
+  flat = config_lib.flatten(default_config())
+  assert all(flat[name] in names for name, names in validation.CHOICES.items())
+  for name, names in validation.CHOICES.items():
+    with pytest.raises(ValueError) as error:
+      validate(_with(**{name: "none_such"}))
+    assert f"use one of {', '.join(names)}" in str(error.value)
+
+
+def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch):
+  def picky(rewards, lengths):
+    if rewards.shape != (32, 8):
+      raise ValueError("picky about the group_size")
+    return rewards * lengths
+
+  monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
+  choices = validation.CHOICES | {"advantage": (*advantages.ADVANTAGES,)}
+  monkeypatch.setattr(validation, "CHOICES", choices)
+  validate(_with(advantage="picky"))
+  with pytest.raises(ValueError, match="advantage = 'picky': picky about"):
+    validate(_with(advantage="picky", group_size=4))
 
 
 @pytest.mark.parametrize(
@@ -74,20 +82,23 @@ def test_names_stand_for_functions():
     ({"loss__dual_clip": 0.5}, "loss.dual_clip = 0.5"),
     ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
     ({"advantage": "oracle"}, "true value of each prompt"),
-    ({"group_size": 1}, "group_size = 1"),
+    ({"group_size": 0}, "group_size = 0"),
+    ({"group_size": 1}, "group size G >= 2, not shape (32, 1)"),
     ({"subset_size": 0}, "subset_size = 0"),
     (
       {"advantage": "max_at_k", "subset_size": 8},
-      "use a group_size of 9 or more (now 8), or a smaller subset_size",
+      "group size G >= 9, not shape (32, 8)",
     ),
-    ({"advantage": "min_at_k", "subset_size": 20}, "group_size of 21"),
+    ({"advantage": "min_at_k", "subset_size": 20}, "G >= 21"),
+    ({"advantage": "min_at_k", "subset_size": 20}, "k is subset_size"),
     (
       {
         "advantage": "shrinkage",
         "batch_size": 2,
         "optim__micro_batches": 1,
       },
-      "batch_size = 2: advantage = 'shrinkage'",
+      "advantage = 'shrinkage': shrinkage needs a batch of at least 3 prompts, "
+      "not 2",
     ),
     ({"data__template": "no field"}, "must hold {prompt}"),
     ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),

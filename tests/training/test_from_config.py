@@ -12,6 +12,7 @@ from grpojax.core.sampling import Sampling
 from grpojax.runtime import config as config_lib
 from grpojax.training import from_config, validation
 from grpojax.training.config import default_config
+from grpojax.training.optimizer import optimizer
 
 
 def config_with(**changes):
@@ -30,7 +31,7 @@ def test_every_setting_is_read_by_a_training_run(toy_run):
 
 def updates(config, gradients, start=0.0):
   """What the optimizer adds to one parameter, for a sequence of gradients."""
-  tx = from_config.optimizer(config)
+  tx = optimizer(config)
   x = jnp.asarray(start, jnp.float32)
   state, found = tx.init(x), []
   for gradient in gradients:

@@ -55,13 +55,13 @@ def jsonl(tmp_path):
 def test_long_prompts_are_refused_or_dropped(jsonl):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}")
-  train = prompts_lib.problems(config, policy, "train")
+  train = prompts_lib.load_split(config, policy, "train")
   assert len(train.examples) == 12 and train.dropped == 0
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
     list(prompts_lib.held_out(config, policy, train.examples))
   config.data.too_long = "drop"
   for split in ("train", "test"):
-    found = prompts_lib.problems(config, policy, split)
+    found = prompts_lib.load_split(config, policy, split)
     batches = list(prompts_lib.held_out(config, policy, found.examples))
     answers = [e["answer"] for _, examples in batches for e in examples]
     assert answers == [str(n) for n in range(1, len(answers) + 1)]
@@ -69,14 +69,14 @@ def test_long_prompts_are_refused_or_dropped(jsonl):
     lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
     assert max(lengths) == 12
   config.eval.num_prompts = 3
-  assert len(prompts_lib.problems(config, policy, "test").examples) == 3
+  assert len(prompts_lib.load_split(config, policy, "test").examples) == 3
 
 
 def test_the_config_sets_the_prompt(jsonl):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}+1")
   config.data.max_prompt_length = 32
-  examples = prompts_lib.problems(config, policy, "train").examples
+  examples = prompts_lib.load_split(config, policy, "train").examples
   prompts, (example, *_) = next(prompts_lib.held_out(config, policy, examples))
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
@@ -99,4 +99,4 @@ def test_the_config_sets_the_prompt(jsonl):
 def test_mistakes_are_refused(changes, hint):
   policy = policies.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
-    prompts_lib.problems(config_with(**changes), policy, "train")
+    prompts_lib.load_split(config_with(**changes), policy, "train")

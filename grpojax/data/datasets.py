@@ -1,0 +1,69 @@
+"""Data sets by their names.
+
+A data set plugs in by its `load` in `DATASETS`:
+
+    load(split, *, seed=0, size=None, **options) -> random access to examples
+
+- `split` is one of `examples.SPLITS`; another one is a ValueError.
+- `seed` may decide which examples there are; order is the prompt pipeline's.
+- `size`, if it is given, limits the number of examples.
+- `path`, where `load` has that parameter, is where its files are; "" is its own
+  place, or a ValueError that says what to give.
+- Other keyword arguments are the config's `data.options`, by their names.
+- It returns a sequence (`__len__` and `__getitem__`) of dicts as `examples`
+  says, the same for the same arguments, or raises ValueError in a sentence that
+  says what is wrong and what to do.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpojax.data import arithmetic, gsm8k, jsonl
+
+DATASETS: dict[str, Callable[..., Any]] = {
+  "arithmetic": arithmetic.load,
+  "gsm8k": gsm8k.load,
+  "jsonl": jsonl.load,
+}
+
+_OURS = ("split", "path", "seed")  # set by the run, not by data.options
+
+
+def load(
+  name: str,
+  split: str,
+  path: str = "",
+  options: Mapping[str, Any] | None = None,
+  **settings: Any,
+) -> Any:
+  """A data set's examples.
+
+  Args:
+    name: one of `DATASETS`.
+    split: "train" or "test".
+    path: where its files are; "" is its own place.
+    options: keyword arguments of its load, as a user gave them.
+    **settings: more of them, as the program gives them.
+
+  Returns:
+    Random access to examples.
+
+  Raises:
+    ValueError: the data set cannot be read, or does not have these options.
+  """
+  if name not in DATASETS:
+    raise ValueError(f"data.name = {name!r}: use one of {', '.join(DATASETS)}")
+  load_, options = DATASETS[name], dict(options or {})
+  known = inspect.signature(load_).parameters
+  if path and "path" not in known:
+    raise ValueError(f"data.path: the data set {name} has no files")
+  takes = [key for key in known if key not in _OURS]
+  unknown = [key for key in options if key not in takes]
+  if unknown:
+    raise ValueError(
+      f"data.options.{unknown[0]}: the data set {name} has no such option; it "
+      f"takes {', '.join(takes)}"
+    )
+  options |= {"path": path} if path else {}
+  return load_(split, **(options | settings))

@@ -1,0 +1,52 @@
+"""What every data set fulfils; see `grpojax.data.datasets`."""
+
+import inspect
+import pathlib
+
+import pytest
+
+from grpojax.data import datasets
+from grpojax.data.examples import MARK, SPLITS
+
+SAMPLE = str(pathlib.Path(__file__).parent / "gsm8k")
+PATHS = {"gsm8k": SAMPLE, "jsonl": SAMPLE}
+OPTIONS = {"jsonl": {"prompt": "question"}}
+
+
+def load(name, split, **settings):
+  path, options = PATHS.get(name, ""), OPTIONS.get(name)
+  return datasets.load(name, split, path, options, **settings)
+
+
+@pytest.mark.parametrize("name", datasets.DATASETS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_random_access_to_examples(name, split):
+  examples = load(name, split, size=3, seed=1)
+  assert len(examples) == 3
+  again = load(name, split, size=3, seed=1)
+  for i in (2, 0, 1):
+    assert examples[i] == again[i]
+    assert isinstance(examples[i]["prompt"], str) and examples[i]["prompt"]
+    assert isinstance(examples[i]["answer"], str) and examples[i]["answer"]
+    solution = examples[i].get("solution")
+    if solution is not None:
+      assert solution.rpartition(MARK)[2].strip() == examples[i]["answer"]
+  for wrong in (3, -1):
+    with pytest.raises(IndexError):
+      examples[wrong]
+
+
+@pytest.mark.parametrize("name", datasets.DATASETS)
+def test_what_does_not_exist_is_refused(name):
+  with pytest.raises(ValueError, match="choose one of"):
+    load(name, "valid")
+  with pytest.raises(ValueError, match="data.options.colour.* takes .*size"):
+    datasets.load(name, "train", PATHS.get(name, ""), {"colour": 1})
+  if "path" not in inspect.signature(datasets.DATASETS[name]).parameters:
+    with pytest.raises(ValueError, match="has no files"):
+      datasets.load(name, "train", "somewhere")
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+  with pytest.raises(ValueError, match="'gsm8': use one of arithmetic, gsm8k"):
+    datasets.load("gsm8", "train")
