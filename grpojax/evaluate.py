@@ -120,10 +120,10 @@ def _set_up(argv: list[str]):
   models = []
   for name in names:
     policy, params = trained.load(name, config.model.dtype)
-    found = prompts_lib.load_split(config, policy, "test")
-    if found.dropped:
-      print(f"{name}: {found.dropped} held-out prompts are too long")
-    batches = list(prompts_lib.held_out(config, policy, found.examples))
+    held_out = prompts_lib.load_split(config, policy, "test")
+    if held_out.dropped:
+      print(f"{name}: {held_out.dropped} held-out prompts are too long")
+    batches = list(prompts_lib.held_out(config, policy, held_out.examples))
     models.append((policy, params, batches))
   _note_settings(config, flags.compare)
   return config, flags, ks, models
@@ -151,19 +151,21 @@ def main(argv: list[str]) -> None:
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
-  found = {"model": flags.model} | evaluation.numbers(values[0])
+  results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")
     print(f"the same {len(result.rewards)} held-out prompts", end="\n\n")
     print(*evaluation.table(*values), sep="\n")
-    found["compare"] = {"model": flags.compare} | evaluation.numbers(values[1])
+    results["compare"] = {"model": flags.compare} | evaluation.numbers(
+      values[1]
+    )
     differences = evaluation.compare(*values)
-    found["difference"] = {k: v._asdict() for k, v in differences.items()}
+    results["difference"] = {k: v._asdict() for k, v in differences.items()}
   else:
     print(f"{flags.model}: {len(result.rewards)} held-out prompts")
     print(*evaluation.lines(values[0]), sep="\n")
   if flags.out:
-    records.write_json(flags.out, found)
+    records.write_json(flags.out, results)
 
 
 if __name__ == "__main__":

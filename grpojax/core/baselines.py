@@ -62,46 +62,58 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
       f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}: the "
       "variance between prompts is estimated from the others (batch_size)"
     )
-  here, n = present(rows), count(rows)[:, 0]
-  # From one reward of the batch: equal rewards become exact zeros.
-  some = rows.ravel()[jnp.argmax(here)]
-  moved = jnp.where(here, jnp.where(here, rows, 0) - some, 0)
-  means = jnp.sum(moved, -1) / jnp.maximum(n, 1)
-  noise, between, pooled = _of_others(means, n, jnp.sum(centred(rows) ** 2, -1))
-  # s2 / (n - 1) against t2; a sample without others has but the pooled mean.
-  over = noise + between * (n - 1)
-  weight = jnp.where(over > 0, noise / jnp.where(over > 0, over, 1), 0)
-  weight = jnp.where(n == 1, 1, weight)[:, None]
-  own = sum_of_others(moved) / jnp.maximum(n - 1, 1)[:, None]
-  alone = jnp.where(n == 1, 1, 0)[:, None] * moved
-  found = minus_others(rows) + alone - weight * (pooled[:, None] - own)
+  rewarded, counts = present(rows), count(rows)[:, 0]  # [B, G], [B]
+  # Measured from one reward of the batch: equal rewards become exact zeros.
+  origin = rows.ravel()[jnp.argmax(rewarded)]
+  moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
+  means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
+  squares = jnp.sum(centred(rows) ** 2, -1)
+  within, between, pooled = _of_other_prompts(means, counts, squares)
+  # w, its numerator and denominator times the n - 1 that may be 0.
+  total = within + between * (counts - 1)
+  weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
+  # The only sample of its prompt that has a reward has no others to be compared
+  # with: its baseline is the pooled mean alone.
+  lonely = counts == 1
+  weight = jnp.where(lonely, 1, weight)[:, None]
+  others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
+  left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
+  advantages = left_out - weight * (pooled[:, None] - others_mean)
   # Where no other prompt has a reward, there is nothing to pool.
-  others = sum_of_others((n > 0).astype(n.dtype))[:, None]
-  found = jnp.where(others > 0, found, minus_others(rows))
-  return jnp.where(here, found, 0).reshape(rewards.shape)
+  poolable = sum_of_others((counts > 0).astype(counts.dtype))[:, None] > 0
+  advantages = jnp.where(poolable, advantages, minus_others(rows))
+  return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
 
 
-def _of_others(means: Array, n: Array, squares: Array):
-  """What the other prompts say: s2, t2 and their mean, each [B].
+def _of_other_prompts(
+  means: Float[Array, "B"],
+  counts: Float[Array, "B"],
+  squares: Float[Array, "B"],
+) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+  """What the other prompts say to each: s2, t2 and their mean.
 
   Args:
     means: of each prompt's rewards.
-    n: how many rewards each has.
+    counts: how many rewards each has.
     squares: sums of their squared deviations.
   """
-  some, several = (n > 0).astype(n.dtype), (n > 1).astype(n.dtype)
-  variances = squares / jnp.maximum(n - 1, 1)
-  within = sum_of_others(variances * several)
-  within = within / jnp.maximum(sum_of_others(several), 1)
-  others = sum_of_others(some)
-  pooled = sum_of_others(means * some) / jnp.maximum(others, 1)
+  known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
+  spread_out = (counts > 1).astype(counts.dtype)  # and a variance
+  others = sum_of_others(known)
+  # s2: the mean of the others' variances within their groups.
+  within = sum_of_others(squares / jnp.maximum(counts - 1, 1) * spread_out)
+  within = within / jnp.maximum(sum_of_others(spread_out), 1)
+  pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
+  # t2: the variance of the others' means, less what their noise adds to it.
   # B x B numbers, a sum of which is cheap. Sums over all prompts minus one's
   # own would not do: far from the others, it would leave rounding errors.
-  apart = some * ~jnp.eye(len(n), dtype=bool) * (means - pooled[:, None]) ** 2
-  spread = jnp.sum(apart, -1) / jnp.maximum(others - 1, 1)
-  inverse = sum_of_others(some / jnp.maximum(n, 1)) / jnp.maximum(others, 1)
-  between = jnp.maximum(spread - within * inverse, 0)
-  # Of fewer than two others there is no spread: keep to one's own.
+  different = ~jnp.eye(len(counts), dtype=bool)
+  distances = known * different * (means - pooled[:, None]) ** 2
+  spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
+  noise = sum_of_others(known / jnp.maximum(counts, 1))
+  noise = within * noise / jnp.maximum(others, 1)
+  between = jnp.maximum(spread - noise, 0)
+  # Of fewer than two others there is no spread: s2 = 0 keeps to one's own.
   return jnp.where(others > 1, within, 0), between, pooled
 
 
@@ -139,8 +151,8 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
   rows = rewards.reshape(-1, group_size)
-  here, n = present(rows), jnp.sum(present(rows), -1)
-  rows = jnp.clip(jnp.where(here, rows, 0), 0, 1)
+  rewarded, counts = present(rows), jnp.sum(present(rows), -1)
+  rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
   table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
   for trials in range(1, group_size + 1):
     table[trials, : trials + 1] = _log_marginals(trials)
@@ -153,16 +165,16 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
     below = below.astype(int)
     return table[trials, below] * (1 - part) + table[trials, below + 1] * part
 
-  of_prompt = log_marginal(jnp.sum(rows, -1), n)
+  of_prompt = log_marginal(jnp.sum(rows, -1), counts)
   of_others = sum_of_others(of_prompt.T).T
-  successes, others = sum_of_others(rows), jnp.maximum(n - 1, 0)[:, None]
+  successes, others = sum_of_others(rows), jnp.maximum(counts - 1, 0)[:, None]
   of_group = log_marginal(successes, others)
   weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
   alpha = jnp.asarray(_ALPHA, rows.dtype)
   total = jnp.asarray(_ALPHA + _BETA, rows.dtype) + others[..., None]
   rates = (alpha + successes[..., None]) / total
-  found = jnp.sum(weights * rates, -1).reshape(rewards.shape)
-  return jnp.where(present(rewards), rewards - found, 0)
+  baseline = jnp.sum(weights * rates, -1).reshape(rewards.shape)
+  return jnp.where(present(rewards), rewards - baseline, 0)
 
 
 def _log_marginals(trials: int) -> np.ndarray:
@@ -210,12 +222,12 @@ def length_weighted(
       f"length_weighted takes one length a sample: rewards {rewards.shape} "
       f"need lengths of the same shape, not {lengths.shape}"
     )
-  here, moved = present(rewards), shifted(rewards)
-  lengths = jnp.where(here, lengths, 0)
+  rewarded, moved = present(rewards), shifted(rewards)
+  lengths = jnp.where(rewarded, lengths, 0)
   total = sum_of_others(lengths)
   known = total > 0
   weighted = sum_of_others(lengths * moved) / jnp.where(known, total, 1)
   plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
   alone = count(rewards) < 2
-  found = moved - jnp.where(known, weighted, plain)
-  return jnp.where(here & ~alone, found, 0)
+  advantages = moved - jnp.where(known, weighted, plain)
+  return jnp.where(rewarded & ~alone, advantages, 0)

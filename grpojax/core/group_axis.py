@@ -47,10 +47,10 @@ def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   0 where there is no reward.
   """
-  here = present(rewards)
-  clean = jnp.where(here, rewards, 0)
-  some = jnp.argmax(here, -1)[..., None]
-  return jnp.where(here, clean - jnp.take_along_axis(clean, some, -1), 0)
+  rewarded = present(rewards)
+  clean = jnp.where(rewarded, rewards, 0)
+  first = jnp.argmax(rewarded, -1)[..., None]
+  return jnp.where(rewarded, clean - jnp.take_along_axis(clean, first, -1), 0)
 
 
 def centred(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:

@@ -84,11 +84,20 @@ def rollout(
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
 
   def draw(state, hidden):
-    """Writes the next token of every sample that is not done."""
-    t, alive = state["t"], ~state["done"]
+    """Writes the next token of every sample that is not done.
+
+    Args:
+      state: of the loop; token t is written.
+      hidden: of the last token before it, [B, G, D].
+    """
+    t, alive = state["t"], ~state["done"]  # alive [B, G]: still writing
+    # Token t of a sample draws from the sample's own key and t alone, so that
+    # neither the batch nor the order of the loop can change it.
     fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
     logits = lm.unembed(params, hidden)
-    ids, logprobs = sample(fold(keys, t), logits, sampling)
+    ids, logprobs = sample(fold(keys, t), logits, sampling)  # each [B, G]
+    # Samples that are done are computed too, for shapes stay; what is drawn for
+    # them is not written.
     length = state["length"] + alive
     ended = alive & jnp.isin(ids, eos)
     return state | {

@@ -62,22 +62,22 @@ def subset_advantages(
       "group, or the closed forms max_at_k and min_at_k"
     )
   subsets = np.array(list(itertools.combinations(range(group_size), k)))
-  here = present(rewards)
-  values = jnp.asarray(f(jnp.where(here, rewards, 0)[..., subsets]))
+  rewarded = present(rewards)
+  values = jnp.asarray(f(jnp.where(rewarded, rewards, 0)[..., subsets]))
   if values.shape != (*rewards.shape[:-1], total):
     raise ValueError(
       f"f must map [..., k] to [...]: subsets "
       f"{(*rewards.shape[:-1], total, k)} gave values {values.shape}"
     )
   values = values.astype(jnp.promote_types(values.dtype, rewards.dtype))
-  whole = jnp.all(here[..., subsets], -1)
+  complete = jnp.all(rewarded[..., subsets], -1)
   # Measured from one of the subsets, so that equal values cancel exactly.
-  first = jnp.argmax(whole, -1)[..., None]
+  first = jnp.argmax(complete, -1)[..., None]
   values = values - jnp.take_along_axis(values, first, -1)
 
   def sums(x):
     """Of each sample, over the subsets with it and over those without."""
-    x = jnp.where(whole, x, 0)
+    x = jnp.where(complete, x, 0)
     each = jnp.broadcast_to(x[..., None], (*x.shape, k))
     within = jnp.zeros(rewards.shape, x.dtype).at[..., subsets].add(each)
     return within, jnp.sum(x, -1, keepdims=True) - within
@@ -87,7 +87,7 @@ def subset_advantages(
     within / jnp.maximum(counts[0], 1),
     without / jnp.maximum(counts[1], 1),
   )
-  enough = here & (count(rewards) > k)
+  enough = rewarded & (count(rewards) > k)
   return jnp.where(enough, k * (means[0] - means[1]), 0)
 
 
@@ -122,11 +122,11 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
     ValueError: if k < 1 or G <= k.
   """
   rewards = _checked(rewards, "max_at_k", k)
-  here, n = present(rewards), jnp.sum(present(rewards), -1)
+  rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
   # At the end, without a gap before it, a missing one has no influence.
-  best = jnp.max(jnp.where(here, rewards, -jnp.inf), -1, keepdims=True)
-  order = jnp.argsort(jnp.where(here, rewards, jnp.inf), -1)
-  filled = jnp.where(here, rewards, jnp.where(n[..., None] > 0, best, 0))
+  best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
+  order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)
+  filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
   below, above = (
@@ -139,8 +139,10 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   sorted_advantages = jnp.concatenate([end, gain], -1) + jnp.concatenate(
     [loss, end], -1
   )
-  found = jnp.take_along_axis(sorted_advantages, jnp.argsort(order, -1), -1)
-  return jnp.where(here, found, 0)
+  advantages = jnp.take_along_axis(
+    sorted_advantages, jnp.argsort(order, -1), -1
+  )
+  return jnp.where(rewarded, advantages, 0)
 
 
 def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
@@ -186,8 +188,8 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
     ValueError: if G < 2.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
-  own, others = rewards[..., :, None], rewards[..., None, :]
-  wins = jnp.sum(own > others, -1) - jnp.sum(own < others, -1)
+  mine, theirs = rewards[..., :, None], rewards[..., None, :]
+  wins = jnp.sum(mine > theirs, -1) - jnp.sum(mine < theirs, -1)
   # All comparisons with nan are false.
   return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)
 

@@ -85,14 +85,14 @@ def _prepared() -> Any:
     # Parquet, another choice, loses rows; TFRecord needs TensorFlow.
     return tfds.builder("gsm8k", file_format="array_record")
 
-  found = builder()
-  if found.is_prepared():
-    return found
-  with _one_process(pathlib.Path(found.data_dir).parents[1]):
-    found = builder()
-    if not found.is_prepared():
-      _download(found)
-  return found
+  dataset = builder()
+  if dataset.is_prepared():
+    return dataset
+  with _one_process(pathlib.Path(dataset.data_dir).parents[1]):
+    dataset = builder()
+    if not dataset.is_prepared():
+      _download(dataset)
+  return dataset
 
 
 def _download(builder: Any) -> None:
@@ -111,22 +111,22 @@ def _download(builder: Any) -> None:
 
 def _directory(path: pathlib.Path) -> Any:
   """The builder of a prepared directory: `path`, or a version below it."""
-  found = [
+  prepared = [
     file.parent
     for pattern in (".", "*", "gsm8k/*")
     for file in sorted(path.glob(f"{pattern}/dataset_info.json"))
   ]
-  if not found:
+  if not prepared:
     raise ValueError(
       f"no GSM8K in {str(path)!r}: neither train.jsonl and test.jsonl nor a "
       f"directory of tensorflow-datasets (dataset_info.json); {_LOCAL}"
     )
-  builder = _tfds().builder_from_directory(found[-1])
+  builder = _tfds().builder_from_directory(prepared[-1])
   form = builder.info.file_format.value
   if form != "array_record":
     raise ValueError(
-      f"{found[-1]} was prepared in the format {form}; prepare it again with "
-      "file_format='array_record'"
+      f"{prepared[-1]} was prepared in the format {form}; prepare it again "
+      "with file_format='array_record'"
     )
   return builder
 
@@ -172,9 +172,9 @@ def load(
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"
   if str(path) and file.is_file():
-    found = ((where, row) for where, _, _, row in jsonl.rows(file))
+    numbered = ((where, row) for where, _, _, row in jsonl.rows(file))
   else:
     builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
-    found = _records(builder, split)
-  first = itertools.islice(found, size)
+    numbered = _records(builder, split)
+  first = itertools.islice(numbered, size)
   return Examples([_example(row, where) for where, row in first])

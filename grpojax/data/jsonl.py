@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 class Fields(NamedTuple):
-  """Names of the fields that `load` reads; see there."""
+  """Names of the fields that `load` reads, as its arguments are called."""
 
   prompt: str = "prompt"
   answer: str = "answer"

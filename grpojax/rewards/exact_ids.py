@@ -66,9 +66,9 @@ def exact_answer_ids(
     written = jnp.asarray(codes)[jnp.clip(ids, 0, len(texts))]
     written = jnp.where(rollout.completion_mask & ~ended, written, 0)
     # One more than the longest answer: a text that goes on differs there.
-    tail, found = _last_answer(written, max_answer_length + 1)
+    tail, marked = _last_answer(written, max_answer_length + 1)
     same = (tail[..., None, :] == targets["answer"][:, None]).all(-1)
-    return (found & same.any(-1)).astype(jnp.float32)
+    return (marked & same.any(-1)).astype(jnp.float32)
 
   return target, reward
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from grpojax.rewards.pool import Batch, Failure, Job, Pool
+from grpojax.rewards.pool import Failure, Job, Pool, Submission
 
 
 class GroupScores(NamedTuple):
@@ -29,7 +29,7 @@ class GroupScores(NamedTuple):
 class Pending(NamedTuple):
   """Groups on their way; see `submit_groups`."""
 
-  batch: Batch
+  submission: Submission
   shape: tuple[int, int]
 
 
@@ -64,7 +64,7 @@ def submit_groups(
 
 def collect_groups(pool: Pool, pending: Pending) -> GroupScores:
   """Waits for groups that `submit_groups` has sent off."""
-  results = pool.collect(pending.batch)
+  results = pool.collect(pending.submission)
   prompts, size = pending.shape
 
   def grouped(values, dtype=np.float32):

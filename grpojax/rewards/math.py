@@ -167,8 +167,8 @@ def _statement(text: str) -> str | None:
   """The answer in the sentence that follows "answer is"; None if none."""
   if lead := _LEAD.match(text):
     text = text[lead.end() :]
-  if found := _LATEX.match(text) or _POINT.match(text):
-    return found[1] or found[2] if found.re is _LATEX else found[0]
+  if formula := _LATEX.match(text) or _POINT.match(text):
+    return formula[1] or formula[2] if formula.re is _LATEX else formula[0]
   sentence = text
   if end := _END.search(text):
     sentence = text[: end.start()]

@@ -61,7 +61,7 @@ class Result(NamedTuple):
   failures: tuple[Failure, ...]
 
 
-class Batch:
+class Submission:
   """Jobs on their way; made by `Pool.submit`."""
 
   def __init__(self, jobs: list[Job], lines: list[bytes]):
@@ -147,7 +147,7 @@ class Pool:
     """Results in the order of the jobs."""
     return self.collect(self.submit(jobs))
 
-  def submit(self, jobs: Sequence[Job]) -> Batch:
+  def submit(self, jobs: Sequence[Job]) -> Submission:
     """Starts to compute rewards and returns at once.
 
     Raises:
@@ -155,25 +155,25 @@ class Pool:
     """
     jobs = list(jobs)
     lines = [_line(job) for job in jobs] if self._workers else []
-    batch = Batch(jobs, lines)
-    batch.futures = [
-      self._threads.submit(self._drain, batch) for _ in self._workers
+    sent = Submission(jobs, lines)
+    sent.futures = [
+      self._threads.submit(self._drain, sent) for _ in self._workers
     ]
-    return batch
+    return sent
 
-  def collect(self, batch: Batch) -> list[Result]:
-    """Waits for the results of a batch, in the order of its jobs."""
+  def collect(self, sent: Submission) -> list[Result]:
+    """Waits for the results of a submission, in the order of its jobs."""
     if not self._workers:
       return [
         self._result(job, [worker.evaluate(f, *job) for f in self._functions])
-        for job in batch.jobs
+        for job in sent.jobs
       ]
-    for future in batch.futures:
+    for future in sent.futures:
       future.result()
-    return list(batch.results)
+    return list(sent.results)
 
   def close(self) -> None:
-    """Ends the workers, also in the middle of a batch."""
+    """Ends the workers, also in the middle of a submission."""
     self._closed = True
     for process in self._workers:
       process.close()
@@ -185,33 +185,31 @@ class Pool:
   def __exit__(self, *_):
     self.close()
 
-  def _drain(self, batch: Batch) -> None:
+  def _drain(self, sent: Submission) -> None:
     """Lets one worker compute rewards until all jobs are taken."""
     process = self._idle.get()
     try:
-      while not self._closed and (index := batch.next()) < len(batch.jobs):
-        batch.results[index] = self._score(process, batch, index)
+      while not self._closed and (index := sent.next()) < len(sent.jobs):
+        sent.results[index] = self._score(process, sent, index)
     finally:
       self._idle.put(process)
 
-  def _score(self, process: Process, batch: Batch, index: int) -> Result:
+  def _score(self, process: Process, sent: Submission, index: int) -> Result:
     outcomes: list[Any] = []
-    if batch.lost >= self.patience:
+    if sent.lost >= self.patience:
       error = f"not tried: {self.patience} workers were lost in a row"
     else:
       error = None
       try:
-        process.ask(
-          batch.lines[index], len(self.names), self._timeout, outcomes
-        )
+        process.ask(sent.lines[index], len(self.names), self._timeout, outcomes)
       except Lost as lost:
         error = str(lost)
-      with batch.lock:
-        batch.lost = batch.lost + 1 if error else 0
+      with sent.lock:
+        sent.lost = sent.lost + 1 if error else 0
     if error:  # of the function that was at work; those after it have no value
       outcomes.append((None, error))
       outcomes += [(None, None)] * (len(self.names) - len(outcomes))
-    return self._result(batch.jobs[index], outcomes)
+    return self._result(sent.jobs[index], outcomes)
 
   def _result(self, job: Job, outcomes: Sequence[Any]) -> Result:
     values = tuple(value for value, _ in outcomes)

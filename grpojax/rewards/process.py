@@ -130,7 +130,7 @@ class Process:
         if not data or len(self._pending) > _MOST:
           raise Lost(_end_of(process))
         *lines, self._pending = (self._pending + data).split(b"\n")
-        answers += [_answer(found) for found in lines]
+        answers += [_answer(answer) for answer in lines]
         count -= len(lines)
 
 

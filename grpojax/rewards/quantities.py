@@ -155,16 +155,16 @@ def number(text: str) -> Fraction | None:
     size = Fraction(10) ** int(power["power"])
     return -size if power["sign"] == "-" else size
   units = _EXPONENT.sub("", text)
-  found = NUMBER.search(units)
-  if not found:
+  match = NUMBER.search(units)
+  if not match:
     return None
-  before, after = units[: found.start()], units[found.end() :]
+  before, after = units[: match.start()], units[match.end() :]
   if before.endswith("-") or not _only_words(before) or not _only_words(after):
     return None
   # A letter that follows directly is a variable, or a unit of two and more.
   if _VARIABLE.match(after):
     return None
-  return value(found)
+  return value(match)
 
 
 def _only_words(text: str) -> bool:

@@ -24,7 +24,8 @@ LARGEST = 1e30
 """Largest absolute value of a reward: sums of them fit into float32."""
 
 LEEWAY = 2.0
-"""Seconds after its limit when a worker whose parent has died ends at last."""
+"""Seconds beyond a completion's limit after which the system ends a worker. The
+parent kills it at the limit; this is for a worker whose parent has died."""
 
 _LONGEST_ERROR = 500  # characters
 

@@ -65,23 +65,23 @@ def check_keys(
     default: has all the keys, and a value of the right type for each.
     words: for some keys, texts that may stand in the place of a number.
   """
-  allowed, leaves, found = flatten(default), flatten(config), []
+  allowed, leaves, problems = flatten(default), flatten(config), []
   for name, value in leaves.items():
     if name not in allowed and not is_free(name):
       guess = nearest(name, list(allowed))
       hint = f"; did you mean {guess}?" if guess else ""
-      found.append(f"{name} = {value!r}: unknown key{hint}")
+      problems.append(f"{name} = {value!r}: unknown key{hint}")
   for name, value in allowed.items():
     if is_free(name):
       continue
     if name not in leaves:
-      found.append(f"{name}: missing; start from default_config()")
+      problems.append(f"{name}: missing; start from default_config()")
     elif leaves[name] in (words or {}).get(name, ()):
       continue
     elif not _same_type(value, leaves[name]):
       kind = type(value).__name__
-      found.append(f"{name} = {leaves[name]!r}: must be of type {kind}")
-  return found
+      problems.append(f"{name} = {leaves[name]!r}: must be of type {kind}")
+  return problems
 
 
 def refuse(problems: Sequence[str]) -> None:

@@ -82,11 +82,11 @@ def eos_ids(path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
   Raises:
     ValueError: none of the three names an id.
   """
-  found = None
+  named = None
   for name in ("generation_config.json", "config.json"):
-    if found is None or found == []:
-      found = _read_json(pathlib.Path(path) / name).get("eos_token_id")
-  ids = list(found) if isinstance(found, list) else [found]
+    if named is None or named == []:
+      named = _read_json(pathlib.Path(path) / name).get("eos_token_id")
+  ids = list(named) if isinstance(named, list) else [named]
   ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
   if not ids:
     raise ValueError(
@@ -102,9 +102,9 @@ def pad_id(tokenizer: Any) -> int:
   Raises:
     ValueError: the tokenizer has neither.
   """
-  for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-    if found is not None:
-      return int(found)
+  for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+    if token is not None:
+      return int(token)
   raise ValueError(
     "the tokenizer has neither a padding nor an end-of-sequence token: set"
     " pad_token in its tokenizer_config.json"

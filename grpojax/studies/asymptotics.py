@@ -148,6 +148,6 @@ def null_bands(
   """
   rng = np.random.default_rng(seed)
   samples = rng.choice(quantiles, size=(repeats, size))
-  found = [distances(sample, quantiles) for sample in samples]
-  ks, w1 = np.quantile(found, 0.95, axis=0)
+  apart = [distances(sample, quantiles) for sample in samples]
+  ks, w1 = np.quantile(apart, 0.95, axis=0)
   return float(ks), float(w1)

@@ -230,8 +230,8 @@ def moment_replicates(
   """`score_moments` without each of the pool's blocks, [blocks]."""
   samples = np.arange(len(rewards)).reshape(blocks, -1)
   kept = [samples[keep].ravel() for keep in _without_each(blocks)]
-  found = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in kept]
-  return Moments(*np.array(found).T)
+  replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in kept]
+  return Moments(*np.array(replicates).T)
 
 
 def _without_each(blocks: int) -> list[np.ndarray]:

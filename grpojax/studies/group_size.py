@@ -115,25 +115,25 @@ def _points(config: ConfigDict):
 
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with the values of a config, a line each."""
-  found = []
+  wrong = []
   for field in ("budgets", "group_sizes"):
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      found.append(f"{field} = {values!r}: give whole numbers of 2 or more")
+      wrong.append(f"{field} = {values!r}: give whole numbers of 2 or more")
   if config.seeds < 2:
-    found.append(f"seeds = {config.seeds}: an interval needs 2 or more")
+    wrong.append(f"seeds = {config.seeds}: an interval needs 2 or more")
   p = config.predict
   if p.prompts < 3 or p.batch < 1 or p.prompts % p.batch:
-    found.append("predict.prompts: 3 or more, a multiple of predict.batch")
+    wrong.append("predict.prompts: 3 or more, a multiple of predict.batch")
   if p.group_size < 4 or p.tangents < 2:
-    found.append("predict: group_size must be 4, tangents 2 or more")
-  if found:
-    return found
+    wrong.append("predict: group_size must be 4, tangents 2 or more")
+  if wrong:
+    return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
     if budget % size:
-      found.append(f"group_sizes: {size} does not divide the budget {budget}")
-  if found:
-    return found
+      wrong.append(f"group_sizes: {size} does not divide the budget {budget}")
+  if wrong:
+    return wrong
   for seed, budget, size in _points(config):
     try:
       train_config_lib.validate(train_config(config, budget, size, seed))

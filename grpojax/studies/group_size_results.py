@@ -22,8 +22,10 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
       for seed in range(config.seeds):
         name = f"N{budget}-G{size}-seed{seed}"
         path = directory / "runs" / name / run_directory.METRICS
-        found = records.read_jsonl(path)
-        accuracy = {r["step"]: r["accuracy"] for r in found if "accuracy" in r}
+        run_rows = records.read_jsonl(path)
+        accuracy = {
+          r["step"]: r["accuracy"] for r in run_rows if "accuracy" in r
+        }
         rows += [
           {
             "budget": budget,
@@ -37,7 +39,7 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
             "c1": row.get("c1"),
             "c3": row.get("c3"),
           }
-          for row in found
+          for row in run_rows
           if "reward_mean" in row
         ]
   return rows
@@ -80,8 +82,8 @@ def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
       )
       seeds = means[:-1].mean(0)  # those of the fixed sizes
       centred = means - seeds + seeds.mean()
-      for line, values, own in zip(lines, means, centred, strict=True):
-        mean, low, high = _interval(own)
+      for line, values, size_means in zip(lines, means, centred, strict=True):
+        mean, low, high = _interval(size_means)
         line |= {name: mean, f"{name}_low": low, f"{name}_high": high}
         line[f"{name}s"] = values.tolist()
     out += lines
@@ -90,18 +92,18 @@ def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
 
 def compare(config: ConfigDict, lines) -> dict[str, Any]:
   """For each budget: best and worst fixed size, and the automatic run."""
-  found = {}
+  comparison = {}
   for budget in config.budgets:
-    here = [line for line in lines if line["budget"] == budget]
-    auto = next(line for line in here if line["run"] == AUTO)
-    fixed = [line for line in here if line["run"] != AUTO]
+    of_budget = [line for line in lines if line["budget"] == budget]
+    auto = next(line for line in of_budget if line["run"] == AUTO)
+    fixed = [line for line in of_budget if line["run"] != AUTO]
     best = max(fixed, key=lambda line: line["reward"])
     worst = min(fixed, key=lambda line: line["reward"])
 
     def against(other, auto=auto):  # the same seeds: the same first samples
       return _interval(np.subtract(auto["rewards"], other["rewards"]))
 
-    found[str(budget)] = {
+    comparison[str(budget)] = {
       "best_group_size": int(best["run"]),
       "worst_group_size": int(worst["run"]),
       "best_reward": best["reward"],
@@ -113,7 +115,7 @@ def compare(config: ConfigDict, lines) -> dict[str, Any]:
       "auto_minus_best": against(best),
       "auto_minus_worst": against(worst),
     }
-  return found
+  return comparison
 
 
 def _along(config: ConfigDict, rows, budget: int):
@@ -121,14 +123,16 @@ def _along(config: ConfigDict, rows, budget: int):
 
   Over the seeds and the whole run: single estimates are too noisy.
   """
-  here = [
+  diagnosed = [
     r
     for r in rows
     if r["budget"] == budget and r["run"] == AUTO and r["c1"] is not None
   ]
-  steps = sorted({r["step"] for r in here})
+  steps = sorted({r["step"] for r in diagnosed})
   c1, c3 = (
-    np.array([np.mean([r[c] for r in here if r["step"] == s]) for s in steps])
+    np.array(
+      [np.mean([r[c] for r in diagnosed if r["step"] == s]) for s in steps]
+    )
     for c in ("c1", "c3")
   )
   c1, c3 = np.cumsum(c1), np.cumsum(c3)
@@ -160,11 +164,13 @@ def _draw_curves(axes, config: ConfigDict, rows, budget, colours) -> None:
   for size, colour in zip(
     (*config.group_sizes, AUTO), [*colours, "crimson"], strict=True
   ):
-    here = [r for r in rows if (r["budget"], r["run"]) == (budget, str(size))]
-    here = [r for r in here if r["accuracy"] is not None]
-    steps = sorted({r["step"] for r in here})
+    of_size = [
+      r for r in rows if (r["budget"], r["run"]) == (budget, str(size))
+    ]
+    of_size = [r for r in of_size if r["accuracy"] is not None]
+    steps = sorted({r["step"] for r in of_size})
     values = np.array(
-      [[r["accuracy"] for r in here if r["step"] == s] for s in steps]
+      [[r["accuracy"] for r in of_size if r["step"] == s] for s in steps]
     )
     mean, low, high = np.array([_interval(v) for v in values]).T
     name = f"G = {size}" if size != AUTO else AUTO
@@ -214,10 +220,10 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
 def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   for seed in range(config.seeds):
     key = (budget, AUTO, seed)
-    here = [r for r in rows if (r["budget"], r["run"], r["seed"]) == key]
+    of_run = [r for r in rows if (r["budget"], r["run"], r["seed"]) == key]
     axes.step(
-      [r["step"] for r in here],
-      [r["group_size"] for r in here],
+      [r["step"] for r in of_run],
+      [r["group_size"] for r in of_run],
       where="mid",
       alpha=0.7,
       lw=max(4 - seed, 1),
@@ -247,10 +253,10 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
   for budget in config.budgets:
     best = _along(config, rows, budget)[1]
     along[str(budget)] = float(best[-1])
-  found = compare(config, lines)
+  comparison = compare(config, lines)
   records.write_json(
     directory / "summary.json",
-    {"predicted": prediction, "along_training": along, "measured": found},
+    {"predicted": prediction, "along_training": along, "measured": comparison},
   )
   draw(config, rows, lines, prediction, directory / "group_size.png")
   names = [f"optimal_group_size{end}" for end in ("", "_low", "_high")]
@@ -263,7 +269,7 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
       f"{line['reward_high']:.3f}]  mean accuracy {line['accuracy']:.3f} "
       f"[{line['accuracy_low']:.3f}, {line['accuracy_high']:.3f}]"
     )
-  for budget, x in found.items():
+  for budget, x in comparison.items():
     print(
       f"N = {budget}: best G {x['best_group_size']}, auto - best "
       f"{x['auto_minus_best'][0]:+.3f}, auto - worst "

@@ -119,9 +119,9 @@ def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
 
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with the values of a config, a line each."""
-  found = []
+  wrong = []
   if config.prompts < 2 or config.samples < 2:
-    found.append("prompts and samples: an interval needs 2 or more of each")
+    wrong.append("prompts and samples: an interval needs 2 or more of each")
   for check, run in (
     (sft_config.validate, config.sft),
     (train_config_lib.validate, config.train),
@@ -129,13 +129,13 @@ def problems(config: ConfigDict) -> list[str]:
     try:
       check(run)
     except ValueError as error:
-      found.append(str(error))
+      wrong.append(str(error))
   try:
     for split in SPLITS:
       gsm8k.load(split, path=config.data.path)
   except ValueError as error:
-    found.append(f"data.path: {error}")
-  return found
+    wrong.append(f"data.path: {error}")
+  return wrong
 
 
 def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
@@ -174,7 +174,7 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     repeat=False,
   )
   with scoring.open_scorer(run) as scorer:
-    found = evaluation.evaluate(
+    evaluated = evaluation.evaluate(
       policy,
       policy.params,
       from_config.make_sampler(run, policy, config.samples, sampling),
@@ -184,11 +184,11 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
       rows,
     )
   return {
-    "rewards": np.mean(found.rewards, axis=1),
+    "rewards": np.mean(evaluated.rewards, axis=1),
     "samples": [
       {"prompt": e["prompt_text"], "completion": t[0], "reward": float(r[0])}
       for e, t, r in zip(
-        found.examples[:8], found.texts, found.rewards, strict=False
+        evaluated.examples[:8], evaluated.texts, evaluated.rewards, strict=False
       )
     ],
     "seconds": time.perf_counter() - began,

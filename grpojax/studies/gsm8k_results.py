@@ -26,9 +26,9 @@ def moving_average(values, width: int):
   """
   values = np.asarray(values, np.float32)
   windows = np.lib.stride_tricks.sliding_window_view(values, width)
-  found = [mean_interval(jnp.asarray(window)) for window in windows]
+  intervals = [mean_interval(jnp.asarray(window)) for window in windows]
   middles = np.arange(len(windows)) + (width - 1) / 2
-  return middles, *np.array(found, np.float64).T
+  return middles, *np.array(intervals, np.float64).T
 
 
 def summarize(
@@ -83,29 +83,29 @@ def _interval(numbers) -> str:
 def lines(summary: dict[str, Any]) -> list[str]:
   """What is printed at the end."""
   difference = summary["reward_difference"]
-  found = [
+  text = [
     "SFT: loss {:.2f} -> {:.2f} nats a token".format(*summary["sft_loss"]),
     f"reward on the {summary['prompts']} training problems of GRPO, "
     f"{summary['samples']} samples each:",
   ]
   for when in ("before", "after"):
-    found.append(
+    text.append(
       f"  {when:6} {_interval(summary[f'reward_{when}'])}; "
       f"{summary[f'solved_{when}']:.1%} of the problems solved at least once"
     )
-  found.append(
+  text.append(
     "  difference "
     + _interval([difference[k] for k in ("difference", "low", "high")])
     + f", p = {difference['p_value']:.2g}"
   )
-  found.append(
+  text.append(
     f"greedy accuracy on {summary['held_out_problems']} held-out problems:"
   )
   for when in ("before", "after"):
-    found.append(f"  {when:6} {_interval(summary[f'held_out_{when}'])}")
+    text.append(f"  {when:6} {_interval(summary[f'held_out_{when}'])}")
   spent = (f"{k} {records.duration(v)}" for k, v in summary["seconds"].items())
-  found.append("seconds: " + ", ".join(spent))
-  return found
+  text.append("seconds: " + ", ".join(spent))
+  return text
 
 
 def picture(directory: pathlib.Path, summary, curve, path) -> None:

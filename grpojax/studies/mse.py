@@ -60,30 +60,30 @@ def default_config() -> ConfigDict:
 
 def problems(config: ConfigDict) -> list[str]:
   """All that is wrong with the values, a line each."""
-  found = []
+  wrong = []
   for name in ("num_prompts", "shots", "max_new_tokens", "chunk_size"):
     if config[name] < 1:
-      found.append(f"{name} = {config[name]!r}: must be 1 or more")
+      wrong.append(f"{name} = {config[name]!r}: must be 1 or more")
   if config.seed < 0:
-    found.append(f"seed = {config.seed!r}: must be 0 or more")
+    wrong.append(f"seed = {config.seed!r}: must be 0 or more")
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
-    found.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")
+    wrong.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")
   elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
-    found.append(f"group_sizes = {sizes!r}: each must divide the largest, once")
+    wrong.append(f"group_sizes = {sizes!r}: each must divide the largest, once")
   elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
     todo = f"must be a multiple of {max(sizes)}, the largest group, at least 3"
-    found.append(f"samples = {config.samples!r}: {todo} times")
+    wrong.append(f"samples = {config.samples!r}: {todo} times")
   for name in ("base", "instruct"):
     try:
       policies.find_model(config[name])
     except ValueError as error:
-      found.append(f"{name}: {error}")
+      wrong.append(f"{name}: {error}")
   try:
     arithmetic.load("test", difficulty=config.difficulty)
   except (TypeError, ValueError) as error:
-    found.append(f"difficulty: {error}")
-  return found
+    wrong.append(f"difficulty: {error}")
+  return wrong
 
 
 class Bench(NamedTuple):
@@ -154,8 +154,8 @@ def _encode(policy, prompt, template):
 
 def _rewards(example, texts) -> np.ndarray:
   """Of the completions of one prompt, [G]."""
-  found = [exact.exact_answer("", text, example) for text in texts]
-  return np.array(found, np.float32)
+  rewards = [exact.exact_answer("", text, example) for text in texts]
+  return np.array(rewards, np.float32)
 
 
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
@@ -184,7 +184,7 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   n, blocks = config.samples, config.samples // max(config.group_sizes)
   first, second = products[:n, :n], products[n:, n:]
   baseline = errors.best_baseline(second, rewards[1])
-  found, found_without = errors.group_errors(
+  measured, measured_without = errors.group_errors(
     first, rewards[0], config.group_sizes, blocks, baseline
   )
   without = errors.moment_replicates(second, rewards[1], blocks)
@@ -195,8 +195,8 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
     "success": float(np.mean(rewards)),
     "distinct": distinct,
     "best_baseline": baseline,
-    "errors": found._asdict(),
-    "errors_without": found_without._asdict(),
+    "errors": measured._asdict(),
+    "errors_without": measured_without._asdict(),
     "moments": errors.score_moments(second, rewards[1])._asdict(),
     "moments_without": without._asdict(),
   }

@@ -47,8 +47,8 @@ def open_study(
       default,
       program=program,
     )
-    found = config_lib.check_keys(config, default())
-    config_lib.refuse(found or problems(config))
+    wrong_keys = config_lib.check_keys(config, default())
+    config_lib.refuse(wrong_keys or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     _open(directory, config, default())
   return config, directory

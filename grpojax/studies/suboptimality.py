@@ -62,11 +62,11 @@ def default_config() -> ConfigDict:
 
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with a config, a line each."""
-  found = []
+  wrong = []
 
   def need(holds: bool, name: str, todo: str):
     if not holds:
-      found.append(f"{name} = {config[name]}: {todo}")
+      wrong.append(f"{name} = {config[name]}: {todo}")
 
   def increasing(values, least):
     whole = values and all(type(x) is int for x in values)
@@ -77,7 +77,7 @@ def problems(config: ConfigDict) -> list[str]:
   need(increasing(config.steps, 1), "steps", todo)
   todo = "must be increasing whole numbers, 2 or more"
   need(increasing(config.group_sizes, 2), "group_sizes", todo)
-  if not found:
+  if not wrong:
     wrong = [g for g in config.group_sizes if config.num_samples % g]
     todo = f"must be a positive multiple of every group size, not of {wrong}"
     need(config.num_samples >= 1 and not wrong, "num_samples", todo)
@@ -85,16 +85,16 @@ def problems(config: ConfigDict) -> list[str]:
   need(config.offset >= 0, "offset", "must be 0 or more")
   sizes = config.problem
   if min(sizes.prompts, sizes.vocab - 1, sizes.dims - 1) < 1:
-    found.append("problem: prompts must be 1 or more, vocab and dims 2 or more")
+    wrong.append("problem: prompts must be 1 or more, vocab and dims 2 or more")
   for name, holds in (("beta", sizes.beta > 0), ("spread", sizes.spread > 0)):
     if not (holds and np.isfinite(sizes[name])):
-      found.append(f"problem.{name} = {sizes[name]}: must be more than 0")
-  if not found:
+      wrong.append(f"problem.{name} = {sizes[name]}: must be more than 0")
+  if not wrong:
     try:
       setting(config)
     except ValueError as error:
-      found.append(f"problem: {error}")
-  return found
+      wrong.append(f"problem: {error}")
+  return wrong
 
 
 class Setting(NamedTuple):

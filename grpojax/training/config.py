@@ -123,5 +123,7 @@ def validate(config: ConfigDict) -> None:
   Raises:
     ValueError: with every problem, a line each: field, value, what to do.
   """
-  found = config_lib.check_keys(config, default_config(), WORDS)
-  config_lib.refuse(found or validation.problems(config_lib.flatten(config)))
+  wrong_keys = config_lib.check_keys(config, default_config(), WORDS)
+  config_lib.refuse(
+    wrong_keys or validation.problems(config_lib.flatten(config))
+  )

@@ -86,11 +86,11 @@ def evaluate(
     padded = jax.device_put(_pad(prompts, batch_size), place)
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     decoded = policies.decode(policy, samples)[: len(examples)]
-    found = scoring.score(scorer, examples, decoded, samples)
-    rewards.append(scoring.correctness(scorer, found))
+    scores = scoring.score(scorer, examples, decoded, samples)
+    rewards.append(scoring.correctness(scorer, scores))
     texts += decoded
     seen += examples
-    failures += found.failures
+    failures += scores.failures
   return Evaluation(np.concatenate(rewards), texts, seen, failures)
 
 
@@ -148,20 +148,20 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
   Wilson's interval where each prompt is right or wrong, else Student's.
   """
   if _right_or_wrong(values):
-    found = wilson_interval(int(np.sum(values)), len(values))
+    interval = wilson_interval(int(np.sum(values)), len(values))
   else:
-    found = mean_interval(jnp.asarray(values))
-  mean, low, high = map(float, found)
+    interval = mean_interval(jnp.asarray(values))
+  mean, low, high = map(float, interval)
   return mean, low, high
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
   """For JSON: three fields of the accuracy, or name -> [mean, low, high]."""
-  found = {name: estimate(value) for name, value in values.items()}
-  if "accuracy" not in found:
-    return {name: list(value) for name, value in found.items()}
+  estimates = {name: estimate(value) for name, value in values.items()}
+  if "accuracy" not in estimates:
+    return {name: list(value) for name, value in estimates.items()}
   names = ("accuracy", "accuracy_low", "accuracy_high")
-  return dict(zip(names, found["accuracy"], strict=True))
+  return dict(zip(names, estimates["accuracy"], strict=True))
 
 
 def compare(
@@ -197,9 +197,9 @@ def table(
 ) -> list[str]:
   """Both models' numbers and their paired differences, to print."""
   rows = [("", "model", "compare", "model - compare", "p")]
-  for name, (*found, p_value) in compare(a, b).items():
+  for name, (*difference, p_value) in compare(a, b).items():
     both = (_percent(*estimate(values[name])) for values in (a, b))
-    row = TITLES.get(name, name), *both, _percent(*found, sign="+")
+    row = TITLES.get(name, name), *both, _percent(*difference, sign="+")
     rows.append((*row, f"{p_value:.2g}"))
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   return [

@@ -150,7 +150,7 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     run_directory.check(directory, config)
     if run_directory.is_finished(directory):
       return None
-    found = start.check(config)
+    checked = start.check(config)
     run_directory.open_run(directory, config)
   with contextlib.ExitStack() as stack:
     requested = stack.enter_context(preemption.install())
@@ -161,10 +161,10 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     )
     with command_line.usage_errors():
       scorer = stack.enter_context(
-        scoring.open_scorer(config, found.reward_model)
+        scoring.open_scorer(config, checked.reward_model)
       )
       run, state, tx = start.start(
-        config, directory, found, checkpointer, scorer
+        config, directory, checked, checkpointer, scorer
       )
     if run.writer is not None:
       stack.callback(run.writer.close)

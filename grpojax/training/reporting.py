@@ -1,4 +1,23 @@
-"""What a training run measures, writes into its directory, and prints."""
+"""What a training run measures, writes into its directory, and prints.
+
+A step's row in metrics.jsonl has all of these; a metric that is new is made in
+one of these places, and needs no other:
+
+| metrics                              | made by                            |
+|--------------------------------------|------------------------------------|
+| reward_mean, reward_std, truncated,  | core.grpo_step.rollout_metrics     |
+| zero_variance_groups, lengths, ...   |                                    |
+| loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
+| clip_fraction_*, skipped_updates     | the loss by what it monitors       |
+| c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
+| optimal_group_size*                  |                                    |
+| reward_failures, reward_NAME         | training.scoring.metrics           |
+| seconds_rollout, _rewards, _update   | training.steps                     |
+| seconds_step, tokens_per_second      | `speed`                            |
+| step, group_size, train_seconds      | training.fit                       |
+| accuracy, accuracy_low, _high (rows  | training.evaluation.numbers        |
+| of evaluations)                      |                                    |
+"""
 
 import itertools
 import math

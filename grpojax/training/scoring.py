@@ -159,40 +159,40 @@ def score(
     samples.completion_mask.shape[-1],
   )
   by_model = scorer.model(examples, texts) if scorer.model else None
-  found = groups.collect_groups(scorer.pool, pending)
+  scores = groups.collect_groups(scorer.pool, pending)
   if by_model is None:
-    return found
-  return _with_model(found, np.asarray(by_model), scorer.model_weight)
+    return scores
+  return _with_model(scores, np.asarray(by_model), scorer.model_weight)
 
 
 def _with_model(
-  found: groups.GroupScores, by_model: np.ndarray, weight: float
+  scores: groups.GroupScores, by_model: np.ndarray, weight: float
 ) -> groups.GroupScores:
   """Adds a reward model's rewards, also where all functions abstain."""
-  by_functions = np.where(np.isnan(found.rewards), 0, found.rewards)
-  total = np.where(found.failed, np.nan, by_functions + weight * by_model)
-  return found._replace(
+  by_functions = np.where(np.isnan(scores.rewards), 0, scores.rewards)
+  total = np.where(scores.failed, np.nan, by_functions + weight * by_model)
+  return scores._replace(
     rewards=total.astype(np.float32),
-    values=found.values | {MODEL: by_model.astype(np.float32)},
+    values=scores.values | {MODEL: by_model.astype(np.float32)},
   )
 
 
 def correctness(
-  scorer: Scorer, found: groups.GroupScores
+  scorer: Scorer, scores: groups.GroupScores
 ) -> Float[np.ndarray, "B G"]:
   """What the first function says: 1 or more is a right answer."""
-  return found.values[scorer.pool.names[0]]
+  return scores.values[scorer.pool.names[0]]
 
 
-def metrics(found: groups.GroupScores) -> dict[str, int | float]:
+def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
   """Scalars for a log.
 
   `reward_failures`, a count, and where there are several functions
   `reward_NAME`, the mean of each over the completions that it has a value for.
   """
-  row: dict[str, int | float] = {"reward_failures": len(found.failures)}
-  if len(found.values) > 1:
-    for name, values in found.values.items():
+  row: dict[str, int | float] = {"reward_failures": len(scores.failures)}
+  if len(scores.values) > 1:
+    for name, values in scores.values.items():
       if not np.isnan(values).all():
         row[f"reward_{name}"] = float(np.nanmean(values))
   return row

@@ -51,34 +51,34 @@ def default_config() -> ConfigDict:
 
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with the values of a config, a line each."""
-  found = []
+  wrong = []
   for name in ("width", "layers", "heads", "kv_heads", "mlp"):
     if config.model[name] < 1:
-      found.append(f"model.{name} = {config.model[name]}: must be 1 or more")
+      wrong.append(f"model.{name} = {config.model[name]}: must be 1 or more")
   for name, value, known in (
     ("format", config.format, FORMATS),
     ("tokenizer", config.tokenizer, TOKENIZERS),
   ):
     if value not in known:
-      found.append(f"{name} = {value!r}: use one of {', '.join(known)}")
+      wrong.append(f"{name} = {value!r}: use one of {', '.join(known)}")
   for name in ("steps", "rows", "row_length", "difficulty_low", "log_every"):
     if config[name] < 1:
-      found.append(f"{name} = {config[name]}: must be 1 or more")
+      wrong.append(f"{name} = {config[name]}: must be 1 or more")
   if config.difficulty_high < config.difficulty_low:
-    found.append("difficulty_high: must not be below difficulty_low")
+    wrong.append("difficulty_high: must not be below difficulty_low")
   if not 0 <= config.hasty <= 1:
-    found.append(f"hasty = {config.hasty}: is a probability")
+    wrong.append(f"hasty = {config.hasty}: is a probability")
   if config.data.name == "arithmetic" and config.tokenizer != "characters":
-    found.append("tokenizer: arithmetic is written in characters")
+    wrong.append("tokenizer: arithmetic is written in characters")
   for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
     if not config.optim[name] > 0:
-      found.append(f"optim.{name} = {config.optim[name]}: must be more than 0")
+      wrong.append(f"optim.{name} = {config.optim[name]}: must be more than 0")
   if not 0 <= config.optim.warmup_steps < config.steps:
-    found.append("optim.warmup_steps: must be 0 or more, and below steps")
-  return found
+    wrong.append("optim.warmup_steps: must be 0 or more, and below steps")
+  return wrong
 
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with all that is wrong with `config`, a line each."""
-  found = config_lib.check_keys(config, default_config())
-  config_lib.refuse(found or problems(config))
+  wrong_keys = config_lib.check_keys(config, default_config())
+  config_lib.refuse(wrong_keys or problems(config))

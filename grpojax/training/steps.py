@@ -32,11 +32,14 @@ from grpojax.training.policy import Policy
 def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
   """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
 
-  It takes the first prompts of the batch whose samples all have a reward. Each
-  carries a tangent for every direction, so micro-batches have fewer prompts
-  than those of training, as long as each of the `shards` that a batch is cut
-  into has one. With too few such prompts all estimates are nan. For
-  `vectorized` see `score_projections`.
+  It takes the first prompts of the batch whose samples all have a reward; with
+  too few of them all estimates are nan.
+
+  Args:
+    config: the run's; `diagnostics` and how training cuts its batches.
+    shards: parts that the mesh cuts a batch into; each keeps a prompt of every
+      micro-batch.
+    vectorized: see `projections.score_projections`.
   """
   settings, optim = config.diagnostics, config.optim
   options = {"sampling": from_config.sampling(config), "vectorized": vectorized}
@@ -47,17 +50,21 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
 
   def diagnose(lm: LM, params: Params, samples: Rollout, rewards: Array, key):
     prompts = rewards.shape[0]
-    all_rows = prompts // (optim.minibatches * optim.micro_batches)
-    most = max(all_rows // settings.tangents, shards)
-    rows = max(n for n in range(shards, most + 1, shards) if all_rows % n == 0)
+    # A prompt carries a tangent for every direction, so that micro-batches are
+    # so many times smaller than those of training.
+    trained_rows = prompts // (optim.minibatches * optim.micro_batches)
+    most = max(trained_rows // settings.tangents, shards)
+    rows = max(
+      n for n in range(shards, most + 1, shards) if trained_rows % n == 0
+    )
     wanted = max(3, settings.share * prompts)
     parts = min(math.ceil(wanted / rows), prompts // rows)
     missing = jnp.any(jnp.isnan(rewards), axis=-1)
-    some = jnp.argsort(missing, stable=True)[: parts * rows]
+    chosen = jnp.argsort(missing, stable=True)[: parts * rows]
     projections = diagnostics.score_projections(
       lm,
       params,
-      jax.tree.map(lambda x: x[some], samples),
+      jax.tree.map(lambda x: x[chosen], samples),
       key,
       tangents=settings.tangents,
       micro_batches=parts,
@@ -65,7 +72,7 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
       **options,
     )
     return diagnostics.metrics(
-      diagnostics.diagnose(projections, rewards[some], prompts)
+      diagnostics.diagnose(projections, rewards[chosen], prompts)
     )
 
   return diagnose
@@ -76,7 +83,7 @@ def _shards(places: TrainState) -> int:
 
 
 def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
-  """What follows the rewards of a rollout.
+  """The part of a step that comes after the rewards: batch and update.
 
   Returns:
     `(lm, state, samples, rewards, ref_params) -> (state, metrics)`, to be
@@ -150,18 +157,20 @@ def make_host_step(
     clock.append(time.perf_counter())
     poll()
     texts = policies.decode(policy, samples)
-    found = scoring.score(scorer, examples, texts, samples)
-    rewards = found.rewards
+    scores = scoring.score(scorer, examples, texts, samples)
+    rewards = scores.rewards
     clock.append(time.perf_counter())
     poll()
-    more = scoring.metrics(found)
+    score_metrics = scoring.metrics(scores)
     if diagnosed:
       key = diagnosis_key(state)
-      more |= jax.device_get(diagnose(state.params, samples, rewards, key))
+      score_metrics |= jax.device_get(
+        diagnose(state.params, samples, rewards, key)
+      )
       clock.append(time.perf_counter())
       poll()
     state, row = learn(state, samples, rewards, ref_params)
-    row = jax.device_get(row) | more
+    row = jax.device_get(row) | score_metrics
     clock.append(time.perf_counter())
     parts = ["rollout", "rewards", *["diagnosis"] * diagnosed, "update"]
     names = [f"seconds_{part}" for part in parts]
@@ -175,7 +184,7 @@ def make_host_step(
       }
       for text, value in zip(texts[0], rewards[0], strict=True)
     ]
-    return state, row, shown, found.failures
+    return state, row, shown, scores.failures
 
   return step
 

@@ -56,7 +56,7 @@ def test_neighbouring_jobs_are_of_different_prompts():
       np.ones((3, 4), bool),
       8,
     )
-  assert "".join(job.prompt for job in pending.batch.jobs) == "abc" * 4
+  assert "".join(job.prompt for job in pending.submission.jobs) == "abc" * 4
 
 
 def test_abstaining_is_no_failure():
