@@ -1,4 +1,9 @@
-"""Texts packed into training rows, kept apart by segment ids."""
+"""Texts packed into training rows, kept apart by segment ids.
+
+Whole texts in their order, so that the same texts make the same rows for ever
+(the embedded models can be made again). Grain's packing puts each text where it
+fits first, which depends on how many rows it has open.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple

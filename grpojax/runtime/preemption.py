@@ -2,7 +2,8 @@
 
 Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM some seconds before
 they kill a job. A program polls between the parts of a step, saves a
-checkpoint, and exits with `EXIT_PREEMPTED`.
+checkpoint, and exits with `EXIT_PREEMPTED`. (Orbax's own policy asks
+jax.distributed, which a run of one process does not start.)
 """
 
 import os

@@ -4,13 +4,14 @@
 nothing else needs it.
 """
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from grpojax.models.weights import read_json
 
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
 
@@ -293,4 +294,4 @@ def character_tokenizer(*, chat: bool = False) -> Any:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
   """The content of a JSON file, {} where there is none."""
-  return json.loads(path.read_text()) if path.is_file() else {}
+  return read_json(path) if path.is_file() else {}
