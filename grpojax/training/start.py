@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
+from grpojax.data.examples import SPLITS
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
 from grpojax.runtime import checkpoint, records, sharding
@@ -76,7 +77,7 @@ def check(config: ConfigDict) -> Checked:
       mesh, micro_batch=rows // parts, eval_batch=config.eval.batch_size
     )
   train, held_out = (
-    prompts.load_split(config, policy, split) for split in ("train", "test")
+    prompts.load_split(config, policy, split) for split in SPLITS
   )
   if train.dropped or held_out.dropped:
     print(

@@ -1,0 +1,62 @@
+"""One place for each name: words that other files must import, not repeat."""
+
+import ast
+import pathlib
+
+import pytest
+
+from grpojax.data import examples
+from grpojax.training import run_directory
+
+ROOT = pathlib.Path(__file__).resolve().parents[1] / "grpojax"
+OWNERS = {
+  examples.MARK: "data/examples.py",
+  run_directory.METRICS: "training/run_directory.py",
+  run_directory.SAMPLES: "training/run_directory.py",
+  run_directory.FAILURES: "training/run_directory.py",
+  run_directory.TENSORBOARD: "training/run_directory.py",
+  run_directory.CHECKPOINTS: "training/run_directory.py",
+  run_directory.REFERENCE: "training/run_directory.py",
+  run_directory.CURVE: "training/run_directory.py",
+}
+
+
+def texts(path):
+  """All texts in a file's code, those of f-strings too; docstrings are none."""
+  tree = ast.parse(path.read_text())
+  said = {
+    id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+  }
+  return [
+    node.value
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Constant)
+    and isinstance(node.value, str)
+    and id(node) not in said
+  ]
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_a_name_stands_in_one_file(name):
+  files = {
+    str(path.relative_to(ROOT))
+    for path in ROOT.rglob("*.py")
+    # In a sentence a plain word is a word, and no file.
+    if any(
+      name == text or (name in text.split() and not name.isalpha())
+      for text in texts(path)
+    )
+  }
+  assert files == {OWNERS[name]}
+
+
+def test_splits_stand_in_one_file():
+  for path in ROOT.rglob("*.py"):
+    tuples = [
+      n
+      for n in ast.walk(ast.parse(path.read_text()))
+      if isinstance(n, ast.Tuple)
+    ]
+    values = [[getattr(e, "value", None) for e in n.elts] for n in tuples]
+    if str(path.relative_to(ROOT)) != "data/examples.py":
+      assert [*examples.SPLITS] not in values, path
