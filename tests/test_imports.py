@@ -3,7 +3,7 @@
     core <- statistics; core <- models <- data <- rewards; models <- runtime;
     all of these <- training <- studies, programs
 
-`python tests/test_imports.py` draws what really imports what.
+`python tests/test_imports.py [ROOT]` draws what imports what, of any checkout.
 """
 
 import ast
@@ -37,9 +37,9 @@ CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
 
-def imported(path):
+def imported(path, root=ROOT):
   """Dotted names of all that a file imports, at its top or inside functions."""
-  package = path.relative_to(ROOT).parts[:-1]
+  package = path.relative_to(root).parts[:-1]
   names = []
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Import):
@@ -55,9 +55,9 @@ def within(name, packages):
   return any(name == p or name.startswith(p + ".") for p in packages)
 
 
-def part_of(path):
+def part_of(path, root=ROOT):
   """The part of the package that a file belongs to: "core", ..., "train"."""
-  parts = path.relative_to(ROOT / "grpojax").with_suffix("").parts
+  parts = path.relative_to(root / "grpojax").with_suffix("").parts
   return "" if parts == ("__init__",) else parts[0]
 
 
@@ -113,19 +113,20 @@ def test_nothing_below_training_reads_a_config(path):
   assert not any(within(n, ["ml_collections"]) for n in imported(path))
 
 
-def draw():
-  """What each part imports, and its files with what these import."""
+def draw(root):
+  """Prints what each part imports; below it, its files that import others."""
   parts = {}
-  for path in MODULES:
-    ours = {n for n in imported(path) if within(n, ["grpojax"])}
-    short = {n.removeprefix("grpojax.").split(".")[0] for n in ours}
-    parts.setdefault(part_of(path) or "__init__", {})[path.stem] = short
+  for path in sorted((root / "grpojax").rglob("*.py")):
+    part = part_of(path, root) or "grpojax"
+    names = [n for n in imported(path, root) if within(n, ["grpojax"])]
+    others = {n.removeprefix("grpojax.").split(".")[0] for n in names} - {part}
+    parts.setdefault(part, {})[path.stem] = others
   for part, files in parts.items():
-    others = set().union(*files.values()) - {part}
-    print(f"{part} -> {', '.join(sorted(others)) or '(nothing)'}")
-    for name, names in files.items() if len(files) > 1 else ():
-      print(f"    {name:22} {' '.join(sorted(names - {part}))}".rstrip())
+    print(f"{part} <- {', '.join(sorted(set().union(*files.values()))) or '-'}")
+    for name, others in files.items():
+      if len(files) > 1 and others:
+        print(f"    {name:22} {' '.join(sorted(others))}")
 
 
 if __name__ == "__main__":
-  draw()
+  draw(pathlib.Path(sys.argv[1]).resolve() if sys.argv[1:] else ROOT)
