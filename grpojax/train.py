@@ -7,7 +7,7 @@ Without --config it runs the embedded default (see configs/arithmetic.py). The
 run directory, by default runs/NAME_OF_CONFIG, gets
 
     config.json         the resolved configuration
-    records.jsonl       one line a step, and one an evaluation
+    metrics.jsonl       one line a step, and one an evaluation
     samples.jsonl       sampled completions with their rewards (not with
                         reward.on_device: they never reach the host)
     failures.jsonl      rewards that could not be computed, with the completions

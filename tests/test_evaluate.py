@@ -11,7 +11,7 @@ import pytest
 from grpojax import evaluate
 from grpojax.core.sampling import Sampling
 from grpojax.runtime import records
-from grpojax.training import from_config, prompts, scoring
+from grpojax.training import evaluation, from_config, prompts, scoring
 from grpojax.training.config import default_config
 from grpojax.training.policy import load_policy
 
@@ -86,7 +86,7 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
   examples = prompts.load_examples(config, "test")
   sampling = Sampling(temperature)
   with scoring.open_scorer(config) as scorer:
-    return evaluate.evaluate(
+    return evaluation.evaluate(
       policy,
       policy.params,
       from_config.make_sampler(config, policy, group_size, sampling),
@@ -130,14 +130,14 @@ def test_samples(toy_model, toy_task, tmp_path, capsys):
 
 def held_out_prompts(monkeypatch):
   """Records the problems of every evaluation: prompt and answer."""
-  seen, original = [], evaluate.evaluate
+  seen, original = [], evaluation.evaluate
 
   def recording(*args, **kwargs):
     result = original(*args, **kwargs)
     seen.append([(e["prompt"], e["answer"]) for e in result.examples])
     return result
 
-  monkeypatch.setattr(evaluate, "evaluate", recording)
+  monkeypatch.setattr(evaluation, "evaluate", recording)
   return seen
 
 
@@ -226,7 +226,7 @@ def test_a_model_compared_with_itself_in_another_format(
   assert found["compare"] == alone
   # A format that makes the prompts too long is refused before any sampling.
   (chat / "chat_template.jinja").write_text("Please, add: " + template)
-  monkeypatch.setattr(evaluate, "evaluate", None)
+  monkeypatch.setattr(evaluation, "evaluate", None)
   with pytest.raises(SystemExit, match="error: .*raise max_prompt_length"):
     evaluate.main(argv)
 
@@ -264,7 +264,7 @@ def test_mistakes(words, text, toy_run, toy_model, tmp_path, monkeypatch):
   (empty / "checkpoints").mkdir(parents=True)
   shutil.copy(toy_run.directory / "config.json", empty)
   paths = {"model": toy_model, "empty_run": empty}
-  monkeypatch.setattr(evaluate, "evaluate", None)  # nothing is sampled
+  monkeypatch.setattr(evaluation, "evaluate", None)  # nothing is sampled
   with pytest.raises(SystemExit) as caught:
     evaluate.main([word.format(**paths) for word in words])
   message = caught.value.code

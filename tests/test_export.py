@@ -16,7 +16,7 @@ from grpojax import export
 from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import from_config
+from grpojax.training import from_config, run_directory
 from grpojax.training.config import default_config
 
 MODEL = "arithmetic-instruct"

@@ -65,7 +65,7 @@ TIMES = {
 
 
 def rows_of(directory):
-  """Rows of records.jsonl without what a clock measured."""
+  """Rows of metrics.jsonl without what a clock measured."""
   rows = records.read_jsonl(directory / "metrics.jsonl")
   rows = [
     {k: v for k, v in r.items() if k not in TIMES | {"seconds_diagnosis"}}

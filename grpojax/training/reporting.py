@@ -28,7 +28,7 @@ KEPT_FAILURES = 20  # a step, in failures.jsonl
 
 
 def record(run: Run, row: dict[str, Any]) -> None:
-  """Writes one row to records.jsonl and TensorBoard."""
+  """Writes one row to metrics.jsonl and TensorBoard."""
   records.append_jsonl(run.file(run_directory.METRICS), row)
   if run.writer is not None:
     records.write_scalars(run.writer, row["step"], row)

@@ -8,8 +8,8 @@ import runpy
 import numpy as np
 import pytest
 
-from grpojax import train
 from grpojax.studies import group_size, group_size_results
+from grpojax.training import fit
 from grpojax.training.config import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def small(toy, toy_model):
 
 def test_a_small_study(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   argv = [*small(toy_task, toy_model), f"--run_dir={tmp_path / 'study'}"]
-  original, calls = train.run, []
+  original, calls = fit.run, []
 
   def killed(config, directory):  # the third run never ends
     calls.append(config.name)
@@ -109,7 +109,7 @@ def test_a_small_study(toy_task, toy_model, tmp_path, monkeypatch, capsys):
     return original(config, directory)
 
   with monkeypatch.context() as patch:
-    patch.setattr(train, "run", killed)
+    patch.setattr(fit, "run", killed)
     # Leave the session's compilation cache alone.
     patch.setattr(group_size.jax.config, "update", lambda *args: None)
     with pytest.raises(SystemExit) as caught:

@@ -7,12 +7,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from grpojax import sft, train
 from grpojax.data import gsm8k as gsm8k_data
 from grpojax.models import hf
 from grpojax.rewards import exact, math
 from grpojax.studies import gsm8k, gsm8k_results
-from grpojax.training import sft_config
+from grpojax.training import fit, sft, sft_config
 from grpojax.training.config import validate
 
 PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
@@ -130,7 +129,7 @@ def test_a_tiny_study(
   words = [f"--config.{key}={value}" for key, value in TINY.items()]
   study = tmp_path / "study"
   argv = [f"--config.data.path={PROBLEMS}", f"--run_dir={study}", *words]
-  calls, original = [], train.run
+  calls, original = [], fit.run
 
   def killed(config, directory):
     calls.append("train")
@@ -143,7 +142,7 @@ def test_a_tiny_study(
     unlearned(*args)
 
   monkeypatch.setattr(sft, "run", noted)
-  monkeypatch.setattr(train, "run", killed)
+  monkeypatch.setattr(fit, "run", killed)
   # Leave the session's compilation cache alone.
   monkeypatch.setattr(gsm8k.jax.config, "update", lambda *args: None)
   # What a model of no use says is the right answer, now and then.
