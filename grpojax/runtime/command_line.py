@@ -65,7 +65,6 @@ def _wrong_type(word: str, name: str, old: Any) -> ValueError:
 
 def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
   """Sets the flags that `values` has; returns the words of none of them."""
-  values.set_gnu_getopt()  # flags may follow other words
   try:
     return values(["", *argv], known_only=True)[1:]
   except absl.flags.IllegalFlagValueError as error:
@@ -81,8 +80,9 @@ def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
 def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
   """Takes the last --config=FILE and --help out of the command line."""
   for word in argv:
-    if re.match("--?(flagfile|undefok)(=|$)", word):
-      raise _unknown(word.lstrip("-"), ())  # undefok=x lets an unknown x pass
+    # absl's own: an end of all flags, more flags, unknown ones that may pass.
+    if re.match("--$|--?(flagfile|undefok)(=|$)", word):
+      raise _unknown(word.lstrip("-"), ())
   values = FlagValues()
   path = absl.flags.DEFINE_string("config", None, "", flag_values=values)
   help_ = absl.flags.DEFINE_boolean("help", False, "", values, short_name="h")

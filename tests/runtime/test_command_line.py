@@ -167,7 +167,9 @@ def test_nothing_is_evaluated(tmp_path):
     ("stray", "unexpected argument 'stray'"),
     ("configs/x.py", "'configs/x.py': did you mean --config=configs/x.py?"),
     ("configs/x.py:7b", "did you mean --config=configs/x.py:7b?"),
-    ("--", "unexpected argument '--'"),
+    ("--", "unknown flag --;"),
+    ("--run_dir -- --config=configs/x.py", "unknown flag --;"),
+    ("-", "unexpected argument '-'"),
     ("--config", "--config needs a value"),
     ("--nodry_run=1", "--nodry_run=1 does not take an argument"),
     ("--dry_run false", "unexpected argument 'false'"),
@@ -200,6 +202,8 @@ def test_config_file(tmp_path):
   )
   # An override before --config counts too.
   config, _ = _parse("--config.seed=3", f"--config={path}")
+  assert config.steps == 5 and config.seed == 3
+  config, _ = _parse("--config.seed", "3", f"--config={path}")
   assert config.steps == 5 and config.seed == 3
   assert _parse("--config", str(path), "--config.steps=6")[0].steps == 6
 
