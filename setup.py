@@ -16,6 +16,7 @@ setuptools.setup(
   package_data={"grpojax": ["assets/**/*"]},
   python_requires=">=3.11",
   install_requires=[
+    "absl-py",
     "flax>=0.11",
     "grain>=0.2.16",
     "importlib_resources",  # tensorflow-datasets imports it undeclared

@@ -2,17 +2,19 @@
 
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
 
-A config file is Python with a `get_config()` that returns a `ConfigDict`.
+A config file is Python with a `get_config()` that returns a `ConfigDict`;
+`--config=x.py:text` calls `get_config("text")`.
 
-This is not absl: its flags live in one global table, ml_collections' config
-flags read `sys.argv` by themselves, and a wrong config path ends in a
-traceback. The syntax is theirs: `--key=value`, `--key value`, `--flag`,
-`--noflag`; the last of several wins.
+absl reads the flags and ml_collections' config_flags sets numbers, switches
+and texts, in a table of flags made anew for each command line. By hand is what
+the tests show that these do otherwise.
 """
 
 import ast
 import contextlib
 import difflib
+import inspect
+import keyword
 import os
 import re
 import runpy
@@ -20,11 +22,18 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+import absl.flags
+from absl.flags import FlagValues
+from ml_collections import ConfigDict, config_flags
 
 from grpojax.runtime.config import flatten, is_free, nearest
 
-_SETTINGS = "config"  # overrides are --config.key=value
+_DEFINE = {
+  bool: absl.flags.DEFINE_boolean,
+  int: absl.flags.DEFINE_integer,
+  float: absl.flags.DEFINE_float,
+  str: absl.flags.DEFINE_string,
+}
 
 
 @contextlib.contextmanager
@@ -47,107 +56,177 @@ def _unknown(name: str, candidates: Sequence[str]) -> ValueError:
   return ValueError(f"unknown flag --{name}{hint}")
 
 
-def _convert(name: str, text: str, old: Any) -> Any:
-  """Reads `text` as a value of the type of `old`."""
+def _wrong_type(word: str, name: str, old: Any) -> ValueError:
+  return ValueError(
+    f"{word}: expected a value of type {type(old).__name__}, "
+    f"for example --{name}={old}"
+  )
+
+
+def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
+  """Sets the flags that `values` has; returns the words of none of them."""
   try:
-    if isinstance(old, bool):
-      return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-    if isinstance(old, str):
-      return text
-    if isinstance(old, (int, float)):
-      return type(old)(text)
-    if not isinstance(old, tuple):
-      return ast.literal_eval(text)
-    if all(isinstance(x, str) for x in old) and text[:1] not in ("(", "["):
-      return tuple(word.strip() for word in text.split(",") if word.strip())
-    value = ast.literal_eval(text)
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-  except (KeyError, SyntaxError, TypeError, ValueError):
-    raise ValueError(
-      f"--{name}={text}: expected a value of type {type(old).__name__}, "
-      f"for example --{name}={old}"
-    ) from None
+    return values(["", *argv], known_only=True)[1:]
+  except absl.flags.IllegalFlagValueError as error:
+    # "flag --name=text: reason", where the reason is another error's text.
+    text = str(error).removeprefix("flag ")
+    name = text.removeprefix("--").split("=")[0]
+    word = text.removesuffix(f": {error.__context__}")
+    raise _wrong_type(word, name, values[name].default) from None
+  except absl.flags.Error:  # the last flag lacks its value
+    raise ValueError(f"{argv[-1]} needs a value: {argv[-1]}=...") from None
 
 
-def _free_sections(config: ConfigDict, prefix: str) -> tuple[str, ...]:
-  """Where flags may stand for keys that the config does not have yet."""
-  found = []
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      path = f"{prefix}{key}."
-      found += [path] if is_free(path) else _free_sections(value, path)
-  return tuple(found)
+def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
+  """Takes the last --config=FILE and --help out of the command line."""
+  for word in argv:
+    # absl's own: an end of all flags, more flags, unknown ones that may pass.
+    if re.match("--$|--?(flagfile|undefok)(=|$)", word):
+      raise _unknown(word.lstrip("-"), ())
+  values = FlagValues()
+  path = absl.flags.DEFINE_string("config", None, "", flag_values=values)
+  help_ = absl.flags.DEFINE_boolean("help", False, "", values, short_name="h")
+  rest = _read(values, argv)
+  return path.value, help_.value, rest
+
+
+def _define_settings(
+  values: FlagValues, config: ConfigDict, words: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+  """Makes a flag of each setting; returns those to `_convert`, as they are."""
+  names, texts = [], {}
+  for name, value in flatten(config).items():
+    # config_flags reads a path as a Python expression: no "from", no "a-b".
+    parts = name.split(".")
+    readable = all(p.isidentifier() and not keyword.iskeyword(p) for p in parts)
+    if type(value) in _DEFINE and name not in words and readable:
+      names.append(f"--config.{name}")
+    else:
+      texts[name] = value
+  config_flags.DEFINE_config_dict(  # sys_argv: the settings to make flags of
+    "config", config, flag_values=values, sys_argv=names
+  )
+  for name in texts:
+    absl.flags.DEFINE_string(f"config.{name}", None, "", flag_values=values)
+  return texts
 
 
 def _guess(text: str) -> Any:
   """A number, a tuple, ..., or else the text itself."""
   try:
     return ast.literal_eval(text)
-  except (SyntaxError, ValueError):
+  except (SyntaxError, TypeError, ValueError):
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _add(config: ConfigDict, path: Sequence[str], value: Any) -> None:
-  """Sets a key that need not exist, and its sections."""
-  for key in path[:-1]:
-    if key not in config:
-      config[key] = ConfigDict()
-    config = config[key]
-  config[path[-1]] = value
-
-
-def _setting(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
-  """Reads `text` as a setting: one of its words, or of the type of `old`."""
+def _convert(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
+  """Reads what config_flags does not: "a, b" for a tuple, a number's words."""
   if text in words:
     return text
+  old = 1 if old in words else old
   try:
-    return _convert(name, text, 1 if old in words else old)
-  except ValueError as error:
+    if words:
+      return type(old)(text)
+    if type(old) in _DEFINE:
+      return _guess(text)
+    if not isinstance(old, tuple):
+      return ast.literal_eval(text)
+    if all(isinstance(x, str) for x in old) and text[:1] not in ("(", "["):
+      return tuple(word.strip() for word in text.split(",") if word.strip())
+    value = ast.literal_eval(text)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+  except (SyntaxError, TypeError, ValueError):
+    error = _wrong_type(f"--{name}={text}", name, old)
     raise ValueError(" or ".join([f"{error}", *words])) from None
 
 
-def _split(
-  argv: Sequence[str], known: Mapping[str, Any], free: tuple[str, ...]
-) -> list:
-  """Command line to (name, text) pairs, names checked.
+def _sections(config: ConfigDict, prefix: str) -> Iterator[str]:
+  """The dotted names of the sections, and of theirs."""
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      yield f"{prefix}{key}"
+      yield from _sections(value, f"{prefix}{key}.")
 
-  Those are right that are in `known` or begin with one of `free`.
-  """
-  pairs, words = [], list(argv)
-  while words:
-    word = words.pop(0)
-    if not word.startswith("-") or word.lstrip("-") == "":
-      raise ValueError(f"unexpected argument {word!r}: flags are --key=value")
-    name, equals, text = word.lstrip("-").partition("=")
+
+def _option(
+  word: str, sections: Sequence[str], known: Sequence[str]
+) -> tuple[str, str]:
+  """Name and text of a key that the config lacks, where it may lack one."""
+  name, equals, text = re.sub("^--?", "", word).partition("=")
+  if not word.startswith("-") or name.strip("-") == "":
+    is_file = re.search(r"\.py(:|$)", word)
+    hint = (
+      f"did you mean --config={word}?" if is_file else "flags are --key=value"
+    )
+    raise ValueError(f"unexpected argument {word!r}: {hint}")
+  if any(is_free(f"{s}.") and name.startswith(f"{s}.") for s in sections):
     if not equals:
-      negated = name.removeprefix("no")
-      if isinstance(known.get(name), bool):
-        text = "true"
-      elif name not in known and isinstance(known.get(negated), bool):
-        name, text = negated, "false"
-      elif name in known:
-        if not words:
-          raise ValueError(f"--{name} needs a value: --{name}=...")
-        text = words.pop(0)
-    if name not in known and name.startswith(free):
-      if not equals:
-        raise ValueError(f"--{name} needs a value: --{name}=...")
-    elif name not in known:
-      if any(key.startswith(f"{name}.") for key in known):
-        raise ValueError(
-          f"--{name} is a section: set its fields, --{name}.KEY=..."
-        )
-      raise _unknown(name, list(known))
-    pairs.append((name, text))
-  return pairs
+      raise ValueError(f"--{name} needs a value: --{name}=...")
+    return name, text
+  if name in sections:
+    raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
+  raise _unknown(name, known)
 
 
-def load_file(path: str, default: Callable[[], ConfigDict]) -> ConfigDict:
+def _add(config: ConfigDict, name: str, value: Any) -> None:
+  """Sets a key that need not exist, and its sections."""
+  *path, last = name.split(".")[1:]
+  for key in path:
+    if key not in config:
+      config[key] = ConfigDict()
+    config = config[key]
+    if not isinstance(config, ConfigDict):
+      raise ValueError(f"--{name}: {key} is no section, but {config!r}")
+  config[last] = value
+
+
+@contextlib.contextmanager
+def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
+  """Turns an error in a config file into a line that says where."""
+  try:
+    yield
+  except Exception as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+      lines.append(error.lineno)
+    where = f"{path}, line {lines[-1]}" if lines else path
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    key = re.search(r'Key "(\w+)" does not exist', text)
+    if key:
+      guess = nearest(key[1], list(flatten(default())))
+      hint = f"; did you mean config.{guess}?" if guess else ""
+      text = f"unknown key {key[1]!r}{hint}"
+    raise ValueError(f"{where}: {text}") from error
+
+
+def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
+  """Refuses a get_config that cannot be called with the argument, or none."""
+  if not callable(get_config):
+    raise ValueError(f"{path}: define get_config(), which returns the config")
+  try:
+    inspect.signature(get_config).bind(*argument)
+  except TypeError:
+    takes, text = ("takes no", "") if argument else ("needs an", ":ARGUMENT")
+    raise ValueError(
+      f"{path}: get_config {takes} argument: --config={path}{text}"
+    ) from None
+
+
+def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns what its `get_config()` returns.
+
+  Not by config_flags: there a file without get_config gets that of the file
+  before it, and an OSError in one waits until the config is used.
+
+  Args:
+    file: a path, or PATH:ARGUMENT for a get_config that takes one.
+    default: makes the config whose keys are suggested for unknown ones.
 
   Raises:
     ValueError: the file is missing or fails; one line that says where.
   """
+  path, *argument = file.split(":", 1)
   if not os.path.isfile(path):
     folder = os.path.dirname(path) or "."
     names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -157,27 +236,20 @@ def load_file(path: str, default: Callable[[], ConfigDict]) -> ConfigDict:
     raise ValueError(
       f"--config={path}: no such file (looked from {os.getcwd()}){hint}"
     )
-  try:
-    config = runpy.run_path(path)["get_config"]()
-  except Exception as error:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if f.filename == path]
-    where = f"{path}, line {lines[-1]}" if lines else path
-    text = f"{type(error).__name__}: {error}"
-    key = re.search(r'Key "(\w+)" does not exist', text)
-    if key:
-      guess = nearest(key[1], list(flatten(default())))
-      hint = f"; did you mean config.{guess}?" if guess else ""
-      text = f"unknown key {key[1]!r}{hint}"
-    raise ValueError(f"{where}: {text}") from error
+  with _located(path, default):
+    get_config = runpy.run_path(path).get("get_config")
+  _check_call(get_config, path, argument)
+  with _located(path, default):
+    config = get_config(*argument)
   if not isinstance(config, ConfigDict):
     raise ValueError(f"{path}: get_config() must return a ConfigDict")
   return config
 
 
 def usage(program: str, flags: Mapping[str, tuple], config: ConfigDict) -> str:
-  """The text of --help: all flags and settings with their defaults."""
+  """The text of --help: all flags and settings, a line each (absl takes 3)."""
   lines = [f"usage: {program} [--config=FILE.py] [--config.key=value ...]", ""]
+  lines += ["  --config=FILE.py:TEXT  for a FILE.py with get_config(TEXT)"]
   for name, (default, text) in flags.items():
     lines.append(f"  --{name}={default}  {text}")
   lines += [f"  --config.{k}={v!r}" for k, v in flatten(config).items()]
@@ -196,7 +268,7 @@ def parse(
   Args:
     argv: the arguments, without the program's name: `sys.argv[1:]`.
     flags: the program's own flags, `{name: (default, help)}`; the default's
-      type is the flag's type.
+      type is the flag's type: bool, int, float or str.
     default: makes the config that is used without --config.
     program: how the program is called, for --help.
     words: for some settings, texts that may stand in the place of a number.
@@ -210,35 +282,28 @@ def parse(
       file; see `usage_errors`.
     SystemExit: with code 0, after printing the --help text.
   """
-  flags = dict(flags or {})
-  config = _base(argv, default)
-  if any(word in ("--help", "-help", "-h") for word in argv):
+  flags, words = dict(flags or {}), dict(words or {})
+  file, wants_help, argv = _split(argv)
+  config = default() if file is None else load_file(file, default)
+  config = config.copy_and_resolve_references()
+  if wants_help:
     print(usage(program, flags, config))
     raise SystemExit(0)
-  own = {name: value for name, (value, _) in flags.items()}
-  settings = {f"{_SETTINGS}.{k}": v for k, v in flatten(config).items()}
-  known = {_SETTINGS: "", **own, **settings}
-  free = _free_sections(config, f"{_SETTINGS}.")
-  for name, text in _split(argv, known, free):
-    if name in own:
-      own[name] = _convert(name, text, own[name])
-    elif name in settings:
-      path = name.removeprefix(f"{_SETTINGS}.")
-      value = _setting(name, text, settings[name], (words or {}).get(path, ()))
+  values = FlagValues()
+  for name, (value, text) in flags.items():
+    _DEFINE[type(value)](name, value, text, flag_values=values)
+  texts = _define_settings(values, config, words)
+  rest = _read(values, argv)
+  sections = list(_sections(config, "config."))
+  options = dict(_option(word, sections, list(values)) for word in rest)
+  for name, old in texts.items():
+    flag = values[f"config.{name}"]
+    if flag.present:
+      value = _convert(flag.name, flag.value, old, words.get(name, ()))
       with config.ignore_type():  # a word may take the place of a number
-        config.update_from_flattened_dict({path: value})
-    elif name != _SETTINGS:
-      with config.unlocked():
-        _add(config, name.split(".")[1:], _guess(text))
+        config.update_from_flattened_dict({name: value})
+  with config.unlocked():
+    for name, text in options.items():
+      _add(config, name, _guess(text))
+  own = {name: values[name].value for name in flags}
   return config, ConfigDict(own).lock()
-
-
-def _base(argv: Sequence[str], default: Callable[[], ConfigDict]) -> ConfigDict:
-  """The locked config before overrides: of the last --config, or `default`."""
-  path = None
-  for i, word in enumerate(argv):
-    name, equals, text = word.partition("=")
-    if name in (f"--{_SETTINGS}", f"-{_SETTINGS}"):
-      path = text if equals else "".join(argv[i + 1 : i + 2])
-  config = default() if path is None else load_file(path, default)
-  return config.copy_and_resolve_references().lock()

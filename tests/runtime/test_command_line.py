@@ -1,5 +1,9 @@
 """The command line: overrides, flags and the messages for mistakes."""
 
+import os
+import sys
+
+import absl.flags
 import pytest
 from ml_collections import ConfigDict
 
@@ -78,6 +82,70 @@ def test_options_of_what_the_config_names():
   assert config.train.data.options.size == 5
 
 
+def test_a_command_line_leaves_nothing_behind(monkeypatch):
+  """Neither in absl's global flags nor in the next; sys.argv is not read."""
+  monkeypatch.setattr(sys, "argv", ["pytest", "--config.steps=9"])
+  first, _ = _parse("--config.steps=5", "--dry_run")
+  second, flags = _parse()
+  assert first.steps == 5 and second.steps == default_config().steps
+  assert flags.dry_run is False
+  assert not any(f.startswith("config") for f in absl.flags.FLAGS)
+  assert "run_dir" not in absl.flags.FLAGS
+
+
+def test_the_last_of_several_tuples_wins():
+  """config_flags puts repeated tuples together."""
+  config, _ = _parse(
+    "--config.reward.weights=1,2", "--config.reward.weights=(3, 4)"
+  )
+  assert config.reward.weights == (3, 4)
+
+
+def test_the_last_of_several_options_wins():
+  config, _ = _parse(
+    "--config.data.options.size=5", "--config.data.options.size=all"
+  )
+  assert config.data.options.size == "all"
+
+
+def _with_odd_keys():
+  options = {"from": 1, "top-k": 2, "fast": False}
+  return ConfigDict({"options": options, "seeds": [1], "note": None})
+
+
+def test_keys_that_are_no_python_names():
+  """config_flags reads --config.options.top-k as a subtraction."""
+  config, _ = _parse(
+    "--config.options.from=3",
+    "--config.options.top-k=4",
+    "--config.options.fast",
+    default=_with_odd_keys,
+  )
+  assert config.options.to_dict() == {"from": 3, "top-k": 4, "fast": True}
+
+
+def test_values_of_types_that_have_no_flags():
+  """config_flags refuses them even where nobody sets them."""
+  config, _ = _parse(
+    "--config.seeds=[2, 3]", "--config.note", "4", default=_with_odd_keys
+  )
+  assert config.seeds == [2, 3] and config.note == 4
+  with pytest.raises(ValueError, match="expected a value of type list"):
+    _parse("--config.seeds=two", default=_with_odd_keys)
+
+
+def test_nothing_is_evaluated(tmp_path):
+  call = f"__import__('pathlib').Path({str(tmp_path / 'made')!r}).touch()"
+  config, _ = _parse(
+    f"--config.data.options.size={call}", f"--config.name={call}"
+  )
+  assert config.data.options.size == config.name == call
+  for name in ("steps", "group_size", "reward.weights", "optim.b1"):
+    with pytest.raises(ValueError, match="expected a value of type"):
+      _parse(f"--config.{name}={call}")
+  assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize(
   "word, text",
   [
@@ -97,11 +165,29 @@ def test_options_of_what_the_config_names():
     ("--config.data.optoins.size=3", "did you mean"),
     ("--config.steps", "needs a value"),
     ("stray", "unexpected argument 'stray'"),
+    ("configs/x.py", "'configs/x.py': did you mean --config=configs/x.py?"),
+    ("configs/x.py:7b", "did you mean --config=configs/x.py:7b?"),
+    ("--", "unknown flag --;"),
+    ("--run_dir -- --config=configs/x.py", "unknown flag --;"),
+    ("-", "unexpected argument '-'"),
+    ("--config", "--config needs a value"),
+    ("--nodry_run=1", "--nodry_run=1 does not take an argument"),
+    ("--dry_run false", "unexpected argument 'false'"),
+    ("--noconfig.steps", "unknown flag --noconfig.steps"),
+    ("--config.optim.schedule.x=1", "unknown flag --config.optim.schedule.x"),
+    ("--config.group_size=[]", "expected a value of type int"),
+    # absl would let both flags pass, and read more of them from a file.
+    ("--undefok=xyzzy --xyzzy=1", "unknown flag --undefok=xyzzy"),
+    ("--flagfile=flags.txt", "unknown flag --flagfile=flags.txt"),
+    (
+      "--config.data.options.a=1 --config.data.options.a.b=2",
+      "--config.data.options.a.b: a is no section, but 1",
+    ),
   ],
 )
 def test_mistakes_are_refused(word, text):
   with pytest.raises(ValueError, match="^[^\n]*$") as error:
-    _parse(word)
+    _parse(*word.split())
   assert text in str(error.value)
 
 
@@ -117,6 +203,8 @@ def test_config_file(tmp_path):
   # An override before --config counts too.
   config, _ = _parse("--config.seed=3", f"--config={path}")
   assert config.steps == 5 and config.seed == 3
+  config, _ = _parse("--config.seed", "3", f"--config={path}")
+  assert config.steps == 5 and config.seed == 3
   assert _parse("--config", str(path), "--config.steps=6")[0].steps == 6
 
 
@@ -126,6 +214,10 @@ def test_config_file(tmp_path):
     ("config.lerning_rate = 1", "line 4: unknown key 'lerning_rate'; did you "),
     ("config.steps = 'x'", "line 4: TypeError"),
     ("config = None", "must return a ConfigDict"),
+    ("raise ValueError('one\\ntwo')", "line 4: ValueError: one two"),
+    # config_flags keeps an OSError until the config is used.
+    ("open('no.json')", "line 4: FileNotFoundError"),
+    ("config = (", "line 4: SyntaxError"),
   ],
 )
 def test_a_bad_config_file_says_where(tmp_path, line, text):
@@ -135,9 +227,59 @@ def test_a_bad_config_file_says_where(tmp_path, line, text):
     f"def get_config():\n  config = default_config()\n  {line}\n"
     "  return config\n"
   )
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match="^[^\n]*$") as error:
     _parse(f"--config={path}")
   assert text in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_config_file_with_an_argument(tmp_path):
+  path = tmp_path / "sizes.py"
+  path.write_text(
+    "from grpojax.training.config import default_config\n"
+    "def get_config(size):\n"
+    "  config = default_config()\n"
+    "  config.name = size\n"
+    "  return config\n"
+  )
+  config, _ = _parse("--config.steps=5", f"--config={path}:a:b")
+  assert config.name == "a:b" and config.steps == 5
+  assert _parse("--config", f"{path}:")[0].name == ""
+  load = command_line.load_file
+  assert load(f"{path}:7b", default_config).name == "7b"
+  with pytest.raises(ValueError, match="get_config needs an argument: --conf"):
+    _parse(f"--config={path}")
+  with pytest.raises(ValueError, match="nosizes.py: no such file .*/sizes.py"):
+    _parse(f"--config={tmp_path}/nosizes.py:7b")
+
+
+def test_a_config_file_that_takes_no_argument(tmp_path):
+  path = tmp_path / "plain.py"
+  path.write_text(
+    "from grpojax.training.config import default_config\n"
+    "def get_config():\n  return default_config()\n"
+  )
+  assert _parse(f"--config={path}")[0].steps == default_config().steps
+  with pytest.raises(ValueError, match="get_config takes no argument: --conf"):
+    _parse(f"--config={path}:7b")
+  # config_flags takes get_config from the file that was read before.
+  path.write_text("config = None\n")
+  with pytest.raises(ValueError, match=r"plain.py: define get_config\(\)"):
+    _parse(f"--config={path}")
+
+
+def test_a_config_file_is_read_anew(tmp_path, monkeypatch):
+  """config_flags reads its old bytecode within a second of the change."""
+  monkeypatch.setattr(sys, "dont_write_bytecode", False)
+  path = tmp_path / "quick.py"
+  names = []
+  for name in ("old", "new"):
+    path.write_text(
+      "from ml_collections import ConfigDict\n"
+      f"def get_config():\n  return ConfigDict({{'name': '{name}'}})\n"
+    )
+    os.utime(path, (0, 0))
+    names.append(_parse(f"--config={path}")[0].name)
+  assert names == ["old", "new"]
 
 
 def test_a_wrong_config_path_is_one_line(tmp_path):
@@ -156,6 +298,7 @@ def test_help_lists_everything(capsys):
   text = capsys.readouterr().out
   assert "--config.optim.b2=0.95" in text
   assert "--run_dir=  where to write" in text
+  assert "--config=FILE.py:TEXT" in text
 
 
 def test_a_word_in_the_place_of_a_number():
