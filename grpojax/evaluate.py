@@ -38,6 +38,7 @@ from grpojax.training import (
 )
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.validation import CHOICES
 
 FLAGS = {
   "model": ("", "a model directory, an embedded model's name, or a run"),
@@ -86,7 +87,7 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
 def _parse(argv: list[str]):
   def parse(default):
     program = "python -m grpojax.evaluate"
-    return command_line.parse(argv, FLAGS, default, program, WORDS)
+    return command_line.parse(argv, FLAGS, default, program, WORDS, CHOICES)
 
   config, flags = parse(default_config)
   if run_directory.is_run(flags.model):  # a run is evaluated as it was trained

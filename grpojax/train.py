@@ -27,6 +27,7 @@ import sys
 from grpojax.runtime import command_line
 from grpojax.training import fit, reporting
 from grpojax.training.config import WORDS, default_config
+from grpojax.training.validation import CHOICES
 
 
 def main(argv: list[str]) -> None:
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> None:
       default_config,
       "python -m grpojax.train",
       WORDS,
+      CHOICES,
     )
   directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
   summary = fit.run(config, directory)

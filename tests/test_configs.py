@@ -16,7 +16,7 @@ import pytest
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
-from grpojax.runtime import command_line, sharding
+from grpojax.runtime import config_file, sharding
 from grpojax.studies import group_size as figure5
 from grpojax.training import from_config, group_sizes, steps
 from grpojax.training.config import default_config, validate
@@ -40,7 +40,7 @@ DEVICES = dict.fromkeys(  # else one
 
 
 def training_config(name):
-  config = command_line.load_file(str(CONFIGS[name]), default_config)
+  config = config_file.load_file(str(CONFIGS[name]), default_config)
   if name == "figure5":
     assert figure5.problems(config) == []
     config = figure5.train_config(config, config.budgets[0], 128, 0)

@@ -99,7 +99,9 @@ def test_import_grpojax_is_light():
 
 # Whoever takes plain arguments can be called by other people's programs.
 READ_CONFIGS = ("training", "studies", *sorted(PROGRAMS))
-HANDLE_CONFIGS = ("runtime/config.py", "runtime/command_line.py")
+HANDLE_CONFIGS = [
+  f"runtime/{name}.py" for name in ("config", "config_file", "command_line")
+]
 
 
 @pytest.mark.parametrize(

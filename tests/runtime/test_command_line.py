@@ -7,7 +7,9 @@ import absl.flags
 import pytest
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line
+from grpojax import train
+from grpojax.runtime import command_line, config_file
+from grpojax.training import validation
 from grpojax.training.config import WORDS, default_config
 
 FLAGS = {"run_dir": ("", "where to write"), "dry_run": (False, "only check")}
@@ -244,7 +246,7 @@ def test_a_config_file_with_an_argument(tmp_path):
   config, _ = _parse("--config.steps=5", f"--config={path}:a:b")
   assert config.name == "a:b" and config.steps == 5
   assert _parse("--config", f"{path}:")[0].name == ""
-  load = command_line.load_file
+  load = config_file.load_file
   assert load(f"{path}:7b", default_config).name == "7b"
   with pytest.raises(ValueError, match="get_config needs an argument: --conf"):
     _parse(f"--config={path}")
@@ -308,3 +310,12 @@ def test_a_word_in_the_place_of_a_number():
   assert config.group_size == 16
   with pytest.raises(ValueError, match="group_size=8 or auto$"):
     _parse("--config.group_size=autos")
+
+
+def test_help_lists_the_names_that_a_setting_may_have(capsys):
+  with pytest.raises(SystemExit):
+    train.main(["--help"])
+  lines = capsys.readouterr().out.splitlines()
+  for name, names in validation.CHOICES.items():
+    (line,) = [x for x in lines if x.startswith(f"  --config.{name}=")]
+    assert line.endswith(f"  one of {', '.join(names)}")

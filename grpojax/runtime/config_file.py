@@ -1,0 +1,81 @@
+"""Config files: Python with a `get_config()`, run and looked at with care."""
+
+import contextlib
+import difflib
+import inspect
+import os
+import re
+import runpy
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from grpojax.runtime.config import flatten, nearest
+
+
+@contextlib.contextmanager
+def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
+  """Turns an error in a config file into a line that says where."""
+  try:
+    yield
+  except Exception as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+      lines.append(error.lineno)
+    where = f"{path}, line {lines[-1]}" if lines else path
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    key = re.search(r'Key "(\w+)" does not exist', text)
+    if key:
+      guess = nearest(key[1], list(flatten(default())))
+      hint = f"; did you mean config.{guess}?" if guess else ""
+      text = f"unknown key {key[1]!r}{hint}"
+    raise ValueError(f"{where}: {text}") from error
+
+
+def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
+  """Refuses a get_config that cannot be called with the argument, or none."""
+  if not callable(get_config):
+    raise ValueError(f"{path}: define get_config(), which returns the config")
+  try:
+    inspect.signature(get_config).bind(*argument)
+  except TypeError:
+    takes, text = ("takes no", "") if argument else ("needs an", ":ARGUMENT")
+    raise ValueError(
+      f"{path}: get_config {takes} argument: --config={path}{text}"
+    ) from None
+
+
+def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
+  """Runs a config file and returns what its `get_config()` returns.
+
+  Not by config_flags: there a file without get_config gets that of the file
+  before it, and an OSError in one waits until the config is used.
+
+  Args:
+    file: a path, or PATH:ARGUMENT for a get_config that takes one.
+    default: makes the config whose keys are suggested for unknown ones.
+
+  Raises:
+    ValueError: the file is missing or fails; one line that says where.
+  """
+  path, *argument = file.split(":", 1)
+  if not os.path.isfile(path):
+    folder = os.path.dirname(path) or "."
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    names = [os.path.join(folder, n) for n in names if n.endswith(".py")]
+    guess = difflib.get_close_matches(path, names, n=1)
+    hint = f"; did you mean {os.path.normpath(guess[0])}?" if guess else ""
+    raise ValueError(
+      f"--config={path}: no such file (looked from {os.getcwd()}){hint}"
+    )
+  with _located(path, default):
+    get_config = runpy.run_path(path).get("get_config")
+  _check_call(get_config, path, argument)
+  with _located(path, default):
+    config = get_config(*argument)
+  if not isinstance(config, ConfigDict):
+    raise ValueError(f"{path}: get_config() must return a ConfigDict")
+  return config
