@@ -148,11 +148,8 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
   Wilson's interval where each prompt is right or wrong, else Student's.
   """
   if _right_or_wrong(values):
-    found = wilson_interval(int(np.sum(values)), len(values))
-  else:
-    found = mean_interval(jnp.asarray(values))
-  mean, low, high = map(float, found)
-  return mean, low, high
+    return wilson_interval(int(np.sum(values)), len(values))
+  return mean_interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
