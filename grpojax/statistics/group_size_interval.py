@@ -86,7 +86,7 @@ def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
 
   By hand: under jit the degrees of freedom are traced, which scipy cannot take
   (`intervals.t_quantile`). Abramowitz and Stegun, 26.7.5, up to 1 / degrees^3:
-  too small by 24% at 1 degree of freedom, 3% at 2, 0.8% at 3, 0.02% at 8.
+  too small by 24% at 1 degree of freedom, 3% at 2, 0.7% at 3, 0.02% at 8.
   """
   z, inverse = _NORMAL, 1 / degrees
   first = (z**3 + z) / 4
