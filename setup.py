@@ -29,6 +29,7 @@ setuptools.setup(
     "optax>=0.2.7",
     "orbax-checkpoint>=0.12.4",
     "safetensors",
+    "scipy",
     "tensorboardX",
     "tensorflow-datasets>=4.9.9",  # needs no TensorFlow
     "tokenizers",

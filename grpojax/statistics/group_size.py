@@ -1,8 +1,9 @@
 """The error of a batch's gradient against the group size, and the best size.
 
-A batch of B prompts with G completions each costs N = B G samples. Few large
-groups know their values well and see few prompts; many small ones the reverse.
-The best size moves while a policy trains: `init_choice` and `observe` follow.
+A batch of B prompts with G completions each costs N = B G samples. Large groups
+know the value V(x) of their prompt well, but are of few prompts; small groups
+are of many prompts, whose values they know badly. The best size moves while a
+policy trains: `init_choice` and `observe` follow it.
 """
 
 import typing
@@ -24,11 +25,13 @@ from grpojax.statistics.u_statistics import (
 class Components(NamedTuple):
   """What the error of a batch of B prompts, N = B G samples, is made of.
 
+  In the notation of `u_statistics`; all are squared lengths of gradients.
+
   Attributes:
     c1: tr Var_x g(x), between prompts.
     c2: E_x tr Var(s delta), within prompts.
     c3: E_x [I sigma^2 + ||g||^2], for not knowing V(x).
-    c2_vanilla: E_x tr Var(s Z).
+    c2_vanilla: E_x tr Var(s Z), within prompts without a baseline.
     gradient_sq: ||E_x g(x)||^2.
   """
 
@@ -56,7 +59,7 @@ def components(
   """
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
-  gradient_sq = jnp.sum((weights @ gradients) ** 2)
+  gradient_sq = jnp.sum((weights @ gradients) ** 2)  # of the mean over prompts
   return Components(
     c1=weights @ moments.gradient_sq - gradient_sq,
     c2=weights @ moments.oracle_trace,
@@ -80,7 +83,7 @@ def mse_curve(
   Args:
     components: scalars.
     group_sizes: G >= 2 each.
-    num_samples: N.
+    num_samples: N, of the whole batch; so B = N / G, not rounded.
 
   Returns:
     Errors, one a group size.
@@ -89,11 +92,12 @@ def mse_curve(
     ValueError: for a group size below 2.
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
-  between = c.c1 * g / n
+  between = c.c1 * g / n  # c1 / B
   unbiased = between + c.c2 / n + c.c3 / (n * (g - 1))
   return Estimators(
     vanilla=between + c.c2_vanilla / n,
     leave_one_out=unbiased,
+    # Its mean is (G - 1) / G times the gradient.
     centred=((g - 1) / g) ** 2 * unbiased + c.gradient_sq / g**2,
     oracle=between + c.c2 / n,
   )
@@ -115,7 +119,7 @@ def optimal_group_size(
   function of G > 1.
 
   Args:
-    c1: between prompts, see `Components`.
+    c1: between prompts, as in `Components`.
     c2: within prompts; it matters only where prompts cost something.
     c3: for not knowing the value.
     prompt_cost: kappa >= 0, in completions.
@@ -132,13 +136,32 @@ def optimal_group_size(
     )
   c1, c2, c3 = (jnp.asarray(c, jnp.result_type(float)) for c in (c1, c2, c3))
   c1, c2, c3 = jnp.broadcast_arrays(c1, c2, c3)
-  some = c1 > 0
-  b, c = (jnp.maximum(x, 0) / jnp.where(some, c1, 1) for x in (c2, c3))
-  low = jnp.sqrt(c)  # bounds on u = G - 1, the root of an increasing function
-  high = jnp.sqrt(c + prompt_cost * (b + 2 * c))
+  prompts_differ = c1 > 0
+  divisor = jnp.where(prompts_differ, c1, 1)
+  b, c = jnp.maximum(c2, 0) / divisor, jnp.maximum(c3, 0) / divisor
+  # G* - 1: how many other samples a sample's baseline is averaged over.
+  others = jnp.sqrt(c)
+  if prompt_cost:
+    others = _others_at_a_cost(b, c, prompt_cost)
+  return jnp.where(prompts_differ, 1 + others, jnp.inf)
+
+
+def _others_at_a_cost(
+  b: Float[Array, "*X"], c: Float[Array, "*X"], prompt_cost: float | int
+) -> Float[Array, "*X"]:
+  """G* - 1 where each prompt costs `prompt_cost` = kappa completions.
+
+  With b = c2 / c1, c = c3 / c1 and G = 1 + u, the derivative by G of
+  (kappa + G) (1 + b / G + c / (G u)), times G^2 u^2, is
+
+      G^2 u^2 - c G^2 - kappa (b u^2 + c (2 G - 1)).
+
+  It changes its sign once, where u^2 = c + kappa (b u^2 + c (2 G - 1)) / G^2.
+  As u < G and 2 G - 1 <= G^2, this u^2 is between c and c + kappa (b + 2 c):
+  60 bisections between their square roots find u to the last digit.
+  """
 
   def slope(u):
-    """The derivative's numerator, times G^2 u^2 / c1."""
     g = 1 + u
     costs = prompt_cost * (b * u**2 + c * (2 * g - 1))
     return g**2 * u**2 - c * g**2 - costs
@@ -146,12 +169,15 @@ def optimal_group_size(
   def halve(_, bounds):
     low, high = bounds
     middle = (low + high) / 2
-    below = slope(middle) < 0
-    return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    root_above = slope(middle) < 0
+    return (
+      jnp.where(root_above, middle, low),
+      jnp.where(root_above, high, middle),
+    )
 
-  if prompt_cost:
-    low, high = jax.lax.fori_loop(0, 60, halve, (low, high))
-  return jnp.where(some, 1 + (low + high) / 2, jnp.inf)
+  bounds = jnp.sqrt(c), jnp.sqrt(c + prompt_cost * (b + 2 * c))
+  low, high = jax.lax.fori_loop(0, 60, halve, bounds)
+  return (low + high) / 2
 
 
 @typing.no_type_check
@@ -162,9 +188,9 @@ class GroupSizeChoice:
   Attributes:
     group_size: a power of two.
     c1: discounted sum of the estimates of c1.
-    c3: of c3.
-    c1_variance: of the sum `c1`.
-    c3_variance: of the sum `c3`.
+    c3: discounted sum of the estimates of c3.
+    c1_variance: squared standard error of the sum `c1`.
+    c3_variance: squared standard error of the sum `c3`.
   """
 
   group_size: Int[Array, ""]
@@ -222,13 +248,14 @@ def observe(
   Returns:
     The choice for the next step.
   """
-  seen = jnp.stack([c1, c3, c1_se**2, c3_se**2])
-  good = jnp.all(jnp.isfinite(seen))
-  old = jnp.stack(
+  new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
+  is_finite = jnp.all(jnp.isfinite(new))
+  past = jnp.stack(
     [choice.c1, choice.c3, choice.c1_variance, choice.c3_variance]
   )
-  weights = jnp.array([decay, decay, decay**2, decay**2], old.dtype)
-  sums = jnp.where(good, weights * old + seen, old)
+  # What is multiplied by `decay` has decay^2 times its variance.
+  weights = jnp.array([decay, decay, decay**2, decay**2], past.dtype)
+  sums = jnp.where(is_finite, weights * past + new, past)
   c1, c3, c1_variance, c3_variance = sums
 
   def evidence(size):
@@ -237,11 +264,13 @@ def observe(
     error = jnp.sqrt(c3_variance + k**2 * c1_variance)
     return (c3 - k * c1) / jnp.maximum(error, 1e-30)
 
-  now = choice.group_size
+  current = choice.group_size
+  # Half a power of two is where the next size becomes the nearer one.
   step = 2 ** (0.5 + margin)
-  up = good & (evidence(now * step) > confidence)
-  down = good & (evidence(now / step) < -confidence)
-  size = jnp.where(up, now * 2, jnp.where(down, now // 2, now))
+  up = is_finite & (evidence(current * step) > confidence)
+  down = is_finite & (evidence(current / step) < -confidence)
+  lower = jnp.where(down, current // 2, current)
+  size = jnp.where(up, current * 2, lower)
   return GroupSizeChoice(
     jnp.clip(size, smallest, largest), c1, c3, c1_variance, c3_variance
   )

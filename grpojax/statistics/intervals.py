@@ -1,15 +1,16 @@
-"""Intervals over prompts, and paired comparisons of two checkpoints."""
+"""Intervals over prompts, and paired comparisons of two checkpoints.
+
+All of it runs on the host, in float64, after the samples are in.
+"""
 
 import math
-from statistics import NormalDist
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Real
+import scipy  # scipy.stats, which takes a second to load, comes when first used
+from jaxtyping import Bool, Real
 
-_EXACT = 1 << 20  # outcomes of a permutation test that are enumerated
-_CHUNK = 1 << 20  # numbers drawn at once, where they are not
+from grpojax.statistics.sign_flip import sign_flip_p_value
 
 
 class PairedDifference(NamedTuple):
@@ -29,8 +30,8 @@ class PairedDifference(NamedTuple):
 
 
 def mean_interval(
-  values: Real[Array, "B"], confidence: float = 0.95
-) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+  values: Real[np.ndarray, "B"], confidence: float = 0.95
+) -> tuple[float, float, float]:
   """Mean over prompts with Student's t interval.
 
   mean -+ t_{B-1} s / sqrt(B), s the sample standard deviation over prompts. A
@@ -50,21 +51,21 @@ def mean_interval(
   Raises:
     ValueError: for fewer than two prompts, or a confidence outside (0, 1).
   """
-  count = values.shape[0]
+  count = len(values)
   if count < 2:
     raise ValueError(
       f"an interval over prompts needs at least 2 prompts, not {count}"
     )
-  values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-  mean = jnp.mean(values)
-  half = t_quantile(confidence, count - 1) * jnp.std(values, ddof=1)
-  half /= math.sqrt(count)
-  return mean, mean - half, mean + half
+  values = values.astype(np.float64)
+  mean = float(np.mean(values))
+  standard_error = float(np.std(values, ddof=1)) / math.sqrt(count)
+  half_width = t_quantile(confidence, count - 1) * standard_error
+  return mean, mean - half_width, mean + half_width
 
 
 def wilson_interval(
-  successes: Int[Array, "*S"] | int, n: int, confidence: float = 0.95
-) -> tuple[Float[Array, "*S"], Float[Array, "*S"], Float[Array, "*S"]]:
+  successes: int, n: int, confidence: float = 0.95
+) -> tuple[float, float, float]:
   """Success rate of n independent trials with Wilson's score interval.
 
   For greedy accuracy, one trial a prompt. Unlike the normal interval it stays
@@ -80,20 +81,17 @@ def wilson_interval(
     Rate, lower and upper bound, all within [0, 1].
 
   Raises:
-    ValueError: for n < 1, or a confidence outside (0, 1).
+    ValueError: for n < 1, successes outside 0 .. n, or a confidence outside
+      (0, 1).
   """
   if n < 1:
     raise ValueError(f"a success rate needs at least 1 trial, not {n}")
+  if not 0 <= successes <= n:
+    raise ValueError(f"of {n} trials 0 to {n} can succeed, not {successes}")
   _check_confidence(confidence)
-  z = NormalDist().inv_cdf((1 + confidence) / 2)
-  rate = jnp.asarray(successes, jnp.float32) / n
-  centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-  half = jnp.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-  half *= z / (1 + z * z / n)
-  # At 0 and at n successes one bound is the rate itself, up to rounding.
-  low = jnp.where(rate == 0, 0.0, centre - half)
-  high = jnp.where(rate == 1, 1.0, centre + half)
-  return rate, low, high
+  test = scipy.stats.binomtest(successes, n)
+  low, high = test.proportion_ci(confidence, method="wilson")
+  return successes / n, float(low), float(high)
 
 
 def paired_difference(
@@ -113,8 +111,8 @@ def paired_difference(
   It is exact where the differences have few enough signs to enumerate: always
   up to 20 prompts that differ, and for any number of prompts where all
   differences are of one size. For values 0 and 1 this is McNemar's exact test.
-  Elsewhere it is (1 + count) / (1 + draws), which is valid for any number of
-  draws, in bounded memory.
+  Elsewhere it is (1 + count) / (1 + draws), count the draws of signs with such
+  a sum: valid for any number of draws, in bounded memory.
 
   The interval has width 0 where all differences are equal: for values 0 and 1
   use `paired_proportions`.
@@ -139,10 +137,8 @@ def paired_difference(
   differences = a.astype(np.float64) - b.astype(np.float64)
   if not np.all(np.isfinite(differences)):
     raise ValueError("some values are not finite: nothing can be compared")
-  mean, low, high = map(
-    float, mean_interval(jnp.asarray(differences), confidence)
-  )
-  return PairedDifference(mean, low, high, _sign_flip(differences, draws, seed))
+  p_value = sign_flip_p_value(differences, draws, seed)
+  return PairedDifference(*mean_interval(differences, confidence), p_value)
 
 
 def paired_proportions(
@@ -176,67 +172,27 @@ def paired_proportions(
   n = len(a)
   if n < 1:
     raise ValueError("a comparison needs at least 1 prompt")
-  first, second = int(np.sum(a & ~b)), int(np.sum(b & ~a))
-  z = NormalDist().inv_cdf((1 + confidence) / 2)
-  centre = (first - second) / (n + 2)
-  discordant = (first + second + 1) / (n + 2)
-  half = z * math.sqrt((discordant - centre**2) / (n + 2))
+  only_a, only_b = int(np.sum(a & ~b)), int(np.sum(b & ~a))
+  # By hand: scipy has no interval for paired proportions.
+  z = float(scipy.stats.norm.ppf((1 + confidence) / 2))
+  centre = (only_a - only_b) / (n + 2)
+  discordant = (only_a + only_b + 1) / (n + 2)
+  half_width = z * math.sqrt((discordant - centre**2) / (n + 2))
+  p_value = 1.0  # where no prompt differs
+  if only_a + only_b:
+    p_value = float(scipy.stats.binomtest(only_a, only_a + only_b).pvalue)
   return PairedDifference(
-    (first - second) / n,
-    max(centre - half, -1.0),
-    min(centre + half, 1.0),
-    _sign_flip(a.astype(np.float64) - b),
+    difference=(only_a - only_b) / n,
+    low=max(centre - half_width, -1.0),
+    high=min(centre + half_width, 1.0),
+    p_value=p_value,
   )
 
 
-def _sign_flip(
-  differences: Float[np.ndarray, "B"], draws: int = 1, seed: int = 0
-) -> float:
-  """Two-sided p-value of the sum of differences under random signs.
-
-  Differences of one size, r of them, have a sum of size (2 X - r), X binomial:
-  so only the number of positive ones of each size is enumerated or drawn.
-  """
-  differences = differences[differences != 0]
-  if not len(differences):
-    return 1.0
-  # Sizes that differ by rounding only are one size.
-  sizes = np.abs(differences)
-  _, first, group, repeats = np.unique(
-    np.round(sizes / sizes.max(), 6),
-    return_index=True,
-    return_inverse=True,
-    return_counts=True,
-  )
-  size = sizes[first]
-  # A sum that is less than the one seen by rounding only is a tie.
-  seen = abs(float(np.sum(np.sign(differences) * size[group])))
-  seen -= 1e-6 * float(size.max()) * math.sqrt(len(sizes))
-  outcomes = math.prod(int(r) + 1 for r in repeats)
-  if len(size) == 1 or outcomes <= _EXACT:
-    sums, weights = np.zeros(1), np.ones(1)
-    for one, r in zip(size, repeats, strict=True):
-      step = one * (2 * np.arange(r + 1) - r)
-      sums = np.add.outer(sums, step).reshape(-1)
-      weights = np.multiply.outer(weights, _half_binomial(int(r))).reshape(-1)
-    return min(1.0, float(np.sum(weights[np.abs(sums) >= seen])))
-  rng, count = np.random.default_rng(seed), 0
-  chunk = max(1, _CHUNK // len(size))
-  for start in range(0, draws, chunk):
-    shape = (min(chunk, draws - start), len(size))
-    sums = (2 * rng.binomial(repeats, 0.5, shape) - repeats) @ size
-    count += int(np.sum(np.abs(sums) >= seen))
-  return (1 + count) / (1 + draws)
-
-
-def _half_binomial(r: int) -> Float[np.ndarray, "{r}+1"]:
-  """The binomial distribution of r trials with probability 1/2."""
-  i = np.arange(1, r + 1)
-  logs = np.concatenate([[0.0], np.cumsum(np.log((r + 1 - i) / i))])
-  return np.exp(logs - r * math.log(2))
-
-
-def _check_pairs(a: np.ndarray, b: np.ndarray) -> None:
+def _check_pairs(
+  a: Real[np.ndarray, "..."] | Bool[np.ndarray, "..."],
+  b: Real[np.ndarray, "..."] | Bool[np.ndarray, "..."],
+) -> None:
   if a.shape != b.shape:
     raise ValueError(
       f"values {a.shape} and {b.shape} are not of the same prompts: a paired "
@@ -254,29 +210,8 @@ def _check_confidence(confidence: float) -> None:
 def t_quantile(confidence: float, degrees: int) -> float:
   """The t with P(|T| <= t) = confidence, T Student with `degrees` of freedom.
 
-  Bisection on the angle theta = atan(t / sqrt(degrees)), in which the
-  distribution function is a finite sum (Abramowitz and Stegun, 26.7.3 and
-  26.7.4).
+  Raises:
+    ValueError: a confidence outside (0, 1).
   """
   _check_confidence(confidence)
-  degrees = min(degrees, 20_000)  # By then normal to 1e-4.
-  even = degrees % 2 == 0
-  i = np.arange(1, degrees // 2)
-  ratios = (2 * i - 1) / (2 * i) if even else 2 * i / (2 * i + 1)
-  terms = np.cumprod(np.concatenate([[1.0], ratios]))
-  low, high = 0.0, math.pi / 2
-  for _ in range(60):
-    theta = (low + high) / 2
-    cosine = math.cos(theta)
-    powers = cosine ** (2 * np.arange(len(terms)))
-    series = math.sin(theta) * float(terms @ powers)
-    if even:
-      probability = series
-    else:
-      inner = cosine * series if degrees > 1 else 0.0
-      probability = 2 / math.pi * (theta + inner)
-    if probability < confidence:
-      low = theta
-    else:
-      high = theta
-  return math.sqrt(degrees) * math.tan(low)
+  return float(scipy.stats.t.ppf((1 + confidence) / 2, degrees))

@@ -35,11 +35,12 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
       f"pass@{k} needs 1 <= k <= n, but there are n = {n} samples a prompt: "
       "sample more, or ask for a smaller k"
     )
-  wrong = n - jnp.sum(correct, -1, keepdims=True)
+  wrong = n - jnp.sum(correct, -1, keepdims=True)  # [*B, 1]
   drawn = jnp.arange(k)
-  # Exactly 0 as soon as the wrong samples run out.
-  still_wrong = jnp.maximum(wrong - drawn, 0) / (n - drawn)
-  return 1 - jnp.prod(still_wrong.astype(jnp.float32), -1)
+  # C(wrong, k) / C(n, k): the chance that each sample drawn, after `drawn`
+  # wrong ones, is wrong too. Exactly 0 as soon as the wrong samples run out.
+  next_is_wrong = jnp.maximum(wrong - drawn, 0) / (n - drawn)  # [*B, k]
+  return 1 - jnp.prod(next_is_wrong.astype(jnp.float32), -1)
 
 
 def majority_at_k(
@@ -51,7 +52,7 @@ def majority_at_k(
   correct" (self-consistency, arXiv 2203.11171, section 2): an order-k
   U-statistic. Among answers with equally many votes each is as likely to be
   chosen, so a tie counts with the share of its correct answers. Exact up to
-  rounding, without enumerating subsets, on the host; see `_majority`.
+  rounding, on the host, without enumerating subsets.
 
   Args:
     labels: one a sample: samples with equal labels gave the same answer; -1
@@ -91,20 +92,33 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """(votes, whether correct) of each answer, sorted; and who does not vote."""
-  names, place = np.unique(labels, return_inverse=True)
-  counts = np.bincount(place, minlength=len(names))
-  right = np.bincount(place, weights=correct, minlength=len(names))
-  if np.any((right > 0) & (right < counts)):
-    raise ValueError("samples with equal labels must be equally correct")
-  if np.any(right[names == SILENT]):
-    raise ValueError("a sample without an answer (label -1) cannot be correct")
-  votes = sorted(
-    (int(count), bool(r))
-    for name, count, r in zip(names, counts, right, strict=True)
-    if name != SILENT
+  """Counts the votes of one prompt.
+
+  Returns:
+    For each answer its number of votes and whether it is correct, sorted, so
+    that prompts with the same counts share what `_majority` has computed; and
+    the number of samples that do not vote.
+
+  Raises:
+    ValueError: if `correct` contradicts the labels.
+  """
+  answers, answer_of_sample = np.unique(labels, return_inverse=True)
+  votes = np.bincount(answer_of_sample, minlength=len(answers))
+  correct_votes = np.bincount(
+    answer_of_sample, weights=correct, minlength=len(answers)
   )
-  return tuple(votes), int(np.sum(labels == SILENT))
+  if np.any((correct_votes > 0) & (correct_votes < votes)):
+    raise ValueError("samples with equal labels must be equally correct")
+  if np.any(correct_votes[answers == SILENT]):
+    raise ValueError("a sample without an answer (label -1) cannot be correct")
+  counted = sorted(
+    (int(count), bool(is_correct))
+    for answer, count, is_correct in zip(
+      answers, votes, correct_votes, strict=True
+    )
+    if answer != SILENT
+  )
+  return tuple(counted), int(np.sum(labels == SILENT))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -113,35 +127,44 @@ def _majority(
 ) -> float:
   """maj@k of one prompt, which depends on nothing but these counts.
 
-  For each number m of votes that wins, the answers join one after the other:
-  ways[0, t, d] is the number of ways to draw d samples so that nobody has more
-  than m votes and t answers have m; ways[1] is the same, each way counted once
-  for each correct answer among the t. Answers with fewer than m samples can
-  neither win nor be limited, and join all at once; so all m together join at
-  most n answers.
+  For each number m of votes that wins, answers join one after the other:
+  ways[0, t, d] is the number of ways to draw d samples from those that joined
+  so that nobody has more than m votes and t answers have exactly m. ways[1] is
+  the same, each way counted once for each correct answer among the t. Answers
+  with fewer than m samples can neither win nor be limited, and join all at
+  once; so all m together join at most n answers.
+
+  Args:
+    votes: number of samples and correctness of each answer.
+    silent: samples that do not vote.
+    k: subset size, at most the number of samples.
   """
   n = silent + sum(count for count, _ in votes)
-  most = max((count for count, right in votes if right), default=0)
-  after = np.arange(k + 1) - np.arange(k + 1)[:, None]
-  total = 0.0
-  for m in range(1, min(k, most) + 1):
-    large = [vote for vote in votes if vote[0] >= m]
-    ties = min(k // m, len(large))
-    ways = np.zeros((2, ties + 1, k + 1))
-    ways[0, 0] = _binomials(n - sum(count for count, _ in large), k)
-    for count, right in large:
+  most_correct = max((count for count, right in votes if right), default=0)
+  # added[i, j] = j - i: samples of an answer, of i drawn without and j with it.
+  added = np.arange(k + 1) - np.arange(k + 1)[:, None]
+  total = 0.0  # chance times C(n, k)
+  for m in range(1, min(k, most_correct) + 1):
+    can_win = [vote for vote in votes if vote[0] >= m]
+    max_ties = min(k // m, len(can_win))
+    ways = np.zeros((2, max_ties + 1, k + 1))
+    ways[0, 0] = _binomials(n - sum(count for count, _ in can_win), k)
+    for count, right in can_win:
       binomials = _binomials(count, k)
-      fewer = np.where((after >= 0) & (after < m), binomials[after], 0.0)
+      # The answer gets fewer than m votes, [k + 1, k + 1]: t stays.
+      fewer = np.where((added >= 0) & (added < m), binomials[added], 0.0)
+      # Or it gets m: t rises by one, d by m.
       tied = binomials[m] * ways[:, :-1, : k + 1 - m]
       ways = ways @ fewer
       ways[:, 1:, m:] += tied
       if right:
         ways[1, 1:, m:] += tied[0]
-    total += float(np.sum(ways[1, 1:, k] / np.arange(1, ties + 1)))
+    # A tie of t answers is right with the share of its correct ones.
+    total += float(np.sum(ways[1, 1:, k] / np.arange(1, max_ties + 1)))
   return total / math.comb(n, k)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _binomials(n: int, k: int) -> np.ndarray:
+def _binomials(n: int, k: int) -> Float[np.ndarray, "{k}+1"]:
   """C(n, 0) .. C(n, k)."""
   return np.array([float(math.comb(n, i)) for i in range(k + 1)])

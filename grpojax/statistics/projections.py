@@ -10,21 +10,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.core.update import split_rows
 
-Split = Callable[[Params], tuple[Any, Callable[[Any], Params]]]
+# What moves of the parameters, and how to get all of them back from it.
+Merge = Callable[[Any], Params]
+Split = Callable[[Params], tuple[Any, Merge]]
 
 
-def _whole(params: Params):
+def _all_move(params: Params) -> tuple[Params, Merge]:
   return params, lambda moving: moving
 
 
-def rademacher_like(key: Key[Array, ""], tree: Any) -> Any:
+def rademacher_like(
+  key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
+) -> PyTree[Float[Array, "..."]]:
   """A random sign for each number of a tree: E[v v^T] = I.
 
   Among all such distributions independent signs have the least fourth moment,
@@ -32,13 +36,11 @@ def rademacher_like(key: Key[Array, ""], tree: Any) -> Any:
   """
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
-  return jax.tree.unflatten(
-    structure,
-    [
-      jax.random.rademacher(k, x.shape, x.dtype)
-      for k, x in zip(keys, leaves, strict=True)
-    ],
-  )
+  signs = [
+    jax.random.rademacher(leaf_key, leaf.shape, leaf.dtype)
+    for leaf_key, leaf in zip(keys, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(structure, signs)
 
 
 def score_projections(
@@ -49,7 +51,7 @@ def score_projections(
   *,
   tangents: int = 4,
   micro_batches: int = 1,
-  split: Split = _whole,
+  split: Split = _all_move,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
   chunk_size: int = 32,
@@ -67,13 +69,13 @@ def score_projections(
     tangents: V, random directions.
     micro_batches: parts of the batch, one after the other; divides B.
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
-      again: the scores are taken with respect to `moving` alone (see
-      `models.transformer.last_layers`). All by default.
+      again: the scores are taken with respect to `moving` alone, such as
+      `models.transformer.last_layers`. By default all parameters move.
     vectorized: take all tangents at once. False takes them one after the
       other, about 3 V forward passes with the memory of one: for models that
       cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
     sampling: what the rollout was sampled with.
-    chunk_size: see `token_logprobs`.
+    chunk_size: positions whose logits are held at once.
 
   Returns:
     Derivatives, in nats.
@@ -81,18 +83,23 @@ def score_projections(
   Raises:
     ValueError: fewer than 1 tangent, or micro_batches that do not divide B.
   """
-  b = rollout.prompt_ids.shape[0]
+  prompts = rollout.prompt_ids.shape[0]
   if tangents < 1:
     raise ValueError(f"tangents={tangents} must be at least 1")
-  if micro_batches < 1 or b % micro_batches:
-    raise ValueError(f"micro_batches={micro_batches} must divide {b} prompts")
+  if micro_batches < 1 or prompts % micro_batches:
+    raise ValueError(
+      f"micro_batches={micro_batches} must divide {prompts} prompts"
+    )
   moving, merge = split(params)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
     jax.random.split(key, tangents)
-  )
+  )  # as `moving`, with a first axis [V]
 
   def project(part: Rollout):
+    """All directions for one micro-batch, [V, its prompts, G]."""
+
     def sequence_logprobs(moving):
+      """Of whole completions, [prompts, G]: sums over their tokens."""
       logprobs, _ = token_logprobs(
         lm,
         merge(moving),
@@ -105,11 +112,14 @@ def score_projections(
       return jnp.sum(jnp.where(part.completion_mask, logprobs, 0.0), axis=-1)
 
     def derivative(direction):
-      return jax.jvp(sequence_logprobs, (moving,), (direction,))[1]
+      _, along_direction = jax.jvp(sequence_logprobs, (moving,), (direction,))
+      return along_direction
 
     if vectorized:
       return jax.vmap(derivative)(directions)
     return jax.lax.map(derivative, directions)
 
-  out = jax.lax.map(project, split_rows(rollout, micro_batches))
-  return jnp.moveaxis(out, 0, 2).reshape(tangents, b, -1)
+  by_part = jax.lax.map(project, split_rows(rollout, micro_batches))
+  # [parts, V, rows, G]; `split_rows` puts prompt r in row r // parts of part
+  # r % parts, so rows before parts is the order of the prompts again.
+  return jnp.moveaxis(by_part, 0, 2).reshape(tangents, prompts, -1)

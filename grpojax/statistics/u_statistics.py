@@ -22,6 +22,8 @@ from grpojax.core.advantages import leave_one_out
 class Estimators(NamedTuple):
   """One quantity for each estimator of the policy gradient.
 
+  All of one shape: errors [*X], or covariances [d, d]. The estimators are
+
   Attributes:
     vanilla: (1/G) sum_i s_i Z_i.
     leave_one_out: (1/G) sum_i s_i (Z_i - mean_{j != i} Z_j), the U-statistic.
@@ -86,10 +88,11 @@ def kernel_gradient(
   group_size = rewards.shape[-1]
   if group_size < 2:
     raise ValueError(f"pairs need a group size of 2 or more, not {group_size}")
-  i, j = np.triu_indices(group_size, 1)
-  ds = scores[..., i, :] - scores[..., j, :]
-  dz = rewards[..., i] - rewards[..., j]
-  return jnp.mean(ds * dz[..., None] / 2, axis=-2)
+  i, j = np.triu_indices(group_size, 1)  # all pairs i < j
+  score_differences = scores[..., i, :] - scores[..., j, :]  # [*B, pairs, d]
+  reward_differences = rewards[..., i] - rewards[..., j]  # [*B, pairs]
+  kernels = score_differences * reward_differences[..., None] / 2
+  return jnp.mean(kernels, axis=-2)
 
 
 def hoeffding(
@@ -116,9 +119,10 @@ def hoeffding(
     h1, and h2 as a symmetric array (its diagonal is no part of the sum).
   """
   delta = rewards - value[..., None]
-  first = (scores * delta[..., None] - gradient[..., None, :]) / 2
-  cross = scores[..., :, None, :] * delta[..., None, :, None]
-  return first, -(cross + jnp.swapaxes(cross, -2, -3)) / 2
+  of_one = (scores * delta[..., None] - gradient[..., None, :]) / 2
+  cross = scores[..., :, None, :] * delta[..., None, :, None]  # s_i delta_j
+  of_pairs = -(cross + jnp.swapaxes(cross, -2, -3)) / 2
+  return of_one, of_pairs
 
 
 def policy_gradient(
@@ -153,18 +157,18 @@ def moments(
   """
   value = jnp.sum(probabilities * rewards, -1, keepdims=True)
   delta = rewards - value
-  norms = jnp.sum(scores**2, -1)
+  score_sq = jnp.sum(scores**2, -1)  # ||s||^2 of each completion
   gradient = policy_gradient(probabilities, scores, rewards)
   gradient_sq = jnp.sum(gradient**2, -1)
 
-  def mean(x):
-    return jnp.sum(probabilities * x, -1)
+  def mean(values):  # over completions
+    return jnp.sum(probabilities * values, -1)
 
   return Moments(
     gradient_sq=gradient_sq,
-    oracle_trace=mean(norms * delta**2) - gradient_sq,
-    vanilla_trace=mean(norms * rewards**2) - gradient_sq,
-    remainder=mean(norms) * mean(delta**2) + gradient_sq,
+    oracle_trace=mean(score_sq * delta**2) - gradient_sq,
+    vanilla_trace=mean(score_sq * rewards**2) - gradient_sq,
+    remainder=mean(score_sq) * mean(delta**2) + gradient_sq,
   )
 
 
@@ -172,8 +176,8 @@ def mse(moments: Moments, group_size: int) -> Estimators:
   """Mean squared error of one group's gradient, conditional on the prompt.
 
   Leave-one-out: tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)),
-  Theorem 2 of arXiv 2603.01162 with its remainder. Own mean:
-  ((G - 1) / G)^2 times that, plus the squared bias ||g||^2 / G^2.
+  Theorem 2 of arXiv 2603.01162 with its remainder. Centred by the mean of the
+  whole group: ((G - 1) / G)^2 times that, plus the squared bias ||g||^2 / G^2.
 
   Args:
     moments: of the prompt, or of several.
@@ -220,12 +224,12 @@ def covariance(
   outer = jnp.outer(gradient, gradient)
   delta = rewards - jnp.sum(probabilities * rewards)
 
-  def second_moment(weights):  # E[weights^2 s s^T]
-    return (scores * (probabilities * weights**2)[:, None]).T @ scores
+  def second_moment(factors):  # E[factor^2 s s^T], one factor a completion
+    return (scores * (probabilities * factors**2)[:, None]).T @ scores
 
   oracle = (second_moment(delta) - outer) / g
-  variance = jnp.sum(probabilities * delta**2)
-  fisher = second_moment(jnp.ones_like(delta))
+  variance = jnp.sum(probabilities * delta**2)  # sigma^2
+  fisher = second_moment(jnp.ones_like(delta))  # E[s s^T]
   unbiased = oracle + (fisher * variance + outer) / (g * (g - 1))
   return Estimators(
     vanilla=(second_moment(rewards) - outer) / g,

@@ -3,7 +3,6 @@
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -46,7 +45,7 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _interval(values) -> list[float]:
-  return [float(x) for x in mean_interval(jnp.asarray(values))]
+  return list(mean_interval(values))
 
 
 def table(config: ConfigDict, rows) -> list[dict[str, Any]]:

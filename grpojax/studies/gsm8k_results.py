@@ -4,7 +4,6 @@ import json
 import pathlib
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -26,7 +25,7 @@ def moving_average(values, width: int):
   """
   values = np.asarray(values, np.float32)
   windows = np.lib.stride_tricks.sliding_window_view(values, width)
-  intervals = [mean_interval(jnp.asarray(window)) for window in windows]
+  intervals = [mean_interval(window) for window in windows]
   middles = np.arange(len(windows)) + (width - 1) / 2
   return middles, *np.array(intervals, np.float64).T
 
@@ -60,8 +59,7 @@ def summarize(
     "samples": config.samples,
   }
   for name, values in zip(("before", "after"), rewards, strict=True):
-    interval = mean_interval(jnp.asarray(values, jnp.float32))
-    summary[f"reward_{name}"] = [float(x) for x in interval]
+    summary[f"reward_{name}"] = list(mean_interval(values))
     summary[f"solved_{name}"] = float(np.mean(values > 0))
     held_out = grpo[f"accuracy_{name}"], *grpo[f"accuracy_{name}_interval"]
     summary[f"held_out_{name}"] = held_out

@@ -5,7 +5,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -46,7 +45,7 @@ def tables(
     oracle = outcomes["oracle", g].limit
     for i, n in enumerate(steps):
       gaps = one.gaps[i]
-      mean, low, high = map(float, mean_interval(jnp.asarray(gaps)))
+      mean, low, high = mean_interval(gaps)
       ks, w1 = asymptotics.distances(gaps, one.limit)
       ks_to_oracle, w1_to_oracle = asymptotics.distances(gaps, oracle)
       found = {

@@ -148,11 +148,8 @@ def estimate(values: np.ndarray) -> tuple[float, float, float]:
   Wilson's interval where each prompt is right or wrong, else Student's.
   """
   if _right_or_wrong(values):
-    interval = wilson_interval(int(np.sum(values)), len(values))
-  else:
-    interval = mean_interval(jnp.asarray(values))
-  mean, low, high = map(float, interval)
-  return mean, low, high
+    return wilson_interval(int(np.sum(values)), len(values))
+  return mean_interval(values)
 
 
 def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -1,0 +1,217 @@
+"""Unbiased estimates of `Components`, from directional derivatives of scores.
+
+Shapes: V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the
+score of sample i of prompt x in direction v, and Z[x, i] its reward. A
+direction is random with E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j: whatever is
+quadratic in scores is estimated in each direction, then averaged over them.
+
+A product of expectations is estimated by a product over distinct samples, which
+are independent; this is what makes all of it unbiased.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from grpojax.statistics.group_size import Components
+
+
+class PromptEstimates(NamedTuple):
+  """Unbiased estimates for every prompt, or pair of them, in each direction.
+
+  Also their sums over prompts, without those axes.
+
+  Attributes:
+    gradient_sq: of ||g(x)||^2.
+    oracle: of E[||s||^2 delta^2], the second moment of the oracle's terms.
+    vanilla: of E[||s||^2 Z^2], that of the terms without a baseline.
+    fisher_times_variance: of I(x) sigma^2(x), with I(x) = E||s||^2.
+    pairs: of g(x) . g(x') for two different prompts; 0 on the diagonal.
+  """
+
+  gradient_sq: Float[Array, "V *B"]
+  oracle: Float[Array, "V *B"]
+  vanilla: Float[Array, "V *B"]
+  fisher_times_variance: Float[Array, "V *B"]
+  pairs: Float[Array, "V *BB"]
+
+
+def _baselines(
+  score_sq: Float[Array, "V B"], score_sq_reward: Float[Array, "V B"]
+) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
+  """The constant baseline with the least variance, from other prompts.
+
+  It is E[||s||^2 Z] / E||s||^2. Any baseline b leaves E[s (Z - b)] = g(x),
+  because E[s] = 0, as long as b is independent of the samples that it is
+  subtracted from: so it may depend on the directions and on other prompts.
+
+  Args:
+    score_sq: means of a^2 over each group.
+    score_sq_reward: means of a^2 Z over each group.
+
+  Returns:
+    For each prompt, the baseline from all prompts but this one; and for each
+    pair, that from all but these two (without meaning on the diagonal).
+  """
+
+  def sums_without(values):
+    """Sums over directions and all prompts but one [B], or but two [B, B]."""
+    of_prompt = jnp.sum(values, 0)  # [B]
+    without_one = jnp.sum(of_prompt) - of_prompt
+    return without_one, without_one[:, None] - of_prompt
+
+  def ratio(numerator, denominator):
+    """0, which is a valid baseline, where all scores are 0."""
+    positive = denominator > 0
+    safe = jnp.where(positive, denominator, 1.0)
+    return jnp.where(positive, numerator / safe, 0.0)
+
+  numerator_one, numerator_two = sums_without(score_sq_reward)
+  denominator_one, denominator_two = sums_without(score_sq)
+  return (
+    ratio(numerator_one, denominator_one),
+    ratio(numerator_two, denominator_two),
+  )
+
+
+def _reward_moments(
+  rewards: Float[Array, "B G"],
+) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
+  """delta_i^2 and sigma^2 for each sample i, without knowing V(x).
+
+  With c_i = Z_i - mean(Z) and S = sum_i c_i^2:
+
+  delta_i^2 is the mean over distinct j, k, both not i, of
+  (Z_i - Z_j)(Z_i - Z_k), which given Z_i has the mean (Z_i - V)^2. The sum is
+  (sum_j (Z_i - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S.
+
+  sigma^2 is the variance of the G - 1 other rewards, hence independent of the
+  score of i; their squared deviations sum to S - G / (G - 1) c_i^2.
+  """
+  n = rewards.shape[-1]
+  centred = rewards - jnp.mean(rewards, -1, keepdims=True)
+  sum_of_squares = jnp.sum(centred**2, -1, keepdims=True)
+  delta_sq = (n * (n - 1) * centred**2 - sum_of_squares) / ((n - 1) * (n - 2))
+  variance = (sum_of_squares - n / (n - 1) * centred**2) / (n - 2)
+  return delta_sq, variance
+
+
+def prompt_estimates(
+  a: Float[Array, "V B G"], rewards: Float[Array, "B G"]
+) -> PromptEstimates:
+  """U-statistics of every group and direction, in closed form.
+
+  Means over distinct samples i, j, k of a group, b a baseline of `_baselines`:
+
+      ||g||^2               a_i a_j (Z_i - b)(Z_j - b)
+      E[||s||^2 delta^2]    a_i^2 (Z_i - Z_j)(Z_i - Z_k)
+      E[||s||^2 Z^2]        a_i^2 Z_i^2
+      I sigma^2             a_i^2 (Z_j - Z_k)^2 / 2
+      g(x) . g(x')          a_i (Z_i - b) of x times a_j (Z_j - b) of x'
+
+  Args:
+    a: scores in each direction.
+    rewards: one a sample, G >= 3.
+
+  Returns:
+    Shapes [V, B], and [V, B, B] for pairs of prompts.
+  """
+  n = rewards.shape[-1]
+  delta_sq, variance = _reward_moments(rewards)
+  # Group means, [V, B].
+  score, score_reward = jnp.mean(a, -1), jnp.mean(a * rewards, -1)
+  score_sq = jnp.mean(a**2, -1)
+  score_sq_reward = jnp.mean(a**2 * rewards, -1)
+  score_sq_reward_sq = jnp.mean(a**2 * rewards**2, -1)
+  baseline, pair_baseline = _baselines(score_sq, score_sq_reward)  # [B], [B, B]
+
+  # ||g||^2: with y_i = a_i (Z_i - b), the mean of y_i y_j over i != j is
+  # (G mean(y)^2 - mean(y^2)) / (G - 1). mean(y^2) is multiplied out.
+  mean_sq = (
+    score_sq_reward_sq - 2 * baseline * score_sq_reward + baseline**2 * score_sq
+  )
+  gradient_sq = n * (score_reward - baseline * score) ** 2 - mean_sq
+  gradient_sq /= n - 1
+
+  # g(x) . g(x'), [V, B, B]: each prompt's mean of a (Z - b), with a baseline b
+  # from neither. x is the first of the two axes, x' the second.
+  of_first = score_reward[:, :, None] - pair_baseline * score[:, :, None]
+  of_second = score_reward[:, None, :] - pair_baseline * score[:, None, :]
+  different = ~jnp.eye(rewards.shape[0], dtype=bool)
+  return PromptEstimates(
+    gradient_sq=gradient_sq,
+    oracle=jnp.mean(a**2 * delta_sq, -1),
+    vanilla=score_sq_reward_sq,
+    fisher_times_variance=jnp.mean(a**2 * variance, -1),
+    pairs=jnp.where(different, of_first * of_second, 0.0),
+  )
+
+
+def sum_over_prompts(estimates: PromptEstimates) -> PromptEstimates:
+  """Sums over prompts and over ordered pairs of them, all of shape [V]."""
+  return PromptEstimates(
+    *(jnp.sum(x, tuple(range(1, x.ndim))) for x in estimates)
+  )
+
+
+def combine(sums: PromptEstimates, count: int) -> Components:
+  """The components, each a linear combination of means over prompts.
+
+  Args:
+    sums: over `count` prompts, and over all their count (count - 1) ordered
+      pairs; of any one shape.
+    count: at least 2.
+
+  Returns:
+    Components of the same shape.
+  """
+  mean = PromptEstimates(*(x / count for x in sums))
+  # Products of different prompts have the mean ||E_x g(x)||^2, without
+  # E_x ||g(x)||^2 in it.
+  gradient_sq = mean.pairs / (count - 1)
+  return Components(
+    c1=mean.gradient_sq - gradient_sq,
+    c2=mean.oracle - mean.gradient_sq,
+    c3=mean.fisher_times_variance + mean.gradient_sq,
+    c2_vanilla=mean.vanilla - mean.gradient_sq,
+    gradient_sq=gradient_sq,
+  )
+
+
+def covariances(
+  estimates: PromptEstimates, per_tangent: Float[Array, "V 5"], count: int
+) -> tuple[Float[Array, "5 5"], Float[Array, "5 5"]]:
+  """Covariances of the five components: over prompts, and over directions.
+
+  A jackknife over prompts (the components are no plain means over them), and
+  the spread of the directions. What varies with both is in both: a little is
+  counted twice, which errs on the safe side.
+
+  Args:
+    estimates: of `prompt_estimates`.
+    per_tangent: the components in each direction.
+    count: B, prompts.
+
+  Returns:
+    Two matrices, in the order of `Components`; their sum is the covariance.
+  """
+  tangents = per_tangent.shape[0]
+  # What leaves the sums with a prompt, [V, B] each. Of the ordered pairs two
+  # have it with each other prompt, (x, x') and (x', x).
+  leaving = estimates._replace(pairs=2 * jnp.sum(estimates.pairs, -1))
+  totals = [jnp.sum(x, -1, keepdims=True) for x in leaving]  # [V, 1] each
+  totals[-1] /= 2  # over prompts, each pair was counted twice
+  remaining = PromptEstimates(
+    *(total - x for total, x in zip(totals, leaving, strict=True))
+  )
+  # The components without each of the prompts: [5, V, B], then [5, B].
+  without_each = jnp.stack(combine(remaining, count - 1)).mean(1)
+  # Jackknife: (B - 1) / B times the sum of squares around the mean.
+  by_prompt = without_each - jnp.mean(without_each, -1, keepdims=True)
+  # Variance of a mean over V directions: sum of squares / (V (V - 1)).
+  by_tangent = per_tangent.T - jnp.mean(per_tangent, 0)[:, None]  # [5, V]
+  return (
+    by_prompt @ by_prompt.T * (count - 1) / count,
+    by_tangent @ by_tangent.T / (tangents * (tangents - 1)),
+  )

@@ -1,0 +1,95 @@
+"""A 95% interval for the best group size, from noisy estimates of c1 and c3."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from grpojax.statistics.group_size import Components
+
+_NORMAL = 1.959964  # the normal distribution's 97.5% quantile
+_C1, _C3 = Components._fields.index("c1"), Components._fields.index("c3")
+
+
+def group_size_interval(
+  components: Components,
+  over_prompts: Float[Array, "5 5"],
+  over_tangents: Float[Array, "5 5"],
+  prompts: int,
+  tangents: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """95% interval of G* = 1 + sqrt(c3 / c1), by Fieller's for rho = c1 / c3.
+
+  Fieller's interval (E. C. Fieller, 1954, "Some problems in interval
+  estimation") holds all rho at which c1 - rho c3 is no further from 0 than t
+  standard errors. It needs no c1 away from 0: where rho may be 0 or less, G*
+  may be infinite.
+
+  Args:
+    components: estimates, scalars.
+    over_prompts: their covariance, the share that comes from prompts.
+    over_tangents: the share that comes from directions.
+    prompts: B, from which the first was estimated.
+    tangents: V, from which the second was.
+
+  Returns:
+    Lower and upper bound; 1 and inf where nothing is known.
+  """
+  c1, c3 = components.c1, components.c3
+  degrees = _degrees_of_freedom(
+    components, over_prompts, over_tangents, prompts, tangents
+  )
+  t_sq = _t_quantile(degrees) ** 2
+  covariance = over_prompts + over_tangents
+  # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
+  # quadratic rho^2 - 2 linear rho + constant <= 0, with
+  quadratic = c3**2 - t_sq * covariance[_C3, _C3]
+  linear = c1 * c3 - t_sq * covariance[_C1, _C3]
+  constant = c1**2 - t_sq * covariance[_C1, _C1]
+  # so rho is between the roots (linear -+ root) / quadratic,
+  root = jnp.sqrt(jnp.maximum(linear**2 - quadratic * constant, 0.0))
+  # if quadratic > 0, that is if c3 differs from 0 by t standard errors. Else
+  # nothing is known of rho.
+  known = (quadratic > 0) & (c3 > 0)
+  quadratic = jnp.where(known, quadratic, 1.0)
+
+  def size(rho):  # G*, which falls as rho = c1 / c3 rises
+    finite = 1 + 1 / jnp.sqrt(jnp.maximum(rho, 1e-30))
+    return jnp.where(rho > 0, finite, jnp.inf)
+
+  low = jnp.where(known, size((linear + root) / quadratic), 1.0)
+  high = jnp.where(known, size((linear - root) / quadratic), jnp.inf)
+  return low, high
+
+
+def _degrees_of_freedom(
+  components: Components,
+  over_prompts: Float[Array, "5 5"],
+  over_tangents: Float[Array, "5 5"],
+  prompts: int,
+  tangents: int,
+) -> Float[Array, ""]:
+  """Those of the variance of c1 - rho c3, at the estimate of rho.
+
+  The variance is a sum of two, with B - 1 and V - 1 degrees of freedom; a sum
+  w1 + w2 has (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E.
+  Satterthwaite, 1946).
+  """
+  rho = jnp.maximum(components.c1, 0) / jnp.maximum(components.c3, 1e-30)
+  weights = jnp.zeros(5).at[_C1].set(1.0).at[_C3].set(-rho)
+  from_prompts = weights @ over_prompts @ weights
+  from_tangents = weights @ over_tangents @ weights
+  share = from_prompts / jnp.maximum(from_prompts + from_tangents, 1e-30)
+  return 1 / (share**2 / (prompts - 1) + (1 - share) ** 2 / (tangents - 1))
+
+
+def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
+  """Student's 97.5% quantile by its expansion around the normal one.
+
+  By hand: under jit the degrees of freedom are traced, which scipy cannot take
+  (`intervals.t_quantile`). Abramowitz and Stegun, 26.7.5, up to 1 / degrees^3:
+  too small by 24% at 1 degree of freedom, 3% at 2, 0.7% at 3, 0.02% at 8.
+  """
+  z, inverse = _NORMAL, 1 / degrees
+  first = (z**3 + z) / 4
+  second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+  third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+  return z + inverse * (first + inverse * (second + inverse * third))

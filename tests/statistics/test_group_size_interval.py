@@ -1,0 +1,65 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpojax.statistics import group_size_interval as interval
+from grpojax.statistics.group_size import Components
+
+PROMPTS = 41
+
+
+@pytest.mark.parametrize(
+  "degrees, too_small",
+  [(1, 0.2358), (2, 0.03055), (3, 0.00737), (8, 0.000179), (500, 0)],
+)
+def test_students_expansion_against_scipy(degrees, too_small, float64):
+  found = interval._t_quantile(jnp.asarray(float(degrees)))
+  error = float(found) / stats.t.ppf(0.975, degrees) - 1
+  assert error == pytest.approx(-too_small, rel=1e-2, abs=1e-8)
+
+
+def bounds(c1, c3, covariance, over_tangents=None, tangents=4):
+  """The interval, where c1 and c3 have the given covariance [2, 2]."""
+  matrix = np.zeros((5, 5))
+  matrix[np.ix_([0, 2], [0, 2])] = covariance
+  zero = jnp.zeros(())
+  low, high = interval.group_size_interval(
+    Components(jnp.asarray(c1), zero, jnp.asarray(c3), zero, zero),
+    jnp.asarray(matrix),
+    jnp.zeros((5, 5)) if over_tangents is None else over_tangents(matrix),
+    PROMPTS,
+    tangents,
+  )
+  return float(low), float(high)
+
+
+def test_bounds_are_where_the_difference_is_t_standard_errors(float64):
+  """At both ends of rho = c1 / c3, c1 - rho c3 differs from 0 by t errors."""
+  c1, c3, covariance = 1.0, 30.0, np.array([[0.1, 0.2], [0.2, 9.0]])
+  low, high = bounds(c1, c3, covariance)
+  assert 2 < low < 1 + np.sqrt(30) < high < 20
+  for size, sign in ((low, -1), (high, 1)):
+    rho = 1 / (size - 1) ** 2
+    contrast = np.array([1, -rho])
+    error = np.sqrt(contrast @ covariance @ contrast)
+    t = sign * stats.t.ppf(0.975, PROMPTS - 1)
+    np.testing.assert_allclose(contrast @ [c1, c3], t * error, rtol=1e-6)
+
+
+def test_two_sources_of_error_have_satterthwaites_degrees(float64):
+  """Equal shares of B - 1 = 40 and V - 1 = 3 degrees: 4 / (1 / 40 + 1 / 3)."""
+  covariance = np.diag([0.03, 0.0])
+  _, high = bounds(1.0, 30.0, covariance, over_tangents=jnp.asarray)
+  degrees = 4 / (1 / 40 + 1 / 3)
+  rho = (1 - stats.t.ppf(0.975, degrees) * np.sqrt(0.06)) / 30
+  np.testing.assert_allclose(1 / (high - 1) ** 2, rho, rtol=1e-3)
+
+
+def test_bounds_say_what_is_not_known(float64):
+  # c1 may be 0: there may be no largest size.
+  low, high = bounds(1.0, 30.0, np.diag([1.0, 1.0]))
+  assert 1 < low < 7 and high == np.inf
+  # c3 may be 0, or is negative: any size.
+  assert bounds(1.0, 3.0, np.diag([0.01, 9.0])) == (1, np.inf)
+  assert bounds(1.0, -9.0, np.diag([0.01, 1.0])) == (1, np.inf)
