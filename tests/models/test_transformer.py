@@ -115,7 +115,7 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
   for part in jnp.split(IDS, [1, 2, 3], axis=2):
     states, cache = extend(tiny.params, prefix, part, cache)
     parts.append(states)
-  assert cache["index"] == 5
+  assert cache.index == 5
   np.testing.assert_allclose(
     np.concatenate(parts, 2), hidden(PROMPTS, MASK, IDS), atol=1e-5
   )
@@ -182,8 +182,8 @@ def test_a_fresh_model_is_nearly_uniform(tiny):
 def test_the_cache_has_the_asked_dtype(tiny):
   lm = transformer(tiny.config, dtype=jnp.bfloat16)
   cache = jax.eval_shape(lambda: lm.init_cache(2, 3, 7))
-  assert len(cache["layers"]) == 2
-  for leaf in jax.tree.leaves(cache["layers"]):
+  assert len(cache.layers) == 2
+  for leaf in jax.tree.leaves(cache.layers):
     assert leaf.shape == (2, 3, 2, 7, 4) and leaf.dtype == jnp.bfloat16
 
 
@@ -211,12 +211,12 @@ def test_bfloat16_computes_in_bfloat16_on_float32_parameters(tiny):
   @functools.partial(jax.jit, static_argnums=1)
   def gradient(params, lm):
     grads, dtype = jax.grad(total, has_aux=True)(params, lm)
-    assert dtype == lm.init_cache(1, 1, 1)["layers"][0][0].dtype
+    assert dtype == lm.init_cache(1, 1, 1).layers[0][0].dtype
     return grads
 
   grads, exact = (gradient(tiny.params, lm) for lm in (half, tiny.lm))
   cache = half.init_cache(1, 1, 1)
-  assert cache["layers"][0][0].dtype == jnp.bfloat16
+  assert cache.layers[0][0].dtype == jnp.bfloat16
   for ours, want in zip(
     jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True
   ):
