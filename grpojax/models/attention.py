@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from grpojax.models.cache import (
-  PROMPT_AXES,
-  ROW_AXES,
-  PromptArray,
-  RowArray,
-)
+from grpojax.models import cache
+from grpojax.models.cache import PromptArray, RowArray
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
@@ -114,13 +110,13 @@ def two_part_attention(
     )
     return out, lse
 
-  out, lse = attend(ROW_AXES, "c", *row, row_mask)
+  out, lse = attend(cache.ROW_AXES, "c", *row, row_mask)
   if prompt is None:
     return out
   if prompt_mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     prompt_mask = prompt_mask[:, None, None]
   prompt_mask = prompt_mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
-  prompt_out, prompt_lse = attend(PROMPT_AXES, "p", *prompt, prompt_mask)
+  prompt_out, prompt_lse = attend(cache.PROMPT_AXES, "p", *prompt, prompt_mask)
   # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
   # softmax's mass that lies on the prompt.
   share = jax.nn.sigmoid(prompt_lse - lse).astype(q.dtype)

@@ -37,7 +37,7 @@ class TokenContext(NamedTuple):
     tables: rotary tables, for each of the configuration's `ropes`.
     mask: of the row keys, broadcastable to [B, G, K, R, S, C].
     positions: of the tokens in the whole sequence.
-    key_positions: of the row keys, likewise.
+    key_positions: of the row keys in the whole sequence.
     prompt_mask: True on real prompt tokens, or None where the tokens are the
       prompt.
   """

@@ -35,7 +35,7 @@ RULES = (
   (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
   (r"layers/(o|down)_bias", P()),  # [L, D]
   (r"score", P()),  # [D, labels]
-  (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon's iteration
+  (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon
 )
 """Rules for `models.transformer`, its LoRA adapters and its optimizers' state.
 
@@ -81,7 +81,9 @@ def make_mesh(
   return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
 
 
-def spec_for(path: str, shape: Sequence[int], mesh: Mesh, rules=RULES) -> P:
+def spec_for(
+  path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
+) -> P:
   """The `PartitionSpec` of one array.
 
   Args:

@@ -171,7 +171,9 @@ def test_every_state_of_an_optimizer_has_rules():
     lambda x: optax.contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None,
     params,
   )
-  muon = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=matrices)
+  muon = optax.contrib.muon(
+    1e-2, ns_coeffs="dion", muon_weight_dimension_numbers=matrices
+  )
   specs = sharding.shardings(params, mesh)
   for tx in (optax.adamw(1e-3), muon):
     state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
