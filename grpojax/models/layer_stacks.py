@@ -1,7 +1,7 @@
 """The decoder's layers as stacks, taken apart and run one after another.
 
 A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
-one or, where some layers are held apart (`transformer.last_layers`), several.
+one or, where some layers are held apart (`last_layers`), several.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,43 @@ def unstack(stack: Any) -> list[Any]:
   return [
     jax.tree.map(lambda x, i=i: x[i], stack) for i in range(layer_count(stack))
   ]
+
+
+def last_layers(
+  params: Params, count: int
+) -> tuple[Params, Callable[[Params], Params]]:
+  """Holds the last layers, the final norm and the output head apart.
+
+  Nothing below them is differentiated then (see
+  `statistics.projections.score_projections`). A tied head is part of the
+  embedding, and stays with what is below.
+
+  Args:
+    params: of a `transformer`, with its layers in one stack.
+    count: layers to hold apart.
+
+  Returns:
+    `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
+    parameters of the same model.
+
+  Raises:
+    ValueError: there are not so many layers.
+  """
+  total = layer_count(params["layers"])
+  if not 1 <= count <= total:
+    raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
+  first, last = (
+    jax.tree.map(lambda x, part=part: x[part], params["layers"])
+    for part in (slice(total - count), slice(total - count, None))
+  )
+  names = ("final_norm", "head", "score")
+  moving = {name: params[name] for name in names if name in params}
+  moving["layers"] = last
+
+  def merge(moving):
+    return params | moving | {"layers": (first, moving["layers"])}
+
+  return moving, merge
 
 
 def scan(
