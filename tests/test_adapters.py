@@ -6,6 +6,7 @@ import signal
 
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from grpojax import evaluate, train
 from grpojax.models import hf
@@ -30,7 +31,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
     patch.setattr(checkpoint, "save", save)
     with pytest.raises(SystemExit):
       train.main([*argv, f"--run_dir={run}"])
-  assert set(hf.flatten(saved[0])) == {
+  assert set(flatten_dict(saved[0], sep="/")) == {
     f"layers/{name}/{side}" for name in ("q", "up") for side in "ab"
   }
   train.main([*argv, f"--run_dir={run}"])
@@ -41,7 +42,7 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   assert kl[0] < 1e-9 < 1e-3 < kl[-1]
   # The finished model is base + alpha / rank A B, in those two matrices alone.
   base, model, whole = (
-    hf.flatten(hf.load_params(path))
+    flatten_dict(hf.load_params(path), sep="/")
     for path in (toy_model, run / "model", tmp_path / "whole" / "model")
   )
   for name in base:

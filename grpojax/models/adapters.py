@@ -64,8 +64,9 @@ def from_apply(
     prompt_mask: Bool[Array, "B P"],
   ) -> Prefix:
     length = prompt_mask.sum(axis=1, dtype=jnp.int32)
-    slots = jnp.broadcast_to(jnp.arange(prompt_ids.shape[1]), prompt_ids.shape)
-    hidden = apply(params, prompt_ids, slots, prompt_mask)
+    positions = jnp.arange(prompt_ids.shape[1])
+    positions = jnp.broadcast_to(positions, prompt_ids.shape)
+    hidden = apply(params, prompt_ids, positions, prompt_mask)
     last_hidden = _take(hidden, jnp.maximum(length - 1, 0)[:, None])[:, 0]
     return Prefix(last_hidden, length, state=prompt_ids)
 
@@ -228,14 +229,14 @@ def _rows(
   prompt = jnp.pad(prefix.state, ((0, 0), (0, size)))[:, None]
   length = prefix.length[:, None, None]
   offset = slots - length  # [B, 1, S]: into the completion, negative before it
-  source = jnp.broadcast_to(
+  token = jnp.broadcast_to(
     jnp.clip(offset, 0, size - 1), (batch, group_size, slots.size)
   )
-  completion = jnp.take_along_axis(ids, source, axis=2)
-  moved = length + jnp.take_along_axis(positions, source, axis=2)
+  completion = jnp.take_along_axis(ids, token, axis=2)
+  in_sequence = length + jnp.take_along_axis(positions, token, axis=2)
   in_prompt = offset < 0
   rows = jnp.where(in_prompt, prompt, completion)
-  row_positions = jnp.where(in_prompt | (offset >= size), slots, moved)
+  row_positions = jnp.where(in_prompt | (offset >= size), slots, in_sequence)
   mask = jnp.broadcast_to(offset < filled, rows.shape)
   return tuple(
     x.reshape(batch * group_size, slots.size)

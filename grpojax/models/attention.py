@@ -1,14 +1,24 @@
-"""Attention in two parts, own completion and prompt, and RMSNorm."""
+"""Attention in two parts, own row and prompt, and RMSNorm."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from grpojax.models import cache
+from grpojax.models.cache import PromptArray, RowArray
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
+_QUERY_AXES = "bgkrse"
 
 
-def rms_norm(x, scale, eps, offset: bool = False):
+def rms_norm(
+  x: Float[Array, "*tokens D"],
+  scale: Float[Array, "D"],
+  eps: float,
+  offset: bool = False,
+) -> Float[Array, "*tokens D"]:
   """X / sqrt(mean(x^2) + eps) * scale over the last axis, inside in float32.
 
   Args:
@@ -25,11 +35,21 @@ def rms_norm(x, scale, eps, offset: bool = False):
 
 
 # Rounded to bfloat16, logits would differ between sampling and scoring.
-_scores = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+_float32_einsum = functools.partial(
+  jnp.einsum, preferred_element_type=jnp.float32
+)
 
 
-def _softmax_part(logits, mask):
-  """Softmax over one part's keys, and its log-sum-exp."""
+def _softmax_part(
+  logits: Float[Array, "*queries keys"], mask: Bool[Array, "..."]
+) -> tuple[Float[Array, "*queries keys"], Float[Array, "*queries 1"]]:
+  """Softmax over one part's keys, and its log-sum-exp.
+
+  The largest logit is subtracted before exp, which then cannot overflow. It
+  cancels out of both results, so no gradient flows through it. A query that
+  sees no key gets uniform weights and a log-sum-exp near `_NEGATIVE`: finite,
+  and its share of the mixture is exactly 0.
+  """
   logits = jnp.where(mask, logits, _NEGATIVE)
   top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   weights = jnp.exp(logits - top)
@@ -37,22 +57,24 @@ def _softmax_part(logits, mask):
   return weights / total, top + jnp.log(total)
 
 
-def soft_cap(x, cap: float | None):
+def soft_cap(
+  x: Float[Array, "*shape"], cap: float | None
+) -> Float[Array, "*shape"]:
   """Cap * tanh(x / cap), or x where there is no cap."""
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def two_part_attention(
-  q,
-  own,
-  own_mask,
-  prompt=None,
-  prompt_mask=None,
+  q: Float[Array, "B G K R S E"],
+  row: tuple[RowArray, RowArray],
+  row_mask: Bool[Array, "..."],
+  prompt: tuple[PromptArray, PromptArray] | None = None,
+  prompt_mask: Bool[Array, "B P"] | Bool[Array, "B G S P"] | None = None,
   *,
   scale: float | None = None,
   cap: float | None = None,
-):
-  """Attention over a completion's own tokens and its group's prompt.
+) -> Float[Array, "B G K R S E"]:
+  """Attention over a token's own row (its completion) and its group's prompt.
 
   softmax over the union of both key sets equals the two separate softmaxes
   mixed by the sigmoid of the difference of their log-sum-exps, so the prompt's
@@ -60,11 +82,12 @@ def two_part_attention(
 
   Args:
     q: queries [B, G, K, R, S, E].
-    own: keys and values, each [B, G, K, C, E].
-    own_mask: broadcastable to [B, G, K, R, S, C]; at least one True in a row.
+    row: keys and values of the queries' own rows, each [B, G, K, C, E].
+    row_mask: broadcastable to [B, G, K, R, S, C]; at least one True for each
+      query.
     prompt: keys and values, each [B, K, P, E], or None for no prompt part.
     prompt_mask: [B, P], True on real prompt tokens, or [B, G, S, P] where each
-      query sees other ones; a row without any True takes nothing from there.
+      query sees other ones; a query without any True takes nothing from there.
     scale: of the logits; default 1 / sqrt(E).
     cap: the logits are soft-capped at +-cap, before they are masked.
 
@@ -73,21 +96,28 @@ def two_part_attention(
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
 
-  def attend(scores, sums, keys, values, mask):
-    logits = soft_cap(_scores(scores, q, keys) * scale, cap)
-    weights, lse = _softmax_part(logits, mask)
-    return jnp.einsum(sums, weights.astype(q.dtype), values), lse
+  def attend(key_axes, slot_axis, keys, values, mask):
+    """Output over one part's keys alone, and its log-sum-exp."""
+    logits_axes = _QUERY_AXES.replace("e", slot_axis)
+    logits = _float32_einsum(
+      f"{_QUERY_AXES},{key_axes}->{logits_axes}", q, keys
+    )
+    weights, lse = _softmax_part(soft_cap(logits * scale, cap), mask)
+    out = jnp.einsum(
+      f"{logits_axes},{key_axes}->{_QUERY_AXES}",
+      weights.astype(q.dtype),
+      values,
+    )
+    return out, lse
 
-  out, lse = attend(
-    "bgkrse,bgkce->bgkrsc", "bgkrsc,bgkce->bgkrse", *own, own_mask
-  )
+  out, lse = attend(cache.ROW_AXES, "c", *row, row_mask)
   if prompt is None:
     return out
-  if prompt_mask.ndim == 2:
+  if prompt_mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     prompt_mask = prompt_mask[:, None, None]
-  mask = prompt_mask[:, :, None, None]
-  prompt_out, prompt_lse = attend(
-    "bgkrse,bkpe->bgkrsp", "bgkrsp,bkpe->bgkrse", *prompt, mask
-  )
+  prompt_mask = prompt_mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
+  prompt_out, prompt_lse = attend(cache.PROMPT_AXES, "p", *prompt, prompt_mask)
+  # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
+  # softmax's mass that lies on the prompt.
   share = jax.nn.sigmoid(prompt_lse - lse).astype(q.dtype)
   return out + share * (prompt_out - out)

@@ -1,13 +1,17 @@
 """One decoder layer: attention and MLP, as the configuration describes them."""
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.models import cache
 from grpojax.models.attention import rms_norm, two_part_attention
+from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.rope import rotate
 
@@ -16,26 +20,38 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
+Layer = dict[str, Array]  # a layer's parameters, by name
+Local = bool | Bool[Array, ""]
+"""Whether a layer is local: traced where the layers of a scan differ in it, and
+a Python value elsewhere, so that nothing is computed that is not used."""
+RotaryTable = tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]]
 
-class Rows(NamedTuple):
+
+class TokenContext(NamedTuple):
   """What all layers know of the tokens [B, G, S] that pass through them.
+
+  Row keys are those of the tokens' own rows, [B, G, K, C, E]: of the tokens
+  themselves (C = S) or, while decoding, of all slots of the cache.
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
-    mask: of the own keys, broadcastable to [B, G, K, R, S, C].
+    mask: of the row keys, broadcastable to [B, G, K, R, S, C].
     positions: of the tokens in the whole sequence.
-    key_positions: of the own keys, likewise.
-    prompt_mask: [B, P], or None where the tokens are the prompt.
+    key_positions: of the row keys in the whole sequence.
+    prompt_mask: True on real prompt tokens, or None where the tokens are the
+      prompt.
   """
 
-  tables: tuple[Any, ...]
+  tables: tuple[RotaryTable, ...]
   mask: Bool[Array, "..."]
   positions: Int[Array, "B G S"]
   key_positions: Int[Array, "B G C"]
   prompt_mask: Bool[Array, "B P"] | None
 
 
-def _project(x, layer, name):
+def _project(
+  x: Float[Array, "B G S in"], layer: Layer, name: str
+) -> Float[Array, "B G S out"]:
   """X W + bias, and (x A) B where the layer has an adapter (Hu et al. 2021)."""
   y = x @ layer[name]
   a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
@@ -45,104 +61,140 @@ def _project(x, layer, name):
   return y if bias is None else y + bias
 
 
-def _masks(config, local, rows: Rows, prompt_length: int):
-  """Masks of own and prompt keys, within the window where the layer is local.
+def _masks(
+  config: TransformerConfig,
+  local: Local,
+  context: TokenContext,
+  prompt_length: int,
+) -> tuple[Bool[Array, "..."], Bool[Array, "..."] | None]:
+  """Masks of row and prompt keys, within the window where the layer is local.
 
   Args:
     config: of the model.
-    local: True, False, or a traced boolean of a layer in a scan.
-    rows: see there.
+    local: whether the layer is local.
+    context: of the tokens.
     prompt_length: P.
+
+  Returns:
+    The mask of the row keys, broadcastable to [B, G, K, R, S, C], and that of
+    the prompt's, [B, P] or [B, G, S, P], or None where there is no prompt.
   """
   if local is False:
-    return rows.mask, rows.prompt_mask
+    return context.mask, context.prompt_mask
 
-  def near(keys):
-    within = rows.positions[..., None] - keys < config.window
-    return within if local is True else within | ~local
+  def in_window(key_positions):
+    distance = context.positions[..., None] - key_positions
+    near = distance < config.window
+    # Traced, the layer may be a global one: then all keys are in its window.
+    return near if local is True else near | ~local
 
-  own = rows.mask & near(rows.key_positions[..., None, :])[:, :, None, None]
-  if rows.prompt_mask is None:
-    return own, None
-  prompt = near(jnp.arange(prompt_length))
-  return own, rows.prompt_mask[:, None, None] & prompt
+  # [B, G, S, C], and then the same for all heads.
+  row_window = in_window(context.key_positions[..., None, :])
+  mask = context.mask & row_window[:, :, None, None]
+  if context.prompt_mask is None:
+    return mask, None
+  # A prompt token's position is its slot: prompts are padded on the right.
+  prompt_window = in_window(jnp.arange(prompt_length))
+  return mask, context.prompt_mask[:, None, None] & prompt_window
 
 
-def _tables(local, tables):
-  """The rotary table of a layer."""
+def _rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
+  """The rotary table of a layer, out of those of global and local layers."""
   if len(tables) == 1 or local is False:
     return tables[0]
   if local is True:
     return tables[1]
-  return jax.tree.map(lambda all_, near: jnp.where(local, near, all_), *tables)
+  return jax.tree.map(
+    lambda of_global, of_local: jnp.where(local, of_local, of_global), *tables
+  )
 
 
-def _attention(config, y, layer, local, rows, prompt, cache, index):
+def _attention(
+  config: TransformerConfig,
+  y: Float[Array, "B G S D"],
+  layer: Layer,
+  local: Local,
+  context: TokenContext,
+  prompt: PromptKeysValues | None,
+  slots: KeysValues | None,
+  index: Int[Array, ""] | None,
+) -> tuple[Float[Array, "B G S D"], KeysValues]:
+  """Attention of a layer; arguments and results as those of `block`."""
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   q = _project(y, layer, "q").reshape(b, g, s, c.heads, c.head_dim)
   k = _project(y, layer, "k").reshape(b, g, s, c.kv_heads, c.head_dim)
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
-  if c.qk_norm:
+  if c.qk_norm:  # before the rotation, which keeps norms as they are
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-  tables = _tables(local, rows.tables)
-  q, k = rotate(q, tables), rotate(k, tables)
+  table = _rotary_table(local, context.tables)
+  q, k = rotate(q, table), rotate(k, table)
+  # Query head h attends with key head h // R: H is split into [K, R], and
+  # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
-  own = k.transpose(0, 1, 3, 2, 4), v.transpose(0, 1, 3, 2, 4)
-  if cache is not None:
-    own = jax.tree.map(
-      lambda all_, new: jax.lax.dynamic_update_slice_in_dim(
-        all_, new.astype(all_.dtype), index, axis=3
-      ),
-      cache,
-      own,
-    )
-  length = 0 if prompt is None else prompt[0].shape[2]
-  mask, prompt_mask = _masks(c, local, rows, length)
+  row = cache.from_heads(k, v)
+  if slots is not None:
+    # Written before they are read: a token attends to itself too. Cached keys
+    # are rotated already, for their positions never change.
+    row = cache.write(slots, row, index)
+  length = 0 if prompt is None else cache.prompt_length(prompt)
+  mask, prompt_mask = _masks(c, local, context, length)
   out = two_part_attention(
     q,
-    own,
+    row,
     mask,
     prompt,
     prompt_mask,
     scale=c.attention_scale,
     cap=c.attention_cap,
   )
-  out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)
-  return _project(out, layer, "o"), own
+  out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
+  return _project(out, layer, "o"), row
 
 
-def _mlp(config, y, layer):
-  activation = ACTIVATIONS[config.activation]
-  if config.experts:
+def _mlp(
+  config: TransformerConfig, y: Float[Array, "B G S D"], layer: Layer
+) -> Float[Array, "B G S D"]:
+  """A gated MLP (Shazeer 2020), or a mixture of them."""
+  activation: Callable[[Array], Array] = ACTIVATIONS[config.activation]
+  if config.experts:  # they take tokens in any order, so [N, D]
     tokens = y.reshape(-1, y.shape[-1])
     return mixture(config, tokens, layer, activation).reshape(y.shape)
   y = activation(_project(y, layer, "gate")) * _project(y, layer, "up")
   return _project(y, layer, "down")
 
 
-def block(config, x, layer, local, rows: Rows, prompt, cache, index):
+def block(
+  config: TransformerConfig,
+  x: Float[Array, "B G S D"],
+  layer: Layer,
+  local: Local,
+  context: TokenContext,
+  prompt: PromptKeysValues | None,
+  slots: KeysValues | None,
+  index: Int[Array, ""] | None,
+) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
   Args:
     config: of the model.
     x: hidden states [B, G, S, D].
     layer: the layer's parameters.
-    local: whether the layer is local; a traced boolean where layers that are
-      and are not share a scan.
-    rows: see there.
+    local: whether the layer is local.
+    context: what the layer needs to know of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
-    cache: keys and values of the completion so far, or None.
-    index: where in the cache those of `x` go.
+    slots: the cache of this layer, or None.
+    index: the slot that the first token of `x` goes to, or None.
 
   Returns:
-    The new hidden states, and the own keys and values, each [B, G, K, C, E].
+    The new hidden states, and the keys and values of the tokens' rows: of the
+    tokens themselves, or all slots of the cache where there is one.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   y = norm(x, layer["attn_norm"])
-  y, own = _attention(c, y, layer, local, rows, prompt, cache, index)
+  y, row = _attention(c, y, layer, local, context, prompt, slots, index)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
-  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), own
+  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row

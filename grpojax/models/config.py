@@ -41,8 +41,8 @@ class TransformerConfig:
     attention_cap: soft cap of the attention logits, or None.
     logits_cap: soft cap of the output logits, or None.
     local_layers: for each layer, whether a token attends to the last `window`
-      tokens only, itself included; () means in no layer.
-    window: see there.
+      tokens only; () means in no layer.
+    window: tokens that a local layer attends to, the token itself included.
     local_rope: the rotary embedding of those layers; None means `rope`.
     experts: X, experts of a layer; 0 means one MLP and no router.
     experts_per_token: experts that a token is sent to.

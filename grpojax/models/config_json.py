@@ -66,7 +66,7 @@ _UNUSED = frozenset(
 
 
 def complete(
-  hf: dict[str, Any],
+  hf_config: dict[str, Any],
   read: dict[str, Any],
   fixed: dict[str, Any] | None = None,
   unused: Iterable[str] = (),
@@ -74,7 +74,7 @@ def complete(
   """A config.json with the defaults of what it does not say.
 
   Args:
-    hf: the config.json.
+    hf_config: the config.json.
     read: the keys that the family reads, besides sizes, and their defaults.
     fixed: keys that must be absent, null or have the one value that is known.
     unused: keys that change nothing in this family.
@@ -85,7 +85,7 @@ def complete(
   read = {"rms_norm_eps": 1e-6} | read
   fixed = _FIXED | (fixed or {})
   known = {*read, *_SIZES, *_UNUSED, *unused}
-  for key, value in hf.items():
+  for key, value in hf_config.items():
     if key in fixed and value is not None and value != fixed[key]:
       raise ValueError(
         f"config.json has {key}={value!r}; only {fixed[key]!r} is supported"
@@ -93,21 +93,23 @@ def complete(
     if key not in known and key not in fixed and value is not None:
       raise ValueError(
         f"config.json has {key}={value!r}, which is not known for "
-        f"model_type={hf['model_type']!r} and may change what the model "
+        f"model_type={hf_config['model_type']!r} and may change what the model "
         "computes; remove it from config.json if you know that it does not"
       )
-  return read | hf
+  return read | hf_config
 
 
-def labels(hf: dict[str, Any]) -> int:
+def labels(hf_config: dict[str, Any]) -> int:
   """Outputs of a sequence classifier, or 0 for a language model.
 
   Raises:
     ValueError: an architecture that is neither.
   """
-  name = (hf.get("architectures") or ["ForCausalLM"])[0]
+  name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
   if name.endswith("ForSequenceClassification"):
-    return len(hf.get("id2label") or {}) or hf.get("num_labels") or 2
+    return (
+      len(hf_config.get("id2label") or {}) or hf_config.get("num_labels") or 2
+    )
   if not name.endswith("ForCausalLM"):
     raise ValueError(
       f"config.json has the architecture {name}; only ...ForCausalLM and "
@@ -116,41 +118,45 @@ def labels(hf: dict[str, Any]) -> int:
   return 0
 
 
-def common(hf: dict[str, Any]) -> dict[str, Any]:
+def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Fields of `TransformerConfig` that all families have.
 
   Raises:
     ValueError: an activation or architecture that is not supported.
   """
-  name = "hidden_activation" if "hidden_activation" in hf else "hidden_act"
+  name = (
+    "hidden_activation" if "hidden_activation" in hf_config else "hidden_act"
+  )
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-  if hf[name] not in activations:
+  if hf_config[name] not in activations:
     raise ValueError(
-      f"config.json has {name}={hf[name]!r}; supported: {list(activations)}"
+      f"config.json has {name}={hf_config[name]!r}; supported: "
+      f"{list(activations)}"
     )
-  heads = hf["num_attention_heads"]
+  heads = hf_config["num_attention_heads"]
   return {
-    "vocab_size": hf["vocab_size"],
-    "width": hf["hidden_size"],
-    "layers": hf["num_hidden_layers"],
+    "vocab_size": hf_config["vocab_size"],
+    "width": hf_config["hidden_size"],
+    "layers": hf_config["num_hidden_layers"],
     "heads": heads,
-    "kv_heads": hf["num_key_value_heads"] or heads,
-    "head_dim": hf["head_dim"] or hf["hidden_size"] // heads,
-    "mlp": hf["intermediate_size"],
-    "activation": activations[hf[name]],
-    "norm_eps": hf["rms_norm_eps"],
-    "tied": hf["tie_word_embeddings"],
-    "labels": labels(hf),
+    "kv_heads": hf_config["num_key_value_heads"] or heads,
+    "head_dim": hf_config["head_dim"] or hf_config["hidden_size"] // heads,
+    "mlp": hf_config["intermediate_size"],
+    "activation": activations[hf_config[name]],
+    "norm_eps": hf_config["rms_norm_eps"],
+    "tied": hf_config["tie_word_embeddings"],
+    "labels": labels(hf_config),
   }
 
 
 def window(
-  hf: dict[str, Any], size: int | None, default: list[bool]
+  hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
   """Which layers are local, and their window.
 
   Args:
-    hf: a complete config.json; its `layer_types` says more than `default`.
+    hf_config: a complete config.json; where it says `layer_types`, `default`
+      is not asked.
     size: tokens that a local layer sees, None where windows are not used.
     default: whether each layer is local where `layer_types` is not said.
 
@@ -159,9 +165,9 @@ def window(
       size.
   """
   local = default
-  if hf["layer_types"] is not None:
-    refuse_others("layer_types", hf["layer_types"], LAYER_TYPES)
-    local = [kind == "sliding_attention" for kind in hf["layer_types"]]
+  if hf_config["layer_types"] is not None:
+    refuse_others("layer_types", hf_config["layer_types"], LAYER_TYPES)
+    local = [kind == "sliding_attention" for kind in hf_config["layer_types"]]
   if any(local) and not size:
     raise ValueError(
       f"config.json has local layers, but their window is {size!r} (see "
@@ -180,11 +186,11 @@ def refuse_others(name: str, values: Iterable[str], known) -> None:
     )
 
 
-def rope(hf: dict[str, Any]) -> Rope:
+def rope(hf_config: dict[str, Any]) -> Rope:
   """The one rotary embedding of a model, in the old style or the new."""
-  said = hf["rope_scaling"] or hf["rope_parameters"] or {}
-  parameters = {"rope_theta": hf["rope_theta"]} | said
-  return parse_rope(parameters, hf["max_position_embeddings"])
+  scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
+  parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
+  return parse_rope(parameters, hf_config["max_position_embeddings"])
 
 
 def parse_rope(parameters: dict[str, Any], length: int) -> Rope:

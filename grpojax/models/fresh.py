@@ -37,7 +37,7 @@ def write_config(
   """
   if width % heads:
     raise ValueError(f"width = {width}: must be a multiple of heads = {heads}")
-  config = {
+  hf_config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": vocab_size,
@@ -55,5 +55,6 @@ def write_config(
     "pad_token_id": pad_id,
     "eos_token_id": eos_id,
   }
-  hf.to_transformer_config(config)
-  (pathlib.Path(path) / "config.json").write_text(json.dumps(config, indent=2))
+  hf.to_transformer_config(hf_config)
+  text = json.dumps(hf_config, indent=2)
+  (pathlib.Path(path) / "config.json").write_text(text)

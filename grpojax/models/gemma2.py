@@ -32,26 +32,26 @@ FIXED = {
 }
 
 
-def common(hf: dict[str, Any]) -> dict[str, Any]:
+def common(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Fields that gemma2 and gemma3 read alike."""
-  return config_json.common(hf) | {
-    "qkv_bias": hf["attention_bias"],
-    "o_bias": hf["attention_bias"],
+  return config_json.common(hf_config) | {
+    "qkv_bias": hf_config["attention_bias"],
+    "o_bias": hf_config["attention_bias"],
     "norm_offset": True,
     "post_norms": True,
     "scaled_embedding": True,
-    "attention_scale": hf["query_pre_attn_scalar"] ** -0.5,
-    "attention_cap": hf["attn_logit_softcapping"],
-    "logits_cap": hf["final_logit_softcapping"],
+    "attention_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
+    "attention_cap": hf_config["attn_logit_softcapping"],
+    "logits_cap": hf_config["final_logit_softcapping"],
   }
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "gemma2"."""
-  hf = config_json.complete(hf, READ, FIXED)
-  default = [i % 2 == 0 for i in range(hf["num_hidden_layers"])]
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  default = [i % 2 == 0 for i in range(hf_config["num_hidden_layers"])]
   return TransformerConfig(
-    **common(hf),
-    **config_json.window(hf, hf["sliding_window"], default),
-    rope=config_json.rope(hf),
+    **common(hf_config),
+    **config_json.window(hf_config, hf_config["sliding_window"], default),
+    rope=config_json.rope(hf_config),
   )

@@ -18,33 +18,39 @@ READ = gemma2.READ | {
 FIXED = gemma2.FIXED | {"attn_logit_softcapping": None}
 
 
-def _ropes(hf: dict[str, Any]) -> dict[str, Any]:
+def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Two bases; only the one of the global layers may be scaled."""
-  kinds = hf["rope_parameters"] or {}
-  config_json.refuse_others("rope_parameters", kinds, config_json.LAYER_TYPES)
-  parts = {
-    kind: {"rope_theta": hf[base]} | (kinds.get(kind) or {})
+  by_type = hf_config["rope_parameters"] or {}
+  config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
+  ropes = {
+    kind: {"rope_theta": hf_config[base]} | (by_type.get(kind) or {})
     for kind, base in (
       ("full_attention", "rope_theta"),
       ("sliding_attention", "rope_local_base_freq"),
     )
   }
-  parts["full_attention"] |= hf["rope_scaling"] or {}
-  length = hf["max_position_embeddings"]
+  ropes["full_attention"] |= hf_config["rope_scaling"] or {}
+  length = hf_config["max_position_embeddings"]
   return {
-    "rope": config_json.parse_rope(parts["full_attention"], length),
-    "local_rope": config_json.parse_rope(parts["sliding_attention"], length),
+    "rope": config_json.parse_rope(ropes["full_attention"], length),
+    "local_rope": config_json.parse_rope(ropes["sliding_attention"], length),
   }
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "gemma3_text"."""
-  hf = config_json.complete(hf, READ, FIXED)
-  every = hf["sliding_window_pattern"] or hf["_sliding_window_pattern"] or 6
-  default = [(i + 1) % every != 0 for i in range(hf["num_hidden_layers"])]
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  pattern = (
+    hf_config["sliding_window_pattern"]
+    or hf_config["_sliding_window_pattern"]
+    or 6
+  )  # one layer in so many is a global one
+  default = [
+    (i + 1) % pattern != 0 for i in range(hf_config["num_hidden_layers"])
+  ]
   return TransformerConfig(
-    **gemma2.common(hf),
-    **config_json.window(hf, hf["sliding_window"], default),
-    **_ropes(hf),
+    **gemma2.common(hf_config),
+    **config_json.window(hf_config, hf_config["sliding_window"], default),
+    **_ropes(hf_config),
     qk_norm=True,
   )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
 from grpojax.models import (
@@ -37,6 +38,37 @@ FAMILIES = {
   "gemma3_text": gemma3,
   "qwen3_moe": qwen3_moe,
 }
+"""The module of each family, by config.json's model_type.
+
+To add a family is to add a module here that has
+
+- `KEYS`: for each parameter of ours, by its path in `config.parameter_shapes`,
+  `(stored name, transposed)`. The name holds "{layer}" for what is stored by
+  layer, and "{expert}" too for what is stored by expert. A matrix of ours is
+  [in, out]; `transposed` says that the file has [out, in], as PyTorch's Linear
+  does. A name more than a model has does no harm.
+- `config(hf_config) -> TransformerConfig`. It passes config.json through
+  `config_json.complete`, which refuses what the family does not list, with
+  - `READ`: the keys that it reads, with transformers' defaults for absent ones;
+  - `FIXED` (optional): keys that change what the model computes, with the one
+    value that is implemented;
+  - `UNUSED` (optional): keys that change nothing here.
+
+Where the family needs a parameter that no other has, three things go by the
+parameter's name, and the family is not done before they know it:
+
+- `config.init`: "norm" in a name means ones (zeros with `norm_offset`), "bias"
+  zeros, and any other name random normal values;
+- `runtime.sharding.RULES`: every matrix needs a rule, or is refused;
+- `lora.PROJECTIONS`: what LoRA can adapt, namely what `block` multiplies by in
+  `_project`. Experts and their router are not among them.
+
+A router is named "router", and then stays float32 whatever the model computes
+in (`transformer`'s cast): its logits choose experts, and a rounding error picks
+another expert.
+
+tests/models/test_family_contract.py checks all this for every family.
+"""
 COMPANIONS = (
   "config.json",
   "generation_config.json",
@@ -84,8 +116,8 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
   return weights.read_json(resolve(path) / "config.json")
 
 
-def _family(hf: dict[str, Any]):
-  kind = hf.get("model_type")
+def _family(hf_config: dict[str, Any]):
+  kind = hf_config.get("model_type")
   if kind not in FAMILIES:
     raise ValueError(
       f"model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}"
@@ -93,7 +125,7 @@ def _family(hf: dict[str, Any]):
   return FAMILIES[kind]
 
 
-def to_transformer_config(hf: dict[str, Any]) -> TransformerConfig:
+def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Our view of a config.json.
 
   Raises:
@@ -101,49 +133,27 @@ def to_transformer_config(hf: dict[str, Any]) -> TransformerConfig:
   """
   # What a directory says of code of its own is not run, nor passed over.
   for name, why in _REFUSED.items():
-    if hf.get(name):
+    if hf_config.get(name):
       raise ValueError(f"config.json has {name}: {why}")
   try:
-    return _family(hf).config(hf)
+    return _family(hf_config).config(hf_config)
   except KeyError as error:
     raise ValueError(f"config.json lacks {error}") from error
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-  """Leaves by path: `{"layers/q": ..., ...}`; shapes are leaves too."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(
-    tree, is_leaf=lambda x: isinstance(x, tuple)
-  )
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-    for path, leaf in leaves
-  }
-
-
-def nest(flat: dict[str, Any]) -> Params:
-  """The nested dict that `flatten` made flat."""
-  tree: dict[str, Any] = {}
-  for path, leaf in flat.items():
-    *parents, last = path.split("/")
-    node = tree
-    for name in parents:
-      node = node.setdefault(name, {})
-    node[last] = leaf
-  return tree
-
-
-def layout(hf: dict[str, Any]) -> dict[str, weights.Leaf]:
+def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
   """How each array of a model is stored, by our path.
 
   Args:
-    hf: a config.json.
+    hf_config: a config.json.
 
   Raises:
     ValueError: as `to_transformer_config`.
   """
-  shapes = flatten(parameter_shapes(to_transformer_config(hf)))
-  keys, leaves = _family(hf).KEYS, {}
-  for path, shape in shapes.items():
+  config = to_transformer_config(hf_config)
+  shapes = flatten_dict(parameter_shapes(config), sep="/")
+  keys, leaves = _family(hf_config).KEYS, {}
+  for path, shape in sorted(shapes.items()):
     name, transposed = keys[path]
     axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
     names = tuple(
@@ -154,13 +164,14 @@ def layout(hf: dict[str, Any]) -> dict[str, weights.Leaf]:
   return leaves
 
 
-def abstract_params(hf: dict[str, Any], dtype=jnp.float32) -> Params:
+def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
   """Shapes and dtypes of a model's parameters, in our layout."""
-  return nest(
+  return unflatten_dict(
     {
       path: jax.ShapeDtypeStruct(leaf.shape, dtype)
-      for path, leaf in layout(hf).items()
-    }
+      for path, leaf in layout(hf_config).items()
+    },
+    sep="/",
   )
 
 
@@ -180,23 +191,25 @@ def load_params(
       is missing, surplus or of a wrong shape is listed.
   """
   directory = resolve(path)
-  hf = read_config(directory)
-  leaves, tensors = layout(hf), weights.find(directory)
+  hf_config = read_config(directory)
+  leaves, tensors = layout(hf_config), weights.find(directory)
 
   def ignored(name):
     # What old exporters stored though it follows from config.json, and a tied
     # head that was written out a second time.
-    tied = to_transformer_config(hf).tied and name == "lm_head.weight"
+    tied = to_transformer_config(hf_config).tied and name == "lm_head.weight"
     return tied or name.endswith("rotary_emb.inv_freq")
 
   weights.check(directory, leaves, tensors, ignored)
   if callable(shardings):
-    shardings = shardings(abstract_params(hf, dtype))
-  places = dict.fromkeys(leaves) if shardings is None else flatten(shardings)
+    shardings = shardings(abstract_params(hf_config, dtype))
+  places = dict.fromkeys(leaves)
+  if shardings is not None:
+    places = flatten_dict(shardings, sep="/")
   # The largest first: while it is read, little else is in memory.
   order = sorted(leaves, key=lambda p: math.prod(leaves[p].shape), reverse=True)
   flat = {p: weights.read(leaves[p], tensors, dtype, places[p]) for p in order}
-  return nest({p: flat[p] for p in leaves})
+  return unflatten_dict({p: flat[p] for p in leaves}, sep="/")
 
 
 def load(
@@ -253,14 +266,15 @@ def save(
     ValueError: `path` exists already, or the parameters are of another model.
   """
   source = resolve(source)
-  hf, flat = read_config(source), flatten(params)
-  leaves = layout(hf)
+  hf_config, flat = read_config(source), flatten_dict(params, sep="/")
+  leaves = layout(hf_config)
   shapes = {name: leaf.shape for name, leaf in leaves.items()}
   if {name: tuple(array.shape) for name, array in flat.items()} != shapes:
     raise ValueError(f"the parameters are not those of a model like {source}")
-  stored = str(np.dtype(dtype or next(iter(flat.values())).dtype))
-  hf |= {name: stored for name in ("dtype", "torch_dtype") if name in hf}
-  text = json.dumps({"dtype": stored} | hf, indent=2) + "\n"
+  stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
+  names = [name for name in ("dtype", "torch_dtype") if name in hf_config]
+  hf_config |= dict.fromkeys(names, stored)
+  text = json.dumps({"dtype": stored} | hf_config, indent=2) + "\n"
   with weights_out.new_directory(path) as partial:
     copy_files(source, partial)
     (partial / "config.json").write_text(text)

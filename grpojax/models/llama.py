@@ -42,13 +42,13 @@ READ = config_json.ROPE | {
 }
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "llama"."""
-  hf = config_json.complete(hf, READ)
+  hf_config = config_json.complete(hf_config, READ)
   return TransformerConfig(
-    **config_json.common(hf),
-    rope=config_json.rope(hf),
-    qkv_bias=hf["attention_bias"],
-    o_bias=hf["attention_bias"],
-    mlp_bias=hf["mlp_bias"],
+    **config_json.common(hf_config),
+    rope=config_json.rope(hf_config),
+    qkv_bias=hf_config["attention_bias"],
+    o_bias=hf_config["attention_bias"],
+    mlp_bias=hf_config["mlp_bias"],
   )

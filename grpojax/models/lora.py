@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Key
 
 from grpojax.core.types import LM, Params
-from grpojax.models import hf, weights, weights_out
+from grpojax.models import hf, layer_stacks, weights, weights_out
 
 # What the decoder multiplies by, and can add an adapter to.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -43,7 +44,8 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
     ValueError: it is no regular expression, matches nothing, or something
       that cannot be adapted.
   """
-  shapes = {path: leaf.shape for path, leaf in hf.flatten(base).items()}
+  leaves = sorted(flatten_dict(base, sep="/").items())
+  shapes = {path: leaf.shape for path, leaf in leaves}
   matrices = {
     path: shape
     for path, shape in shapes.items()
@@ -53,11 +55,11 @@ def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
     chosen = [path for path in shapes if re.fullmatch(targets, path)]
   except re.error as error:
     raise ValueError(f"targets {targets!r}: {error}") from None
-  wrong = sorted(set(chosen) - set(matrices))
-  if not chosen or wrong:
-    what = f"{', '.join(wrong)}, no projections" if wrong else "nothing"
+  others = sorted(set(chosen) - set(matrices))
+  if not chosen or others:
+    matched = f"{', '.join(others)}, no projections" if others else "nothing"
     raise ValueError(
-      f"targets {targets!r} match {what}; there are {', '.join(matrices)}"
+      f"targets {targets!r} match {matched}; there are {', '.join(matrices)}"
     )
   return {path: matrices[path] for path in chosen}
 
@@ -106,18 +108,18 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """
   if not adapters:
     return base
-  stacks, parts, start = adapters["layers"], [], 0
-  stacks = stacks if isinstance(stacks, tuple) else (stacks,)
+  stacks, attached, start = layer_stacks.stacks(adapters), [], 0
   for stack in stacks:
-    stop = start + len(jax.tree.leaves(stack)[0])
-    part = base["layers"]
+    stop = start + layer_stacks.layer_count(stack)
+    layers = base["layers"]
     if len(stacks) > 1:
-      part = jax.tree.map(lambda x, s=slice(start, stop): x[s], part)
-    low = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
-    low |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
-    parts.append(part | low)
+      layers = jax.tree.map(lambda x, s=slice(start, stop): x[s], layers)
+    low_rank = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
+    low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
+    attached.append(layers | low_rank)
     start = stop
-  return base | {"layers": tuple(parts) if len(parts) > 1 else parts[0]}
+  layers = tuple(attached) if len(attached) > 1 else attached[0]
+  return base | {"layers": layers}
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
@@ -162,8 +164,8 @@ def merge(base: Params, adapters: Params, scale: int | float) -> Params:
     Parameters in the base's dtype; the products are computed in float32.
   """
   layers = dict(base["layers"])
-  for name, low in adapters.get("layers", {}).items():
-    a, b = (low[side].astype(jnp.float32) for side in ("a", "b"))
+  for name, low_rank in adapters.get("layers", {}).items():
+    a, b = (low_rank[side].astype(jnp.float32) for side in ("a", "b"))
     change = jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
     matrix = layers[name]
     layers[name] = (matrix.astype(jnp.float32) + change).astype(matrix.dtype)
@@ -212,11 +214,11 @@ def save_peft(
   """
   if not adapters:
     raise ValueError("there are no adapters to save")
-  flat = hf.flatten(adapters)
-  shapes = {path: array.shape for path, array in flat.items()}
+  flat = flatten_dict(adapters, sep="/")
+  shapes = {path: array.shape for path, array in sorted(flat.items())}
   layout = _layout(hf.read_config(source), shapes)
   modules = {leaf.names[0].split(".")[-3] for leaf in layout.values()}
-  config = {
+  peft_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
     "base_model_name_or_path": str(source),
@@ -229,7 +231,7 @@ def save_peft(
     "inference_mode": True,
   }
   with weights_out.new_directory(path) as partial:
-    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    (partial / CONFIG).write_text(json.dumps(peft_config, indent=2) + "\n")
     weights_out.write(partial, layout, flat, dtype, single=WEIGHTS)
 
 
@@ -250,19 +252,19 @@ def load_peft(
       that do not fit the base.
   """
   path = pathlib.Path(path)
-  config = weights.read_json(path / CONFIG)
-  wrong = [name for name in _REFUSED if config.get(name)]
-  wrong += ["peft_type"] if config.get("peft_type") != "LORA" else []
-  wrong += ["bias"] if config.get("bias", "none") != "none" else []
-  if wrong:
-    text = ", ".join(f"{name}={config.get(name)!r}" for name in wrong)
+  peft_config = weights.read_json(path / CONFIG)
+  refused = [name for name in _REFUSED if peft_config.get(name)]
+  refused += ["peft_type"] if peft_config.get("peft_type") != "LORA" else []
+  refused += ["bias"] if peft_config.get("bias", "none") != "none" else []
+  if refused:
+    text = ", ".join(f"{name}={peft_config.get(name)!r}" for name in refused)
     raise ValueError(f"{path / CONFIG}: {text} is not supported")
-  tensors, rank = weights.header(path / WEIGHTS), config["r"]
+  tensors, rank = weights.header(path / WEIGHTS), peft_config["r"]
   hf_config, shapes = hf.read_config(source), {}
   base = hf.layout(hf_config)
-  every = "|".join(PROJECTIONS)
-  possible = targets_of(hf.abstract_params(hf_config), f"layers/({every})")
-  for target, (count, fan_in, fan_out) in possible.items():
+  any_projection = f"layers/({'|'.join(PROJECTIONS)})"
+  adaptable = targets_of(hf.abstract_params(hf_config), any_projection)
+  for target, (count, fan_in, fan_out) in adaptable.items():
     if not tensors.keys().isdisjoint(_names(base[target], "a")):
       shapes[f"{target}/a"] = (count, fan_in, rank)
       shapes[f"{target}/b"] = (count, rank, fan_out)
@@ -272,5 +274,5 @@ def load_peft(
     name: weights.read(leaf, tensors, jnp.float32)
     for name, leaf in layout.items()
   }
-  root = rank**0.5 if config.get("use_rslora") else rank
-  return hf.nest(flat), config["lora_alpha"] / root
+  root = rank**0.5 if peft_config.get("use_rslora") else rank
+  return unflatten_dict(flat, sep="/"), peft_config["lora_alpha"] / root

@@ -16,13 +16,13 @@ READ = config_json.ROPE | {
 FIXED = {"attention_bias": False, "mlp_bias": False}
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "mistral"."""
-  hf = config_json.complete(hf, READ, FIXED)
-  size = hf["sliding_window"]
-  default = [size is not None] * hf["num_hidden_layers"]
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  size = hf_config["sliding_window"]
+  default = [size is not None] * hf_config["num_hidden_layers"]
   return TransformerConfig(
-    **config_json.common(hf),
-    **config_json.window(hf | {"layer_types": None}, size, default),
-    rope=config_json.rope(hf),
+    **config_json.common(hf_config),
+    **config_json.window(hf_config | {"layer_types": None}, size, default),
+    rope=config_json.rope(hf_config),
   )

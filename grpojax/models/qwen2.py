@@ -24,21 +24,23 @@ READ = (
 )
 
 
-def window(hf: dict[str, Any]) -> dict[str, Any]:
+def window(hf_config: dict[str, Any]) -> dict[str, Any]:
   """Sliding windows: from layer `max_window_layers` on, if they are used."""
-  size = hf["sliding_window"] if hf["use_sliding_window"] else None
-  first = hf["max_window_layers"]
-  layers = range(hf["num_hidden_layers"])
+  size = (
+    hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
+  )
+  first = hf_config["max_window_layers"]
+  layers = range(hf_config["num_hidden_layers"])
   default = [size is not None and i >= first for i in layers]
-  return config_json.window(hf, size, default)
+  return config_json.window(hf_config, size, default)
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen2"."""
-  hf = config_json.complete(hf, READ)
+  hf_config = config_json.complete(hf_config, READ)
   return TransformerConfig(
-    **config_json.common(hf),
-    **window(hf),
-    rope=config_json.rope(hf),
+    **config_json.common(hf_config),
+    **window(hf_config),
+    rope=config_json.rope(hf_config),
     qkv_bias=True,
   )

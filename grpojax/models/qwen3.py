@@ -12,14 +12,14 @@ KEYS = qwen2.KEYS | {
 READ = qwen2.READ | {"head_dim": 128, "attention_bias": False}
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen3"."""
-  hf = config_json.complete(hf, READ)
+  hf_config = config_json.complete(hf_config, READ)
   return TransformerConfig(
-    **config_json.common(hf),
-    **qwen2.window(hf),
-    rope=config_json.rope(hf),
-    qkv_bias=hf["attention_bias"],
-    o_bias=hf["attention_bias"],
+    **config_json.common(hf_config),
+    **qwen2.window(hf_config),
+    rope=config_json.rope(hf_config),
+    qkv_bias=hf_config["attention_bias"],
+    o_bias=hf_config["attention_bias"],
     qk_norm=True,
   )

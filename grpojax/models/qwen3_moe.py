@@ -34,20 +34,24 @@ FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 UNUSED = {"max_window_layers", "output_router_logits", "router_aux_loss_coef"}
 
 
-def config(hf: dict[str, Any]) -> TransformerConfig:
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
   """Reads a config.json of model_type "qwen3_moe"."""
-  hf = config_json.complete(hf, READ, FIXED, UNUSED)
-  size = hf["sliding_window"] if hf["use_sliding_window"] else None
-  default = [size is not None] * hf["num_hidden_layers"]
-  fields = config_json.common(hf) | {"mlp": hf["moe_intermediate_size"]}
+  hf_config = config_json.complete(hf_config, READ, FIXED, UNUSED)
+  size = (
+    hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
+  )
+  default = [size is not None] * hf_config["num_hidden_layers"]
+  fields = config_json.common(hf_config) | {
+    "mlp": hf_config["moe_intermediate_size"]
+  }
   return TransformerConfig(
     **fields,
-    **config_json.window(hf, size, default),
-    rope=config_json.rope(hf),
-    qkv_bias=hf["attention_bias"],
-    o_bias=hf["attention_bias"],
+    **config_json.window(hf_config, size, default),
+    rope=config_json.rope(hf_config),
+    qkv_bias=hf_config["attention_bias"],
+    o_bias=hf_config["attention_bias"],
     qk_norm=True,
-    experts=hf["num_local_experts"] or hf["num_experts"],
-    experts_per_token=hf["num_experts_per_tok"],
-    normalize_experts=hf["norm_topk_prob"],
+    experts=hf_config["num_local_experts"] or hf_config["num_experts"],
+    experts_per_token=hf_config["num_experts_per_tok"],
+    normalize_experts=hf_config["norm_topk_prob"],
   )

@@ -21,9 +21,10 @@ class Rope:
   Attributes:
     theta: base of the frequencies.
     factor: how much longer the context is than the one trained on at first.
-    low_freq_factor: see above, or None.
-    high_freq_factor: see above.
-    original_length: see above, in tokens.
+    low_freq_factor: turns in `original_length` below which a frequency is
+      divided by `factor`; None is linear scaling.
+    high_freq_factor: turns above which a frequency stays as it is.
+    original_length: context that the model was first trained on, in tokens.
   """
 
   theta: float = 10_000.0
@@ -46,14 +47,20 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
   return ((1 - share) * slow + share * frequency).astype(np.float32)
 
 
-def rope_tables(positions: Int[Array, "..."], dim: int, rope: Rope):
+def rope_tables(
+  positions: Int[Array, "*tokens"], dim: int, rope: Rope
+) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
   """Cosines and sines [..., dim / 2] of the rotary angles, float32."""
   angle = positions[..., None].astype(jnp.float32) * frequencies(rope, dim)
   return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Float[Array, "B G S h E"], tables) -> Float[Array, "B G S h E"]:
+def rotate(
+  x: Float[Array, "B G S heads E"],
+  tables: tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]],
+) -> Float[Array, "B G S heads E"]:
   """Rotates the two halves of each head by the angles of `rope_tables`."""
-  cos, sin = (t[:, :, :, None].astype(x.dtype) for t in tables)
+  # One angle a position for all heads; in x's dtype, as transformers does.
+  cos, sin = (table[:, :, :, None].astype(x.dtype) for table in tables)
   x1, x2 = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

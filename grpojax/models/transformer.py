@@ -12,127 +12,78 @@ tuple of stacks that follow each other.
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.types import LM, Params, Prefix
+from grpojax.models import cache as cache_lib
+from grpojax.models import layer_stacks
 from grpojax.models.attention import rms_norm, soft_cap
-from grpojax.models.block import Rows, block
+from grpojax.models.block import TokenContext, block
+from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
+from grpojax.models.layer_stacks import last_layers as last_layers
 from grpojax.models.rope import rope_tables
 
 
-def _stacks(params: Params) -> tuple[Any, ...]:
-  """The stacks of layers, in their order."""
-  layers = params["layers"]
-  return layers if isinstance(layers, tuple) else (layers,)
-
-
-def _unstack(stack):
-  """The layers of a stack one by one."""
-  count = len(jax.tree.leaves(stack)[0])
-  return [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(count)]
-
-
-def last_layers(params: Params, count: int):
-  """Holds the last layers, the final norm and the output head apart.
-
-  Nothing below them is differentiated then (see
-  `statistics.projections.score_projections`). A tied head is part of the
-  embedding, and stays with what is below.
-
-  Args:
-    params: of a `transformer`, with its layers in one stack.
-    count: layers to hold apart.
-
-  Returns:
-    `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
-    parameters of the same model.
-
-  Raises:
-    ValueError: there are not so many layers.
-  """
-  total = len(jax.tree.leaves(params["layers"])[0])
-  if not 1 <= count <= total:
-    raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
-  first, last = (
-    jax.tree.map(lambda x, part=part: x[part], params["layers"])
-    for part in (slice(total - count), slice(total - count, None))
-  )
-  names = ("final_norm", "head", "score")
-  moving = {name: params[name] for name in names if name in params}
-  moving["layers"] = last
-
-  def merge(moving):
-    return params | moving | {"layers": (first, moving["layers"])}
-
-  return moving, merge
-
-
-def _scan(config, body, x, params, *scanned):
-  """Scans `body(x, layer, local, *more)` over the layers, stack by stack.
-
-  Args:
-    config: of the model.
-    body: returns the new x and what to keep of the layer.
-    x: hidden states.
-    params: of the model.
-    *scanned: for each stack a pytree with its layers on the leading axis.
-
-  Returns:
-    The hidden states, and what was kept of each stack.
-  """
-  start, kept, uniform = 0, [], len(set(config.locality)) == 1
-  for stack, *more in zip(_stacks(params), *scanned, strict=True):
-    count = len(jax.tree.leaves(stack)[0])
-    kinds = config.locality[start : start + count]
-    start += count
-    if uniform:  # then it needs no choice at run time
-      step = lambda x, s: body(x, s[0], config.locality[0], *s[1:])
-      x, keep = jax.lax.scan(step, x, (stack, *more))
-    else:
-      step = lambda x, s: body(x, *s)
-      x, keep = jax.lax.scan(step, x, (stack, jnp.asarray(kinds), *more))
-    kept.append(keep)
-  return x, tuple(kept)
-
-
-def _embed(config, params, ids):
+def _embed(
+  config: TransformerConfig, params: Params, ids: Int[Array, "*tokens"]
+) -> Float[Array, "*tokens D"]:
   x = params["embed"][ids]
   if config.scaled_embedding:
     x = x * jnp.asarray(config.width**0.5, x.dtype)
   return x
 
 
-def _final_norm(config, params, x):
+def _final_norm(
+  config: TransformerConfig, params: Params, x: Float[Array, "*tokens D"]
+) -> Float[Array, "*tokens D"]:
   scale = params["final_norm"]
   return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
 
 
-def _rows(config, mask, positions, key_positions, prompt_mask) -> Rows:
+def _token_context(
+  config: TransformerConfig,
+  mask: Bool[Array, "..."],
+  positions: Int[Array, "B G S"],
+  key_positions: Int[Array, "B G C"],
+  prompt_mask: Bool[Array, "B P"] | None,
+) -> TokenContext:
+  """Adds the rotary tables, which are the same in all layers of a kind."""
   tables = tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes
   )
-  return Rows(tables, mask, positions, key_positions, prompt_mask)
+  return TokenContext(tables, mask, positions, key_positions, prompt_mask)
 
 
-def _prefill(config, step, params, prompt_ids, prompt_mask):
+def _prefill(
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  params: Params,
+  prompt_ids: Int[Array, "B P"],
+  prompt_mask: Bool[Array, "B P"],
+) -> Prefix:
+  """Runs the prompts as rows of a group of one, and keeps keys and values."""
   b, p = prompt_ids.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
+  # Causal, and no padding as a key: [B, P, P]. A padded query may see no real
+  # key but those before it; what it computes is never read.
   mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
-  rows = _rows(config, mask[:, None, None, None], positions, positions, None)
+  mask = mask[:, None, None, None]  # all heads of the one row
+  context = _token_context(config, mask, positions, positions, None)
 
   def body(x, layer, local):
-    x, (k, v) = step(config, x, layer, local, rows, None, None, None)
-    return x, (k[:, 0], v[:, 0])
+    x, row = layer_step(config, x, layer, local, context, None, None, None)
+    return x, cache_lib.of_prompt(row)
 
   x = _embed(config, params, prompt_ids)[:, None]
-  x, keys_values = _scan(config, body, x, params)
+  x, keys_values = layer_stacks.scan(config, body, x, params)
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
@@ -142,51 +93,117 @@ def _prefill(config, step, params, prompt_ids, prompt_mask):
   )
 
 
-def _own_mask(s, segments: Int[Array, "B G S"] | None) -> Bool[Array, "..."]:
+def _row_mask(
+  size: int, segments: Int[Array, "B G S"] | None
+) -> Bool[Array, "..."]:
   """Causal along the row, and within a segment where there are several."""
-  mask = jnp.tril(jnp.ones((s, s), bool))
+  mask = jnp.tril(jnp.ones((size, size), bool))
   if segments is not None:
     mask = mask & (segments[..., :, None] == segments[..., None, :])
-    mask = mask[:, :, None, None]
+    mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, S]
   return mask
 
 
-def _extend(config, step, params, prefix, ids, cache, positions, segments):
-  s = ids.shape[-1]
-  start = 0 if cache is None else cache["index"]
+def _extend_rows(
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  params: Params,
+  x: Float[Array, "B G S D"],
+  positions: Int[Array, "B G S"],
+  segments: Int[Array, "B G S"] | None,
+  keys_values: tuple[PromptKeysValues, ...],
+  prompt_mask: Bool[Array, "B P"],
+) -> Float[Array, "B G S D"]:
+  """Whole completions through all layers: training, nothing is kept.
+
+  The layers are scanned, so that the program does not grow with their number.
+  """
+  mask = _row_mask(x.shape[2], segments)
+  context = _token_context(config, mask, positions, positions, prompt_mask)
+
+  def body(x, layer, local, prompt):
+    x, _ = layer_step(config, x, layer, local, context, prompt, None, None)
+    return x, None
+
+  return layer_stacks.scan(config, body, x, params, keys_values)[0]
+
+
+def _extend_cached(
+  config: TransformerConfig,
+  params: Params,
+  x: Float[Array, "B G S D"],
+  positions: Int[Array, "B G S"],
+  cache: Cache,
+  keys_values: tuple[PromptKeysValues, ...],
+  prompt_mask: Bool[Array, "B P"],
+) -> tuple[Float[Array, "B G S D"], Cache]:
+  """The next tokens through all layers, and the cache with them in it.
+
+  The layers are unrolled: a scan would take the cache apart and put it together
+  again, and copy it for that, while here the decode loop updates each layer's
+  slots in place.
+  """
+  context = _token_context(
+    config,
+    cache_lib.visible(cache, x.shape[2]),
+    positions,
+    cache_lib.slot_positions(cache, positions),
+    prompt_mask,
+  )
+  # One (parameters, prompt's keys and values) a layer, across the stacks.
+  stacks = zip(layer_stacks.stacks(params), keys_values, strict=True)
+  layers_prompts = itertools.chain.from_iterable(
+    map(layer_stacks.unstack, stacks)
+  )
+  filled = []
+  for (layer, prompt), local, slots in zip(
+    layers_prompts, config.locality, cache.layers, strict=True
+  ):
+    x, slots = block(
+      config, x, layer, local, context, prompt, slots, cache.index
+    )
+    filled.append(slots)
+  return x, Cache(cache.index + x.shape[2], tuple(filled))
+
+
+def _extend(
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  params: Params,
+  prefix: Prefix,
+  ids: Int[Array, "B G S"],
+  cache: Cache | None,
+  positions: Int[Array, "B G S"] | None,
+  segments: Int[Array, "B G S"] | None,
+) -> tuple[Float[Array, "B G S D"], Cache | None]:
+  """Runs completion tokens on from a prefix, see `LM.extend`."""
+  if cache is not None and segments is not None:
+    raise ValueError("segments are for training rows; decode without them")
   if positions is None:
-    positions = jnp.broadcast_to(start + jnp.arange(s), ids.shape)
+    start = 0 if cache is None else cache.index
+    positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
+  # From here on in the whole sequence. A completion goes on where its prompt's
+  # real tokens end: the padding between the two has no positions.
   positions = prefix.length[:, None, None] + positions
-  keys_values, prompt_mask = prefix.state
   x = _embed(config, params, ids)
   if cache is None:
-    mask = _own_mask(s, segments)
-    rows = _rows(config, mask, positions, positions, prompt_mask)
-
-    def body(x, layer, local, prompt):
-      return step(config, x, layer, local, rows, prompt, None, None)[0], None
-
-    x, _ = _scan(config, body, x, params, keys_values)
+    x = _extend_rows(
+      config, layer_step, params, x, positions, segments, *prefix.state
+    )
   else:
-    # Unrolled: each layer's cache is then updated in place by the decode loop.
-    if segments is not None:
-      raise ValueError("segments are for training rows; decode without them")
-    size = cache["layers"][0][0].shape[3]
-    mask = jnp.arange(size) <= start + jnp.arange(s)[:, None]
-    slots = positions[..., :1] - start + jnp.arange(size)
-    rows = _rows(config, mask, positions, slots, prompt_mask)
-    layers = []
-    stacks = zip(_stacks(params), keys_values, strict=True)
-    each = itertools.chain.from_iterable(map(_unstack, stacks))
-    every = zip(each, config.locality, cache["layers"], strict=True)
-    for (layer, prompt), local, own in every:
-      x, own = block(config, x, layer, local, rows, prompt, own, start)
-      layers.append(own)
-    cache = {"index": start + s, "layers": tuple(layers)}
+    x, cache = _extend_cached(
+      config, params, x, positions, cache, *prefix.state
+    )
   return _final_norm(config, params, x), cache
 
 
-def _unembed(config, params, hidden, dtype):
+def _unembed(
+  config: TransformerConfig,
+  params: Params,
+  hidden: Float[Array, "*tokens D"],
+  dtype: Any,
+) -> Float[Array, "*tokens V"]:
+  """Logits in float32, whatever the dtype of computation."""
   if config.labels:
     head = params["score"]
   else:
@@ -214,35 +231,42 @@ def transformer(
     ValueError: a configuration whose parts do not fit, see `config.check`.
   """
   check(config)
-  step = block
+  layer_step = block
   if remat:  # under a scan nothing else can be merged with the recomputation
     # Where no two layers differ, `local` is a Python value.
     static = (0, 3) if len(set(config.locality)) == 1 else (0,)
-    step = jax.checkpoint(block, static_argnums=static, prevent_cse=False)
+    layer_step = jax.checkpoint(block, static_argnums=static, prevent_cse=False)
 
   def cast(params):
-    """The router stays float32: which experts it chooses hangs on little."""
+    """All in `dtype`, but for the router of a mixture of experts.
+
+    It chooses among the experts by the order of its logits: rounded to
+    bfloat16, it would send tokens to other experts (see `moe.route`).
+    """
     return jax.tree_util.tree_map_with_path(
       lambda path, x: x if path[-1].key == "router" else x.astype(dtype), params
     )
 
   def prefill(params, prompt_ids, prompt_mask):
-    return _prefill(config, step, cast(params), prompt_ids, prompt_mask)
+    return _prefill(config, layer_step, cast(params), prompt_ids, prompt_mask)
 
   def extend(params, prefix, ids, cache=None, positions=None, segments=None):
     args = (prefix, ids, cache, positions, segments)
-    return _extend(config, step, cast(params), *args)
+    return _extend(config, layer_step, cast(params), *args)
 
   def unembed(params, hidden):
     return _unembed(config, params, hidden, dtype)
 
-  def init_cache(b, g, t):
-    shape = (b, g, config.kv_heads, t, config.head_dim)
-    layers = tuple(
-      (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-      for _ in range(config.layers)
+  def init_cache(batch, group_size, capacity):
+    return cache_lib.create(
+      batch,
+      group_size,
+      capacity,
+      layers=config.layers,
+      kv_heads=config.kv_heads,
+      head_dim=config.head_dim,
+      dtype=dtype,
     )
-    return {"index": jnp.zeros((), jnp.int32), "layers": layers}
 
   return LM(
     init=functools.partial(init, config),

@@ -71,14 +71,14 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     ValueError: the file is missing, or holds something else.
   """
   try:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    value = json.loads(path.read_text(encoding="utf-8"))
   except FileNotFoundError:
     raise ValueError(f"{path} does not exist") from None
   except (UnicodeDecodeError, json.JSONDecodeError) as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
-  if not isinstance(found, dict):
+  if not isinstance(value, dict):
     raise ValueError(f"{path} is not a JSON object")
-  return found
+  return value
 
 
 def header(file: pathlib.Path) -> dict[str, Stored]:
@@ -119,23 +119,23 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
 def _indexed_files(directory: pathlib.Path) -> tuple[dict[str, str], list]:
   """The index's map of tensors to files, and its files."""
   index = directory / INDEX
-  where = read_json(index).get("weight_map")
-  if not isinstance(where, dict) or not where:
+  file_of = read_json(index).get("weight_map")
+  if not isinstance(file_of, dict) or not file_of:
     raise ValueError(f"{index} has no weight_map")
-  names = sorted({str(name) for name in where.values()})
+  names = sorted({str(name) for name in file_of.values()})
   for name in names:
     # A name, not a path: an index must not reach outside its directory.
     if not name.endswith(".safetensors") or {"/", "\\"} & set(name):
       raise ValueError(
         f"{index} names {name!r}; only *.safetensors beside it are read"
       )
-  lost = [name for name in names if not (directory / name).is_file()]
-  if lost:
+  missing = [name for name in names if not (directory / name).is_file()]
+  if missing:
     raise ValueError(
-      f"{index} names files that are not there: {', '.join(lost)}; download "
+      f"{index} names files that are not there: {', '.join(missing)}; download "
       "them too"
     )
-  return where, [directory / name for name in names]
+  return file_of, [directory / name for name in names]
 
 
 def find(directory: pathlib.Path) -> dict[str, Stored]:
@@ -152,26 +152,26 @@ def find(directory: pathlib.Path) -> dict[str, Stored]:
   if (directory / SINGLE).is_file():
     return header(directory / SINGLE)
   if not (directory / INDEX).is_file():
-    kinds = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
-    others = [p.name for kind in kinds for p in sorted(directory.glob(kind))]
-    found = f"; {', '.join(others)} there is not read" if others else ""
+    formats = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+    others = [p.name for glob in formats for p in sorted(directory.glob(glob))]
+    unread = f"; {', '.join(others)} there is not read" if others else ""
     raise ValueError(
-      f"{directory} holds neither {SINGLE} nor {INDEX}{found}. Pickled weights "
-      "are never read: get the model as safetensors"
+      f"{directory} holds neither {SINGLE} nor {INDEX}{unread}. Pickled "
+      "weights are never read: get the model as safetensors"
     )
-  where, files = _indexed_files(directory)
+  file_of, files = _indexed_files(directory)
   tensors = {}
   for file in files:
     tensors |= header(file)
-  wrong = [
+  misplaced = [
     name
-    for name, file in where.items()
+    for name, file in file_of.items()
     if name not in tensors or tensors[name].file.name != file
   ]
-  if wrong:
+  if misplaced:
     raise ValueError(
       f"{directory / INDEX} names tensors that are not in their files: "
-      f"{', '.join(sorted(wrong))}"
+      f"{', '.join(sorted(misplaced))}"
     )
   return tensors
 
@@ -195,7 +195,7 @@ def check(
       floating-point number.
   """
   shapes = {n: x.stored_shape for x in layout.values() for n in x.names}
-  found = {
+  problems = {
     "missing": sorted(shapes.keys() - tensors.keys()),
     "surplus": sorted(n for n in tensors.keys() - shapes if not ignored(n)),
     "of another shape": [
@@ -209,7 +209,11 @@ def check(
       if tensors[name].dtype not in STORED_DTYPES
     ],
   }
-  lines = [f"{k}: {', '.join(names)}" for k, names in found.items() if names]
+  lines = [
+    f"{problem}: {', '.join(names)}"
+    for problem, names in problems.items()
+    if names
+  ]
   if lines:
     raise ValueError(
       "\n  ".join([f"the weights in {directory} do not fit its config", *lines])
@@ -243,10 +247,8 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
   out = np.empty([s.stop - s.start for s in index], dtype)
   lead, inner = index[: leaf.stacked], index[leaf.stacked :]
   for place in np.ndindex(out.shape[: leaf.stacked]):
-    where = [s.start + i for s, i in zip(lead, place, strict=True)]
-    number = 0
-    for i, size in zip(where, leaf.shape, strict=False):
-      number = number * size + i
+    position = [s.start + i for s, i in zip(lead, place, strict=True)]
+    number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
     stored, target = tensors[leaf.names[number]], out[place]
     if leaf.transposed:
       _copy(stored, inner[::-1], target.T)

@@ -114,7 +114,7 @@ def write(
     for path, leaf in layout.items()
     for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
   )
-  shards, where = _shards(sizes, max_shard_size), {}
+  shards, file_of = _shards(sizes, max_shard_size), {}
   for i, names in enumerate(shards, start=1):
     file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
     file = single if len(shards) == 1 else file
@@ -122,11 +122,11 @@ def write(
       _write_header(stream, {name: entries[name] for name in names})
       for name in names:
         stream.write(next(tensors).view(np.uint8))
-        where[name] = file
+        file_of[name] = file
   if len(shards) > 1:
     index = {
       "metadata": {"total_size": sum(sizes.values())},
-      "weight_map": dict(sorted(where.items())),
+      "weight_map": dict(sorted(file_of.items())),
     }
     text = json.dumps(index, indent=2) + "\n"
     (directory / INDEX).write_text(text)

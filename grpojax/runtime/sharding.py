@@ -31,10 +31,17 @@ RULES = (
   (r"layers/(q|k|v|gate|up)/b", P(None, None, "tensor")),  # [L, r, ...]
   (r"layers/(o|down)/a", P(None, "tensor")),  # [L, ..., r]
   (r"layers/(o|down)/b", P(None, None, "fsdp")),  # [L, r, D]
+  # These stay whole: they are small, and each device needs all of them.
+  (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
+  (r"layers/(o|down)_bias", P()),  # [L, D]
+  (r"score", P()),  # [D, labels]
+  (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon
 )
-"""Rules for `models.transformer` and its LoRA adapters.
+"""Rules for `models.transformer`, its LoRA adapters and its optimizers' state.
 
-Norms, output biases and a classifier's head stay whole.
+Vectors and scalars that no rule names (keys, counts, step sizes) stay whole.
+A matrix that no rule names is refused: held whole on every device in silence,
+it would cost the memory that the mesh was to save.
 """
 
 
@@ -74,7 +81,9 @@ def make_mesh(
   return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
 
 
-def spec_for(path: str, shape: Sequence[int], mesh: Mesh, rules=RULES) -> P:
+def spec_for(
+  path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
+) -> P:
   """The `PartitionSpec` of one array.
 
   Args:
@@ -86,7 +95,11 @@ def spec_for(path: str, shape: Sequence[int], mesh: Mesh, rules=RULES) -> P:
 
   Returns:
     The rule's axes, less those that do not divide their dimension; no axes at
-    all where no rule matches or the rule has more dimensions than the array.
+    all where the rule has more dimensions than the array (an optimizer's state
+    that is reduced along one), or where no rule names a vector or a scalar.
+
+  Raises:
+    ValueError: an array of two or more dimensions that no rule names.
   """
   for pattern, spec in rules:
     if not re.search(rf"(^|/)({pattern})$", path):
@@ -98,6 +111,11 @@ def spec_for(path: str, shape: Sequence[int], mesh: Mesh, rules=RULES) -> P:
       for size, axis in zip(shape, spec, strict=False)
     ]
     return P(*axes)
+  if len(shape) > 1:
+    raise ValueError(
+      f"no sharding rule for {path} of shape {tuple(shape)}: add a rule to "
+      "RULES in grpojax/runtime/sharding.py (P() keeps it whole)"
+    )
   return P()
 
 
@@ -112,6 +130,9 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
 
   Returns:
     The same tree of shardings, as `jax.jit` and `jax.device_put` take them.
+
+  Raises:
+    ValueError: a matrix that no rule names, see `spec_for`.
   """
 
   def one(path, leaf):

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from grpojax.models import hf
-from grpojax.models.config import TransformerConfig, check, parameter_shapes
+from grpojax.models.config import TransformerConfig, check
 from grpojax.models.rope import Rope
 
 BASE = {
@@ -133,10 +133,3 @@ def test_parts_that_do_not_fit_are_refused():
   ):
     with pytest.raises(ValueError, match=message):
       check(TransformerConfig(layers=3, **sizes, **change))
-
-
-def test_every_family_has_a_name_for_every_parameter():
-  for kind in OLD:
-    module = hf.FAMILIES[kind]
-    config = read(kind, **OLD[kind])
-    assert set(hf.flatten(parameter_shapes(config))) <= set(module.KEYS)

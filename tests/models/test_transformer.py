@@ -5,9 +5,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
+from grpojax.models import cache as cache_lib
 from grpojax.models.attention import two_part_attention
 from grpojax.models.transformer import (
   TransformerConfig,
@@ -115,10 +117,32 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
   for part in jnp.split(IDS, [1, 2, 3], axis=2):
     states, cache = extend(tiny.params, prefix, part, cache)
     parts.append(states)
-  assert cache["index"] == 5
+  assert cache.index == 5
   np.testing.assert_allclose(
     np.concatenate(parts, 2), hidden(PROMPTS, MASK, IDS), atol=1e-5
   )
+
+
+def test_one_file_knows_the_order_of_the_caches_axes(tiny, monkeypatch):
+  """Decoding is the same where the axes are stored in another order."""
+
+  def decode():
+    prefix = tiny.lm.prefill(tiny.params, PROMPTS, MASK)
+    cache = tiny.lm.init_cache(2, 3, 7)
+    hidden, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., :2], cache)
+    last, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., 2:3], cache)
+    return jnp.concatenate([hidden, last], 2), cache, prefix
+
+  # Not the same function twice: jit would not trace it again.
+  expected, cache, prefix = jax.jit(lambda: decode())()
+  assert cache.layers[0].keys.shape == (2, 3, 2, 7, 4)
+  monkeypatch.setattr(cache_lib, "ROW_AXES", "kcbeg")
+  monkeypatch.setattr(cache_lib, "PROMPT_AXES", "pekb")
+  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+  got, cache, prefix = jax.jit(lambda: decode())()
+  assert cache.layers[0].keys.shape == (2, 7, 2, 4, 3)
+  assert prefix.state[0][0].keys.shape == (2, 4, 4, 2, 2)  # L before the others
+  np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_rematerialisation_changes_no_gradient(tiny):
@@ -182,8 +206,8 @@ def test_a_fresh_model_is_nearly_uniform(tiny):
 def test_the_cache_has_the_asked_dtype(tiny):
   lm = transformer(tiny.config, dtype=jnp.bfloat16)
   cache = jax.eval_shape(lambda: lm.init_cache(2, 3, 7))
-  assert len(cache["layers"]) == 2
-  for leaf in jax.tree.leaves(cache["layers"]):
+  assert len(cache.layers) == 2
+  for leaf in jax.tree.leaves(cache.layers):
     assert leaf.shape == (2, 3, 2, 7, 4) and leaf.dtype == jnp.bfloat16
 
 
@@ -211,12 +235,12 @@ def test_bfloat16_computes_in_bfloat16_on_float32_parameters(tiny):
   @functools.partial(jax.jit, static_argnums=1)
   def gradient(params, lm):
     grads, dtype = jax.grad(total, has_aux=True)(params, lm)
-    assert dtype == lm.init_cache(1, 1, 1)["layers"][0][0].dtype
+    assert dtype == lm.init_cache(1, 1, 1).layers[0][0].dtype
     return grads
 
   grads, exact = (gradient(tiny.params, lm) for lm in (half, tiny.lm))
   cache = half.init_cache(1, 1, 1)
-  assert cache["layers"][0][0].dtype == jnp.bfloat16
+  assert cache.layers[0][0].dtype == jnp.bfloat16
   for ours, want in zip(
     jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True
   ):

@@ -1,21 +1,27 @@
 """Meshes and the table of shardings, on four CPU devices in a subprocess."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import traverse_util
 from jax.sharding import PartitionSpec as P
 
+from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import sharding
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from grpojax.core.types import TrainState
-from grpojax.models import (hf, lora)
+from flax.traverse_util import flatten_dict
+from grpojax.models import lora
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.runtime import sharding
 
@@ -71,7 +77,7 @@ for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
   lm = transformer(TransformerConfig(**shape, **more))
   params = lm.init(jax.random.key(1))
   specs = sharding.shardings(params, mesh)
-  for name, leaf in hf.flatten(params).items():
+  for name, leaf in flatten_dict(params, sep="/").items():
     assert is_whole(name, leaf.shape) == ("norm" in name), name
 
   def logits(params, ids):
@@ -85,7 +91,7 @@ for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
 # Adapters are cut like what they adapt.
 params = transformer(TransformerConfig(**shape)).init(jax.random.key(1))
 adapters = lora.init(params, jax.random.key(2), 4, "layers/(q|k|o|up|down)")
-for name, leaf in hf.flatten(adapters).items():
+for name, leaf in flatten_dict(adapters, sep="/").items():
   assert not is_whole(name, leaf.shape), name
 assert sharding.spec_for("mu/layers/o/a", (2, 16, 4), mesh) == P(None, "tensor")
 """
@@ -121,11 +127,66 @@ def test_rules_match_whole_names_at_the_end_of_a_path():
   shape = (4, 4)
   assert sharding.spec_for("params/embed", shape, mesh) != P()
   assert sharding.spec_for("embed", shape, mesh) != P()
-  assert sharding.spec_for("params/unembed", shape, mesh) == P()
-  assert sharding.spec_for("embed/scale", shape, mesh) == P()
+  assert sharding.spec_for("params/unembed", (4,), mesh) == P()
+  assert sharding.spec_for("embed/scale", (4,), mesh) == P()
+  for path in ("params/unembed", "embed/scale"):
+    with pytest.raises(ValueError, match=f"no sharding rule for {path} of"):
+      sharding.spec_for(path, shape, mesh)
   assert sharding.spec_for("layers/q", (4,), mesh) == P()  # too few dimensions
   rules = ((r"scale", P("tensor")),)
   assert sharding.spec_for("embed/scale", shape, mesh, rules) == P("tensor")
+
+
+def test_a_matrix_without_a_rule_is_refused():
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  params = {"layers": {"q": jnp.ones((2, 4, 4)), "mixer": jnp.ones((2, 4, 4))}}
+  message = r"layers/mixer of shape \(2, 4, 4\): add a rule to RULES"
+  for tree in (params, optax.adam(1e-3).init(params)):
+    with pytest.raises(ValueError, match=message):
+      sharding.shardings(tree, mesh)
+  rules = ((r"layers/mixer", P()), *sharding.RULES)
+  specs = sharding.shardings(params, mesh, rules)["layers"]
+  assert specs["mixer"].spec == P() != specs["q"].spec
+
+
+def test_every_state_of_an_optimizer_has_rules():
+  """All that `sft` and `train` hold: Muon and AdamW, on any decoder."""
+  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  config = TransformerConfig(
+    vocab_size=8,
+    width=4,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=2,
+    mlp=4,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    post_norms=True,
+  )
+  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  matrices = jax.tree.map(
+    lambda x: optax.contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None,
+    params,
+  )
+  muon = optax.contrib.muon(
+    1e-2, ns_coeffs="dion", muon_weight_dimension_numbers=matrices
+  )
+  specs = sharding.shardings(params, mesh)
+  for tx in (optax.adamw(1e-3), muon):
+    state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
+    moments = {
+      jax.tree_util.keystr(path, simple=True, separator="/"): place
+      for path, place in jax.tree_util.tree_leaves_with_path(state)
+    }
+    for name, place in traverse_util.flatten_dict(specs, sep="/").items():
+      mirrored = [v for k, v in moments.items() if k.endswith(f"mu/{name}")]
+      assert mirrored == [place], name
+  labels = dataclasses.replace(config, labels=2)
+  score = jax.eval_shape(transformer(labels).init, jax.random.key(0))
+  assert sharding.shardings(score, mesh)["score"].spec == P()
 
 
 def test_rows_that_the_devices_cannot_cut_are_refused():

@@ -1,0 +1,140 @@
+"""The decode cache, and all that depends on the order of its axes.
+
+Each layer keeps the keys and values of the completions' tokens so far, one row
+of slots a sample, and those of the prompts, once for a whole group:
+
+    row      [B, G, K, C, E]   slot i of C holds completion token i
+    prompt   [B, K, P, E]
+
+`ROW_AXES` and `PROMPT_AXES` are the only places where that order is written
+down. The other modules ask here for what depends on it, and name axes by these
+letters (`attention`, in its einsums).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+ROW_AXES = "bgkce"
+PROMPT_AXES = "bkpe"
+RowArray = Float[Array, " ".join(ROW_AXES.upper())]
+PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
+
+
+class KeysValues(NamedTuple):
+  """Keys and values of rows of tokens in one layer; C is S outside a cache."""
+
+  keys: RowArray
+  values: RowArray
+
+
+class PromptKeysValues(NamedTuple):
+  """Keys and values of prompts in one layer, shared by their groups."""
+
+  keys: PromptArray
+  values: PromptArray
+
+
+class Cache(NamedTuple):
+  """Keys and values of the completions so far.
+
+  Attributes:
+    index: how many slots are filled; the next token goes to this one.
+    layers: slots of each layer. They are separate arrays, and not one with an
+      axis L, so that a decode loop can update each of them in place.
+  """
+
+  index: Int[Array, ""]
+  layers: tuple[KeysValues, ...]
+
+
+def create(
+  batch: int,
+  group_size: int,
+  capacity: int,
+  *,
+  layers: int,
+  kv_heads: int,
+  head_dim: int,
+  dtype: Any,
+) -> Cache:
+  """An empty cache.
+
+  Args:
+    batch: B.
+    group_size: G.
+    capacity: C, completion tokens that a row has room for.
+    layers: L.
+    kv_heads: K.
+    head_dim: E.
+    dtype: of keys and values.
+  """
+  sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
+  shape = tuple(sizes[axis] for axis in ROW_AXES)
+  return Cache(
+    index=jnp.zeros((), jnp.int32),
+    layers=tuple(
+      KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+      for _ in range(layers)
+    ),
+  )
+
+
+def capacity(cache: Cache) -> int:
+  """C, the completion tokens that a row has room for."""
+  return cache.layers[0].keys.shape[ROW_AXES.index("c")]
+
+
+def from_heads(
+  keys: Float[Array, "B G S K E"], values: Float[Array, "B G S K E"]
+) -> KeysValues:
+  """Keys and values as the projections give them, in the cache's order."""
+  order = tuple("bgcke".index(axis) for axis in ROW_AXES)
+  return KeysValues(keys.transpose(order), values.transpose(order))
+
+
+def write(
+  slots: KeysValues, tokens: KeysValues, index: Int[Array, ""]
+) -> KeysValues:
+  """Writes the next tokens of a layer into its slots, from `index` on."""
+  return jax.tree.map(
+    lambda kept, new: jax.lax.dynamic_update_slice_in_dim(
+      kept, new.astype(kept.dtype), index, axis=ROW_AXES.index("c")
+    ),
+    slots,
+    tokens,
+  )
+
+
+def visible(cache: Cache, count: int) -> Bool[Array, "S C"]:
+  """Which slots each of the next `count` tokens sees: all up to its own.
+
+  The slots after the token's own are not filled yet.
+  """
+  return jnp.arange(capacity(cache)) <= cache.index + jnp.arange(count)[:, None]
+
+
+def slot_positions(
+  cache: Cache, positions: Int[Array, "B G S"]
+) -> Int[Array, "B G C"]:
+  """Positions of what is in the slots, given those of the next tokens.
+
+  Decoded tokens follow each other without a gap, so the position of the first
+  of the next tokens gives all the others.
+  """
+  return positions[..., :1] - cache.index + jnp.arange(capacity(cache))
+
+
+def of_prompt(tokens: KeysValues) -> PromptKeysValues:
+  """The keys and values of prompts that went through a layer as rows, G = 1."""
+  axes = ROW_AXES.replace("g", "").replace("c", "p")
+  order = tuple(axes.index(axis) for axis in PROMPT_AXES)
+  only_row = (slice(None),) * ROW_AXES.index("g") + (0,)
+  return PromptKeysValues(*(x[only_row].transpose(order) for x in tokens))
+
+
+def prompt_length(prompt: PromptKeysValues) -> int:
+  """P."""
+  return prompt.keys.shape[PROMPT_AXES.index("p")]

@@ -1,0 +1,103 @@
+"""The decoder's layers as stacks, taken apart and run one after another.
+
+A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
+one or, where some layers are held apart (`last_layers`), several.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from grpojax.core.types import Params
+from grpojax.models.config import TransformerConfig
+
+
+def stacks(params: Params) -> tuple[Params, ...]:
+  """The stacks of layers, in their order."""
+  layers = params["layers"]
+  return layers if isinstance(layers, tuple) else (layers,)
+
+
+def layer_count(stack: Params) -> int:
+  """How many layers a stack has."""
+  return len(jax.tree.leaves(stack)[0])
+
+
+def unstack(stack: Any) -> list[Any]:
+  """The layers of a stack one by one."""
+  return [
+    jax.tree.map(lambda x, i=i: x[i], stack) for i in range(layer_count(stack))
+  ]
+
+
+def last_layers(
+  params: Params, count: int
+) -> tuple[Params, Callable[[Params], Params]]:
+  """Holds the last layers, the final norm and the output head apart.
+
+  Nothing below them is differentiated then (see
+  `statistics.projections.score_projections`). A tied head is part of the
+  embedding, and stays with what is below.
+
+  Args:
+    params: of a `transformer`, with its layers in one stack.
+    count: layers to hold apart.
+
+  Returns:
+    `(moving, merge)`: the parameters held apart, and `merge(moving)`, the
+    parameters of the same model.
+
+  Raises:
+    ValueError: there are not so many layers.
+  """
+  total = layer_count(params["layers"])
+  if not 1 <= count <= total:
+    raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
+  first, last = (
+    jax.tree.map(lambda x, part=part: x[part], params["layers"])
+    for part in (slice(total - count), slice(total - count, None))
+  )
+  names = ("final_norm", "head", "score")
+  moving = {name: params[name] for name in names if name in params}
+  moving["layers"] = last
+
+  def merge(moving):
+    return params | moving | {"layers": (first, moving["layers"])}
+
+  return moving, merge
+
+
+def scan(
+  config: TransformerConfig,
+  body: Callable[..., tuple[Array, Any]],
+  x: Float[Array, "B G S D"],
+  params: Params,
+  *scanned: tuple[Any, ...],
+) -> tuple[Float[Array, "B G S D"], tuple[Any, ...]]:
+  """Scans `body(x, layer, local, *more)` over the layers, stack by stack.
+
+  Args:
+    config: of the model.
+    body: returns the new x and what to keep of the layer.
+    x: hidden states.
+    params: of the model.
+    *scanned: for each stack a pytree with its layers on the leading axis.
+
+  Returns:
+    The hidden states, and what was kept of each stack.
+  """
+  start, kept, uniform = 0, [], len(set(config.locality)) == 1
+  for stack, *more in zip(stacks(params), *scanned, strict=True):
+    locality = config.locality[start : start + layer_count(stack)]
+    start += len(locality)
+    if uniform:  # then it needs no choice at run time
+      step = lambda x, s: body(x, s[0], config.locality[0], *s[1:])
+      x, of_stack = jax.lax.scan(step, x, (stack, *more))
+    else:
+      step = lambda x, s: body(x, *s)
+      x, of_stack = jax.lax.scan(step, x, (stack, jnp.asarray(locality), *more))
+    kept.append(of_stack)
+  return x, tuple(kept)

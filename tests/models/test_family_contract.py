@@ -1,0 +1,144 @@
+"""What the comment beside hf.FAMILIES asks of a family's module."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from grpojax.models import hf, lora
+from grpojax.models.config import init, parameter_shapes
+from grpojax.models.transformer import transformer
+from grpojax.runtime import sharding
+
+BASE = {
+  "vocab_size": 8,
+  "hidden_size": 4,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "head_dim": 2,
+  "intermediate_size": 6,
+}
+BIASES = {"attention_bias": True}
+EXPERTS = {
+  "moe_intermediate_size": 6,
+  "num_experts": 3,
+  "num_experts_per_tok": 2,
+}
+UNTIED = {"tie_word_embeddings": False}
+# All that a family may have: biases, experts and a head of its own.
+EXAMPLES = {
+  "llama": BIASES | UNTIED | {"mlp_bias": True},
+  "qwen2": UNTIED,
+  "qwen3": BIASES | UNTIED,
+  "mistral": UNTIED,
+  "gemma2": BIASES | UNTIED,
+  "gemma3_text": BIASES | UNTIED,
+  "qwen3_moe": BIASES | UNTIED | EXPERTS,
+}
+LABELS = {"architectures": ["XForSequenceClassification"], "num_labels": 1}
+
+
+def test_every_family_has_an_example():
+  assert EXAMPLES.keys() == hf.FAMILIES.keys()
+
+
+@pytest.mark.parametrize("labels", [{}, LABELS], ids=["head", "score"])
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_family_fulfils_its_contract(kind, labels):
+  family = hf.FAMILIES[kind]
+  hf_config = {"model_type": kind} | BASE | EXAMPLES[kind] | labels
+  config = family.config(hf_config)
+  shapes = flatten_dict(parameter_shapes(config), sep="/")
+  output = "score" if labels else "head"
+  assert {"embed", output, "layers/q", "layers/attn_norm"} <= shapes.keys()
+
+  # A name in the file, by layer and expert where the parameter is.
+  assert shapes.keys() <= family.KEYS.keys()
+  for path, leaf in hf.layout(hf_config).items():
+    in_layers, of_experts = path.startswith("layers/"), "/expert_" in path
+    assert leaf.stacked == in_layers + of_experts, path
+    assert len(leaf.names) == len(set(leaf.names))
+    # Stored as PyTorch's Linear, but for the embedding.
+    is_matrix = len(leaf.shape) - leaf.stacked == 2
+    assert leaf.transposed == (is_matrix and path != "embed"), path
+  names = [name for x in hf.layout(hf_config).values() for name in x.names]
+  assert len(names) == len(set(names))
+
+  # A rule: what is no norm, output bias or score is cut.
+  mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
+  whole = {
+    path
+    for path, shape in shapes.items()
+    if not any(sharding.spec_for(path, shape, mesh))
+  }
+  assert whole == {
+    path
+    for path in shapes
+    if path.endswith(("norm", "/o_bias", "/down_bias", "score"))
+  }
+
+  # An initialiser: vectors are constant, matrices are drawn.
+  params = flatten_dict(init(config, jax.random.key(0)), sep="/")
+  assert {path: x.shape for path, x in params.items()} == shapes
+  for path, x in params.items():
+    is_vector = x.ndim - path.startswith("layers/") == 1
+    norm_scale = 0 if config.norm_offset else 1
+    if is_vector:
+      assert (x == (norm_scale if "norm" in path else 0)).all(), path
+    else:
+      assert 0.002 < float(jnp.std(x)) < 0.05, path
+
+  # What LoRA adapts is there, and adapters have rules of their own.
+  abstract = hf.abstract_params(hf_config)
+  adaptable = lora.targets_of(
+    abstract, f"layers/({'|'.join(lora.PROJECTIONS)})"
+  )
+  expected = set(lora.PROJECTIONS)
+  if config.experts:
+    expected -= {"gate", "up", "down"}
+  assert adaptable.keys() == {f"layers/{name}" for name in expected}
+  adapters = lora.init(abstract, jax.random.key(0), 2, "|".join(adaptable))
+  for path, x in flatten_dict(adapters, sep="/").items():
+    assert any(sharding.spec_for(path, x.shape, mesh)), path
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_family_refuses_what_it_does_not_read(kind):
+  hf_config = {"model_type": kind} | BASE | EXAMPLES[kind]
+  with pytest.raises(ValueError, match="residual_multiplier=2.0"):
+    hf.to_transformer_config(hf_config | {"residual_multiplier": 2.0})
+  for key, value in getattr(hf.FAMILIES[kind], "FIXED", {}).items():
+    hf.to_transformer_config(hf_config | {key: value})
+    with pytest.raises(ValueError, match=f"config.json has {key}="):
+      hf.to_transformer_config(hf_config | {key: "another"})
+  for key in getattr(hf.FAMILIES[kind], "UNUSED", ()):
+    changed = hf.to_transformer_config(hf_config | {key: 7})
+    assert changed == hf.to_transformer_config(hf_config), key
+
+
+def test_a_router_stays_float32():
+  """Of two experts alike but for float32's last digits, the better is taken."""
+  kind = "qwen3_moe"
+  hf_config = {"model_type": kind} | BASE | EXAMPLES[kind]
+  config = hf.to_transformer_config(hf_config | {"num_experts_per_tok": 1})
+  lm = transformer(config, dtype=jnp.bfloat16)
+  rng = np.random.default_rng(0)
+  params = {
+    path: jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+    for path, x in flatten_dict(hf.abstract_params(hf_config), sep="/").items()
+  }
+  ids, mask = jnp.arange(8)[None], jnp.ones((1, 8), bool)
+
+  def last_hidden(router):
+    changed = unflatten_dict(params | {"layers/router": router}, sep="/")
+    return np.asarray(lm.prefill(changed, ids, mask).last_hidden, np.float32)
+
+  # Experts 0 and 1 differ by less than bfloat16 has digits for.
+  router = params["layers/router"].astype(jnp.bfloat16).astype(jnp.float32)
+  router = router.at[..., 1].set(router[..., 0] * (1 + 2.0**-12))
+  swapped = router[..., jnp.array([1, 0, 2])]
+  rounded = router.astype(jnp.bfloat16).astype(jnp.float32)
+  assert (rounded[..., 0] == rounded[..., 1]).all()
+  assert (last_hidden(router) != last_hidden(swapped)).any()
