@@ -1,4 +1,4 @@
-"""What makes a run's settings impossible, wrong before anything compiles."""
+"""What makes a run's settings impossible, found before anything compiles."""
 
 import functools
 import math
