@@ -244,5 +244,5 @@ def parse(
   with config.unlocked():
     for name, text in options.items():
       _add(config, name, _guess(text))
-  own = {name: values[name].value for name in flags}
-  return config, ConfigDict(own).lock()
+  own_flags = {name: values[name].value for name in flags}
+  return config, ConfigDict(own_flags).lock()

@@ -179,14 +179,14 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       scores = scoring.score(scorer, examples, texts, samples)
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are what is wanted.
-      found = project(policy.params, samples, tangents_key)
-      projections.append(np.asarray(found))
+      projected = project(policy.params, samples, tangents_key)
+      projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
-  found = diagnostics.diagnose(
+  diagnosis = diagnostics.diagnose(
     jax.numpy.asarray(np.concatenate(projections, axis=1)),
     jax.numpy.asarray(np.concatenate(rewards)),
   )
-  row = {k: float(v) for k, v in diagnostics.metrics(found).items()}
+  row = {k: float(v) for k, v in diagnostics.metrics(diagnosis).items()}
   return row | {"reward_mean": float(np.mean(np.concatenate(rewards)))}
 
 

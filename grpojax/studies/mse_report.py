@@ -104,11 +104,11 @@ def table(
     prompts with 95% intervals; their difference in standard errors; and the
     ratio to the oracle's error.
   """
-  found = []
+  rows_of_table = []
   for name in dict.fromkeys(row["configuration"] for row in rows):
-    own = [row for row in rows if row["configuration"] == name]
+    of_configuration = [row for row in rows if row["configuration"] == name]
     for index, group_size in enumerate(group_sizes):
-      measured, theory = _numbers(own, index, group_size)
+      measured, theory = _numbers(of_configuration, index, group_size)
       for estimator in STYLES:
         point, curve = (_mean(*x[estimator]) for x in (measured, theory))
         ratio, expected = (
@@ -127,7 +127,7 @@ def table(
           "ratio_high": ratio["high"],
           "theory_ratio": expected["mean"],
         }
-        found.append(
+        rows_of_table.append(
           {
             "configuration": name,
             "estimator": estimator,
@@ -135,7 +135,7 @@ def table(
           }
           | {key: float(f"{x:.6g}") for key, x in numbers.items()}
         )
-  return found
+  return rows_of_table
 
 
 def summary(
@@ -152,25 +152,28 @@ def summary(
     completions in both pools and of the best baseline; mean moments with
     intervals; and for each estimator its largest deviation from theory.
   """
-  found = {}
+  summaries = {}
   for name in dict.fromkeys(row["configuration"] for row in rows):
-    own = [row for row in rows if row["configuration"] == name]
+    of_configuration = [row for row in rows if row["configuration"] == name]
     lines = [r for r in rows_of_table if r["configuration"] == name]
     means = ("success", "distinct", "best_baseline")
-    found[name] = {key: float(np.mean([r[key] for r in own])) for key in means}
-    found[name]["moments"] = {
+    summaries[name] = {
+      key: float(np.mean([r[key] for r in of_configuration])) for key in means
+    }
+    summaries[name]["moments"] = {
       key: _mean(
-        _array(own, "moments", key), _array(own, "moments_without", key)
+        _array(of_configuration, "moments", key),
+        _array(of_configuration, "moments_without", key),
       )
       for key in Moments._fields
     }
-    found[name]["largest_deviation"] = {
+    summaries[name]["largest_deviation"] = {
       estimator: max(
         (r["deviation"] for r in lines if r["estimator"] == estimator), key=abs
       )
       for estimator in STYLES
     }
-  return found
+  return summaries
 
 
 def draw(
@@ -189,13 +192,13 @@ def draw(
   figure, axes = run.new_figure(2, len(names), width=3.6)
   for column, name in zip(axes.T, names, strict=True):
     for estimator, style in STYLES.items():
-      own = [
+      of_curve = [
         r
         for r in rows
         if (r["configuration"], r["estimator"]) == (name, estimator)
       ]
       for ax, (_, columns) in zip(column, _PANELS, strict=True):
-        _lines(ax, own, style, columns)
+        _lines(ax, of_curve, style, columns)
     column[0].set_title(TITLES[name].format(shots=config.shots), fontsize=10)
     column[1].set_xlabel("group size G")
     for ax in column:

@@ -154,8 +154,8 @@ def make_advance(
     return states, keys
 
   # A name of its own for each, so that no two estimators share samples.
-  own = zlib.crc32(f"{estimator} {group_size}".encode()) % 2**31
-  key = jax.random.fold_in(jax.random.key(config.seed), own)
+  stream = zlib.crc32(f"{estimator} {group_size}".encode()) % 2**31
+  key = jax.random.fold_in(jax.random.key(config.seed), stream)
   keys = jax.random.split(key, (2, config.runs))
   states = jax.vmap(lambda key: init_state(reference, tx, key))(keys[0])
   return jax.jit(advance, donate_argnums=0), (states, keys[1])

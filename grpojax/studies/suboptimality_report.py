@@ -48,7 +48,7 @@ def tables(
       mean, low, high = mean_interval(gaps)
       ks, w1 = asymptotics.distances(gaps, one.limit)
       ks_to_oracle, w1_to_oracle = asymptotics.distances(gaps, oracle)
-      found = {
+      numbers = {
         "mean": mean,
         "low": low,
         "high": high,
@@ -61,22 +61,22 @@ def tables(
         "ks_to_oracle_limit": ks_to_oracle,
         "w1_to_oracle_limit": w1_to_oracle,
       }
-      rows["results"].append(label | {"n": n} | _rounded(found))
+      rows["results"].append(label | {"n": n} | _rounded(numbers))
     for level in LEVELS:
-      found = {"runs": np.quantile(one.gaps[-1], level)}
-      found["limit"] = np.quantile(one.limit, level)
-      rows["quantiles"].append(label | {"level": level} | _rounded(found))
+      numbers = {"runs": np.quantile(one.gaps[-1], level)}
+      numbers["limit"] = np.quantile(one.limit, level)
+      rows["quantiles"].append(label | {"level": level} | _rounded(numbers))
   for (a, one), (b, other) in itertools.combinations(outcomes.items(), 2):
     ks_runs, w1_runs = asymptotics.distances(one.gaps[-1], other.gaps[-1])
     ks_limits, w1_limits = asymptotics.distances(one.limit, other.limit)
-    found = {
+    numbers = {
       "ks_runs": ks_runs,
       "ks_limits": ks_limits,
       "w1_runs": w1_runs,
       "w1_limits": w1_limits,
     }
     label = {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"}
-    rows["distances"].append(label | _rounded(found))
+    rows["distances"].append(label | _rounded(numbers))
   return rows
 
 
@@ -86,12 +86,12 @@ def _rounded(row: dict) -> dict:
 
 def grpo_to_oracle(distances: Sequence[Mapping]) -> dict[int, dict]:
   """Rows of distances.csv that pair GRPO and the oracle at the same G, by G."""
-  found = {}
+  pairs = {}
   for row in distances:
-    (a, g), (b, other) = row["a"].split(), row["b"].split()
-    if (a, b) == ("leave_one_out", "oracle") and g == other:
-      found[int(g)] = row
-  return found
+    (a, g), (b, other_size) = row["a"].split(), row["b"].split()
+    if (a, b) == ("leave_one_out", "oracle") and g == other_size:
+      pairs[int(g)] = row
+  return pairs
 
 
 def text(rows: Mapping[str, Sequence[Mapping]], best: float) -> str:
@@ -150,11 +150,13 @@ def _distributions(axis, g, n, outcomes) -> None:
     axis.plot(one.limit, tail, colour, lw=1)
     gaps = np.sort(one.gaps[-1])
     tail = 1 - (np.arange(len(gaps)) + 0.5) / len(gaps)
-    some = np.unique(
+    points = np.unique(
       np.searchsorted(-tail, -np.geomspace(1, 0.5 / len(gaps), 40))
     )
-    some = some[some < len(gaps)]
-    axis.plot(gaps[some], tail[some], f"{colour}o", ms=3, label=_NAMES[name])
+    points = points[points < len(gaps)]
+    axis.plot(
+      gaps[points], tail[points], f"{colour}o", ms=3, label=_NAMES[name]
+    )
   axis.set(
     yscale="log",
     xlabel=f"n x gap, n = {n}, G = {g}",
@@ -193,7 +195,9 @@ def _convergence(axis, steps, outcomes) -> None:
   for shift, (name, colour) in zip(
     (0.93, 1, 1.07), _COLOURS.items(), strict=True
   ):
-    of_size = [one for (own, _), one in outcomes.items() if own == name]
+    of_size = [
+      one for (estimator, _), one in outcomes.items() if estimator == name
+    ]
     ratio = np.array([one.gaps / one.limit_mean for one in of_size])
     _intervals(axis, steps * shift, ratio.mean(0), colour, None)
     linear = [one.linear_mean / one.limit_mean for one in of_size]

@@ -68,8 +68,8 @@ def make_problem(
   rng = np.random.default_rng(seed)
 
   def draw(*shape):
-    own = rng.normal(size=(prompts, *shape))
-    return rng.normal(size=shape) + spread * own
+    of_prompts = rng.normal(size=(prompts, *shape))
+    return rng.normal(size=shape) + spread * of_prompts
 
   return Problem(draw(vocab, dims), (draw(vocab) > 0).astype(float), beta)
 
@@ -133,9 +133,9 @@ def maximise(
     step = basis @ (basis.T @ gradient / (np.abs(curvature) + damping))
     # Far out the policy is deterministic, and J flat: no long jumps.
     step /= max(1.0, np.linalg.norm(step))
-    found = objective(problem, theta + step)
-    if found >= best:
-      theta, best, damping = theta + step, found, damping / 10
+    reached = objective(problem, theta + step)
+    if reached >= best:
+      theta, best, damping = theta + step, reached, damping / 10
     elif damping > 1e10:  # what is left of the gradient is rounding
       break
     else:
