@@ -62,6 +62,16 @@ def _adapt(state: TrainState, row, observe) -> TrainState:
   return state.replace(group_size=new)
 
 
+def _report(run: Run, row, clock: list[float], shown, failures) -> None:
+  """Records and prints the step that has just ended, at the clock's end."""
+  row |= reporting.speed(run.config, row, clock)
+  # The first step compiles; the pace is that of the others.
+  others = len(clock) - 2
+  pace = (clock[-1] - clock[1]) / others if others else None
+  reporting.log(run, row, shown, pace)
+  reporting.log_failures(run, row["step"], failures)
+
+
 def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
   """Runs the remaining steps, evaluating and saving on the way.
 
@@ -107,13 +117,8 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
         state = _adapt(state, row, observe)
       clock.append(time.perf_counter())
       row = {"step": step, "group_size": size, **row}
-      row |= reporting.speed(config, row, clock)
       row["train_seconds"] = clock[-1] - began
-      # The first step compiles; the pace is that of the others.
-      others = len(clock) - 2
-      pace = (clock[-1] - clock[1]) / others if others else None
-      reporting.log(run, row, shown, pace)
-      reporting.log_failures(run, step, failures)
+      _report(run, row, clock, shown, failures)
       if step % config.eval.every == 0 or step == config.steps:
         reporting.evaluate_held_out(run, state.params, greedy, step)
         clock[1:] = [time.perf_counter()]
