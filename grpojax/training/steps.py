@@ -4,6 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,19 @@ def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
   return learn
 
 
+def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
+  """The completions of the first prompt, for people to read."""
+  return [
+    {
+      "prompt": examples[0]["prompt_text"],
+      "completion": text,
+      "answer": examples[0].get("answer"),
+      "reward": None if np.isnan(value) else float(value),
+    }
+    for text, value in zip(texts[0], rewards[0], strict=True)
+  ]
+
+
 def make_host_step(
   config: ConfigDict,
   policy: Policy,
@@ -136,8 +150,8 @@ def make_host_step(
   Returns:
     `(state, prompts, examples, diagnosed) -> (state, metrics, samples,
     failures)`. Where `diagnosed`, the metrics have those of `make_diagnose`, of
-    the policy that sampled. The samples are those of the first prompt, for
-    people to read; the failures are rewards that could not be computed.
+    the policy that sampled. The samples are `_first_group`'s; the failures are
+    rewards that could not be computed.
   """
   sampler = from_config.make_sampler(
     config, policy, group_size, from_config.sampling(config)
@@ -175,15 +189,7 @@ def make_host_step(
     parts = ["rollout", "rewards", *["diagnosis"] * diagnosed, "update"]
     names = [f"seconds_{part}" for part in parts]
     row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = [
-      {
-        "prompt": examples[0]["prompt_text"],
-        "completion": text,
-        "answer": examples[0].get("answer"),
-        "reward": None if np.isnan(value) else float(value),
-      }
-      for text, value in zip(texts[0], rewards[0], strict=True)
-    ]
+    shown = _first_group(examples, texts, rewards)
     return state, row, shown, scores.failures
 
   return step
