@@ -78,9 +78,11 @@ def problems(config: ConfigDict) -> list[str]:
   todo = "must be increasing whole numbers, 2 or more"
   need(increasing(config.group_sizes, 2), "group_sizes", todo)
   if not wrong:
-    wrong = [g for g in config.group_sizes if config.num_samples % g]
-    todo = f"must be a positive multiple of every group size, not of {wrong}"
-    need(config.num_samples >= 1 and not wrong, "num_samples", todo)
+    odd_sizes = [g for g in config.group_sizes if config.num_samples % g]
+    todo = (
+      f"must be a positive multiple of every group size, not of {odd_sizes}"
+    )
+    need(config.num_samples >= 1 and not odd_sizes, "num_samples", todo)
   need(0.5 < config.gain < np.inf, "gain", "the 1/n rate needs more than 1/2")
   need(config.offset >= 0, "offset", "must be 0 or more")
   sizes = config.problem

@@ -5,7 +5,6 @@ import pathlib
 import jax
 
 from grpojax.models import hf, lora
-from grpojax.training import policy as policies
 from grpojax.training import run_directory, trained
 
 
@@ -42,7 +41,8 @@ def export(
       without LoRA.
   """
   config = run_directory.read_config(run)
-  source, rank = policies.find_model(config.model.path), config.lora.rank
+  source = run_directory.model_directory(config.model.path)
+  rank = config.lora.rank
   if out.exists():
     raise ValueError(f"--out={out} exists already; choose another directory")
   if adapter and not rank:

@@ -73,6 +73,8 @@ def load_params(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     jax.eval_shape(fresh, params),
   )
+  if not run_directory.is_run(run):
+    raise ValueError(f"{run} has no checkpoints")
   saved = pathlib.Path(run) / run_directory.CHECKPOINTS
   with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
     if step is None:

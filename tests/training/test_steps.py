@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
@@ -50,6 +51,7 @@ def test_completions_are_never_tokenized_again(
   places = sharding.shardings(
     jax.eval_shape(lambda p: from_config.first_state(config, tx, p), params),
     mesh,
+    rules=((r"params", PartitionSpec()),),
   )
   state = jax.device_put(from_config.first_state(config, tx, params), places)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
