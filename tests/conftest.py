@@ -5,7 +5,9 @@ Shapes and dtypes of every annotated function are checked in all tests, by the
 """
 
 import importlib.util
+import os
 import pathlib
+import tempfile
 import types
 
 import jax
@@ -21,7 +23,7 @@ _spec = importlib.util.spec_from_file_location(
 )
 _toy = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_toy)
-compiled_once, toy, toy_task = _toy.compiled_once, _toy.toy, _toy.toy_task
+toy, toy_task = _toy.toy, _toy.toy_task
 toy_model, toy_run = _toy.toy_model, _toy.toy_run
 
 
@@ -29,6 +31,35 @@ LONG = (
   "test_interrupted.py test_train.py test_diagnostics.py test_group_size.py "
   "test_readme.py test_families.py"
 ).split()
+
+
+def pytest_configure(config):
+  """Equal programs compile once a session, and all with little effort.
+
+  Most of the time of these tests is XLA's. The settings go through the
+  environment, to the processes that xdist and the tests start. To keep what
+  was compiled for the next session, set JAX_COMPILATION_CACHE_DIR.
+  """
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    return  # all is in its environment
+  path = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+  if not path:
+    directory = tempfile.TemporaryDirectory(prefix="compiled-")
+    config.add_cleanup(directory.cleanup)
+    path = directory.name
+  settings = {
+    "jax_compilation_cache_dir": path,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_disable_most_optimizations": True,
+  }
+  for name, value in settings.items():
+    os.environ[name.upper()] = str(value)
+    jax.config.update(name, value)
+  # Half as much work for XLA; it ends a process that has a flag unknown to it.
+  if jax.__version_info__ < (0, 11):
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=0"
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 
 def pytest_collection_modifyitems(items):
@@ -108,16 +139,6 @@ def tabular():
   return types.SimpleNamespace(
     lm=tabular_lm, log_table=tabular_log_table, rows=tabular_rows
   )
-
-
-@pytest.fixture(scope="module")
-def fast_compilation():
-  """For tests that compile a lot and run little."""
-  name = "jax_disable_most_optimizations"
-  before = jax.config.read(name)
-  jax.config.update(name, True)
-  yield
-  jax.config.update(name, before)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_its_logits_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_starts_from_it(name, compiled_once, tmp_path):
+def test_training_starts_from_it(name, tmp_path):
   settings = {
     "model.path": name,
     "steps": 1,

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 README = pathlib.Path(__file__).parent.parent / "README.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 

@@ -399,7 +399,7 @@ def test_without_diagnostics_nothing_of_them_is_traced(
 
 
 def test_a_mesh_changes_nothing_and_compiles_once(
-  toy_task, toy_model, compiled_once, tmp_path
+  toy_task, toy_model, tmp_path
 ):
   changes = {"steps": 3, "eval.every": 3, "optim.learning_rate": 1e-3}
   argv = toy_task.arguments(toy_model, **changes)

@@ -7,7 +7,6 @@ import pathlib
 import sys
 from typing import NamedTuple
 
-import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -35,30 +34,6 @@ class ToyRun(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def compiled_once(tmp_path_factory):
-  """Equal programs compile once a session; returns the cache's directory."""
-  from jax.experimental.compilation_cache import compilation_cache
-
-  path = tmp_path_factory.mktemp("compiled")
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  jax.config.update("jax_compilation_cache_dir", str(path))
-  compilation_cache.reset_cache()  # it may have looked for one already
-  return path
-
-
-@contextlib.contextmanager
-def quick_compilation():
-  """Halves the time of a run of a few steps, which mostly compiles."""
-  name = "jax_disable_most_optimizations"
-  jax.config.update(name, True)
-  try:
-    yield
-  finally:
-    jax.config.update(name, False)
-
-
-@pytest.fixture(scope="session")
 def toy():
   spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
   module = importlib.util.module_from_spec(spec)
@@ -67,14 +42,14 @@ def toy():
 
 
 @pytest.fixture
-def toy_task(toy, compiled_once):
+def toy_task(toy):
   """The toy task instead of arithmetic, for one test."""
-  with toy.task(), quick_compilation():
+  with toy.task():
     yield toy
 
 
 @pytest.fixture(scope="session")
-def toy_model(toy, compiled_once, tmp_path_factory):
+def toy_model(toy, tmp_path_factory):
   """A model of 4,000 parameters that knows the form of the toy's answers."""
   from grpojax import sft
 
@@ -93,7 +68,7 @@ def toy_model(toy, compiled_once, tmp_path_factory):
     "optim.learning_rate": 2e-2,
   }
   words = [f"--config.{key}={value}" for key, value in settings.items()]
-  with toy.task(), quick_compilation():
+  with toy.task():
     sft.main([f"--out={path}", *words])
   return path
 
@@ -131,7 +106,7 @@ def toy_run(toy, toy_model, tmp_path_factory):
   settings = {"group_size": "auto", "auto_group_size.largest": 16}
   settings |= {"diagnostics.every": 3, "log.tensorboard": True}
   argv = toy.arguments(toy_model, **settings)
-  with pytest.MonkeyPatch.context() as patch, toy.task(), quick_compilation():
+  with pytest.MonkeyPatch.context() as patch, toy.task():
     patch.chdir(home)
     read = _record(patch)
     with contextlib.redirect_stdout(io.StringIO()) as output:

@@ -16,7 +16,6 @@ import scipy.stats
 from grpojax.core import advantages, baselines
 from grpojax.core.baselines import beta_binomial, length_weighted, shrinkage
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 enable_x64 = getattr(jax, "enable_x64", None)
 if enable_x64 is None:
   from jax.experimental import enable_x64

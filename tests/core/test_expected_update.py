@@ -13,7 +13,6 @@ from grpojax.core import advantages, losses
 from grpojax.core.grpo_step import init_state, make_batch, make_update
 from grpojax.core.types import Rollout
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(5)
 
 

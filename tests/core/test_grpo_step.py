@@ -24,7 +24,6 @@ from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(5)
 
 

@@ -12,7 +12,6 @@ from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Prefix
 from grpojax.models import hf
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 RNG = np.random.default_rng(0)
 B, G, P, T, V = 2, 3, 5, 7, 11
 PROMPTS = jnp.asarray(RNG.integers(0, V, (B, P)))

@@ -11,8 +11,6 @@ import scipy.stats
 
 from grpojax.core import advantages, baselines
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 G, NAN = 6, np.nan
 LENGTHS = np.array([5.0, 1, 3, 9, 2, 4])
 

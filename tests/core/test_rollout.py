@@ -16,7 +16,6 @@ PROMPTS = Prompts(
   prompt_ids=jnp.asarray(np.random.default_rng(0).integers(1, 11, (3, 4))),
   prompt_mask=jnp.arange(4) < LENGTHS[:, None],
 )
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(7)
 EOS = (0, 5)
 SETTINGS = [

@@ -17,7 +17,6 @@ from grpojax.core.grpo_step import (
 )
 from grpojax.core.types import Batch, Rollout
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KEY = jax.random.key(5)
 
 

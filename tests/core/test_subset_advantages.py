@@ -22,7 +22,6 @@ from grpojax.core.subset_advantages import (
   subset_advantages,
 )
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 enable_x64 = getattr(jax, "enable_x64", None)
 if enable_x64 is None:
   from jax.experimental import enable_x64

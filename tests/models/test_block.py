@@ -12,7 +12,6 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.transformer import last_layers, transformer
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 RNG = np.random.default_rng(0)
 CONFIG = TransformerConfig(
   vocab_size=11,

@@ -16,8 +16,6 @@ import pytest
 
 from grpojax.models import hf
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 LLAMA3 = {
   "rope_type": "llama3",
   "rope_theta": 500.0,

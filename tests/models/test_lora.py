@@ -12,8 +12,6 @@ import pytest
 from grpojax.models import hf, lora
 from grpojax.models.transformer import last_layers, transformer
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 CONFIG = {
   "architectures": ["Qwen2ForCausalLM"],
   "model_type": "qwen2",

@@ -17,7 +17,6 @@ from grpojax.models.transformer import (
   transformer,
 )
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 RNG = np.random.default_rng(0)
 PROMPTS = jnp.asarray(RNG.integers(0, 11, (2, 4)))
 MASK = jnp.array([[True] * 4, [True, True, False, False]])

@@ -9,7 +9,6 @@ import pytest
 from grpojax.models import hf
 from grpojax.rewards import neural
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
 KINDS = {
   "qwen2": {},
   "gemma2": {

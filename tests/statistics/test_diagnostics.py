@@ -20,8 +20,6 @@ from grpojax.models.transformer import (
 from grpojax.statistics import diagnostics, group_size, projections
 from grpojax.statistics import u_statistics as u
 
-pytestmark = pytest.mark.usefixtures("fast_compilation")
-
 X, M, G = 2, 3, 3  # prompts and completions that exist, group size
 EOS = 0
 

@@ -30,7 +30,7 @@ def case(tiny):
   return tiny, Prompts(PROMPT, np.arange(5)[None] < 3), mask
 
 
-def test_gram_matrix(case, fast_compilation):
+def test_gram_matrix(case):
   tiny, prompts, mask = case
   sampling = Sampling(temperature=1.7)
 

@@ -123,9 +123,7 @@ def unlearned(config, out, command):
   (out / "sft.json").write_text(json.dumps(record))
 
 
-def test_a_tiny_study(
-  tmp_path, compiled_once, fast_compilation, monkeypatch, capsys
-):
+def test_a_tiny_study(tmp_path, monkeypatch, capsys):
   words = [f"--config.{key}={value}" for key, value in TINY.items()]
   study = tmp_path / "study"
   argv = [f"--config.data.path={PROBLEMS}", f"--run_dir={study}", *words]

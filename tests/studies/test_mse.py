@@ -31,7 +31,7 @@ def arguments(model, directory, **changes):
 
 
 @pytest.fixture(scope="module")
-def finished(toy, toy_model, fast_compilation, tmp_path_factory):
+def finished(toy, toy_model, tmp_path_factory):
   directory = tmp_path_factory.mktemp("studies") / "mse"
   with toy.task():
     mse.main(arguments(toy_model, directory))

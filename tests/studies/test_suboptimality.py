@@ -108,9 +108,7 @@ def test_optimum_refuses_several_maxima_and_flat_ones(bandit):
 
 
 @pytest.mark.parametrize("estimator", suboptimality.ESTIMATORS)
-def test_one_step_has_the_gradient_and_noise_of_theory(
-  bandit, estimator, fast_compilation
-):
+def test_one_step_has_the_gradient_and_noise_of_theory(bandit, estimator):
   """Mean and covariance of 20000 steps from theta, B = 2 and G = 2."""
   tx, count = optax.sgd(1.0), 20_000
   step = tabular.make_step(bandit, estimator, 2, tx)
@@ -233,7 +231,7 @@ TABLES = ("results.csv", "quantiles.csv", "distances.csv", "summary.json")
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, fast_compilation):
+def finished(tmp_path_factory):
   directory = tmp_path_factory.mktemp("study") / "whole"
   suboptimality.main([*FLAGS, f"--run_dir={directory}"])
   return directory

@@ -33,9 +33,7 @@ def ambiguous_tokenizer():
   return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-def test_completions_are_never_tokenized_again(
-  tabular, monkeypatch, fast_compilation
-):
+def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   config = default_config()
   config.batch_size, config.group_size = B, G
   config.sampling.max_new_tokens = T
@@ -89,9 +87,7 @@ def test_completions_are_never_tokenized_again(
   )
 
 
-def test_prompts_without_all_their_rewards_are_not_diagnosed(
-  tabular, fast_compilation
-):
+def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   config = default_config()
   config.optim.micro_batches, config.diagnostics.share = 1, 0.75
   lm = tabular.lm(4, 3)
