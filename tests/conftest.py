@@ -4,6 +4,7 @@ Shapes and dtypes of every annotated function are checked in all tests, by the
 --jaxtyping-packages option in pyproject.toml.
 """
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -28,8 +29,8 @@ toy_model, toy_run = _toy.toy_model, _toy.toy_run
 
 
 LONG = (
-  "test_interrupted.py test_train.py test_diagnostics.py test_group_size.py "
-  "test_readme.py test_families.py"
+  "test_train.py test_interrupted.py test_diagnostics.py test_grpo_step.py "
+  "test_families.py test_rollout.py test_step.py test_from_config.py"
 ).split()
 
 
@@ -40,8 +41,9 @@ def pytest_configure(config):
   environment, to the processes that xdist and the tests start. To keep what
   was compiled for the next session, set JAX_COMPILATION_CACHE_DIR.
   """
+  gc.set_threshold(100_000, 50, 100)  # tracing makes many small objects
   if "PYTEST_XDIST_WORKER" in os.environ:
-    return  # all is in its environment
+    return  # the rest is in its environment
   path = os.environ.get("JAX_COMPILATION_CACHE_DIR")
   if not path:
     directory = tempfile.TemporaryDirectory(prefix="compiled-")

@@ -29,6 +29,7 @@ LONG = {
   "optim.schedule": "cosine",
   "eval.every": 5,
   "group_size": "auto",
+  "auto_group_size.smallest": 8,
   "auto_group_size.largest": 16,
   "auto_group_size.decay": 0.5,
   "auto_group_size.margin": 0.0,
@@ -70,6 +71,7 @@ def steps_of(run):
   return [row for row in rows if "reward_mean" in row]
 
 
+@pytest.mark.slow  # test_checkpoint.py kills a smaller program
 def test_kill_at_any_moment(
   uninterrupted, toy_task, toy_model, tmp_path, capsys
 ):
@@ -106,7 +108,15 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+  "moment",
+  [
+    "first step",
+    "checkpoint",
+    pytest.param("rewards", marks=pytest.mark.slow),
+    pytest.param("evaluation", marks=pytest.mark.slow),
+  ],
+)
 def test_sigterm_saves_and_the_next_run_goes_on(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):

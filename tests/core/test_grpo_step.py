@@ -80,17 +80,19 @@ def test_a_step_is_its_three_parts(chain_step):
   draw = functools.partial(rollout, lm, sampling=SAMPLING, **SETTINGS)
   key = jax.random.fold_in(state.key, 1)
   samples = jax.jit(draw)(state.params, PROMPTS, key)
-  rewards = share_of_target(samples, PROMPTS.targets)
-  batch = make_batch(
-    lm,
-    samples,
-    rewards,
-    advantages.dr_grpo,
-    ref,
-    on_policy=False,
-    kl_in_reward=0.05,
-    sampling=SAMPLING,
-  )
+  rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
+  batch = jax.jit(
+    lambda samples, rewards: make_batch(
+      lm,
+      samples,
+      rewards,
+      advantages.dr_grpo,
+      ref,
+      on_policy=False,
+      kl_in_reward=0.05,
+      sampling=SAMPLING,
+    )
+  )(samples, rewards)
   update = make_update(
     lm,
     tx,
@@ -103,7 +105,8 @@ def test_a_step_is_its_three_parts(chain_step):
   )
   expected, parts = jax.jit(update)(state, batch)
   close(got, expected, atol=1e-5)
-  close(metrics, rollout_metrics(samples, rewards) | parts, atol=1e-5)
+  drawn = jax.jit(rollout_metrics)(samples, rewards)
+  close(metrics, drawn | parts, atol=1e-5)
   assert got.step == 2 and got.prompts_consumed == 8
   assert metrics["grad_norm"] > 0
 
@@ -238,8 +241,9 @@ def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
     return rewards * lengths
 
   params = lm.init(KEY)
-  samples = rollout(lm, params, PROMPTS, KEY, **SETTINGS)
-  rewards = share_of_target(samples, PROMPTS.targets)
+  draw = functools.partial(rollout, lm, **SETTINGS)
+  samples = jax.jit(draw)(params, PROMPTS, KEY)
+  rewards = jax.jit(share_of_target)(samples, PROMPTS.targets)
   lengths = np.asarray(samples.completion_mask).sum(-1)
   assert len(np.unique(lengths)) > 1
   for f, factor in (

@@ -62,8 +62,12 @@ def run_chain(lm, table, batch=1, **kwargs):
   """A rollout of a tabular policy on `batch` prompts of kinds 0, 1, ..."""
   prompts = Prompts(jnp.arange(batch)[:, None], jnp.ones((batch, 1), bool))
   settings = {"group_size": 3, "max_new_tokens": 6, "eos_ids": (0,)} | kwargs
-  key = settings.pop("key", KEY)
-  return rollout(lm, table, settings.pop("prompts", prompts), key, **settings)
+  prompts = settings.pop("prompts", prompts)
+  return jax.jit(
+    lambda table, budgets: rollout(
+      lm, table, prompts, KEY, budgets=budgets, **settings
+    )
+  )(table, settings.pop("budgets", None))
 
 
 def fields(out):

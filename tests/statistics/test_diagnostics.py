@@ -1,5 +1,6 @@
 """Against enumeration, per-sample gradients and simulation."""
 
+import functools
 import itertools
 import math
 
@@ -88,11 +89,15 @@ def decoder(vocab_size):
     vocab_size, width=8, layers=3, heads=2, kv_heads=1, head_dim=4, mlp=12
   )
   lm = transformer(config)
-  params = jax.tree.map(
-    lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3,
-    lm.init(jax.random.key(0)),
-  )
-  return lm, params
+
+  @jax.jit
+  def init(key):
+    return jax.tree.map(
+      lambda x: x + jax.random.normal(jax.random.key(x.size), x.shape) / 3,
+      lm.init(key),
+    )
+
+  return lm, init(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,7 @@ def completions(ids):
   )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def logprobs(lm, params, rollout):
   each, _ = token_logprobs(
     lm,
@@ -125,6 +131,7 @@ def logprobs(lm, params, rollout):
   return jnp.where(rollout.completion_mask, each, 0).sum(-1)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def per_sample_gradients(lm, params, rollout):
   """Gradient of every sequence's log-probability, [B, G, d], one by one."""
   tree = jax.jacrev(lambda p: logprobs(lm, p, rollout))(params)
@@ -167,6 +174,7 @@ def flat(tree):
   )
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def directions(key, moving, count):
   one_by_one = [
     projections.rademacher_like(k, moving) for k in jax.random.split(key, count)
@@ -235,7 +243,8 @@ def test_a_model_with_experts_is_diagnosed(sampled):
 
   gradient = jax.jit(jax.grad(total))
   keys = jax.random.split(key, 2)
-  v = [projections.rademacher_like(k, params) for k in keys]
+  rademacher = jax.jit(projections.rademacher_like)
+  v = [rademacher(k, params) for k in keys]
   for b, i in ((0, 1), (2, 3), (3, 0)):
     g = gradient(params, b, i)
     for row, direction in zip(found, v, strict=True):
@@ -250,9 +259,11 @@ def test_projections_of_the_last_layers(tiny_decoder, sampled):
   def split(params):
     return last_layers(params, 1)
 
-  found = diagnostics.score_projections(
-    lm, params, sampled, key, tangents=2, split=split
-  )
+  found = jax.jit(
+    lambda p, r: diagnostics.score_projections(
+      lm, p, r, key, tangents=2, split=split
+    )
+  )(params, sampled)
   moving, merge = split(params)
   assert all(len(x) == 1 for x in jax.tree.leaves(moving["layers"]))
   np.testing.assert_allclose(
@@ -261,7 +272,7 @@ def test_projections_of_the_last_layers(tiny_decoder, sampled):
     rtol=1e-6,
   )
   # The gradient with respect to the last slice of every stacked array.
-  tree = jax.jacrev(lambda p: logprobs(lm, p, sampled))(params)
+  tree = jax.jit(jax.jacrev(lambda p: logprobs(lm, p, sampled)))(params)
   last = {"layers": jax.tree.map(lambda x: x[:, :, -1:], tree["layers"])}
   last["final_norm"] = tree["final_norm"]
   rows = jnp.concatenate(
@@ -321,7 +332,7 @@ def test_standard_errors_and_interval_cover():
 def test_diagnosis_is_put_together_from_its_components():
   rng = np.random.default_rng(1)
   a, z, _ = simulate(rng, 12, 4, 3, 1)
-  found = diagnostics.diagnose(jnp.asarray(a[0]), jnp.asarray(z[0]), 48)
+  found = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
   c = found.components
   n = 48 * 4
   expected = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
@@ -343,7 +354,7 @@ def test_diagnosis_is_put_together_from_its_components():
 def test_groups_without_a_signal_are_finite():
   """All rewards equal: no gradient, no variance, and nothing known of G*."""
   a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)
-  found = diagnostics.diagnose(a, jnp.ones((5, 4)))
+  found = jax.jit(diagnostics.diagnose)(a, jnp.ones((5, 4)))
   assert found.components.c3 == 0 and found.components.c2 == 0
   assert found.low == 1 and found.high == jnp.inf
   assert found.components.c2_vanilla > 0

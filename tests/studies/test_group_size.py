@@ -8,8 +8,9 @@ import runpy
 import numpy as np
 import pytest
 
+from grpojax.runtime import records
 from grpojax.studies import group_size, group_size_results
-from grpojax.training import fit
+from grpojax.training import fit, run_directory
 from grpojax.training.config import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -98,15 +99,34 @@ def small(toy, toy_model):
   return words
 
 
-def test_a_small_study(toy_task, toy_model, tmp_path, monkeypatch, capsys):
+def made_up(config, directory):
+  """What a study reads of a run of two steps."""
+  directory.mkdir(parents=True)
+  with open(directory / run_directory.METRICS, "w") as file:
+    for step in (1, 2):
+      row = {"step": step, "group_size": 8, "c1": 1.0, "c3": 4.0}
+      row |= {"reward_mean": 0.1 * step + 0.01 * config.seed}
+      file.write(json.dumps(row) + "\n")
+    file.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
+  summary = {"accuracy_before": 0.0, "accuracy_after": 0.5}
+  records.write_json(directory / run_directory.SUMMARY, summary)
+  return summary
+
+
+@pytest.mark.parametrize(
+  "train", [made_up, pytest.param(fit.run, marks=pytest.mark.slow)]
+)
+def test_a_small_study(
+  train, toy_task, toy_model, tmp_path, monkeypatch, capsys
+):
   argv = [*small(toy_task, toy_model), f"--run_dir={tmp_path / 'study'}"]
-  original, calls = fit.run, []
+  calls = []
 
   def killed(config, directory):  # the third run never ends
     calls.append(config.name)
     if len(calls) == 3:
       raise KeyboardInterrupt
-    return original(config, directory)
+    return train(config, directory)
 
   with monkeypatch.context() as patch:
     patch.setattr(fit, "run", killed)
