@@ -30,7 +30,8 @@ toy_model, toy_run = _toy.toy_model, _toy.toy_run
 
 LONG = (
   "test_train.py test_interrupted.py test_diagnostics.py test_grpo_step.py "
-  "test_families.py test_rollout.py test_step.py test_from_config.py"
+  "test_evaluate.py test_step.py test_rollout.py test_families.py "
+  "test_adapters.py test_suboptimality.py test_subset_advantages.py"
 ).split()
 
 
@@ -58,10 +59,9 @@ def pytest_configure(config):
   for name, value in settings.items():
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
-  # Half as much work for XLA; it ends a process that has a flag unknown to it.
-  if jax.__version_info__ < (0, 11):
-    flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=0"
-    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+  # Half as much work for XLA. A flag that it does not know ends the process.
+  known = jax.__version_info__ < (0, 11)
+  os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=0" if known else ""
 
 
 def pytest_collection_modifyitems(items):

@@ -179,11 +179,10 @@ from grpojax.core.types import Prompts
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.runtime import sharding
 
-jax.config.update("jax_disable_most_optimizations", True)
 assert jax.device_count() == 4
 lm = transformer(TransformerConfig(12, 16, 2, 4, 2, 4, 24, tied=False))
 params = jax.tree.map(
-  lambda x: 8 * x if x.ndim > 2 else x, lm.init(jax.random.key(0)))
+  lambda x: 8 * x if x.ndim > 2 else x, jax.jit(lm.init)(jax.random.key(0)))
 params["embed"], params["head"] = 9 * params["embed"], 20 * params["head"]
 tx = optax.sgd(0.1)
 state = init_state(params, tx, jax.random.key(1))
@@ -214,7 +213,6 @@ for name in metrics:
 def test_device_count_changes_nothing():
   """A whole step on one device and on four, everything sharded."""
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-  env.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [sys.executable, "-c", DEVICES],
     cwd=pathlib.Path(__file__).parents[2],

@@ -367,7 +367,6 @@ def test_shards_and_memory_on_four_devices(tmp_path):
   path = write_model(tmp_path / "model", tensors, config=config)
   parameters = sum(tensor.size for tensor in tensors.values())
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-  env.pop("XLA_FLAGS", None)
   done = subprocess.run(
     [sys.executable, "-c", PROGRAM, path, str(parameters)],
     cwd=pathlib.Path(__file__).parents[2],
