@@ -143,6 +143,22 @@ def tabular():
   )
 
 
+@pytest.fixture(scope="session")
+def config_with():
+  """A training config with changes: optim__b2=0.9 for optim.b2 = 0.9."""
+  from grpojax.training.config import default_config
+
+  def changed(**changes):
+    config = default_config()
+    with config.unlocked():
+      config.update_from_flattened_dict(
+        {key.replace("__", "."): value for key, value in changes.items()}
+      )
+    return config
+
+  return changed
+
+
 @pytest.fixture
 def float64():
   """Arrays of 64 bits by default, for one test."""

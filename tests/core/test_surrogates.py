@@ -44,9 +44,8 @@ def test_it_is_the_loss_of_each_token():
       logprobs, ADVANTAGES, weights, MASK, old, surrogate=log_surrogate, scale=2
     )
 
-  (value, monitored), gradient = jax.value_and_grad(loss, has_aux=True)(
-    logprobs
-  )
+  f = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  (value, monitored), gradient = f(logprobs)
   signed = np.where(MASK, ADVANTAGES[..., None], 0) / np.sum(MASK)
   expected = -2 * np.sum(np.where(MASK, logprobs, 0) * signed)
   np.testing.assert_allclose(value, expected, rtol=1e-6)

@@ -1,8 +1,6 @@
 """Defaults, validation and JSON of the configuration."""
 
 import json
-import runpy
-from pathlib import Path
 
 import pytest
 
@@ -10,17 +8,6 @@ from grpojax.core import advantages
 from grpojax.runtime import config as config_lib
 from grpojax.training import validation
 from grpojax.training.config import default_config, validate
-
-ROOT = Path(__file__).parents[2]
-
-
-def _with(**changes):
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict(
-      {key.replace("__", "."): value for key, value in changes.items()}
-    )
-  return config
 
 
 def test_default_is_valid_and_locked():
@@ -30,27 +17,16 @@ def test_default_is_valid_and_locked():
     config.optim.lerning_rate = 1.0
 
 
-CONFIGS = sorted(ROOT.glob("configs/*.py"))
-STUDIES = {"figure5"}
-
-
-@pytest.mark.parametrize(
-  "path", [p for p in CONFIGS if p.stem not in STUDIES], ids=str
-)
-def test_every_config_file_is_valid(path):
-  validate(runpy.run_path(str(path))["get_config"]())
-
-
-def test_another_name_is_refused_with_all_that_there_are():
+def test_another_name_is_refused_with_all_that_there_are(config_with):
   flat = config_lib.flatten(default_config())
   assert all(flat[name] in names for name, names in validation.CHOICES.items())
   for name, names in validation.CHOICES.items():
     with pytest.raises(ValueError) as error:
-      validate(_with(**{name: "none_such"}))
+      validate(config_with(**{name: "none_such"}))
     assert f"use one of {', '.join(names)}" in str(error.value)
 
 
-def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch):
+def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch, config_with):
   def picky(rewards, lengths):
     if rewards.shape != (32, 8):
       raise ValueError("picky about the group_size")
@@ -59,9 +35,9 @@ def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch):
   monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
   choices = validation.CHOICES | {"advantage": (*advantages.ADVANTAGES,)}
   monkeypatch.setattr(validation, "CHOICES", choices)
-  validate(_with(advantage="picky"))
+  validate(config_with(advantage="picky"))
   with pytest.raises(ValueError, match="advantage = 'picky': picky about"):
-    validate(_with(advantage="picky", group_size=4))
+    validate(config_with(advantage="picky", group_size=4))
 
 
 @pytest.mark.parametrize(
@@ -137,9 +113,9 @@ def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch):
     ),
   ],
 )
-def test_one_problem_is_one_line(changes, text):
+def test_one_problem_is_one_line(changes, text, config_with):
   with pytest.raises(ValueError) as error:
-    validate(_with(**changes))
+    validate(config_with(**changes))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
 
@@ -164,12 +140,12 @@ def test_one_problem_is_one_line(changes, text):
     {"steps": 0, "data__template": "{{x}} {prompt}"},
   ],
 )
-def test_valid_combinations(changes):
-  validate(_with(**changes))
+def test_valid_combinations(changes, config_with):
+  validate(config_with(**changes))
 
 
-def test_all_problems_at_once():
-  config = _with(steps=-1, loss__ratio="tokn", optim__minibatches=5)
+def test_all_problems_at_once(config_with):
+  config = config_with(steps=-1, loss__ratio="tokn", optim__minibatches=5)
   with pytest.raises(ValueError) as error:
     validate(config)
   assert len(str(error.value).splitlines()) == 4
@@ -192,8 +168,8 @@ def test_unknown_missing_and_mistyped_keys():
   assert len(text.splitlines()) == 4
 
 
-def test_json_round_trip_keeps_types():
-  config = _with(optim__learning_rate=3, data__options__difficulty=(1, 2))
+def test_json_round_trip_keeps_types(config_with):
+  config = config_with(optim__learning_rate=3, data__options__difficulty=(1, 2))
   text = config_lib.to_json(config)
   again = config_lib.from_json(text)
   assert json.loads(text)["optim"]["learning_rate"] == 3.0
@@ -203,8 +179,8 @@ def test_json_round_trip_keeps_types():
   validate(again)
 
 
-def test_difference():
-  old, new = default_config(), _with(steps=61, loss__kl="k2")
+def test_difference(config_with):
+  old, new = default_config(), config_with(steps=61, loss__kl="k2")
   with old.unlocked():
     del old.seed
   assert config_lib.difference(old, new) == [

@@ -15,15 +15,6 @@ from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
 
-def config_with(**changes):
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict(
-      {key.replace("__", "."): value for key, value in changes.items()}
-    )
-  return config
-
-
 def test_every_setting_is_read_by_a_training_run(toy_run):
   settings = set(config_lib.flatten(default_config()))
   assert settings - toy_run.read == set()
@@ -48,7 +39,7 @@ def updates(config, gradients, start=0.0):
     ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
   ],
 )
-def test_schedules(schedule, factor):
+def test_schedules(schedule, factor, config_with):
   config = config_with(
     steps=5,
     optim__epochs=2,
@@ -64,7 +55,7 @@ def test_schedules(schedule, factor):
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
 
 
-def test_the_optimizer_is_adamw():
+def test_the_optimizer_is_adamw(config_with):
   config = config_with(
     optim__learning_rate=0.01,
     optim__b1=0.5,
@@ -79,7 +70,7 @@ def test_the_optimizer_is_adamw():
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_sampling_and_the_sizes_of_an_update():
+def test_sampling_and_the_sizes_of_an_update(config_with):
   config = config_with(
     sampling__temperature=0.7,
     sampling__top_k=5,
@@ -130,7 +121,7 @@ def scored():
     ),
   ],
 )
-def test_the_loss_is_the_one_that_was_asked_for(changes, expected):
+def test_the_loss_is_the_one_that_was_asked_for(changes, expected, config_with):
   new, advantages, mask, old, ref = scored()
   weights = mask / mask.sum()
   arrays = (new, advantages, weights, mask, old, ref)
@@ -147,7 +138,7 @@ def test_the_loss_is_the_one_that_was_asked_for(changes, expected):
   assert from_config.needs_reference(config) == (config.loss.beta > 0)
 
 
-def test_weightings():
+def test_weightings(config_with):
   mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
   expected = {
     "token_mean": mask / 4,
@@ -160,7 +151,7 @@ def test_weightings():
     np.testing.assert_allclose(found, weights, rtol=1e-6)
 
 
-def test_advantages():
+def test_advantages(config_with):
   rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
   centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4, [-0.25] * 3 + [0.75]])
   expected = {
@@ -184,7 +175,7 @@ def test_advantages():
   )
 
 
-def test_every_advantage_by_its_name():
+def test_every_advantage_by_its_name(config_with):
   rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
   lengths = jnp.array([[3, 1, 5]] * 4)
   found = {}

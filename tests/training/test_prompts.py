@@ -8,19 +8,9 @@ import pytest
 
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import default_config
 
 
-def config_with(**changes):
-  config = default_config()
-  with config.unlocked():
-    config.update_from_flattened_dict(
-      {key.replace("__", "."): value for key, value in changes.items()}
-    )
-  return config
-
-
-def test_problems_of_a_run():
+def test_problems_of_a_run(config_with):
   def prompts(load, count=20, **changes):
     examples = load(config_with(**changes))
     return [examples[i]["prompt"] for i in range(count)]
@@ -52,7 +42,7 @@ def jsonl(tmp_path):
   }
 
 
-def test_long_prompts_are_refused_or_dropped(jsonl):
+def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}")
   train = prompts_lib.load_split(config, policy, "train")
@@ -72,7 +62,7 @@ def test_long_prompts_are_refused_or_dropped(jsonl):
   assert len(prompts_lib.load_split(config, policy, "test").examples) == 3
 
 
-def test_the_config_sets_the_prompt(jsonl):
+def test_the_config_sets_the_prompt(jsonl, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}+1")
   config.data.max_prompt_length = 32
@@ -96,7 +86,7 @@ def test_the_config_sets_the_prompt(jsonl):
     ({"data__too_long": "drop"}, "endless"),
   ],
 )
-def test_mistakes_are_refused(changes, hint):
+def test_mistakes_are_refused(changes, hint, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
     prompts_lib.load_split(config_with(**changes), policy, "train")
