@@ -40,7 +40,9 @@ def pytest_configure(config):
 
   Most of the time of these tests is XLA's. The settings go through the
   environment, to the processes that xdist and the tests start. To keep what
-  was compiled for the next session, set JAX_COMPILATION_CACHE_DIR.
+  was compiled for the next session, set JAX_COMPILATION_CACHE_DIR; to test what
+  XLA makes of the programs for users, with all optimisations, set
+  JAX_DISABLE_MOST_OPTIMIZATIONS=0.
   """
   gc.set_threshold(100_000, 50, 100)  # tracing makes many small objects
   if "PYTEST_XDIST_WORKER" in os.environ:
@@ -50,18 +52,20 @@ def pytest_configure(config):
     directory = tempfile.TemporaryDirectory(prefix="compiled-")
     config.add_cleanup(directory.cleanup)
     path = directory.name
+  name = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+  cheap = os.environ.get(name, "1").lower() not in ("0", "false")
   settings = {
     "jax_compilation_cache_dir": path,
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_disable_most_optimizations": True,
+    "jax_disable_most_optimizations": cheap,
   }
   for name, value in settings.items():
     os.environ[name.upper()] = str(value)
     jax.config.update(name, value)
   # Half as much work for XLA. A flag that it does not know ends the process.
-  known = jax.__version_info__ < (0, 11)
-  os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=0" if known else ""
+  if cheap and jax.__version_info__ < (0, 11):
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=0")
 
 
 def pytest_collection_modifyitems(items):
