@@ -110,9 +110,9 @@ def _of_other_prompts(
   different = ~jnp.eye(len(counts), dtype=bool)
   distances = known * different * (means - pooled[:, None]) ** 2
   spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
-  noise = sum_of_others(known / jnp.maximum(counts, 1))
-  noise = within * noise / jnp.maximum(others, 1)
-  between = jnp.maximum(spread - noise, 0)
+  inverse = sum_of_others(known / jnp.maximum(counts, 1))
+  inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / n
+  between = jnp.maximum(spread - within * inverse, 0)
   # Of fewer than two others there is no spread: s2 = 0 keeps to one's own.
   return jnp.where(others > 1, within, 0), between, pooled
 

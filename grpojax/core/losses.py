@@ -150,6 +150,7 @@ def grpo_loss(
 
   ratios = ratio(logprobs, old, mask)
   per_token, monitored = surrogate(ratios, logprobs, advantages, **settings)
+  _check_surrogate(per_token, monitored, mask)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
@@ -198,6 +199,23 @@ def _check_shapes(
     raise ValueError(
       "grpo_loss takes advantages [B, G] and everything else as [B, G, T]; got "
       f"advantages {advantages.shape} and {shapes}"
+    )
+
+
+def _check_surrogate(
+  per_token: Any, monitored: dict[str, Any], mask: Array
+) -> None:
+  shapes = {name: jnp.shape(x) for name, x in monitored.items()}
+  wrong = {name: s for name, s in shapes.items() if s != mask.shape}
+  if jnp.shape(per_token) != mask.shape or wrong:
+    raise ValueError(
+      f"a surrogate returns arrays {mask.shape}, one number a token: got the "
+      f"loss {jnp.shape(per_token)} and to be logged {shapes}"
+    )
+  taken = sorted({"ratio", "kl", "entropy"} & set(monitored))
+  if taken:
+    raise ValueError(
+      f"a surrogate must not log {taken}: these are logged anyway"
     )
 
 

@@ -8,9 +8,10 @@ What plugs in here, each by its name in a dict at the end of this file:
   0 on padding; ratios and log-probabilities carry the gradient, on padding they
   are 1 and 0. `per_token` is what each token adds to the loss, to be minimised;
   what it says on padding is not used. `monitored` maps names to arrays, which
-  are logged by these names, as means over real tokens. Settings are
-  keyword-only: a run gives each surrogate those keys of its config's section
-  `loss` that it has a parameter for.
+  are logged by these names ("ratio", "kl" and "entropy" are taken), as means
+  over real tokens. Settings are keyword-only: a run gives each surrogate those
+  keys of its config's section `loss` that it has a parameter for; a setting
+  that is new also stands in `training.config`.
 """
 
 from collections.abc import Callable

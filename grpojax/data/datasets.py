@@ -58,8 +58,13 @@ def load(
   known = inspect.signature(load_).parameters
   if path and "path" not in known:
     raise ValueError(f"data.path: the data set {name} has no files")
-  takes = [key for key in known if key not in _OURS]
-  unknown = [key for key in options if key not in takes]
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+  takes = [
+    key
+    for key, parameter in known.items()
+    if key not in _OURS and parameter.kind is not parameter.VAR_KEYWORD
+  ]
+  unknown = [key for key in options if key not in takes and not takes_any]
   if unknown:
     raise ValueError(
       f"data.options.{unknown[0]}: the data set {name} has no such option; it "

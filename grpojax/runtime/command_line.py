@@ -21,7 +21,13 @@ import absl.flags
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
 
-from grpojax.runtime.config import flatten, is_free, nearest
+from grpojax.runtime.config import (
+  flatten,
+  free_sections,
+  is_free,
+  nearest,
+  sections,
+)
 from grpojax.runtime.config_file import load_file
 
 _DEFINE = {
@@ -78,7 +84,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
   for word in argv:
     # absl's own: an end of all flags, more flags, unknown ones that may pass.
     if re.match("--$|--?(flagfile|undefok)(=|$)", word):
-      raise _unknown(word.lstrip("-"), ())
+      raise _unknown(word.lstrip("-").partition("=")[0], ())
   values = FlagValues()
   path = absl.flags.DEFINE_string("config", None, "", flag_values=values)
   help_ = absl.flags.DEFINE_boolean("help", False, "", values, short_name="h")
@@ -92,9 +98,14 @@ def _define_settings(
   """Makes a flag of each setting; returns those to `_convert`, as they are."""
   names, texts = [], {}
   for name, value in flatten(config).items():
-    # config_flags reads a path as a Python expression: no "from", no "a-b".
-    parts = name.split(".")
-    readable = all(p.isidentifier() and not keyword.iskeyword(p) for p in parts)
+    # config_flags reads a path as a Python expression: no "from", no "a-b", and
+    # no method's name, which would be the method.
+    readable = all(
+      p.isidentifier()
+      and not keyword.iskeyword(p)
+      and not hasattr(ConfigDict, p)
+      for p in name.split(".")
+    )
     if type(value) in _DEFINE and name not in words and readable:
       names.append(f"--config.{name}")
     else:
@@ -136,16 +147,11 @@ def _convert(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
     raise ValueError(" or ".join([f"{error}", *words])) from None
 
 
-def _sections(config: ConfigDict, prefix: str) -> Iterator[str]:
-  """The dotted names of the sections, and of theirs."""
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      yield f"{prefix}{key}"
-      yield from _sections(value, f"{prefix}{key}.")
-
-
 def _option(
-  word: str, sections: Sequence[str], known: Sequence[str]
+  word: str,
+  free: Sequence[str],
+  all_sections: Sequence[str],
+  known: Sequence[str],
 ) -> tuple[str, str]:
   """Name and text of a key that the config lacks, where it may lack one."""
   name, equals, text = re.sub("^--?", "", word).partition("=")
@@ -155,11 +161,11 @@ def _option(
       f"did you mean --config={word}?" if is_file else "flags are --key=value"
     )
     raise ValueError(f"unexpected argument {word!r}: {hint}")
-  if any(is_free(f"{s}.") and name.startswith(f"{s}.") for s in sections):
+  if is_free(name, free):
     if not equals:
       raise ValueError(f"--{name} needs a value: --{name}=...")
     return name, text
-  if name in sections:
+  if name in all_sections:
     raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
   raise _unknown(name, known)
 
@@ -180,6 +186,7 @@ def usage(
   program: str,
   flags: Mapping[str, tuple],
   config: ConfigDict,
+  words: Mapping[str, Sequence[str]],
   choices: Mapping[str, Sequence[str]],
 ) -> str:
   """The text of --help: all flags and settings, a line each (absl takes 3)."""
@@ -188,8 +195,14 @@ def usage(
   for name, (default, text) in flags.items():
     lines.append(f"  --{name}={default}  {text}")
   for name, value in flatten(config).items():
-    among = f"  one of {', '.join(choices[name])}" if name in choices else ""
-    lines.append(f"  --config.{name}={value!r}{among}")
+    also = "".join(f"  or {word}" for word in words.get(name, ()))
+    if name in choices:
+      also += f"  one of {', '.join(choices[name])}"
+    lines.append(f"  --config.{name}={value!r}{also}")
+  lines += [
+    f"  --config.{name}.KEY=...  keyword arguments of what is named elsewhere"
+    for name in free_sections(config)
+  ]
   return "\n".join(lines)
 
 
@@ -226,15 +239,16 @@ def parse(
   config = default() if file is None else load_file(file, default)
   config = config.copy_and_resolve_references()
   if wants_help:
-    print(usage(program, flags, config, choices or {}))
+    print(usage(program, flags, config, words, choices or {}))
     raise SystemExit(0)
   values = FlagValues()
   for name, (value, text) in flags.items():
     _DEFINE[type(value)](name, value, text, flag_values=values)
   texts = _define_settings(values, config, words)
   rest = _read(values, argv)
-  sections = list(_sections(config, "config."))
-  options = dict(_option(word, sections, list(values)) for word in rest)
+  names = (f(config, "config.") for f in (free_sections, sections))
+  names = [*names, list(values)]
+  options = dict(_option(word, *names) for word in rest)
   for name, old in texts.items():
     flag = values[f"config.{name}"]
     if flag.present:

@@ -6,23 +6,35 @@ Nothing here knows what a config is for; each program has its own default (see
 
 import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.traverse_util
 from ml_collections import ConfigDict
 
-_FREE = re.compile(r"(^|\.)\w*options\.")
+FREE = ("options", "template_options")
+"""Names of sections that take any key: keyword arguments of what the config
+names elsewhere, which are checked where that is called."""
 
 
-def is_free(name: str) -> bool:
-  """Whether a dotted name need not exist in the default.
+def sections(config: ConfigDict, prefix: str = "") -> list[str]:
+  """The dotted names of a config's sections, and of theirs."""
+  names = []
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      names += [f"{prefix}{key}", *sections(value, f"{prefix}{key}.")]
+  return names
 
-  Those below a section called "options", or "..._options": keyword arguments of
-  what the config names elsewhere, and checked where that is called.
-  """
-  return bool(_FREE.search(name))
+
+def free_sections(config: ConfigDict, prefix: str = "") -> list[str]:
+  """Those of its sections that take any key; see `FREE`."""
+  names = sections(config, prefix)
+  return [name for name in names if name.rpartition(".")[2] in FREE]
+
+
+def is_free(name: str, free: Sequence[str]) -> bool:
+  """Whether a dotted name is below one of the free sections."""
+  return name.startswith(tuple(f"{section}." for section in free))
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
@@ -66,13 +78,20 @@ def check_keys(
     words: for some keys, texts that may stand in the place of a number.
   """
   allowed, leaves, problems = flatten(default), flatten(config), []
+  free, needed = free_sections(default), sections(default)
   for name, value in leaves.items():
-    if name not in allowed and not is_free(name):
+    if name in needed:
+      problems.append(f"{name} = {value!r}: is a section, with keys of its own")
+    elif name not in allowed and not is_free(name, free):
       guess = nearest(name, list(allowed))
       hint = f"; did you mean {guess}?" if guess else ""
       problems.append(f"{name} = {value!r}: unknown key{hint}")
+  given = sections(config)
+  for name in free:
+    if name not in given and name not in leaves:
+      problems.append(f"{name}: missing; start from default_config()")
   for name, value in allowed.items():
-    if is_free(name):
+    if is_free(name, free):
       continue
     if name not in leaves:
       problems.append(f"{name}: missing; start from default_config()")
@@ -102,14 +121,24 @@ def to_json(config: ConfigDict) -> str:
 
 
 def from_json(text: str) -> ConfigDict:
-  """The config that `to_json` wrote, locked; JSON lists become tuples."""
+  """The config that `to_json` wrote, locked; JSON lists become tuples.
+
+  Raises:
+    ValueError: the text is no JSON object.
+  """
 
   def restore(value):
     if isinstance(value, dict):
       return {key: restore(item) for key, item in value.items()}
     return tuple(map(restore, value)) if isinstance(value, list) else value
 
-  return ConfigDict(restore(json.loads(text))).lock()
+  try:
+    tree = restore(json.loads(text))
+  except RecursionError:
+    raise ValueError("it is nested too deep") from None
+  if not isinstance(tree, dict):
+    raise ValueError(f"a JSON object is needed, not {type(tree).__name__}")
+  return ConfigDict(tree).lock()
 
 
 def fill_in(
@@ -117,23 +146,41 @@ def fill_in(
 ) -> tuple[ConfigDict, list[str]]:
   """A config with the defaults of the keys that it lacks.
 
+  What has the wrong type or shape is left as it is, for `check_keys`.
+
   Args:
     config: read from a file, perhaps of an earlier version.
     default: has all the keys.
 
   Returns:
     The config, locked, and "key = value" for each key that was added.
+
+  Raises:
+    ValueError: most of the keys are not there: it is a config of something
+      else.
   """
-  given, whole = flatten(config), flatten(default)
-  added = {
-    name: value
-    for name, value in whole.items()
-    if name not in given and not is_free(name)
-  }
-  tree = flax.traverse_util.unflatten_dict(given | added, sep=".")
-  # A section without leaves is in neither of the two.
-  filled = config.copy_and_resolve_references().unlock()
-  filled.update(ConfigDict(tree))
+  filled, added = config.copy_and_resolve_references().unlock(), {}
+
+  def fill(section, default, prefix):
+    for key, value in default.items():
+      is_section = isinstance(value, ConfigDict)
+      if key not in section:
+        section[key] = (
+          value.copy_and_resolve_references() if is_section else value
+        )
+        below = flatten(value) if is_section else {"": value}
+        added.update(
+          {f"{prefix}{key}.{k}".rstrip("."): v for k, v in below.items()}
+        )
+        if is_section and not below:
+          added[f"{prefix}{key}"] = {}
+      elif is_section and isinstance(section[key], ConfigDict):
+        if key not in FREE:
+          fill(section[key], value, f"{prefix}{key}.")
+
+  fill(filled, default.copy_and_resolve_references(), "")
+  if 2 * len(added) > len(flatten(default)):
+    raise ValueError(f"it lacks {len(added)} of {len(flatten(default))} keys")
   return filled.lock(), [f"{k} = {v!r}" for k, v in sorted(added.items())]
 
 

@@ -37,15 +37,35 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
 
 def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
   """Refuses a get_config that cannot be called with the argument, or none."""
+
+  def takes(*words):
+    try:
+      inspect.signature(get_config).bind(*words)
+      return True
+    except TypeError:
+      return False
+    except ValueError:  # written in C: the call will show
+      return True
+
   if not callable(get_config):
     raise ValueError(f"{path}: define get_config(), which returns the config")
-  try:
-    inspect.signature(get_config).bind(*argument)
-  except TypeError:
-    takes, text = ("takes no", "") if argument else ("needs an", ":ARGUMENT")
+  if takes(*argument):
+    return
+  if argument and takes():
+    raise ValueError(f"{path}: get_config takes no argument: --config={path}")
+  if takes("text"):
     raise ValueError(
-      f"{path}: get_config {takes} argument: --config={path}{text}"
-    ) from None
+      f"{path}: get_config needs an argument: --config={path}:ARGUMENT"
+    )
+  raise ValueError(f"{path}: define get_config() or get_config(text)")
+
+
+def _split_argument(file: str) -> tuple[str, list[str]]:
+  """A path, and the text after its ".py:" if there is no such file."""
+  path, mark, argument = file.partition(".py:")
+  if os.path.isfile(file) or not mark:
+    return file, []
+  return f"{path}.py", [argument]
 
 
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
@@ -61,7 +81,7 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   Raises:
     ValueError: the file is missing or fails; one line that says where.
   """
-  path, *argument = file.split(":", 1)
+  path, argument = _split_argument(file)
   if not os.path.isfile(path):
     folder = os.path.dirname(path) or "."
     names = os.listdir(folder) if os.path.isdir(folder) else []

@@ -114,7 +114,8 @@ def spec_for(
   if len(shape) > 1:
     raise ValueError(
       f"no sharding rule for {path} of shape {tuple(shape)}: add a rule to "
-      "RULES in grpojax/runtime/sharding.py (P() keeps it whole)"
+      "RULES in grpojax/runtime/sharding.py, or give rules= of your own (P() "
+      "keeps an array whole)"
     )
   return P()
 

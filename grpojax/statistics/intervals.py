@@ -56,7 +56,7 @@ def mean_interval(
     raise ValueError(
       f"an interval over prompts needs at least 2 prompts, not {count}"
     )
-  values = values.astype(np.float64)
+  values = np.asarray(values).astype(np.float64)
   mean = float(np.mean(values))
   standard_error = float(np.std(values, ddof=1)) / math.sqrt(count)
   half_width = t_quantile(confidence, count - 1) * standard_error

@@ -221,7 +221,10 @@ def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, default_config, problems)
+  words = {f"train.{k}": w for k, w in train_config_lib.WORDS.items()}
+  config, directory = study.open_study(
+    argv, PROGRAM, default_config, problems, words
+  )
   # The runs differ in few ways: most of their programs are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

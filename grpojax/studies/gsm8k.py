@@ -215,7 +215,10 @@ def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, default_config, problems)
+  words = {f"train.{k}": w for k, w in train_config_lib.WORDS.items()}
+  config, directory = study.open_study(
+    argv, PROGRAM, default_config, problems, words
+  )
   # Before and after run the same programs: they are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   with study.resumable():

@@ -24,6 +24,7 @@ def open_study(
   program: str,
   default: Callable[[], ConfigDict],
   problems: Callable[[ConfigDict], list[str]],
+  words: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[ConfigDict, pathlib.Path]:
   """Reads a study's command line, and starts or goes on with its directory.
 
@@ -32,6 +33,7 @@ def open_study(
     program: how the study is called, for --help.
     default: makes the default config; its `name` names the run directory.
     problems: what is wrong with the values of a config, a line each.
+    words: for some settings, texts that may stand in the place of a number.
 
   Returns:
     The config and the run directory.
@@ -45,9 +47,10 @@ def open_study(
       argv,
       {"run_dir": ("", "where to write; default runs/NAME")},
       default,
-      program=program,
+      program,
+      words,
     )
-    wrong_keys = config_lib.check_keys(config, default())
+    wrong_keys = config_lib.check_keys(config, default(), words)
     config_lib.refuse(wrong_keys or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     _open(directory, config, default())
@@ -73,9 +76,9 @@ def _open(
   if path.exists():
     try:
       saved = config_lib.from_json(path.read_text())
-    except (TypeError, ValueError) as error:
-      raise ValueError(f"{path} is not a config: {error}") from error
-    saved, added = config_lib.fill_in(saved, default)
+      saved, added = config_lib.fill_in(saved, default)
+    except (OSError, TypeError, ValueError) as error:
+      raise ValueError(f"{path} is no study's config: {error}") from error
     if added:
       print(f"{directory} is older than these settings: {', '.join(added)}")
     changed = config_lib.difference(saved, config)

@@ -41,6 +41,7 @@ def export(
       without LoRA.
   """
   config = run_directory.read_config(run)
+  run_directory.say_added(run)
   source = run_directory.model_directory(config.model.path)
   rank = config.lora.rank
   if out.exists():

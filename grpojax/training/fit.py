@@ -156,7 +156,8 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     if run_directory.is_finished(directory):
       return None
     checked = start.check(config)
-    run_directory.open_run(directory, config)
+    if run_directory.open_run(directory, config):
+      run_directory.say_added(directory)
   with contextlib.ExitStack() as stack:
     requested = stack.enter_context(preemption.install())
     checkpointer = stack.enter_context(

@@ -118,12 +118,9 @@ def kl_in_reward(config: ConfigDict) -> float:
 def loss(config: ConfigDict) -> Callable[..., Any]:
   """`losses.grpo_loss` with the config's ratio, surrogate and KL term."""
   given = config.loss
-  surrogate = bind(
-    SURROGATES[given.surrogate],
-    clip_low=given.clip_low,
-    clip_high=given.clip_high,
-    dual_clip=given.dual_clip or None,
-  )
+  offered = {name: given[name] for name in given}
+  offered |= {"dual_clip": given.dual_clip or None}
+  surrogate = bind(SURROGATES[given.surrogate], **offered)
   options = {"ratio": RATIOS[given.ratio], "surrogate": surrogate}
   kl = PLACEMENTS[given.kl_placement].get(given.kl)  # any, where beta = 0
   if given.beta > 0 and given.kl_placement != "reward":

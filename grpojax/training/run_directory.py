@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import read_jsonl, write_text
-from grpojax.training.config import default_config
+from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config, written once
 REFERENCE = "reference"  # the reference policy, saved once
@@ -51,29 +51,36 @@ def _has_trained(path: pathlib.Path) -> bool:
   )
 
 
-def _saved_config(path: pathlib.Path) -> ConfigDict | None:
+def _saved_config(path: pathlib.Path) -> tuple[ConfigDict, list[str]] | None:
   """The config of a run directory, None where it holds none of ours.
 
-  A setting that did not exist when the run was started has its default, and
-  that is said: new settings cost older runs nothing.
+  A setting that did not exist when the run was started has its default: new
+  settings cost older runs nothing.
+
+  Returns:
+    The config, and "key = value" for each such setting.
   """
   try:
     saved = config_lib.from_json((path / CONFIG).read_text())
-    if "model.path" not in config_lib.flatten(saved):
+    if "path" not in (saved.get("model") or {}):
       return None
+    return config_lib.fill_in(saved, default_config())
   except (OSError, TypeError, ValueError):
     return None
-  saved, added = config_lib.fill_in(saved, default_config())
-  if added:
-    print(f"{path} is older than these settings: {', '.join(added)}")
-  return saved
+
+
+def say_added(path: str | os.PathLike) -> None:
+  """Says which settings are younger than a run, and what they are for it."""
+  saved = _saved_config(pathlib.Path(path))
+  if saved and saved[1]:
+    print(f"{path} is older than these settings: {', '.join(saved[1])}")
 
 
 def read_config(run: str | os.PathLike) -> ConfigDict:
   """The config of a run directory.
 
   Raises:
-    ValueError: it has none.
+    ValueError: it has none, or one with wrong keys.
   """
   saved = _saved_config(pathlib.Path(run))
   if saved is None:
@@ -81,7 +88,11 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
       f"no run at {run}: give the run directory of a training run, the one "
       f"with its {CONFIG} and {CHECKPOINTS}/"
     )
-  return saved
+  problems = config_lib.check_keys(saved[0], default_config(), WORDS)
+  if problems:
+    lines = "\n  ".join(problems)
+    raise ValueError(f"{pathlib.Path(run) / CONFIG} is not valid:\n  {lines}")
+  return saved[0]
 
 
 def check(path: str | os.PathLike, config: ConfigDict) -> bool:
@@ -104,7 +115,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
     raise ValueError(f"{path} is a file; give a directory as --run_dir")
   saved = _saved_config(path)
   if saved is not None:
-    changed = config_lib.difference(saved, config)
+    changed = config_lib.difference(saved[0], config)
     if changed and _has_trained(path):
       raise ValueError(
         f"{path} holds a run with another config (its value -> yours):\n  "

@@ -33,6 +33,7 @@ def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
   if saved.lora.rank:  # adapters need their base
     policy = from_config.with_weights(saved, policy)
   step, params = load_params(model, saved)
+  run_directory.say_added(model)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 

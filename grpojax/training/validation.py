@@ -230,10 +230,27 @@ def _mesh(leaves: dict[str, Any]) -> list[str]:
   return wrong
 
 
-def _advantage(leaves: dict[str, Any]) -> list[str]:
-  """Batches that the advantage cannot work with, in its own words.
+def _refusal(advantage, prompts: int, group_size: int) -> str:
+  """Why an advantage cannot work with a batch of these shapes; "" if it can.
 
-  It is tried on the shapes of the run, without computing anything.
+  Nothing is computed.
+  """
+  array = functools.partial(jax.ShapeDtypeStruct, (prompts, group_size))
+
+  def trial(rewards, lengths):
+    return bind(advantage, lengths=lengths)(rewards)
+
+  try:
+    jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
+  except ValueError as error:
+    return str(error)
+  return ""
+
+
+def _advantage(leaves: dict[str, Any]) -> list[str]:
+  """Batches that the advantage refuses, and the next larger one that it takes.
+
+  It is tried on the run's shapes, so that it needs no other check than its own.
   """
   name, k = leaves["advantage"], leaves["subset_size"]
   sizes = group_sizes.group_sizes(leaves)
@@ -241,20 +258,32 @@ def _advantage(leaves: dict[str, Any]) -> list[str]:
     return []  # reported as names or as ranges
   advantage = bind(ADVANTAGES[name], k=k)
   takes_k = advantage is not ADVANTAGES[name]
-
-  def trial(rewards, lengths):
-    return bind(advantage, lengths=lengths)(rewards)
-
   for size in sorted({min(sizes), max(sizes)}):
     # What is too small for it is small: large shapes only make large tables.
     prompts = min(group_sizes.samples_per_step(leaves) // size, _TRIED)
     size = min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
-    array = functools.partial(jax.ShapeDtypeStruct, (prompts, size))
-    try:
-      jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
-    except ValueError as error:
-      hint = "; k is subset_size" if takes_k else ""
-      return [_problem("advantage", name, f"{error}{hint}")]
+    refusal = _refusal(advantage, prompts, size)
+    if not refusal:
+      continue
+    larger = {*range(size + 1, size + 9), *[k + 1] * takes_k}
+    larger = sorted(g for g in larger if g > size)
+    enough = [g for g in larger if not _refusal(advantage, prompts, g)]
+    more = [
+      b for b in range(1, 9) if not _refusal(advantage, prompts + b, size)
+    ]
+    if enough and takes_k:
+      todo = (
+        f"too many for advantage = {name!r}: use a group_size of {enough[0]} "
+        f"or more (now {size}), or a smaller subset_size"
+      )
+      return [_problem("subset_size", k, todo)]
+    if enough:
+      todo = f"advantage = {name!r} compares completions of a prompt: use "
+      return [_problem("group_size", size, f"{todo}{enough[0]} or more")]
+    if more:
+      todo = f"advantage = {name!r} compares prompts: use {prompts + more[0]} "
+      return [_problem("batch_size", prompts, f"{todo}or more")]
+    return [_problem("advantage", name, refusal)]
   return []
 
 

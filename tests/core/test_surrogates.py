@@ -103,3 +103,26 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
 
   expected = -weights * np.where(MASK, ADVANTAGES[..., None], 0)
   np.testing.assert_allclose(jax.grad(loss)(logprobs), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "returned, text",
+  [
+    (lambda x: (x.sum(), {}), "one number a token: got the loss ()"),
+    (lambda x: (x[..., :1], {}), "got the loss (2, 2, 1)"),
+    (lambda x: (x, {"mean": x.mean()}), "to be logged {'mean': ()}"),
+    (lambda x: (x, {"kl": x, "mine": x}), "must not log ['kl']"),
+  ],
+)
+def test_what_would_broadcast_is_refused(returned, text):
+  logprobs, old, weights = case()
+  with pytest.raises(ValueError) as error:
+    losses.grpo_loss(
+      logprobs,
+      ADVANTAGES,
+      weights,
+      MASK,
+      old,
+      surrogate=lambda ratios, logprobs, advantages: returned(ratios),
+    )
+  assert text in str(error.value)

@@ -50,3 +50,12 @@ def test_what_does_not_exist_is_refused(name):
 def test_an_unknown_name_is_refused_with_the_known_ones():
   with pytest.raises(ValueError, match="'gsm8': use one of arithmetic, gsm8k"):
     datasets.load("gsm8", "train")
+
+
+def test_a_data_set_that_takes_any_option(monkeypatch):
+  def load(split, *, seed=0, size=None, **options):
+    return [options | {"size": size}]
+
+  monkeypatch.setitem(datasets.DATASETS, "mine", load)
+  options = {"colour": 1, "size": 2}
+  assert datasets.load("mine", "train", "", options) == [options]

@@ -179,8 +179,8 @@ def test_nothing_is_evaluated(tmp_path):
     ("--config.optim.schedule.x=1", "unknown flag --config.optim.schedule.x"),
     ("--config.group_size=[]", "expected a value of type int"),
     # absl would let both flags pass, and read more of them from a file.
-    ("--undefok=xyzzy --xyzzy=1", "unknown flag --undefok=xyzzy"),
-    ("--flagfile=flags.txt", "unknown flag --flagfile=flags.txt"),
+    ("--undefok=xyzzy --xyzzy=1", "unknown flag --undefok;"),
+    ("--flagfile=flags.txt", "unknown flag --flagfile;"),
     (
       "--config.data.options.a=1 --config.data.options.a.b=2",
       "--config.data.options.a.b: a is no section, but 1",
@@ -319,3 +319,51 @@ def test_help_lists_the_names_that_a_setting_may_have(capsys):
   for name, names in validation.CHOICES.items():
     (line,) = [x for x in lines if x.startswith(f"  --config.{name}=")]
     assert line.endswith(f"  one of {', '.join(names)}")
+
+
+def test_a_config_file_whose_path_has_a_colon(tmp_path):
+  folder = tmp_path / "exp:1.py:x"
+  folder.mkdir()
+  path = folder / "c.py"
+  path.write_text(
+    "from grpojax.training.config import default_config\n"
+    "def get_config(name='none'):\n"
+    "  config = default_config()\n"
+    "  config.name = name\n"
+    "  return config\n"
+  )
+  assert _parse(f"--config={path}")[0].name == "none"
+
+
+@pytest.mark.parametrize(
+  "definition, text",
+  [
+    ("def get_config(*, x): ...", "define get_config() or get_config(text)"),
+    ("def get_config(x, y): ...", "define get_config() or get_config(text)"),
+    ("get_config = dict", "must return a ConfigDict"),
+    ("get_config = 3", "define get_config()"),
+  ],
+)
+def test_a_get_config_that_cannot_be_called(definition, text, tmp_path):
+  path = tmp_path / "odd.py"
+  path.write_text(definition + "\n")
+  for word in (f"--config={path}", f"--config={path}:a"):
+    with pytest.raises(ValueError, match="^[^\n]*$") as error:
+      _parse(word)
+    assert str(path) in str(error.value)
+    assert text in str(error.value) or "dict" in definition
+
+
+def test_a_key_named_like_a_method_of_configdict():
+  config = default_config()
+  config.data.options.items = 3
+  parsed, _ = _parse("--config.data.options.items=4", default=lambda: config)
+  assert parsed.data.options["items"] == 4
+
+
+def test_help_says_words_and_free_sections(capsys):
+  with pytest.raises(SystemExit):
+    _parse("--help")
+  lines = capsys.readouterr().out.splitlines()
+  assert "  --config.group_size=8  or auto" in lines
+  assert any(x.startswith("  --config.data.options.KEY=") for x in lines)

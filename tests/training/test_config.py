@@ -26,18 +26,58 @@ def test_another_name_is_refused_with_all_that_there_are(config_with):
     assert f"use one of {', '.join(names)}" in str(error.value)
 
 
-def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch, config_with):
+def test_a_new_advantage_needs_no_check_but_its_own(monkeypatch, config_with):
   def picky(rewards, lengths):
-    if rewards.shape != (32, 8):
-      raise ValueError("picky about the group_size")
+    if rewards.shape[1] < 6:
+      raise ValueError("small groups bore me")
+    if rewards.shape[0] % 2:
+      raise ValueError("only pairs of prompts")
     return rewards * lengths
 
   monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
   choices = validation.CHOICES | {"advantage": (*advantages.ADVANTAGES,)}
   monkeypatch.setattr(validation, "CHOICES", choices)
   validate(config_with(advantage="picky"))
-  with pytest.raises(ValueError, match="advantage = 'picky': picky about"):
+  with pytest.raises(ValueError, match="group_size = 4: .*'picky'.* 6 or more"):
     validate(config_with(advantage="picky", group_size=4))
+  odd = {"batch_size": 3, "optim__micro_batches": 1}
+  with pytest.raises(ValueError, match="batch_size = 3: .*'picky'.* use 4 or"):
+    validate(config_with(advantage="picky", **odd))
+
+  def never(rewards):
+    raise ValueError("wait for a full moon")
+
+  monkeypatch.setitem(advantages.ADVANTAGES, "picky", never)
+  with pytest.raises(ValueError, match="advantage = 'picky': wait for a full"):
+    validate(config_with(advantage="picky"))
+
+
+def test_only_free_sections_of_the_default_take_any_key():
+  config = default_config().unlock()
+  config.optim_options = {"b1": 0.3}
+  config.data.templates_options = {"enable_thinking": False}
+  config.optim.options = {"x": 1}
+  config.reward.options.length = {"target": 3}
+  with pytest.raises(ValueError) as error:
+    validate(config)
+  lines = str(error.value).splitlines()[1:]
+  assert [line.split(" = ")[0].strip() for line in lines] == [
+    "data.templates_options.enable_thinking",
+    "optim.options.x",
+    "optim_options.b1",
+  ]
+
+
+def test_sections_that_are_none():
+  config = default_config().unlock()
+  del config.data["options"]
+  with config.ignore_type():
+    config.loss = None
+  with pytest.raises(ValueError) as error:
+    validate(config)
+  text = str(error.value)
+  assert "data.options: missing" in text
+  assert "loss = None: is a section" in text and "loss.beta: missing" in text
 
 
 @pytest.mark.parametrize(
@@ -59,22 +99,20 @@ def test_a_new_advantage_is_refused_in_its_own_words(monkeypatch, config_with):
     ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
     ({"advantage": "oracle"}, "true value of each prompt"),
     ({"group_size": 0}, "group_size = 0"),
-    ({"group_size": 1}, "group size G >= 2, not shape (32, 1)"),
+    ({"group_size": 1}, "group_size = 1"),
     ({"subset_size": 0}, "subset_size = 0"),
     (
       {"advantage": "max_at_k", "subset_size": 8},
-      "group size G >= 9, not shape (32, 8)",
+      "use a group_size of 9 or more (now 8), or a smaller subset_size",
     ),
-    ({"advantage": "min_at_k", "subset_size": 20}, "G >= 21"),
-    ({"advantage": "min_at_k", "subset_size": 20}, "k is subset_size"),
+    ({"advantage": "min_at_k", "subset_size": 20}, "group_size of 21"),
     (
       {
         "advantage": "shrinkage",
         "batch_size": 2,
         "optim__micro_batches": 1,
       },
-      "advantage = 'shrinkage': shrinkage needs a batch of at least 3 prompts, "
-      "not 2",
+      "batch_size = 2: advantage = 'shrinkage'",
     ),
     ({"data__template": "no field"}, "must hold {prompt}"),
     ({"data__template": "{prompt} {answer}"}, "must hold {prompt}"),

@@ -1,6 +1,7 @@
 """A config's names and numbers reach the functions that they stand for."""
 
 import functools
+import inspect
 import itertools
 
 import jax.numpy as jnp
@@ -185,3 +186,22 @@ def test_every_advantage_by_its_name(config_with):
     found[name] = np.asarray(f(rewards, **options))
   for a, b in itertools.combinations(found, 2):
     assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)
+
+
+def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
+  """Also those that only it has; what nobody asks for is no setting."""
+
+  def tilted(ratios, logprobs, advantages, *, clip_high, tau=1.0):
+    return -(ratios**tau) * advantages * clip_high, {}
+
+  monkeypatch.setitem(surrogates.SURROGATES, "tilted", tilted)
+  config = default_config().unlock()
+  config.loss.surrogate, config.loss.tau = "tilted", 5.0
+  loss = from_config.loss(config)
+  assert loss.keywords["surrogate"].keywords == {"clip_high": 0.2, "tau": 5.0}
+  known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
+  monkeypatch.undo()
+  asked = set()
+  for surrogate in surrogates.SURROGATES.values():
+    asked |= set(inspect.signature(surrogate).parameters)
+  assert set(default_config().loss) - known <= asked

@@ -59,32 +59,74 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path):
   assert run_directory.open_run(tmp_path, default_config()) is True
 
 
-def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
-  config = default_config()
-  run_directory.open_run(tmp_path, config)
-  (tmp_path / "model").mkdir()  # it has trained
-  old = config_lib.flatten(config)
-  assert old.pop("loss.dual_clip") == 0.0 and old.pop("lora.rank") == 0
-  saved = {}
-  for name, value in old.items():
-    section = saved
+def older_run(path, lacks, **changes):
+  """A run that has trained, whose config.json lacks some settings."""
+  run_directory.open_run(path, default_config())
+  (path / "model").mkdir()
+  saved = default_config().to_dict() | changes
+  for name in lacks:
     *parents, last = name.split(".")
+    section = saved
     for parent in parents:
-      section = section.setdefault(parent, {})
-    section[last] = value
-  records.write_json(tmp_path / "config.json", saved)
-  capsys.readouterr()
-  found = run_directory.read_config(tmp_path)
+      section = section[parent]
+    del section[last]
+  records.write_json(path / "config.json", saved)
+
+
+def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
+  lacks = ("loss.dual_clip", "lora", "data.options", "reward.options")
+  older_run(tmp_path, lacks)
+  config = default_config()
+  run_directory.say_added(tmp_path)
   said = capsys.readouterr().out
   assert "loss.dual_clip = 0.0" in said and "lora.rank = 0" in said
-  assert "loss.clip_low" not in said
-  validate(found)
-  assert config_lib.difference(found, config) == []
+  assert "data.options = {}" in said and "loss.clip_low" not in said
+  read = run_directory.read_config(tmp_path)
+  validate(read)
+  assert read.data.options.to_dict() == {} and read.is_locked
+  assert config_lib.difference(read, config) == []
   assert run_directory.open_run(tmp_path, config) is True
   with config.unlocked():
-    config.loss.dual_clip = 3.0  # the old run had it off
+    config.loss.dual_clip = 3.0  # the older run had it off
   with pytest.raises(ValueError, match="loss.dual_clip: 0.0 -> 3.0"):
     run_directory.open_run(tmp_path, config)
+  capsys.readouterr()
+  run_directory.open_run(tmp_path / "new", config)
+  run_directory.say_added(tmp_path / "new")
+  assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"loss": None}, "loss = None: is a section"),
+    ({"loss": 5}, "loss = 5: is a section"),
+    ({"lora": []}, "lora = (): is a section"),
+    ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
+    ({"group_size": None}, "group_size = None: must be of type int"),
+  ],
+)
+def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
+  older_run(
+    tmp_path, ("loss.dual_clip",) if "loss" not in changes else (), **changes
+  )
+  with pytest.raises(ValueError) as error:
+    run_directory.read_config(tmp_path)
+  assert text in str(error.value) and "config.json" in str(error.value)
+  with pytest.raises(ValueError, match="another config"):
+    run_directory.check(tmp_path, default_config())
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["[1]", "3", "{", '{"model": {"path": "x"}}', "[" * 10**5, '{"model": 3}'],
+)
+def test_what_is_no_config_is_no_run(text, tmp_path):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match="no run at"):
+    run_directory.read_config(tmp_path)
+  with pytest.raises(ValueError, match="no config.json of a run"):
+    run_directory.check(tmp_path, default_config())
 
 
 def test_a_run_is_resolved_to_its_model(tmp_path):
