@@ -141,6 +141,15 @@ def from_json(text: str) -> ConfigDict:
   return ConfigDict(tree).lock()
 
 
+def _fill(section: ConfigDict, default: ConfigDict) -> None:
+  for key, value in default.items():
+    if key not in section:
+      section[key] = value
+    elif key not in FREE and isinstance(value, ConfigDict):
+      if isinstance(section[key], ConfigDict):
+        _fill(section[key], value)
+
+
 def fill_in(
   config: ConfigDict, default: ConfigDict
 ) -> tuple[ConfigDict, list[str]]:
@@ -159,29 +168,14 @@ def fill_in(
     ValueError: most of the keys are not there: it is a config of something
       else.
   """
-  filled, added = config.copy_and_resolve_references().unlock(), {}
-
-  def fill(section, default, prefix):
-    for key, value in default.items():
-      is_section = isinstance(value, ConfigDict)
-      if key not in section:
-        section[key] = (
-          value.copy_and_resolve_references() if is_section else value
-        )
-        below = flatten(value) if is_section else {"": value}
-        added.update(
-          {f"{prefix}{key}.{k}".rstrip("."): v for k, v in below.items()}
-        )
-        if is_section and not below:
-          added[f"{prefix}{key}"] = {}
-      elif is_section and isinstance(section[key], ConfigDict):
-        if key not in FREE:
-          fill(section[key], value, f"{prefix}{key}.")
-
-  fill(filled, default.copy_and_resolve_references(), "")
-  if 2 * len(added) > len(flatten(default)):
-    raise ValueError(f"it lacks {len(added)} of {len(flatten(default))} keys")
-  return filled.lock(), [f"{k} = {v!r}" for k, v in sorted(added.items())]
+  filled = config.copy_and_resolve_references().unlock()
+  _fill(filled, default.copy_and_resolve_references())
+  given = {*flatten(config), *sections(config)}
+  whole = flatten(filled) | {name: {} for name in free_sections(filled)}
+  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in given]
+  if 2 * len(added) > len(whole):
+    raise ValueError(f"it lacks {len(added)} of {len(whole)} keys")
+  return filled.lock(), added
 
 
 def difference(old: ConfigDict, new: ConfigDict) -> list[str]:
