@@ -65,7 +65,8 @@ def pytest_configure(config):
     jax.config.update(name, value)
   # Half as much work for XLA. A flag that it does not know ends the process.
   if cheap and jax.__version_info__ < (0, 11):
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=0")
+    # Set, not added: a device count of the caller's would change the tests.
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=0"
 
 
 def pytest_collection_modifyitems(items):
