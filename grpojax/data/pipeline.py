@@ -25,7 +25,7 @@ _PREFETCH = 2  # batches made ahead by one background thread
 
 
 class Subset(Sequence):
-  """Random access to some of the examples; see `fitting`."""
+  """Random access to some of the examples, in their order."""
 
   def __init__(self, examples: Any, indices: Sequence[int]):
     self._examples, self._indices = examples, np.asarray(indices, np.int64)
@@ -38,58 +38,6 @@ class Subset(Sequence):
     if not 0 <= index < len(self._indices):
       raise IndexError(f"example {index} of {len(self._indices)}")
     return self._examples[int(self._indices[index])]
-
-
-def fitting(
-  examples: grain.sources.RandomAccessDataSource,
-  encode: Encode,
-  max_prompt_length: int,
-) -> tuple[Subset, int]:
-  """Drops the examples whose prompts are too long, before anything runs.
-
-  One pass over all of them. What is kept is again random access, in the same
-  order, so a stream of it resumes by a count of prompts like any other.
-
-  Args:
-    examples: see `prompt_batches`.
-    encode: likewise.
-    max_prompt_length: P, in tokens.
-
-  Returns:
-    The examples that are left, and how many were dropped.
-
-  Raises:
-    ValueError: an endless stream, which no pass can end; or nothing is left.
-  """
-  total = len(examples)
-  if total >= ENDLESS:
-    raise ValueError(
-      "data.too_long = 'drop' reads all examples before a run, but this data "
-      "set is endless: use 'refuse'"
-    )
-  lengths = (len(encode(examples[i]["prompt"])[1]) for i in range(total))
-  kept = [i for i, length in enumerate(lengths) if length <= max_prompt_length]
-  if total and not kept:
-    raise ValueError(
-      f"all {total} prompts are longer than data.max_prompt_length = "
-      f"{max_prompt_length} tokens: raise it"
-    )
-  return Subset(examples, kept), total - len(kept)
-
-
-def whole(
-  examples: grain.sources.RandomAccessDataSource,
-  encode: Encode,
-  max_prompt_length: int,
-) -> tuple[Any, int]:
-  """Keeps all examples; one that is too long is refused when it is met."""
-  del encode, max_prompt_length
-  return examples, 0
-
-
-TOO_LONG = {"refuse": whole, "drop": fitting}
-"""What becomes of prompts that are too long, before a run: `(examples, encode,
-max_prompt_length) -> (examples that are left, how many were dropped)`."""
 
 
 def prompt_batches(

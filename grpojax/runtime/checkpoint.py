@@ -6,6 +6,7 @@ complete, so a process that is killed leaves nothing that looks like one.
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -59,7 +60,10 @@ def _key_impl(key) -> str:
 
 
 def save(
-  checkpointer: ocp.training.Checkpointer, step: int, state: TrainState
+  checkpointer: ocp.training.Checkpointer,
+  step: int,
+  state: TrainState,
+  notes: dict[str, Any] | None = None,
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
@@ -70,13 +74,24 @@ def save(
     checkpointer: from `open_checkpointer`.
     step: GRPO steps done; names the checkpoint.
     state: typed random keys are stored as their data.
+    notes: JSON values to keep with it, see `read_notes`.
   """
   if any(done.step == step for done in checkpointer.checkpoints):
     return
   state = jax.tree.map(
     lambda x: jax.random.key_data(x) if _is_key(x) else x, state
   )
-  checkpointer.save_async(int(step), state)
+  checkpointer.save_async(int(step), state, custom_metadata=notes)
+
+
+def read_notes(
+  checkpointer: ocp.training.Checkpointer, step: int
+) -> dict[str, Any]:
+  """What `save` was given to keep with a state; {} where there is nothing."""
+  try:
+    return dict(checkpointer.metadata(step).custom_metadata or {})
+  except Exception:  # `restore` says what is damaged
+    return {}
 
 
 def wait(checkpointer: ocp.training.Checkpointer) -> None:

@@ -106,6 +106,11 @@ def default_config() -> ConfigDict:
   config.log.every = 1  # steps
   config.log.samples_every = 10  # steps
   config.log.tensorboard = True
+  config.stop = ConfigDict()  # after so many steps in a row; 0 = never
+  config.stop.skipped_updates = 10  # with gradients that are not finite
+  config.stop.rewards_missing = 10  # without any reward
+  config.stop.zero_variance_groups = 100  # without two rewards that differ
+  config.stop.truncated = 0  # with most completions cut off
   config.mesh = ConfigDict()  # devices along each axis; -1 = all the others
   config.mesh.data = -1
   config.mesh.fsdp = 1

@@ -68,6 +68,7 @@ def evaluate(
   key: jax.Array,
   batch_size: int,
   place: jax.sharding.Sharding | None = None,
+  poll: Callable[[], None] = lambda: None,
 ) -> Evaluation:
   """Samples and scores completions of every batch.
 
@@ -80,13 +81,15 @@ def evaluate(
     key: of the samples.
     batch_size: rows that a shorter batch is padded to.
     place: sharding of the prompts; None is one device.
+    poll: see `policy.wait` and `scoring.score`.
   """
   rewards, texts, seen, failures = [], [], [], []
   for i, (prompts, examples) in enumerate(batches):
     padded = jax.device_put(_pad(prompts, batch_size), place)
     samples = sampler(params, padded, jax.random.fold_in(key, i))
+    policies.wait(samples, poll)
     decoded = policies.decode(policy, samples)[: len(examples)]
-    scores = scoring.score(scorer, examples, decoded, samples)
+    scores = scoring.score(scorer, examples, decoded, samples, poll)
     rewards.append(scoring.correctness(scorer, scores))
     texts += decoded
     seen += examples

@@ -1,11 +1,19 @@
-"""A training run: its steps, evaluations and checkpoints, to the end."""
+"""A training run: its steps, evaluations and checkpoints, to the end.
+
+SIGTERM is answered where `poll` is called: between the parts of a step, while
+the device samples or diagnoses, between batches of an evaluation, at least once
+a second while rewards are computed, and for each prompt that is read before the
+start. What runs on in between is one compilation, the update of a step or (with
+reward.on_device) the step, the reading of the weights, and with reward.workers
+= 0 the reward of one completion.
+"""
 
 import contextlib
 import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,31 +21,34 @@ from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
-from grpojax.runtime import (
-  checkpoint,
-  command_line,
-  preemption,
-  records,
-  sharding,
-)
+from grpojax.runtime import checkpoint, command_line, preemption, sharding
 from grpojax.training import (
   from_config,
   reporting,
+  resume,
   run_directory,
   scoring,
   start,
   steps,
 )
+from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import validate
+from grpojax.training.progress import Progress
 from grpojax.training.start import Run
+
+Poll = Callable[[], None]
 
 
 class Preempted(Exception):
-  """SIGTERM arrived; the state is that of the last finished step."""
+  """SIGTERM arrived; the message says what was saved."""
 
 
-def _make_step(run: Run, tx, poll: Callable[[], None], group_size: int):
+class Stopped(Exception):
+  """The run cannot or should not go on; the message says why."""
+
+
+def _make_step(run: Run, tx, poll: Poll, group_size: int):
   args = (run.config, run.policy, group_size, tx, run.ref_params, run.places)
   if run.config.reward.on_device:
     return steps.make_device_step(*args)
@@ -62,78 +73,126 @@ def _adapt(state: TrainState, row, observe) -> TrainState:
   return state.replace(group_size=new)
 
 
-def _report(run: Run, row, clock: list[float], shown, failures) -> None:
-  """Records and prints the step that has just ended, at the clock's end."""
-  row |= reporting.speed(run.config, row, clock)
-  # The first step compiles; the pace is that of the others.
-  others = len(clock) - 2
-  pace = (clock[-1] - clock[1]) / others if others else None
-  reporting.log(run, row, shown, pace)
-  reporting.log_failures(run, row["step"], failures)
-
-
-def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
-  """Runs the remaining steps, evaluating and saving on the way.
-
-  Raises:
-    Preempted: SIGTERM arrived; the state of the last whole step is saved.
-  """
-  config = run.config
-
-  def poll():
-    if requested():
-      raise Preempted
-
+def _steps(
+  run: Run, state: TrainState, tx, progress: Progress, poll: Poll
+) -> Iterator[tuple[TrainState, Progress]]:
+  """The remaining steps; what is after each of them, recorded and printed."""
+  config, seconds = run.config, []
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   places = run.places.group_size
   observe = jax.jit(from_config.observe(config), out_shardings=places)
   size, batches = None, iter(())
-  greedy = from_config.make_sampler(config, run.policy, 1, Sampling(0.0))
   place = sharding.batch_sharding(run.mesh)
-  rows = records.read_jsonl(run.file(run_directory.METRICS))
-  if not any("accuracy" in row for row in rows):
-    reporting.evaluate_held_out(run, state.params, greedy, 0)
-  if int(state.step) < config.steps:
+  first, every = int(state.step) + 1, config.diagnostics.every
+  if first <= config.steps:
     print("the first step compiles, which takes a while", flush=True)
-  began = time.perf_counter() - reporting.train_seconds(run)
-  clock = [time.perf_counter()]
+  began = time.perf_counter() - progress.train_seconds
+  for step in range(first, config.steps + 1):
+    poll()
+    clock = time.perf_counter()
+    if size != _group_size(config, state):
+      size = _group_size(config, state)
+      consumed = int(state.prompts_consumed)
+      batches = prompts_lib.training_batches(
+        config, run.policy, run.train.examples, size, consumed
+      )
+    try:
+      prompts, examples = next(batches)
+    except ValueError as error:  # an endless data set's, or data that changed
+      raise Stopped(str(error)) from error
+    prompts = jax.device_put(prompts, place)
+    diagnosed = every > 0 and (step - 1) % every == 0
+    step_ = make_step(size)
+    state, row, shown, failures = step_(state, prompts, examples, diagnosed)
+    if diagnosed:
+      state = _adapt(state, row, observe)
+    now = time.perf_counter()
+    seconds.append(now - clock)
+    row = {"step": step, "group_size": size, **row}
+    row["train_seconds"] = now - began
+    row |= reporting.speed(config, row, seconds[-1])
+    progress = progress_lib.after(progress, row)
+    # The first step compiles; the pace is that of the others.
+    others = seconds[1:]
+    pace = sum(others) / len(others) if others else None
+    reporting.log(run, row, shown, pace)
+    reporting.log_failures(run, step, failures)
+    yield state, progress
+
+
+def fit(
+  run: Run, state: TrainState, tx, progress: Progress, checkpointer, poll: Poll
+) -> tuple[TrainState, Progress]:
+  """Runs the remaining steps, evaluating and saving on the way.
+
+  Raises:
+    Preempted: SIGTERM arrived.
+    Stopped: the run goes nowhere, or its data do.
+      The state of the last whole step is saved in both cases.
+  """
+  config = run.config
+  greedy = from_config.make_sampler(config, run.policy, 1, Sampling(0.0))
+
+  def save():
+    notes = progress_lib.to_notes(progress)
+    checkpoint.save(checkpointer, int(state.step), state, notes)
+
+  def evaluate():
+    step = int(state.step)
+    due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
+    if due and not reporting.is_evaluated(run, step):
+      reporting.evaluate_held_out(run, state.params, greedy, step, poll)
+
   try:
-    for step in range(int(state.step) + 1, config.steps + 1):
-      poll()
-      if size != _group_size(config, state):
-        size = _group_size(config, state)
-        consumed = int(state.prompts_consumed)
-        batches = prompts_lib.training_batches(
-          config, run.policy, run.train.examples, size, consumed
-        )
-      with command_line.usage_errors():  # a prompt that is too long, say
-        prompts, examples = next(batches)
-      prompts = jax.device_put(prompts, place)
-      every = config.diagnostics.every
-      diagnosed = every > 0 and (step - 1) % every == 0
-      step_ = make_step(size)
-      state, row, shown, failures = step_(state, prompts, examples, diagnosed)
-      if diagnosed:
-        state = _adapt(state, row, observe)
-      clock.append(time.perf_counter())
-      row = {"step": step, "group_size": size, **row}
-      row["train_seconds"] = clock[-1] - began
-      _report(run, row, clock, shown, failures)
-      if step % config.eval.every == 0 or step == config.steps:
-        reporting.evaluate_held_out(run, state.params, greedy, step)
-        clock[1:] = [time.perf_counter()]
+    evaluate()  # where the run was ended in the middle of it
+    for done in _steps(run, state, tx, progress, poll):
+      state, progress = done
+      evaluate()
+      step = int(state.step)
       if step % config.checkpoint.every == 0 or step == config.steps:
-        checkpoint.save(checkpointer, step, state)
+        save()
+      why = progress_lib.hopeless(progress, config.stop)
+      if why and step < config.steps:
+        raise Stopped(why)
     if config.steps == 0:  # a baseline: evaluated, saved, not trained
-      checkpoint.save(checkpointer, 0, state)
-  except Preempted:
+      save()
+  except (Preempted, Stopped) as reason:
     if int(state.step):  # before the first step there is nothing to keep
-      checkpoint.save(checkpointer, int(state.step), state)
-    print(f"saved step {int(state.step)}; the same command resumes", flush=True)
+      save()
+      done = f"saved step {int(state.step)}"
+      raise type(reason)("; ".join(filter(None, [str(reason), done]))) from None
     raise
   finally:
     checkpoint.wait(checkpointer)
-  return state
+  return state, progress
+
+
+def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
+  """All that can be wrong is found, and all that a run holds is opened."""
+  with command_line.usage_errors():
+    checked = start.check(config, directory, poll)
+    changed, _ = run_directory.changed(directory, checked.config)
+    if run_directory.open_run(directory, checked.config):
+      run_directory.say_added(directory)
+      for line in changed:
+        print(f"changed: {line}")
+    splits = {"train": checked.train, "test": checked.held_out}
+    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+  checkpointer = stack.enter_context(
+    checkpoint.open_checkpointer(
+      directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
+    )
+  )
+  with command_line.usage_errors():
+    scorer = stack.enter_context(
+      scoring.open_scorer(checked.config, checked.reward_model)
+    )
+    run, state, tx = start.start(directory, checked, checkpointer, scorer)
+  if run.writer is not None:
+    stack.callback(run.writer.close)
+  with command_line.usage_errors():
+    state, progress = resume.resume(run, state, checkpointer, poll)
+  return run, state, tx, progress, checkpointer
 
 
 def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
@@ -147,38 +206,32 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     The summary, None where the run had been finished before.
 
   Raises:
-    SystemExit: with a message, where the run cannot be started; with code 75
-      after SIGTERM, 130 after an interrupt from the keyboard.
+    SystemExit: with a message, where the run cannot be started or should not go
+      on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
     validate(config)
+    config = run_directory.with_date(directory, config)
     run_directory.check(directory, config)
-    if run_directory.is_finished(directory):
-      return None
-    checked = start.check(config)
-    if run_directory.open_run(directory, config):
-      run_directory.say_added(directory)
+  if run_directory.is_finished(directory, config):
+    return None
   with contextlib.ExitStack() as stack:
     requested = stack.enter_context(preemption.install())
-    checkpointer = stack.enter_context(
-      checkpoint.open_checkpointer(
-        directory / run_directory.CHECKPOINTS, config.checkpoint.keep
-      )
-    )
-    with command_line.usage_errors():
-      scorer = stack.enter_context(
-        scoring.open_scorer(config, checked.reward_model)
-      )
-      run, state, tx = start.start(
-        config, directory, checked, checkpointer, scorer
-      )
-    if run.writer is not None:
-      stack.callback(run.writer.close)
+
+    def poll():
+      if requested():
+        raise Preempted
+
     try:
-      state = fit(run, state, tx, checkpointer, requested)
-    except Preempted:
+      run, *state, checkpointer = _open(config, directory, stack, poll)
+      state, progress = fit(run, *state, checkpointer, poll)
+      return reporting.finish(run, state.params, progress, poll)
+    except Preempted as done:
+      done = str(done) or "nothing to save: no step is done"
+      print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)
+    except Stopped as reason:
+      sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
       sys.exit(130)
-    return reporting.finish(run, state.params)

@@ -8,12 +8,13 @@ model without adapters, `params = {}`.
 
 import functools
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import hf, lora
@@ -173,6 +174,22 @@ def jit(
   # For logs and profiles; a partial function has no name of its own.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
+
+
+def wait(arrays: PyTree, poll: Callable[[], None]) -> None:
+  """Waits for the devices, and calls `poll`, which may raise, in the meantime.
+
+  Args:
+    arrays: results that are being computed.
+    poll: called at least once, and then about 20 times a second.
+  """
+  began = time.monotonic()
+  for array in jax.tree.leaves(arrays):
+    poll()
+    while not array.is_ready():
+      # Little of what was waited for so far: a short wait ends in time.
+      time.sleep(min(0.05, 1e-4 + (time.monotonic() - began) / 100))
+      poll()
 
 
 def whole_params(policy: Policy, params: Params) -> Params:

@@ -1,13 +1,20 @@
 """A config's data set as batches of prompts in the policy's format."""
 
 import functools
-from collections.abc import Iterator
+import hashlib
+import json
+import pathlib
+import zipfile
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.types import Prompts
-from grpojax.data import datasets, pipeline
+from grpojax.data import datasets, pipeline, survey
+from grpojax.data.arithmetic import ENDLESS
+from grpojax.models import hf
 from grpojax.rewards import exact_ids
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
@@ -16,6 +23,9 @@ from grpojax.training.policy import Policy
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
+MEASURED = 4096
+"""Prompts of an endless data set that are read before a run starts, at most."""
+
 
 class Split(NamedTuple):
   """The examples of one split whose prompts fit.
@@ -23,10 +33,16 @@ class Split(NamedTuple):
   Attributes:
     examples: random access to them.
     dropped: how many do not fit; 0 where they are refused (data.too_long).
+    kept: their indices among all examples of the split; None is all.
+    survey: of all examples.
+    key: of what the survey's lengths depend on, see `save_lengths`.
   """
 
   examples: Any
   dropped: int
+  kept: np.ndarray | None
+  survey: survey.Survey
+  key: str
 
 
 def load_examples(config: ConfigDict, split: str) -> Any:
@@ -60,15 +76,93 @@ def _encode(config: ConfigDict, policy: Policy):
   )
 
 
-def load_split(config: ConfigDict, policy: Policy, split: str) -> Split:
-  """The examples of a split, without those that `data.too_long` drops.
+def load_split(
+  config: ConfigDict,
+  policy: Policy,
+  split: str,
+  cache: pathlib.Path | None = None,
+  poll: Callable[[], None] = lambda: None,
+) -> Split:
+  """The examples of a split, all of which have been read and do fit.
+
+  Args:
+    config: the run's.
+    policy: its tokenizer measures the prompts.
+    split: "train" or "test".
+    cache: a file of `save_lengths`, which may be missing.
+    poll: called between examples; may raise.
 
   Raises:
-    ValueError: as `load_examples` and `pipeline.fitting`.
+    ValueError: as `load_examples` and `survey.survey`, or prompts that are too
+      long (data.too_long).
   """
   examples, encode = load_examples(config, split), _encode(config, policy)
-  choose = pipeline.TOO_LONG[config.data.too_long]
-  return Split(*choose(examples, encode, config.data.max_prompt_length))
+  digest = _digest(config, policy)
+  found = survey.survey(
+    examples,
+    encode,
+    most=min(_prompts_of_run(config), MEASURED),
+    cached=lambda f: _saved_lengths(cache, split, f"{f} {digest}"),
+    poll=poll,
+  )
+  choose = survey.TOO_LONG[config.data.too_long]
+  limit, endless = config.data.max_prompt_length, len(examples) >= ENDLESS
+  try:
+    kept = choose(found.lengths, limit, endless)
+  except ValueError as error:
+    raise ValueError(f"{split} split: {error}") from error
+  key = f"{found.fingerprint} {digest}"
+  if kept is None:
+    return Split(examples, 0, None, found, key)
+  dropped = len(examples) - len(kept)
+  return Split(pipeline.Subset(examples, kept), dropped, kept, found, key)
+
+
+def _prompts_of_run(config: ConfigDict) -> int:
+  """Prompts that a run takes at most."""
+  leaves = config_lib.flatten(config)
+  samples = group_sizes.samples_per_step(leaves)
+  return config.steps * max(
+    samples // size for size in group_sizes.group_sizes(leaves)
+  )
+
+
+def _digest(config: ConfigDict, policy: Policy) -> str:
+  """Of all but the examples that decides how long prompts are."""
+  digest = hashlib.sha256()
+  for name in hf.COMPANIONS:
+    file = policy.directory / name
+    digest.update(file.read_bytes() if file.is_file() else b"")
+  limits = ("max_prompt_length", "too_long")
+  settings = {k: v for k, v in config.data.to_dict().items() if k not in limits}
+  digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+  return digest.hexdigest()
+
+
+def save_lengths(file: pathlib.Path, splits: dict[str, Split]) -> None:
+  """Keeps the lengths of all prompts for `load_split`, by what they depend on.
+
+  Args:
+    file: a .npz file, written whole or not at all.
+    splits: by their names.
+  """
+  arrays = {name: split.survey.lengths for name, split in splits.items()}
+  arrays |= {f"{name} key": np.array(s.key) for name, s in splits.items()}
+  temporary = file.with_name(f".{file.name}")
+  np.savez(temporary, **arrays)
+  temporary.replace(file)
+
+
+def _saved_lengths(file: pathlib.Path | None, split: str, key: str):
+  if file is None or not file.is_file():
+    return None
+  try:
+    with np.load(file, allow_pickle=False) as arrays:
+      if str(arrays[f"{split} key"]) == key:
+        return arrays[split]
+  except (KeyError, OSError, ValueError, zipfile.BadZipFile):
+    pass  # it is only a cache
+  return None
 
 
 def prompt_batches(

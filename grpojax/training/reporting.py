@@ -16,25 +16,33 @@ one of these places, and needs no other:
 | seconds_step, tokens_per_second      | `speed`                            |
 | step, group_size, train_seconds      | training.fit                       |
 | accuracy, accuracy_low, _high (rows  | training.evaluation.numbers        |
-| of evaluations)                      |                                    |
+| of evaluations); prompts             | `evaluate_held_out`                |
 """
 
 import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params
 from grpojax.models import hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import pictures, records, sharding
-from grpojax.training import evaluation, group_sizes, prompts, run_directory
+from grpojax.training import (
+  evaluation,
+  from_config,
+  group_sizes,
+  prompts,
+  run_directory,
+)
 from grpojax.training import policy as policies
+from grpojax.training.progress import Progress, troubles
 from grpojax.training.start import Run
 
 SHOWN = (
@@ -54,10 +62,25 @@ def record(run: Run, row: dict[str, Any]) -> None:
     records.write_scalars(run.writer, row["step"], row)
 
 
+def is_evaluated(run: Run, step: int) -> bool:
+  """Whether there is an evaluation after a step."""
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  return any("accuracy" in row and row.get("step") == step for row in rows)
+
+
 def evaluate_held_out(
-  run: Run, params: Params, sampler, step: int
+  run: Run, params: Params, sampler, step: int, poll: Callable[[], None]
 ) -> dict[str, Any]:
-  """Greedy held-out accuracy; recorded, printed and returned."""
+  """Greedy held-out accuracy; recorded, printed and returned.
+
+  Args:
+    run: the run.
+    params: to evaluate.
+    sampler: greedy.
+    step: after which.
+    poll: called between batches and while rewards are computed; may raise, and
+      nothing is recorded then.
+  """
   config = run.config
   result = evaluation.evaluate(
     run.policy,
@@ -68,8 +91,10 @@ def evaluate_held_out(
     jax.random.key(config.seed),
     config.eval.batch_size,
     sharding.batch_sharding(run.mesh),
+    poll,
   )
   row = {"step": step} | evaluation.numbers(evaluation.per_prompt(result))
+  row |= {"prompts": len(result.rewards)}
   record(run, row)
   log_failures(run, step, result.failures)
   print(
@@ -110,7 +135,8 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
     if "optimal_group_size" in row:
       best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
       line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
-    print(records.progress(step, config.steps, pace, line), flush=True)
+    text = records.progress(step, config.steps, pace, line)
+    print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
   if shown and step % config.log.samples_every == 0:
     for sample in shown:
       records.append_jsonl(
@@ -119,22 +145,21 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
-def speed(config: ConfigDict, row, clock: list[float]) -> dict[str, float]:
+def speed(config: ConfigDict, row, seconds: float) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
-  seconds = clock[-1] - clock[-2]
   samples = group_sizes.samples_per_step(config_lib.flatten(config))
   tokens = samples * float(row["completion_length_mean"])
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
 
-def train_seconds(run: Run) -> float:
-  """Training seconds spent so far, over all the times the run was started."""
-  rows = records.read_jsonl(run.file(run_directory.METRICS))
-  return max((row.get("train_seconds", 0.0) for row in rows), default=0.0)
-
-
-def finish(run: Run, params: Params) -> dict[str, Any]:
+def finish(
+  run: Run, params: Params, progress: Progress, poll: Callable[[], None]
+) -> dict[str, Any]:
   """Writes the model, the picture and the summary."""
+  steps = run.config.steps
+  if steps and not is_evaluated(run, steps):  # metrics.jsonl was lost
+    greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
+    evaluate_held_out(run, params, greedy, steps, poll)
   model = run.file(run_directory.MODEL)
   if not model.exists():  # a run that was killed here has written it whole
     whole = policies.whole_params(run.policy, params)
@@ -143,21 +168,23 @@ def finish(run: Run, params: Params) -> dict[str, Any]:
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )
   rows = records.read_jsonl(run.file(run_directory.METRICS))
-  tests = [row for row in rows if "accuracy" in row]
+  tests = [r for r in rows if "accuracy" in r and r.get("step") == steps]
   names = ("accuracy", "accuracy_low", "accuracy_high")
   before, after = (
-    [test[name] for name in names] for test in (tests[0], tests[-1])
+    [test[name] for name in names]
+    for test in (progress.baseline, [progress.baseline, *tests][-1])
   )
   summary = {
     "accuracy_before": before[0],
     "accuracy_before_interval": before[1:],
     "accuracy_after": after[0],
     "accuracy_after_interval": after[1:],
-    "train_seconds": train_seconds(run),
-    "steps": run.config.steps,
+    "train_seconds": progress.train_seconds,
+    "steps": steps,
     "eval_prompts": len(run.held_out.examples),
     "dropped_prompts": run.train.dropped + run.held_out.dropped,
-    "skipped_updates": sum(r.get("skipped_updates", 0) for r in rows),
+    "failed_rewards": progress.failed_rewards,
+    "steps_with": progress.steps_with,
   }
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
@@ -171,6 +198,11 @@ def print_summary(directory: pathlib.Path, summary: dict[str, Any]) -> None:
       f"accuracy {when:6} {summary[f'accuracy_{when}']:6.1%}  "
       f"[{low:.1%}, {high:.1%}]"
     )
+  for name, count in summary["steps_with"].items():
+    if count:
+      print(f"steps with {name.replace('_', ' ')}: {count}")
+  if summary["failed_rewards"]:
+    print(f"rewards that failed: {summary['failed_rewards']}")
   print(
     f"{summary['steps']} steps in {records.duration(summary['train_seconds'])}"
     f"; results, curve and model are in {directory}/"

@@ -2,15 +2,18 @@
 
 import os
 import pathlib
+import re
 import shutil
 
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
-from grpojax.runtime.records import read_jsonl, write_text
+from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.training.config import WORDS, default_config
 
-CONFIG = "config.json"  # the resolved config, written once
+CONFIG = "config.json"  # the resolved config
+CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
+LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 REFERENCE = "reference"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
@@ -24,15 +27,35 @@ SUMMARY = "summary.json"  # written last: the run is finished
 RECORDS = (METRICS, SAMPLES, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
+CHANGEABLE = (
+  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|data\.too_long|"
+  r"reward\.(workers|timeout)|mesh\..*|optim\.micro_batches"
+)
+"""The settings that a run may be resumed with other values of: they do not
+change what has been done."""
+
+_DATE = "data.template_options.date_string"
+
 
 def is_run(path: str | os.PathLike) -> bool:
   """Whether a directory is that of a run with checkpoints."""
   return (pathlib.Path(path) / CHECKPOINTS).is_dir()
 
 
-def is_finished(path: str | os.PathLike) -> bool:
-  """Whether a run has come to its end."""
-  return (pathlib.Path(path) / SUMMARY).exists()
+def is_finished(
+  path: str | os.PathLike, config: ConfigDict | None = None
+) -> bool:
+  """Whether a run has come to its end.
+
+  Args:
+    path: the run directory.
+    config: where it is given, with this config's number of steps.
+  """
+  path = pathlib.Path(path)
+  if not (path / SUMMARY).exists():
+    return False
+  saved = _saved_config(path)
+  return config is None or (saved and saved[0].steps == config.steps)
 
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
@@ -95,6 +118,53 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
   return saved[0]
 
 
+def changed(
+  path: str | os.PathLike, config: ConfigDict
+) -> tuple[list[str], list[str]]:
+  """How a config differs from the one that a run was started with.
+
+  Args:
+    path: a run directory, or none yet.
+    config: the resolved config.
+
+  Returns:
+    What a run may be resumed with, and what it may not: lines "key: its value
+    -> yours".
+  """
+  saved = _saved_config(pathlib.Path(path))
+  lines = config_lib.difference(saved[0], config) if saved else []
+  may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
+  return may, [x for x in lines if x not in may]
+
+
+def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
+  """A config with the date that a run's chat template was first given.
+
+  Args:
+    path: a run directory, or none yet.
+    config: the resolved config; a date of its own stays.
+  """
+  saved = _saved_config(pathlib.Path(path))
+  if not saved or _DATE in config_lib.flatten(config):
+    return config
+  date = config_lib.flatten(saved[0]).get(_DATE)
+  return config if date is None else pin_date(config, date)
+
+
+def pin_date(config: ConfigDict, date: str) -> ConfigDict:
+  """A config whose chat template is given this date for today's."""
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    config.data.template_options.date_string = date
+  return config
+
+
+def steps_done(path: str | os.PathLike) -> int:
+  """Steps of the newest checkpoint; 0 where there is none."""
+  saved = (pathlib.Path(path) / CHECKPOINTS).glob("[0-9]*")
+  return max((int(p.name) for p in saved if p.name.isdigit()), default=0)
+
+
 def check(path: str | os.PathLike, config: ConfigDict) -> bool:
   """Whether a directory can be this config's run; writes nothing.
 
@@ -105,27 +175,34 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
     config: the resolved config.
 
   Returns:
-    True where the directory is a run of the same config: resume.
+    True where the directory is a run to go on with: of the same config, but for
+    what is `CHANGEABLE`.
 
   Raises:
-    ValueError: the directory is a run of another config, or no run directory.
+    ValueError: the directory is a run of another config, has done more steps
+      than are asked for, or is no run directory.
   """
   path = pathlib.Path(path)
   if path.exists() and not path.is_dir():
     raise ValueError(f"{path} is a file; give a directory as --run_dir")
-  saved = _saved_config(path)
-  if saved is not None:
-    changed = config_lib.difference(saved[0], config)
-    if changed and _has_trained(path):
+  if _saved_config(path) is not None:
+    may, may_not = changed(path, config)
+    trained = _has_trained(path)
+    if may_not and trained:
       raise ValueError(
         f"{path} holds a run with another config (its value -> yours):\n  "
-        + "\n  ".join(changed)
+        + "\n  ".join(may_not)
         + "\ngive another --run_dir, or the run's own values to resume it"
       )
-    return not changed
+    if trained and config.steps < steps_done(path):
+      raise ValueError(
+        f"steps = {config.steps}: the run in {path} has done "
+        f"{steps_done(path)} already; give as many or more"
+      )
+    return trained or not (may or may_not)
   # A temporary config.json is what a kill at the very start leaves.
-  ours = f".{CONFIG}.tmp"
-  if path.exists() and any(p.name != ours for p in path.iterdir()):
+  ours = (f".{CONFIG}.tmp", f".{LENGTHS}")
+  if path.exists() and any(p.name not in ours for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
       "run: give a new or an empty directory as --run_dir"
@@ -136,6 +213,9 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
 def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
   """Starts a run directory, or goes on with one of the same config.
 
+  Where a setting that may change has changed, that is recorded; and where it is
+  the number of steps, what a finished run has left at its end goes away.
+
   Args:
     path: created where it does not exist.
     config: the resolved config.
@@ -143,10 +223,19 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
   Returns:
     As `check`, which raises what this raises.
   """
-  resumed = check(path, config)
+  path, resumed = pathlib.Path(path), check(path, config)
   if not resumed:
-    path = pathlib.Path(path)
     shutil.rmtree(path / REFERENCE, ignore_errors=True)
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / CONFIG, config_lib.to_json(config))
-  return resumed
+    return False
+  may, _ = changed(path, config)
+  if may:
+    step = steps_done(path)
+    append_jsonl(path / CHANGES, {"after_step": step, "changed": may})
+    if any(line.startswith("steps:") for line in may):
+      # The summary first: without it nobody takes the run for finished.
+      (path / SUMMARY).unlink(missing_ok=True)
+      shutil.rmtree(path / MODEL, ignore_errors=True)
+    write_text(path / CONFIG, config_lib.to_json(config))
+  return True

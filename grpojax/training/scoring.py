@@ -6,7 +6,7 @@ runs on the devices.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.types import Rollout
 from grpojax.rewards import groups, neural
-from grpojax.rewards.pool import Pool
+from grpojax.rewards.pool import Failure, Pool
 from grpojax.runtime import sharding
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import policy as policies
@@ -132,6 +132,7 @@ def score(
   examples: list[dict[str, Any]],
   texts: list[list[str]],
   samples: Rollout,
+  poll: Callable[[], None] = lambda: None,
 ) -> groups.GroupScores:
   """Rewards of the completions of a batch.
 
@@ -141,6 +142,7 @@ def score(
       only pad it.
     texts: [B][G] completions.
     samples: the rollout that they are from.
+    poll: called while the functions compute, see `Pool.collect`; may raise.
 
   Returns:
     Rewards, nan where there is none; the reward model's values are among those
@@ -159,21 +161,40 @@ def score(
     samples.completion_mask.shape[-1],
   )
   by_model = scorer.model(examples, texts) if scorer.model else None
-  scores = groups.collect_groups(scorer.pool, pending)
+  scores = groups.collect_groups(scorer.pool, pending, poll)
   if by_model is None:
     return scores
-  return _with_model(scores, np.asarray(by_model), scorer.model_weight)
+  jobs = [
+    (example["prompt_text"], text)
+    for example, group in zip(examples, texts, strict=True)
+    for text in group
+  ]
+  by_model = np.asarray(by_model)
+  return _with_model(scores, by_model, scorer.model_weight, jobs)
 
 
 def _with_model(
-  scores: groups.GroupScores, by_model: np.ndarray, weight: float
+  scores: groups.GroupScores,
+  by_model: np.ndarray,
+  weight: float,
+  texts: Sequence[tuple[str, str]],
 ) -> groups.GroupScores:
   """Adds a reward model's rewards, also where all functions abstain."""
+  by_model = by_model.astype(np.float32)
+  finite = np.isfinite(by_model)
+  failures = [
+    Failure(MODEL, f"returned {value}", prompt, completion)
+    for value, (prompt, completion) in zip(by_model.flat, texts, strict=True)
+    if not np.isfinite(value)
+  ]
   by_functions = np.where(np.isnan(scores.rewards), 0, scores.rewards)
-  total = np.where(scores.failed, np.nan, by_functions + weight * by_model)
+  failed = scores.failed | ~finite
+  total = np.where(failed, np.nan, by_functions + weight * by_model)
   return scores._replace(
     rewards=total.astype(np.float32),
-    values=scores.values | {MODEL: by_model.astype(np.float32)},
+    values=scores.values | {MODEL: np.where(finite, by_model, np.nan)},
+    failed=failed,
+    failures=scores.failures + failures,
   )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
-from grpojax.runtime import checkpoint, records, sharding
+from grpojax.runtime import checkpoint, records, sharding, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
   from_config,
@@ -25,12 +26,20 @@ from grpojax.training import (
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
-CHECKED_PROMPTS = 4096  # training prompts read before a run starts
-
 
 class Checked(NamedTuple):
-  """What a config names, loaded and found to be in order."""
+  """What a config names, loaded and found to be in order.
 
+  Attributes:
+    config: with what the start of the run has decided.
+    policy: with the weights that the run starts from.
+    mesh: of all devices.
+    train: examples of the training split.
+    held_out: examples of the test split.
+    reward_model: or None.
+  """
+
+  config: ConfigDict
   policy: Policy
   mesh: jax.sharding.Mesh
   train: prompts.Split
@@ -57,8 +66,15 @@ class Run(NamedTuple):
     return self.directory / name
 
 
-def check(config: ConfigDict) -> Checked:
-  """Loads what the config names and reads the first prompts of both splits.
+def check(
+  config: ConfigDict, directory: pathlib.Path, poll: Callable[[], None]
+) -> Checked:
+  """Loads what the config names and reads all prompts of finite data sets.
+
+  Args:
+    config: the run's.
+    directory: the run's, which may not exist yet; written to only later.
+    poll: called while much is read; may raise.
 
   Raises:
     ValueError: what would otherwise be found out after the run has started.
@@ -67,6 +83,7 @@ def check(config: ConfigDict) -> Checked:
     config.reward.functions, config.reward.options.to_dict()
   )
   policy = from_config.open_policy(config)
+  config = _with_date(config, policy)
   mesh = sharding.make_mesh(**config.mesh)
   parts = config.optim.minibatches * config.optim.micro_batches
   leaves = config_lib.flatten(config)
@@ -76,55 +93,65 @@ def check(config: ConfigDict) -> Checked:
     sharding.check_rows(
       mesh, micro_batch=rows // parts, eval_batch=config.eval.batch_size
     )
+  cache = directory / run_directory.LENGTHS
   train, held_out = (
-    prompts.load_split(config, policy, split) for split in SPLITS
+    prompts.load_split(config, policy, split, cache, poll) for split in SPLITS
   )
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
       f"prompts of more than {config.data.max_prompt_length} tokens"
     )
+  # What the reward on the device wants to know of the first ones.
   batches = prompts.training_batches(config, policy, train.examples, sizes[0])
-  ahead = min(config.steps, CHECKED_PROMPTS // config.batch_size + 1)
-  for _ in itertools.islice(batches, ahead):
-    pass
-  for _ in prompts.held_out(config, policy, held_out.examples):
-    pass
+  for _ in itertools.islice(batches, config.steps and 1):
+    poll()
   policy = from_config.with_weights(config, policy, mesh)
+  poll()
   if config.diagnostics.every and config.diagnostics.last_layers:
     last_layers(policy.params, config.diagnostics.last_layers)
   reward_model = scoring.open_model(config, mesh)
-  return Checked(policy, mesh, train, held_out, reward_model)
+  return Checked(config, policy, mesh, train, held_out, reward_model)
+
+
+def _with_date(config: ConfigDict, policy: Policy) -> ConfigDict:
+  """Pins the date where the chat template asks for today's.
+
+  Prompts would be other ones tomorrow: on resume, and in evaluations.
+  """
+  if "date_string" in config.data.template_options:
+    return config
+  if not tokenizer.asks_for_date(policy.tokenizer):
+    return config
+  return run_directory.pin_date(config, tokenizer.today())
 
 
 def start(
-  config: ConfigDict,
   directory: pathlib.Path,
   checked: Checked,
   checkpointer: ocp.training.Checkpointer,
   scorer: scoring.Scorer,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
-  """The first or the newest state; cleans up after a run that was cut short.
+  """The state before the first step; cleans up after a run that was cut short.
 
   Args:
-    config: the run's.
     directory: the run's.
     checked: from `check`; its parameters become the state's.
     checkpointer: of the run's checkpoints.
     scorer: of the rewards.
 
   Returns:
-    The run, the state to go on from, and the optimizer.
+    The run, the state, and the optimizer.
 
   Raises:
-    ValueError: a checkpoint that is damaged or of another model.
+    ValueError: a reference that is damaged or of another model.
   """
+  config, policy, mesh, train, held_out, _ = checked
   tx = optimizer(config)
 
   def fresh(params):
     return from_config.first_state(config, tx, params)
 
-  policy, mesh, train, held_out, _ = checked
   places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, places.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
@@ -137,9 +164,6 @@ def start(
     ref_params = checkpoint.restore_params(reference, params)
   state = jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
   step = checkpoint.latest_step(checkpointer)
-  if step is not None:
-    state = checkpoint.restore(checkpointer, state, step)
-    print(f"resuming after step {step}")
   for name in run_directory.RECORDS:
     records.truncate_jsonl(directory / name, -1 if step is None else step)
   print(
@@ -152,11 +176,10 @@ def start(
     writer = records.tensorboard_writer(
       directory / run_directory.TENSORBOARD, -1 if step is None else step
     )
-  policy = policy._replace(params=None)
   run = Run(
     config=config,
     directory=directory,
-    policy=policy,
+    policy=policy._replace(params=None),
     mesh=mesh,
     places=places,
     ref_params=ref_params,

@@ -144,8 +144,9 @@ def make_host_step(
     ref_params: the reference policy, or None.
     places: shardings of the state, the same before and after each step.
     scorer: of the rewards.
-    poll: called between the parts of a step; may raise. Only the last part
-      touches the state, so a step that it ends leaves no trace.
+    poll: called between the parts of a step and all through them, but for the
+      last, the update; may raise. Only that touches the state, so a step that
+      it ends leaves no trace.
 
   Returns:
     `(state, prompts, examples, diagnosed) -> (state, metrics, samples,
@@ -167,20 +168,20 @@ def make_host_step(
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
     key = jax.random.fold_in(state.key, state.step)
-    samples = jax.block_until_ready(sampler(state.params, prompts, key))
+    samples = sampler(state.params, prompts, key)
+    policies.wait(samples, poll)
     clock.append(time.perf_counter())
-    poll()
     texts = policies.decode(policy, samples)
-    scores = scoring.score(scorer, examples, texts, samples)
+    scores = scoring.score(scorer, examples, texts, samples, poll)
     rewards = scores.rewards
     clock.append(time.perf_counter())
     poll()
     score_metrics = scoring.metrics(scores)
     if diagnosed:
       key = diagnosis_key(state)
-      score_metrics |= jax.device_get(
-        diagnose(state.params, samples, rewards, key)
-      )
+      diagnosis = diagnose(state.params, samples, rewards, key)
+      policies.wait(diagnosis, poll)
+      score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
     state, row = learn(state, samples, rewards, ref_params)

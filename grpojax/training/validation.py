@@ -14,7 +14,7 @@ from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
 from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.data.datasets import DATASETS
-from grpojax.data.pipeline import TOO_LONG
+from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.training import group_sizes
@@ -46,7 +46,8 @@ _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
   "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
   "diagnostics.last_layers auto_group_size.margin auto_group_size.confidence "
-  "lora.rank reward.workers"
+  "lora.rank reward.workers stop.skipped_updates stop.rewards_missing "
+  "stop.zero_variance_groups stop.truncated"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "

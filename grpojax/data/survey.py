@@ -1,0 +1,140 @@
+"""One pass over a data set before a run: how long its prompts are, and whose.
+
+A run must not end in the middle because of one prompt, nor go on after a break
+with other data: so all examples of a finite data set are read before it starts.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from grpojax.data.arithmetic import ENDLESS
+
+FINGERPRINTED = 256
+"""Examples of an endless data set that its fingerprint is of."""
+
+_SAY_EVERY = 10.0  # seconds between two lines about a long pass
+
+
+class Survey(NamedTuple):
+  """What a pass over the examples of a split has found.
+
+  Attributes:
+    fingerprint: of the examples and their order: SHA-256 of their JSON.
+    lengths: [n], tokens of each prompt; of an endless data set, of its first
+      ones.
+  """
+
+  fingerprint: str
+  lengths: Int[np.ndarray, "n"]
+
+
+def survey(
+  examples: Any,
+  encode: Callable[[Any], tuple[str, Sequence[int]]],
+  *,
+  most: int = ENDLESS,
+  cached: Callable[[str], Int[np.ndarray, "n"] | None] = lambda _: None,
+  poll: Callable[[], None] = lambda: None,
+) -> Survey:
+  """Reads all examples, or the first `most` of an endless data set.
+
+  Args:
+    examples: random access to dicts with a "prompt", see `data.examples`.
+    encode: `(prompt) -> (text, ids)`.
+    most: examples of an endless data set whose prompts are measured.
+    cached: fingerprint -> lengths of a finite data set's prompts, where they
+      are known already, else None.
+    poll: called for each example; may raise.
+
+  Raises:
+    ValueError: a prompt that cannot be encoded, or that has no token.
+  """
+  total = len(examples)
+  endless = total >= ENDLESS
+  digest = hashlib.sha256()
+  read = min(total, FINGERPRINTED) if endless else total
+  for i in _watched(read, "read", poll):
+    digest.update(_line(examples[i]))
+  fingerprint = digest.hexdigest()
+  lengths = None if endless else cached(fingerprint)
+  if lengths is None:
+    count = min(total, most) if endless else total
+    lengths = np.empty(count, np.int32)
+    for i in _watched(count, "measured", poll):
+      lengths[i] = len(encode(examples[i]["prompt"])[1])
+  empty = np.flatnonzero(lengths == 0)
+  if len(empty):
+    prompt = examples[int(empty[0])]["prompt"]
+    raise ValueError(f"example {empty[0]}: a prompt without tokens: {prompt!r}")
+  return Survey(fingerprint, lengths)
+
+
+def _line(example: dict[str, Any]) -> bytes:
+  text = json.dumps(example, sort_keys=True, default=str)
+  return text.encode() + b"\n"
+
+
+def _watched(count: int, did: str, poll: Callable[[], None]) -> Iterator[int]:
+  """0, 1, ..., and from time to time a line that says how far it is."""
+  last = time.monotonic()
+  for i in range(count):
+    poll()
+    if time.monotonic() - last > _SAY_EVERY:
+      last = time.monotonic()
+      print(f"{did} {i} of {count} prompts", flush=True)
+    yield i
+
+
+def refuse(
+  lengths: Int[np.ndarray, "n"], max_prompt_length: int, endless: bool
+) -> Int[np.ndarray, "k"] | None:
+  """Keeps all examples, and refuses a data set with a prompt that is too long.
+
+  Raises:
+    ValueError: how many are too long, and which is the longest.
+  """
+  del endless
+  longer = int(np.sum(lengths > max_prompt_length))
+  if longer:
+    longest = int(np.argmax(lengths))
+    raise ValueError(
+      f"{longer} of {len(lengths)} prompts have more than "
+      f"data.max_prompt_length = {max_prompt_length} tokens (example {longest} "
+      f"has {lengths[longest]}), and prompts are never cut: raise it, or set "
+      "data.too_long = 'drop'"
+    )
+  return None
+
+
+def drop(
+  lengths: Int[np.ndarray, "n"], max_prompt_length: int, endless: bool
+) -> Int[np.ndarray, "k"] | None:
+  """Indices of the examples whose prompts are not too long.
+
+  Raises:
+    ValueError: an endless data set, which no pass can end; or none is left.
+  """
+  if endless:
+    raise ValueError(
+      "data.too_long = 'drop' reads all examples before a run, but this data "
+      "set is endless: use 'refuse'"
+    )
+  kept = np.flatnonzero(lengths <= max_prompt_length)
+  if len(lengths) and not len(kept):
+    raise ValueError(
+      f"all {len(lengths)} prompts are longer than data.max_prompt_length = "
+      f"{max_prompt_length} tokens: raise it"
+    )
+  return kept
+
+
+TOO_LONG = {"refuse": refuse, "drop": drop}
+"""What becomes of prompts that are too long, before a run: (lengths,
+max_prompt_length, whether the data set is endless) -> indices of the examples
+that are kept, None for all; ValueError where the run cannot start."""

@@ -1,0 +1,78 @@
+"""What a run goes on from: its newest checkpoint, if its data are the same."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import TrainState
+from grpojax.data.examples import SPLITS
+from grpojax.runtime import checkpoint
+from grpojax.training import from_config, reporting
+from grpojax.training.progress import Progress, from_notes
+from grpojax.training.start import Run
+
+
+def resume(
+  run: Run,
+  state: TrainState,
+  checkpointer: ocp.training.Checkpointer,
+  poll: Callable[[], None],
+) -> tuple[TrainState, Progress]:
+  """The newest state, and what the run remembers.
+
+  Args:
+    run: from `start`.
+    state: of the starting weights. They are evaluated where that accuracy is
+      not known yet, or is of another number of prompts.
+    checkpointer: of the run's checkpoints.
+    poll: called in the evaluation; may raise.
+
+  Returns:
+    The state to go on from, and the progress.
+
+  Raises:
+    ValueError: other data than before, or a checkpoint that is damaged or of
+      another model.
+  """
+  step = checkpoint.latest_step(checkpointer)
+  notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
+  progress = from_notes(notes)
+  data = _fingerprints(run)
+  _check_data(progress.data, data)
+  baseline, prompts = progress.baseline, len(run.held_out.examples)
+  if baseline is None or baseline["prompts"] != prompts:
+    greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
+    baseline = reporting.evaluate_held_out(run, state.params, greedy, 0, poll)
+    baseline = {k: v for k, v in baseline.items() if k != "step"}
+  progress = dataclasses.replace(progress, baseline=baseline, data=data)
+  if step is not None:
+    state = checkpoint.restore(checkpointer, state, step)
+    print(f"resuming after step {step}", flush=True)
+  return state, progress
+
+
+def _fingerprints(run: Run) -> dict[str, Any]:
+  """Of both splits: how many examples there are, and which."""
+  return {
+    name: [len(split.examples) + split.dropped, split.survey.fingerprint]
+    for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
+  }
+
+
+def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
+  """Refuses training examples that have changed, and held-out ones."""
+  for split, (count, fingerprint) in now.items():
+    old, old_fingerprint = before.get(split, (count, fingerprint))
+    # eval.num_prompts may have been changed: then there is nothing to compare.
+    if fingerprint == old_fingerprint or (split == "test" and old != count):
+      continue
+    raise ValueError(
+      f"the {split} split is not that of this run: {old} examples then, "
+      f"{count} now"
+      + (", of which some differ" if old == count else "")
+      + ". Restore the data (data.path, data.options), or export this run's "
+      "model (python -m grpojax.export) and start a new one from it"
+    )
