@@ -1,6 +1,6 @@
 """Rewards of groups of completions: lists of texts in, arrays [B, G] out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,9 +62,18 @@ def submit_groups(
   return Pending(pool.submit(jobs), (len(examples), size))
 
 
-def collect_groups(pool: Pool, pending: Pending) -> GroupScores:
-  """Waits for groups that `submit_groups` has sent off."""
-  results = pool.collect(pending.submission)
+def collect_groups(
+  pool: Pool, pending: Pending, poll: Callable[[], None] | None = None
+) -> GroupScores:
+  """Waits for groups that `submit_groups` has sent off.
+
+  Args:
+    pool: the one that they were sent to.
+    pending: the groups.
+    poll: called while it waits, see `Pool.collect`; where it raises, they are
+      abandoned.
+  """
+  results = pool.collect(pending.submission, poll)
   prompts, size = pending.shape
 
   def grouped(values, dtype=np.float32):

@@ -6,7 +6,7 @@
 A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are started anew, never forked, and load no JAX. Processes exchange lines of
-JSON, nothing that could run code.
+JSON, nothing that could run code; `worker` says what else a function may do.
 """
 
 import concurrent.futures
@@ -15,7 +15,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.rewards import functions, worker
@@ -61,6 +61,10 @@ class Result(NamedTuple):
   failures: tuple[Failure, ...]
 
 
+POLL = 0.5
+"""Seconds between the calls of `poll` while the workers are at work."""
+
+
 class Submission:
   """Jobs on their way; made by `Pool.submit`."""
 
@@ -70,6 +74,7 @@ class Submission:
     self.results: list[Result | None] = [None] * len(jobs)
     self.lost = 0  # workers in a row, without a result between them
     self.lock = threading.Lock()
+    self.abandoned = False
     self.futures: list[concurrent.futures.Future] = []
 
 
@@ -161,13 +166,34 @@ class Pool:
     ]
     return sent
 
-  def collect(self, sent: Submission) -> list[Result]:
-    """Waits for the results of a submission, in the order of its jobs."""
+  def collect(
+    self, sent: Submission, poll: Callable[[], None] | None = None
+  ) -> list[Result]:
+    """Waits for the results of a submission, in the order of its jobs.
+
+    Args:
+      sent: from `submit`.
+      poll: called while it waits: every `POLL` seconds or, without workers,
+        before each completion; the longest time without a call is then that of
+        one completion's reward. It may raise, say because the run is to end.
+        Then the submission is abandoned: none of its other jobs are tried, and
+        workers that are at one are killed (new ones start when they are
+        needed), so nothing keeps `close` or the next submission waiting.
+
+    Raises:
+      Exception: what `poll` raises.
+    """
     if not self._workers:
-      return [
-        self._result(job, [worker.evaluate(f, *job) for f in self._functions])
-        for job in sent.jobs
-      ]
+      return [self._score_here(job, poll) for job in sent.jobs]
+    try:
+      left = sent.futures
+      while left:
+        _, left = concurrent.futures.wait(left, poll and POLL)
+        if left:
+          poll()
+    except BaseException:
+      sent.abandoned = True
+      raise
     for future in sent.futures:
       future.result()
     return list(sent.results)
@@ -175,9 +201,9 @@ class Pool:
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
     self._closed = True
+    self._threads.shutdown(cancel_futures=True)  # waits `STOP` seconds at most
     for process in self._workers:
-      process.close()
-    self._threads.shutdown(cancel_futures=True)
+      process.kill()
 
   def __enter__(self):
     return self
@@ -187,21 +213,37 @@ class Pool:
 
   def _drain(self, sent: Submission) -> None:
     """Lets one worker compute rewards until all jobs are taken."""
+
+    def stop() -> bool:
+      return self._closed or sent.abandoned
+
     process = self._idle.get()
     try:
-      while not self._closed and (index := sent.next()) < len(sent.jobs):
-        sent.results[index] = self._score(process, sent, index)
+      while not stop() and (index := sent.next()) < len(sent.jobs):
+        sent.results[index] = self._score(process, sent, index, stop)
     finally:
       self._idle.put(process)
 
-  def _score(self, process: Process, sent: Submission, index: int) -> Result:
-    outcomes: list[Any] = []
+  def _score_here(self, job: Job, poll: Callable[[], None] | None) -> Result:
+    if poll:
+      poll()
+    outcomes = [worker.evaluate(f, *job) for f in self._functions]
+    return self._result(job, outcomes)
+
+  def _score(
+    self,
+    process: Process,
+    sent: Submission,
+    index: int,
+    stop: Callable[[], bool],
+  ) -> Result:
+    line, outcomes = sent.lines[index], []
     if sent.lost >= self.patience:
       error = f"not tried: {self.patience} workers were lost in a row"
     else:
       error = None
       try:
-        process.ask(sent.lines[index], len(self.names), self._timeout, outcomes)
+        process.ask(line, len(self.names), self._timeout, outcomes, stop)
       except Lost as lost:
         error = str(lost)
       with sent.lock:

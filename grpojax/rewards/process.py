@@ -3,18 +3,27 @@
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 START = 120.0
 """Seconds that a worker has to load its functions."""
 
+STOP = 0.1
+"""Seconds within which a worker notices that it is to stop."""
+
 _MOST = 2**16  # bytes of an answer; a worker sends far less
+
+
+def never() -> bool:
+  """Does not stop."""
+  return False
 
 
 class Lost(Exception):
@@ -25,64 +34,75 @@ class Process:
   """A process of `worker`; a class because it holds one.
 
   It leads a session of its own: Ctrl-C in a terminal does not reach it, and
-  what it has started is killed with it.
+  what it has started is killed with it. Only one thread at a time may use it.
+
+  Lines that are no answer to what was asked are ignored: they are late ones to
+  earlier questions, or a function wrote them.
   """
 
   def __init__(self, setup: bytes):
     self._setup = setup
     self._process: subprocess.Popen | None = None
-    self._closed = False
-    self._lock = threading.Lock()
     self._pending = b""
 
   def start(self) -> None:
     """Starts the process, without waiting for it."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    with self._lock:
-      if self._closed:
-        raise Lost("the pool was closed")
-      self._pending = b""
-      # Runs a new program; the memory of this one, with JAX, is not copied.
-      self._process = subprocess.Popen(
-        # -P: modules are looked for where this process does, nowhere else.
-        [sys.executable, "-P", "-m", "grpojax.rewards.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        # A function that uses JAX must not take the accelerator.
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-        start_new_session=True,
-      )
+    self._pending = b""
+    # Runs a new program; the memory of this one, with JAX, is not copied.
+    self._process = subprocess.Popen(
+      # -P: modules are looked for where this process does, nowhere else.
+      [sys.executable, "-P", "-m", "grpojax.rewards.worker"],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      bufsize=0,
+      # A function that uses JAX must not take the accelerator.
+      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+      start_new_session=True,
+    )
     for pipe in (self._process.stdin, self._process.stdout):
       os.set_blocking(pipe.fileno(), False)
 
-  def wait_until_ready(self) -> None:
+  def wait_until_ready(self, stop: Callable[[], bool] = never) -> None:
     """Waits until the functions are loaded."""
     answers: list[Any] = []
-    self._exchange(self._setup, 1, START, answers)
+    self._exchange(self._setup, 1, START, answers, stop)
     ready, error = answers[0]
     if ready is None:
       self.kill()
       raise Lost(error)
 
   def ask(
-    self, line: bytes, count: int, timeout: int | float, answers: list[Any]
+    self,
+    line: bytes,
+    count: int,
+    timeout: int | float,
+    answers: list[Any],
+    stop: Callable[[], bool] = never,
   ) -> None:
     """Sends a line and appends so many answers; starts a process if none is.
 
+    Args:
+      line: JSON, with its newline.
+      count: answers to wait for.
+      timeout: seconds for all of them.
+      answers: is appended (value, error) for each.
+      stop: says whether to give up, every `STOP` seconds.
+
     Raises:
-      Lost: no answer in time, or the process has died. It is killed; answers
-        has those that came before.
+      Lost: no answer in time, it was stopped, or the process has died. It is
+        killed; answers has those that came before.
     """
+    if self._process is not None and self._process.poll() is not None:
+      self.kill()  # it ended after its last answer, no fault of this line
     if self._process is None:
       self.start()
-      self.wait_until_ready()
-    self._exchange(line, count, timeout, answers)
+      self.wait_until_ready(stop)
+    self._exchange(line, count, timeout, answers, stop)
 
   def kill(self) -> None:
     """Kills the process and what it has started, if there is one."""
-    with self._lock:
-      process, self._process = self._process, None
+    process, self._process = self._process, None
     if process is None:
       return
     with contextlib.suppress(ProcessLookupError):
@@ -91,33 +111,29 @@ class Process:
     process.stdin.close()
     process.stdout.close()
 
-  def close(self) -> None:
-    """Kills the process, and lets no other one start."""
-    with self._lock:
-      self._closed = True
-    self.kill()
-
-  def _exchange(self, line, count, timeout, answers) -> None:
+  def _exchange(self, *args) -> None:
     try:
-      self._talk(line, count, timeout, answers)
+      self._talk(*args)
     except BaseException:
       self.kill()
       raise
 
-  def _talk(self, line, count, timeout, answers) -> None:
+  def _talk(self, line, count, timeout, answers, stop) -> None:
     process, deadline = self._process, time.monotonic() + timeout
-    if process is None:
-      raise Lost("the pool was closed")
     reader, writer = process.stdout.fileno(), process.stdin.fileno()
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     poll.register(writer, select.POLLOUT)
-    rest = memoryview(line)
+    # Nobody can know it beforehand, so an answer with it is to this line.
+    name = secrets.token_hex(8)
+    rest = memoryview(f"{name} ".encode() + line)
     while count:
       left = deadline - time.monotonic()
       if left <= 0:
         raise Lost(f"no result after {timeout:g} s")
-      ready = dict(poll.poll(1000 * left + 1))
+      if stop():
+        raise Lost("stopped")
+      ready = dict(poll.poll(1000 * min(left, STOP) + 1))
       if writer in ready:
         try:
           rest = rest[os.write(writer, rest[:_MOST]) :]
@@ -127,22 +143,26 @@ class Process:
           poll.unregister(writer)
       if reader in ready:
         data = os.read(reader, _MOST)
-        if not data or len(self._pending) > _MOST:
+        if not data:
           raise Lost(_end_of(process))
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        answers += [_answer(answer) for answer in lines]
-        count -= len(lines)
+        *lines, pending = (self._pending + data).split(b"\n")
+        self._pending = pending[-_MOST:]  # an endless line is no answer
+        found = [_answer(line, name) for line in lines]
+        found = [answer for answer in found if answer is not None][:count]
+        answers += found
+        count -= len(found)
 
 
-def _answer(line: bytes) -> tuple[Any, str | None]:
+def _answer(line: bytes, name: str) -> tuple[Any, str | None] | None:
+  """The answer [name, value, error] in a line; None if it has none."""
   try:
-    value, error = json.loads(line)
-    known = value is None or isinstance(value, float) or value == "ready"
-    if known and (error is None or isinstance(error, str)):
-      return value, error
-  except (TypeError, ValueError):
-    pass
-  raise Lost("the worker's answer makes no sense")
+    of, value, error = json.loads(line)
+  except (TypeError, ValueError, RecursionError):
+    return None
+  known = value is None or isinstance(value, float) or value == "ready"
+  if of == name and known and (error is None or isinstance(error, str)):
+    return value, error
+  return None
 
 
 def _end_of(process: subprocess.Popen) -> str:

@@ -1,13 +1,20 @@
 """A process that computes rewards: python -m grpojax.rewards.worker.
 
-It reads a line of JSON from its standard input that says which functions, and
-then one for each completion; for each function it answers with a line
-[value, error]. What the functions print goes to standard error.
+It reads lines `ID JSON` from its standard input: the first says which
+functions, each other one is a completion to score. For each function it answers
+with a line [ID, value, error]; the ID is random, so no reply can be taken for
+one to another line. What the functions print goes to standard error.
+
+Functions are trusted not to attack: one that forks, reads, prints, closes files
+or writes to all that are open does no harm to other completions, but one that
+looks for the present ID in this process can answer in its own favour. Who runs
+code that a model wrote must do it in a sandbox of its own.
 
 It ends when its input does, that is, also when the other process was killed;
 and if a function hangs then, the system's alarm ends it (see `LEEWAY`).
 """
 
+import contextlib
 import json
 import math
 import numbers
@@ -15,7 +22,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from grpojax.rewards import functions
@@ -30,6 +37,17 @@ parent kills it at the limit; this is for a worker whose parent has died."""
 _LONGEST_ERROR = 500  # characters
 
 
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+  """Ends a child at once that was forked inside and would go on after it."""
+  process = os.getpid()
+  try:
+    yield
+  finally:
+    if os.getpid() != process:
+      os._exit(0)
+
+
 def evaluate(
   function: Callable[[str, str, dict[str, Any]], float | None],
   prompt: str,
@@ -39,10 +57,12 @@ def evaluate(
   """The reward, or what went wrong: (value, None) or (None, error).
 
   An error is an exception, also SystemExit, and a value that is neither None
-  nor a finite number. (None, None) abstains.
+  nor a finite number. (None, None) abstains. Only this process returns, not one
+  that the function has forked.
   """
   try:
-    value = function(prompt, completion, example)
+    with one_process():
+      value = function(prompt, completion, example)
     if value is None:
       return None, None
     if getattr(value, "shape", None) == ():  # a scalar array
@@ -86,26 +106,32 @@ def main() -> None:
   # A function that reads or prints must not disturb the exchange.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
+  sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
 
-  def reply(message: Any) -> None:
-    os.write(replies, json.dumps(message).encode() + b"\n")
+  def reply(name: bytes, value: Any, error: str | None) -> None:
+    # Begins a line, in case that something else wrote half of one.
+    answer = json.dumps([name.decode(), value, error])
+    os.write(replies, f"\n{answer}\n".encode())
 
-  setup = json.loads(requests.readline())
+  name, _, line = requests.readline().partition(b" ")
+  setup = json.loads(line)
   try:
     _limit_memory(setup["memory"])
-    rewards = functions.resolve_all(setup["names"], setup["options"])
+    with one_process():
+      rewards = functions.resolve_all(setup["names"], setup["options"])
   except BaseException as error:
-    reply([None, _describe(error)])
+    reply(name, None, _describe(error))
     return
-  reply(["ready", None])
+  reply(name, "ready", None)
   for line in requests:
     # The default action ends the process whatever a function is doing; set
     # again each time, because a function may have set it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, setup["timeout"] + LEEWAY)
-    job = json.loads(line)
+    name, _, job = line.partition(b" ")
+    job = json.loads(job)
     for function in rewards:
-      reply(evaluate(function, *job))
+      reply(name, *evaluate(function, *job))
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -115,5 +141,6 @@ if __name__ == "__main__":
   except BrokenPipeError:
     pass
   # At once: not waiting for threads that a function has started.
-  sys.stderr.flush()
+  with contextlib.suppress(OSError, ValueError):  # it may have closed it
+    sys.stderr.flush()
   os._exit(0)

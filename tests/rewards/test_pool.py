@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
 
+from grpojax.rewards import process
 from grpojax.rewards.pool import Failure, Job, Pool
 
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
@@ -120,6 +122,95 @@ def test_workers_are_light_and_their_pipes_safe():
       pool.submit([Job("", "", {"x": object()})])
   assert [r.values[0] for r in results] == [0.0, 0.0, 3.0]
   assert results[2].values[1] == len(text) + 2
+
+
+def test_a_function_that_forks_or_writes_does_not_shift_rewards():
+  """The child of the second waits until the next job is under way."""
+  odd = ["twice 1 0", "twice 2 0.05", "slow3", "garbage4", "closes", "later"]
+  odd += ["slow7", *["twice 8 0", "9"] * 10, "twice 8 0.02", "slow9"]
+  want = [1, 2, 3, 4, 5, 6, 7, *[8, 9] * 10, 8, 9]
+  with Pool([BEHAVE, PROMPT], workers=1, timeout=30) as pool:
+    results = pool.score(jobs(*odd))
+    again = pool.score(jobs("1", "2"))
+  assert [r.values for r in results] == [(value, 1) for value in want]
+  assert [r.values[0] for r in again] == [1, 2]
+
+
+def test_replies_are_told_apart():
+  """A line counts if it has the question's name and makes sense."""
+  for line, want in (
+    (b'["me", 1.0, null]', (1.0, None)),
+    (b'["me", null, "raised"]', (None, "raised")),
+    (b'["you", 1.0, null]', None),
+    (b"[1.0, null]", None),
+    (b'["me", [], null]', None),
+    (b'["me", 1.0, 3]', None),
+    (b"", None),
+    (b"\xff", None),
+    (b"[" * 10**5, None),
+  ):
+    assert process._answer(line, "me") == want
+
+
+def test_a_fork_does_not_go_on_in_this_process():
+  """Without workers the child would go on in the caller's program."""
+  code = f"""
+    from grpojax.rewards.pool import Job, Pool
+    with Pool([{BEHAVE!r}]) as pool:
+      [result] = pool.score([Job("", "twice 3 0.1", {{}})])
+    print(result.reward, flush=True)
+  """
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.PIPE,  # ends when the child has ended, too
+    check=True,
+  )
+  assert done.stdout == b"3.0\n"
+
+
+class Enough(Exception):
+  pass
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_submission_is_abandoned_where_poll_raises(workers, tmp_path):
+  """Without waiting for the time limit."""
+  start = time.monotonic()
+  done = tmp_path / "done"
+
+  def poll():
+    if time.monotonic() > start + 0.7:
+      raise Enough
+
+  with Pool([BEHAVE], workers=workers, timeout=40) as pool:
+    first = pool.submit(jobs(*["sleep"] * workers, f"touch {done}"))
+    with pytest.raises(Enough):
+      pool.collect(first, poll)
+    assert [r.reward for r in pool.score(jobs("1", "2", "3"))] == [1, 2, 3]
+    pool.submit(jobs(*["hang"] * 9))
+    time.sleep(0.2)
+  assert not done.exists()
+  assert time.monotonic() < start + 30
+
+
+def test_poll_is_called_while_it_waits_and_between_completions():
+  calls = []
+  with Pool([BEHAVE], workers=1) as pool:
+    sent = pool.submit(jobs(*["slow1"] * 12))
+    results = pool.collect(sent, lambda: calls.append(time.monotonic()))
+  assert [r.reward for r in results] == [1] * 12
+  assert len(calls) >= 2 and max(np.diff(calls)) < 1
+
+  def poll():
+    calls.append(0)
+    if len(calls) == 3:
+      raise Enough
+
+  calls.clear()
+  with Pool([BEHAVE]) as pool, pytest.raises(Enough):
+    pool.collect(pool.submit(jobs(*"12345")), poll)
+  assert len(calls) == 3
 
 
 def test_a_batch_in_which_everything_hangs_is_given_up():

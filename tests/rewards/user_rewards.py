@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+import threading
 import time
 
 
@@ -33,6 +34,33 @@ def behave(prompt, completion, example, *, scale=1.0):
     print("[1.0, null]", flush=True)
     os.write(1, b"[1.0, null]\n")
     return float(len(sys.stdin.read()))
+  if completion == "closes":
+    sys.stdin.close()
+    sys.stdout.close()
+    sys.stderr.close()
+    return 5.0
+  if completion.startswith("later"):  # the thread works during the next job
+    threading.Timer(0.05, lambda: print("[1.0, null]", flush=True)).start()
+    return 6.0
+  if completion.startswith("garbage"):
+    for file in range(3, 64):
+      try:
+        os.write(file, b'[1.0, null]\n["x", 1.0, null]\n\xff\n{"half')
+      except OSError:
+        pass
+    return float(completion[7:])
+  if completion.startswith("twice"):  # a child that returns as well
+    _, value, wait = completion.split()
+    if not os.fork():
+      time.sleep(float(wait))
+      return -1.0
+    return float(value)
+  if completion.startswith("touch"):
+    open(completion[6:], "w").close()
+    return 1.0
+  if completion.startswith("slow"):
+    time.sleep(0.1)
+    return float(completion[4:])
   if completion == "jax":
     return float("jax" in sys.modules or "numpy" in sys.modules)
   if completion == "text":
