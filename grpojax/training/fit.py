@@ -151,7 +151,8 @@ def fit(
       step = int(state.step)
       if step % config.checkpoint.every == 0 or step == config.steps:
         save()
-      why = progress_lib.hopeless(progress, config.stop)
+      limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
+      why = progress_lib.hopeless(progress, limits)
       if why and step < config.steps:
         raise Stopped(why)
     if config.steps == 0:  # a baseline: evaluated, saved, not trained
