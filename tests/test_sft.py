@@ -14,6 +14,7 @@ from grpojax import sft
 from grpojax.data import texts as texts_lib
 from grpojax.models import hf
 from grpojax.runtime import bpe
+from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import sft as sft_lib
 
@@ -52,7 +53,7 @@ def test_it_learns_and_writes_a_model_directory(toy_model):
   _, params = hf.load(toy_model)
   assert params["embed"].shape == (100, 16)
   tokenizer = tokenizer_lib.load(toy_model)
-  assert tokenizer_lib.eos_ids(toy_model, tokenizer) == (1, 99)
+  assert eos_lib.eos_ids(toy_model, tokenizer) == (1, 99)
 
 
 def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
@@ -123,7 +124,7 @@ def test_the_format_decides_the_template_and_the_end(
     tmp_path, tokenizer_lib.load(tmp_path), config_with(format=form)
   )
   tokenizer = tokenizer_lib.load(tmp_path)
-  assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == eos
   text = tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n")
   assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
 
@@ -160,7 +161,7 @@ def test_a_model_of_word_problems(tmp_path, capsys):
   assert int(kept) + int(dropped) == 32 and int(kept) and int(dropped)
   tokenizer = tokenizer_lib.load(tmp_path)
   assert params["embed"].shape == (300, 16) == (len(tokenizer), 16)
-  eos_ids = tokenizer_lib.eos_ids(tmp_path, tokenizer)
+  eos_ids = eos_lib.eos_ids(tmp_path, tokenizer)
   assert eos_ids == (tokenizer.eos_token_id,)
   text = "Q: Ann has 7 €.\nA: "
   prompt, ids = tokenizer_lib.encode_prompt(tokenizer, "Ann has 7 €.")

@@ -60,18 +60,6 @@ def score(
   return lm.unembed(params, prefix.last_hidden)[:, 0]
 
 
-def encode(tokenizer: Any, sample: str | Chat) -> list[int]:
-  """Token ids of a text, or of a chat by the tokenizer's own template.
-
-  A template writes its special tokens itself; to a text the tokenizer adds
-  those that it always adds.
-  """
-  if isinstance(sample, str):
-    return tokenizer(sample)["input_ids"]
-  text = tokenizer.apply_chat_template(sample, tokenize=False)
-  return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 def _fit(rows: list[list[int]], limit: int, too_long: str) -> list[list[int]]:
   """Rows of 1 to `limit` tokens."""
   for row in rows:
@@ -104,7 +92,7 @@ def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
 def make_scorer(
   lm: LM,
   params: Params,
-  tokenizer: Any,
+  encode: Callable[[str | Chat], list[int]],
   *,
   lengths: Sequence[int] = (256, 512, 1024, 2048),
   batch_size: int = 8,
@@ -118,7 +106,7 @@ def make_scorer(
   Args:
     lm: from `load`.
     params: likewise; placed on the mesh as the caller wants them.
-    tokenizer: the reward model's own, as transformers loads it.
+    encode: a sample's ids, by the reward model's own tokenizer and template.
     lengths: tokens that sequences are padded to; the longest is the limit.
     batch_size: sequences scored at once; with a sharding, a multiple of the
       devices that it cuts the rows over.
@@ -144,7 +132,7 @@ def make_scorer(
   run = jax.jit(lambda params, ids, mask: score(lm, params, ids, mask))
 
   def scorer(samples: Sequence[str | Chat]) -> np.ndarray:
-    rows = [encode(tokenizer, sample) for sample in samples]
+    rows = [encode(sample) for sample in samples]
     rows = _fit(rows, lengths[-1], too_long)
     rewards = np.zeros(len(rows), np.float32)
     pending = []

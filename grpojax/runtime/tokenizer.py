@@ -4,14 +4,20 @@
 nothing else needs it.
 """
 
+import functools
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from grpojax.models.weights import read_json
+from grpojax.runtime import special_tokens as special_tokens_lib
+from grpojax.runtime.chat_template import DATE, set_messages
+from grpojax.runtime.chat_template import asks_for_date as asks_for_date
+from grpojax.runtime.chat_template import today as today
+from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 
 PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
 
@@ -56,7 +62,8 @@ def load(path: str | os.PathLike) -> Any:
 
   # A generic class says that tokenizer.json is the whole tokenizer. For some
   # model types (qwen2) AutoTokenizer would put the family's own in its place.
-  kind = _read_json(path / "tokenizer_config.json").get("tokenizer_class")
+  settings = path / "tokenizer_config.json"
+  kind = settings.is_file() and read_json(settings).get("tokenizer_class")
   generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
   loader = PreTrainedTokenizerFast if generic else AutoTokenizer
   try:
@@ -65,51 +72,6 @@ def load(path: str | os.PathLike) -> Any:
     )
   except Exception as error:  # transformers raises many kinds
     raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
-
-
-def eos_ids(path: str | os.PathLike, tokenizer: Any) -> tuple[int, ...]:
-  """The ids that end a completion.
-
-  Those of `generation_config.json`, or of `config.json` if it names none; and
-  the tokenizer's, which ends a turn of a chat.
-
-  Args:
-    path: the model directory.
-    tokenizer: its tokenizer.
-
-  Returns:
-    One or more ids, without repetition; the file's, in their order, come first.
-
-  Raises:
-    ValueError: none of the three names an id.
-  """
-  named = None
-  for name in ("generation_config.json", "config.json"):
-    if named is None or named == []:
-      named = _read_json(pathlib.Path(path) / name).get("eos_token_id")
-  ids = list(named) if isinstance(named, list) else [named]
-  ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
-  if not ids:
-    raise ValueError(
-      f"no end-of-sequence token in {path}: set eos_token_id in its"
-      " generation_config.json, or eos_token in tokenizer_config.json"
-    )
-  return tuple(dict.fromkeys(map(int, ids)))
-
-
-def pad_id(tokenizer: Any) -> int:
-  """The id to pad with: the tokenizer's padding token, else its EOS.
-
-  Raises:
-    ValueError: the tokenizer has neither.
-  """
-  for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-    if token is not None:
-      return int(token)
-  raise ValueError(
-    "the tokenizer has neither a padding nor an end-of-sequence token: set"
-    " pad_token in its tokenizer_config.json"
-  )
 
 
 def format_prompt(
@@ -131,7 +93,8 @@ def format_prompt(
     system_prompt: the system's message before messages that have none. Where
       the chat template has no system role, it goes before the first message's
       text with a blank line between, as Gemma 3's template does it.
-    template_options: keywords of the chat template (enable_thinking, say).
+    template_options: keywords of the chat template (enable_thinking, say), and
+      "date_string", the date that it is to write (see `chat_template`).
 
   Returns:
     The text.
@@ -142,6 +105,7 @@ def format_prompt(
   """
   options = dict(template_options or {})
   if not tokenizer.chat_template:
+    options.pop(DATE, None)  # there is nobody who would write one
     for what, value in (
       ("the prompt is a list of chat messages", not isinstance(prompt, str)),
       ("data.system_prompt is set", system_prompt),
@@ -153,11 +117,6 @@ def format_prompt(
           "model, or text prompts and data.template alone"
         )
     return _fill(template, prompt)
-  unknown = [n for n in options if n not in str(tokenizer.chat_template)]
-  if unknown:
-    raise ValueError(
-      f"data.template_options: the model's chat template has no {unknown}"
-    )
   if isinstance(prompt, str):
     text = _fill(template.strip(), prompt)
     messages = [{"role": "user", "content": text}]
@@ -165,7 +124,7 @@ def format_prompt(
     messages = [dict(message) for message in prompt]
   if system_prompt and messages[0]["role"] != "system":
     messages = [{"role": "system", "content": system_prompt}, *messages]
-  return _chat(tokenizer, messages, options)
+  return set_messages(tokenizer, messages, options)
 
 
 def _fill(template: str, prompt: str) -> str:
@@ -174,58 +133,102 @@ def _fill(template: str, prompt: str) -> str:
   return template.format(prompt=prompt)
 
 
-def _chat(
-  tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
-) -> str:
-  """Messages as text, set by the tokenizer's (sandboxed) chat template."""
-  import jinja2
-
-  def apply(messages):
-    return tokenizer.apply_chat_template(
-      messages, tokenize=False, add_generation_prompt=True, **options
-    )
-
-  has_system = messages[0]["role"] == "system" and len(messages) > 1
-  try:
-    try:
-      text = apply(messages)
-      refused = has_system and messages[0]["content"].strip() not in text
-    except jinja2.TemplateError:
-      refused = has_system
-      if not refused:
-        raise
-    if refused:  # by an error or, worse, by leaving it out
-      system, first, *rest = messages
-      content = f"{system['content'].strip()}\n\n{first['content']}"
-      text = apply([first | {"content": content}, *rest])
-  except (jinja2.TemplateError, TypeError) as error:
-    raise ValueError(
-      f"the model's chat template does not take this prompt ({error}); roles: "
-      f"{[message['role'] for message in messages]}"
-    ) from error
-  return text
-
-
 def encode_prompt(
   tokenizer: Any,
   prompt: str | Sequence[Mapping[str, Any]],
   template: str = "{prompt}",
   system_prompt: str = "",
   template_options: Mapping[str, Any] | None = None,
+  special_tokens: str = "text",
 ) -> tuple[str, list[int]]:
   """`format_prompt`, and the ids of its text.
 
   A chat template writes special tokens (BOS and others) itself; without one the
   tokenizer adds what it is configured to add.
 
+  Args:
+    tokenizer: see `format_prompt`, as for the arguments that follow.
+    prompt: likewise.
+    template: likewise.
+    system_prompt: likewise.
+    template_options: likewise.
+    special_tokens: what the names of special tokens in the prompt, the messages
+      and the system prompt are: a key of `SPECIAL_TOKENS`. In templates (the
+      chat template, and `template`) they always are special tokens.
+
   Returns:
-    The text and its ids.
+    The text as written, and its ids.
+
+  Raises:
+    ValueError: as `format_prompt`; or special tokens in the prompt that cannot
+      be written as text.
   """
-  text = format_prompt(
-    tokenizer, prompt, template, system_prompt, template_options
-  )
+
+  def written(*contents):
+    return format_prompt(
+      tokenizer, contents[0], template, contents[1], template_options
+    )
+
+  text = marked = written(prompt, system_prompt)
+  write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
+  contents = [_each_text(write, prompt), write(system_prompt)]
+  if contents != [prompt, system_prompt]:
+    marked = written(*contents)
+    if special_tokens_lib.unmark(tokenizer, marked) != text:
+      raise ValueError(
+        "the model's chat template writes another text where a prompt has the"
+        " name of a special token in it: take it out, or set"
+        f" data.special_tokens = 'control'; the prompt is {text[:200]!r}"
+      )
   plain = not tokenizer.chat_template
-  return text, tokenizer.encode(text, add_special_tokens=plain)
+  return text, special_tokens_lib.encode(tokenizer, marked, plain)
+
+
+def encode_text(
+  tokenizer: Any, text: str, special_tokens: str = "text", **options: Any
+) -> list[int]:
+  """The ids of a text that no template has set.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    text: the text.
+    special_tokens: see `encode_prompt`.
+    **options: add_special_tokens, False by default.
+  """
+  marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
+  return special_tokens_lib.encode(tokenizer, marked, **options)
+
+
+def encode_conversation(
+  tokenizer: Any,
+  sample: str | Sequence[Mapping[str, Any]],
+  special_tokens: str = "text",
+) -> list[int]:
+  """The ids of a text, or of a whole chat by the tokenizer's own template.
+
+  A template writes its special tokens itself; to a text the tokenizer adds
+  those that it always adds.
+  """
+  if isinstance(sample, str):
+    return encode_text(
+      tokenizer, sample, special_tokens, add_special_tokens=True
+    )
+  write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
+  marked = tokenizer.apply_chat_template(
+    _each_text(write, sample), tokenize=False
+  )
+  return special_tokens_lib.encode(tokenizer, marked)
+
+
+def _each_text(write: Callable[[str], str], content: Any) -> Any:
+  """A prompt, with each text in it written by `write`."""
+  if isinstance(content, str):
+    return write(content)
+  if isinstance(content, Mapping):
+    return {key: _each_text(write, value) for key, value in content.items()}
+  if isinstance(content, (list, tuple)):
+    return [_each_text(write, value) for value in content]
+  return content
 
 
 def decode_completion(
@@ -290,8 +293,3 @@ def character_tokenizer(*, chat: bool = False) -> Any:
   if chat:
     tokenizer.chat_template = CHAT_TEMPLATE
   return tokenizer
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  """The content of a JSON file, {} where there is none."""
-  return read_json(path) if path.is_file() else {}

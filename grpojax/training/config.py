@@ -47,6 +47,8 @@ def default_config() -> ConfigDict:
   config.data.too_long = "refuse"  # or "drop": prompts of more tokens
   config.data.template = "{prompt}\n"
   config.data.system_prompt = ""  # of chats without one
+  # What "<|im_end|>" in a prompt is: text, or the token that ends a turn.
+  config.data.special_tokens = "text"
   config.data.template_options = ConfigDict()  # keywords of the chat template
   config.sampling = ConfigDict()
   config.sampling.max_new_tokens = 80

@@ -19,6 +19,7 @@ from jaxtyping import Array, Key, PyTree
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import hf, lora
 from grpojax.models.transformer import transformer
+from grpojax.runtime import eos
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import run_directory
 
@@ -89,8 +90,8 @@ def open_policy(
     directory,
     transformer(config, dtype=jnp.dtype(dtype), remat=remat),
     tokenizer,
-    tokenizer_lib.eos_ids(directory, tokenizer),
-    tokenizer_lib.pad_id(tokenizer),
+    eos.eos_ids(directory, tokenizer, config.vocab_size),
+    eos.pad_id(tokenizer),
     vmappable=not config.experts,
   )
 

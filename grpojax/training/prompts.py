@@ -73,6 +73,7 @@ def _encode(config: ConfigDict, policy: Policy):
     template=data.template,
     system_prompt=data.system_prompt,
     template_options=data.template_options.to_dict(),
+    special_tokens=data.special_tokens,
   )
 
 

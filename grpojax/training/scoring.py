@@ -51,6 +51,8 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   It reads the prompt and the completion as a chat of two turns where its
   tokenizer has a chat template, else as one text, as the policy wrote it. Of
   what is longer than all that the policy may read and write, it reads the end.
+  Names of special tokens in them are what data.special_tokens says, so that no
+  completion can end its turn and go on as the user.
 
   Args:
     config: the run's.
@@ -80,7 +82,11 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   scorer = neural.make_scorer(
     lm,
     params,
-    tokenizer,
+    functools.partial(
+      tokenizer_lib.encode_conversation,
+      tokenizer,
+      special_tokens=config.data.special_tokens,
+    ),
     lengths=lengths,
     batch_size=ROWS * sharding.row_shards(mesh),
     too_long="cut",

@@ -92,7 +92,16 @@ def texts(
   Raises:
     ValueError: no example is short enough.
   """
-  encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+  special_tokens = config.data.special_tokens
+  encode = functools.partial(
+    tokenizer_lib.encode_text, tokenizer, special_tokens=special_tokens
+  )
+  encode_prompt = functools.partial(
+    tokenizer_lib.encode_prompt,
+    tokenizer,
+    template=config.data.template,
+    special_tokens=special_tokens,
+  )
   if examples is None:
     return texts_lib.arithmetic_texts(
       config.format,
@@ -102,10 +111,9 @@ def texts(
       difficulty=(config.difficulty_low, config.difficulty_high),
       hasty=config.hasty,
     )
-  template = config.data.template
   kept, dropped = texts_lib.encode_examples(
     examples,
-    lambda prompt: tokenizer_lib.encode_prompt(tokenizer, prompt, template)[1],
+    lambda prompt: encode_prompt(prompt)[1],
     encode,
     eos_id=tokenizer.eos_token_id,
     longest=config.row_length,

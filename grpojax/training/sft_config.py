@@ -3,6 +3,7 @@
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 
 FORMATS = ("document", "dialogue")
 TOKENIZERS = ("characters", "bpe")
@@ -30,6 +31,7 @@ def default_config() -> ConfigDict:
   config.data.path = ""
   config.data.options = ConfigDict()  # other keyword arguments of its load
   config.data.template = "{prompt}\n"  # of prompts, as in training by GRPO
+  config.data.special_tokens = "text"  # in prompts and solutions, likewise
   config.data.learn_prompts = False  # whether the loss counts the prompts too
   config.tokenizer = "characters"  # or "bpe"; of a model from scratch
   config.vocab_size = 1024  # tokens of a "bpe"
@@ -58,6 +60,7 @@ def problems(config: ConfigDict) -> list[str]:
   for name, value, known in (
     ("format", config.format, FORMATS),
     ("tokenizer", config.tokenizer, TOKENIZERS),
+    ("data.special_tokens", config.data.special_tokens, SPECIAL_TOKENS),
   ):
     if value not in known:
       wrong.append(f"{name} = {value!r}: use one of {', '.join(known)}")

@@ -17,12 +17,14 @@ from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
 from grpojax.rewards.exact_ids import ON_DEVICE
+from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.training import group_sizes
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import SCHEDULES
 
 CHOICES = {
   "data.name": tuple(DATASETS),
+  "data.special_tokens": tuple(SPECIAL_TOKENS),
   "data.too_long": tuple(TOO_LONG),
   "model.dtype": tuple(DTYPES),
   "advantage": tuple(ADVANTAGES),

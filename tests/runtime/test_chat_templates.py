@@ -9,6 +9,7 @@ import pathlib
 
 import pytest
 
+from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizers
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
@@ -222,7 +223,7 @@ def test_all_ids_that_end_a_turn_are_found(make, tmp_path):
   def found(tokenizer, eos):
     content = json.dumps({} if eos is None else {"eos_token_id": eos})
     (tmp_path / "generation_config.json").write_text(content)
-    return tokenizers.eos_ids(tmp_path, tokenizer)
+    return eos_lib.eos_ids(tmp_path, tokenizer)
 
   tokenizer = make(QWEN)
   end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -4,6 +4,7 @@ import socket
 import numpy as np
 import pytest
 
+from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizers
 
 TEXT = " 12*3=36 \n\n\n#### 36 , it 's <ok> ~\n\n "
@@ -100,27 +101,27 @@ def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
   tmp_path,
 ):
   tokenizer = tokenizers.character_tokenizer()
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (1,)
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == (1,)
   write(tmp_path, "config.json", eos_token_id=5)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=None)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=[99, 1, 99])
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (99, 1)
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == (99, 1)
   write(tmp_path, "generation_config.json", eos_token_id=0)
-  assert tokenizers.eos_ids(tmp_path, tokenizer) == (0, 1)
+  assert eos_lib.eos_ids(tmp_path, tokenizer) == (0, 1)
 
 
 def test_no_eos_and_no_pad_are_errors(tmp_path):
   tokenizer = tokenizers.character_tokenizer()
-  assert tokenizers.pad_id(tokenizer) == 0
+  assert eos_lib.pad_id(tokenizer) == 0
   tokenizer.pad_token = None
-  assert tokenizers.pad_id(tokenizer) == 1
+  assert eos_lib.pad_id(tokenizer) == 1
   tokenizer.eos_token = None
   with pytest.raises(ValueError, match="pad_token"):
-    tokenizers.pad_id(tokenizer)
+    eos_lib.pad_id(tokenizer)
   with pytest.raises(ValueError, match="eos_token_id"):
-    tokenizers.eos_ids(tmp_path, tokenizer)
+    eos_lib.eos_ids(tmp_path, tokenizer)
 
 
 def test_missing_files_are_named(tmp_path, no_network):
