@@ -7,6 +7,8 @@ Without --config it runs the embedded default (see configs/arithmetic.py). The
 run directory, by default runs/NAME_OF_CONFIG, gets
 
     config.json         the resolved configuration
+    changes.jsonl       settings that were changed when it was resumed
+    lengths.npz         tokens of all prompts, so that they are measured once
     metrics.jsonl       one line a step, and one an evaluation
     samples.jsonl       sampled completions with their rewards (not with
                         reward.on_device: they never reach the host)
@@ -17,8 +19,12 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     learning_curve.png
     summary.json        accuracy before and after, seconds, steps
 
-The same command run again resumes; on a finished run it does nothing. SIGTERM
-saves and exits with code 75: run the same command again to go on.
+The same command run again resumes; on a finished run it does nothing. What does
+not change the past may differ then: steps (more of them go on with a finished
+run), log.*, eval.*, checkpoint.*, stop.*, data.too_long, reward.workers and
+timeout, mesh.*, optim.micro_batches. SIGTERM saves and exits with code 75: run
+the same command again to go on. A run that goes nowhere (`stop.*`) saves, says
+why, and exits with code 1.
 """
 
 import pathlib

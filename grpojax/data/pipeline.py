@@ -27,7 +27,7 @@ _PREFETCH = 2  # batches made ahead by one background thread
 class Subset(Sequence):
   """Random access to some of the examples, in their order."""
 
-  def __init__(self, examples: Any, indices: Sequence[int]):
+  def __init__(self, examples: Any, indices: Any):
     self._examples, self._indices = examples, np.asarray(indices, np.int64)
 
   def __len__(self) -> int:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from grpojax.data import jsonl, pipeline
+from grpojax.data import jsonl, pipeline, survey
 
 ROWS = [
   {"prompt": "6 * 7?", "answer": "42", "level": 1, "tags": ["a", {"b": None}]},
@@ -178,9 +178,10 @@ def test_a_stream_with_dropped_prompts_resumes_exactly(tmp_path):
   def encode(prompt):
     return prompt, [1] * len(prompt)
 
-  kept, dropped = pipeline.fitting(examples, encode, 6)
+  lengths = survey.survey(examples, encode).lengths
+  kept = pipeline.Subset(examples, survey.drop(lengths, 6, endless=False))
   short = [row["answer"] for row in rows if len(row["prompt"]) <= 6]
-  assert [x["answer"] for x in kept] == short and dropped == 40 - len(short)
+  assert [x["answer"] for x in kept] == short
 
   def answers(count, **options):
     stream = pipeline.prompt_batches(

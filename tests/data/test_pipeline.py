@@ -105,20 +105,14 @@ def test_a_long_prompt_is_an_error_that_names_its_length():
     next(stream)
 
 
-def test_long_prompts_are_dropped_and_counted():
-  kept, dropped = pipeline.fitting(FINITE, encode, 6)
-  assert [x["answer"] for x in kept] == list("01235678") and dropped == 2
-  assert answers(batches(kept, max_prompt_length=6, shuffle=False), 2) == list(
-    "01235678"
-  )
-  for index in (-1, 8):
+def test_a_subset_keeps_the_order():
+  kept = pipeline.Subset(FINITE, [0, 1, 5, 8])
+  assert [x["answer"] for x in kept] == list("0158")
+  stream = batches(kept, max_prompt_length=6, shuffle=False)
+  assert answers(stream, 1) == list("0158")
+  for index in (-1, 4):
     with pytest.raises(IndexError):
       kept[index]
-  assert pipeline.fitting(FINITE, encode, 7)[1] == 0
-  with pytest.raises(ValueError, match="all 10 prompts are longer"):
-    pipeline.fitting(FINITE, encode, 2)
-  with pytest.raises(ValueError, match="endless: use 'refuse'"):
-    pipeline.fitting(arithmetic.load("train"), encode, 6)
 
 
 def test_bad_arguments_are_refused():

@@ -45,10 +45,12 @@ def jsonl(tmp_path):
 def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}")
-  train = prompts_lib.load_split(config, policy, "train")
-  assert len(train.examples) == 12 and train.dropped == 0
+  train = prompts_lib.load_examples(config, "train")
+  assert len(train) == 12
+  with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
+    prompts_lib.load_split(config, policy, "train")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
-    list(prompts_lib.held_out(config, policy, train.examples))
+    list(prompts_lib.held_out(config, policy, train))
   config.data.too_long = "drop"
   for split in ("train", "test"):
     found = prompts_lib.load_split(config, policy, split)
@@ -83,10 +85,46 @@ def test_the_config_sets_the_prompt(jsonl, config_with):
     ),
     ({"data__name": "jsonl"}, "data.path"),
     ({"data__name": "jsonl", "data__path": "/nowhere"}, "/nowhere"),
-    ({"data__too_long": "drop"}, "endless"),
+    ({"data__too_long": "drop", "steps": 1}, "endless"),
   ],
 )
 def test_mistakes_are_refused(changes, hint, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
     prompts_lib.load_split(config_with(**changes), policy, "train")
+
+
+def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(**jsonl, data__too_long="drop")
+  file, measured = tmp_path / "lengths.npz", []
+  encode = prompts_lib.tokenizer_lib.encode_prompt
+
+  def counted(*args, **options):
+    measured.append(1)
+    return encode(*args, **options)
+
+  monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", counted)
+
+  def load(config, expected):
+    measured.clear()
+    splits = {
+      split: prompts_lib.load_split(config, policy, split, file)
+      for split in ("train", "test")
+    }
+    assert len(measured) == expected
+    prompts_lib.save_lengths(file, splits)
+    return splits["train"]
+
+  first = load(config, 24)
+  again = load(config, 0)
+  assert again.dropped == first.dropped > 0
+  config.data.max_prompt_length = 14  # which measures nothing else
+  assert load(config, 0).dropped == first.dropped - 2
+  config.data.template = "{prompt}?\n"
+  load(config, 24)
+  train = tmp_path / "train.jsonl"
+  train.write_text(train.read_text().replace("999", "998", 1))
+  load(config, 12)  # the other split has not changed
+  file.write_bytes(b"PK\x03\x04 and no more")
+  load(config, 24)

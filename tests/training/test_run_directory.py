@@ -48,7 +48,7 @@ def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   assert not (tmp_path / "reference").exists()  # it was another model's
   assert run_directory.open_run(tmp_path, config) is True
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
-  config.steps += 1
+  config.seed += 1
   with pytest.raises(ValueError, match="another config"):
     run_directory.open_run(tmp_path, config)
 
@@ -140,3 +140,88 @@ def test_a_run_is_resolved_to_its_model(tmp_path):
     hf.resolve(tmp_path)  # which knows nothing of runs
   with pytest.raises(ValueError, match="lacks 'num_attention_heads'"):
     hf.to_transformer_config(hf.read_config(policy.find_model(tmp_path)))
+
+
+CHANGED = {
+  "steps": 50,
+  "log.every": 3,
+  "eval.num_prompts": 17,
+  "checkpoint.keep": 5,
+  "stop.truncated": 4,
+  "data.too_long": "drop",
+  "reward.workers": 2,
+  "reward.timeout": 3.0,
+  "mesh.fsdp": 2,
+  "optim.micro_batches": 2,
+}
+
+
+def finished(path, steps=40):
+  config = default_config()
+  config.steps = steps
+  run_directory.open_run(path, config)
+  for name in (f"checkpoints/{steps}", "model"):
+    (path / name).mkdir(parents=True)
+  (path / "summary.json").touch()
+  return config
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_does_not_change_the_past_may_change(name, tmp_path):
+  config = finished(tmp_path)
+  config.update_from_flattened_dict({name: CHANGED[name]})
+  assert run_directory.open_run(tmp_path, config) is True
+  saved = run_directory.read_config(tmp_path)
+  assert config_lib.difference(saved, config) == []
+  (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
+  (line,) = row["changed"]
+  assert row["after_step"] == 40 and line.startswith(f"{name}: ")
+  assert run_directory.open_run(tmp_path, config) is True
+  assert len(records.read_jsonl(tmp_path / "changes.jsonl")) == 1
+  # More steps: what stood at the end goes; all else leaves it alone.
+  for trace in ("summary.json", "model"):
+    assert (tmp_path / trace).exists() == (name != "steps")
+
+
+@pytest.mark.parametrize(
+  "name", ["optim.learning_rate", "data.template", "seed", "reward.weights"]
+)
+def test_what_changes_the_past_may_not(name, tmp_path):
+  config = finished(tmp_path)
+  changes = {"optim.learning_rate": 0.5, "data.template": "{prompt}"}
+  changes |= {"seed": 3, "reward.weights": (2.0,)}
+  config.update_from_flattened_dict({name: changes[name], "steps": 50})
+  with pytest.raises(
+    ValueError, match=f"(?s)another config.*{name}: "
+  ) as error:
+    run_directory.check(tmp_path, config)
+  assert "steps" not in str(error.value).replace(f"{tmp_path}", "")
+  assert (tmp_path / "summary.json").exists()
+
+
+def test_a_run_has_done_what_it_has_done(tmp_path):
+  config = finished(tmp_path)
+  assert run_directory.is_finished(tmp_path, config)
+  config.steps = 39
+  with pytest.raises(ValueError, match="has done 40 already"):
+    run_directory.check(tmp_path, config)
+  config.steps = 41
+  assert not run_directory.is_finished(tmp_path, config)
+  assert run_directory.is_finished(tmp_path)
+
+
+def test_the_date_of_a_run_stays(tmp_path):
+  config = default_config()
+  assert run_directory.with_date(tmp_path, config) == config
+  run_directory.open_run(
+    tmp_path, run_directory.pin_date(config, "26 Jul 2024")
+  )
+  (tmp_path / "model").mkdir()
+  same = run_directory.with_date(tmp_path, config)
+  assert same.data.template_options.date_string == "26 Jul 2024"
+  assert run_directory.check(tmp_path, same)
+  assert "date_string" not in config.data.template_options
+  other = run_directory.pin_date(config, "27 Jul 2024")
+  assert run_directory.with_date(tmp_path, other) == other
+  with pytest.raises(ValueError, match="date_string"):
+    run_directory.check(tmp_path, other)

@@ -1,0 +1,66 @@
+"""What a run remembers, and when it is hopeless."""
+
+import json
+
+import pytest
+
+from grpojax.training import progress
+from grpojax.training.config import default_config
+
+GOOD = {
+  "skipped_updates": 0,
+  "rewards_missing": 0.0,
+  "zero_variance_groups": 0.9,
+  "truncated": 0.5,
+  "train_seconds": 1.5,
+}
+# The least that counts as such a step, and something less that is only shown.
+BAD = {
+  "skipped_updates": (1, None, "1 updates skipped"),
+  "rewards_missing": (1.0, 0.25, "25% without reward"),
+  "zero_variance_groups": (1.0, None, "no group's rewards differ"),
+  "truncated": (0.75, None, "75% cut off"),
+}
+
+
+def test_every_trouble_has_a_limit():
+  assert set(default_config().stop) == set(progress.TROUBLES) == set(BAD)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_trouble_in_a_row_ends_a_run(name):
+  whole, less, words = BAD[name]
+  limits = dict.fromkeys(BAD, 0) | {name: 3}
+  bad, now = GOOD | {name: whole}, progress.Progress()
+  for row in [bad, bad, GOOD, bad, bad]:
+    now = progress.after(now, row)
+    assert progress.hopeless(now, limits) is None
+  # What is kept in a checkpoint counts on.
+  notes = json.loads(json.dumps(progress.to_notes(now)))
+  now = progress.after(progress.from_notes(notes), bad)
+  why = progress.hopeless(now, limits)
+  assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why
+  assert progress.hopeless(now, dict.fromkeys(BAD, 0)) is None
+  assert now.steps_with[name] == 5
+  assert sum(now.steps_with.values()) == 5
+  assert progress.troubles(GOOD | {name: less or whole}) == [words]
+  assert progress.troubles(GOOD) == []
+
+
+def test_less_than_all_ends_nothing():
+  now = progress.Progress()
+  for _ in range(5):
+    now = progress.after(now, GOOD | {"rewards_missing": 0.99})
+  assert progress.hopeless(now, dict.fromkeys(BAD, 1)) is None
+  assert now.steps_with["rewards_missing"] == 5
+
+
+def test_seconds_and_failures_add_up():
+  row = GOOD | {"reward_failures": 3}
+  now = progress.after(progress.after(progress.Progress(), row), GOOD)
+  assert now.failed_rewards == 3 and now.train_seconds == 1.5
+
+
+def test_what_a_checkpoint_does_not_say_is_not_known():
+  assert progress.from_notes(None) == progress.Progress()
+  assert progress.from_notes({"of": "another version"}).baseline is None

@@ -1,0 +1,179 @@
+"""Runs that go on with other settings, without their metrics, on other data."""
+
+import json
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax import train
+from grpojax.core.grpo_step import init_state
+from grpojax.data import datasets
+from grpojax.models import hf
+from grpojax.runtime import checkpoint, records
+from grpojax.training import scoring
+
+SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
+SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
+
+
+def go(toy, model, run, **changes):
+  settings = SHORT | changes
+  train.main([*toy.arguments(model, **settings), f"--run_dir={run}"])
+
+
+def summary_of(run):
+  return json.loads((run / "summary.json").read_text())
+
+
+@pytest.mark.slow  # test_interrupted.py resumes too
+def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
+  toy_task, toy_model, tmp_path, capsys
+):
+  run, whole = tmp_path / "run", tmp_path / "whole"
+  go(toy_task, toy_model, whole, steps=4)
+  go(toy_task, toy_model, run)
+  # A baseline that no evaluation of a trained policy could give.
+  first = summary_of(run)
+  assert first["accuracy_before"] == 0.0 and first["steps"] == 2
+  (run / "metrics.jsonl").unlink()
+  capsys.readouterr()
+  go(toy_task, toy_model, run, steps=4, **{"log.every": 3})
+  said = capsys.readouterr().out
+  assert "changed: steps: 2 -> 4" in said and "resuming after step 2" in said
+  second = summary_of(run)
+  for name in ("accuracy_before", "accuracy_before_interval"):
+    assert second[name] == first[name]
+  assert second["train_seconds"] > first["train_seconds"]
+  assert second["steps"] == 4
+  ours, theirs = (hf.load_params(x / "model") for x in (run, whole))
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  rows = records.read_jsonl(run / "metrics.jsonl")
+  assert min(row["step"] for row in rows) == 2  # an evaluation, and no baseline
+  # Other held-out problems: the starting weights are evaluated on them.
+  go(toy_task, toy_model, run, steps=5, **{"eval.num_prompts": 6})
+  said = capsys.readouterr().out
+  assert "held-out greedy accuracy after 0 steps: 0.0%" in said
+  assert summary_of(run)["eval_prompts"] == 6
+
+
+def test_other_data_are_refused(toy_task, toy_model, tmp_path, monkeypatch):
+  run = tmp_path / "run"
+  go(toy_task, toy_model, run, steps=1)
+  before = records.read_jsonl(run / "metrics.jsonl")
+  load = datasets.DATASETS["arithmetic"]
+
+  def changed(split, **options):
+    examples = load(split, **options)
+    examples.offset += split == "train"
+    return examples
+
+  monkeypatch.setitem(datasets.DATASETS, "arithmetic", changed)
+  with pytest.raises(SystemExit, match="train split is not that of this run"):
+    go(toy_task, toy_model, run, steps=2)
+  assert records.read_jsonl(run / "metrics.jsonl") == before
+
+
+def test_a_run_without_rewards_ends_and_can_go_on(
+  toy_task, toy_model, tmp_path, capsys
+):
+  run, rewards = tmp_path / "run", tmp_path / "rewards.py"
+  rewards.write_text("def broken(prompt, completion, example):\n  1 / 0\n")
+  settings = {"reward.functions": f"{rewards}:broken", "steps": 9}
+  settings |= {"stop.rewards_missing": 2, "checkpoint.every": 5}
+  with pytest.raises(SystemExit) as stopped:
+    go(toy_task, toy_model, run, **settings)
+  assert re.match(
+    "stopped: in 2 steps in a row no completion had a reward.*"
+    "--config.stop.rewards_missing=0; saved step 2$",
+    stopped.value.code,
+  )
+  assert "! 100% without reward" in capsys.readouterr().out
+  settings |= {"stop.rewards_missing": 0, "steps": 3}
+  go(toy_task, toy_model, run, **settings)
+  assert "resuming after step 2" in capsys.readouterr().out
+  summary = summary_of(run)
+  assert summary["steps_with"]["rewards_missing"] == 3
+  assert summary["failed_rewards"] == 3 * 4 * 8
+
+
+def test_notes_are_kept_with_a_state(tmp_path):
+  state = init_state({"x": jnp.zeros(2)}, optax.sgd(1.0), jax.random.key(0))
+  notes = {"baseline": {"accuracy": 0.25}, "data": {"train": [3, "abc"]}}
+  with checkpoint.open_checkpointer(tmp_path) as saved:
+    checkpoint.save(saved, 1, state, notes)
+    checkpoint.save(saved, 2, state)
+    checkpoint.wait(saved)
+    assert checkpoint.read_notes(saved, 1) == notes
+    assert checkpoint.read_notes(saved, 2) == {}
+    assert checkpoint.read_notes(saved, 3) == {}
+
+
+class Asked(Exception):
+  pass
+
+
+@pytest.mark.parametrize("where", ["evaluation", "rewards"])
+def test_sigterm_need_not_wait_for_all_rewards(
+  where, toy_task, toy_model, tmp_path, monkeypatch
+):
+  """With workers=0, between two completions; see test_pool for workers."""
+  rewards, seen = tmp_path / "rewards.py", tmp_path / "seen"
+  after = {"evaluation": 2, "rewards": 4 + 2}[where]  # 4 held-out prompts
+  rewards.write_text(
+    "import os, signal\n"
+    "def slow(prompt, completion, example):\n"
+    f"  with open({str(seen)!r}, 'a') as file: file.write('x')\n"
+    f"  if os.path.getsize({str(seen)!r}) == {after}:\n"
+    "    os.kill(os.getpid(), signal.SIGTERM)\n"
+    "  return 1.0\n"
+  )
+  with pytest.raises(SystemExit) as caught:
+    go(
+      toy_task,
+      toy_model,
+      tmp_path / "run",
+      **{"reward.functions": f"{rewards}:slow"},
+    )
+  assert caught.value.code == 75
+  assert seen.stat().st_size == after
+
+
+def test_a_wait_for_the_device_asks_all_the_time():
+  from grpojax.training import policy
+
+  class Array:
+    def __init__(self):
+      self.asked = 0
+
+    def is_ready(self):
+      self.asked += 1
+      return self.asked > 4
+
+  times = []
+  policy.wait([Array()], lambda: times.append(time.monotonic()))
+  assert len(times) == 5 and max(np.diff(times)) < 1
+
+  def poll():
+    raise Asked
+
+  with pytest.raises(Asked):
+    policy.wait([Array()], poll)
+
+
+def test_an_infinite_reward_of_the_model_is_a_failure():
+  scores = scoring.groups.GroupScores(
+    np.array([[1.0, 2.0]], np.float32),
+    {"f": np.array([[1.0, 2.0]], np.float32)},
+    np.zeros((1, 2), bool),
+    [],
+  )
+  by_model = np.array([[np.inf, 0.5]])
+  got = scoring._with_model(scores, by_model, 2.0, [("p", "a"), ("p", "b")])
+  np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
+  (failure,) = got.failures
+  assert failure[:2] == ("model", "returned inf") and failure.completion == "a"
