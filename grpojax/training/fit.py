@@ -13,7 +13,7 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -168,6 +168,18 @@ def fit(
   return state, progress
 
 
+def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
+  """Says with which other settings a run goes on."""
+  for line in changed:
+    print(f"changed: {line}")
+  schedule = config.optim.schedule
+  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
+    print(
+      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
+      f"learning rate is that of a run of {config.steps} steps"
+    )
+
+
 def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
   """All that can be wrong is found, and all that a run holds is opened."""
   with command_line.usage_errors():
@@ -175,8 +187,7 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
     changed, _ = run_directory.changed(directory, checked.config)
     if run_directory.open_run(directory, checked.config):
       run_directory.say_added(directory)
-      for line in changed:
-        print(f"changed: {line}")
+      _say_changed(checked.config, changed)
     splits = {"train": checked.train, "test": checked.held_out}
     prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
   checkpointer = stack.enter_context(
@@ -228,7 +239,7 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       state, progress = fit(run, *state, checkpointer, poll)
       return reporting.finish(run, state.params, progress, poll)
     except Preempted as done:
-      done = str(done) or "nothing to save: no step is done"
+      done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)
     except Stopped as reason:

@@ -1,8 +1,10 @@
 """Runs that go on with other settings, without their metrics, on other data."""
 
+import datetime
 import json
 import re
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import scoring
+from grpojax.training import fit, scoring, start
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
 SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
@@ -111,6 +113,35 @@ def test_notes_are_kept_with_a_state(tmp_path):
     assert checkpoint.read_notes(saved, 1) == notes
     assert checkpoint.read_notes(saved, 2) == {}
     assert checkpoint.read_notes(saved, 3) == {}
+
+
+def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
+  changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
+  for schedule, lines in (("constant", 2), ("cosine", 3)):
+    fit._say_changed(config_with(optim__schedule=schedule, steps=80), changed)
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) == lines
+  assert "of a run of 80 steps" in said
+
+
+@pytest.mark.parametrize(
+  "template, given, pinned",
+  [
+    ("{{ messages }}", None, None),
+    ("{{ strftime_now('%Y') }}{{ messages }}", None, "today"),
+    ("{{ strftime_now('%Y') }}{{ messages }}", "26 Jul 2024", "26 Jul 2024"),
+  ],
+)
+def test_the_date_is_pinned_where_it_is_asked_for(
+  template, given, pinned, config_with
+):
+  options = {"data__template_options__date_string": given} if given else {}
+  tokenizer = types.SimpleNamespace(chat_template=template)
+  policy = types.SimpleNamespace(tokenizer=tokenizer)
+  config = start._with_date(config_with(**options), policy)
+  date = config.data.template_options.get("date_string")
+  today = datetime.datetime.now().strftime("%Y")
+  assert date == pinned or (pinned == "today" and date.endswith(today))
 
 
 class Asked(Exception):
