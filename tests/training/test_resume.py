@@ -18,6 +18,7 @@ from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
 from grpojax.training import fit, scoring, start
+from grpojax.training import policy as policies
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
 SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
@@ -137,7 +138,8 @@ def test_the_date_is_pinned_where_it_is_asked_for(
 ):
   options = {"data__template_options__date_string": given} if given else {}
   tokenizer = types.SimpleNamespace(chat_template=template)
-  policy = types.SimpleNamespace(tokenizer=tokenizer)
+  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy._replace(tokenizer=tokenizer)
   config = start._with_date(config_with(**options), policy)
   date = config.data.template_options.get("date_string")
   today = datetime.datetime.now().strftime("%Y")
