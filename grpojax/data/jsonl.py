@@ -139,6 +139,8 @@ def _example(row: Row, fields: Fields) -> Row:
     return row | {"prompt": prompt}
   answer = row.get(fields.answer)
   if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+    if not abs(answer) < float("inf"):
+      raise ValueError(f"the answer {fields.answer!r} is {answer}: no number")
     answer = json.dumps(answer)
   if not isinstance(answer, str):
     raise ValueError(

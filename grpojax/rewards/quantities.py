@@ -13,6 +13,7 @@ scales (5 million); after an equals sign (x = 5), among words (about 5 apples,
 no number ("5 or 6", "10-15", "2:30"), neither are symbols ("5x", "2\pi", "x>5")
 nor separators in odd places ("12,34", "1.234,5"). All these are compared as
 text, without case, spaces and LaTeX's wrappers; lists (1/2, 3) item by item.
+NaN is no answer.
 
 Nothing is evaluated. No expression here repeats without a bound, texts of more
 than `LONGEST` characters are no answers, and numbers have at most 60 digits
@@ -208,7 +209,7 @@ def canonical(text: str) -> str | None:
   text = _INVISIBLE.sub("", text).lower()
   if len(text) == 3 and pair == "()":
     text = text[1:-1]  # a choice: (B)
-  return text or None
+  return text if text and text != "nan" else None
 
 
 def equal(first: str, second: str) -> bool:

@@ -37,7 +37,9 @@ def math_verify(prompt: str, completion: str, example: dict[str, Any]) -> float:
     return 1.0
   given = math.find_answer(completion)
   expected = math.reference_answer(example)
-  if not given or max(len(given), len(expected)) > quantities.LONGEST:
+  if None in map(quantities.canonical, (given or "", expected)):
+    return 0.0
+  if max(len(given), len(expected)) > quantities.LONGEST:
     return 0.0
   if quantities.number(given) is not None:
     if quantities.number(expected) is not None:

@@ -6,7 +6,6 @@ templates: those that read a `date_string`, and those that call `strftime_now`.
 """
 
 import datetime
-from collections.abc import Callable
 from typing import Any
 
 DATE = "date_string"
@@ -15,6 +14,20 @@ _MONTHS = (
   " November December"
 ).split()
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_DIRECTIVES = [f"%{c}" for c in "aAbBcdDeFgGhHIjklmMpRsSTuUVwWxXyYzZ"]
+_DIRECTIVES += [f"%-{c}" for c in "demyHIMSj"]
+
+# Before a template, in place of transformers' own function (templates are given
+# data only, no functions). The newline keeps the template's first line one.
+_CLOCK = (
+  "{%- macro strftime_now(form) -%}{%- if not pinned_clock -%}"
+  "{{- raise_exception('data.template_options.date_string = \\'' + date_string"
+  " + '\\', but the template asks for a date; give one like 26 Jul 2024') -}}"
+  "{%- endif -%}{%- set ns = namespace(text=form.replace('%%', '\0')) -%}"
+  "{%- for name, text in pinned_clock.items() -%}"
+  "{%- set ns.text = ns.text.replace(name, text) -%}{%- endfor -%}"
+  "{{- ns.text.replace('\0', '%') -}}{%- endmacro %}\n"
+)
 
 
 def asks_for_date(tokenizer: Any) -> bool:
@@ -24,7 +37,8 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 def today() -> str:
   """Today's date as Llama's template writes it: "26 Jul 2024"."""
-  return _format(datetime.datetime.now(), "%d %b %Y")
+  now = datetime.datetime.now()
+  return " ".join(_format(now, name) for name in ("%d", "%b", "%Y"))
 
 
 def set_messages(
@@ -72,6 +86,15 @@ def set_messages(
   return text
 
 
+def whole_chat(
+  tokenizer: Any, messages: list[dict[str, Any]], date: str | None = None
+) -> str:
+  """The text of a chat that has its answer; `date` as "date_string" above."""
+  options = {} if date is None else {DATE: date}
+  options = _options(tokenizer, options)
+  return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+
+
 def _options(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
   """Checks the options, and adds the clock that stands still, if any."""
   template = str(tokenizer.chat_template)
@@ -83,33 +106,28 @@ def _options(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
   if DATE not in options:
     return options
   date = str(options[DATE])
-  return options | {DATE: date, "strftime_now": _clock(date)}
+  options = options | {DATE: date}
+  if not asks_for_date(tokenizer):
+    return options
+  template = tokenizer.get_chat_template(tools=options.get("tools"))
+  clock = {"chat_template": _CLOCK + template, "pinned_clock": _clock(date)}
+  return options | clock
 
 
-def _clock(date: str) -> Callable[[str], str]:
-  """`strftime_now` at the beginning of a day; it shadows transformers' own."""
-
-  def strftime_now(form: str) -> str:
-    try:
-      day, month, year = date.split()
-      short = [name[:3] for name in _MONTHS]
-      moment = datetime.datetime(int(year), short.index(month) + 1, int(day))
-    except ValueError:
-      raise ValueError(
-        f"data.template_options.date_string = {date!r}: the model's chat"
-        f" template asks for a date as {form!r}; give one like '26 Jul 2024'"
-      ) from None
-    return _format(moment, form)
-
-  return strftime_now
+def _clock(date: str) -> dict[str, str] | None:
+  """What strftime's directives are at the beginning of a day; None if none."""
+  try:
+    day, month, year = date.split()
+    month = [name[:3] for name in _MONTHS].index(month) + 1
+    moment = datetime.datetime(int(year), month, int(day))
+  except ValueError:
+    return None
+  return {name: _format(moment, name) for name in _DIRECTIVES}
 
 
-def _format(moment: datetime.datetime, form: str) -> str:
-  """strftime, with English names whatever the locale."""
+def _format(moment: datetime.datetime, directive: str) -> str:
+  """One of strftime's directives, with English names whatever the locale."""
   month, day = _MONTHS[moment.month - 1], _DAYS[moment.weekday()]
   names = {"%B": month, "%b": month[:3], "%h": month[:3], "%A": day}
   names |= {"%a": day[:3], "%p": "AM" if moment.hour < 12 else "PM"}
-  parts = form.split("%%")  # a percent sign
-  for directive, name in names.items():
-    parts = [part.replace(directive, name) for part in parts]
-  return moment.strftime("%%".join(parts))
+  return names.get(directive) or moment.strftime(directive)

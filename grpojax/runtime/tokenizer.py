@@ -14,7 +14,7 @@ import numpy as np
 
 from grpojax.models.weights import read_json
 from grpojax.runtime import special_tokens as special_tokens_lib
-from grpojax.runtime.chat_template import DATE, set_messages
+from grpojax.runtime.chat_template import DATE, set_messages, whole_chat
 from grpojax.runtime.chat_template import asks_for_date as asks_for_date
 from grpojax.runtime.chat_template import today as today
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
@@ -203,20 +203,25 @@ def encode_conversation(
   tokenizer: Any,
   sample: str | Sequence[Mapping[str, Any]],
   special_tokens: str = "text",
+  date: str | None = None,
 ) -> list[int]:
   """The ids of a text, or of a whole chat by the tokenizer's own template.
 
   A template writes its special tokens itself; to a text the tokenizer adds
   those that it always adds.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    sample: the text or the chat, with its answer.
+    special_tokens: see `encode_prompt`.
+    date: that the template is to write; None is today.
   """
   if isinstance(sample, str):
     return encode_text(
       tokenizer, sample, special_tokens, add_special_tokens=True
     )
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  marked = tokenizer.apply_chat_template(
-    _each_text(write, sample), tokenize=False
-  )
+  marked = whole_chat(tokenizer, _each_text(write, sample), date)
   return special_tokens_lib.encode(tokenizer, marked)
 
 

@@ -86,6 +86,7 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
       tokenizer_lib.encode_conversation,
       tokenizer,
       special_tokens=config.data.special_tokens,
+      date=config.data.template_options.get("date_string"),
     ),
     lengths=lengths,
     batch_size=ROWS * sharding.row_shards(mesh),

@@ -76,6 +76,8 @@ GOOD = '{"prompt": "x", "answer": "1"}'
     ('{"prompt": "x"', "delimiter"),
     ('["prompt"]', "object is needed, not list"),
     ("[" * 100_000, "recursion"),
+    ('{"prompt": "x", "answer": NaN}', "'answer' is nan: no number"),
+    ('{"prompt": "x", "answer": -Infinity}', "'answer' is -inf: no number"),
     ('{"answer": "1"}', r"no field 'prompt'.*'answer'"),
     ('{"prompt": " ", "answer": "1"}', "not empty"),
     ('{"prompt": "\\ud800", "answer": "1"}', "surrogate"),

@@ -46,6 +46,60 @@ def test_the_first_kind_of_place_decides(text, expected):
   assert found == expected
 
 
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("The answer is not 5", None),
+    ("The answer is **not** $5$.", None),
+    ("The answer is not equal to 5 apples.", None),
+    ("The answer is (not 5)", None),
+    ("The answer is neither 5 nor 6.", None),
+    ("The answer is not 0 or 5", None),
+    ("The answer isn't 5", None),
+    ("The answer isn’t 5", None),
+    ("The answer cannot be -5", None),
+    ("Answer: not 5", None),
+    ("<answer>not 5</answer>", None),
+    ("#### not 5", None),
+    (r"\boxed{not 5}", None),
+    (r"The answer is not \boxed{5}.", None),
+    (r"It is \boxed{5}, not $\boxed{6}$.", "5"),
+    (r"It is not \boxed{5} but \boxed{6}.", "6"),
+    (r"\boxed{5 \text{ (not 6)}}", "5"),
+    (r"\boxed{x \neq 5}", "xneq5"),
+    ("The answer is x ≠ 5", "xneq5"),
+    ("#### 5 (not 6)", "5"),
+    ("#### 5 (not 6 apples)", "5"),
+    ("#### 5, not 6", "5"),
+    ("#### 5 rather than 6", "5"),
+    ("#### not 5 but 6", "6"),
+    ("The answer is 5, not 6", "5"),
+    ("The answer is 5 (not 6)", "5"),
+    ("The answer is 5 instead of 6", "5"),
+    ("The answer is not 6 but 5", "5"),
+    ("The answer is not 6, but 5.", "5"),
+    ("The answer is definitely not 5. It is 6", "6"),
+    ("The answer is definitely not 5", None),
+    ("The answer is 4. Wait, the answer is not 4. It is 6", "6"),
+    ("The answer is 6. So the answer is not 4.", "6"),
+    ("answer: not sure, maybe 5", "5"),
+    ("Answer: not possible", "notpossible"),
+    ("The answer is knot 5", "5"),
+    ("The answer is nothing but 5", "5"),
+    ("NaN", None),
+    ("#### NaN", None),
+  ],
+)
+def test_what_is_denied_is_no_answer(text, expected):
+  assert math.given_answer(text) == expected
+
+
+def test_nan_is_no_reference():
+  for answer in ("NaN", "nan", float("nan")):
+    for text in ("#### NaN", "#### 5", "none"):
+      assert math.math_answer("", text, {"answer": answer}) == 0.0
+
+
 def test_votes_for_the_same_answer_are_the_same_text():
   texts = ["#### 1,234.50", r"\boxed{\$1234.5}", "A: 2469/2", "1234 1/2"]
   assert {math.given_answer(text) for text in texts} == {"2469/2"}
@@ -74,6 +128,7 @@ UNITS = [
   ),
   *("answer ", "answer is ", "answer: ", "answer is not ", "A:", "\nA: ", "$"),
   *("####", "#### ", "\n", " ", "(", "(,", "1e9", "1:1", "1.", "x=", "**", "½"),
+  *("not ", "not 1 or ", "n't 1", "not the the ", "not $(1", "not 1/2"),
   *("1 and ", "apple ", "answer is \\(1", "answer is [1", "answer*****", "x "),
   *("answer (aaaaaaaaa", "10^9*", "a^1", "1 million ", "answer" + " x" * 18),
 ]

@@ -26,6 +26,8 @@ def test_symbolic_answers_in_a_worker():
     (r"\boxed{__import__('os')._exit(1)}", "5", 0),
     (r"\boxed{{{{", "5", 0),
     ("", "5", 0),
+    ("#### NaN", "NaN", 0),
+    ("The answer is not 5", "5", 0),
     (r"\boxed{y+x}", "x+y", 1),
   ]
   jobs = [Job("", text, {"answer": answer}) for text, answer, _ in cases]

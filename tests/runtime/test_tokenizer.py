@@ -112,6 +112,43 @@ def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
   assert eos_lib.eos_ids(tmp_path, tokenizer) == (0, 1)
 
 
+def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
+  made = tokenizers.character_tokenizer()
+
+  def found(**content):
+    write(tmp_path, "generation_config.json", **content)
+    return eos_lib.eos_ids(tmp_path, made, vocab_size=100)
+
+  assert found(eos_token_id="<|pad|>") == (0, 1)
+  assert found(eos_token_id=[5, "<|endoftext|>"]) == (5, 1)
+  assert found(eos_token_id=99) == (99, 1)
+  for wrong, message in (
+    (100, "= 100, but the model's ids end at 99"),
+    ("</s>", "'</s>' is no token of the tokenizer"),
+    (True, "True is neither"),
+    (-1, "-1 is neither"),
+    (1.5, "1.5 is neither"),
+    ([1, [2]], r"\[2\] is neither"),
+    ([None], "None is neither"),
+    ({"a": 1}, "is neither"),
+  ):
+    with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
+      found(eos_token_id=wrong)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\xff", '"x"'])
+def test_malformed_files_are_named(tmp_path, text):
+  made = tokenizers.character_tokenizer()
+  made.save_pretrained(tmp_path)
+  content = text.encode("latin-1")
+  (tmp_path / "generation_config.json").write_bytes(content)
+  with pytest.raises(ValueError, match="generation_config.json is not"):
+    eos_lib.eos_ids(tmp_path, made)
+  (tmp_path / "tokenizer_config.json").write_bytes(content)
+  with pytest.raises(ValueError, match="tokenizer_config.json is not"):
+    tokenizers.load(tmp_path)
+
+
 def test_no_eos_and_no_pad_are_errors(tmp_path):
   tokenizer = tokenizers.character_tokenizer()
   assert eos_lib.pad_id(tokenizer) == 0

@@ -75,6 +75,20 @@ def test_the_config_sets_the_prompt(jsonl, config_with):
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
 
 
+@pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
+def test_the_config_says_what_special_tokens_are(
+  kind, count, jsonl, config_with
+):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(**jsonl, data__special_tokens=kind)
+  config.data.max_prompt_length = 32
+  examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
+  prompts, (example,) = next(prompts_lib.held_out(config, policy, examples))
+  ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
+  assert policy.tokenizer.decode(ids) == example["prompt_text"]
+  assert (np.asarray(ids) == policy.tokenizer.eos_token_id).sum() == count
+
+
 @pytest.mark.parametrize(
   "changes, hint",
   [
