@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 from grpojax.core import losses
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.binding import bind
+from grpojax.core.group_axis import present
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
@@ -68,8 +69,9 @@ def make_batch(
   Args:
     lm: the model.
     rollout: the completions.
-    rewards: one a completion; nan is none: such a completion takes no part, in
-      its group's comparison or in the loss.
+    rewards: one a completion; one that is not finite (nan, inf or -inf) is
+      none: such a completion takes no part, in its group's comparison or in the
+      loss.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
       it gets the completions' lengths [B, G], in tokens.
@@ -107,7 +109,7 @@ def make_batch(
     )
   lengths = jnp.sum(rollout.completion_mask, axis=-1)
   advantage = bind(advantage, lengths=lengths)
-  rewarded = ~jnp.isnan(rewards)[..., None]
+  rewarded = present(rewards)[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
@@ -129,14 +131,14 @@ def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
-    reward), `rewards_missing` (share of samples whose reward is nan),
+    reward), `rewards_missing` (share of samples whose reward is not finite),
     `zero_variance_groups` (share of groups whose rewards are all equal: without
     a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
     `truncated` (share cut off at the budget).
   """
   real = jnp.any(rollout.prompt_mask, axis=-1)
   each = jnp.broadcast_to(real[:, None], rewards.shape)
-  rewarded = each & ~jnp.isnan(rewards)
+  rewarded = each & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
 

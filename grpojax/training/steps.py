@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
+from grpojax.core.group_axis import present
 from grpojax.core.grpo_step import (
   diagnosis_key,
   make_batch,
@@ -60,7 +61,7 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     )
     wanted = max(3, settings.share * prompts)
     parts = min(math.ceil(wanted / rows), prompts // rows)
-    missing = jnp.any(jnp.isnan(rewards), axis=-1)
+    missing = ~jnp.all(present(rewards), axis=-1)
     chosen = jnp.argsort(missing, stable=True)[: parts * rows]
     projections = diagnostics.score_projections(
       lm,
@@ -118,7 +119,7 @@ def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
       "prompt": examples[0]["prompt_text"],
       "completion": text,
       "answer": examples[0].get("answer"),
-      "reward": None if np.isnan(value) else float(value),
+      "reward": float(value) if np.isfinite(value) else None,
     }
     for text, value in zip(texts[0], rewards[0], strict=True)
   ]

@@ -254,6 +254,10 @@ def test_completions_without_a_reward_take_no_part(tabular):
       return update(init_state(params, tx, KEY), batch)
 
     got, metrics = learn(samples, rewards)
+    infinite = jnp.where(
+      jnp.isnan(rewards), jnp.array([[jnp.inf], [-jnp.inf]]), rewards
+    )
+    equal_bits(learn(samples, infinite)[0].params, got.params)
     expected, row = learn(smaller, rewards[rows, kept])
     np.testing.assert_allclose(got.params, expected.params, atol=1e-6)
     for name in ("loss", "kl", "entropy"):
@@ -391,7 +395,10 @@ def test_rollout_metrics_are_numpys():
     logprobs=jnp.zeros((b, g, t)),
     finished=jnp.asarray(finished),
   )
-  metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(rewards))
+  infinite = np.where(
+    np.isnan(rewards), np.array([[-np.inf], [np.inf]] * 2), rewards
+  ).astype(np.float32)
+  metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(infinite))
   expected = {
     "reward_mean": np.nanmean(rewards[:3]),
     "reward_std": np.nanstd(rewards[:3]),
