@@ -92,15 +92,18 @@ def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
     jitted.
   """
   options = from_config.update_options(config)
+  rescore = from_config.rescore(config)
 
   def learn(lm, state, samples, rewards, ref_params):
+    on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
       samples,
       rewards,
       from_config.advantage(config),
       ref_params,
-      on_policy=options["epochs"] * options["minibatches"] == 1,
+      on_policy=on_policy,
+      policy_params=state.params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
@@ -222,6 +225,7 @@ def make_device_step(
         pad_id=policy.pad_id,
         advantage=from_config.advantage(config),
         kl_in_reward=from_config.kl_in_reward(config),
+        rescore=from_config.rescore(config),
         diagnose=diagnose and functools.partial(diagnose, lm),
         **from_config.update_options(config),
       )

@@ -16,6 +16,7 @@ from grpojax.core.grpo_step import (
   rollout_metrics,
 )
 from grpojax.core.types import Batch, Rollout
+from grpojax.core.update import draw_orders
 
 KEY = jax.random.key(5)
 
@@ -77,12 +78,16 @@ def plain_gradient(table, batch, beta, tabular):
 
 def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   lm, table, batch = make_case(tabular)
+  key = jax.random.key(8)
   tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
   opt_state, params, seen = tx.init(table), table, []
   descend = jax.jit(tx.update)
-  for _ in range(2):
-    for part in range(2):  # Rows part, part + 2: spread over devices.
-      rows = jax.tree.map(lambda x, part=part: x[part::2], batch)
+  orders = np.asarray(draw_orders(jax.random.fold_in(key, 0), 4, 2, 3))
+  assert (orders[1:] != orders[0]).any()
+  for order in orders:
+    for part in range(2):  # One row of 0 and 1, one of 2 and 3.
+      places = np.array([0, 2]) + order[:, part]
+      rows = jax.tree.map(lambda x, places=places: x[places], batch)
       (loss, (ratio, _, _)), grads = plain_gradient(params, rows, 0.1, tabular)
       seen.append((loss, ratio[rows.completion_mask].max()))
       updates, opt_state = descend(grads, opt_state, params)
@@ -92,11 +97,11 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
     lm,
     ours,
     loss=functools.partial(losses.grpo_loss, beta=0.1),
-    epochs=2,
+    epochs=3,
     minibatches=2,
     max_grad_norm=0.05,
   )
-  state, metrics = jax.jit(update)(init_state(table, ours, KEY), batch)
+  state, metrics = jax.jit(update)(init_state(table, ours, key), batch)
   np.testing.assert_allclose(state.params, params, atol=1e-5)
   for mine, theirs in zip(
     jax.tree.leaves(state.opt_state), jax.tree.leaves(opt_state), strict=True
@@ -107,7 +112,7 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   np.testing.assert_allclose(metrics["ratio_max"], ratio_max.max(), rtol=1e-4)
   assert (state.step, state.prompts_consumed, state.skipped) == (1, 4, 0)
   np.testing.assert_array_equal(
-    jax.random.key_data(state.key), jax.random.key_data(KEY)
+    jax.random.key_data(state.key), jax.random.key_data(key)
   )
 
 
