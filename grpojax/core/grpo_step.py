@@ -76,7 +76,8 @@ def make_batch(
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
       it gets the completions' lengths [B, G], in tokens.
-    ref_params: the reference policy, or None for no reference pass.
+    ref_params: the reference policy, or None for no reference pass. It is
+      scored at the temperature of `sampling` without its cuts, see `core.kl`.
     on_policy: a single optimizer update follows, so the policy that is trained
       is exactly the one that sampled, and no old log-probabilities are kept.
     policy_params: the policy that sampled, to compute its log-probabilities
@@ -102,15 +103,13 @@ def make_batch(
       "on_policy=True keeps none: leave one of the two out"
     )
   score = functools.partial(
-    _score,
-    lm,
-    rollout,
-    sampling=sampling,
-    micro_batches=micro_batches,
-    chunk_size=chunk_size,
+    _score, lm, rollout, micro_batches=micro_batches, chunk_size=chunk_size
   )
-  own = rollout.logprobs if policy_params is None else score(policy_params)
-  ref_logprobs = None if ref_params is None else score(ref_params)
+  own, ref_logprobs = rollout.logprobs, None
+  if policy_params is not None:
+    own = score(policy_params, sampling)
+  if ref_params is not None:
+    ref_logprobs = score(ref_params, Sampling(sampling.temperature))
   if kl_in_reward:
     if ref_logprobs is None:
       raise ValueError("kl_in_reward needs ref_params, the reference policy")
@@ -136,8 +135,8 @@ def _score(
   lm: LM,
   rollout: Rollout,
   params: Params,
-  *,
   sampling: Sampling,
+  *,
   micro_batches: int,
   chunk_size: int,
 ) -> Float[Array, "B G T"]:

@@ -15,6 +15,7 @@ from grpojax.core.grpo_step import (
   make_update,
   rollout_metrics,
 )
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import Batch, Rollout
 from grpojax.core.update import draw_orders
 
@@ -270,8 +271,18 @@ def test_completions_without_a_reward_take_no_part(tabular):
     assert jnp.abs(got.params - params).max() > 1e-2
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_the_reference_scores_every_row_in_its_place(tabular, micro_batches):
+@pytest.mark.parametrize(
+  "micro_batches, sampling",
+  [
+    (1, Sampling(0.7, top_k=1)),
+    (2, Sampling(0.7, top_p=0.5)),
+    (4, Sampling(0.7, min_p=0.9)),
+  ],
+)
+def test_the_reference_scores_every_row_in_its_place(
+  tabular, micro_batches, sampling
+):
+  """At the temperature of the sampling, and without its cuts."""
   lm = tabular.lm(4, 3)
   table = jax.random.normal(jax.random.key(3), (4, 4, 3))
   ids = jax.random.randint(jax.random.key(4), (4, 2, 5), 0, 3)
@@ -291,11 +302,12 @@ def test_the_reference_scores_every_row_in_its_place(tabular, micro_batches):
       jnp.ones((4, 2)),
       ref_params=table,
       micro_batches=micro_batches,
+      sampling=sampling,
     )
   )(samples)
   rows, before = tabular.rows(kinds, ids)
   expected = np.take_along_axis(
-    tabular.log_table(table)[rows, before], np.asarray(ids)[..., None], -1
+    tabular.log_table(table / 0.7)[rows, before], np.asarray(ids)[..., None], -1
   )
   np.testing.assert_allclose(batch.ref_logprobs, expected[..., 0], atol=1e-5)
 
