@@ -39,9 +39,10 @@ Common to all: integer, boolean and half-precision rewards become float32; a
 group of equal rewards gives exactly 0 wherever only the group's own rewards are
 subtracted (not in shrinkage and beta_binomial, which pool prompts), and finite
 gradients with respect to the rewards; a group smaller than the estimator needs
-is a ValueError. A reward of nan means that there is none (it failed, or nobody
-could judge): the advantages are those of the group without that sample, whose
-own is 0; so are those of a group with too few left.
+is a ValueError. A reward that is not finite (nan, inf or -inf) means that there
+is none (it failed, or nobody could judge): the advantages are those of the
+group without that sample, whose own is 0; so are those of a group with too few
+left.
 """
 
 import jax.numpy as jnp

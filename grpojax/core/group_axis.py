@@ -1,7 +1,8 @@
 """Arithmetic along the group axis that the advantages share.
 
-A reward of nan is no reward: the sample takes no part in its group, as if it
-had not been drawn, and its advantage is 0.
+A reward that is not finite (nan, or plus or minus infinity) is no reward: the
+sample takes no part in its group, as if it had not been drawn, and its
+advantage is 0.
 """
 
 import jax
@@ -12,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 def as_float(
   rewards: Shaped[Array, "..."], name: str, least: int
 ) -> Float[Array, "..."]:
-  """Rewards in float32 or better.
+  """Rewards in float32 or better, nan wherever there is none.
 
   Args:
     rewards: [..., G], of any real dtype.
@@ -29,12 +30,13 @@ def as_float(
       f"{rewards.shape}: sample more completions a prompt (group_size), or "
       "choose an estimator without a group baseline (vanilla, oracle)"
     )
-  return rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
+  rewards = rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32))
+  return jnp.where(present(rewards), rewards, jnp.nan)
 
 
-def present(rewards: Float[Array, "*B G"]) -> Bool[Array, "*B G"]:
-  """Which samples have a reward."""
-  return ~jnp.isnan(rewards)
+def present(rewards: Shaped[Array, "*B G"]) -> Bool[Array, "*B G"]:
+  """Which samples have a reward: a finite one."""
+  return jnp.isfinite(rewards)
 
 
 def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Key
 from grpojax.core import losses
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.binding import bind
+from grpojax.core.group_axis import present
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
@@ -58,6 +59,7 @@ def make_batch(
   ref_params: Params | None = None,
   *,
   on_policy: bool = True,
+  policy_params: Params | None = None,
   kl_in_reward: float = 0.0,
   micro_batches: int = 1,
   sampling: Sampling = Sampling(),
@@ -68,18 +70,24 @@ def make_batch(
   Args:
     lm: the model.
     rollout: the completions.
-    rewards: one a completion; nan is none: such a completion takes no part, in
-      its group's comparison or in the loss.
+    rewards: one a completion; one that is not finite (nan, inf or -inf) is
+      none: such a completion takes no part, in its group's comparison or in the
+      loss.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
       it gets the completions' lengths [B, G], in tokens.
-    ref_params: the reference policy, or None for no reference pass.
+    ref_params: the reference policy, or None for no reference pass. It is
+      scored at the temperature of `sampling` without its cuts, see `core.kl`.
     on_policy: a single optimizer update follows, so the policy that is trained
       is exactly the one that sampled, and no old log-probabilities are kept.
+    policy_params: the policy that sampled, to compute its log-probabilities
+      anew: one more forward pass, by the program that training scores with, so
+      that the first update's ratios are 1 whatever the sampler rounded. None
+      takes the sampler's.
     kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
       taken from its reward before the comparison.
-    micro_batches: parts in which the reference scores the batch, one after the
-      other; divides B.
+    micro_batches: parts in which the batch is scored, one after the other;
+      divides B.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -87,36 +95,67 @@ def make_batch(
     A `Batch` for the update.
 
   Raises:
-    ValueError: a penalty without a reference.
+    ValueError: a penalty without a reference, or policy_params on-policy.
   """
-  ref_logprobs = None
-  if ref_params is not None:
-    score = functools.partial(
-      token_logprobs, lm, ref_params, sampling=sampling, chunk_size=chunk_size
+  if on_policy and policy_params is not None:
+    raise ValueError(
+      "policy_params are there to compute old log-probabilities, and "
+      "on_policy=True keeps none: leave one of the two out"
     )
-    rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
-    parts = split_rows(rows, micro_batches)
-    ref_logprobs = jax.lax.map(lambda part: score(*part)[0], parts)
-    ref_logprobs = jnp.swapaxes(ref_logprobs, 0, 1)  # as they were split
-    ref_logprobs = ref_logprobs.reshape(rollout.logprobs.shape)
+  score = functools.partial(
+    _score, lm, rollout, micro_batches=micro_batches, chunk_size=chunk_size
+  )
+  own, ref_logprobs = rollout.logprobs, None
+  if policy_params is not None:
+    own = score(policy_params, sampling)
+  if ref_params is not None:
+    ref_logprobs = score(ref_params, Sampling(sampling.temperature))
   if kl_in_reward:
     if ref_logprobs is None:
       raise ValueError("kl_in_reward needs ref_params, the reference policy")
     rewards = rewards - kl_in_reward * losses.kl_penalty(
-      rollout.logprobs, ref_logprobs, rollout.completion_mask
+      own, ref_logprobs, rollout.completion_mask
     )
   lengths = jnp.sum(rollout.completion_mask, axis=-1)
   advantage = bind(advantage, lengths=lengths)
-  rewarded = ~jnp.isnan(rewards)[..., None]
+  rewarded = present(rewards)[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
     completion_ids=rollout.completion_ids,
     completion_mask=rollout.completion_mask & rewarded,
     advantages=advantage(rewards),
-    old_logprobs=None if on_policy else rollout.logprobs,
+    old_logprobs=None if on_policy else own,
     ref_logprobs=ref_logprobs,
+    sampler_logprobs=rollout.logprobs,
   )
+
+
+def _score(
+  lm: LM,
+  rollout: Rollout,
+  params: Params,
+  sampling: Sampling,
+  *,
+  micro_batches: int,
+  chunk_size: int,
+) -> Float[Array, "B G T"]:
+  """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
+
+  def of_part(part):
+    return token_logprobs(
+      lm, params, *part, sampling=sampling, chunk_size=chunk_size
+    )[0]
+
+  rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
+  logprobs = jax.lax.map(of_part, split_rows(rows, micro_batches))
+  logprobs = jnp.swapaxes(logprobs, 0, 1)  # as they were split
+  return logprobs.reshape(rollout.completion_ids.shape)
+
+
+OLD_LOGPROBS = {"sampler": False, "scorer": True}
+"""Who computes the old log-probabilities, the denominators of the importance
+ratios, and whether that is to `rescore` (see `make_grpo_step`)."""
 
 
 def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
@@ -129,14 +168,14 @@ def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
-    reward), `rewards_missing` (share of samples whose reward is nan),
+    reward), `rewards_missing` (share of samples whose reward is not finite),
     `zero_variance_groups` (share of groups whose rewards are all equal: without
     a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
     `truncated` (share cut off at the budget).
   """
   real = jnp.any(rollout.prompt_mask, axis=-1)
   each = jnp.broadcast_to(real[:, None], rewards.shape)
-  rewarded = each & ~jnp.isnan(rewards)
+  rewarded = each & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
 
@@ -168,6 +207,7 @@ def make_grpo_step(
   pad_id: int = 0,
   advantage: Callable[..., Array] = leave_one_out,
   kl_in_reward: float = 0.0,
+  rescore: bool = False,
   sampling: Sampling = Sampling(),
   epochs: int = 1,
   minibatches: int = 1,
@@ -192,6 +232,9 @@ def make_grpo_step(
     pad_id: see `rollout`.
     advantage: see `make_batch`.
     kl_in_reward: see `make_batch`.
+    rescore: where there are several updates, compute the old log-probabilities
+      anew before the first of them (`make_batch`'s policy_params); False takes
+      the sampler's. A single update is exactly on-policy and needs neither.
     sampling: the distribution to sample and to score with.
     epochs: see `make_update`.
     minibatches: see `make_update`.
@@ -228,13 +271,15 @@ def make_grpo_step(
       sampling=sampling,
     )
     rewards = reward_fn(samples, prompts.targets)
+    on_policy = epochs * minibatches == 1
     batch = make_batch(
       lm,
       samples,
       rewards,
       advantage,
       ref_params,
-      on_policy=epochs * minibatches == 1,
+      on_policy=on_policy,
+      policy_params=state.params if rescore and not on_policy else None,
       kl_in_reward=kl_in_reward,
       micro_batches=minibatches * micro_batches,
       sampling=sampling,

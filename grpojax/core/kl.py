@@ -14,6 +14,19 @@ a value and, put in the loss, a gradient, and the two need not agree:
 rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
 All of it is about a token's conditional distribution given a sampled prefix;
 that the prefix itself depends on the policy only `kl_penalty` accounts for.
+
+Where top-k, top-p or min-p cut the policy to a set S of tokens, the reference
+is not cut: two policies are cut to different sets, between which a divergence
+is infinite, and a sample of one says nothing of the other's. KL(pi || ref), of
+the policy as it samples from the reference at the same temperature, is finite,
+and is at least -log ref(S), the price of the cuts. Of the table, given S:
+
+- k1, k2 and both corrected estimators stay as they are;
+- the value of k3, with or without rho, is low by the reference's mass beyond
+  the cuts, 1 - ref(S), which no sample can tell: so is the `kl` that is logged;
+- the gradient of k3 is that of the forward KL from the reference given S, times
+  ref(S).
+
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """
 

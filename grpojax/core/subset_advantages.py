@@ -190,7 +190,7 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   rewards = as_float(rewards, "pairwise_rank", least=2)
   mine, theirs = rewards[..., :, None], rewards[..., None, :]
   wins = jnp.sum(mine > theirs, -1) - jnp.sum(mine < theirs, -1)
-  # All comparisons with nan are false.
+  # All comparisons with nan, which is no reward, are false.
   return wins.astype(rewards.dtype) / jnp.maximum(count(rewards) - 1, 1)
 
 

@@ -131,10 +131,13 @@ class Batch:
     completion_ids: as in `Rollout`.
     completion_mask: as in `Rollout`; all False where there is no reward.
     advantages: one a completion, constant with respect to the parameters.
-    old_logprobs: log-probabilities under the policy that sampled; None means
+    old_logprobs: log-probabilities under the policy that sampled, as the
+      sampler computed them or the scorer (see `make_batch`); None means
       exactly on-policy (the ratio is 1 and no memory is spent on it).
     ref_logprobs: log-probabilities under the reference policy, or None where no
       KL term is wanted.
+    sampler_logprobs: as in `Rollout`, to be compared with the scorer's; None
+      leaves that out.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -144,6 +147,7 @@ class Batch:
   advantages: Float[Array, "B G"]
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
+  sampler_logprobs: Float[Array, "B G T"] | None = None
 
 
 @typing.no_type_check

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
-from grpojax.core import losses
+from grpojax.core import losses, sampler_mismatch
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, TrainState
@@ -20,6 +20,7 @@ OVER_UPDATES = {
   "min": jnp.min,
   "max": jnp.max,
   "sum": jnp.sum,
+  "first": lambda of_updates: of_updates[0],
 }
 """How a metric of every optimizer update becomes one of the whole step.
 
@@ -34,6 +35,48 @@ def split_rows(tree: PyTree, parts: int) -> PyTree:
   return jax.tree.map(
     lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree
   )
+
+
+def draw_orders(
+  key: Key[Array, ""], rows: int, parts: int, epochs: int
+) -> Int[Array, "epochs blocks parts"]:
+  """In what order each epoch takes the rows, for `split_rows` to part them.
+
+  The first epoch takes them as they come, the others in an order drawn anew
+  within each block of `parts` consecutive rows, so that every row is as likely
+  in any part, and every part has one row of each block: no row has to leave the
+  device that it lies on, and every part stays spread over all devices.
+
+  Args:
+    key: of this step.
+    rows: a multiple of parts.
+    parts: minibatches an epoch.
+    epochs: at least 1.
+
+  Returns:
+    Places within the blocks.
+  """
+  blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
+
+  def draw(epoch):
+    # Negative, because the rollout folds the numbers of its samples, which are
+    # not, into the same key.
+    drawn = jax.random.permutation(
+      jax.random.fold_in(key, -1 - epoch), blocks, axis=1, independent=True
+    )
+    return jnp.where(epoch == 0, blocks, drawn)
+
+  return jax.vmap(draw)(jnp.arange(epochs))
+
+
+def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
+  """Takes the rows of axis 0 in one of the orders of `draw_orders`."""
+
+  def leaf(x):
+    blocks = x.reshape(*order.shape, *x.shape[1:])
+    return jax.vmap(lambda block, o: block[o])(blocks, order).reshape(x.shape)
+
+  return jax.tree.map(leaf, tree)
 
 
 def _token_metrics(
@@ -53,13 +96,25 @@ def _token_metrics(
   }
 
 
+def _float32(tree: PyTree) -> PyTree:
+  """In float32 or better."""
+  return jax.tree.map(
+    lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
+  )
+
+
 def _apply(tx, state: TrainState, grads, max_grad_norm):
-  """One optimizer update; skipped as a whole if a gradient is not finite."""
+  """One optimizer update; skipped as a whole if a gradient is not finite.
+
+  The gradients are float32 or better, clipped as such; the optimizer gets them
+  in the parameters' own dtypes, as optax has it.
+  """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
   if max_grad_norm is not None:
     shrink = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30))
     grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
+  grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
   updates, opt_state = tx.update(grads, state.opt_state, state.params)
   new = optax.apply_updates(state.params, updates), opt_state
   old = state.params, state.opt_state
@@ -69,7 +124,7 @@ def _apply(tx, state: TrainState, grads, max_grad_norm):
   state = state.replace(
     params=params, opt_state=opt_state, skipped=state.skipped + ~finite
   )
-  update_norm = jnp.where(finite, optax.tree.norm(updates), 0.0)
+  update_norm = jnp.where(finite, optax.tree.norm(_float32(updates)), 0.0)
   return state, {
     "mean": {"grad_norm": norm, "update_norm": update_norm},
     "sum": {"skipped_updates": ~finite},
@@ -100,7 +155,8 @@ def make_update(
     loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
       what it returns to be logged becomes metrics by the same names.
     weighting: mask [B, G, T] -> weights, see `core.losses`.
-    epochs: passes over the rollout.
+    epochs: passes over the rollout; each but the first draws its minibatches
+      anew, from the state's key and step (see `draw_orders`).
     minibatches: optimizer updates a pass; divides B (groups stay whole).
     micro_batches: parts of a minibatch whose gradients are added up by a scan;
       divides B / minibatches.
@@ -113,9 +169,13 @@ def make_update(
     the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
     count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
     `grad_norm` before clipping, `update_norm`, and what the loss monitors
-    (`clip_fraction_low`, `clip_fraction_high`). The update raises ValueError
-    where B does not divide, or where a batch without old log-probabilities
-    meets several updates.
+    (`clip_fraction_low`, `clip_fraction_high`). Of the first update alone,
+    whose policy is the one that sampled: `sampler_mismatch_mean` and `_max`,
+    how far its log-probabilities are from the sampler's (nats a token), and
+    what the loss would have monitored with the sampler's as the old ones
+    (`sampler_clip_fraction_low`, `_high`). The update raises ValueError where B
+    does not divide, or where a batch without old log-probabilities meets
+    several updates.
   """
 
   def micro_loss(params, batch: Batch, weights):
@@ -136,7 +196,8 @@ def make_update(
       batch.old_logprobs,
       batch.ref_logprobs,
     )
-    return value, monitored | {"entropy": entropy}
+    of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
+    return value, (monitored | {"entropy": entropy}, of_sampler)
 
   def accumulate(params, batch: Batch):
     """Loss and gradient over a minibatch, micro-batch by micro-batch."""
@@ -144,12 +205,17 @@ def make_update(
     def add(total, part):
       out = jax.value_and_grad(micro_loss, has_aux=True)(params, *part)
       (value, monitored), grads = out
-      return jax.tree.map(jnp.add, total, (value, grads)), monitored
+      # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
+      added = jax.tree.map(jnp.add, total, (value, _float32(grads)))
+      return added, monitored
 
     parts = split_rows((batch, weighting(batch.completion_mask)), micro_batches)
-    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+    zero = jnp.zeros(()), _float32(jax.tree.map(jnp.zeros_like, params))
     (value, grads), monitored = jax.lax.scan(add, zero, parts)
-    return value, grads, _token_metrics(monitored, parts[0].completion_mask)
+    monitored, of_sampler = monitored
+    mask = parts[0].completion_mask
+    first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
+    return value, grads, _token_metrics(monitored, mask) | first
 
   def one_update(state: TrainState, batch: Batch):
     value, grads, of_tokens = accumulate(state.params, batch)
@@ -162,12 +228,19 @@ def make_update(
 
   def update(state: TrainState, batch: Batch):
     _check_batch(batch, epochs, minibatches, micro_batches)
-    parts = split_rows(batch, minibatches)
-    if epochs > 1:
-      parts = jax.tree.map(
-        lambda x: jnp.tile(x, (epochs,) + (1,) * (x.ndim - 1)), parts
-      )
-    state, metrics = jax.lax.scan(one_update, state, parts)
+
+    def one_epoch(state: TrainState, order):
+      rows = batch if order is None else reorder_rows(batch, order)
+      return jax.lax.scan(one_update, state, split_rows(rows, minibatches))
+
+    if epochs == 1:
+      state, metrics = one_epoch(state, None)
+    else:
+      key = jax.random.fold_in(state.key, state.step)
+      prompts = batch.prompt_ids.shape[0]
+      orders = draw_orders(key, prompts, minibatches, epochs)
+      state, metrics = jax.lax.scan(one_epoch, state, orders)
+      metrics = jax.tree.map(jnp.ravel, metrics)
     metrics = {
       name: OVER_UPDATES[kind](values)
       for kind, group in metrics.items()

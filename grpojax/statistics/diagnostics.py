@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Real
 
+from grpojax.core.group_axis import as_float
 from grpojax.statistics.component_estimates import (
   combine,
   covariances,
@@ -63,6 +64,7 @@ def diagnose(
   Args:
     projections: from `score_projections`, V >= 2 directions.
     rewards: those that the advantages are computed from; B >= 3, G >= 3.
+      One that is not finite makes all estimates nan.
     num_prompts: prompts of the whole step, where only some are given here; the
       errors `mse` and `snr` are those of a gradient from so many.
 
@@ -78,7 +80,7 @@ def diagnose(
       f"a diagnosis with its errors needs at least 2 tangents, 3 prompts and a "
       f"group size of 3, not {tangents}, {prompts} and {group_size}"
     )
-  rewards = rewards.astype(projections.dtype)
+  rewards = as_float(rewards, "diagnose", least=3).astype(projections.dtype)
   estimates = prompt_estimates(projections, rewards)
   sums = sum_over_prompts(estimates)
   per_tangent = jnp.stack(combine(sums, prompts), axis=-1)  # [V, 5]

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Real
 
 from grpojax.core.advantages import leave_one_out
+from grpojax.core.group_axis import present
 
 
 class Estimators(NamedTuple):
@@ -63,9 +64,10 @@ def leave_one_out_gradient(
 
   Args:
     scores: gradient of each sample's log-probability.
-    rewards: one a sample, G >= 2.
+    rewards: one a sample, G >= 2. Of n that are finite, G is n.
   """
-  weights = leave_one_out(rewards) / rewards.shape[-1]
+  rewarded = jnp.sum(present(rewards), -1, keepdims=True)
+  weights = leave_one_out(rewards) / jnp.maximum(rewarded, 1)
   return jnp.einsum("...g,...gd->...d", weights, scores)
 
 
@@ -80,7 +82,7 @@ def kernel_gradient(
 
   Args:
     scores: gradient of each sample's log-probability.
-    rewards: one a sample, G >= 2.
+    rewards: one a sample, G >= 2. Pairs are of those that are finite.
 
   Raises:
     ValueError: if G < 2.
@@ -90,9 +92,12 @@ def kernel_gradient(
     raise ValueError(f"pairs need a group size of 2 or more, not {group_size}")
   i, j = np.triu_indices(group_size, 1)  # all pairs i < j
   score_differences = scores[..., i, :] - scores[..., j, :]  # [*B, pairs, d]
-  reward_differences = rewards[..., i] - rewards[..., j]  # [*B, pairs]
-  kernels = score_differences * reward_differences[..., None] / 2
-  return jnp.mean(kernels, axis=-2)
+  rewarded = present(rewards)
+  clean = jnp.where(rewarded, rewards, 0)
+  whole = (rewarded[..., i] & rewarded[..., j])[..., None]  # [*B, pairs, 1]
+  reward_differences = (clean[..., i] - clean[..., j])[..., None]
+  kernels = jnp.where(whole, score_differences * reward_differences / 2, 0)
+  return jnp.sum(kernels, -2) / jnp.maximum(jnp.sum(whole, -2), 1)
 
 
 def hoeffding(

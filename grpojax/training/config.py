@@ -76,6 +76,7 @@ def default_config() -> ConfigDict:
   config.loss.clip_high = 0.2
   config.loss.dual_clip = 0.0  # 0 = off
   config.loss.ratio = "token_ratio"
+  config.loss.old_logprobs = "sampler"  # or "scorer": one more forward pass
   config.loss.weighting = "token_mean"
   config.loss.kl = "k3"
   config.loss.kl_placement = "loss"

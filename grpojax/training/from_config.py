@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
-from grpojax.core.grpo_step import init_state
+from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
@@ -113,6 +113,11 @@ def needs_reference(config: ConfigDict) -> bool:
 def kl_in_reward(config: ConfigDict) -> float:
   """beta, where the KL penalty is part of the reward; else 0."""
   return config.loss.beta if config.loss.kl_placement == "reward" else 0.0
+
+
+def rescore(config: ConfigDict) -> bool:
+  """Whether the scorer computes the old log-probabilities."""
+  return OLD_LOGPROBS[config.loss.old_logprobs]
 
 
 def loss(config: ConfigDict) -> Callable[..., Any]:

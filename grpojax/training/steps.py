@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
+from grpojax.core.group_axis import present
 from grpojax.core.grpo_step import (
   diagnosis_key,
   make_batch,
@@ -60,7 +61,7 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     )
     wanted = max(3, settings.share * prompts)
     parts = min(math.ceil(wanted / rows), prompts // rows)
-    missing = jnp.any(jnp.isnan(rewards), axis=-1)
+    missing = ~jnp.all(present(rewards), axis=-1)
     chosen = jnp.argsort(missing, stable=True)[: parts * rows]
     projections = diagnostics.score_projections(
       lm,
@@ -91,15 +92,18 @@ def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
     jitted.
   """
   options = from_config.update_options(config)
+  rescore = from_config.rescore(config)
 
   def learn(lm, state, samples, rewards, ref_params):
+    on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
       samples,
       rewards,
       from_config.advantage(config),
       ref_params,
-      on_policy=options["epochs"] * options["minibatches"] == 1,
+      on_policy=on_policy,
+      policy_params=state.params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
@@ -118,7 +122,7 @@ def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
       "prompt": examples[0]["prompt_text"],
       "completion": text,
       "answer": examples[0].get("answer"),
-      "reward": None if np.isnan(value) else float(value),
+      "reward": float(value) if np.isfinite(value) else None,
     }
     for text, value in zip(texts[0], rewards[0], strict=True)
   ]
@@ -222,6 +226,7 @@ def make_device_step(
         pad_id=policy.pad_id,
         advantage=from_config.advantage(config),
         kl_in_reward=from_config.kl_in_reward(config),
+        rescore=from_config.rescore(config),
         diagnose=diagnose and functools.partial(diagnose, lm),
         **from_config.update_options(config),
       )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
+from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
 from grpojax.core.surrogates import RATIOS, SURROGATES
@@ -29,6 +30,7 @@ CHOICES = {
   "model.dtype": tuple(DTYPES),
   "advantage": tuple(ADVANTAGES),
   "loss.ratio": tuple(RATIOS),
+  "loss.old_logprobs": tuple(OLD_LOGPROBS),
   "loss.surrogate": tuple(SURROGATES),
   "loss.weighting": tuple(WEIGHTINGS),
   "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),

@@ -11,6 +11,7 @@ import pytest
 
 from grpojax.core import advantages, losses
 from grpojax.core.grpo_step import init_state, make_batch, make_update
+from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import Rollout
 
 KEY = jax.random.key(5)
@@ -24,22 +25,33 @@ OUTPUT_MASK = jnp.array([[True, False]] + [[True, True]] * 6)
 REWARDS = jnp.array([0.3, 1.0, -0.5, 0.2, 0.0, 2.0, 0.7])
 
 
-def output_logprobs(table):
+def output_logprobs(table, sampling=Sampling()):
   """Log-probabilities [7, 2] of the tokens of all outputs; 0 on padding."""
-  log_table = jax.nn.log_softmax(table[0])
+  log_table = jax.nn.log_softmax(transform_logits(table[0], sampling))
   first = log_table[0, OUTPUTS[:, 0]]
   second = log_table[1 + OUTPUTS[:, 0], OUTPUTS[:, 1]]
   return jnp.where(OUTPUT_MASK, jnp.stack([first, second], -1), 0.0)
 
 
-def expected_step(lm, table, group_size, advantage, reference=None, beta=0.0):
+def expected_step(
+  lm,
+  table,
+  group_size,
+  advantage,
+  reference=None,
+  beta=0.0,
+  sampling=Sampling(),
+):
   """E[-update] of gradient descent at learning rate 1, over 7^G groups."""
   tx = optax.sgd(1.0)
   update = make_update(
-    lm, tx, weighting=functools.partial(losses.fixed_length, length=1)
+    lm,
+    tx,
+    weighting=functools.partial(losses.fixed_length, length=1),
+    sampling=sampling,
   )
   state = init_state(table, tx, KEY)
-  scored = output_logprobs(table)
+  scored = output_logprobs(table, sampling)
   groups = jnp.array(list(itertools.product(range(7), repeat=group_size)))
 
   def one(group):
@@ -58,6 +70,7 @@ def expected_step(lm, table, group_size, advantage, reference=None, beta=0.0):
       advantage,
       reference,
       kl_in_reward=beta,
+      sampling=sampling,
     )
     return update(state, batch)[0].params - table
 
@@ -90,16 +103,23 @@ def test_expected_update_is_the_policy_gradient(
   assert jnp.abs(truth).max() > 0.05
 
 
-def test_expected_update_with_a_penalty_in_the_reward(tabular):
-  """The gradient of E[R] - beta KL(pi || ref), of whole completions."""
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=2)])
+def test_expected_update_with_a_penalty_in_the_reward(tabular, sampling):
+  """The gradient of E[R] - beta KL(pi || ref), of whole completions.
+
+  With the policy as it samples, cuts and all, and the reference without cuts.
+  """
   lm, beta = tabular.lm(1, 3), 0.7
   table, reference = (lm.init(key) for key in jax.random.split(KEY))
+  uncut = Sampling(sampling.temperature)
 
   def objective(table):
-    logprob = output_logprobs(table).sum(-1)
-    log_ratio = logprob - output_logprobs(reference).sum(-1)
+    logprob = output_logprobs(table, sampling).sum(-1)
+    log_ratio = logprob - output_logprobs(reference, uncut).sum(-1)
     return jnp.exp(logprob) @ (REWARDS - beta * log_ratio)
 
-  got = expected_step(lm, table, 2, advantages.leave_one_out, reference, beta)
+  got = expected_step(
+    lm, table, 2, advantages.leave_one_out, reference, beta, sampling
+  )
   expected = jax.jit(jax.grad(objective))(table)
   np.testing.assert_allclose(got, expected, atol=2e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
+from grpojax.core.sampling import Sampling, transform_logits
 
 enable_x64 = getattr(jax, "enable_x64", None)
 if enable_x64 is None:
@@ -120,6 +121,63 @@ def test_values():
     assert (losses.k1(policy, reference) < 0).any()
     assert (losses.k2(policy, reference) >= 0).all()
     assert (losses.k3(policy, reference) >= 0).all()
+
+
+TRUNCATED = Sampling(temperature=0.8, top_k=2)
+
+
+def test_under_cuts():
+  """All that the module says of a policy that is cut to a set of tokens."""
+  with enable_x64(True):
+
+    def cut(logits):  # in float64: the same cut, at the same temperature
+      kept = transform_logits(logits, TRUNCATED) > -1e29
+      return jax.nn.log_softmax(jnp.where(kept, logits / 0.8, -1e30)), kept
+
+    policy = jnp.asarray(POLICY)
+    reference = jax.nn.log_softmax(jnp.asarray(REFERENCE) / 0.8)
+    frozen, kept = cut(policy)
+    assert (kept != cut(jnp.asarray(REFERENCE))[1]).any()
+    mass = jnp.sum(jnp.exp(reference) * kept)
+
+    def divergence(logits):
+      logprobs = cut(logits)[0]
+      return jnp.exp(logprobs) @ (logprobs - reference)
+
+    def forward(logits):  # KL(reference given S || policy)
+      given = reference - jnp.log(mass)
+      terms = jnp.exp(given) * (given - cut(logits)[0])
+      return jnp.sum(jnp.where(kept, terms, 0))
+
+    def expected(logits, kl, correction):
+      loss, monitored = losses.grpo_loss(
+        cut(logits)[0][:, None, None],
+        jnp.zeros((4, 1)),
+        jnp.exp(frozen)[:, None, None],
+        jnp.ones((4, 1, 1), bool),
+        frozen[:, None, None],
+        reference[:, None, None],
+        kl=kl,
+        beta=1.0,
+        kl_correction=correction,
+      )
+      return loss, jnp.exp(frozen) @ monitored["kl"][:, 0, 0]
+
+    truth, gradient = jax.value_and_grad(divergence)(policy)
+    assert truth > -jnp.log(mass) and mass < 0.9
+    biased = truth - (1 - mass)
+    for kl, correction, value, slope in (
+      (losses.k1, True, truth, gradient),
+      (losses.k3, True, biased, gradient),
+      (losses.k2, False, None, gradient),
+      (losses.k3, False, biased, mass * jax.grad(forward)(policy)),
+    ):
+      out = jax.value_and_grad(expected, has_aux=True)(policy, kl, correction)
+      (found, logged), found_gradient = out
+      np.testing.assert_allclose(found_gradient, slope, atol=1e-12)
+      np.testing.assert_allclose(logged, biased, atol=1e-12)
+      if value is not None:
+        np.testing.assert_allclose(found, value, atol=1e-12)
 
 
 def test_golden():

@@ -15,7 +15,9 @@ from grpojax.core.grpo_step import (
   make_update,
   rollout_metrics,
 )
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import Batch, Rollout
+from grpojax.core.update import draw_orders
 
 KEY = jax.random.key(5)
 
@@ -77,12 +79,16 @@ def plain_gradient(table, batch, beta, tabular):
 
 def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   lm, table, batch = make_case(tabular)
+  key = jax.random.key(8)
   tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(0.1))
   opt_state, params, seen = tx.init(table), table, []
   descend = jax.jit(tx.update)
-  for _ in range(2):
-    for part in range(2):  # Rows part, part + 2: spread over devices.
-      rows = jax.tree.map(lambda x, part=part: x[part::2], batch)
+  orders = np.asarray(draw_orders(jax.random.fold_in(key, 0), 4, 2, 3))
+  assert (orders[1:] != orders[0]).any()
+  for order in orders:
+    for part in range(2):  # One row of 0 and 1, one of 2 and 3.
+      places = np.array([0, 2]) + order[:, part]
+      rows = jax.tree.map(lambda x, places=places: x[places], batch)
       (loss, (ratio, _, _)), grads = plain_gradient(params, rows, 0.1, tabular)
       seen.append((loss, ratio[rows.completion_mask].max()))
       updates, opt_state = descend(grads, opt_state, params)
@@ -92,11 +98,11 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
     lm,
     ours,
     loss=functools.partial(losses.grpo_loss, beta=0.1),
-    epochs=2,
+    epochs=3,
     minibatches=2,
     max_grad_norm=0.05,
   )
-  state, metrics = jax.jit(update)(init_state(table, ours, KEY), batch)
+  state, metrics = jax.jit(update)(init_state(table, ours, key), batch)
   np.testing.assert_allclose(state.params, params, atol=1e-5)
   for mine, theirs in zip(
     jax.tree.leaves(state.opt_state), jax.tree.leaves(opt_state), strict=True
@@ -107,7 +113,7 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
   np.testing.assert_allclose(metrics["ratio_max"], ratio_max.max(), rtol=1e-4)
   assert (state.step, state.prompts_consumed, state.skipped) == (1, 4, 0)
   np.testing.assert_array_equal(
-    jax.random.key_data(state.key), jax.random.key_data(KEY)
+    jax.random.key_data(state.key), jax.random.key_data(key)
   )
 
 
@@ -254,6 +260,10 @@ def test_completions_without_a_reward_take_no_part(tabular):
       return update(init_state(params, tx, KEY), batch)
 
     got, metrics = learn(samples, rewards)
+    infinite = jnp.where(
+      jnp.isnan(rewards), jnp.array([[jnp.inf], [-jnp.inf]]), rewards
+    )
+    equal_bits(learn(samples, infinite)[0].params, got.params)
     expected, row = learn(smaller, rewards[rows, kept])
     np.testing.assert_allclose(got.params, expected.params, atol=1e-6)
     for name in ("loss", "kl", "entropy"):
@@ -261,8 +271,18 @@ def test_completions_without_a_reward_take_no_part(tabular):
     assert jnp.abs(got.params - params).max() > 1e-2
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_the_reference_scores_every_row_in_its_place(tabular, micro_batches):
+@pytest.mark.parametrize(
+  "micro_batches, sampling",
+  [
+    (1, Sampling(0.7, top_k=1)),
+    (2, Sampling(0.7, top_p=0.5)),
+    (4, Sampling(0.7, min_p=0.9)),
+  ],
+)
+def test_the_reference_scores_every_row_in_its_place(
+  tabular, micro_batches, sampling
+):
+  """At the temperature of the sampling, and without its cuts."""
   lm = tabular.lm(4, 3)
   table = jax.random.normal(jax.random.key(3), (4, 4, 3))
   ids = jax.random.randint(jax.random.key(4), (4, 2, 5), 0, 3)
@@ -282,11 +302,12 @@ def test_the_reference_scores_every_row_in_its_place(tabular, micro_batches):
       jnp.ones((4, 2)),
       ref_params=table,
       micro_batches=micro_batches,
+      sampling=sampling,
     )
   )(samples)
   rows, before = tabular.rows(kinds, ids)
   expected = np.take_along_axis(
-    tabular.log_table(table)[rows, before], np.asarray(ids)[..., None], -1
+    tabular.log_table(table / 0.7)[rows, before], np.asarray(ids)[..., None], -1
   )
   np.testing.assert_allclose(batch.ref_logprobs, expected[..., 0], atol=1e-5)
 
@@ -391,7 +412,10 @@ def test_rollout_metrics_are_numpys():
     logprobs=jnp.zeros((b, g, t)),
     finished=jnp.asarray(finished),
   )
-  metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(rewards))
+  infinite = np.where(
+    np.isnan(rewards), np.array([[-np.inf], [np.inf]] * 2), rewards
+  ).astype(np.float32)
+  metrics = jax.jit(rollout_metrics)(samples, jnp.asarray(infinite))
   expected = {
     "reward_mean": np.nanmean(rewards[:3]),
     "reward_std": np.nanstd(rewards[:3]),

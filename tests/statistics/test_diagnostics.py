@@ -351,6 +351,15 @@ def test_diagnosis_is_put_together_from_its_components():
   assert found.low <= found.optimal_group_size <= found.high
 
 
+@pytest.mark.parametrize("missing", [np.nan, np.inf])
+def test_no_estimate_where_a_reward_is_missing(missing):
+  projections = np.random.default_rng(0).normal(size=(2, 3, 4))
+  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(missing)
+  found = diagnostics.diagnose(jnp.asarray(projections), rewards)
+  assert np.isnan(found.components).all()
+  assert np.isnan(found.standard_errors).all()
+
+
 def test_groups_without_a_signal_are_finite():
   """All rewards equal: no gradient, no variance, and nothing known of G*."""
   a = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5, 4)), jnp.float32)

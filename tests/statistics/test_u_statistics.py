@@ -62,6 +62,18 @@ def test_kernel_form_equals_leave_one_out_form(group_size):
   np.testing.assert_allclose(weight @ pairs, truth, atol=1e-12)
 
 
+@pytest.mark.parametrize("missing", [np.nan, np.inf, -np.inf])
+def test_a_sample_without_a_reward_is_left_out(missing):
+  _, s, z = population()
+  index, kept = np.array([0, 1, 2, 1]), np.array([0, 1, 3])
+  rewards = np.where(np.arange(4) == 2, missing, z[index])
+  for gradient in map(jax.jit, (u.kernel_gradient, u.leave_one_out_gradient)):
+    found = gradient(s[index], rewards)
+    expected = gradient(s[index[kept]], rewards[kept])
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert np.abs(expected).max() > 0.1
+
+
 @pytest.mark.parametrize("group_size", [2, 3, 5])
 def test_mse_equals_enumeration(group_size):
   found, weight, truth = estimates(group_size)

@@ -105,12 +105,12 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   rewards = jax.random.normal(jax.random.key(2), (4, 4))
   diagnose = jax.jit(functools.partial(steps.make_diagnose(config, 1), lm))
   key = jax.random.key(3)
-  found = diagnose(params, samples, rewards.at[1, 2].set(jnp.nan), key)
+  found = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
   order = np.array([0, 2, 3, 1])
   complete = jax.tree.map(lambda x: x[order], (samples, rewards))
   expected = diagnose(params, *complete, key)
   assert jnp.isfinite(found["c1"])
   for name, value in expected.items():
     np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
-  few = diagnose(params, samples, rewards.at[:2, 2].set(jnp.nan), key)
+  few = diagnose(params, samples, rewards.at[:2, 2].set(-jnp.inf), key)
   assert jnp.isnan(few["c1"])  # which the automatic group size passes over

@@ -1,0 +1,184 @@
+"""A sampler whose log-probabilities are not the scorer's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import losses
+from grpojax.core.grpo_step import init_state, make_batch, make_grpo_step
+from grpojax.core.types import Prompts, Rollout
+from grpojax.core.update import make_update
+
+KEY = jax.random.key(5)
+B, G, T, VOCAB = 4, 3, 5, 4
+NAMES = [
+  "sampler_mismatch_mean",
+  "sampler_mismatch_max",
+  "sampler_clip_fraction_low",
+  "sampler_clip_fraction_high",
+]
+
+
+@pytest.fixture(scope="module")
+def case(tabular):
+  """A rollout of a chain, whose sampler was wrong by `noise` nats."""
+  lm, rng = tabular.lm(2, VOCAB), np.random.default_rng(0)
+  table = lm.init(KEY)
+  ids = rng.integers(0, VOCAB, (B, G, T))
+  rows = tabular.rows(np.arange(B) % 2, ids)
+  log_p = tabular.log_table(table)[rows]
+  exact = np.take_along_axis(log_p, ids[..., None], -1)[..., 0]
+  noise = rng.normal(size=ids.shape) * 0.3
+  mask = np.arange(T) < rng.integers(1, T + 1, (B, G, 1))
+  samples = Rollout(
+    prompt_ids=jnp.arange(B)[:, None] % 2,
+    prompt_mask=jnp.ones((B, 1), bool),
+    completion_ids=jnp.asarray(ids),
+    completion_mask=jnp.asarray(mask),
+    logprobs=jnp.asarray(np.where(mask, exact - noise, 0), jnp.float32),
+    finished=jnp.ones((B, G), bool),
+  )
+  rewards = jnp.asarray(rng.normal(size=(B, G)), jnp.float32)
+  return lm, table, samples, rewards, exact, noise
+
+
+def numpys(noise, mask, advantages):
+  """The metrics of some rows; noise is log(pi_scorer / pi_sampler)."""
+  ratio = np.exp(noise[mask])
+  a = np.broadcast_to(np.asarray(advantages)[..., None], mask.shape)[mask]
+  return {
+    "sampler_mismatch_mean": np.abs(noise[mask]).mean(),
+    "sampler_mismatch_max": np.abs(noise[mask]).max(),
+    "sampler_clip_fraction_low": ((ratio < 0.9) & (a < 0)).mean(),
+    "sampler_clip_fraction_high": ((ratio > 1.2) & (a > 0)).mean(),
+  }
+
+
+# Name: (updates, whose log-probabilities are the old ones).
+WAYS = {
+  "on-policy": (1, None),
+  "sampler": (2, "sampler"),
+  "scorer": (2, "scorer"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
+  lm, table, samples, rewards, exact, noise = case
+  updates, old = WAYS[way]
+  tx = optax.sgd(0.5)
+  loss = functools.partial(losses.grpo_loss, clip_low=0.1)
+  update = make_update(lm, tx, loss=loss, minibatches=updates)
+
+  @jax.jit
+  def learn():
+    batch = make_batch(
+      lm,
+      samples,
+      rewards,
+      on_policy=updates == 1,
+      policy_params=table if old == "scorer" else None,
+      micro_batches=2,
+    )
+    return batch, *update(init_state(table, tx, KEY), batch)
+
+  batch, state, metrics = learn()
+  mask = np.asarray(samples.completion_mask)
+  first = slice(None, None, updates)  # rows of the first minibatch
+  expected = numpys(noise[first], mask[first], batch.advantages[first])
+  assert expected["sampler_clip_fraction_low"] > 0
+  assert expected["sampler_clip_fraction_high"] > 0
+  for name in NAMES:
+    np.testing.assert_allclose(
+      metrics[name], expected[name], rtol=1e-4, err_msg=name
+    )
+  own = {"scorer": exact, "sampler": exact - noise}
+  if old is None:
+    assert batch.old_logprobs is None
+    np.testing.assert_array_equal(metrics["ratio_max"], 1)
+  else:
+    found = np.asarray(batch.old_logprobs)[mask]
+    np.testing.assert_allclose(found, own[old][mask], atol=1e-5)
+
+
+def test_the_first_ratio_is_one_with_the_scorers(case):
+  """With a learning rate of 0 so are all others; with the sampler's, none."""
+  lm, table, samples, rewards, _, noise = case
+  tx = optax.sgd(0.0)
+  update = make_update(lm, tx, epochs=2)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def ratios(rescore):
+    batch = make_batch(
+      lm,
+      samples,
+      rewards,
+      on_policy=False,
+      policy_params=table if rescore else None,
+    )
+    _, metrics = update(init_state(table, tx, KEY), batch)
+    return jnp.stack([metrics["ratio_min"], metrics["ratio_max"]])
+
+  np.testing.assert_allclose(ratios(True), 1, atol=1e-6)
+  seen = noise[np.asarray(samples.completion_mask)]
+  extremes = np.exp([seen.min(), seen.max()])
+  np.testing.assert_allclose(ratios(False), extremes, rtol=1e-4)
+
+
+def test_a_penalty_is_taken_between_two_scores_of_the_scorer(case):
+  lm, table, samples, rewards, *_ = case
+
+  def advantages(**options):
+    return make_batch(
+      lm, samples, rewards, on_policy=False, **options
+    ).advantages
+
+  plain = advantages()
+  penalised = advantages(
+    ref_params=table, policy_params=table, kl_in_reward=0.5
+  )
+  # The policy is the reference: its KL is 0, and was not with the sampler's.
+  np.testing.assert_allclose(penalised, plain, atol=1e-5)
+
+
+def test_a_whole_step_can_rescore(tabular):
+  """Against its parts; and on-policy there is nothing to rescore."""
+  lm, tx = tabular.lm(2, VOCAB), optax.sgd(0.5)
+  passes = []
+
+  def unembed(params, hidden):
+    passes.append(hidden.shape)
+    return lm.unembed(params, hidden)
+
+  counting = lm._replace(unembed=unembed)
+  prompts = Prompts(jnp.arange(B)[:, None] % 2, jnp.ones((B, 1), bool))
+  reward = lambda samples, _: samples.completion_mask.sum(-1) * 1.0
+  state = jax.eval_shape(lambda: init_state(lm.init(KEY), tx, KEY))
+
+  def traced(**options):
+    passes.clear()
+    step = make_grpo_step(
+      counting,
+      tx,
+      reward,
+      group_size=G,
+      max_new_tokens=T,
+      eos_ids=(0,),
+      **options,
+    )
+    jax.eval_shape(step, state, prompts)
+    return len(passes)
+
+  once, several = traced(), traced(epochs=2)
+  assert traced(rescore=True) == once
+  assert traced(rescore=True, epochs=2) > several
+
+
+def test_policy_params_without_a_use_are_refused(case):
+  lm, table, samples, rewards, *_ = case
+  with pytest.raises(ValueError, match="on_policy=True keeps none"):
+    make_batch(lm, samples, rewards, policy_params=table)

@@ -1,0 +1,99 @@
+"""How an update adds up its parts, and in what order it takes the rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core.grpo_step import init_state
+from grpojax.core.types import Batch
+from grpojax.core.update import draw_orders, make_update, reorder_rows
+
+KEY = jax.random.key(5)
+
+
+def one_token_batch(b, vocab, seed=0):
+  """Completions of one token each, of one kind of prompt."""
+  rng = np.random.default_rng(seed)
+  return Batch(
+    prompt_ids=jnp.zeros((b, 1), jnp.int32),
+    prompt_mask=jnp.ones((b, 1), bool),
+    completion_ids=jnp.asarray(rng.integers(0, vocab, (b, 1, 1))),
+    completion_mask=jnp.ones((b, 1, 1), bool),
+    advantages=jnp.asarray(rng.uniform(0.5, 1.5, (b, 1)), jnp.float32),
+  )
+
+
+def test_bfloat16_gradients_are_added_in_float32(tabular):
+  """Many small parts, against their sum in closed form and in float64."""
+  b, vocab = 1024, 3
+  lm = tabular.lm(1, vocab)
+  table = lm.init(KEY).astype(jnp.bfloat16)
+  batch = one_token_batch(b, vocab)
+  tx = optax.sgd(1.0)
+  update = jax.jit(make_update(lm, tx, micro_batches=b, max_grad_norm=0.01))
+  state, metrics = update(init_state(table, tx, KEY), batch)
+  p = np.exp(tabular.log_table(table)[0, 0])
+  one_hot = np.eye(vocab)[np.asarray(batch.completion_ids)[:, 0, 0]]
+  weights = np.asarray(batch.advantages, np.float64)
+  gradient = -(weights * (one_hot - p)).sum(0) / b
+  norm = np.linalg.norm(gradient)
+  # Each part is rounded to 8 bits; in a bfloat16 sum most would be lost.
+  np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-3)
+  np.testing.assert_allclose(metrics["update_norm"], 0.01, rtol=4e-3)
+  assert state.params.dtype == jnp.bfloat16
+
+
+def test_the_optimizer_keeps_its_dtypes(tabular):
+  """Or several updates could not be scanned."""
+  lm, tx = tabular.lm(1, 3), optax.MultiSteps(optax.adam(0.1), 2)
+  tx = tx.gradient_transformation()
+  state = init_state(lm.init(KEY).astype(jnp.bfloat16), tx, KEY)
+  batch = one_token_batch(4, 3)
+  batch = batch.replace(old_logprobs=jnp.zeros((4, 1, 1)))
+  after, _ = jax.eval_shape(make_update(lm, tx, minibatches=2), state, batch)
+  assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(
+    lambda x: x.dtype, state
+  )
+
+
+@pytest.mark.parametrize("parts", [2, 4, 12])
+def test_every_epoch_draws_its_minibatches_anew(parts):
+  rows, epochs = 12, 4
+  draw = jax.jit(draw_orders, static_argnums=(1, 2, 3))
+  orders = draw(KEY, rows, parts, epochs)
+  taken = np.array([reorder_rows(jnp.arange(rows), o) for o in orders])
+  np.testing.assert_array_equal(taken[0], np.arange(rows))
+  for epoch in taken:
+    # Every row once; each minibatch has one of each block, as devices hold them
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(rows))
+    blocks = epoch.reshape(-1, parts) // parts
+    assert (blocks == np.arange(rows // parts)[:, None]).all()
+  minibatches = {tuple(np.sort(epoch[0::parts])) for epoch in taken}
+  assert len(minibatches) == epochs
+  np.testing.assert_array_equal(draw(KEY, rows, parts, epochs), orders)
+  other = draw(jax.random.fold_in(KEY, 1), rows, parts, epochs)
+  assert (other[1:] != orders[1:]).any()
+
+
+def test_a_row_is_as_likely_in_any_minibatch():
+  keys = jax.random.split(KEY, 2000)
+  orders = jax.vmap(lambda key: draw_orders(key, 6, 3, 2)[1])(keys)
+  counts = (np.asarray(orders)[..., None] == np.arange(3)).mean(0)
+  assert np.abs(counts - 1 / 3).max() < 0.05  # 4.7 standard errors
+
+
+def test_a_resumed_step_draws_the_same_minibatches(tabular):
+  lm, tx = tabular.lm(1, 3), optax.sgd(0.5)
+  batch = one_token_batch(8, 3).replace(old_logprobs=jnp.full((8, 1, 1), -1.0))
+  update = jax.jit(make_update(lm, tx, epochs=3, minibatches=4))
+  first, _ = update(init_state(lm.init(KEY), tx, KEY), batch)
+  second, _ = update(first, batch)
+  saved = jax.tree.map(np.asarray, first.replace(key=jax.random.key_data(KEY)))
+  loaded = saved.replace(key=jax.random.wrap_key_data(saved.key))
+  again, _ = update(loaded, batch)
+  np.testing.assert_array_equal(again.params, second.params)
+  # Another step, with the same batch and parameters, takes it in another order.
+  other, _ = update(first.replace(step=first.step + 1), batch)
+  assert np.abs(other.params - second.params).max() > 1e-6
