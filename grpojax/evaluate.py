@@ -23,6 +23,7 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
@@ -32,12 +33,14 @@ from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
   evaluation,
   from_config,
+  held_out,
+  memory,
   run_directory,
   scoring,
   trained,
 )
-from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.held_out import HeldOut
 from grpojax.training.validation import CHOICES
 
 FLAGS = {
@@ -114,6 +117,16 @@ def _note_settings(config: ConfigDict, compare: str) -> None:
     print(f"{compare} has other {', '.join(names)}; those of --model are used")
 
 
+def _say_left_out(names: list[str], asked: list[HeldOut]) -> None:
+  """Says how many problems are not asked, and because of which model."""
+  for name, one in zip(names, asked, strict=True):
+    if one.too_long:
+      print(f"{name}: {one.too_long} held-out prompts are too long")
+  if len(names) > 1 and any(one.too_long for one in asked):
+    count = sum(len(examples) for _, examples in asked[0].batches)
+    print(f"compared on the {count} held-out prompts that fit both")
+
+
 def _set_up(argv: list[str]):
   """All that can be wrong, before anything compiles."""
   config, flags, ks = _parse(argv)
@@ -121,25 +134,30 @@ def _set_up(argv: list[str]):
   models = []
   for name in names:
     policy, params = trained.load(name, config.model.dtype)
-    held_out = prompts_lib.load_split(config, policy, "test")
-    if held_out.dropped:
-      print(f"{name}: {held_out.dropped} held-out prompts are too long")
-    batches = list(prompts_lib.held_out(config, policy, held_out.examples))
-    models.append((policy, params, batches))
+    memory.check_evaluation(config, policy, flags.samples or 1)
+    models.append((policy, params))
+  asked = held_out.problems(config, names, [policy for policy, _ in models])
+  _say_left_out(names, asked)
+  count = sum(len(examples) for _, examples in asked[0].batches)
+  if flags.samples and count < 2:
+    raise ValueError(
+      f"{count} held-out prompt is left, and an interval over prompts needs 2: "
+      "raise data.max_prompt_length or eval.num_prompts"
+    )
   _note_settings(config, flags.compare)
-  return config, flags, ks, models
+  return config, flags, ks, models, asked
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags, ks, models = _set_up(argv)
+    config, flags, ks, models, asked = _set_up(argv)
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values = []
   with scoring.open_scorer(config) as scorer:
-    for policy, params, batches in models:
+    for (policy, params), (batches, _) in zip(models, asked, strict=True):
       result = evaluation.evaluate(
         policy,
         params,
@@ -152,10 +170,16 @@ def main(argv: list[str]) -> None:
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
+  _report(flags, values)
+
+
+def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
+  """Prints and writes the numbers of one model, or of two."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
+  count = len(next(iter(values[0].values())))
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")
-    print(f"the same {len(result.rewards)} held-out prompts", end="\n\n")
+    print(f"the same {count} held-out prompts", end="\n\n")
     print(*evaluation.table(*values), sep="\n")
     results["compare"] = {"model": flags.compare} | evaluation.numbers(
       values[1]
@@ -163,7 +187,7 @@ def main(argv: list[str]) -> None:
     differences = evaluation.compare(*values)
     results["difference"] = {k: v._asdict() for k, v in differences.items()}
   else:
-    print(f"{flags.model}: {len(result.rewards)} held-out prompts")
+    print(f"{flags.model}: {count} held-out prompts")
     print(*evaluation.lines(values[0]), sep="\n")
   if flags.out:
     records.write_json(flags.out, results)

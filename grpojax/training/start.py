@@ -18,6 +18,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.training import (
   from_config,
   group_sizes,
+  memory,
   prompts,
   run_directory,
   scoring,
@@ -68,6 +69,7 @@ def check(config: ConfigDict) -> Checked:
   )
   policy = from_config.open_policy(config)
   mesh = sharding.make_mesh(**config.mesh)
+  memory.check(config, policy, mesh)
   parts = config.optim.minibatches * config.optim.micro_batches
   leaves = config_lib.flatten(config)
   sizes = group_sizes.group_sizes(leaves)
