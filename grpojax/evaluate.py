@@ -19,6 +19,7 @@ config of --model if that is a run; the config of --compare is not used. Both
 sample with the same random numbers.
 """
 
+import math
 import pathlib
 import sys
 
@@ -27,6 +28,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
+from grpojax.rewards import functions
 from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
@@ -80,11 +82,23 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
   if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
     raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples < 0 or (flags.samples and flags.temperature <= 0):
-    raise ValueError("--samples must be 0 or more, --temperature more than 0")
+  if flags.samples < 0:
+    raise ValueError(f"--samples={flags.samples}: must be 0 or more")
+  if flags.samples and not 0 < flags.temperature < math.inf:
+    raise ValueError(
+      f"--temperature={flags.temperature}: must be a number more than 0"
+    )
   if flags.samples and not all(1 <= k <= flags.samples for k in ks):
     raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
   return ks if flags.samples else []
+
+
+def _is_run(model: str) -> bool:
+  """Whether it has a config of its own, be its checkpoints gone or not."""
+  finished = run_directory.is_finished(model) and (
+    run_directory.model_directory(model) != pathlib.Path(model)
+  )
+  return finished or run_directory.is_run(model)
 
 
 def _parse(argv: list[str]):
@@ -93,17 +107,23 @@ def _parse(argv: list[str]):
     return command_line.parse(argv, FLAGS, default, program, WORDS, CHOICES)
 
   config, flags = parse(default_config)
-  if run_directory.is_run(flags.model):  # a run is evaluated as it was trained
+  if _is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: run_directory.read_config(flags.model))
   validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
-  return config, flags, _check_flags(config, flags)
+  ks = _check_flags(config, flags)
+  functions.resolve_all(
+    config.reward.functions, config.reward.options.to_dict()
+  )
+  if flags.out:
+    records.check_writable(flags.out)
+  return config, flags, ks
 
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not run_directory.is_run(compare):
+  if not _is_run(compare):
     return
   ours, theirs = map(
     config_lib.flatten, (config, run_directory.read_config(compare))

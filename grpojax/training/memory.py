@@ -210,6 +210,26 @@ def evaluation(
   return {"an evaluation": held + rollout(model, rows, dtype.itemsize, 1)}
 
 
+def fine_tuning(
+  model: TransformerConfig, rows: int, row_length: int
+) -> dict[str, list[Part]]:
+  """As `training`, for supervised fine-tuning on one device.
+
+  Args:
+    model: the shape of the model.
+    rows: of a step.
+    row_length: in tokens.
+  """
+  names = ("model.width", "model.layers", "model.mlp")
+  weights = sum(x.size for x in jax.tree.leaves(_parameters(model, jnp.int8)))
+  held = Part(
+    "parameters, gradients and momentum", 3 * FLOAT32 * weights, names
+  )
+  activations = model.layers * rows * row_length * model.width * FLOAT32
+  part = Part("activations", activations, ("rows", "row_length", *names[:2]))
+  return {"a step": [held, part]}
+
+
 def gigabytes(size: int) -> str:
   """For people: three digits, in GB (1e9 bytes)."""
   return f"{size / 1e9:,.0f} GB" if size >= 1e11 else f"{size / 1e9:.3g} GB"
@@ -259,6 +279,14 @@ def check(config: ConfigDict, policy: Policy, mesh: jax.sharding.Mesh) -> None:
   """
   limit = device_memory.device_bytes(mesh.local_devices[0])
   refuse(training(config, _shape(policy), mesh), limit)
+
+
+def check_fine_tuning(
+  model: TransformerConfig, rows: int, row_length: int
+) -> None:
+  """Refuses fine-tuning that cannot fit; see `fine_tuning` and `refuse`."""
+  limit = device_memory.device_bytes(jax.local_devices()[0])
+  refuse(fine_tuning(model, rows, row_length), limit)
 
 
 def check_evaluation(config: ConfigDict, policy: Policy, samples: int) -> None:
