@@ -6,6 +6,7 @@ paper) and `grpojax.models`.
 """
 
 import importlib
+import sys
 from typing import Any
 
 # Found when first used: whoever imports only a part that needs no JAX, such as
@@ -37,6 +38,22 @@ _NAMES = {
 _MODULES = {name: module for module in _NAMES for name in _NAMES[module]}
 
 __all__ = sorted(_MODULES)
+
+
+def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
+  """A program's end by Ctrl-C; all other errors are shown as usual."""
+  if not issubclass(kind, KeyboardInterrupt):
+    return sys.__excepthook__(kind, error, traceback)
+  print("interrupted", file=sys.stderr)
+  raise SystemExit(130)
+
+
+# `python -m grpojax.NAME`: set here, because most of a start goes into imports,
+# which an interrupt can come in the middle of.
+if "-m" in sys.orig_argv:
+  _module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
+  if _module and _module[0].startswith("grpojax."):
+    sys.excepthook = _interrupted
 
 
 def __getattr__(name: str) -> Any:

@@ -19,25 +19,30 @@ config of --model if that is a run; the config of --compare is not used. Both
 sample with the same random numbers.
 """
 
+import math
 import pathlib
 import sys
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
+from grpojax.rewards import functions
 from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
   evaluation,
   from_config,
+  held_out,
+  memory,
   run_directory,
   scoring,
   trained,
 )
-from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.held_out import HeldOut
 from grpojax.training.validation import CHOICES
 
 FLAGS = {
@@ -77,11 +82,23 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
   if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
     raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples < 0 or (flags.samples and flags.temperature <= 0):
-    raise ValueError("--samples must be 0 or more, --temperature more than 0")
+  if flags.samples < 0:
+    raise ValueError(f"--samples={flags.samples}: must be 0 or more")
+  if flags.samples and not 0 < flags.temperature < math.inf:
+    raise ValueError(
+      f"--temperature={flags.temperature}: must be a number more than 0"
+    )
   if flags.samples and not all(1 <= k <= flags.samples for k in ks):
     raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
   return ks if flags.samples else []
+
+
+def _is_run(model: str) -> bool:
+  """Whether it has a config of its own, be its checkpoints gone or not."""
+  finished = run_directory.is_finished(model) and (
+    run_directory.model_directory(model) != pathlib.Path(model)
+  )
+  return finished or run_directory.is_run(model)
 
 
 def _parse(argv: list[str]):
@@ -90,17 +107,23 @@ def _parse(argv: list[str]):
     return command_line.parse(argv, FLAGS, default, program, WORDS, CHOICES)
 
   config, flags = parse(default_config)
-  if run_directory.is_run(flags.model):  # a run is evaluated as it was trained
+  if _is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: run_directory.read_config(flags.model))
   validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
-  return config, flags, _check_flags(config, flags)
+  ks = _check_flags(config, flags)
+  functions.resolve_all(
+    config.reward.functions, config.reward.options.to_dict()
+  )
+  if flags.out:
+    records.check_writable(flags.out)
+  return config, flags, ks
 
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not run_directory.is_run(compare):
+  if not _is_run(compare):
     return
   ours, theirs = map(
     config_lib.flatten, (config, run_directory.read_config(compare))
@@ -114,6 +137,16 @@ def _note_settings(config: ConfigDict, compare: str) -> None:
     print(f"{compare} has other {', '.join(names)}; those of --model are used")
 
 
+def _say_left_out(names: list[str], asked: list[HeldOut]) -> None:
+  """Says how many problems are not asked, and because of which model."""
+  for name, one in zip(names, asked, strict=True):
+    if one.too_long:
+      print(f"{name}: {one.too_long} held-out prompts are too long")
+  if len(names) > 1 and any(one.too_long for one in asked):
+    count = sum(len(examples) for _, examples in asked[0].batches)
+    print(f"compared on the {count} held-out prompts that fit both")
+
+
 def _set_up(argv: list[str]):
   """All that can be wrong, before anything compiles."""
   config, flags, ks = _parse(argv)
@@ -121,25 +154,30 @@ def _set_up(argv: list[str]):
   models = []
   for name in names:
     policy, params = trained.load(name, config.model.dtype)
-    held_out = prompts_lib.load_split(config, policy, "test")
-    if held_out.dropped:
-      print(f"{name}: {held_out.dropped} held-out prompts are too long")
-    batches = list(prompts_lib.held_out(config, policy, held_out.examples))
-    models.append((policy, params, batches))
+    memory.check_evaluation(config, policy, flags.samples or 1)
+    models.append((policy, params))
+  asked = held_out.problems(config, names, [policy for policy, _ in models])
+  _say_left_out(names, asked)
+  count = sum(len(examples) for _, examples in asked[0].batches)
+  if flags.samples and count < 2:
+    raise ValueError(
+      f"{count} held-out prompt is left, and an interval over prompts needs 2: "
+      "raise data.max_prompt_length or eval.num_prompts"
+    )
   _note_settings(config, flags.compare)
-  return config, flags, ks, models
+  return config, flags, ks, models, asked
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags, ks, models = _set_up(argv)
+    config, flags, ks, models, asked = _set_up(argv)
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values = []
   with scoring.open_scorer(config) as scorer:
-    for policy, params, batches in models:
+    for (policy, params), (batches, _) in zip(models, asked, strict=True):
       result = evaluation.evaluate(
         policy,
         params,
@@ -152,10 +190,16 @@ def main(argv: list[str]) -> None:
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
+  _report(flags, values)
+
+
+def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
+  """Prints and writes the numbers of one model, or of two."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
+  count = len(next(iter(values[0].values())))
   if flags.compare:
     print(f"{flags.model} (model) and {flags.compare} (compare):")
-    print(f"the same {len(result.rewards)} held-out prompts", end="\n\n")
+    print(f"the same {count} held-out prompts", end="\n\n")
     print(*evaluation.table(*values), sep="\n")
     results["compare"] = {"model": flags.compare} | evaluation.numbers(
       values[1]
@@ -163,7 +207,7 @@ def main(argv: list[str]) -> None:
     differences = evaluation.compare(*values)
     results["difference"] = {k: v._asdict() for k, v in differences.items()}
   else:
-    print(f"{flags.model}: {len(result.rewards)} held-out prompts")
+    print(f"{flags.model}: {count} held-out prompts")
     print(*evaluation.lines(values[0]), sep="\n")
   if flags.out:
     records.write_json(flags.out, results)

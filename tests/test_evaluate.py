@@ -10,6 +10,7 @@ import pytest
 
 from grpojax import evaluate
 from grpojax.core.sampling import Sampling
+from grpojax.data import datasets
 from grpojax.runtime import records
 from grpojax.training import evaluation, from_config, prompts, scoring
 from grpojax.training.config import default_config
@@ -229,6 +230,95 @@ def test_a_model_compared_with_itself_in_another_format(
   monkeypatch.setattr(evaluation, "evaluate", None)
   with pytest.raises(SystemExit, match="error: .*raise max_prompt_length"):
     evaluate.main(argv)
+
+
+def longer_for_threes(model, path):
+  """The model again: a prompt with 3+ is longer for it, all others fit."""
+  shutil.copytree(model, path)
+  template = """
+    {%- set sum = messages[0]["content"].rstrip("\n") -%}
+    {{- "= = " + sum if "3+" in sum else sum[-4:] }}{{ "\n" -}}
+  """
+  (path / "chat_template.jinja").write_text(template)
+  return path
+
+
+def test_compared_on_what_fits_both(
+  toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  """Sums of five characters are too long for one, 3+ for the other."""
+  seen = []
+
+  def asked(policy, params, sampler, batches, *args):  # nothing is sampled
+    examples = [e for _, batch in batches for e in batch]
+    seen.append([(e["prompt"], e["answer"]) for e in examples])
+    rewards = np.zeros((len(examples), 2), np.float32)
+    return evaluation.Evaluation(rewards, [["", ""]] * len(examples), examples)
+
+  monkeypatch.setattr(evaluation, "evaluate", asked)
+  other = longer_for_threes(toy_model, tmp_path / "other")
+  problems = [toy_task.load("test", size=40)[i]["prompt"] for i in range(40)]
+  long, threes = (
+    {i for i, p in enumerate(problems) if is_dropped(p)}
+    for is_dropped in (lambda p: len(p) == 5, lambda p: "3+" in p)
+  )
+  assert long - threes and threes - long  # neither drops what the other does
+  fits = [p for i, p in enumerate(problems) if i not in long | threes]
+  argv = [f"--model={toy_model}", f"--compare={other}"]
+  settings = toy_task.arguments(
+    toy_model,
+    eval__num_prompts=40,
+    data__max_prompt_length=5,
+    data__too_long="drop",
+  )
+  samples = ["--samples=2", "--k=2", *settings]
+  result_of(argv + samples, tmp_path)
+  assert seen[0] == seen[1] == [(prompt, "7") for prompt in fits]
+  printed = capsys.readouterr().out
+  assert f"{toy_model}: {len(long)} held-out prompts are too long" in printed
+  assert f"{other}: {len(threes)} held-out prompts are too long" in printed
+  assert f"compared on the {len(fits)} held-out prompts that fit b" in printed
+
+
+@pytest.mark.parametrize(
+  "prompts, text",
+  [
+    (["12+34", "3+4"], "no held-out prompt fits both"),
+    (["12+34", "3+4", "5+4"], "needs 2"),
+  ],
+)
+def test_too_few_fit_both(
+  prompts, text, toy_model, toy_task, tmp_path, monkeypatch
+):
+  """Said before anything is sampled."""
+  monkeypatch.setattr(evaluation, "evaluate", None)
+  rows = [{"prompt": prompt, "answer": "7"} for prompt in prompts]
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  (tmp_path / "test.jsonl").write_text(lines)
+  other = longer_for_threes(toy_model, tmp_path / "other")
+  settings = toy_task.arguments(
+    toy_model, data__max_prompt_length=5, data__too_long="drop"
+  )
+  settings += ["--config.data.name=jsonl", f"--config.data.path={tmp_path}"]
+  argv = [f"--model={toy_model}", f"--compare={other}", "--samples=2"]
+  with pytest.raises(SystemExit, match=text):
+    evaluate.main(argv + settings)
+
+
+def test_a_data_set_that_differs_from_one_time_to_the_next(
+  toy_model, toy_task, monkeypatch
+):
+  monkeypatch.setattr(evaluation, "evaluate", None)
+  times = []
+
+  def load(split, **options):
+    times.append(split)
+    return toy_task.Problems(len(times), 5)
+
+  monkeypatch.setitem(datasets.DATASETS, "arithmetic", load)
+  argv = [f"--model={toy_model}", f"--compare={toy_model}"]
+  with pytest.raises(SystemExit, match="different problems"):
+    evaluate.main(argv + toy_task.arguments(toy_model))
 
 
 @pytest.mark.parametrize(

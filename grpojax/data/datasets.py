@@ -9,14 +9,17 @@ A data set plugs in by its `load` in `DATASETS`:
 - `size`, if it is given, limits the number of examples.
 - `path`, where `load` has that parameter, is where its files are; "" is its own
   place, or a ValueError that says what to give.
-- Other keyword arguments are the config's `data.options`, by their names.
+- Other keyword arguments are the config's `data.options`, by their names. They
+  are checked against its annotations: numbers, texts, and sequences of them.
 - It returns a sequence (`__len__` and `__getitem__`) of dicts as `examples`
   says, the same for the same arguments, or raises ValueError in a sentence that
   says what is wrong and what to do.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpojax.data import arithmetic, gsm8k, jsonl
@@ -28,6 +31,34 @@ DATASETS: dict[str, Callable[..., Any]] = {
 }
 
 _OURS = ("split", "path", "seed")  # set by the run, not by data.options
+
+
+def _is(value: Any, hint: Any) -> bool:
+  """Whether a value is what an annotation says, as far as it is understood."""
+  origin, parts = typing.get_origin(hint), typing.get_args(hint)
+  if origin in (typing.Union, types.UnionType):
+    return any(_is(value, part) for part in parts)
+  if origin is Sequence:
+    sequence = isinstance(value, (tuple, list))
+    return sequence and all(_is(item, parts[0]) for item in value)
+  if isinstance(value, bool) and hint in (int, float):
+    return False
+  known = hint in (bool, int, float, str, types.NoneType)
+  return isinstance(value, hint) if known else True
+
+
+def _check_options(
+  options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]
+) -> None:
+  """Refuses options of another type than the parameters they are for."""
+  for key, value in options.items():
+    hint = known[key].annotation if key in known else inspect.Parameter.empty
+    wrong = f"data.options.{key} = {value!r}"
+    if hint is not inspect.Parameter.empty and not _is(value, hint):
+      kind = inspect.formatannotation(hint).replace("collections.abc.", "")
+      raise ValueError(f"{wrong}: must be of type {kind}")
+    if key == "size" and isinstance(value, int) and value < 1:
+      raise ValueError(f"{wrong}: must be 1 or more")
 
 
 def load(
@@ -50,7 +81,8 @@ def load(
     Random access to examples.
 
   Raises:
-    ValueError: the data set cannot be read, or does not have these options.
+    ValueError: the data set cannot be read, or does not have these options, or
+      one of them is of another type.
   """
   if name not in DATASETS:
     raise ValueError(f"data.name = {name!r}: use one of {', '.join(DATASETS)}")
@@ -70,5 +102,6 @@ def load(
       f"data.options.{unknown[0]}: the data set {name} has no such option; it "
       f"takes {', '.join(takes)}"
     )
+  _check_options(options, known)
   options |= {"path": path} if path else {}
   return load_(split, **(options | settings))

@@ -13,6 +13,7 @@ the tests show that these do otherwise.
 import ast
 import contextlib
 import keyword
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,15 +41,21 @@ _DEFINE = {
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-  """Turns a ValueError of a program's set-up into a message and exit code 1.
+  """Turns an error of a program's set-up into a message and exit code 1.
 
-  Wrap only what reads the user's input (`parse`, `validate`, `open_run`), so
-  that a bug further in keeps its traceback.
+  These are ValueErrors, what the operating system says of a file, and
+  MemoryErrors. Wrap only what reads the user's input (`parse`, `validate`,
+  `open_run`), so that a bug further in keeps its traceback.
   """
   try:
     yield
   except ValueError as error:
     raise SystemExit(f"error: {error}") from None
+  except OSError as error:
+    path = f"{error.filename}: " if error.filename else ""
+    raise SystemExit(f"error: {path}{error.strerror or error}") from None
+  except MemoryError as error:
+    raise SystemExit(f"error: not enough memory: {error}") from None
 
 
 def _unknown(name: str, candidates: Sequence[str]) -> ValueError:
@@ -89,7 +96,7 @@ def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
   path = absl.flags.DEFINE_string("config", None, "", flag_values=values)
   help_ = absl.flags.DEFINE_boolean("help", False, "", values, short_name="h")
   rest = _read(values, argv)
-  return path.value, help_.value, rest
+  return expand_home(path.value), help_.value, rest
 
 
 def _define_settings(
@@ -179,7 +186,30 @@ def _add(config: ConfigDict, name: str, value: Any) -> None:
     config = config[key]
     if not isinstance(config, ConfigDict):
       raise ValueError(f"--{name}: {key} is no section, but {config!r}")
+  if isinstance(config.get(last), ConfigDict):
+    raise ValueError(f"--{name} is a section: set its fields, --{name}.KEY=...")
   config[last] = value
+
+
+def expand_home(value: Any) -> Any:
+  """A text or texts that begin with ~/ or ~USER/, with the home directory.
+
+  A shell does that only where a word begins with ~, which --key=~/x does not.
+  """
+  if isinstance(value, tuple):
+    return tuple(map(expand_home, value))
+  if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
+    return os.path.expanduser(value)
+  return value
+
+
+def _expand_homes(config: ConfigDict) -> None:
+  """All texts of a config; see `expand_home`."""
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      _expand_homes(value)
+    elif expand_home(value) != value:
+      config[key] = expand_home(value)
 
 
 def usage(
@@ -236,7 +266,7 @@ def parse(
   """
   flags, words = dict(flags or {}), dict(words or {})
   file, wants_help, argv = _split(argv)
-  config = default() if file is None else load_file(file, default)
+  config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if wants_help:
     print(usage(program, flags, config, words, choices or {}))
@@ -258,5 +288,6 @@ def parse(
   with config.unlocked():
     for name, text in options.items():
       _add(config, name, _guess(text))
-  own_flags = {name: values[name].value for name in flags}
+    _expand_homes(config)
+  own_flags = {name: expand_home(values[name].value) for name in flags}
   return config, ConfigDict(own_flags).lock()

@@ -6,6 +6,7 @@ Nothing here knows what a config is for; each program has its own default (see
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,6 +102,15 @@ def check_keys(
       kind = type(value).__name__
       problems.append(f"{name} = {leaves[name]!r}: must be of type {kind}")
   return problems
+
+
+def name_problems(name: str) -> list[str]:
+  """What is wrong with a config's name, which names a directory."""
+  if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
+    return []
+  return [
+    f"name = {name!r}: names a directory: use letters, digits, '_', '-' and '.'"
+  ]
 
 
 def refuse(problems: Sequence[str]) -> None:

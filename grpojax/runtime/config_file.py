@@ -3,24 +3,37 @@
 import contextlib
 import difflib
 import inspect
+import io
 import os
 import re
 import runpy
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from grpojax.runtime.config import flatten, nearest
+
+
+@contextlib.contextmanager
+def _no_input() -> Iterator[None]:
+  """Whoever asks for input gets none: a program must not wait for it."""
+  before, sys.stdin = sys.stdin, io.StringIO()
+  try:
+    yield
+  finally:
+    sys.stdin = before
 
 
 @contextlib.contextmanager
 def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
   """Turns an error in a config file into a line that says where."""
   try:
-    yield
-  except Exception as error:
+    with _no_input():
+      yield
+  except (Exception, SystemExit) as error:
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
@@ -32,6 +45,11 @@ def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
       guess = nearest(key[1], list(flatten(default())))
       hint = f"; did you mean config.{guess}?" if guess else ""
       text = f"unknown key {key[1]!r}{hint}"
+    if isinstance(error, config_dict.RequiredValueError):
+      text = (
+        "a required_placeholder has no value: give the file one, which "
+        "--config.key=value can change"
+      )
     raise ValueError(f"{where}: {text}") from error
 
 
@@ -98,4 +116,7 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
     config = get_config(*argument)
   if not isinstance(config, ConfigDict):
     raise ValueError(f"{path}: get_config() must return a ConfigDict")
-  return config
+  if isinstance(config, FrozenConfigDict):  # it cannot take overrides
+    config = ConfigDict(config)
+  with _located(path, default):
+    return config.copy_and_resolve_references()

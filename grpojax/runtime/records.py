@@ -31,6 +31,22 @@ def _plain(value: Any) -> Any:
   return value  # json says what it cannot write
 
 
+def check_writable(path: str | os.PathLike) -> None:
+  """Whether `write_text` could write a file; leaves nothing behind.
+
+  Raises:
+    ValueError: it is a directory.
+    OSError: the operating system refuses it.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    raise ValueError(f"{path} is a directory: give the name of a file")
+  temporary = path.with_name(f".{path.name}.tmp")
+  with open(temporary, "w"):
+    pass
+  temporary.unlink()
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
   """Writes a file whole or not at all, through .NAME.tmp beside it."""
   path = pathlib.Path(path)
@@ -53,11 +69,25 @@ def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
+def _row(line: bytes) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except ValueError as error:
+    raise ValueError(f"not JSON: {error}") from error
+  if not isinstance(row, dict):
+    raise ValueError(f"a JSON object is needed, not {row!r:.40}")
+  step = row.get("step", 0)
+  if not isinstance(step, int) or isinstance(step, bool):
+    raise ValueError(f"its step is no whole number, but {step!r:.40}")
+  return row
+
+
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
   """All rows; none where there is no file. A torn last line is left out.
 
   Raises:
-    ValueError: a line before the last is not JSON.
+    ValueError: a line before the last is no JSON object, or its "step" is no
+      whole number; the error says which line.
   """
   if not os.path.exists(path):
     return []
@@ -67,9 +97,11 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
     if number == len(lines):
       break  # a whole line ends with a newline: this is empty or torn
     try:
-      rows.append(json.loads(line))
-    except ValueError as error:
-      raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+      rows.append(_row(line))
+    except (RecursionError, ValueError) as error:
+      raise ValueError(
+        f"{path}, line {number}: {error}; remove the line"
+      ) from error
   return rows
 
 

@@ -1,5 +1,6 @@
 """Tables, comparison and picture of the study `group_size`."""
 
+import math
 import pathlib
 from typing import Any
 
@@ -251,7 +252,8 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
   along = {}
   for budget in config.budgets:
     best = _along(config, rows, budget)[1]
-    along[str(budget)] = float(best[-1])
+    # Without a diagnosis that had enough prompts there is none.
+    along[str(budget)] = float(best[-1]) if len(best) else math.nan
   comparison = compare(config, lines)
   records.write_json(
     directory / "summary.json",

@@ -64,8 +64,8 @@ def problems(config: ConfigDict) -> list[str]:
   for name in ("num_prompts", "shots", "max_new_tokens", "chunk_size"):
     if config[name] < 1:
       wrong.append(f"{name} = {config[name]!r}: must be 1 or more")
-  if config.seed < 0:
-    wrong.append(f"seed = {config.seed!r}: must be 0 or more")
+  if not 0 <= config.seed < 2**32:
+    wrong.append(f"seed = {config.seed!r}: must be in 0..2**32 - 1")
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
     wrong.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")

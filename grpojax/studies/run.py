@@ -51,7 +51,8 @@ def open_study(
       words,
     )
     wrong_keys = config_lib.check_keys(config, default(), words)
-    config_lib.refuse(wrong_keys or problems(config))
+    named = wrong_keys or config_lib.name_problems(config.name)
+    config_lib.refuse(named or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     _open(directory, config, default())
   return config, directory

@@ -23,6 +23,7 @@ from grpojax.models import fresh, hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import bpe, command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import memory
 from grpojax.training import policy as policies
 from grpojax.training.sft_config import validate
 
@@ -213,10 +214,15 @@ def start(config: ConfigDict, source: pathlib.Path):
   if config.model.path:
     directory = policies.find_model(config.model.path)
     hf.copy_files(directory, source)
+  else:
+    directory = source
+    fresh_directory(source, config, examples)
+  shape = hf.to_transformer_config(hf.read_config(directory))
+  memory.check_fine_tuning(shape, config.rows, config.row_length)
+  if config.model.path:
     lm, params = hf.load(directory)
   else:
-    fresh_directory(source, config, examples)
-    lm = transformer(hf.to_transformer_config(hf.read_config(source)))
+    lm = transformer(shape)
     params = lm.init(jax.random.key(config.seed))
   tokenizer = tokenizer_lib.load(source)
   set_format(source, tokenizer, config)

@@ -1,5 +1,7 @@
 """The configuration of supervised fine-tuning: defaults and validation."""
 
+import math
+
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
@@ -74,8 +76,14 @@ def problems(config: ConfigDict) -> list[str]:
   if config.data.name == "arithmetic" and config.tokenizer != "characters":
     wrong.append("tokenizer: arithmetic is written in characters")
   for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
-    if not config.optim[name] > 0:
+    if not 0 < config.optim[name] < math.inf:
       wrong.append(f"optim.{name} = {config.optim[name]}: must be more than 0")
+  if not 0 <= config.optim.weight_decay < math.inf:
+    value = config.optim.weight_decay
+    wrong.append(f"optim.weight_decay = {value}: must be 0 or more")
+  if not 0 <= config.seed < 2**32:
+    wrong.append(f"seed = {config.seed}: must be in 0..2**32 - 1")
+  wrong += config_lib.name_problems(config.name)
   if not 0 <= config.optim.warmup_steps < config.steps:
     wrong.append("optim.warmup_steps: must be 0 or more, and below steps")
   return wrong

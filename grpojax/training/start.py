@@ -19,6 +19,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.training import (
   from_config,
   group_sizes,
+  memory,
   prompts,
   run_directory,
   scoring,
@@ -85,6 +86,7 @@ def check(
   policy = from_config.open_policy(config)
   config = _with_date(config, policy)
   mesh = sharding.make_mesh(**config.mesh)
+  memory.check(config, policy, mesh)
   parts = config.optim.minibatches * config.optim.micro_batches
   leaves = config_lib.flatten(config)
   sizes = group_sizes.group_sizes(leaves)

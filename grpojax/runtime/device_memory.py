@@ -1,0 +1,55 @@
+"""How much memory there is, on accelerators and on the host."""
+
+import os
+import pathlib
+
+import jax
+
+_CGROUP_LIMITS = (  # of the two versions of control groups
+  "sys/fs/cgroup/memory.max",
+  "sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+
+
+def _read(path: pathlib.Path) -> str:
+  try:
+    return path.read_text()
+  except OSError:  # another kernel
+    return ""
+
+
+def host_bytes(root: str | os.PathLike = "/") -> int:
+  """What the processes of this machine, or of this container, may use.
+
+  Physical memory, or less where a control group says so, and swap space. More
+  than can be had at the moment, since others use some of it.
+
+  Args:
+    root: where `proc` and `sys` are.
+
+  Returns:
+    Bytes.
+  """
+  root = pathlib.Path(root)
+  memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  for name in _CGROUP_LIMITS:
+    limit = _read(root / name).strip()
+    if limit.isdecimal():  # or "max"
+      memory = min(memory, int(limit))
+  for line in _read(root / "proc/meminfo").splitlines():
+    if line.startswith("SwapTotal:"):
+      memory += int(line.split()[1]) * 1024
+  return memory
+
+
+def device_bytes(device: jax.Device) -> int | None:
+  """What arrays on a device may take; None where that is not known.
+
+  The devices of a CPU share the memory of the host.
+  """
+  limit = (device.memory_stats() or {}).get("bytes_limit")
+  if limit:
+    return limit
+  if device.platform != "cpu":
+    return None
+  return host_bytes() // jax.local_device_count("cpu")

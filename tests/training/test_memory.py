@@ -1,0 +1,174 @@
+"""What a run needs at least: by hand, and beside compiled programs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.runtime import device_memory, sharding
+from grpojax.training import from_config, memory, steps
+from grpojax.training.optimizer import optimizer
+
+B, G, P, T = 8, 4, 24, 48
+SIZES = {
+  "batch_size": B,
+  "group_size": G,
+  "data__max_prompt_length": P,
+  "sampling__max_new_tokens": T,
+  "logits_chunk": 16,
+  "optim__micro_batches": 2,
+  "eval__batch_size": 3,
+}
+MODEL = TransformerConfig(
+  vocab_size=50, width=12, layers=3, heads=4, kv_heads=2, head_dim=4, mlp=20
+)
+# By hand: embeddings; q and o, k and v, the MLP; two norms a layer; the last.
+WEIGHTS = 50 * 12 + 3 * (2 * 12 * 16 + 2 * 12 * 8 + 3 * 12 * 20 + 2 * 12) + 12
+
+
+def mesh(**axes):
+  return sharding.make_mesh(devices=jax.devices()[:1], **axes)
+
+
+def bytes_of(parts):
+  return {part.what: part.bytes for part in parts}
+
+
+def test_by_hand(config_with):
+  phases = memory.training(config_with(**SIZES), MODEL, mesh())
+  sampling, update, test = map(bytes_of, phases.values())
+  token = 3 * 2 * 2 * 4 * 4  # keys and values: layers, 2, K, E, bytes
+  state = 3 * 4 * WEIGHTS + 8  # with Adam's moments and two counts
+  assert sampling == {
+    "parameters and optimizer": state,
+    "decode cache": 8 * 4 * 48 * token,
+    "completions": 8 * 4 * 48 * 4,
+    "prompts": 8 * 24 * (token + 5),
+    "logits": 8 * 4 * 50 * 4,
+  }
+  assert update == {
+    "parameters and optimizer": state,
+    "gradients": 4 * WEIGHTS,
+    "completions": 8 * 4 * 48 * 4,
+    "activations": 4 * 4 * 48 * 3 * 12 * 4,  # of the 4 prompts of a part
+    "logits": 4 * 4 * 16 * 50 * 4,
+  }
+  assert test["decode cache"] == 3 * 48 * token
+  (alone,) = memory.evaluation(config_with(**SIZES), MODEL, 5).values()
+  assert bytes_of(alone)["parameters"] == 4 * WEIGHTS
+  assert bytes_of(alone)["decode cache"] == 3 * 5 * 48 * token
+
+
+def test_a_reference_adapters_and_half_precision(config_with):
+  def held(**changes):
+    phases = memory.training(config_with(**SIZES, **changes), MODEL, mesh())
+    return [bytes_of(parts) for parts in phases.values()]
+
+  plain, *_ = held()
+  with_reference, *_ = held(loss__beta=0.1)
+  name = "parameters and optimizer"
+  assert with_reference[name] - plain[name] == 4 * WEIGHTS
+  half = {"model__dtype": "bfloat16", "lora__targets": "layers/(q|o)"}
+  sampling, update, _ = held(lora__rank=2, loss__beta=0.1, **half)
+  adapters = 3 * 2 * (12 * 2 + 2 * 16)  # layers, q and o, A and B
+  assert sampling[name] == 2 * WEIGHTS + 3 * 4 * adapters + 8
+  assert update["gradients"] == 4 * adapters
+  assert sampling["decode cache"] * 2 == plain["decode cache"]
+
+
+def test_devices_share_it(config_with):
+  """Shapes alone: one device stands for all four."""
+  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
+  four = jax.sharding.Mesh(devices, sharding.AXES)
+  config = config_with(**SIZES)
+  one, cut = (
+    [bytes_of(parts) for parts in memory.training(config, MODEL, m).values()]
+    for m in (mesh(), four)
+  )
+  for whole, part in zip(one, cut, strict=True):
+    for name in whole.keys() - {"parameters and optimizer", "gradients"}:
+      assert part[name] == whole[name] // 4
+  matrices = WEIGHTS - 3 * 2 * 12 - 12  # norms are whole everywhere
+  assert cut[1]["gradients"] == 4 * (matrices // 4 + WEIGHTS - matrices)
+
+
+def total(compiled):
+  """Bytes that a compiled program holds at its peak, at most."""
+  m = compiled.memory_analysis()
+  return (
+    m.argument_size_in_bytes
+    + m.output_size_in_bytes
+    - m.alias_size_in_bytes
+    + m.temp_size_in_bytes
+  )
+
+
+def test_compiled_programs_take_more(config_with):
+  """Both the sampler and the update, but not so much that it says nothing."""
+  config, model = (
+    config_with(**SIZES),
+    dataclasses.replace(MODEL, vocab_size=400),
+  )
+  lm, tx = transformer(model, remat=True), optimizer(config)
+  state = jax.eval_shape(
+    lambda key: from_config.first_state(config, tx, lm.init(key)),
+    jax.random.key(0),
+  )
+  prompts = Prompts(
+    jax.ShapeDtypeStruct((B, P), jnp.int32), jax.ShapeDtypeStruct((B, P), bool)
+  )
+  sample = functools.partial(
+    rollout, lm, group_size=G, max_new_tokens=T, eos_ids=(1,)
+  )
+  args = state.params, prompts, state.key
+  sampler = jax.jit(sample).lower(*args).compile()
+  learn = jax.jit(
+    functools.partial(steps.make_learn(config, tx), lm), donate_argnums=0
+  )
+  samples = jax.eval_shape(sample, *args)
+  rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
+  update = learn.lower(state, samples, rewards, None).compile()
+  phases = memory.training(config, model, mesh())
+  moments = 8 * (WEIGHTS + 350 * 12)
+  for (name, parts), compiled, held in zip(
+    list(phases.items())[:2], (sampler, update), (moments, 0), strict=True
+  ):
+    # The optimizer's moments are no argument of the sampler.
+    bound = sum(bytes_of(parts).values()) - held
+    assert 0.1 * total(compiled) < bound <= total(compiled), name
+
+
+def test_what_cannot_fit_is_refused_with_its_parts(config_with):
+  config = config_with(**SIZES | {"group_size": 10**6})
+  phases = memory.training(config, MODEL, mesh())
+  needed = sum(part.bytes for part in phases["sampling a step's completions"])
+  memory.refuse(phases, needed)
+  memory.refuse(phases, None)
+  with pytest.raises(ValueError) as caught:
+    memory.refuse(phases, needed - 1)
+  message = str(caught.value)
+  assert "decode cache 73.7 GB (batch_size, group_size," in message
+  assert "\n" not in message and "prompts" not in message  # too few to matter
+  assert message.endswith(
+    "Lower batch_size, group_size, sampling.max_new_tokens"
+  )
+
+
+def test_the_memory_of_a_host(tmp_path):
+  everything = device_memory.host_bytes(tmp_path)  # no limits, no swap space
+  assert everything == device_memory.host_bytes(tmp_path / "nowhere") > 2**20
+  (tmp_path / "proc").mkdir()
+  (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9 kB\nSwapTotal: 3 kB")
+  assert device_memory.host_bytes(tmp_path) == everything + 3 * 1024
+  (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+  limit = tmp_path / "sys/fs/cgroup/memory.max"
+  limit.write_text("max\n")
+  assert device_memory.host_bytes(tmp_path) == everything + 3 * 1024
+  limit.write_text("1048576\n")
+  assert device_memory.host_bytes(tmp_path) == 2**20 + 3 * 1024
