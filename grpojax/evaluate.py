@@ -26,6 +26,7 @@ import jax
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
+from grpojax.rewards import functions
 from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
@@ -93,6 +94,9 @@ def _parse(argv: list[str]):
   if run_directory.is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: run_directory.read_config(flags.model))
   validate(config)
+  functions.resolve_all(
+    config.reward.functions, config.reward.options.to_dict()
+  )
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
   return config, flags, _check_flags(config, flags)
