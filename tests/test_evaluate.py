@@ -333,6 +333,11 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
     (["--model={model}", "--samples=-1"], "--samples"),
     (["--model={model}", "--config.eval.num_prompt=3"], "eval.num_prompts?"),
     (["--model={empty_run}"], "no complete checkpoint"),
+    (["--model={model}", "--config.reward.functions=nosuch"], "'nosuch'"),
+    (
+      ["--model={model}", "--config.reward.options.exact_answer=1"],
+      "reward.options.exact_answer = 1",
+    ),
     (["--model={model}", "--majority"], "--majority needs --samples"),
     (["--model={model}", "--majority", "--samples=1001"], "--samples=1000"),
     (

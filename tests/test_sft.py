@@ -202,6 +202,18 @@ def test_word_problems_are_written_in_the_format(form, learn_prompts, capsys):
   )
 
 
+@pytest.mark.parametrize("kind, count", [("text", 1), ("control", 3)])
+def test_special_tokens_in_examples(kind, count):
+  config = config_with(format="document")
+  config.data.update(name="gsm8k", special_tokens=kind)
+  tokenizer = tokenizer_lib.character_tokenizer()
+  examples = [{"prompt": "1<|endoftext|>", "answer": "2<|endoftext|>"}]
+  context, learned = next(sft_lib.texts(config, tokenizer, examples))
+  assert (context + learned).count(tokenizer.eos_token_id) == count
+  text = tokenizer.decode(context + learned)
+  assert text == "1<|endoftext|>\n2<|endoftext|><|endoftext|>"
+
+
 def test_a_chat_model_is_not_taught_documents(tmp_path):
   shutil.copytree(hf.resolve("arithmetic-instruct"), tmp_path / "chat")
   argv, _ = word_problems(
@@ -226,6 +238,7 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
     ("--config.data.name=jsonl", "data.path"),
     ("--config.hasty=1.5", "probability"),
+    ("--config.data.special_tokens=x", "one of text, control"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),
     ("--config.model.path=arithmetic-bose", "no model at"),

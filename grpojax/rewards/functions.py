@@ -8,14 +8,16 @@ This module and those of the built-in rewards load without JAX, so that a worker
 process starts in a fraction of a second.
 """
 
+import contextlib
 import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import math
+import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,8 @@ _TRIAL = {
   "finished": True,
 }
 
+_LONGEST_ERROR = 500  # characters
+
 
 def label(name: str) -> str:
   """The short name of a function, for metrics and options: after the colon."""
@@ -56,8 +60,9 @@ def resolve(
     `(prompt, completion, example) -> float | None`.
 
   Raises:
-    ValueError: there is no such function, it does not take three arguments or
-      not these options, or a built-in function refuses an option's value.
+    ValueError: there is no such function, its file cannot be loaded, it does
+      not take three arguments or not these options, or a built-in function
+      refuses an option's value.
   """
   options = dict(options or {})
   module, attribute = _module(name), label(name)
@@ -81,7 +86,7 @@ def resolve(
 
 
 def resolve_all(
-  names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None
+  names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> list[Callable[[str, str, dict[str, Any]], float | None]]:
   """The functions of several names.
 
@@ -99,7 +104,12 @@ def resolve_all(
       f"reward functions {list(names)}: give at least one, each name once"
     )
   options = options or {}
-  for name in options:
+  for name, keywords in options.items():
+    if not isinstance(keywords, Mapping):
+      raise ValueError(
+        f"reward.options.{name} = {keywords!r}: give the function's keywords,"
+        f" reward.options.{name}.KEYWORD = ..."
+      )
     if name not in labels:
       raise ValueError(
         f"options of {name!r}, which is none of the reward functions {labels}"
@@ -141,17 +151,54 @@ def _module(name: str) -> ModuleType:
         " path/to/file.py:function"
       )
     place = f"grpojax.rewards.{BUILT_IN[name]}"
+  if "/" in place and not place.endswith(".py"):
+    raise ValueError(f"reward {name!r}: the name of a file ends in .py")
   try:
-    if not place.endswith(".py"):
-      return importlib.import_module(place)
-    path = pathlib.Path(place).resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with one_process():
+      return _load(place)
   except (ImportError, OSError) as error:
     extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
     raise ValueError(f"reward {name!r}: {error}{extra}") from error
+  except SyntaxError as error:
+    raise ValueError(f"reward {name!r}: {error}") from error
+  except (Exception, SystemExit) as error:
+    raise ValueError(
+      f"reward {name!r} cannot be loaded: {describe(error)}"
+    ) from error
+
+
+def _load(place: str) -> ModuleType:
+  if not place.endswith(".py"):
+    return importlib.import_module(place)
+  path = pathlib.Path(place).resolve()
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+  """Ends a child at once that was forked inside and would go on after it."""
+  process = os.getpid()
+  try:
+    yield
+  finally:
+    if os.getpid() != process:
+      os._exit(0)
+
+
+def describe(error: BaseException) -> str:
+  """The exception in one line, with the place where it was raised."""
+  try:
+    message = str(error)[:_LONGEST_ERROR]
+  except Exception:
+    message = "(its message cannot be shown)"
+  trace = error.__traceback__
+  while trace.tb_next:
+    trace = trace.tb_next
+  file = os.path.basename(trace.tb_frame.f_code.co_filename)
+  return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"
 
 
 def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):

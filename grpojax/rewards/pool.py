@@ -106,7 +106,7 @@ class Pool:
   def __init__(
     self,
     names: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
     weights: Sequence[int | float] | None = None,
     workers: int = 0,
     timeout: int | float = 10.0,

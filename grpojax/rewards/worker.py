@@ -22,7 +22,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from grpojax.rewards import functions
@@ -33,19 +33,6 @@ LARGEST = 1e30
 LEEWAY = 2.0
 """Seconds beyond a completion's limit after which the system ends a worker. The
 parent kills it at the limit; this is for a worker whose parent has died."""
-
-_LONGEST_ERROR = 500  # characters
-
-
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-  """Ends a child at once that was forked inside and would go on after it."""
-  process = os.getpid()
-  try:
-    yield
-  finally:
-    if os.getpid() != process:
-      os._exit(0)
 
 
 def evaluate(
@@ -61,7 +48,7 @@ def evaluate(
   that the function has forked.
   """
   try:
-    with one_process():
+    with functions.one_process():
       value = function(prompt, completion, example)
     if value is None:
       return None, None
@@ -71,23 +58,10 @@ def evaluate(
       return None, f"returned {type(value).__name__}, which is not a number"
     value = float(value)
   except (Exception, SystemExit) as error:
-    return None, f"raised {_describe(error)}"
+    return None, f"raised {functions.describe(error)}"
   if not math.isfinite(value) or abs(value) > LARGEST:
     return None, f"returned {value}"
   return value, None
-
-
-def _describe(error: BaseException) -> str:
-  """The exception in one line, with the place where it was raised."""
-  try:
-    message = str(error)[:_LONGEST_ERROR]
-  except Exception:
-    message = "(its message cannot be shown)"
-  trace = error.__traceback__
-  while trace.tb_next:
-    trace = trace.tb_next
-  file = os.path.basename(trace.tb_frame.f_code.co_filename)
-  return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"
 
 
 def _limit_memory(size: int) -> None:
@@ -117,10 +91,12 @@ def main() -> None:
   setup = json.loads(line)
   try:
     _limit_memory(setup["memory"])
-    with one_process():
-      rewards = functions.resolve_all(setup["names"], setup["options"])
+    rewards = functions.resolve_all(setup["names"], setup["options"])
+  except ValueError as error:
+    reply(name, None, str(error))
+    return
   except BaseException as error:
-    reply(name, None, _describe(error))
+    reply(name, None, functions.describe(error))
     return
   reply(name, "ready", None)
   for line in requests:

@@ -1,4 +1,5 @@
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -62,6 +63,50 @@ def test_what_cannot_work_is_refused(name, options, message):
     functions.resolve(name, options)
 
 
+@pytest.mark.parametrize(
+  "code, message",
+  [
+    ("def reward(:", r"invalid syntax \(mine.py, line 1\)"),
+    ("\0", "mine.py': source code string cannot contain null|null bytes"),
+    ("\n1 / 0", r"loaded: ZeroDivisionError: division by zero \(mine.py:2\)"),
+    ("import sys\nsys.exit(0)", r"loaded: SystemExit: 0 \(mine.py:2\)"),
+    ("import nowhere", "No module named 'nowhere'"),
+  ],
+)
+def test_a_file_that_cannot_be_loaded_is_a_sentence(code, message, tmp_path):
+  file = tmp_path / "mine.py"
+  file.write_text(code)
+  with pytest.raises(ValueError, match=message) as caught:
+    functions.resolve(f"{file}:reward")
+  assert f"reward '{file}:reward'" in str(caught.value)
+  assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_forks_goes_on_once(tmp_path):
+  file = tmp_path / "mine.py"
+  file.write_text("import os\nos.fork()\ndef reward(*args): return 1.0\n")
+  code = (
+    "from grpojax.rewards import functions\n"
+    f"print(functions.resolve({f'{file}:reward'!r})('', '', {{}}))"
+  )
+  done = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  assert done.stdout == "1.0\n"
+
+
+def test_directories_and_odd_paths_are_refused(tmp_path):
+  (tmp_path / "directory.py").mkdir()
+  for place, message in (
+    (tmp_path / "directory.py", "Is a directory"),
+    (tmp_path, "ends in .py"),
+    ("../rewards", "ends in .py"),
+    ("..rewards", "cannot be loaded: TypeError"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      functions.resolve(f"{place}:reward")
+
+
 def test_several_functions():
   first, second = functions.resolve_all(
     ["length", f"{USER}:behave"], {"behave": {"scale": 2}}
@@ -72,6 +117,7 @@ def test_several_functions():
     (["length", "length"], {}, "each name once"),
     (["length", "other.package:length"], {}, "each name once"),
     (["length"], {"lenght": {}}, "did you mean 'length'"),
+    (["length"], {"length": 1}, "reward.options.length = 1: give.*KEYWORD"),
   ):
     with pytest.raises(ValueError, match=message):
       functions.resolve_all(names, options)

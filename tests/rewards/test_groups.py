@@ -43,6 +43,20 @@ def test_groups_are_scored_and_failures_masked(workers):
   assert failure.prompt == "abc" and failure.completion == "raise"
 
 
+def test_groups_are_abandoned_where_poll_raises():
+  def poll():
+    raise KeyError
+
+  shape = np.ones((1, 2), np.int32)
+  with Pool([f"{USER}:behave"]) as pool:
+    pending = groups.submit_groups(
+      pool, [{"prompt_text": ""}], [["1", "2"]], shape, shape > 0, 8
+    )
+    assert groups.collect_groups(pool, pending).rewards.tolist() == [[1, 2]]
+    with pytest.raises(KeyError):
+      groups.collect_groups(pool, pending, poll)
+
+
 def test_neighbouring_jobs_are_of_different_prompts():
   """So that one bad example does not make a whole batch be given up."""
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]

@@ -242,7 +242,9 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
     "  raise KeyError('here')\ndef reward(prompt, completion, example): pass\n"
   )
   monkeypatch.setenv("PARENT", str(os.getpid()))
-  with pytest.raises(RuntimeError, match="did not start: KeyError: 'here'"):
+  with pytest.raises(
+    RuntimeError, match=r"did not start: .*KeyError: 'here' \(mine.py:3\)"
+  ):
     Pool([f"{file}:reward"], workers=2)
 
 

@@ -1,8 +1,12 @@
 """A model as the programs hold it."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from grpojax.core.types import Rollout
 from grpojax.training import policy as policies
@@ -24,6 +28,15 @@ def test_a_policy_and_its_texts(toy_model):
   )
   texts = policies.decode(policy, samples)
   assert texts == [["12#", "1"]]
+
+
+@pytest.mark.parametrize("eos", [100, True, "</s>"])
+def test_an_eos_that_the_model_lacks_is_refused(toy_model, tmp_path, eos):
+  shutil.copytree(toy_model, tmp_path / "model")
+  file = tmp_path / "model" / "generation_config.json"
+  file.write_text(json.dumps({"eos_token_id": eos}))
+  with pytest.raises(ValueError, match=f"{file}.*eos_token_id.*{eos}"):
+    policies.open_policy(str(tmp_path / "model"))
 
 
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
