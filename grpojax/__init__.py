@@ -13,14 +13,14 @@ from typing import Any
 # a process that computes rewards, does not load it.
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
+  "grpojax.core.arguments": ("prompts_from_left_padded",),
   "grpojax.core.logprobs": ("token_logprobs",),
-  "grpojax.core.rollout": ("rollout",),
+  "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.sampling": ("Sampling",),
   "grpojax.core.grpo_step": (
     "init_state",
     "make_batch",
     "make_grpo_step",
-    "rollout_metrics",
   ),
   "grpojax.core.types": (
     "LM",

@@ -234,3 +234,12 @@ ADVANTAGES = {
   "pairwise_rank": pairwise_rank,
 }
 """Those that a training run can compute: `oracle` needs the true values."""
+
+SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
+"""Those that are `leave_one_out` times one number for the whole batch.
+
+Their gradient has its direction, and so the error that `statistics.group_size`
+knows the best group size for. All others have another: `vanilla` does not
+compare (its error is smallest at the smallest group), pooled baselines and
+`length_weighted` know the prompts' values better or otherwise, `grpo` weighs
+the prompts, and the rest have another objective."""

@@ -5,25 +5,42 @@ sample takes no part in its group, as if it had not been drawn, and its
 advantage is 0.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 
-def as_float(
-  rewards: Shaped[Array, "..."], name: str, least: int
-) -> Float[Array, "..."]:
+def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
+  """Rewards as an array.
+
+  Raises:
+    ValueError: they are no numbers, or lists of different lengths.
+  """
+  try:
+    if rewards is None:
+      raise TypeError("they are None")
+    return jnp.asarray(rewards)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"{name} needs rewards that are numbers (nan where there is none), in an "
+      f"array or in lists of equal lengths: {error}"
+    ) from error
+
+
+def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
   """Rewards in float32 or better, nan wherever there is none.
 
   Args:
-    rewards: [..., G], of any real dtype.
+    rewards: [..., G], of any real dtype; lists of numbers will do.
     name: what needs them, for the message.
     least: smallest group size that it can work with.
 
   Raises:
-    ValueError: if there is no group axis, or G < least.
+    ValueError: if they are no numbers, there is no group axis, or G < least.
   """
-  rewards = jnp.asarray(rewards)
+  rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:
     raise ValueError(
       f"{name} needs rewards [..., G] with group size G >= {least}, not shape "

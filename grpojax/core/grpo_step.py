@@ -15,19 +15,20 @@ from jaxtyping import Array, Float, Key
 
 from grpojax.core import losses
 from grpojax.core.advantages import leave_one_out
+from grpojax.core.arguments import Ids, check_prompts, random_key, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.group_axis import present
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.rollout import rollout
+from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, make_update, split_rows
 
 
 def init_state(
-  params: Params, tx: optax.GradientTransformation, key: Key[Array, ""]
+  params: Params, tx: optax.GradientTransformation, key: Array
 ) -> TrainState:
-  """State before the first step; `key` decides the whole run."""
+  """State before the first step; the random key decides the whole run."""
 
   def zero():  # each a buffer of its own, or the state could not be donated
     return jnp.zeros((), jnp.int32)
@@ -35,7 +36,7 @@ def init_state(
   return TrainState(
     params=params,
     opt_state=tx.init(params),
-    key=key,
+    key=random_key(key),
     step=zero(),
     prompts_consumed=zero(),
     skipped=zero(),
@@ -54,7 +55,7 @@ def diagnosis_key(state: TrainState) -> Key[Array, ""]:
 def make_batch(
   lm: LM,
   rollout: Rollout,
-  rewards: Float[Array, "B G"],
+  rewards: Any,
   advantage: Callable[..., Array] = leave_one_out,
   ref_params: Params | None = None,
   *,
@@ -70,9 +71,10 @@ def make_batch(
   Args:
     lm: the model.
     rollout: the completions.
-    rewards: one a completion; one that is not finite (nan, inf or -inf) is
-      none: such a completion takes no part, in its group's comparison or in the
-      loss.
+    rewards: [B, G], one a completion; one that is not finite (nan, inf or -inf)
+      is none: such a completion takes no part, in its group's comparison or in
+      the loss. Nor does a row without any prompt token, which only pads the
+      batch.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
       it gets the completions' lengths [B, G], in tokens.
@@ -95,8 +97,10 @@ def make_batch(
     A `Batch` for the update.
 
   Raises:
-    ValueError: a penalty without a reference, or policy_params on-policy.
+    ValueError: a penalty without a reference, policy_params on-policy, or
+      arrays that do not fit (see `core.arguments`).
   """
+  rewards = read_rewards(rewards, rollout.finished.shape, "make_batch")
   if on_policy and policy_params is not None:
     raise ValueError(
       "policy_params are there to compute old log-probabilities, and "
@@ -118,6 +122,8 @@ def make_batch(
     )
   lengths = jnp.sum(rollout.completion_mask, axis=-1)
   advantage = bind(advantage, lengths=lengths)
+  real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
+  rewards = jnp.where(real, rewards, jnp.nan)
   rewarded = present(rewards)[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
@@ -147,6 +153,7 @@ def _score(
       lm, params, *part, sampling=sampling, chunk_size=chunk_size
     )[0]
 
+  check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
   logprobs = jax.lax.map(of_part, split_rows(rows, micro_batches))
   logprobs = jnp.swapaxes(logprobs, 0, 1)  # as they were split
@@ -158,44 +165,6 @@ OLD_LOGPROBS = {"sampler": False, "scorer": True}
 ratios, and whether that is to `rescore` (see `make_grpo_step`)."""
 
 
-def rollout_metrics(rollout: Rollout, rewards: Float[Array, "B G"]) -> Metrics:
-  """What the completions and their rewards look like.
-
-  Rows that only pad the batch (no prompt token) are left out.
-
-  The rewards are the raw ones: a KL penalty that is taken from the reward
-  (`make_batch`'s kl_in_reward) is not in these numbers.
-
-  Returns:
-    Scalars: `reward_mean` and `reward_std` (over all samples that have a
-    reward), `rewards_missing` (share of samples whose reward is not finite),
-    `zero_variance_groups` (share of groups whose rewards are all equal: without
-    a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
-    `truncated` (share cut off at the budget).
-  """
-  real = jnp.any(rollout.prompt_mask, axis=-1)
-  each = jnp.broadcast_to(real[:, None], rewards.shape)
-  rewarded = each & present(rewards)
-  rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
-  length = jnp.sum(rollout.completion_mask, axis=-1)
-
-  def mean(x, over=each):
-    return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
-
-  reward = mean(rewards, rewarded)
-  best = jnp.max(rewards, axis=-1, where=rewarded, initial=-jnp.inf)
-  worst = jnp.min(rewards, axis=-1, where=rewarded, initial=jnp.inf)
-  return {
-    "reward_mean": reward,
-    "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
-    "rewards_missing": mean(~rewarded),
-    "zero_variance_groups": mean(best <= worst, real),
-    "completion_length_mean": mean(length),
-    "completion_length_max": jnp.max(length),
-    "truncated": mean(~rollout.finished),
-  }
-
-
 def make_grpo_step(
   lm: LM,
   tx: optax.GradientTransformation,
@@ -203,7 +172,7 @@ def make_grpo_step(
   *,
   group_size: int,
   max_new_tokens: int,
-  eos_ids: tuple[int, ...],
+  eos_ids: Ids,
   pad_id: int = 0,
   advantage: Callable[..., Array] = leave_one_out,
   kl_in_reward: float = 0.0,
@@ -271,6 +240,7 @@ def make_grpo_step(
       sampling=sampling,
     )
     rewards = reward_fn(samples, prompts.targets)
+    rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
     on_policy = epochs * minibatches == 1
     batch = make_batch(
       lm,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.arguments import check_prompts
 from grpojax.core.sampling import Sampling, token_logprob, transform_logits
 from grpojax.core.types import LM, Params
 
@@ -68,8 +69,10 @@ def token_logprobs(
     `(logprobs, entropy)`, float32; no gradient flows through the entropy.
 
   Raises:
-    ValueError: chunk_size below 1.
+    ValueError: chunk_size below 1, or wrong prompts (see
+      `arguments.check_prompts`).
   """
+  check_prompts(lm, params, prompt_ids, prompt_mask)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )

@@ -1,9 +1,19 @@
 """Group sampling: prefill once per prompt, decode G completions."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
+from grpojax.core.arguments import (
+  Ids,
+  check_prompts,
+  end_ids,
+  random_key,
+  read_rewards,
+)
+from grpojax.core.group_axis import present
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
@@ -25,14 +35,12 @@ def _sample_keys(key: Key[Array, ""], b: int, g: int) -> Key[Array, "B G"]:
   return fold(key, jnp.arange(b * g)).reshape(b, g)
 
 
-def _check(prompts: Prompts, group_size, max_new_tokens, eos_ids, budgets):
+def _check(prompts: Prompts, group_size, max_new_tokens, budgets):
   if group_size < 1 or max_new_tokens < 1:
     raise ValueError(
       f"group_size={group_size} and max_new_tokens={max_new_tokens} must be "
       "at least 1"
     )
-  if not eos_ids:
-    raise ValueError("eos_ids is empty: no completion could ever finish")
   shape = (prompts.prompt_ids.shape[0], group_size)
   if budgets is not None and budgets.shape != shape:
     raise ValueError(f"budgets has shape {budgets.shape}, not {shape} (B, G)")
@@ -42,11 +50,11 @@ def rollout(
   lm: LM,
   params: Params,
   prompts: Prompts,
-  key: Key[Array, ""],
+  key: Array,
   *,
   group_size: int,
   max_new_tokens: int,
-  eos_ids: tuple[int, ...],
+  eos_ids: Ids,
   pad_id: int = 0,
   sampling: Sampling = Sampling(),
   budgets: Int[Array, "B G"] | None = None,
@@ -61,7 +69,7 @@ def rollout(
     params: its parameters.
     prompts: B prompts; a row without any real token is padding of the batch and
       gets empty completions.
-    key: a given key reproduces the completions exactly.
+    key: a random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
     eos_ids: ids that end a completion; the EOS stays part of it.
@@ -73,11 +81,14 @@ def rollout(
     A `Rollout`.
 
   Raises:
-    ValueError: sizes below 1, no EOS, or budgets of a wrong shape.
+    ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
+      random key, or wrong prompts (see `arguments.check_prompts`).
   """
-  _check(prompts, group_size, max_new_tokens, eos_ids, budgets)
+  eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
+  check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
+  _check(prompts, group_size, max_new_tokens, budgets)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
-  keys, eos = _sample_keys(key, b, g), jnp.asarray(eos_ids)
+  keys = _sample_keys(key, b, g)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
@@ -138,3 +149,47 @@ def rollout(
     logprobs=state["logprobs"],
     finished=state["finished"],
   )
+
+
+def rollout_metrics(rollout: Rollout, rewards: Any) -> dict[str, Array]:
+  """What the completions and their rewards look like.
+
+  Rows that only pad the batch (no prompt token) are left out.
+
+  The rewards are the raw ones: a KL penalty that is taken from the reward
+  (`make_batch`'s kl_in_reward) is not in these numbers.
+
+  Args:
+    rollout: the completions.
+    rewards: [B, G], one a completion.
+
+  Returns:
+    Scalars: `reward_mean` and `reward_std` (over all samples that have a
+    reward), `rewards_missing` (share of samples whose reward is not finite),
+    `zero_variance_groups` (share of groups whose rewards are all equal: without
+    a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
+    `truncated` (share cut off at the budget).
+  """
+  shape = rollout.finished.shape
+  rewards = read_rewards(rewards, shape, "rollout_metrics")
+  real = jnp.any(rollout.prompt_mask, axis=-1)
+  each = jnp.broadcast_to(real[:, None], rewards.shape)
+  rewarded = each & present(rewards)
+  rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
+  length = jnp.sum(rollout.completion_mask, axis=-1)
+
+  def mean(x, over=each):
+    return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
+
+  reward = mean(rewards, rewarded)
+  best = jnp.max(rewards, axis=-1, where=rewarded, initial=-jnp.inf)
+  worst = jnp.min(rewards, axis=-1, where=rewarded, initial=jnp.inf)
+  return {
+    "reward_mean": reward,
+    "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
+    "rewards_missing": mean(~rewarded),
+    "zero_variance_groups": mean(best <= worst, real),
+    "completion_length_mean": mean(length),
+    "completion_length_max": jnp.max(length),
+    "truncated": mean(~rollout.finished),
+  }

@@ -83,8 +83,9 @@ class Prompts:
   """A batch of prompts, as the model reads them.
 
   Attributes:
-    prompt_ids: token ids, right-padded with any id.
-    prompt_mask: True on real tokens.
+    prompt_ids: token ids of the model's vocabulary, right-padded with any id.
+    prompt_mask: True on real tokens. A row without any only pads the batch: its
+      completions are empty, and `make_batch` compares it with nothing.
     targets: what a jittable reward needs to know of each prompt (a pytree of
       arrays with leading axis B, for example the ids of the right answer), or
       None.

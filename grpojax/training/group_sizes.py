@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpojax.core.advantages import ADVANTAGES, SCALED_LEAVE_ONE_OUT
+
 AUTO = "auto"  # group_size: follow the best one
 
 
@@ -57,6 +59,13 @@ def _auto(leaves: Mapping[str, Any]) -> list[str]:
         f"auto_group_size.{field} = {size}: 4 <= smallest <= start <= largest "
         "must be powers of two"
       )
+  advantage = leaves["advantage"]
+  if advantage in ADVANTAGES and advantage not in SCALED_LEAVE_ONE_OUT:
+    wrong.append(
+      f"advantage = {advantage!r}: group_size = 'auto' follows the best size "
+      f"for {' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
+      "estimate: use one of these, or a number for group_size"
+    )
   if not leaves["diagnostics.every"]:
     wrong.append(
       "diagnostics.every = 0: group_size = 'auto' rests on the diagnostics: "

@@ -5,7 +5,7 @@ one of these places, and needs no other:
 
 | metrics                              | made by                            |
 |--------------------------------------|------------------------------------|
-| reward_mean, reward_std, truncated,  | core.grpo_step.rollout_metrics     |
+| reward_mean, reward_std, truncated,  | core.rollout.rollout_metrics       |
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | clip_fraction_*, skipped_updates     | the loss by what it monitors       |

@@ -14,6 +14,7 @@ import pytest
 from jax.test_util import check_grads
 
 from grpojax.core import advantages
+from grpojax.core.binding import bind
 
 GROUP_ONLY = ["leave_one_out", "dr_grpo", "grpo", "batch_std"]
 ALL = ["vanilla", *GROUP_ONLY, "oracle"]
@@ -194,3 +195,18 @@ def test_expected_estimator_over_all_groups(name, group_size):
     "grpo": standardised,
   }.get(name, 1.0)
   np.testing.assert_allclose(mean / group_size, factor * g, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_which_are_leave_one_out_times_a_number(name):
+  """Of the batch's gradient, for which the best group size is known."""
+  rng = np.random.default_rng(0)
+  rewards = jnp.asarray(rng.exponential(size=(6, 5)), jnp.float32)
+  lengths = jnp.asarray(rng.integers(1, 9, (6, 5)))
+  function = bind(advantages.ADVANTAGES[name], k=2, lengths=lengths)
+  found = np.ravel(jax.jit(function)(rewards)).astype(np.float64)
+  basis = np.ravel(jax.jit(advantages.leave_one_out)(rewards))
+  cosine = found @ basis / np.linalg.norm(found) / np.linalg.norm(basis)
+  proportional = name in advantages.SCALED_LEAVE_ONE_OUT
+  assert (cosine > 1 - 1e-6) == proportional
+  assert proportional or cosine < 0.995

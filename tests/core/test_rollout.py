@@ -64,10 +64,11 @@ def run_chain(lm, table, batch=1, **kwargs):
   settings = {"group_size": 3, "max_new_tokens": 6, "eos_ids": (0,)} | kwargs
   prompts = settings.pop("prompts", prompts)
   return jax.jit(
-    lambda table, budgets: rollout(
+    # A chain has more kinds of prompts than tokens, which only jit overlooks.
+    lambda table, prompts, budgets: rollout(
       lm, table, prompts, KEY, budgets=budgets, **settings
     )
-  )(table, settings.pop("budgets", None))
+  )(table, prompts, settings.pop("budgets", None))
 
 
 def fields(out):

@@ -80,6 +80,16 @@ def test_sections_that_are_none():
   assert "loss = None: is a section" in text and "loss.beta: missing" in text
 
 
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
+  config = config_with(advantage=name, group_size="auto", diagnostics__every=1)
+  if name in ("leave_one_out", "dr_grpo", "batch_std"):
+    validate(config)
+  else:
+    with pytest.raises(ValueError, match=f"{name}': group_size = 'auto' follo"):
+      validate(config)
+
+
 @pytest.mark.parametrize(
   "changes, text",
   [

@@ -93,15 +93,10 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   lm = tabular.lm(4, 3)
   params = lm.init(jax.random.key(0))
   prompts = Prompts(jnp.arange(4)[:, None], jnp.ones((4, 1), bool))
-  samples = rollout(
-    lm,
-    params,
-    prompts,
-    jax.random.key(1),
-    group_size=4,
-    max_new_tokens=3,
-    eos_ids=(0,),
+  draw = functools.partial(
+    rollout, lm, group_size=4, max_new_tokens=3, eos_ids=(0,)
   )
+  samples = jax.jit(draw)(params, prompts, jax.random.key(1))
   rewards = jax.random.normal(jax.random.key(2), (4, 4))
   diagnose = jax.jit(functools.partial(steps.make_diagnose(config, 1), lm))
   key = jax.random.key(3)

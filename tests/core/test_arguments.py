@@ -1,0 +1,176 @@
+"""Wrong arguments of library calls are refused in a sentence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import grpojax
+from grpojax.core.advantages import leave_one_out
+from grpojax.core.arguments import check_prompts, end_ids
+from grpojax.core.group_axis import as_float
+from grpojax.core.grpo_step import init_state, make_batch, make_grpo_step
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.rollout import rollout, rollout_metrics
+from grpojax.core.types import Prompts
+
+KEY = jax.random.key(5)
+B, G, T = 4, 3, 2
+
+
+@pytest.fixture(scope="module")
+def case(tabular):
+  """A model of 5 tokens, its parameters, and a function that samples."""
+  lm = tabular.lm(2, 5)
+  draw = functools.partial(
+    rollout, lm, lm.init(KEY), group_size=G, max_new_tokens=T, eos_ids=(0,)
+  )
+  return lm, lm.init(KEY), draw
+
+
+RIGHT = jnp.array([[True, True, False]] * B)
+IDS = jnp.ones((B, 3), jnp.int32)
+
+WRONG = {
+  "left-padded": (
+    IDS,
+    RIGHT[:, ::-1],
+    "row 0 is not.*_from_left_padded",
+  ),
+  "holes": (IDS, RIGHT.at[2, 2].set(True).at[2, 1].set(False), "row 2 is not"),
+  "negative": (IDS.at[1, 0].set(-1), RIGHT, r"\[1, 0\] = -1 is .* 0 to 4"),
+  "too large": (IDS.at[3, 1].set(5), RIGHT, r"\[3, 1\] = 5 is outside"),
+  "no tokens": (IDS, RIGHT & False, "no prompt has a token"),
+  "integers": (IDS, RIGHT.astype(int), r"not int32: give .*astype\(bool\)"),
+  "floats": (IDS * 1.0, RIGHT, "prompt_ids are integers, not float32"),
+  "shapes": (IDS, RIGHT[:, :2], r"not \(4, 3\) and \(4, 2\)"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_prompts_are_refused(case, wrong):
+  lm, params, draw = case
+  ids, mask, words = WRONG[wrong]
+  with pytest.raises(ValueError, match=words):
+    draw(Prompts(ids, mask), KEY)
+  typed = ids.dtype == jnp.int32 and mask.dtype == bool
+  if typed and mask.shape == ids.shape:  # or the annotations are to differ
+    completions = jnp.zeros((B, G, T), jnp.int32)
+    with pytest.raises(ValueError, match=words):
+      token_logprobs(lm, params, ids, mask, completions)
+
+
+def test_what_does_not_matter_is_not_refused(case):
+  """Ids on padding, rows that only pad the batch, and values inside jit."""
+  lm, params, draw = case
+  ids = IDS.at[:, 2].set(-7).at[3].set(99)
+  prompts = Prompts(ids, RIGHT.at[3].set(False))
+  check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
+  samples = jax.jit(draw)(prompts, KEY)
+  assert samples.completion_mask[:3].any()
+  assert not samples.completion_mask[3].any()
+  left = Prompts(IDS, RIGHT[:, ::-1])
+  jax.eval_shape(draw, left, KEY)
+  # The reward of a row that only pads the batch is none.
+  rewards = jnp.arange(B * G).reshape(B, G)
+  batch_std = grpojax.advantages.batch_std
+  pooled = jax.jit(lambda z: make_batch(lm, samples, z, batch_std).advantages)
+  found, expected = pooled(rewards), jax.jit(batch_std)(rewards[:3])
+  np.testing.assert_allclose(found[:3], expected, rtol=1e-6)
+  assert (found[3] == 0).all()
+
+
+def test_prompts_from_left_padded():
+  ids = np.array([[9, 9, 1, 2], [3, 4, 5, 6], [9, 9, 9, 9]])
+  mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
+  found = grpojax.prompts_from_left_padded(ids, mask, targets=ids[:, 0])
+  expected = [[True, True, False, False], [True] * 4, [False] * 4]
+  np.testing.assert_array_equal(found.prompt_mask, expected)
+  assert found.prompt_ids[0, :2].tolist() == [1, 2]
+  assert found.prompt_ids[1].tolist() == [3, 4, 5, 6]
+  np.testing.assert_array_equal(found.targets, ids[:, 0])
+
+
+@pytest.mark.parametrize(
+  "given",
+  [0, np.int64(0), np.array([0]), [0], (np.int32(0),)],
+)
+def test_an_eos_may_be_one_integer(case, given):
+  lm, params, draw = case
+  prompts = Prompts(IDS, RIGHT)
+  shape = jax.eval_shape(functools.partial(draw, eos_ids=given), prompts, KEY)
+  assert shape.completion_ids.shape == (B, G, T)
+  assert end_ids(given).tolist() == [0]
+
+
+@pytest.mark.parametrize("given", [(), None, "1", (1.5,), [[1]]])
+def test_other_eos_are_refused(given):
+  with pytest.raises(ValueError, match="eos_ids "):
+    end_ids(given)
+
+
+def test_old_keys_are_as_good(case):
+  """Of `jax.random.PRNGKey`; what is no key is refused."""
+  lm, params, draw = case
+  prompts, tx = Prompts(IDS, RIGHT), optax.sgd(1.0)
+  old, new = (
+    draw(prompts, jax.random.PRNGKey(3)),
+    draw(prompts, jax.random.key(3)),
+  )
+  np.testing.assert_array_equal(old.completion_ids, new.completion_ids)
+  states = (
+    init_state(params, tx, key)
+    for key in (jax.random.PRNGKey(3), jax.random.key(3))
+  )
+  assert len({str(state.key) for state in states}) == 1
+  for key in (jnp.zeros(()), jax.random.split(KEY)):
+    with pytest.raises(ValueError, match=r"give jax.random.key\(seed\)"):
+      init_state(params, tx, key)
+
+
+BAD_REWARDS = {
+  "none": (None, "numbers"),
+  "a none inside": ([[1.0, None, 0.0]] * B, "numbers"),
+  "ragged": ([[1.0], [1.0, 2.0]], "equal lengths"),
+  "texts": ([["a"] * G] * B, "numbers"),
+  "one a prompt": (np.zeros(B), r"\[B, G\] = \(4, 3\).* not shape \(4,\)"),
+  "transposed": (np.zeros((G, B)), r"not shape \(3, 4\)"),
+  "flat": (np.zeros(B * G), r"not shape \(12,\)"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_REWARDS)
+def test_rewards_that_are_not_one_a_completion(case, bad):
+  lm, params, draw = case
+  rewards, words = BAD_REWARDS[bad]
+  samples = jax.eval_shape(draw, Prompts(IDS, RIGHT), KEY)
+  with pytest.raises(ValueError, match=f"make_batch needs rewards.*{words}"):
+    jax.eval_shape(lambda s: make_batch(lm, s, rewards), samples)
+  with pytest.raises(ValueError, match=f"rollout_metrics needs.*{words}"):
+    jax.eval_shape(lambda s: rollout_metrics(s, rewards), samples)
+  step = make_grpo_step(
+    lm,
+    optax.sgd(1.0),
+    lambda samples, targets: rewards,
+    group_size=G,
+    max_new_tokens=T,
+    eos_ids=0,
+  )
+  state = init_state(params, optax.sgd(1.0), KEY)
+  with pytest.raises(ValueError, match=f"reward_fn needs rewards.*{words}"):
+    jax.eval_shape(step, state, Prompts(IDS, RIGHT))
+  if not isinstance(rewards, np.ndarray):  # [N] may be a group, for all we know
+    with pytest.raises(ValueError, match=f"grpo needs rewards.*{words}"):
+      as_float(rewards, "grpo", least=2)
+
+
+def test_rewards_may_be_lists(case):
+  lm, params, draw = case
+  samples = draw(Prompts(IDS, RIGHT), KEY)
+  rewards = [[float(i + j * j) for j in range(G)] for i in range(B)]
+  found = make_batch(lm, samples, rewards).advantages
+  expected = leave_one_out(jnp.asarray(rewards))
+  np.testing.assert_array_equal(found, expected)
