@@ -140,10 +140,11 @@ def test_damage_is_reported_with_what_to_delete(tmp_path, file):
 
 
 def test_readonly_needs_a_run(tmp_path):
-  with pytest.raises(ValueError, match="no checkpoints"):
-    checkpoint.open_checkpointer(
-      tmp_path / "nothing" / "checkpoints", readonly=True
-    )
+  nothing = checkpoint.open_checkpointer(
+    tmp_path / "nothing" / "checkpoints", readonly=True
+  )
+  with pytest.raises(ValueError, match="no checkpoints"), nothing:
+    pass
 
 
 def test_reference_is_saved_once(tmp_path):
