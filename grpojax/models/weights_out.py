@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from grpojax.models import file_checksums
 from grpojax.models.weights import INDEX, SINGLE, STORED_DTYPES, Leaf
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -67,6 +68,8 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """A directory to fill; it gets its name when the context ends well.
 
+  By then it also has the checksums of its files, see `file_checksums`.
+
   Raises:
     ValueError: `path` exists already.
   """
@@ -78,6 +81,7 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   partial.mkdir(parents=True)
   try:
     yield partial
+    file_checksums.write(partial)
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)
     raise

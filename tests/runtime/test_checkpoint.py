@@ -139,6 +139,75 @@ def test_damage_is_reported_with_what_to_delete(tmp_path, file):
     _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
 
 
+def _flip(file: pathlib.Path, rng: random.Random) -> bytes:
+  """Flips one bit; returns what the file held before."""
+  whole = file.read_bytes()
+  damaged = bytearray(whole)
+  damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+  file.write_bytes(damaged)
+  return whole
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+  "flips", [2, pytest.param(200, marks=pytest.mark.slow)]
+)
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
+  state, rng = _state(1, 3000), random.Random(0)
+  step, reference = tmp_path / "checkpoints" / "1", tmp_path / "reference"
+  checkpoint.save_params(reference, state.params)
+  refused = {step: set(), reference: set()}
+  with checkpoint.open_checkpointer(step.parent) as ckptr:
+    checkpoint.save(ckptr, 1, state)
+    checkpoint.wait(ckptr)
+    for folder, files in refused.items():
+      for file in sorted(x for x in folder.rglob("*") if x.is_file()):
+        for _ in range(flips if file.stat().st_size else 0):
+          whole = _flip(file, rng)
+          try:
+            if folder == step:
+              _assert_same(checkpoint.restore(ckptr, state), state)
+            else:
+              loaded = checkpoint.restore_params(reference, state.params)
+              _assert_same(state.replace(params=loaded), state)
+          except ValueError as error:
+            files.add(file.parent.name)
+            assert f"{folder} is damaged" in str(error)
+            assert "delete that directory" in str(error)
+          file.write_bytes(whole)
+  assert all({"d", folder.name} <= files for folder, files in refused.items())
+
+
+def test_other_values_of_the_same_form_are_refused_by_name(tmp_path):
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
+    for step in (1, 2):
+      checkpoint.save(ckptr, step, _state(step))
+    checkpoint.wait(ckptr)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "state")
+    shutil.copytree(
+      tmp_path / "checkpoints" / "1" / "state",
+      tmp_path / "checkpoints" / "2" / "state",
+    )
+    with pytest.raises(ValueError, match="layers/q.*not the values that were"):
+      checkpoint.restore(ckptr, _state(0), 2)
+    _assert_same(checkpoint.restore(ckptr, _state(0), 1), _state(1))
+
+
+def test_parameters_alone_are_read(tmp_path):
+  state = _state(1, 3000)
+  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
+    checkpoint.save(ckptr, 1, state)
+    checkpoint.wait(ckptr)
+    like = jax.eval_shape(lambda: state.params)
+    loaded = checkpoint.restore_policy(ckptr, like)
+    _assert_same(state.replace(params=loaded), state)
+    like["b"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    with pytest.raises(
+      ValueError, match=r"params/b: bfloat16\[3\] -> bfloat16"
+    ):
+      checkpoint.restore_policy(ckptr, like)
+
+
 def test_readonly_needs_a_run(tmp_path):
   nothing = checkpoint.open_checkpointer(
     tmp_path / "nothing" / "checkpoints", readonly=True
