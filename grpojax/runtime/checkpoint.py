@@ -18,11 +18,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import stored_arrays
-
-
-class SaveFailed(Exception):
-  """A checkpoint could not be written; says where, why, and what is left."""
+from grpojax.runtime import disk, stored_arrays
 
 
 class Checkpointer(NamedTuple):
@@ -57,7 +53,7 @@ def open_checkpointer(
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
-    SaveFailed: on leaving, see `wait`.
+    disk.WriteFailed: on leaving, see `wait`.
   """
   path = pathlib.Path(directory).absolute()
   save_policies = ocp.training.save_decision_policies
@@ -113,22 +109,29 @@ def _interrupts_later() -> Iterator[None]:
     signal.raise_signal(signal.SIGINT)
 
 
+def last_good(checkpointer: Checkpointer) -> str:
+  """Where a run goes on from, in words."""
+  folder = pathlib.Path(checkpointer.orbax.directory)
+  done = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+  if not done:
+    return "there is no checkpoint yet"
+  return f"the last good checkpoint is {folder / str(max(done))}"
+
+
 @contextlib.contextmanager
 def _failures(checkpointer: Checkpointer) -> Iterator[None]:
-  """Whatever goes wrong in a save, as `SaveFailed`."""
+  """Whatever goes wrong in a save, as `disk.WriteFailed`."""
   try:
     yield
-  except SaveFailed:
+  except disk.WriteFailed:
     raise
   except Exception as error:
     folder = pathlib.Path(checkpointer.orbax.directory)
     for torn in folder.glob("*.orbax-checkpoint-tmp"):  # the disk may be full
       shutil.rmtree(torn, ignore_errors=True)
-    done = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
-    left = f"{folder / str(max(done))}" if done else "there is none yet"
-    raise SaveFailed(
+    raise disk.WriteFailed(
       f"a checkpoint could not be saved ({stored_arrays.innermost(error)}); "
-      f"the last good one: {left}"
+      f"{last_good(checkpointer)}"
     ) from error
 
 
@@ -162,7 +165,7 @@ def save(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     state: typed random keys are stored as their data.
 
   Raises:
-    SaveFailed: this save could not be begun, or the one before it has failed.
+    disk.WriteFailed: this save could not be begun, or the one before it failed.
   """
   wait(checkpointer)
   orbax, in_flight = checkpointer
@@ -184,7 +187,7 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
     timeout: return after so many seconds in any case.
 
   Raises:
-    SaveFailed: the save that was in flight has failed.
+    disk.WriteFailed: the save that was in flight has failed.
   """
   if not checkpointer.in_flight:
     return
@@ -205,7 +208,7 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
 
 
 def check(checkpointer: Checkpointer) -> None:
-  """Raises `SaveFailed` if a save has failed since; returns at once."""
+  """Raises `disk.WriteFailed` if a save has failed since; returns at once."""
   wait(checkpointer, timeout=0)
 
 
@@ -299,10 +302,20 @@ def restore_policy(
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there already."""
+  """Saves parameters alone, unless they are there already.
+
+  Raises:
+    disk.WriteFailed: they could not be written.
+  """
   path = pathlib.Path(path).absolute()
-  if not path.exists():
+  if path.exists():
+    return
+  try:
     ocp.save(path, params, custom_metadata=stored_arrays.describe(params))
+  except Exception as error:
+    raise disk.WriteFailed(
+      f"{path} could not be saved ({stored_arrays.innermost(error)})"
+    ) from error
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
