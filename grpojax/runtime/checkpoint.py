@@ -5,6 +5,7 @@ complete, so a process that is killed leaves nothing that looks like one.
 """
 
 import contextlib
+import logging
 import os
 import pathlib
 import shutil
@@ -19,6 +20,14 @@ from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime import disk, stored_arrays
+
+
+def _not_told_here(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and "orbax" in record.pathname)
+
+
+# Orbax logs the traceback of what it raises as well, from each thread.
+logging.getLogger("absl").addFilter(_not_told_here)
 
 
 class Checkpointer(NamedTuple):
@@ -209,7 +218,7 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
 
 def check(checkpointer: Checkpointer) -> None:
   """Raises `disk.WriteFailed` if a save has failed since; returns at once."""
-  wait(checkpointer, timeout=0)
+  wait(checkpointer, timeout=0.0)
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
