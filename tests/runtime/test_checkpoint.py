@@ -263,6 +263,7 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 from orbax.checkpoint._src.path import atomicity
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
 end = atomicity.AtomicRenameTemporaryPath.finalize
 async def slow(self):
   if self.get_final().name == "1":  # and not a part of it
