@@ -181,7 +181,7 @@ def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   with checkpoint.open_checkpointer(
     toy_run.directory / "checkpoints", readonly=True
   ) as saved:
-    assert [c.step for c in saved.checkpoints] == [6, 8]  # the newest two
+    assert checkpoint.steps(saved) == [6, 8]  # the newest two
     state = checkpoint.restore(saved, like)
   sizes = [row["group_size"] for row in steps_of(toy_run.directory)]
   assert int(state.step) == 8

@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core.types import LM, Params
 from grpojax.models import (
+  file_checksums,
   gemma2,
   gemma3,
   llama,
@@ -187,10 +188,11 @@ def load_params(
       `(abstract params) -> tree`. None is the default device.
 
   Raises:
-    ValueError: damaged files, or weights that do not fit config.json: all that
-      is missing, surplus or of a wrong shape is listed.
+    ValueError: damaged files, weights that do not fit config.json (all that is
+      missing, surplus or of a wrong shape is listed), or that are not finite.
   """
   directory = resolve(path)
+  file_checksums.verify(directory)
   hf_config = read_config(directory)
   leaves, tensors = layout(hf_config), weights.find(directory)
 

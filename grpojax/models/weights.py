@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from grpojax.models.finite import is_finite
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
@@ -220,11 +222,16 @@ def check(
     )
 
 
-def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> None:
-  """Fills `target` with a part of a tensor, in the dtype of `target`."""
+def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
+  """Fills `target` with a part of a tensor, in the dtype of `target`.
+
+  Returns:
+    Whether all of it is finite.
+  """
   dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
   row = math.prod(stored.shape[1:])
   step = max(1, _BLOCK // (row * dtype.itemsize))
+  finite = True
   for start in range(rows.start, rows.stop, step):
     stop = min(start + step, rows.stop)
     block = np.memmap(
@@ -237,6 +244,8 @@ def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> None:
     # Cast first: NumPy is slow at casting and transposing in one.
     block = block[:, *others].astype(target.dtype, copy=False)
     target[start - rows.start : stop - rows.start] = block
+    finite = finite and is_finite(block)
+  return finite
 
 
 def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
@@ -251,9 +260,14 @@ def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
     number = np.ravel_multi_index(position, leaf.shape[: leaf.stacked])
     stored, target = tensors[leaf.names[number]], out[place]
     if leaf.transposed:
-      _copy(stored, inner[::-1], target.T)
+      finite = _copy(stored, inner[::-1], target.T)
     else:
-      _copy(stored, inner, target)
+      finite = _copy(stored, inner, target)
+    if not finite:
+      raise ValueError(
+        f"{stored.file}: {leaf.names[number]} has values that are NaN or "
+        f"infinite (as {np.dtype(dtype)}): get the model anew"
+      )
   return out
 
 
@@ -273,6 +287,9 @@ def read(
 
   Returns:
     The array, of shape `leaf.shape`, when it has arrived.
+
+  Raises:
+    ValueError: a tensor with values that are not finite.
   """
   if sharding is None:
     whole = (slice(None),) * len(leaf.shape)

@@ -1,24 +1,55 @@
-"""Checkpoints by Orbax.
+"""Checkpoints by Orbax, saved in the background.
 
 Orbax writes each checkpoint under a temporary name and renames it when it is
 complete, so a process that is killed leaves nothing that looks like one.
 """
 
+import contextlib
+import logging
 import os
 import pathlib
-from typing import Any
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
+from grpojax.runtime import disk, stored_arrays
 
 
+def _not_told_here(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and "orbax" in record.pathname)
+
+
+# Orbax logs the traceback of what it raises as well, from each thread.
+logging.getLogger("absl").addFilter(_not_told_here)
+
+
+class Checkpointer(NamedTuple):
+  """An open directory of checkpoints; made by `open_checkpointer`.
+
+  Attributes:
+    orbax: writes, lists and deletes them.
+    in_flight: the save in the background, where there is one.
+  """
+
+  orbax: ocp.training.Checkpointer
+  in_flight: list[Any]
+
+
+@contextlib.contextmanager
 def open_checkpointer(
   directory: str | os.PathLike, keep: int = 2, readonly: bool = False
-) -> ocp.training.Checkpointer:
-  """Opens a directory of checkpoints, STEP/ each; use it as a context manager.
+) -> Iterator[Checkpointer]:
+  """Opens a directory of checkpoints, STEP/ each, as a context manager.
+
+  Leaving its context waits for the save in flight. Ctrl-C then ends the process
+  at once; the unfinished save is removed when the directory is next opened.
 
   Args:
     directory: of the checkpoints.
@@ -26,19 +57,19 @@ def open_checkpointer(
     readonly: for looking into a run that may be training: leave alone the
       temporary directory of a save in flight.
 
-  Returns:
-    A checkpointer for `save`, `latest_step`, `restore` and `wait`. Leaving its
-    context waits for saves in flight.
+  Yields:
+    What the functions of this module take.
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
+    disk.WriteFailed: on leaving, see `wait`.
   """
   path = pathlib.Path(directory).absolute()
   save_policies = ocp.training.save_decision_policies
   keep_policies = ocp.training.preservation_policies
   if readonly and not path.is_dir():
     raise ValueError(f"{directory} does not exist: there are no checkpoints")
-  return ocp.training.Checkpointer(
+  orbax = ocp.training.Checkpointer(
     path,
     # Whoever calls `save` means it. Orbax's default policy skips a save while
     # another is in flight.
@@ -46,6 +77,75 @@ def open_checkpointer(
     preservation_policy=keep_policies.LatestN(None if readonly else keep),
     cleanup_tmp_directories=not readonly,
   )
+  checkpointer = Checkpointer(orbax, [])
+  try:
+    yield checkpointer
+  finally:
+    with _on_interrupt(signal.SIG_DFL), _failures(checkpointer):
+      try:
+        wait(checkpointer)
+      finally:
+        orbax.close()
+
+
+@contextlib.contextmanager
+def _on_interrupt(action) -> Iterator[None]:
+  """Ctrl-C has another effect than an exception, which Orbax cannot bear.
+
+  Its threads would be left to fail while the interpreter ends: Python takes a
+  thread for dead whose `join` was interrupted (bpo-45274).
+
+  Args:
+    action: for `signal.signal`.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  old = signal.signal(signal.SIGINT, action)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, old or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _interrupts_later() -> Iterator[None]:
+  """Ctrl-C is heeded when the context ends."""
+  came = []
+  with _on_interrupt(lambda *_: came.append(True)):
+    yield
+  if came:
+    signal.raise_signal(signal.SIGINT)
+
+
+def last_good(folder: str | os.PathLike) -> str:
+  """Where a run goes on from, in words.
+
+  Args:
+    folder: of its checkpoints, which may not exist.
+  """
+  folder = pathlib.Path(folder)
+  done = [int(path.name) for path in folder.glob("[0-9]*")]
+  if not done:
+    return "there is no checkpoint yet"
+  return f"the last good checkpoint is {folder / str(max(done))}"
+
+
+@contextlib.contextmanager
+def _failures(checkpointer: Checkpointer) -> Iterator[None]:
+  """Whatever goes wrong in a save, as `disk.WriteFailed`."""
+  try:
+    yield
+  except disk.WriteFailed:
+    raise
+  except Exception as error:
+    folder = pathlib.Path(checkpointer.orbax.directory)
+    for torn in folder.glob("*.orbax-checkpoint-tmp"):  # the disk may be full
+      shutil.rmtree(torn, ignore_errors=True)
+    raise disk.WriteFailed(
+      f"a checkpoint could not be saved ({stored_arrays.innermost(error)}); "
+      f"{last_good(folder)}"
+    ) from error
 
 
 def _is_key(leaf) -> bool:
@@ -59,8 +159,15 @@ def _key_impl(key) -> str:
   return names[0]
 
 
+def _plain(state: TrainState) -> TrainState:
+  """The state as it is stored: typed random keys as their data."""
+  return jax.tree.map(
+    lambda x: jax.random.key_data(x) if _is_key(x) else x, state
+  )
+
+
 def save(
-  checkpointer: ocp.training.Checkpointer,
+  checkpointer: Checkpointer,
   step: int,
   state: TrainState,
   notes: dict[str, Any] | None = None,
@@ -75,34 +182,72 @@ def save(
     step: GRPO steps done; names the checkpoint.
     state: typed random keys are stored as their data.
     notes: JSON values to keep with it, see `read_notes`.
+
+  Raises:
+    disk.WriteFailed: this save could not be begun, or the one before it failed.
   """
-  if any(done.step == step for done in checkpointer.checkpoints):
+  wait(checkpointer)
+  orbax, in_flight = checkpointer
+  if step in steps(checkpointer):
     return
   state = jax.tree.map(
     lambda x: jax.random.key_data(x) if _is_key(x) else x, state
   )
-  checkpointer.save_async(int(step), state, custom_metadata=notes)
+  known = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
+  with _interrupts_later(), _failures(checkpointer):
+    in_flight.append(orbax.save_async(int(step), state, custom_metadata=known))
 
 
-def read_notes(
-  checkpointer: ocp.training.Checkpointer, step: int
-) -> dict[str, Any]:
-  """What `save` was given to keep with a state; {} where there is nothing."""
-  try:
-    return dict(checkpointer.metadata(step).custom_metadata or {})
-  except Exception:  # `restore` says what is damaged
-    return {}
+def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
+  """What `save` was given to keep with a state.
+
+  Raises:
+    ValueError: there is no such checkpoint, or it is damaged.
+  """
+  return stored_arrays.read_notes(_find(checkpointer, step), _GO_BACK)
 
 
-def wait(checkpointer: ocp.training.Checkpointer) -> None:
-  """Returns when all saves are on disk; raises what went wrong in them."""
-  checkpointer.wait()
+def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
+  """Returns when all saves are on disk.
+
+  Args:
+    checkpointer: from `open_checkpointer`.
+    timeout: return after so many seconds in any case.
+
+  Raises:
+    disk.WriteFailed: the save that was in flight has failed.
+  """
+  if not checkpointer.in_flight:
+    return
+  (save,) = checkpointer.in_flight
+  with _failures(checkpointer):
+    try:
+      save.result(timeout)
+    except TimeoutError:
+      if timeout is None:
+        raise
+      return
+    except Exception:
+      checkpointer.in_flight.clear()
+      with contextlib.suppress(Exception):  # it says so to each thread once
+        checkpointer.orbax.wait()
+      raise
+  checkpointer.in_flight.clear()
 
 
-def latest_step(checkpointer: ocp.training.Checkpointer) -> int | None:
-  """Step of the newest complete checkpoint, or None."""
-  latest = checkpointer.latest
-  return None if latest is None else latest.step
+def check(checkpointer: Checkpointer) -> None:
+  """Raises `disk.WriteFailed` if a save has failed since; returns at once."""
+  wait(checkpointer, timeout=0.0)
+
+
+def steps(checkpointer: Checkpointer) -> list[int]:
+  """Steps of all checkpoints, ascending; one in flight counts."""
+  return [done.step for done in checkpointer.orbax.checkpoints]
+
+
+def latest_step(checkpointer: Checkpointer) -> int | None:
+  """Step of the newest checkpoint, or None."""
+  return max(steps(checkpointer), default=None)
 
 
 def _abstract(leaf) -> jax.ShapeDtypeStruct:
@@ -120,46 +265,20 @@ def _abstract(leaf) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
-def _leaves(tree: PyTree) -> dict[str, str]:
-  """Shape and dtype of each leaf by path, in words that compare."""
-  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  return {
-    jax.tree_util.keystr(path, simple=True, separator="/"): (
-      f"{leaf.dtype}{list(leaf.shape)}"
-    )
-    for path, leaf in leaves
-  }
+def _find(checkpointer: Checkpointer, step: int | None) -> pathlib.Path:
+  """Where a checkpoint lies, by default the newest."""
+  step = latest_step(checkpointer) if step is None else step
+  folder, found = checkpointer.orbax.directory, steps(checkpointer)
+  if step not in found:
+    raise ValueError(f"{folder} has no checkpoint of step {step}, only {found}")
+  return pathlib.Path(folder) / str(step)
 
 
-def _check_fits(stored: PyTree, wanted: PyTree, path: pathlib.Path) -> None:
-  # Before loading: a load that fails half-way leaves Orbax's threads behind.
-  a, b = _leaves(stored), _leaves(wanted)
-  different = [
-    f"{name}: {a.get(name, '(none)')} -> {b.get(name, '(none)')}"
-    for name in sorted(a.keys() | b.keys())
-    if a.get(name) != b.get(name)
-  ]
-  if different:
-    more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
-    raise ValueError(
-      f"{path} is of another model or optimizer (its array -> yours):\n  "
-      + "\n  ".join(different[:8])
-      + more
-    )
-
-
-def _damaged(path: pathlib.Path, error: Exception) -> ValueError:
-  inner: BaseException = error
-  while inner.__cause__ or inner.__context__:
-    inner = inner.__cause__ or inner.__context__
-  return ValueError(
-    f"{path} is damaged ({type(inner).__name__}: {str(inner)[:200]}): delete "
-    "that directory to go back to the checkpoint before it"
-  )
+_GO_BACK = "delete that directory to go back to the checkpoint before it"
 
 
 def restore(
-  checkpointer: ocp.training.Checkpointer,
+  checkpointer: Checkpointer,
   state: TrainState,
   step: int | None = None,
 ) -> TrainState:
@@ -178,24 +297,8 @@ def restore(
     ValueError: there is no such checkpoint, it is damaged, or it is of another
       model or optimizer.
   """
-  step = latest_step(checkpointer) if step is None else step
-  steps = [done.step for done in checkpointer.checkpoints]
-  if step not in steps:
-    folder = checkpointer.directory
-    raise ValueError(f"{folder} has no checkpoint of step {step}, only {steps}")
-  path = pathlib.Path(checkpointer.directory) / str(step)
-  abstract = jax.tree.map(_abstract, state)
-  try:
-    stored = checkpointer.metadata(step).metadata
-    if stored is None:  # Orbax logs why and goes on
-      raise ValueError("its metadata cannot be read")
-  except Exception as error:
-    raise _damaged(path, error) from error
-  _check_fits(stored, abstract, path)
-  try:
-    loaded = checkpointer.load(step, abstract)
-  except Exception as error:
-    raise _damaged(path, error) from error
+  path = _find(checkpointer, step)
+  loaded = stored_arrays.load(path, jax.tree.map(_abstract, state), _GO_BACK)
 
   def as_key(old, new):
     if not _is_key(old):
@@ -205,22 +308,52 @@ def restore(
   return jax.tree.map(as_key, state, loaded)
 
 
+def restore_policy(
+  checkpointer: Checkpointer,
+  params: PyTree,
+  step: int | None = None,
+) -> Params:
+  """Loads a checkpoint's parameters, and nothing else of it.
+
+  Args:
+    checkpointer: from `open_checkpointer`.
+    params: as `state` in `restore`.
+    step: default the newest.
+
+  Raises:
+    ValueError: as `restore`.
+  """
+  path = _find(checkpointer, step)
+  return stored_arrays.load(
+    path, jax.tree.map(_abstract, params), _GO_BACK, "params"
+  )
+
+
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there already."""
+  """Saves parameters alone, unless they are there already.
+
+  Raises:
+    disk.WriteFailed: they could not be written.
+  """
   path = pathlib.Path(path).absolute()
-  if not path.exists():
-    ocp.save(path, params)
+  if path.exists():
+    return
+  try:
+    ocp.save(path, params, custom_metadata=stored_arrays.describe(params))
+  except Exception as error:
+    raise disk.WriteFailed(
+      f"{path} could not be saved ({stored_arrays.innermost(error)})"
+    ) from error
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   """Loads what `save_params` saved onto abstract or concrete `params`.
 
   Raises:
-    ValueError: there is nothing, or it does not fit.
+    ValueError: there is nothing, it is damaged, or it does not fit.
   """
   path = pathlib.Path(path).absolute()
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")
-  abstract = jax.tree.map(_abstract, params)
-  _check_fits(ocp.metadata(path).metadata, abstract, path)
-  return ocp.load(path, abstract)
+  again = "delete that directory: the same command writes it again"
+  return stored_arrays.load(path, jax.tree.map(_abstract, params), again)

@@ -21,7 +21,14 @@ from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint, command_line, preemption, sharding
+from grpojax.runtime import (
+  checkpoint,
+  command_line,
+  disk,
+  preemption,
+  run_lock,
+  sharding,
+)
 from grpojax.training import (
   from_config,
   reporting,
@@ -129,9 +136,14 @@ def fit(
     Preempted: SIGTERM arrived.
     Stopped: the run goes nowhere, or its data do.
       The state of the last whole step is saved in both cases.
+    disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
   config = run.config
   greedy = from_config.make_sampler(config, run.policy, 1, Sampling(0.0))
+
+  def ask():
+    checkpoint.check(checkpointer)  # a save may have failed
+    poll()
 
   def save():
     notes = progress_lib.to_notes(progress)
@@ -141,11 +153,11 @@ def fit(
     step = int(state.step)
     due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
     if due and not reporting.is_evaluated(run, step):
-      reporting.evaluate_held_out(run, state.params, greedy, step, poll)
+      reporting.evaluate_held_out(run, state.params, greedy, step, ask)
 
   try:
     evaluate()  # where the run was ended in the middle of it
-    for done in _steps(run, state, tx, progress, poll):
+    for done in _steps(run, state, tx, progress, ask):
       state, progress = done
       evaluate()
       step = int(state.step)
@@ -182,8 +194,14 @@ def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
 
 def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
   """All that can be wrong is found, and all that a run holds is opened."""
+  hold = functools.partial(run_lock.hold, directory)
   with command_line.usage_errors():
+    begun = (directory / run_directory.CONFIG).is_file()
+    if begun:
+      stack.enter_context(hold())
     checked = start.check(config, directory, poll)
+    if not begun:  # what cannot run leaves no directory
+      stack.enter_context(hold())
     changed, _ = run_directory.changed(directory, checked.config)
     if run_directory.open_run(directory, checked.config):
       run_directory.say_added(directory)
@@ -225,9 +243,11 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     validate(config)
     config = run_directory.with_date(directory, config)
     run_directory.check(directory, config)
-  if run_directory.is_finished(directory, config):
-    return None
+    if run_directory.is_finished(directory, config):
+      return None
+    disk.check_writable(directory, "--run_dir")
   with contextlib.ExitStack() as stack:
+    stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
 
     def poll():
@@ -247,3 +267,8 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
       sys.exit(130)
+    except OSError as error:
+      if not disk.refuses(error):
+        raise
+      last = checkpoint.last_good(directory / run_directory.CHECKPOINTS)
+      raise disk.WriteFailed(f"{error}; {last}") from error

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
-
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
@@ -18,7 +16,7 @@ from grpojax.training.start import Run
 def resume(
   run: Run,
   state: TrainState,
-  checkpointer: ocp.training.Checkpointer,
+  checkpointer: checkpoint.Checkpointer,
   poll: Callable[[], None],
 ) -> tuple[TrainState, Progress]:
   """The newest state, and what the run remembers.

@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
+from grpojax.runtime.run_lock import LOCK
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
@@ -200,8 +201,8 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
         f"{steps_done(path)} already; give as many or more"
       )
     return trained or not (may or may_not)
-  # A temporary config.json is what a kill at the very start leaves.
-  ours = (f".{CONFIG}.tmp", f".{LENGTHS}")
+  # A kill at the very start leaves temporary files.
+  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK}
   if path.exists() and any(p.name not in ours for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from ml_collections import ConfigDict
-from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
@@ -131,7 +130,7 @@ def _with_date(config: ConfigDict, policy: Policy) -> ConfigDict:
 def start(
   directory: pathlib.Path,
   checked: Checked,
-  checkpointer: ocp.training.Checkpointer,
+  checkpointer: checkpoint.Checkpointer,
   scorer: scoring.Scorer,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """The state before the first step; cleans up after a run that was cut short.

@@ -10,7 +10,6 @@ from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint
 from grpojax.training import from_config, run_directory
 from grpojax.training import policy as policies
-from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
 
@@ -62,17 +61,14 @@ def load_params(
     hf.read_config(policies.find_model(config.model.path))
   )
 
-  def fresh(params):
-    if config.lora.rank:
-      key, targets = jax.random.key(0), config.lora.targets
-      params = lora.init(params, key, config.lora.rank, targets)
-    tx = optimizer(config)
-    return from_config.first_state(config, tx, params)
-
+  if config.lora.rank:
+    key, targets = jax.random.key(0), config.lora.targets
+    params = jax.eval_shape(
+      lambda params: lora.init(params, key, config.lora.rank, targets), params
+    )
   place = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    jax.eval_shape(fresh, params),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params
   )
   if not run_directory.is_run(run):
     raise ValueError(f"{run} has no checkpoints")
@@ -82,4 +78,4 @@ def load_params(
       step = checkpoint.latest_step(checkpointer)
     if step is None:
       raise ValueError(f"{run} has no complete checkpoint yet")
-    return step, checkpoint.restore(checkpointer, like, step).params
+    return step, checkpoint.restore_policy(checkpointer, like, step)

@@ -1,5 +1,6 @@
 """Safetensors in and out, against the safetensors library."""
 
+import functools
 import json
 import os
 import pathlib
@@ -15,7 +16,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from grpojax.models import hf, weights, weights_out
+from grpojax.models import finite, hf, weights, weights_out
+from grpojax.runtime import sharding
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {
@@ -220,6 +222,31 @@ def test_a_save_that_fails_leaves_nothing(sharded, tmp_path, monkeypatch):
     hf.save(out, params, sharded)
 
 
+def test_of_two_who_write_to_one_path_one_is_told(tmp_path):
+  path = tmp_path / "out"
+  with weights_out.new_directory(path) as first:
+    (first / "a").write_text("first")
+    second = weights_out.new_directory(path)
+    with pytest.raises(ValueError, match="another process is writing to"):
+      second.__enter__()
+  assert (path / "a").read_text() == "first"
+  assert os.listdir(tmp_path) == ["out"]
+  other = tmp_path / "other"
+  with pytest.raises(ValueError, match="other exists already"):
+    with weights_out.new_directory(other):
+      other.mkdir()  # by somebody who does not lock
+  assert not any(other.iterdir())
+
+
+def test_what_a_killed_process_left_is_not_in_the_next(tmp_path):
+  (tmp_path / "out.partial").mkdir()
+  (tmp_path / "out.partial" / "left").touch()
+  with weights_out.new_directory(tmp_path / "out") as partial:
+    (partial / "new").touch()
+  names = sorted(os.listdir(tmp_path / "out"))
+  assert names == ["checksums.json", "new"]
+
+
 def test_all_that_does_not_fit_is_in_one_error(tmp_path):
   tensors = tensors_of(CONFIG, np.float32)
   del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
@@ -236,6 +263,37 @@ def test_all_that_does_not_fit_is_in_one_error(tmp_path):
     "of another shape: lm_head.weight [8, 11] instead of [11, 8]",
     "of a type that is not read: model.embed_tokens.weight I8",
   ]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BF16])
+def test_finite_numbers_are_told_from_others(dtype):
+  block = np.arange(-6, 6).reshape(3, 4).astype(dtype)
+  largest = jnp.finfo(dtype).max
+  for value in (largest, -largest, jnp.finfo(dtype).smallest_subnormal, -0.0):
+    block[1, 2] = value
+    assert finite.is_finite(block) and finite.is_finite(block.T[:, 1:])
+  for value in (np.inf, -np.inf, np.nan):
+    block[1, 2] = value
+    assert not finite.is_finite(block) and not finite.is_finite(block.T[1:])
+    assert finite.is_finite(block[2:])
+  assert finite.is_finite(block[:0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+def test_weights_that_are_not_finite_are_refused_by_name(
+  value, dtype, tmp_path
+):
+  tensors = tensors_of(CONFIG, dtype)
+  name = "model.layers.1.mlp.down_proj.weight"
+  tensors[name][-1, -1] = value
+  path = write_model(tmp_path / "model", tensors, shards=3)
+  with pytest.raises(ValueError, match=f"{name} has values that are NaN"):
+    hf.load_params(path)
+  mesh = sharding.make_mesh(1, 1, 1)
+  places = functools.partial(sharding.shardings, mesh=mesh)
+  with pytest.raises(ValueError, match=f"{name} has values that are NaN"):
+    hf.load_params(path, jnp.bfloat16, places)
 
 
 def test_damaged_shards_are_refused(sharded):

@@ -1,0 +1,91 @@
+"""Damage to the files of a model directory that was written here."""
+
+import json
+import random
+import shutil
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax.models import file_checksums, hf
+
+MODEL = "arithmetic-instruct"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """A model in several files, and its parameters."""
+  path = tmp_path_factory.mktemp("models") / "out"
+  params = hf.load_params(MODEL)
+  size = sum(x.nbytes for x in jax.tree.leaves(params))
+  hf.save(path, params, MODEL, max_shard_size=size // 2)
+  return path, params
+
+
+def test_the_sums_are_those_of_zlib(tmp_path, monkeypatch):
+  monkeypatch.setattr(file_checksums, "_BLOCK", 7)
+  contents = {"a": b"", "b.bin": random.Random(0).randbytes(1000)}
+  for name, content in contents.items():
+    (tmp_path / name).write_bytes(content)
+  (tmp_path / "folder").mkdir()
+  file_checksums.write(tmp_path)
+  assert json.loads((tmp_path / "checksums.json").read_text()) == {
+    name: f"{len(content)} bytes, crc32 {zlib.crc32(content):08x}"
+    for name, content in contents.items()
+  }
+  file_checksums.verify(tmp_path)
+  (tmp_path / "new").write_text("may be added")
+  file_checksums.verify(tmp_path)
+
+
+def test_every_file_of_a_model_is_covered(written):
+  path, params = written
+  listed = json.loads((path / "checksums.json").read_text())
+  files = {file.name for file in path.iterdir()}
+  assert files == {*listed, "checksums.json"}
+  assert {"config.json", "tokenizer.json"} <= files and len(files) > 5
+  again = hf.load_params(path)
+  assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
+
+
+def test_single_bits_that_flip_are_refused_by_file(written):
+  path, _ = written
+  rng = random.Random(0)
+  for file in sorted(path.iterdir()):
+    whole = file.read_bytes()
+    for byte in (0, len(whole) - 1, *rng.choices(range(len(whole)), k=3)):
+      damaged = bytearray(whole)
+      damaged[byte] ^= 1 << rng.randrange(8)
+      file.write_bytes(damaged)
+      with pytest.raises(ValueError, match=f"{path}/"):
+        hf.load_params(path)
+    file.write_bytes(whole)
+  hf.load_params(path)
+
+
+def test_what_is_lost_or_edited_is_named_with_what_to_do(written, tmp_path):
+  copy = tmp_path / "copy"
+  shutil.copytree(written[0], copy)
+  config = json.loads((copy / "config.json").read_text())
+  text = json.dumps(config | {"rms_norm_eps": 0.5})
+  (copy / "config.json").write_text(text)
+  with pytest.raises(ValueError, match="config.json is damaged or was edited"):
+    hf.load_params(copy)
+  (copy / "tokenizer.json").unlink()
+  (copy / "config.json").write_bytes((written[0] / "config.json").read_bytes())
+  with pytest.raises(ValueError, match=r"tokenizer.json .*\(missing instead"):
+    hf.load_params(copy)
+  (copy / "checksums.json").unlink()  # as the message says
+  hf.load_params(copy)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", '{"../x": "1 bytes"}'])
+def test_a_list_that_is_damaged_is_refused(written, tmp_path, text):
+  copy = tmp_path / "copy"
+  shutil.copytree(written[0], copy)
+  (tmp_path / "x").write_text("1")
+  (copy / "checksums.json").write_text(text, encoding="latin-1")
+  with pytest.raises(ValueError, match="damaged"):
+    hf.load_params(copy)

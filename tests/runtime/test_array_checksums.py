@@ -1,0 +1,73 @@
+"""Checksums of arrays, against NumPy's arithmetic on Python's integers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.runtime import array_checksums
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool")
+
+
+def mix(word):
+  word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
+  return word ^ word >> 13
+
+
+def expected(array):
+  """The formula, one word after another, in Python's integers."""
+  array = np.ascontiguousarray(array)
+  words = array.view(f"u{array.itemsize}").ravel().tolist()
+  return sum(mix(w) * (mix(i) | 1) for i, w in enumerate(words)) % 2**32
+
+
+def random_array(shape, dtype):
+  values = np.random.default_rng(0).integers(-100, 100, shape)
+  return (values > 0 if dtype == "bool" else values).astype(jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_formula(dtype):
+  for shape in ((5, 3, 7), (), (0,)):
+    array = random_array(shape, dtype)
+    assert int(array_checksums.checksum(array)) == expected(array)
+
+
+def test_words_of_64_bits(monkeypatch):
+  with jax.enable_x64(True):
+    array = np.arange(12.0).reshape(3, 4) / 7
+    halves = array.view(np.uint32)
+    assert int(array_checksums.checksum(jnp.asarray(array))) == expected(halves)
+
+
+def test_any_flipped_bit_and_any_swap_is_seen():
+  array = random_array((3, 4), "float32")
+  right, sums = expected(array), set()
+  for i in range(array.size):
+    for bit in range(32):
+      other = array.copy()
+      other.view(np.uint32).flat[i] ^= np.uint32(1 << bit)
+      sums.add(int(array_checksums.checksum(other)))
+  assert right not in sums and len(sums) == 12 * 32
+  swapped = array[::-1]
+  assert int(array_checksums.checksum(swapped)) != right
+  assert int(array_checksums.checksum(array.T)) != right
+
+
+def test_it_does_not_depend_on_the_layout_over_devices():
+  devices = np.array(jax.devices()[:4]).reshape(-1, 1)
+  mesh = jax.sharding.Mesh(devices, ("x", "y"))
+  array = random_array((8, 4), "float32")
+  for spec in (("x", None), ("y", "x"), (None, ("x", "y"))):
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    placed = jax.device_put(array, place)
+    assert int(array_checksums.checksum(placed)) == expected(array)
+
+
+def test_by_path():
+  tree = {"a": [jnp.zeros(3), jnp.ones((2, 2))], "b": None}
+  assert array_checksums.by_path(tree) == {
+    "a/0": f"{expected(np.zeros(3, np.float32)):08x}",
+    "a/1": f"{expected(np.ones(4, np.float32)):08x}",
+  }
