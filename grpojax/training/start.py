@@ -24,7 +24,7 @@ from grpojax.training import (
   scoring,
 )
 from grpojax.training.optimizer import optimizer
-from grpojax.training.policy import Policy
+from grpojax.training.policy import Policy, find_model
 
 
 class Checked(NamedTuple):
@@ -116,13 +116,16 @@ def check(
 
 
 def _with_date(config: ConfigDict, policy: Policy) -> ConfigDict:
-  """Pins the date where the chat template asks for today's.
+  """Pins the date where a chat template asks for today's.
 
   Prompts would be other ones tomorrow: on resume, and in evaluations.
   """
   if "date_string" in config.data.template_options:
     return config
-  if not tokenizer.asks_for_date(policy.tokenizer):
+  tokenizers = [policy.tokenizer]
+  if config.reward.model:
+    tokenizers.append(tokenizer.load(find_model(config.reward.model)))
+  if not any(map(tokenizer.asks_for_date, tokenizers)):
     return config
   return run_directory.pin_date(config, tokenizer.today())
 
