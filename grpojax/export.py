@@ -21,7 +21,7 @@ import sys
 import jax
 
 from grpojax.models.config import DTYPES
-from grpojax.runtime import command_line
+from grpojax.runtime import command_line, disk
 from grpojax.training.export import export, host_device
 
 
@@ -42,7 +42,11 @@ def main(argv: list[str]) -> None:
   )
   parser.add_argument("--adapter", action="store_true", help="LoRA only")
   flags = parser.parse_args(argv)
-  with command_line.usage_errors(), jax.default_device(host_device()):
+  with (
+    command_line.usage_errors(),
+    disk.errors(),
+    jax.default_device(host_device()),
+  ):
     what = export(**vars(flags))
   print(f"{what} -> {flags.out}/")
 

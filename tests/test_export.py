@@ -1,5 +1,6 @@
 """Runs exported as model directories, for transformers and for peft."""
 
+import errno
 import json
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from grpojax import export
-from grpojax.models import hf, lora
+from grpojax.models import hf, lora, weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import from_config, run_directory
@@ -178,6 +179,45 @@ def test_bad_requests(run, tmp_path, words, message, monkeypatch):
   with pytest.raises(SystemExit, match=f"error: .*{message}"):
     export.main([*words, "--out=out"])
   assert not pathlib.Path("out").exists()
+
+
+@pytest.mark.parametrize(
+  "out", ["/proc/x", "file/out", "x" * 300, "x" * 250, "dangling"]
+)
+def test_where_nothing_can_be_written(run, tmp_path, out, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  pathlib.Path("file").touch()
+  pathlib.Path("dangling").symlink_to("nowhere")
+  before = sorted(tmp_path.iterdir())
+  with pytest.raises(SystemExit, match="error: --out=.*(written|exists)"):
+    export.main([str(run.path), f"--out={out}"])
+  assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_is_a_message(run, tmp_path, monkeypatch):
+  def write(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(weights_out, "write", write)
+  with pytest.raises(SystemExit, match="error: .*No space left on device"):
+    export.main([str(run.path), f"--out={tmp_path / 'out'}"])
+  assert not any(tmp_path.iterdir())
+
+
+def test_only_parameters_are_read(run, tmp_path, monkeypatch):
+  """The optimizer's state is two more copies of them."""
+  asked = []
+  load = checkpoint.stored_arrays.ocp.load
+
+  def spy(path, like):
+    asked.append(like)
+    return load(path, like)
+
+  monkeypatch.setattr(checkpoint.stored_arrays.ocp, "load", spy)
+  export.main([str(run.path), f"--out={tmp_path / 'out'}"])
+  arrays = [x for x in jax.tree.leaves(asked) if x is not ...]
+  assert len(arrays) == len(jax.tree.leaves(run.trained[4]))
+  assert asked[0]["opt_state"] and asked[0]["step"] is ...
 
 
 def test_what_exists_is_not_overwritten(run, tmp_path):

@@ -5,8 +5,10 @@ of a file at once: a second copy of the model in the host's memory.
 """
 
 import contextlib
+import fcntl
 import json
 import math
+import os
 import pathlib
 import shutil
 import struct
@@ -64,6 +66,26 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
     yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
 
+def _lock(directory: pathlib.Path) -> int:
+  """An open file that keeps others from writing to a directory, see flock.
+
+  Raises:
+    ValueError: another process is writing to it.
+  """
+  file = os.open(directory, os.O_RDONLY)
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    ours = os.path.samestat(os.fstat(file), os.stat(directory))
+  except (BlockingIOError, FileNotFoundError):
+    ours = False  # or the other one was done in the meantime
+  except OSError:
+    ours = True  # a file system without locks
+  if not ours:
+    os.close(file)
+    raise ValueError(f"another process is writing to {directory}")
+  return file
+
+
 @contextlib.contextmanager
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   """A directory to fill; it gets its name when the context ends well.
@@ -71,21 +93,28 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
   By then it also has the checksums of its files, see `file_checksums`.
 
   Raises:
-    ValueError: `path` exists already.
+    ValueError: `path` exists already, or another process is about to make it.
   """
   path = pathlib.Path(path)
-  if path.exists():
-    raise ValueError(f"{path} exists already; remove it or choose another path")
+  exists = f"{path} exists already; remove it or choose another path"
+  if os.path.lexists(path):
+    raise ValueError(exists)
   partial = path.with_name(path.name + ".partial")
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
+  partial.mkdir(parents=True, exist_ok=True)
+  lock = _lock(partial)
   try:
+    for left in partial.iterdir():  # by a process that was killed
+      left.unlink()
     yield partial
     file_checksums.write(partial)
+    if os.path.lexists(path):  # a rename would replace an empty directory
+      raise ValueError(exists)
+    partial.rename(path)
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)
     raise
-  partial.rename(path)
+  finally:
+    os.close(lock)
 
 
 def write(

@@ -5,11 +5,11 @@ complete, so a process that is killed leaves nothing that looks like one.
 """
 
 import contextlib
+import logging
 import os
 import pathlib
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,11 +18,15 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import stored_arrays
+from grpojax.runtime import disk, interrupts, stored_arrays
 
 
-class SaveFailed(Exception):
-  """A checkpoint could not be written; says where, why, and what is left."""
+def _not_told_here(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and "orbax" in record.pathname)
+
+
+# Orbax logs the traceback of what it raises as well, from each thread.
+logging.getLogger("absl").addFilter(_not_told_here)
 
 
 class Checkpointer(NamedTuple):
@@ -57,7 +61,7 @@ def open_checkpointer(
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
-    SaveFailed: on leaving, see `wait`.
+    disk.WriteFailed: on leaving, see `wait`.
   """
   path = pathlib.Path(directory).absolute()
   save_policies = ocp.training.save_decision_policies
@@ -76,59 +80,36 @@ def open_checkpointer(
   try:
     yield checkpointer
   finally:
-    with _on_interrupt(signal.SIG_DFL), _failures(checkpointer):
+    with interrupts.become(signal.SIG_DFL), _failures(checkpointer):
       try:
         wait(checkpointer)
       finally:
         orbax.close()
 
 
-@contextlib.contextmanager
-def _on_interrupt(action) -> Iterator[None]:
-  """Ctrl-C has another effect than an exception, which Orbax cannot bear.
-
-  Its threads would be left to fail while the interpreter ends: Python takes a
-  thread for dead whose `join` was interrupted (bpo-45274).
-
-  Args:
-    action: for `signal.signal`.
-  """
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  old = signal.signal(signal.SIGINT, action)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGINT, old or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-  """Ctrl-C is heeded when the context ends."""
-  came = []
-  with _on_interrupt(lambda *_: came.append(True)):
-    yield
-  if came:
-    signal.raise_signal(signal.SIGINT)
+def last_good(checkpointer: Checkpointer) -> str:
+  """Where a run goes on from, in words."""
+  folder = pathlib.Path(checkpointer.orbax.directory)
+  done = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+  if not done:
+    return "there is no checkpoint yet"
+  return f"the last good checkpoint is {folder / str(max(done))}"
 
 
 @contextlib.contextmanager
 def _failures(checkpointer: Checkpointer) -> Iterator[None]:
-  """Whatever goes wrong in a save, as `SaveFailed`."""
+  """Whatever goes wrong in a save, as `disk.WriteFailed`."""
   try:
     yield
-  except SaveFailed:
+  except disk.WriteFailed:
     raise
   except Exception as error:
     folder = pathlib.Path(checkpointer.orbax.directory)
     for torn in folder.glob("*.orbax-checkpoint-tmp"):  # the disk may be full
       shutil.rmtree(torn, ignore_errors=True)
-    done = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
-    left = f"{folder / str(max(done))}" if done else "there is none yet"
-    raise SaveFailed(
+    raise disk.WriteFailed(
       f"a checkpoint could not be saved ({stored_arrays.innermost(error)}); "
-      f"the last good one: {left}"
+      f"{last_good(checkpointer)}"
     ) from error
 
 
@@ -162,7 +143,7 @@ def save(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     state: typed random keys are stored as their data.
 
   Raises:
-    SaveFailed: this save could not be begun, or the one before it has failed.
+    disk.WriteFailed: this save could not be begun, or the one before it failed.
   """
   wait(checkpointer)
   orbax, in_flight = checkpointer
@@ -172,7 +153,7 @@ def save(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     lambda x: jax.random.key_data(x) if _is_key(x) else x, state
   )
   arrays = stored_arrays.describe(state)
-  with _interrupts_later(), _failures(checkpointer):
+  with interrupts.wait(), _failures(checkpointer):
     in_flight.append(orbax.save_async(int(step), state, custom_metadata=arrays))
 
 
@@ -184,7 +165,7 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
     timeout: return after so many seconds in any case.
 
   Raises:
-    SaveFailed: the save that was in flight has failed.
+    disk.WriteFailed: the save that was in flight has failed.
   """
   if not checkpointer.in_flight:
     return
@@ -205,8 +186,8 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
 
 
 def check(checkpointer: Checkpointer) -> None:
-  """Raises `SaveFailed` if a save has failed since; returns at once."""
-  wait(checkpointer, timeout=0)
+  """Raises `disk.WriteFailed` if a save has failed since; returns at once."""
+  wait(checkpointer, timeout=0.0)
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
@@ -299,10 +280,20 @@ def restore_policy(
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there already."""
+  """Saves parameters alone, unless they are there already.
+
+  Raises:
+    disk.WriteFailed: they could not be written.
+  """
   path = pathlib.Path(path).absolute()
-  if not path.exists():
+  if path.exists():
+    return
+  try:
     ocp.save(path, params, custom_metadata=stored_arrays.describe(params))
+  except Exception as error:
+    raise disk.WriteFailed(
+      f"{path} could not be saved ({stored_arrays.innermost(error)})"
+    ) from error
 
 
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:

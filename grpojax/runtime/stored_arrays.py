@@ -38,7 +38,8 @@ def innermost(error: BaseException) -> str:
   """The error that began it all, in a few words."""
   while error.__cause__ or error.__context__:
     error = error.__cause__ or error.__context__
-  return f"{type(error).__name__}: {str(error)[:200]}"
+  text = str(error).split(" [")[0]  # TensorStore ends with all its settings
+  return f"{type(error).__name__}: {text[:400]}"
 
 
 def _check_fits(

@@ -1,10 +1,12 @@
 """A run's model, or its adapters, as a directory that other programs read."""
 
+import os
 import pathlib
 
 import jax
 
 from grpojax.models import hf, lora
+from grpojax.runtime import disk
 from grpojax.training import run_directory, trained
 
 
@@ -37,15 +39,17 @@ def export(
     What was written, in words.
 
   Raises:
-    ValueError: no run, no such checkpoint, `out` exists, or `adapter` of a run
+    ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
+      `adapter` of a run
       without LoRA.
   """
   config = run_directory.read_config(run)
   run_directory.say_added(run)
   source = run_directory.model_directory(config.model.path)
   rank = config.lora.rank
-  if out.exists():
+  if os.path.lexists(out):
     raise ValueError(f"--out={out} exists already; choose another directory")
+  disk.check_writable(out, "--out")
   if adapter and not rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
   finished = run_directory.model_directory(run)

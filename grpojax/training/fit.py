@@ -16,8 +16,10 @@ from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
   command_line,
+  disk,
   preemption,
   records,
+  run_lock,
   sharding,
 )
 from grpojax.training import (
@@ -77,10 +79,12 @@ def fit(run: Run, state: TrainState, tx, checkpointer, requested) -> TrainState:
 
   Raises:
     Preempted: SIGTERM arrived; the state of the last whole step is saved.
+    disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
   config = run.config
 
   def poll():
+    checkpoint.check(checkpointer)
     if requested():
       raise Preempted
 
@@ -156,9 +160,12 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     if run_directory.is_finished(directory):
       return None
     checked = start.check(config)
-    if run_directory.open_run(directory, config):
-      run_directory.say_added(directory)
   with contextlib.ExitStack() as stack:
+    stack.enter_context(disk.errors())
+    with command_line.usage_errors():
+      stack.enter_context(run_lock.hold(directory))
+      if run_directory.open_run(directory, config):
+        run_directory.say_added(directory)
     requested = stack.enter_context(preemption.install())
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(
@@ -181,4 +188,10 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
       sys.exit(130)
+    except OSError as error:
+      if not disk.refuses(error):
+        raise
+      raise disk.WriteFailed(
+        f"{error}; {checkpoint.last_good(checkpointer)}"
+      ) from error
     return reporting.finish(run, state.params)

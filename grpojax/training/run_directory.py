@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import read_jsonl, write_text
+from grpojax.runtime.run_lock import LOCK
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config, written once
@@ -123,9 +124,9 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
         + "\ngive another --run_dir, or the run's own values to resume it"
       )
     return not changed
-  # A temporary config.json is what a kill at the very start leaves.
-  ours = f".{CONFIG}.tmp"
-  if path.exists() and any(p.name != ours for p in path.iterdir()):
+  # A kill at the very start leaves a temporary config.json.
+  ours = {f".{CONFIG}.tmp", LOCK}
+  if path.exists() and any(p.name not in ours for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
       "run: give a new or an empty directory as --run_dir"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import optax
 from ml_collections import ConfigDict
-from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
@@ -101,7 +100,7 @@ def start(
   config: ConfigDict,
   directory: pathlib.Path,
   checked: Checked,
-  checkpointer: ocp.training.Checkpointer,
+  checkpointer: checkpoint.Checkpointer,
   scorer: scoring.Scorer,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """The first or the newest state; cleans up after a run that was cut short.

@@ -222,6 +222,31 @@ def test_a_save_that_fails_leaves_nothing(sharded, tmp_path, monkeypatch):
     hf.save(out, params, sharded)
 
 
+def test_of_two_who_write_to_one_path_one_is_told(tmp_path):
+  path = tmp_path / "out"
+  with weights_out.new_directory(path) as first:
+    (first / "a").write_text("first")
+    second = weights_out.new_directory(path)
+    with pytest.raises(ValueError, match="another process is writing to"):
+      second.__enter__()
+  assert (path / "a").read_text() == "first"
+  assert os.listdir(tmp_path) == ["out"]
+  other = tmp_path / "other"
+  with pytest.raises(ValueError, match="other exists already"):
+    with weights_out.new_directory(other):
+      other.mkdir()  # by somebody who does not lock
+  assert not any(other.iterdir())
+
+
+def test_what_a_killed_process_left_is_not_in_the_next(tmp_path):
+  (tmp_path / "out.partial").mkdir()
+  (tmp_path / "out.partial" / "left").touch()
+  with weights_out.new_directory(tmp_path / "out") as partial:
+    (partial / "new").touch()
+  names = sorted(os.listdir(tmp_path / "out"))
+  assert names == ["checksums.json", "new"]
+
+
 def test_all_that_does_not_fit_is_in_one_error(tmp_path):
   tensors = tensors_of(CONFIG, np.float32)
   del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]

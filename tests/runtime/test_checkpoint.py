@@ -1,8 +1,11 @@
 """Checkpoints: exactness, kills at any moment, damage, wrong configs."""
 
+import contextlib
+import gc
 import os
 import pathlib
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -15,7 +18,7 @@ import optax
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, disk, stored_arrays
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -176,6 +179,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
             assert "delete that directory" in str(error)
           file.write_bytes(whole)
   assert all({"d", folder.name} <= files for folder, files in refused.items())
+  gc.collect()  # of what failed, while its complaints are ignored
 
 
 def test_other_values_of_the_same_form_are_refused_by_name(tmp_path):
@@ -206,6 +210,96 @@ def test_parameters_alone_are_read(tmp_path):
       ValueError, match=r"params/b: bfloat16\[3\] -> bfloat16"
     ):
       checkpoint.restore_policy(ckptr, like)
+
+
+@contextlib.contextmanager
+def _no_file_larger_than(size: int):
+  """A disk that is full, as far as this process can tell."""
+  old = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, old[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+def test_a_save_that_fails_is_reported_at_the_next_check(tmp_path, caplog):
+  folder, large = tmp_path / "checkpoints", _state(2, 3000)
+  # Compiled now: JAX keeps what it has compiled in files, too.
+  stored_arrays.describe(large.replace(key=jax.random.key_data(large.key)))
+  with checkpoint.open_checkpointer(folder) as ckptr:
+    checkpoint.save(ckptr, 1, _state(1))
+    checkpoint.wait(ckptr)
+    checkpoint.check(ckptr)
+    with _no_file_larger_than(2000):
+      checkpoint.save(ckptr, 2, large)
+      with pytest.raises(disk.WriteFailed) as error:
+        while True:  # a training run's steps
+          checkpoint.check(ckptr)
+    assert "File too large" in str(error.value)
+    assert f"last good checkpoint is {folder}/1" in str(error.value)
+    checkpoint.wait(ckptr)  # it is told once
+  assert os.listdir(folder) == ["1"]
+  assert not caplog.records  # of Orbax, with a traceback from each thread
+  with checkpoint.open_checkpointer(folder) as ckptr:
+    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
+    checkpoint.save(ckptr, 2, _state(2))
+  with checkpoint.open_checkpointer(folder) as ckptr:
+    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(2))
+
+
+def test_a_reference_that_cannot_be_saved(tmp_path):
+  params = _state(1, 3000).params
+  stored_arrays.describe(params)  # compiled now, see above
+  with _no_file_larger_than(2000):
+    with pytest.raises(disk.WriteFailed, match="reference could not be saved"):
+      checkpoint.save_params(tmp_path / "reference", params)
+  checkpoint.save_params(tmp_path / "reference", params)
+  loaded = checkpoint.restore_params(tmp_path / "reference", params)
+  _assert_same(_state(1, 3000).replace(params=loaded), _state(1, 3000))
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from orbax.checkpoint._src.path import atomicity
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
+end = atomicity.AtomicRenameTemporaryPath.finalize
+async def slow(self):
+  if self.get_final().name == "1":  # and not a part of it
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    time.sleep(0.5)
+  await end(self)
+atomicity.AtomicRenameTemporaryPath.finalize = slow
+
+sys.path.insert(0, sys.argv[2])
+import test_checkpoint
+from grpojax.runtime import checkpoint
+try:
+  with checkpoint.open_checkpointer(sys.argv[1]) as ckptr:
+    checkpoint.save(ckptr, 1, test_checkpoint._state(1))
+    checkpoint.wait(ckptr)
+except KeyboardInterrupt:
+  sys.exit("interrupted")
+"""
+
+
+def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      INTERRUPTED,
+      tmp_path,
+      pathlib.Path(__file__).parent,
+    ],
+    cwd=pathlib.Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+  )
+  assert (done.returncode, done.stderr) == (1, "interrupted\n")
+  with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
+    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
 
 
 def test_readonly_needs_a_run(tmp_path):

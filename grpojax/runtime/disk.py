@@ -1,0 +1,65 @@
+"""What a disk refuses, said in a sentence: before a run, and in one."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+# A disk that is full, over a quota or a limit, broken, or mounted read-only.
+_REFUSALS = (
+  errno.ENOSPC,
+  errno.EDQUOT,
+  errno.EFBIG,
+  errno.EIO,
+  errno.EROFS,
+)
+
+
+class WriteFailed(Exception):
+  """Something could not be written; says what, why, and what is left."""
+
+
+def refuses(error: BaseException) -> bool:
+  """Whether an error is of the disk, and none of the program."""
+  return isinstance(error, WriteFailed) or (
+    isinstance(error, OSError) and error.errno in _REFUSALS
+  )
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+  """Turns what the disk refuses into a message and exit code 1."""
+  try:
+    yield
+  except (WriteFailed, OSError) as error:
+    if not refuses(error):
+      raise
+    raise SystemExit(f"error: {error}") from None
+
+
+def check_writable(path: str | os.PathLike, flag: str) -> None:
+  """Whether a directory can be made and written to; leaves nothing behind.
+
+  Args:
+    path: of the directory, which need not exist.
+    flag: that gave it, for the message: "--out".
+
+  Raises:
+    ValueError: says what is wrong with it.
+  """
+  path = pathlib.Path(path).absolute()
+  parents = (path, *path.parents)
+  parent = next(folder for folder in parents if os.path.lexists(folder))
+  try:
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
+      for name in path.relative_to(parent).parts:
+        # As long as the temporary names that are renamed in the end.
+        pathlib.Path(probe, f"{name}.partial").mkdir()
+      pathlib.Path(probe, "file").write_bytes(b"0")
+  except OSError as error:
+    where = "" if parent == path else f" ({parent} is what there is of it)"
+    raise ValueError(
+      f"{flag}={path} cannot be written: {error.strerror}{where}"
+    ) from error

@@ -1,0 +1,58 @@
+"""Directories that cannot be written to, and disks that are full."""
+
+import errno
+import os
+
+import pytest
+
+from grpojax.runtime import disk
+
+
+def test_what_can_be_written_is_left_as_it_was(tmp_path):
+  for path in (tmp_path, tmp_path / "new", tmp_path / "a" / "b" / "c"):
+    disk.check_writable(path, "--out")
+  assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  "name, reason",
+  [
+    ("file", "Not a directory"),
+    ("file/below", "Not a directory"),
+    ("x" * 300, "File name too long"),
+    ("a/" + "x" * 250, "File name too long"),  # with the temporary suffix
+    ("dangling", "No such file or directory"),
+  ],
+)
+def test_what_cannot_be_written_is_said(tmp_path, name, reason):
+  (tmp_path / "file").touch()
+  (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+  before = sorted(tmp_path.iterdir())
+  with pytest.raises(ValueError, match=f"--out={tmp_path}/.*: {reason}"):
+    disk.check_writable(tmp_path / name, "--out")
+  assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")
+def test_where_nothing_can_be_made():
+  with pytest.raises(ValueError, match="--run_dir=/proc/x cannot be written"):
+    disk.check_writable("/proc/x", "--run_dir")
+
+
+def test_no_permission(tmp_path, monkeypatch):
+  def mkdtemp(*args, **kwargs):  # a superuser may write anywhere
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+  monkeypatch.setattr("tempfile.mkdtemp", mkdtemp)
+  with pytest.raises(ValueError, match=f"Permission denied .{tmp_path} is"):
+    disk.check_writable(tmp_path / "new", "--out")
+
+
+def test_only_the_disks_errors_are_messages():
+  with pytest.raises(SystemExit, match="error: .*No space left"), disk.errors():
+    raise OSError(errno.ENOSPC, "No space left on device")
+  with pytest.raises(SystemExit, match="error: gone"), disk.errors():
+    raise disk.WriteFailed("gone")
+  for other in (FileNotFoundError(errno.ENOENT, "bug"), KeyError("bug")):
+    with pytest.raises(type(other)), disk.errors():
+      raise other

@@ -1,0 +1,154 @@
+"""The lock of a run directory, between real processes."""
+
+import errno
+import fcntl
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from grpojax.runtime import run_lock
+
+# The file alone, so that a process takes no time to start.
+PROGRAM = f"""
+import runpy, sys
+hold = runpy.run_path({run_lock.__file__!r})["hold"]
+try:
+  with hold(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+except ValueError as error:
+  print(error, flush=True)
+"""
+
+
+def start(directory):
+  return subprocess.Popen(
+    [sys.executable, "-c", PROGRAM, directory],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+
+
+def say(process):
+  return process.stdout.readline().strip()
+
+
+@pytest.fixture
+def holder(tmp_path):
+  process = start(tmp_path / "run")
+  assert say(process) == "held"
+  yield process
+  process.kill()
+  process.wait()
+
+
+def test_the_second_is_told_who_the_first_is(holder, tmp_path):
+  with pytest.raises(ValueError) as error, run_lock.hold(tmp_path / "run"):
+    pass
+  host = re.escape(os.uname().nodename)
+  assert re.match(
+    rf"{tmp_path}/run is in use by process {holder.pid} on {host} since "
+    r"\d{4}-\d\d-\d\d .* \(-c .*\); ",
+    str(error.value),
+  )
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, None])
+def test_it_is_free_when_its_holder_has_ended(holder, tmp_path, end):
+  if end:
+    holder.send_signal(end)
+  else:
+    holder.stdin.close()
+  holder.wait()
+  with run_lock.hold(tmp_path / "run"):
+    other = start(tmp_path / "run")
+    assert f"in use by process {os.getpid()} on" in say(other)
+    assert other.wait() == 0
+  with run_lock.hold(tmp_path / "run"):  # and again
+    pass
+  assert not os.listdir(tmp_path / "run")
+
+
+def test_a_lock_that_is_taken_while_its_file_goes_is_not_one(
+  tmp_path, monkeypatch
+):
+  """Its holder ends between our opening the file and our locking it."""
+  path, flock, calls = tmp_path / run_lock.LOCK, fcntl.flock, []
+
+  def late(file, operation):
+    if not calls:
+      path.unlink()
+    calls.append(operation)
+    flock(file, operation)
+
+  monkeypatch.setattr(fcntl, "flock", late)
+  with run_lock.hold(tmp_path):
+    assert path.is_file()
+    other = start(tmp_path)
+    assert f"in use by process {os.getpid()} on" in say(other)
+    other.wait()
+
+
+def test_of_many_at_once_one_has_it(tmp_path):
+  processes = [start(tmp_path / "a" / "run") for _ in range(4)]
+  said = [say(process) for process in processes]
+  assert said.count("held") == 1
+  assert sum("is in use by" in text for text in said) == 3
+  for process in processes:
+    process.communicate()
+
+
+@pytest.mark.parametrize("inside", ["sleeper", "fork"])
+def test_children_do_not_keep_it(tmp_path, inside):
+  """A started program has no part in it; a forked one loses it with us."""
+  line = {
+    "sleeper": "c = subprocess.Popen(['sleep', '9'], close_fds=False).pid",
+    "fork": "c = os.fork() or (sys.stdin.read(), os._exit(0))",
+  }[inside]
+  program = f"""
+import os, runpy, signal, subprocess, sys
+hold = runpy.run_path({run_lock.__file__!r})["hold"]
+with hold(sys.argv[1]):
+  {line}
+  if {inside!r} == "sleeper":  # nothing is let go of: we are gone
+    print(c, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+print(c, flush=True)
+os.waitpid(c, 0)
+"""
+  process = subprocess.Popen(
+    [sys.executable, "-c", program, tmp_path],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  child = int(say(process))
+  if inside == "sleeper":
+    process.wait()
+  os.kill(child, 0)  # it lives
+  with run_lock.hold(tmp_path):
+    pass
+  os.kill(child, signal.SIGKILL)
+  process.stdin.close()
+  process.wait()
+
+
+def test_without_locks_it_says_so(tmp_path, monkeypatch, capsys):
+  def flock(file, operation):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+  with run_lock.hold(tmp_path):
+    assert "file system without locks" in capsys.readouterr().out
+
+
+def test_other_errors_of_the_file_system_are_not_hidden(tmp_path):
+  pathlib.Path(tmp_path / "file").touch()
+  with pytest.raises(NotADirectoryError), run_lock.hold(tmp_path / "file/run"):
+    pass

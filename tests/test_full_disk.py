@@ -1,0 +1,67 @@
+"""A run whose disk is full stops at once, in a sentence, and resumes."""
+
+import errno
+
+import pytest
+from orbax.checkpoint._src.path import atomicity
+
+from grpojax import train
+from grpojax.runtime import checkpoint, records
+
+SHORT = {"steps": 6, "checkpoint.every": 2, "eval.every": 6, "eval.samples": 0}
+
+
+def full(*args):
+  raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def steps_of(run):
+  rows = records.read_jsonl(run / "metrics.jsonl")
+  return [row["step"] for row in rows if "reward_mean" in row]
+
+
+def no_room_for_checkpoints(patch):
+  end = atomicity.AtomicRenameTemporaryPath.finalize
+
+  async def finalize(self):
+    if self.get_final().name == "4":
+      full()
+    await end(self)
+
+  patch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", finalize)
+  # Steps of a millisecond would be over before the save is.
+  patch.setattr(checkpoint, "check", checkpoint.wait)
+
+
+def no_room_for_records(patch):
+  append = records.append_jsonl
+
+  def append_jsonl(path, row):
+    (full if row["step"] == 4 else append)(path, row)
+
+  patch.setattr(records, "append_jsonl", append_jsonl)
+
+
+@pytest.mark.parametrize(
+  "what", ["checkpoints", pytest.param("records", marks=pytest.mark.slow)]
+)
+def test_no_room(what, toy_task, toy_model, tmp_path, monkeypatch, capfd):
+  run = tmp_path / "run"
+  argv = [*toy_task.arguments(toy_model, **SHORT), f"--run_dir={run}"]
+  with monkeypatch.context() as patch:
+    {
+      "checkpoints": no_room_for_checkpoints,
+      "records": no_room_for_records,
+    }[what](patch)
+    with pytest.raises(SystemExit) as caught:
+      train.main(argv)
+  text = str(caught.value.code)
+  assert text.startswith("error: ") and "No space left on device" in text
+  assert f"last good checkpoint is {run}/checkpoints/2" in text
+  assert steps_of(run)[-1] < 6
+  files = [path.name for path in (run / "checkpoints").iterdir()]
+  assert files == ["2"]
+  assert "Traceback" not in capfd.readouterr().err
+  train.main(argv)
+  assert "resuming after step 2" in capfd.readouterr().out
+  assert steps_of(run) == [1, 2, 3, 4, 5, 6]
