@@ -10,7 +10,6 @@ import os
 import pathlib
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import disk, stored_arrays
+from grpojax.runtime import disk, interrupts, stored_arrays
 
 
 def _not_told_here(record: logging.LogRecord) -> bool:
@@ -81,41 +80,11 @@ def open_checkpointer(
   try:
     yield checkpointer
   finally:
-    with _on_interrupt(signal.SIG_DFL), _failures(checkpointer):
+    with interrupts.become(signal.SIG_DFL), _failures(checkpointer):
       try:
         wait(checkpointer)
       finally:
         orbax.close()
-
-
-@contextlib.contextmanager
-def _on_interrupt(action) -> Iterator[None]:
-  """Ctrl-C has another effect than an exception, which Orbax cannot bear.
-
-  Its threads would be left to fail while the interpreter ends: Python takes a
-  thread for dead whose `join` was interrupted (bpo-45274).
-
-  Args:
-    action: for `signal.signal`.
-  """
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  old = signal.signal(signal.SIGINT, action)
-  try:
-    yield
-  finally:
-    signal.signal(signal.SIGINT, old or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _interrupts_later() -> Iterator[None]:
-  """Ctrl-C is heeded when the context ends."""
-  came = []
-  with _on_interrupt(lambda *_: came.append(True)):
-    yield
-  if came:
-    signal.raise_signal(signal.SIGINT)
 
 
 def last_good(folder: str | os.PathLike) -> str:
@@ -194,7 +163,7 @@ def save(
     lambda x: jax.random.key_data(x) if _is_key(x) else x, state
   )
   known = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
-  with _interrupts_later(), _failures(checkpointer):
+  with interrupts.wait(), _failures(checkpointer):
     in_flight.append(orbax.save_async(int(step), state, custom_metadata=known))
 
 

@@ -1,8 +1,8 @@
 """One process a run directory: a lock that dies with its process.
 
 The lock is the kernel's (flock) on an open file, not the file: it is gone the
-moment its process is, however that ended, and the file that stays behind says
-only who held it last. Reading a run needs no lock.
+moment its process is, however that ended. The file says who holds it; one that
+a killed process left behind keeps nobody out. Reading a run needs no lock.
 """
 
 import contextlib
@@ -43,6 +43,31 @@ def _write(file: int) -> None:
   os.pwrite(file, (json.dumps(me) + "\n").encode(), 0)
 
 
+def _is_there(file: int, path: pathlib.Path) -> bool:
+  """Whether an open file is still the one of that name."""
+  try:
+    return os.path.samestat(os.fstat(file), os.stat(path))
+  except FileNotFoundError:
+    return False
+
+
+def _lock(file: int, directory: pathlib.Path) -> None:
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise ValueError(
+      f"{directory} is in use by {_holder(file)}; wait for it, end it, or give "
+      "another directory"
+    ) from None
+  except OSError as error:
+    if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+      raise
+    print(
+      f"{directory} is on a file system without locks: nothing keeps another "
+      "process from writing there too"
+    )
+
+
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[None]:
   """Holds a run directory's lock while the context lasts.
@@ -62,27 +87,22 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
     ValueError: another process holds it; says which.
     OSError: the directory or the file cannot be made.
   """
-  path = pathlib.Path(directory)
-  path.mkdir(parents=True, exist_ok=True)
-  file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-  try:
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  path = directory / LOCK
+  while True:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      _lock(file, directory)
+      if not _is_there(file, path):  # its holder was just ending
+        continue
       _write(file)
-    except BlockingIOError:
-      raise ValueError(
-        f"{directory} is in use by {_holder(file)}; wait for it, end it, or "
-        "give another directory"
-      ) from None
-    except OSError as error:
-      if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        raise
-      print(
-        f"{directory} is on a file system without locks: nothing keeps another "
-        "process from writing there too"
-      )
-    yield
-  finally:
-    with contextlib.suppress(OSError):
-      fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
-    os.close(file)
+      try:
+        yield
+      finally:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+          fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
+      return
+    finally:
+      os.close(file)

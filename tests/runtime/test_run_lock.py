@@ -72,7 +72,27 @@ def test_it_is_free_when_its_holder_has_ended(holder, tmp_path, end):
     assert other.wait() == 0
   with run_lock.hold(tmp_path / "run"):  # and again
     pass
-  assert os.listdir(tmp_path / "run") == [run_lock.LOCK]
+  assert not os.listdir(tmp_path / "run")
+
+
+def test_a_lock_that_is_taken_while_its_file_goes_is_not_one(
+  tmp_path, monkeypatch
+):
+  """Its holder ends between our opening the file and our locking it."""
+  path, flock, calls = tmp_path / run_lock.LOCK, fcntl.flock, []
+
+  def late(file, operation):
+    if not calls:
+      path.unlink()
+    calls.append(operation)
+    flock(file, operation)
+
+  monkeypatch.setattr(fcntl, "flock", late)
+  with run_lock.hold(tmp_path):
+    assert path.is_file()
+    other = start(tmp_path)
+    assert f"in use by process {os.getpid()} on" in say(other)
+    other.wait()
 
 
 def test_of_many_at_once_one_has_it(tmp_path):

@@ -1,0 +1,37 @@
+"""Ctrl-C where an exception would do harm.
+
+Orbax joins its threads, and Python takes a thread for dead whose `join` was
+interrupted (bpo-45274): it would be left to fail while the interpreter ends.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def become(action) -> Iterator[None]:
+  """Ctrl-C has another effect than an exception, while the context lasts.
+
+  Args:
+    action: for `signal.signal`; threads but the main one have none.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  old = signal.signal(signal.SIGINT, action)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, old or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def wait() -> Iterator[None]:
+  """Ctrl-C is heeded when the context ends."""
+  came = []
+  with become(lambda *_: came.append(True)):
+    yield
+  if came:
+    signal.raise_signal(signal.SIGINT)
