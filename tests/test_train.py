@@ -265,6 +265,7 @@ VARIANTS = {
     "advantage": "grpo",
     "loss.kl": "k3",
     "loss.kl_placement": "loss",
+    "loss.old_logprobs": "scorer",
     "optim.epochs": 2,
     "optim.minibatches": 2,
     "optim.schedule": "linear",
@@ -313,7 +314,8 @@ def test_the_variants_use_every_choice():
   from grpojax.training import validation
 
   used = [config_lib.flatten(default_config()) | v for v in VARIANTS.values()]
-  for field in ("loss.ratio", "loss.weighting", "optim.schedule"):
+  fields = "loss.ratio loss.old_logprobs loss.weighting optim.schedule"
+  for field in fields.split():
     assert {v[field] for v in used} == set(validation.CHOICES[field]), field
   pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
   assert pairs == {(p, kl) for p, kls in PLACEMENTS.items() for kl in kls}
@@ -340,7 +342,10 @@ def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   updates = changes.get("optim.epochs", 1) * changes.get("optim.minibatches", 1)
   assert third["kl"] > 1e-4
   if updates == 1:
-    assert abs(first["kl"]) < 1e-6
+    # A policy that is the reference, but for cuts that leave this mass or more,
+    # has a k3 of at most:
+    mass = changes.get("sampling.top_p", 1.0)
+    assert abs(first["kl"]) < mass - 1 - math.log(mass) + 1e-6
     assert first["ratio_min"] == first["ratio_max"] == 1.0
   else:
     assert first["kl"] > 1e-6

@@ -113,7 +113,13 @@ def test_notes_are_kept_with_a_state(tmp_path):
     checkpoint.wait(saved)
     assert checkpoint.read_notes(saved, 1) == notes
     assert checkpoint.read_notes(saved, 2) == {}
-    assert checkpoint.read_notes(saved, 3) == {}
+    with pytest.raises(ValueError, match="no checkpoint of step 3"):
+      checkpoint.read_notes(saved, 3)
+  account = tmp_path / "1" / "_CHECKPOINT_METADATA"
+  account.write_text(account.read_text().replace("0.25", "0.35"))
+  with checkpoint.open_checkpointer(tmp_path, readonly=True) as saved:
+    with pytest.raises(ValueError, match="damaged.*its notes are not those"):
+      checkpoint.read_notes(saved, 1)
 
 
 def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
