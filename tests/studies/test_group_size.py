@@ -56,6 +56,8 @@ def refusal(words):
     ("--config.predict.tangents=1", "tangents"),
     ("--config.train.optim.learning_rate=-1", "optim.learning_rate"),
     ("--config.train.steps=many", "type int"),
+    ("--config.name=../../x", "names a directory"),
+    (f"--config.train.seed={10**30}", "train.seed"),
     ("--config.buget=3", "budgets?"),
   ],
 )
