@@ -263,7 +263,7 @@ def test_an_impossible_setting_leaves_no_run(
   # A run directory left behind would refuse the corrected command.
   monkeypatch.chdir(tmp_path)
   pathlib.Path("file").touch()
-  with monkeypatch.context() as patch, toy.task():
+  with toy.task(), monkeypatch.context() as patch:
     if "difficulty" in word or "options" in word:
       patch.setitem(datasets.DATASETS, "arithmetic", arithmetic.load)
     patch.setattr(fit, "fit", None)  # nothing compiles
