@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     "--dtype", choices=list(DTYPES), help="default: as trained"
   )
   parser.add_argument("--adapter", action="store_true", help="LoRA only")
-  flags = parser.parse_args(argv)
+  flags = parser.parse_args(list(map(command_line.expand_home, argv)))
   with (
     command_line.usage_errors(),
     disk.errors(),

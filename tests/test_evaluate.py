@@ -75,6 +75,15 @@ def test_a_run_is_evaluated_under_its_own_config(
   assert found["accuracy_low"] < recorded(run, 6)["accuracy_low"]
 
 
+def test_a_finished_run_without_checkpoints_keeps_its_config(
+  toy_run, toy_task, tmp_path
+):
+  run = tmp_path / "run"
+  shutil.copytree(toy_run.directory, run)
+  shutil.rmtree(run / "checkpoints")
+  assert result_of([f"--model={run}"], tmp_path) == recorded(run, 8)
+
+
 def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
   config = default_config()
   words = (word.split("=") for word in toy.arguments(""))
@@ -352,6 +361,14 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
     (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
     (["--model={model}", "--compare={empty_run}"], "no complete checkpoint"),
     (["--compare={model}"], "--model"),
+    (["--model={model}", "--samples=2", "--temperature=nan"], "=nan: must be"),
+    (["--model={model}", "--samples=2", "--temperature=inf"], "=inf: must be"),
+    (["--model={model}", "--config.reward.functions=nosuch"], "'nosuch'"),
+    (["--model={model}", "--out={empty_run}"], "is a directory"),
+    (["--model={model}", "--out=/proc/x"], "No such file"),
+    (["--model={model}", "--out={empty_run}/" + "x" * 300], "name too long"),
+    (["--model={model}", "--samples=1000000000"], "Lower eval.batch_size, --s"),
+    (["--model={model}", "--config.eval.num_prompts=1000000000"], "100000"),
   ],
 )
 def test_mistakes(words, text, toy_run, toy_model, tmp_path, monkeypatch):

@@ -242,6 +242,15 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),
     ("--config.model.path=arithmetic-bose", "no model at"),
+    ("--config.name=../../x", "names a directory"),
+    (f"--config.seed={2**32}", "seed = 4294967296"),
+    ("--config.optim.weight_decay=nan", "optim.weight_decay = nan"),
+    ("--config.optim.learning_rate=inf", "optim.learning_rate = inf"),
+    ("--config.difficulty_high=1000000000", "1 to 1000"),
+    ("--config.rows=1000000000", "not enough memory"),
+    ("--config.row_length=1000000000", "not enough memory"),
+    ("--config.model.width=1000000000", "Lower model.width, model.layers"),
+    ("--out=/proc/x", "No such file"),
   ],
 )
 def test_mistakes_are_refused(word, text, tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """The training program: files, resuming, options, mistakes."""
 
+import functools
 import json
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -11,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax import train
+from grpojax import evaluate, export, train
+from grpojax.data import arithmetic, datasets
 from grpojax.models import hf
 from grpojax.rewards import exact
 from grpojax.runtime import checkpoint, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics import diagnostics
-from grpojax.training import from_config
+from grpojax.training import fit, from_config
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
@@ -246,6 +249,17 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
     ("--config.loss.clip_low=2", "loss.clip_low"),
     ("--config.mesh.fsdp=3", "mesh data=-1 fsdp=3"),
     ("--config.data.options.difficulty=(4,2)", "difficulty"),
+    (f"--config.seed={2**32}", "seed = 4294967296: must be less than 2**32"),
+    (f"--config.seed={10**30}", "seed = 1000"),
+    ("--config.data.options.size=abc", "data.options.size = 'abc': must be"),
+    ("--config.sampling.max_new_tokens=1000000000", "decode cache"),
+    ("--config.batch_size=100000000", "Lower batch_size, group_size"),
+    ("--config.group_size=1000000000", "Lower batch_size, group_size"),
+    ("--config.data.max_prompt_length=1000000000", "data.max_prompt_length"),
+    ("--config.eval.batch_size=1000000000", "Lower eval.batch_size"),
+    ("--run_dir=file/x", "file/x: Not a directory"),
+    ("--run_dir=/proc/x", "/proc/x: No such file"),
+    (f"--run_dir={'x' * 300}", "name too long"),
   ],
 )
 def test_an_impossible_setting_leaves_no_run(
@@ -253,9 +267,14 @@ def test_an_impossible_setting_leaves_no_run(
 ):
   # A run directory left behind would refuse the corrected command.
   monkeypatch.chdir(tmp_path)
-  message = refusal([*toy.arguments(toy_model), word])
+  pathlib.Path("file").touch()
+  with toy.task(), monkeypatch.context() as patch:
+    if "difficulty" in word or "options" in word:
+      patch.setitem(datasets.DATASETS, "arithmetic", arithmetic.load)
+    patch.setattr(fit, "fit", None)  # nothing compiles
+    message = refusal([*toy.arguments(toy_model), word])
   assert hint in message
-  assert not list(tmp_path.iterdir())
+  assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # Together they use every choice of every option (of advantages, those that ask
@@ -443,3 +462,109 @@ def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
   ):
     train.main(words)
   assert not (tmp_path / "x").exists()
+
+
+def test_more_held_out_problems_than_are_drawn(tmp_path):
+  words = ["--config.eval.num_prompts=1000000000", f"--run_dir={tmp_path}/x"]
+  assert "eval.num_prompts = 1000000000: problems are drawn" in refusal(words)
+
+
+@pytest.fixture
+def broken_run(toy_run, tmp_path):
+  """A copy of a run before its end, with other text in one of its files."""
+
+  def broken(name, text):
+    run = tmp_path / "run"
+    shutil.copytree(toy_run.directory, run)
+    (run / "summary.json").unlink()
+    (run / name).write_text(text((run / name).read_text()))
+    return run
+
+  return broken
+
+
+@pytest.mark.parametrize(
+  "line",
+  ["not json", "[1, 2]", "null", '{"step": "three"}', '{"step": null}'],
+)
+def test_a_stray_line_of_metrics_is_named(
+  line, broken_run, toy_run, toy_task, monkeypatch
+):
+  run = broken_run("metrics.jsonl", lambda text: f"{text}{line}\n")
+  monkeypatch.setattr(fit, "fit", None)
+  message = refusal([*toy_run.argv, f"--run_dir={run}"])
+  assert f"{run}/metrics.jsonl, line 13: " in message
+  assert "\n" not in message
+
+
+CONFIGS = [
+  ("null", "no run at"),
+  ("[[1], [2]]", "no run at"),
+  ("NaN", "no run at"),
+  ('{"model": null}', "no run at"),
+  ('{"steps": {"a": 1}}', "no run at"),
+  ({"steps": {"a": 1}}, "steps.a = 1: unknown key"),
+  ({"steps": [[1], [2]]}, "steps = ((1,), (2,)): must be of type int"),
+  ({"steps": float("nan")}, "steps = nan: must be of type int"),
+  ({"optim": None}, "optim = None: is a section"),
+  ({"lora": []}, "lora = (): is a section"),
+  ({"seed": 10**30}, "seed = 1000"),
+  ({"optim.schedule": "x"}, "optim.schedule = 'x'"),
+]
+
+
+@pytest.mark.parametrize("change, text", CONFIGS, ids=str)
+def test_a_runs_config_that_cannot_be_read(
+  change, text, broken_run, toy_run, toy_task, tmp_path
+):
+  """Resumed, evaluated or exported: no traceback."""
+
+  def change_it(before):
+    if isinstance(change, str):
+      return change
+    saved = json.loads(before)
+    for name, value in change.items():
+      *sections, last = name.split(".")
+      part = functools.reduce(dict.get, sections, saved)
+      part[last] = value
+    return json.dumps(saved)
+
+  run = broken_run("config.json", change_it)
+  message = refusal([*toy_run.argv, f"--run_dir={run}"])
+  assert "config" in message
+  for main, words in (
+    (evaluate.main, [f"--model={run}"]),
+    (export.main, [str(run), f"--out={tmp_path}/out"]),
+  ):
+    with pytest.raises(SystemExit, match="^error: ") as caught:
+      main(words)
+    assert text in caught.value.code
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  "program", ["train", "evaluate", "sft", "export", "studies.group_size"]
+)
+def test_an_interrupt_at_the_start(program, tmp_path):
+  """While the libraries are imported, which is most of a start."""
+  for library in ("jax", "ml_collections"):
+    (tmp_path / f"{library}.py").write_text("raise KeyboardInterrupt")
+  done = subprocess.run(
+    [sys.executable, "-m", f"grpojax.{program}"],
+    env=os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE.parent}"},
+    capture_output=True,
+    text=True,
+  )
+  assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_other_errors_keep_their_traceback(tmp_path):
+  (tmp_path / "ml_collections.py").write_text("1 / 0")
+  (tmp_path / "jax.py").write_text("1 / 0")
+  done = subprocess.run(
+    [sys.executable, "-m", "grpojax.train"],
+    env=os.environ | {"PYTHONPATH": f"{tmp_path}:{HERE.parent}"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

@@ -41,9 +41,9 @@ def _is(value: Any, hint: Any) -> bool:
   if origin is Sequence:
     sequence = isinstance(value, (tuple, list))
     return sequence and all(_is(item, parts[0]) for item in value)
-  if isinstance(value, bool) and hint in (int, float):
-    return False
-  known = hint in (bool, int, float, str, types.NoneType)
+  if hint in (int, float):  # a whole number is a float too, True is neither
+    return isinstance(value, (int, hint)) and not isinstance(value, bool)
+  known = hint in (bool, str, types.NoneType)
   return isinstance(value, hint) if known else True
 
 

@@ -52,8 +52,10 @@ def learning_curve(
     ValueError: no row has anything to draw.
   """
   rows = read_jsonl(metrics_path)
+  rows = [row for row in rows if "step" in row]
   series = {
-    key: [row for row in rows if row.get(key) is not None] for key, _ in _PANELS
+    key: [row for row in rows if isinstance(row.get(key), (int, float))]
+    for key, _ in _PANELS
   }
   panels = [(key, title) for key, title in _PANELS if series[key]]
   if not panels:

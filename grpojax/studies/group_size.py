@@ -122,6 +122,8 @@ def problems(config: ConfigDict) -> list[str]:
       wrong.append(f"{field} = {values!r}: give whole numbers of 2 or more")
   if config.seeds < 2:
     wrong.append(f"seeds = {config.seeds}: an interval needs 2 or more")
+  if not 0 <= config.train.seed < 2**32:
+    wrong.append(f"train.seed = {config.train.seed}: must be in 0..2**32 - 1")
   p = config.predict
   if p.prompts < 3 or p.batch < 1 or p.prompts % p.batch:
     wrong.append("predict.prompts: 3 or more, a multiple of predict.batch")

@@ -207,9 +207,9 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
   low, high, best = (
     prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
   )
-  axes.axvspan(
-    low, high or 2 * max(sizes), color="gray", alpha=0.2, lw=0, label="95%"
-  )
+  if low is not None:  # or nothing could be predicted
+    high = high or 2 * max(sizes)
+    axes.axvspan(low, high, color="gray", alpha=0.2, lw=0, label="95%")
   if best is not None:
     axes.axvline(best, color="black", ls="--", label=f"predicted {best:.0f}")
   axes.set(xlabel="group size G", ylabel="mean reward over training")

@@ -72,6 +72,7 @@ def problems(config: ConfigDict) -> list[str]:
     whole = values and all(type(x) is int for x in values)
     return whole and least <= values[0] and sorted(set(values)) == list(values)
 
+  need(0 <= config.seed < 2**32, "seed", "must be in 0..2**32 - 1")
   need(config.runs >= 2, "runs", "must be 2 or more")
   todo = "must be increasing whole numbers, 1 or more"
   need(increasing(config.steps, 1), "steps", todo)

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
+from grpojax.training import validation
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
@@ -104,7 +105,7 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
   """The config of a run directory.
 
   Raises:
-    ValueError: it has none, or one with wrong keys.
+    ValueError: it has none, or one with wrong keys or values.
   """
   saved = _saved_config(pathlib.Path(run))
   if saved is None:
@@ -112,7 +113,9 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
       f"no run at {run}: give the run directory of a training run, the one "
       f"with its {CONFIG} and {CHECKPOINTS}/"
     )
-  problems = config_lib.check_keys(saved[0], default_config(), WORDS)
+  problems = config_lib.check_keys(
+    saved[0], default_config(), WORDS
+  ) or validation.problems(config_lib.flatten(saved[0]))
   if problems:
     lines = "\n  ".join(problems)
     raise ValueError(f"{pathlib.Path(run) / CONFIG} is not valid:\n  {lines}")

@@ -248,6 +248,10 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       validate(config)
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
+      whole = out.with_name(f".{out.name}.tmp")
+      shutil.rmtree(whole, ignore_errors=True)
+      whole.mkdir(parents=True)  # or an error, before anything is trained
+      whole.rmdir()
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
@@ -262,8 +266,6 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       "seconds": time.time() - began,
       "losses": losses,
     }
-    whole = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(whole, ignore_errors=True)
     hf.save(whole, params, source)
     records.write_json(whole / "sft.json", record)
     whole.rename(out)

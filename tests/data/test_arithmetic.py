@@ -161,7 +161,9 @@ def test_a_dialogue_asks_and_answers():
     assert completion == author(prompt[3:-4])
 
 
-@pytest.mark.parametrize("difficulty", [0, (3, 2), (0, 2), (1, 2, 3)])
+@pytest.mark.parametrize(
+  "difficulty", [0, (3, 2), (0, 2), (1, 2, 3), 10**9, (2, 10**9)]
+)
 def test_bad_difficulty_is_refused(difficulty):
   with pytest.raises(ValueError, match="difficulty is a number of operations"):
     arithmetic.load("train", difficulty=difficulty)
@@ -172,7 +174,18 @@ def test_other_bad_arguments_are_refused():
     arithmetic.load("valid")
   with pytest.raises(ValueError, match="seed must not be negative"):
     arithmetic.load("train", seed=-1)
-  with pytest.raises(ValueError, match="size must be in"):
+  with pytest.raises(ValueError, match="size = 0"):
     arithmetic.load("train", size=0)
+
+
+def test_held_out_problems_are_not_endless():
+  """All of them are encoded before a run."""
+  assert len(arithmetic.load("train")) == arithmetic.ENDLESS
+  assert len(arithmetic.load("test", size=100_000)) == 100_000
+  for size in (100_001, 10**9, arithmetic.ENDLESS):
+    with pytest.raises(
+      ValueError, match=f"eval.num_prompts = {size}: .*100000"
+    ):
+      arithmetic.load("test", size=size)
   with pytest.raises(ValueError, match="probability"):
     arithmetic.document(np.random.default_rng(0), hasty=1.5)

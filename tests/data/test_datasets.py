@@ -59,3 +59,38 @@ def test_a_data_set_that_takes_any_option(monkeypatch):
   monkeypatch.setitem(datasets.DATASETS, "mine", load)
   options = {"colour": 1, "size": 2}
   assert datasets.load("mine", "train", "", options) == [options]
+
+
+WRONG = [
+  *[(name, "size", value) for name in datasets.DATASETS for value in "x0"],
+  *[(name, "size", value) for name in datasets.DATASETS for value in (1.5, -1)],
+  ("arithmetic", "difficulty", "hard"),
+  ("arithmetic", "difficulty", (1.5, 2)),
+  ("arithmetic", "difficulty", True),
+  ("arithmetic", "difficulty", {"low": 1}),
+  *[("jsonl", key, 3) for key in ("prompt", "answer", "messages")],
+  ("jsonl", "test", "half"),
+]
+
+
+@pytest.mark.parametrize("name, key, value", WRONG)
+def test_an_option_of_another_type_is_refused(name, key, value):
+  with pytest.raises(ValueError, match=f"^data.options.{key} = .*must be "):
+    datasets.load(name, "train", PATHS.get(name, ""), {key: value})
+
+
+def test_options_are_checked_against_annotations(monkeypatch):
+  """Numbers, texts and sequences; what is not understood passes."""
+
+  def load(split, *, seed=0, size: int | None = None, rate: float = 0.0, x=1):
+    return [rate]
+
+  def later(split, *, size: "int | None" = None, path: object = None):
+    return [size]
+
+  monkeypatch.setitem(datasets.DATASETS, "mine", load)
+  for rate in (2, 0.5):
+    options = {"rate": rate, "size": None, "x": [set()]}
+    assert datasets.load("mine", "train", "", options) == [rate]
+  monkeypatch.setitem(datasets.DATASETS, "mine", later)
+  assert datasets.load("mine", "train", "", {"size": "7"}) == ["7"]

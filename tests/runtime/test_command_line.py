@@ -185,6 +185,10 @@ def test_nothing_is_evaluated(tmp_path):
       "--config.data.options.a=1 --config.data.options.a.b=2",
       "--config.data.options.a.b: a is no section, but 1",
     ),
+    (
+      "--config.data.options.a.b=2 --config.data.options.a=1",
+      "--config.data.options.a is a section",
+    ),
   ],
 )
 def test_mistakes_are_refused(word, text):
@@ -220,6 +224,17 @@ def test_config_file(tmp_path):
     # config_flags keeps an OSError until the config is used.
     ("open('no.json')", "line 4: FileNotFoundError"),
     ("config = (", "line 4: SyntaxError"),
+    ("raise SystemExit", "line 4: SystemExit"),
+    ("config.steps = int(input())", "line 4: EOFError"),
+    ("import sys; sys.stdin.read().index('a')", "line 4: ValueError"),
+    (
+      "config.seed = config_dict.required_placeholder(int)",
+      "a required_placeholder has no value",
+    ),
+    (
+      "config = ConfigDict({'a': config_dict.required_placeholder(int)})",
+      "a required_placeholder has no value",
+    ),
   ],
 )
 def test_a_bad_config_file_says_where(tmp_path, line, text):
@@ -228,6 +243,7 @@ def test_a_bad_config_file_says_where(tmp_path, line, text):
     "from grpojax.training.config import default_config\n"
     f"def get_config():\n  config = default_config()\n  {line}\n"
     "  return config\n"
+    "from ml_collections import ConfigDict, config_dict\n"
   )
   with pytest.raises(ValueError, match="^[^\n]*$") as error:
     _parse(f"--config={path}")
@@ -367,3 +383,61 @@ def test_help_says_words_and_free_sections(capsys):
   lines = capsys.readouterr().out.splitlines()
   assert "  --config.group_size=8  or auto" in lines
   assert any(x.startswith("  --config.data.options.KEY=") for x in lines)
+
+
+def test_a_frozen_config_takes_overrides(tmp_path):
+  path = tmp_path / "frozen.py"
+  path.write_text(
+    "from grpojax.training.config import default_config\n"
+    "from ml_collections import FrozenConfigDict\n"
+    "def get_config():\n  return FrozenConfigDict(default_config())\n"
+  )
+  config, _ = _parse(
+    f"--config={path}", "--config.steps=3", "--config.data.options.size=4"
+  )
+  assert config.steps == 3 and config.data.options.size == 4
+  assert config.is_locked and config.reward.weights == (1.0,)
+
+
+def test_a_home_directory(tmp_path, monkeypatch):
+  """In flags, settings, tuples of them and the config file's own path."""
+  monkeypatch.setenv("HOME", str(tmp_path))
+  (tmp_path / "mine.py").write_text(
+    "from grpojax.training.config import default_config\n"
+    "def get_config():\n"
+    "  config = default_config()\n"
+    "  config.data.path = '~/problems'\n"
+    "  return config\n"
+  )
+  config, flags = _parse(
+    "--config=~/mine.py",
+    "--run_dir=~/run",
+    "--config.model.path=~/model",
+    "--config.reward.functions=~/mine.py:score,exact_answer",
+    "--config.data.options.file=~/x",
+    "--config.data.template=a ~/ {prompt}",
+  )
+  assert flags.run_dir == f"{tmp_path}/run"
+  assert config.data.path == f"{tmp_path}/problems"
+  assert config.model.path == f"{tmp_path}/model"
+  functions = (f"{tmp_path}/mine.py:score", "exact_answer")
+  assert config.reward.functions == functions
+  assert config.data.options.file == f"{tmp_path}/x"
+  assert config.data.template == "a ~/ {prompt}"
+  assert config.is_locked
+
+
+@pytest.mark.parametrize(
+  "error, text",
+  [
+    (FileNotFoundError(2, "No such file", "/x/y"), "/x/y: No such file"),
+    (OSError("odd"), "odd"),
+    (MemoryError("Unable to allocate 9 TiB"), "not enough memory: Unable to "),
+  ],
+)
+def test_what_the_system_refuses_is_a_sentence(error, text):
+  with pytest.raises(SystemExit, match=f"^error: {text}"):
+    with command_line.usage_errors():
+      raise error
+  with pytest.raises(KeyError), command_line.usage_errors():
+    raise KeyError("a bug")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from grpojax.runtime import records
+from grpojax.runtime import pictures, records
 
 
 def test_rows_round_trip_and_non_finite_numbers_are_null(tmp_path):
@@ -44,6 +44,54 @@ def test_missing_and_broken_files(tmp_path):
   path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
   with pytest.raises(ValueError, match="line 2: not JSON"):
     records.read_jsonl(path)
+
+
+@pytest.mark.parametrize(
+  "line, text",
+  [
+    ("[1, 2]", "a JSON object is needed, not \\[1, 2\\]"),
+    ("null", "not None"),
+    ('{"step": "two"}', "its step is no whole number, but 'two'"),
+    ('{"step": null}', "but None"),
+    ('{"step": 1.5}', "but 1.5"),
+    ("[" * 10_000, "recursion"),
+    ("\ufffd", "not JSON"),
+  ],
+)
+def test_a_stray_line_is_named(line, text, tmp_path):
+  path, picture = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
+  path.write_text(f'{{"step": 1, "reward_mean": 1}}\n{line}\n{{"step": 2}}\n')
+  for read in (
+    records.read_jsonl,
+    lambda path: records.truncate_jsonl(path, 1),
+    lambda path: pictures.learning_curve(path, picture),
+  ):
+    with pytest.raises(ValueError, match=f"metrics.jsonl, line 2: .*{text}"):
+      read(path)
+
+
+def test_a_picture_leaves_out_what_is_no_number_of_a_step(tmp_path):
+  path, picture = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
+  for row in ({"accuracy": 1}, {"step": 1, "accuracy": "x", "entropy": [1]}):
+    records.append_jsonl(path, row)
+  with pytest.raises(ValueError, match="no rows to draw"):
+    pictures.learning_curve(path, picture)
+  records.append_jsonl(path, {"step": 1, "accuracy": 0.5})
+  pictures.learning_curve(path, picture)
+  assert picture.exists()
+
+
+def test_whether_a_file_can_be_written(tmp_path):
+  path = tmp_path / "result.json"
+  records.check_writable(path)
+  path.write_text("old")
+  records.check_writable(path)
+  assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+  with pytest.raises(ValueError, match="is a directory"):
+    records.check_writable(tmp_path)
+  for wrong in (path / "x", tmp_path / "no" / "x", tmp_path / ("x" * 300)):
+    with pytest.raises(OSError):
+      records.check_writable(wrong)
 
 
 def test_write_json_replaces_whole_or_not_at_all(tmp_path):

@@ -56,6 +56,8 @@ def refusal(words):
     ("--config.predict.tangents=1", "tangents"),
     ("--config.train.optim.learning_rate=-1", "optim.learning_rate"),
     ("--config.train.steps=many", "type int"),
+    ("--config.name=../../x", "names a directory"),
+    (f"--config.train.seed={10**30}", "train.seed"),
     ("--config.buget=3", "budgets?"),
   ],
 )
@@ -71,6 +73,10 @@ def test_somebody_elses_directory_is_refused(tmp_path):
   (tmp_path / "thesis.tex").write_text("mine")
   assert "is no study" in refusal([f"--run_dir={tmp_path}"])
   assert "is a file" in refusal([f"--run_dir={tmp_path / 'thesis.tex'}"])
+  assert "Not a directory" in refusal([f"--run_dir={tmp_path}/thesis.tex/x"])
+  assert "name too long" in refusal([f"--run_dir={tmp_path}/{'x' * 300}"])
+  (tmp_path / "y" / "config.json").mkdir(parents=True)
+  assert "is no study's config" in refusal([f"--run_dir={tmp_path / 'y'}"])
 
 
 def small(toy, toy_model):
@@ -164,6 +170,28 @@ def test_a_small_study(
   assert found["best_group_size"] == found["worst_group_size"] == 8
   assert found["best_minus_worst"] == [0, 0, 0]
   assert "tables and picture" in capsys.readouterr().out
+
+
+def test_no_diagnosis_of_an_automatic_run(
+  toy_task, toy_model, tmp_path, monkeypatch, capsys
+):
+  """Too few prompts with rewards: nan at every diagnosis, null in the file."""
+
+  def undiagnosed(config, directory):
+    summary = made_up(config, directory)
+    path = directory / run_directory.METRICS
+    path.write_text(path.read_text().replace('"c1": 1.0', '"c1": null'))
+    return summary
+
+  monkeypatch.setattr(fit, "run", undiagnosed)
+  monkeypatch.setattr(group_size.jax.config, "update", lambda *args: None)
+  ends = ("", "_low", "_high")
+  unknown = {f"optimal_group_size{end}": None for end in ends}
+  monkeypatch.setattr(group_size, "predict", lambda config: unknown)
+  group_size.main([*small(toy_task, toy_model), f"--run_dir={tmp_path}/x"])
+  summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+  assert summary["along_training"] == {"64": None}
+  assert "G* along training nan" in capsys.readouterr().out
 
 
 def test_best_and_worst_are_compared_by_seed():
