@@ -15,8 +15,9 @@ how often the most frequent answer of k completions is right.
 number, the paired difference (--model less --compare) with its 95% interval and
 a two-sided p-value. Each model is prompted in its own format. Data, prompt
 lengths and the length of completions are those of one config for both: the
-config of --model if that is a run; the config of --compare is not used. Both
-sample with the same random numbers.
+config of --model if that is a run; the config of --compare is not used. With
+data.too_long=drop both are asked the problems that fit both. Both sample with
+the same random numbers.
 """
 
 import math

@@ -248,11 +248,11 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       validate(config)
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
+      lm, params, stream = start(config, source)
       whole = out.with_name(f".{out.name}.tmp")
       shutil.rmtree(whole, ignore_errors=True)
       whole.mkdir(parents=True)  # or an error, before anything is trained
       whole.rmdir()
-      lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
       f"{count} parameters, {config.rows * config.row_length} tokens a step",

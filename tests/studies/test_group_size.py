@@ -10,6 +10,7 @@ import pytest
 
 from grpojax.runtime import records
 from grpojax.studies import group_size, group_size_results
+from grpojax.studies import run as study
 from grpojax.training import fit, run_directory
 from grpojax.training.config import validate
 
@@ -73,10 +74,22 @@ def test_somebody_elses_directory_is_refused(tmp_path):
   (tmp_path / "thesis.tex").write_text("mine")
   assert "is no study" in refusal([f"--run_dir={tmp_path}"])
   assert "is a file" in refusal([f"--run_dir={tmp_path / 'thesis.tex'}"])
-  assert "Not a directory" in refusal([f"--run_dir={tmp_path}/thesis.tex/x"])
-  assert "name too long" in refusal([f"--run_dir={tmp_path}/{'x' * 300}"])
-  (tmp_path / "y" / "config.json").mkdir(parents=True)
-  assert "is no study's config" in refusal([f"--run_dir={tmp_path / 'y'}"])
+
+
+@pytest.mark.parametrize(
+  "name, text",
+  [
+    ("file/x", "file/x: Not a directory"),
+    ("x" * 300, "name too long"),
+    ("odd", "odd/config.json is no study's config: .*Is a directory"),
+  ],
+)
+def test_a_directory_that_cannot_be_a_studys(name, text, tmp_path):
+  (tmp_path / "file").touch()
+  (tmp_path / "odd" / "config.json").mkdir(parents=True)
+  argv = [f"--run_dir={tmp_path / name}"]
+  with pytest.raises(SystemExit, match=f"^error: .*{text}"):
+    study.open_study(argv, "p", group_size.default_config, lambda config: [])
 
 
 def small(toy, toy_model):
