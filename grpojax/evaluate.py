@@ -111,9 +111,6 @@ def _parse(argv: list[str]):
   if _is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: run_directory.read_config(flags.model))
   validate(config)
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
   ks = _check_flags(config, flags)
