@@ -13,7 +13,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
@@ -117,24 +116,6 @@ def _failures(checkpointer: Checkpointer) -> Iterator[None]:
     ) from error
 
 
-def _is_key(leaf) -> bool:
-  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_impl(key) -> str:
-  """Name of a typed key's generator; `key` may be abstract."""
-  names = []
-  jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), key)
-  return names[0]
-
-
-def _plain(state: TrainState) -> TrainState:
-  """The state as it is stored: typed random keys as their data."""
-  return jax.tree.map(
-    lambda x: jax.random.key_data(x) if _is_key(x) else x, state
-  )
-
-
 def save(
   checkpointer: Checkpointer,
   step: int,
@@ -159,9 +140,7 @@ def save(
   orbax, in_flight = checkpointer
   if step in steps(checkpointer):
     return
-  state = jax.tree.map(
-    lambda x: jax.random.key_data(x) if _is_key(x) else x, state
-  )
+  state = stored_arrays.plain(state)
   known = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
   with interrupts.wait(), _failures(checkpointer):
     in_flight.append(orbax.save_async(int(step), state, custom_metadata=known))
@@ -219,21 +198,6 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
   return max(steps(checkpointer), default=None)
 
 
-def _abstract(leaf) -> jax.ShapeDtypeStruct:
-  """Shape, dtype and sharding of a leaf; keys as their data."""
-  data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-  sharding = getattr(leaf, "sharding", None)
-  if sharding is None or _is_key(leaf):
-    # Orbax would otherwise repeat the sharding of the machine that saved.
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None:
-      sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    else:
-      spec = jax.sharding.PartitionSpec()
-      sharding = jax.sharding.NamedSharding(mesh, spec)
-  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
-
-
 def _find(checkpointer: Checkpointer, step: int | None) -> pathlib.Path:
   """Where a checkpoint lies, by default the newest."""
   step = latest_step(checkpointer) if step is None else step
@@ -267,14 +231,8 @@ def restore(
       model or optimizer.
   """
   path = _find(checkpointer, step)
-  loaded = stored_arrays.load(path, jax.tree.map(_abstract, state), _GO_BACK)
-
-  def as_key(old, new):
-    if not _is_key(old):
-      return new
-    return jax.random.wrap_key_data(new, impl=_key_impl(old))
-
-  return jax.tree.map(as_key, state, loaded)
+  loaded = stored_arrays.load(path, stored_arrays.abstract(state), _GO_BACK)
+  return stored_arrays.with_keys(loaded, state)
 
 
 def restore_policy(
@@ -293,9 +251,8 @@ def restore_policy(
     ValueError: as `restore`.
   """
   path = _find(checkpointer, step)
-  return stored_arrays.load(
-    path, jax.tree.map(_abstract, params), _GO_BACK, "params"
-  )
+  like = stored_arrays.abstract(params)
+  return stored_arrays.load(path, like, _GO_BACK, "params")
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
@@ -325,4 +282,4 @@ def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")
   again = "delete that directory: the same command writes it again"
-  return stored_arrays.load(path, jax.tree.map(_abstract, params), again)
+  return stored_arrays.load(path, stored_arrays.abstract(params), again)

@@ -22,6 +22,60 @@ _ARRAYS = "arrays"  # path -> [kind, checksum]
 _NOTES = "notes"  # [JSON, its checksum]
 
 
+def _is_key(leaf) -> bool:
+  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_impl(key) -> str:
+  """Name of a typed key's generator; `key` may be abstract."""
+  names = []
+  jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), key)
+  return names[0]
+
+
+def plain(tree: PyTree) -> PyTree:
+  """A tree as it is stored: typed random keys as their data."""
+  return jax.tree.map(
+    lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
+  )
+
+
+def with_keys(stored: PyTree, like: PyTree) -> PyTree:
+  """What `plain` made of a tree like `like`, with its typed random keys."""
+
+  def one(old, new):
+    if not _is_key(old):
+      return new
+    return jax.random.wrap_key_data(new, impl=_key_impl(old))
+
+  return jax.tree.map(one, like, stored)
+
+
+def abstract(tree: PyTree) -> PyTree:
+  """What to load for a tree: shapes, dtypes and shardings of what is stored.
+
+  Args:
+    tree: arrays, or `jax.ShapeDtypeStruct`s; without a sharding, they go to the
+      first device.
+  """
+  return jax.tree.map(_abstract, tree)
+
+
+def _abstract(leaf) -> jax.ShapeDtypeStruct:
+  """Shape, dtype and sharding of a leaf; keys as their data."""
+  data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+  sharding = getattr(leaf, "sharding", None)
+  if sharding is None or _is_key(leaf):
+    # Orbax would otherwise repeat the sharding of the machine that saved.
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+      sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    else:
+      spec = jax.sharding.PartitionSpec()
+      sharding = jax.sharding.NamedSharding(mesh, spec)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
 def _kinds(tree: PyTree) -> dict[str, str]:
   """Shape and dtype of each leaf by path, in words that compare."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
