@@ -104,13 +104,17 @@ def check_keys(
   return problems
 
 
+def problem(field: str, value: Any, todo: str) -> str:
+  """A line about a setting that cannot be: field, value, what to do."""
+  return f"{field} = {value!r}: {todo}"
+
+
 def name_problems(name: str) -> list[str]:
   """What is wrong with a config's name, which names a directory."""
   if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
     return []
-  return [
-    f"name = {name!r}: names a directory: use letters, digits, '_', '-' and '.'"
-  ]
+  todo = "names a directory: use letters, digits, '_', '-' and '.'"
+  return [problem("name", name, todo)]
 
 
 def refuse(problems: Sequence[str]) -> None:

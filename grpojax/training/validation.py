@@ -1,15 +1,10 @@
 """What makes a run's settings impossible, found before anything compiles."""
 
-import functools
 import math
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.binding import bind
 from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
@@ -58,12 +53,6 @@ _POSITIVE = (
   "reward.timeout"
 ).split()
 
-_TRIED = 256  # prompts, and samples of each, that an advantage is tried on
-
-
-def _problem(field: str, value: Any, todo: str) -> str:
-  return f"{field} = {value!r}: {todo}"
-
 
 def _ranges(leaves: dict[str, Any]) -> list[str]:
   """Values outside their range; NaN fails every comparison."""
@@ -72,7 +61,7 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
   def need(field, holds, todo):
     value = leaves[field]
     if not (holds(value) and math.isfinite(value)):
-      wrong.append(_problem(field, value, todo))
+      wrong.append(problem(field, value, todo))
 
   for field in _AT_LEAST_ONE:
     need(field, lambda x: x >= 1, "must be 1 or more")
@@ -114,16 +103,16 @@ def _names(leaves: dict[str, Any]) -> list[str]:
         "needs the true value of each prompt, which a training run does not "
         f"know; use one of {', '.join(names)}"
       )
-      wrong.append(_problem(field, value, todo))
+      wrong.append(problem(field, value, todo))
     elif value not in names:
       todo = f"use one of {', '.join(names)}"
-      wrong.append(_problem(field, value, todo))
+      wrong.append(problem(field, value, todo))
   if not re.fullmatch(r"[\w.-]+", leaves["name"]):
     todo = "names a directory: use letters, digits, '_', '-' and '.'"
-    wrong.append(_problem("name", leaves["name"], todo))
+    wrong.append(problem("name", leaves["name"], todo))
   if not leaves["model.path"]:
     todo = "give a Hugging Face directory or the name of an embedded model"
-    wrong.append(_problem("model.path", "", todo))
+    wrong.append(problem("model.path", "", todo))
   template = leaves["data.template"]
   try:
     good = "\0" in template.format(prompt="\0")
@@ -131,7 +120,7 @@ def _names(leaves: dict[str, Any]) -> list[str]:
     good = False
   if not good:
     todo = "must hold {prompt} and no other field; write other braces doubled"
-    wrong.append(_problem("data.template", template, todo))
+    wrong.append(problem("data.template", template, todo))
   return wrong
 
 
@@ -141,18 +130,18 @@ def _rewards(leaves: dict[str, Any]) -> list[str]:
   names, weights = leaves["reward.functions"], leaves["reward.weights"]
   if not names or not all(name and isinstance(name, str) for name in names):
     todo = "name at least one function; the first says what a right answer is"
-    wrong.append(_problem("reward.functions", names, todo))
+    wrong.append(problem("reward.functions", names, todo))
   elif len(set(names)) < len(names):
-    wrong.append(_problem("reward.functions", names, "names must differ"))
+    wrong.append(problem("reward.functions", names, "names must differ"))
   numbers = [w for w in weights if isinstance(w, (int, float))]
   if len(weights) != len(names) or not (
     len(numbers) == len(weights) and all(map(math.isfinite, numbers))
   ):
     todo = f"must be {len(names)} numbers, one for each of reward.functions"
-    wrong.append(_problem("reward.weights", weights, todo))
+    wrong.append(problem("reward.weights", weights, todo))
   if not math.isfinite(leaves["reward.model_weight"]):
     value = leaves["reward.model_weight"]
-    wrong.append(_problem("reward.model_weight", value, "must be finite"))
+    wrong.append(problem("reward.model_weight", value, "must be finite"))
   if leaves["reward.on_device"]:
     alone = len(names) == 1 and names[0] in ON_DEVICE
     if not alone or tuple(weights) != (1.0,) or leaves["reward.model"]:
@@ -160,7 +149,7 @@ def _rewards(leaves: dict[str, Any]) -> list[str]:
         f"needs one reward function ({', '.join(ON_DEVICE)}), reward.weights = "
         "(1.0,) and no reward.model: nothing else can be computed on token ids"
       )
-      wrong.append(_problem("reward.on_device", True, todo))
+      wrong.append(problem("reward.on_device", True, todo))
   return wrong
 
 
@@ -170,11 +159,11 @@ def _lora(leaves: dict[str, Any]) -> list[str]:
     re.compile(targets)
   except re.error as error:
     todo = f"is no regular expression ({error})"
-    wrong.append(_problem("lora.targets", targets, todo))
+    wrong.append(problem("lora.targets", targets, todo))
   if leaves["lora.rank"] and leaves["diagnostics.last_layers"]:
     todo = "adapters (lora.rank) are diagnosed as a whole: use 0"
     value = leaves["diagnostics.last_layers"]
-    wrong.append(_problem("diagnostics.last_layers", value, todo))
+    wrong.append(problem("diagnostics.last_layers", value, todo))
   return wrong
 
 
@@ -192,105 +181,7 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
       "on-policy: it adds noise and pulls nowhere. k1 works with "
       "loss.kl_placement = 'reward' or 'ratio'"
     )
-  return [_problem("loss.kl", kl, todo)]
-
-
-def _divisions(leaves: dict[str, Any]) -> list[str]:
-  batch, minibatches = leaves["batch_size"], leaves["optim.minibatches"]
-  micro = leaves["optim.micro_batches"]
-  if min(batch, minibatches, micro) < 1:
-    return []  # reported as ranges
-  if batch % minibatches:
-    todo = f"must divide batch_size = {batch} (prompts; groups stay whole)"
-    return [_problem("optim.minibatches", minibatches, todo)]
-  if (batch // minibatches) % micro:
-    todo = (
-      "must divide the prompts of a minibatch, batch_size / "
-      f"optim.minibatches = {batch // minibatches}"
-    )
-    return [_problem("optim.micro_batches", micro, todo)]
-  return []
-
-
-def _mesh(leaves: dict[str, Any]) -> list[str]:
-  fields = ("mesh.data", "mesh.fsdp", "mesh.tensor")
-  sizes = [leaves[field] for field in fields]
-  todo = "must be 1 or more, or -1 for all the other devices"
-  wrong = [
-    _problem(field, size, todo)
-    for field, size in zip(fields, sizes, strict=True)
-    if size < 1 and size != -1
-  ]
-  if sizes.count(-1) > 1:
-    todo = "only one axis may be -1 (all the other devices)"
-    wrong.append(_problem("mesh", tuple(sizes), todo))
-  if min(sizes[:2]) >= 1:
-    parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
-    rows = leaves["batch_size"] // max(parts, 1)
-    if rows % (sizes[0] * sizes[1]):
-      todo = (
-        f"mesh.data x mesh.fsdp = {sizes[0] * sizes[1]} must divide the "
-        f"{rows} prompts of a micro-batch"
-      )
-      wrong.append(_problem("batch_size", leaves["batch_size"], todo))
-  return wrong
-
-
-def _refusal(advantage, prompts: int, group_size: int) -> str:
-  """Why an advantage cannot work with a batch of these shapes; "" if it can.
-
-  Nothing is computed.
-  """
-  array = functools.partial(jax.ShapeDtypeStruct, (prompts, group_size))
-
-  def trial(rewards, lengths):
-    return bind(advantage, lengths=lengths)(rewards)
-
-  try:
-    jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
-  except ValueError as error:
-    return str(error)
-  return ""
-
-
-def _advantage(leaves: dict[str, Any]) -> list[str]:
-  """Batches that the advantage refuses, and the next larger one that it takes.
-
-  It is tried on the run's shapes, so that it needs no other check than its own.
-  """
-  name, k = leaves["advantage"], leaves["subset_size"]
-  sizes = group_sizes.group_sizes(leaves)
-  if name not in ADVANTAGES or min(*sizes, leaves["batch_size"]) < 1:
-    return []  # reported as names or as ranges
-  advantage = bind(ADVANTAGES[name], k=k)
-  takes_k = advantage is not ADVANTAGES[name]
-  for size in sorted({min(sizes), max(sizes)}):
-    # What is too small for it is small: large shapes only make large tables.
-    prompts = min(group_sizes.samples_per_step(leaves) // size, _TRIED)
-    size = min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
-    refusal = _refusal(advantage, prompts, size)
-    if not refusal:
-      continue
-    larger = {*range(size + 1, size + 9), *[k + 1] * takes_k}
-    larger = sorted(g for g in larger if g > size)
-    enough = [g for g in larger if not _refusal(advantage, prompts, g)]
-    more = [
-      b for b in range(1, 9) if not _refusal(advantage, prompts + b, size)
-    ]
-    if enough and takes_k:
-      todo = (
-        f"too many for advantage = {name!r}: use a group_size of {enough[0]} "
-        f"or more (now {size}), or a smaller subset_size"
-      )
-      return [_problem("subset_size", k, todo)]
-    if enough:
-      todo = f"advantage = {name!r} compares completions of a prompt: use "
-      return [_problem("group_size", size, f"{todo}{enough[0]} or more")]
-    if more:
-      todo = f"advantage = {name!r} compares prompts: use {prompts + more[0]} "
-      return [_problem("batch_size", prompts, f"{todo}or more")]
-    return [_problem("advantage", name, refusal)]
-  return []
+  return [problem("loss.kl", kl, todo)]
 
 
 def problems(leaves: dict[str, Any]) -> list[str]:
@@ -299,6 +190,6 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   Args:
     leaves: all settings by dotted path, of the default's types.
   """
-  wrong = _ranges(leaves) + _names(leaves) + _kl(leaves) + _divisions(leaves)
-  wrong += _rewards(leaves) + _lora(leaves) + _mesh(leaves)
-  return wrong + _advantage(leaves) + group_sizes.problems(leaves)
+  wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
+  wrong += _rewards(leaves) + _lora(leaves)
+  return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)
