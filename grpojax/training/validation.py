@@ -13,8 +13,9 @@ from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
 from grpojax.rewards.exact_ids import ON_DEVICE
+from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.training import group_sizes
+from grpojax.training import batch_sizes, group_sizes
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import SCHEDULES
 
