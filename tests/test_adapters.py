@@ -22,9 +22,9 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   with monkeypatch.context() as patch:
     original, saved = checkpoint.save, []
 
-    def save(checkpointer, step, state):
+    def save(checkpointer, step, state, notes):
       saved.append(state.params)
-      original(checkpointer, step, state)
+      original(checkpointer, step, state, notes)
       if len(saved) == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -257,8 +257,8 @@ def test_a_mistake_is_one_line(word, hint, tmp_path, monkeypatch):
     ("--config.group_size=1000000000", "Lower batch_size, group_size"),
     ("--config.data.max_prompt_length=1000000000", "data.max_prompt_length"),
     ("--config.eval.batch_size=1000000000", "Lower eval.batch_size"),
-    ("--run_dir=file/x", "file/x: Not a directory"),
-    ("--run_dir=/proc/x", "/proc/x: No such file"),
+    ("--run_dir=file/x", "cannot be written: Not a directory"),
+    ("--run_dir=/proc/x", "/proc/x cannot be written: No such file"),
     (f"--run_dir={'x' * 300}", "name too long"),
   ],
 )
