@@ -58,7 +58,10 @@ def _project(
   if a is not None:
     y = y + (x @ a) @ b
   bias = layer.get(f"{name}_bias")
-  return y if bias is None else y + bias
+  if bias is None:
+    return y
+  # Added in the bias's float32, and so is its gradient, a sum over all tokens.
+  return (y + bias).astype(y.dtype)
 
 
 def _masks(
