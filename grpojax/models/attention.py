@@ -21,8 +21,8 @@ def rms_norm(
 ) -> Float[Array, "*tokens D"]:
   """X / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
 
-  It is rounded to x's dtype once, at the end (transformers rounds before the
-  scale as well, but for gemma). So the scale's gradient, a sum over all tokens,
+  The caller rounds the result, where it does (transformers rounds before the
+  scale already, but for gemma). So the scale's gradient, a sum over all tokens,
   is a float32 sum.
 
   Args:
@@ -33,7 +33,7 @@ def rms_norm(
   """
   y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
   y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-  return (y * (1 + scale if offset else scale)).astype(x.dtype)
+  return y * (1 + scale if offset else scale)
 
 
 # Rounded to bfloat16, logits would differ between sampling and scoring.

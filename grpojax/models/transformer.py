@@ -50,17 +50,23 @@ def _embed(
   ids: Int[Array, "*tokens"],
   dtype: Any,
 ) -> Float[Array, "*tokens D"]:
-  x = params["embed"][ids].astype(dtype)
-  if config.scaled_embedding:
-    x = x * jnp.asarray(config.width**0.5, x.dtype)
+  """Hidden states before the first layer, float32."""
+  x = params["embed"][ids].astype(jnp.float32)
+  if config.scaled_embedding:  # transformers rounds the factor
+    x = x * jnp.asarray(config.width**0.5, dtype)
   return x
 
 
 def _final_norm(
-  config: TransformerConfig, params: Params, x: Float[Array, "*tokens D"]
+  config: TransformerConfig,
+  params: Params,
+  x: Float[Array, "*tokens D"],
+  dtype: Any,
 ) -> Float[Array, "*tokens D"]:
+  """Hidden states as the output head reads them, in `dtype`."""
   scale = params["final_norm"]
-  return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+  y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+  return y.astype(dtype)
 
 
 def _token_context(
@@ -103,7 +109,7 @@ def _prefill(
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
-    last_hidden=_final_norm(config, params, last[:, 0]),
+    last_hidden=_final_norm(config, params, last[:, 0], dtype),
     length=length,
     state=(keys_values, prompt_mask),
   )
@@ -211,7 +217,7 @@ def _extend(
     x, cache = _extend_cached(
       config, params, x, positions, cache, *prefix.state
     )
-  return _final_norm(config, params, x), cache
+  return _final_norm(config, params, x, dtype), cache
 
 
 def _unembed(
@@ -238,7 +244,8 @@ def transformer(
 
   Args:
     config: shape of the model.
-    dtype: of computation and cache; norms, softmax and logits are float32.
+    dtype: of matrix products and cache; hidden states between the layers,
+      norms, rotations, softmax and logits are float32.
       Parameters may be float32 beside it (an optimizer needs that: a small
       update of a bfloat16 weight rounds to nothing) and are cast where used.
     remat: recompute each layer in the backward pass instead of storing its
