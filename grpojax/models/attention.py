@@ -19,19 +19,21 @@ def rms_norm(
   eps: float,
   offset: bool = False,
 ) -> Float[Array, "*tokens D"]:
-  """X / sqrt(mean(x^2) + eps) * scale over the last axis, inside in float32.
+  """X / sqrt(mean(x^2) + eps) * scale over the last axis, in float32.
+
+  The caller rounds the result, where it does (transformers rounds before the
+  scale already, but for gemma). So the scale's gradient, a sum over all tokens,
+  is a float32 sum.
 
   Args:
     x: [..., D].
     scale: [D].
     eps: added to the mean square.
-    offset: the scale is 1 + `scale`, and is applied in float32 too (gemma).
+    offset: the scale is 1 + `scale` (gemma).
   """
-  y = x.astype(jnp.float32)
+  y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
   y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-  if offset:
-    return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-  return scale * y.astype(x.dtype)
+  return y * (1 + scale if offset else scale)
 
 
 # Rounded to bfloat16, logits would differ between sampling and scoring.
@@ -119,5 +121,5 @@ def two_part_attention(
   prompt_out, prompt_lse = attend(cache.PROMPT_AXES, "p", *prompt, prompt_mask)
   # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
   # softmax's mass that lies on the prompt.
-  share = jax.nn.sigmoid(prompt_lse - lse).astype(q.dtype)
-  return out + share * (prompt_out - out)
+  share = jax.nn.sigmoid(prompt_lse - lse)
+  return (out + share * (prompt_out - out)).astype(q.dtype)

@@ -58,7 +58,10 @@ def _project(
   if a is not None:
     y = y + (x @ a) @ b
   bias = layer.get(f"{name}_bias")
-  return y if bias is None else y + bias
+  if bias is None:
+    return y
+  # Added in the bias's float32, and so is its gradient, a sum over all tokens.
+  return (y + bias).astype(y.dtype)
 
 
 def _masks(
@@ -129,7 +132,7 @@ def _attention(
   if c.qk_norm:  # before the rotation, which keeps norms as they are
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
   table = _rotary_table(local, context.tables)
-  q, k = rotate(q, table), rotate(k, table)
+  q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
   # Query head h attends with key head h // R: H is split into [K, R], and
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
@@ -161,6 +164,7 @@ def _mlp(
   if config.experts:  # they take tokens in any order, so [N, D]
     tokens = y.reshape(-1, y.shape[-1])
     return mixture(config, tokens, layer, activation).reshape(y.shape)
+  y = y.astype(layer["gate"].dtype)
   y = activation(_project(y, layer, "gate")) * _project(y, layer, "up")
   return _project(y, layer, "down")
 
@@ -177,9 +181,13 @@ def block(
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
+  Matrices are multiplied in their own dtype, the dtype of computation; what
+  lies between them is float32. Above all the hidden states: rounded to bfloat16
+  in each layer, those of a sampled and of a scored token drift apart.
+
   Args:
     config: of the model.
-    x: hidden states [B, G, S, D].
+    x: hidden states [B, G, S, D], float32.
     layer: the layer's parameters.
     local: whether the layer is local.
     context: what the layer needs to know of the tokens.
@@ -193,7 +201,7 @@ def block(
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  y = norm(x, layer["attn_norm"])
+  y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
   y, row = _attention(c, y, layer, local, context, prompt, slots, index)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)

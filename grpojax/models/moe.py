@@ -31,7 +31,11 @@ def route(
   Returns:
     `(weights, experts)`, each [N, count].
   """
-  logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+  logits = jnp.matmul(
+    x.astype(jnp.float32),
+    router.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,  # else accelerators may round both
+  )
   weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
   if normalize:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -51,12 +55,12 @@ def mixture(
 
   Args:
     config: a `TransformerConfig` with experts.
-    x: tokens.
+    x: tokens, not rounded: the router sees them as they are.
     layer: the layer's parameters.
     activation: of the gate.
 
   Returns:
-    [N, D].
+    [N, D], float32.
   """
   count = config.experts_per_token
   weights, experts = route(x, layer["router"], count, config.normalize_experts)
@@ -64,7 +68,7 @@ def mixture(
   # by expert, each expert's pairs are one run of `run_lengths` rows.
   order = jnp.argsort(experts.reshape(-1))  # stable
   run_lengths = jnp.bincount(experts.reshape(-1), length=config.experts)
-  rows = x[order // count]
+  rows = x.astype(layer["expert_gate"].dtype)[order // count]
 
   def multiply(rows, name):
     return jax.lax.ragged_dot(rows, layer[name], run_lengths.astype(jnp.int32))
@@ -73,4 +77,4 @@ def mixture(
   # The inverse permutation puts the pairs back beside their tokens.
   y = multiply(y, "expert_down")[jnp.argsort(order)]
   y = y.reshape(*experts.shape, -1)
-  return jnp.einsum("nkd,nk->nd", y, weights.astype(y.dtype))
+  return jnp.sum(weights[..., None] * y, axis=1)

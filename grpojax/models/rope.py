@@ -59,8 +59,10 @@ def rotate(
   x: Float[Array, "B G S heads E"],
   tables: tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]],
 ) -> Float[Array, "B G S heads E"]:
-  """Rotates the two halves of each head by the angles of `rope_tables`."""
-  # One angle a position for all heads; in x's dtype, as transformers does.
-  cos, sin = (table[:, :, :, None].astype(x.dtype) for table in tables)
+  """Rotates the two halves of each head by the angles of `rope_tables`.
+
+  The result is float32, as the tables are (transformers rounds them).
+  """
+  cos, sin = (table[:, :, :, None] for table in tables)  # alike for all heads
   x1, x2 = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)

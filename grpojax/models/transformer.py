@@ -32,20 +32,41 @@ from grpojax.models.layer_stacks import last_layers as last_layers
 from grpojax.models.rope import rope_tables
 
 
+def _in_float32(name: str) -> bool:
+  """Whether a parameter is used as it is, whatever the dtype of computation.
+
+  The gradients of a scale, a bias and an embedding are sums over all tokens,
+  of rows and not of products as a matrix's, and are summed in the dtype of
+  what is used: in bfloat16 thousands of tokens add up to a wrong sum. A router
+  chooses among the experts by the order of its logits: rounded, it would send
+  tokens to other experts (see `moe.route`).
+  """
+  return name.endswith(("norm", "bias")) or name in ("embed", "router")
+
+
 def _embed(
-  config: TransformerConfig, params: Params, ids: Int[Array, "*tokens"]
+  config: TransformerConfig,
+  params: Params,
+  ids: Int[Array, "*tokens"],
+  dtype: Any,
 ) -> Float[Array, "*tokens D"]:
-  x = params["embed"][ids]
-  if config.scaled_embedding:
-    x = x * jnp.asarray(config.width**0.5, x.dtype)
+  """Hidden states before the first layer, float32."""
+  x = params["embed"][ids].astype(jnp.float32)
+  if config.scaled_embedding:  # transformers rounds the factor
+    x = x * jnp.asarray(config.width**0.5, dtype)
   return x
 
 
 def _final_norm(
-  config: TransformerConfig, params: Params, x: Float[Array, "*tokens D"]
+  config: TransformerConfig,
+  params: Params,
+  x: Float[Array, "*tokens D"],
+  dtype: Any,
 ) -> Float[Array, "*tokens D"]:
+  """Hidden states as the output head reads them, in `dtype`."""
   scale = params["final_norm"]
-  return rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+  y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+  return y.astype(dtype)
 
 
 def _token_context(
@@ -65,6 +86,7 @@ def _token_context(
 def _prefill(
   config: TransformerConfig,
   layer_step: Callable[..., Any],
+  dtype: Any,
   params: Params,
   prompt_ids: Int[Array, "B P"],
   prompt_mask: Bool[Array, "B P"],
@@ -82,12 +104,12 @@ def _prefill(
     x, row = layer_step(config, x, layer, local, context, None, None, None)
     return x, cache_lib.of_prompt(row)
 
-  x = _embed(config, params, prompt_ids)[:, None]
+  x = _embed(config, params, prompt_ids, dtype)[:, None]
   x, keys_values = layer_stacks.scan(config, body, x, params)
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
-    last_hidden=_final_norm(config, params, last[:, 0]),
+    last_hidden=_final_norm(config, params, last[:, 0], dtype),
     length=length,
     state=(keys_values, prompt_mask),
   )
@@ -169,6 +191,7 @@ def _extend_cached(
 def _extend(
   config: TransformerConfig,
   layer_step: Callable[..., Any],
+  dtype: Any,
   params: Params,
   prefix: Prefix,
   ids: Int[Array, "B G S"],
@@ -185,7 +208,7 @@ def _extend(
   # From here on in the whole sequence. A completion goes on where its prompt's
   # real tokens end: the padding between the two has no positions.
   positions = prefix.length[:, None, None] + positions
-  x = _embed(config, params, ids)
+  x = _embed(config, params, ids, dtype)
   if cache is None:
     x = _extend_rows(
       config, layer_step, params, x, positions, segments, *prefix.state
@@ -194,7 +217,7 @@ def _extend(
     x, cache = _extend_cached(
       config, params, x, positions, cache, *prefix.state
     )
-  return _final_norm(config, params, x), cache
+  return _final_norm(config, params, x, dtype), cache
 
 
 def _unembed(
@@ -221,7 +244,8 @@ def transformer(
 
   Args:
     config: shape of the model.
-    dtype: of computation and cache; norms, softmax and logits are float32.
+    dtype: of matrix products and cache; hidden states between the layers,
+      norms, rotations, softmax and logits are float32.
       Parameters may be float32 beside it (an optimizer needs that: a small
       update of a bfloat16 weight rounds to nothing) and are cast where used.
     remat: recompute each layer in the backward pass instead of storing its
@@ -238,21 +262,18 @@ def transformer(
     layer_step = jax.checkpoint(block, static_argnums=static, prevent_cse=False)
 
   def cast(params):
-    """All in `dtype`, but for the router of a mixture of experts.
-
-    It chooses among the experts by the order of its logits: rounded to
-    bfloat16, it would send tokens to other experts (see `moe.route`).
-    """
     return jax.tree_util.tree_map_with_path(
-      lambda path, x: x if path[-1].key == "router" else x.astype(dtype), params
+      lambda path, x: x if _in_float32(path[-1].key) else x.astype(dtype),
+      params,
     )
 
   def prefill(params, prompt_ids, prompt_mask):
-    return _prefill(config, layer_step, cast(params), prompt_ids, prompt_mask)
+    args = (cast(params), prompt_ids, prompt_mask)
+    return _prefill(config, layer_step, dtype, *args)
 
   def extend(params, prefix, ids, cache=None, positions=None, segments=None):
-    args = (prefix, ids, cache, positions, segments)
-    return _extend(config, layer_step, cast(params), *args)
+    args = (cast(params), prefix, ids, cache, positions, segments)
+    return _extend(config, layer_step, dtype, *args)
 
   def unembed(params, hidden):
     return _unembed(config, params, hidden, dtype)
