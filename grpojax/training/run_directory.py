@@ -136,7 +136,11 @@ def changed(
     -> yours".
   """
   saved = _saved_config(pathlib.Path(path))
-  lines = config_lib.difference(saved[0], config) if saved else []
+  if not saved:
+    return [], []
+  lines = config_lib.difference(saved[0], config)
+  if config_lib.check_keys(saved[0], default_config(), WORDS):
+    return [], lines  # no run of ours has written that
   may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
   return may, [x for x in lines if x not in may]
 
