@@ -372,6 +372,7 @@ def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   assert (run / "reference").is_dir() and (run / "model").is_dir()
 
 
+@pytest.mark.slow  # test_options takes steps on the device
 def test_a_reward_on_the_device_changes_nothing(toy_task, toy_model, tmp_path):
   final = []
   for on_device in (False, True):
@@ -454,6 +455,7 @@ def test_a_mesh_changes_nothing_and_compiles_once(
 def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
   words = [
     "--config.data.options.difficulty=(2,8)",
+    "--config.steps=3",
     "--config.eval.num_prompts=1",  # a short one
     f"--run_dir={tmp_path}/x",
   ]

@@ -76,6 +76,7 @@ class Submission:
     self.lock = threading.Lock()
     self.abandoned = False
     self.futures: list[concurrent.futures.Future] = []
+    self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a worker
 
 
 class Pool:
@@ -186,17 +187,26 @@ class Pool:
     if not self._workers:
       return [self._score_here(job, poll) for job in sent.jobs]
     try:
-      left = sent.futures
-      while left:
-        _, left = concurrent.futures.wait(left, poll and POLL)
-        if left:
-          poll()
+      # Not by concurrent.futures.wait, which may keep the futures locked where
+      # Ctrl-C interrupts it: then nothing could end.
+      for _ in sent.futures:
+        self._wait_for_one(sent, poll)
     except BaseException:
       sent.abandoned = True
       raise
     for future in sent.futures:
       future.result()
     return list(sent.results)
+
+  def _wait_for_one(
+    self, sent: Submission, poll: Callable[[], None] | None
+  ) -> None:
+    """Waits until one more worker has nothing left to do."""
+    while True:
+      try:
+        return sent.ended.get(timeout=poll and POLL)
+      except queue.Empty:
+        poll()
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
@@ -223,6 +233,7 @@ class Pool:
         sent.results[index] = self._score(process, sent, index, stop)
     finally:
       self._idle.put(process)
+      sent.ended.put(None)
 
   def _score_here(self, job: Job, poll: Callable[[], None] | None) -> Result:
     if poll:

@@ -53,6 +53,7 @@ def learning_curve(
   """
   rows = read_jsonl(metrics_path)
   rows = [row for row in rows if "step" in row]
+  rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
   series = {
     key: [row for row in rows if isinstance(row.get(key), (int, float))]
     for key, _ in _PANELS

@@ -125,7 +125,8 @@ def optimal_group_size(
     prompt_cost: kappa >= 0, in completions.
 
   Returns:
-    G* >= 1, not rounded; inf where c1 <= 0: more prompts bring nothing.
+    G* >= 1, not rounded; inf where c1 <= 0: more prompts bring nothing; nan
+    where a component is.
 
   Raises:
     ValueError: a negative prompt_cost.
@@ -143,7 +144,8 @@ def optimal_group_size(
   others = jnp.sqrt(c)
   if prompt_cost:
     others = _others_at_a_cost(b, c, prompt_cost)
-  return jnp.where(prompts_differ, 1 + others, jnp.inf)
+  best = jnp.where(prompts_differ, 1 + others, jnp.inf)
+  return jnp.where(jnp.isnan(c1 + c2 + c3), jnp.nan, best)
 
 
 def _others_at_a_cost(

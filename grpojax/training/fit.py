@@ -152,7 +152,7 @@ def fit(
   def evaluate():
     step = int(state.step)
     due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
-    if due and not reporting.is_evaluated(run, step):
+    if due and not reporting.evaluations(run, step):
       reporting.evaluate_held_out(run, state.params, greedy, step, ask)
 
   try:

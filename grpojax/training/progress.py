@@ -66,7 +66,8 @@ class Progress:
   Attributes:
     baseline: the accuracy of the starting weights, with its interval and the
       number of prompts; None where it is not known yet.
-    train_seconds: spent on steps, over all the times the run was started.
+    train_seconds: spent on steps, and on evaluations and saves between them,
+      over all the times the run was started.
     steps_with: for each of `TROUBLES`, in how many steps it happened.
     in_a_row: for each, how many of the last steps were wholly of that kind.
     failed_rewards: that could not be computed, in all.

@@ -63,10 +63,15 @@ def record(run: Run, row: dict[str, Any]) -> None:
     records.write_scalars(run.writer, row["step"], row)
 
 
-def is_evaluated(run: Run, step: int) -> bool:
-  """Whether there is an evaluation after a step."""
+def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
+  """Rows of evaluations after a step, on the prompts that the run has now."""
   rows = records.read_jsonl(run.file(run_directory.METRICS))
-  return any("accuracy" in row and row.get("step") == step for row in rows)
+  key = step, len(run.held_out.examples)
+  return [
+    row
+    for row in rows
+    if "accuracy" in row and (row.get("step"), row.get("prompts")) == key
+  ]
 
 
 def evaluate_held_out(
@@ -158,7 +163,7 @@ def finish(
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary."""
   steps = run.config.steps
-  if steps and not is_evaluated(run, steps):  # metrics.jsonl was lost
+  if steps and not evaluations(run, steps):  # metrics.jsonl was lost
     greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
     evaluate_held_out(run, params, greedy, steps, poll)
   model = run.file(run_directory.MODEL)
@@ -168,12 +173,10 @@ def finish(
   pictures.learning_curve(
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )
-  rows = records.read_jsonl(run.file(run_directory.METRICS))
-  tests = [r for r in rows if "accuracy" in r and r.get("step") == steps]
   names = ("accuracy", "accuracy_low", "accuracy_high")
+  after = [progress.baseline, *evaluations(run, steps)][-1]
   before, after = (
-    [test[name] for name in names]
-    for test in (progress.baseline, [progress.baseline, *tests][-1])
+    [test[name] for name in names] for test in (progress.baseline, after)
   )
   summary = {
     "accuracy_before": before[0],

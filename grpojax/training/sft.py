@@ -21,7 +21,7 @@ from grpojax.data import texts as texts_lib
 from grpojax.data.packing import Rows, pack
 from grpojax.models import fresh, hf
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bpe, command_line, records
+from grpojax.runtime import bpe, command_line, disk, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import memory
 from grpojax.training import policy as policies
@@ -248,11 +248,8 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       validate(config)
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
+      disk.check_writable(out, "--out")
       lm, params, stream = start(config, source)
-      whole = out.with_name(f".{out.name}.tmp")
-      shutil.rmtree(whole, ignore_errors=True)
-      whole.mkdir(parents=True)  # or an error, before anything is trained
-      whole.rmdir()
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
       f"{count} parameters, {config.rows * config.row_length} tokens a step",
@@ -266,6 +263,8 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       "seconds": time.time() - began,
       "losses": losses,
     }
+    whole = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(whole, ignore_errors=True)
     hf.save(whole, params, source)
     records.write_json(whole / "sft.json", record)
     whole.rename(out)

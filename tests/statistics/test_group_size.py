@@ -123,6 +123,11 @@ def follow(estimates, start=8, error=0.0, **changes):
   return sizes
 
 
+def test_what_is_not_known_is_no_group_size():
+  for unknown in ((np.nan, 1.0, 1.0), (1.0, np.nan, 1.0), (1.0, 1.0, np.nan)):
+    assert np.isnan(group_size_lib.optimal_group_size(*unknown))
+
+
 def test_the_group_size_goes_to_the_best_one_step_at_a_time():
   assert follow([(1.0, 31.0**2)] * 4) == [16, 32, 32, 32]
   assert follow([(1.0, 9.0)] * 4, start=64) == [32, 16, 8, 4]

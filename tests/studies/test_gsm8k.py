@@ -123,6 +123,7 @@ def unlearned(config, out, command):
   (out / "sft.json").write_text(json.dumps(record))
 
 
+@pytest.mark.slow  # a tokenizer, a model and a run
 def test_a_tiny_study(tmp_path, monkeypatch, capsys):
   words = [f"--config.{key}={value}" for key, value in TINY.items()]
   study = tmp_path / "study"

@@ -17,7 +17,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import fit, scoring, start
+from grpojax.training import fit, reporting, scoring, start
 from grpojax.training import policy as policies
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
@@ -64,6 +64,25 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   assert summary_of(run)["eval_prompts"] == 6
 
 
+def test_an_evaluation_is_of_a_step_and_of_its_prompts(tmp_path):
+  held_out = types.SimpleNamespace(examples=[None] * 6)
+  run = types.SimpleNamespace(
+    file=lambda name: tmp_path / name, held_out=held_out
+  )
+  rows = [
+    {"step": 2, "accuracy": 0.1, "prompts": 6},
+    {"step": 4, "reward_mean": 1.0},
+    {"step": 4, "accuracy": 0.2, "prompts": 4},
+    {"step": 4, "accuracy": 0.3, "prompts": 6},
+  ]
+  for row in rows:
+    records.append_jsonl(tmp_path / "metrics.jsonl", row)
+  evaluations = reporting.evaluations.__wrapped__  # whose run is no Run
+  assert evaluations(run, 4) == rows[3:]
+  assert evaluations(run, 6) == []
+
+
+@pytest.mark.slow  # two runs
 def test_other_data_are_refused(toy_task, toy_model, tmp_path, monkeypatch):
   run = tmp_path / "run"
   go(toy_task, toy_model, run, steps=1)
