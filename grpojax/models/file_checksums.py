@@ -65,3 +65,12 @@ def verify(directory: pathlib.Path) -> None:
         f"{wanted}): write the model again, or, after an edit of your own, "
         f"delete {CHECKSUMS} there"
       )
+
+
+def intact(directory: pathlib.Path) -> bool:
+  """Whether a directory has checksums, and all its files are as they say."""
+  try:
+    verify(directory)
+  except ValueError:
+    return False
+  return (directory / CHECKSUMS).is_file()

@@ -100,8 +100,8 @@ class Pool:
     memory: bytes of data that a worker may allocate.
 
   Raises:
-    ValueError: see `functions.resolve_all`; or a number is out of range.
-    RuntimeError: a worker did not start.
+    ValueError: see `functions.resolve_all`; a number is out of range; or
+      a worker did not start.
   """
 
   def __init__(
@@ -144,7 +144,7 @@ class Pool:
         self._idle.put(process)
     except Lost as error:
       self.close()
-      raise RuntimeError(f"a reward worker did not start: {error}") from error
+      raise ValueError(f"a reward worker did not start: {error}") from error
     except BaseException:
       self.close()
       raise

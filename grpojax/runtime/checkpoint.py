@@ -21,10 +21,12 @@ from grpojax.runtime import disk, interrupts, stored_arrays
 
 
 def _not_told_here(record: logging.LogRecord) -> bool:
-  return not (record.exc_info and "orbax" in record.pathname)
+  error = record.levelno >= logging.ERROR and not record.exc_info
+  return error or "orbax" not in record.pathname
 
 
-# Orbax logs the traceback of what it raises as well, from each thread.
+# Orbax warns at length of what it then raises, and logs the traceback as well,
+# from each thread.
 logging.getLogger("absl").addFilter(_not_told_here)
 
 
@@ -86,17 +88,27 @@ def open_checkpointer(
         orbax.close()
 
 
+def complete(folder: str | os.PathLike) -> list[int]:
+  """Steps of the checkpoints in a folder that are whole, ascending.
+
+  Args:
+    folder: may be missing, and may hold other things.
+  """
+  accounts = pathlib.Path(folder).glob("*/_CHECKPOINT_METADATA")
+  names = (path.parent.name for path in accounts)
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
 def last_good(folder: str | os.PathLike) -> str:
   """Where a run goes on from, in words.
 
   Args:
     folder: of its checkpoints, which may not exist.
   """
-  folder = pathlib.Path(folder)
-  done = [int(path.name) for path in folder.glob("[0-9]*")]
+  done = complete(folder)
   if not done:
     return "there is no checkpoint yet"
-  return f"the last good checkpoint is {folder / str(max(done))}"
+  return f"the last good checkpoint is {pathlib.Path(folder) / str(done[-1])}"
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ A row is a dict with "step" and numbers. Write the rows of step k before the
 checkpoint of step k, so that resuming from it loses none.
 """
 
+import contextlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -47,15 +49,30 @@ def check_writable(path: str | os.PathLike) -> None:
   temporary.unlink()
 
 
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike) -> Iterator[None]:
+  """What the operating system refuses in here is said of this file."""
+  try:
+    yield
+  except OSError as error:
+    text = error.strerror or str(error)
+    raise OSError(error.errno, text, os.fspath(path)) from error
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
   """Writes a file whole or not at all, through .NAME.tmp beside it."""
   path = pathlib.Path(path)
   temporary = path.with_name(f".{path.name}.tmp")
-  with open(temporary, "w", encoding="utf-8") as file:
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(temporary, path)
+  with _naming(path):
+    try:
+      with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+      os.replace(temporary, path)
+    except OSError:
+      temporary.unlink(missing_ok=True)
+      raise
 
 
 def write_json(path: str | os.PathLike, obj: Any) -> None:
@@ -65,7 +82,7 @@ def write_json(path: str | os.PathLike, obj: Any) -> None:
 
 def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
   """Appends one line, in one write, and hands it to the operating system."""
-  with open(path, "a", encoding="utf-8") as file:
+  with _naming(path), open(path, "a", encoding="utf-8") as file:
     file.write(json.dumps(_plain(row)) + "\n")
 
 
@@ -120,18 +137,37 @@ def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
 
 
 def tensorboard_writer(log_dir: str | os.PathLike, step: int = 0):
-  """A tensorboardX writer that hides what a lost run wrote after `step`."""
-  from tensorboardX import SummaryWriter
+  """Opens a file for `write_scalars`; hides what a lost run wrote after `step`.
 
-  return SummaryWriter(os.fspath(log_dir), purge_step=step + 1)
+  tensorboardX's file, but not its SummaryWriter: that hands all over to a
+  thread, and waits for it for ever where the disk is full.
+
+  Returns:
+    A writer, to be closed.
+  """
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+  os.makedirs(log_dir, exist_ok=True)
+  writer = EventsWriter(os.path.join(log_dir, "events"), f".{os.getpid()}")
+  start = SessionLog(status=SessionLog.START)
+  now = time.time()
+  writer.write_event(Event(wall_time=now, step=step + 1, session_log=start))
+  writer.flush()
+  return writer
 
 
 def write_scalars(writer, step: int, values: Mapping[str, Any]) -> None:
   """Writes the finite numbers of a row, a tag each; the rest is skipped."""
+  from tensorboardX.proto.event_pb2 import Event
+  from tensorboardX.summary import scalar
+
   for name, value in _plain(values).items():
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and name != "step":
-      writer.add_scalar(name, value, step)
+      summary, now = scalar(name, value), time.time()
+      writer.write_event(Event(wall_time=now, step=step, summary=summary))
+  writer.flush()
 
 
 def duration(seconds: int | float) -> str:

@@ -202,10 +202,9 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
     checked = start.check(config, directory, poll)
     if not begun:  # what cannot run leaves no directory
       stack.enter_context(hold())
-    changed, _ = run_directory.changed(directory, checked.config)
-    if run_directory.open_run(directory, checked.config):
+    resumed = run_directory.open_run(directory, checked.config)
+    if resumed:
       run_directory.say_added(directory)
-      _say_changed(checked.config, changed)
     splits = {"train": checked.train, "test": checked.held_out}
     prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
   checkpointer = stack.enter_context(
@@ -222,6 +221,10 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
     stack.callback(run.writer.close)
   with command_line.usage_errors():
     state, progress = resume.resume(run, state, checkpointer, poll)
+    if resumed:
+      changed, _ = run_directory.changed(directory, checked.config)
+      _say_changed(checked.config, changed)
+      run_directory.record_changes(directory, checked.config)
   return run, state, tx, progress, checkpointer
 
 

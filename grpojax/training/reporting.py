@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params
-from grpojax.models import hf
+from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import pictures, records, sharding
@@ -167,7 +167,8 @@ def finish(
     greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
     evaluate_held_out(run, params, greedy, steps, poll)
   model = run.file(run_directory.MODEL)
-  if not model.exists():  # a run that was killed here has written it whole
+  if not file_checksums.intact(model):  # or it was killed after this
+    run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
     hf.save(model, whole, run.policy.directory)
   pictures.learning_curve(

@@ -42,9 +42,12 @@ def resume(
   _check_data(progress.data, data)
   baseline, prompts = progress.baseline, len(run.held_out.examples)
   if baseline is None or baseline["prompts"] != prompts:
+    # Of this run: it evaluates nothing else as step 0.
+    baseline = next(iter(reporting.evaluations(run, 0)), None)
+  if baseline is None:
     greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
     baseline = reporting.evaluate_held_out(run, state.params, greedy, 0, poll)
-    baseline = {k: v for k, v in baseline.items() if k != "step"}
+  baseline = {k: v for k, v in baseline.items() if k != "step"}
   progress = dataclasses.replace(progress, baseline=baseline, data=data)
   if step is not None:
     state = checkpoint.restore(checkpointer, state, step)

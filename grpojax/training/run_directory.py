@@ -7,6 +7,7 @@ import shutil
 
 from ml_collections import ConfigDict
 
+from grpojax.runtime import checkpoint
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
@@ -169,8 +170,7 @@ def pin_date(config: ConfigDict, date: str) -> ConfigDict:
 
 def steps_done(path: str | os.PathLike) -> int:
   """Steps of the newest checkpoint; 0 where there is none."""
-  saved = (pathlib.Path(path) / CHECKPOINTS).glob("[0-9]*")
-  return max((int(p.name) for p in saved if p.name.isdigit()), default=0)
+  return max(checkpoint.complete(pathlib.Path(path) / CHECKPOINTS), default=0)
 
 
 def check(path: str | os.PathLike, config: ConfigDict) -> bool:
@@ -208,6 +208,11 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
         f"{steps_done(path)} already; give as many or more"
       )
     return trained or not (may or may_not)
+  if (path / CONFIG).exists() and is_run(path):
+    raise ValueError(
+      f"{path / CONFIG} cannot be read, and {path} has checkpoints: put the "
+      "run's config back, or give another --run_dir"
+    )
   # A kill at the very start leaves temporary files.
   ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK}
   if path.exists() and any(p.name not in ours for p in path.iterdir()):
@@ -219,10 +224,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
 
 
 def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
-  """Starts a run directory, or goes on with one of the same config.
-
-  Where a setting that may change has changed, that is recorded; and where it is
-  the number of steps, what a finished run has left at its end goes away.
+  """Starts a run directory, or goes on with one; see `record_changes`.
 
   Args:
     path: created where it does not exist.
@@ -236,14 +238,44 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
     shutil.rmtree(path / REFERENCE, ignore_errors=True)
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / CONFIG, config_lib.to_json(config))
-    return False
+  return resumed
+
+
+def record_changes(path: str | os.PathLike, config: ConfigDict) -> None:
+  """Makes a config that differs in what may change that of the run.
+
+  Where the number of steps differs, what a finished run has left at its end
+  goes away: call this when nothing can go wrong any more.
+
+  Args:
+    path: of a run that `open_run` goes on with.
+    config: the resolved config.
+  """
+  path = pathlib.Path(path)
   may, _ = changed(path, config)
+  remove_model(path, only_rest=not any(x.startswith("steps:") for x in may))
   if may:
-    step = steps_done(path)
-    append_jsonl(path / CHANGES, {"after_step": step, "changed": may})
-    if any(line.startswith("steps:") for line in may):
-      # The summary first: without it nobody takes the run for finished.
-      (path / SUMMARY).unlink(missing_ok=True)
-      shutil.rmtree(path / MODEL, ignore_errors=True)
+    row = {"after_step": steps_done(path), "changed": may}
+    append_jsonl(path / CHANGES, row)
     write_text(path / CONFIG, config_lib.to_json(config))
-  return True
+
+
+def remove_model(path: str | os.PathLike, only_rest: bool = False) -> None:
+  """Removes a run's model, and what an earlier removal has left of one.
+
+  At no moment there is a part of a model by the model's name; and the summary,
+  by which a run is finished, goes first.
+
+  Args:
+    path: the run directory.
+    only_rest: leave the model and the summary as they are.
+  """
+  path = pathlib.Path(path)
+  rest = path / f".{MODEL}.old"
+  shutil.rmtree(rest, ignore_errors=True)
+  if only_rest:
+    return
+  (path / SUMMARY).unlink(missing_ok=True)
+  if (path / MODEL).exists():
+    (path / MODEL).rename(rest)
+    shutil.rmtree(rest, ignore_errors=True)

@@ -76,6 +76,7 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
     todo = f"must be more than 0{hints.get(field, '')}"
     need(field, lambda x: x > 0, todo)
   need("seed", lambda x: x < 2**32, "must be less than 2**32 (4294967296)")
+  need("steps", lambda x: x < 2**31, "must be less than 2**31: it is an int32")
   need("sampling.top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 is off")
   need("sampling.min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 is off")
   if leaves["group_size"] != AUTO:

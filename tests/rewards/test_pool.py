@@ -242,7 +242,7 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
   )
   monkeypatch.setenv("PARENT", str(os.getpid()))
   with pytest.raises(
-    RuntimeError, match=r"did not start: .*KeyError: 'here' \(mine.py:3\)"
+    ValueError, match=r"did not start: .*KeyError: 'here' \(mine.py:3\)"
   ):
     Pool([f"{file}:reward"], workers=2)
 

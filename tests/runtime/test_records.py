@@ -1,6 +1,10 @@
 """JSON lines, TensorBoard, the progress line and the learning curve."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +140,28 @@ def test_tensorboard_tags_and_purge(tmp_path):
   # SessionLog.START at step s hides what an earlier file holds from s on.
   starts = [e.step for e in events if e.session_log.status == 1]
   assert starts == [5]
+
+
+FULL = """
+import resource, signal, sys
+from grpojax.runtime import records
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+for write in (records.write_text, records.append_jsonl):
+  try:
+    write("file", "x" * 100 if write is records.write_text else {"x": "x" * 99})
+  except OSError as error:
+    print(error.filename, error.strerror)
+"""
+
+
+def test_a_full_disk_is_said_of_the_file(tmp_path):
+  done = subprocess.run(
+    [sys.executable, "-c", FULL],
+    env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+  )
+  assert done.stdout == "file File too large\n" * 2, done.stderr
+  assert not (tmp_path / ".file.tmp").exists()

@@ -140,5 +140,6 @@ def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
   train = tmp_path / "train.jsonl"
   train.write_text(train.read_text().replace("999", "998", 1))
   load(config, 12)  # the other split has not changed
-  file.write_bytes(b"PK\x03\x04 and no more")
-  load(config, 24)
+  for damaged in (b"PK\x03\x04 and no more", b""):
+    file.write_bytes(damaged)
+    load(config, 24)

@@ -162,6 +162,8 @@ def finished(path, steps=40):
   run_directory.open_run(path, config)
   for name in (f"checkpoints/{steps}", "model"):
     (path / name).mkdir(parents=True)
+  (path / "checkpoints" / str(steps) / "_CHECKPOINT_METADATA").touch()
+  (path / "checkpoints" / "99").mkdir()  # none of ours
   (path / "summary.json").touch()
   return config
 
@@ -170,13 +172,18 @@ def finished(path, steps=40):
 def test_what_does_not_change_the_past_may_change(name, tmp_path):
   config = finished(tmp_path)
   config.update_from_flattened_dict({name: CHANGED[name]})
+  before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
   assert run_directory.open_run(tmp_path, config) is True
+  # Nothing is touched before all is found to be well.
+  after = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+  assert before == after
+  run_directory.record_changes(tmp_path, config)
   saved = run_directory.read_config(tmp_path)
   assert config_lib.difference(saved, config) == []
   (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
   (line,) = row["changed"]
   assert row["after_step"] == 40 and line.startswith(f"{name}: ")
-  assert run_directory.open_run(tmp_path, config) is True
+  run_directory.record_changes(tmp_path, config)
   assert len(records.read_jsonl(tmp_path / "changes.jsonl")) == 1
   # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
@@ -225,3 +232,24 @@ def test_the_date_of_a_run_stays(tmp_path):
   assert run_directory.with_date(tmp_path, other) == other
   with pytest.raises(ValueError, match="date_string"):
     run_directory.check(tmp_path, other)
+
+
+def test_a_model_goes_whole_or_not_at_all(tmp_path, monkeypatch):
+  finished(tmp_path)
+  (tmp_path / "model" / "weights").touch()
+
+  with monkeypatch.context() as patch:
+    patch.setattr(run_directory.shutil, "rmtree", lambda path, **options: None)
+    run_directory.remove_model(tmp_path)  # killed after the renaming
+  assert not (tmp_path / "model").exists()
+  assert not (tmp_path / "summary.json").exists()
+  assert (tmp_path / ".model.old" / "weights").exists()
+  run_directory.remove_model(tmp_path, only_rest=True)
+  assert not (tmp_path / ".model.old").exists()
+
+
+def test_a_damaged_config_of_a_run_is_named(tmp_path):
+  finished(tmp_path)
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(ValueError, match="config.json cannot be read.*has check"):
+    run_directory.check(tmp_path, default_config())
