@@ -170,6 +170,12 @@ def write_scalars(writer, step: int, values: Mapping[str, Any]) -> None:
   writer.flush()
 
 
+def close_writer(writer) -> None:
+  """Closes a writer; what a full disk does not take was said before."""
+  with contextlib.suppress(OSError):
+    writer.close()
+
+
 def duration(seconds: int | float) -> str:
   """For people: "12s", "3m05s", "2h07m"."""
   seconds = max(round(seconds), 0)

@@ -26,6 +26,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   preemption,
+  records,
   run_lock,
   sharding,
 )
@@ -218,7 +219,7 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
     )
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
   if run.writer is not None:
-    stack.callback(run.writer.close)
+    stack.callback(records.close_writer, run.writer)
   with command_line.usage_errors():
     state, progress = resume.resume(run, state, checkpointer, poll)
     if resumed:
