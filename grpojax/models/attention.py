@@ -31,9 +31,15 @@ def rms_norm(
     eps: added to the mean square.
     offset: the scale is 1 + `scale` (gemma).
   """
-  y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
-  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-  return y * (1 + scale if offset else scale)
+
+  # Recomputed in the backward pass, so that no float32 copies of x are kept.
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def normalize(x, scale):
+    y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return y * (1 + scale if offset else scale)
+
+  return normalize(x, scale)
 
 
 # Rounded to bfloat16, logits would differ between sampling and scoring.

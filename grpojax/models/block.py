@@ -52,7 +52,10 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """X W + bias, and (x A) B where the layer has an adapter (Hu et al. 2021)."""
+  """X W + bias, and (x A) B where the layer has an adapter (Hu et al. 2021).
+
+  Not rounded to x's dtype where there is a bias; the caller does, where needed.
+  """
   y = x @ layer[name]
   a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
   if a is not None:
@@ -61,7 +64,7 @@ def _project(
   if bias is None:
     return y
   # Added in the bias's float32, and so is its gradient, a sum over all tokens.
-  return (y + bias).astype(y.dtype)
+  return y + bias
 
 
 def _masks(
@@ -136,7 +139,7 @@ def _attention(
   # Query head h attends with key head h // R: H is split into [K, R], and
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
-  row = cache.from_heads(k, v)
+  row = cache.from_heads(k, v.astype(y.dtype))
   if slots is not None:
     # Written before they are read: a token attends to itself too. Cached keys
     # are rotated already, for their positions never change.
@@ -165,7 +168,8 @@ def _mlp(
     tokens = y.reshape(-1, y.shape[-1])
     return mixture(config, tokens, layer, activation).reshape(y.shape)
   y = y.astype(layer["gate"].dtype)
-  y = activation(_project(y, layer, "gate")) * _project(y, layer, "up")
+  gate, up = (_project(y, layer, x).astype(y.dtype) for x in ("gate", "up"))
+  y = activation(gate) * up
   return _project(y, layer, "down")
 
 

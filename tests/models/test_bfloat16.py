@@ -182,8 +182,12 @@ def test_sampler_and_scorer_agree(experts):
 def test_gradients_of_a_micro_batch(kind, equal):
   """At the 32,768 tokens that the gsm8k configs take at once."""
   assert EXAMPLES.keys() == hf.FAMILIES.keys()
-  errors = family_errors(kind, equal)
-  assert max(errors.values()) < 0.01, errors
+  for path, error in family_errors(kind, equal).items():
+    # A key bias moves all logits of a query alike, but for the rotation, so
+    # its gradient is what is left of terms that cancel: they are rounded, a
+    # token at a time, and a float64 sum of qwen2's is as far off (.012).
+    limit = 0.015 if path.endswith("k_bias") else 0.01
+    assert error < limit, (path, error)
 
 
 def table():
