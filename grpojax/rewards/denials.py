@@ -6,7 +6,8 @@ clause. "The answer is not 20% of 90" denies no number, since taking 20% away
 would make an answer of 90. Neither is anything denied by a label ("Students who
 do not: 5", "neither 5"), by "do not 5", in a question or after an "if".
 
-No expression here repeats without a bound.
+No expression here repeats without a bound, and what is denied is read in one
+way only (an atomic group), so the time is linear.
 """
 
 import re
@@ -35,7 +36,8 @@ _FIGURE = (
   r"[0-9]{1,60}(?:[.,/:][0-9]{1,60}){0,9}(?:[ ][0-9]{1,9}/[0-9]{1,9})?"
   r"(?:\$|\\\)|%|\}){0,2}"
 )
-_OPERATOR = r"\s?(?:[-−–+*/×÷·^]|\\times|\\cdot|\\div)\s?"
+# "is not 0 - 18" may be a label and its answer, so a dash joins without spaces.
+_OPERATOR = r"(?:[-−–]|[ ]?(?:[+*/×÷·^]|\\times|\\cdot|\\div)[ ]?)"
 _EXPRESSION = rf"""{_FIGURE}(?:
   (?:{_OPERATOR}{_FIGURE}){{1,9}}(?:\s?=\s?{_FIGURE})?
   | (?:[ ]n?or[ ]{_FIGURE}){{1,5}})?"""
@@ -43,7 +45,7 @@ _UNIT = r"(?:[ ](?!(?:but|because|since|as|so)\b)[a-z]{1,20}){0,3}"
 _END = r"""(?:(?P<but>[ \t*"']{0,4},?\ but\b(?:\ rather\b)?)
   | (?=[ ]?(?:[;!)\]}<\n*"'—]|[.,](?![0-9])|\Z|(?:because|since|as)\b)))"""
 _DENIED = re.compile(
-  rf"{_NEGATION}(?P<denied>{_EXPRESSION}){_UNIT}{_END}",
+  rf"{_NEGATION}(?P<denied>(?>{_EXPRESSION})){_UNIT}{_END}",
   re.VERBOSE | re.IGNORECASE,
 )
 _BEFORE_BOX = re.compile(
