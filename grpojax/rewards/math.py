@@ -11,9 +11,9 @@ The answer is looked for in this order; the first place that has one decides:
 
 1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6. A box that was
 not closed (truncated) is none; its number may be found by rule 4. A number that
-is denied ("not 5", "isn't 5 or 6", "rather than 5") is nowhere an answer: after
-"the answer is not 5" rule 4 decides if another number follows. Answers are
-equal by the rules of `quantities`.
+is plainly denied ("is not 5", "isn't 5 or 6", ", not 5") is nowhere an answer;
+see `denials`. "The answer is not ..." is no statement, so that another one or
+rule 4 decides. Answers are equal by the rules of `quantities`.
 
 Nothing is evaluated, and the time is bounded: only the last `WINDOW` characters
 are read, with a bounded number of attempts to find each kind of statement.
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpojax.data.examples import MARK
-from grpojax.rewards import quantities
+from grpojax.rewards import denials, quantities
 from grpojax.rewards.quantities import LONGEST
 from grpojax.rewards.quantities import equal as equal
 
@@ -45,23 +45,12 @@ _STATEMENT = re.compile(
   re.VERBOSE | re.IGNORECASE,
 )
 _A = re.compile(r"(?:^|\n)[ \t*_#>]{0,8}A[*_]{0,2}:")
-_DENIAL = r"""(?:\b(?:not|cannot|never|neither|nor|rather\s{1,3}than
-    |instead\s{1,3}of|no\s{1,3}longer|anything\s{1,3}but)\b|n['’]t\b)
-  [\s*_:"']{1,6}(?:(?:be|equal|equals|to|just|only|simply|really|exactly|actually
-    |necessarily|the|an?|number|value|answer)[\s*_"']{1,4}){0,4}"""
-_FIGURE = (
-  r"[-−+$£€\\([]{0,4}(?:f?box(?:ed)?\{)?"
-  r"[0-9]{1,60}(?:[.,/:][0-9]{1,60}){0,9}(?:\$|\\\)|%)?"
-)
-_DENIED = re.compile(
-  rf"{_DENIAL}{_FIGURE}(?:\s{{1,3}}n?or\s{{1,3}}{_FIGURE}){{0,5}}",
+_NOT = re.compile(
+  r"""(?:[a-z]{2,12}ly\s{1,3})?not\s{1,3}(?:sure|certain|clear
+    |(?:(?:simply|equal|to|the|an?)\s{1,3}){0,3}[-$\\(]{0,3}[0-9])""",
   re.VERBOSE | re.IGNORECASE,
 )
-_DENIED_BOX = re.compile(
-  rf"{_DENIAL}[\s$]{{0,3}}\Z", re.VERBOSE | re.IGNORECASE
-)
-_GONE = "\0"  # in the place of what is denied
-_UNSURE = re.compile(r"not\s{1,3}(?:sure|certain|clear)\b", re.IGNORECASE)
+_UNEQUAL = re.compile(r"\\neq?(?![A-Za-z])")
 _LEAD = re.compile(r"[\s:=*_\"'>]{1,40}")
 _LATEX = re.compile(r"\$([^$\n]{1,200})\$(?![0-9])|\\\((.{1,200}?)\\\)")
 _END = re.compile(r"[.;!?](?=\s|$)|,\s|\n|<|\s\(|\*\*|\b(?:because|since)\b")
@@ -80,8 +69,8 @@ def find_answer(text: str) -> str | None:
     answer = find(text)
     if answer is not None:
       return answer
-  text = _DENIED.sub(_GONE, text)
-  return _stated(text) or _last_number(text)
+  text, denied = denials.remove(text)
+  return _stated(text, denied) or _last_number(text)
 
 
 def given_answer(completion: str) -> str | None:
@@ -146,17 +135,11 @@ def _boxed(text: str) -> str | None:
       answer = _BARE.match(part)[0]
     else:
       answer = part[1 : _closing(part)].strip()
-    if _DENIED_BOX.search(text[max(place - 60, 0) : place]):
+    if denials.precedes(text, place):
       continue
-    if answer := _without_denials(answer):
+    if answer := denials.without(answer):
       return answer
   return None
-
-
-def _without_denials(answer: str) -> str:
-  """5 of "5 (not 6)", and nothing of "not 5"."""
-  kept, count = _DENIED.subn(" ", answer)
-  return kept.strip(" ,;()") if count else answer
 
 
 def _closing(text: str) -> int:
@@ -174,10 +157,11 @@ def _marked(text: str) -> str | None:
   if not mark:
     return None
   answer = tail.lstrip()[: LONGEST + 1].partition("\n")[0].strip()
-  return _without_denials(answer) or None
+  return denials.without(answer) or None
 
 
-def _stated(text: str) -> str | None:
+def _stated(text: str, denied: set[str | None]) -> str | None:
+  retracts = False
   for place in _places(text, "answer", "Answer", "ANSWER", "A:", "A**:"):
     if text[place + 1] in ":*":
       line = max(text.rfind("\n", 0, place), place - 12, 0)
@@ -188,9 +172,10 @@ def _stated(text: str) -> str | None:
       rest = text[match.end() : match.end() + 300]
       answer = _statement(rest)
       if answer:
-        return answer
-      if _GONE in rest and _last_number(text[match.end() :]):
-        return None  # what it is, if not that, comes after it
+        # "The answer is 4. Wait, the answer is not 4." What is it, then?
+        gone = retracts and quantities.canonical(answer) in denied
+        return None if gone else answer
+      retracts = retracts or denials.GONE in rest
   return None
 
 
@@ -200,23 +185,27 @@ def _statement(text: str) -> str | None:
     text = text[lead.end() :]
   if formula := _LATEX.match(text) or _POINT.match(text):
     found = formula[1] or formula[2] if formula.re is _LATEX else formula[0]
-    return None if _GONE in found else found
+    return None if denials.GONE in found else found
   sentence = text
   if end := _END.search(text):
     sentence = text[: end.start()]
-  denied = _GONE in sentence or _UNSURE.search(sentence)
-  sentence = sentence.replace(_GONE, " ").strip()
+  if sentence.startswith(denials.GONE) or _NOT.match(sentence):
+    return None
+  sentence = sentence.replace(denials.GONE, " ").strip()
   if quantities.number(sentence) is not None:
     return sentence
   cleaned = quantities.clean(sentence)
-  if ">" in cleaned or "\\ne" in cleaned:
+  if unequal := _UNEQUAL.search(cleaned):
+    left = cleaned[: unequal.start()].strip()
+    return cleaned if quantities.number(left) is None else left
+  if ">" in cleaned:
     return cleaned  # an inequality
   if match := _TOKEN.search(cleaned.rpartition("=")[2]):
     if " " in cleaned or match[0] == cleaned:
       return match[0]
     return sentence  # an expression
   few = 0 < len(sentence.split()) <= 2 and len(sentence) <= 20
-  return sentence if few and not denied else None
+  return sentence if few else None
 
 
 def _last_number(text: str) -> str | None:

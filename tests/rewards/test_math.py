@@ -94,6 +94,117 @@ def test_what_is_denied_is_no_answer(text, expected):
   assert math.given_answer(text) == expected
 
 
+@pytest.mark.parametrize(
+  "label",
+  [
+    "Students playing neither",
+    "Therefore, the number of students that like neither",
+    "The people who did not",
+    "2 is even and 3 is not",
+    "Number of people who cannot",
+    "Those who don't",
+    "Total not eaten",
+    "- Neither",
+    "- Cannot",
+    "Never",
+    "Not",
+    "P(not 6)",
+    "Numbers n where f(n) is not 0",
+  ],
+)
+def test_a_label_that_ends_with_a_negation_denies_nothing(label):
+  for before in (": ", ":\n", ":\n\n", "\n\n", " = ", " are "):
+    for answer in ("18", "**18**", "$18$", r"$\boxed{18}$", r"$$\boxed{18}$$"):
+      for after in ("", ".", "\n"):
+        text = label + before + answer + after
+        assert math.given_answer(text) == "18", text
+
+
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("#### neither 5", "5"),
+    ("Like neither 5", "5"),
+    ("those who are not 5", "5"),
+    ("He did not 5", "5"),
+    ("The probability of not 6 is 5", "5"),
+    ("Number of n where f(n) is not 0 - 18", "18"),
+    ("Count of those that do not $\\boxed{5}$", "5"),
+  ],
+)
+def test_a_negation_in_a_label(text, expected):
+  assert math.given_answer(text) == expected
+
+
+DENIED = [
+  *("20 - 5 = 15", "20 - 5", "20 / 5 = 4", "10/2 + 1", "3 * 5", "5 1/2"),
+  *(r"$3 \times 5$", "1/2 of 30", "20% of 90", "5 apples and 3 oranges"),
+  *("5 for 3 people", "5 hours 30 minutes", "10-15", "10 to 15", "5", "5.5"),
+  *("15 apples", "1,500", "$15$", "**15**", r"\(15\)", "the 15 that he had"),
+]
+"""Of an expression that is denied no part may become the answer."""
+
+
+@pytest.mark.parametrize(
+  "after", [". It is 18.", ". We add 3, giving 18", " but 18", ", but 18."]
+)
+@pytest.mark.parametrize(
+  "verb", ["is not", "is not simply", "isn't", "is definitely not"]
+)
+def test_what_is_denied_leaves_no_rest(verb, after):
+  for denied in DENIED:
+    text = f"The answer {verb} {denied}{after}"
+    assert math.given_answer(text) == "18", text
+
+
+@pytest.mark.parametrize(
+  "text",
+  ["18, not {}", "So it's 18, not {}.", "#### 18, not {}", "18 (not {})"],
+)
+def test_a_number_and_not_another(text):
+  expressions = [
+    "5 + 3",
+    "5 + 3 = 8",
+    "15-17",
+    "5",
+    "5 apples",
+    "$5$",
+    "5 or 6",
+  ]
+  for denied in expressions:
+    assert math.given_answer(text.format(denied)) == "18", denied
+
+
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("Is the answer not 18?", "18"),
+    ("Isn't it 18?", "18"),
+    (r"Isn't the answer \boxed{18}?", "18"),
+    ("Why not 5?", "5"),
+    ("The answer cannot be anything but 7", "7"),
+    ("The answer is not only 5.", "5"),
+    ("The answer isn't exactly 5.", "5"),
+    ("If the answer were not 7, there would be a contradiction.", "7"),
+    ("Suppose the answer is not 7; contradiction.", "7"),
+    ("If 3 are sold, he has 18, not 15", "18"),
+    ("The answer is 18 ≠ 15.", "18"),
+    ("The answer is x = 18 ≠ 15.", "18"),
+    ("Answer: not more than 18. We see 3 cases.", "18"),
+    ("Answer: not 5 apples and 3 oranges. It is 18.", "18"),
+    ("The answer is 18. The answer is not 15, because 20 - 5 misses 3.", "18"),
+    ("The answer is 4. Wait, the answer isn't 4. It is 6", "6"),
+    ("The answer is 4 kg. Wait, the answer is not 4 kg. It is 6 kg.", "6"),
+    ("The answer is not 15, but 18, because 3 are added to 15.", "18"),
+    ("The answer is anything but 8; it's 7", "7"),
+    ("It is neither 15, nor 16. It is 18, and not 17.", "18"),
+    ("#### (3,4), not 5", "(3,4)"),
+  ],
+)
+def test_only_what_is_clearly_denied_is_denied(text, expected):
+  assert math.given_answer(text) == expected
+
+
 def test_nan_is_no_reference():
   for answer in ("NaN", "nan", float("nan")):
     for text in ("#### NaN", "#### 5", "none"):
@@ -129,6 +240,15 @@ UNITS = [
   *("answer ", "answer is ", "answer: ", "answer is not ", "A:", "\nA: ", "$"),
   *("####", "#### ", "\n", " ", "(", "(,", "1e9", "1:1", "1.", "x=", "**", "½"),
   *("not ", "not 1 or ", "n't 1", "not the the ", "not $(1", "not 1/2"),
+  *(
+    "is not 1 ",
+    "is not 1 a a a ",
+    "isn't 1+1",
+    "suppose is not 5, ",
+    "5 not ",
+  ),
+  *("is certainly ", "neither ", ", not 1-", "is not " + "1" * 60 + "/"),
+  *("is not " + "1/" * 30 + "x ", "is not " + "1-----" * 20 + "x "),
   *("1 and ", "apple ", "answer is \\(1", "answer is [1", "answer*****", "x "),
   *("answer (aaaaaaaaa", "10^9*", "a^1", "1 million ", "answer" + " x" * 18),
 ]

@@ -1,0 +1,92 @@
+r"""Numbers that a text denies: 6 in "5, not 6", in "not 6 but 5", "isn't 6".
+
+Only what is plainly denied is: a number, or an expression of numbers, directly
+after the negation, in the same line, with nothing but its unit behind it in its
+clause. "The answer is not 20% of 90" denies no number, since taking 20% away
+would make an answer of 90. Neither is anything denied by a label ("Students who
+do not: 5", "neither 5"), by "do not 5", in a question or after an "if".
+
+No expression here repeats without a bound, and what is denied is read in one
+way only (an atomic group), so the time is linear.
+"""
+
+import re
+
+from grpojax.rewards import quantities
+
+GONE = "\0"
+"""What `remove` leaves in the place of a denial, except before a "but"."""
+
+_WORD = r"(?:not|never|no\ longer|neither(?=[^.:\n]{1,60}\bnor\b))"
+# After "is"; "isn't" (which asks where it begins a sentence); after a number, a
+# stop or "and", or at the beginning: elsewhere "not" may end a label.
+_NEGATION = rf"""(?:
+  (?P<verb>(?:\b(?:is|was|be|equals?)|['’]s)[ \t*_]{{1,4}})
+    (?:(?:[a-z]{{2,12}}ly|also|still)[ \t]{{1,3}})?
+      (?:{_WORD}|(?<!be\ )anything\ but)
+  | (?P<short>(?<=[^.:!?\n]\ )(?:(?:is|was)n['’]t
+    | (?:cannot|can['’]t|can\ not)\ be))
+  | (?: (?<![^.,;:!?#<>(){{}}\[\]*$%"'0-9])[ \t*_]{{0,3}}
+    | \b(?:and|or|but)[ \t])\b(?:{_WORD}|nor)
+  | \b(?:rather\ than|instead\ of)
+)\b[ \t*_"']{{1,6}}(?:(?:equal|to|simply|really|actually|the|an?|number|value
+  |answer)[ \t*_"']{{1,4}}){{0,4}}"""
+_FIGURE = (
+  r"[-−+$£€\\([]{0,4}(?:f?box(?:ed)?\{)?"
+  r"[0-9]{1,60}(?:[.,/:][0-9]{1,60}){0,9}(?:[ ][0-9]{1,9}/[0-9]{1,9})?"
+  r"(?:\$|\\\)|%|\}){0,2}"
+)
+# "is not 0 - 18" may be a label and its answer, so a dash joins without spaces.
+_OPERATOR = r"(?:[-−–]|[ ]?(?:[+*/×÷·^]|\\times|\\cdot|\\div)[ ]?)"
+_EXPRESSION = rf"""{_FIGURE}(?:
+  (?:{_OPERATOR}{_FIGURE}){{1,9}}(?:\s?=\s?{_FIGURE})?
+  | (?:[ ]n?or[ ]{_FIGURE}){{1,5}})?"""
+_UNIT = r"(?:[ ](?!(?:but|because|since|as|so)\b)[a-z]{1,20}){0,3}"
+_END = r"""(?:(?P<but>[ \t*"']{0,4},?\ but\b(?:\ rather\b)?)
+  | (?=[ ]?(?:[;!)\]}<\n*"'—]|[.,](?![0-9])|\Z|(?:because|since|as)\b)))"""
+_DENIED = re.compile(
+  rf"{_NEGATION}(?P<denied>(?>{_EXPRESSION})){_UNIT}{_END}",
+  re.VERBOSE | re.IGNORECASE,
+)
+_BEFORE_BOX = re.compile(
+  rf"{_NEGATION}[$ (\\\[]{{0,4}}\Z", re.VERBOSE | re.IGNORECASE
+)
+_SUPPOSED = re.compile(
+  r"\b(?:if|suppose|assume|unless|whether)\b[^.,;!?\n]{0,60}\Z", re.IGNORECASE
+)
+
+
+def remove(text: str) -> tuple[str, set[str | None]]:
+  """A text without its denials, and what they deny.
+
+  Args:
+    text: any text.
+
+  Returns:
+    The text, where "isn't 6." became "is `GONE`." and "is not 6 but 5" became
+    "is 5", and the denied expressions as `quantities.canonical` spells them.
+  """
+  denied = set()
+
+  def gone(match: re.Match) -> str:
+    start = match.start()
+    if _SUPPOSED.search(text, max(start - 60, 0), start):
+      return match[0]
+    denied.add(quantities.canonical(match["denied"]))
+    verb = match["verb"] or ("is " if match["short"] else "")
+    return verb if match["but"] else verb + GONE
+
+  return _DENIED.sub(gone, text), denied
+
+
+def without(answer: str) -> str:
+  """5 of "5 (not 6)" and of "not 6 but 5"; nothing of "not 5"."""
+  kept, denied = remove(answer)
+  if not denied:
+    return answer
+  return kept.replace(f"({GONE})", "").replace(GONE, "").strip(" ,;")
+
+
+def precedes(text: str, place: int) -> bool:
+  """Whether a text denies what stands at a place of it, as in "not 6"."""
+  return bool(_BEFORE_BOX.search(text, max(place - 60, 0), place))
