@@ -251,7 +251,8 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
 def started(completions, timeout):
   """A program that waits for the rewards of these completions."""
   code = f"""
-    import time
+    import signal, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
     from grpojax.rewards.pool import (Job, Pool)
     with Pool([{BEHAVE!r}], workers=2, timeout={timeout}) as pool:
       batch = pool.submit([Job("", c, {{}}) for c in {completions!r}])

@@ -254,9 +254,7 @@ def test_a_reference_that_cannot_be_saved(tmp_path):
   with _no_file_larger_than(2000):
     with pytest.raises(disk.WriteFailed, match="reference could not be saved"):
       checkpoint.save_params(tmp_path / "reference", params)
-  checkpoint.save_params(tmp_path / "reference", params)
-  loaded = checkpoint.restore_params(tmp_path / "reference", params)
-  _assert_same(_state(1, 3000).replace(params=loaded), _state(1, 3000))
+  assert not (tmp_path / "reference").exists()  # the next process saves it
 
 
 INTERRUPTED = """
