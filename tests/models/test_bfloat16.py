@@ -18,6 +18,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
 
 V, P = 64, 8
@@ -26,7 +27,7 @@ V, P = 64, 8
 SMALL = TransformerConfig(
   vocab_size=V,
   width=16,
-  layers=4,
+  layers=3,
   heads=2,
   kv_heads=1,
   head_dim=8,
@@ -174,6 +175,15 @@ def test_sampler_and_scorer_agree(experts):
 
   difference = np.abs(run(params, jax.random.key(0)))
   assert difference.mean() < 1e-3, difference.mean()
+
+
+def test_a_router_multiplies_exactly():
+  """By default accelerators round the factors of a float32 product."""
+  x = jnp.ones((2, 3))
+  program = jax.make_jaxpr(lambda x, w: route(x, w, 1, True))(
+    x, jnp.ones((3, 4))
+  )
+  assert "HIGHEST" in str(program)
 
 
 @pytest.mark.slow
