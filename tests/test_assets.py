@@ -69,6 +69,7 @@ def test_its_logits_are_those_of_transformers(name):
   np.testing.assert_allclose(found, expected[count - 1 :], atol=1e-4)
 
 
+@pytest.mark.slow  # .ci/run's main job starts from one of them
 @pytest.mark.parametrize("name", NAMES)
 def test_training_starts_from_it(name, tmp_path):
   settings = {

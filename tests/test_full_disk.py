@@ -42,9 +42,8 @@ def no_room_for_records(patch):
   patch.setattr(records, "append_jsonl", append_jsonl)
 
 
-@pytest.mark.parametrize(
-  "what", ["checkpoints", pytest.param("records", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # two runs
+@pytest.mark.parametrize("what", ["checkpoints", "records"])
 def test_no_room(what, toy_task, toy_model, tmp_path, monkeypatch, capfd):
   run = tmp_path / "run"
   argv = [*toy_task.arguments(toy_model, **SHORT), f"--run_dir={run}"]

@@ -111,8 +111,8 @@ MOMENTS = {
 @pytest.mark.parametrize(
   "moment",
   [
-    "first step",
     "checkpoint",
+    pytest.param("first step", marks=pytest.mark.slow),
     pytest.param("rewards", marks=pytest.mark.slow),
     pytest.param("evaluation", marks=pytest.mark.slow),
   ],

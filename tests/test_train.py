@@ -394,6 +394,7 @@ def test_a_reward_on_the_device_changes_nothing(toy_task, toy_model, tmp_path):
   assert 0 < host_rows[0]["reward_mean"] < 1
 
 
+@pytest.mark.slow  # three programs for each of two sizes
 def test_each_group_size_compiles_once(
   toy_task, toy_model, tmp_path, monkeypatch, caplog
 ):
@@ -466,6 +467,7 @@ def test_a_long_prompt_anywhere_is_found_before_the_run_starts(tmp_path):
   assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow  # a whole run
 def test_more_held_out_problems_than_are_drawn(tmp_path):
   words = ["--config.eval.num_prompts=1000000000", f"--run_dir={tmp_path}/x"]
   assert "eval.num_prompts = 1000000000: problems are drawn" in refusal(words)

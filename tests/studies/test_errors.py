@@ -96,6 +96,7 @@ def test_replicates_leave_one_block_out():
     np.testing.assert_allclose(found, errors.score_moments(*part), rtol=1e-10)
 
 
+@pytest.mark.slow  # many draws
 def test_intervals_cover():
   """Means over 3 prompts, from pools of 8 blocks; 200 of them."""
   truth = np.array(u.mse(exact(4), 4))

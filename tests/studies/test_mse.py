@@ -60,6 +60,7 @@ def test_a_whole_run(finished):
   assert (finished / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow  # a whole study again
 def test_resumes_to_the_same_results(
   finished, toy_model, toy_task, tmp_path, capsys, monkeypatch
 ):

@@ -109,6 +109,7 @@ def total(compiled):
   )
 
 
+@pytest.mark.slow  # compiles
 def test_compiled_programs_take_more(config_with):
   """Both the sampler and the update, but not so much that it says nothing."""
   config, model = (

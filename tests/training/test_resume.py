@@ -100,6 +100,7 @@ def test_other_data_are_refused(toy_task, toy_model, tmp_path, monkeypatch):
   assert records.read_jsonl(run / "metrics.jsonl") == before
 
 
+@pytest.mark.slow  # two runs; see test_progress.py
 def test_a_run_without_rewards_ends_and_can_go_on(
   toy_task, toy_model, tmp_path, capsys
 ):

@@ -143,6 +143,7 @@ def classifier(toy_model, tmp_path):
   return tmp_path / "classifier"
 
 
+@pytest.mark.slow  # a model more
 def test_training_with_a_reward_model(
   classifier, toy_task, toy_model, tmp_path
 ):
