@@ -108,15 +108,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-  "moment",
-  [
-    "checkpoint",
-    pytest.param("first step", marks=pytest.mark.slow),
-    pytest.param("rewards", marks=pytest.mark.slow),
-    pytest.param("evaluation", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow  # test_adapters.py ends and resumes a run too
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_sigterm_saves_and_the_next_run_goes_on(
   moment, uninterrupted, toy_task, toy_model, tmp_path, monkeypatch, capfd
 ):

@@ -20,5 +20,6 @@ def test_the_users_own_model_learns(capsys):
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS[1:])
+@pytest.mark.slow  # each compiles its programs
 def test_snippet_runs(snippet, capsys):
   assert run(snippet, capsys)

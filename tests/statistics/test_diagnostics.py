@@ -210,6 +210,7 @@ def test_projections_equal_per_sample_gradients(
   np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow  # compiles
 def test_a_model_with_experts_is_diagnosed(sampled):
   """Its functions cannot be vmapped; against gradients one by one."""
   config = TransformerConfig(

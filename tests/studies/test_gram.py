@@ -30,6 +30,7 @@ def case(tiny):
   return tiny, Prompts(PROMPT, np.arange(5)[None] < 3), mask
 
 
+@pytest.mark.slow  # many gradients
 def test_gram_matrix(case):
   tiny, prompts, mask = case
   sampling = Sampling(temperature=1.7)

@@ -132,9 +132,8 @@ def made_up(config, directory):
   return summary
 
 
-@pytest.mark.parametrize(
-  "train", [made_up, pytest.param(fit.run, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [made_up, fit.run])
 def test_a_small_study(
   train, toy_task, toy_model, tmp_path, monkeypatch, capsys
 ):
