@@ -415,7 +415,10 @@ def test_each_group_size_compiles_once(
   samples = records.read_jsonl(run / "samples.jsonl")
   assert len(samples) == 16 + 16  # steps 2 and 4
   text = [record.getMessage() for record in caplog.records]
-  for name, times in (("learn", 2), ("diagnose", 2), ("other", 1)):
+  for name, times in (
+    *(("learn", 2), ("diagnose", 2), ("other", 1)),
+    ("rollout", 3),  # two sizes, and the evaluations before, in and after it
+  ):
     compiled = [x for x in text if f"Compiling jit({name})" in x]
     assert len(compiled) == times, name
 

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
@@ -140,7 +139,6 @@ def fit(
     disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
   config = run.config
-  greedy = from_config.make_sampler(config, run.policy, 1, Sampling(0.0))
 
   def ask():
     checkpoint.check(checkpointer)  # a save may have failed
@@ -154,7 +152,7 @@ def fit(
     step = int(state.step)
     due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
     if due and not reporting.evaluations(run, step):
-      reporting.evaluate_held_out(run, state.params, greedy, step, ask)
+      reporting.evaluate_held_out(run, state.params, step, ask)
 
   try:
     evaluate()  # where the run was ended in the middle of it

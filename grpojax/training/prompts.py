@@ -32,14 +32,12 @@ class Split(NamedTuple):
   Attributes:
     examples: random access to them.
     dropped: how many do not fit; 0 where they are refused (data.too_long).
-    kept: their indices among all examples of the split; None is all.
     survey: of all examples.
     key: of what the survey's lengths depend on, see `save_lengths`.
   """
 
   examples: Any
   dropped: int
-  kept: np.ndarray | None
   survey: survey.Survey
   key: str
 
@@ -113,9 +111,9 @@ def load_split(
     raise ValueError(f"{split} split: {error}") from error
   key = f"{found.fingerprint} {digest}"
   if kept is None:
-    return Split(examples, 0, None, found, key)
+    return Split(examples, 0, found, key)
   dropped = len(examples) - len(kept)
-  return Split(pipeline.Subset(examples, kept), dropped, kept, found, key)
+  return Split(pipeline.Subset(examples, kept), dropped, found, key)
 
 
 def _prompts_of_run(config: ConfigDict) -> int:

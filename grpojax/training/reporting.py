@@ -29,7 +29,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
@@ -37,7 +36,6 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import pictures, records, sharding
 from grpojax.training import (
   evaluation,
-  from_config,
   group_sizes,
   prompts,
   run_directory,
@@ -75,14 +73,13 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def evaluate_held_out(
-  run: Run, params: Params, sampler, step: int, poll: Callable[[], None]
+  run: Run, params: Params, step: int, poll: Callable[[], None]
 ) -> dict[str, Any]:
   """Greedy held-out accuracy; recorded, printed and returned.
 
   Args:
     run: the run.
     params: to evaluate.
-    sampler: greedy.
     step: after which.
     poll: called between batches and while rewards are computed; may raise, and
       nothing is recorded then.
@@ -91,7 +88,7 @@ def evaluate_held_out(
   result = evaluation.evaluate(
     run.policy,
     params,
-    sampler,
+    run.greedy,
     prompts.held_out(config, run.policy, run.held_out.examples),
     run.scorer,
     jax.random.key(config.seed),
@@ -164,8 +161,7 @@ def finish(
   """Writes the model, the picture and the summary."""
   steps = run.config.steps
   if steps and not evaluations(run, steps):  # metrics.jsonl was lost
-    greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
-    evaluate_held_out(run, params, greedy, steps, poll)
+    evaluate_held_out(run, params, steps, poll)
   model = run.file(run_directory.MODEL)
   if not file_checksums.intact(model):  # or it was killed after this
     run_directory.remove_model(run.directory)

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import checkpoint
-from grpojax.training import from_config, reporting
+from grpojax.training import reporting
 from grpojax.training.progress import Progress, from_notes
 from grpojax.training.start import Run
 
@@ -45,8 +44,7 @@ def resume(
     # Of this run: it evaluates nothing else as step 0.
     baseline = next(iter(reporting.evaluations(run, 0)), None)
   if baseline is None:
-    greedy = from_config.make_sampler(run.config, run.policy, 1, Sampling(0.0))
-    baseline = reporting.evaluate_held_out(run, state.params, greedy, 0, poll)
+    baseline = reporting.evaluate_held_out(run, state.params, 0, poll)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
   progress = dataclasses.replace(progress, baseline=baseline, data=data)
   if step is not None:

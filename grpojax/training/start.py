@@ -9,6 +9,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models.transformer import last_layers
@@ -58,6 +59,7 @@ class Run(NamedTuple):
   ref_params: Params | None
   writer: Any
   scorer: scoring.Scorer
+  greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: prompts.Split
   held_out: prompts.Split
 
@@ -103,10 +105,11 @@ def check(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
       f"prompts of more than {config.data.max_prompt_length} tokens"
     )
-  # What the reward on the device wants to know of the first ones.
-  batches = prompts.training_batches(config, policy, train.examples, sizes[0])
-  for _ in itertools.islice(batches, config.steps and 1):
-    poll()
+  if config.reward.on_device:  # what it wants to know of each prompt
+    batches = prompts.training_batches(config, policy, train.examples, sizes[0])
+    ahead = min(config.steps, prompts.MEASURED // config.batch_size + 1)
+    for _ in itertools.islice(batches, ahead):
+      poll()
   policy = from_config.with_weights(config, policy, mesh)
   poll()
   if config.diagnostics.every and config.diagnostics.last_layers:
@@ -180,15 +183,17 @@ def start(
     writer = records.tensorboard_writer(
       directory / run_directory.TENSORBOARD, -1 if step is None else step
     )
+  policy = policy._replace(params=None)  # the state has them
   run = Run(
     config=config,
     directory=directory,
-    policy=policy._replace(params=None),
+    policy=policy,
     mesh=mesh,
     places=places,
     ref_params=ref_params,
     writer=writer,
     scorer=scorer,
+    greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0)),
     train=train,
     held_out=held_out,
   )
