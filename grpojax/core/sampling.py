@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Float32, Int, Key, UInt32
 
 _NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
 
@@ -44,14 +44,45 @@ def validate(sampling: Sampling) -> None:
     raise ValueError(f"min_p={min_p} must lie in [0, 1]")
 
 
-def _top_p_threshold(logits: Float[Array, "*n V"], top_p: float):
-  """The smallest logit among the tokens that top-p keeps, [*n, 1]."""
-  ordered = jnp.sort(logits, axis=-1, descending=True)
-  probs = jax.nn.softmax(ordered, axis=-1)
-  before = jnp.cumsum(probs, axis=-1) - probs
-  return jnp.min(
-    jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True
-  )
+def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
+  """The float32 of a place in their order, as an unsigned integer.
+
+  The bits of a float32 are a sign and a magnitude. Numbers below 2**31 are the
+  negative floats and -0, the rest +0 and the positive ones; NaNs stand at both
+  ends, beyond the infinities.
+  """
+  bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _threshold(
+  logits: Float32[Array, "*n V"], weights: Float32[Array, "*n V"] | int, enough
+) -> Float32[Array, "*n 1"]:
+  """The largest v such that the logits >= v weigh enough together.
+
+  Exact, by bisection: the bits of v are found one by one, from the highest.
+  Nothing is sorted, so that where the vocabulary is cut over devices they
+  exchange 32 sums a row, and no logits.
+
+  Args:
+    logits: the values that v is sought among.
+    weights: of each logit; not negative.
+    enough: the sum of weights to reach.
+
+  Returns:
+    One v a row; it is NaN, below which there is nothing, where v is -inf or
+    all logits together do not weigh enough.
+  """
+
+  def add_bit(i, rank):
+    higher = rank | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+    # No logit is >= NaN: what lies beyond the infinities is never enough.
+    above = jnp.where(logits >= _float_at(higher), weights, 0)
+    reached = jnp.sum(above, axis=-1, keepdims=True) >= enough
+    return jnp.where(reached, higher, rank)
+
+  start = jnp.zeros((*logits.shape[:-1], 1), jnp.uint32)
+  return _float_at(jax.lax.fori_loop(0, 32, add_bit, start))
 
 
 def transform_logits(
@@ -85,10 +116,12 @@ def transform_logits(
   logits = logits / sampling.temperature
   cut = logits
   if 0 < sampling.top_k < logits.shape[-1]:
-    lowest = jax.lax.top_k(cut, sampling.top_k)[0][..., -1:]
+    lowest = _threshold(jax.lax.stop_gradient(cut), 1, sampling.top_k)
     cut = jnp.where(cut < lowest, _NEGATIVE, cut)
   if sampling.top_p < 1:
-    cut = jnp.where(cut < _top_p_threshold(cut, sampling.top_p), _NEGATIVE, cut)
+    still = jax.lax.stop_gradient(cut)
+    lowest = _threshold(still, jax.nn.softmax(still), sampling.top_p)
+    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
   if sampling.min_p > 0:
     top = jnp.max(cut, axis=-1, keepdims=True)
     cut = jnp.where(cut < top + jnp.log(sampling.min_p), _NEGATIVE, cut)
