@@ -154,13 +154,13 @@ def sample(
     The tokens, and their log-probabilities under the transformed distribution
     (0 for greedy decoding, whose distribution is a point mass).
   """
-  logits = transform_logits(logits, sampling)
+  validate(sampling)
   if sampling.temperature == 0:
-    ids = jnp.argmax(logits, axis=-1)
-  else:
-    draw = jnp.vectorize(
-      lambda key, row: jax.random.categorical(key, row), signature="(),(v)->()"
-    )
-    ids = draw(keys, logits)
-  ids = ids.astype(jnp.int32)
+    ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    return ids, jnp.zeros(ids.shape, jnp.float32)
+  logits = transform_logits(logits, sampling)
+  draw = jnp.vectorize(
+    lambda key, row: jax.random.categorical(key, row), signature="(),(v)->()"
+  )
+  ids = draw(keys, logits).astype(jnp.int32)
   return ids, token_logprob(logits, ids)

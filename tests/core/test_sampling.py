@@ -96,6 +96,59 @@ def test_golden(sampling, expected):
   np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
+def hard_rows():
+  """Rows of logits, where a search for a threshold could go wrong."""
+  rng = np.random.default_rng(1)
+  normal = rng.normal(size=64)
+  rows = {
+    "random": 3 * normal,
+    "peaked": 40 * normal,
+    "bfloat16": np.asarray(jnp.asarray(2 * normal, jnp.bfloat16), np.float64),
+    "few values": rng.integers(-2, 3, size=64),
+    "all equal": np.full(64, -1.7),
+    "zeros of both signs": np.where(normal > 0, 0.0, -0.0),
+    "zeros among others": np.where(normal > 1, normal, np.copysign(0, normal)),
+    "one apart": np.where(np.arange(64) == 9, 0.0, -1e4),
+    "adjacent floats": 1 + rng.integers(4, size=64) * 2.0**-23,
+    "tiny": 1e-37 * (normal + np.sign(normal)),  # Less counts as 0.
+    "huge": 3e38 * np.tanh(normal),
+    "masked": np.where(normal > 0.5, normal, -np.inf),
+    "all but one masked": np.where(np.arange(64) == 40, -3.0, -np.inf),
+    "around an exponent": 2.0 ** rng.integers(-3, 4, size=64),
+  }
+  rows["negative"] = -100 - rows["random"]
+  return {name: np.float32(row) for name, row in rows.items()}
+
+
+HARD = hard_rows()
+
+
+def kept_by_sorting(row, k, p):
+  """What top-k, then top-p keep of one row: sorted, in float64, with ties."""
+  if 0 < k < len(row):
+    row = np.where(row >= np.sort(row)[-k], row, -np.inf)
+  with np.errstate(over="ignore"):
+    weights = np.exp(np.float64(row) - np.float64(row.max()))
+  order = np.argsort(-row, kind="stable")
+  before = np.cumsum(weights[order]) - weights[order]
+  in_time = before < p * weights.sum() if p < 1 else row[order] > -np.inf
+  return (row >= row[order][in_time].min()) & (row > -np.inf)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 17, 63])
+@pytest.mark.parametrize("p", [0.3, 0.9, 1 - 2**-24, 1.0])
+def test_kept_are_those_that_sorting_keeps(k, p):
+  logits = jnp.asarray(np.stack(list(HARD.values())))
+  got = transform_logits(logits, Sampling(top_k=k, top_p=p))
+  kept = np.asarray(got) > -1e30
+  np.testing.assert_array_equal(got, np.where(kept, logits, got))
+  for name, row, ours in zip(HARD, np.asarray(logits), kept, strict=True):
+    # Both sums are rounded: a token that far from p may fall on either side.
+    least = kept_by_sorting(row, k, p * (1 - 1e-6))
+    most = kept_by_sorting(row, k, p if p == 1 else min(p * (1 + 1e-6), 1))
+    assert np.all(least <= ours) and np.all(ours <= most), name
+
+
 def test_ties_at_a_cut_are_kept():
   logits = jnp.array([1.0, 3.0, 1.0, 0.0])
   for sampling in (Sampling(top_k=2), Sampling(top_p=0.85)):
@@ -183,7 +236,18 @@ def test_jit_vmap_and_half_precision(sampling):
   )
 
 
-def test_gradient_is_that_of_the_kept_tokens():
+def test_logits_that_are_nan_are_not_hidden():
+  logits = LOGITS.at[3, 4].set(jnp.nan)
+  keys = jax.random.split(jax.random.key(0), 16)
+  _, logprobs = sample(keys, logits, SETTINGS[-1])
+  np.testing.assert_array_equal(jnp.isnan(logprobs), np.arange(16) == 3)
+
+
+@pytest.mark.parametrize(
+  "sampling",
+  [Sampling(2.0, top_k=2), Sampling(2.0, top_p=0.6), Sampling(2.0, 2, 0.9)],
+)
+def test_gradient_is_that_of_the_kept_tokens(sampling):
   """Zero where cut, softmax's elsewhere; never nan."""
   logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
 
@@ -192,7 +256,7 @@ def test_gradient_is_that_of_the_kept_tokens():
       transform_logits(logits, sampling, keep=jnp.array(0)), jnp.array(0)
     )
 
-  got = jax.grad(logprob)(logits, Sampling(temperature=2.0, top_k=2))
+  got = jax.grad(logprob)(logits, sampling)
   p = np.sqrt([0.5, 0.3])
   p = p / p.sum()
   np.testing.assert_allclose(got, [(1 - p[0]) / 2, -p[1] / 2, 0, 0], atol=1e-6)

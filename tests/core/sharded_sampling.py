@@ -1,0 +1,130 @@
+"""Compiles sampling and scoring for a vocabulary that is cut over devices.
+
+test_sharded_sampling.py runs it in a process of its own, for the number of
+devices is set before jax starts: on `cpu`, eight virtual devices whose results
+are compared with those of one; on `tpu`, a v5e slice that only libtpu sees.
+"""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.sampling import Sampling, sample
+from grpojax.core.types import LM, Prefix
+
+B, G, T, D, V = 4, 2, 3, 5, 1012  # a device holds 253 of the vocabulary
+ALL = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+SETTINGS = [Sampling(), ALL, Sampling(temperature=0)]
+
+
+def language_model(constrain):
+  """Hidden states are a function of the token; `constrain` cuts the logits."""
+  hidden = lambda ids: jnp.sin(ids[..., None] * jnp.arange(1.0, 1 + D))
+  return LM(
+    init=None,
+    prefill=lambda _, ids, mask: Prefix(hidden(ids[:, 0]), mask.sum(-1), ()),
+    extend=lambda params, prefix, ids, cache=None, **_: (hidden(ids), cache),
+    unembed=lambda params, hidden: constrain(hidden @ params),
+    init_cache=None,
+  )
+
+
+def program(constrain):
+  """Draws with all settings, and the scorer's values and gradients."""
+  lm = language_model(constrain)
+
+  def run(keys, logits, params, prompts, ids):
+    drawn = [sample(keys, constrain(logits), s) for s in SETTINGS]
+
+    def score(params):
+      logprobs, entropy = token_logprobs(
+        lm, params, prompts, prompts >= 0, ids, sampling=ALL, chunk_size=2
+      )
+      return logprobs.sum(), (logprobs, entropy)
+
+    return drawn, jax.value_and_grad(score, has_aux=True)(params)
+
+  return run
+
+
+def arguments():
+  rng = np.random.default_rng(0)
+  return (
+    jax.random.split(jax.random.key(0), (B, G)),
+    jnp.asarray(2 * rng.normal(size=(B, G, V)), jnp.float32),
+    jnp.asarray(rng.normal(size=(D, V)), jnp.float32),
+    jnp.zeros((B, 1), jnp.int32),
+    jnp.asarray(rng.integers(V, size=(B, G, T)), jnp.int32),
+  )
+
+
+def devices(platform):
+  if platform == "cpu":
+    return jax.devices()
+  from jax.experimental import topologies
+
+  return topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:2x4"
+  ).devices
+
+
+def check_text(text):
+  """No array is as wide as the vocabulary; what is exchanged is a few a row."""
+  wide = [x for x in text.splitlines() if re.search(rf"[\[,]{V}[\],]", x)]
+  wide = [x for x in wide if re.match(r"\s*(ROOT )?%\S+ =", x)]
+  assert not wide, "\n".join(wide)
+  assert re.search(rf"[\[,]{V // 4}\]", text)  # It was cut.
+  names = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+  exchanged = re.findall(rf"= (.*?) (?:{names})(?:-start)?\(", text)
+  assert exchanged
+  for shape in exchanged:
+    for sizes in re.findall(r"\[([\d,]*)\]", shape):
+      sizes = [int(x) for x in sizes.split(",") if x]
+      if sorted(sizes) == [D, V // 4]:
+        continue  # The weights' gradient, summed over the rows.
+      # Of a device's rows (2 prompts, G samples, in the scorer 2 positions):
+      # argmax exchanges one candidate a device, the rest less.
+      assert np.prod(sizes) <= 2 * G * 4, shape
+
+
+def main(platform):
+  mesh = Mesh(
+    np.reshape(devices(platform), (2, 4)),
+    ("fsdp", "tensor"),
+    axis_types=(AxisType.Auto,) * 2,
+  )
+  sharding = lambda *axes: NamedSharding(mesh, P(*axes))
+  rows = sharding("fsdp")
+  places = (
+    rows,
+    sharding("fsdp", None, "tensor"),
+    sharding(None, "tensor"),
+    rows,
+    rows,
+  )
+  logits_axes = {3: ("fsdp", None, "tensor"), 4: ("fsdp", None, None, "tensor")}
+  cut = lambda x: jax.lax.with_sharding_constraint(
+    x, sharding(*logits_axes[x.ndim])
+  )
+  values = arguments()
+  shapes = jax.eval_shape(lambda: values)
+  compiled = jax.jit(program(cut), in_shardings=places).lower(*shapes).compile()
+  check_text(compiled.as_text())
+  if platform == "cpu":
+    ours = jax.tree.leaves(compiled(*jax.device_put(values, places)))
+    theirs = jax.tree.leaves(jax.jit(program(lambda x: x))(*values))
+    for x, y in zip(ours, theirs, strict=True):
+      if x.dtype == jnp.int32:
+        np.testing.assert_array_equal(x, y)
+      else:
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])
