@@ -56,7 +56,9 @@ def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
 
 
 def _threshold(
-  logits: Float32[Array, "*n V"], weights: Float32[Array, "*n V"] | int, enough
+  logits: Float32[Array, "*n V"],
+  weights: Float32[Array, "*n V"] | int,
+  enough: float | int,
 ) -> Float32[Array, "*n 1"]:
   """The largest v such that the logits >= v weigh enough together.
 
@@ -70,9 +72,10 @@ def _threshold(
     enough: the sum of weights to reach.
 
   Returns:
-    One v a row; it is NaN, below which there is nothing, where v is -inf or
-    all logits together do not weigh enough.
+    One v a row, without a gradient; it is NaN, below which there is nothing,
+    where v is -inf or all logits together do not weigh enough.
   """
+  logits, weights = jax.lax.stop_gradient((logits, weights))
 
   def add_bit(i, rank):
     higher = rank | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
@@ -116,11 +119,10 @@ def transform_logits(
   logits = logits / sampling.temperature
   cut = logits
   if 0 < sampling.top_k < logits.shape[-1]:
-    lowest = _threshold(jax.lax.stop_gradient(cut), 1, sampling.top_k)
+    lowest = _threshold(cut, 1, sampling.top_k)
     cut = jnp.where(cut < lowest, _NEGATIVE, cut)
   if sampling.top_p < 1:
-    still = jax.lax.stop_gradient(cut)
-    lowest = _threshold(still, jax.nn.softmax(still), sampling.top_p)
+    lowest = _threshold(cut, jax.nn.softmax(cut), sampling.top_p)
     cut = jnp.where(cut < lowest, _NEGATIVE, cut)
   if sampling.min_p > 0:
     top = jnp.max(cut, axis=-1, keepdims=True)
