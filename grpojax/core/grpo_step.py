@@ -14,15 +14,17 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from grpojax.core import losses
+from grpojax.core import micro_batches as parts_lib
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import Ids, check_prompts, random_key, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.group_axis import present
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.mesh import constrain
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
-from grpojax.core.update import Metrics, make_update, split_rows
+from grpojax.core.update import Metrics, make_update
 
 
 def init_state(
@@ -88,8 +90,8 @@ def make_batch(
       takes the sampler's.
     kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
       taken from its reward before the comparison.
-    micro_batches: parts in which the batch is scored, one after the other;
-      divides B.
+    micro_batches: parts in which the batch is scored, one after the other, see
+      `micro_batches.cuts`.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -149,15 +151,20 @@ def _score(
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
   def of_part(part):
+    prompts, ids = part
+    ids = constrain(ids, "batch", "group")
+    prompts = [constrain(x, "batch") for x in prompts]
     return token_logprobs(
-      lm, params, *part, sampling=sampling, chunk_size=chunk_size
+      lm, params, *prompts, ids, sampling=sampling, chunk_size=chunk_size
     )[0]
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
-  rows = rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids
-  logprobs = jax.lax.map(of_part, split_rows(rows, micro_batches))
-  logprobs = jnp.swapaxes(logprobs, 0, 1)  # as they were split
-  return logprobs.reshape(rollout.completion_ids.shape)
+  cut = parts_lib.cuts(*rollout.completion_ids.shape[:2], micro_batches)
+  prompts = rollout.prompt_ids, rollout.prompt_mask
+  prompts = parts_lib.split_prompts(prompts, cut)
+  ids = parts_lib.split_samples(rollout.completion_ids, cut)
+  logprobs = jax.lax.map(of_part, (prompts, ids))
+  return parts_lib.join_samples(logprobs, cut)
 
 
 OLD_LOGPROBS = {"sampler": False, "scorer": True}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.arguments import check_prompts
+from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling, token_logprob, transform_logits
 from grpojax.core.types import LM, Params
 
@@ -73,6 +74,7 @@ def token_logprobs(
       `arguments.check_prompts`).
   """
   check_prompts(lm, params, prompt_ids, prompt_mask)
+  lm, params = lm.prepared(params, decoding=False)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
@@ -92,7 +94,9 @@ def token_logprobs(
 
   @jax.checkpoint
   def score(params, hidden, ids):
-    logits = transform_logits(lm.unembed(params, hidden), sampling, keep=ids)
+    logits = lm.unembed(params, hidden)
+    logits = constrain(logits, "batch", "group", None, "vocabulary")
+    logits = transform_logits(logits, sampling, keep=ids)
     still = jax.lax.stop_gradient(logits)
     log_p = jax.nn.log_softmax(still)
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)

@@ -14,6 +14,7 @@ from grpojax.core.arguments import (
   read_rewards,
 )
 from grpojax.core.group_axis import present
+from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
@@ -92,6 +93,7 @@ def rollout(
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
+  lm, params = lm.prepared(params, decoding=True)
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
 
   def draw(state, hidden):
@@ -106,6 +108,7 @@ def rollout(
     # neither the batch nor the order of the loop can change it.
     fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
     logits = lm.unembed(params, hidden)
+    logits = constrain(logits, "batch", "group", "vocabulary")
     ids, logprobs = sample(fold(keys, t), logits, sampling)  # each [B, G]
     # Samples that are done are computed too, for shapes stay; what is drawn for
     # them is not written.
@@ -136,6 +139,8 @@ def rollout(
     "done": limit <= 0,
     "cache": lm.init_cache(b, g, t_max),
   }
+  samples = ("ids", "logprobs", "length", "finished", "done")
+  state |= {name: constrain(state[name], "batch", "group") for name in samples}
   first = prefix.last_hidden[:, None]
   state = draw(state, jnp.broadcast_to(first, (b, g, first.shape[-1])))
   state = jax.lax.while_loop(

@@ -68,6 +68,10 @@ class LM(NamedTuple):
       several completions apart that share a row, and default to one a row.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens a sample.
+    prepare: `(params, decoding) -> (lm, params)`, or None: the model as a
+      rollout (decoding) or a forward pass over whole completions reads it, with
+      what would otherwise be repeated for each token done once: casts, and
+      gathering of parameters that are cut over a mesh.
   """
 
   init: Callable[..., Params]
@@ -75,6 +79,11 @@ class LM(NamedTuple):
   extend: Callable[..., tuple[Array, Cache]]
   unembed: Callable[..., Array]
   init_cache: Callable[..., Cache]
+  prepare: Callable[..., tuple["LM", Params]] | None = None
+
+  def prepared(self, params: Params, *, decoding: bool) -> tuple["LM", Params]:
+    """`prepare`, or the model as it is where it has none."""
+    return (self.prepare or (lambda p, _: (self, p)))(params, decoding)
 
 
 @typing.no_type_check

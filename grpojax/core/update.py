@@ -9,12 +9,15 @@ import optax
 from jaxtyping import Array, Int, Key, PyTree
 
 from grpojax.core import losses, sampler_mismatch
+from grpojax.core import micro_batches as parts_lib
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, TrainState
 
 Metrics = dict[str, Array]
 
+_OF_PROMPTS = ("prompt_ids", "prompt_mask")  # the rest of a batch: of samples
 OVER_UPDATES = {
   "mean": jnp.mean,
   "min": jnp.min,
@@ -25,16 +28,6 @@ OVER_UPDATES = {
 """How a metric of every optimizer update becomes one of the whole step.
 
 Whoever makes a metric puts it below one of these names."""
-
-
-def split_rows(tree: PyTree, parts: int) -> PyTree:
-  """Splits axis 0 into `parts`, row r to part r mod parts: [parts, rows, ...].
-
-  Strided, so that a batch sharded over devices stays spread over all of them.
-  """
-  return jax.tree.map(
-    lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree
-  )
 
 
 def draw_orders(
@@ -77,6 +70,29 @@ def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
     return jax.vmap(lambda block, o: block[o])(blocks, order).reshape(x.shape)
 
   return jax.tree.map(leaf, tree)
+
+
+def _constrain(batch: Batch) -> Batch:
+  """Lays the rows out over the mesh, see `core.mesh.constrain`."""
+  samples = ("batch", "group")
+  names = {field: ("batch",) for field in _OF_PROMPTS}
+  return Batch(
+    **{
+      field: x if x is None else constrain(x, *names.get(field, samples))
+      for field, x in vars(batch).items()
+    }
+  )
+
+
+def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
+  """Micro-batches of a minibatch: a leading axis of `parts`."""
+  cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
+  samples = {
+    field: x for field, x in vars(batch).items() if field not in _OF_PROMPTS
+  }
+  prompts = {field: getattr(batch, field) for field in _OF_PROMPTS}
+  samples, weights = parts_lib.split_samples((samples, weights), cut)
+  return Batch(**samples, **parts_lib.split_prompts(prompts, cut)), weights
 
 
 def _token_metrics(
@@ -159,7 +175,8 @@ def make_update(
       anew, from the state's key and step (see `draw_orders`).
     minibatches: optimizer updates a pass; divides B (groups stay whole).
     micro_batches: parts of a minibatch whose gradients are added up by a scan;
-      divides B / minibatches.
+      they cut prompts, and groups where these are too few (see
+      `micro_batches.cuts`).
     max_grad_norm: clips the gradient's global norm; None does not.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
@@ -179,6 +196,7 @@ def make_update(
   """
 
   def micro_loss(params, batch: Batch, weights):
+    batch, weights = _constrain(batch), constrain(weights, "batch", "group")
     logprobs, entropy = token_logprobs(
       lm,
       params,
@@ -209,7 +227,8 @@ def make_update(
       added = jax.tree.map(jnp.add, total, (value, _float32(grads)))
       return added, monitored
 
-    parts = split_rows((batch, weighting(batch.completion_mask)), micro_batches)
+    weights = weighting(batch.completion_mask)
+    parts = _split(batch, weights, micro_batches)
     zero = jnp.zeros(()), _float32(jax.tree.map(jnp.zeros_like, params))
     (value, grads), monitored = jax.lax.scan(add, zero, parts)
     monitored, of_sampler = monitored
@@ -231,7 +250,8 @@ def make_update(
 
     def one_epoch(state: TrainState, order):
       rows = batch if order is None else reorder_rows(batch, order)
-      return jax.lax.scan(one_update, state, split_rows(rows, minibatches))
+      rows = parts_lib.split_rows(rows, minibatches)
+      return jax.lax.scan(one_update, state, rows)
 
     if epochs == 1:
       state, metrics = one_epoch(state, None)
@@ -256,12 +276,13 @@ def make_update(
 
 
 def _check_batch(batch: Batch, epochs, minibatches, micro_batches):
-  b = batch.prompt_ids.shape[0]
-  if b % (minibatches * micro_batches):
+  b, g = batch.completion_ids.shape[:2]
+  if b % minibatches:
     raise ValueError(
-      f"{b} prompts cannot be cut into minibatches={minibatches} times "
-      f"micro_batches={micro_batches}; groups stay whole"
+      f"{b} prompts cannot be cut into minibatches={minibatches}; groups stay "
+      "whole"
     )
+  parts_lib.cuts(b // minibatches, g, micro_batches)
   if epochs * minibatches > 1 and batch.old_logprobs is None:
     raise ValueError(
       "several updates a rollout need the log-probabilities of the policy that "

@@ -1,6 +1,7 @@
 """Attention in two parts, own row and prompt, and RMSNorm."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +73,36 @@ def soft_cap(
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+def _attend(
+  q: Float[Array, "B G K R S E"],
+  keys: Float[Array, "..."],
+  values: Float[Array, "..."],
+  mask: Bool[Array, "..."],
+  axes: str,
+  scale: float,
+  cap: float | None,
+) -> tuple[Float[Array, "B G K R S E"], Float[Array, "B G K R S 1"]]:
+  """Output over one part's keys alone, and its log-sum-exp.
+
+  Args:
+    q: queries.
+    keys: of the part, with the axes `axes`.
+    values: likewise.
+    mask: broadcastable to the logits.
+    axes: `cache.ROW_AXES` or `cache.PROMPT_AXES`.
+    scale: of the logits.
+    cap: of the logits.
+  """
+  (slot,) = set(axes) - set(_QUERY_AXES)
+  logits_axes = _QUERY_AXES.replace("e", slot)
+  logits = _float32_einsum(f"{_QUERY_AXES},{axes}->{logits_axes}", q, keys)
+  weights, lse = _softmax_part(soft_cap(logits * scale, cap), mask)
+  out = jnp.einsum(
+    f"{logits_axes},{axes}->{_QUERY_AXES}", weights.astype(q.dtype), values
+  )
+  return out, lse
+
+
 def two_part_attention(
   q: Float[Array, "B G K R S E"],
   row: tuple[RowArray, RowArray],
@@ -103,29 +134,59 @@ def two_part_attention(
     Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-
-  def attend(key_axes, slot_axis, keys, values, mask):
-    """Output over one part's keys alone, and its log-sum-exp."""
-    logits_axes = _QUERY_AXES.replace("e", slot_axis)
-    logits = _float32_einsum(
-      f"{_QUERY_AXES},{key_axes}->{logits_axes}", q, keys
-    )
-    weights, lse = _softmax_part(soft_cap(logits * scale, cap), mask)
-    out = jnp.einsum(
-      f"{logits_axes},{key_axes}->{_QUERY_AXES}",
-      weights.astype(q.dtype),
-      values,
-    )
-    return out, lse
-
-  out, lse = attend(cache.ROW_AXES, "c", *row, row_mask)
+  out, lse = _attend(q, *row, row_mask, cache.ROW_AXES, scale, cap)
   if prompt is None:
     return out
   if prompt_mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     prompt_mask = prompt_mask[:, None, None]
   prompt_mask = prompt_mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
-  prompt_out, prompt_lse = attend(cache.PROMPT_AXES, "p", *prompt, prompt_mask)
+  prompt_out, prompt_lse = _attend(
+    q, *prompt, prompt_mask, cache.PROMPT_AXES, scale, cap
+  )
   # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
   # softmax's mass that lies on the prompt.
   share = jax.nn.sigmoid(prompt_lse - lse)
   return (out + share * (prompt_out - out)).astype(q.dtype)
+
+
+def causal_attention(
+  q: Float[Array, "B G K R S E"],
+  row: tuple[RowArray, RowArray],
+  row_mask: Bool[Array, "..."],
+  prompt: tuple[PromptArray, PromptArray] | None,
+  prompt_mask: Bool[Array, "B P"] | Bool[Array, "B G S P"] | None,
+  *,
+  block: int = 256,
+  **options: Any,
+) -> Float[Array, "B G K R S E"]:
+  """`two_part_attention` of whole rows, for blocks of queries one by one.
+
+  The logits of one block at a time are held, in the backward pass too, where
+  they are computed again; keys after a block's last query, which the mask would
+  hide from it, are left out.
+
+  Args:
+    q: see `two_part_attention`.
+    row: the keys and values of the queries' own tokens: C = S.
+    row_mask: causal; its axes S and C are not broadcast.
+    prompt: see `two_part_attention`.
+    prompt_mask: see `two_part_attention`.
+    block: queries of a block.
+    **options: `scale` and `cap`.
+  """
+  size = q.shape[-2]
+  if size <= block:
+    return two_part_attention(q, row, row_mask, prompt, prompt_mask, **options)
+
+  @jax.checkpoint
+  def of_block(q, row, row_mask, prompt, prompt_mask):
+    return two_part_attention(q, row, row_mask, prompt, prompt_mask, **options)
+
+  outs, by_query = [], prompt_mask is not None and prompt_mask.ndim > 2
+  for start in range(0, size, block):
+    end = min(start + block, size)
+    keys = tuple(cache.first_slots(x, end) for x in row)
+    mask = row_mask[..., start:end, :end]
+    seen = prompt_mask[:, :, start:end] if by_query else prompt_mask
+    outs.append(of_block(q[..., start:end, :], keys, mask, prompt, seen))
+  return jnp.concatenate(outs, axis=-2)

@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.mesh import constrain
 from grpojax.models import cache
-from grpojax.models.attention import rms_norm, two_part_attention
-from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.attention import (
+  causal_attention,
+  rms_norm,
+  two_part_attention,
+)
+from grpojax.models.cache import KeysValues, LayerSlots, PromptKeysValues
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.rope import rotate
@@ -122,8 +127,7 @@ def _attention(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
-  index: Int[Array, ""] | None,
+  slots: LayerSlots | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """Attention of a layer; arguments and results as those of `block`."""
   c = config
@@ -139,14 +143,17 @@ def _attention(
   # Query head h attends with key head h // R: H is split into [K, R], and
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
-  row = cache.from_heads(k, v.astype(y.dtype))
+  q = constrain(q, "batch", "group", "kv_heads", "query_heads")
+  row = kept = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
   if slots is not None:
     # Written before they are read: a token attends to itself too. Cached keys
     # are rotated already, for their positions never change.
-    row = cache.write(slots, row, index)
+    kept = cache.write(slots, row)
+    row = cache.read(kept, slots.layer)
   length = 0 if prompt is None else cache.prompt_length(prompt)
   mask, prompt_mask = _masks(c, local, context, length)
-  out = two_part_attention(
+  attend = causal_attention if slots is None else two_part_attention
+  out = attend(
     q,
     row,
     mask,
@@ -155,8 +162,10 @@ def _attention(
     scale=c.attention_scale,
     cap=c.attention_cap,
   )
+  out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
-  return _project(out, layer, "o"), row
+  y = _project(out, layer, "o")
+  return constrain(y, "batch", "group"), kept
 
 
 def _mlp(
@@ -170,7 +179,8 @@ def _mlp(
   y = y.astype(layer["gate"].dtype)
   gate, up = (_project(y, layer, x).astype(y.dtype) for x in ("gate", "up"))
   y = activation(gate) * up
-  return _project(y, layer, "down")
+  y = constrain(y, "batch", "group", None, "mlp")
+  return constrain(_project(y, layer, "down"), "batch", "group")
 
 
 def block(
@@ -180,8 +190,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
-  index: Int[Array, ""] | None,
+  slots: LayerSlots | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
@@ -196,17 +205,16 @@ def block(
     local: whether the layer is local.
     context: what the layer needs to know of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
-    slots: the cache of this layer, or None.
-    index: the slot that the first token of `x` goes to, or None.
+    slots: where the cache has this layer, or None.
 
   Returns:
-    The new hidden states, and the keys and values of the tokens' rows: of the
-    tokens themselves, or all slots of the cache where there is one.
+    The new hidden states, and the keys and values of the tokens' rows, or, with
+    a cache, the slots of its stack with them in it.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
-  y, row = _attention(c, y, layer, local, context, prompt, slots, index)
+  y, kept = _attention(c, y, layer, local, context, prompt, slots)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
-  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row
+  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), kept

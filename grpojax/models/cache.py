@@ -6,6 +6,9 @@ of slots a sample, and those of the prompts, once for a whole group:
     row      [B, G, K, C, E]   slot i of C holds completion token i
     prompt   [B, K, P, E]
 
+The layers of a stack (see `layer_stacks`) are one array, with a leading axis:
+a loop over them carries the whole stack, and writes a token's slot in place.
+
 `ROW_AXES` and `PROMPT_AXES` are the only places where that order is written
 down. The other modules ask here for what depends on it, and name axes by these
 letters (`attention`, in its einsums).
@@ -17,8 +20,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.mesh import constrain
+
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
+_NAMES = {"b": "batch", "g": "group", "k": "kv_heads"}
 RowArray = Float[Array, " ".join(ROW_AXES.upper())]
 PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
 
@@ -42,12 +48,25 @@ class Cache(NamedTuple):
 
   Attributes:
     index: how many slots are filled; the next token goes to this one.
-    layers: slots of each layer. They are separate arrays, and not one with an
-      axis L, so that a decode loop can update each of them in place.
+    stacks: slots of each stack's layers, [layers, *ROW_AXES].
   """
 
   index: Int[Array, ""]
-  layers: tuple[KeysValues, ...]
+  stacks: tuple[KeysValues, ...]
+
+
+class LayerSlots(NamedTuple):
+  """The slots of one layer within its stack.
+
+  Attributes:
+    stack: slots of all layers of the stack.
+    layer: which of them is meant.
+    index: the slot that the next token goes to.
+  """
+
+  stack: KeysValues
+  layer: int | Int[Array, ""]
+  index: Int[Array, ""]
 
 
 def create(
@@ -55,7 +74,7 @@ def create(
   group_size: int,
   capacity: int,
   *,
-  layers: int,
+  layers: tuple[int, ...],
   kv_heads: int,
   head_dim: int,
   dtype: Any,
@@ -66,7 +85,7 @@ def create(
     batch: B.
     group_size: G.
     capacity: C, completion tokens that a row has room for.
-    layers: L.
+    layers: of each stack.
     kv_heads: K.
     head_dim: E.
     dtype: of keys and values.
@@ -75,16 +94,30 @@ def create(
   shape = tuple(sizes[axis] for axis in ROW_AXES)
   return Cache(
     index=jnp.zeros((), jnp.int32),
-    layers=tuple(
-      KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-      for _ in range(layers)
+    stacks=tuple(
+      constrain_stack(
+        KeysValues(jnp.zeros((n, *shape), dtype), jnp.zeros((n, *shape), dtype))
+      )
+      for n in layers
     ),
+  )
+
+
+def constrain_row(row: KeysValues) -> KeysValues:
+  """Lays rows out over the mesh, see `core.mesh.constrain`."""
+  return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)
+
+
+def constrain_stack(stack: KeysValues) -> KeysValues:
+  """Likewise, of the rows of several layers."""
+  return jax.tree.map(
+    lambda x: constrain(x, None, *map(_NAMES.get, ROW_AXES)), stack
   )
 
 
 def capacity(cache: Cache) -> int:
   """C, the completion tokens that a row has room for."""
-  return cache.layers[0].keys.shape[ROW_AXES.index("c")]
+  return cache.stacks[0].keys.shape[1 + ROW_AXES.index("c")]
 
 
 def from_heads(
@@ -95,17 +128,29 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def write(
-  slots: KeysValues, tokens: KeysValues, index: Int[Array, ""]
-) -> KeysValues:
-  """Writes the next tokens of a layer into its slots, from `index` on."""
+def write(slots: LayerSlots, tokens: KeysValues) -> KeysValues:
+  """Writes the next tokens of a layer into its slots; returns the stack."""
+
+  def one(stack, new):
+    start = [0] * stack.ndim
+    start[0], start[1 + ROW_AXES.index("c")] = slots.layer, slots.index
+    return jax.lax.dynamic_update_slice(
+      stack, new[None].astype(stack.dtype), start
+    )
+
+  return constrain_stack(jax.tree.map(one, slots.stack, tokens))
+
+
+def read(stack: KeysValues, layer: int | Int[Array, ""]) -> KeysValues:
+  """All slots of one layer."""
   return jax.tree.map(
-    lambda kept, new: jax.lax.dynamic_update_slice_in_dim(
-      kept, new.astype(kept.dtype), index, axis=ROW_AXES.index("c")
-    ),
-    slots,
-    tokens,
+    lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stack
   )
+
+
+def first_slots(x: RowArray, count: int) -> RowArray:
+  """The first `count` slots of keys or values."""
+  return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
 
 
 def visible(cache: Cache, count: int) -> Bool[Array, "S C"]:
@@ -132,7 +177,12 @@ def of_prompt(tokens: KeysValues) -> PromptKeysValues:
   axes = ROW_AXES.replace("g", "").replace("c", "p")
   order = tuple(axes.index(axis) for axis in PROMPT_AXES)
   only_row = (slice(None),) * ROW_AXES.index("g") + (0,)
-  return PromptKeysValues(*(x[only_row].transpose(order) for x in tokens))
+  return PromptKeysValues(
+    *(
+      constrain(x[only_row].transpose(order), *map(_NAMES.get, PROMPT_AXES))
+      for x in tokens
+    )
+  )
 
 
 def prompt_length(prompt: PromptKeysValues) -> int:

@@ -26,13 +26,6 @@ def layer_count(stack: Params) -> int:
   return len(jax.tree.leaves(stack)[0])
 
 
-def unstack(stack: Any) -> list[Any]:
-  """The layers of a stack one by one."""
-  return [
-    jax.tree.map(lambda x, i=i: x[i], stack) for i in range(layer_count(stack))
-  ]
-
-
 def last_layers(
   params: Params, count: int
 ) -> tuple[Params, Callable[[Params], Params]]:
@@ -70,14 +63,48 @@ def last_layers(
   return moving, merge
 
 
+def split(params: Params) -> Params:
+  """Holds each layer apart, as a stack of its own."""
+  layers = [
+    jax.tree.map(lambda x, i=i: x[i : i + 1], stack)
+    for stack in stacks(params)
+    for i in range(layer_count(stack))
+  ]
+  return params | {"layers": tuple(layers)}
+
+
+def _scan_stack(
+  body: Callable[..., tuple[Any, Any]],
+  carry: Any,
+  locality: tuple[bool, ...],
+  scanned: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
+  if len(locality) == 1:  # nothing to loop over, and nothing to slice
+    carry, kept = body(carry, locality[0], *jax.tree.map(_only, scanned))
+    return carry, jax.tree.map(lambda x: x[None], kept)
+  if len(set(locality)) == 1:  # then it needs no choice at run time
+    return jax.lax.scan(
+      lambda carry, s: body(carry, locality[0], *s), carry, scanned
+    )
+  return jax.lax.scan(
+    lambda carry, s: body(carry, *s), carry, (jnp.asarray(locality), *scanned)
+  )
+
+
+def _only(x: Array) -> Array:
+  return x[0]
+
+
 def scan(
   config: TransformerConfig,
-  body: Callable[..., tuple[Array, Any]],
+  body: Callable[..., tuple[Any, Any]],
   x: Float[Array, "B G S D"],
   params: Params,
   *scanned: tuple[Any, ...],
+  carried: tuple[Any, ...] | None = None,
 ) -> tuple[Float[Array, "B G S D"], tuple[Any, ...]]:
-  """Scans `body(x, layer, local, *more)` over the layers, stack by stack.
+  """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   Args:
     config: of the model.
@@ -85,19 +112,26 @@ def scan(
     x: hidden states.
     params: of the model.
     *scanned: for each stack a pytree with its layers on the leading axis.
+    carried: for each stack what its layers hand on beside x. Then the body is
+      `body((x, of_stack), local, layer, *more, number)`, with the layer's
+      number in the stack, and nothing is kept of single layers.
 
   Returns:
-    The hidden states, and what was kept of each stack.
+    The hidden states, and what was kept of each stack or carried through it.
   """
-  start, kept, uniform = 0, [], len(set(config.locality)) == 1
-  for stack, *more in zip(stacks(params), *scanned, strict=True):
-    locality = config.locality[start : start + layer_count(stack)]
-    start += len(locality)
-    if uniform:  # then it needs no choice at run time
-      step = lambda x, s: body(x, s[0], config.locality[0], *s[1:])
-      x, of_stack = jax.lax.scan(step, x, (stack, *more))
+  start, kept = 0, []
+  for i, (stack, *more) in enumerate(
+    zip(stacks(params), *scanned, strict=True)
+  ):
+    count = layer_count(stack)
+    locality = config.locality[start : start + count]
+    start += count
+    if carried is None:
+      x, of_stack = _scan_stack(body, x, locality, (stack, *more))
     else:
-      step = lambda x, s: body(x, *s)
-      x, of_stack = jax.lax.scan(step, x, (stack, jnp.asarray(locality), *more))
+      scanned_too = (stack, *more, jnp.arange(count))
+      (x, of_stack), _ = _scan_stack(
+        body, (x, carried[i]), locality, scanned_too
+      )
     kept.append(of_stack)
   return x, tuple(kept)

@@ -147,8 +147,15 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   def unembed(adapters, hidden):
     return lm.unembed(base, hidden)
 
+  def prepare(adapters, decoding):  # then of a plain model
+    return lm.prepared(attach(base, adapters, scale), decoding=decoding)
+
   return lm._replace(
-    init=lambda key: {}, prefill=prefill, extend=extend, unembed=unembed
+    init=lambda key: {},
+    prefill=prefill,
+    extend=extend,
+    unembed=unembed,
+    prepare=prepare,
   )
 
 

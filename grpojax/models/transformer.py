@@ -11,17 +11,18 @@ tuple of stacks that follow each other.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.mesh import constrain
 from grpojax.core.types import LM, Params, Prefix
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks
+from grpojax.models import layer_stacks, sharding
 from grpojax.models.attention import rms_norm, soft_cap
 from grpojax.models.block import TokenContext, block
 from grpojax.models.cache import Cache, PromptKeysValues
@@ -47,14 +48,14 @@ def _in_float32(name: str) -> bool:
 def _embed(
   config: TransformerConfig,
   params: Params,
-  ids: Int[Array, "*tokens"],
+  ids: Int[Array, "B G S"],
   dtype: Any,
-) -> Float[Array, "*tokens D"]:
+) -> Float[Array, "B G S D"]:
   """Hidden states before the first layer, float32."""
   x = params["embed"][ids].astype(jnp.float32)
   if config.scaled_embedding:  # transformers rounds the factor
     x = x * jnp.asarray(config.width**0.5, dtype)
-  return x
+  return constrain(x, "batch", "group")
 
 
 def _final_norm(
@@ -100,11 +101,11 @@ def _prefill(
   mask = mask[:, None, None, None]  # all heads of the one row
   context = _token_context(config, mask, positions, positions, None)
 
-  def body(x, layer, local):
-    x, row = layer_step(config, x, layer, local, context, None, None, None)
+  def body(x, local, layer):
+    x, row = layer_step(config, x, layer, local, context, None, None)
     return x, cache_lib.of_prompt(row)
 
-  x = _embed(config, params, prompt_ids, dtype)[:, None]
+  x = _embed(config, params, prompt_ids[:, None], dtype)
   x, keys_values = layer_stacks.scan(config, body, x, params)
   length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
   last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
@@ -143,8 +144,8 @@ def _extend_rows(
   mask = _row_mask(x.shape[2], segments)
   context = _token_context(config, mask, positions, positions, prompt_mask)
 
-  def body(x, layer, local, prompt):
-    x, _ = layer_step(config, x, layer, local, context, prompt, None, None)
+  def body(x, local, layer, prompt):
+    x, _ = layer_step(config, x, layer, local, context, prompt, None)
     return x, None
 
   return layer_stacks.scan(config, body, x, params, keys_values)[0]
@@ -159,12 +160,7 @@ def _extend_cached(
   keys_values: tuple[PromptKeysValues, ...],
   prompt_mask: Bool[Array, "B P"],
 ) -> tuple[Float[Array, "B G S D"], Cache]:
-  """The next tokens through all layers, and the cache with them in it.
-
-  The layers are unrolled: a scan would take the cache apart and put it together
-  again, and copy it for that, while here the decode loop updates each layer's
-  slots in place.
-  """
+  """The next tokens through all layers, and the cache with them in it."""
   context = _token_context(
     config,
     cache_lib.visible(cache, x.shape[2]),
@@ -172,20 +168,16 @@ def _extend_cached(
     cache_lib.slot_positions(cache, positions),
     prompt_mask,
   )
-  # One (parameters, prompt's keys and values) a layer, across the stacks.
-  stacks = zip(layer_stacks.stacks(params), keys_values, strict=True)
-  layers_prompts = itertools.chain.from_iterable(
-    map(layer_stacks.unstack, stacks)
+
+  def body(carry, local, layer, prompt, number):
+    x, stack = carry
+    slots = cache_lib.LayerSlots(stack, number, cache.index)
+    return block(config, x, layer, local, context, prompt, slots), None
+
+  x, filled = layer_stacks.scan(
+    config, body, x, params, keys_values, carried=cache.stacks
   )
-  filled = []
-  for (layer, prompt), local, slots in zip(
-    layers_prompts, config.locality, cache.layers, strict=True
-  ):
-    x, slots = block(
-      config, x, layer, local, context, prompt, slots, cache.index
-    )
-    filled.append(slots)
-  return x, Cache(cache.index + x.shape[2], tuple(filled))
+  return x, Cache(cache.index + x.shape[2], filled)
 
 
 def _extend(
@@ -230,11 +222,97 @@ def _unembed(
   if config.labels:
     head = params["score"]
   else:
-    head = params["embed"].T if config.tied else params["head"]
+    head = params["head"] if "head" in params else params["embed"].T
   logits = jnp.matmul(
     hidden, head.astype(dtype), preferred_element_type=jnp.float32
   )
   return logits if config.labels else soft_cap(logits, config.logits_cap)
+
+
+def _cast(params: Params, dtype: Any) -> Params:
+  """Parameters as the matrix products read them."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x if _in_float32(path[-1].key) else x.astype(dtype), params
+  )
+
+
+def _for_decoding(
+  config: TransformerConfig, params: Params, dtype: Any
+) -> Params:
+  """Parameters as the token loop reads them: cast and laid out once.
+
+  Whole along fsdp, so that no token waits for them; the output head apart from
+  a tied embedding, whose rows stay float32.
+  """
+  params = sharding.gather(sharding.cut(_cast(params, dtype)))
+  if config.labels:
+    return params
+  head = params["embed"].T if config.tied else params["head"]
+  params |= {"head": head.astype(dtype)}
+  return layer_stacks.split(params) if _unrolled(config) else params
+
+
+def _unrolled(config: TransformerConfig) -> bool:
+  """Whether a decoding step's layers are separate in the program.
+
+  Then none is sliced from a stack, but compiling takes as much longer.
+  """
+  return config.layers <= 12
+
+
+def _gathered_block(config, x, layer, *args):
+  """A layer of `block`, with its parameters gathered while it runs."""
+  layer = sharding.gather(layer, "layer/")
+  layer = checkpoint_name(layer, "gathered")
+  return block(config, x, layer, *args)
+
+
+_all_but_gathered = jax.checkpoint_policies.save_anything_except_these_names(
+  "gathered"
+)
+
+
+def _functions(
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  dtype: Any,
+  stacks: tuple[int, ...],
+) -> LM:
+  """The model's functions.
+
+  Args:
+    config: of the model.
+    layer_step: runs a layer; `block`, or with something around it.
+    dtype: of computation.
+    stacks: layers of each stack of the parameters.
+  """
+
+  def prefill(params, prompt_ids, prompt_mask):
+    args = (_cast(params, dtype), prompt_ids, prompt_mask)
+    return _prefill(config, layer_step, dtype, *args)
+
+  def extend(params, prefix, ids, cache=None, positions=None, segments=None):
+    args = (_cast(params, dtype), prefix, ids, cache, positions, segments)
+    return _extend(config, layer_step, dtype, *args)
+
+  def init_cache(batch, group_size, capacity):
+    return cache_lib.create(
+      batch,
+      group_size,
+      capacity,
+      layers=stacks,
+      kv_heads=config.kv_heads,
+      head_dim=config.head_dim,
+      dtype=dtype,
+    )
+
+  return LM(
+    init=functools.partial(init, config),
+    prefill=prefill,
+    extend=extend,
+    unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
+    init_cache=init_cache,
+  )
 
 
 def transformer(
@@ -255,44 +333,31 @@ def transformer(
     ValueError: a configuration whose parts do not fit, see `config.check`.
   """
   check(config)
-  layer_step = block
-  if remat:  # under a scan nothing else can be merged with the recomputation
-    # Where no two layers differ, `local` is a Python value.
-    static = (0, 3) if len(set(config.locality)) == 1 else (0,)
-    layer_step = jax.checkpoint(block, static_argnums=static, prevent_cse=False)
-
-  def cast(params):
-    return jax.tree_util.tree_map_with_path(
-      lambda path, x: x if _in_float32(path[-1].key) else x.astype(dtype),
-      params,
-    )
-
-  def prefill(params, prompt_ids, prompt_mask):
-    args = (cast(params), prompt_ids, prompt_mask)
-    return _prefill(config, layer_step, dtype, *args)
-
-  def extend(params, prefix, ids, cache=None, positions=None, segments=None):
-    args = (cast(params), prefix, ids, cache, positions, segments)
-    return _extend(config, layer_step, dtype, *args)
-
-  def unembed(params, hidden):
-    return _unembed(config, params, hidden, dtype)
-
-  def init_cache(batch, group_size, capacity):
-    return cache_lib.create(
-      batch,
-      group_size,
-      capacity,
-      layers=config.layers,
-      kv_heads=config.kv_heads,
-      head_dim=config.head_dim,
-      dtype=dtype,
-    )
-
-  return LM(
-    init=functools.partial(init, config),
-    prefill=prefill,
-    extend=extend,
-    unembed=unembed,
-    init_cache=init_cache,
+  # Where no two layers differ, `local` is a Python value.
+  checkpointed = jax.checkpoint(
+    _gathered_block,
+    static_argnums=(0, 3) if len(set(config.locality)) == 1 else (0,),
+    prevent_cse=False,  # under a scan nothing can be merged with it
+    policy=None if remat else _all_but_gathered,
   )
+  one_stack = (config.layers,)
+  separate = (1,) * config.layers if _unrolled(config) else one_stack
+  decoder = _functions(config, block, dtype, separate)
+
+  def layer_step(*args):
+    gathers = sharding.fsdp_shards() > 1
+    return (checkpointed if remat or gathers else block)(*args)
+
+  def prepare(params, decoding):
+    if decoding:
+      return decoder, _for_decoding(config, params, dtype)
+    params = sharding.cut(_cast(params, dtype))
+    outer = {name: x for name, x in params.items() if name != "layers"}
+    if config.tied:  # twice, so that each gradient is cut by itself
+      outer["head"] = outer["embed"].T
+    return lm, params | sharding.gather(outer)
+
+  lm = _functions(config, layer_step, dtype, one_stack)._replace(
+    prepare=prepare
+  )
+  return lm

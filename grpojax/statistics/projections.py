@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.micro_batches import split_rows
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Params, Rollout
-from grpojax.core.update import split_rows
 
 # What moves of the parameters, and how to get all of them back from it.
 Merge = Callable[[Any], Params]

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
@@ -27,7 +28,6 @@ from grpojax.runtime import (
   preemption,
   records,
   run_lock,
-  sharding,
 )
 from grpojax.training import (
   from_config,
@@ -89,7 +89,6 @@ def _steps(
   places = run.places.group_size
   observe = jax.jit(from_config.observe(config), out_shardings=places)
   size, batches = None, iter(())
-  place = sharding.batch_sharding(run.mesh)
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
     print("the first step compiles, which takes a while", flush=True)
@@ -107,6 +106,7 @@ def _steps(
       prompts, examples = next(batches)
     except ValueError as error:  # an endless data set's, or data that changed
       raise Stopped(str(error)) from error
+    place = mesh_lib.batch_sharding(run.mesh, len(examples))
     prompts = jax.device_put(prompts, place)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)

@@ -21,7 +21,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import sharding
+from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import group_sizes
 from grpojax.training import policy as policies

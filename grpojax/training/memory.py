@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
-from grpojax.models import hf, lora
+from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import device_memory, sharding
+from grpojax.runtime import device_memory
 from grpojax.training import from_config, group_sizes
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy

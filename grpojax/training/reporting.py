@@ -29,11 +29,12 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import pictures, records, sharding
+from grpojax.runtime import pictures, records
 from grpojax.training import (
   evaluation,
   group_sizes,
@@ -93,7 +94,7 @@ def evaluate_held_out(
     run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,
-    sharding.batch_sharding(run.mesh),
+    mesh_lib.batch_sharding(run.mesh, config.eval.batch_size),
     poll,
   )
   row = {"step": step} | evaluation.numbers(evaluation.per_prompt(result))

@@ -15,10 +15,11 @@ import numpy as np
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
+from grpojax.models import sharding
 from grpojax.rewards import groups, neural
 from grpojax.rewards.pool import Failure, Pool
-from grpojax.runtime import sharding
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import policy as policies
 
@@ -89,9 +90,9 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
       date=config.data.template_options.get("date_string"),
     ),
     lengths=lengths,
-    batch_size=ROWS * sharding.row_shards(mesh),
+    batch_size=(rows := ROWS * mesh_lib.row_shards(mesh)),
     too_long="cut",
-    sharding=sharding.batch_sharding(mesh),
+    sharding=mesh_lib.batch_sharding(mesh, rows),
   )
 
   def conversation(example, text):

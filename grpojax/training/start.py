@@ -9,12 +9,14 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
+from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
-from grpojax.runtime import checkpoint, records, sharding, tokenizer
+from grpojax.runtime import checkpoint, records, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
   from_config,
@@ -86,14 +88,14 @@ def check(
   )
   policy = from_config.open_policy(config)
   config = _with_date(config, policy)
-  mesh = sharding.make_mesh(**config.mesh)
+  mesh = mesh_lib.make_mesh(**config.mesh)
   memory.check(config, policy, mesh)
   parts = config.optim.minibatches * config.optim.micro_batches
   leaves = config_lib.flatten(config)
   sizes = group_sizes.group_sizes(leaves)
   for size in sizes:
     rows = group_sizes.samples_per_step(leaves) // size
-    sharding.check_rows(
+    mesh_lib.check_rows(
       mesh, micro_batch=rows // parts, eval_batch=config.eval.batch_size
     )
   cache = directory / run_directory.LENGTHS

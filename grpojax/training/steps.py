@@ -13,6 +13,7 @@ import optax
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.group_axis import present
 from grpojax.core.grpo_step import (
   diagnosis_key,
@@ -23,7 +24,6 @@ from grpojax.core.grpo_step import (
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.models.transformer import last_layers
-from grpojax.runtime import sharding
 from grpojax.statistics import diagnostics
 from grpojax.training import from_config, scoring
 from grpojax.training import policy as policies
@@ -81,7 +81,7 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
 
 
 def _shards(places: TrainState) -> int:
-  return sharding.row_shards(jax.tree.leaves(places)[0].mesh)
+  return mesh_lib.row_shards(jax.tree.leaves(places)[0].mesh)
 
 
 def make_learn(config: ConfigDict, tx: optax.GradientTransformation):

@@ -1,0 +1,160 @@
+"""A mesh of devices, and one table of what lies where among the activations.
+
+The pure functions name the axes of what they compute:
+
+    x = constrain(x, "batch", "group", None, None)  # [B, G, S, D]
+
+and `ACTIVATIONS` says which axes of the mesh in context (`jax.set_mesh`) may
+cut them. Without a mesh in context nothing happens, so that the functions need
+none; a model of one's own can name its axes in the same way. Parameters have a
+table of their own, `models.sharding.RULES`.
+
+Left to itself, XLA would take the cut of the parameters as a wish to cut the
+contractions, compute all rows on every device and add up activations of the
+whole batch.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+AXES = ("data", "fsdp", "expert", "tensor")
+"""Axes of a mesh: `data` cuts rows; `fsdp` rows, and parameters, which are
+gathered where they are used; `expert` rows, and experts; `tensor` heads, the
+MLP and the vocabulary."""
+
+ROWS = ("data", "fsdp", "expert")
+ACTIVATIONS = {
+  # name of an activation's axis: axes of the mesh that may cut it
+  "batch": ROWS,  # B
+  "group": ROWS,  # G: what does not divide B
+  "kv_heads": ("tensor",),  # K
+  "query_heads": ("tensor",),  # R: where tensor does not divide K
+  "mlp": ("tensor",),  # F
+  "vocabulary": ("tensor",),  # V
+}
+"""An axis of the mesh cuts the first axis of an array that it may cut and whose
+size it divides, and no other one."""
+
+
+def make_mesh(
+  data: int = -1,
+  fsdp: int = 1,
+  expert: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+  """A mesh of all devices with the axes `AXES`.
+
+  Args:
+    data: devices along `data`; -1 means all that the others leave.
+    fsdp: likewise.
+    expert: likewise.
+    tensor: likewise.
+    devices: default `jax.devices()`.
+
+  Raises:
+    ValueError: the axes do not multiply to the number of devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes, count = [data, fsdp, expert, tensor], len(devices)
+  text = " ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
+  text = f"mesh {text}"
+  if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
+    raise ValueError(f"{text}: axes are 1 or more, and at most one is -1")
+  known = math.prod(size for size in sizes if size != -1)
+  if -1 in sizes and count % known == 0:
+    sizes[sizes.index(-1)] = count // known
+  elif -1 in sizes or known != count:
+    need = f"a multiple of {known}" if -1 in sizes else str(known)
+    raise ValueError(
+      f"{text} needs {need} devices, and there are {count}: choose axes whose "
+      f"product is {count}, or set one axis to -1"
+    )
+  # Auto, because the default axis type differs between versions of JAX.
+  types = (AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+
+
+def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+  """Sizes of the axes that XLA cuts arrays along, where we say how.
+
+  Not those that a `jax.shard_map` has cut already (Manual), nor those of a user
+  whose arrays carry their shardings in their types (Explicit).
+  """
+  axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+  return {name: n for name, n, kind in axes if kind == AxisType.Auto and n > 1}
+
+
+def activation_spec(
+  mesh: Mesh | AbstractMesh, shape: Sequence[int], names: Sequence[str | None]
+) -> P:
+  """The `PartitionSpec` of an activation.
+
+  Args:
+    mesh: may lack axes of the table, or have others.
+    shape: of the array.
+    names: of its first axes, from `ACTIVATIONS`; None is never cut.
+  """
+  free, spec = _free_axes(mesh), []
+  for size, name in zip(shape, names, strict=False):
+    taken = []
+    for axis in ACTIVATIONS[name] if name else ():
+      if axis in free and size % free[axis] == 0:
+        size //= free.pop(axis)
+        taken.append(axis)
+    spec.append(tuple(taken) or None)
+  return P(*spec)
+
+
+def constrain(x: Array, *names: str | None) -> Array:
+  """Lays an activation out over the mesh in context, if there is one.
+
+  Args:
+    x: any array.
+    *names: of its first axes, see `activation_spec`; the others are not cut.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not _free_axes(mesh):
+    return x
+  spec = activation_spec(mesh, x.shape, names)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
+  """Sharding of arrays [B, ...] that come from the host; B = rows."""
+  return NamedSharding(mesh, activation_spec(mesh, (rows,), ("batch",)))
+
+
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
+  """Into how many parts the mesh cuts rows; 1 without a mesh."""
+  return math.prod(dict(mesh.shape).get(axis, 1) for axis in ROWS)
+
+
+def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
+  """Whether batches can be cut evenly over the mesh's row axes.
+
+  Args:
+    mesh: from `make_mesh`.
+    group_size: samples of each prompt, which may be cut too.
+    **rows: prompts of each kind of batch, by its name for the error.
+
+  Raises:
+    ValueError: an axis of the mesh can cut neither prompts nor groups.
+  """
+  for name, count in rows.items():
+    shape = (count, group_size)
+    spec = activation_spec(mesh, shape, ("batch", "group"))
+    cut = math.prod(mesh.shape[a] for axes in spec for a in axes or ())
+    if cut != row_shards(mesh):
+      axes = ", ".join(f"{a} = {mesh.shape[a]}" for a in ROWS)
+      raise ValueError(
+        f"{name}: {count} prompts x {group_size} samples cannot be cut evenly "
+        f"over {row_shards(mesh)} devices (mesh: {axes}); each axis must "
+        "divide the prompts or the samples of each: change batch_size, "
+        "group_size, optim.micro_batches, eval.batch_size or the mesh"
+      )

@@ -1,0 +1,180 @@
+"""Which part of which parameter lives on which device: one table.
+
+The table maps the end of a parameter's path to a `PartitionSpec`, so it fits a
+bare parameter tree, a `TrainState`, and optimizer state that mirrors the
+parameters. What is computed with them has a table too, in `core.mesh`.
+"""
+
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+
+from grpojax.core.mesh import AXES
+
+RULES = (
+  # (pattern matched against the end of the path, axes); shapes beside them
+  (r"embed", P(("tensor", "fsdp"), "fsdp")),  # [V, D]
+  (r"head", P("fsdp", "tensor")),  # [D, V]
+  (r"layers/(q|k|v|gate|up)", P(None, "fsdp", "tensor")),  # [L, D, ...]
+  (r"layers/(o|down)", P(None, "tensor", "fsdp")),  # [L, ..., D]
+  (r"layers/(q|k|v|gate|up)_bias", P(None, "tensor")),  # [L, ...]
+  (r"layers/router", P(None, "fsdp")),  # [L, D, X]
+  # [L, X, D, F] and [L, X, F, D]
+  (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
+  (r"layers/expert_down", P(None, "expert", "tensor", "fsdp")),
+  # Adapters, by themselves or beside their matrices (`lora.attach`).
+  (r"layers/(q|k|v|gate|up)(/|_lora_)a", P(None, "fsdp")),  # [L, D, r]
+  (r"layers/(q|k|v|gate|up)(/|_lora_)b", P(None, None, "tensor")),  # [L, r, ..]
+  (r"layers/(o|down)(/|_lora_)a", P(None, "tensor")),  # [L, ..., r]
+  (r"layers/(o|down)(/|_lora_)b", P(None, None, "fsdp")),  # [L, r, D]
+  # These stay whole: they are small, and each device needs all of them.
+  (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
+  (r"layers/(o|down)_bias", P()),  # [L, D]
+  (r"score", P()),  # [D, labels]
+  (r"ns_coeffs", P()),  # [steps, 3], of optax.contrib.muon
+)
+"""Rules for `models.transformer`, its LoRA adapters and its optimizers' state.
+
+Vectors and scalars that no rule names (keys, counts, step sizes) stay whole.
+A matrix that no rule names is refused: held whole on every device in silence,
+it would cost the memory that the mesh was to save.
+"""
+
+
+def _divided(spec, shape: Sequence[int], mesh: dict[str, int]) -> P:
+  """The axes of a rule that divide their dimensions, each of them once."""
+  axes, free = [], dict(mesh)
+  for size, wanted in zip(shape, spec, strict=False):
+    taken = []
+    for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
+      if axis in free and size % free[axis] == 0:
+        size //= free.pop(axis)
+        taken.append(axis)
+    axes.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
+  return P(*axes)
+
+
+def spec_for(
+  path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
+) -> P:
+  """The `PartitionSpec` of one array.
+
+  Args:
+    path: names from the root, joined by "/": "params/layers/q".
+    shape: the array's shape.
+    mesh: has the axes that the rules name.
+    rules: pairs of a pattern, matched against the end of the path, and axes;
+      the first that matches is taken.
+
+  Returns:
+    The rule's axes, less those that do not divide their dimension; no axes at
+    all where the rule has more dimensions than the array (an optimizer's state
+    that is reduced along one), or where no rule names a vector or a scalar.
+
+  Raises:
+    ValueError: an array of two or more dimensions that no rule names.
+  """
+  for pattern, spec in rules:
+    if not re.search(rf"(^|/)({pattern})$", path):
+      continue
+    if len(spec) > len(shape):
+      return P()
+    return _divided(spec, shape, dict(mesh.shape))
+  if len(shape) > 1:
+    raise ValueError(
+      f"no sharding rule for {path} of shape {tuple(shape)}: add a rule to "
+      "RULES in grpojax/runtime/sharding.py, or give rules= of your own (P() "
+      "keeps an array whole)"
+    )
+  return P()
+
+
+def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
+  """A `NamedSharding` for each array of any tree.
+
+  Args:
+    tree: arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or a
+      whole `TrainState`.
+    mesh: from `make_mesh`.
+    rules: see `spec_for`.
+
+  Returns:
+    The same tree of shardings, as `jax.jit` and `jax.device_put` take them.
+
+  Raises:
+    ValueError: a matrix that no rule names, see `spec_for`.
+  """
+
+  def one(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return NamedSharding(mesh, spec_for(name, leaf.shape, mesh, rules))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _without_fsdp(axes):
+  if isinstance(axes, tuple):
+    axes = tuple(axis for axis in axes if axis != "fsdp")
+  return None if axes == "fsdp" else axes or None
+
+
+def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
+  """Lays parameters out over the mesh in context, if there is one.
+
+  Args:
+    params: a part of a `transformer`'s parameters.
+    prefix: path of the part; "layer/" means one layer of a stack.
+    gathered: whole along fsdp, or cut as the table says.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not set(AXES) & set(mesh.axis_names) or mesh.size == 1:
+    return params
+
+  def one(path, x):
+    name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
+    name = re.sub(r"layers/\d+/", "layers/", name)  # one of several stacks
+    if name.startswith("layer/"):
+      spec = spec_for(name.replace("layer/", "layers/"), (1, *x.shape), mesh)
+      spec = P(*spec[1:])
+    else:
+      spec = spec_for(name, x.shape, mesh)
+    if gathered:
+      spec = P(*map(_without_fsdp, spec))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def fsdp_shards() -> int:
+  """Parts that the mesh in context cuts each layer's parameters into."""
+  return dict(jax.sharding.get_abstract_mesh().shape).get("fsdp", 1)
+
+
+def cut(params: PyTree, prefix: str = "") -> PyTree:
+  """Parameters as they are stored: cut along fsdp and tensor.
+
+  For what was computed from them (cast): so it is computed from a part on each
+  device.
+  """
+  return _constrain(params, prefix, gathered=False)
+
+
+def gather(params: PyTree, prefix: str = "") -> PyTree:
+  """Parameters as they are used: whole along fsdp, still cut along tensor.
+
+  Their gradients are cut again as soon as they are computed (reduce-scatter),
+  by the transpose of the first constraint. Called in a layer that is
+  rematerialised, the gathered parameters live as long as the layer runs.
+
+  Args:
+    params: a part of a `transformer`'s parameters.
+    prefix: path of the part; "layer/" means one layer of a stack.
+  """
+  params = _constrain(params, prefix, gathered=False)
+  params = _constrain(params, prefix, gathered=True)
+  # Or XLA would sink the gathering into the loops that use them.
+  return jax.lax.optimization_barrier(params)
