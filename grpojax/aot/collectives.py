@@ -56,7 +56,7 @@ def _ring(kind: str, operand: int, result: int, n: int) -> float:
     return 2 * operand * share
   if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
     return operand * share
-  return operand if n > 1 else 0
+  return float(operand) if n > 1 else 0.0
 
 
 KINDS = (

@@ -111,6 +111,7 @@ class _Walk(NamedTuple):
     trips: how often the computation runs.
     in_token_loop: whether the token loop runs it.
     constants: what is known of the state of the loop that it is the body of.
+    op_name: of what runs it, for those that have none of their own.
     token_loops: added to.
   """
 
@@ -119,6 +120,7 @@ class _Walk(NamedTuple):
   trips: int
   in_token_loop: bool
   constants: trips.Constants
+  op_name: str
   token_loops: list[str]
 
 
@@ -151,23 +153,25 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
   seen = set()
   for i in computation.instructions.values():
     called = [walk.module.computations[name] for _, name in i.called]
-    if i.opcode == "while":
+    op_name = i.op_name or walk.op_name
+    # "call-start" and "async-start" run a computation beside what follows.
+    opcode = i.opcode.removesuffix("-start")
+    if opcode == "while":
       yield from _loop(walk, computation, i)
-    elif i.opcode == "conditional":
+    elif opcode == "conditional":
       branches = [list(_walk(walk, c)) for c in called]
       yield from max(branches, key=_heavier)
-    elif i.opcode in ("call", "async-start"):
+    elif opcode in ("call", "async"):
       for c in called:
-        yield from _walk(walk, c)
+        yield from _walk(walk._replace(op_name=op_name), c)
     elif not memory.is_free(i):
       inside = memory.contents(walk.module, computation, i)
       sent, done = collectives.find(walk.module, inside, seen)
-      # What an asynchronous operation gives is in its contents.
-      shapes = i.shapes if i.opcode == "fusion" else inside.root.shapes
+      shapes = memory.result(inside.parameters, i)
       yield InstructionCost(
         name=i.name,
         opcode=i.opcode,
-        op_name=i.op_name,
+        op_name=op_name,
         flops=flops.flops(inside, i),
         bytes=memory.hbm_bytes(inside, shapes, done),
         trips=walk.trips,
@@ -176,7 +180,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
           c._replace(
             trips=walk.trips,
             in_token_loop=walk.in_token_loop,
-            op_name=c.op_name or i.op_name,
+            op_name=c.op_name or op_name,
             name=i.name,
           )
           for c in sent
@@ -201,6 +205,6 @@ def cost(module: Module, token_loop_trips: int) -> Cost:
   """
   if token_loop_trips < 0:
     raise ValueError(f"token_loop_trips={token_loop_trips}: must be 0 or more")
-  walk = _Walk(module, token_loop_trips, 1, False, {}, [])
+  walk = _Walk(module, token_loop_trips, 1, False, {}, "", [])
   entry = module.computations[module.entry]
   return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))

@@ -21,7 +21,7 @@ def _dims(
   return computation.instructions[name].shapes[0].dims
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _valid_positions(
   size: int, stride: int, low: int, base: int, window: int, given: int, out: int
 ) -> int:

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
 
   @property
   def elements(self) -> int:
+    """Of one device."""
     return math.prod(self.dims)
 
   @property
@@ -70,10 +71,12 @@ class Computation(NamedTuple):
 
   @property
   def root(self) -> Instruction:
+    """The instruction whose value is the computation's."""
     return next(i for i in self.instructions.values() if i.is_root)
 
   @property
   def parameters(self) -> tuple[Instruction, ...]:
+    """In the order of the arguments."""
     found = [i for i in self.instructions.values() if i.opcode == "parameter"]
     return tuple(sorted(found, key=lambda i: int(i.literal)))
 

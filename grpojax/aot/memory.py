@@ -9,6 +9,7 @@ last dimension to 128 elements, so that arrays with a short one cost more.
 
 import collections
 import math
+from collections.abc import Sequence
 
 from grpojax.aot.hlo import Computation, Instruction, Module, Shape
 
@@ -16,7 +17,7 @@ from grpojax.aot.hlo import Computation, Instruction, Module, Shape
 FREE = frozenset(
   "bitcast tuple get-tuple-element parameter constant while conditional call"
   " after-all add-dependency partition-id replica-id opt-barrier domain"
-  " async-start async-update async-done".split()
+  " async-start async-update".split()
 )
 _FREE_TARGETS = (
   '"AllocateBuffer"',
@@ -25,7 +26,7 @@ _FREE_TARGETS = (
   '"AsyncCollectiveDone"',
   '"Sharding"',
 )
-_VIEWS = ("bitcast", "reshape")
+_VIEWS = ("bitcast", "reshape", "add-dependency")
 # A fusion computes no more of these than is asked for.
 _ELEMENTWISE = (*_VIEWS, "convert", "copy", "transpose", "bitcast-convert")
 
@@ -63,16 +64,33 @@ def _renamed(
   return found
 
 
+def result(
+  parameters: Sequence[Instruction], instruction: Instruction
+) -> tuple[Shape, ...]:
+  """What an instruction gives, without what its asynchronous form carries.
+
+  Of `copy-start` (result, operand, context); of others that end so (operands,
+  results, contexts), the contexts being scalars in another memory.
+  """
+  shapes = instruction.shapes
+  if instruction.opcode == "copy-start":
+    return shapes[:1]
+  if instruction.opcode.endswith("-start"):
+    given = sum(len(p.shapes) for p in parameters)
+    return shapes[given:] or shapes
+  return shapes
+
+
 def contents(
   module: Module, computation: Computation, instruction: Instruction
 ) -> Computation:
   """What an instruction computes, as a computation without fusions.
 
   Of a fusion, what it fuses; of anything else, itself. Its operands are the
-  parameters, its value is the root. The parts of an asynchronous operation that
-  XLA spells with a tuple ("copy-start") are as if it were synchronous.
+  parameters, its value is the root. An asynchronous start is the operation.
   """
-  if instruction.opcode == "fusion":
+  opcode = instruction.opcode.removesuffix("-start")
+  if opcode == "fusion":
     fused = module.computations[dict(instruction.called)["calls"]]
     names = {}
     found = _renamed(module, fused, "", names)
@@ -87,15 +105,9 @@ def contents(
         opcode="parameter", literal=str(n), operands=(), is_root=False
       )
     )
-  itself = instruction._replace(is_root=True)
-  if instruction.opcode == "copy-start":  # (to, from, context)
-    itself = itself._replace(opcode="copy", shapes=itself.shapes[:1])
-  elif instruction.opcode.endswith("-start"):  # (operands, results, context)
-    n = sum(len(p.shapes) for p in parameters)
-    itself = itself._replace(
-      opcode=instruction.opcode.removesuffix("-start"),
-      shapes=itself.shapes[n:] or itself.shapes,
-    )
+  itself = instruction._replace(
+    opcode=opcode, shapes=result(parameters, instruction), is_root=True
+  )
   found = [*parameters, itself]
   return Computation(instruction.name, {i.name: i for i in found})
 
@@ -126,6 +138,13 @@ def _results(inside: Computation) -> list[Instruction]:
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
+def _hands_on(i: Instruction) -> bool:
+  """Whether an instruction passes an array on without looking at it."""
+  if i.opcode == "custom-call":
+    return is_free(i)
+  return i.opcode == "tuple" and i.is_root
+
+
 def _read_elements(
   users: dict[str, list[tuple[Instruction, int]]],
   i: Instruction,
@@ -143,7 +162,7 @@ def _read_elements(
     elif user.opcode in _ELEMENTWISE and not user.is_root:
       same = exact and user.opcode in _VIEWS
       total += _read_elements(users, user, in_place, same)
-    elif not (user.is_root and user.opcode == "tuple") and not is_free(user):
+    elif not _hands_on(user):
       return math.inf
   return total
 

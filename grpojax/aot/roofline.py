@@ -106,7 +106,9 @@ def estimate(cost: Cost, chip: Chip) -> Estimate:
   )
 
 
-def mfu(model_flops: float, seconds: float, count: int, chip: Chip) -> float:
+def mfu(
+  model_flops: int | float, seconds: int | float, count: int, chip: Chip
+) -> float:
   """Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B).
 
   Args:
