@@ -4,7 +4,8 @@ An instruction reads its operands and writes its result, once each. What lies
 in another memory (VMEM on TPU, which XLA fills with copies of its own) is not
 HBM. Of what is only sliced or gathered from, the slice is read; what is updated
 in place costs the update. Padding of tiled layouts is not counted: TPU pads the
-last dimension to 128 elements, so that arrays with a short one cost more.
+last dimension in memory to 128 elements, and XLA chooses layouts that need
+little of it (a cache of heads 64 wide has its slots last).
 """
 
 import collections
@@ -26,7 +27,7 @@ _FREE_TARGETS = (
   '"AsyncCollectiveDone"',
   '"Sharding"',
 )
-_VIEWS = ("bitcast", "reshape", "add-dependency")
+_VIEWS = ("bitcast", "reshape")
 # A fusion computes no more of these than is asked for.
 _ELEMENTWISE = (*_VIEWS, "convert", "copy", "transpose", "bitcast-convert")
 
@@ -190,7 +191,9 @@ def hbm_bytes(
     whole = sum(s.elements for s in p.shapes)
     total += _hbm(p.shapes) * min(elements, whole) // max(whole, 1)
   if len(results) != len(shapes):  # one result that is a tuple
-    return int(total) + _hbm(shapes)
+    # The start of a collective gives back its operand, too.
+    handed = len(inside.parameters) if is_free(inside.root) else 0
+    return int(total) + _hbm(shapes[handed:])
   for shape, i in zip(shapes, results, strict=True):
     if shape.memory_space == 0 and i.name not in done and not is_free(i):
       part = _update(inside, i) if i.name in in_place else shape

@@ -167,20 +167,20 @@ def test_a_chain_of_fusions_is_one_collective():
     ' frontend_attributes={chain_id="0"}'
   )
   start = f"""%start (p0: f32[16]) -> (f32[16], f32[128], u32[]) {{
-  %p0 = f32[16]{{0:S(1)}} parameter(0)
+  %p0 = f32[16]{{0}} parameter(0)
   %g = f32[128]{{0}} {gather}
-  ROOT %c = (f32[16]{{0:S(1)}}, f32[128]{{0}}, u32[]{{:S(2)}}) custom-call(%g),\
+  ROOT %c = (f32[16]{{0}}, f32[128]{{0}}, u32[]{{:S(2)}}) custom-call(%g),\
  custom_call_target="AsyncCollectiveStart"
 }}"""
   product = f"""%beside (p0: f32[16], p1: f32[8,8]) -> (f32[8,8], f32[128]) {{
-  %p0 = f32[16]{{0:S(1)}} parameter(0)
+  %p0 = f32[16]{{0}} parameter(0)
   %p1 = f32[8,8]{{1,0}} parameter(1)
   %d = f32[8,8]{{1,0}} convolution(%p1, %p1), dim_labels=bf_io->bf
   %g = f32[128]{{0}} {gather}
   ROOT %t = (f32[8,8]{{1,0}}, f32[128]{{0}}) tuple(%d, %g)
 }}"""
   done = f"""%done (p0: f32[16], p1: f32[128]) -> f32[128] {{
-  %p0 = f32[16]{{0:S(1)}} parameter(0)
+  %p0 = f32[16]{{0}} parameter(0)
   %p1 = f32[128]{{0}} parameter(1)
   %g = f32[128]{{0}} {gather}
   ROOT %c = f32[128]{{0}} custom-call(%p0, %p1, %g),\
@@ -188,11 +188,11 @@ def test_a_chain_of_fusions_is_one_collective():
 }}"""
   found = costs(
     """ENTRY %e (x: f32[16], w: f32[8,8]) -> f32[128] {
-  %x = f32[16]{0:S(1)} parameter(0)
+  %x = f32[16]{0} parameter(0)
   %w = f32[8,8]{1,0} parameter(1)
-  %s = (f32[16]{0:S(1)}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), kind=kCustom,\
+  %s = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), kind=kCustom,\
  calls=%start
-  %a = f32[16]{0:S(1)} get-tuple-element(%s), index=0
+  %a = f32[16]{0} get-tuple-element(%s), index=0
   %b = f32[128]{0} get-tuple-element(%s), index=1
   %f = (f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), kind=kOutput, calls=%beside
   %c = f32[128]{0} get-tuple-element(%f), index=1
@@ -205,8 +205,9 @@ def test_a_chain_of_fusions_is_one_collective():
   (c,) = found.collectives
   assert (c.kind, c.bytes, c.name) == ("all-gather", 4 * 16 * 7, "s")
   assert found.flops == 2 * 8 * 8 * 8
-  # The product: its operand and its result, 256 bytes each.
-  assert [i.bytes for i in found.instructions][1:] == [512, 0]
+  # The start reads 64 bytes and writes all 512, the product has an operand and
+  # a result of 256 bytes each.
+  assert [i.bytes for i in found.instructions] == [64 + 512, 256 + 256, 0]
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,7 @@ def test_a_call_beside(spelling):
     ("f32[64]{0} negate(%p)", 512),
     ("f32[8,8]{1,0} bitcast(%p)", 0),
     ('f32[64]{0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+    ('f32[64]{0} custom-call(%p), custom_call_target="ConcatBitcast"', 0),
     ('f32[64]{0} custom-call(%p), custom_call_target="mine"', 512),
   ],
 )
@@ -352,6 +354,7 @@ def loop(condition, step="add(%i, %one)", start=0):
   %x = f32[8,8] get-tuple-element(%s), index=1
   %limit = s32[] get-tuple-element(%s), index=2
   %one = s32[] constant(1)
+  %two = s32[] constant(2)
   %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
  rhs_contracting_dims={{0}}
   %next = s32[] {step}
@@ -380,6 +383,7 @@ LESS = "ROOT %c = pred[] compare(%i, %five), direction=LT"
     (5, ("ROOT %c = pred[] fusion(%i, %five), calls=%compare",)),
     (0, (LESS, "add(%i, %one)", 9)),
     (3, (LESS, "add(%one, %i)", 2)),
+    (3, (LESS, "add(%i, %two)")),
     (3, (LESS.replace("LT", "GE"), "subtract(%i, %one)", 7)),
   ],
 )
@@ -445,3 +449,32 @@ def test_known_trip_count_and_the_heavier_branch():
   )
   assert found.flops == 12 * 2 * 8 * 8 * 8
   assert found.token_loops == ()
+
+
+def test_an_unknown_loop_in_the_token_loop_counts_once():
+  state = "(s32[], f32[8,8])"
+  condition = f"""(s: {state}) -> pred[] {{
+  %s = {state} parameter(0)
+  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
+}}"""
+  found = costs(
+    f"""ENTRY %e (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  ROOT %w = {state} while(%s), condition=%any, body=%token
+}}""",
+    f"%any {condition}",
+    f"""%token (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  ROOT %w = {state} while(%s), condition=%any, body=%search
+}}""",
+    f"""%search (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
+ rhs_contracting_dims={{0}}
+  ROOT %r = {state} tuple(%i, %y)
+}}""",
+  )
+  assert found.flops == 10 * 2 * 8 * 8 * 8
+  assert len(found.token_loops) == 2
