@@ -87,18 +87,16 @@ def _dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _ragged_dot(instruction: Instruction, computation: Computation) -> int:
-  """Each row meets the matrix of its own group only.
+  """Each row of the left operand meets the matrix of its own group only.
 
-  The contracted rows of a gradient of the matrices, too, are in one group each,
-  and the result has the groups as its first dimension.
+  In the gradient of the matrices the rows are contracted, and the groups are
+  the result's first dimension: there, too, a row is in one group.
   """
   flops = _dot(instruction, computation)
-  lhs = _dims(instruction, computation, 0)
   contracted = integers(instruction, "lhs_contracting_dims")
-  ragged = integers(instruction, "lhs_ragged_dims")
-  if set(ragged) <= set(contracted) and ragged:
+  if set(integers(instruction, "lhs_ragged_dims")) & set(contracted):
     return flops // instruction.shapes[0].dims[0]
-  return flops if lhs else 0
+  return flops
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:

@@ -100,7 +100,9 @@ def contents(
     return Computation(fused.name, {i.name: i for i in found})
   parameters = []
   for n, name in enumerate(instruction.operands):
-    given = computation.instructions[name]
+    given = computation.instructions.get(name)
+    if given is None:  # a new opcode may have more than names there
+      continue
     parameters.append(
       given._replace(
         opcode="parameter", literal=str(n), operands=(), is_root=False

@@ -16,7 +16,8 @@ formulas of collectives are those of the scaling book, part 3
 
 Left out: operations other than matrix products; padding; products too small
 to fill the matrix unit; launches and loop control; hosts; networks between
-slices. Real programs take longer than `Estimate.overlapped`.
+slices; and, in `Estimate.seconds`, that XLA runs products, copies and sending
+beside each other: the truth lies between `overlapped` and it, or above both.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,7 @@ class Estimate(NamedTuple):
     collective: of sending between chips.
     token_loop: the part of `seconds` that is the token loop's.
     overlapped: if all products, all HBM traffic and all sending ran side by
-      side: the longest of the three, a lower bound.
+      side: the longest of the three.
   """
 
   compute: float

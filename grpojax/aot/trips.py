@@ -129,7 +129,7 @@ def trip_count(
   XLA:CPU and XLA:GPU write known_trip_count into the backend_config, XLA:TPU
   does not. There the count is known where the condition is nothing but a
   comparison of a counter with a constant, the counter starts at a constant and
-  each iteration adds one.
+  each iteration adds a constant to it.
 
   Args:
     module: the program.

@@ -105,7 +105,7 @@ def test_tokens_must_not_be_negative():
 def test_an_unknown_opcode_costs_its_bytes():
   found = costs("""ENTRY %e (p: f32[100]) -> f32[50] {
   %p = f32[100]{0} parameter(0)
-  ROOT %n = f32[50]{0} quantum-sort(%p), novelty={yes}
+  ROOT %n = f32[50]{0} quantum-sort(%p, how=well), novelty={yes}
 }""")
   assert (found.flops, found.bytes) == (0, 400 + 200)
 
@@ -325,6 +325,35 @@ def test_flops(line, flops):
   ROOT %r = {line.replace("f32[4,8]", "f32[4,1,8]") if conv else line}
 }}""")
   assert found.flops == flops
+
+
+@pytest.mark.parametrize(
+  "lhs, rhs, result, contracted",
+  [
+    ("f32[64,16]", "f32[8,16,32]", "f32[64,32]", (1, 1)),
+    ("f32[64,16]", "f32[64,32]", "f32[8,16,32]", (0, 0)),  # its gradient
+  ],
+)
+def test_a_ragged_dot_meets_one_matrix_a_row(lhs, rhs, result, contracted):
+  found = costs(f"""ENTRY %e (a: {lhs}, b: {rhs}, g: s32[8]) -> {result} {{
+  %a = {lhs} parameter(0)
+  %b = {rhs} parameter(1)
+  %g = s32[8] parameter(2)
+  ROOT %r = {result} ragged-dot(%a, %b, %g),\
+ lhs_contracting_dims={{{contracted[0]}}},\
+ rhs_contracting_dims={{{contracted[1]}}}, lhs_ragged_dims={{0}}
+}}""")
+  assert found.flops == 2 * 64 * 16 * 32
+
+
+def test_a_kernel_says_what_it_does():
+  found = costs("""ENTRY %e (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  ROOT %k = f32[8,8] custom-call(%x), custom_call_target="tpu_custom_call",\
+ backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":\
+{"flops":"12345","transcendentals":"0","bytes_accessed":"6789"}}}
+}""")
+  assert found.flops == 12345
 
 
 def loop(condition, step="add(%i, %one)", start=0):
