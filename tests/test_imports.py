@@ -1,7 +1,7 @@
 """The import rule, of every module:
 
     core <- statistics; core <- models <- data <- rewards; models <- runtime;
-    all of these <- training <- studies, programs
+    all of these <- training <- aot, studies, programs
 
 `python tests/test_imports.py [ROOT]` draws what imports what, of any checkout.
 """
@@ -31,6 +31,7 @@ MAY_IMPORT = {
 MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
 MAY_IMPORT["training"].add("rewards")
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
+MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 PROGRAMS = {"train", "evaluate", "export", "sft"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")

@@ -1,0 +1,1 @@
+"""Ahead of time: what a compiled program costs, read from its HLO."""

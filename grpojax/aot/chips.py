@@ -1,0 +1,121 @@
+"""Peaks of the accelerators that a program can be compiled for.
+
+All figures are of one chip. Where XLA runs a chip as several devices (the two
+cores of a TPU7x, or of a v4 as libtpu's topologies list it), `device` gives
+each its share: costs are counted a device, so times are to be estimated with
+`device(CHIPS[name])`, and money and utilisation with the chip.
+"""
+
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+  """Peak rates.
+
+  Attributes:
+    flops: bf16 matrix products, FLOP/s.
+    hbm_bytes: main memory, bytes; the runtime keeps some of it for itself.
+    hbm_bandwidth: bytes/s.
+    link_bandwidth: what a chip sends to its neighbour on a ring of chips, one
+      way over one link, bytes/s.
+    devices: XLA devices a chip.
+    source: where the figures are from.
+  """
+
+  flops: float
+  hbm_bytes: int
+  hbm_bandwidth: float
+  link_bandwidth: float
+  devices: int
+  source: str
+
+
+_GIB = 2**30
+_BOOK = (
+  "https://jax-ml.github.io/scaling-book/tpus (ICI one-way bandwidth a link)"
+)
+_GOOGLE = "https://docs.cloud.google.com/tpu/docs/"
+
+CHIPS: dict[str, Chip] = {
+  "v4": Chip(
+    flops=275e12,  # "275 teraflops (bf16 or int8)"
+    hbm_bytes=32 * _GIB,
+    hbm_bandwidth=1200e9,
+    link_bandwidth=45e9,
+    devices=2,  # so libtpu lists them; TPU VMs fuse the two cores (megacore)
+    source=f"{_GOOGLE}v4; {_BOOK}",
+  ),
+  "v5e": Chip(
+    flops=197e12,
+    hbm_bytes=16 * _GIB,
+    hbm_bandwidth=819e9,
+    link_bandwidth=45e9,  # Google: 400 GB/s over 4 ports, both ways
+    devices=1,
+    source=f"{_GOOGLE}v5e; {_BOOK}",
+  ),
+  "v5p": Chip(
+    flops=459e12,
+    hbm_bytes=95 * _GIB,  # of 96 GiB, less what the system keeps
+    hbm_bandwidth=2765e9,
+    link_bandwidth=90e9,  # Google: 1200 GB/s over 6 links, both ways
+    devices=1,
+    source=f"{_GOOGLE}v5p; {_BOOK}",
+  ),
+  "v6e": Chip(
+    flops=918e12,
+    hbm_bytes=32 * _GIB,
+    hbm_bandwidth=1638e9,
+    link_bandwidth=90e9,  # Google: 800 GB/s over 4 ports, both ways
+    devices=1,
+    source=f"{_GOOGLE}v6e; {_BOOK}",
+  ),
+  "tpu7x": Chip(
+    flops=2307e12,
+    hbm_bytes=192 * _GIB,
+    hbm_bandwidth=7380e9,
+    # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
+    # which does not have this chip, has nine tenths of that for the others.
+    link_bandwidth=90e9,
+    devices=2,  # "two TPU devices": the chiplets share the links
+    source=f"{_GOOGLE}tpu7x",
+  ),
+  # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways.
+  "h100": Chip(
+    flops=989e12,  # dense; data sheets print twice that, with sparsity
+    hbm_bytes=80 * 10**9,
+    hbm_bandwidth=3350e9,
+    link_bandwidth=450e9,
+    devices=1,
+    source="https://www.nvidia.com/en-us/data-center/h100 (SXM)",
+  ),
+  "h200": Chip(
+    flops=989e12,
+    hbm_bytes=141 * 10**9,
+    hbm_bandwidth=4800e9,
+    link_bandwidth=450e9,
+    devices=1,
+    source="https://www.nvidia.com/en-us/data-center/h200 (SXM)",
+  ),
+  # Made up, so that a program can be tried on virtual devices of a CPU: its
+  # times mean nothing.
+  "cpu": Chip(
+    flops=1e12,
+    hbm_bytes=16 * _GIB,
+    hbm_bandwidth=50e9,
+    link_bandwidth=10e9,
+    devices=1,
+    source="nominal: no CPU was measured",
+  ),
+}
+
+
+def device(chip: Chip) -> Chip:
+  """One XLA device's share of a chip; the chip itself where it is one."""
+  n = chip.devices
+  return chip._replace(
+    flops=chip.flops / n,
+    hbm_bytes=chip.hbm_bytes // n,
+    hbm_bandwidth=chip.hbm_bandwidth / n,
+    link_bandwidth=chip.link_bandwidth / n,
+    devices=1,
+  )

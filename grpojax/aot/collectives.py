@@ -1,0 +1,131 @@
+"""What devices send each other: which instructions, and how many bytes."""
+
+import re
+from typing import NamedTuple
+
+from grpojax.aot.hlo import (
+  Computation,
+  Instruction,
+  Module,
+  attribute,
+  group_size,
+)
+
+
+class Collective(NamedTuple):
+  """A collective operation of a program.
+
+  Attributes:
+    kind: "all-gather", "reduce-scatter", ... ; one that XLA fuses of an
+      all-reduce and a slice of its result counts as a reduce-scatter.
+    bytes: what each device sends, in one run.
+    trips: how often it runs.
+    in_token_loop: whether the token loop runs it.
+    group_size: how many devices it joins.
+    op_name: where in the traced program it comes from.
+    name: the instruction.
+  """
+
+  kind: str
+  bytes: int
+  trips: int
+  in_token_loop: bool
+  group_size: int
+  op_name: str
+  name: str
+
+
+def _ring(kind: str, operand: int, result: int, n: int) -> float:
+  """Bytes that each of `n` devices sends, on a ring.
+
+  An array is passed round in n pieces, of which a device sends n - 1 (Chan et
+  al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3):
+
+    all-gather       (n - 1) / n of the gathered result
+    reduce-scatter   (n - 1) / n of the operand before it is cut
+    all-reduce       both: 2 (n - 1) / n of the operand
+    all-to-all       (n - 1) / n of the operand, each piece to another device;
+                     on a ring pieces are passed on by those between: see
+                     `roofline.estimate`
+    permute, broadcast and others   the operand
+  """
+  share = (n - 1) / n
+  if kind == "all-gather":
+    return result * share
+  if kind == "all-reduce":
+    return 2 * operand * share
+  if kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+    return operand * share
+  return float(operand) if n > 1 else 0.0
+
+
+KINDS = (
+  "all-gather",
+  "all-reduce",
+  "all-to-all",
+  "collective-broadcast",
+  "collective-permute",
+  "ragged-all-to-all",
+  "reduce-scatter",
+)
+
+
+def _permuted(instruction: Instruction) -> int:
+  """Devices that a permutation joins; 1 if each one keeps what it has."""
+  pairs = attribute(instruction, "source_target_pairs") or ""
+  moved = [p for p in re.findall(r"\{(\d+),(\d+)\}", pairs) if p[0] != p[1]]
+  return max(1, len({device for pair in moved for device in pair}))
+
+
+def _is_sliced(inside: Computation, name: str) -> bool:
+  """Whether nothing but slices of a value is used."""
+  users = [i for i in inside.instructions.values() if name in i.operands]
+  return bool(users) and all(
+    i.opcode == "dynamic-slice"
+    or (i.opcode in ("bitcast", "reshape") and _is_sliced(inside, i.name))
+    for i in users
+  )
+
+
+def find(
+  module: Module, inside: Computation, seen: set[str]
+) -> tuple[list[Collective], frozenset[str]]:
+  """The collectives of an instruction.
+
+  XLA:TPU splits one that runs beside a product into several fusions: a start,
+  the product's own, and a done. All name the same collective, by a chain_id;
+  the first pays.
+
+  Args:
+    module: the program.
+    inside: what the instruction computes, see `memory.contents`.
+    seen: chains that were met before in the same computation; added to.
+
+  Returns:
+    The collectives with trips 1, outside of the token loop; and the names of
+    those of them in `inside` that were paid for before.
+  """
+  found, done = [], set()
+  for i in inside.instructions.values():
+    kind = i.opcode
+    if kind not in KINDS:
+      continue
+    chain = re.search(r'chain_id="(\d+)"', i.attributes)
+    if chain:
+      key = f"{chain[1]} {attribute(i, 'channel_id')}"
+      if key in seen:
+        done.add(i.name)
+        continue
+      seen.add(key)
+    if kind == "all-reduce" and _is_sliced(inside, i.name):
+      kind = "reduce-scatter"
+    if kind == "collective-permute":
+      size = _permuted(i)
+    else:
+      size = group_size(i, module.devices)
+    operand = sum(
+      s.bytes for n in i.operands for s in inside.instructions[n].shapes
+    )
+    sent = _ring(kind, operand, sum(s.bytes for s in i.shapes), size)
+    found.append(Collective(kind, int(sent), 1, False, size, i.op_name, i.name))
+  return found, frozenset(done)

@@ -1,0 +1,210 @@
+"""What one run of a compiled program costs each device.
+
+XLA's own `compiled.cost_analysis()` counts the body of a loop once, however
+often it runs. Here all is multiplied by trip counts, through nested loops.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from grpojax.aot import collectives, flops, memory, trips
+from grpojax.aot.collectives import Collective
+from grpojax.aot.hlo import Computation, Instruction, Module
+
+
+class InstructionCost(NamedTuple):
+  """One instruction of the schedule.
+
+  Attributes:
+    name: the instruction.
+    opcode: as in `hlo.Instruction`.
+    op_name: where in the traced program it comes from.
+    flops: operations of its matrix products, in one run.
+    bytes: HBM bytes that it reads and writes, in one run.
+    trips: how often it runs.
+    in_token_loop: whether the token loop runs it.
+    collectives: what it sends to other devices.
+  """
+
+  name: str
+  opcode: str
+  op_name: str
+  flops: int
+  bytes: int
+  trips: int
+  in_token_loop: bool
+  collectives: tuple[Collective, ...]
+
+
+class Cost(NamedTuple):
+  """What one run of a program costs each device.
+
+  Attributes:
+    instructions: all that move or compute anything.
+    token_loops: op_names of the loops that were taken for the token loop.
+  """
+
+  instructions: tuple[InstructionCost, ...]
+  token_loops: tuple[str, ...]
+
+  @property
+  def flops(self) -> int:
+    """Operations of matrix products."""
+    return sum(i.flops * i.trips for i in self.instructions)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes read from HBM and written to it."""
+    return sum(i.bytes * i.trips for i in self.instructions)
+
+  @property
+  def collectives(self) -> tuple[Collective, ...]:
+    """All collective operations, in the order of the schedule."""
+    return tuple(c for i in self.instructions for c in i.collectives)
+
+  @property
+  def collective_bytes(self) -> int:
+    """Bytes that each device sends to others."""
+    return sum(c.bytes * c.trips for c in self.collectives)
+
+  @property
+  def in_token_loop(self) -> "Cost":
+    """The token loop's part of it."""
+    part = tuple(i for i in self.instructions if i.in_token_loop)
+    return self._replace(instructions=part)
+
+
+class Kind(NamedTuple):
+  """All collectives of one kind.
+
+  Attributes:
+    instructions: how many of them the program has.
+    runs: how often they run.
+    bytes: what each device sends in all runs.
+  """
+
+  instructions: int
+  runs: int
+  bytes: int
+
+
+def by_kind(cost: Cost) -> dict[str, Kind]:
+  """Collectives summed by kind, the one that sends most first."""
+  kinds = {}
+  for c in cost.collectives:
+    n, runs, sent = kinds.get(c.kind, (0, 0, 0))
+    kinds[c.kind] = Kind(n + 1, runs + c.trips, sent + c.bytes * c.trips)
+  return dict(sorted(kinds.items(), key=lambda item: -item[1].bytes))
+
+
+def heaviest(cost: Cost, count: int = 10) -> list[InstructionCost]:
+  """The instructions that move most bytes of HBM in all their runs."""
+  return sorted(cost.instructions, key=lambda i: -i.bytes * i.trips)[:count]
+
+
+class _Walk(NamedTuple):
+  """A computation on its way through the program.
+
+  Attributes:
+    module: the program.
+    token_loop_trips: as in `cost`.
+    trips: how often the computation runs.
+    in_token_loop: whether the token loop runs it.
+    constants: what is known of the state of the loop that it is the body of.
+    op_name: of what runs it, for those that have none of their own.
+    token_loops: added to.
+  """
+
+  module: Module
+  token_loop_trips: int
+  trips: int
+  in_token_loop: bool
+  constants: trips.Constants
+  op_name: str
+  token_loops: list[str]
+
+
+def _loop(
+  walk: _Walk, computation: Computation, loop: Instruction
+) -> Iterator[InstructionCost]:
+  """The costs of a `while`: its body and its condition, all iterations."""
+  count = trips.trip_count(walk.module, computation, loop, walk.constants)
+  inner = walk._replace(
+    constants=trips.constants(walk.module, computation, loop, walk.constants)
+  )
+  if count is None:
+    walk.token_loops.append(loop.op_name)
+    count = 1 if walk.in_token_loop else walk.token_loop_trips
+    inner = inner._replace(in_token_loop=True)
+  inner = inner._replace(trips=walk.trips * count)
+  called = dict(loop.called)
+  for key in ("condition", "body"):
+    yield from _walk(inner, walk.module.computations[called[key]])
+
+
+def _heavier(costs: list[InstructionCost]) -> tuple[int, int]:
+  return sum(i.flops * i.trips for i in costs), sum(
+    i.bytes * i.trips for i in costs
+  )
+
+
+def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
+  """The costs of a computation's instructions, and of what they run."""
+  seen = set()
+  for i in computation.instructions.values():
+    called = [walk.module.computations[name] for _, name in i.called]
+    op_name = i.op_name or walk.op_name
+    # "call-start" and "async-start" run a computation beside what follows.
+    opcode = i.opcode.removesuffix("-start")
+    if opcode == "while":
+      yield from _loop(walk, computation, i)
+    elif opcode == "conditional":
+      branches = [list(_walk(walk, c)) for c in called]
+      yield from max(branches, key=_heavier)
+    elif opcode in ("call", "async"):
+      for c in called:
+        yield from _walk(walk._replace(op_name=op_name), c)
+    elif not memory.is_free(i):
+      inside = memory.contents(walk.module, computation, i)
+      sent, done = collectives.find(walk.module, inside, seen)
+      shapes = memory.result(inside.parameters, i)
+      yield InstructionCost(
+        name=i.name,
+        opcode=i.opcode,
+        op_name=op_name,
+        flops=flops.flops(inside, i),
+        bytes=memory.hbm_bytes(inside, shapes, done),
+        trips=walk.trips,
+        in_token_loop=walk.in_token_loop,
+        collectives=tuple(
+          c._replace(
+            trips=walk.trips,
+            in_token_loop=walk.in_token_loop,
+            op_name=c.op_name or op_name,
+            name=i.name,
+          )
+          for c in sent
+        ),
+      )
+
+
+def cost(module: Module, token_loop_trips: int) -> Cost:
+  """Counts what one run of a program costs each device.
+
+  Of a conditional the heaviest branch counts. A loop whose number of iterations
+  the program does not say (`trips.trip_count`) is taken for the token loop,
+  which decodes until all samples have ended; within the token loop such a loop
+  counts once.
+
+  Args:
+    module: the program, see `hlo.parse`.
+    token_loop_trips: how often the token loop runs: tokens of a completion.
+
+  Raises:
+    ValueError: `token_loop_trips` is negative.
+  """
+  if token_loop_trips < 0:
+    raise ValueError(f"token_loop_trips={token_loop_trips}: must be 0 or more")
+  walk = _Walk(module, token_loop_trips, 1, False, {}, "", [])
+  entry = module.computations[module.entry]
+  return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))

@@ -1,0 +1,203 @@
+"""Bytes that an instruction moves to and from the device's main memory (HBM).
+
+An instruction reads its operands and writes its result, once each. What lies
+in another memory (VMEM on TPU, which XLA fills with copies of its own) is not
+HBM. Of what is only sliced or gathered from, the slice is read; what is updated
+in place costs the update. Padding of tiled layouts is not counted: TPU pads the
+last dimension in memory to 128 elements, and XLA chooses layouts that need
+little of it (a cache of heads 64 wide has its slots last).
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+
+from grpojax.aot.hlo import Computation, Instruction, Module, Shape
+
+# These only name or arrange what is there, or run other computations.
+FREE = frozenset(
+  "bitcast tuple get-tuple-element parameter constant while conditional call"
+  " after-all add-dependency partition-id replica-id opt-barrier domain"
+  " async-start async-update".split()
+)
+_FREE_TARGETS = (
+  '"AllocateBuffer"',
+  '"ConcatBitcast"',
+  '"AsyncCollectiveStart"',
+  '"AsyncCollectiveDone"',
+  '"Sharding"',
+)
+_VIEWS = ("bitcast", "reshape")
+# A fusion computes no more of these than is asked for.
+_ELEMENTWISE = (*_VIEWS, "convert", "copy", "transpose", "bitcast-convert")
+
+
+def is_free(instruction: Instruction) -> bool:
+  """Whether an instruction moves nothing."""
+  if instruction.opcode == "custom-call":
+    target = instruction.attributes.partition("custom_call_target=")[2]
+    return target.startswith(_FREE_TARGETS)
+  return instruction.opcode in FREE or instruction.opcode.endswith("-done")
+
+
+def _renamed(
+  module: Module, computation: Computation, prefix: str, names: dict[str, str]
+) -> list[Instruction]:
+  """A fused computation's instructions, fusions within it dissolved.
+
+  `names` has what its parameters are called outside, and is given what all
+  others are.
+  """
+  found = []
+  for i in computation.instructions.values():
+    if i.opcode == "parameter" and i.name in names:
+      continue
+    operands = tuple(names.get(n, n) for n in i.operands)
+    if i.opcode == "fusion":
+      inner = module.computations[dict(i.called)["calls"]]
+      given = zip(inner.parameters, operands, strict=True)
+      within = {p.name: operand for p, operand in given}
+      found += _renamed(module, inner, f"{prefix}{i.name}/", within)
+      names[i.name] = within[inner.root.name]
+    else:
+      names[i.name] = prefix + i.name
+      found.append(i._replace(name=names[i.name], operands=operands))
+  return found
+
+
+def result(
+  parameters: Sequence[Instruction], instruction: Instruction
+) -> tuple[Shape, ...]:
+  """What an instruction gives, without what its asynchronous form carries.
+
+  Of `copy-start` (result, operand, context); of others that end so (operands,
+  results, contexts), the contexts being scalars in another memory.
+  """
+  shapes = instruction.shapes
+  if instruction.opcode == "copy-start":
+    return shapes[:1]
+  if instruction.opcode.endswith("-start"):
+    given = sum(len(p.shapes) for p in parameters)
+    return shapes[given:] or shapes
+  return shapes
+
+
+def contents(
+  module: Module, computation: Computation, instruction: Instruction
+) -> Computation:
+  """What an instruction computes, as a computation without fusions.
+
+  Of a fusion, what it fuses; of anything else, itself. Its operands are the
+  parameters, its value is the root. An asynchronous start is the operation.
+  """
+  opcode = instruction.opcode.removesuffix("-start")
+  if opcode == "fusion":
+    fused = module.computations[dict(instruction.called)["calls"]]
+    names = {}
+    found = _renamed(module, fused, "", names)
+    root = names[fused.root.name]
+    found = [i._replace(is_root=i.name == root) for i in found]
+    return Computation(fused.name, {i.name: i for i in found})
+  parameters = []
+  for n, name in enumerate(instruction.operands):
+    given = computation.instructions.get(name)
+    if given is None:  # a new opcode may have more than names there
+      continue
+    parameters.append(
+      given._replace(
+        opcode="parameter", literal=str(n), operands=(), is_root=False
+      )
+    )
+  itself = instruction._replace(
+    opcode=opcode, shapes=result(parameters, instruction), is_root=True
+  )
+  found = [*parameters, itself]
+  return Computation(instruction.name, {i.name: i for i in found})
+
+
+def _hbm(shapes: tuple[Shape, ...]) -> int:
+  return sum(s.bytes for s in shapes if s.memory_space == 0)
+
+
+def _update(inside: Computation, i: Instruction) -> Shape:
+  """The part of its first operand that an update in place writes."""
+  operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
+  return inside.instructions[operand].shapes[0]
+
+
+def _results(inside: Computation) -> list[Instruction]:
+  """What makes each array of the result, behind bitcasts."""
+  root = inside.root
+  names = root.operands if root.opcode == "tuple" else (root.name,)
+  found = []
+  for name in names:
+    i = inside.instructions[name]
+    while i.opcode in _VIEWS:
+      i = inside.instructions[i.operands[0]]
+    found.append(i)
+  return found
+
+
+_IN_PLACE = ("dynamic-update-slice", "scatter")
+
+
+def _hands_on(i: Instruction) -> bool:
+  """Whether an instruction passes an array on without looking at it."""
+  if i.opcode == "custom-call":
+    return is_free(i)
+  return i.opcode == "tuple" and i.is_root
+
+
+def _read_elements(
+  users: dict[str, list[tuple[Instruction, int]]],
+  i: Instruction,
+  in_place: frozenset[str],
+  exact: bool,
+) -> int | float:
+  """How many elements of an array a computation looks at, perhaps inf."""
+  total = 0
+  for user, position in users[i.name]:
+    if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
+      total += user.shapes[0].elements
+    elif user.opcode in _IN_PLACE and position == 0:
+      if not exact or user.name not in in_place:
+        return math.inf
+    elif user.opcode in _ELEMENTWISE and not user.is_root:
+      same = exact and user.opcode in _VIEWS
+      total += _read_elements(users, user, in_place, same)
+    elif not _hands_on(user):
+      return math.inf
+  return total
+
+
+def hbm_bytes(
+  inside: Computation, shapes: tuple[Shape, ...], done: frozenset[str]
+) -> int:
+  """Bytes of HBM that one run of an instruction reads and writes.
+
+  Args:
+    inside: what it computes, see `contents`.
+    shapes: of its result.
+    done: names in `inside` of collectives that another instruction pays for.
+  """
+  results = _results(inside)
+  in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
+  users = collections.defaultdict(list)
+  for i in inside.instructions.values():
+    if i.name not in done:
+      for position, name in enumerate(i.operands):
+        users[name].append((i, position))
+  total = 0
+  for p in inside.parameters:
+    elements = _read_elements(users, p, in_place, exact=True)
+    whole = sum(s.elements for s in p.shapes)
+    total += _hbm(p.shapes) * min(elements, whole) // max(whole, 1)
+  if len(results) != len(shapes):  # one result that is a tuple
+    # The start of a collective gives back its operand, too.
+    handed = len(inside.parameters) if is_free(inside.root) else 0
+    return int(total) + _hbm(shapes[handed:])
+  for shape, i in zip(shapes, results, strict=True):
+    if shape.memory_space == 0 and i.name not in done and not is_free(i):
+      part = _update(inside, i) if i.name in in_place else shape
+      total += part.bytes
+  return int(total)

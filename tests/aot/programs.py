@@ -1,0 +1,178 @@
+"""Compiles small programs and prints their HLO: programs.py [--all] PLATFORM...
+
+Those that take long only with --all. PLATFORM is cpu or a topology of libtpu
+(v5e:2x2), compiled for without a chip.
+Prints JSON: {platform: {program: {"text": HLO, "flops": XLA's own count}}}.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import ShapeDtypeStruct
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpojax.models.transformer import TransformerConfig, transformer
+
+
+def mlp(x, w_in, w_out):
+  """A residual stack of two-layer MLPs, scanned."""
+
+  def layer(x, w):
+    return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+  return jax.lax.scan(layer, x, (w_in, w_out))[0]
+
+
+def decode(w, head, ids):
+  """Samples until all are done: a token loop with a scan over layers inside."""
+  length = 64
+
+  def unfinished(state):
+    return (state[0] < length) & ~jnp.all(state[2])
+
+  def token(state):
+    i, x, done, out = state
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+    ids = jnp.argmax(x @ head, -1).astype(jnp.int32)
+    out = jax.lax.dynamic_update_slice(out, ids[:, None], (0, i))
+    return i + 1, x, done | (ids == 0), out
+
+  b = ids.shape[0]
+  x = jnp.ones((b, head.shape[0]), head.dtype) * ids[:, None].astype(head.dtype)
+  state = 0, x, jnp.zeros(b, bool), jnp.zeros((b, length), jnp.int32)
+  return jax.lax.while_loop(unfinished, token, state)[3]
+
+
+def unrolled_decode(w, head, ids):
+  """The same with the layers one after another, as our decoder has them."""
+
+  def unfinished(state):
+    return (state[0] < 64) & ~jnp.all(state[1] == 0)
+
+  def token(state):
+    i, x = state
+    for layer in w:
+      x = jnp.tanh(x @ layer)
+    ids = jnp.argmax(x @ head, -1)
+    return i + 1, x * ids[:, None].astype(x.dtype)
+
+  x = jnp.ones((ids.shape[0], head.shape[0]), head.dtype)
+  return jax.lax.while_loop(unfinished, token, (0, x))
+
+
+def cache(slots, new):
+  """Writes one slot an iteration."""
+
+  def write(i, slots):
+    return jax.lax.dynamic_update_slice(slots, new, (0, i, 0))
+
+  return jax.lax.fori_loop(0, 16, write, slots)
+
+
+CONFIG = TransformerConfig(
+  vocab_size=512,
+  width=128,
+  layers=2,
+  heads=4,
+  kv_heads=2,
+  head_dim=64,
+  mlp=256,
+)
+B, G, PROMPT, T = 2, 2, 32, 64
+
+
+def forward(dtype):
+  lm = transformer(CONFIG, dtype=dtype)
+
+  def loss(params, prompts, ids):
+    prefix = lm.prefill(params, prompts, prompts > 0)
+    hidden, _ = lm.extend(params, prefix, ids)
+    return jnp.sum(jax.nn.logsumexp(lm.unembed(params, hidden), -1))
+
+  return lm, loss
+
+
+def cases(devices, dtype):
+  """(name, function, arguments, options of jit)."""
+  axis_types = (AxisType.Auto,)
+  mesh = Mesh(devices[:4], ("x",), axis_types=axis_types)
+  one = NamedSharding(Mesh(devices[:1], ("x",), axis_types=axis_types), P())
+  rows, columns = (NamedSharding(mesh, s) for s in (P("x"), P(None, "x")))
+  copies = NamedSharding(mesh, P())
+
+  def array(*shape, dtype=dtype, sharding=one):
+    return ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  ids = jnp.int32
+  stack = array(4, 256, 512), array(4, 512, 256)
+  yield "mlp", mlp, (array(128, 256), *stack), {}
+
+  def einsum(spec):
+    return lambda x, y: jnp.einsum(spec, x, y)
+
+  pair = array(2, 4, 128, 64), array(2, 4, 256, 64)
+  yield "batch dot", einsum("bhqd,bhkd->bhqk"), pair, {}
+  pair = array(2, 4, 1, 2, 4, 64), array(2, 256, 4, 64)
+  yield "grouped dot", einsum("bgqrhd,bkhd->bghrqk"), pair, {}
+  for name, x, w, out in (
+    ("all-gather", rows, rows, rows),
+    ("reduce-scatter", columns, rows, rows),
+    ("all-reduce", columns, rows, copies),
+  ):
+    x, w = array(256, 512, sharding=x), array(512, 1024, sharding=w)
+    yield name, jnp.matmul, (x, w), {"out_shardings": out}
+  layers = tuple(array(1024, 1024) for _ in range(3))
+  args = layers, array(1024, 2048), array(8, dtype=ids)
+  yield "unrolled decode", unrolled_decode, args, {}
+  args = (
+    array(6, 1024, 1024, sharding=columns),
+    array(1024, 2048, sharding=rows),
+    array(8, dtype=ids, sharding=copies),
+  )
+  yield "decode", decode, args, {}
+  args = array(4, 2048, 1024), array(4, 1, 1024)
+  yield "cache", cache, args, {"donate_argnums": 0}
+  args = array(256, 512), array(8, 512, 256), array(8, dtype=ids)
+  yield "ragged dot", jax.lax.ragged_dot, args, {}
+  lm, loss = forward(dtype)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  params = jax.tree.map(lambda p: array(*p.shape, dtype=p.dtype), params)
+  args = params, array(B, PROMPT, dtype=ids), array(B, G, T, dtype=ids)
+  yield "forward", loss, args, {}
+  yield "gradient", jax.grad(loss), args, {}
+
+
+LONG = {"cpu": ("forward", "gradient")}
+
+
+def compiled(platform, everything):
+  if platform == "cpu":
+    devices, dtype = jax.devices(), jnp.float32
+  else:
+    dtype = jnp.bfloat16
+    topology = topologies.get_topology_desc(
+      platform="tpu", topology_name=platform
+    )
+    devices = topology.devices
+  found = {}
+  left_out = () if everything else LONG.get(platform, ("gradient",))
+  for name, function, args, options in cases(np.array(devices), dtype):
+    if name in left_out:
+      continue
+    program = jax.jit(function, **options).lower(*args).compile()
+    found[name] = {
+      "text": program.as_text(),
+      "flops": program.cost_analysis()["flops"],
+    }
+  return found
+
+
+if __name__ == "__main__":
+  names = [name for name in sys.argv[1:] if name != "--all"]
+  everything = "--all" in sys.argv
+  json.dump({name: compiled(name, everything) for name in names}, sys.stdout)

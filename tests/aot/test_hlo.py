@@ -1,0 +1,509 @@
+"""The parser, and costs of HLO as XLA's versions and backends spell it."""
+
+import pytest
+
+from grpojax.aot import cost, hlo
+from grpojax.aot.hlo import Shape
+
+
+def parsed(body, *computations, devices=8):
+  head = f"HloModule m, is_scheduled=true, num_partitions={devices}"
+  return hlo.parse("\n\n".join([head, *computations, body]))
+
+
+def costs(body, *computations, tokens=10):
+  return cost.cost(parsed(body, *computations), tokens)
+
+
+def only(line):
+  return hlo.parse_instruction("  " + line)
+
+
+@pytest.mark.parametrize(
+  "text, shapes",
+  [
+    ("f32[]", [Shape("f32", ())]),
+    ("bf16[2,3]{1,0:T(8,128)(2,1)S(1)}", [Shape("bf16", (2, 3), 1)]),
+    ("s32[<=8]{0}", [Shape("s32", (8,))]),
+    (
+      "((f32[2]{0}, token[]), /*index=1*/u32[]{:S(2)})",
+      [Shape("f32", (2,)), Shape("token", ()), Shape("u32", (), 2)],
+    ),
+  ],
+)
+def test_shapes(text, shapes):
+  assert hlo.parse_shapes(text) == tuple(shapes)
+
+
+@pytest.mark.parametrize(
+  "dtype, size",
+  [("pred", 5), ("s4", 3), ("f8e4m3fn", 5), ("bf16", 10), ("c64", 40)]
+  + [("token", 0)],
+)
+def test_bytes(dtype, size):
+  assert Shape(dtype, (5,)).bytes == size
+
+
+def test_an_instruction():
+  i = only(
+    "ROOT %while.1 = (s32[], f32[4]{0}) while(%tuple.8), condition=%c.2,"
+    ' body=%b.3, metadata={op_name="jit(f)/while" stack_frame_id=8}'
+  )
+  assert (i.name, i.opcode, i.is_root) == ("while.1", "while", True)
+  assert i.operands == ("tuple.8",)
+  assert i.called == (("condition", "c.2"), ("body", "b.3"))
+  assert i.op_name == "jit(f)/while"
+  assert i.shapes == (Shape("s32", ()), Shape("f32", (4,)))
+
+
+@pytest.mark.parametrize(
+  "operands",
+  ["%a, %b.1", "a, b.1", "f32[2,3]{1,0} %a, (f32[], s32[4]{0}) %b.1"]
+  + ["%a, /*index=1*/%b.1"],
+)
+def test_operands(operands):
+  i = only(f"%x = f32[2,3]{{1,0}} add({operands})")
+  assert i.operands == ("a", "b.1")
+
+
+@pytest.mark.parametrize(
+  "groups, size",
+  [
+    ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+    ("{{0,1,2,3,4,5,6,7}}", 8),
+    ("{}", 8),
+    ("[2,4]<=[8]", 4),
+    ("[4,2]<=[2,4]T(1,0)", 2),
+    ("mesh['x'=2,'y'=4] {'y'}", 4),
+    ("mesh['x'=2,'y'=4] {'x','y'}", 8),
+    ("mesh['x'=2,'y'=4] {'x','y':(2)2}", 4),
+  ],
+)
+def test_group_sizes(groups, size):
+  i = only(
+    f"%r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups},"
+    " use_global_device_ids=true, to_apply=%add"
+  )
+  assert hlo.group_size(i, 8) == size
+
+
+def test_no_group_is_all():
+  assert hlo.group_size(only("%r = f32[4] all-reduce(%x), to_apply=%a"), 6) == 6
+
+
+@pytest.mark.parametrize("text", ["", "module @jit_f {}", "HloModule m\n"])
+def test_what_is_no_module_is_refused(text):
+  with pytest.raises(ValueError, match="not the text|no ENTRY"):
+    hlo.parse(text)
+
+
+def test_tokens_must_not_be_negative():
+  with pytest.raises(ValueError, match="token_loop_trips=-1"):
+    costs("ENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}", tokens=-1)
+
+
+def test_an_unknown_opcode_costs_its_bytes():
+  found = costs("""ENTRY %e (p: f32[100]) -> f32[50] {
+  %p = f32[100]{0} parameter(0)
+  ROOT %n = f32[50]{0} quantum-sort(%p, how=well), novelty={yes}
+}""")
+  assert (found.flops, found.bytes) == (0, 400 + 200)
+
+
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}"""
+
+
+@pytest.mark.parametrize(
+  "line, kind, sent",
+  [
+    # 4 devices; the operand is 400 bytes.
+    ("f32[400] all-gather(%p), replica_groups=[2,4]<=[8]", "all-gather", 1200),
+    ("f32[25] reduce-scatter(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
+    + ("reduce-scatter", 300),
+    ("f32[100] all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
+    + ("all-reduce", 600),
+    ("f32[100] all-to-all(%p), replica_groups=[2,4]<=[8]", "all-to-all", 300),
+    (
+      "f32[100] collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
+      "collective-permute",
+      400,
+    ),
+    (
+      "f32[100] collective-permute(%p), source_target_pairs={{0,0},{1,1}}",
+      "collective-permute",
+      0,
+    ),
+    ("f32[100] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add",)
+    + ("all-reduce", 0),
+    # As XLA:GPU spells them.
+    (
+      "(f32[100], f32[400]) all-gather-start(%p), replica_groups=[2,4]<=[8]",
+      "all-gather",
+      1200,
+    ),
+    ("f32[100] all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
+    + ("all-reduce", 600),
+  ],
+)
+def test_bytes_between_devices(line, kind, sent):
+  body = "ENTRY %e (p: f32[100]) -> f32[1] {\n  %p = f32[100] parameter(0)\n"
+  done = line.split("(%p)")[0].split()[-1].replace("-start", "-done")
+  if "-start" in line:
+    body += f"  %s = {line}\n  ROOT %r = f32[100] {done}(%s)\n}}"
+  else:
+    body += f"  ROOT %r = {line}\n}}"
+  (c,) = costs(body, ADD).collectives
+  assert (c.kind, c.bytes, c.trips) == (kind, sent, 1)
+
+
+def test_a_chain_of_fusions_is_one_collective():
+  """XLA:TPU, a gather beside a product: start, product, done."""
+  gather = (
+    "all-gather(%p0), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0},"
+    ' frontend_attributes={chain_id="0"}'
+  )
+  start = f"""%start (p0: f32[16]) -> (f32[16], f32[128], u32[]) {{
+  %p0 = f32[16]{{0}} parameter(0)
+  %g = f32[128]{{0}} {gather}
+  ROOT %c = (f32[16]{{0}}, f32[128]{{0}}, u32[]{{:S(2)}}) custom-call(%g),\
+ custom_call_target="AsyncCollectiveStart"
+}}"""
+  product = f"""%beside (p0: f32[16], p1: f32[8,8]) -> (f32[8,8], f32[128]) {{
+  %p0 = f32[16]{{0}} parameter(0)
+  %p1 = f32[8,8]{{1,0}} parameter(1)
+  %d = f32[8,8]{{1,0}} convolution(%p1, %p1), dim_labels=bf_io->bf
+  %g = f32[128]{{0}} {gather}
+  ROOT %t = (f32[8,8]{{1,0}}, f32[128]{{0}}) tuple(%d, %g)
+}}"""
+  done = f"""%done (p0: f32[16], p1: f32[128]) -> f32[128] {{
+  %p0 = f32[16]{{0}} parameter(0)
+  %p1 = f32[128]{{0}} parameter(1)
+  %g = f32[128]{{0}} {gather}
+  ROOT %c = f32[128]{{0}} custom-call(%p0, %p1, %g),\
+ custom_call_target="AsyncCollectiveDone"
+}}"""
+  found = costs(
+    """ENTRY %e (x: f32[16], w: f32[8,8]) -> f32[128] {
+  %x = f32[16]{0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %s = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), kind=kCustom,\
+ calls=%start
+  %a = f32[16]{0} get-tuple-element(%s), index=0
+  %b = f32[128]{0} get-tuple-element(%s), index=1
+  %f = (f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), kind=kOutput, calls=%beside
+  %c = f32[128]{0} get-tuple-element(%f), index=1
+  ROOT %r = f32[128]{0} fusion(%a, %c), kind=kCustom, calls=%done
+}""",
+    start,
+    product,
+    done,
+  )
+  (c,) = found.collectives
+  assert (c.kind, c.bytes, c.name) == ("all-gather", 4 * 16 * 7, "s")
+  assert found.flops == 2 * 8 * 8 * 8
+  # The start reads 64 bytes and writes all 512, the product has an operand and
+  # a result of 256 bytes each.
+  assert [i.bytes for i in found.instructions] == [64 + 512, 256 + 256, 0]
+
+
+@pytest.mark.parametrize(
+  "spelling", ["call-start to_apply", "async-start calls"]
+)
+def test_a_call_beside(spelling):
+  """TPU7x, a collective on the sparse cores; XLA:GPU, on another stream."""
+  opcode, attribute = spelling.split()
+  called = """%called (q: f32[100], t: token[]) -> f32[400] {
+  %q = f32[100]{0} parameter(0)
+  %t = token[] parameter(1)
+  ROOT %g = f32[400]{0} all-gather(%q), replica_groups=[2,4]<=[8]
+}"""
+  found = costs(
+    f"""ENTRY %e (p: f32[100]) -> f32[400] {{
+  %p = f32[100]{{0}} parameter(0)
+  %t = token[] after-all()
+  %s = ((f32[100]{{0}}, token[]), f32[400]{{0}}) {opcode}(%p, %t),\
+ async_execution_thread="sparsecore", {attribute}=%called,\
+ metadata={{op_name="jit(f)/dot"}}
+  ROOT %d = f32[400]{{0}} {opcode.replace("start", "done")}(%s)
+}}""",
+    called,
+  )
+  (c,) = found.collectives
+  assert (c.kind, c.bytes, c.op_name) == ("all-gather", 1200, "jit(f)/dot")
+  assert found.bytes == 400 + 1600
+
+
+@pytest.mark.parametrize(
+  "line, moved",
+  [
+    # A copy between memories counts once; S(1) is VMEM.
+    ("(f32[64]{0:S(1)}, f32[64]{0}, u32[]{:S(2)}) copy-start(%p)", 256),
+    ("(f32[64]{0}, f32[64]{0}, u32[]{:S(2)}) copy-start(%p)", 512),
+    (
+      "((f32[64]{0}), f32[8]{0:S(1)}, s32[]{:S(2)}) slice-start(%p),"
+      " slice={[0:8]}",
+      32,
+    ),
+    ("f32[8]{0} slice(%p), slice={[0:8]}", 64),
+    ("f32[64]{0} negate(%p)", 512),
+    ("f32[8,8]{1,0} bitcast(%p)", 0),
+    ('f32[64]{0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+    ('f32[64]{0} custom-call(%p), custom_call_target="ConcatBitcast"', 0),
+    ('f32[64]{0} custom-call(%p), custom_call_target="mine"', 512),
+  ],
+)
+def test_bytes_of_one_instruction(line, moved):
+  found = costs(f"""ENTRY %e (p: f32[64]) -> f32[1] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %r = {line}
+}}""")
+  assert found.bytes == moved
+
+
+def test_a_fusion_reads_what_it_slices_and_writes_what_it_updates():
+  inner = """%inner (a: f32[10,64], i: s32[]) -> f32[64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %s = f32[1,64]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,64}
+  ROOT %b = f32[64]{0} bitcast(%s)
+}"""
+  outer = """%outer (a: f32[10,64], c: f32[5,64], i: s32[]) -> f32[5,64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %c = f32[5,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  %f = f32[64]{0} fusion(%a, %i), kind=kLoop, calls=%inner
+  %n = f32[64]{0} negate(%f)
+  %u = f32[1,64]{1,0} reshape(%n)
+  ROOT %r = f32[5,64]{1,0} dynamic-update-slice(%c, %u, %i, %z)
+}"""
+  found = costs(
+    """ENTRY %e (a: f32[10,64], c: f32[5,64], i: s32[]) -> f32[5,64] {
+  %a = f32[10,64]{1,0} parameter(0)
+  %c = f32[5,64]{1,0} parameter(1)
+  %i = s32[]{:S(6)} parameter(2)
+  ROOT %r = f32[5,64]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%outer
+}""",
+    inner,
+    outer,
+  )
+  # One row of `a` read, one of `c` written; the index, as fused, is 4 bytes.
+  assert found.bytes == 256 + 256 + 4
+
+
+@pytest.mark.parametrize(
+  "line, flops",
+  [
+    ('f32[4,8] custom-call(%a, %b), custom_call_target="__onednn$matmul"',)
+    + (2 * 4 * 8 * 16,),
+    (
+      "f32[4,8] dot(%a, %b), lhs_contracting_dims={1},"
+      " rhs_contracting_dims={0}",
+    )
+    + (2 * 4 * 8 * 16,),
+    # Padding meets nothing: 4 outputs of a window of 3 over 4 inputs, 10 pairs.
+    (
+      "f32[4,8] convolution(%a, %c), window={size=3 pad=1_1},"
+      " dim_labels=0f_0io->0f",
+    )
+    + (2 * 16 * 8 * 10,),
+  ],
+)
+def test_flops(line, flops):
+  line = line.replace("0f_0io->0f", "0bf_0io->0bf")
+  conv = "convolution" in line
+  a = "f32[4,1,16]" if conv else "f32[4,16]"
+  found = costs(f"""ENTRY %e (a: {a}, b: f32[16,8]) -> f32[4,8] {{
+  %a = {a} parameter(0)
+  %b = f32[16,8] parameter(1)
+  %c = f32[3,16,8] parameter(2)
+  ROOT %r = {line.replace("f32[4,8]", "f32[4,1,8]") if conv else line}
+}}""")
+  assert found.flops == flops
+
+
+@pytest.mark.parametrize(
+  "lhs, rhs, result, contracted",
+  [
+    ("f32[64,16]", "f32[8,16,32]", "f32[64,32]", (1, 1)),
+    ("f32[64,16]", "f32[64,32]", "f32[8,16,32]", (0, 0)),  # its gradient
+  ],
+)
+def test_a_ragged_dot_meets_one_matrix_a_row(lhs, rhs, result, contracted):
+  found = costs(f"""ENTRY %e (a: {lhs}, b: {rhs}, g: s32[8]) -> {result} {{
+  %a = {lhs} parameter(0)
+  %b = {rhs} parameter(1)
+  %g = s32[8] parameter(2)
+  ROOT %r = {result} ragged-dot(%a, %b, %g),\
+ lhs_contracting_dims={{{contracted[0]}}},\
+ rhs_contracting_dims={{{contracted[1]}}}, lhs_ragged_dims={{0}}
+}}""")
+  assert found.flops == 2 * 64 * 16 * 32
+
+
+def test_a_kernel_says_what_it_does():
+  found = costs("""ENTRY %e (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  ROOT %k = f32[8,8] custom-call(%x), custom_call_target="tpu_custom_call",\
+ backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":\
+{"flops":"12345","transcendentals":"0","bytes_accessed":"6789"}}}
+}""")
+  assert found.flops == 12345
+
+
+def loop(condition, step="add(%i, %one)", start=0):
+  """A while over (counter, array, limit), with a fixed limit of 7."""
+  state = "(s32[], f32[8,8], s32[])"
+  return costs(
+    f"""ENTRY %e (x: f32[8,8]) -> {state} {{
+  %x = f32[8,8] parameter(0)
+  %start = s32[] constant({start})
+  %limit = s32[] constant(7)
+  %copied = s32[] copy(%start)
+  %t = {state} tuple(%copied, %x, %limit)
+  ROOT %w = {state} while(%t), condition=%cond, body=%body,\
+ metadata={{op_name="the loop"}}
+}}""",
+    f"""%cond (s: {state}) -> pred[] {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %limit = s32[] get-tuple-element(%s), index=2
+  %five = s32[] constant(5)
+  {condition}
+}}""",
+    f"""%body (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %limit = s32[] get-tuple-element(%s), index=2
+  %one = s32[] constant(1)
+  %two = s32[] constant(2)
+  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
+ rhs_contracting_dims={{0}}
+  %next = s32[] {step}
+  ROOT %r = {state} tuple(%next, %y, %limit)
+}}""",
+    """%compare (a: s32[], b: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = pred[] compare(%a, %b), direction=LT
+}""",
+    tokens=100,
+  )
+
+
+LESS = "ROOT %c = pred[] compare(%i, %five), direction=LT"
+
+
+@pytest.mark.parametrize(
+  "trips, arguments",
+  [
+    (5, (LESS,)),
+    (6, (LESS.replace("LT", "LE"),)),
+    (5, (LESS.replace("LT", "NE"),)),
+    (5, ("ROOT %c = pred[] compare(%five, %i), direction=GT",)),
+    (7, ("ROOT %c = pred[] compare(%i, %limit), direction=LT",)),
+    (5, ("ROOT %c = pred[] fusion(%i, %five), calls=%compare",)),
+    (0, (LESS, "add(%i, %one)", 9)),
+    (3, (LESS, "add(%one, %i)", 2)),
+    (3, (LESS, "add(%i, %two)")),
+    (3, (LESS.replace("LT", "GE"), "subtract(%i, %one)", 7)),
+  ],
+)
+def test_trip_counts(trips, arguments):
+  found = loop(*arguments)
+  assert found.flops == trips * 2 * 8 * 8 * 8
+  assert found.token_loops == () and found.in_token_loop.flops == 0
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    # Whether all samples have ended is asked, too.
+    (
+      LESS.replace("ROOT ", "")
+      + '\n  %all = pred[] custom-call(%x), custom_call_target="all"'
+      + "\n  ROOT %a = pred[] and(%c, %all)",
+    ),
+    (LESS, "multiply(%i, %one)"),
+    (LESS, "add(%i, %i)"),
+  ],
+)
+def test_any_other_loop_is_the_token_loop(arguments):
+  found = loop(*arguments)
+  assert found.flops == 100 * 2 * 8 * 8 * 8
+  assert found.token_loops == ("the loop",)
+  assert found.in_token_loop.flops == found.flops
+
+
+def test_known_trip_count_and_the_heavier_branch():
+  state = "(s32[], f32[8,8])"
+  branches = [
+    f"""%{name} (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8] parameter(0)
+  ROOT %y = f32[8,8] {line}
+}}"""
+    for name, line in (
+      ("light", "copy(%x)"),
+      (
+        "heavy",
+        "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+      ),
+    )
+  ]
+  found = costs(
+    f"""ENTRY %e (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  ROOT %w = {state} while(%s), condition=%cond, body=%body,\
+ backend_config={{"known_trip_count":{{"n":"12"}}}}
+}}""",
+    f"""%cond (s: {state}) -> pred[] {{
+  %s = {state} parameter(0)
+  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
+}}""",
+    f"""%body (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %y = f32[8,8] conditional(%i, %x, %x), branch_computations={{%light, %heavy}}
+  ROOT %r = {state} tuple(%i, %y)
+}}""",
+    *branches,
+  )
+  assert found.flops == 12 * 2 * 8 * 8 * 8
+  assert found.token_loops == ()
+
+
+def test_an_unknown_loop_in_the_token_loop_counts_once():
+  state = "(s32[], f32[8,8])"
+  condition = f"""(s: {state}) -> pred[] {{
+  %s = {state} parameter(0)
+  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
+}}"""
+  found = costs(
+    f"""ENTRY %e (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  ROOT %w = {state} while(%s), condition=%any, body=%token
+}}""",
+    f"%any {condition}",
+    f"""%token (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  ROOT %w = {state} while(%s), condition=%any, body=%search
+}}""",
+    f"""%search (s: {state}) -> {state} {{
+  %s = {state} parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[8,8] get-tuple-element(%s), index=1
+  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
+ rhs_contracting_dims={{0}}
+  ROOT %r = {state} tuple(%i, %y)
+}}""",
+  )
+  assert found.flops == 10 * 2 * 8 * 8 * 8
+  assert len(found.token_loops) == 2

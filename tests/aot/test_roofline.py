@@ -1,0 +1,103 @@
+"""Seconds from costs, by hand; the table of chips."""
+
+import pytest
+
+from grpojax.aot import chips, roofline
+from grpojax.aot.chips import CHIPS, Chip
+from grpojax.aot.collectives import Collective
+from grpojax.aot.cost import Cost, InstructionCost
+
+ROUND = Chip(
+  flops=1000.0,
+  hbm_bytes=100,
+  hbm_bandwidth=10.0,
+  link_bandwidth=2.0,
+  devices=1,
+  source="round numbers",
+)
+
+
+def instruction(flops, bytes, trips, token_loop=False, sent=()):
+  return InstructionCost(
+    "i", "fusion", "", flops, bytes, trips, token_loop, sent
+  )
+
+
+def collective(kind, bytes, trips=1, token_loop=False, n=4):
+  return Collective(kind, bytes, trips, token_loop, n, "", "c")
+
+
+def test_an_estimate_by_hand():
+  hop = roofline.HOP_SECONDS
+  sent = (collective("all-gather", 6, trips=5, token_loop=True),)
+  found = roofline.estimate(
+    Cost(
+      (
+        instruction(4000, 10, 1),  # 4 s of products, 1 s of memory
+        instruction(1000, 30, 2),  # 1 s and 3 s, twice
+        instruction(0, 20, 5, True, sent),  # 2 s, and 3 s and 3 hops, 5 times
+      ),
+      (),
+    ),
+    ROUND,
+  )
+  assert found.compute == 4
+  assert found.memory == 6 + 10
+  assert found.collective == pytest.approx(5 * (3 + 3 * hop))
+  assert found.seconds == pytest.approx(20 + 5 * (3 + 3 * hop))
+  assert found.token_loop == pytest.approx(10 + 5 * (3 + 3 * hop))
+  assert found.overlapped == pytest.approx(1 + 6 + 10)  # all HBM traffic
+
+
+@pytest.mark.parametrize(
+  "kind, sent, hops",
+  [
+    ("all-gather", 12, 3),
+    ("reduce-scatter", 12, 3),
+    ("all-reduce", 12, 6),
+    ("all-to-all", 12 * 5 / 3, 3),
+    ("collective-permute", 12, 1),
+  ],
+)
+def test_collectives(kind, sent, hops):
+  seconds = roofline.collective_seconds(collective(kind, 12), ROUND)
+  assert seconds == pytest.approx(sent / 2 + hops * roofline.HOP_SECONDS)
+  alone = collective(kind, 0, n=1)
+  assert roofline.collective_seconds(alone, ROUND) == 0
+
+
+def test_a_gather_as_measured_in_the_scaling_book():
+  """Part 3, pop quiz 2: bf16[2048, 8192] over 4 of v5e, in theory 560 us."""
+  sent = collective("all-gather", 2048 * 8192 * 2 * 3 // 4)
+  seconds = roofline.collective_seconds(sent, CHIPS["v5e"])
+  assert seconds == pytest.approx(560e-6, rel=0.02)
+
+
+def test_a_device_has_its_share_of_a_chip():
+  chip = CHIPS["tpu7x"]
+  one = chips.device(chip)
+  assert chip.devices == 2 and one.devices == 1
+  for field in ("flops", "hbm_bytes", "hbm_bandwidth", "link_bandwidth"):
+    assert 2 * getattr(one, field) == getattr(chip, field)
+  assert chips.device(CHIPS["v5e"]) == CHIPS["v5e"]
+  cost = Cost((instruction(int(chip.flops), 0, 1),), ())
+  assert roofline.estimate(cost, chip).compute == 2
+
+
+def test_mfu():
+  # A chip's peak for a second, in four seconds on two chips: an eighth.
+  assert roofline.mfu(1000, 4, 2, ROUND) == 1 / 8
+  for seconds, count in ((0, 1), (1, 0)):
+    with pytest.raises(ValueError, match="must be positive"):
+      roofline.mfu(1, seconds, count, ROUND)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_the_table(name):
+  chip = CHIPS[name]
+  assert chip.source
+  if name == "cpu":
+    return
+  # Products an HBM byte that balance the two: 195 (H200) to 625 (v6e).
+  assert 150 < chip.flops / chip.hbm_bandwidth < 700
+  assert chip.link_bandwidth < chip.hbm_bandwidth / 5
