@@ -237,7 +237,7 @@ def _cast(params: Params, dtype: Any) -> Params:
 
 
 def _for_decoding(
-  config: TransformerConfig, params: Params, dtype: Any
+  config: TransformerConfig, params: Params, dtype: Any, unrolled: bool
 ) -> Params:
   """Parameters as the token loop reads them: cast and laid out once.
 
@@ -249,15 +249,7 @@ def _for_decoding(
     return params
   head = params["embed"].T if config.tied else params["head"]
   params |= {"head": head.astype(dtype)}
-  return layer_stacks.split(params) if _unrolled(config) else params
-
-
-def _unrolled(config: TransformerConfig) -> bool:
-  """Whether a decoding step's layers are separate in the program.
-
-  Then none is sliced from a stack, but compiling takes as much longer.
-  """
-  return config.layers <= 12
+  return layer_stacks.split(params) if unrolled else params
 
 
 def _gathered_block(config, x, layer, *args):
@@ -316,7 +308,11 @@ def _functions(
 
 
 def transformer(
-  config: TransformerConfig, *, dtype=jnp.float32, remat: bool = False
+  config: TransformerConfig,
+  *,
+  dtype=jnp.float32,
+  remat: bool = False,
+  unroll: int = 32,
 ) -> LM:
   """The decoder as an `LM`.
 
@@ -328,6 +324,10 @@ def transformer(
       update of a bfloat16 weight rounds to nothing) and are cast where used.
     remat: recompute each layer in the backward pass instead of storing its
       activations (less memory, about a third more work).
+    unroll: up to so many layers are unrolled in a rollout's decoding step. More
+      are looped over: the program compiles in a time that does not grow with
+      their number, but each layer's slots are copied out of the stack for every
+      token (compiled for TPU, the loop moves about twice the bytes).
 
   Raises:
     ValueError: a configuration whose parts do not fit, see `config.check`.
@@ -341,7 +341,8 @@ def transformer(
     policy=None if remat else _all_but_gathered,
   )
   one_stack = (config.layers,)
-  separate = (1,) * config.layers if _unrolled(config) else one_stack
+  unrolled = config.layers <= unroll
+  separate = (1,) * config.layers if unrolled else one_stack
   decoder = _functions(config, block, dtype, separate)
 
   def layer_step(*args):
@@ -350,7 +351,7 @@ def transformer(
 
   def prepare(params, decoding):
     if decoding:
-      return decoder, _for_decoding(config, params, dtype)
+      return decoder, _for_decoding(config, params, dtype, unrolled)
     params = sharding.cut(_cast(params, dtype))
     outer = {name: x for name, x in params.items() if name != "layers"}
     if config.tied:  # twice, so that each gradient is cut by itself
