@@ -38,7 +38,7 @@ def scale_by_factored_rms(
   that make its learning rate a relative one: updates are not scaled by their
   parameters, and the learning rate has a schedule of its own. There is no first
   moment. The second moment's decay is 1 - t**-0.8 at update t (section 7.2),
-  but at most `b2` (Zhai et al. 2021, arXiv 2106.04560, section 3.5). A matrix's
+  but at most `b2` (Zhai et al. 2021, arXiv 2106.04560). A matrix's
   update is divided by its root mean square where that is more than 1 (section
   6), which stands in for a warm-up.
 

@@ -41,8 +41,8 @@ OPTIMIZERS = {
 }
 """What scales gradients. Beside parameters and gradients of 4 bytes each it
 takes a parameter: AdamW 8 bytes, or 4 with moments in bfloat16 (Loshchilov and
-Hutter 2019, arXiv 1711.05101); Adafactor hundredths of one (Shazeer and Stern
-2018, arXiv 1804.04235)."""
+Hutter 2019, arXiv 1711.05101); Adafactor less than a hundredth of one, where
+matrices are wide (Shazeer and Stern 2018, arXiv 1804.04235)."""
 
 
 def optimizer(config: ConfigDict) -> optax.GradientTransformation:
