@@ -19,14 +19,15 @@ from grpojax.training import scoring
 
 HERE = pathlib.Path(__file__).parent
 
-# A reference, shuffled epochs, a schedule and several updates a step: all that
-# a resumed run could get wrong.
+# A reference, shuffled epochs, a schedule, several updates a step and moments
+# that are rounded at random: all that a resumed run could get wrong.
 LONG = {
   "steps": 14,
   "loss.beta": 0.01,
   "optim.minibatches": 2,
   "optim.micro_batches": 1,
   "optim.schedule": "cosine",
+  "optim.moments_dtype": "bfloat16",
   "eval.every": 5,
   "group_size": "auto",
   "auto_group_size.smallest": 8,

@@ -45,6 +45,11 @@ it would cost the memory that the mesh was to save.
 """
 
 
+REDUCED = {"row": -1, "col": -2}
+"""The axis that a statistic of a matrix lacks, by the last name of its path
+(see `core.factored_rms`): it is cut as the matrix is along the others."""
+
+
 def _divided(spec, shape: Sequence[int], mesh: dict[str, int]) -> P:
   """The axes of a rule that divide their dimensions, each of them once."""
   axes, free = [], dict(mesh)
@@ -78,9 +83,15 @@ def spec_for(
   Raises:
     ValueError: an array of two or more dimensions that no rule names.
   """
+  matrix, _, side = path.rpartition("/")
+  name = matrix if side in REDUCED else path
   for pattern, spec in rules:
-    if not re.search(rf"(^|/)({pattern})$", path):
+    if not re.search(rf"(^|/)({pattern})$", name):
       continue
+    if side in REDUCED:
+      axes = [*spec, *[None] * (len(shape) + 1 - len(spec))]
+      del axes[REDUCED[side]]
+      spec = P(*axes)
     if len(spec) > len(shape):
       return P()
     return _divided(spec, shape, dict(mesh.shape))

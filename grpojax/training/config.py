@@ -82,6 +82,9 @@ def default_config() -> ConfigDict:
   config.loss.kl_placement = "loss"
   config.loss.beta = 0.0  # 0 = no KL term and no reference model in memory
   config.optim = ConfigDict()
+  config.optim.name = "adamw"  # or "adafactor", which has b2, but no b1
+  # Of AdamW's two moments between updates; bfloat16 is rounded at random.
+  config.optim.moments_dtype = "float32"
   config.optim.learning_rate = 3e-4
   config.optim.schedule = "constant"
   config.optim.warmup_steps = 0  # optimizer updates

@@ -162,7 +162,8 @@ def training(
     frozen = _tree_bytes(params, mesh)
   optimized = jax.eval_shape(optimizer(config).init, trained)
   state = _tree_bytes({"params": trained, "opt_state": optimized}, mesh)
-  held = [Part("parameters and optimizer", state + frozen, names)]
+  kept = (*names, "optim.name", "optim.moments_dtype")
+  held = [Part("parameters and optimizer", state + frozen, kept)]
   gradients = Part("gradients", _tree_bytes(trained, mesh), names)
   leaves = config_lib.flatten(config)
   size = group_sizes.group_sizes(leaves)[0]
@@ -260,7 +261,7 @@ def refuse(phases: Mapping[str, list[Part]], limit: int | None) -> None:
   ]
   raise ValueError(
     f"not enough memory: {doing} takes {gigabytes(total(parts))} a device or "
-    f"more, and there are {gigabytes(limit)}: {'; '.join(shown)}. Lower "
+    f"more, and there are {gigabytes(limit)}: {'; '.join(shown)}. Change "
     f"{', '.join(parts[0].settings)}"
   )
 

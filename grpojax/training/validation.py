@@ -17,7 +17,7 @@ from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.training import batch_sizes, group_sizes
 from grpojax.training.group_sizes import AUTO
-from grpojax.training.optimizer import SCHEDULES
+from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 
 CHOICES = {
   "data.name": tuple(DATASETS),
@@ -31,6 +31,8 @@ CHOICES = {
   "loss.weighting": tuple(WEIGHTINGS),
   "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),
   "loss.kl_placement": tuple(PLACEMENTS),
+  "optim.name": tuple(OPTIMIZERS),
+  "optim.moments_dtype": tuple(MOMENTS),
   "optim.schedule": tuple(SCHEDULES),
 }
 """The settings that name something, and the names that they may have."""
@@ -186,6 +188,17 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
   return [problem("loss.kl", kl, todo)]
 
 
+def _moments(leaves: dict[str, Any]) -> list[str]:
+  name, dtype = leaves["optim.name"], leaves["optim.moments_dtype"]
+  if (name, dtype) != ("adafactor", "bfloat16"):
+    return []
+  todo = (
+    "is for optim.name = 'adamw'; the row and column statistics of "
+    "'adafactor' are small and stay float32: use float32"
+  )
+  return [problem("optim.moments_dtype", dtype, todo)]
+
+
 def problems(leaves: dict[str, Any]) -> list[str]:
   """All that is wrong with the values, a line each: field, value, what to do.
 
@@ -193,5 +206,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
     leaves: all settings by dotted path, of the default's types.
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
-  wrong += _rewards(leaves) + _lora(leaves)
+  wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

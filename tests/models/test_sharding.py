@@ -13,12 +13,16 @@ import pytest
 from flax import traverse_util
 from jax.sharding import PartitionSpec as P
 
+from grpojax.core.factored_rms import scale_by_factored_rms
+from grpojax.core.stochastic_rounding import scale_by_adam
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import sharding
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from grpojax.core.factored_rms import scale_by_factored_rms
+from grpojax.core.stochastic_rounding import scale_by_adam
 from grpojax.core.types import TrainState
 from flax.traverse_util import flatten_dict
 from grpojax.models import lora
@@ -96,6 +100,35 @@ adapters = lora.init(params, jax.random.key(2), 4, "layers/(q|k|o|up|down)")
 for name, leaf in flatten_dict(adapters, sep="/").items():
   assert not is_whole(name, leaf.shape), name
 assert sharding.spec_for("mu/layers/o/a", (2, 16, 4), mesh) == P(None, "tensor")
+
+# Statistics of a matrix are cut as it is, along the axis that they keep.
+wide = dict(
+  embed=jnp.ones((128, 130)),
+  layers=dict(q=jnp.ones((2, 130, 128)), down=jnp.ones((2, 129, 130)),
+              expert_up=jnp.ones((2, 3, 128, 128)), k=jnp.ones((2, 130, 64)),
+              router=jnp.ones((2, 128, 128)), attn_norm=jnp.ones((2, 130))),
+)
+state = jax.eval_shape(scale_by_factored_rms(.9, ("layers",)).init, wide)
+placed = jax.tree.map(lambda x: x.spec, sharding.shardings(state, mesh))
+assert placed.v == dict(
+  embed=dict(row=P("tensor"), col=P("fsdp")),
+  layers=dict(
+    q=dict(row=P(None, "fsdp"), col=P(None, "tensor")),
+    down=dict(row=P(None, None), col=P(None, "fsdp")),  # 129 is odd
+    expert_up=dict(row=P(None, None, "fsdp"), col=P(None, None, "tensor")),
+    k=P(None, "fsdp", "tensor"),
+    router=dict(row=P(None, "fsdp"), col=P(None, None)), attn_norm=P(),
+  ),
+), placed.v
+
+# Moments are rounded by the same random bits on any mesh.
+tx = scale_by_adam(.9, .999, jax.random.key(3))
+few = {"embed": jnp.ones((6, 4)) / 3}
+state = tx.init(few)
+specs = sharding.shardings((few, state), mesh)
+assert specs[1].mu == specs[1].nu == specs[0]
+cut = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)(few, state)
+jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
 """
 
 
@@ -151,7 +184,10 @@ def test_a_matrix_without_a_rule_is_refused():
 
 
 def test_every_state_of_an_optimizer_has_rules():
-  """All that `sft` and `train` hold: Muon and AdamW, on any decoder."""
+  """All that `sft` and `train` hold, on any decoder, but for what is factored.
+
+  None of these matrices is wide enough to be.
+  """
   mesh = sharding.make_mesh(devices=jax.devices()[:1])
   config = TransformerConfig(
     vocab_size=8,
@@ -176,14 +212,17 @@ def test_every_state_of_an_optimizer_has_rules():
     1e-2, ns_coeffs="dion", muon_weight_dimension_numbers=matrices
   )
   specs = sharding.shardings(params, mesh)
-  for tx in (optax.adamw(1e-3), muon):
+  rounded = scale_by_adam(0.9, 0.95, jax.random.key(0))
+  factored = scale_by_factored_rms(0.95, ("layers",))
+  for tx in (optax.adamw(1e-3), rounded, factored, muon):
     state = sharding.shardings(jax.eval_shape(tx.init, params), mesh)
     moments = {
       jax.tree_util.keystr(path, simple=True, separator="/"): place
       for path, place in jax.tree_util.tree_leaves_with_path(state)
     }
     for name, place in traverse_util.flatten_dict(specs, sep="/").items():
-      mirrored = [v for k, v in moments.items() if k.endswith(f"mu/{name}")]
+      what = "v" if tx is factored else "mu"
+      mirrored = [v for k, v in moments.items() if k.endswith(f"{what}/{name}")]
       assert mirrored == [place], name
   labels = dataclasses.replace(config, labels=2)
   score = jax.eval_shape(transformer(labels).init, jax.random.key(0))

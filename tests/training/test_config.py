@@ -103,6 +103,12 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"optim__learning_rate": float("inf")}, "optim.learning_rate = inf"),
     ({"optim__b2": 1.0}, "optim.b2 = 1.0"),
     ({"optim__schedule": "cosin"}, "use one of constant, cosine, linear"),
+    ({"optim__name": "adam"}, "use one of adamw, adafactor"),
+    ({"optim__moments_dtype": "float16"}, "use one of float32, bfloat16"),
+    (
+      {"optim__name": "adafactor", "optim__moments_dtype": "bfloat16"},
+      "optim.moments_dtype = 'bfloat16': is for optim.name = 'adamw'",
+    ),
     ({"optim__minibatches": 5}, "must divide batch_size = 32"),
     ({"optim__minibatches": 4, "optim__micro_batches": 3}, "minibatches = 8"),
     ({"loss__dual_clip": 0.5}, "loss.dual_clip = 0.5"),

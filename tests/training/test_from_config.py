@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ def updates(config, gradients, start=0.0):
   """What the optimizer adds to one parameter, for a sequence of gradients."""
   tx = optimizer(config)
   x = jnp.asarray(start, jnp.float32)
-  state, found = tx.init(x), []
+  state, found, step = tx.init(x), [], jax.jit(tx.update)
   for gradient in gradients:
-    update, state = tx.update(jnp.asarray(gradient, jnp.float32), state, x)
+    update, state = step(jnp.asarray(gradient, jnp.float32), state, x)
     found.append(float(update))
   return np.array(found)
 
@@ -69,6 +70,36 @@ def test_the_optimizer_is_adamw(config_with):
   second = 0.75 * (0.25 * 1.0) + 0.25 * 4.0
   adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
   expected = [-0.01 * (1.0 + 0.1 * 3.0), -0.01 * (adam + 0.1 * 3.0)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_moments_in_bfloat16_are_those_of_adamw(config_with):
+  settings = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
+  expected, found, other = (
+    updates(config_with(**settings, **more), [1.0, -2.0, 0.3], start=3.0)
+    for more in (
+      {},
+      {"optim__moments_dtype": "bfloat16"},
+      {"optim__moments_dtype": "bfloat16", "seed": 1},
+    )
+  )
+  np.testing.assert_allclose(found, expected, rtol=0.02)
+  # Nothing is rounded before the first update; then each seed has its own bits.
+  assert found[0] == expected[0] == other[0]
+  assert (found[1:] != expected[1:]).all() and (found[1:] != other[1:]).any()
+
+
+def test_adafactor_has_the_same_rate_and_decay(config_with):
+  """The rate is no multiple of the parameter, and scales its decay."""
+  config = config_with(
+    optim__name="adafactor",
+    optim__learning_rate=0.01,
+    optim__b2=0.25,
+    optim__weight_decay=0.1,
+  )
+  found = updates(config, [1.0, -0.5], start=3.0)
+  second = 0.25 * 1.0 + 0.75 * 0.25  # 1 - 2**-0.8 is more than b2
+  expected = [-0.01 * (1.0 + 0.3), -0.01 * (-0.5 / np.sqrt(second) + 0.3)]
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

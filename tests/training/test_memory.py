@@ -82,6 +82,36 @@ def test_a_reference_adapters_and_half_precision(config_with):
   assert sampling["decode cache"] * 2 == plain["decode cache"]
 
 
+def test_the_state_of_each_optimizer(config_with):
+  """By hand, whole and on four devices, of a model wide enough to factor."""
+  wide = dataclasses.replace(
+    MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
+  )
+  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
+  four = jax.sharding.Mesh(devices, sharding.AXES)
+  norms, keys = 3 * 2 * 128 + 128, 3 * 2 * 128 * 64  # k and v are 64 wide
+  matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
+  weights = norms + matrices
+  statistics = 140 + 128 + 3 * (2 * (128 + 128) + 3 * (128 + 132))
+  settings = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
+  whole = [12 * weights, 8 * weights, 4 * (weights + norms + keys + statistics)]
+  # Norms lie on every device. The statistics are cut once, where matrices are
+  # cut twice.
+  cut = [
+    12 * (norms + matrices // 4),
+    8 * (norms + matrices // 4),
+    4 * (2 * norms + (matrices + keys) // 4 + statistics // 2),
+  ]
+  for optim, *expected in zip(settings, whole, cut, strict=True):
+    config = config_with(
+      **SIZES, **{f"optim__{name}": value for name, value in optim.items()}
+    )
+    for of, wanted in zip((mesh(), four), expected, strict=True):
+      parts = memory.training(config, wide, of)["an update"]
+      found = bytes_of(parts)["parameters and optimizer"]
+      assert found == wanted + 8, (optim, of.shape)  # and two counts
+
+
 def test_devices_share_it(config_with):
   """Shapes alone: one device stands for all four."""
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
@@ -110,10 +140,11 @@ def total(compiled):
 
 
 @pytest.mark.slow  # compiles
-def test_compiled_programs_take_more(config_with):
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_compiled_programs_take_more(name, config_with):
   """Both the sampler and the update, but not so much that it says nothing."""
   config, model = (
-    config_with(**SIZES),
+    config_with(**SIZES, optim__name=name),
     dataclasses.replace(MODEL, vocab_size=400),
   )
   lm, tx = transformer(model, remat=True), optimizer(config)
@@ -135,8 +166,13 @@ def test_compiled_programs_take_more(config_with):
   samples = jax.eval_shape(sample, *args)
   rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
   update = learn.lower(state, samples, rewards, None).compile()
+  # The new state takes the place of the old one.
+  stored = state.replace(key=jax.eval_shape(jax.random.key_data, state.key))
+  places = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+  assert update.memory_analysis().alias_size_in_bytes == places
   phases = memory.training(config, model, mesh())
-  moments = 8 * (WEIGHTS + 350 * 12)
+  # Nothing of this narrow model is factored: one second moment of each weight.
+  moments = {"adamw": 8, "adafactor": 4}[name] * (WEIGHTS + 350 * 12)
   for (name, parts), compiled, held in zip(
     list(phases.items())[:2], (sampler, update), (moments, 0), strict=True
   ):
@@ -157,7 +193,7 @@ def test_what_cannot_fit_is_refused_with_its_parts(config_with):
   assert "decode cache 73.7 GB (batch_size, group_size," in message
   assert "\n" not in message and "prompts" not in message  # too few to matter
   assert message.endswith(
-    "Lower batch_size, group_size, sampling.max_new_tokens"
+    "Change batch_size, group_size, sampling.max_new_tokens"
   )
 
 

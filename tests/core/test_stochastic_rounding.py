@@ -1,0 +1,183 @@
+"""Rounding to bfloat16 at random, and Adam whose moments rest in it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core.grpo_step import init_state
+from grpojax.core.stochastic_rounding import scale_by_adam, stochastic_round
+from grpojax.core.types import Batch
+from grpojax.core.update import make_update
+
+KEY = jax.random.key(7)
+ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
+BFLOAT16_MAX = float(jnp.finfo(jnp.bfloat16).max)
+
+
+def neighbours(x):
+  """The bfloat16 numbers around a float32 number, in float64."""
+  magnitude = np.abs(np.float32(x)).view(np.uint32) & np.uint32(0xFFFF0000)
+  ends = np.array([magnitude, magnitude + 0x10000], np.uint32)
+  return np.sign(x) * ends.view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("x", [1.0001, -3.14159, 1e-30, -2.3e30, 0.999999])
+def test_all_bits_give_the_two_neighbours_and_the_exact_mean(x):
+  """Enumerated: every number of random bits is as likely as any other."""
+  x = np.float32(x)
+  low, high = neighbours(x)
+  rounded = stochastic_round(jnp.full(2**16, x), ALL_BITS)
+  assert rounded.dtype == jnp.bfloat16
+  rounded = np.asarray(rounded, np.float64)
+  assert set(rounded) == {low, high}
+  assert rounded.mean() == np.float64(x)
+
+
+def test_what_is_represented_and_what_is_not_finite_stays():
+  exact = [0.0, -0.0, 1.0, -2.5, BFLOAT16_MAX, jnp.inf, -jnp.inf]
+  for x in exact:
+    rounded = np.asarray(stochastic_round(jnp.full(2**16, x), ALL_BITS))
+    assert (rounded == x).all() and (np.signbit(rounded) == np.signbit(x)).all()
+  # Any nan, among them those whose mantissa is all ones, or below bfloat16's.
+  for word in (0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001):
+    x = jax.lax.bitcast_convert_type(jnp.uint32(word), jnp.float32)
+    rounded = stochastic_round(jnp.full(2**16, x), ALL_BITS)
+    assert jnp.isnan(rounded).all(), hex(word)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_finite_stays_finite(sign):
+  for x in (np.finfo(np.float32).max, np.float32(BFLOAT16_MAX * 1.0001)):
+    rounded = stochastic_round(jnp.full(2**16, sign * x), ALL_BITS)
+    np.testing.assert_array_equal(
+      np.asarray(rounded, np.float64), sign * BFLOAT16_MAX
+    )
+
+
+def run_adam(tx, gradients, params):
+  def one(state, grads):
+    updates, state = tx.update(grads, state, params)
+    return state, updates
+
+  return jax.lax.scan(one, tx.init(params), gradients)
+
+
+def second_moment(g, b2, steps):
+  """Of a constant gradient, in closed form."""
+  return g**2 * (1 - b2**steps)
+
+
+def test_the_second_moment_does_not_stall():
+  """A constant gradient: the average of g**2 has a closed form.
+
+  The error of one element's moment is a sum of independent rounding errors,
+  decayed by b2 a step. Each has a variance of a quarter of the squared distance
+  of two numbers at most, which is 2**-8 below 1. 4,096 elements are averaged.
+  """
+  g, b2, steps, n = 1.0, 0.999, 2000, 4096
+  gradients = jnp.full((steps, n), g)
+  limit = second_moment(g, b2, steps)
+
+  def follow(v, g):  # rounded to the nearest, for comparison
+    v = b2 * v.astype(jnp.float32) + (1 - b2) * g**2
+    return v.astype(jnp.bfloat16), None
+
+  zero = jnp.zeros((), jnp.bfloat16)
+  nearest, _ = jax.lax.scan(follow, zero, gradients[:, 0])
+  assert nearest < 0.5 * limit  # half a unit in the last place stops it
+  run = jax.jit(
+    lambda key: run_adam(scale_by_adam(0.9, b2, key), gradients, jnp.zeros(n))
+  )
+  state, updates = run(KEY)
+  assert state.nu.dtype == state.mu.dtype == jnp.bfloat16
+  error = np.asarray(state.nu, np.float64).mean() - limit
+  deviation = 2**-8 / 2 / np.sqrt(1 - b2**2)
+  assert abs(error) < 4 * deviation / np.sqrt(n)
+  # Bias-corrected, the update of a constant gradient is 1 from the first on.
+  np.testing.assert_allclose(updates[0], 1, rtol=1e-5)
+  np.testing.assert_allclose(np.asarray(updates).mean(-1), 1, atol=2e-3)
+
+
+def test_moments_are_unbiased_over_keys():
+  """Both moments after some updates, against optax's in float32."""
+  rng = np.random.default_rng(0)
+  params = {"a": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+  gradients = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=(5, *x.shape)), jnp.float32), params
+  )
+  exact, _ = run_adam(optax.scale_by_adam(0.9, 0.95), gradients, params)
+  keys = jax.random.split(KEY, 4000)
+
+  @jax.jit
+  @jax.vmap
+  def moments(key):
+    state, _ = run_adam(scale_by_adam(0.9, 0.95, key), gradients, params)
+    return state.mu, state.nu
+
+  found = jax.tree.map(lambda x: np.asarray(x, np.float64), moments(keys))
+  for x, wanted in zip(
+    jax.tree.leaves(found), jax.tree.leaves((exact.mu, exact.nu)), strict=True
+  ):
+    error = x.std(0) / np.sqrt(len(keys))
+    assert (error > 0).all()
+    assert (np.abs(x.mean(0) - wanted) < 4.5 * error).all()
+  # Elements, arrays and moments are rounded by bits of their own.
+  a, b = found[0]["a"], found[0]["b"]
+  errors = np.concatenate(
+    [x.reshape(4000, -1) for x in (a, b, *found[1].values())], 1
+  )
+  correlation = np.corrcoef(errors.T) - np.eye(errors.shape[1])
+  assert np.abs(correlation).max() < 4.5 / np.sqrt(4000)
+
+
+def test_the_bits_depend_on_key_and_count_alone():
+  tx = scale_by_adam(0.9, 0.999, KEY)
+  params = {"a": jnp.zeros(64), "b": jnp.zeros(64)}
+  gradients = jax.tree.map(lambda x: jnp.full((4, 64), 0.3), params)
+  whole, _ = jax.jit(lambda g: run_adam(tx, g, params))(gradients)
+  first = jax.tree.map(lambda g: g[0], gradients)
+  update = jax.jit(
+    lambda key, state: scale_by_adam(0.9, 0.999, key).update(first, state)[1]
+  )
+  state = tx.init(params)
+  for _ in range(4):  # as a run that is resumed after every step
+    state = update(KEY, jax.tree.map(np.asarray, state))
+  jax.tree.map(np.testing.assert_array_equal, state, whole)
+  assert (state.mu["a"] != state.mu["b"]).any()
+  later = state._replace(count=state.count + 1)
+  here, *others = (
+    update(key, of)
+    for key, of in ((KEY, state), (KEY, later), (jax.random.key(8), state))
+  )
+  for other in others:
+    assert (here.mu["a"] != other.mu["a"]).any()
+
+
+@pytest.mark.parametrize("advantage", [jnp.nan, 0.5])
+def test_a_skipped_update_leaves_the_state(tabular, advantage):
+  lm, tx = tabular.lm(1, 3), scale_by_adam(0.9, 0.95, KEY)
+  state = init_state(lm.init(KEY), tx, KEY)
+  state = state.replace(
+    opt_state=state.opt_state._replace(
+      count=jnp.int32(3), mu=jnp.full((1, 4, 3), 0.3, jnp.bfloat16)
+    )
+  )
+  batch = Batch(
+    prompt_ids=jnp.zeros((2, 1), jnp.int32),
+    prompt_mask=jnp.ones((2, 1), bool),
+    completion_ids=jnp.ones((2, 1, 1), jnp.int32),
+    completion_mask=jnp.ones((2, 1, 1), bool),
+    advantages=jnp.array([[advantage], [1.0]]),
+  )
+  after, _ = jax.jit(make_update(lm, tx))(state, batch)
+  skipped = not np.isfinite(advantage)
+  assert after.skipped == skipped
+  for old, new in zip(
+    jax.tree.leaves(state.opt_state),
+    jax.tree.leaves(after.opt_state),
+    strict=True,
+  ):
+    assert old.dtype == new.dtype
+    assert (old == new).all() == skipped
