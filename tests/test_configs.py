@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
-from grpojax.runtime import config_file, sharding
+from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
 from grpojax.training import from_config, group_sizes, steps
 from grpojax.training.config import default_config, validate
@@ -85,17 +86,8 @@ def test_a_config_is_valid(name):
     assert config.name == name
   # Batches can be cut over the devices that the file speaks of.
   devices = DEVICES.get(name, 1)
-  sizes = [max(config.mesh[axis], 1) for axis in sharding.AXES]
-  if -1 in config.mesh.values():
-    sizes[[config.mesh[a] for a in sharding.AXES].index(-1)] *= devices
-  assert math.prod(sizes) == devices
-  mesh = jax.sharding.AbstractMesh(tuple(sizes), sharding.AXES)
-  parts = config.optim.minibatches * config.optim.micro_batches
-  sharding.check_rows(
-    mesh,
-    micro_batch=config.batch_size // parts,
-    eval_batch=config.eval.batch_size,
-  )
+  mesh = from_config.mesh(config, np.empty(devices))
+  batch_sizes.check(config, mesh)
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "gsm8k" in n])

@@ -80,6 +80,32 @@ def make_mesh(
   return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
 
 
+def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
+  """The devices of a mesh as sampling uses them.
+
+  While sampling, nothing is gained from gathering parameters: each weight is
+  held by `tensor` devices together, and as often as it fits.
+
+  Args:
+    mesh: of training.
+    tensor: devices that share a weight; 0 is as many as in training.
+
+  Returns:
+    A mesh of the same devices in the same order, with fsdp = 1.
+
+  Raises:
+    ValueError: the devices cannot be cut so.
+  """
+  tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
+  if mesh.size % (expert * tensor):
+    raise ValueError(
+      f"mesh.sampling_tensor = {tensor}: times mesh.expert = {expert} it must "
+      f"divide the {mesh.size} devices"
+    )
+  devices = mesh.devices.reshape(-1, 1, expert, tensor)
+  return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
   """Sizes of the axes that XLA cuts arrays along, where we say how.
 

@@ -60,7 +60,7 @@ parameter's name, and the family is not done before they know it:
 
 - `config.init`: "norm" in a name means ones (zeros with `norm_offset`), "bias"
   zeros, and any other name random normal values;
-- `runtime.sharding.RULES`: every matrix needs a rule, or is refused;
+- `models.sharding.RULES`: every matrix needs a rule, or is refused;
 - `lora.PROJECTIONS`: what LoRA can adapt, namely what `block` multiplies by in
   `_project`. Experts and their router are not among them.
 

@@ -98,7 +98,7 @@ def spec_for(
   if len(shape) > 1:
     raise ValueError(
       f"no sharding rule for {path} of shape {tuple(shape)}: add a rule to "
-      "RULES in grpojax/runtime/sharding.py, or give rules= of your own (P() "
+      "RULES in grpojax/models/sharding.py, or give rules= of your own (P() "
       "keeps an array whole)"
     )
   return P()

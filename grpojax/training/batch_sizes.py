@@ -5,10 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
+from grpojax.core import micro_batches
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
-from grpojax.runtime.config import problem
+from grpojax.core.mesh import AXES, check_rows, sampling_mesh
+from grpojax.runtime.config import flatten, problem
 from grpojax.training import group_sizes
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on
@@ -22,17 +26,17 @@ def _divisions(leaves: dict[str, Any]) -> list[str]:
   if batch % minibatches:
     todo = f"must divide batch_size = {batch} (prompts; groups stay whole)"
     return [problem("optim.minibatches", minibatches, todo)]
-  if (batch // minibatches) % micro:
-    todo = (
-      "must divide the prompts of a minibatch, batch_size / "
-      f"optim.minibatches = {batch // minibatches}"
-    )
-    return [problem("optim.micro_batches", micro, todo)]
+  for size in group_sizes.group_sizes(leaves):
+    rows = group_sizes.samples_per_step(leaves) // size // minibatches
+    try:
+      micro_batches.cuts(rows, size, micro)
+    except ValueError as error:
+      return [problem("optim.micro_batches", micro, str(error))]
   return []
 
 
 def _mesh(leaves: dict[str, Any]) -> list[str]:
-  fields = ("mesh.data", "mesh.fsdp", "mesh.tensor")
+  fields = [f"mesh.{axis}" for axis in AXES]
   sizes = [leaves[field] for field in fields]
   todo = "must be 1 or more, or -1 for all the other devices"
   wrong = [
@@ -43,16 +47,33 @@ def _mesh(leaves: dict[str, Any]) -> list[str]:
   if sizes.count(-1) > 1:
     todo = "only one axis may be -1 (all the other devices)"
     wrong.append(problem("mesh", tuple(sizes), todo))
-  if min(sizes[:2]) >= 1:
-    parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
-    rows = leaves["batch_size"] // max(parts, 1)
-    if rows % (sizes[0] * sizes[1]):
-      todo = (
-        f"mesh.data x mesh.fsdp = {sizes[0] * sizes[1]} must divide the "
-        f"{rows} prompts of a micro-batch"
-      )
-      wrong.append(problem("batch_size", leaves["batch_size"], todo))
+  shared = leaves["mesh.sampling_tensor"]
+  if shared and leaves["reward.on_device"] and shared != leaves["mesh.tensor"]:
+    todo = "reward.on_device is one program on one mesh: use 0"
+    wrong.append(problem("mesh.sampling_tensor", shared, todo))
   return wrong
+
+
+def check(config: ConfigDict, mesh: Mesh) -> None:
+  """Whether a run's batches can be cut over its mesh.
+
+  Args:
+    config: the run's.
+    mesh: from `core.mesh.make_mesh`.
+
+  Raises:
+    ValueError: a batch that cannot, with the numbers.
+  """
+  optim, leaves = config.optim, flatten(config)
+  sampling = sampling_mesh(mesh, config.mesh.sampling_tensor)
+  check_rows(sampling, eval_batch=config.eval.batch_size)
+  for size in group_sizes.group_sizes(leaves):
+    rows = group_sizes.samples_per_step(leaves) // size
+    check_rows(sampling, size, rollout=rows)
+    minibatch = rows // optim.minibatches
+    with jax.set_mesh(mesh):
+      cut = micro_batches.cuts(minibatch, size, optim.micro_batches)
+    check_rows(mesh, size // cut[1], micro_batch=minibatch // cut[0])
 
 
 def _refusal(advantage, prompts: int, group_size: int) -> str:

@@ -35,6 +35,8 @@ def default_config() -> ConfigDict:
   # Of computation; what is trained is float32, what is frozen (LoRA) this.
   config.model.dtype = "float32"
   config.model.remat = True  # recompute activations in the backward pass
+  config.model.unroll = 32  # layers of a decoding step; deeper models loop
+  config.model.reference = "device"  # or "host": there but for its own pass
   config.lora = ConfigDict()  # train low-rank adapters, not the weights
   config.lora.rank = 0  # 0 = off
   config.lora.alpha = 32.0  # adapters are scaled by alpha / rank
@@ -120,7 +122,9 @@ def default_config() -> ConfigDict:
   config.mesh = ConfigDict()  # devices along each axis; -1 = all the others
   config.mesh.data = -1
   config.mesh.fsdp = 1
+  config.mesh.expert = 1
   config.mesh.tensor = 1
+  config.mesh.sampling_tensor = 0  # tensor while sampling; 0 = mesh.tensor
   config.lock()
   for section in (config.data, config.reward):
     section.options.unlock()  # keyword arguments of what the config names

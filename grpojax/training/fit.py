@@ -215,6 +215,7 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
     scorer = stack.enter_context(
       scoring.open_scorer(checked.config, checked.reward_model)
     )
+    stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
   if run.writer is not None:
     stack.callback(records.close_writer, run.writer)

@@ -5,7 +5,7 @@ and what a function asks for by its parameters' names is bound (`core.binding`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import optax
 from ml_collections import ConfigDict
 
 from grpojax.core import losses
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
@@ -28,6 +29,18 @@ from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
 
+def mesh(
+  config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+  """The config's mesh of all devices.
+
+  Raises:
+    ValueError: its axes do not multiply to their number.
+  """
+  sizes = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
+  return mesh_lib.make_mesh(**sizes, devices=devices)
+
+
 def open_policy(config: ConfigDict) -> Policy:
   """The config's model, without its weights.
 
@@ -35,7 +48,9 @@ def open_policy(config: ConfigDict) -> Policy:
     ValueError: the directory, its configuration or its tokenizer do not fit.
   """
   model = config.model
-  return policies.open_policy(model.path, model.dtype, model.remat)
+  return policies.open_policy(
+    model.path, model.dtype, model.remat, model.unroll
+  )
 
 
 def with_weights(
@@ -152,9 +167,23 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
   }
 
 
-def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
-  """`(params, prompts, key) -> Rollout`, jitted."""
-  return policies.jit(
+def make_sampler(
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  sampling: Sampling,
+  mesh: jax.sharding.Mesh | None = None,
+):
+  """`(params, prompts, key) -> Rollout`, jitted.
+
+  Args:
+    config: of the run or the evaluation.
+    policy: the model.
+    group_size: G.
+    sampling: the distribution to draw from.
+    mesh: of training; None is one device.
+  """
+  jitted = policies.jit(
     policy,
     functools.partial(
       rollout,
@@ -165,3 +194,12 @@ def make_sampler(config: ConfigDict, policy: Policy, group_size: int, sampling):
       sampling=sampling,
     ),
   )
+  if mesh is None:
+    return jitted
+  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+
+  def sampler(params, prompts, key):
+    with jax.set_mesh(sampling_mesh):
+      return jitted(params, prompts, key)
+
+  return sampler

@@ -72,17 +72,16 @@ def _auto(leaves: Mapping[str, Any]) -> list[str]:
       "give 1 or more"
     )
   samples = samples_per_step(leaves)
-  parts = leaves["optim.minibatches"] * leaves["optim.micro_batches"]
-  shards = max(leaves["mesh.data"], 1) * max(leaves["mesh.fsdp"], 1)
+  parts = leaves["optim.minibatches"]
   if wrong or min(samples, parts) < 1:
     return wrong
   prompts, largest = samples // sizes[-1], sizes[-1]
   field = f"auto_group_size.largest = {largest}"
-  if prompts * largest != samples or prompts % (parts * shards):
+  if prompts * largest != samples or prompts % parts:
     return [
       f"{field}: leaves {samples} / {largest} prompts a step, which must be a "
-      "whole multiple of optim.minibatches x optim.micro_batches x mesh.data x "
-      f"mesh.fsdp = {parts * shards}: take a smaller one or more prompts"
+      f"whole multiple of optim.minibatches = {parts}: take a smaller one or "
+      "more prompts"
     ]
   if prompts < 3:
     return [f"{field}: leaves {prompts} prompts a step; a diagnosis needs 3"]

@@ -32,7 +32,8 @@ RECORDS = (METRICS, SAMPLES, FAILURES)
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|data\.too_long|"
-  r"reward\.(workers|timeout)|mesh\..*|optim\.micro_batches"
+  r"reward\.(workers|timeout)|mesh\..*|optim\.micro_batches|"
+  r"model\.(remat|unroll|reference)"
 )
 """The settings that a run may be resumed with other values of: they do not
 change what has been done."""

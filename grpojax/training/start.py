@@ -9,7 +9,6 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
@@ -19,6 +18,7 @@ from grpojax.rewards import functions
 from grpojax.runtime import checkpoint, records, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
+  batch_sizes,
   from_config,
   group_sizes,
   memory,
@@ -26,6 +26,7 @@ from grpojax.training import (
   run_directory,
   scoring,
 )
+from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy, find_model
 
@@ -88,16 +89,10 @@ def check(
   )
   policy = from_config.open_policy(config)
   config = _with_date(config, policy)
-  mesh = mesh_lib.make_mesh(**config.mesh)
+  mesh = from_config.mesh(config)
   memory.check(config, policy, mesh)
-  parts = config.optim.minibatches * config.optim.micro_batches
-  leaves = config_lib.flatten(config)
-  sizes = group_sizes.group_sizes(leaves)
-  for size in sizes:
-    rows = group_sizes.samples_per_step(leaves) // size
-    mesh_lib.check_rows(
-      mesh, micro_batch=rows // parts, eval_batch=config.eval.batch_size
-    )
+  batch_sizes.check(config, mesh)
+  sizes = group_sizes.group_sizes(config_lib.flatten(config))
   cache = directory / run_directory.LENGTHS
   train, held_out = (
     prompts.load_split(config, policy, split, cache, poll) for split in SPLITS
@@ -171,6 +166,7 @@ def start(
     reference = directory / run_directory.REFERENCE
     checkpoint.save_params(reference, params)
     ref_params = checkpoint.restore_params(reference, params)
+    ref_params = reference_lib.stored(ref_params, config.model.reference)
   state = jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
   step = checkpoint.latest_step(checkpointer)
   for name in run_directory.RECORDS:
@@ -195,7 +191,7 @@ def start(
     ref_params=ref_params,
     writer=writer,
     scorer=scorer,
-    greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0)),
+    greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0), mesh),
     train=train,
     held_out=held_out,
   )

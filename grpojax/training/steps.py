@@ -25,7 +25,7 @@ from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import diagnostics
-from grpojax.training import from_config, scoring
+from grpojax.training import from_config, reference, scoring
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
@@ -54,11 +54,11 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     prompts = rewards.shape[0]
     # A prompt carries a tangent for every direction, so that micro-batches are
     # so many times smaller than those of training.
-    trained_rows = prompts // (optim.minibatches * optim.micro_batches)
-    most = max(trained_rows // settings.tangents, shards)
-    rows = max(
-      n for n in range(shards, most + 1, shards) if trained_rows % n == 0
-    )
+    parts = math.gcd(prompts, optim.minibatches * optim.micro_batches)
+    trained_rows = prompts // parts
+    each = shards if trained_rows % shards == 0 else 1
+    most = max(trained_rows // settings.tangents, each)
+    rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
     wanted = max(3, settings.share * prompts)
     parts = min(math.ceil(wanted / rows), prompts // rows)
     missing = ~jnp.all(present(rewards), axis=-1)
@@ -80,21 +80,21 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
   return diagnose
 
 
-def _shards(places: TrainState) -> int:
-  return mesh_lib.row_shards(jax.tree.leaves(places)[0].mesh)
+def _mesh(places: TrainState) -> jax.sharding.Mesh:
+  return jax.tree.leaves(places)[0].mesh
 
 
-def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
-  """The part of a step that comes after the rewards: batch and update.
+def make_compare(config: ConfigDict):
+  """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, state, samples, rewards, ref_params) -> (state, metrics)`, to be
-    jitted.
+    `(lm, params, samples, rewards, ref_params) -> (batch, metrics)`, to be
+    jitted: advantages, and log-probabilities under the reference.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
 
-  def learn(lm, state, samples, rewards, ref_params):
+  def compare(lm, params, samples, rewards, ref_params):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
@@ -103,14 +103,23 @@ def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
       from_config.advantage(config),
       ref_params,
       on_policy=on_policy,
-      policy_params=state.params if rescore and not on_policy else None,
+      policy_params=params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
     )
-    state, row = make_update(lm, tx, **options)(state, batch)
-    return state, rollout_metrics(samples, rewards) | row
+    return batch, rollout_metrics(samples, rewards)
+
+  return compare
+
+
+def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
+  """The update: `(lm, state, batch) -> (state, metrics)`, to be jitted."""
+  options = from_config.update_options(config)
+
+  def learn(lm, state, batch):
+    return make_update(lm, tx, **options)(state, batch)
 
   return learn
 
@@ -159,7 +168,7 @@ def make_host_step(
     rewards that could not be computed.
   """
   sampler = from_config.make_sampler(
-    config, policy, group_size, from_config.sampling(config)
+    config, policy, group_size, from_config.sampling(config), _mesh(places)
   )
 
   # Compiled when first used.
@@ -167,7 +176,9 @@ def make_host_step(
   learn = jit(
     make_learn(config, tx), donate_argnums=1, out_shardings=(places, None)
   )
-  diagnose = jit(make_diagnose(config, _shards(places), policy.vmappable))
+  compare = jit(make_compare(config))
+  shards = mesh_lib.row_shards(_mesh(places))
+  diagnose = jit(make_diagnose(config, shards, policy.vmappable))
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
@@ -188,10 +199,16 @@ def make_host_step(
       score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
-    state, row = learn(state, samples, rewards, ref_params)
-    row = jax.device_get(row) | score_metrics
+    batch, row = compare(
+      state.params, samples, rewards, reference.at_hand(ref_params)
+    )
+    policies.wait(batch, poll)
     clock.append(time.perf_counter())
-    parts = ["rollout", "rewards", *["diagnosis"] * diagnosed, "update"]
+    state, of_update = learn(state, batch)
+    row = jax.device_get(row | of_update) | score_metrics
+    clock.append(time.perf_counter())
+    parts = ["rollout", "rewards", *["diagnosis"] * diagnosed]
+    parts += ["reference", "update"]
     names = [f"seconds_{part}" for part in parts]
     row |= dict(zip(names, np.diff(clock), strict=True))
     shown = _first_group(examples, texts, rewards)
@@ -237,14 +254,13 @@ def make_device_step(
     )
 
   plain = whole(None)
-  with_diagnosis = whole(
-    make_diagnose(config, _shards(places), policy.vmappable)
-  )
+  shards = mesh_lib.row_shards(_mesh(places))
+  with_diagnosis = whole(make_diagnose(config, shards, policy.vmappable))
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     del examples
     run = with_diagnosis if diagnosed else plain
-    state, row = run(state, prompts, ref_params)
+    state, row = run(state, prompts, reference.at_hand(ref_params))
     return state, jax.device_get(row), [], []
 
   return step

@@ -18,6 +18,7 @@ from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.training import batch_sizes, group_sizes
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
+from grpojax.training.reference import REFERENCE_MEMORY
 
 CHOICES = {
   "data.name": tuple(DATASETS),
@@ -31,6 +32,7 @@ CHOICES = {
   "loss.weighting": tuple(WEIGHTINGS),
   "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),
   "loss.kl_placement": tuple(PLACEMENTS),
+  "model.reference": tuple(REFERENCE_MEMORY),
   "optim.name": tuple(OPTIMIZERS),
   "optim.moments_dtype": tuple(MOMENTS),
   "optim.schedule": tuple(SCHEDULES),
@@ -47,7 +49,8 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
   "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
-  "diagnostics.last_layers auto_group_size.margin auto_group_size.confidence "
+  "diagnostics.last_layers model.unroll mesh.sampling_tensor "
+  "auto_group_size.margin auto_group_size.confidence "
   "lora.rank reward.workers stop.skipped_updates stop.rewards_missing "
   "stop.zero_variance_groups stop.truncated"
 ).split()

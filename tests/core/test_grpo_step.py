@@ -177,7 +177,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from grpojax.core.grpo_step import (init_state, make_grpo_step)
 from grpojax.core.types import Prompts
 from grpojax.models.transformer import (TransformerConfig, transformer)
-from grpojax.runtime import sharding
+from grpojax.core import mesh as mesh_lib
+from grpojax.models import sharding
 
 assert jax.device_count() == 4
 lm = transformer(TransformerConfig(12, 16, 2, 4, 2, 4, 24, tied=False))
@@ -196,11 +197,12 @@ step = make_grpo_step(
   minibatches=2, micro_batches=2, rescore=True)
 alone, metrics = jax.jit(step)(state, prompts)
 assert metrics["grad_norm"] > 0.1
-mesh = sharding.make_mesh(1, 2, 2)  # Rows and parameters are cut by fsdp.
+mesh = mesh_lib.make_mesh(1, 2, 1, 2)  # Rows and parameters are cut by fsdp.
 placed = sharding.shardings(state, mesh)
-rows = jax.tree.map(lambda _: sharding.batch_sharding(mesh), prompts)
-spread, got = jax.jit(step, out_shardings=(placed, None))(
-  jax.device_put(state, placed), jax.device_put(prompts, rows))
+rows = mesh_lib.batch_sharding(mesh, 8)
+with jax.set_mesh(mesh):
+  spread, got = jax.jit(step, out_shardings=(placed, None))(
+    jax.device_put(state, placed), jax.device_put(prompts, rows))
 q = spread.params["layers"]["q"]
 assert q.addressable_shards[0].data.size == q.size / 4
 for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(spread.params)):

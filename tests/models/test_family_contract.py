@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from grpojax.models import hf, lora
+from grpojax.core import mesh as mesh_lib
+from grpojax.models import hf, lora, sharding
 from grpojax.models.config import init, parameter_shapes
 from grpojax.models.transformer import transformer
-from grpojax.runtime import sharding
 
 BASE = {
   "vocab_size": 8,
@@ -67,7 +67,7 @@ def test_a_family_fulfils_its_contract(kind, labels):
   assert len(names) == len(set(names))
 
   # A rule: what is no norm, output bias or score is cut.
-  mesh = jax.sharding.AbstractMesh((1, 1, 1), sharding.AXES)
+  mesh = jax.sharding.AbstractMesh((1, 1, 1, 1), mesh_lib.AXES)
   whole = {
     path
     for path, shape in shapes.items()

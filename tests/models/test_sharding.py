@@ -13,10 +13,11 @@ import pytest
 from flax import traverse_util
 from jax.sharding import PartitionSpec as P
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.factored_rms import scale_by_factored_rms
 from grpojax.core.stochastic_rounding import scale_by_adam
+from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
-from grpojax.runtime import sharding
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
@@ -27,16 +28,17 @@ from grpojax.core.types import TrainState
 from flax.traverse_util import flatten_dict
 from grpojax.models import lora
 from grpojax.models.transformer import (TransformerConfig, transformer)
-from grpojax.runtime import sharding
+from grpojax.core import mesh as mesh_lib
+from grpojax.models import sharding
 
 assert jax.device_count() == 4
-assert dict(sharding.make_mesh().shape) == dict(data=4, fsdp=1, tensor=1)
-for sizes in ((3, 1, 1), (1, 1, 1), (-1, 3, 1), (8, 1, 1)):
+assert dict(mesh_lib.make_mesh().shape) == dict(data=4, fsdp=1, expert=1, tensor=1)
+for sizes in ((3, 1, 1, 1), (1, 1, 1, 1), (-1, 3, 1, 1), (8, 1, 1, 1)):
   with pytest.raises(ValueError, match="there are 4"):
-    sharding.make_mesh(*sizes)
+    mesh_lib.make_mesh(*sizes)
 
-mesh = sharding.make_mesh(1, 2, -1)
-assert dict(mesh.shape) == dict(data=1, fsdp=2, tensor=2)
+mesh = mesh_lib.make_mesh(1, 2, 1, -1)
+assert dict(mesh.shape) == dict(data=1, fsdp=2, expert=1, tensor=2)
 
 params = dict(
   embed=jnp.ones((6, 4)), head=jnp.ones((4, 6)), final_norm=jnp.ones(4),
@@ -68,7 +70,7 @@ assert adam.mu == expected and adam.nu == expected
 assert adam.count.spec == P() and placed.key.spec == P()
 state = jax.device_put(state, placed)
 assert state.params["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 4)
-assert sharding.batch_sharding(mesh).shard_shape((8, 5)) == (4, 5)
+assert mesh_lib.batch_sharding(mesh).shard_shape((8, 5)) == (4, 5)
 
 # The rules know every matrix of the decoder, and sharding changes no result.
 def is_whole(name, shape):
@@ -89,7 +91,7 @@ for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
     return lm.unembed(params, prefix.last_hidden)
 
   sharded = jax.jit(
-    logits, in_shardings=(specs, sharding.batch_sharding(mesh)))(params, ids)
+    logits, in_shardings=(specs, mesh_lib.batch_sharding(mesh)))(params, ids)
   alone = jax.jit(logits)(params, ids)
   np.testing.assert_allclose(sharded, alone, atol=1e-5)
 
@@ -146,18 +148,18 @@ def test_on_four_devices():
 
 def test_one_device_and_bad_axes():
   one = jax.devices()[:1]
-  mesh = sharding.make_mesh(devices=one)
+  mesh = mesh_lib.make_mesh(devices=one)
   assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
   with pytest.raises(ValueError, match="at most one is -1"):
-    sharding.make_mesh(-1, -1, 1, devices=one)
+    mesh_lib.make_mesh(-1, -1, 1, devices=one)
   with pytest.raises(ValueError, match="1 or more"):
-    sharding.make_mesh(0, 1, 1, devices=one)
+    mesh_lib.make_mesh(0, 1, 1, devices=one)
   with pytest.raises(ValueError, match="needs 2 devices, and there are 1"):
-    sharding.make_mesh(2, 1, 1, devices=one)
+    mesh_lib.make_mesh(2, 1, 1, devices=one)
 
 
 def test_rules_match_whole_names_at_the_end_of_a_path():
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   shape = (4, 4)
   assert sharding.spec_for("params/embed", shape, mesh) != P()
   assert sharding.spec_for("embed", shape, mesh) != P()
@@ -172,7 +174,7 @@ def test_rules_match_whole_names_at_the_end_of_a_path():
 
 
 def test_a_matrix_without_a_rule_is_refused():
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   params = {"layers": {"q": jnp.ones((2, 4, 4)), "mixer": jnp.ones((2, 4, 4))}}
   message = r"layers/mixer of shape \(2, 4, 4\): add a rule to RULES"
   for tree in (params, optax.adam(1e-3).init(params)):
@@ -188,7 +190,7 @@ def test_every_state_of_an_optimizer_has_rules():
 
   None of these matrices is wide enough to be.
   """
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   config = TransformerConfig(
     vocab_size=8,
     width=4,
@@ -230,9 +232,9 @@ def test_every_state_of_an_optimizer_has_rules():
 
 
 def test_rows_that_the_devices_cannot_cut_are_refused():
-  mesh = sharding.make_mesh(1, 1, 1, devices=jax.devices()[:1])
-  sharding.check_rows(mesh, micro_batch=3)
-  four = jax.sharding.AbstractMesh((2, 2, 1), sharding.AXES)
-  sharding.check_rows(four, micro_batch=8)
+  mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
+  mesh_lib.check_rows(mesh, micro_batch=3)
+  four = jax.sharding.AbstractMesh((2, 2, 1), mesh_lib.AXES)
+  mesh_lib.check_rows(four, micro_batch=8)
   with pytest.raises(ValueError, match="eval_batch: 6 prompts .* 4 devices"):
-    sharding.check_rows(four, micro_batch=8, eval_batch=6)
+    mesh_lib.check_rows(four, micro_batch=8, eval_batch=6)

@@ -16,8 +16,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from grpojax.models import finite, hf, weights, weights_out
-from grpojax.runtime import sharding
+from grpojax.core import mesh as mesh_lib
+from grpojax.models import finite, hf, sharding, weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {
@@ -290,7 +290,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(
   path = write_model(tmp_path / "model", tensors, shards=3)
   with pytest.raises(ValueError, match=f"{name} has values that are NaN"):
     hf.load_params(path)
-  mesh = sharding.make_mesh(1, 1, 1)
+  mesh = mesh_lib.make_mesh(1, 1, 1, 1)
   places = functools.partial(sharding.shardings, mesh=mesh)
   with pytest.raises(ValueError, match=f"{name} has values that are NaN"):
     hf.load_params(path, jnp.bfloat16, places)
@@ -355,7 +355,8 @@ import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from safetensors.numpy import load_file
 from grpojax.models import hf
-from grpojax.runtime import sharding
+from grpojax.core import mesh as mesh_lib
+from grpojax.models import sharding
 
 def memory(name):
   with open("/proc/self/status") as file:
@@ -364,7 +365,7 @@ def memory(name):
 
 path, parameters = sys.argv[1], int(sys.argv[2])
 assert jax.device_count() == 4
-mesh = sharding.make_mesh(1, 2, 2)
+mesh = mesh_lib.make_mesh(1, 2, 1, 2)
 places = functools.partial(sharding.shardings, mesh=mesh)
 jnp.zeros(3).block_until_ready()
 before = memory("VmRSS")

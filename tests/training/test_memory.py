@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models.transformer import TransformerConfig, transformer
-from grpojax.runtime import device_memory, sharding
+from grpojax.runtime import device_memory
 from grpojax.training import from_config, memory, steps
 from grpojax.training.optimizer import optimizer
 
@@ -33,7 +34,7 @@ WEIGHTS = 50 * 12 + 3 * (2 * 12 * 16 + 2 * 12 * 8 + 3 * 12 * 20 + 2 * 12) + 12
 
 
 def mesh(**axes):
-  return sharding.make_mesh(devices=jax.devices()[:1], **axes)
+  return mesh_lib.make_mesh(devices=jax.devices()[:1], **axes)
 
 
 def bytes_of(parts):
@@ -88,7 +89,7 @@ def test_the_state_of_each_optimizer(config_with):
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
   )
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
-  four = jax.sharding.Mesh(devices, sharding.AXES)
+  four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   norms, keys = 3 * 2 * 128 + 128, 3 * 2 * 128 * 64  # k and v are 64 wide
   matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
   weights = norms + matrices
@@ -115,7 +116,7 @@ def test_the_state_of_each_optimizer(config_with):
 def test_devices_share_it(config_with):
   """Shapes alone: one device stands for all four."""
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
-  four = jax.sharding.Mesh(devices, sharding.AXES)
+  four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   config = config_with(**SIZES)
   one, cut = (
     [bytes_of(parts) for parts in memory.training(config, MODEL, m).values()]

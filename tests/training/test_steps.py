@@ -9,9 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.runtime import sharding
+from grpojax.models import sharding
 from grpojax.runtime import tokenizer as tokenizers
 from grpojax.training import from_config, scoring, steps
 from grpojax.training import policy as policies
@@ -43,7 +44,7 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   lm = tabular.lm(1, vocab)
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
   policy = policies.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
-  mesh = sharding.make_mesh(devices=jax.devices()[:1])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
 
   tx = optax.sgd(0.0)
   places = sharding.shardings(
