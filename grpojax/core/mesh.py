@@ -173,10 +173,12 @@ def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
     ValueError: an axis of the mesh can cut neither prompts nor groups.
   """
   for name, count in rows.items():
-    shape = (count, group_size)
-    spec = activation_spec(mesh, shape, ("batch", "group"))
-    cut = math.prod(mesh.shape[a] for axes in spec for a in axes or ())
-    if cut != row_shards(mesh):
+    free = {axis: mesh.shape[axis] for axis in ROWS}
+    for size in (count, group_size):
+      for axis in ROWS:
+        if axis in free and size % free[axis] == 0:
+          size //= free.pop(axis)
+    if any(n > 1 for n in free.values()):
       axes = ", ".join(f"{a} = {mesh.shape[a]}" for a in ROWS)
       raise ValueError(
         f"{name}: {count} prompts x {group_size} samples cannot be cut evenly "

@@ -167,6 +167,23 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
   }
 
 
+def sampler_program(
+  config: ConfigDict, policy: Policy, group_size: int, sampling: Sampling
+):
+  """`(params, prompts, key) -> Rollout`, jitted; see `make_sampler`."""
+  return policies.jit(
+    policy,
+    functools.partial(
+      rollout,
+      group_size=group_size,
+      max_new_tokens=config.sampling.max_new_tokens,
+      eos_ids=policy.eos_ids,
+      pad_id=policy.pad_id,
+      sampling=sampling,
+    ),
+  )
+
+
 def make_sampler(
   config: ConfigDict,
   policy: Policy,
@@ -183,17 +200,7 @@ def make_sampler(
     sampling: the distribution to draw from.
     mesh: of training; None is one device.
   """
-  jitted = policies.jit(
-    policy,
-    functools.partial(
-      rollout,
-      group_size=group_size,
-      max_new_tokens=config.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
-      pad_id=policy.pad_id,
-      sampling=sampling,
-    ),
-  )
+  jitted = sampler_program(config, policy, group_size, sampling)
   if mesh is None:
     return jitted
   sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)

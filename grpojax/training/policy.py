@@ -178,6 +178,11 @@ def jit(
   return functools.partial(jax.jit(call, **options), policy.frozen)
 
 
+def lower(program: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+  """Lowers what `jit` returned, for arguments that may be shapes only."""
+  return program.func.lower(*program.args, *args)
+
+
 def wait(arrays: PyTree, poll: Callable[[], None]) -> None:
   """Waits for the devices, and calls `poll`, which may raise, in the meantime.
 

@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from grpojax.core.grpo_step import (
   make_grpo_step,
   rollout_metrics,
 )
-from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
+from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import diagnostics
@@ -124,6 +124,41 @@ def make_learn(config: ConfigDict, tx: optax.GradientTransformation):
   return learn
 
 
+class Programs(NamedTuple):
+  """What a step with a reward on the host compiles, each when first used.
+
+  Attributes:
+    sample: `(params, prompts, key) -> Rollout`, on the sampling mesh.
+    compare: see `make_compare`.
+    learn: see `make_learn`; the state is donated.
+  """
+
+  sample: Callable[..., Rollout]
+  compare: Callable[..., tuple[Batch, dict[str, Array]]]
+  learn: Callable[..., tuple[TrainState, dict[str, Array]]]
+
+
+def make_programs(
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  places: TrainState,
+) -> Programs:
+  """The programs of `make_host_step`, which see for the arguments."""
+  sampling = from_config.sampling(config)
+  return Programs(
+    from_config.sampler_program(config, policy, group_size, sampling),
+    policies.jit(policy, make_compare(config)),
+    policies.jit(
+      policy,
+      make_learn(config, tx),
+      donate_argnums=1,
+      out_shardings=(places, None),
+    ),
+  )
+
+
 def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
   """The completions of the first prompt, for people to read."""
   return [
@@ -167,23 +202,19 @@ def make_host_step(
     the policy that sampled. The samples are `_first_group`'s; the failures are
     rewards that could not be computed.
   """
-  sampler = from_config.make_sampler(
-    config, policy, group_size, from_config.sampling(config), _mesh(places)
+  programs = make_programs(config, policy, group_size, tx, places)
+  mesh = _mesh(places)
+  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+  diagnose = policies.jit(
+    policy,
+    make_diagnose(config, mesh_lib.row_shards(mesh), policy.vmappable),
   )
-
-  # Compiled when first used.
-  jit = functools.partial(policies.jit, policy)
-  learn = jit(
-    make_learn(config, tx), donate_argnums=1, out_shardings=(places, None)
-  )
-  compare = jit(make_compare(config))
-  shards = mesh_lib.row_shards(_mesh(places))
-  diagnose = jit(make_diagnose(config, shards, policy.vmappable))
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
     key = jax.random.fold_in(state.key, state.step)
-    samples = sampler(state.params, prompts, key)
+    with jax.set_mesh(sampling_mesh):
+      samples = programs.sample(state.params, prompts, key)
     policies.wait(samples, poll)
     clock.append(time.perf_counter())
     texts = policies.decode(policy, samples)
@@ -199,12 +230,12 @@ def make_host_step(
       score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
-    batch, row = compare(
+    batch, row = programs.compare(
       state.params, samples, rewards, reference.at_hand(ref_params)
     )
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
-    state, of_update = learn(state, batch)
+    state, of_update = programs.learn(state, batch)
     row = jax.device_get(row | of_update) | score_metrics
     clock.append(time.perf_counter())
     parts = ["rollout", "rewards", *["diagnosis"] * diagnosed]
@@ -215,6 +246,48 @@ def make_host_step(
     return state, row, shown, scores.failures
 
   return step
+
+
+def make_device_program(
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  places: TrainState,
+  diagnose: Callable[..., Any] | None = None,
+):
+  """`(state, prompts, ref_params) -> (state, metrics)`, a step in one program.
+
+  Args:
+    config: the run's.
+    policy: the model.
+    group_size: G.
+    tx: the optimizer.
+    places: shardings of the state, which is donated.
+    diagnose: from `make_diagnose`, or None.
+  """
+  _, reward = prompts_lib.device_reward(config, policy)
+
+  def step(lm, state, prompts, ref_params):
+    run = make_grpo_step(
+      lm,
+      tx,
+      reward,
+      group_size=group_size,
+      max_new_tokens=config.sampling.max_new_tokens,
+      eos_ids=policy.eos_ids,
+      pad_id=policy.pad_id,
+      advantage=from_config.advantage(config),
+      kl_in_reward=from_config.kl_in_reward(config),
+      rescore=from_config.rescore(config),
+      diagnose=diagnose and functools.partial(diagnose, lm),
+      **from_config.update_options(config),
+    )
+    return run(state, prompts, ref_params)
+
+  return policies.jit(
+    policy, step, donate_argnums=1, out_shardings=(places, None)
+  )
 
 
 def make_device_step(
@@ -229,33 +302,12 @@ def make_device_step(
 
   It returns neither samples nor failures: completions never reach the host.
   """
-  _, reward = prompts_lib.device_reward(config, policy)
-
-  def whole(diagnose):
-    def step(lm, state, prompts, ref_params):
-      run = make_grpo_step(
-        lm,
-        tx,
-        reward,
-        group_size=group_size,
-        max_new_tokens=config.sampling.max_new_tokens,
-        eos_ids=policy.eos_ids,
-        pad_id=policy.pad_id,
-        advantage=from_config.advantage(config),
-        kl_in_reward=from_config.kl_in_reward(config),
-        rescore=from_config.rescore(config),
-        diagnose=diagnose and functools.partial(diagnose, lm),
-        **from_config.update_options(config),
-      )
-      return run(state, prompts, ref_params)
-
-    return policies.jit(
-      policy, step, donate_argnums=1, out_shardings=(places, None)
-    )
-
-  plain = whole(None)
+  args = config, policy, group_size, tx, places
+  plain = make_device_program(*args)
   shards = mesh_lib.row_shards(_mesh(places))
-  with_diagnosis = whole(make_diagnose(config, shards, policy.vmappable))
+  with_diagnosis = make_device_program(
+    *args, make_diagnose(config, shards, policy.vmappable)
+  )
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     del examples

@@ -1,0 +1,161 @@
+"""What each program of a step needs: compiled, counted, and remembered.
+
+A result is kept under the digest of what was compiled (the lowered program and
+its shardings, the machine, the versions of JAX and libtpu), so that the same
+program is compiled once, whichever configuration asks for it.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import time
+from typing import Any
+
+import jax
+
+from grpojax.aot import cost, hlo, roofline
+from grpojax.aot.chips import Chip
+
+VERSION = 1  # of what is kept; count up when the counting changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One program on one device (a chip, or the part of one that XLA sees).
+
+  Attributes:
+    memory_bytes: arguments, results that are not written in their place, and
+      all that lives in between.
+    temporary_bytes: what lives in between.
+    flops: of matrix products.
+    bytes: read from HBM and written to it.
+    collective_bytes: sent to other chips.
+    token_loop_collective_bytes: those of them that the token loop sends.
+    collectives: bytes and runs, by kind.
+    seconds: estimated, one thing after another.
+    overlapped_seconds: estimated, if all ran side by side.
+    token_loop_seconds: the part of `seconds` in the token loop.
+    compile_seconds: that it took.
+    heaviest: what moves most bytes, as (bytes, where in the code).
+    error: why XLA refused to compile it, or "".
+  """
+
+  memory_bytes: int
+  temporary_bytes: int = 0
+  flops: int = 0
+  bytes: int = 0
+  collective_bytes: int = 0
+  token_loop_collective_bytes: int = 0
+  collectives: dict[str, dict[str, int]] = dataclasses.field(
+    default_factory=dict
+  )
+  seconds: float = 0.0
+  overlapped_seconds: float = 0.0
+  token_loop_seconds: float = 0.0
+  compile_seconds: float = 0.0
+  heaviest: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+  error: str = ""
+
+
+def cache_directory() -> pathlib.Path:
+  """Where results are kept: $XDG_CACHE_HOME/grpojax, or ~/.cache/grpojax."""
+  root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(root) / "grpojax" / "compiled"
+
+
+def _versions() -> str:
+  names = ("jax", "jaxlib", "libtpu")
+  found = []
+  for name in names:
+    try:
+      found.append(f"{name} {importlib.metadata.version(name)}")
+    except importlib.metadata.PackageNotFoundError:
+      found.append(f"no {name}")
+  return ", ".join(found)
+
+
+def _out_of_memory(error: Exception) -> int | None:
+  """Bytes that XLA says a program needs, where it refuses it for them."""
+  found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
+  if found is None:
+    return None
+  unit = " KMGT".index(found[2] or " ")
+  return int(float(found[1]) * 2 ** (10 * unit))
+
+
+def _count(compiled: Any, chip: Chip, trips: int) -> dict[str, Any]:
+  counted = cost.cost(hlo.parse(compiled.as_text()), token_loop_trips=trips)
+  estimate = roofline.estimate(counted, chip)
+  memory = compiled.memory_analysis()
+  kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  kept -= memory.alias_size_in_bytes
+  return dict(
+    memory_bytes=kept + memory.temp_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    flops=counted.flops,
+    bytes=counted.bytes,
+    collective_bytes=counted.collective_bytes,
+    token_loop_collective_bytes=counted.in_token_loop.collective_bytes,
+    collectives={
+      kind: {"bytes": of.bytes, "runs": of.runs}
+      for kind, of in cost.by_kind(counted).items()
+    },
+    seconds=estimate.seconds,
+    overlapped_seconds=estimate.overlapped,
+    token_loop_seconds=estimate.token_loop,
+    heaviest=[
+      (i.bytes * i.trips, i.op_name or i.name)
+      for i in cost.heaviest(counted, 8)
+    ],
+  )
+
+
+def _compile(lowered: jax.stages.Lowered, chip: Chip, trips: int) -> Part:
+  began = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    needed = _out_of_memory(error)
+    if needed is None:
+      raise
+    seconds = time.perf_counter() - began
+    return Part(needed, compile_seconds=seconds, error="out of memory")
+  seconds = time.perf_counter() - began
+  return Part(**_count(compiled, chip, trips), compile_seconds=seconds)
+
+
+def measure(
+  lowered: jax.stages.Lowered, topology: str, chip: Chip, trips: int
+) -> tuple[Part, bool]:
+  """Compiles a program, or takes the result of the last time.
+
+  Args:
+    lowered: the program.
+    topology: name of the machine.
+    chip: its peaks, a whole chip's.
+    trips: of the token loop.
+
+  Returns:
+    The result, and whether it had been kept.
+  """
+  text = lowered.as_text()
+  key = f"{VERSION}|{_versions()}|{topology}|{trips}|{chip}|{text}"
+  name = hashlib.sha256(key.encode()).hexdigest()
+  file = cache_directory() / f"{name}.json"
+  try:
+    return Part(**json.loads(file.read_text())), True
+  except (OSError, ValueError, TypeError):  # not there, or damaged
+    pass
+  part = _compile(lowered, chip, trips)
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(dataclasses.asdict(part)))
+    partial.replace(file)
+  except OSError:
+    pass  # it only saves time
+  return part, False

@@ -1,0 +1,216 @@
+"""The programs of a training run, lowered on shapes alone."""
+
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+from ml_collections import ConfigDict
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts, TrainState
+from grpojax.models import hf, lora, sharding
+from grpojax.models.config import TransformerConfig
+from grpojax.models.transformer import transformer
+from grpojax.runtime import config as config_lib
+from grpojax.training import from_config, group_sizes, prompts, steps
+from grpojax.training import policy as policies
+from grpojax.training.optimizer import optimizer
+from grpojax.training.policy import Policy
+
+
+class Run(NamedTuple):
+  """A training run as shapes.
+
+  Attributes:
+    config: the run's.
+    model: the shape of its model.
+    policy: its functions, with abstract parameters.
+    mesh: of training.
+    state: abstract, with shardings.
+    ref_params: abstract, {} with adapters, or None.
+    group_size: G.
+    prompts: B.
+  """
+
+  config: ConfigDict
+  model: TransformerConfig
+  policy: Policy
+  mesh: Mesh
+  state: TrainState
+  ref_params: PyTree | None
+  group_size: int
+  prompts: int
+
+
+def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
+  """A model's directory and its config.json.
+
+  Args:
+    path: as of a run, or a config.json by itself, of any name.
+
+  Raises:
+    ValueError: there is none, or it is not of a model.
+  """
+  file = pathlib.Path(path)
+  if file.is_file():
+    try:
+      hf_config = json.loads(file.read_text())
+    except ValueError as error:
+      raise ValueError(f"model.path = {path!r}: no JSON ({error})") from None
+    if not isinstance(hf_config, dict) or "model_type" not in hf_config:
+      raise ValueError(f"model.path = {path!r}: has no model_type")
+    return file.parent, hf_config
+  directory = policies.find_model(path)
+  return directory, hf.read_config(directory)
+
+
+def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
+  """The model's functions; it needs no tokenizer, and has none."""
+  model = hf.to_transformer_config(hf_config)
+  eos = hf_config.get("eos_token_id") or 0
+  return Policy(
+    pathlib.Path(config.model.path),
+    transformer(
+      model,
+      dtype=jnp.dtype(config.model.dtype),
+      remat=config.model.remat,
+      unroll=config.model.unroll,
+    ),
+    tokenizer=None,
+    eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+    pad_id=0,
+    vmappable=not model.experts,
+  )
+
+
+def _placed(tree: PyTree, mesh: Mesh) -> PyTree:
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    tree,
+    sharding.shardings(tree, mesh),
+  )
+
+
+def _rows(x: PyTree, mesh: Mesh, *names: str) -> PyTree:
+  """Shapes of rows, laid out as `core.mesh.constrain` does."""
+
+  def one(x):
+    spec = mesh_lib.activation_spec(mesh, x.shape, names)
+    place = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+  return jax.tree.map(one, x)
+
+
+def open_run(config: ConfigDict, mesh: Mesh) -> Run:
+  """What `training.start` opens, without weights, data or tokenizer.
+
+  Raises:
+    ValueError: a model or targets of adapters that do not fit.
+  """
+  _, hf_config = read_model(config.model.path)
+  policy = _policy(config, hf_config)
+  if config.reward.on_device:  # its reward is one on the tokenizer's ids
+    policy = from_config.open_policy(config)
+  adapted = config.lora.rank > 0
+  dtype = config.model.dtype if adapted else "float32"
+  whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
+  params, ref_params = _placed(whole, mesh), None
+  if from_config.needs_reference(config):
+    ref_params = {} if adapted else params
+  if adapted:
+    adapters = jax.eval_shape(
+      lambda base: lora.init(
+        base, jax.random.key(0), config.lora.rank, config.lora.targets
+      ),
+      whole,
+    )
+    scale = config.lora.alpha / config.lora.rank
+    policy = policy._replace(frozen=params, lora_scale=scale)
+    params = _placed(adapters, mesh)
+  tx = optimizer(config)
+  state = jax.eval_shape(
+    lambda p: from_config.first_state(config, tx, p), params
+  )
+  leaves = config_lib.flatten(config)
+  auto = config.group_size == group_sizes.AUTO
+  size = config.auto_group_size.start if auto else config.group_size
+  return Run(
+    config,
+    hf.to_transformer_config(hf_config),
+    policy,
+    mesh,
+    _placed(state, mesh),
+    ref_params,
+    size,
+    group_sizes.samples_per_step(leaves) // size,
+  )
+
+
+def _prompts(run: Run) -> Prompts:
+  shape = run.prompts, run.config.data.max_prompt_length
+  both = Prompts(
+    jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
+  )
+  return _rows(both, run.mesh, "batch")
+
+
+def _device_prompts(run: Run) -> Prompts:
+  """As the data give them: with what the reward wants to know."""
+  examples = prompts.load_examples(run.config, "train")
+  batches = prompts.training_batches(
+    run.config, run.policy, examples, run.group_size
+  )
+  return _rows(jax.eval_shape(lambda: next(batches)[0]), run.mesh, "batch")
+
+
+def lowered(run: Run) -> Iterator[tuple[str, jax.stages.Lowered]]:
+  """The programs of a step, by what they do, each when it is asked for.
+
+  Args:
+    run: from `open_run`.
+  """
+  config, policy = run.config, run.policy
+  tx, places = optimizer(config), jax.tree.map(lambda x: x.sharding, run.state)
+  with jax.set_mesh(run.mesh):
+    args = config, policy, run.group_size, tx, places
+    if config.reward.on_device:
+      program = steps.make_device_program(*args)
+      given = run.state, _device_prompts(run), run.ref_params
+      yield "step", policies.lower(program, *given)
+      return
+    sample, compare, learn = steps.make_programs(*args)
+  asked = _prompts(run)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
+  params = run.state.params
+  with jax.set_mesh(sampling):
+    yield "rollout", policies.lower(sample, params, asked, key)
+    samples = jax.eval_shape(sample, params, asked, key)
+  samples = _as_rows(samples, sampling)
+  shape = (run.prompts, run.group_size)
+  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
+  with jax.set_mesh(run.mesh):
+    given = params, samples, rewards, run.ref_params
+    yield "reference", policies.lower(compare, *given)
+    batch, _ = jax.eval_shape(compare, *given)
+    yield "update", policies.lower(learn, run.state, _as_rows(batch, run.mesh))
+
+
+def _as_rows(tree: Any, mesh: Mesh) -> Any:
+  """A rollout or a batch, laid out over a mesh."""
+  names = {"prompt_ids": ("batch",), "prompt_mask": ("batch",)}
+  return tree.replace(
+    **{
+      field: x if x is None else _rows(x, mesh, *names.get(field, _SAMPLES))
+      for field, x in vars(tree).items()
+    }
+  )
+
+
+_SAMPLES = ("batch", "group")

@@ -1,0 +1,251 @@
+"""A training step on a machine that need not be there: memory and seconds."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from grpojax.aot import chips, parts, programs, roofline, topology
+from grpojax.aot.chips import Chip
+from grpojax.aot.parts import Part
+from grpojax.core import mesh as mesh_lib
+from grpojax.models.config import TransformerConfig, parameter_shapes
+
+Say = Callable[[str], None]
+GIB = 2**30
+
+
+def shard_bytes(tree: PyTree) -> int:
+  """Bytes of abstract arrays on each device."""
+
+  def one(x):
+    place = x.sharding
+    shape = x.shape if place is None else place.shard_shape(x.shape)
+    size = 8  # of a random key
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      size = jnp.dtype(x.dtype).itemsize
+    return size * math.prod(shape)
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
+def active_parameters(model: TransformerConfig) -> int:
+  """Parameters that a token is multiplied with: no embedding, few experts."""
+  shapes, total = parameter_shapes(model), 0
+  for name, shape in shapes["layers"].items():
+    share = 1.0
+    if name.startswith("expert_"):
+      share = model.experts_per_token / model.experts
+    if len(shape) > 2:  # a matrix of each layer
+      total += int(math.prod(shape) * share)
+  return total + model.vocab_size * model.width
+
+
+def model_flops(run: programs.Run) -> float:
+  """Operations that a step needs: 2 a parameter and token forward, 6 trained.
+
+  Of sampling, scoring by a reference and one pass of the update over prompts
+  and completions of full length; without attention.
+  """
+  config = run.config
+  samples = run.prompts * run.group_size
+  tokens = run.prompts * config.data.max_prompt_length
+  tokens += samples * config.sampling.max_new_tokens
+  passes = 2 + 6 * config.optim.epochs
+  passes += 2 if run.ref_params is not None else 0
+  return float(passes * active_parameters(run.model) * tokens)
+
+
+def _cache_bytes(run: programs.Run) -> int:
+  """Of the decode cache, a device."""
+  mesh = mesh_lib.sampling_mesh(run.mesh, run.config.mesh.sampling_tensor)
+  model, tokens = run.model, run.config.sampling.max_new_tokens
+  shape = run.prompts, run.group_size, model.kv_heads, tokens, model.head_dim
+  names = ("batch", "group", "kv_heads")
+  place = NamedSharding(mesh, mesh_lib.activation_spec(mesh, shape, names))
+  size = jnp.dtype(run.config.model.dtype).itemsize
+  return 2 * model.layers * size * math.prod(place.shard_shape(shape))
+
+
+def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
+  """What a device holds while a program runs, by what it is.
+
+  Args:
+    run: from `programs.open_run`.
+    name: of the program.
+    part: what it needs by itself.
+  """
+  frozen = run.policy.frozen
+  params = shard_bytes(run.state.params) + shard_bytes(frozen)
+  rest = run.state.replace(params=None)
+  optimizer, reference = shard_bytes(rest), 0
+  on_device = run.config.model.reference == "device"
+  if run.ref_params is not None and (on_device or name != "update"):
+    reference = shard_bytes(run.ref_params)
+    reference *= on_device or name == "reference"
+  if part.error:  # XLA's figure, of arguments and all
+    given = {"rollout": params, "reference": params + reference}
+    temporary = part.memory_bytes - given.get(name, params + optimizer)
+  else:
+    temporary = part.temporary_bytes
+  own = {"update": "gradients", "rollout": "cache", "step": "gradients"}
+  of_which = {}
+  if name in own:
+    size = (
+      _cache_bytes(run)
+      if name == "rollout"
+      else _float32_bytes(run.state.params)
+    )
+    of_which[own[name]] = min(size, temporary)
+  return {
+    "parameters": params,
+    "optimizer": optimizer,
+    "reference": reference,
+    **of_which,
+    "temporaries": temporary - sum(of_which.values()),
+  }
+
+
+def _float32_bytes(params: PyTree) -> int:
+  return shard_bytes(
+    jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding),
+      params,
+    )
+  )
+
+
+def _part(run: programs.Run, name: str, part: Part, chip: Chip):
+  """A program in the report: what it needs with what is there beside it."""
+  memory = _memory(run, name, part)
+  total, limit = sum(memory.values()), chips.device(chip).hbm_bytes
+  return {
+    **dataclasses.asdict(part),
+    "memory_bytes": total,
+    "memory": memory,
+    "fits": not part.error and total <= limit,
+    "left_bytes": limit - total,
+  }
+
+
+def measure(
+  run: programs.Run, machine: str, chip: Chip, say: Say
+) -> Iterator[tuple[str, Any]]:
+  """Compiles the programs of a step one by one.
+
+  Args:
+    run: from `programs.open_run`.
+    machine: name of the topology.
+    chip: its chip.
+    say: told what is being done.
+
+  Yields:
+    The name of a program, and its part of the report.
+  """
+  trips = max(run.config.sampling.max_new_tokens - 1, 1)
+  for name, lowered in programs.lowered(run):
+    began = time.perf_counter()
+    say(f"compiling {name} ...")
+    part, kept = parts.measure(lowered, machine, chip, trips)
+    seconds = time.perf_counter() - began
+    say(f"compiling {name}: {'kept' if kept else f'{seconds:.0f} s'}")
+    yield name, _part(run, name, part, chip)
+
+
+def report(
+  run: programs.Run, machine: str, chip: Chip, say: Say
+) -> dict[str, Any]:
+  """All of it, as it is saved; arguments as of `measure`."""
+  found = dict(measure(run, machine, chip, say))
+  seconds = sum(part["seconds"] for part in found.values())
+  samples = run.prompts * run.group_size
+  tokens = samples * run.config.sampling.max_new_tokens
+  _, count = topology.parse(machine)
+  fits = all(part["fits"] for part in found.values())
+  speed = {}
+  if fits:
+    speed = {
+      "step_seconds": seconds,
+      "tokens_per_second": tokens / seconds,
+      "mfu": roofline.mfu(model_flops(run), seconds, count, chip),
+    }
+  return {
+    "fits": fits,
+    "topology": machine,
+    "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES}
+    | {"sampling_tensor": run.config.mesh.sampling_tensor},
+    "micro_batches": run.config.optim.micro_batches,
+    "remat": run.config.model.remat,
+    "device_memory_bytes": chips.device(chip).hbm_bytes,
+    "parts": found,
+    "step_seconds": None,
+    **speed,
+  }
+
+
+def _gib(size: float) -> str:
+  return f"{size / GIB:.2f}"
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+  """A report for people."""
+  every = found["parts"]
+  mesh = " ".join(f"{k}={v}" for k, v in found["mesh"].items())
+  out = [f"{found['topology']}, mesh {mesh}", ""]
+  rows = [("", *every)]
+  kinds = dict.fromkeys(k for part in every.values() for k in part["memory"])
+  for kind in kinds:
+    cells = (_gib(part["memory"].get(kind, 0)) for part in every.values())
+    rows.append((f"{kind}, GiB", *cells))
+
+  def row(title, cell):
+    rows.append((title, *(cell(part) for part in every.values())))
+
+  row("memory a device, GiB", lambda p: _gib(p["memory_bytes"]))
+  limit = _gib(found["device_memory_bytes"])
+  row(f"left of {limit}, GiB", lambda p: _gib(p["left_bytes"]))
+  row("TFLOP", lambda p: f"{p['flops'] / 1e12:.4g}")
+  row("HBM traffic, GB", lambda p: f"{p['bytes'] / 1e9:.4g}")
+  kinds = dict.fromkeys(k for p in every.values() for k in p["collectives"])
+  for kind in kinds:
+    row(
+      f"{kind}, GB",
+      lambda p, k=kind: _sent(p["collectives"].get(k, {"bytes": 0})["bytes"]),
+    )
+  row(
+    "sent in the token loop, GB",
+    lambda p: _sent(p["token_loop_collective_bytes"]),
+  )
+  row("seconds, estimated", lambda p: f"{p['seconds']:.3g}")
+  row("  if all overlaps", lambda p: f"{p['overlapped_seconds']:.3g}")
+  row("  of the token loop", lambda p: f"{p['token_loop_seconds']:.3g}")
+  row("seconds to compile", lambda p: f"{p['compile_seconds']:.0f}")
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for title, *cells in rows:
+    padded = (f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
+    out.append("  ".join([f"{title:<{widths[0]}}", *padded]))
+  return [*out, "", *_verdict(found)]
+
+
+def _sent(size: float) -> str:
+  return f"{size / 1e9:.4g}"
+
+
+def _verdict(found: dict[str, Any]) -> list[str]:
+  if not found["fits"]:
+    over = {n: p for n, p in found["parts"].items() if not p["fits"]}
+    return [
+      f"does not fit: {name} takes {_gib(-part['left_bytes'])} GiB too much"
+      for name, part in over.items()
+    ]
+  return [
+    f"fits; a step takes about {found['step_seconds']:.3g} s: "
+    f"{found['tokens_per_second']:.4g} tokens a second, "
+    f"{found['mfu']:.1%} of peak (estimated: see grpojax/aot/roofline.py)"
+  ]

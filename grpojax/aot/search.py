@@ -1,0 +1,6 @@
+def search(*a):
+  raise NotImplementedError
+
+
+def lines(*a):
+  return []

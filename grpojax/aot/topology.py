@@ -1,0 +1,69 @@
+"""Machines to compile for: slices of TPU that need not be there, and CPUs."""
+
+import math
+import os
+import re
+
+import jax
+from jax.experimental import topologies
+
+from grpojax.aot.chips import CHIPS, Chip
+
+# What libtpu would ask of the machine that it runs on.
+_ENVIRONMENT = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it uses no device
+}
+
+
+def parse(name: str) -> tuple[str, int]:
+  """The chip and how many of them: ("v5e", 4) of "v5e:2x2".
+
+  Raises:
+    ValueError: an unknown chip, or no shape.
+  """
+  chip, _, shape = name.partition(":")
+  known = {c for c in CHIPS if c.startswith(("v", "tpu")) or c == "cpu"}
+  axes = {"cpu": 1, "v5e": 2, "v6e": 2}.get(chip, 3)
+  if chip not in known or not re.fullmatch(
+    r"\d+" + r"x\d+" * (axes - 1), shape
+  ):
+    raise ValueError(
+      f"--topology={name}: give a chip ({', '.join(sorted(known))}) and a "
+      "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1 or cpu:8"
+    )
+  return chip, math.prod(map(int, shape.split("x")))
+
+
+def devices(name: str) -> tuple[list[jax.Device], Chip]:
+  """The devices of a machine, and the chip that they are of.
+
+  Call it before JAX is used for anything else: for a CPU it decides on how many
+  devices there are.
+
+  Args:
+    name: see `parse`.
+
+  Raises:
+    ValueError: no such machine, or libtpu is missing.
+  """
+  kind, count = parse(name)
+  jax.config.update("jax_platforms", "cpu")
+  if kind == "cpu":
+    jax.config.update("jax_num_cpu_devices", count)
+    return jax.devices(), CHIPS[kind]
+  for key, value in _ENVIRONMENT.items():
+    os.environ.setdefault(key, value)
+  try:
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+  except Exception as error:  # JaxRuntimeError, of several kinds
+    if "libtpu" in str(error) or "PJRT" in str(error):
+      todo = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
+    else:
+      todo = "no such slice"
+    raise ValueError(
+      f"--topology={name}: {todo}: {str(error).splitlines()[0]}"
+    ) from None
+  return list(found.devices), CHIPS[kind]

@@ -1,0 +1,79 @@
+"""Compiles a training step for machines that need not be there.
+
+    python -m grpojax.compile --config=configs/x.py --topology=v5e:2x2
+                              [--out=FILE.json] [--search]
+                              [--config.key=value ...]
+
+It compiles exactly what `python -m grpojax.train` would run with this config on
+the named slice (rollout, reference pass, update; one program with
+reward.on_device), on shapes alone, and prints what each of them needs: memory,
+operations, HBM traffic, what is sent between chips, and an estimate of seconds.
+No accelerator, weights or data are needed: model.path may be a model directory
+or a config.json alone. TPUs need libtpu (pip install 'jax[tpu]').
+
+Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; cpu:8 is eight
+CPU devices with made-up peaks, for trials.
+
+--search tries meshes, micro-batches and rematerialisation, and ranks what fits
+by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
+that nothing is compiled twice. Exit code 1: it does not fit, or nothing does.
+
+Memory is what XLA allocates, exactly. Seconds are a roofline for completions of
+full length (sampling.max_new_tokens): what it leaves out stands in
+grpojax/aot/roofline.py; rewards, evaluations and saving are not in it.
+"""
+
+import json
+import pathlib
+import sys
+
+from grpojax.aot import programs, report, search, topology
+from grpojax.runtime import command_line
+from grpojax.training import batch_sizes, from_config
+from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.validation import CHOICES
+
+FLAGS = {
+  "topology": ("", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ... or cpu:8"),
+  "out": ("", "also write the result to this JSON file"),
+  "search": (False, "try layouts, and rank those that fit"),
+}
+
+
+def _say(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def main(argv: list[str]) -> int:
+  """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    config, flags = command_line.parse(
+      argv,
+      FLAGS,
+      default_config,
+      "python -m grpojax.compile",
+      WORDS,
+      CHOICES,
+    )
+    out = pathlib.Path(flags.out) if flags.out else None
+    if out and not out.absolute().parent.is_dir():
+      raise ValueError(f"--out={flags.out}: its directory does not exist")
+    validate(config)
+    devices, chip = topology.devices(flags.topology)
+    if flags.search:
+      found = search.search(config, devices, flags.topology, chip, _say)
+      text = search.lines(found)
+    else:
+      mesh = from_config.mesh(config, devices)
+      batch_sizes.check(config, mesh)
+      run = programs.open_run(config, mesh)
+      found = report.report(run, flags.topology, chip, _say)
+      text = report.lines(found)
+  print("\n".join(text))
+  if out:
+    out.write_text(json.dumps(found, indent=2) + "\n")
+  return 0 if found["fits"] else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
