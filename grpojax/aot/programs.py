@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +78,6 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
       model,
       dtype=jnp.dtype(config.model.dtype),
       remat=config.model.remat,
-      unroll=config.model.unroll,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
@@ -169,37 +167,47 @@ def _device_prompts(run: Run) -> Prompts:
   return _rows(jax.eval_shape(lambda: next(batches)[0]), run.mesh, "batch")
 
 
-def lowered(run: Run) -> Iterator[tuple[str, jax.stages.Lowered]]:
-  """The programs of a step, by what they do, each when it is asked for.
+def names(config: ConfigDict) -> tuple[str, ...]:
+  """The programs of a step, in their order."""
+  if config.reward.on_device:
+    return ("step",)
+  return ("rollout", "reference", "update")
+
+
+def lower(run: Run, name: str) -> jax.stages.Lowered:
+  """One of the programs of a step, on its mesh.
 
   Args:
     run: from `open_run`.
+    name: of `names`.
   """
-  config, policy = run.config, run.policy
-  tx, places = optimizer(config), jax.tree.map(lambda x: x.sharding, run.state)
-  with jax.set_mesh(run.mesh):
-    args = config, policy, run.group_size, tx, places
-    if config.reward.on_device:
+  config, policy, state = run.config, run.policy, run.state
+  places = jax.tree.map(lambda x: x.sharding, state)
+  args = config, policy, run.group_size, optimizer(config), places
+  if name == "step":
+    with jax.set_mesh(run.mesh):
       program = steps.make_device_program(*args)
-      given = run.state, _device_prompts(run), run.ref_params
-      yield "step", policies.lower(program, *given)
-      return
-    sample, compare, learn = steps.make_programs(*args)
-  asked = _prompts(run)
-  key = jax.eval_shape(lambda: jax.random.key(0))
+      given = state, _device_prompts(run), run.ref_params
+      return policies.lower(program, *given)
+  sample, compare, learn = steps.make_programs(*args)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  params = run.state.params
+  given = state.params, _prompts(run), jax.eval_shape(_key)
   with jax.set_mesh(sampling):
-    yield "rollout", policies.lower(sample, params, asked, key)
-    samples = jax.eval_shape(sample, params, asked, key)
-  samples = _as_rows(samples, sampling)
-  shape = (run.prompts, run.group_size)
+    if name == "rollout":
+      return policies.lower(sample, *given)
+    samples = jax.eval_shape(sample, *given)
+  shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
+  given = state.params, _as_rows(samples, sampling), rewards, run.ref_params
   with jax.set_mesh(run.mesh):
-    given = params, samples, rewards, run.ref_params
-    yield "reference", policies.lower(compare, *given)
+    if name == "reference":
+      return policies.lower(compare, *given)
     batch, _ = jax.eval_shape(compare, *given)
-    yield "update", policies.lower(learn, run.state, _as_rows(batch, run.mesh))
+    return policies.lower(learn, state, _as_rows(batch, run.mesh))
+
+
+def _key() -> jax.Array:
+  return jax.random.key(0)
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -135,34 +134,37 @@ def _part(run: programs.Run, name: str, part: Part, chip: Chip):
 
 
 def measure(
-  run: programs.Run, machine: str, chip: Chip, say: Say
-) -> Iterator[tuple[str, Any]]:
-  """Compiles the programs of a step one by one.
+  run: programs.Run, name: str, machine: str, chip: Chip, say: Say
+) -> dict[str, Any]:
+  """Compiles one program of a step.
 
   Args:
     run: from `programs.open_run`.
+    name: of the program.
     machine: name of the topology.
     chip: its chip.
     say: told what is being done.
 
-  Yields:
-    The name of a program, and its part of the report.
+  Returns:
+    Its part of the report.
   """
   trips = max(run.config.sampling.max_new_tokens - 1, 1)
-  for name, lowered in programs.lowered(run):
-    began = time.perf_counter()
-    say(f"compiling {name} ...")
-    part, kept = parts.measure(lowered, machine, chip, trips)
-    seconds = time.perf_counter() - began
-    say(f"compiling {name}: {'kept' if kept else f'{seconds:.0f} s'}")
-    yield name, _part(run, name, part, chip)
+  say(f"compiling {name} ...")
+  lowered = programs.lower(run, name)
+  part, kept = parts.measure(lowered, machine, chip, trips)
+  seconds = f"{part.compile_seconds:.0f} s"
+  say(f"compiling {name}: {seconds}{' (kept from before)' if kept else ''}")
+  return _part(run, name, part, chip)
 
 
 def report(
   run: programs.Run, machine: str, chip: Chip, say: Say
 ) -> dict[str, Any]:
   """All of it, as it is saved; arguments as of `measure`."""
-  found = dict(measure(run, machine, chip, say))
+  found = {
+    name: measure(run, name, machine, chip, say)
+    for name in programs.names(run.config)
+  }
   seconds = sum(part["seconds"] for part in found.values())
   samples = run.prompts * run.group_size
   tokens = samples * run.config.sampling.max_new_tokens

@@ -103,6 +103,26 @@ def _attend(
   return out, lse
 
 
+def _merge(part, other):
+  """Attention over the keys of two parts, of their outputs and log-sum-exps.
+
+  softmax over the union of two key sets equals the two separate softmaxes mixed
+  by the sigmoid of the difference of their log-sum-exps.
+  """
+  (out, lse), (other_out, other_lse) = part, other
+  # exp(other_lse) / (exp(other_lse) + exp(lse)): the part of the whole
+  # softmax's mass that lies on the other keys.
+  share = jax.nn.sigmoid(other_lse - lse)
+  return out + share * (other_out - out), jnp.logaddexp(lse, other_lse)
+
+
+def _attend_prompt(q, prompt, mask, scale, cap):
+  if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
+    mask = mask[:, None, None]
+  mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
+  return _attend(q, *prompt, mask, cache.PROMPT_AXES, scale, cap)
+
+
 def two_part_attention(
   q: Float[Array, "B G K R S E"],
   row: tuple[RowArray, RowArray],
@@ -115,9 +135,8 @@ def two_part_attention(
 ) -> Float[Array, "B G K R S E"]:
   """Attention over a token's own row (its completion) and its group's prompt.
 
-  softmax over the union of both key sets equals the two separate softmaxes
-  mixed by the sigmoid of the difference of their log-sum-exps, so the prompt's
-  keys are never copied to the samples.
+  The two parts are merged by their log-sum-exps, so the prompt's keys are never
+  copied to the samples.
 
   Args:
     q: queries [B, G, K, R, S, E].
@@ -134,19 +153,46 @@ def two_part_attention(
     Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  out, lse = _attend(q, *row, row_mask, cache.ROW_AXES, scale, cap)
+  part = _attend(q, *row, row_mask, cache.ROW_AXES, scale, cap)
   if prompt is None:
-    return out
-  if prompt_mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
-    prompt_mask = prompt_mask[:, None, None]
-  prompt_mask = prompt_mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
-  prompt_out, prompt_lse = _attend(
-    q, *prompt, prompt_mask, cache.PROMPT_AXES, scale, cap
-  )
-  # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
-  # softmax's mass that lies on the prompt.
-  share = jax.nn.sigmoid(prompt_lse - lse)
-  return (out + share * (prompt_out - out)).astype(q.dtype)
+    return part[0]
+  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
+  return _merge(part, of_prompt)[0].astype(q.dtype)
+
+
+def cached_attention(
+  q: Float[Array, "B G K R S E"],
+  row: cache.KeysValues,
+  slots: cache.KeysValues,
+  prompt: tuple[PromptArray, PromptArray] | None,
+  masks: Any,
+  *,
+  scale: float | None = None,
+  cap: float | None = None,
+) -> Float[Array, "B G K R S E"]:
+  """As `two_part_attention`, and over earlier tokens of the rows in a cache.
+
+  The cache is only read: the new tokens' keys are a part of their own, so that
+  a loop over layers need not carry the cache.
+
+  Args:
+    q: queries of the new tokens.
+    row: keys and values of the new tokens, C = S.
+    slots: those of the cache.
+    prompt: see `two_part_attention`.
+    masks: `row`, `slots` and `prompt`, each of the keys of that name; a query
+      may see no slot.
+    scale: see `two_part_attention`.
+    cap: see `two_part_attention`.
+  """
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  part = _attend(q, *row, masks.row, cache.ROW_AXES, scale, cap)
+  earlier = _attend(q, *slots, masks.slots, cache.ROW_AXES, scale, cap)
+  part = _merge(part, earlier)
+  if prompt is not None:
+    of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
+    part = _merge(part, of_prompt)
+  return part[0].astype(q.dtype)
 
 
 def causal_attention(

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import (
+  cached_attention,
   causal_attention,
   rms_norm,
-  two_part_attention,
 )
-from grpojax.models.cache import KeysValues, LayerSlots, PromptKeysValues
+from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.rope import rotate
@@ -35,23 +35,25 @@ RotaryTable = tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]]
 class TokenContext(NamedTuple):
   """What all layers know of the tokens [B, G, S] that pass through them.
 
-  Row keys are those of the tokens' own rows, [B, G, K, C, E]: of the tokens
-  themselves (C = S) or, while decoding, of all slots of the cache.
+  They attend to each other, to earlier tokens of their rows in the slots of a
+  cache, and to their prompt.
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
-    mask: of the row keys, broadcastable to [B, G, K, R, S, C].
+    mask: of the tokens among themselves, broadcastable to [B, G, K, R, S, S].
     positions: of the tokens in the whole sequence.
-    key_positions: of the row keys in the whole sequence.
     prompt_mask: True on real prompt tokens, or None where the tokens are the
       prompt.
+    slot_mask: True on the slots that hold a token, or None without a cache.
+    slot_positions: of what is in the slots, or None.
   """
 
   tables: tuple[RotaryTable, ...]
   mask: Bool[Array, "..."]
   positions: Int[Array, "B G S"]
-  key_positions: Int[Array, "B G C"]
   prompt_mask: Bool[Array, "B P"] | None
+  slot_mask: Bool[Array, "C"] | None = None
+  slot_positions: Int[Array, "B G C"] | None = None
 
 
 def _project(
@@ -72,41 +74,43 @@ def _project(
   return y + bias
 
 
-def _masks(
-  config: TransformerConfig,
-  local: Local,
-  context: TokenContext,
-  prompt_length: int,
-) -> tuple[Bool[Array, "..."], Bool[Array, "..."] | None]:
-  """Masks of row and prompt keys, within the window where the layer is local.
+class Masks(NamedTuple):
+  """Which keys the tokens attend to in a layer.
 
-  Args:
-    config: of the model.
-    local: whether the layer is local.
-    context: of the tokens.
-    prompt_length: P.
-
-  Returns:
-    The mask of the row keys, broadcastable to [B, G, K, R, S, C], and that of
-    the prompt's, [B, P] or [B, G, S, P], or None where there is no prompt.
+  Attributes:
+    row: of each other's, broadcastable to [B, G, K, R, S, S].
+    slots: of the cache's, broadcastable to [B, G, K, R, S, C], or None.
+    prompt: of the prompt's, [B, P] or [B, G, S, P], or None.
   """
+
+  row: Bool[Array, "..."]
+  slots: Bool[Array, "..."] | None
+  prompt: Bool[Array, "..."] | None
+
+
+def _masks(local: Local, window: int, context: TokenContext) -> Masks:
+  """The context's masks, within the window where the layer is local."""
+  masks = Masks(context.mask, context.slot_mask, context.prompt_mask)
   if local is False:
-    return context.mask, context.prompt_mask
+    return masks
 
-  def in_window(key_positions):
-    distance = context.positions[..., None] - key_positions
-    near = distance < config.window
+  def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
+    distance = context.positions[..., None] - key_positions[..., None, :]
+    near = distance < window
     # Traced, the layer may be a global one: then all keys are in its window.
-    return near if local is True else near | ~local
+    near = near if local is True else near | ~local
+    return near[:, :, None, None]
 
-  # [B, G, S, C], and then the same for all heads.
-  row_window = in_window(context.key_positions[..., None, :])
-  mask = context.mask & row_window[:, :, None, None]
-  if context.prompt_mask is None:
-    return mask, None
-  # A prompt token's position is its slot: prompts are padded on the right.
-  prompt_window = in_window(jnp.arange(prompt_length))
-  return mask, context.prompt_mask[:, None, None] & prompt_window
+  row = masks.row & in_window(context.positions)
+  slots = prompt = None
+  if masks.slots is not None:
+    slots = masks.slots & in_window(context.slot_positions)
+  if masks.prompt is not None:
+    # A prompt token's position is its slot: prompts are padded on the right.
+    places = jnp.arange(masks.prompt.shape[-1])[None, None]
+    near = in_window(places)[:, :, 0, 0]
+    prompt = masks.prompt[:, None, None] & near
+  return Masks(row, slots, prompt)
 
 
 def _rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
@@ -127,7 +131,7 @@ def _attention(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: LayerSlots | None,
+  slots: KeysValues | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """Attention of a layer; arguments and results as those of `block`."""
   c = config
@@ -144,28 +148,18 @@ def _attention(
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
-  row = kept = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
-  if slots is not None:
-    # Written before they are read: a token attends to itself too. Cached keys
-    # are rotated already, for their positions never change.
-    kept = cache.write(slots, row)
-    row = cache.read(kept, slots.layer)
-  length = 0 if prompt is None else cache.prompt_length(prompt)
-  mask, prompt_mask = _masks(c, local, context, length)
-  attend = causal_attention if slots is None else two_part_attention
-  out = attend(
-    q,
-    row,
-    mask,
-    prompt,
-    prompt_mask,
-    scale=c.attention_scale,
-    cap=c.attention_cap,
-  )
+  # Cached keys are rotated already, for their positions never change.
+  row = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
+  masks = _masks(local, c.window, context)
+  options = dict(scale=c.attention_scale, cap=c.attention_cap)
+  if slots is None:
+    out = causal_attention(q, row, masks.row, prompt, masks.prompt, **options)
+  else:
+    out = cached_attention(q, row, slots, prompt, masks, **options)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
   y = _project(out, layer, "o")
-  return constrain(y, "batch", "group"), kept
+  return constrain(y, "batch", "group"), row
 
 
 def _mlp(
@@ -190,7 +184,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: LayerSlots | None,
+  slots: KeysValues | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
@@ -205,16 +199,15 @@ def block(
     local: whether the layer is local.
     context: what the layer needs to know of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
-    slots: where the cache has this layer, or None.
+    slots: the cache of this layer, or None.
 
   Returns:
-    The new hidden states, and the keys and values of the tokens' rows, or, with
-    a cache, the slots of its stack with them in it.
+    The new hidden states, and the keys and values of the tokens.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
-  y, kept = _attention(c, y, layer, local, context, prompt, slots)
+  y, row = _attention(c, y, layer, local, context, prompt, slots)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
-  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), kept
+  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row

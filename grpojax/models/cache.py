@@ -6,8 +6,9 @@ of slots a sample, and those of the prompts, once for a whole group:
     row      [B, G, K, C, E]   slot i of C holds completion token i
     prompt   [B, K, P, E]
 
-The layers of a stack (see `layer_stacks`) are one array, with a leading axis:
-a loop over them carries the whole stack, and writes a token's slot in place.
+The layers of a stack (see `layer_stacks`) are one array, with a leading axis. A
+decoding step only reads it, and writes the new tokens of all layers at its end,
+in place.
 
 `ROW_AXES` and `PROMPT_AXES` are the only places where that order is written
 down. The other modules ask here for what depends on it, and name axes by these
@@ -55,26 +56,12 @@ class Cache(NamedTuple):
   stacks: tuple[KeysValues, ...]
 
 
-class LayerSlots(NamedTuple):
-  """The slots of one layer within its stack.
-
-  Attributes:
-    stack: slots of all layers of the stack.
-    layer: which of them is meant.
-    index: the slot that the next token goes to.
-  """
-
-  stack: KeysValues
-  layer: int | Int[Array, ""]
-  index: Int[Array, ""]
-
-
 def create(
   batch: int,
   group_size: int,
   capacity: int,
   *,
-  layers: tuple[int, ...],
+  layers: int,
   kv_heads: int,
   head_dim: int,
   dtype: Any,
@@ -85,20 +72,19 @@ def create(
     batch: B.
     group_size: G.
     capacity: C, completion tokens that a row has room for.
-    layers: of each stack.
+    layers: L.
     kv_heads: K.
     head_dim: E.
     dtype: of keys and values.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
-  shape = tuple(sizes[axis] for axis in ROW_AXES)
+  shape = (layers, *(sizes[axis] for axis in ROW_AXES))
   return Cache(
     index=jnp.zeros((), jnp.int32),
-    stacks=tuple(
+    stacks=(
       constrain_stack(
-        KeysValues(jnp.zeros((n, *shape), dtype), jnp.zeros((n, *shape), dtype))
-      )
-      for n in layers
+        KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+      ),
     ),
   )
 
@@ -128,24 +114,24 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def write(slots: LayerSlots, tokens: KeysValues) -> KeysValues:
-  """Writes the next tokens of a layer into its slots; returns the stack."""
+def write(cache: Cache, tokens: tuple[KeysValues, ...], count: int) -> Cache:
+  """Writes the next tokens of all layers into their slots.
+
+  Args:
+    cache: it is updated in place where XLA can.
+    tokens: of each stack, [layers, *ROW_AXES] with C = count.
+    count: of tokens.
+  """
 
   def one(stack, new):
-    start = [0] * stack.ndim
-    start[0], start[1 + ROW_AXES.index("c")] = slots.layer, slots.index
-    return jax.lax.dynamic_update_slice(
-      stack, new[None].astype(stack.dtype), start
+    axis = 1 + ROW_AXES.index("c")
+    return jax.lax.dynamic_update_slice_in_dim(
+      stack, new.astype(stack.dtype), cache.index, axis
     )
 
-  return constrain_stack(jax.tree.map(one, slots.stack, tokens))
-
-
-def read(stack: KeysValues, layer: int | Int[Array, ""]) -> KeysValues:
-  """All slots of one layer."""
-  return jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), stack
-  )
+  stacks = jax.tree.map(one, cache.stacks, tokens)
+  stacks = tuple(map(constrain_stack, stacks))
+  return Cache(cache.index + count, stacks)
 
 
 def first_slots(x: RowArray, count: int) -> RowArray:
@@ -153,12 +139,9 @@ def first_slots(x: RowArray, count: int) -> RowArray:
   return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
 
 
-def visible(cache: Cache, count: int) -> Bool[Array, "S C"]:
-  """Which slots each of the next `count` tokens sees: all up to its own.
-
-  The slots after the token's own are not filled yet.
-  """
-  return jnp.arange(capacity(cache)) <= cache.index + jnp.arange(count)[:, None]
+def filled(cache: Cache) -> Bool[Array, "C"]:
+  """Which slots hold a token."""
+  return jnp.arange(capacity(cache)) < cache.index
 
 
 def slot_positions(

@@ -63,16 +63,6 @@ def last_layers(
   return moving, merge
 
 
-def split(params: Params) -> Params:
-  """Holds each layer apart, as a stack of its own."""
-  layers = [
-    jax.tree.map(lambda x, i=i: x[i : i + 1], stack)
-    for stack in stacks(params)
-    for i in range(layer_count(stack))
-  ]
-  return params | {"layers": tuple(layers)}
-
-
 def _scan_stack(
   body: Callable[..., tuple[Any, Any]],
   carry: Any,
@@ -80,9 +70,6 @@ def _scan_stack(
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
-  if len(locality) == 1:  # nothing to loop over, and nothing to slice
-    carry, kept = body(carry, locality[0], *jax.tree.map(_only, scanned))
-    return carry, jax.tree.map(lambda x: x[None], kept)
   if len(set(locality)) == 1:  # then it needs no choice at run time
     return jax.lax.scan(
       lambda carry, s: body(carry, locality[0], *s), carry, scanned
@@ -92,17 +79,12 @@ def _scan_stack(
   )
 
 
-def _only(x: Array) -> Array:
-  return x[0]
-
-
 def scan(
   config: TransformerConfig,
-  body: Callable[..., tuple[Any, Any]],
+  body: Callable[..., tuple[Array, Any]],
   x: Float[Array, "B G S D"],
   params: Params,
   *scanned: tuple[Any, ...],
-  carried: tuple[Any, ...] | None = None,
 ) -> tuple[Float[Array, "B G S D"], tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
@@ -112,26 +94,14 @@ def scan(
     x: hidden states.
     params: of the model.
     *scanned: for each stack a pytree with its layers on the leading axis.
-    carried: for each stack what its layers hand on beside x. Then the body is
-      `body((x, of_stack), local, layer, *more, number)`, with the layer's
-      number in the stack, and nothing is kept of single layers.
 
   Returns:
-    The hidden states, and what was kept of each stack or carried through it.
+    The hidden states, and what was kept of each stack.
   """
   start, kept = 0, []
-  for i, (stack, *more) in enumerate(
-    zip(stacks(params), *scanned, strict=True)
-  ):
-    count = layer_count(stack)
-    locality = config.locality[start : start + count]
-    start += count
-    if carried is None:
-      x, of_stack = _scan_stack(body, x, locality, (stack, *more))
-    else:
-      scanned_too = (stack, *more, jnp.arange(count))
-      (x, of_stack), _ = _scan_stack(
-        body, (x, carried[i]), locality, scanned_too
-      )
+  for stack, *more in zip(stacks(params), *scanned, strict=True):
+    locality = config.locality[start : start + layer_count(stack)]
+    start += len(locality)
+    x, of_stack = _scan_stack(body, x, locality, (stack, *more))
     kept.append(of_stack)
   return x, tuple(kept)

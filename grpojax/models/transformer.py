@@ -74,14 +74,13 @@ def _token_context(
   config: TransformerConfig,
   mask: Bool[Array, "..."],
   positions: Int[Array, "B G S"],
-  key_positions: Int[Array, "B G C"],
   prompt_mask: Bool[Array, "B P"] | None,
 ) -> TokenContext:
   """Adds the rotary tables, which are the same in all layers of a kind."""
   tables = tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes
   )
-  return TokenContext(tables, mask, positions, key_positions, prompt_mask)
+  return TokenContext(tables, mask, positions, prompt_mask)
 
 
 def _prefill(
@@ -99,7 +98,7 @@ def _prefill(
   # key but those before it; what it computes is never read.
   mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
   mask = mask[:, None, None, None]  # all heads of the one row
-  context = _token_context(config, mask, positions, positions, None)
+  context = _token_context(config, mask, positions, None)
 
   def body(x, local, layer):
     x, row = layer_step(config, x, layer, local, context, None, None)
@@ -142,7 +141,7 @@ def _extend_rows(
   The layers are scanned, so that the program does not grow with their number.
   """
   mask = _row_mask(x.shape[2], segments)
-  context = _token_context(config, mask, positions, positions, prompt_mask)
+  context = _token_context(config, mask, positions, prompt_mask)
 
   def body(x, local, layer, prompt):
     x, _ = layer_step(config, x, layer, local, context, prompt, None)
@@ -161,23 +160,21 @@ def _extend_cached(
   prompt_mask: Bool[Array, "B P"],
 ) -> tuple[Float[Array, "B G S D"], Cache]:
   """The next tokens through all layers, and the cache with them in it."""
+  size = x.shape[2]
   context = _token_context(
-    config,
-    cache_lib.visible(cache, x.shape[2]),
-    positions,
-    cache_lib.slot_positions(cache, positions),
-    prompt_mask,
+    config, _row_mask(size, None), positions, prompt_mask
+  )._replace(
+    slot_mask=cache_lib.filled(cache),
+    slot_positions=cache_lib.slot_positions(cache, positions),
   )
 
-  def body(carry, local, layer, prompt, number):
-    x, stack = carry
-    slots = cache_lib.LayerSlots(stack, number, cache.index)
-    return block(config, x, layer, local, context, prompt, slots), None
+  def body(x, local, layer, prompt, slots):
+    return block(config, x, layer, local, context, prompt, slots)
 
-  x, filled = layer_stacks.scan(
-    config, body, x, params, keys_values, carried=cache.stacks
+  x, rows = layer_stacks.scan(
+    config, body, x, params, keys_values, cache.stacks
   )
-  return x, Cache(cache.index + x.shape[2], filled)
+  return x, cache_lib.write(cache, rows, size)
 
 
 def _extend(
@@ -237,7 +234,7 @@ def _cast(params: Params, dtype: Any) -> Params:
 
 
 def _for_decoding(
-  config: TransformerConfig, params: Params, dtype: Any, unrolled: bool
+  config: TransformerConfig, params: Params, dtype: Any
 ) -> Params:
   """Parameters as the token loop reads them: cast and laid out once.
 
@@ -249,7 +246,7 @@ def _for_decoding(
     return params
   head = params["embed"].T if config.tied else params["head"]
   params |= {"head": head.astype(dtype)}
-  return layer_stacks.split(params) if unrolled else params
+  return params
 
 
 def _gathered_block(config, x, layer, *args):
@@ -265,10 +262,7 @@ _all_but_gathered = jax.checkpoint_policies.save_anything_except_these_names(
 
 
 def _functions(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  stacks: tuple[int, ...],
+  config: TransformerConfig, layer_step: Callable[..., Any], dtype: Any
 ) -> LM:
   """The model's functions.
 
@@ -276,7 +270,6 @@ def _functions(
     config: of the model.
     layer_step: runs a layer; `block`, or with something around it.
     dtype: of computation.
-    stacks: layers of each stack of the parameters.
   """
 
   def prefill(params, prompt_ids, prompt_mask):
@@ -292,7 +285,7 @@ def _functions(
       batch,
       group_size,
       capacity,
-      layers=stacks,
+      layers=config.layers,
       kv_heads=config.kv_heads,
       head_dim=config.head_dim,
       dtype=dtype,
@@ -312,7 +305,6 @@ def transformer(
   *,
   dtype=jnp.float32,
   remat: bool = False,
-  unroll: int = 32,
 ) -> LM:
   """The decoder as an `LM`.
 
@@ -324,10 +316,6 @@ def transformer(
       update of a bfloat16 weight rounds to nothing) and are cast where used.
     remat: recompute each layer in the backward pass instead of storing its
       activations (less memory, about a third more work).
-    unroll: up to so many layers are unrolled in a rollout's decoding step. More
-      are looped over: the program compiles in a time that does not grow with
-      their number, but each layer's slots are copied out of the stack for every
-      token (compiled for TPU, the loop moves about twice the bytes).
 
   Raises:
     ValueError: a configuration whose parts do not fit, see `config.check`.
@@ -340,10 +328,7 @@ def transformer(
     prevent_cse=False,  # under a scan nothing can be merged with it
     policy=None if remat else _all_but_gathered,
   )
-  one_stack = (config.layers,)
-  unrolled = config.layers <= unroll
-  separate = (1,) * config.layers if unrolled else one_stack
-  decoder = _functions(config, block, dtype, separate)
+  decoder = _functions(config, block, dtype)
 
   def layer_step(*args):
     gathers = sharding.fsdp_shards() > 1
@@ -351,14 +336,12 @@ def transformer(
 
   def prepare(params, decoding):
     if decoding:
-      return decoder, _for_decoding(config, params, dtype, unrolled)
+      return decoder, _for_decoding(config, params, dtype)
     params = sharding.cut(_cast(params, dtype))
     outer = {name: x for name, x in params.items() if name != "layers"}
     if config.tied:  # twice, so that each gradient is cut by itself
       outer["head"] = outer["embed"].T
     return lm, params | sharding.gather(outer)
 
-  lm = _functions(config, layer_step, dtype, one_stack)._replace(
-    prepare=prepare
-  )
+  lm = _functions(config, layer_step, dtype)._replace(prepare=prepare)
   return lm

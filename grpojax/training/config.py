@@ -35,7 +35,6 @@ def default_config() -> ConfigDict:
   # Of computation; what is trained is float32, what is frozen (LoRA) this.
   config.model.dtype = "float32"
   config.model.remat = True  # recompute activations in the backward pass
-  config.model.unroll = 32  # layers of a decoding step; deeper models loop
   config.model.reference = "device"  # or "host": there but for its own pass
   config.lora = ConfigDict()  # train low-rank adapters, not the weights
   config.lora.rank = 0  # 0 = off

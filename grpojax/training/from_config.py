@@ -48,9 +48,7 @@ def open_policy(config: ConfigDict) -> Policy:
     ValueError: the directory, its configuration or its tokenizer do not fit.
   """
   model = config.model
-  return policies.open_policy(
-    model.path, model.dtype, model.remat, model.unroll
-  )
+  return policies.open_policy(model.path, model.dtype, model.remat)
 
 
 def with_weights(

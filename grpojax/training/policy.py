@@ -60,7 +60,7 @@ def find_model(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def open_policy(
-  path: str, dtype: str = "float32", remat: bool = False, unroll: int = 32
+  path: str, dtype: str = "float32", remat: bool = False
 ) -> Policy:
   """Reads all of a model but its weights.
 
@@ -68,7 +68,6 @@ def open_policy(
     path: a model directory, a finished run, or an embedded model's name.
     dtype: of computation, see `transformer`.
     remat: see `transformer`.
-    unroll: see `transformer`.
 
   Raises:
     ValueError: the directory, its configuration or its tokenizer do not fit.
@@ -89,7 +88,7 @@ def open_policy(
     )
   return Policy(
     directory,
-    transformer(config, dtype=jnp.dtype(dtype), remat=remat, unroll=unroll),
+    transformer(config, dtype=jnp.dtype(dtype), remat=remat),
     tokenizer,
     eos.eos_ids(directory, tokenizer, config.vocab_size),
     eos.pad_id(tokenizer),

@@ -49,7 +49,7 @@ _AT_LEAST_ONE = (
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
   "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
-  "diagnostics.last_layers model.unroll mesh.sampling_tensor "
+  "diagnostics.last_layers mesh.sampling_tensor "
   "auto_group_size.margin auto_group_size.confidence "
   "lora.rank reward.workers stop.skipped_updates stop.rewards_missing "
   "stop.zero_variance_groups stop.truncated"
