@@ -149,6 +149,12 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, params)
 
 
+def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
+  """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
+  spec = spec_for(f"layers/{name}", (1, *shape), mesh)
+  return P(*map(_without_fsdp, spec[1:]))
+
+
 def fsdp_shards() -> int:
   """Parts that the mesh in context cuts each layer's parameters into."""
   return dict(jax.sharding.get_abstract_mesh().shape).get("fsdp", 1)
