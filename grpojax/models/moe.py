@@ -21,6 +21,8 @@ from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
+
+
 def route(
   x: Float[Array, "N D"],
   router: Float[Array, "D X"],
@@ -115,7 +117,9 @@ def _varying(x: Array, axes: set[str]) -> Array:
 
 def _axes(spec: P) -> set[str]:
   """The axes of a mesh that a spec names."""
-  names = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+  names = (
+    (entry,) if isinstance(entry, str) else entry or () for entry in spec
+  )
   return {name for axes in names for name in axes}
 
 

@@ -151,8 +151,13 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
 
 def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
   """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
-  spec = spec_for(f"layers/{name}", (1, *shape), mesh)
-  return P(*map(_without_fsdp, spec[1:]))
+  spec = spec_for(f"layers/{name}", (1, *shape), mesh)[1:]
+  return P(
+    *(
+      axis if axis and mesh.shape[axis] > 1 else None
+      for axis in map(_without_fsdp, spec)
+    )
+  )
 
 
 def fsdp_shards() -> int:

@@ -1,0 +1,247 @@
+"""Runs and compiles layers of experts over meshes of eight devices.
+
+test_sharded_experts.py runs it in a process of its own, for the number of
+devices is set before jax starts.
+"""
+
+import dataclasses
+import functools
+import re
+import sys
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpojax.core.mesh import activation_spec, batch_sharding, make_mesh
+from grpojax.models import sharding
+from grpojax.models.moe import mixture
+from grpojax.models.transformer import TransformerConfig, transformer
+
+MESHES = (
+  # data, fsdp, expert, tensor
+  (8, 1, 1, 1),
+  (1, 8, 1, 1),
+  (1, 4, 1, 2),
+  (2, 1, 4, 1),
+  (1, 2, 2, 2),
+)
+CONFIG = TransformerConfig(
+  vocab_size=16,
+  width=16,
+  layers=2,
+  heads=2,
+  kv_heads=2,
+  head_dim=4,
+  mlp=8,
+  tied=False,
+  experts=8,
+  experts_per_token=2,
+)
+ODD = dataclasses.replace(CONFIG, experts=5, mlp=7)  # no mesh divides them
+B, G, P, S = 2, 4, 5, 3  # B < 8: the mesh cuts groups too
+COLLECTIVES = (
+  "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+)
+
+
+@functools.cache
+def parameters(config):
+  """Of a model whose layers matter, and with all tokens at two experts."""
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: x if "norm" in path[-1].key else 8 * x,
+    transformer(config).init(jax.random.key(0)),
+  )
+  # Where all logits are equal the first experts are taken.
+  layers = params["layers"] | {"router": 0 * params["layers"]["router"]}
+  return params, params | {"layers": layers}
+
+
+def experts_alone(params):
+  names = ("router", "expert_gate", "expert_up", "expert_down")
+  return {"layers": {name: params["layers"][name] for name in names}}
+
+
+def mixtures(config, params, x):
+  """All layers' mixtures, one after the other."""
+
+  @jax.checkpoint
+  def step(x, layer):
+    layer = sharding.gather(layer, "layer/")
+    return x + mixture(config, x, layer, jax.nn.silu), None
+
+  return jax.lax.scan(step, x, params["layers"])[0]
+
+
+def with_gradients(config, params, x):
+  """Their value and the gradients of a sum of sines of it."""
+  y, pull = jax.vjp(functools.partial(mixtures, config), params, x)
+  return y, pull(jnp.cos(y))
+
+
+def compiled(function, mesh, params, x):
+  """A program for a mesh, and the places of its arguments."""
+  spec = activation_spec(mesh, x.shape, ("batch", "group"))
+  rows = jax.sharding.NamedSharding(mesh, spec)
+  places = sharding.shardings(params, mesh), rows
+  with jax.set_mesh(mesh):
+    jitted = jax.jit(function, in_shardings=places)
+    return jitted.lower(params, x).compile(), places
+
+
+def check_equal(got, want):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def on_one_device(config, group_size):
+  x = jax.random.normal(jax.random.key(1), (B, group_size, S, config.width))
+  arguments = [(experts_alone(p), x) for p in parameters(config)]
+  program = jax.jit(functools.partial(with_gradients, config))
+  return arguments, [program(*a) for a in arguments]
+
+
+def check_mixtures(sizes, config=CONFIG, group_size=G):
+  """As on one device, however the tokens are routed."""
+  arguments, wanted = on_one_device(config, group_size)
+  function = functools.partial(with_gradients, config)
+  program, places = compiled(function, make_mesh(*sizes), *arguments[0])
+  for argument, want in zip(arguments, wanted, strict=True):
+    check_equal(program(*jax.device_put(argument, places)), want)
+  return collectives(program.as_text())
+
+
+def collectives(text):
+  """What a compiled program's collectives yield: (operation, shape)."""
+  found = Counter()
+  for line in text.splitlines():
+    match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
+    for shape in re.findall(r"\w+\[[\d,]*\]", match[1]) if match else ():
+      found[match[2], shape] += 1
+  return found
+
+
+def check_exchanges(found):
+  """fsdp = 2, expert = 4: a group of four devices has 12 of the 24 tokens."""
+  gathered_experts = {
+    ("all-gather", "f32[16,8]"),  # the router
+    ("all-gather", "f32[2,16,8]"),
+    ("all-gather", "f32[2,8,16]"),
+  }
+  summed_gradients = {  # a reduce-scatter on TPU, not on CPU
+    ("all-reduce", "f32[16,8]"),
+    ("all-reduce", "f32[2,16,8]"),
+    ("all-reduce", "f32[2,8,16]"),
+  }
+  tokens = {
+    ("all-gather", "f32[12,16]"),  # the sums' gradients too
+    ("all-gather", "f32[12,2]"),  # weights of a token's experts
+    ("all-gather", "s32[12,2]"),
+    ("reduce-scatter", "f32[3,16]"),
+    ("reduce-scatter", "f32[3,2]"),
+  }
+  assert set(found) == gathered_experts | summed_gradients | tokens, found
+
+
+def check_decoding_exchanges():
+  """One token of each sample: four of eight in a group of devices."""
+  (params, x), _ = on_one_device(CONFIG, G)[0]
+  function = functools.partial(mixtures, CONFIG)
+  program, _ = compiled(function, make_mesh(1, 2, 4, 1), params, x[:, :, :1])
+  found = collectives(program.as_text())
+  assert {x for x in found if not x[1].endswith(("16,8]", "8,16]"))} == {
+    ("all-gather", "f32[4,16]"),
+    ("all-gather", "f32[4,2]"),
+    ("all-gather", "s32[4,2]"),
+    ("reduce-scatter", "f32[1,16]"),
+  }, found
+
+
+def check_models():
+  """Whole models: training with and without remat, and decoding."""
+  prompts = jnp.arange(B * P).reshape(B, P) * 7 % 15
+  mask = jnp.arange(P) < P - jnp.arange(B)[:, None]
+  ids = jnp.arange(B * G * S).reshape(B, G, S) * 5 % 15
+  batch = prompts, mask, ids
+
+  def train(lm, params, prompts, mask, ids):
+    def hidden(params):
+      model, params = lm.prepared(params, decoding=False)
+      prefix = model.prefill(params, prompts, mask)
+      return model.extend(params, prefix, ids)[0]
+
+    y, pull = jax.vjp(hidden, params)
+    return y, pull(jnp.cos(y))
+
+  def decode(lm, params, prompts, mask, ids):
+    model, params = lm.prepared(params, decoding=True)
+    prefix = model.prefill(params, prompts, mask)
+
+    def step(carry):
+      i, cache, out = carry
+      token = jax.lax.dynamic_slice_in_dim(ids, i, 1, axis=2)
+      new, cache = model.extend(params, prefix, token, cache)
+      out = jax.lax.dynamic_update_slice_in_dim(out, new, i, axis=2)
+      return i + 1, cache, out
+
+    out = jnp.zeros((*ids.shape, CONFIG.width))
+    start = 0, model.init_cache(B, G, S), out
+    return jax.lax.while_loop(lambda carry: carry[0] < S, step, start)[2]
+
+  for function, remat in ((train, False), (train, True), (decode, False)):
+    program = functools.partial(function, transformer(CONFIG, remat=remat))
+    wanted = [jax.jit(program)(p, *batch) for p in parameters(CONFIG)]
+    for sizes in MESHES:
+      mesh = make_mesh(*sizes)
+      places = (
+        sharding.shardings(parameters(CONFIG)[0], mesh),
+        *(batch_sharding(mesh, B),) * 3,
+      )
+      with jax.set_mesh(mesh):
+        jitted = jax.jit(program, in_shardings=places)
+        for params, want in zip(parameters(CONFIG), wanted, strict=True):
+          check_equal(jitted(*jax.device_put((params, *batch), places)), want)
+
+
+def check_tpu():
+  """Compiled for a v5e slice: a kernel multiplies the runs, and no others."""
+  from jax.experimental import topologies
+
+  config = dataclasses.replace(CONFIG, width=256, mlp=128, experts=16)
+  params = jax.eval_shape(
+    lambda: experts_alone(transformer(config).init(jax.random.key(0)))
+  )
+  params = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params
+  )
+  x = jax.ShapeDtypeStruct((8, 2, 128, config.width), jnp.float32)
+  devices = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5e:2x4"
+  ).devices
+  mesh = make_mesh(1, 2, 4, 1, devices=devices)
+  function = functools.partial(with_gradients, config)
+  text = compiled(function, mesh, params, x)[0].as_text()
+  # Forward, recomputed, and the gradients of rows and matrices.
+  assert text.count('custom_call_target="tpu_custom_call"') >= 12
+  assert not re.search(r" convolution\(.*ragged_dot", text)
+  for operation, shape in collectives(text):
+    print(operation, shape)
+
+
+CHECKS = {"models": check_models, "tpu": check_tpu}
+
+
+def main():
+  for sizes in MESHES:
+    check_mixtures(sizes)
+  check_exchanges(check_mixtures((1, 2, 4, 1)))
+  check_decoding_exchanges()
+  # What cannot be cut is whole: groups of three tokens, experts and their F.
+  check_mixtures((1, 2, 4, 1), group_size=3)
+  check_mixtures((1, 2, 2, 2), ODD)
+
+
+if __name__ == "__main__":
+  (CHECKS[sys.argv[1]] if sys.argv[1:] else main)()
