@@ -17,6 +17,7 @@ TPU = {
   "TPU_WORKER_HOSTNAMES": "localhost",
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # they are what is read
 }
 
 
