@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -150,11 +149,7 @@ def _on_device(
     tokens, layer["router"], config.experts_per_token, config.normalize_experts
   )
   matrices = {
-    # Recomputed where the gathered ones are (see `transformer`), not kept.
-    name: checkpoint_name(
-      _varying(layer[name], row_axes - matrix_axes), "gathered"
-    )
-    for name in MATRICES
+    name: _varying(layer[name], row_axes - matrix_axes) for name in MATRICES
   }
   # Summed over these in float32, forward and backward.
   tokens, weights = (

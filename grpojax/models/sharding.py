@@ -160,6 +160,17 @@ def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
   )
 
 
+def all_but_gathered(primitive, *_, **__) -> bool:
+  """A policy of `jax.checkpoint`: keep all values but gathered parameters.
+
+  Whatever only lays an array out is done again, so that parameters are kept as
+  they are stored. Names (`checkpoint_name`) would not do: what the name was
+  given to, the gathered array, would be kept instead.
+  """
+  layout = "sharding_constraint", "pvary", "custom_jvp_call"  # `_barrier`
+  return primitive.name not in layout
+
+
 def fsdp_shards() -> int:
   """Parts that the mesh in context cuts each layer's parameters into."""
   return dict(jax.sharding.get_abstract_mesh().shape).get("fsdp", 1)
