@@ -101,17 +101,19 @@ def _experts(
   return jnp.sum(weights[..., None] * y, axis=1)
 
 
+# Whether shard_map tracks along which axes values differ. In jax 0.7 it cannot
+# be differentiated under jax.checkpoint then, where an argument is kept.
+_TRACKED = hasattr(jax.lax, "pcast")
+
+
 def _varying(x: Array, axes: set[str]) -> Array:
   """Marks x, alike along these axes, as to be used with what differs.
 
   Its gradient is summed over the devices along them, here and in x's dtype.
   """
-  if not axes:
-    return x
-  axes = tuple(sorted(axes))
-  if hasattr(jax.lax, "pcast"):
-    return jax.lax.pcast(x, axes, to="varying")
-  return jax.lax.pvary(x, axes)  # its name before jax 0.8
+  if axes and _TRACKED:
+    x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
+  return x
 
 
 def _axes(spec: P) -> set[str]:
@@ -206,6 +208,7 @@ def mixture(
     for name, matrix in layer.items()
   }
   compute = functools.partial(compute, _axes(rows), _axes(specs["expert_gate"]))
-  return jax.shard_map(compute, in_specs=(rows, specs), out_specs=rows)(
-    x, layer
+  over_mesh = jax.shard_map(
+    compute, in_specs=(rows, specs), out_specs=rows, check_vma=_TRACKED
   )
+  return over_mesh(x, layer)

@@ -146,6 +146,8 @@ def check_exchanges(text):
     ("reduce-scatter", "f32[3,16]"),
     ("reduce-scatter", "f32[3,2]"),
   }
+  # In jax 0.7 a device's own tokens are "summed" over an axis of one device.
+  del found["all-reduce", "f32[1,1,3,16]"]
   assert set(found) == gathered_experts | summed_gradients | tokens, found
 
 
