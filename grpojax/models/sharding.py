@@ -167,7 +167,7 @@ def all_but_gathered(primitive, *_, **__) -> bool:
   they are stored. Names (`checkpoint_name`) would not do: what the name was
   given to, the gathered array, would be kept instead.
   """
-  layout = "sharding_constraint", "pvary", "custom_jvp_call"  # `_barrier`
+  layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
   return primitive.name not in layout
 
 

@@ -82,6 +82,29 @@ def with_gradients(config, params, x):
   return y, pull(jnp.cos(y))
 
 
+_ragged_dot = jax.lax.ragged_dot
+
+
+@jax.custom_vjp
+def as_on_tpu(rows, matrices, runs):
+  """A `ragged_dot` that leaves what it likes in rows of no run."""
+  in_runs = jnp.arange(len(rows)) < jnp.sum(runs)
+  y = _ragged_dot(rows, matrices, runs)
+  return jnp.where(in_runs[:, None], y, jnp.nan)
+
+
+def _backward(kept, grad):
+  rows, matrices, runs = kept
+  in_runs = (jnp.arange(len(rows)) < jnp.sum(runs))[:, None]
+  product = lambda rows, matrices: _ragged_dot(rows, matrices, runs)
+  _, pull = jax.vjp(product, rows, matrices)
+  rows, matrices = pull(jnp.where(in_runs, grad, 0))
+  return jnp.where(in_runs, rows, jnp.nan), matrices, None
+
+
+as_on_tpu.defvjp(lambda *args: (as_on_tpu(*args), args), _backward)
+
+
 def compiled(function, mesh, params, x):
   """A program for a mesh, and the places of its arguments."""
   spec = activation_spec(mesh, x.shape, ("batch", "group"))
@@ -249,6 +272,7 @@ CHECKS = {"models": check_models, "tpu": check_tpu}
 
 
 def main():
+  jax.lax.ragged_dot = as_on_tpu
   for sizes in MESHES:
     text = check_mixtures(sizes)
     if sizes == (1, 8, 1, 1):  # No gathered matrices are kept of all layers.
