@@ -167,9 +167,8 @@ def _mlp(
 ) -> Float[Array, "B G S D"]:
   """A gated MLP (Shazeer 2020), or a mixture of them."""
   activation: Callable[[Array], Array] = ACTIVATIONS[config.activation]
-  if config.experts:  # they take tokens in any order, so [N, D]
-    tokens = y.reshape(-1, y.shape[-1])
-    return mixture(config, tokens, layer, activation).reshape(y.shape)
+  if config.experts:
+    return mixture(config, y, layer, activation)
   y = y.astype(layer["gate"].dtype)
   gate, up = (_project(y, layer, x).astype(y.dtype) for x in ("gate", "up"))
   y = activation(gate) * up

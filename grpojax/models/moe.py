@@ -1,12 +1,25 @@
-"""A layer of experts: a router, and one MLP for each expert's tokens."""
+"""A layer of experts: a router, and one MLP for each expert's tokens.
 
+Over a mesh each device routes its own tokens. Where experts are cut over the
+axis `expert`, the tokens of the devices along it are gathered, each device
+computes its own experts for all of them, and the sums are scattered back: what
+crosses the wires is the tokens of one such group of devices, and never a batch.
+"""
+
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from grpojax.core.mesh import activation_spec
+from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
+
+MATRICES = ("expert_gate", "expert_up", "expert_down")
 
 
 def route(
@@ -42,39 +55,160 @@ def route(
   return weights, experts
 
 
-def mixture(
-  config: TransformerConfig,
+def _experts(
   x: Float[Array, "N D"],
-  layer: dict[str, Array],
+  weights: Float[Array, "N count"],
+  experts: Int[Array, "N count"],
+  matrices: dict[str, Array],
+  total: int,
   activation: Callable[[Array], Array],
 ) -> Float[Array, "N D"]:
-  """Sum of each token's experts, weighted (Shazeer et al. 2017).
-
-  Tokens are sorted by expert, so that every matrix is multiplied with a run of
-  rows; no token is dropped, however uneven the runs are.
+  """Sum of what these experts make of each token, weighted.
 
   Args:
-    config: a `TransformerConfig` with experts.
-    x: tokens, not rounded: the router sees them as they are.
-    layer: the layer's parameters.
+    x: tokens.
+    weights: of each token's experts.
+    experts: of each token, counted from the first one of `matrices`: others
+      than 0 .. len - 1 lie elsewhere, and add exactly 0.
+    matrices: of the experts.
+    total: experts of the layer, here and elsewhere.
     activation: of the gate.
 
   Returns:
     [N, D], float32.
   """
-  count = config.experts_per_token
-  weights, experts = route(x, layer["router"], count, config.normalize_experts)
+  held, count = len(matrices["expert_gate"]), experts.shape[1]
+  here = (0 <= experts) & (experts < held)
+  chosen = jnp.where(here, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) is of token i // count. Sorted
-  # by expert, each expert's pairs are one run of `run_lengths` rows.
-  order = jnp.argsort(experts.reshape(-1))  # stable
-  run_lengths = jnp.bincount(experts.reshape(-1), length=config.experts)
-  rows = x.astype(layer["expert_gate"].dtype)[order // count]
+  # by expert, each expert's pairs are one run of `run_lengths` rows; those of
+  # experts elsewhere come last, and are in no run.
+  order = jnp.argsort(chosen)  # stable
+  runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
+  rows = x[order // count]
+  if held < total:  # a product's rows in no run may hold anything
+    rows = jnp.where((jnp.arange(len(rows)) < runs.sum())[:, None], rows, 0)
 
   def multiply(rows, name):
-    return jax.lax.ragged_dot(rows, layer[name], run_lengths.astype(jnp.int32))
+    return jax.lax.ragged_dot(rows, matrices[name], runs)
 
   y = activation(multiply(rows, "expert_gate")) * multiply(rows, "expert_up")
   # The inverse permutation puts the pairs back beside their tokens.
   y = multiply(y, "expert_down")[jnp.argsort(order)]
   y = y.reshape(*experts.shape, -1)
+  if held < total:
+    y = jnp.where(here[..., None], y, 0)
   return jnp.sum(weights[..., None] * y, axis=1)
+
+
+# Whether shard_map tracks along which axes values differ. In jax 0.7 it cannot
+# be differentiated under jax.checkpoint then, where an argument is kept.
+_TRACKED = hasattr(jax.lax, "pcast")
+
+
+def _varying(x: Array, axes: set[str]) -> Array:
+  """Marks x, alike along these axes, as to be used with what differs.
+
+  Its gradient is summed over the devices along them, here and in x's dtype.
+  """
+  if axes and _TRACKED:
+    x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
+  return x
+
+
+def _axes(spec: P) -> set[str]:
+  """The axes of a mesh that a spec names."""
+  names = (
+    (entry,) if isinstance(entry, str) else entry or () for entry in spec
+  )
+  return {name for axes in names for name in axes}
+
+
+def _on_device(
+  config: TransformerConfig,
+  activation: Callable[[Array], Array],
+  row_axes: set[str],
+  matrix_axes: set[str],
+  x: Float[Array, "b g S D"],
+  layer: dict[str, Array],
+) -> Float[Array, "b g S D"]:
+  """A device's part of a mixture.
+
+  Args:
+    config: a `TransformerConfig` with experts.
+    activation: of the gate.
+    row_axes: axes of the mesh that cut the tokens.
+    matrix_axes: axes that cut the experts' matrices: `expert` cuts X, and
+      `tensor` cuts F.
+    x: the device's tokens.
+    layer: the whole router, and the device's part of the matrices.
+
+  Returns:
+    As x, float32.
+  """
+  tokens = x.reshape(-1, x.shape[-1])
+  weights, experts = route(
+    tokens, layer["router"], config.experts_per_token, config.normalize_experts
+  )
+  matrices = {
+    name: _varying(layer[name], row_axes - matrix_axes) for name in MATRICES
+  }
+  # Summed over these in float32, forward and backward.
+  tokens, weights = (
+    _varying(a, matrix_axes - row_axes) for a in (tokens, weights)
+  )
+  tokens = tokens.astype(layer["expert_gate"].dtype)
+  apart = "expert" in matrix_axes
+  if apart and "expert" in row_axes:
+    tokens, weights, experts = (
+      jax.lax.all_gather(a, "expert", tiled=True)
+      for a in (tokens, weights, experts)
+    )
+  if apart:
+    held = len(layer["expert_gate"])
+    experts = experts - held * jax.lax.axis_index("expert")
+  y = _experts(tokens, weights, experts, matrices, config.experts, activation)
+  sums = matrix_axes
+  if apart and "expert" in row_axes:
+    y = jax.lax.psum_scatter(y, "expert", tiled=True)
+    sums = sums - {"expert"}
+  y = jax.lax.psum(y, tuple(sorted(sums))) if sums else y
+  return y.reshape(x.shape)
+
+
+def mixture(
+  config: TransformerConfig,
+  x: Float[Array, "B G S D"],
+  layer: dict[str, Array],
+  activation: Callable[[Array], Array],
+) -> Float[Array, "B G S D"]:
+  """Sum of each token's experts, weighted (Shazeer et al. 2017).
+
+  Tokens are sorted by expert, so that every matrix is multiplied with a run of
+  rows; no token is dropped, however uneven the runs are. With a mesh in context
+  each device does so with the tokens that its experts may be sent.
+
+  Args:
+    config: a `TransformerConfig` with experts.
+    x: tokens, not rounded: the router sees them as they are.
+    layer: the layer's parameters, gathered along fsdp (`sharding.gather`).
+    activation: of the gate.
+
+  Returns:
+    As x, float32.
+  """
+  layer = {name: layer[name] for name in ("router", *MATRICES)}
+  compute = functools.partial(_on_device, config, activation)
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.size == 1 or set(mesh.axis_types) != {AxisType.Auto}:
+    return compute(set(), set(), x, layer)
+  rows = activation_spec(mesh, x.shape, ("batch", "group"))
+  specs = {
+    name: sharding.layer_spec(name, matrix.shape, mesh)
+    for name, matrix in layer.items()
+  }
+  compute = functools.partial(compute, _axes(rows), _axes(specs["expert_gate"]))
+  over_mesh = jax.shard_map(
+    compute, in_specs=(rows, specs), out_specs=rows, check_vma=_TRACKED
+  )
+  return over_mesh(x, layer)

@@ -160,6 +160,28 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, params)
 
 
+def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
+  """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
+  spec = spec_for(f"layers/{name}", (1, *shape), mesh)[1:]
+  return P(
+    *(
+      axis if axis and mesh.shape[axis] > 1 else None
+      for axis in map(_without_fsdp, spec)
+    )
+  )
+
+
+def all_but_gathered(primitive, *_, **__) -> bool:
+  """A policy of `jax.checkpoint`: keep all values but gathered parameters.
+
+  Whatever only lays an array out is done again, so that parameters are kept as
+  they are stored. Names (`checkpoint_name`) would not do: what the name was
+  given to, the gathered array, would be kept instead.
+  """
+  layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
+  return primitive.name not in layout
+
+
 def fsdp_shards() -> int:
   """Parts that the mesh in context cuts each layer's parameters into."""
   return dict(jax.sharding.get_abstract_mesh().shape).get("fsdp", 1)
@@ -172,6 +194,21 @@ def cut(params: PyTree, prefix: str = "") -> PyTree:
   device.
   """
   return _constrain(params, prefix, gathered=False)
+
+
+@jax.custom_jvp
+def _barrier(params: PyTree) -> PyTree:
+  """An `optimization_barrier` that lets tangents and gradients pass.
+
+  A barrier between a gradient's sum and its cut would make them an all-reduce
+  of the whole, and each device cut it afterwards.
+  """
+  return jax.lax.optimization_barrier(params)
+
+
+@_barrier.defjvp
+def _barrier_jvp(primals, tangents):
+  return _barrier(*primals), *tangents
 
 
 def gather(params: PyTree, prefix: str = "") -> PyTree:
@@ -188,4 +225,4 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
   # Or XLA would sink the gathering into the loops that use them.
-  return jax.lax.optimization_barrier(params)
+  return _barrier(params)

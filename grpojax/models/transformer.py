@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.mesh import constrain
@@ -251,14 +250,7 @@ def _for_decoding(
 
 def _gathered_block(config, x, layer, *args):
   """A layer of `block`, with its parameters gathered while it runs."""
-  layer = sharding.gather(layer, "layer/")
-  layer = checkpoint_name(layer, "gathered")
-  return block(config, x, layer, *args)
-
-
-_all_but_gathered = jax.checkpoint_policies.save_anything_except_these_names(
-  "gathered"
-)
+  return block(config, x, sharding.gather(layer, "layer/"), *args)
 
 
 def _functions(
@@ -326,7 +318,7 @@ def transformer(
     _gathered_block,
     static_argnums=(0, 3) if len(set(config.locality)) == 1 else (0,),
     prevent_cse=False,  # under a scan nothing can be merged with it
-    policy=None if remat else _all_but_gathered,
+    policy=None if remat else sharding.all_but_gathered,
   )
   decoder = _functions(config, block, dtype)
 

@@ -139,9 +139,10 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
       y = gate * (token @ layer["expert_up"][j])
       weight = p[j] / (p[chosen].sum() if normalize else 1)
       want[i] += weight * (y @ layer["expert_down"][j])
+  x = x.reshape(1, 7, 1, 8)
   arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
   got = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh))(*arrays)
-  np.testing.assert_allclose(got, want, atol=1e-4)
+  np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
 
 
 def test_an_adapter_is_added_to_its_matrix(tiny):
