@@ -238,9 +238,9 @@ def make_host_step(
     state, of_update = programs.learn(state, batch)
     row = jax.device_get(row | of_update) | score_metrics
     clock.append(time.perf_counter())
-    parts = ["rollout", "rewards", *["diagnosis"] * diagnosed]
-    parts += ["reference", "update"]
-    names = [f"seconds_{part}" for part in parts]
+    names = ["seconds_rollout", "seconds_rewards"]
+    names += ["seconds_diagnosis"] * diagnosed
+    names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
     shown = _first_group(examples, texts, rewards)
     return state, row, shown, scores.failures
