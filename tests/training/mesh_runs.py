@@ -16,13 +16,16 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts
 from grpojax.models import hf
-from grpojax.training import fit, from_config
+from grpojax.training import fit, from_config, steps
 from grpojax.training import policy as policies
 from grpojax.training.config import default_config
 
-HERE = pathlib.Path(__file__).parent
 STEPS, B, G, T = 3, 4, 16, 6
 SETTINGS = {
   "steps": STEPS,
@@ -50,7 +53,7 @@ MODELS = {
   # local and global layers
   "gemma": {
     "model_type": "gemma3_text",
-    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_act": "gelu_pytorch_tanh",
     "sliding_window": 3,
     "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 7,
@@ -93,12 +96,17 @@ def make_model(directory, **changes):
   return directory / "model"
 
 
-def run(model, directory, devices, changes):
-  """What a run samples, all of it in order, and the parameters it exports."""
+def config_of(model, changes):
   config = default_config()
   settings = SETTINGS | {"name": "run", "model.path": str(model)} | changes
   with config.unlocked():
     config.update_from_flattened_dict(settings)
+  return config
+
+
+def run(model, directory, devices, changes):
+  """What a run samples, all of it in order, and the parameters it exports."""
+  config = config_of(model, changes)
   sampled, decode, mesh = [], policies.decode, from_config.mesh
 
   def spy(policy, samples):
@@ -115,12 +123,16 @@ def run(model, directory, devices, changes):
   return sampled, hf.load_params(directory / "model")
 
 
+def same_samples(name, a, b):
+  np.testing.assert_array_equal(a.completion_ids, b.completion_ids, name)
+  np.testing.assert_array_equal(a.completion_mask, b.completion_mask, name)
+  np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, err_msg=name)
+
+
 def compare(name, one, other, start):
   """Asserts that two runs did the same, and something."""
   for a, b in zip(one[0], other[0], strict=True):
-    np.testing.assert_array_equal(a.completion_ids, b.completion_ids, name)
-    np.testing.assert_array_equal(a.completion_mask, b.completion_mask, name)
-    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, err_msg=name)
+    same_samples(name, a, b)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
       b, a, rtol=0, atol=1e-5, err_msg=name
@@ -130,6 +142,56 @@ def compare(name, one, other, start):
   )
   moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), one[1], start)
   assert max(jax.tree.leaves(moved)) > 1e-3, moved
+
+
+def compare_halves(name, one, other, start):
+  """In bfloat16 sums differ with their order: most of it is the same."""
+  for runs in (one, other):
+    assert all(np.isfinite(x.logprobs).all() for x in runs[0]), name
+  a, b = one[0][0].completion_ids, other[0][0].completion_ids
+  same = np.mean(a == b)
+  leaves = [jax.tree.leaves(x) for x in (one[1], other[1], start)]
+  a, b, x = (np.concatenate([np.ravel(leaf) for leaf in t]) for t in leaves)
+  went, took = a - x, b - x
+  cosine = went @ took / np.linalg.norm(went) / np.linalg.norm(took)
+  print(f"{same:.3f} of the first tokens, cosine {cosine:.3f}")
+  assert same > 0.9 and cosine > 0.9, name
+
+
+def programs(model, devices, changes):
+  """Samples, and their advantages and log-probabilities, of one step."""
+  config = config_of(model, changes)
+  mesh = from_config.mesh(config, jax.devices()[:devices])
+  policy = from_config.open_policy(config)
+  policy = from_config.with_weights(config, policy, mesh)
+  prompts = Prompts(
+    jnp.arange(8 * B).reshape(B, 8) % 90, jnp.ones((B, 8), bool)
+  )
+  prompts = jax.device_put(prompts, mesh_lib.batch_sharding(mesh, B))
+  with jax.set_mesh(mesh):
+    sampler = from_config.make_sampler(
+      config, policy, G, from_config.sampling(config), mesh
+    )
+    key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
+    samples = sampler(policy.params, prompts, key)
+    rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
+    score = policies.jit(policy, steps.make_compare(config))
+    batch, _ = score(policy.params, samples, rewards, policy.params)
+  return jax.device_get((samples, batch))
+
+
+def quick():
+  """The programs of a step before its update, on a mesh and without one."""
+  with tempfile.TemporaryDirectory() as directory:
+    path = make_model(pathlib.Path(directory), **MODELS["llama"])
+    samples, batch = programs(path, 1, {})
+    cut = {"mesh.fsdp": 8, "mesh.sampling_tensor": 2}
+    again, other = programs(path, 8, cut)
+    same_samples("quick", samples, again)
+    np.testing.assert_allclose(batch.advantages, other.advantages, atol=1e-5)
+    np.testing.assert_allclose(
+      batch.ref_logprobs, other.ref_logprobs, atol=1e-4
+    )
 
 
 def main(cases):
@@ -142,9 +204,11 @@ def main(cases):
       for i, mesh in enumerate(meshes):
         other = run(path, directory / str(i), 8, settings | mesh)
         name = f"{model} {settings} {mesh}"
-        compare(name, one, other, hf.load_params(path))
+        halves = settings.get("model.dtype") == "bfloat16"
+        agree = compare_halves if halves else compare
+        agree(name, one, other, hf.load_params(path))
         print("equal:", name, flush=True)
 
 
 if __name__ == "__main__":
-  main(json.loads(sys.argv[1]))
+  main(json.loads(sys.argv[1])) if sys.argv[1:] else quick()
