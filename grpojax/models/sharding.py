@@ -174,6 +174,21 @@ def cut(params: PyTree, prefix: str = "") -> PyTree:
   return _constrain(params, prefix, gathered=False)
 
 
+@jax.custom_jvp
+def _barrier(params: PyTree) -> PyTree:
+  """An `optimization_barrier` that lets tangents and gradients pass.
+
+  A barrier between a gradient's sum and its cut would make them an all-reduce
+  of the whole, and each device cut it afterwards.
+  """
+  return jax.lax.optimization_barrier(params)
+
+
+@_barrier.defjvp
+def _barrier_jvp(primals, tangents):
+  return _barrier(*primals), *tangents
+
+
 def gather(params: PyTree, prefix: str = "") -> PyTree:
   """Parameters as they are used: whole along fsdp, still cut along tensor.
 
@@ -188,4 +203,4 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   params = _constrain(params, prefix, gathered=False)
   params = _constrain(params, prefix, gathered=True)
   # Or XLA would sink the gathering into the loops that use them.
-  return jax.lax.optimization_barrier(params)
+  return _barrier(params)
