@@ -13,13 +13,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import from_config, group_sizes, steps
+from grpojax.training import batch_sizes, from_config, group_sizes, steps
 from grpojax.training.config import default_config, validate
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
@@ -85,8 +84,8 @@ def test_a_config_is_valid(name):
   if name != "figure5":
     assert config.name == name
   # Batches can be cut over the devices that the file speaks of.
-  devices = DEVICES.get(name, 1)
-  mesh = from_config.mesh(config, np.empty(devices))
+  devices = jax.devices()[:1] * DEVICES.get(name, 1)
+  mesh = from_config.mesh(config, devices)
   batch_sizes.check(config, mesh)
 
 
@@ -112,6 +111,7 @@ def policy_of(config):
       hf.to_transformer_config(model),
       dtype=jnp.dtype(config.model.dtype),
       remat=config.model.remat,
+      unroll=config.model.unroll,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
@@ -143,15 +143,14 @@ def test_a_step_traces_at_its_real_shapes(name):
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
   ref_params = params if from_config.needs_reference(config) else None
-  new, metrics = jax.eval_shape(
-    functools.partial(steps.make_learn(config, optimizer(config)), policy.lm),
-    state,
-    samples,
-    rewards,
-    ref_params,
+  compare = functools.partial(steps.make_compare(config), policy.lm)
+  batch, row = jax.eval_shape(compare, params, samples, rewards, ref_params)
+  learn = functools.partial(
+    steps.make_learn(config, optimizer(config)), policy.lm
   )
+  new, metrics = jax.eval_shape(learn, state, batch)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
   )
   assert all(x.shape == () for x in jax.tree.leaves(metrics))
-  assert {"loss", "reward_mean", "grad_norm"} <= set(metrics)
+  assert {"loss", "reward_mean", "grad_norm"} <= {*metrics, *row}

@@ -68,6 +68,7 @@ TIMES = {
   "seconds_step",
   "seconds_rollout",
   "seconds_rewards",
+  "seconds_reference",
   "seconds_update",
   "tokens_per_second",
   "train_seconds",

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 AXES = ("data", "fsdp", "expert", "tensor")
 """Axes of a mesh: `data` cuts rows; `fsdp` rows, and parameters, which are
@@ -149,6 +149,22 @@ def constrain(x: Array, *names: str | None) -> Array:
     return x
   spec = activation_spec(mesh, x.shape, names)
   return jax.lax.with_sharding_constraint(x, spec)
+
+
+def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
+  """Puts arrays on a mesh, also those that lie on another one.
+
+  Args:
+    tree: arrays; on one mesh if they are on any.
+    mesh: of the same devices.
+    *names: of the arrays' first axes, see `activation_spec`.
+  """
+
+  def one(x):
+    spec = activation_spec(mesh, x.shape, names)
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+  return jax.tree.map(one, tree)
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:

@@ -26,7 +26,7 @@ def _divisions(leaves: dict[str, Any]) -> list[str]:
   if batch % minibatches:
     todo = f"must divide batch_size = {batch} (prompts; groups stay whole)"
     return [problem("optim.minibatches", minibatches, todo)]
-  for size in group_sizes.group_sizes(leaves):
+  for size in filter(lambda size: size > 0, group_sizes.group_sizes(leaves)):
     rows = group_sizes.samples_per_step(leaves) // size // minibatches
     try:
       micro_batches.cuts(rows, size, micro)

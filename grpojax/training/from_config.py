@@ -182,6 +182,35 @@ def sampler_program(
   )
 
 
+def on_sampling_mesh(
+  config: ConfigDict, program: Callable[..., Any], mesh: jax.sharding.Mesh
+):
+  """A program of `sampler_program`, called with what lies on another mesh.
+
+  JAX computes nothing of arrays of two meshes. The parameters are laid out
+  anew by the program itself, once they are cast (`LM.prepare`).
+
+  Args:
+    config: of the run.
+    program: `(params, prompts, key) -> Rollout`.
+    mesh: of training; its arrays go in, and its arrays come out.
+  """
+  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+
+  def sampler(params, prompts, key):
+    prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
+    key = mesh_lib.place(key, sampling_mesh)
+    with jax.set_mesh(sampling_mesh):
+      samples = program(params, prompts, key)
+    asked = mesh_lib.place(
+      (samples.prompt_ids, samples.prompt_mask), mesh, "batch"
+    )
+    samples = mesh_lib.place(samples, mesh, "batch", "group")
+    return samples.replace(prompt_ids=asked[0], prompt_mask=asked[1])
+
+  return sampler
+
+
 def make_sampler(
   config: ConfigDict,
   policy: Policy,
@@ -198,13 +227,5 @@ def make_sampler(
     sampling: the distribution to draw from.
     mesh: of training; None is one device.
   """
-  jitted = sampler_program(config, policy, group_size, sampling)
-  if mesh is None:
-    return jitted
-  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
-
-  def sampler(params, prompts, key):
-    with jax.set_mesh(sampling_mesh):
-      return jitted(params, prompts, key)
-
-  return sampler
+  program = sampler_program(config, policy, group_size, sampling)
+  return program if mesh is None else on_sampling_mesh(config, program, mesh)

@@ -150,6 +150,7 @@ def training(
   dtype = jnp.dtype(config.model.dtype)
   params = _parameters(model, jnp.float32)
   trained, frozen, names = params, 0, ("mesh.fsdp", "lora.rank")
+  reference = 0  # bytes, where it comes from the host for a pass
   if config.lora.rank:
     trained = jax.eval_shape(
       lambda params: lora.init(
@@ -160,6 +161,8 @@ def training(
     frozen = _tree_bytes(_parameters(model, dtype), mesh)
   elif from_config.needs_reference(config):
     frozen = _tree_bytes(params, mesh)
+    if config.model.reference == "host":
+      frozen, reference = 0, frozen
   optimized = jax.eval_shape(optimizer(config).init, trained)
   state = _tree_bytes({"params": trained, "opt_state": optimized}, mesh)
   kept = (*names, "optim.name", "optim.moments_dtype")
@@ -176,7 +179,7 @@ def training(
   )
   test = Rows(config.eval.batch_size, 1, *lengths, ("eval.batch_size",))
   sizes = dtype.itemsize, mesh.size
-  return {
+  phases = {
     "sampling a step's completions": held + rollout(model, step, *sizes),
     "an update": [
       *held,
@@ -185,6 +188,10 @@ def training(
     ],
     "an evaluation": held + rollout(model, test, *sizes),
   }
+  if reference:
+    named = ("mesh.fsdp", "lora.rank", "loss.beta")
+    phases["scoring"] = [*held, Part("the reference", reference, named)]
+  return phases
 
 
 def evaluation(

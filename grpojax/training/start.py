@@ -92,6 +92,7 @@ def check(
   mesh = from_config.mesh(config)
   memory.check(config, policy, mesh)
   batch_sizes.check(config, mesh)
+  reference_lib.check(config.model.reference, mesh)
   sizes = group_sizes.group_sizes(config_lib.flatten(config))
   cache = directory / run_directory.LENGTHS
   train, held_out = (

@@ -204,7 +204,7 @@ def make_host_step(
   """
   programs = make_programs(config, policy, group_size, tx, places)
   mesh = _mesh(places)
-  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+  sampler = from_config.on_sampling_mesh(config, programs.sample, mesh)
   diagnose = policies.jit(
     policy,
     make_diagnose(config, mesh_lib.row_shards(mesh), policy.vmappable),
@@ -213,8 +213,7 @@ def make_host_step(
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
     key = jax.random.fold_in(state.key, state.step)
-    with jax.set_mesh(sampling_mesh):
-      samples = programs.sample(state.params, prompts, key)
+    samples = sampler(state.params, prompts, key)
     policies.wait(samples, poll)
     clock.append(time.perf_counter())
     texts = policies.decode(policy, samples)
@@ -238,9 +237,9 @@ def make_host_step(
     state, of_update = programs.learn(state, batch)
     row = jax.device_get(row | of_update) | score_metrics
     clock.append(time.perf_counter())
-    parts = ["rollout", "rewards", *["diagnosis"] * diagnosed]
-    parts += ["reference", "update"]
-    names = [f"seconds_{part}" for part in parts]
+    names = ["seconds_rollout", "seconds_rewards"]
+    names += ["seconds_diagnosis"] * diagnosed
+    names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
     shown = _first_group(examples, texts, rewards)
     return state, row, shown, scores.failures

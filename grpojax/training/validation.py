@@ -191,6 +191,14 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
   return [problem("loss.kl", kl, todo)]
 
 
+def _reference(leaves: dict[str, Any]) -> list[str]:
+  where = leaves["model.reference"]
+  if where == "device" or not leaves["reward.on_device"]:
+    return []
+  todo = "reward.on_device is one program, which holds it all along: use device"
+  return [problem("model.reference", where, todo)]
+
+
 def _moments(leaves: dict[str, Any]) -> list[str]:
   name, dtype = leaves["optim.name"], leaves["optim.moments_dtype"]
   if (name, dtype) != ("adafactor", "bfloat16"):
@@ -210,4 +218,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
+  wrong += _reference(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

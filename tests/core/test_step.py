@@ -441,7 +441,8 @@ def test_useless_settings_are_refused(tabular):
     ValueError, match="4 prompts cannot be cut.*minibatches=3"
   ):
     make_update(lm, tx, minibatches=3)(state, batch)
-  with pytest.raises(ValueError, match="micro_batches=4; groups stay whole"):
+  message = "2 prompts of 3 samples cannot be cut into 4 .* 2, must divide"
+  with pytest.raises(ValueError, match=message):
     make_update(lm, tx, minibatches=2, micro_batches=4)(state, batch)
   on_policy = batch.replace(old_logprobs=None)
   for settings in ({"epochs": 2}, {"minibatches": 2}):

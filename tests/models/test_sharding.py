@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import traverse_util
@@ -32,7 +33,8 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
 
 assert jax.device_count() == 4
-assert dict(mesh_lib.make_mesh().shape) == dict(data=4, fsdp=1, expert=1, tensor=1)
+sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
+assert dict(mesh_lib.make_mesh().shape) == sizes
 for sizes in ((3, 1, 1, 1), (1, 1, 1, 1), (-1, 3, 1, 1), (8, 1, 1, 1)):
   with pytest.raises(ValueError, match="there are 4"):
     mesh_lib.make_mesh(*sizes)
@@ -70,7 +72,8 @@ assert adam.mu == expected and adam.nu == expected
 assert adam.count.spec == P() and placed.key.spec == P()
 state = jax.device_put(state, placed)
 assert state.params["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 4)
-assert mesh_lib.batch_sharding(mesh).shard_shape((8, 5)) == (4, 5)
+assert mesh_lib.batch_sharding(mesh, 8).shard_shape((8, 5)) == (4, 5)
+assert mesh_lib.batch_sharding(mesh, 3).spec == P(None)  # 3 is odd
 
 # The rules know every matrix of the decoder, and sharding changes no result.
 def is_whole(name, shape):
@@ -91,7 +94,7 @@ for more in ({}, dict(qk_norm=True, experts=4, experts_per_token=2)):
     return lm.unembed(params, prefix.last_hidden)
 
   sharded = jax.jit(
-    logits, in_shardings=(specs, mesh_lib.batch_sharding(mesh)))(params, ids)
+    logits, in_shardings=(specs, mesh_lib.batch_sharding(mesh, 8)))(params, ids)
   alone = jax.jit(logits)(params, ids)
   np.testing.assert_allclose(sharded, alone, atol=1e-5)
 
@@ -113,11 +116,12 @@ wide = dict(
 state = jax.eval_shape(scale_by_factored_rms(.9, ("layers",)).init, wide)
 placed = jax.tree.map(lambda x: x.spec, sharding.shardings(state, mesh))
 assert placed.v == dict(
-  embed=dict(row=P("tensor"), col=P("fsdp")),
+  embed=dict(row=P(("tensor", "fsdp")), col=P("fsdp")),
   layers=dict(
     q=dict(row=P(None, "fsdp"), col=P(None, "tensor")),
     down=dict(row=P(None, None), col=P(None, "fsdp")),  # 129 is odd
-    expert_up=dict(row=P(None, None, "fsdp"), col=P(None, None, "tensor")),
+    expert_up=dict(row=P(None, "expert", "fsdp"),
+                   col=P(None, "expert", "tensor")),
     k=P(None, "fsdp", "tensor"),
     router=dict(row=P(None, "fsdp"), col=P(None, None)), attn_norm=P(),
   ),
@@ -149,7 +153,7 @@ def test_on_four_devices():
 def test_one_device_and_bad_axes():
   one = jax.devices()[:1]
   mesh = mesh_lib.make_mesh(devices=one)
-  assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+  assert dict(mesh.shape) == {axis: 1 for axis in mesh_lib.AXES}
   with pytest.raises(ValueError, match="at most one is -1"):
     mesh_lib.make_mesh(-1, -1, 1, devices=one)
   with pytest.raises(ValueError, match="1 or more"):
@@ -234,7 +238,42 @@ def test_every_state_of_an_optimizer_has_rules():
 def test_rows_that_the_devices_cannot_cut_are_refused():
   mesh = mesh_lib.make_mesh(1, 1, 1, devices=jax.devices()[:1])
   mesh_lib.check_rows(mesh, micro_batch=3)
-  four = jax.sharding.AbstractMesh((2, 2, 1), mesh_lib.AXES)
+  four = jax.sharding.AbstractMesh((2, 2, 1, 1), mesh_lib.AXES)
   mesh_lib.check_rows(four, micro_batch=8)
-  with pytest.raises(ValueError, match="eval_batch: 6 prompts .* 4 devices"):
-    mesh_lib.check_rows(four, micro_batch=8, eval_batch=6)
+  mesh_lib.check_rows(four, 2, micro_batch=6)  # an axis cuts groups
+  for rows in (6, 1):
+    message = f"eval_batch: {rows} prompts x 1 samples .* 4 devices"
+    with pytest.raises(ValueError, match=message):
+      mesh_lib.check_rows(four, micro_batch=8, eval_batch=rows)
+
+
+def test_rows_are_cut_by_axes_that_divide_them():
+  mesh = jax.sharding.AbstractMesh((2, 4, 1, 3), mesh_lib.AXES)
+
+  def spec(shape, *names):
+    return mesh_lib.activation_spec(mesh, shape, names)
+
+  both = ("batch", "group", None)
+  assert spec((8, 4, 7), *both) == P(("data", "fsdp"), None, None)
+  assert spec((2, 4, 7), *both) == P(("data",), ("fsdp",), None)
+  assert spec((4, 3, 7), *both) == P(("data",), None, None)  # 2 are left for 4
+  assert spec((1, 8, 7), *both) == P(None, ("data", "fsdp"), None)
+  heads = ("batch", "group", "kv_heads", "query_heads")
+  assert spec((8, 1, 6, 3), *heads)[2:] == ("tensor", None)
+  assert spec((8, 1, 2, 3), *heads)[2:] == (None, "tensor")
+  assert spec((8, 1, 2, 7), *heads)[2:] == (None, None)
+  with pytest.raises(KeyError, match="rows"):
+    spec((6, 8), "batch", "rows")
+
+
+def test_sampling_has_a_mesh_of_the_same_devices():
+  devices = np.array([jax.devices()[0]] * 8).reshape(1, 4, 1, 2)
+  mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
+  for tensor, sizes in (
+    (0, (4, 1, 1, 2)),
+    (4, (2, 1, 1, 4)),
+    (1, (8, 1, 1, 1)),
+  ):
+    assert mesh_lib.sampling_mesh(mesh, tensor).axis_sizes == sizes
+  with pytest.raises(ValueError, match="sampling_tensor = 3: .* 8 devices"):
+    mesh_lib.sampling_mesh(mesh, 3)

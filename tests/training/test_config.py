@@ -1,12 +1,14 @@
 """Defaults, validation and JSON of the configuration."""
 
 import json
+from contextlib import nullcontext
 
+import jax
 import pytest
 
 from grpojax.core import advantages
 from grpojax.runtime import config as config_lib
-from grpojax.training import validation
+from grpojax.training import batch_sizes, from_config, validation
 from grpojax.training.config import default_config, validate
 
 
@@ -110,7 +112,10 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
       "optim.moments_dtype = 'bfloat16': is for optim.name = 'adamw'",
     ),
     ({"optim__minibatches": 5}, "must divide batch_size = 32"),
-    ({"optim__minibatches": 4, "optim__micro_batches": 3}, "minibatches = 8"),
+    (
+      {"optim__minibatches": 4, "optim__micro_batches": 3},
+      "8 prompts of 8 samples cannot be cut into 3 equal parts",
+    ),
     ({"loss__dual_clip": 0.5}, "loss.dual_clip = 0.5"),
     ({"loss__clip_low": 1.1}, "loss.clip_low = 1.1"),
     ({"advantage": "oracle"}, "true value of each prompt"),
@@ -155,7 +160,20 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"lora__targets": "layers/(q"}, "is no regular expression"),
     ({"lora__rank": 4, "diagnostics__last_layers": 1}, "as a whole"),
     ({"mesh__fsdp": -1}, "only one axis may be -1"),
-    ({"mesh__data": 3}, "mesh.data x mesh.fsdp = 3"),
+    ({"mesh__sampling_tensor": -1}, "mesh.sampling_tensor = -1"),
+    (
+      {
+        "mesh__sampling_tensor": 2,
+        "reward__on_device": True,
+      },
+      "mesh.sampling_tensor = 2: reward.on_device is one program",
+    ),
+    (
+      {"model__reference": "host", "reward__on_device": True},
+      "model.reference = 'host': reward.on_device is one program",
+    ),
+    ({"model__unroll": -1}, "model.unroll = -1"),
+    ({"model__reference": "disk"}, "use one of device, host"),
     ({"loss__beta": 0.1, "loss__kl": "k1"}, "pulls nowhere"),
     (
       {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "reward"},
@@ -185,6 +203,9 @@ def test_one_problem_is_one_line(changes, text, config_with):
     {"loss__beta": 0.1, "loss__kl": "k3", "loss__kl_placement": "ratio"},
     {"loss__dual_clip": 3.0, "sampling__top_p": 0.9},
     {"optim__minibatches": 4, "optim__micro_batches": 8},
+    # Groups are cut too.
+    {"optim__minibatches": 4, "optim__micro_batches": 64},
+    {"optim__minibatches": 32, "optim__micro_batches": 2},
     {"mesh__data": 2, "mesh__fsdp": 4},
     {"lora__rank": 8, "data__too_long": "drop"},
     {
@@ -196,6 +217,42 @@ def test_one_problem_is_one_line(changes, text, config_with):
 )
 def test_valid_combinations(changes, config_with):
   validate(config_with(**changes))
+
+
+@pytest.mark.parametrize(
+  "devices, changes, text",
+  [
+    (1, {}, ""),
+    (8, {"mesh__fsdp": 8}, ""),  # 8 prompts a micro-batch
+    (8, {"mesh__fsdp": 8, "batch_size": 4}, ""),  # a prompt, and 8 samples
+    (8, {"mesh__tensor": 8, "batch_size": 3, "optim__micro_batches": 1}, ""),
+    (8, {"mesh__fsdp": 8, "mesh__sampling_tensor": 4}, ""),
+    (8, {"mesh__fsdp": 4, "optim__micro_batches": 8}, ""),  # 8 x 4 samples
+    (2, {"mesh__data": 3}, "mesh data=3 .* needs 3 devices, and there are 2"),
+    (
+      8,
+      {"mesh__fsdp": 8, "mesh__sampling_tensor": 3},
+      "mesh.sampling_tensor = 3: .* divide the 8 devices",
+    ),
+    (8, {"eval__batch_size": 12}, "eval_batch: 12 prompts x 1 .* 8 devices"),
+    (
+      8,
+      {"batch_size": 4, "group_size": 6, "optim__micro_batches": 1},
+      "rollout: 4 prompts x 6 samples .* 8 devices",
+    ),
+    (
+      8,  # the rollout can be cut, a micro-batch cannot
+      {"batch_size": 4, "group_size": 8, "optim__micro_batches": 8},
+      "micro_batch: 1 prompts x 4 samples .* 8 devices",
+    ),
+  ],
+)
+def test_batches_are_cut_over_real_devices(devices, changes, text, config_with):
+  config = config_with(**changes)
+  validate(config)
+  with pytest.raises(ValueError, match=text) if text else nullcontext():
+    mesh = from_config.mesh(config, jax.devices()[:1] * devices)
+    batch_sizes.check(config, mesh)
 
 
 def test_all_problems_at_once(config_with):

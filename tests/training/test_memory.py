@@ -75,6 +75,10 @@ def test_a_reference_adapters_and_half_precision(config_with):
   with_reference, *_ = held(loss__beta=0.1)
   name = "parameters and optimizer"
   assert with_reference[name] - plain[name] == 4 * WEIGHTS
+  # On the host it is there for its own pass alone.
+  *others, scoring = held(loss__beta=0.1, model__reference="host")
+  assert others == held() and len(others) == 3
+  assert scoring == {name: plain[name], "the reference": 4 * WEIGHTS}
   half = {"model__dtype": "bfloat16", "lora__targets": "layers/(q|o)"}
   sampling, update, _ = held(lora__rank=2, loss__beta=0.1, **half)
   adapters = 3 * 2 * (12 * 2 + 2 * 16)  # layers, q and o, A and B
@@ -88,7 +92,7 @@ def test_the_state_of_each_optimizer(config_with):
   wide = dataclasses.replace(
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
   )
-  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
+  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
   four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   norms, keys = 3 * 2 * 128 + 128, 3 * 2 * 128 * 64  # k and v are 64 wide
   matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
@@ -97,11 +101,11 @@ def test_the_state_of_each_optimizer(config_with):
   settings = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
   whole = [12 * weights, 8 * weights, 4 * (weights + norms + keys + statistics)]
   # Norms lie on every device. The statistics are cut once, where matrices are
-  # cut twice.
+  # cut twice, but for those of the embeddings' rows: both axes cut these.
   cut = [
     12 * (norms + matrices // 4),
     8 * (norms + matrices // 4),
-    4 * (2 * norms + (matrices + keys) // 4 + statistics // 2),
+    4 * (2 * norms + (matrices + keys + 140) // 4 + (statistics - 140) // 2),
   ]
   for optim, *expected in zip(settings, whole, cut, strict=True):
     config = config_with(
@@ -115,7 +119,7 @@ def test_the_state_of_each_optimizer(config_with):
 
 def test_devices_share_it(config_with):
   """Shapes alone: one device stands for all four."""
-  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 2)
+  devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
   four = jax.sharding.Mesh(devices, mesh_lib.AXES)
   config = config_with(**SIZES)
   one, cut = (
@@ -166,7 +170,9 @@ def test_compiled_programs_take_more(name, config_with):
   )
   samples = jax.eval_shape(sample, *args)
   rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
-  update = learn.lower(state, samples, rewards, None).compile()
+  compare = functools.partial(steps.make_compare(config), lm)
+  batch, _ = jax.eval_shape(compare, state.params, samples, rewards, None)
+  update = learn.lower(state, batch).compile()
   # The new state takes the place of the old one.
   stored = state.replace(key=jax.eval_shape(jax.random.key_data, state.key))
   places = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))

@@ -1,0 +1,128 @@
+"""Compiles a small model's rollout and update for eight devices.
+
+mesh_programs.py PLATFORM PROGRAM... , where PLATFORM is cpu or a topology of
+libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program: {"text": HLO,
+"arguments": bytes of a device's}}.
+"""
+
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import ShapeDtypeStruct
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.grpo_step import init_state
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Batch, Prompts
+from grpojax.core.update import make_update
+from grpojax.models import sharding
+from grpojax.models.transformer import TransformerConfig, transformer
+
+CONFIG = TransformerConfig(
+  vocab_size=4096,
+  width=512,
+  layers=4,
+  heads=8,
+  kv_heads=4,
+  head_dim=64,
+  mlp=1024,
+  tied=False,
+)
+B, G, PROMPT, T = 32, 8, 64, 256
+PROGRAMS = {  # function, axes of the mesh, of sampling
+  "update": ("update", {"fsdp": 8}),
+  "rollout": ("rollout", {"data": 2, "fsdp": 4}),
+  "rollout tensor": ("rollout", {"data": 1, "fsdp": 4, "tensor": 2}),
+  "rollout sampling_tensor": ("rollout", {"fsdp": 8}, 2),
+}
+
+
+def placed(tree, mesh, places):
+  return jax.tree.map(
+    lambda x, s: ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, places
+  )
+
+
+def rows(mesh, shape, dtype):
+  spec = mesh_lib.activation_spec(mesh, shape, ("batch", "group"))
+  return ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def prompts(mesh):
+  return Prompts(
+    rows(mesh, (B, PROMPT), jnp.int32), rows(mesh, (B, PROMPT), bool)
+  )
+
+
+def update(lm, mesh, params):
+  tx = optax.adam(1e-3)
+  state = jax.eval_shape(lambda p: init_state(p, tx, jax.random.key(0)), params)
+  places = sharding.shardings(state, mesh)
+  samples = functools.partial(rows, mesh, (B, G, T))
+  batch = Batch(
+    prompt_ids=rows(mesh, (B, PROMPT), jnp.int32),
+    prompt_mask=rows(mesh, (B, PROMPT), bool),
+    completion_ids=samples(jnp.int32),
+    completion_mask=samples(bool),
+    advantages=rows(mesh, (B, G), jnp.float32),
+    old_logprobs=samples(jnp.float32),
+    ref_logprobs=None,
+  )
+  step = jax.jit(
+    make_update(lm, tx), donate_argnums=0, out_shardings=(places, None)
+  )
+  return step.lower(placed(state, mesh, places), batch)
+
+
+def sample(lm, mesh, params, tensor=0):
+  places = sharding.shardings(params, mesh)
+  mesh = mesh_lib.sampling_mesh(mesh, tensor)
+  run = functools.partial(
+    rollout, lm, group_size=G, max_new_tokens=T, eos_ids=(1,)
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  with jax.set_mesh(mesh):
+    return jax.jit(run).lower(placed(params, mesh, places), prompts(mesh), key)
+
+
+def lowered(name, devices):
+  kind, axes, *tensor = PROGRAMS[name]
+  mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
+  lm = transformer(CONFIG, dtype=jnp.bfloat16, remat=True)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  with jax.set_mesh(mesh):
+    if kind == "update":
+      return update(lm, mesh, params)
+  return sample(lm, mesh, params, *tensor)
+
+
+def main(platform, *names):
+  if platform == "cpu":
+    devices = jax.devices()
+  else:
+    topology = topologies.get_topology_desc(
+      platform="tpu", topology_name=platform
+    )
+    devices = topology.devices
+  found = {}
+  for name in names or PROGRAMS:
+    compiled = lowered(name, list(devices)).compile()
+    memory = compiled.memory_analysis()
+    found[name] = {
+      "text": compiled.as_text(),
+      "arguments": memory.argument_size_in_bytes,
+      "temporary": memory.temp_size_in_bytes,
+    }
+  json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+  main(*sys.argv[1:])

@@ -1,0 +1,214 @@
+"""Whole training runs on meshes of eight devices, against one device.
+
+Run with JAX_NUM_CPU_DEVICES=8; test_meshes.py does. A case is a model, settings
+and meshes; what it sampled, and the model that it exported, must be the same on
+each of them.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts
+from grpojax.models import hf
+from grpojax.training import fit, from_config, steps
+from grpojax.training import policy as policies
+from grpojax.training.config import default_config
+
+STEPS, B, G, T = 3, 4, 16, 6
+SETTINGS = {
+  "steps": STEPS,
+  "batch_size": B,
+  "group_size": G,  # cut by what does not divide B
+  "data.options.difficulty": (2, 4),
+  "sampling.max_new_tokens": T,
+  "logits_chunk": 4,
+  "reward.functions": (f"{__file__}:digits",),
+  "loss.beta": 0.1,
+  "optim.learning_rate": 1e-3,
+  "optim.minibatches": 2,
+  "optim.micro_batches": 4,  # 2 prompts, and halves of their groups
+  "eval.every": STEPS,
+  "eval.num_prompts": 11,
+  "eval.batch_size": 8,  # and then 3
+  "checkpoint.every": 100,
+  "log.tensorboard": False,
+  "mesh.data": 1,
+}
+MODELS = {
+  # 100 tokens; kv heads that tensor=4 does not divide
+  "llama": {"tie_word_embeddings": True},
+  "untied": {"vocab_size": 101, "tie_word_embeddings": False, "mlp_bias": True},
+  # local and global layers
+  "gemma": {
+    "model_type": "gemma3_text",
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 7,
+  },
+  "experts": {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+  },
+}
+
+
+def digits(prompt, completion, example):
+  """A reward that a random model's completions differ in."""
+  del prompt, example
+  return sum(map(ord, completion)) % 7 / 3
+
+
+def make_model(directory, **changes):
+  """A random model of width 16 whose choices depend on what it reads."""
+  source = directory / "source"
+  source.mkdir()
+  hf.copy_files(hf.resolve("arithmetic-base"), source)
+  config = hf.read_config("arithmetic-base") | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "head_dim": 4,
+  }
+  config |= changes
+  (source / "config.json").write_text(json.dumps(config))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype),
+    hf.abstract_params(config),
+  )
+  hf.save(directory / "model", params, source)
+  return directory / "model"
+
+
+def config_of(model, changes):
+  config = default_config()
+  settings = SETTINGS | {"name": "run", "model.path": str(model)} | changes
+  with config.unlocked():
+    config.update_from_flattened_dict(settings)
+  return config
+
+
+def run(model, directory, devices, changes):
+  """What a run samples, all of it in order, and the parameters it exports."""
+  config = config_of(model, changes)
+  sampled, decode, mesh = [], policies.decode, from_config.mesh
+
+  def spy(policy, samples):
+    sampled.append(jax.device_get(samples))
+    return decode(policy, samples)
+
+  policies.decode = spy
+  from_config.mesh = functools.partial(mesh, devices=jax.devices()[:devices])
+  try:
+    with contextlib.redirect_stdout(io.StringIO()):
+      fit.run(config, directory)
+  finally:
+    policies.decode, from_config.mesh = decode, mesh
+  return sampled, hf.load_params(directory / "model")
+
+
+def same_samples(name, a, b):
+  np.testing.assert_array_equal(a.completion_ids, b.completion_ids, name)
+  np.testing.assert_array_equal(a.completion_mask, b.completion_mask, name)
+  np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4, err_msg=name)
+
+
+def compare(name, one, other, start):
+  """Asserts that two runs did the same, and something."""
+  for a, b in zip(one[0], other[0], strict=True):
+    same_samples(name, a, b)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      b, a, rtol=0, atol=1e-5, err_msg=name
+    ),
+    one[1],
+    other[1],
+  )
+  moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), one[1], start)
+  assert max(jax.tree.leaves(moved)) > 1e-3, moved
+
+
+def compare_halves(name, one, other, start):
+  """In bfloat16 sums differ with their order: most of it is the same."""
+  for runs in (one, other):
+    assert all(np.isfinite(x.logprobs).all() for x in runs[0]), name
+  a, b = one[0][0].completion_ids, other[0][0].completion_ids
+  same = np.mean(a == b)
+  leaves = [jax.tree.leaves(x) for x in (one[1], other[1], start)]
+  a, b, x = (np.concatenate([np.ravel(leaf) for leaf in t]) for t in leaves)
+  went, took = a - x, b - x
+  cosine = went @ took / np.linalg.norm(went) / np.linalg.norm(took)
+  print(f"{same:.3f} of the first tokens, cosine {cosine:.3f}")
+  assert same > 0.9 and cosine > 0.9, name
+
+
+def programs(model, devices, changes):
+  """Samples, and their advantages and log-probabilities, of one step."""
+  config = config_of(model, changes)
+  mesh = from_config.mesh(config, jax.devices()[:devices])
+  policy = from_config.open_policy(config)
+  policy = from_config.with_weights(config, policy, mesh)
+  prompts = Prompts(
+    jnp.arange(8 * B).reshape(B, 8) % 90, jnp.ones((B, 8), bool)
+  )
+  prompts = jax.device_put(prompts, mesh_lib.batch_sharding(mesh, B))
+  with jax.set_mesh(mesh):
+    sampler = from_config.make_sampler(
+      config, policy, G, from_config.sampling(config), mesh
+    )
+    key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
+    samples = sampler(policy.params, prompts, key)
+    rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
+    score = policies.jit(policy, steps.make_compare(config))
+    batch, _ = score(policy.params, samples, rewards, policy.params)
+  return jax.device_get((samples, batch))
+
+
+def quick():
+  """The programs of a step before its update, on a mesh and without one."""
+  with tempfile.TemporaryDirectory() as directory:
+    path = make_model(pathlib.Path(directory), **MODELS["llama"])
+    samples, batch = programs(path, 1, {})
+    cut = {"mesh.fsdp": 8, "mesh.sampling_tensor": 2}
+    again, other = programs(path, 8, cut)
+    same_samples("quick", samples, again)
+    np.testing.assert_allclose(batch.advantages, other.advantages, atol=1e-5)
+    np.testing.assert_allclose(
+      batch.ref_logprobs, other.ref_logprobs, atol=1e-4
+    )
+
+
+def main(cases):
+  """Runs cases: [model, settings of all, settings of each mesh]."""
+  for model, settings, meshes in cases:
+    with tempfile.TemporaryDirectory() as directory:
+      directory = pathlib.Path(directory)
+      path = make_model(directory, **MODELS[model])
+      one = run(path, directory / "one", 1, settings)
+      for i, mesh in enumerate(meshes):
+        other = run(path, directory / str(i), 8, settings | mesh)
+        name = f"{model} {settings} {mesh}"
+        halves = settings.get("model.dtype") == "bfloat16"
+        agree = compare_halves if halves else compare
+        agree(name, one, other, hf.load_params(path))
+        print("equal:", name, flush=True)
+
+
+if __name__ == "__main__":
+  main(json.loads(sys.argv[1])) if sys.argv[1:] else quick()
