@@ -32,8 +32,9 @@ MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
 MAY_IMPORT["training"].add("rewards")
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
-PROGRAMS = {"train", "evaluate", "export", "sft"}
+PROGRAMS = {"train", "evaluate", "export", "sft", "compile"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
+MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
@@ -99,7 +100,7 @@ def test_import_grpojax_is_light():
 
 
 # Whoever takes plain arguments can be called by other people's programs.
-READ_CONFIGS = ("training", "studies", *sorted(PROGRAMS))
+READ_CONFIGS = ("training", "studies", "aot", *sorted(PROGRAMS))
 HANDLE_CONFIGS = [
   f"runtime/{name}.py" for name in ("config", "config_file", "command_line")
 ]

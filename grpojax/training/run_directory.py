@@ -17,7 +17,7 @@ from grpojax.training.config import WORDS, default_config
 CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
-REFERENCE = "reference"  # the reference policy, saved once
+REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
 SAMPLES = "samples.jsonl"  # completions with their rewards

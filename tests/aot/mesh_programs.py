@@ -11,12 +11,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import ShapeDtypeStruct
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.grpo_step import init_state
