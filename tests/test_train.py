@@ -370,7 +370,7 @@ def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   else:
     assert first["kl"] > 1e-6
     assert first["ratio_min"] < 1.0 < first["ratio_max"]
-  assert (run / "reference").is_dir() and (run / "model").is_dir()
+  assert (run / "reference_params").is_dir() and (run / "model").is_dir()
 
 
 @pytest.mark.slow  # test_options takes steps on the device

@@ -5,6 +5,7 @@ bare parameter tree, a `TrainState`, and optimizer state that mirrors the
 parameters. What is computed with them has a table too, in `core.mesh`.
 """
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -15,22 +16,23 @@ from jaxtyping import PyTree
 
 from grpojax.core.mesh import AXES
 
+_FSDP = ("fsdp", "expert")  # of what is gathered; experts stay where they are
 RULES = (
   # (pattern matched against the end of the path, axes); shapes beside them
-  (r"embed", P(("tensor", "fsdp"), "fsdp")),  # [V, D]
-  (r"head", P("fsdp", "tensor")),  # [D, V]
-  (r"layers/(q|k|v|gate|up)", P(None, "fsdp", "tensor")),  # [L, D, ...]
-  (r"layers/(o|down)", P(None, "tensor", "fsdp")),  # [L, ..., D]
+  (r"embed", P(("tensor", *_FSDP), _FSDP)),  # [V, D]
+  (r"head", P(_FSDP, "tensor")),  # [D, V]
+  (r"layers/(q|k|v|gate|up)", P(None, _FSDP, "tensor")),  # [L, D, ...]
+  (r"layers/(o|down)", P(None, "tensor", _FSDP)),  # [L, ..., D]
   (r"layers/(q|k|v|gate|up)_bias", P(None, "tensor")),  # [L, ...]
-  (r"layers/router", P(None, "fsdp")),  # [L, D, X]
+  (r"layers/router", P(None, _FSDP)),  # [L, D, X]
   # [L, X, D, F] and [L, X, F, D]
   (r"layers/expert_(gate|up)", P(None, "expert", "fsdp", "tensor")),
   (r"layers/expert_down", P(None, "expert", "tensor", "fsdp")),
   # Adapters, by themselves or beside their matrices (`lora.attach`).
-  (r"layers/(q|k|v|gate|up)(/|_lora_)a", P(None, "fsdp")),  # [L, D, r]
+  (r"layers/(q|k|v|gate|up)(/|_lora_)a", P(None, _FSDP)),  # [L, D, r]
   (r"layers/(q|k|v|gate|up)(/|_lora_)b", P(None, None, "tensor")),  # [L, r, ..]
   (r"layers/(o|down)(/|_lora_)a", P(None, "tensor")),  # [L, ..., r]
-  (r"layers/(o|down)(/|_lora_)b", P(None, None, "fsdp")),  # [L, r, D]
+  (r"layers/(o|down)(/|_lora_)b", P(None, None, _FSDP)),  # [L, r, D]
   # These stay whole: they are small, and each device needs all of them.
   (r"final_norm|layers/\w+_norm", P()),  # [D], [L, D] or [L, E]
   (r"layers/(o|down)_bias", P()),  # [L, D]
@@ -56,7 +58,8 @@ def _divided(spec, shape: Sequence[int], mesh: dict[str, int]) -> P:
   for size, wanted in zip(shape, spec, strict=False):
     taken = []
     for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
-      if axis in free and size % free[axis] == 0:
+      nothing = free.get(axis) == 1 and taken
+      if axis in free and size % free[axis] == 0 and not nothing:
         size //= free.pop(axis)
         taken.append(axis)
     axes.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
@@ -127,10 +130,16 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def _without_fsdp(axes):
-  if isinstance(axes, tuple):
-    axes = tuple(axis for axis in axes if axis != "fsdp")
-  return None if axes == "fsdp" else axes or None
+def _gathered(path: str, spec: P) -> P:
+  """The spec of a parameter while it is used: experts stay where they are."""
+  dropped = ("fsdp",) if "/expert_" in path else _FSDP
+
+  def kept(axes):
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    axes = tuple(axis for axis in axes if axis and axis not in dropped)
+    return axes[0] if len(axes) == 1 else axes or None
+
+  return P(*map(kept, spec))
 
 
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
@@ -154,7 +163,7 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
     else:
       spec = spec_for(name, x.shape, mesh)
     if gathered:
-      spec = P(*map(_without_fsdp, spec))
+      spec = _gathered(name.replace("layer/", "layers/"), spec)
     return jax.lax.with_sharding_constraint(x, spec)
 
   return jax.tree_util.tree_map_with_path(one, params)
@@ -162,11 +171,12 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
 
 def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
   """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
-  spec = spec_for(f"layers/{name}", (1, *shape), mesh)[1:]
+  path = f"layers/{name}"
+  spec = P(*spec_for(path, (1, *shape), mesh)[1:])
   return P(
     *(
       axis if axis and mesh.shape[axis] > 1 else None
-      for axis in map(_without_fsdp, spec)
+      for axis in _gathered(path, spec)
     )
   )
 
@@ -184,7 +194,8 @@ def all_but_gathered(primitive, *_, **__) -> bool:
 
 def fsdp_shards() -> int:
   """Parts that the mesh in context cuts each layer's parameters into."""
-  return dict(jax.sharding.get_abstract_mesh().shape).get("fsdp", 1)
+  sizes = dict(jax.sharding.get_abstract_mesh().shape)
+  return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
 
 def cut(params: PyTree, prefix: str = "") -> PyTree:

@@ -40,12 +40,12 @@ def test_open_run(trace, tmp_path):
 def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   config = default_config()
   run_directory.open_run(tmp_path, config)
-  checkpoint.save_params(tmp_path / "reference", {"a": jnp.zeros(3)})
+  checkpoint.save_params(tmp_path / "reference_params", {"a": jnp.zeros(3)})
   config.model.path = "arithmetic-base"
   # An evaluation is no training.
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
   assert run_directory.open_run(tmp_path, config) is False
-  assert not (tmp_path / "reference").exists()  # it was another model's
+  assert not (tmp_path / "reference_params").exists()  # it was another model's
   assert run_directory.open_run(tmp_path, config) is True
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
   config.seed += 1
