@@ -1,0 +1,193 @@
+"""Which slices of TPU a model can be trained on: the tables of README.md.
+
+    python launch/slices.py [--models=DIR] [--chips=v5e,v6e] [--only=NAME]
+
+DIR holds a config.json for each model, NAME.json. For each model and chip it
+compiles a step of configs/gsm8k.py (32 prompts x 32 samples, 512 + 1024 tokens)
+on ever larger slices, up to the first that it fits, in the layout that
+`layout` guesses; one line of slices.jsonl for each compilation. What has a line
+is not compiled again. `--table` prints the tables of what is there.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from grpojax.aot import chips
+from grpojax.models import hf
+from grpojax.models.config import parameter_shapes
+
+HERE = pathlib.Path(__file__).parent
+ROWS = HERE / "slices.jsonl"
+CONFIG = HERE.parent / "configs" / "gsm8k.py"
+# Chips of a slice, and the name of its topology.
+FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
+CUBES = "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8".split()
+SHAPES = {"v5e": FLAT, "v6e": FLAT, "v5p": CUBES, "tpu7x": CUBES}
+PROMPTS, GROUP, LENGTH = 32, 32, 1024
+
+
+def chips_of(shape: str) -> int:
+  """How many chips a shape like 2x4 has."""
+  return math.prod(map(int, shape.split("x")))
+
+
+def parameters(model) -> int:
+  """How many a model has."""
+  shapes = parameter_shapes(model)
+  layers = shapes.pop("layers")
+  every = [*shapes.values(), *layers.values()]
+  return sum(math.prod(shape) for shape in every)
+
+
+def layout(model, devices: int, memory: float) -> dict[str, int]:
+  """Settings that should fit, if any do: rules of thumb, to be compiled.
+
+  Args:
+    model: its shape.
+    devices: XLA devices of the slice.
+    memory: bytes of each.
+  """
+  size = parameters(model)
+  tensor = 1  # rows and parameters over fsdp, up to 32 ways
+  while devices // tensor > PROMPTS and model.kv_heads % (2 * tensor) == 0:
+    tensor *= 2
+  expert = 1
+  fsdp = min(devices // (tensor * expert), PROMPTS)
+  data = devices // (fsdp * expert * tensor)
+  # While sampling, each weight lies on as few devices as leaves some room.
+  sharing = 1
+  while (
+    2 * size / sharing + 4 * model.vocab_size * model.width / sharing
+    > 0.35 * memory
+    and model.kv_heads % (2 * sharing) == 0
+    and 2 * sharing <= devices
+  ):
+    sharing *= 2
+  # A token keeps its state before each layer, and within one its MLP's.
+  kept = 4 * model.layers * model.width + 12 * model.mlp + 40 * model.width
+  tokens = 0.3 * memory / kept * tensor
+  per_device = PROMPTS * GROUP * LENGTH / (devices / tensor)
+  parts = 2 ** max(0, math.ceil(math.log2(max(per_device / tokens, 1))))
+  return {
+    "mesh.data": data,
+    "mesh.fsdp": fsdp,
+    "mesh.tensor": tensor,
+    "mesh.sampling_tensor": sharing,
+    "optim.micro_batches": min(parts, PROMPTS * GROUP // (devices // tensor)),
+  }
+
+
+def compile_step(name: str, file: pathlib.Path, topology: str, settings):
+  """Runs `grpojax.compile`; its report, or what it said."""
+  with tempfile.TemporaryDirectory() as scratch:
+    out = pathlib.Path(scratch) / "out.json"
+    words = [f"--config.{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "grpojax.compile", f"--config={CONFIG}"]
+    command += [f"--config.model.path={file}", f"--topology={topology}"]
+    done = subprocess.run(
+      [*command, f"--out={out}", *words], capture_output=True, text=True
+    )
+    row = {"model": name, "topology": topology, "settings": settings}
+    if not out.exists():
+      return row | {"error": done.stderr.strip().splitlines()[-1]}
+    found = json.loads(out.read_text())
+  parts = found["parts"]
+  return row | {
+    "fits": found["fits"],
+    "step_seconds": found["step_seconds"],
+    "mfu": found.get("mfu"),
+    "gib": {k: round(p["memory_bytes"] / 2**30, 2) for k, p in parts.items()},
+    "seconds": {k: round(p["seconds"], 3) for k, p in parts.items()},
+    "compile_seconds": {
+      k: round(p["compile_seconds"]) for k, p in parts.items()
+    },
+  }
+
+
+def read_rows() -> list[dict]:
+  """All lines of slices.jsonl."""
+  if not ROWS.exists():
+    return []
+  return [json.loads(line) for line in ROWS.read_text().splitlines()]
+
+
+def try_slices(name: str, file: pathlib.Path, chip: str) -> None:
+  """Compiles for ever larger slices, until a step fits."""
+  model = hf.to_transformer_config(json.loads(file.read_text()))
+  device = chips.device(chips.CHIPS[chip])
+  each = chips.CHIPS[chip].devices
+  for shape in SHAPES[chip]:
+    devices = chips_of(shape) * each
+    if 16 * parameters(model) / devices > 0.9 * device.hbm_bytes:
+      continue  # the state alone does not fit
+    settings = layout(model, devices, device.hbm_bytes)
+    for _ in range(3):
+      topology = f"{chip}:{shape}"
+      known = [
+        row
+        for row in read_rows()
+        if (row["model"], row["topology"], row["settings"])
+        == (name, topology, settings)
+      ]
+      row = known[0] if known else compile_step(name, file, topology, settings)
+      if not known:
+        with ROWS.open("a") as rows:
+          rows.write(json.dumps(row) + "\n")
+      print(json.dumps(row), flush=True)
+      if row.get("fits"):
+        return
+      if "error" in row or row["gib"]["update"] * 2**30 < device.hbm_bytes:
+        break  # smaller parts would not help
+      parts = 2 * settings["optim.micro_batches"]
+      if parts > PROMPTS * GROUP // (devices // settings["mesh.tensor"]):
+        break
+      settings = settings | {"optim.micro_batches": parts}
+
+
+def table() -> str:
+  """The smallest slices that fit, in Markdown."""
+  lines = [
+    "| model | slice | GiB a device: rollout, update | s a step, estimated: "
+    "rollout + update | MFU | settings |",
+    "|---|---|---|---|---|---|",
+  ]
+  for row in read_rows():
+    if not row.get("fits"):
+      continue
+    words = " ".join(
+      f"--config.{key}={value}" for key, value in row["settings"].items()
+    )
+    gib, seconds = row["gib"], row["seconds"]
+    lines.append(
+      f"| {row['model']} | {row['topology']} | {gib['rollout']}, "
+      f"{gib['update']} | {seconds['rollout']:.3g} + {seconds['update']:.3g} | "
+      f"{row['mfu']:.1%} | `{words}` |"
+    )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  """Runs the program."""
+  flags = argparse.ArgumentParser(description=__doc__)
+  models = HERE.parent / "tests" / "data" / "model_configs"
+  flags.add_argument("--models", type=pathlib.Path, default=models)
+  flags.add_argument("--chips", default=",".join(SHAPES))
+  flags.add_argument("--only", default="")
+  flags.add_argument("--table", action="store_true")
+  given = flags.parse_args()
+  if given.table:
+    print(table())
+    return
+  for chip in given.chips.split(","):
+    for file in sorted(given.models.glob("*.json")):
+      if given.only in file.stem:
+        try_slices(file.stem, file, chip)
+
+
+if __name__ == "__main__":
+  main()
