@@ -111,7 +111,6 @@ def policy_of(config):
       hf.to_transformer_config(model),
       dtype=jnp.dtype(config.model.dtype),
       remat=config.model.remat,
-      unroll=config.model.unroll,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),

@@ -172,7 +172,6 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
       {"model__reference": "host", "reward__on_device": True},
       "model.reference = 'host': reward.on_device is one program",
     ),
-    ({"model__unroll": -1}, "model.unroll = -1"),
     ({"model__reference": "disk"}, "use one of device, host"),
     ({"loss__beta": 0.1, "loss__kl": "k1"}, "pulls nowhere"),
     (

@@ -15,7 +15,6 @@ MESHES = [
   {"mesh.fsdp": 4, "mesh.tensor": 2},
   {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2},
 ]
-LOOPED = {"model.unroll": 0}
 CASES = {
   # Each axis of the mesh that cuts rows has to cut groups.
   "dense": ("llama", {}, MESHES),
@@ -24,7 +23,7 @@ CASES = {
     {},
     [
       {"mesh.fsdp": 8, "mesh.sampling_tensor": 2},
-      {"mesh.fsdp": 8, "mesh.sampling_tensor": 4} | LOOPED,
+      {"mesh.fsdp": 8, "mesh.sampling_tensor": 4},
       {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1},
     ],
   ),
@@ -34,10 +33,10 @@ CASES = {
     [{"mesh.data": 8, "model.reference": "device"}, {"mesh.fsdp": 8}],
   ),
   "adapters": ("llama", {"lora.rank": 2}, MESHES),
-  "local and global layers, looped over": (
+  "local and global layers": (
     "gemma",
     {"lora.rank": 2},
-    [{"mesh.data": 8} | LOOPED, {"mesh.fsdp": 4, "mesh.tensor": 2} | LOOPED],
+    [{"mesh.data": 8}, {"mesh.fsdp": 4, "mesh.tensor": 2}],
   ),
   # 101 tokens, untied, and 2 kv heads under tensor = 4
   "what tensor does not divide": (
