@@ -75,12 +75,13 @@ def modules(programs, name):
 
 
 def arrays(module, collective):
-  """What a collective gives: (where it stands, its arrays)."""
-  return next(
-    (name, computation.instructions[collective.name].shapes)
-    for name, computation in module.computations.items()
+  """What a collective, or its fusion, gives; the name of the fusion."""
+  i = next(
+    computation.instructions[collective.name]
+    for computation in module.computations.values()
     if collective.name in computation.instructions
   )
+  return i.shapes, str(i.called)
 
 
 @pytest.mark.slow
@@ -104,13 +105,13 @@ def test_an_update_gathers_layers_and_scatters_their_gradients(
   assert sent <= 2 * 2 * (matrices + 2 * D * 4) * 7 // 8
   if platform != "cpu":  # XLA:CPU has no reduce-scatter of its own
     for c in reduced:
-      where, shapes = arrays(module, c)
-      assert c.kind == "reduce-scatter" or "all-reduce-scatter" in where
+      shapes, fusion = arrays(module, c)
+      assert c.kind == "reduce-scatter" or "all-reduce-scatter" in fusion
       assert sum(s.bytes for s in shapes) == matrices // 8
   # Nothing else is as large as a layer, but what is outside of all layers.
   outer = [c for c in found.collectives if c not in inside and c.bytes > 1e5]
   for c in outer:
-    for shape in arrays(module, c)[1]:
+    for shape in arrays(module, c)[0]:
       assert shape.elements in (1, D, V * D, V * D // 8), (c, shape)
   # A device has an eighth of parameters and moments, and of the batch.
   weights = layers * MATRICES + 2 * V * D
@@ -146,7 +147,7 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, platform, name):
   runs = {}
   for c in in_token_loop(found):
     assert c.group_size in (2, 4, 8), c
-    sizes = {(s.dtype, s.elements) for s in arrays(module, c)[1]}
+    sizes = {(s.dtype, s.elements) for s in arrays(module, c)[0]}
     kind = c.kind, max(elements for _, elements in sizes)
     runs[kind] = runs.get(kind, 0) + c.trips
     if kind[1] == rows * D:
@@ -155,16 +156,16 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, platform, name):
   assert runs.pop(("all-reduce", rows * D)) == T * (2 * layers + 1)
   # Sampling: a candidate a device, and sums over the vocabulary.
   assert all(elements <= 2 * rows for _, elements in runs), runs
-  # No logits are as wide as the vocabulary, and weights only before they are
-  # laid out.
+  # No array of the token loop is as wide as the vocabulary.
+  names = {i.name for i in found.instructions if i.in_token_loop}
   shapes = {
     s.dims
     for computation in module.computations.values()
     for i in computation.instructions.values()
     for s in i.shapes
+    if i.name in names
   }
-  wide = {d for d in shapes if V in d and math.prod(d) % (V * D // 8)}
-  assert not wide
+  assert not [dims for dims in shapes if V in dims]
   assert any(V // 2 in dims for dims in shapes)  # It was cut.
 
 
