@@ -1,10 +1,11 @@
 """Compiles a small model's rollout and update for eight devices.
 
-mesh_programs.py PLATFORM PROGRAM... , where PLATFORM is cpu or a topology of
-libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program: {"text": HLO,
-"arguments": bytes of a device's}}.
+mesh_programs.py PLATFORM LAYERS [PROGRAM...], where PLATFORM is cpu or a
+topology of libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
+{"text": HLO, "layers": LAYERS, "arguments": bytes on a device}}.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -27,7 +28,7 @@ from grpojax.models.transformer import TransformerConfig, transformer
 CONFIG = TransformerConfig(
   vocab_size=4096,
   width=512,
-  layers=4,
+  layers=2,
   heads=8,
   kv_heads=4,
   head_dim=64,
@@ -43,7 +44,7 @@ PROGRAMS = {  # function, axes of the mesh, of sampling
 }
 
 
-def placed(tree, mesh, places):
+def placed(tree, places):
   return jax.tree.map(
     lambda x, s: ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, places
   )
@@ -77,7 +78,7 @@ def update(lm, mesh, params):
   step = jax.jit(
     make_update(lm, tx), donate_argnums=0, out_shardings=(places, None)
   )
-  return step.lower(placed(state, mesh, places), batch)
+  return step.lower(placed(state, places), batch)
 
 
 def sample(lm, mesh, params, tensor=0):
@@ -88,13 +89,14 @@ def sample(lm, mesh, params, tensor=0):
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(mesh):
-    return jax.jit(run).lower(placed(params, mesh, places), prompts(mesh), key)
+    return jax.jit(run).lower(placed(params, places), prompts(mesh), key)
 
 
-def lowered(name, devices):
+def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
   mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
-  lm = transformer(CONFIG, dtype=jnp.bfloat16, remat=True)
+  config = dataclasses.replace(CONFIG, layers=layers)
+  lm = transformer(config, dtype=jnp.bfloat16, remat=True)
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):
     if kind == "update":
@@ -102,7 +104,7 @@ def lowered(name, devices):
   return sample(lm, mesh, params, *tensor)
 
 
-def main(platform, *names):
+def main(platform, layers, *names):
   if platform == "cpu":
     devices = jax.devices()
   else:
@@ -112,12 +114,12 @@ def main(platform, *names):
     devices = topology.devices
   found = {}
   for name in names or PROGRAMS:
-    compiled = lowered(name, list(devices)).compile()
+    compiled = lowered(name, list(devices), int(layers)).compile()
     memory = compiled.memory_analysis()
     found[name] = {
       "text": compiled.as_text(),
       "arguments": memory.argument_size_in_bytes,
-      "temporary": memory.temp_size_in_bytes,
+      "layers": int(layers),
     }
   json.dump(found, sys.stdout)
 

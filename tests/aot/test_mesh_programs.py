@@ -1,0 +1,173 @@
+"""What devices send each other in the compiled rollout and update.
+
+Equal numbers on any mesh say nothing about the way. Compiled for eight virtual
+CPU devices and, where libtpu is installed, for a slice of TPUs.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from grpojax.aot import cost, hlo
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# mesh_programs.py's model: V, D, H E, K E, F; T.
+V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
+MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer
+ROWS = 32 * 8
+LAYERS = {"cpu": 2, "v5e:2x4": 4}
+ITEMSIZE = {"cpu": 4, "v5e:2x4": 2}  # of bfloat16: XLA:CPU computes in float32
+
+
+def compiled(platform, *names):
+  """What mesh_programs.py prints, in a process of its own."""
+  ours = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(platform == "cpu")),
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "PYTHONPATH": str(ROOT),
+  }
+  program = pathlib.Path(__file__).with_name("mesh_programs.py")
+  run = subprocess.run(
+    [sys.executable, program, platform, str(LAYERS[platform]), *names],
+    env=os.environ | ours,
+    capture_output=True,
+    text=True,
+  )
+  assert run.returncode == 0, run.stderr[-2000:]
+  return json.loads(run.stdout)
+
+
+@pytest.fixture(
+  scope="module",
+  params=["cpu", pytest.param("v5e:2x4", marks=pytest.mark.slow)],
+)
+def platform(request):
+  if request.param != "cpu" and not importlib.util.find_spec("libtpu"):
+    pytest.skip("libtpu is not installed")
+  return request.param
+
+
+@pytest.fixture(scope="module")
+def rollouts(platform):
+  names = ["rollout", "rollout tensor", "rollout sampling_tensor"]
+  return compiled(platform, *names[: 2 if platform == "cpu" else 3])
+
+
+@pytest.fixture(scope="module")
+def updates(platform):
+  return compiled(platform, "update")
+
+
+def modules(programs, name):
+  module = hlo.parse(programs[name]["text"])
+  return module, cost.cost(module, T)
+
+
+def arrays(module, collective):
+  """What a collective, or its fusion, gives; the name of the fusion."""
+  i = next(
+    computation.instructions[collective.name]
+    for computation in module.computations.values()
+    if collective.name in computation.instructions
+  )
+  return i.shapes, str(i.called)
+
+
+@pytest.mark.slow
+def test_an_update_gathers_layers_and_scatters_their_gradients(
+  updates, platform
+):
+  """A layer's matrices go round twice each for prompts and for completions.
+
+  And their gradients once each. Activations of the batch stay where they are:
+  of 65,536 tokens, those of one layer are 128 MB, its matrices 5 MB.
+  """
+  module, found = modules(updates, "update")
+  layers, matrices = LAYERS[platform], MATRICES * ITEMSIZE[platform]
+  inside = [c for c in found.collectives if c.trips == layers and c.bytes > 1e5]
+  gathered = sum(c.bytes for c in inside if c.kind == "all-gather")
+  assert gathered == 2 * 2 * matrices * 7 // 8
+  reduced = [c for c in inside if "reduce" in c.kind]
+  assert {c.kind for c in inside} <= {*[c.kind for c in reduced], "all-gather"}
+  sent = sum(c.bytes for c in reduced)
+  # An all-reduce sends twice what a reduce-scatter does.
+  assert sent <= 2 * 2 * (matrices + 2 * D * 4) * 7 // 8
+  if platform != "cpu":  # XLA:CPU has no reduce-scatter of its own
+    for c in reduced:
+      shapes, fusion = arrays(module, c)
+      assert c.kind == "reduce-scatter" or "all-reduce-scatter" in fusion
+      assert sum(s.bytes for s in shapes) == matrices // 8
+  # Nothing else is as large as a layer, but what is outside of all layers.
+  outer = [c for c in found.collectives if c not in inside and c.bytes > 1e5]
+  for c in outer:
+    for shape in arrays(module, c)[0]:
+      assert shape.elements in (1, D, V * D, V * D // 8), (c, shape)
+  # A device has an eighth of parameters and moments, and of the batch.
+  weights = layers * MATRICES + 2 * V * D
+  norms = (2 * layers + 1) * D
+  state = 3 * 4 * (weights // 8 + norms)
+  batch = ROWS * T * (4 + 1 + 4) // 8
+  extra = updates["update"]["arguments"] - state - batch
+  assert 0 <= extra < 2e4  # prompts, advantages, counts, padding
+
+
+def in_token_loop(found):
+  return [c for c in found.collectives if c.in_token_loop]
+
+
+def test_nothing_waits_for_others_while_sampling(rollouts):
+  """But the question whether all have ended, of a few bytes."""
+  _, found = modules(rollouts, "rollout")
+  (end,) = in_token_loop(found)
+  assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
+  # Parameters are gathered once, before.
+  before = sum(c.bytes for c in found.collectives if c is not end)
+  weights = rollouts["rollout"]["layers"] * MATRICES + V * D
+  assert before <= (weights + V * D) * 4 * 3 / 4
+
+
+@pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
+def test_two_sums_a_layer_where_devices_share_weights(rollouts, platform, name):
+  if name not in rollouts:
+    pytest.skip("for TPUs alone")
+  module, found = modules(rollouts, name)
+  layers, size = LAYERS[platform], ITEMSIZE[platform]
+  rows = ROWS // 4  # of a device: 2 share each weight
+  runs = {}
+  for c in in_token_loop(found):
+    assert c.group_size in (2, 4, 8), c
+    sizes = {(s.dtype, s.elements) for s in arrays(module, c)[0]}
+    kind = c.kind, max(elements for _, elements in sizes)
+    runs[kind] = runs.get(kind, 0) + c.trips
+    if kind[1] == rows * D:
+      assert c.bytes in (rows * D * size, rows * D * 4)
+  # Two a layer, and the embedding's.
+  assert runs.pop(("all-reduce", rows * D)) == T * (2 * layers + 1)
+  # Sampling: a candidate a device, and sums over the vocabulary.
+  assert all(elements <= 2 * rows for _, elements in runs), runs
+  # No array of the token loop is as wide as the vocabulary.
+  names = {i.name for i in found.instructions if i.in_token_loop}
+  shapes = {
+    s.dims
+    for computation in module.computations.values()
+    for i in computation.instructions.values()
+    for s in i.shapes
+    if i.name in names
+  }
+  assert not [dims for dims in shapes if V in dims]
+  assert any(V // 2 in dims for dims in shapes)  # It was cut.
+
+
+def test_sizes_are_those_of_the_programs():
+  assert math.prod((32, 8)) == ROWS and Q == 8 * 64 and K == 4 * 64
