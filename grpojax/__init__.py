@@ -15,6 +15,7 @@ _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("prompts_from_left_padded",),
   "grpojax.core.logprobs": ("token_logprobs",),
+  "grpojax.core.mesh": ("constrain", "make_mesh"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.sampling": ("Sampling",),
   "grpojax.core.grpo_step": (
