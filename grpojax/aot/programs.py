@@ -150,12 +150,12 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   )
 
 
-def _prompts(run: Run) -> Prompts:
+def _prompts(run: Run, mesh: Mesh) -> Prompts:
   shape = run.prompts, run.config.data.max_prompt_length
   both = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  return _rows(both, run.mesh, "batch")
+  return _rows(both, mesh, "batch")
 
 
 def _device_prompts(run: Run) -> Prompts:
@@ -191,14 +191,15 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       return policies.lower(program, *given)
   sample, compare, learn = steps.make_programs(*args)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  given = state.params, _prompts(run), jax.eval_shape(_key)
+  asked = _prompts(run, sampling)
+  given = state.params, asked, jax.eval_shape(_key)
   with jax.set_mesh(sampling):
     if name == "rollout":
       return policies.lower(sample, *given)
     samples = jax.eval_shape(sample, *given)
   shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  given = state.params, _as_rows(samples, sampling), rewards, run.ref_params
+  given = state.params, _as_rows(samples, run.mesh), rewards, run.ref_params
   with jax.set_mesh(run.mesh):
     if name == "reference":
       return policies.lower(compare, *given)

@@ -83,26 +83,30 @@ def make_mesh(
 def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
   """The devices of a mesh as sampling uses them.
 
-  While sampling, nothing is gained from gathering parameters: each weight is
-  held by `tensor` devices together, and as often as it fits.
+  While sampling, each weight is held by `tensor` devices together; data and
+  fsdp cut rows only (see `LM.prepare`).
 
   Args:
     mesh: of training.
     tensor: devices that share a weight; 0 is as many as in training.
 
   Returns:
-    A mesh of the same devices in the same order, with fsdp = 1.
+    A mesh of the same devices in the same order.
 
   Raises:
     ValueError: the devices cannot be cut so.
   """
   tensor, expert = tensor or mesh.shape["tensor"], mesh.shape["expert"]
-  if mesh.size % (expert * tensor):
+  if tensor == mesh.shape["tensor"]:
+    return mesh
+  rows, rest = divmod(mesh.size, expert * tensor)
+  if rest:
     raise ValueError(
       f"mesh.sampling_tensor = {tensor}: times mesh.expert = {expert} it must "
       f"divide the {mesh.size} devices"
     )
-  devices = mesh.devices.reshape(-1, 1, expert, tensor)
+  data = math.gcd(mesh.shape["data"], rows)
+  devices = mesh.devices.reshape(data, rows // data, expert, tensor)
   return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -270,10 +270,15 @@ def test_sampling_has_a_mesh_of_the_same_devices():
   devices = np.array([jax.devices()[0]] * 8).reshape(1, 4, 1, 2)
   mesh = jax.sharding.Mesh(devices, mesh_lib.AXES)
   for tensor, sizes in (
-    (0, (4, 1, 1, 2)),
-    (4, (2, 1, 1, 4)),
-    (1, (8, 1, 1, 1)),
+    (0, (1, 4, 1, 2)),
+    (4, (1, 2, 1, 4)),
+    (1, (1, 8, 1, 1)),
   ):
     assert mesh_lib.sampling_mesh(mesh, tensor).axis_sizes == sizes
   with pytest.raises(ValueError, match="sampling_tensor = 3: .* 8 devices"):
     mesh_lib.sampling_mesh(mesh, 3)
+  # Two axes cut rows still: no one axis of 64 divides 32 prompts or samples.
+  devices = np.array([jax.devices()[0]] * 64).reshape(2, 16, 1, 2)
+  mesh = mesh_lib.sampling_mesh(jax.sharding.Mesh(devices, mesh_lib.AXES), 1)
+  assert mesh.axis_sizes == (2, 32, 1, 1)
+  mesh_lib.check_rows(mesh, 32, rollout=32)
