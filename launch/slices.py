@@ -10,12 +10,14 @@ is not compiled again. `--table` prints the tables of what is there.
 """
 
 import argparse
+import itertools
 import json
 import math
 import pathlib
 import subprocess
 import sys
 import tempfile
+import typing
 
 from grpojax.aot import chips
 from grpojax.models import hf
@@ -44,42 +46,67 @@ def parameters(model) -> int:
   return sum(math.prod(shape) for shape in every)
 
 
-def layout(model, devices: int, memory: float) -> dict[str, int]:
-  """Settings that should fit, if any do: rules of thumb, to be compiled.
+class Need(typing.NamedTuple):
+  """Bytes of a device, by rules of thumb that compiled programs taught."""
+
+  state: float
+  rollout: float
+  update: float
+
+
+def need(model, devices: int, settings: dict[str, int]) -> Need:
+  """What a step takes on each device, roughly.
+
+  Args:
+    model: its shape.
+    devices: XLA devices of the slice.
+    settings: from `layout`.
+  """
+  size, embedding = parameters(model), 4 * model.vocab_size * model.width
+  tensor, sharing = settings["mesh.tensor"], settings["mesh.sampling_tensor"]
+  state = 12 * size / devices
+  slots = 4 * model.layers * model.kv_heads * model.head_dim
+  rows = PROMPTS * GROUP / devices
+  # Weights in bfloat16, embeddings in float32, the cache, and its like.
+  rollout = state + (2 * size + 1.2 * embedding) / sharing
+  rollout += 1.25 * rows * LENGTH * slots + 0.5e9
+  tokens = rows * LENGTH / settings["optim.micro_batches"] * tensor
+  # A token keeps its state before each layer, and within one some ten more.
+  kept = 6 * model.layers * model.width
+  kept += (12 * model.mlp * max(model.experts_per_token, 1)) / tensor
+  kept += 60 * model.width
+  # Embedding and head, gathered in float32, and their gradients.
+  update = state + 4 * size / devices + 4.5 * embedding / tensor
+  return Need(state, rollout, update + tokens * kept + 0.5e9)
+
+
+def layout(model, devices: int, memory: float) -> dict[str, int] | None:
+  """Settings that should fit; None if none are thought to.
 
   Args:
     model: its shape.
     devices: XLA devices of the slice.
     memory: bytes of each.
   """
-  size = parameters(model)
-  tensor = 1  # rows and parameters over fsdp, up to 32 ways
-  while devices // tensor > PROMPTS and model.kv_heads % (2 * tensor) == 0:
-    tensor *= 2
-  expert = 1
-  fsdp = min(devices // (tensor * expert), PROMPTS)
-  data = devices // (fsdp * expert * tensor)
-  # While sampling, each weight lies on as few devices as leaves some room.
-  sharing = 1
-  while (
-    2 * size / sharing + 4 * model.vocab_size * model.width / sharing
-    > 0.35 * memory
-    and model.kv_heads % (2 * sharing) == 0
-    and 2 * sharing <= devices
-  ):
-    sharing *= 2
-  # A token keeps its state before each layer, and within one its MLP's.
-  kept = 4 * model.layers * model.width + 12 * model.mlp + 40 * model.width
-  tokens = 0.3 * memory / kept * tensor
-  per_device = PROMPTS * GROUP * LENGTH / (devices / tensor)
-  parts = 2 ** max(0, math.ceil(math.log2(max(per_device / tokens, 1))))
-  return {
-    "mesh.data": data,
-    "mesh.fsdp": fsdp,
-    "mesh.tensor": tensor,
-    "mesh.sampling_tensor": sharing,
-    "optim.micro_batches": min(parts, PROMPTS * GROUP // (devices // tensor)),
-  }
+  powers = [2**i for i in range(12)]
+  sharing = [n for n in powers if n <= devices and model.kv_heads % n == 0]
+  # The least sharing that fits: a weight that is shared is waited for.
+  for tensor, parts in itertools.product(sharing, powers):
+    rows = devices // tensor
+    settings = {
+      "mesh.data": max(rows // PROMPTS, 1),
+      "mesh.fsdp": min(rows, PROMPTS),
+      "mesh.tensor": tensor,
+      "optim.micro_batches": parts,
+    }
+    if rows // PROMPTS > GROUP or parts * rows > PROMPTS * GROUP:
+      continue
+    for shared in sharing:
+      settings["mesh.sampling_tensor"] = shared
+      needed = need(model, devices, settings)
+      if max(needed.rollout, needed.update) < 0.95 * memory:
+        return settings
+  return None
 
 
 def compile_step(name: str, file: pathlib.Path, topology: str, settings):
@@ -122,31 +149,22 @@ def try_slices(name: str, file: pathlib.Path, chip: str) -> None:
   device = chips.device(chips.CHIPS[chip])
   each = chips.CHIPS[chip].devices
   for shape in SHAPES[chip]:
-    devices = chips_of(shape) * each
-    if 16 * parameters(model) / devices > 0.9 * device.hbm_bytes:
-      continue  # the state alone does not fit
-    settings = layout(model, devices, device.hbm_bytes)
-    for _ in range(3):
-      topology = f"{chip}:{shape}"
-      known = [
-        row
-        for row in read_rows()
-        if (row["model"], row["topology"], row["settings"])
-        == (name, topology, settings)
-      ]
-      row = known[0] if known else compile_step(name, file, topology, settings)
-      if not known:
-        with ROWS.open("a") as rows:
-          rows.write(json.dumps(row) + "\n")
-      print(json.dumps(row), flush=True)
-      if row.get("fits"):
-        return
-      if "error" in row or row["gib"]["update"] * 2**30 < device.hbm_bytes:
-        break  # smaller parts would not help
-      parts = 2 * settings["optim.micro_batches"]
-      if parts > PROMPTS * GROUP // (devices // settings["mesh.tensor"]):
-        break
-      settings = settings | {"optim.micro_batches": parts}
+    settings = layout(model, chips_of(shape) * each, device.hbm_bytes)
+    topology = f"{chip}:{shape}"
+    if settings is None:
+      continue
+    known = [
+      row
+      for row in read_rows()
+      if (row["model"], row["topology"]) == (name, topology)
+    ]
+    row = known[0] if known else compile_step(name, file, topology, settings)
+    if not known:
+      with ROWS.open("a") as rows:
+        rows.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+    if row.get("fits"):
+      return
 
 
 def table() -> str:
@@ -183,10 +201,14 @@ def main() -> None:
   if given.table:
     print(table())
     return
+  files = given.models.glob(f"*{given.only}*.json")
+  sizes = {
+    file: parameters(hf.to_transformer_config(json.loads(file.read_text())))
+    for file in files
+  }
   for chip in given.chips.split(","):
-    for file in sorted(given.models.glob("*.json")):
-      if given.only in file.stem:
-        try_slices(file.stem, file, chip)
+    for file in sorted(sizes, key=sizes.get):
+      try_slices(file.stem, file, chip)
 
 
 if __name__ == "__main__":
