@@ -33,10 +33,12 @@ PARAMETERS = {  # as published
   "Qwen3-1.7B": 1_720_574_976,
   "Llama-3.2-1B-Instruct": 1_235_814_400,
   "gemma-3-1b-it": 999_885_952,
+  "Qwen2.5-32B-Instruct": 32_763_876_352,
+  "Qwen3-30B-A3B": 30_532_122_624,
 }
 DEVICES = dict.fromkeys(  # else one
   ("figure5", "gsm8k_qwen2_5_7b", "gsm8k_qwen3_1_7b"), 8
-)
+) | dict.fromkeys(("gsm8k_qwen2_5_32b", "gsm8k_qwen3_30b_a3b"), 32)
 
 
 def training_config(name):

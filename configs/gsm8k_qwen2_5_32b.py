@@ -1,0 +1,29 @@
+"""GSM8K by GRPO with Qwen2.5-32B-Instruct.
+
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_32b.py \
+               --config.model.path=DIR
+           DIR is that model in Hugging Face format, by default
+           ./Qwen2.5-32B-Instruct. For the data see configs/gsm8k.py.
+Hardware:  a slice of TPU: launch/README.md says which ones it fits, by
+           compiling.
+Time:      not known; not run yet: no accelerator was at hand.
+Expected:  a rising reward, and accuracy on the 1,319 test problems above that
+           of step 0, which is logged.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
+
+
+def get_config() -> ConfigDict:
+  config = runpy.run_path(str(COMMON))["get_config"]().unlock()
+  config.name = "gsm8k_qwen2_5_32b"
+  config.model.path = "Qwen2.5-32B-Instruct"
+  config.mesh.fsdp = 16
+  config.mesh.tensor = 2
+  config.mesh.sampling_tensor = 8
+  return config.lock()

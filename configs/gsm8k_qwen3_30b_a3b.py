@@ -1,0 +1,29 @@
+"""GSM8K by GRPO with Qwen3-30B-A3B.
+
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py \
+               --config.model.path=DIR
+           DIR is that model in Hugging Face format, by default
+           ./Qwen3-30B-A3B. For the data see configs/gsm8k.py.
+Hardware:  a slice of TPU: launch/README.md says which ones it fits, by
+           compiling.
+Time:      not known; not run yet: no accelerator was at hand.
+Expected:  a rising reward, and accuracy on the 1,319 test problems above that
+           of step 0, which is logged.
+"""
+
+import pathlib
+import runpy
+
+from ml_collections import ConfigDict
+
+COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
+
+
+def get_config() -> ConfigDict:
+  config = runpy.run_path(str(COMMON))["get_config"]().unlock()
+  config.name = "gsm8k_qwen3_30b_a3b"
+  config.model.path = "Qwen3-30B-A3B"
+  config.data.template_options = ConfigDict({"enable_thinking": False})
+  config.mesh.fsdp = 32
+  config.mesh.sampling_tensor = 4
+  return config.lock()
