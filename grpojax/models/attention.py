@@ -49,21 +49,21 @@ _float32_einsum = functools.partial(
 )
 
 
-def _softmax_part(
-  logits: Float[Array, "*queries keys"], mask: Bool[Array, "..."]
-) -> tuple[Float[Array, "*queries keys"], Float[Array, "*queries 1"]]:
-  """Softmax over one part's keys, and its log-sum-exp.
+def _softmax(
+  parts: list[Float[Array, "*queries _"]],
+) -> tuple[list[Float[Array, "*queries _"]], Float[Array, "*queries 1"]]:
+  """One softmax over the keys of all parts, and its log-sum-exp.
 
   The largest logit is subtracted before exp, which then cannot overflow. It
-  cancels out of both results, so no gradient flows through it. A query that
+  cancels out of all results, so no gradient flows through it. A query that
   sees no key gets uniform weights and a log-sum-exp near `_NEGATIVE`: finite,
-  and its share of the mixture is exactly 0.
+  and its share of a mixture is exactly 0.
   """
-  logits = jnp.where(mask, logits, _NEGATIVE)
-  top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-  weights = jnp.exp(logits - top)
-  total = jnp.sum(weights, axis=-1, keepdims=True)
-  return weights / total, top + jnp.log(total)
+  tops = [jnp.max(logits, axis=-1, keepdims=True) for logits in parts]
+  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
+  weights = [jnp.exp(logits - top) for logits in parts]
+  total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
+  return [x / total for x in weights], top + jnp.log(total)
 
 
 def soft_cap(
@@ -75,32 +75,39 @@ def soft_cap(
 
 def _attend(
   q: Float[Array, "B G K R S E"],
-  keys: Float[Array, "..."],
-  values: Float[Array, "..."],
-  mask: Bool[Array, "..."],
+  parts: list[tuple[Array, Array, Array]],
   axes: str,
   scale: float,
   cap: float | None,
 ) -> tuple[Float[Array, "B G K R S E"], Float[Array, "B G K R S 1"]]:
-  """Output over one part's keys alone, and its log-sum-exp.
+  """Output over the keys of some parts, and its log-sum-exp.
+
+  Weights are rounded to q's dtype, so they depend on what they are a softmax
+  over: not on how its keys are held in parts.
 
   Args:
     q: queries.
-    keys: of the part, with the axes `axes`.
-    values: likewise.
-    mask: broadcastable to the logits.
+    parts: keys and values with the axes `axes`, and a mask broadcastable to the
+      logits.
     axes: `cache.ROW_AXES` or `cache.PROMPT_AXES`.
     scale: of the logits.
     cap: of the logits.
   """
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
-  logits = _float32_einsum(f"{_QUERY_AXES},{axes}->{logits_axes}", q, keys)
-  weights, lse = _softmax_part(soft_cap(logits * scale, cap), mask)
-  out = jnp.einsum(
-    f"{logits_axes},{axes}->{_QUERY_AXES}", weights.astype(q.dtype), values
+
+  def logits_of(keys, mask):
+    logits = _float32_einsum(f"{_QUERY_AXES},{axes}->{logits_axes}", q, keys)
+    return jnp.where(mask, soft_cap(logits * scale, cap), _NEGATIVE)
+
+  weights, lse = _softmax([logits_of(keys, mask) for keys, _, mask in parts])
+  # The sum of several is rounded once, as that of one is.
+  einsum = jnp.einsum if len(parts) == 1 else _float32_einsum
+  outs = (
+    einsum(f"{logits_axes},{axes}->{_QUERY_AXES}", w.astype(q.dtype), values)
+    for w, (_, values, _) in zip(weights, parts, strict=True)
   )
-  return out, lse
+  return functools.reduce(jnp.add, outs).astype(q.dtype), lse
 
 
 def _merge(part, other):
@@ -113,14 +120,14 @@ def _merge(part, other):
   # exp(other_lse) / (exp(other_lse) + exp(lse)): the part of the whole
   # softmax's mass that lies on the other keys.
   share = jax.nn.sigmoid(other_lse - lse)
-  return out + share * (other_out - out), jnp.logaddexp(lse, other_lse)
+  return out + share * (other_out - out)
 
 
 def _attend_prompt(q, prompt, mask, scale, cap):
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     mask = mask[:, None, None]
   mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
-  return _attend(q, *prompt, mask, cache.PROMPT_AXES, scale, cap)
+  return _attend(q, [(*prompt, mask)], cache.PROMPT_AXES, scale, cap)
 
 
 def two_part_attention(
@@ -153,11 +160,11 @@ def two_part_attention(
     Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  part = _attend(q, *row, row_mask, cache.ROW_AXES, scale, cap)
+  part = _attend(q, [(*row, row_mask)], cache.ROW_AXES, scale, cap)
   if prompt is None:
     return part[0]
   of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
-  return _merge(part, of_prompt)[0].astype(q.dtype)
+  return _merge(part, of_prompt).astype(q.dtype)
 
 
 def cached_attention(
@@ -172,8 +179,8 @@ def cached_attention(
 ) -> Float[Array, "B G K R S E"]:
   """As `two_part_attention`, and over earlier tokens of the rows in a cache.
 
-  The cache is only read: the new tokens' keys are a part of their own, so that
-  a loop over layers need not carry the cache.
+  The cache is only read: the new tokens' keys are apart from it, so that a loop
+  over layers need not carry the cache. One softmax is taken over both.
 
   Args:
     q: queries of the new tokens.
@@ -186,13 +193,12 @@ def cached_attention(
     cap: see `two_part_attention`.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  part = _attend(q, *row, masks.row, cache.ROW_AXES, scale, cap)
-  earlier = _attend(q, *slots, masks.slots, cache.ROW_AXES, scale, cap)
-  part = _merge(part, earlier)
-  if prompt is not None:
-    of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
-    part = _merge(part, of_prompt)
-  return part[0].astype(q.dtype)
+  parts = [(*slots, masks.slots), (*row, masks.row)]
+  part = _attend(q, parts, cache.ROW_AXES, scale, cap)
+  if prompt is None:
+    return part[0]
+  of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
+  return _merge(part, of_prompt).astype(q.dtype)
 
 
 def causal_attention(

@@ -17,6 +17,9 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import hf
+from grpojax.models.attention import cached_attention, two_part_attention
+from grpojax.models.block import Masks
+from grpojax.models.cache import KeysValues
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
@@ -175,6 +178,37 @@ def test_sampler_and_scorer_agree(experts):
 
   difference = np.abs(run(params, jax.random.key(0)))
   assert difference.mean() < 1e-3, difference.mean()
+
+
+def test_a_cache_changes_no_rounding():
+  """The weights of a softmax are rounded, so they must be of the same softmax.
+
+  Over a row's keys, that is, whether or not some of them are in a cache. Then
+  only sums in another order differ, which seldom changes what is rounded.
+  """
+  b, g, k, r, c, p, e = 2, 3, 2, 2, 32, 16, 8
+  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
+  rng = np.random.default_rng(0)
+  arrays = [jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in shapes]
+  (q, keys, values), prompt = arrays[:3], tuple(arrays[3:])
+  seen, causal = jnp.ones((b, p), bool), jnp.tril(jnp.ones((c, c), bool))
+  score = jax.jit(two_part_attention)
+  scored = score(q, (keys, values), causal, prompt, seen)
+  own = jnp.ones((1, 1), bool)
+
+  @jax.jit
+  def decode(t):
+    def new(x):
+      return jax.lax.dynamic_slice_in_dim(x, t, 1, axis=-2)
+
+    row = KeysValues(new(keys), new(values))
+    masks = Masks(own, jnp.arange(c) < t, seen)
+    slots = KeysValues(keys, values)
+    return cached_attention(new(q), row, slots, prompt, masks)
+
+  sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
+  assert sampled.dtype == scored.dtype
+  assert jnp.mean(sampled != scored) < 0.01
 
 
 def test_a_router_multiplies_exactly():
