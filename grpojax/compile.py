@@ -28,7 +28,7 @@ import pathlib
 import sys
 
 from grpojax.aot import programs, report, search, topology
-from grpojax.runtime import command_line
+from grpojax.runtime import command_line, disk
 from grpojax.training import batch_sizes, from_config
 from grpojax.training.config import WORDS, default_config, validate
 from grpojax.training.validation import CHOICES
@@ -44,6 +44,15 @@ def _say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
+def _check_file(path: pathlib.Path) -> None:
+  """Whether the result can be written, asked before hours of compiling."""
+  if path.is_dir():
+    raise ValueError(f"--out={path} is a directory: give the name of a file")
+  if not path.absolute().parent.is_dir():
+    raise ValueError(f"--out={path}: its directory does not exist")
+  disk.check_writable(path.absolute().parent, "--out")
+
+
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -56,8 +65,8 @@ def main(argv: list[str]) -> int:
       CHOICES,
     )
     out = pathlib.Path(flags.out) if flags.out else None
-    if out and not out.absolute().parent.is_dir():
-      raise ValueError(f"--out={flags.out}: its directory does not exist")
+    if out:
+      _check_file(out)
     validate(config)
     devices, chip = topology.devices(flags.topology)
     if flags.search:

@@ -1,9 +1,9 @@
 """Peaks of the accelerators that a program can be compiled for.
 
 All figures are of one chip. Where XLA runs a chip as several devices (the two
-cores of a TPU7x, or of a v4 as libtpu's topologies list it), `device` gives
-each its share: costs are counted a device, so times are to be estimated with
-`device(CHIPS[name])`, and money and utilisation with the chip.
+cores of a TPU7x), `device` gives each its share: costs are counted a device, so
+times are to be estimated with `device(CHIPS[name])`, and money and utilisation
+with the chip.
 """
 
 from typing import NamedTuple
@@ -42,7 +42,7 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=32 * _GIB,
     hbm_bandwidth=1200e9,
     link_bandwidth=45e9,
-    devices=2,  # so libtpu lists them; TPU VMs fuse the two cores (megacore)
+    devices=1,  # its two cores are one (megacore)
     source=f"{_GOOGLE}v4; {_BOOK}",
   ),
   "v5e": Chip(

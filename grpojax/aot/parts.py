@@ -1,10 +1,12 @@
 """What each program of a step needs: compiled, counted, and remembered.
 
 A result is kept under the digest of what was compiled (the lowered program and
-its shardings, the machine, the versions of JAX and libtpu), so that the same
-program is compiled once, whichever configuration asks for it.
+its shardings, the machine, the versions of JAX and libtpu, the compiler's
+flags), so that the same program is compiled once, whichever configuration asks
+for it.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -21,6 +23,8 @@ from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
 
 VERSION = 1  # of what is kept; count up when the counting changes
+# Environment variables that change what XLA makes of a program.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,32 @@ def _compile(lowered: jax.stages.Lowered, chip: Chip, trips: int) -> Part:
   return Part(**_count(compiled, chip, trips), compile_seconds=seconds)
 
 
+def _read(file: pathlib.Path) -> Part | None:
+  """What was kept; None if nothing was, or it is damaged."""
+  fields = {field.name: field for field in dataclasses.fields(Part)}
+  try:
+    kept = json.loads(file.read_text())
+    whole = kept.keys() == fields.keys()
+  except (OSError, ValueError, AttributeError):
+    return None
+  numbers = (kept[name] for name in fields if fields[name].type in (int, float))
+  if not whole or not all(isinstance(n, (int, float)) for n in numbers):
+    return None
+  return Part(**kept)
+
+
+def _write(file: pathlib.Path, part: Part) -> None:
+  """Keeps a result, whole or not at all."""
+  partial = file.with_suffix(f".{os.getpid()}")
+  try:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(dataclasses.asdict(part)))
+    partial.replace(file)
+  except OSError:  # it only saves time
+    with contextlib.suppress(OSError):
+      partial.unlink(missing_ok=True)
+
+
 def measure(
   lowered: jax.stages.Lowered, topology: str, chip: Chip, trips: int
 ) -> tuple[Part, bool]:
@@ -143,19 +173,13 @@ def measure(
     The result, and whether it had been kept.
   """
   text = lowered.as_text()
-  key = f"{VERSION}|{_versions()}|{topology}|{trips}|{chip}|{text}"
+  flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
+  key = f"{VERSION}|{_versions()}|{flags}|{topology}|{trips}|{chip}|{text}"
   name = hashlib.sha256(key.encode()).hexdigest()
   file = cache_directory() / f"{name}.json"
-  try:
-    return Part(**json.loads(file.read_text())), True
-  except (OSError, ValueError, TypeError):  # not there, or damaged
-    pass
+  part = _read(file)
+  if part is not None:
+    return part, True
   part = _compile(lowered, chip, trips)
-  try:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(dataclasses.asdict(part)))
-    partial.replace(file)
-  except OSError:
-    pass  # it only saves time
+  _write(file, part)
   return part, False

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -27,14 +28,27 @@ def parse(name: str) -> tuple[str, int]:
   chip, _, shape = name.partition(":")
   known = {c for c in CHIPS if c.startswith(("v", "tpu")) or c == "cpu"}
   axes = {"cpu": 1, "v5e": 2, "v6e": 2}.get(chip, 3)
+  number = "[1-9][0-9]*"
   if chip not in known or not re.fullmatch(
-    r"\d+" + r"x\d+" * (axes - 1), shape
+    number + f"x{number}" * (axes - 1), shape
   ):
     raise ValueError(
       f"--topology={name}: give a chip ({', '.join(sorted(known))}) and a "
       "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1 or cpu:8"
     )
   return chip, math.prod(map(int, shape.split("x")))
+
+
+def _options(name: str) -> dict[str, Any]:
+  """What libtpu has to be told of a slice."""
+  kind, _, shape = name.partition(":")
+  sizes = tuple(map(int, shape.split("x")))
+  options = {}
+  if kind == "v4":  # a TPU VM shows the two cores of a chip as one device
+    options["chip_config_name"] = "megacore"
+  if 1 in sizes[:2]:  # a part of a host, which has 2 x 2 chips
+    options["chips_per_host_bounds"] = (*(min(n, 2) for n in sizes[:2]), 1)
+  return options
 
 
 def devices(name: str) -> tuple[list[jax.Device], Chip]:
@@ -57,9 +71,12 @@ def devices(name: str) -> tuple[list[jax.Device], Chip]:
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   try:
-    found = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    found = topologies.get_topology_desc(
+      platform="tpu", topology_name=name, **_options(name)
+    )
   except Exception as error:  # JaxRuntimeError, of several kinds
-    if "libtpu" in str(error) or "PJRT" in str(error):
+    absent = "libtpu", "PJRT", "TPU support not installed"
+    if any(word in str(error) for word in absent):
       todo = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
     else:
       todo = "no such slice"

@@ -119,7 +119,7 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
 
 def _family(hf_config: dict[str, Any]):
   kind = hf_config.get("model_type")
-  if kind not in FAMILIES:
+  if not isinstance(kind, str) or kind not in FAMILIES:
     raise ValueError(
       f"model_type={kind!r} is not supported; supported: {', '.join(FAMILIES)}"
     )
