@@ -201,7 +201,7 @@ def main() -> None:
   if given.table:
     print(table())
     return
-  files = given.models.glob(f"*{given.only}*.json")
+  files = (f for f in given.models.glob("*.json") if given.only in f.stem)
   sizes = {
     file: parameters(hf.to_transformer_config(json.loads(file.read_text())))
     for file in files
