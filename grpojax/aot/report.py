@@ -15,6 +15,7 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.training import from_config
 
 Say = Callable[[str], None]
 GIB = 2**30
@@ -34,31 +35,40 @@ def shard_bytes(tree: PyTree) -> int:
   return sum(map(one, jax.tree.leaves(tree)))
 
 
-def active_parameters(model: TransformerConfig) -> int:
-  """Parameters that a token is multiplied with: no embedding, few experts."""
+def active_parameters(model: TransformerConfig) -> tuple[int, int]:
+  """Parameters that a token is multiplied with.
+
+  Returns:
+    Those of the layers' matrices, of experts the few that a token goes to, and
+    those of the output head.
+  """
   shapes, total = parameter_shapes(model), 0
   for name, shape in shapes["layers"].items():
-    share = 1.0
+    size = math.prod(shape) if len(shape) > 2 else 0  # a matrix of each layer
     if name.startswith("expert_"):
-      share = model.experts_per_token / model.experts
-    if len(shape) > 2:  # a matrix of each layer
-      total += int(math.prod(shape) * share)
-  return total + model.vocab_size * model.width
+      size = size * model.experts_per_token // model.experts
+    total += size
+  return total, model.vocab_size * model.width
 
 
 def model_flops(run: programs.Run) -> float:
-  """Operations that a step needs: 2 a parameter and token forward, 6 trained.
+  """Operations that a step needs, for completions of full length.
 
-  Of sampling, scoring by a reference and one pass of the update over prompts
-  and completions of full length; without attention.
+  Forward 2 a parameter and token, trained 6, of frozen weights below adapters
+  4: they have no gradient of their own. Once for each of sampling, scoring (by
+  a reference, by the policy where `loss.old_logprobs` asks for it) and an epoch
+  of the update. Prompts need no output head. Without attention, and without
+  the adapters themselves.
   """
-  config = run.config
-  samples = run.prompts * run.group_size
-  tokens = run.prompts * config.data.max_prompt_length
-  tokens += samples * config.sampling.max_new_tokens
-  passes = 2 + 6 * config.optim.epochs
-  passes += 2 if run.ref_params is not None else 0
-  return float(passes * active_parameters(run.model) * tokens)
+  config, optim = run.config, run.config.optim
+  layers, head = active_parameters(run.model)
+  completions = run.prompts * run.group_size * config.sampling.max_new_tokens
+  prompts = run.prompts * config.data.max_prompt_length
+  passes = 2 + (4 if config.lora.rank else 6) * optim.epochs
+  off_policy = optim.epochs * optim.minibatches > 1
+  passes += 2 * (run.ref_params is not None)
+  passes += 2 * (from_config.rescore(config) and off_policy)
+  return float(passes * (layers * (prompts + completions) + head * completions))
 
 
 def _cache_bytes(run: programs.Run) -> int:
@@ -84,13 +94,14 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   params = shard_bytes(run.state.params) + shard_bytes(frozen)
   rest = run.state.replace(params=None)
   optimizer, reference = shard_bytes(rest), 0
-  on_device = run.config.model.reference == "device"
-  if run.ref_params is not None and (on_device or name != "update"):
-    reference = shard_bytes(run.ref_params)
-    reference *= on_device or name == "reference"
+  scores = name in ("reference", "step")  # what is given the reference
+  if run.ref_params is not None:
+    on_device = run.config.model.reference == "device"
+    reference = shard_bytes(run.ref_params) * (on_device or scores)
   if part.error:  # XLA's figure, of arguments and all
-    given = {"rollout": params, "reference": params + reference}
-    temporary = part.memory_bytes - given.get(name, params + optimizer)
+    given = params + reference * scores
+    given += optimizer if name in ("update", "step") else 0
+    temporary = part.memory_bytes - given
   else:
     temporary = part.temporary_bytes
   own = {"update": "gradients", "rollout": "cache", "step": "gradients"}

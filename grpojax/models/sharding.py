@@ -226,8 +226,13 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   """Parameters as they are used: whole along fsdp, still cut along tensor.
 
   Their gradients are cut again as soon as they are computed (reduce-scatter),
-  by the transpose of the first constraint. Called in a layer that is
-  rematerialised, the gathered parameters live as long as the layer runs.
+  by the transpose of the first constraint. That adds them up over the devices
+  in the dtype of what was gathered: in bfloat16 the sum of one micro-batch is
+  off by about 0.4% for 8 devices and 2% for 256 if every addition is rounded
+  (micro-batches are added in float32, and their errors are independent).
+
+  Called in a layer that is rematerialised, the gathered parameters live as long
+  as the layer runs.
 
   Args:
     params: a part of a `transformer`'s parameters.
