@@ -110,7 +110,7 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
   return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
   """Sizes of the axes that XLA cuts arrays along, where we say how.
 
   Not those that a `jax.shard_map` has cut already (Manual), nor those of a user
@@ -130,7 +130,7 @@ def activation_spec(
     shape: of the array.
     names: of its first axes, from `ACTIVATIONS`; None is never cut.
   """
-  free, spec = _free_axes(mesh), []
+  free, spec = free_axes(mesh), []
   for size, name in zip(shape, names, strict=False):
     taken = []
     for axis in ACTIVATIONS[name] if name else ():
@@ -149,7 +149,7 @@ def constrain(x: Array, *names: str | None) -> Array:
     *names: of its first axes, see `activation_spec`; the others are not cut.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not _free_axes(mesh):
+  if not free_axes(mesh):
     return x
   spec = activation_spec(mesh, x.shape, names)
   return jax.lax.with_sharding_constraint(x, spec)

@@ -7,14 +7,14 @@ parameters. What is computed with them has a table too, in `core.mesh`.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from grpojax.core.mesh import AXES
+from grpojax.core.mesh import AXES, free_axes
 
 _FSDP = ("fsdp", "expert")  # of what is gathered; experts stay where they are
 RULES = (
@@ -130,16 +130,21 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def _gathered(path: str, spec: P) -> P:
-  """The spec of a parameter while it is used: experts stay where they are."""
-  dropped = ("fsdp",) if "/expert_" in path else _FSDP
+def _kept(spec: P, names: Collection[str]) -> P:
+  """A spec with only these axes of the mesh."""
 
   def kept(axes):
     axes = axes if isinstance(axes, tuple) else (axes,)
-    axes = tuple(axis for axis in axes if axis and axis not in dropped)
+    axes = tuple(axis for axis in axes if axis in names)
     return axes[0] if len(axes) == 1 else axes or None
 
   return P(*map(kept, spec))
+
+
+def _gathered(path: str, spec: P) -> P:
+  """The spec of a parameter while it is used: experts stay where they are."""
+  dropped = ("fsdp",) if "/expert_" in path else _FSDP
+  return _kept(spec, set(AXES) - set(dropped))
 
 
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
@@ -151,7 +156,8 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
     gathered: whole along fsdp, or cut as the table says.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if not set(AXES) & set(mesh.axis_names) or mesh.size == 1:
+  free = free_axes(mesh)
+  if not set(AXES) & set(free):
     return params
 
   def one(path, x):
@@ -164,7 +170,7 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
       spec = spec_for(name, x.shape, mesh)
     if gathered:
       spec = _gathered(name.replace("layer/", "layers/"), spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.with_sharding_constraint(x, _kept(spec, free))
 
   return jax.tree_util.tree_map_with_path(one, params)
 

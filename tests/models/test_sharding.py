@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import traverse_util
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
@@ -282,3 +284,21 @@ def test_sampling_has_a_mesh_of_the_same_devices():
   mesh = mesh_lib.sampling_mesh(jax.sharding.Mesh(devices, mesh_lib.AXES), 1)
   assert mesh.axis_sizes == (2, 32, 1, 1)
   mesh_lib.check_rows(mesh, 32, rollout=32)
+
+
+@pytest.mark.parametrize("kind", ["Explicit", "Manual"])
+def test_axes_that_are_not_ours_to_cut_are_left_alone(kind):
+  """A user's own, also where they have our names (inside `jax.shard_map`)."""
+  config = TransformerConfig(
+    vocab_size=16, width=8, layers=1, heads=2, kv_heads=2, head_dim=4, mlp=8
+  )
+  lm = transformer(config)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  types = (getattr(AxisType, kind), AxisType.Auto)
+  for names in (("fsdp", "tensor"), ("tensor", "fsdp")):
+    mesh = jax.sharding.AbstractMesh((2, 2), names, axis_types=types)
+    with jax.sharding.use_abstract_mesh(mesh):
+      text = str(jax.make_jaxpr(sharding.gather)(params))
+    specs = re.findall(r"spec=P\(.*?\)\)", text)
+    assert not any(names[0] in spec for spec in specs)
+    assert any(names[1] in spec for spec in specs)
