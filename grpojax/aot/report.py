@@ -49,6 +49,8 @@ def active_parameters(model: TransformerConfig) -> int:
 def model_flops(run: programs.Run) -> float:
   """Operations that a step needs: 2 a parameter and token forward, 6 trained.
 
+  4 where it is frozen: below adapters only activations have gradients.
+
   Of sampling, scoring by a reference and one pass of the update over prompts
   and completions of full length; without attention.
   """
@@ -56,7 +58,7 @@ def model_flops(run: programs.Run) -> float:
   samples = run.prompts * run.group_size
   tokens = run.prompts * config.data.max_prompt_length
   tokens += samples * config.sampling.max_new_tokens
-  passes = 2 + 6 * config.optim.epochs
+  passes = 2 + (4 if config.lora.rank else 6) * config.optim.epochs
   passes += 2 if run.ref_params is not None else 0
   return float(passes * active_parameters(run.model) * tokens)
 

@@ -1,4 +1,4 @@
-"""What `grpojax.compile` refuses before it compiles, and what it keeps."""
+"""What `grpojax.compile` refuses before it compiles, keeps, and says."""
 
 import dataclasses
 import json
@@ -11,9 +11,11 @@ import jax
 import pytest
 
 from grpojax import compile as program
-from grpojax.aot import parts, programs, topology
+from grpojax.aot import parts, programs, report, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.parts import Part
+from grpojax.training import from_config
+from grpojax.training.config import default_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PART = Part(7, 5, seconds=0.5)
@@ -137,3 +139,15 @@ def test_models_of_a_strange_type(tmp_path):
   file.write_text('{"model_type": ["qwen2"]}')
   with pytest.raises(ValueError, match="is not supported"):
     programs.hf.to_transformer_config(programs.read_model(str(file))[1])
+
+
+@pytest.mark.parametrize("rank, passes", [(0, 2 + 6), (2, 2 + 4)])
+def test_what_is_frozen_has_no_gradient_to_compute(rank, passes):
+  config = default_config()
+  config.lora.rank, config.data.max_prompt_length = rank, 16
+  config.sampling.max_new_tokens = 4
+  mesh = from_config.mesh(config, jax.devices()[:1])
+  run = programs.open_run(config, mesh)
+  tokens = 32 * 16 + 32 * 8 * 4
+  needed = passes * report.active_parameters(run.model) * tokens
+  assert report.model_flops(run) == needed
