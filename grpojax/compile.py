@@ -70,14 +70,17 @@ def main(argv: list[str]) -> int:
     validate(config)
     devices, chip = topology.devices(flags.topology)
     if flags.search:
-      found = search.search(config, devices, flags.topology, chip, _say)
-      text = search.lines(found)
+      search.check(config)
     else:
       mesh = from_config.mesh(config, devices)
       batch_sizes.check(config, mesh)
       run = programs.open_run(config, mesh)
-      found = report.report(run, flags.topology, chip, _say)
-      text = report.lines(found)
+  if flags.search:
+    found = search.search(config, devices, flags.topology, chip, _say)
+    text = search.lines(found)
+  else:
+    found = report.report(run, flags.topology, chip, _say)
+    text = report.lines(found)
   print("\n".join(text))
   if out:
     out.write_text(json.dumps(found, indent=2) + "\n")

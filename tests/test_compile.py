@@ -123,6 +123,8 @@ def test_names_of_machines():
   assert topology.parse("v5e:2x4") == ("v5e", 8)
   assert topology.parse("tpu7x:2x2x4") == ("tpu7x", 16)
   assert topology.parse("cpu:8") == ("cpu", 8)
+  with pytest.raises(ValueError, match="no slice has more than"):
+    topology.parse("v5e:1000x1000")
   for name in ("", "v5e", "v5e:8", "v5p:2x2", "h100:8", "v9:2x2", "cpu:2x2"):
     with pytest.raises(ValueError, match="give a chip .* and a shape"):
       topology.parse(name)

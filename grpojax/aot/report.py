@@ -192,7 +192,10 @@ def report(
     "fits": fits,
     "topology": machine,
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES}
-    | {"sampling_tensor": run.config.mesh.sampling_tensor},
+    | {
+      "sampling_tensor": run.config.mesh.sampling_tensor
+      or run.mesh.shape["tensor"]
+    },
     "micro_batches": run.config.optim.micro_batches,
     "remat": run.config.model.remat,
     "device_memory_bytes": chips.device(chip).hbm_bytes,

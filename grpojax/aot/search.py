@@ -146,6 +146,21 @@ def _updates(config, every, args) -> list[tuple[Any, ...]]:
   return sorted(found, key=lambda item: item[0])
 
 
+def check(config: ConfigDict) -> None:
+  """Whether a run's layouts can be searched.
+
+  Raises:
+    ValueError: reward.on_device, which is not two programs; no such model.
+  """
+  if config.reward.on_device:
+    raise ValueError(
+      "--search needs reward.on_device=False: it lays sampling and training "
+      "out apart; without --search one layout of the fused step is compiled"
+    )
+  _, hf_config = programs.read_model(config.model.path)
+  hf.to_transformer_config(hf_config)
+
+
 def search(
   config: ConfigDict,
   devices: list[jax.Device],
@@ -166,14 +181,7 @@ def search(
     The report of the best layout, with all that fit as "ranking"; or, where
     nothing fits, {"fits": False, "ranking": []}.
 
-  Raises:
-    ValueError: reward.on_device, which is not two programs.
   """
-  if config.reward.on_device:
-    raise ValueError(
-      "--search needs reward.on_device=False: it lays sampling and training "
-      "out apart; without --search one layout of the fused step is compiled"
-    )
   _, hf_config = programs.read_model(config.model.path)
   model = hf.to_transformer_config(hf_config)
   every = meshes(model, len(devices))

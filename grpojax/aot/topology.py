@@ -10,6 +10,7 @@ from jax.experimental import topologies
 
 from grpojax.aot.chips import CHIPS, Chip
 
+LARGEST = 9216  # chips, of a pod of tpu7x
 # What libtpu would ask of the machine that it runs on.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
@@ -36,7 +37,10 @@ def parse(name: str) -> tuple[str, int]:
       f"--topology={name}: give a chip ({', '.join(sorted(known))}) and a "
       "shape: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1 or cpu:8"
     )
-  return chip, math.prod(map(int, shape.split("x")))
+  count = math.prod(map(int, shape.split("x")))
+  if count > LARGEST:
+    raise ValueError(f"--topology={name}: no slice has more than {LARGEST}")
+  return chip, count
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -9,6 +9,9 @@ cut them. Without a mesh in context nothing happens, so that the functions need
 none; a model of one's own can name its axes in the same way. Parameters have a
 table of their own, `models.sharding.RULES`.
 
+Axes must be of type Auto, as `make_mesh` has them: along those that a user or a
+`jax.shard_map` has taken (Explicit, Manual) nothing is laid out here.
+
 Left to itself, XLA would take the cut of the parameters as a wish to cut the
 contractions, compute all rows on every device and add up activations of the
 whole batch.

@@ -1,4 +1,4 @@
-"""What `grpojax.compile` refuses before it compiles, and what it keeps."""
+"""What `grpojax.compile` refuses before it compiles, keeps, and says."""
 
 import dataclasses
 import json

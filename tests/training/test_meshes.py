@@ -62,6 +62,7 @@ def on_eight_devices(*cases):
   return done.stdout
 
 
+@pytest.mark.slow
 def test_a_step_before_its_update():
   """Sampling on a mesh of its own, and the reference's pass after it."""
   on_eight_devices()
