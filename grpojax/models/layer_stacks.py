@@ -70,10 +70,9 @@ def _scan_stack(
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
-  if len(set(locality)) == 1:  # then it needs no choice at run time
-    return jax.lax.scan(
-      lambda carry, s: body(carry, locality[0], *s), carry, scanned
-    )
+  if len(set(locality)) < 2:  # then it needs no choice at run time
+    local = any(locality)  # of a stack without layers too
+    return jax.lax.scan(lambda carry, s: body(carry, local, *s), carry, scanned)
   return jax.lax.scan(
     lambda carry, s: body(carry, *s), carry, (jnp.asarray(locality), *scanned)
   )
