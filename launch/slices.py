@@ -19,7 +19,7 @@ import sys
 import tempfile
 import typing
 
-from grpojax.aot import chips
+from grpojax.aot import chips, search, topology
 from grpojax.models import hf
 from grpojax.models.config import parameter_shapes
 
@@ -31,11 +31,6 @@ FLAT = "1x1 2x2 2x4 4x4 4x8 8x8 8x16 16x16".split()
 CUBES = "1x1x1 2x2x1 2x2x2 2x2x4 2x4x4 4x4x4 4x4x8 4x8x8".split()
 SHAPES = {"v5e": FLAT, "v6e": FLAT, "v5p": CUBES, "tpu7x": CUBES}
 PROMPTS, GROUP, LENGTH = 32, 32, 1024
-
-
-def chips_of(shape: str) -> int:
-  """How many chips a shape like 2x4 has."""
-  return math.prod(map(int, shape.split("x")))
 
 
 def parameters(model) -> int:
@@ -109,17 +104,17 @@ def layout(model, devices: int, memory: float) -> dict[str, int] | None:
   return None
 
 
-def compile_step(name: str, file: pathlib.Path, topology: str, settings):
+def compile_step(name: str, file: pathlib.Path, slice_: str, settings):
   """Runs `grpojax.compile`; its report, or what it said."""
   with tempfile.TemporaryDirectory() as scratch:
     out = pathlib.Path(scratch) / "out.json"
-    words = [f"--config.{key}={value}" for key, value in settings.items()]
+    words = search.command(settings).split()
     command = [sys.executable, "-m", "grpojax.compile", f"--config={CONFIG}"]
-    command += [f"--config.model.path={file}", f"--topology={topology}"]
+    command += [f"--config.model.path={file}", f"--topology={slice_}"]
     done = subprocess.run(
       [*command, f"--out={out}", *words], capture_output=True, text=True
     )
-    row = {"model": name, "topology": topology, "settings": settings}
+    row = {"model": name, "topology": slice_, "settings": settings}
     if not out.exists():
       return row | {"error": done.stderr.strip().splitlines()[-1]}
     found = json.loads(out.read_text())
@@ -149,16 +144,17 @@ def try_slices(name: str, file: pathlib.Path, chip: str) -> None:
   device = chips.device(chips.CHIPS[chip])
   each = chips.CHIPS[chip].devices
   for shape in SHAPES[chip]:
-    settings = layout(model, chips_of(shape) * each, device.hbm_bytes)
-    topology = f"{chip}:{shape}"
+    slice_ = f"{chip}:{shape}"
+    _, count = topology.parse(slice_)
+    settings = layout(model, count * each, device.hbm_bytes)
     if settings is None:
       continue
     known = [
       row
       for row in read_rows()
-      if (row["model"], row["topology"]) == (name, topology)
+      if (row["model"], row["topology"]) == (name, slice_)
     ]
-    row = known[0] if known else compile_step(name, file, topology, settings)
+    row = known[0] if known else compile_step(name, file, slice_, settings)
     if not known:
       with ROWS.open("a") as rows:
         rows.write(json.dumps(row) + "\n")
@@ -177,9 +173,7 @@ def table() -> str:
   for row in read_rows():
     if not row.get("fits"):
       continue
-    words = " ".join(
-      f"--config.{key}={value}" for key, value in row["settings"].items()
-    )
+    words = search.command(row["settings"])
     gib, seconds = row["gib"], row["seconds"]
     lines.append(
       f"| {row['model']} | {row['topology']} | {gib['rollout']}, "

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
@@ -86,20 +86,11 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
   )
 
 
-def _placed(tree: PyTree, mesh: Mesh) -> PyTree:
-  return jax.tree.map(
-    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-    tree,
-    sharding.shardings(tree, mesh),
-  )
-
-
 def _rows(x: PyTree, mesh: Mesh, *names: str) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 
   def one(x):
-    spec = mesh_lib.activation_spec(mesh, x.shape, names)
-    place = NamedSharding(mesh, spec)
+    place = mesh_lib.activation_sharding(mesh, x.shape, *names)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
   return jax.tree.map(one, x)
@@ -112,25 +103,21 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     ValueError: a model or targets of adapters that do not fit.
   """
   _, hf_config = read_model(config.model.path)
-  policy = _policy(config, hf_config)
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = from_config.open_policy(config)
+  else:
+    policy = _policy(config, hf_config)
   adapted = config.lora.rank > 0
   dtype = config.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
-  params, ref_params = _placed(whole, mesh), None
+  params, ref_params = sharding.placed(whole, mesh), None
   if from_config.needs_reference(config):
     ref_params = {} if adapted else params
   if adapted:
-    adapters = jax.eval_shape(
-      lambda base: lora.init(
-        base, jax.random.key(0), config.lora.rank, config.lora.targets
-      ),
-      whole,
-    )
+    adapters = lora.abstract(whole, config.lora.rank, config.lora.targets)
     scale = config.lora.alpha / config.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
-    params = _placed(adapters, mesh)
+    params = sharding.placed(adapters, mesh)
   tx = optimizer(config)
   state = jax.eval_shape(
     lambda p: from_config.first_state(config, tx, p), params
@@ -143,7 +130,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     hf.to_transformer_config(hf_config),
     policy,
     mesh,
-    _placed(state, mesh),
+    sharding.placed(state, mesh),
     ref_params,
     size,
     group_sizes.samples_per_step(leaves) // size,
@@ -213,13 +200,4 @@ def _key() -> jax.Array:
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:
   """A rollout or a batch, laid out over a mesh."""
-  names = {"prompt_ids": ("batch",), "prompt_mask": ("batch",)}
-  return tree.replace(
-    **{
-      field: x if x is None else _rows(x, mesh, *names.get(field, _SAMPLES))
-      for field, x in vars(tree).items()
-    }
-  )
-
-
-_SAMPLES = ("batch", "group")
+  return mesh_lib.map_rows(lambda x, *names: _rows(x, mesh, *names), tree)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from grpojax.aot import chips, parts, programs, roofline, topology
@@ -15,24 +14,11 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
+from grpojax.models.sharding import shard_bytes
 from grpojax.training import from_config
 
 Say = Callable[[str], None]
 GIB = 2**30
-
-
-def shard_bytes(tree: PyTree) -> int:
-  """Bytes of abstract arrays on each device."""
-
-  def one(x):
-    place = x.sharding
-    shape = x.shape if place is None else place.shard_shape(x.shape)
-    size = 8  # of a random key
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      size = jnp.dtype(x.dtype).itemsize
-    return size * math.prod(shape)
-
-  return sum(map(one, jax.tree.leaves(tree)))
 
 
 def active_parameters(model: TransformerConfig) -> tuple[int, int]:
@@ -77,7 +63,7 @@ def _cache_bytes(run: programs.Run) -> int:
   model, tokens = run.model, run.config.sampling.max_new_tokens
   shape = run.prompts, run.group_size, model.kv_heads, tokens, model.head_dim
   names = ("batch", "group", "kv_heads")
-  place = NamedSharding(mesh, mesh_lib.activation_spec(mesh, shape, names))
+  place = mesh_lib.activation_sharding(mesh, shape, *names)
   size = jnp.dtype(run.config.model.dtype).itemsize
   return 2 * model.layers * size * math.prod(place.shard_shape(shape))
 

@@ -22,7 +22,8 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
 from grpojax.models import hf
 from grpojax.models.config import TransformerConfig
-from grpojax.training import batch_sizes, from_config, memory
+from grpojax.runtime.config import flatten
+from grpojax.training import batch_sizes, from_config, group_sizes, memory
 
 LARGEST_TENSOR = 16
 KEPT = 10  # activations of a layer, in sizes of its input; there are more
@@ -128,13 +129,9 @@ def _rollouts(config, model, every, args) -> list[tuple[Any, ...]]:
 
 def _updates(config, every, args) -> list[tuple[Any, ...]]:
   """(seconds, settings, part) of the first parts that fit, for each mesh."""
-  found = []
+  found, samples = [], group_sizes.samples_per_step(flatten(config))
   for mesh, remat in itertools.product(every, (True, False)):
-    limit = config.batch_size // config.optim.minibatches
-    limit *= config.auto_group_size.largest
-    if config.group_size != "auto":
-      limit = limit // config.auto_group_size.largest * config.group_size
-    for micro_batches in _powers(limit):
+    for micro_batches in _powers(samples // config.optim.minibatches):
       settings = _settings(mesh) | {
         "optim.micro_batches": micro_batches,
         "model.remat": remat,
@@ -180,7 +177,6 @@ def search(
   Returns:
     The report of the best layout, with all that fit as "ranking"; or, where
     nothing fits, {"fits": False, "ranking": []}.
-
   """
   _, hf_config = programs.read_model(config.model.path)
   model = hf.to_transformer_config(hf_config)

@@ -18,12 +18,15 @@ whole batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
+
+from grpojax.core.types import OF_PROMPTS, Batch, Rollout
 
 AXES = ("data", "fsdp", "expert", "tensor")
 """Axes of a mesh: `data` cuts rows; `fsdp` rows, and parameters, which are
@@ -31,6 +34,7 @@ gathered where they are used; `expert` rows, and experts; `tensor` heads, the
 MLP and the vocabulary."""
 
 ROWS = ("data", "fsdp", "expert")
+_SAMPLES = ("batch", "group")
 ACTIVATIONS = {
   # name of an activation's axis: axes of the mesh that may cut it
   "batch": ROWS,  # B
@@ -123,6 +127,34 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
   return {name: n for name, n, kind in axes if kind == AxisType.Auto and n > 1}
 
 
+def divide(
+  shape: Sequence[int],
+  wanted: Sequence[Sequence[str]],
+  sizes: Mapping[str, int],
+) -> list[tuple[str, ...]]:
+  """Which axes of a mesh cut which axes of an array.
+
+  Args:
+    shape: of the array.
+    wanted: for each of its first axes, those of the mesh that may cut it.
+    sizes: of the mesh's axes.
+
+  Returns:
+    For each of them the axes that do: each axis of the mesh cuts the first that
+    it may cut and whose size it divides. One of size 1 stands by itself only.
+  """
+  free, found = dict(sizes), []
+  for size, axes in zip(shape, wanted, strict=False):
+    taken = []
+    for axis in axes:
+      useless = free.get(axis) == 1 and taken
+      if axis in free and size % free[axis] == 0 and not useless:
+        size //= free.pop(axis)
+        taken.append(axis)
+    found.append(tuple(taken))
+  return found
+
+
 def activation_spec(
   mesh: Mesh | AbstractMesh, shape: Sequence[int], names: Sequence[str | None]
 ) -> P:
@@ -133,15 +165,15 @@ def activation_spec(
     shape: of the array.
     names: of its first axes, from `ACTIVATIONS`; None is never cut.
   """
-  free, spec = free_axes(mesh), []
-  for size, name in zip(shape, names, strict=False):
-    taken = []
-    for axis in ACTIVATIONS[name] if name else ():
-      if axis in free and size % free[axis] == 0:
-        size //= free.pop(axis)
-        taken.append(axis)
-    spec.append(tuple(taken) or None)
-  return P(*spec)
+  wanted = [ACTIVATIONS[name] if name else () for name in names]
+  return P(*(axes or None for axes in divide(shape, wanted, free_axes(mesh))))
+
+
+def activation_sharding(
+  mesh: Mesh, shape: Sequence[int], *names: str | None
+) -> NamedSharding:
+  """The `NamedSharding` of an activation, see `activation_spec`."""
+  return NamedSharding(mesh, activation_spec(mesh, shape, names))
 
 
 def constrain(x: Array, *names: str | None) -> Array:
@@ -166,17 +198,33 @@ def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
     mesh: of the same devices.
     *names: of the arrays' first axes, see `activation_spec`.
   """
+  return jax.tree.map(
+    lambda x: jax.device_put(x, activation_sharding(mesh, x.shape, *names)),
+    tree,
+  )
 
-  def one(x):
-    spec = activation_spec(mesh, x.shape, names)
-    return jax.device_put(x, NamedSharding(mesh, spec))
 
-  return jax.tree.map(one, tree)
+def map_rows(
+  function: Callable[..., Any], rows: Rollout | Batch
+) -> Rollout | Batch:
+  """Maps `function(x, *names)` over what a rollout or a batch has.
+
+  Args:
+    function: of an array and the names of its first axes, such as `constrain`.
+    rows: arrays [B, ...] of prompts and [B, G, ...] of samples.
+  """
+  names = dict.fromkeys(OF_PROMPTS, ("batch",))
+  return rows.replace(
+    **{
+      field: x if x is None else function(x, *names.get(field, _SAMPLES))
+      for field, x in vars(rows).items()
+    }
+  )
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
   """Sharding of arrays [B, ...] that come from the host; B = rows."""
-  return NamedSharding(mesh, activation_spec(mesh, (rows,), ("batch",)))
+  return activation_sharding(mesh, (rows,), "batch")
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
@@ -196,12 +244,9 @@ def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
     ValueError: an axis of the mesh can cut neither prompts nor groups.
   """
   for name, count in rows.items():
-    free = {axis: mesh.shape[axis] for axis in ROWS}
-    for size in (count, group_size):
-      for axis in ROWS:
-        if axis in free and size % free[axis] == 0:
-          size //= free.pop(axis)
-    if any(n > 1 for n in free.values()):
+    cut = divide((count, group_size), (ROWS, ROWS), mesh.shape)
+    parts = math.prod(mesh.shape[axis] for axes in cut for axis in axes)
+    if parts != row_shards(mesh):
       axes = ", ".join(f"{a} = {mesh.shape[a]}" for a in ROWS)
       raise ValueError(
         f"{name}: {count} prompts x {group_size} samples cannot be cut evenly "

@@ -160,6 +160,11 @@ class Batch:
   sampler_logprobs: Float[Array, "B G T"] | None = None
 
 
+OF_PROMPTS = ("prompt_ids", "prompt_mask")
+"""The fields of a `Rollout` and of a `Batch` that are of prompts, [B, ...]; all
+others are of samples, [B, G, ...]."""
+
+
 @typing.no_type_check
 @struct.dataclass
 class TrainState:

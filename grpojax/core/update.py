@@ -11,13 +11,12 @@ from jaxtyping import Array, Int, Key, PyTree
 from grpojax.core import losses, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.mesh import constrain
+from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.sampling import Sampling
-from grpojax.core.types import LM, Batch, TrainState
+from grpojax.core.types import LM, OF_PROMPTS, Batch, TrainState
 
 Metrics = dict[str, Array]
 
-_OF_PROMPTS = ("prompt_ids", "prompt_mask")  # the rest of a batch: of samples
 OVER_UPDATES = {
   "mean": jnp.mean,
   "min": jnp.min,
@@ -72,25 +71,13 @@ def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
   return jax.tree.map(leaf, tree)
 
 
-def _constrain(batch: Batch) -> Batch:
-  """Lays the rows out over the mesh, see `core.mesh.constrain`."""
-  samples = ("batch", "group")
-  names = {field: ("batch",) for field in _OF_PROMPTS}
-  return Batch(
-    **{
-      field: x if x is None else constrain(x, *names.get(field, samples))
-      for field, x in vars(batch).items()
-    }
-  )
-
-
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   """Micro-batches of a minibatch: a leading axis of `parts`."""
   cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
   samples = {
-    field: x for field, x in vars(batch).items() if field not in _OF_PROMPTS
+    field: x for field, x in vars(batch).items() if field not in OF_PROMPTS
   }
-  prompts = {field: getattr(batch, field) for field in _OF_PROMPTS}
+  prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)
   return Batch(**samples, **parts_lib.split_prompts(prompts, cut)), weights
 
@@ -196,7 +183,8 @@ def make_update(
   """
 
   def micro_loss(params, batch: Batch, weights):
-    batch, weights = _constrain(batch), constrain(weights, "batch", "group")
+    batch = map_rows(constrain, batch)
+    weights = constrain(weights, "batch", "group")
     logprobs, entropy = token_logprobs(
       lm,
       params,

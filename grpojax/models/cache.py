@@ -168,8 +168,3 @@ def of_prompt(tokens: KeysValues) -> PromptKeysValues:
       for x in tokens
     )
   )
-
-
-def prompt_length(prompt: PromptKeysValues) -> int:
-  """P."""
-  return prompt.keys.shape[PROMPT_AXES.index("p")]

@@ -94,6 +94,13 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
   return {"layers": layers}
 
 
+def abstract(base: Params, rank: int, targets: str) -> Params:
+  """Shapes and dtypes of adapters, see `init`."""
+  return jax.eval_shape(
+    lambda base: init(base, jax.random.key(0), rank, targets), base
+  )
+
+
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """The base with A and scale * B beside their matrices, for the decoder.
 

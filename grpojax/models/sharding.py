@@ -7,14 +7,15 @@ parameters. What is computed with them has a table too, in `core.mesh`.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
-from grpojax.core.mesh import AXES, free_axes
+from grpojax.core.mesh import AXES, divide, free_axes
 
 _FSDP = ("fsdp", "expert")  # of what is gathered; experts stay where they are
 RULES = (
@@ -52,18 +53,11 @@ REDUCED = {"row": -1, "col": -2}
 (see `core.factored_rms`): it is cut as the matrix is along the others."""
 
 
-def _divided(spec, shape: Sequence[int], mesh: dict[str, int]) -> P:
+def _divided(spec, shape: Sequence[int], mesh: Mapping[str, int]) -> P:
   """The axes of a rule that divide their dimensions, each of them once."""
-  axes, free = [], dict(mesh)
-  for size, wanted in zip(shape, spec, strict=False):
-    taken = []
-    for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
-      nothing = free.get(axis) == 1 and taken
-      if axis in free and size % free[axis] == 0 and not nothing:
-        size //= free.pop(axis)
-        taken.append(axis)
-    axes.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
-  return P(*axes)
+  wanted = ((x,) if isinstance(x, str) else x or () for x in spec)
+  taken = divide(shape, tuple(wanted), mesh)
+  return P(*(axes[0] if len(axes) == 1 else axes or None for axes in taken))
 
 
 def spec_for(
@@ -139,6 +133,29 @@ def _kept(spec: P, names: Collection[str]) -> P:
     return axes[0] if len(axes) == 1 else axes or None
 
   return P(*map(kept, spec))
+
+
+def placed(tree: PyTree, mesh: Mesh) -> PyTree:
+  """Abstract arrays with their `shardings`."""
+  return jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    tree,
+    shardings(tree, mesh),
+  )
+
+
+def shard_bytes(tree: PyTree) -> int:
+  """Bytes on each device of abstract arrays, cut as their shardings say."""
+
+  def one(x):
+    place = x.sharding
+    shape = x.shape if place is None else place.shard_shape(x.shape)
+    size = 8  # of a random key
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      size = jnp.dtype(x.dtype).itemsize
+    return size * math.prod(shape)
+
+  return sum(map(one, jax.tree.leaves(tree)))
 
 
 def _gathered(path: str, spec: P) -> P:

@@ -202,11 +202,9 @@ def on_sampling_mesh(
     key = mesh_lib.place(key, sampling_mesh)
     with jax.set_mesh(sampling_mesh):
       samples = program(params, prompts, key)
-    asked = mesh_lib.place(
-      (samples.prompt_ids, samples.prompt_mask), mesh, "batch"
+    return mesh_lib.map_rows(
+      lambda x, *names: mesh_lib.place(x, mesh, *names), samples
     )
-    samples = mesh_lib.place(samples, mesh, "batch", "group")
-    return samples.replace(prompt_ids=asked[0], prompt_mask=asked[1])
 
   return sampler
 

@@ -5,7 +5,6 @@ cut over all devices where they may be. What fits is never refused; what passes
 may still be too much, for compiled programs need more.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -60,15 +59,7 @@ class Rows(NamedTuple):
 
 def _tree_bytes(tree: PyTree, mesh: jax.sharding.Mesh) -> int:
   """Bytes of abstract arrays on each device, cut as a run cuts them."""
-  places = sharding.shardings(tree, mesh)
-  sizes = jax.tree.map(
-    lambda x, place: (
-      math.prod(place.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
-    ),
-    tree,
-    places,
-  )
-  return sum(jax.tree.leaves(sizes))
+  return sharding.shard_bytes(sharding.placed(tree, mesh))
 
 
 def _parameters(model: TransformerConfig, dtype: Any) -> PyTree:
@@ -152,12 +143,7 @@ def training(
   trained, frozen, names = params, 0, ("mesh.fsdp", "lora.rank")
   reference = 0  # bytes, where it comes from the host for a pass
   if config.lora.rank:
-    trained = jax.eval_shape(
-      lambda params: lora.init(
-        params, jax.random.key(0), config.lora.rank, config.lora.targets
-      ),
-      params,
-    )
+    trained = lora.abstract(params, config.lora.rank, config.lora.targets)
     frozen = _tree_bytes(_parameters(model, dtype), mesh)
   elif from_config.needs_reference(config):
     frozen = _tree_bytes(params, mesh)
