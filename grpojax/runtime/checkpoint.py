@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import shutil
 import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +17,8 @@ from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
 from grpojax.runtime import disk, interrupts, stored_arrays
+
+_TORN = "*.orbax-checkpoint-tmp"  # what Orbax has not finished
 
 
 def _not_told_here(record: logging.LogRecord) -> bool:
@@ -86,6 +87,8 @@ def open_checkpointer(
         wait(checkpointer)
       finally:
         orbax.close()
+        if not readonly:
+          disk.remove_all(path, _TORN)
 
 
 def complete(folder: str | os.PathLike) -> list[int]:
@@ -120,8 +123,7 @@ def _failures(checkpointer: Checkpointer) -> Iterator[None]:
     raise
   except Exception as error:
     folder = pathlib.Path(checkpointer.orbax.directory)
-    for torn in folder.glob("*.orbax-checkpoint-tmp"):  # the disk may be full
-      shutil.rmtree(torn, ignore_errors=True)
+    disk.remove_all(folder, _TORN)
     raise disk.WriteFailed(
       f"a checkpoint could not be saved ({stored_arrays.innermost(error)}); "
       f"{last_good(folder)}"

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import os
 import pathlib
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 
 # A disk that is full, over a quota or a limit, broken, or mounted read-only.
@@ -37,6 +39,24 @@ def errors() -> Iterator[None]:
     if not refuses(error):
       raise
     raise SystemExit(f"error: {error}") from None
+
+
+def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
+  """Removes directories, while others may still be writing to them.
+
+  Args:
+    folder: that they are in.
+    pattern: of their names.
+    seconds: how long to try. Of a write that failed, other threads may go on,
+      and make again what is removed under them.
+  """
+  until = time.monotonic() + seconds
+  while found := list(folder.glob(pattern)):
+    for path in found:
+      shutil.rmtree(path, ignore_errors=True)
+    if time.monotonic() > until:
+      return
+    time.sleep(0.05)
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:

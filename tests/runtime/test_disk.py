@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 
 import pytest
 
@@ -56,3 +57,20 @@ def test_only_the_disks_errors_are_messages():
   for other in (FileNotFoundError(errno.ENOENT, "bug"), KeyError("bug")):
     with pytest.raises(type(other)), disk.errors():
       raise other
+
+
+def test_what_is_still_written_to_is_removed(tmp_path, monkeypatch):
+  remove, tries = shutil.rmtree, []
+
+  def busy(path, **options):  # a thread makes a file in it at the first tries
+    tries.append(path)
+    if len(tries) > 2:
+      remove(path, **options)
+
+  monkeypatch.setattr(shutil, "rmtree", busy)
+  for name in ("1", "2.tmp"):
+    (tmp_path / name).mkdir()
+  disk.remove_all(tmp_path, "*.tmp", seconds=0.0)
+  assert len(os.listdir(tmp_path)) == 2  # it does not try for ever
+  disk.remove_all(tmp_path, "*.tmp")
+  assert os.listdir(tmp_path) == ["1"]
