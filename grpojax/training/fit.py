@@ -80,7 +80,7 @@ def _adapt(state: TrainState, row, observe) -> TrainState:
   return state.replace(group_size=new)
 
 
-def _steps(
+def remaining_steps(
   run: Run, state: TrainState, tx, progress: Progress, poll: Poll
 ) -> Iterator[tuple[TrainState, Progress]]:
   """The remaining steps; what is after each of them, recorded and printed."""
@@ -155,7 +155,7 @@ def fit(
 
   try:
     evaluate()  # where the run was ended in the middle of it
-    for done in _steps(run, state, tx, progress, ask):
+    for done in remaining_steps(run, state, tx, progress, ask):
       state, progress = done
       evaluate()
       step = int(state.step)

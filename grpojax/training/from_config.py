@@ -21,7 +21,7 @@ from grpojax.core.kl import PLACEMENTS
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.types import Params, TrainState
+from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import group_sizes
@@ -166,20 +166,35 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
 
 
 def sampler_program(
-  config: ConfigDict, policy: Policy, group_size: int, sampling: Sampling
+  config: ConfigDict,
+  policy: Policy,
+  group_size: int,
+  sampling: Sampling,
+  budgets: Callable[[Prompts], jax.Array] | None = None,
 ):
-  """`(params, prompts, key) -> Rollout`, jitted; see `make_sampler`."""
-  return policies.jit(
-    policy,
-    functools.partial(
-      rollout,
-      group_size=group_size,
-      max_new_tokens=config.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
-      pad_id=policy.pad_id,
-      sampling=sampling,
-    ),
+  """`(params, prompts, key) -> Rollout`, jitted; see `make_sampler`.
+
+  Args:
+    config: see `make_sampler`, as for the arguments that follow.
+    policy: likewise.
+    group_size: likewise.
+    sampling: likewise.
+    budgets: the prompts -> [B, G], tokens that each sample may spend; None is
+      `sampling.max_new_tokens` for all.
+  """
+  draw = functools.partial(
+    rollout,
+    group_size=group_size,
+    max_new_tokens=config.sampling.max_new_tokens,
+    eos_ids=policy.eos_ids,
+    pad_id=policy.pad_id,
+    sampling=sampling,
   )
+
+  def within_budgets(lm, params, prompts, key):
+    return draw(lm, params, prompts, key, budgets=budgets(prompts))
+
+  return policies.jit(policy, within_budgets if budgets else draw)
 
 
 def on_sampling_mesh(

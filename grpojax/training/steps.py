@@ -144,11 +144,12 @@ def make_programs(
   group_size: int,
   tx: optax.GradientTransformation,
   places: TrainState,
+  budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
   """The programs of `make_host_step`, which see for the arguments."""
   sampling = from_config.sampling(config)
   return Programs(
-    from_config.sampler_program(config, policy, group_size, sampling),
+    from_config.sampler_program(config, policy, group_size, sampling, budgets),
     policies.jit(policy, make_compare(config)),
     policies.jit(
       policy,
@@ -181,6 +182,7 @@ def make_host_step(
   places: TrainState,
   scorer: scoring.Scorer,
   poll: Callable[[], None],
+  budgets: Callable[[Prompts], Array] | None = None,
 ):
   """A step whose rewards are computed on the host, from text.
 
@@ -195,6 +197,7 @@ def make_host_step(
     poll: called between the parts of a step and all through them, but for the
       last, the update; may raise. Only that touches the state, so a step that
       it ends leaves no trace.
+    budgets: see `from_config.sampler_program`.
 
   Returns:
     `(state, prompts, examples, diagnosed) -> (state, metrics, samples,
@@ -202,7 +205,7 @@ def make_host_step(
     the policy that sampled. The samples are `_first_group`'s; the failures are
     rewards that could not be computed.
   """
-  programs = make_programs(config, policy, group_size, tx, places)
+  programs = make_programs(config, policy, group_size, tx, places, budgets)
   mesh = _mesh(places)
   sampler = from_config.on_sampling_mesh(config, programs.sample, mesh)
   diagnose = policies.jit(

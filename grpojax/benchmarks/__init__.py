@@ -1,0 +1,1 @@
+"""What `python -m grpojax.bench` is made of."""

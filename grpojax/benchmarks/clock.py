@@ -1,0 +1,85 @@
+"""Seconds of steps, of the machine's processors, and of compilations."""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+QUIET = 0.08
+"""A step counts where other processes took less of the CPUs than this share."""
+
+
+def cpu_seconds() -> tuple[float, float]:
+  """CPU seconds that the machine was busy, and those of this process.
+
+  Where the system does not tell (no /proc/stat), no other process is seen.
+  """
+  own = sum(os.times()[:4])
+  try:
+    with open("/proc/stat") as file:
+      ticks = [int(x) for x in file.readline().split()[1:9]]
+  except OSError:
+    return own, own
+  idle, waiting = ticks[3:5]
+  busy = (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+  return busy, own
+
+
+def timed(
+  rows: Iterable[Any],
+) -> Iterator[tuple[Any, dict[str, float]]]:
+  """What an iterator makes, and for each item the seconds that it took.
+
+  Returns:
+    Pairs of an item and `total` (wall seconds), `own_cpu` (CPU seconds of this
+    process) and `others` (share of all CPUs that other processes took).
+  """
+  clock, (busy, own) = time.perf_counter(), cpu_seconds()
+  for row in rows:
+    now, (all_now, own_now) = time.perf_counter(), cpu_seconds()
+    wall, spent = now - clock, own_now - own
+    others = (all_now - busy - spent) / (wall * os.cpu_count())
+    yield row, {"total": wall, "own_cpu": spent, "others": max(0.0, others)}
+    clock, busy, own = now, all_now, own_now
+
+
+def compilations() -> list[tuple[float, float]]:
+  """A list that XLA's compilations are added to: when, and their seconds."""
+  found = []
+
+  def listen(name: str, seconds: float, **_: Any) -> None:
+    if "backend_compile" in name:
+      found.append((time.perf_counter(), seconds))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  return found
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+  """Median and range."""
+  values = list(values)
+  found = statistics.median(values), min(values), max(values)
+  return {
+    name: round(float(value), 4)
+    for name, value in zip(("median", "min", "max"), found, strict=True)
+  }
+
+
+def quiet(steps: Sequence[Any], others: Sequence[float]) -> list[Any]:
+  """The steps in which other processes took little; all, if there is none."""
+  pairs = zip(steps, others, strict=True)
+  return [step for step, share in pairs if share < QUIET] or list(steps)
+
+
+def peak_rss_mib() -> int:
+  """Most memory that this process had at a time, MiB; 0 if not known."""
+  try:
+    import resource
+  except ImportError:  # Windows
+    return 0
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak // (2**20 if sys.platform == "darwin" else 2**10)

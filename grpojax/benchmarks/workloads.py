@@ -1,0 +1,140 @@
+"""One GRPO step that any library can be timed on: sizes, prompts, reward.
+
+The work is that of a side-by-side comparison with TRL and Tunix: the same
+decoder, prompts, completion lengths, reward and optimizer for all.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from ml_collections import ConfigDict
+
+from grpojax.training.config import default_config
+
+VOCAB = 4096
+MODEL = {
+  "model_type": "qwen2",
+  "vocab_size": VOCAB,
+  "hidden_size": 256,
+  "intermediate_size": 704,
+  "num_hidden_layers": 6,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "hidden_act": "silu",
+  "max_position_embeddings": 1024,
+  "rms_norm_eps": 1e-6,
+  "rope_theta": 10000.0,
+  "tie_word_embeddings": True,
+  "pad_token_id": 0,
+  "eos_token_id": 1,
+}
+"""The config.json of the decoder, whose weights are random."""
+
+
+class Workload(NamedTuple):
+  """The sizes of a step.
+
+  Attributes:
+    prompts: B.
+    group_size: G.
+    prompt_length: P; every prompt has so many tokens.
+    new_tokens: T.
+    mean_length: completions stop after so many tokens in the mean, by the
+      table of `stop_table`; 0 means that all of them have T tokens.
+  """
+
+  prompts: int
+  group_size: int
+  prompt_length: int
+  new_tokens: int
+  mean_length: int = 0
+
+
+WORKLOADS = {
+  "fixed": Workload(4, 8, 64, 128),
+  "tail": Workload(4, 8, 64, 256, mean_length=64),
+  "long_prompt": Workload(4, 16, 512, 64),
+}
+DEFAULT_JOB = "arithmetic"
+NAMES = (*WORKLOADS, DEFAULT_JOB)
+STEPS = {name: 8 for name in WORKLOADS} | {DEFAULT_JOB: 10}
+"""Steps that are timed, where --steps does not say."""
+
+_TABLE_STEPS = 32
+
+_WORK = (
+  "seed batch_size group_size subset_size advantage data reward loss lora "
+  "model.path sampling.max_new_tokens sampling.temperature sampling.top_k "
+  "sampling.top_p sampling.min_p optim.name optim.learning_rate "
+  "optim.schedule optim.warmup_steps optim.b1 optim.b2 optim.weight_decay "
+  "optim.max_grad_norm optim.epochs optim.minibatches diagnostics"
+).split()
+"""Settings, and sections of them, that say what is computed, not how."""
+
+
+def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
+  """The prompts of so many steps: uniform over all but padding and EOS."""
+  shape = steps, workload.prompts, workload.prompt_length
+  return np.random.default_rng(0).integers(2, VOCAB, shape).astype(np.int32)
+
+
+@functools.cache
+def stop_table(workload: Workload) -> Int[np.ndarray, "S B G"]:
+  """Lengths of completions that stop early, geometric; T where they do not."""
+  samples = workload.prompts * workload.group_size
+  lengths = np.random.default_rng(0).geometric(
+    1 / workload.mean_length, (_TABLE_STEPS, samples)
+  )
+  shape = _TABLE_STEPS, workload.prompts, workload.group_size
+  return (
+    np.minimum(lengths, workload.new_tokens).astype(np.int32).reshape(shape)
+  )
+
+
+def lengths(workload: Workload, step: int) -> Int[np.ndarray, "B G"]:
+  """Tokens that the completions of a step must have."""
+  if workload.mean_length:
+    return stop_table(workload)[step % _TABLE_STEPS]
+  shape = workload.prompts, workload.group_size
+  return np.full(shape, workload.new_tokens, np.int32)
+
+
+def word(token: int) -> str:
+  """The text of a token: half of the vocabulary starts with "a"."""
+  return ("<pad>", "<eos>")[token] if token < 2 else f"{'ab'[token % 2]}{token}"
+
+
+def count_a(prompt: str, completion: str, example: dict[str, Any]) -> float:
+  """The reward: tokens of the completion whose text starts with "a"."""
+  del prompt, example
+  return float(completion.count("a"))
+
+
+REWARD = f"{__name__}:{count_a.__name__}"
+
+
+def config_of(name: str) -> ConfigDict:
+  """The training config of a workload, but for model.path."""
+  config = default_config()
+  if name == DEFAULT_JOB:
+    return config
+  workload = WORKLOADS[name]
+  config.name = name
+  config.batch_size = workload.prompts
+  config.group_size = workload.group_size
+  config.data.max_prompt_length = workload.prompt_length
+  config.sampling.max_new_tokens = workload.new_tokens
+  config.reward.functions = (REWARD,)
+  config.advantage = "grpo"
+  config.loss.weighting = "sequence_mean"
+  config.loss.beta = 0.04  # k3 in the loss, clipped at 0.2: the defaults
+  config.optim.learning_rate = 1e-6
+  config.optim.b2 = 0.999
+  return config
+
+
+def is_work(setting: str) -> bool:
+  """Whether a setting, by its dotted path, says what is computed."""
+  return any(setting == w or setting.startswith(f"{w}.") for w in _WORK)
