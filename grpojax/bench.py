@@ -1,63 +1,93 @@
 """Times training steps, by the functions that training runs.
 
     python -m grpojax.bench --workload=fixed|tail|long_prompt|arithmetic
-                            [--steps=N] [--warmup=N] [--out=F.json]
-                            [--config.key=value ...]
+    python -m grpojax.bench --config=configs/x.py [--config.key=value ...]
+                            (both: [--steps=N] [--warmup=N] [--out=FILE.json])
 
-runs one GRPO step of a comparison with other libraries (see
-grpojax/benchmarks/workloads.py), each time on new prompts with the weights of
-the step before, and prints one JSON line. arithmetic is the default job of
-`python -m grpojax.train`. Settings of how it is computed may be changed
-(optim.micro_batches, model.remat, ...), and are then in "variant"; those of
-what is computed may not. PEERS_MODEL_DIR may name a directory of the decoder's
-weights; without it they are drawn. Steps in which other processes took 8% of
-the machine or more do not count, where there are others.
+--workload is one GRPO step of a comparison with other libraries (see
+grpojax/benchmarks/workloads.py), each time on new prompts, with the weights of
+the step before. It prints one JSON line. arithmetic is the default job of
+`python -m grpojax.train`, without its evaluations and checkpoints. Settings of
+how it is computed may be changed (--config.optim.micro_batches=1, ...), and are
+then in "variant"; those of what is computed may not. PEERS_MODEL_DIR may name a
+directory with the weights that the others are timed with; without it they are
+drawn.
+
+--config is a step of any training config on random weights of its model's real
+shapes: model.path may be a model directory or a config.json alone, and needs no
+weights. Prompts are random, all of data.max_prompt_length tokens; completions
+have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
+second, operations of matrix products (without attention) and bytes that must be
+moved, both also as a share of the devices' peaks (on CPUs measured at the
+start).
+
+Steps in which other processes took 8% of the CPUs or more do not count, unless
+all were so.
 """
 
 import json
 import pathlib
+import re
 import sys
 
-from grpojax.benchmarks import side_by_side, workloads
-from grpojax.runtime import command_line, records
+from ml_collections import ConfigDict
+
+from grpojax.benchmarks import configured, side_by_side, workloads
+from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import config as config_lib
 from grpojax.training.config import WORDS, default_config, validate
 from grpojax.training.validation import CHOICES
 
+PROGRAM = "python -m grpojax.bench"
 FLAGS = {
   "workload": ("", f"a step of a comparison: {', '.join(workloads.NAMES)}"),
-  "steps": (8, "that are timed; 10 of arithmetic"),
+  "steps": (8, "that are timed; with --workload=arithmetic 10"),
   "warmup": (2, "steps before them; the first compiles"),
   "out": ("", "also write the result to this JSON file"),
 }
-PROGRAM = "python -m grpojax.bench"
 
 
-def _parse(argv: list[str]):
-  """The config and the flags."""
-  if {"--help", "-h", "-help"} & {*argv}:
-    print(__doc__)
-  config, flags = command_line.parse(
-    argv, FLAGS, default_config, PROGRAM, WORDS, CHOICES
-  )
-  name = flags.workload
-  if not name:
-    raise ValueError(f"give --workload, one of {', '.join(workloads.NAMES)}")
-  if name not in workloads.NAMES:
-    names = ", ".join(workloads.NAMES)
+def _check_workload(name: str, argv: list[str]) -> None:
+  """Refuses a workload that there is not, or beside a config."""
+  names = ", ".join(workloads.NAMES)
+  if not name and not any(re.match("--?config[.=]?", word) for word in argv):
+    raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
+  if name and name not in workloads.NAMES:
     raise ValueError(f"--workload={name}: use one of {names}")
-  own = workloads.config_of(name)
-  steps = workloads.STEPS[name], FLAGS["steps"][1]
-  config, flags = command_line.parse(
-    argv, FLAGS | {"steps": steps}, lambda: own, PROGRAM, WORDS, CHOICES
-  )
-  before = config_lib.flatten(own)
+  if name and any(re.match("--?config(=|$)", word) for word in argv):
+    raise ValueError(
+      f"--workload={name} has a config of its own: give it or --config"
+    )
+
+
+def _check_work(name: str, config: ConfigDict) -> None:
+  """Refuses changes of what a workload computes."""
+  before = config_lib.flatten(workloads.config_of(name))
   for key, value in config_lib.flatten(config).items():
     if value != before.get(key) and workloads.is_work(key):
       raise ValueError(
         f"--config.{key}={value}: --workload={name} is that work and no other; "
-        "settings of how it is computed can be changed, as model.remat"
+        "what can be changed is how it is computed, as optim.micro_batches"
       )
+
+
+def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
+  """The config and the flags; a workload has defaults of its own."""
+  if {"--help", "-help", "-h"} & {*argv}:
+    print(__doc__)
+  rest = PROGRAM, WORDS, CHOICES
+  config, flags = command_line.parse(argv, FLAGS, default_config, *rest)
+  name = flags.workload
+  _check_workload(name, argv)
+  if name:
+    steps = {"steps": (workloads.STEPS[name], "")}
+    config, flags = command_line.parse(
+      argv, FLAGS | steps, lambda: workloads.config_of(name), *rest
+    )
+    _check_work(name, config)
+  for flag, least in (("steps", 1), ("warmup", 0)):
+    if flags[flag] < least:
+      raise ValueError(f"--{flag}={flags[flag]}: must be {least} or more")
   return config, flags
 
 
@@ -65,19 +95,22 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = _parse(argv)
-    for name, least in (("steps", 1), ("warmup", 0)):
-      if flags[name] < least:
-        raise ValueError(f"--{name}={flags[name]}: must be {least} or more")
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
-      records.check_writable(out)
+      disk.check_file(out, "--out")
     validate(config)
-  found = side_by_side.measure(
-    flags.workload, config, flags.steps, flags.warmup
-  )
+    if not flags.workload:
+      run = configured.open_run(config)
+  counts = flags.steps, flags.warmup
+  if flags.workload:
+    found = side_by_side.measure(flags.workload, config, *counts)
+    text = json.dumps(found)
+  else:
+    found = configured.measure(run, *counts)
+    text = "\n".join(configured.lines(found))
   if out:
     records.write_json(out, found)
-  print(json.dumps(found), flush=True)
+  print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -44,15 +44,6 @@ def _say(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
 
 
-def _check_file(path: pathlib.Path) -> None:
-  """Whether the result can be written, asked before hours of compiling."""
-  if path.is_dir():
-    raise ValueError(f"--out={path} is a directory: give the name of a file")
-  if not path.absolute().parent.is_dir():
-    raise ValueError(f"--out={path}: its directory does not exist")
-  disk.check_writable(path.absolute().parent, "--out")
-
-
 def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
@@ -66,7 +57,7 @@ def main(argv: list[str]) -> int:
     )
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
-      _check_file(out)
+      disk.check_file(out, "--out")  # before hours of compiling
     validate(config)
     devices, chip = topology.devices(flags.topology)
     if flags.search:

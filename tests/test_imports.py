@@ -1,7 +1,7 @@
 """The import rule, of every module:
 
     core <- statistics; core <- models <- data <- rewards; models <- runtime;
-    all of these <- training <- aot, studies, programs
+    all of these <- training <- aot, studies, programs; aot <- benchmarks
 
 `python tests/test_imports.py [ROOT]` draws what imports what, of any checkout.
 """
@@ -32,9 +32,11 @@ MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
 MAY_IMPORT["training"].add("rewards")
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
-PROGRAMS = {"train", "evaluate", "export", "sft", "compile"}
+MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
+PROGRAMS = {"train", "evaluate", "export", "sft", "compile", "bench"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
+MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
 HEAVY = ("grain", "tensorflow_datasets", "transformers", "orbax")
 
@@ -100,7 +102,7 @@ def test_import_grpojax_is_light():
 
 
 # Whoever takes plain arguments can be called by other people's programs.
-READ_CONFIGS = ("training", "studies", "aot", *sorted(PROGRAMS))
+READ_CONFIGS = ("training", "studies", "aot", "benchmarks", *sorted(PROGRAMS))
 HANDLE_CONFIGS = [
   f"runtime/{name}.py" for name in ("config", "config_file", "command_line")
 ]

@@ -109,6 +109,27 @@ CHIPS: dict[str, Chip] = {
 }
 
 
+KINDS: dict[str, str] = {
+  "TPU v4": "v4",
+  "TPU v5 lite": "v5e",
+  "TPU v5": "v5p",
+  "TPU v6 lite": "v6e",
+  "TPU7x": "tpu7x",
+  "NVIDIA H100": "h100",
+  "NVIDIA H200": "h200",
+}
+"""Chips by how the `device_kind` of a `jax.Device` begins; the longest counts.
+(The PCIe H100 is another chip: "NVIDIA H100 PCIe" is in no table.)"""
+
+
+def of_kind(kind: str) -> Chip | None:
+  """The chip of a `jax.Device`'s `device_kind`; None if none of `CHIPS`."""
+  found = [name for name in KINDS if kind.startswith(name)]
+  if not found or "PCIe" in kind or "NVL" in kind:
+    return None
+  return CHIPS[KINDS[max(found, key=len)]]
+
+
 def device(chip: Chip) -> Chip:
   """One XLA device's share of a chip; the chip itself where it is one."""
   n = chip.devices

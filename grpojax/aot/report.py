@@ -37,8 +37,8 @@ def active_parameters(model: TransformerConfig) -> tuple[int, int]:
   return total, model.vocab_size * model.width
 
 
-def model_flops(run: programs.Run) -> float:
-  """Operations that a step needs, for completions of full length.
+def part_flops(run: programs.Run) -> dict[str, float]:
+  """Operations that each part of a step needs, completions of full length.
 
   Forward 2 a parameter and token, trained 6, of frozen weights below adapters
   4: they have no gradient of their own. Once for each of sampling, scoring (by
@@ -50,11 +50,21 @@ def model_flops(run: programs.Run) -> float:
   layers, head = active_parameters(run.model)
   completions = run.prompts * run.group_size * config.sampling.max_new_tokens
   prompts = run.prompts * config.data.max_prompt_length
-  passes = 2 + (4 if config.lora.rank else 6) * optim.epochs
   off_policy = optim.epochs * optim.minibatches > 1
-  passes += 2 * (run.ref_params is not None)
-  passes += 2 * (from_config.rescore(config) and off_policy)
-  return float(passes * (layers * (prompts + completions) + head * completions))
+  scored = run.ref_params is not None
+  scored += from_config.rescore(config) and off_policy
+  passes = {
+    "rollout": 2,
+    "reference": 2 * scored,
+    "update": (4 if config.lora.rank else 6) * optim.epochs,
+  }
+  each = layers * (prompts + completions) + head * completions
+  return {name: float(n * each) for name, n in passes.items()}
+
+
+def model_flops(run: programs.Run) -> float:
+  """Operations that a step needs: the sum of `part_flops`."""
+  return sum(part_flops(run).values())
 
 
 def _cache_bytes(run: programs.Run) -> int:

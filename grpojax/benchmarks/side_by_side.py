@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -141,7 +141,7 @@ def measure(
   return report(name, config, found, warmup, compiled, (began, began + total))
 
 
-def _tokens(name: str, config: ConfigDict, rows: list[dict[str, Any]]):
+def _tokens(name: str, config: ConfigDict, rows: Sequence[dict[str, Any]]):
   """Tokens and the longest completion of each step; whether as planned.
 
   No completion is longer than planned (`budgets`), so where the sums agree each
@@ -172,9 +172,9 @@ def _variant(name: str, config: ConfigDict) -> str:
 def report(
   name: str,
   config: ConfigDict,
-  found: list[tuple[dict[str, Any], dict[str, float]]],
+  found: Sequence[tuple[dict[str, Any], dict[str, float]]],
   warmup: int,
-  compiled: list[tuple[float, float]],
+  compiled: Sequence[tuple[float, float]],
   warm: tuple[float, float],
 ) -> dict[str, Any]:
   """What is printed; see `measure`.

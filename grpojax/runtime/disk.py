@@ -83,3 +83,21 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
     raise ValueError(
       f"{flag}={path} cannot be written: {error.strerror}{where}"
     ) from error
+
+
+def check_file(path: str | os.PathLike, flag: str) -> None:
+  """Whether a file can be written, in a directory that exists.
+
+  Args:
+    path: of the file.
+    flag: that gave it, for the message: "--out".
+
+  Raises:
+    ValueError: says what is wrong with it.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    raise ValueError(f"{flag}={path} is a directory: give the name of a file")
+  if not path.absolute().parent.is_dir():
+    raise ValueError(f"{flag}={path}: its directory does not exist")
+  check_writable(path.absolute().parent, flag)

@@ -1,0 +1,101 @@
+"""The JSON line of a workload: what is in it, and that the work was done."""
+
+import pytest
+
+from grpojax.benchmarks import clock, side_by_side, workloads
+
+KEYS = (  # of every library of the comparison
+  "peer variant workload steps quiet others_cpu seconds per_step first_step_s "
+  "warmup_s tokens_per_step longest gen_tokens_per_s step_tokens_per_s "
+  "lengths_as_planned peak_rss_mib versions"
+).split()
+PARTS = {"total", "rollout", "ref_logprobs", "update", "score_other", "own_cpu"}
+
+
+def found(totals, others, tokens=4096):
+  """Steps of `fixed`: the rollout takes half of each."""
+  return [
+    (
+      {
+        "completion_length_mean": tokens / 32,
+        "completion_length_max": 128,
+        "reward_mean": 1.5,
+      },
+      {
+        "total": t,
+        "own_cpu": t,
+        "others": o,
+        "rollout": t / 2,
+        "ref_logprobs": t / 8,
+        "update": t / 4,
+        "score_other": t / 8,
+      },
+    )
+    for t, o in zip(map(float, totals), map(float, others), strict=True)
+  ]
+
+
+def report(steps, **settings):
+  config = workloads.config_of("fixed")
+  config.update_from_flattened_dict(settings)
+  compiled = [(0.5, 3.0), (1.5, 2.0), (9.0, 1.0)]
+  return side_by_side.report("fixed", config, steps, 1, compiled, (1.0, 7.0))
+
+
+def test_only_quiet_steps_count():
+  line = report(found([9, 2, 4, 8, 3], [0.5, 0.01, 0.0, 0.3, 0.02]))
+  assert {*KEYS} <= {*line} and PARTS == {*line["seconds"]}
+  assert (line["steps"], line["quiet"]) == (4, 3)
+  assert line["seconds"]["total"] == {"median": 3, "min": 2, "max": 4}
+  assert line["seconds"]["rollout"] == {"median": 1.5, "min": 1, "max": 2}
+  assert line["gen_tokens_per_s"]["max"] == 4096
+  assert line["step_tokens_per_s"]["min"] == 1024
+  assert list(line["per_step"]) == [1, 2, 3, 4]
+  assert line["per_step"][3]["others"] == 0.3
+  assert line["first_step_s"] == 9 and line["warmup_s"] == [9]
+  assert line["compile_s"] == 2 and line["compilations_later"] == 1
+
+
+def test_where_no_step_was_quiet_all_count():
+  line = report(found([9, 2, 8], [0.5, 0.5, 0.5]))
+  assert line["quiet"] == 0 and line["seconds"]["total"]["median"] == 5
+
+
+def test_lengths_that_were_not_planned():
+  assert report(found([1, 1], [0, 0]))["lengths_as_planned"] is True
+  assert report(found([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
+
+
+def test_a_variant_says_what_was_changed():
+  steps = found([1, 1], [0, 0])
+  assert report(steps)["variant"] == "default"
+  changes = {"optim.micro_batches": 2, "model.remat": False}
+  assert report(steps, **changes)["variant"] == (
+    "model.remat=False optim.micro_batches=2"
+  )
+
+
+@pytest.mark.slow
+def test_the_default_job_takes_the_steps_of_train(capsys):
+  config = workloads.config_of("arithmetic")
+  config.batch_size, config.sampling.max_new_tokens = 8, 16
+  config.eval.num_prompts = 8
+  line = side_by_side.measure("arithmetic", config, 2, 1)
+  assert {*KEYS} <= {*line} and line["steps"] == 2
+  assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3
+  assert line["compilations_later"] == 0
+  assert capsys.readouterr().out == ""
+
+
+def test_the_clock_counts_all_that_an_item_took():
+  import time
+
+  def slow():
+    for seconds in (0.05, 0.0):
+      time.sleep(seconds)
+      yield seconds
+
+  (first, a), (second, b) = clock.timed(slow())
+  assert (first, second) == (0.05, 0.0)
+  assert a["total"] >= 0.05 > b["total"]
+  assert a["own_cpu"] < 0.05 and a["others"] >= 0

@@ -1,0 +1,78 @@
+"""Both kinds of timing on a decoder of few numbers.
+
+They share what the reference and the update compile to.
+"""
+
+import json
+import statistics
+
+import numpy as np
+import pytest
+
+from grpojax.benchmarks import configured, machine, side_by_side, workloads
+
+B, G, P, T = SIZES = 2, 2, 3, 6
+
+
+@pytest.fixture
+def config(monkeypatch):
+  """Of the workload "tail" with few tokens."""
+  sizes = workloads.Workload(*SIZES, mean_length=3)
+  monkeypatch.setitem(workloads.WORKLOADS, "tail", sizes)
+  changes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+  changes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+  changes |= {"vocab_size": 40}
+  monkeypatch.setattr(workloads, "VOCAB", 40)
+  monkeypatch.setattr(workloads, "MODEL", workloads.MODEL | changes)
+  monkeypatch.delenv("PEERS_MODEL_DIR", raising=False)
+  config = workloads.config_of("tail")
+  config.optim.micro_batches, config.eval.batch_size = 1, B
+  config.steps, config.model.remat = 3, False
+  return config
+
+
+def test_a_workload(config, capsys):
+  line = side_by_side.measure("tail", config, 2, 1)
+  assert line["steps"] == 2 and line["first_step_s"] == line["warmup_s"][0]
+  sizes = workloads.WORKLOADS["tail"]
+  planned = [workloads.lengths(sizes, i) for i in range(3)]
+  assert len({int(x.sum()) for x in planned}) > 1  # so that they can differ
+  assert line["lengths_as_planned"] is True
+  tokens = [int(x.sum()) for x in planned[1:]]
+  assert line["tokens_per_step"]["median"] == statistics.median(tokens)
+  assert line["longest"]["max"] == max(x.max() for x in planned[1:])
+  # Each completion has as many words as it has tokens, about half with "a".
+  assert 0 < np.mean(line["rewards"]) < np.mean([x.mean() for x in planned])
+  assert line["compilations_warmup"] >= 3 and line["compilations_later"] == 0
+  for step in line["per_step"].values():
+    parts = [step[p] for p in ("rollout", "ref_logprobs", "update")]
+    total = sum(parts) + step["score_other"]
+    assert total == pytest.approx(step["total"], abs=0.01)
+  assert capsys.readouterr().out == ""  # the line is printed by the program
+
+
+def test_a_config(config, monkeypatch, tmp_path):
+  monkeypatch.setattr(machine, "measured", lambda dtype: (1e9, 2e9))
+  file = tmp_path / "model.json"
+  file.write_text(json.dumps(workloads.MODEL))
+  config.model.path = str(file)
+  config.reward.functions = ("math_answer",)  # which needs an example
+  found = configured.measure(configured.open_run(config), 2, 1)
+  seconds = found["seconds"]
+  assert list(seconds) == ["rollout", "rewards", "reference", "update", "step"]
+  assert found["tokens_per_step"] == B * G * T  # none ends by chance
+  assert len(found["per_step"]) == 2 and found["compilations"] >= 3
+  median = {part: values["median"] for part, values in seconds.items()}
+  assert found["tokens_per_second"]["step"] == B * G * T / median["step"]
+  flops = found["flops"]
+  assert found["flops_of_peak"]["step"] == pytest.approx(
+    sum(flops[p] for p in ("rollout", "reference", "update"))
+    / (median["step"] * 1e9)
+  )
+  moved = found["least_bytes"]["rollout"] / (median["rollout"] * 2e9)
+  assert found["least_bytes_of_peak"]["rollout"] == pytest.approx(moved)
+  json.dumps(found)
+  text = "\n".join(configured.lines(found))
+  assert "2 prompts x 2 completions, 3 + 6 tokens" in text
+  assert f"{median['update']:.3f}" in text
+  assert "peak: 1 GFLOP/s, 2 GB/s a device (measured, float32)" in text

@@ -1,0 +1,93 @@
+"""The work of the comparison: the numbers of the other libraries' scripts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from grpojax.benchmarks import workloads
+from grpojax.models import hf
+from grpojax.training.config import validate
+
+TAIL = workloads.WORKLOADS["tail"]
+
+
+def test_sizes():
+  # Prompts, completions of each, tokens of a prompt, new tokens.
+  assert workloads.WORKLOADS["fixed"] == (4, 8, 64, 128, 0)
+  assert TAIL == (4, 8, 64, 256, 64)
+  assert workloads.WORKLOADS["long_prompt"] == (4, 16, 512, 64, 0)
+  assert workloads.NAMES == ("fixed", "tail", "long_prompt", "arithmetic")
+
+
+def test_the_table_of_stops():
+  # From NumPy's generator by the scripts of the other libraries.
+  table = workloads.stop_table(TAIL)
+  assert table.shape == (32, 4, 8) and table.dtype == np.int32
+  assert table[0, 0].tolist() == [44, 65, 2, 1, 35, 104, 43, 48]
+  assert [table[i].sum() for i in (0, 1, 31)] == [2234, 1857, 2005]
+  assert table.sum() == 65385 and (table == 256).sum() == 14
+  assert table.max() == 256 and table.min() == 1
+  np.testing.assert_array_equal(workloads.lengths(TAIL, 33), table[1])
+  fixed = workloads.lengths(workloads.WORKLOADS["fixed"], 5)
+  assert fixed.shape == (4, 8) and (fixed == 128).all()
+
+
+def test_prompts():
+  ids = workloads.prompt_ids(TAIL, 2)
+  assert ids.shape == (2, 4, 64)
+  assert ids[0, 0, :4].tolist() == [3484, 2609, 2094, 1106]
+  assert ids[1, 3, -1] == 1732
+  np.testing.assert_array_equal(ids, workloads.prompt_ids(TAIL, 5)[:2])
+
+
+def test_the_reward_counts_words_that_start_with_a():
+  text = " ".join(map(workloads.word, (2, 3, 4095, 4000)))
+  assert text == "a2 b3 b4095 a4000"
+  assert workloads.count_a("a a a", text, {}) == 2
+
+
+def test_the_decoder():
+  model = hf.to_transformer_config(workloads.MODEL)
+  assert (model.layers, model.width, model.heads, model.kv_heads) == (
+    (6, 256, 4, 2)
+  )
+  assert model.tied and model.qkv_bias
+  leaves = hf.layout(workloads.MODEL).values()
+  # A layer's matrices: q and o, k and v, gate, up and down; the embedding;
+  # biases of q, k and v; two norms a layer and the last.
+  matrices = 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704)
+  small = 6 * (256 + 128 + 128 + 2 * 256) + 256
+  size = matrices + 4096 * 256 + small
+  assert sum(math.prod(leaf.shape) for leaf in leaves) == size
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_the_config_of_each(name):
+  config = workloads.config_of(name)
+  validate(config)
+  loss, optim = config.loss, config.optim
+  assert (optim.name, optim.epochs, optim.minibatches) == ("adamw", 1, 1)
+  assert optim.max_grad_norm == 1 and optim.weight_decay == 0
+  assert loss.clip_low == loss.clip_high == 0.2
+  if name == "arithmetic":
+    assert optim.learning_rate == 3e-4 and loss.beta == 0
+    assert (config.batch_size, config.group_size) == (32, 8)
+    assert config.sampling.max_new_tokens == 80
+    return
+  assert optim.learning_rate == 1e-6
+  assert (loss.beta, loss.kl, loss.kl_placement) == (0.04, "k3", "loss")
+  sizes = workloads.WORKLOADS[name]
+  assert sizes[:4] == (
+    config.batch_size,
+    config.group_size,
+    config.data.max_prompt_length,
+    config.sampling.max_new_tokens,
+  )
+
+
+def test_what_is_computed_and_how():
+  for setting in ("batch_size", "loss.beta", "data.name", "optim.b2", "seed"):
+    assert workloads.is_work(setting), setting
+  for setting in ("model.remat", "optim.micro_batches", "mesh.data"):
+    assert not workloads.is_work(setting), setting

@@ -1,0 +1,66 @@
+"""python -m grpojax.bench: what it refuses, and what it prints."""
+
+import json
+
+import pytest
+
+from grpojax import bench
+from grpojax.benchmarks import configured, side_by_side
+
+WRONG = {
+  "": "give --workload, one of fixed, .* or --config=FILE",
+  "--workload=half": "--workload=half: use one of fixed, tail",
+  "--workload=fixed --config=x.py": "has a config of its own",
+  "--workload=fixed --steps=0": "--steps=0: must be 1 or more",
+  "--workload=fixed --warmup=-1": "--warmup=-1: must be 0 or more",
+  "--workload=fixed --steps=x": "expected a value of type int",
+  "--workload=fixed --out=.": "is a directory",
+  "--workload=fixed --out=no/such.json": "its directory does not exist",
+  "--workload=fixed --config.loss.beta=0.1": "is that work and no other",
+  "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
+  "--config.model.path=no/model": "no model at 'no/model'",
+  "--config.mesh.tensor=999": "999 devices",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_cannot_be_timed_is_said_first(words, monkeypatch, tmp_path):
+  def refuse(*args):
+    raise AssertionError("something was run")
+
+  if "--config=" in words:
+    (tmp_path / "x.py").write_text(
+      "from grpojax.training.config import default_config as get_config\n"
+    )
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(side_by_side, "measure", refuse)
+  monkeypatch.setattr(configured, "measure", refuse)
+  with pytest.raises(SystemExit, match=f"error: (?s:.*){WRONG[words]}"):
+    bench.main(words.split())
+
+
+def test_one_json_line(monkeypatch, tmp_path, capsys):
+  given = []
+
+  def measure(*args):
+    given.append(args)
+    return {"peer": "grpojax"}
+
+  monkeypatch.setattr(side_by_side, "measure", measure)
+  out = tmp_path / "out.json"
+  bench.main(["--workload=tail", "--config.model.remat=False", f"--out={out}"])
+  bench.main(["--workload=arithmetic", "--warmup=3"])
+  assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
+  assert json.loads(out.read_text()) == {"peer": "grpojax"}
+  (tail, config, *counts), (_, _, *others) = given
+  assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
+  assert config.model.remat is False and config.loss.beta == 0.04
+
+
+def test_help(capsys):
+  with pytest.raises(SystemExit) as exit_:
+    bench.main(["--help"])
+  assert exit_.value.code == 0
+  text = capsys.readouterr().out
+  for word in ("--workload=fixed|tail|long_prompt|arithmetic", "--warmup=2"):
+    assert word in text
