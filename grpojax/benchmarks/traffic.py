@@ -3,15 +3,30 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from flax.traverse_util import flatten_dict
 
 from grpojax.aot import programs
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.sharding import shard_bytes
 
 
-def _size(tree: PyTree) -> int:
-  return sum(x.size for x in jax.tree.leaves(tree))
+def _weights(run: programs.Run, mesh: jax.sharding.Mesh, tokens: int) -> float:
+  """Numbers of the weights that a device reads for so many tokens.
+
+  Of experts those that tokens go to, were they all different; of an embedding
+  that is no output head as well, a row a token, which is left out.
+  """
+  model, total = run.model, 0.0
+  whole = run.state.params if run.policy.frozen is None else run.policy.frozen
+  for name, x in flatten_dict(whole, sep="/").items():
+    size = x.size / mesh.shape["tensor"]
+    if name == "embed" and not model.tied:
+      continue
+    if name.startswith("layers/expert_"):
+      read = min(1.0, tokens * model.experts_per_token / model.experts)
+      size *= read / mesh.shape["expert"]
+    total += size
+  return total
 
 
 def _read_a_token(run: programs.Run, t: int) -> int:
@@ -42,17 +57,18 @@ def least_bytes(run: programs.Run) -> dict[str, float]:
   config, optim = run.config, run.config.optim
   itemsize = jnp.dtype(config.model.dtype).itemsize
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  whole = run.state.params if run.policy.frozen is None else run.policy.frozen
-  weights = _size(whole) * itemsize
+  samples = run.prompts * run.group_size
   tokens = range(1, config.sampling.max_new_tokens)
   caches = itemsize * int(np.sum([_read_a_token(run, t) for t in tokens]))
   updates = optim.epochs * optim.minibatches
-  passes = weights / run.mesh.shape["tensor"] * optim.micro_batches
+  cuts = optim.minibatches * optim.micro_batches
+  trained = samples * config.sampling.max_new_tokens // cuts
+  passes = itemsize * optim.micro_batches * _weights(run, run.mesh, trained)
   params = shard_bytes(run.state.params)
   state = params + shard_bytes(run.state.opt_state)
   gradients = params * (2 * optim.micro_batches + 1)
   return {
-    "rollout": len(tokens) * weights / sampling.shape["tensor"]
+    "rollout": len(tokens) * itemsize * _weights(run, sampling, samples)
     + caches / sampling.size,
     "reference": passes * optim.minibatches * (run.ref_params is not None),
     "update": updates * (2 * passes + gradients + 2 * state),

@@ -65,8 +65,8 @@ STEPS = {name: 8 for name in WORKLOADS} | {DEFAULT_JOB: 10}
 _TABLE_STEPS = 32
 
 _WORK = (
-  "seed batch_size group_size subset_size advantage data reward loss lora "
-  "model.path sampling.max_new_tokens sampling.temperature sampling.top_k "
+  "seed steps batch_size group_size subset_size advantage data reward loss "
+  "lora model.path sampling.max_new_tokens sampling.temperature sampling.top_k "
   "sampling.top_p sampling.min_p optim.name optim.learning_rate "
   "optim.schedule optim.warmup_steps optim.b1 optim.b2 optim.weight_decay "
   "optim.max_grad_norm optim.epochs optim.minibatches diagnostics"
@@ -87,10 +87,8 @@ def stop_table(workload: Workload) -> Int[np.ndarray, "S B G"]:
   lengths = np.random.default_rng(0).geometric(
     1 / workload.mean_length, (_TABLE_STEPS, samples)
   )
-  shape = _TABLE_STEPS, workload.prompts, workload.group_size
-  return (
-    np.minimum(lengths, workload.new_tokens).astype(np.int32).reshape(shape)
-  )
+  lengths = np.minimum(lengths, workload.new_tokens).astype(np.int32)
+  return lengths.reshape(-1, workload.prompts, workload.group_size)
 
 
 def lengths(workload: Workload, step: int) -> Int[np.ndarray, "B G"]:

@@ -1,7 +1,8 @@
 """The timing of a config: its rates against sums by hand; a small run."""
 
+import dataclasses
 import json
-import types
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from grpojax.benchmarks import configured, machine, traffic, workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.training.config import default_config
 
+ROOT = pathlib.Path(__file__).parents[2]
 B, G, P, T = 2, 4, 3, 6
 V, D, F, L = 40, 8, 12, 2  # one kv head of two heads of 4
 SMALL = workloads.MODEL | {
@@ -70,9 +72,7 @@ def test_bytes_by_part(config):
 
 def test_bytes_in_a_window_and_in_bfloat16(config):
   run = open_run(config, **{"model.dtype": "bfloat16"})
-  local = types.SimpleNamespace(
-    layers=L, kv_heads=1, head_dim=4, window=4, local_layers=(True, False)
-  )
+  local = dataclasses.replace(run.model, window=4, local_layers=(True, False))
   found = traffic.least_bytes(run._replace(model=local))
   keys = sum(B * (P + G * t) for t in range(1, T))
   near = sum(B * (min(P, 4 - min(t, 4)) + G * min(t, 4)) for t in range(1, T))
@@ -92,6 +92,25 @@ def test_chips_by_the_kind_of_their_devices():
 def test_what_is_in_no_table_is_measured():
   flops, bandwidth = machine.measured(jnp.float32, 64, 1000)
   assert 1e5 < flops < 1e16 and 1e4 < bandwidth < 1e14
+
+
+def test_bytes_of_experts_and_of_a_head_of_its_own(config, tmp_path):
+  file = ROOT / "tests/data/model_configs/Qwen3-30B-A3B.json"
+  hf_config = json.loads(file.read_text())
+  hf_config |= {"num_hidden_layers": 1, "vocab_size": 100}
+  assert not hf_config["tie_word_embeddings"]
+  config.model.path = str(tmp_path / "experts.json")
+  (tmp_path / "experts.json").write_text(json.dumps(hf_config))
+  small = {"batch_size": 1, "group_size": 2, "optim.micro_batches": 1}
+  found = traffic.least_bytes(open_run(config, **small))
+  # Width 2048, 32 heads and 4 kv heads of 128; 2 samples x 8 of 128 experts.
+  layer = 2048 * (2 * 32 + 2 * 4) * 128 + 2048 * 128 + 2 * 2048 + 2 * 128
+  rest = layer + 2048 + 100 * 2048
+  expert = 3 * 2048 * 768
+  caches = sum(P + 2 * t for t in range(1, T)) * 2 * 4 * 128
+  weights = rest + 16 * expert
+  assert found["rollout"] == 4 * ((T - 1) * weights + caches)
+  assert found["reference"] == 4 * (rest + 2 * T * 8 * expert)
 
 
 @pytest.mark.slow

@@ -6,10 +6,13 @@ They share what the reference and the update compile to.
 import json
 import statistics
 
+import jax
 import numpy as np
 import pytest
 
 from grpojax.benchmarks import configured, machine, side_by_side, workloads
+from grpojax.models import hf
+from grpojax.models.transformer import transformer
 
 B, G, P, T = SIZES = 2, 2, 3, 6
 
@@ -49,6 +52,22 @@ def test_a_workload(config, capsys):
     total = sum(parts) + step["score_other"]
     assert total == pytest.approx(step["total"], abs=0.01)
   assert capsys.readouterr().out == ""  # the line is printed by the program
+
+
+def test_weights_that_others_are_timed_with(config, monkeypatch, tmp_path):
+  source = tmp_path / "source"
+  source.mkdir()
+  (source / "config.json").write_text(json.dumps(workloads.MODEL))
+  model = hf.to_transformer_config(workloads.MODEL)
+  params = transformer(model).init(jax.random.key(9))
+  hf.save(tmp_path / "model", params, source)
+  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "model"))
+  with side_by_side.open_workload("tail", config) as opened:
+    for tree in (opened.state.params, opened.ref_params):
+      jax.tree.map(np.testing.assert_array_equal, tree, params)
+  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "none"))
+  with side_by_side.open_workload("tail", config) as opened:
+    assert (opened.state.params["embed"] != params["embed"]).all()
 
 
 def test_a_config(config, monkeypatch, tmp_path):
