@@ -63,7 +63,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   Returns:
     What is saved, in JSON's types.
   """
-  peaks = machine.find(run.mesh, run.config.model.dtype)
+  kind = run.mesh.devices.flat[0].device_kind
+  peaks = machine.find(kind, run.mesh.size, run.config.model.dtype)
   compiled, found = clock.compilations(), []
   opened, began = subject.open_subject(run), time.perf_counter()
   for row, seconds in clock.timed(_steps(opened, warmup + steps)):

@@ -63,20 +63,23 @@ def measured(
   return 2 * size**3 / product, 2 * 4 * copied / copy
 
 
-def find(mesh: jax.sharding.Mesh, dtype: Any) -> Machine:
-  """The peaks of a mesh's devices.
+def find(kind: str, count: int, dtype: Any) -> Machine:
+  """The peaks of devices, all of one kind.
 
   Args:
-    mesh: whose devices are all of one kind.
+    kind: their `device_kind`.
+    count: of them.
     dtype: of the products, where they have to be measured.
   """
-  kind, count = mesh.devices.flat[0].device_kind, mesh.size
   chip = chips.of_kind(kind)
   if chip:
     one = chips.device(chip)
     source = f"bfloat16, {chip.source}"
     return Machine(kind, count, one.flops, one.hbm_bandwidth, source)
-  return Machine(kind, count, *measured(dtype), f"measured, {dtype}")
+  # One device of a CPU can have all its cores, which the others share.
+  share = count if kind == "cpu" else 1
+  flops, bandwidth = (peak / share for peak in measured(dtype))
+  return Machine(kind, count, flops, bandwidth, f"measured, {dtype}")
 
 
 def peak_memory(mesh: jax.sharding.Mesh) -> int | None:

@@ -89,6 +89,14 @@ def test_chips_by_the_kind_of_their_devices():
     assert of_kind(kind) is None
 
 
+def test_the_devices_of_a_cpu_share_what_was_measured(monkeypatch):
+  monkeypatch.setattr(machine, "measured", lambda dtype: (8e9, 4e9))
+  found = machine.find("cpu", 2, "float32")
+  assert (found.flops, found.bandwidth, found.count) == (4e9, 2e9, 2)
+  found = machine.find("TPU7x", 2, "float32")  # two devices a chip
+  assert (found.flops, found.bandwidth) == (2307e12 / 2, 7380e9 / 2)
+
+
 def test_what_is_in_no_table_is_measured():
   flops, bandwidth = machine.measured(jnp.float32, 64, 1000)
   assert 1e5 < flops < 1e16 and 1e4 < bandwidth < 1e14
