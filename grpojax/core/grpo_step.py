@@ -96,8 +96,8 @@ def make_batch(
       `micro_batches.cuts`.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
-    packing: of the completions (`packing.plan`), which are then scored, and in
-      the update learned from, as packed rows; None as they are.
+    packing: of the completions (`packing_layout.plan`), which are then scored,
+      and in the update learned from, as packed rows; None as they are.
 
   Returns:
     A `Batch` for the update.

@@ -14,9 +14,8 @@ import optax
 from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from grpojax.core import losses
+from grpojax.core import losses, packing_layout
 from grpojax.core import mesh as mesh_lib
-from grpojax.core import packing as packing_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
@@ -175,7 +174,7 @@ def packing(
   rewards: Float[np.ndarray, "B G"],
   mesh: jax.sharding.Mesh,
 ) -> Packing | None:
-  """How completions that have a reward share rows, see `core.packing.plan`.
+  """How completions that have a reward share rows, see `packing_layout`.
 
   Args:
     config: the run's; `optim.packing` and how training cuts its batches.
@@ -188,7 +187,7 @@ def packing(
   mask = jax.device_get(samples.completion_mask)
   lengths = np.where(np.isfinite(rewards), np.sum(mask, axis=-1), 0)
   cuts = config.optim.minibatches, config.optim.micro_batches
-  planned = packing_lib.plan(lengths, mask.shape[-1], *cuts)
+  planned = packing_layout.plan(lengths, mask.shape[-1], *cuts)
   return mesh_lib.place(planned, mesh, "batch")
 
 

@@ -186,10 +186,8 @@ def trim(prompts: Prompts) -> Prompts:
     The shortest of a quarter, a half, three quarters and all of that length
     (rounded up) which holds them: each size is a program to compile.
   """
-  limit, longest = (
-    prompts.prompt_ids.shape[1],
-    prompts.prompt_mask.sum(-1).max(),
-  )
+  limit = prompts.prompt_ids.shape[1]
+  longest = np.sum(prompts.prompt_mask, axis=-1).max()
   size = min(n for k in range(1, 5) if (n := -(-limit * k // 4)) >= longest)
   return prompts.replace(
     prompt_ids=prompts.prompt_ids[:, :size],

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import losses, packing, surrogates
-from grpojax.core import micro_batches as parts_lib
+from grpojax.core import losses, packing, packing_layout, surrogates
 from grpojax.core.grpo_step import init_state, make_batch
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
@@ -26,7 +25,7 @@ KEY = jax.random.key(5)
 
 def test_first_fit_by_hand():
   """Longest first, each into the first row that has room for it."""
-  rows, starts = packing.first_fit(np.array([[3, 6, 1, 5, 4, 0]]), 10)
+  rows, starts = packing_layout.first_fit(np.array([[3, 6, 1, 5, 4, 0]]), 10)
   # 6 | 5 | then 4 beside 6, 3 beside 5, 1 beside 5 and 3: 10 and 9 of 10.
   np.testing.assert_array_equal(rows, [[1, 0, 1, 1, 0, 0]])
   np.testing.assert_array_equal(starts[0, :5], [5, 0, 8, 0, 6])
@@ -34,7 +33,7 @@ def test_first_fit_by_hand():
 
 def test_a_layout_by_hand():
   """Rows of 4 are half of T, and hold as much as fewer rows of 8."""
-  found = packing.layout(np.array([[2, 1, 4, 1]]), 8)
+  found = packing_layout.layout(np.array([[2, 1, 4, 1]]), 8)
   np.testing.assert_array_equal(found.segments, [[[2] * 4, [0, 0, 1, 3]]])
   np.testing.assert_array_equal(found.positions, [[[0, 1, 2, 3], [0, 1, 0, 0]]])
   np.testing.assert_array_equal(found.rows, [[1, 1, 0, 1]])
@@ -43,7 +42,7 @@ def test_a_layout_by_hand():
 
 def test_a_layout_in_parts_by_hand():
   """Samples 0, 2 and 1, 3 are in parts, whose rows alternate too."""
-  found = packing.layout(np.array([[5, 1, 1, 2]]), 6, parts=2)
+  found = packing_layout.layout(np.array([[5, 1, 1, 2]]), 6, parts=2)
   _ = -1
   np.testing.assert_array_equal(
     found.segments, [[[0, 0, 0, 0, 0, 2], [3, 3, 1, _, _, _]]]
@@ -71,21 +70,16 @@ def test_each_real_token_lies_somewhere_once(parts):
   for _ in range(200):
     lengths = draw_lengths(rng)
     mask = np.arange(T) < lengths[..., None]
-    found = packing.layout(lengths, T, parts)
+    found = packing_layout.layout(lengths, T, parts)
     if found is None:
       continue
     b, r, w = found.segments.shape
     sizes.add((r, w))
     assert (b, r * w < G * T, w >= lengths.max()) == (B, True, True)
     real = found.segments >= 0
-    packed = np.take_along_axis(
-      ids.reshape(B, -1),
-      (found.segments * T + found.positions).reshape(B, -1),
-      axis=1,
-    )
-    np.testing.assert_array_equal(
-      np.sort(packed[real.reshape(B, -1)]), ids[mask]
-    )
+    group = np.arange(B)[:, None, None]
+    packed = ids[group, found.segments, found.positions][real]
+    np.testing.assert_array_equal(np.sort(packed), ids[mask])
     # A sample is in rows of its own part.
     part = (found.segments - np.arange(r)[:, None]) % parts
     assert not part[real].any()
@@ -94,26 +88,39 @@ def test_each_real_token_lies_somewhere_once(parts):
       changes = np.flatnonzero(np.diff(found.segments[i])) + 1
       for run in np.split(found.positions[i], changes):
         assert (run == np.arange(len(run))).all() or not run.any()
-  few = (
-    parts * len(packing.row_counts(G // parts)) * len(packing.row_lengths(T))
+  few = len(packing_layout.row_counts(G // parts)) * len(
+    packing_layout.row_lengths(T)
   )
   assert 3 < len(sizes) <= few
 
 
 def test_sizes_are_few():
-  assert packing.row_counts(1) == [1]
-  assert packing.row_counts(6) == [1, 2, 3, 4, 6]
-  assert packing.row_counts(64) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
-  assert packing.row_lengths(1024) == [256, 512, 1024]
-  assert packing.row_lengths(6) == [2, 3, 6]
-  assert packing.row_lengths(1) == [1]
+  assert packing_layout.row_counts(1) == [1]
+  assert packing_layout.row_counts(6) == [1, 2, 3, 4, 6]
+  assert packing_layout.row_counts(64) == [
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+  ]
+  assert packing_layout.row_lengths(1024) == [256, 512, 1024]
+  assert packing_layout.row_lengths(6) == [2, 3, 6]
+  assert packing_layout.row_lengths(1) == [1]
 
 
 def test_no_packing_where_it_saves_nothing():
-  assert packing.layout(np.full((B, G), T), T) is None
+  assert packing_layout.layout(np.full((B, G), T), T) is None
   full = np.full((B, G), T // 2 + 1)  # no two share a row
-  assert packing.layout(full, T) is None
-  assert packing.layout(np.zeros((B, G), int), T).segments.shape == (
+  assert packing_layout.layout(full, T) is None
+  assert packing_layout.layout(np.zeros((B, G), int), T).segments.shape == (
     B,
     1,
     T // 4,
@@ -121,19 +128,19 @@ def test_no_packing_where_it_saves_nothing():
 
 
 def test_what_cannot_be_packed_is_refused():
-  with pytest.raises(ValueError, match="0 to 3 tokens"):
-    packing.layout(np.array([[4, 1]]), 3)
+  with pytest.raises(ValueError, match="0 to 3 tokens, not 4"):
+    packing_layout.layout(np.array([[4, 1]]), 3)
   with pytest.raises(ValueError, match="groups of 2 .* 4 equal parts"):
-    packing.layout(np.array([[1, 1]]), 3, parts=4)
+    packing_layout.layout(np.array([[1, 1]]), 3, parts=4)
   with pytest.raises(ValueError, match="packed in parts=1 .* into 2"):
-    packing.split(packing.layout(np.ones((1, 4), int), 8), (1, 2))
+    packing.split(packing_layout.layout(np.ones((1, 4), int), 8), (1, 2))
 
 
 def test_unpacked_is_what_was_packed():
   lengths = np.array([[2, 0, 7, 1], [0, 0, 0, 0]])
   mask = np.arange(8) < lengths[..., None]
   values = jax.random.normal(KEY, mask.shape)
-  found = packing.layout(lengths, 8)
+  found = packing_layout.layout(lengths, 8)
   assert found.segments.shape[1] < 4
 
   @jax.jit
@@ -244,10 +251,11 @@ def check_model(kind, dtype, adapted=True):
 
     return jax.grad(objective, has_aux=True)(params)
 
-  layout = packing.layout(lengths, T)
+  layout = packing_layout.layout(lengths, T)
   assert layout.segments.shape[1:] == (3, T)
   tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
-  for found, expected in zip(score(params, layout), score(params, None)):
+  both = score(params, layout), score(params, None)
+  for found, expected in zip(*both, strict=True):
     assert_near(found, expected, tolerance)
 
 
@@ -315,7 +323,7 @@ def test_a_packed_step_is_an_unpacked_one(
   rewards = np.random.default_rng(3).normal(size=(B, G))
   rewards[0, 2], rewards[2, 5] = np.nan, np.inf
   lengths = np.where(np.isfinite(rewards), lengths, 0)
-  layout = packing.plan(lengths, T, minibatches, micro_batches)
+  layout = packing_layout.plan(lengths, T, minibatches, micro_batches)
   assert layout.parts == parts and layout.segments[0].size < G * T
   lm, params = tabular.lm(11, 11), None
   params = lm.init(KEY)
@@ -347,7 +355,7 @@ def test_programs_are_few():
   program = jax.jit(lambda layout: packing.pack(jnp.zeros((B, G, T)), layout))
   for _ in range(20):
     lengths = rng.integers(0, 1 + rng.integers(1, T), (B, G))
-    layout = packing.plan(lengths, T, micro_batches=2)
+    layout = packing_layout.plan(lengths, T, micro_batches=2)
     if layout is not None:
       sizes.add(layout.segments.shape)
       program(layout)
