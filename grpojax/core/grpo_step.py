@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Key
 
 from grpojax.core import losses
 from grpojax.core import micro_batches as parts_lib
+from grpojax.core import packing as packing_lib
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import Ids, check_prompts, random_key, read_rewards
 from grpojax.core.binding import bind
 from grpojax.core.group_axis import present
-from grpojax.core.logprobs import token_logprobs
 from grpojax.core.mesh import constrain
+from grpojax.core.packing import Packing
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
@@ -67,6 +68,7 @@ def make_batch(
   micro_batches: int = 1,
   sampling: Sampling = Sampling(),
   chunk_size: int = 32,
+  packing: Packing | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
 
@@ -94,6 +96,8 @@ def make_batch(
       `micro_batches.cuts`.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
+    packing: of the completions (`packing_layout.plan`), which are then scored,
+      and in the update learned from, as packed rows; None as they are.
 
   Returns:
     A `Batch` for the update.
@@ -109,7 +113,12 @@ def make_batch(
       "on_policy=True keeps none: leave one of the two out"
     )
   score = functools.partial(
-    _score, lm, rollout, micro_batches=micro_batches, chunk_size=chunk_size
+    _score,
+    lm,
+    rollout,
+    micro_batches=micro_batches,
+    chunk_size=chunk_size,
+    packing=packing,
   )
   own, ref_logprobs = rollout.logprobs, None
   if policy_params is not None:
@@ -136,6 +145,7 @@ def make_batch(
     old_logprobs=None if on_policy else own,
     ref_logprobs=ref_logprobs,
     sampler_logprobs=rollout.logprobs,
+    packing=packing,
   )
 
 
@@ -147,15 +157,19 @@ def _score(
   *,
   micro_batches: int,
   chunk_size: int,
+  packing: Packing | None,
 ) -> Float[Array, "B G T"]:
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
   def of_part(part):
-    prompts, ids = part
-    ids = constrain(ids, "batch", "group")
+    prompts, samples = part
+    ids, layout = jax.tree.map(
+      lambda x: constrain(x, "batch", "group"), samples
+    )
     prompts = [constrain(x, "batch") for x in prompts]
-    return token_logprobs(
-      lm, params, *prompts, ids, sampling=sampling, chunk_size=chunk_size
+    options = {"sampling": sampling, "chunk_size": chunk_size}
+    return packing_lib.completion_logprobs(
+      lm, params, *prompts, ids, layout, **options
     )[0]
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
@@ -163,7 +177,8 @@ def _score(
   prompts = rollout.prompt_ids, rollout.prompt_mask
   prompts = parts_lib.split_prompts(prompts, cut)
   ids = parts_lib.split_samples(rollout.completion_ids, cut)
-  logprobs = jax.lax.map(of_part, (prompts, ids))
+  samples = ids, packing_lib.split(packing, cut)
+  logprobs = jax.lax.map(of_part, (prompts, samples))
   return parts_lib.join_samples(logprobs, cut)
 
 
@@ -195,7 +210,9 @@ def make_grpo_step(
   """A whole GRPO step as one pure function: sample, score, compare, update.
 
   Jit it (donating the state), scan it over prompts, vmap it over states with
-  different keys, or compile it ahead of time.
+  different keys, or compile it ahead of time. Completions are scored and
+  learned from at their full length: they could be packed only by who knows
+  their lengths before compiling (see `core.packing`).
 
   Args:
     lm: the model.

@@ -214,12 +214,12 @@ def map_rows(
     rows: arrays [B, ...] of prompts and [B, G, ...] of samples.
   """
   names = dict.fromkeys(OF_PROMPTS, ("batch",))
-  return rows.replace(
-    **{
-      field: x if x is None else function(x, *names.get(field, _SAMPLES))
-      for field, x in vars(rows).items()
-    }
-  )
+
+  def one(field, x):
+    axes = names.get(field, _SAMPLES)
+    return jax.tree.map(lambda leaf: function(leaf, *axes), x)
+
+  return rows.replace(**{f: one(f, x) for f, x in vars(rows).items()})
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:

@@ -148,6 +148,8 @@ class Batch:
       KL term is wanted.
     sampler_logprobs: as in `Rollout`, to be compared with the scorer's; None
       leaves that out.
+    packing: a `packing.Packing` of the completions, so that what is computed
+      are their real tokens; None computes all of them, [B, G, T].
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -158,6 +160,7 @@ class Batch:
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
   sampler_logprobs: Float[Array, "B G T"] | None = None
+  packing: Any = None
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Key, PyTree
 
 from grpojax.core import losses, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
-from grpojax.core.logprobs import token_logprobs
+from grpojax.core import packing as packing_lib
 from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, OF_PROMPTS, Batch, TrainState
@@ -74,12 +74,13 @@ def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   """Micro-batches of a minibatch: a leading axis of `parts`."""
   cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
-  samples = {
-    field: x for field, x in vars(batch).items() if field not in OF_PROMPTS
-  }
+  apart = {*OF_PROMPTS, "packing"}
+  samples = {f: x for f, x in vars(batch).items() if f not in apart}
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)
-  return Batch(**samples, **parts_lib.split_prompts(prompts, cut)), weights
+  prompts = parts_lib.split_prompts(prompts, cut)
+  packing = packing_lib.split(batch.packing, cut)
+  return Batch(**samples, **prompts, packing=packing), weights
 
 
 def _token_metrics(
@@ -185,12 +186,13 @@ def make_update(
   def micro_loss(params, batch: Batch, weights):
     batch = map_rows(constrain, batch)
     weights = constrain(weights, "batch", "group")
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy = packing_lib.completion_logprobs(
       lm,
       params,
       batch.prompt_ids,
       batch.prompt_mask,
       batch.completion_ids,
+      batch.packing,
       sampling=sampling,
       chunk_size=chunk_size,
     )

@@ -96,6 +96,8 @@ def default_config() -> ConfigDict:
   config.optim.epochs = 1  # passes over a step's completions
   config.optim.minibatches = 1  # optimizer updates a pass
   config.optim.micro_batches = 4  # parts whose gradients are added up
+  # Completions share rows: padding costs little, other lengths may compile.
+  config.optim.packing = True
   config.diagnostics = ConfigDict()
   config.diagnostics.every = 0  # steps; 0 = off: nothing compiled or run
   config.diagnostics.tangents = 4  # random directions

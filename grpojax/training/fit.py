@@ -106,7 +106,7 @@ def remaining_steps(
       prompts, examples = next(batches)
     except ValueError as error:  # an endless data set's, or data that changed
       raise Stopped(str(error)) from error
-    prompts = mesh_lib.place(prompts, run.mesh, "batch")
+    prompts = mesh_lib.place(prompts_lib.trim(prompts), run.mesh, "batch")
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
     state, row, shown, failures = step_(state, prompts, examples, diagnosed)

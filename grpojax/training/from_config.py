@@ -9,19 +9,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jaxtyping import Float
 from ml_collections import ConfigDict
 
-from grpojax.core import losses
+from grpojax.core import losses, packing_layout
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
+from grpojax.core.packing import Packing
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import group_sizes
@@ -163,6 +166,29 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
     "sampling": sampling(config),
     "chunk_size": config.logits_chunk,
   }
+
+
+def packing(
+  config: ConfigDict,
+  samples: Rollout,
+  rewards: Float[np.ndarray, "B G"],
+  mesh: jax.sharding.Mesh,
+) -> Packing | None:
+  """How completions that have a reward share rows, see `packing_layout`.
+
+  Args:
+    config: the run's; `optim.packing` and how training cuts its batches.
+    samples: of a step; their mask is on the host since they became text.
+    rewards: one a completion.
+    mesh: of training, in context; where to put the packing.
+  """
+  if not config.optim.packing:
+    return None
+  mask = jax.device_get(samples.completion_mask)
+  lengths = np.where(np.isfinite(rewards), np.sum(mask, axis=-1), 0)
+  cuts = config.optim.minibatches, config.optim.micro_batches
+  planned = packing_layout.plan(lengths, mask.shape[-1], *cuts)
+  return mesh_lib.place(planned, mesh, "batch")
 
 
 def sampler_program(

@@ -176,9 +176,28 @@ def prompt_batches(
   )
 
 
+def trim(prompts: Prompts) -> Prompts:
+  """Cuts padding that all prompts of a batch share, on the host.
+
+  Args:
+    prompts: numpy arrays of `data.max_prompt_length` tokens.
+
+  Returns:
+    The shortest of a quarter, a half, three quarters and all of that length
+    (rounded up) which holds them: each size is a program to compile.
+  """
+  limit = prompts.prompt_ids.shape[1]
+  longest = np.sum(prompts.prompt_mask, axis=-1).max()
+  size = min(n for k in range(1, 5) if (n := -(-limit * k // 4)) >= longest)
+  return prompts.replace(
+    prompt_ids=prompts.prompt_ids[:, :size],
+    prompt_mask=prompts.prompt_mask[:, :size],
+  )
+
+
 def held_out(config: ConfigDict, policy: Policy, examples) -> Batches:
-  """One pass over held-out examples, in their order."""
-  return prompt_batches(
+  """One pass over held-out examples, in their order, each batch trimmed."""
+  batches = prompt_batches(
     config,
     policy,
     examples,
@@ -186,6 +205,7 @@ def held_out(config: ConfigDict, policy: Policy, examples) -> Batches:
     shuffle=False,
     repeat=False,
   )
+  return ((trim(prompts), batch) for prompts, batch in batches)
 
 
 def training_batches(

@@ -32,7 +32,7 @@ RECORDS = (METRICS, SAMPLES, FAILURES)
 
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|data\.too_long|"
-  r"reward\.(workers|timeout)|mesh\..*|optim\.micro_batches|"
+  r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
   r"model\.(remat|reference)"
 )
 """The settings that a run may be resumed with other values of: they do not

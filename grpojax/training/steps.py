@@ -88,13 +88,14 @@ def make_compare(config: ConfigDict):
   """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, samples, rewards, ref_params) -> (batch, metrics)`, to be
-    jitted: advantages, and log-probabilities under the reference.
+    `(lm, params, samples, rewards, ref_params, packing=None) -> (batch,
+    metrics)`, to be jitted: advantages, and log-probabilities under the
+    reference.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
 
-  def compare(lm, params, samples, rewards, ref_params):
+  def compare(lm, params, samples, rewards, ref_params, packing=None):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
@@ -108,6 +109,7 @@ def make_compare(config: ConfigDict):
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
+      packing=packing,
     )
     return batch, rollout_metrics(samples, rewards)
 
@@ -232,8 +234,9 @@ def make_host_step(
       score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
+    packing = from_config.packing(config, samples, rewards, mesh)
     batch, row = programs.compare(
-      state.params, samples, rewards, reference.at_hand(ref_params)
+      state.params, samples, rewards, reference.at_hand(ref_params), packing
     )
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
@@ -302,7 +305,8 @@ def make_device_step(
 ):
   """The same step as one XLA program, with the reward on ids.
 
-  It returns neither samples nor failures: completions never reach the host.
+  It returns neither samples nor failures: completions never reach the host,
+  which could pack them for the reference and the update.
   """
   args = config, policy, group_size, tx, places
   plain = make_device_program(*args)

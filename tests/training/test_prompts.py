@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from grpojax.core.types import Prompts
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 
@@ -143,3 +144,25 @@ def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
   for damaged in (b"PK\x03\x04 and no more", b""):
     file.write_bytes(damaged)
     load(config, 24)
+
+
+@pytest.mark.parametrize(
+  "longest, size", [(1, 3), (3, 3), (4, 5), (6, 8), (8, 8), (9, 10), (10, 10)]
+)
+def test_padding_that_all_prompts_share_is_cut(longest, size):
+  """To quarters of 10, rounded up; the tokens are all there."""
+  mask = np.arange(10) < np.array([[1], [longest], [0]])
+  ids = np.where(mask, np.arange(30).reshape(3, 10), -1)
+  found = prompts_lib.trim(Prompts(ids, mask, {"answer": np.arange(3)}))
+  assert found.prompt_ids.shape == found.prompt_mask.shape == (3, size)
+  np.testing.assert_array_equal(found.prompt_mask.sum(-1), mask.sum(-1))
+  np.testing.assert_array_equal(found.prompt_ids[found.prompt_mask], ids[mask])
+  np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
+
+
+def test_held_out_prompts_are_trimmed(config_with):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(data__max_prompt_length=100, eval__num_prompts=3)
+  examples = prompts_lib.load_examples(config, "test")
+  ((prompts, _),) = prompts_lib.held_out(config, policy, examples)
+  assert prompts.prompt_ids.shape == prompts.prompt_mask.shape == (3, 25)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
-from grpojax.core.types import Prompts
+from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
 from grpojax.runtime import tokenizer as tokenizers
 from grpojax.training import from_config, scoring, steps
@@ -110,3 +110,27 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
     np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)
   few = diagnose(params, samples, rewards.at[:2, 2].set(-jnp.inf), key)
   assert jnp.isnan(few["c1"])  # which the automatic group size passes over
+
+
+def test_what_has_a_reward_is_packed(config_with):
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
+  samples = Rollout(
+    *(jnp.zeros((B, 1)),) * 2,
+    jnp.zeros((B, G, T), jnp.int32),
+    jnp.arange(T) < lengths[..., None],
+    jnp.zeros((B, G, T)),
+    jnp.ones((B, G), bool),
+  )
+  rewards = np.zeros((B, G), np.float32)
+  rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
+  config = config_with(optim__micro_batches=1)
+  with jax.set_mesh(mesh):
+    found = from_config.packing(config, samples, rewards, mesh)
+    np.testing.assert_array_equal(found.lengths, [[0, 1, 2, 2], [1, 6, 1, 1]])
+    assert found.segments.shape == (B, 2, T)
+    config.optim.micro_batches = 4  # a prompt, and half of its group
+    parts = from_config.packing(config, samples, rewards, mesh)
+    assert parts is None
+    config.optim.micro_batches, config.optim.packing = 1, False
+    assert from_config.packing(config, samples, rewards, mesh) is None

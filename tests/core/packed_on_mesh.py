@@ -1,0 +1,119 @@
+"""Packed steps on a mesh of eight devices, against unpacked ones on one.
+
+Run with JAX_NUM_CPU_DEVICES=8; test_packed_on_mesh.py does.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpojax.core import losses, mesh, packing, packing_layout
+from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.types import Rollout
+from grpojax.core.update import make_update
+from grpojax.models import sharding
+from grpojax.models.transformer import TransformerConfig, transformer
+
+B, G, P, T, V = 8, 6, 3, 16, 12
+CUTS = {
+  # Prompts are cut, or groups, to two prompts a device.
+  "prompts": {"minibatches": 1, "micro_batches": 2},
+  "groups": {"minibatches": 2, "micro_batches": 3},
+}
+MESHES = {
+  "data=2 fsdp=2 tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def samples(rng):
+  lengths = np.minimum(rng.geometric(0.3, (B, G)), T // 2)
+  mask = jnp.asarray(np.arange(T) < lengths[..., None])
+  return lengths, Rollout(
+    prompt_ids=jnp.asarray(rng.integers(0, V, (B, P))),
+    prompt_mask=jnp.ones((B, P), bool),
+    completion_ids=jnp.asarray(rng.integers(0, V, (B, G, T))),
+    completion_mask=mask,
+    logprobs=jnp.where(mask, -2.0, 0.0),
+    finished=jnp.ones((B, G), bool),
+  )
+
+
+def run(lm, params, drawn, rewards, layout, cuts):
+  """Parameters after a step of two epochs, and its metrics."""
+  tx, parts = optax.sgd(0.1), cuts["minibatches"] * cuts["micro_batches"]
+  loss = functools.partial(losses.grpo_loss, beta=0.1)
+  update = make_update(lm, tx, loss=loss, epochs=2, **cuts)
+
+  @jax.jit
+  def step(params, drawn, layout):
+    half = jax.tree.map(lambda x: x / 2, params)
+    options = {"on_policy": False, "micro_batches": parts, "packing": layout}
+    batch = make_batch(lm, drawn, rewards, ref_params=half, **options)
+    state, metrics = update(
+      init_state(params, tx, jax.random.key(5)),
+      mesh.map_rows(mesh.constrain, batch),
+    )
+    return state.params, metrics
+
+  return jax.device_get(step(params, drawn, layout))
+
+
+def place(mesh_, tree):
+  return mesh.place(tree, mesh_, "batch")
+
+
+def check_pack(mesh_, drawn, layout):
+  """Rows are packed and unpacked where they lie."""
+  ids, layout = place(mesh_, (drawn.completion_ids, layout))
+  both = jax.jit(
+    lambda ids, layout: packing.unpack(packing.pack(ids, layout), layout, T)
+  )
+  text = both.lower(ids, layout).compile().as_text()
+  sent = re.findall(r"all-\w+|collective-\w+|reduce-scatter", text)
+  assert not sent, set(sent)
+
+
+def main():
+  rng = np.random.default_rng(0)
+  config = TransformerConfig(
+    vocab_size=V, width=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24
+  )
+  lm = transformer(config)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32),
+    jax.eval_shape(lm.init, jax.random.key(0)),
+  )
+  lengths, drawn = samples(rng)
+  rewards = jnp.asarray(rng.normal(size=(B, G)))
+  for of_cuts, cuts in CUTS.items():
+    expected = run(lm, params, drawn, rewards, None, cuts)
+    for name, sizes in MESHES.items():
+      mesh_ = mesh.make_mesh(**sizes)
+      with jax.set_mesh(mesh_):
+        layout = packing_layout.plan(lengths, T, **cuts)
+        assert layout is not None, (of_cuts, name)
+        check_pack(mesh_, drawn, layout)
+        placed = jax.device_put(params, sharding.shardings(params, mesh_))
+        given = place(mesh_, (drawn, rewards, layout))
+        found = run(lm, placed, *given, cuts)
+      jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5),
+        found,
+        expected,
+      )
+      moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
+      assert max(jax.tree.leaves(moved)) > 1e-3
+      print("equal:", of_cuts, name, layout.segments.shape, layout.parts)
+  with jax.set_mesh(mesh.make_mesh(data=8)):
+    assert packing_layout.plan(lengths, T, 1, 1) is not None
+    # A micro-batch of one prompt has its group cut over the devices.
+    fewer = np.repeat(lengths[:1], 4, axis=1)
+    assert packing_layout.plan(fewer, T, 1, 1) is None
+
+
+if __name__ == "__main__":
+  main()
