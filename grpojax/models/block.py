@@ -210,3 +210,29 @@ def block(
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
   return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row
+
+
+def block_of_both(
+  config: TransformerConfig,
+  x: tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]],
+  layer: Layer,
+  local: Local,
+  contexts: tuple[TokenContext, TokenContext],
+) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
+  """One decoder layer of prompts and of their whole completions.
+
+  Args:
+    config: of the model.
+    x: hidden states of the prompts, rows of a group of one, and of completions.
+    layer: see `block`.
+    local: see `block`.
+    contexts: of the prompts and of the completions.
+
+  Returns:
+    As x.
+  """
+  prompts, row = block(config, x[0], layer, local, contexts[0], None, None)
+  prompt = cache.of_prompt(row)
+  return prompts, block(
+    config, x[1], layer, local, contexts[1], prompt, None
+  )[0]

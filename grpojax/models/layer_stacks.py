@@ -80,17 +80,17 @@ def _scan_stack(
 
 def scan(
   config: TransformerConfig,
-  body: Callable[..., tuple[Array, Any]],
-  x: Float[Array, "B G S D"],
+  body: Callable[..., tuple[Any, Any]],
+  x: Any,
   params: Params,
   *scanned: tuple[Any, ...],
-) -> tuple[Float[Array, "B G S D"], tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   Args:
     config: of the model.
     body: returns the new x and what to keep of the layer.
-    x: hidden states.
+    x: hidden states; any pytree.
     params: of the model.
     *scanned: for each stack a pytree with its layers on the leading axis.
 
