@@ -233,6 +233,6 @@ def block_of_both(
   """
   prompts, row = block(config, x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
-  return prompts, block(
-    config, x[1], layer, local, contexts[1], prompt, None
-  )[0]
+  return prompts, block(config, x[1], layer, local, contexts[1], prompt, None)[
+    0
+  ]

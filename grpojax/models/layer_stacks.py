@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from grpojax.core.types import Params
 from grpojax.models.config import TransformerConfig
