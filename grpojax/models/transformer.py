@@ -22,6 +22,7 @@ from grpojax.core.mesh import constrain
 from grpojax.core.types import LM, Params, Prefix
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, sharding
+from grpojax.models import remat as remat_lib
 from grpojax.models.attention import rms_norm, soft_cap
 from grpojax.models.block import TokenContext, block, block_of_both
 from grpojax.models.cache import Cache, PromptKeysValues
@@ -240,6 +241,8 @@ def _forward(
   ids: Int[Array, "B G S"],
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
+  *,
+  unroll: bool,
 ) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"]]:
   """Prompts and whole completions layer by layer, see `LM.forward`."""
   if positions is None:
@@ -258,7 +261,7 @@ def _forward(
     _embed(config, params, tokens, dtype)
     for tokens in (prompt_ids[:, None], ids)
   )
-  (prompts, x), _ = layer_stacks.scan(config, body, x, params)
+  (prompts, x), _ = layer_stacks.scan(config, body, x, params, unroll=unroll)
   last = _last_hidden(config, params, prompts, prompt_mask, dtype)
   return last, _final_norm(config, params, x, dtype)
 
@@ -303,11 +306,6 @@ def _for_decoding(
   return params
 
 
-def _gathered(function, config, x, layer, *args):
-  """A layer, with its parameters gathered while it runs."""
-  return function(config, x, sharding.gather(layer, "layer/"), *args)
-
-
 def _plain(function, *args):
   return function(*args)
 
@@ -332,10 +330,6 @@ def _functions(
     args = (_cast(params, dtype), prefix, ids, cache, positions, segments)
     return _extend(config, layer_step, dtype, *args)
 
-  def forward(params, *args, **where):
-    params = _cast(params, dtype)
-    return _forward(config, layer_step, dtype, params, *args, **where)
-
   def init_cache(batch, group_size, capacity):
     return cache_lib.create(
       batch,
@@ -353,7 +347,6 @@ def _functions(
     extend=extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=init_cache,
-    forward=forward,
   )
 
 
@@ -361,7 +354,7 @@ def transformer(
   config: TransformerConfig,
   *,
   dtype=jnp.float32,
-  remat: bool = False,
+  remat: str = "none",
 ) -> LM:
   """The decoder as an `LM`.
 
@@ -371,25 +364,16 @@ def transformer(
       norms, rotations, softmax and logits are float32.
       Parameters may be float32 beside it (an optimizer needs that: a small
       update of a bfloat16 weight rounds to nothing) and are cast where used.
-    remat: recompute each layer in the backward pass instead of storing its
-      activations (less memory, about a third more work).
+    remat: what the backward pass computes again instead of storing it, a name
+      in `remat.REMAT`: "full" (of each layer all but its input: least memory,
+      about a third more work), "selective" or "none".
 
   Raises:
-    ValueError: a configuration whose parts do not fit, see `config.check`.
+    ValueError: a configuration whose parts do not fit, see `config.check`; no
+      such name.
   """
   check(config)
-  # Where no two layers differ, `local` is a Python value.
-  checkpointed = jax.checkpoint(
-    _gathered,
-    static_argnums=(0, 1, 4) if len(set(config.locality)) == 1 else (0, 1),
-    prevent_cse=False,  # under a scan nothing can be merged with it
-    policy=None if remat else sharding.all_but_gathered,
-  )
   decoder = _functions(config, _plain, dtype)
-
-  def layer_step(*args):
-    gathers = sharding.fsdp_shards() > 1
-    return (checkpointed if remat or gathers else _plain)(*args)
 
   def prepare(params, decoding):
     if decoding:
@@ -400,5 +384,18 @@ def transformer(
       outer["head"] = outer["embed"].T
     return lm, params | sharding.gather(outer)
 
-  lm = _functions(config, layer_step, dtype)._replace(prepare=prepare)
+  def forward(params, *args, **where):
+    return _forward(
+      config,
+      layer_step,
+      dtype,
+      _cast(params, dtype),
+      *args,
+      **where,
+      unroll=remat_lib.unrolled(config, remat),
+    )
+
+  layer_step = remat_lib.layer_step(remat)
+  lm = _functions(config, layer_step, dtype)
+  lm = lm._replace(prepare=prepare, forward=forward)
   return lm
