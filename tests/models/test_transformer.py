@@ -160,11 +160,9 @@ def test_rematerialisation_changes_no_gradient(tiny):
     return products, run.lower().compile()(tiny.params)
 
   runs = [gradient(remat) for remat in ("none", "selective", "full")]
-  (products, plain), *others = runs
-  # Gate, up, and two parts of the attention logits; then all but down.
-  again = [count - products for count, _ in others]
-  assert again == [4, 10]
-  for _, grads in others:
+  counts, (plain, *others) = zip(*runs, strict=True)
+  assert counts[0] < counts[1] < counts[2]
+  for grads in others:
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, plain
     )
