@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
   config.group_size = 32
   config.model.path = "give --config.model.path=DIR"
   config.model.dtype = "bfloat16"
+  config.model.remat = "full"
   config.data.name = "gsm8k"
   # The longest problem has 985 characters; with this template and a chat's
   # frame it stays below 400 tokens of even a small vocabulary.

@@ -99,7 +99,7 @@ def test_settings_of_gsm8k(name):
   assert config.sampling.max_new_tokens >= 1024
   assert config.sampling.temperature == config.sampling.top_p == 1.0
   assert config.eval.num_prompts == 1319
-  assert config.model.dtype == "bfloat16" and config.model.remat
+  assert config.model.dtype == "bfloat16" and config.model.remat == "full"
   assert "{prompt}" in config.data.template
   assert "\\boxed{}" in config.data.template.format(prompt="")
 

@@ -300,7 +300,7 @@ VARIANTS = {
     "optim.warmup_steps": 1,
     "optim.weight_decay": 0.1,
     "sampling.top_p": 0.95,
-    "model.remat": True,
+    "model.remat": "full",
   },
   "micro_batches": {
     "advantage": "shrinkage",

@@ -4,7 +4,7 @@ Sampling and training are laid out apart, so they are searched apart:
 
 - a rollout depends on the devices that share a weight (`mesh.sampling_tensor`);
 - an update on its mesh, on the parts that it is cut into (`micro_batches`) and
-  on whether activations are computed again (`remat`). For each mesh, ever more
+  on which activations are computed again (`remat`). For each mesh, ever more
   and smaller parts are tried, up to the first that fit.
 
 What is ranked is the sum of the two; the best is then compiled whole.
@@ -22,11 +22,13 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
 from grpojax.models import hf
 from grpojax.models.config import TransformerConfig
+from grpojax.models.remat import REMAT
 from grpojax.runtime.config import flatten
 from grpojax.training import batch_sizes, from_config, group_sizes, memory
 
 LARGEST_TENSOR = 16
-KEPT = 10  # activations of a layer, in sizes of its input; there are more
+KEPT = {"full": 1, "selective": 4, "none": 10}
+"""Activations kept of a layer, in sizes of its input; there are more."""
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -92,12 +94,9 @@ def _least(config: ConfigDict, mesh: jax.sharding.Mesh):
   _, hf_config = programs.read_model(config.model.path)
   model = hf.to_transformer_config(hf_config)
   phases = memory.training(config, model, mesh)
-  if config.model.remat:
-    return phases
-  # Not recomputed, a layer keeps some ten times as much as its input.
   return {
     phase: [
-      part._replace(bytes=KEPT * part.bytes)
+      part._replace(bytes=KEPT[config.model.remat] * part.bytes)
       if part.what == "activations"
       else part
       for part in found
@@ -130,7 +129,7 @@ def _rollouts(config, model, every, args) -> list[tuple[Any, ...]]:
 def _updates(config, every, args) -> list[tuple[Any, ...]]:
   """(seconds, settings, part) of the first parts that fit, for each mesh."""
   found, samples = [], group_sizes.samples_per_step(flatten(config))
-  for mesh, remat in itertools.product(every, (True, False)):
+  for mesh, remat in itertools.product(every, REMAT):
     for micro_batches in _powers(samples // config.optim.minibatches):
       settings = _settings(mesh) | {
         "optim.micro_batches": micro_batches,

@@ -25,13 +25,14 @@ def completion_hidden(
   completion (position 0) by the state of the last prompt token. The prompt is
   computed once for its whole group.
   """
-  prefix = lm.prefill(params, prompt_ids, prompt_mask)
-  hidden, _ = lm.extend(
-    params, prefix, ids, positions=positions, segments=segments
-  )
-  first = jnp.broadcast_to(
-    prefix.last_hidden[:, None, None], hidden[:, :, :1].shape
-  )
+  where = dict(positions=positions, segments=segments)
+  if lm.forward is not None:
+    last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **where)
+  else:
+    prefix = lm.prefill(params, prompt_ids, prompt_mask)
+    last = prefix.last_hidden
+    hidden, _ = lm.extend(params, prefix, ids, **where)
+  first = jnp.broadcast_to(last[:, None, None], hidden[:, :, :1].shape)
   before = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
   if positions is None:
     return before

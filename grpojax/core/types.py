@@ -53,7 +53,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as five pure functions.
+  """A causal language model as five pure functions, and two optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -72,6 +72,11 @@ class LM(NamedTuple):
       rollout (decoding) or a forward pass over whole completions reads it, with
       what would otherwise be repeated for each token done once: casts, and
       gathering of parameters that are cut over a mesh.
+    forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
+      segments=None) -> (last_hidden [B, D], hidden [B, G, S, D])`, or None:
+      what `prefill` and `extend` (without a cache) give, computed together.
+      Scoring and training, which keep nothing of a prompt, then read each
+      layer's parameters once for prompts and completions.
   """
 
   init: Callable[..., Params]
@@ -80,6 +85,7 @@ class LM(NamedTuple):
   unembed: Callable[..., Array]
   init_cache: Callable[..., Cache]
   prepare: Callable[..., tuple["LM", Params]] | None = None
+  forward: Callable[..., tuple[Array, Array]] | None = None
 
   def prepared(self, params: Params, *, decoding: bool) -> tuple["LM", Params]:
     """`prepare`, or the model as it is where it has none."""

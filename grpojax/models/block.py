@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.mesh import constrain
@@ -25,6 +26,8 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
+KEPT = "kept"
+"""Name of what `transformer.REMAT`'s "partial" keeps of a layer."""
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
 """Whether a layer is local: traced where the layers of a scan differ in it, and
@@ -150,6 +153,7 @@ def _attention(
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
   row = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
+  q, row = checkpoint_name((q, row), KEPT)
   masks = _masks(local, c.window, context)
   options = dict(scale=c.attention_scale, cap=c.attention_cap)
   if slots is None:
@@ -158,7 +162,7 @@ def _attention(
     out = cached_attention(q, row, slots, prompt, masks, **options)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
-  y = _project(out, layer, "o")
+  y = _project(checkpoint_name(out, KEPT), layer, "o")
   return constrain(y, "batch", "group"), row
 
 
@@ -208,5 +212,32 @@ def block(
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
   y, row = _attention(c, y, layer, local, context, prompt, slots)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
+  x = checkpoint_name(x, KEPT)
   y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
   return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row
+
+
+def block_of_both(
+  config: TransformerConfig,
+  x: tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]],
+  layer: Layer,
+  local: Local,
+  contexts: tuple[TokenContext, TokenContext],
+) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
+  """One decoder layer of prompts and of their whole completions.
+
+  Args:
+    config: of the model.
+    x: hidden states of the prompts, rows of a group of one, and of completions.
+    layer: see `block`.
+    local: see `block`.
+    contexts: of the prompts and of the completions.
+
+  Returns:
+    As x.
+  """
+  prompts, row = block(config, x[0], layer, local, contexts[0], None, None)
+  prompt = cache.of_prompt(row)
+  return prompts, block(config, x[1], layer, local, contexts[1], prompt, None)[
+    0
+  ]

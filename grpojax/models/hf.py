@@ -218,7 +218,7 @@ def load(
   path: str | pathlib.Path,
   *,
   dtype=jnp.float32,
-  remat: bool = False,
+  remat: str = "none",
   param_dtype=jnp.float32,
   shardings: Any = None,
 ) -> tuple[LM, Params]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from grpojax.core.types import Params
 from grpojax.models.config import TransformerConfig
@@ -78,21 +77,42 @@ def _scan_stack(
   )
 
 
+def _unrolled(
+  body: Callable[..., tuple[Any, Any]],
+  carry: Any,
+  locality: tuple[bool, ...],
+  scanned: tuple[Any, ...],
+) -> tuple[Any, Any]:
+  """As `_scan_stack`, with the layers one by one in the program."""
+  # Split, and not indexed: the gradients are then joined, and not added up.
+  leaves, tree = jax.tree.flatten(scanned)
+  leaves = [jax.lax.split(x, (1,) * len(locality)) for x in leaves]
+  kept = []
+  for i, local in enumerate(locality):
+    of_layer = jax.tree.unflatten(tree, [x[i][0] for x in leaves])
+    carry, of_layer = body(carry, local, *of_layer)
+    kept.append(of_layer)
+  return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+
+
 def scan(
   config: TransformerConfig,
-  body: Callable[..., tuple[Array, Any]],
-  x: Float[Array, "B G S D"],
+  body: Callable[..., tuple[Any, Any]],
+  x: Any,
   params: Params,
   *scanned: tuple[Any, ...],
-) -> tuple[Float[Array, "B G S D"], tuple[Any, ...]]:
+  unroll: bool = False,
+) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   Args:
     config: of the model.
     body: returns the new x and what to keep of the layer.
-    x: hidden states.
+    x: hidden states; any pytree.
     params: of the model.
     *scanned: for each stack a pytree with its layers on the leading axis.
+    unroll: the layers are written out instead: the program grows with their
+      number, and `local` is a Python value.
 
   Returns:
     The hidden states, and what was kept of each stack.
@@ -101,6 +121,7 @@ def scan(
   for stack, *more in zip(stacks(params), *scanned, strict=True):
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
-    x, of_stack = _scan_stack(body, x, locality, (stack, *more))
+    run = _unrolled if unroll and locality else _scan_stack
+    x, of_stack = run(body, x, locality, (stack, *more))
     kept.append(of_stack)
   return x, tuple(kept)

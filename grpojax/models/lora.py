@@ -151,6 +151,9 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
     params = attach(base, adapters, scale)
     return lm.extend(params, prefix, ids, cache, positions, segments)
 
+  def forward(adapters, *args, **where):
+    return lm.forward(attach(base, adapters, scale), *args, **where)
+
   def unembed(adapters, hidden):
     return lm.unembed(base, hidden)
 
@@ -163,6 +166,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
     extend=extend,
     unembed=unembed,
     prepare=prepare,
+    forward=lm.forward and forward,
   )
 
 

@@ -22,8 +22,9 @@ from grpojax.core.mesh import constrain
 from grpojax.core.types import LM, Params, Prefix
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, sharding
+from grpojax.models import remat as remat_lib
 from grpojax.models.attention import rms_norm, soft_cap
-from grpojax.models.block import TokenContext, block
+from grpojax.models.block import TokenContext, block, block_of_both
 from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
@@ -82,6 +83,36 @@ def _token_context(
   return TokenContext(tables, mask, positions, prompt_mask)
 
 
+def _prompt_context(
+  config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
+) -> TokenContext:
+  """Of the prompts, as rows of a group of one."""
+  b, p = prompt_mask.shape
+  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
+  # Causal, and no padding as a key: [B, P, P]. A padded query may see no real
+  # key but those before it; what it computes is never read.
+  mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
+  mask = mask[:, None, None, None]  # all heads of the one row
+  return _token_context(config, mask, positions, None)
+
+
+def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
+  return jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
+
+
+def _last_hidden(
+  config: TransformerConfig,
+  params: Params,
+  x: Float[Array, "B 1 P D"],
+  prompt_mask: Bool[Array, "B P"],
+  dtype: Any,
+) -> Float[Array, "B D"]:
+  """The final hidden state at the last real token of each prompt."""
+  index = (_lengths(prompt_mask) - 1)[:, None, None]
+  last = jnp.take_along_axis(x[:, 0], index, axis=1)
+  return _final_norm(config, params, last[:, 0], dtype)
+
+
 def _prefill(
   config: TransformerConfig,
   layer_step: Callable[..., Any],
@@ -91,25 +122,17 @@ def _prefill(
   prompt_mask: Bool[Array, "B P"],
 ) -> Prefix:
   """Runs the prompts as rows of a group of one, and keeps keys and values."""
-  b, p = prompt_ids.shape
-  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal, and no padding as a key: [B, P, P]. A padded query may see no real
-  # key but those before it; what it computes is never read.
-  mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
-  mask = mask[:, None, None, None]  # all heads of the one row
-  context = _token_context(config, mask, positions, None)
+  context = _prompt_context(config, prompt_mask)
 
   def body(x, local, layer):
-    x, row = layer_step(config, x, layer, local, context, None, None)
+    x, row = layer_step(block, config, x, layer, local, context, None, None)
     return x, cache_lib.of_prompt(row)
 
   x = _embed(config, params, prompt_ids[:, None], dtype)
   x, keys_values = layer_stacks.scan(config, body, x, params)
-  length = jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
-  last = jnp.take_along_axis(x[:, 0], (length - 1)[:, None, None], axis=1)
   return Prefix(
-    last_hidden=_final_norm(config, params, last[:, 0], dtype),
-    length=length,
+    last_hidden=_last_hidden(config, params, x, prompt_mask, dtype),
+    length=_lengths(prompt_mask),
     state=(keys_values, prompt_mask),
   )
 
@@ -143,7 +166,7 @@ def _extend_rows(
   context = _token_context(config, mask, positions, prompt_mask)
 
   def body(x, local, layer, prompt):
-    x, _ = layer_step(config, x, layer, local, context, prompt, None)
+    x, _ = layer_step(block, config, x, layer, local, context, prompt, None)
     return x, None
 
   return layer_stacks.scan(config, body, x, params, keys_values)[0]
@@ -208,6 +231,41 @@ def _extend(
   return _final_norm(config, params, x, dtype), cache
 
 
+def _forward(
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  dtype: Any,
+  params: Params,
+  prompt_ids: Int[Array, "B P"],
+  prompt_mask: Bool[Array, "B P"],
+  ids: Int[Array, "B G S"],
+  positions: Int[Array, "B G S"] | None = None,
+  segments: Int[Array, "B G S"] | None = None,
+  *,
+  unroll: bool,
+) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"]]:
+  """Prompts and whole completions layer by layer, see `LM.forward`."""
+  if positions is None:
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+  positions = _lengths(prompt_mask)[:, None, None] + positions
+  mask = _row_mask(ids.shape[-1], segments)
+  contexts = (
+    _prompt_context(config, prompt_mask),
+    _token_context(config, mask, positions, prompt_mask),
+  )
+
+  def body(x, local, layer):
+    return layer_step(block_of_both, config, x, layer, local, contexts), None
+
+  x = tuple(
+    _embed(config, params, tokens, dtype)
+    for tokens in (prompt_ids[:, None], ids)
+  )
+  (prompts, x), _ = layer_stacks.scan(config, body, x, params, unroll=unroll)
+  last = _last_hidden(config, params, prompts, prompt_mask, dtype)
+  return last, _final_norm(config, params, x, dtype)
+
+
 def _unembed(
   config: TransformerConfig,
   params: Params,
@@ -248,9 +306,8 @@ def _for_decoding(
   return params
 
 
-def _gathered_block(config, x, layer, *args):
-  """A layer of `block`, with its parameters gathered while it runs."""
-  return block(config, x, sharding.gather(layer, "layer/"), *args)
+def _plain(function, *args):
+  return function(*args)
 
 
 def _functions(
@@ -260,7 +317,8 @@ def _functions(
 
   Args:
     config: of the model.
-    layer_step: runs a layer; `block`, or with something around it.
+    layer_step: `(function, *args)` runs a layer, `function(*args)`, or that
+      with something around it.
     dtype: of computation.
   """
 
@@ -296,7 +354,7 @@ def transformer(
   config: TransformerConfig,
   *,
   dtype=jnp.float32,
-  remat: bool = False,
+  remat: str = "none",
 ) -> LM:
   """The decoder as an `LM`.
 
@@ -306,25 +364,16 @@ def transformer(
       norms, rotations, softmax and logits are float32.
       Parameters may be float32 beside it (an optimizer needs that: a small
       update of a bfloat16 weight rounds to nothing) and are cast where used.
-    remat: recompute each layer in the backward pass instead of storing its
-      activations (less memory, about a third more work).
+    remat: what the backward pass computes again instead of storing it, a name
+      in `remat.REMAT`: "full" (of each layer all but its input: least memory,
+      about a third more work), "selective" or "none".
 
   Raises:
-    ValueError: a configuration whose parts do not fit, see `config.check`.
+    ValueError: a configuration whose parts do not fit, see `config.check`; no
+      such name.
   """
   check(config)
-  # Where no two layers differ, `local` is a Python value.
-  checkpointed = jax.checkpoint(
-    _gathered_block,
-    static_argnums=(0, 3) if len(set(config.locality)) == 1 else (0,),
-    prevent_cse=False,  # under a scan nothing can be merged with it
-    policy=None if remat else sharding.all_but_gathered,
-  )
-  decoder = _functions(config, block, dtype)
-
-  def layer_step(*args):
-    gathers = sharding.fsdp_shards() > 1
-    return (checkpointed if remat or gathers else block)(*args)
+  decoder = _functions(config, _plain, dtype)
 
   def prepare(params, decoding):
     if decoding:
@@ -335,5 +384,18 @@ def transformer(
       outer["head"] = outer["embed"].T
     return lm, params | sharding.gather(outer)
 
-  lm = _functions(config, layer_step, dtype)._replace(prepare=prepare)
+  def forward(params, *args, **where):
+    return _forward(
+      config,
+      layer_step,
+      dtype,
+      _cast(params, dtype),
+      *args,
+      **where,
+      unroll=remat_lib.unrolled(config, remat),
+    )
+
+  layer_step = remat_lib.layer_step(remat)
+  lm = _functions(config, layer_step, dtype)
+  lm = lm._replace(prepare=prepare, forward=forward)
   return lm

@@ -34,7 +34,8 @@ def default_config() -> ConfigDict:
   config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
   # Of computation; what is trained is float32, what is frozen (LoRA) this.
   config.model.dtype = "float32"
-  config.model.remat = True  # recompute activations in the backward pass
+  # Recomputed in the backward pass: none, selective (MLP and softmax), full.
+  config.model.remat = "selective"
   config.model.reference = "device"  # or "host": there but for its own pass
   config.lora = ConfigDict()  # train low-rank adapters, not the weights
   config.lora.rank = 0  # 0 = off

@@ -60,7 +60,7 @@ def find_model(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def open_policy(
-  path: str, dtype: str = "float32", remat: bool = False
+  path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
   """Reads all of a model but its weights.
 
@@ -116,7 +116,7 @@ def with_weights(
 
 
 def load_policy(
-  path: str, dtype: str = "float32", remat: bool = False
+  path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
   """Reads a model directory, or an embedded model by its name.
 

@@ -12,6 +12,7 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
+from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
@@ -25,6 +26,7 @@ CHOICES = {
   "data.special_tokens": tuple(SPECIAL_TOKENS),
   "data.too_long": tuple(TOO_LONG),
   "model.dtype": tuple(DTYPES),
+  "model.remat": tuple(REMAT),
   "advantage": tuple(ADVANTAGES),
   "loss.ratio": tuple(RATIOS),
   "loss.old_logprobs": tuple(OLD_LOGPROBS),

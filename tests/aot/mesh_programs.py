@@ -96,7 +96,7 @@ def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
   mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
   config = dataclasses.replace(CONFIG, layers=layers)
-  lm = transformer(config, dtype=jnp.bfloat16, remat=True)
+  lm = transformer(config, dtype=jnp.bfloat16, remat="full")
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):
     if kind == "update":

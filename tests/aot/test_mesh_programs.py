@@ -88,16 +88,16 @@ def arrays(module, collective):
 def test_an_update_gathers_layers_and_scatters_their_gradients(
   updates, platform
 ):
-  """A layer's matrices go round twice each for prompts and for completions.
+  """A layer's matrices go round twice, for prompts and completions together.
 
-  And their gradients once each. Activations of the batch stay where they are:
-  of 65,536 tokens, those of one layer are 128 MB, its matrices 5 MB.
+  Their gradients once each. Activations of the batch stay where they are: of
+  65,536 tokens, those of one layer are 128 MB, its matrices 5 MB.
   """
   module, found = modules(updates, "update")
   layers, matrices = LAYERS[platform], MATRICES * ITEMSIZE[platform]
   inside = [c for c in found.collectives if c.trips == layers and c.bytes > 1e5]
   gathered = sum(c.bytes for c in inside if c.kind == "all-gather")
-  assert gathered == 2 * 2 * matrices * 7 // 8
+  assert gathered == 2 * matrices * 7 // 8
   reduced = [c for c in inside if "reduce" in c.kind]
   assert {c.kind for c in inside} <= {*[c.kind for c in reduced], "all-gather"}
   sent = sum(c.bytes for c in reduced)

@@ -189,7 +189,7 @@ def check_decoding_exchanges():
 
 
 def check_models():
-  """Whole models: training with and without remat, and decoding."""
+  """Whole models: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
   prompts = jnp.arange(B * P).reshape(B, P) * 7 % 15
   mask = jnp.arange(P) < P - jnp.arange(B)[:, None]
@@ -199,8 +199,7 @@ def check_models():
   def train(lm, params, prompts, mask, ids):
     def hidden(params):
       model, params = lm.prepared(params, decoding=False)
-      prefix = model.prefill(params, prompts, mask)
-      return model.extend(params, prefix, ids)[0]
+      return model.forward(params, prompts, mask, ids)[1]
 
     y, pull = jax.vjp(hidden, params)
     return y, pull(jnp.cos(y))
@@ -220,7 +219,12 @@ def check_models():
     start = 0, model.init_cache(B, G, S), out
     return jax.lax.while_loop(lambda carry: carry[0] < S, step, start)[2]
 
-  for function, remat in ((train, False), (train, True), (decode, False)):
+  for function, remat in (
+    (train, "none"),
+    (train, "selective"),
+    (train, "full"),
+    (decode, "none"),
+  ):
     program = functools.partial(function, transformer(CONFIG, remat=remat))
     wanted = [jax.jit(program)(p, *batch) for p in parameters(CONFIG)]
     for sizes in MESHES:

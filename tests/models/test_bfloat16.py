@@ -98,7 +98,9 @@ def gradient(config, params, shape, advantages, dtype):
   rng = np.random.default_rng(1)
   ids = jnp.asarray(rng.integers(0, V, (1, *shape)))
   prompt = jnp.asarray(rng.integers(0, V, (1, P)))
-  lm = transformer(config, dtype=dtype, remat=shape[0] > 64)
+  lm = transformer(
+    config, dtype=dtype, remat="full" if shape[0] > 64 else "none"
+  )
 
   def loss(params):
     logprobs, _ = token_logprobs(lm, params, prompt, prompt >= 0, ids)

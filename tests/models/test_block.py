@@ -68,7 +68,7 @@ def test_remat_and_several_stacks_keep_the_layers_apart(mixed):
   """The layers' windows stay theirs, wherever the stack is cut."""
   lm, params, value, _ = mixed
   moving, merge = last_layers(params, 1)
-  remat = transformer(CONFIG, remat=True)
+  remat = transformer(CONFIG, remat="full")
   got = jax.jit(lambda m: total(remat, merge(m)))(moving)
   np.testing.assert_allclose(got, value, rtol=1e-4)
 

@@ -202,26 +202,29 @@ def theirs(model):
 
 
 def ours(path, with_gradients):
-  """First, completion and cached logits, and gradients or None."""
+  """First, completion and cached logits, and gradients or None.
+
+  The first two and the gradients are of `forward`, as in training.
+  """
   lm, params = hf.load(path)
   mask = jnp.arange(P) < LENGTHS[:, None]
   ids = jnp.asarray(COMPLETIONS)
 
   def score(params):
-    prefix = lm.prefill(params, jnp.asarray(PROMPTS), mask)
-    hidden, _ = lm.extend(params, prefix, ids)
-    first = lm.unembed(params, prefix.last_hidden)
+    last, hidden = lm.forward(params, jnp.asarray(PROMPTS), mask, ids)
+    first = lm.unembed(params, last)
     logits = lm.unembed(params, hidden)
     before = jnp.broadcast_to(first[:, None, None], logits[:, :, :1].shape)
     before = jnp.concatenate([before, logits[:, :, :-1]], 2)
     logp = jnp.take_along_axis(jax.nn.log_softmax(before), ids[..., None], -1)
-    return jnp.sum(logp), (prefix, first, logits)
+    return jnp.sum(logp), (first, logits)
 
   if with_gradients:
     run = jax.jit(jax.grad(score, has_aux=True))
-    grads, (prefix, first, logits) = run(params)
+    grads, (first, logits) = run(params)
   else:
-    grads, (prefix, first, logits) = None, jax.jit(score)(params)[1]
+    grads, (first, logits) = None, jax.jit(score)(params)[1]
+  prefix = jax.jit(lm.prefill)(params, jnp.asarray(PROMPTS), mask)
   extend, cache, cached = jax.jit(lm.extend), lm.init_cache(3, G, T + 2), []
   for t in range(T):
     hidden, cache = extend(params, prefix, ids[:, :, t : t + 1], cache)

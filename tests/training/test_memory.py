@@ -152,7 +152,7 @@ def test_compiled_programs_take_more(name, config_with):
     config_with(**SIZES, optim__name=name),
     dataclasses.replace(MODEL, vocab_size=400),
   )
-  lm, tx = transformer(model, remat=True), optimizer(config)
+  lm, tx = transformer(model, remat="full"), optimizer(config)
   state = jax.eval_shape(
     lambda key: from_config.first_state(config, tx, lm.init(key)),
     jax.random.key(0),

@@ -1,0 +1,167 @@
+"""Prompts and completions in one pass over the layers: `LM.forward`.
+
+That its values and gradients are transformers' is tested in test_families.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from grpojax.core.logprobs import completion_hidden
+from grpojax.core.mesh import AXES
+from grpojax.models import lora
+from grpojax.models import remat as remat_lib
+from grpojax.models.config import TransformerConfig
+from grpojax.models.rope import Rope
+from grpojax.models.transformer import last_layers, transformer
+
+RNG = np.random.default_rng(0)
+CONFIG = TransformerConfig(  # all that a layer may have, but experts
+  vocab_size=11,
+  width=8,
+  layers=2,
+  heads=2,
+  kv_heads=1,
+  head_dim=4,
+  mlp=6,
+  qkv_bias=True,
+  o_bias=True,
+  mlp_bias=True,
+  qk_norm=True,
+  norm_offset=True,
+  post_norms=True,
+  attention_cap=2.0,
+  local_layers=(True, False),
+  window=3,
+  local_rope=Rope(theta=30.0),
+)
+PROMPTS = jnp.asarray(RNG.integers(0, 11, (2, 5)))
+MASK = jnp.array([[True] * 5, [True, True, False, False, False]])
+IDS = jnp.asarray(RNG.integers(0, 11, (2, 2, 6)))
+# Two completions a row, as they are packed.
+PACKED = dict(
+  positions=jnp.broadcast_to(jnp.array([0, 1, 0, 1, 2, 3]), IDS.shape),
+  segments=jnp.broadcast_to(jnp.array([0, 0, 1, 1, 1, 1]), IDS.shape),
+)
+
+
+def random_params(lm):
+  shapes = jax.eval_shape(lm.init, jax.random.key(0))
+  return jax.tree.map(
+    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32), shapes
+  )
+
+
+PARAMS = random_params(transformer(CONFIG))
+
+
+def with_gradient(lm, params=PARAMS, of=lambda params: params):
+  """Hidden states of packed rows, and a gradient through all of them."""
+
+  def total(params):
+    hidden = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
+    return jnp.sum(jnp.sin(hidden)), hidden
+
+  grads, hidden = jax.jit(jax.grad(total, has_aux=True))(params)
+  return hidden, grads
+
+
+def assert_same(got, want, atol=1e-5):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, atol=atol * (1 + np.abs(b).max())
+    ),
+    got,
+    want,
+  )
+
+
+@pytest.fixture(scope="module")
+def apart():
+  """By `prefill` and `extend`."""
+  return with_gradient(transformer(CONFIG)._replace(forward=None))
+
+
+@pytest.mark.parametrize("remat", remat_lib.REMAT)
+def test_one_pass_is_prefill_and_extend(apart, remat):
+  assert_same(with_gradient(transformer(CONFIG, remat=remat)), apart)
+
+
+def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
+  """What a deep model does; the stacks' windows stay theirs."""
+  monkeypatch.setattr(remat_lib, "SHALLOW", 0)
+  moving, merge = last_layers(PARAMS, 1)
+  hidden, grads = with_gradient(transformer(CONFIG), moving, merge)
+  want = apart[0], {name: apart[1][name] for name in grads}
+  want[1]["layers"] = jax.tree.map(lambda x: x[1:], apart[1]["layers"])
+  assert_same((hidden, grads), want)
+
+
+def test_adapters_in_forward_mode():
+  lm = transformer(CONFIG)
+  fresh = lora.init(PARAMS, jax.random.key(0), 2, "layers/(q|up|down)")
+  adapters = jax.tree.map(lambda x: x + 0.3, fresh)
+
+  @jax.jit
+  def run(adapters):
+    """Adapted and merged, and how each moves with the scale of A."""
+
+    def moves(hidden):
+      scale = (jnp.ones(()),)
+      return jax.jvp(lambda x: hidden(scaled(adapters, x)), scale, scale)
+
+    def scaled(adapters, x):
+      return {
+        "layers": {
+          name: {"a": x * low_rank["a"], "b": low_rank["b"]}
+          for name, low_rank in adapters["layers"].items()
+        }
+      }
+
+    where = PROMPTS, MASK, IDS
+    adapted = lora.adapt(lm, PARAMS, 0.5)
+    return moves(lambda x: completion_hidden(adapted, x, *where)), moves(
+      lambda x: completion_hidden(lm, lora.merge(PARAMS, x, 0.5), *where)
+    )
+
+  got, want = run(adapters)
+  assert_same(got, want)
+  assert lora.adapt(lm._replace(forward=None), PARAMS, 1.0).forward is None
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_layer_is_gathered_twice_in_a_gradient(remat):
+  """Forward and backward: not for prompts and completions apart."""
+  lm = transformer(CONFIG, remat=remat)
+  types = (AxisType.Auto,) * len(AXES)
+  mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=types)
+
+  def total(params):
+    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS))
+
+  with jax.sharding.use_abstract_mesh(mesh):
+    jaxpr = jax.make_jaxpr(jax.grad(total))(PARAMS)
+  assert str(jaxpr).count("optimization_barrier") == 2
+
+
+def test_depth_decides_whether_layers_are_written_out():
+  """A program must not grow with the depth of a deep model."""
+
+  def size(layers):
+    config = TransformerConfig(11, 8, layers, 2, 1, 4, 6)
+    lm = transformer(config)
+    params = jax.eval_shape(lm.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, PROMPTS, MASK, IDS))(params)
+    return str(jaxpr).count("dot_general")
+
+  shallow = remat_lib.SHALLOW
+  one = size(1)
+  assert size(shallow) == shallow * one
+  assert size(shallow + 1) == size(30) == one
+
+
+def test_an_unknown_policy_is_refused():
+  with pytest.raises(ValueError, match="remat='half': use one of none, sel"):
+    transformer(CONFIG, remat="half")
