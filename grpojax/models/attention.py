@@ -170,7 +170,7 @@ def two_part_attention(
 def cached_attention(
   q: Float[Array, "B G K R S E"],
   row: cache.KeysValues,
-  slots: cache.KeysValues,
+  slots: tuple[cache.KeysValues, ...],
   prompt: tuple[PromptArray, PromptArray] | None,
   masks: Any,
   *,
@@ -185,7 +185,7 @@ def cached_attention(
   Args:
     q: queries of the new tokens.
     row: keys and values of the new tokens, C = S.
-    slots: those of the cache.
+    slots: those of the cache, in its blocks.
     prompt: see `two_part_attention`.
     masks: `row`, `slots` and `prompt`, each of the keys of that name; a query
       may see no slot.
@@ -193,7 +193,9 @@ def cached_attention(
     cap: see `two_part_attention`.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  parts = [(*slots, masks.slots), (*row, masks.row)]
+  of_slots = zip(slots, cache.split(masks.slots, slots), strict=True)
+  parts = [(*block, mask) for block, mask in of_slots]
+  parts.append((*row, masks.row))
   part = _attend(q, parts, cache.ROW_AXES, scale, cap)
   if prompt is None:
     return part[0]

@@ -131,7 +131,7 @@ def _attention(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
+  slots: tuple[KeysValues, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """Attention of a layer; arguments and results as those of `block`."""
   c = config
@@ -183,7 +183,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
+  slots: tuple[KeysValues, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
@@ -198,7 +198,7 @@ def block(
     local: whether the layer is local.
     context: what the layer needs to know of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
-    slots: the cache of this layer, or None.
+    slots: the blocks of this layer's cache, or None.
 
   Returns:
     The new hidden states, and the keys and values of the tokens.

@@ -15,11 +15,13 @@ down. The other modules ask here for what depends on it, and name axes by these
 letters (`attention`, in its einsums).
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import constrain
 
@@ -44,16 +46,23 @@ class PromptKeysValues(NamedTuple):
   values: PromptArray
 
 
+Block = tuple[KeysValues, ...]
+
+
 class Cache(NamedTuple):
   """Keys and values of the completions so far.
 
+  The slots lie in blocks, so that a step reads only those that have been begun
+  (see `grow`). A cache of one block is a ring: where a row has more tokens than
+  slots, the new ones take the places of the oldest.
+
   Attributes:
-    index: how many slots are filled; the next token goes to this one.
-    stacks: slots of each stack's layers, [layers, *ROW_AXES].
+    index: tokens written so far; the next one goes to the slot of this number.
+    blocks: of each, the slots of each stack's layers, [layers, *ROW_AXES].
   """
 
   index: Int[Array, ""]
-  stacks: tuple[KeysValues, ...]
+  blocks: tuple[Block, ...]
 
 
 def create(
@@ -61,7 +70,7 @@ def create(
   group_size: int,
   capacity: int,
   *,
-  layers: int,
+  layers: Sequence[int],
   kv_heads: int,
   head_dim: int,
   dtype: Any,
@@ -72,21 +81,39 @@ def create(
     batch: B.
     group_size: G.
     capacity: C, completion tokens that a row has room for.
-    layers: L.
+    layers: of each stack; L in all.
     kv_heads: K.
     head_dim: E.
     dtype: of keys and values.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
-  shape = (layers, *(sizes[axis] for axis in ROW_AXES))
-  return Cache(
-    index=jnp.zeros((), jnp.int32),
-    stacks=(
-      constrain_stack(
-        KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-      ),
-    ),
+  row = [sizes[axis] for axis in ROW_AXES]
+  block = tuple(
+    KeysValues(*(jnp.zeros((count, *row), dtype) for _ in range(2)))
+    for count in layers
   )
+  return Cache(jnp.zeros((), jnp.int32), (constrain_stacks(block),))
+
+
+def grow(cache: Cache, slots: int) -> Cache:
+  """Adds room for more tokens: a block of their own."""
+
+  def empty(x):
+    shape = list(x.shape)
+    shape[1 + ROW_AXES.index("c")] = slots
+    return jnp.zeros(shape, x.dtype)
+
+  block = constrain_stacks(jax.tree.map(empty, cache.blocks[0]))
+  return Cache(cache.index, (*cache.blocks, block))
+
+
+def map_rows(
+  function: Callable[..., Array], cache: Cache, *others: Cache
+) -> Cache:
+  """Maps a function of arrays [B, G, ...] over the rows of a cache."""
+  mapped = jax.vmap(function)  # layer by layer
+  blocks = jax.tree.map(mapped, cache.blocks, *(x.blocks for x in others))
+  return Cache(cache.index, tuple(map(constrain_stack, blocks)))
 
 
 def constrain_row(row: KeysValues) -> KeysValues:
@@ -94,16 +121,35 @@ def constrain_row(row: KeysValues) -> KeysValues:
   return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)
 
 
-def constrain_stack(stack: KeysValues) -> KeysValues:
-  """Likewise, of the rows of several layers."""
+def constrain_stacks(stacks: Block) -> Block:
+  """Likewise, of the rows of stacks of layers."""
   return jax.tree.map(
-    lambda x: constrain(x, None, *map(_NAMES.get, ROW_AXES)), stack
+    lambda x: constrain(x, None, *map(_NAMES.get, ROW_AXES)), stacks
   )
+
+
+def _slots(block: Block) -> int:
+  """How many slots a block has."""
+  return block[0].keys.shape[1 + ROW_AXES.index("c")]
 
 
 def capacity(cache: Cache) -> int:
   """C, the completion tokens that a row has room for."""
-  return cache.stacks[0].keys.shape[1 + ROW_AXES.index("c")]
+  return sum(map(_slots, cache.blocks))
+
+
+def split(
+  x: Shaped[Array, "*axes C"], blocks: tuple[KeysValues, ...]
+) -> list[Array]:
+  """Takes what is known of all slots apart into that of each block.
+
+  Args:
+    x: the slots are its last axis.
+    blocks: of one layer.
+  """
+  sizes = (block.keys.shape[ROW_AXES.index("c")] for block in blocks)
+  ends = list(itertools.accumulate(sizes))
+  return jnp.split(x, ends[:-1], axis=-1)
 
 
 def from_heads(
@@ -114,24 +160,44 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def write(cache: Cache, tokens: tuple[KeysValues, ...], count: int) -> Cache:
-  """Writes the next tokens of all layers into their slots.
+def next_slot(cache: Cache) -> Int[Array, ""]:
+  """The slot of the last block that the next token goes to."""
+  *before, block = cache.blocks
+  if not before:
+    return cache.index % _slots(block)
+  return cache.index - sum(map(_slots, before))
+
+
+def after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
+  """The same slot, known no sooner than x is.
+
+  Whoever writes there then comes after all that x was computed from, and XLA
+  need not copy the cache for those who read it. (An `optimization_barrier`
+  orders nothing where copies are decided on.)
+  """
+  first = x.ravel()[0]
+  return jnp.minimum(slot, slot + (first == first))  # no compiler sees through
+
+
+def write(
+  slots: tuple[KeysValues, ...], tokens: KeysValues, slot: Int[Array, ""]
+) -> tuple[KeysValues, ...]:
+  """Writes the next tokens of a stack of layers.
 
   Args:
-    cache: it is updated in place where XLA can.
-    tokens: of each stack, [layers, *ROW_AXES] with C = count.
-    count: of tokens.
+    slots: of each block; the last is updated in place where XLA can.
+    tokens: [layers, *ROW_AXES], with C as many as there are; one where a ring
+      may close.
+    slot: see `next_slot`.
   """
 
-  def one(stack, new):
+  def one(slots, new):
+    new = new.astype(slots.dtype)
     axis = 1 + ROW_AXES.index("c")
-    return jax.lax.dynamic_update_slice_in_dim(
-      stack, new.astype(stack.dtype), cache.index, axis
-    )
+    return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
-  stacks = jax.tree.map(one, cache.stacks, tokens)
-  stacks = tuple(map(constrain_stack, stacks))
-  return Cache(cache.index + count, stacks)
+  *before, block = slots
+  return (*before, jax.tree.map(one, block, tokens))
 
 
 def first_slots(
@@ -141,8 +207,14 @@ def first_slots(
   return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
 
 
+def ages(cache: Cache) -> Int[Array, "C"]:
+  """How many tokens ago each slot was written: 0 is the last one."""
+  size = capacity(cache)
+  return (cache.index - 1 - jnp.arange(size)) % size
+
+
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Which slots hold a token."""
+  """Which slots hold a token, where all rows have been written alike."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
@@ -154,7 +226,7 @@ def slot_positions(
   Decoded tokens follow each other without a gap, so the position of the first
   of the next tokens gives all the others.
   """
-  return positions[..., :1] - cache.index + jnp.arange(capacity(cache))
+  return positions[..., :1] - 1 - ages(cache)
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
