@@ -15,7 +15,7 @@ from grpojax.models.attention import (
   causal_attention,
   rms_norm,
 )
-from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.rope import rotate
@@ -131,7 +131,7 @@ def _attention(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: tuple[KeysValues, ...] | None,
+  slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """Attention of a layer; arguments and results as those of `block`."""
   c = config
@@ -183,7 +183,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: tuple[KeysValues, ...] | None,
+  slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 

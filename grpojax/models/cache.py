@@ -3,16 +3,20 @@
 Each layer keeps the keys and values of the completions' tokens so far, one row
 of slots a sample, and those of the prompts, once for a whole group:
 
-    row      [B, G, K, C, E]   slot i of C holds completion token i
+    row      [B, G, K, S, E]   of tokens that pass through the layers
+    slots    [B, G, K, E, C]   of earlier tokens: keys, as a product with one
+                               query reads them fastest; slot i of C holds
+                               completion token i
+             [B, G, K, C, E]   and values
     prompt   [B, K, P, E]
 
 The layers of a stack (see `layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
 
-`ROW_AXES` and `PROMPT_AXES` are the only places where that order is written
-down. The other modules ask here for what depends on it, and name axes by these
-letters (`attention`, in its einsums).
+`ROW_AXES`, `SLOT_AXES` and `PROMPT_AXES` are the only places where that order
+is written down. The other modules ask here for what depends on it, and name
+axes by these letters (`attention`, in its einsums).
 """
 
 import itertools
@@ -33,10 +37,20 @@ PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
 
 
 class KeysValues(NamedTuple):
-  """Keys and values of rows of tokens in one layer; C is S outside a cache."""
+  """Keys and values of rows of tokens in one layer."""
 
   keys: RowArray
   values: RowArray
+
+
+class Slots(NamedTuple):
+  """Keys and values in a cache, of one layer or of a stack of layers."""
+
+  keys: Float[Array, "*layers B G K E C"]
+  values: Float[Array, "*layers B G K C E"]
+
+
+SLOT_AXES = Slots("bgkec", "bgkce")
 
 
 class PromptKeysValues(NamedTuple):
@@ -46,7 +60,7 @@ class PromptKeysValues(NamedTuple):
   values: PromptArray
 
 
-Block = tuple[KeysValues, ...]
+Block = tuple[Slots, ...]
 
 
 class Cache(NamedTuple):
@@ -58,7 +72,7 @@ class Cache(NamedTuple):
 
   Attributes:
     index: tokens written so far; the next one goes to the slot of this number.
-    blocks: of each, the slots of each stack's layers, [layers, *ROW_AXES].
+    blocks: of each, the slots of each stack's layers.
   """
 
   index: Int[Array, ""]
@@ -87,23 +101,38 @@ def create(
     dtype: of keys and values.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
-  row = [sizes[axis] for axis in ROW_AXES]
-  block = tuple(
-    KeysValues(*(jnp.zeros((count, *row), dtype) for _ in range(2)))
-    for count in layers
+
+  def empty(axes, count):
+    return jnp.zeros((count, *(sizes[axis] for axis in axes)), dtype)
+
+  block = tuple(Slots(*(empty(axes, n) for axes in SLOT_AXES)) for n in layers)
+  return Cache(jnp.zeros((), jnp.int32), (_constrain(block),))
+
+
+def _map(
+  function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
+) -> Block:
+  """Maps `function(axes, *arrays)` over the keys and values of stacks."""
+  return tuple(
+    Slots(*map(function, SLOT_AXES, *of_stack))
+    for of_stack in zip(*stacks, strict=True)
   )
-  return Cache(jnp.zeros((), jnp.int32), (constrain_stacks(block),))
+
+
+def _constrain(block: Block) -> Block:
+  """Lays slots out over the mesh, see `core.mesh.constrain`."""
+  return _map(lambda axes, x: constrain(x, None, *map(_NAMES.get, axes)), block)
 
 
 def grow(cache: Cache, slots: int) -> Cache:
   """Adds room for more tokens: a block of their own."""
 
-  def empty(x):
+  def empty(axes, x):
     shape = list(x.shape)
-    shape[1 + ROW_AXES.index("c")] = slots
+    shape[1 + axes.index("c")] = slots
     return jnp.zeros(shape, x.dtype)
 
-  block = constrain_stacks(jax.tree.map(empty, cache.blocks[0]))
+  block = _constrain(_map(empty, cache.blocks[0]))
   return Cache(cache.index, (*cache.blocks, block))
 
 
@@ -113,7 +142,7 @@ def map_rows(
   """Maps a function of arrays [B, G, ...] over the rows of a cache."""
   mapped = jax.vmap(function)  # layer by layer
   blocks = jax.tree.map(mapped, cache.blocks, *(x.blocks for x in others))
-  return Cache(cache.index, tuple(map(constrain_stack, blocks)))
+  return Cache(cache.index, tuple(map(_constrain, blocks)))
 
 
 def constrain_row(row: KeysValues) -> KeysValues:
@@ -121,25 +150,18 @@ def constrain_row(row: KeysValues) -> KeysValues:
   return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)
 
 
-def constrain_stacks(stacks: Block) -> Block:
-  """Likewise, of the rows of stacks of layers."""
-  return jax.tree.map(
-    lambda x: constrain(x, None, *map(_NAMES.get, ROW_AXES)), stacks
-  )
-
-
-def _slots(block: Block) -> int:
-  """How many slots a block has."""
-  return block[0].keys.shape[1 + ROW_AXES.index("c")]
+def _size(slots: Slots) -> int:
+  """How many slots there are."""
+  return slots.values.shape[SLOT_AXES.values.index("c") - len(SLOT_AXES.values)]
 
 
 def capacity(cache: Cache) -> int:
   """C, the completion tokens that a row has room for."""
-  return sum(map(_slots, cache.blocks))
+  return sum(_size(block[0]) for block in cache.blocks)
 
 
 def split(
-  x: Shaped[Array, "*axes C"], blocks: tuple[KeysValues, ...]
+  x: Shaped[Array, "*axes C"], blocks: tuple[Slots, ...]
 ) -> list[Array]:
   """Takes what is known of all slots apart into that of each block.
 
@@ -147,8 +169,7 @@ def split(
     x: the slots are its last axis.
     blocks: of one layer.
   """
-  sizes = (block.keys.shape[ROW_AXES.index("c")] for block in blocks)
-  ends = list(itertools.accumulate(sizes))
+  ends = list(itertools.accumulate(map(_size, blocks)))
   return jnp.split(x, ends[:-1], axis=-1)
 
 
@@ -160,15 +181,7 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def next_slot(cache: Cache) -> Int[Array, ""]:
-  """The slot of the last block that the next token goes to."""
-  *before, block = cache.blocks
-  if not before:
-    return cache.index % _slots(block)
-  return cache.index - sum(map(_slots, before))
-
-
-def after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
+def _after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
   """The same slot, known no sooner than x is.
 
   Whoever writes there then comes after all that x was computed from, and XLA
@@ -180,24 +193,33 @@ def after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
 
 
 def write(
-  slots: tuple[KeysValues, ...], tokens: KeysValues, slot: Int[Array, ""]
-) -> tuple[KeysValues, ...]:
-  """Writes the next tokens of a stack of layers.
+  cache: Cache,
+  tokens: tuple[KeysValues, ...],
+  count: int,
+  last: Float[Array, "*shape"],
+) -> Cache:
+  """Writes the next tokens of all layers into their slots, in place.
 
   Args:
-    slots: of each block; the last is updated in place where XLA can.
-    tokens: [layers, *ROW_AXES], with C as many as there are; one where a ring
-      may close.
-    slot: see `next_slot`.
+    cache: the block that is written to is the last.
+    tokens: of each stack, [layers, *ROW_AXES] with S = count.
+    count: of tokens; 1 where a ring may close.
+    last: computed from all that reads the cache before.
   """
+  *before, block = cache.blocks
+  slot = cache.index - sum(_size(block[0]) for block in before)
+  if not before:
+    slot = slot % _size(block[0])
+  slot = _after(slot, last)
 
-  def one(slots, new):
-    new = new.astype(slots.dtype)
-    axis = 1 + ROW_AXES.index("c")
+  def one(axes, slots, new):
+    order = [1 + ROW_AXES.index(axis) for axis in axes]
+    new = new.transpose(0, *order).astype(slots.dtype)
+    axis = 1 + axes.index("c")
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
-  *before, block = slots
-  return (*before, jax.tree.map(one, block, tokens))
+  block = _constrain(_map(one, block, tokens))
+  return Cache(cache.index + count, (*before, block))
 
 
 def first_slots(

@@ -166,7 +166,7 @@ def _extend_cached(
   `lengths` says how many tokens each row has in the cache; None where all have
   as many as were written.
   """
-  size, slot = x.shape[2], cache_lib.next_slot(cache)
+  size = x.shape[2]
   slot_mask = cache_lib.filled(cache)
   if lengths is not None:
     slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
@@ -182,10 +182,7 @@ def _extend_cached(
 
   slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
   x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
-  write = functools.partial(cache_lib.write, slot=cache_lib.after(slot, x))
-  slots = tuple(map(write, slots, tokens))
-  blocks = tuple(map(cache_lib.constrain_stacks, zip(*slots, strict=True)))
-  return x, Cache(cache.index + size, blocks)
+  return x, cache_lib.write(cache, tokens, size, last=x)
 
 
 def _extend(

@@ -134,12 +134,13 @@ def test_one_file_knows_the_order_of_the_caches_axes(tiny, monkeypatch):
 
   # Not the same function twice: jit would not trace it again.
   expected, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.stacks[0].keys.shape == (2, 2, 3, 2, 7, 4)
+  assert cache.blocks[0][0].keys.shape == (2, 2, 3, 2, 4, 7)
   monkeypatch.setattr(cache_lib, "ROW_AXES", "kcbeg")
+  monkeypatch.setattr(cache_lib, "SLOT_AXES", cache_lib.Slots("ckbeg", "gbcek"))
   monkeypatch.setattr(cache_lib, "PROMPT_AXES", "pekb")
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   got, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.stacks[0].keys.shape == (2, 2, 7, 2, 4, 3)
+  assert cache.blocks[0][0].keys.shape == (2, 7, 2, 2, 4, 3)
   assert prefix.state[0][0].keys.shape == (2, 4, 4, 2, 2)  # L before the others
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
