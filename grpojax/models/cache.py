@@ -125,15 +125,28 @@ def _constrain(block: Block) -> Block:
 
 
 def grow(cache: Cache, slots: int) -> Cache:
-  """Adds room for more tokens: a block of their own."""
+  """Adds room for more tokens.
+
+  Where all layers are one stack, in a block of its own: the cache is never held
+  twice. A few layers by themselves are copied to wider arrays, for each block
+  that attention reads has products of its own, and small ones cost as much as
+  larger ones.
+  """
+  block = cache.blocks[-1]
+
+  def pad(axes, x):
+    widths = [(0, 0)] * x.ndim
+    widths[1 + axes.index("c")] = (0, slots)
+    return jnp.pad(x, widths)
 
   def empty(axes, x):
     shape = list(x.shape)
     shape[1 + axes.index("c")] = slots
     return jnp.zeros(shape, x.dtype)
 
-  block = _constrain(_map(empty, cache.blocks[0]))
-  return Cache(cache.index, (*cache.blocks, block))
+  if len(block) > 1:
+    return Cache(cache.index, (_constrain(_map(pad, block)),))
+  return Cache(cache.index, (*cache.blocks, _constrain(_map(empty, block))))
 
 
 def map_rows(

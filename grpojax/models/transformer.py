@@ -242,6 +242,9 @@ def _cast(params: Params, dtype: Any) -> Params:
   )
 
 
+_FEW_LAYERS = 8
+
+
 def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
   """Layers of each stack while decoding.
 
@@ -249,7 +252,7 @@ def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
   XLA might copy each of them for every token (it does on CPUs). With many
   layers, the program would grow too large.
   """
-  few = config.layers <= 8
+  few = config.layers <= _FEW_LAYERS
   return (1,) * config.layers if few else (config.layers,)
 
 

@@ -16,6 +16,7 @@ from grpojax.core import losses
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
+from grpojax.core.decoding import Decoding
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.rollout import rollout
@@ -84,6 +85,12 @@ def sampling(config: ConfigDict) -> Sampling:
   """The sampling distribution of training."""
   s = config.sampling
   return Sampling(s.temperature, s.top_k, s.top_p, s.min_p)
+
+
+def decoding(config: ConfigDict) -> Decoding:
+  """How the token loop is run."""
+  s = config.sampling
+  return Decoding(s.stages, s.compact, s.slots)
 
 
 def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
@@ -178,6 +185,7 @@ def sampler_program(
       eos_ids=policy.eos_ids,
       pad_id=policy.pad_id,
       sampling=sampling,
+      decoding=decoding(config),
     ),
   )
 
