@@ -148,8 +148,8 @@ def _decode(
 def _stage_ends(count: int, stages: int) -> list[int]:
   """Where stages of about the same length end; in whole 16s but the last."""
   stages = min(stages, max(count // 16, 1))
-  ends = {-(-count * i // stages // 16) * 16 for i in range(1, stages)}
-  return [*sorted(end for end in ends if end < count), count]
+  ends = {round(count * i / stages / 16) * 16 for i in range(1, stages)}
+  return [*sorted(ends), count]
 
 
 def _sizes(shape: tuple[int, int], stage: int) -> list[int]:
