@@ -123,6 +123,8 @@ def tabular_lm(kinds, vocab, on_extend=None):
     extend=extend,
     unembed=lambda params, hidden: hidden @ params.reshape(rows, vocab),
     init_cache=lambda b, g, t: (),
+    grow_cache=lambda cache, slots: cache,
+    map_cache_rows=lambda function, cache, *_: cache,
   )
 
 

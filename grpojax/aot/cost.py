@@ -128,13 +128,15 @@ def _loop(
   walk: _Walk, computation: Computation, loop: Instruction
 ) -> Iterator[InstructionCost]:
   """The costs of a `while`: its body and its condition, all iterations."""
-  count = trips.trip_count(walk.module, computation, loop, walk.constants)
+  found = trips.trip_count(walk.module, computation, loop, walk.constants)
   inner = walk._replace(
     constants=trips.constants(walk.module, computation, loop, walk.constants)
   )
-  if count is None:
+  count = found.most
+  if not found.exact:
     walk.token_loops.append(loop.op_name)
-    count = 1 if walk.in_token_loop else walk.token_loop_trips
+    if count is None:
+      count = 1 if walk.in_token_loop else walk.token_loop_trips
     inner = inner._replace(in_token_loop=True)
   inner = inner._replace(trips=walk.trips * count)
   called = dict(loop.called)
@@ -191,10 +193,10 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 def cost(module: Module, token_loop_trips: int) -> Cost:
   """Counts what one run of a program costs each device.
 
-  Of a conditional the heaviest branch counts. A loop whose number of iterations
-  the program does not say (`trips.trip_count`) is taken for the token loop,
-  which decodes until all samples have ended; within the token loop such a loop
-  counts once.
+  Of a conditional the heaviest branch counts. A loop that something else than a
+  counter can end is taken for a token loop, which decodes until all samples
+  have ended. It runs as often as its counter allows (`trips.trip_count`); where
+  that is not known `token_loop_trips` times, and once within another one.
 
   Args:
     module: the program, see `hlo.parse`.

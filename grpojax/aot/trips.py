@@ -73,7 +73,7 @@ def _value(scope: _Scope, name: str) -> Any:
   if i.opcode == "fusion":
     inner = _inside(scope, i)
     return _value(inner, inner.computation.root.name)
-  if i.opcode in ("add", "subtract"):
+  if i.opcode in ("add", "subtract", "and"):
     return (i.opcode, *(_value(scope, n) for n in i.operands))
   if i.opcode == "compare":
     direction = re.search(r"direction=(\w+)", i.attributes)[1]
@@ -121,35 +121,10 @@ def _count(direction: str, start: int, limit: int, step: int) -> int | None:
   return max(0, -(-distance // abs(step)))
 
 
-def trip_count(
-  module: Module, computation: Computation, loop: Instruction, outer: Constants
+def _counted(
+  asked: Any, loop: Instruction, outer: _Scope, body: _Scope
 ) -> int | None:
-  """How often a `while` of `computation` runs.
-
-  XLA:CPU and XLA:GPU write known_trip_count into the backend_config, XLA:TPU
-  does not. There the count is known where the condition is nothing but a
-  comparison of a counter with a constant, the counter starts at a constant and
-  each iteration adds a constant to it.
-
-  Args:
-    module: the program.
-    computation: where the loop stands.
-    loop: the `while`.
-    outer: `constants` of the loop around it.
-
-  Returns:
-    The number of iterations; None if the condition asks for anything else.
-  """
-  known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-  if known:
-    return int(known[1])
-  fixed = constants(module, computation, loop, outer)
-  called = dict(loop.called)
-  condition = module.computations[called["condition"]]
-  body = module.computations[called["body"]]
-  asked = _value(
-    _Scope(module, condition, constants=fixed), condition.root.name
-  )
+  """How often a loop runs whose condition is one comparison."""
   match asked:
     case (direction, _State() as counter, int(limit)):
       pass
@@ -159,10 +134,55 @@ def trip_count(
       return None
   if direction not in _FLIPPED:
     return None
-  scope = _Scope(module, computation, constants=outer)
-  start = _element(scope, loop.operands[0], counter.index)
-  after = body.root.operands[counter.index]
-  step = _step(_value(_Scope(module, body, constants=fixed), after), counter)
+  start = _element(outer, loop.operands[0], counter.index)
+  after = body.computation.root.operands[counter.index]
+  step = _step(_value(body, after), counter)
   if not isinstance(start, int) or not step:
     return None
   return _count(direction, start, limit, step)
+
+
+class Trips(NamedTuple):
+  """How often a loop runs.
+
+  Attributes:
+    most: iterations; None if the condition does not say.
+    exact: whether nothing else can end the loop.
+  """
+
+  most: int | None
+  exact: bool
+
+
+def trip_count(
+  module: Module, computation: Computation, loop: Instruction, outer: Constants
+) -> Trips:
+  """How often a `while` of `computation` runs.
+
+  XLA:CPU and XLA:GPU write known_trip_count into the backend_config, XLA:TPU
+  does not. There the count is known where the condition is a comparison of a
+  counter with a constant, the counter starts at a constant and each iteration
+  adds a constant to it. Where it is that and something else, that is the most.
+
+  Args:
+    module: the program.
+    computation: where the loop stands.
+    loop: the `while`.
+    outer: `constants` of the loop around it.
+  """
+  known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+  if known:
+    return Trips(int(known[1]), True)
+  fixed = constants(module, computation, loop, outer)
+  called = dict(loop.called)
+  condition = module.computations[called["condition"]]
+  body = _Scope(module, module.computations[called["body"]], constants=fixed)
+  around = _Scope(module, computation, constants=outer)
+  asked = _value(
+    _Scope(module, condition, constants=fixed), condition.root.name
+  )
+  if asked is None or asked[0] != "and":
+    most = _counted(asked, loop, around, body)
+    return Trips(most, most is not None)
+  found = (_counted(part, loop, around, body) for part in asked[1:])
+  return Trips(min((n for n in found if n is not None), default=None), False)

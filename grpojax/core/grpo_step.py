@@ -19,6 +19,7 @@ from grpojax.core import packing as packing_lib
 from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import Ids, check_prompts, random_key, read_rewards
 from grpojax.core.binding import bind
+from grpojax.core.decoding import Decoding
 from grpojax.core.group_axis import present
 from grpojax.core.mesh import constrain
 from grpojax.core.packing import Packing
@@ -200,6 +201,7 @@ def make_grpo_step(
   kl_in_reward: float = 0.0,
   rescore: bool = False,
   sampling: Sampling = Sampling(),
+  decoding: Decoding = Decoding(),
   epochs: int = 1,
   minibatches: int = 1,
   micro_batches: int = 1,
@@ -229,6 +231,7 @@ def make_grpo_step(
       anew before the first of them (`make_batch`'s policy_params); False takes
       the sampler's. A single update is exactly on-policy and needs neither.
     sampling: the distribution to sample and to score with.
+    decoding: see `rollout`.
     epochs: see `make_update`.
     minibatches: see `make_update`.
     micro_batches: see `make_update`; the reference takes as many rows at once.
@@ -262,6 +265,7 @@ def make_grpo_step(
       eos_ids=eos_ids,
       pad_id=pad_id,
       sampling=sampling,
+      decoding=decoding,
     )
     rewards = reward_fn(samples, prompts.targets)
     rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")

@@ -13,9 +13,16 @@ from grpojax.core.arguments import (
   random_key,
   read_rewards,
 )
+from grpojax.core.decoding import (
+  Decoding,
+  Samples,
+  Setup,
+  in_stages,
+  through_slots,
+)
 from grpojax.core.group_axis import present
 from grpojax.core.mesh import constrain
-from grpojax.core.sampling import Sampling, sample
+from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
 
@@ -36,11 +43,16 @@ def _sample_keys(key: Key[Array, ""], b: int, g: int) -> Key[Array, "B G"]:
   return fold(key, jnp.arange(b * g)).reshape(b, g)
 
 
-def _check(prompts: Prompts, group_size, max_new_tokens, budgets):
+def _check(prompts: Prompts, group_size, max_new_tokens, budgets, decoding):
   if group_size < 1 or max_new_tokens < 1:
     raise ValueError(
       f"group_size={group_size} and max_new_tokens={max_new_tokens} must be "
       "at least 1"
+    )
+  if decoding.stages < 1 or decoding.slots < 0:
+    raise ValueError(
+      f"stages={decoding.stages} must be at least 1, and "
+      f"slots={decoding.slots} 0 (off) or more"
     )
   shape = (prompts.prompt_ids.shape[0], group_size)
   if budgets is not None and budgets.shape != shape:
@@ -59,6 +71,7 @@ def rollout(
   pad_id: int = 0,
   sampling: Sampling = Sampling(),
   budgets: Int[Array, "B G"] | None = None,
+  decoding: Decoding = Decoding(),
 ) -> Rollout:
   """Samples a group of completions for each prompt.
 
@@ -77,6 +90,7 @@ def rollout(
     pad_id: written after the end; may equal an EOS.
     sampling: the distribution to draw from.
     budgets: tokens each sample may spend, at most T; None means T for all.
+    decoding: how the samples are computed, which changes none of them.
 
   Returns:
     A `Rollout`.
@@ -87,72 +101,34 @@ def rollout(
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
-  _check(prompts, group_size, max_new_tokens, budgets)
+  _check(prompts, group_size, max_new_tokens, budgets, decoding)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
-  keys = _sample_keys(key, b, g)
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
   lm, params = lm.prepared(params, decoding=True)
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
-
-  def draw(state, hidden):
-    """Writes the next token of every sample that is not done.
-
-    Args:
-      state: of the loop; token t is written.
-      hidden: of the last token before it, [B, G, D].
-    """
-    t, alive = state["t"], ~state["done"]  # alive [B, G]: still writing
-    # Token t of a sample draws from the sample's own key and t alone, so that
-    # neither the batch nor the order of the loop can change it.
-    fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
-    logits = lm.unembed(params, hidden)
-    logits = constrain(logits, "batch", "group", "vocabulary")
-    ids, logprobs = sample(fold(keys, t), logits, sampling)  # each [B, G]
-    # Samples that are done are computed too, for shapes stay; what is drawn for
-    # them is not written.
-    length = state["length"] + alive
-    ended = alive & jnp.isin(ids, eos)
-    return state | {
-      "t": t + 1,
-      "ids": state["ids"].at[:, :, t].set(jnp.where(alive, ids, pad_id)),
-      "logprobs": state["logprobs"]
-      .at[:, :, t]
-      .set(jnp.where(alive, logprobs, 0)),
-      "length": length,
-      "finished": state["finished"] | ended,
-      "done": state["done"] | ended | (length >= limit),
-    }
-
-  def decode(state):
-    last = jax.lax.dynamic_slice_in_dim(state["ids"], state["t"] - 1, 1, axis=2)
-    hidden, cache = lm.extend(params, prefix, last, state["cache"])
-    return draw(state | {"cache": cache}, hidden[:, :, 0])
-
-  state = {
-    "t": jnp.zeros((), jnp.int32),
-    "ids": jnp.full((b, g, t_max), pad_id, jnp.int32),
-    "logprobs": jnp.zeros((b, g, t_max), jnp.float32),
-    "length": jnp.zeros((b, g), jnp.int32),
-    "finished": jnp.zeros((b, g), bool),
-    "done": limit <= 0,
-    "cache": lm.init_cache(b, g, t_max),
-  }
-  samples = ("ids", "logprobs", "length", "finished", "done")
-  state |= {name: constrain(state[name], "batch", "group") for name in samples}
-  first = prefix.last_hidden[:, None]
-  state = draw(state, jnp.broadcast_to(first, (b, g, first.shape[-1])))
-  state = jax.lax.while_loop(
-    lambda s: (s["t"] < t_max) & ~jnp.all(s["done"]), decode, state
+  keys = _sample_keys(key, b, g)
+  setup = Setup(lm, params, prefix, keys, limit, eos, sampling)
+  samples = Samples(
+    ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
+    logprobs=jnp.zeros((b, g, t_max), jnp.float32),
+    length=jnp.zeros((b, g), jnp.int32),
+    finished=jnp.zeros((b, g), bool),
+    done=limit <= 0,
   )
+  samples = Samples(*(constrain(x, "batch", "group") for x in samples))
+  if 0 < decoding.slots < g:
+    samples = through_slots(setup, samples, decoding.slots)
+  else:
+    samples = in_stages(setup, samples, decoding)
   return Rollout(
     prompt_ids=prompts.prompt_ids,
     prompt_mask=prompts.prompt_mask,
-    completion_ids=state["ids"],
-    completion_mask=jnp.arange(t_max) < state["length"][..., None],
-    logprobs=state["logprobs"],
-    finished=state["finished"],
+    completion_ids=samples.ids,
+    completion_mask=jnp.arange(t_max) < samples.length[..., None],
+    logprobs=samples.logprobs,
+    finished=samples.finished,
   )
 
 

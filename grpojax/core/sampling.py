@@ -4,6 +4,7 @@ One transform, `transform_logits`, defines the distribution; the sampler draws
 from it and the loss scores with it, so both speak of the same policy.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -140,12 +141,39 @@ def token_logprob(
   return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
+def _blocks(vocab_size: int) -> int:
+  """Into how many blocks a vocabulary is cut to be searched: about its root.
+
+  A divisor, and with as many factors of 2 as there are, up to 16: where devices
+  hold parts of the vocabulary, each then has whole blocks.
+  """
+  even = math.gcd(vocab_size, 16)
+  divisors = [n for n in range(1, vocab_size + 1) if vocab_size % n == 0]
+  roots = [n for n in divisors if n % even == 0]
+  return min(roots, key=lambda n: abs(math.log(n * n / vocab_size)))
+
+
+def _first_above(
+  weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
+) -> Int[Array, "*n"]:
+  """The index that a uniform number selects, by the inverse of their CDF."""
+  sums = jnp.cumsum(weights, axis=-1)
+  above = sums > uniform[..., None] * sums[..., -1:]
+  # Rounding may not select what has no weight.
+  return jnp.argmax(above & (weights > 0), axis=-1).astype(jnp.int32)
+
+
 def sample(
   keys: Key[Array, "*n"],
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
   """Draws one token for each key.
+
+  By inverting the distribution's CDF in two levels, a block of the vocabulary
+  and a token in it: two random numbers a row, in the place of one for each
+  token (Gumbel noise), and one pass over the vocabulary for the token and its
+  log-probability.
 
   Args:
     keys: one random key a row, so that rows draw independently.
@@ -161,8 +189,18 @@ def sample(
     ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
   logits = transform_logits(logits, sampling)
-  draw = jnp.vectorize(
-    lambda key, row: jax.random.categorical(key, row), signature="(),(v)->()"
+  two = jnp.vectorize(
+    lambda key: jax.random.uniform(key, (2,)), signature="()->(u)"
   )
-  ids = draw(keys, logits).astype(jnp.int32)
-  return ids, token_logprob(logits, ids)
+  of_block, in_block = jnp.moveaxis(two(keys), -1, 0)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - top)
+  blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)
+  sums = jnp.sum(blocks, axis=-1)
+  block = _first_above(sums, of_block)
+  inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
+  ids = _first_above(inside[..., 0, :], in_block)
+  ids += block * blocks.shape[-1]
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)
+  normalizer = jnp.log(jnp.sum(sums, axis=-1))
+  return ids, chosen[..., 0] - top[..., 0] - normalizer

@@ -53,7 +53,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as five pure functions, and two optional ones.
+  """A causal language model as pure functions: five, and four optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -68,6 +68,11 @@ class LM(NamedTuple):
       several completions apart that share a row, and default to one a row.
     unembed: `(params, hidden [..., D]) -> logits [..., V]`.
     init_cache: `(B, G, T) -> cache` for T completion tokens a sample.
+    grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
+    map_cache_rows: `(function, cache, *caches) -> cache`, a function of arrays
+      [B, G, ...] mapped over all that a cache has of its rows, or None. With
+      these two, what a rollout pays for follows the tokens that are there and
+      the samples that are not done.
     prepare: `(params, decoding) -> (lm, params)`, or None: the model as a
       rollout (decoding) or a forward pass over whole completions reads it, with
       what would otherwise be repeated for each token done once: casts, and
@@ -84,6 +89,8 @@ class LM(NamedTuple):
   extend: Callable[..., tuple[Array, Cache]]
   unembed: Callable[..., Array]
   init_cache: Callable[..., Cache]
+  grow_cache: Callable[..., Cache] | None = None
+  map_cache_rows: Callable[..., Cache] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
 

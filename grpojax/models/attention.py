@@ -1,7 +1,7 @@
 """Attention in two parts, own row and prompt, and RMSNorm."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +73,29 @@ def soft_cap(
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
+class _Part(NamedTuple):
+  """Some of the keys that a query attends to.
+
+  Attributes:
+    keys: with the axes `axes[0]`.
+    values: with the axes `axes[1]`.
+    mask: broadcastable to the logits.
+    axes: names as in `cache`.
+  """
+
+  keys: Array
+  values: Array
+  mask: Array
+  axes: tuple[str, str]
+
+
+def _of_rows(row: tuple[RowArray, RowArray], mask: Array) -> _Part:
+  return _Part(*row, mask, (cache.ROW_AXES,) * 2)
+
+
 def _attend(
   q: Float[Array, "B G K R S E"],
-  parts: list[tuple[Array, Array, Array]],
-  axes: str,
+  parts: list[_Part],
   scale: float,
   cap: float | None,
 ) -> tuple[Float[Array, "B G K R S E"], Float[Array, "B G K R S 1"]]:
@@ -84,28 +103,25 @@ def _attend(
 
   Weights are rounded to q's dtype, so they depend on what they are a softmax
   over: not on how its keys are held in parts.
-
-  Args:
-    q: queries.
-    parts: keys and values with the axes `axes`, and a mask broadcastable to the
-      logits.
-    axes: `cache.ROW_AXES` or `cache.PROMPT_AXES`.
-    scale: of the logits.
-    cap: of the logits.
   """
-  (slot,) = set(axes) - set(_QUERY_AXES)
+  (slot,) = set(parts[0].axes[0]) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
 
-  def logits_of(keys, mask):
-    logits = _float32_einsum(f"{_QUERY_AXES},{axes}->{logits_axes}", q, keys)
-    return jnp.where(mask, soft_cap(logits * scale, cap), _NEGATIVE)
+  def logits_of(part):
+    product = f"{_QUERY_AXES},{part.axes[0]}->{logits_axes}"
+    logits = _float32_einsum(product, q, part.keys)
+    return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
-  weights, lse = _softmax([logits_of(keys, mask) for keys, _, mask in parts])
+  weights, lse = _softmax([logits_of(part) for part in parts])
   # The sum of several is rounded once, as that of one is.
   einsum = jnp.einsum if len(parts) == 1 else _float32_einsum
   outs = (
-    einsum(f"{logits_axes},{axes}->{_QUERY_AXES}", w.astype(q.dtype), values)
-    for w, (_, values, _) in zip(weights, parts, strict=True)
+    einsum(
+      f"{logits_axes},{part.axes[1]}->{_QUERY_AXES}",
+      w.astype(q.dtype),
+      part.values,
+    )
+    for w, part in zip(weights, parts, strict=True)
   )
   return functools.reduce(jnp.add, outs).astype(q.dtype), lse
 
@@ -127,7 +143,8 @@ def _attend_prompt(q, prompt, mask, scale, cap):
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     mask = mask[:, None, None]
   mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
-  return _attend(q, [(*prompt, mask)], cache.PROMPT_AXES, scale, cap)
+  part = _Part(*prompt, mask, (cache.PROMPT_AXES,) * 2)
+  return _attend(q, [part], scale, cap)
 
 
 def two_part_attention(
@@ -160,7 +177,7 @@ def two_part_attention(
     Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  part = _attend(q, [(*row, row_mask)], cache.ROW_AXES, scale, cap)
+  part = _attend(q, [_of_rows(row, row_mask)], scale, cap)
   if prompt is None:
     return part[0]
   of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
@@ -170,7 +187,7 @@ def two_part_attention(
 def cached_attention(
   q: Float[Array, "B G K R S E"],
   row: cache.KeysValues,
-  slots: cache.KeysValues,
+  slots: tuple[cache.Slots, ...],
   prompt: tuple[PromptArray, PromptArray] | None,
   masks: Any,
   *,
@@ -185,7 +202,7 @@ def cached_attention(
   Args:
     q: queries of the new tokens.
     row: keys and values of the new tokens, C = S.
-    slots: those of the cache.
+    slots: those of the cache, in its blocks.
     prompt: see `two_part_attention`.
     masks: `row`, `slots` and `prompt`, each of the keys of that name; a query
       may see no slot.
@@ -193,8 +210,10 @@ def cached_attention(
     cap: see `two_part_attention`.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  parts = [(*slots, masks.slots), (*row, masks.row)]
-  part = _attend(q, parts, cache.ROW_AXES, scale, cap)
+  of_slots = zip(slots, cache.split(masks.slots, slots), strict=True)
+  parts = [_Part(*x, mask, cache.SLOT_AXES) for x, mask in of_slots]
+  parts.append(_of_rows(row, masks.row))
+  part = _attend(q, parts, scale, cap)
   if prompt is None:
     return part[0]
   of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)

@@ -16,7 +16,7 @@ from grpojax.models.attention import (
   causal_attention,
   rms_norm,
 )
-from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
 from grpojax.models.rope import rotate
@@ -134,7 +134,7 @@ def _attention(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
+  slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """Attention of a layer; arguments and results as those of `block`."""
   c = config
@@ -187,7 +187,7 @@ def block(
   local: Local,
   context: TokenContext,
   prompt: PromptKeysValues | None,
-  slots: KeysValues | None,
+  slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues]:
   """One decoder layer.
 
@@ -202,7 +202,7 @@ def block(
     local: whether the layer is local.
     context: what the layer needs to know of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
-    slots: the cache of this layer, or None.
+    slots: the blocks of this layer's cache, or None.
 
   Returns:
     The new hidden states, and the keys and values of the tokens.

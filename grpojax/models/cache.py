@@ -3,23 +3,29 @@
 Each layer keeps the keys and values of the completions' tokens so far, one row
 of slots a sample, and those of the prompts, once for a whole group:
 
-    row      [B, G, K, C, E]   slot i of C holds completion token i
+    row      [B, G, K, S, E]   of tokens that pass through the layers
+    slots    [B, G, K, E, C]   of earlier tokens: keys, as a product with one
+                               query reads them fastest; slot i of C holds
+                               completion token i
+             [B, G, K, C, E]   and values
     prompt   [B, K, P, E]
 
 The layers of a stack (see `layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
 
-`ROW_AXES` and `PROMPT_AXES` are the only places where that order is written
-down. The other modules ask here for what depends on it, and name axes by these
-letters (`attention`, in its einsums).
+`ROW_AXES`, `SLOT_AXES` and `PROMPT_AXES` are the only places where that order
+is written down. The other modules ask here for what depends on it, and name
+axes by these letters (`attention`, in its einsums).
 """
 
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from grpojax.core.mesh import constrain
 
@@ -31,10 +37,20 @@ PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
 
 
 class KeysValues(NamedTuple):
-  """Keys and values of rows of tokens in one layer; C is S outside a cache."""
+  """Keys and values of rows of tokens in one layer."""
 
   keys: RowArray
   values: RowArray
+
+
+class Slots(NamedTuple):
+  """Keys and values in a cache, of one layer or of a stack of layers."""
+
+  keys: Float[Array, "*layers B G K E C"]
+  values: Float[Array, "*layers B G K C E"]
+
+
+SLOT_AXES = Slots("bgkec", "bgkce")
 
 
 class PromptKeysValues(NamedTuple):
@@ -44,16 +60,23 @@ class PromptKeysValues(NamedTuple):
   values: PromptArray
 
 
+Block = tuple[Slots, ...]
+
+
 class Cache(NamedTuple):
   """Keys and values of the completions so far.
 
+  The slots lie in blocks, so that a step reads only those that have been begun
+  (see `grow`). A cache of one block is a ring: where a row has more tokens than
+  slots, the new ones take the places of the oldest.
+
   Attributes:
-    index: how many slots are filled; the next token goes to this one.
-    stacks: slots of each stack's layers, [layers, *ROW_AXES].
+    index: tokens written so far; the next one goes to the slot of this number.
+    blocks: of each, the slots of each stack's layers.
   """
 
   index: Int[Array, ""]
-  stacks: tuple[KeysValues, ...]
+  blocks: tuple[Block, ...]
 
 
 def create(
@@ -61,7 +84,7 @@ def create(
   group_size: int,
   capacity: int,
   *,
-  layers: int,
+  layers: Sequence[int],
   kv_heads: int,
   head_dim: int,
   dtype: Any,
@@ -72,21 +95,67 @@ def create(
     batch: B.
     group_size: G.
     capacity: C, completion tokens that a row has room for.
-    layers: L.
+    layers: of each stack; L in all.
     kv_heads: K.
     head_dim: E.
     dtype: of keys and values.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
-  shape = (layers, *(sizes[axis] for axis in ROW_AXES))
-  return Cache(
-    index=jnp.zeros((), jnp.int32),
-    stacks=(
-      constrain_stack(
-        KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-      ),
-    ),
+
+  def empty(axes, count):
+    return jnp.zeros((count, *(sizes[axis] for axis in axes)), dtype)
+
+  block = tuple(Slots(*(empty(axes, n) for axes in SLOT_AXES)) for n in layers)
+  return Cache(jnp.zeros((), jnp.int32), (_constrain(block),))
+
+
+def _map(
+  function: Callable[..., Array], *stacks: tuple[KeysValues | Slots, ...]
+) -> Block:
+  """Maps `function(axes, *arrays)` over the keys and values of stacks."""
+  return tuple(
+    Slots(*map(function, SLOT_AXES, *of_stack))
+    for of_stack in zip(*stacks, strict=True)
   )
+
+
+def _constrain(block: Block) -> Block:
+  """Lays slots out over the mesh, see `core.mesh.constrain`."""
+  return _map(lambda axes, x: constrain(x, None, *map(_NAMES.get, axes)), block)
+
+
+def grow(cache: Cache, slots: int) -> Cache:
+  """Adds room for more tokens.
+
+  Where all layers are one stack, in a block of its own: the cache is never held
+  twice. A few layers by themselves are copied to wider arrays, for each block
+  that attention reads has products of its own, and small ones cost as much as
+  larger ones.
+  """
+  block = cache.blocks[-1]
+
+  def pad(axes, x):
+    widths = [(0, 0)] * x.ndim
+    widths[1 + axes.index("c")] = (0, slots)
+    return jnp.pad(x, widths)
+
+  def empty(axes, x):
+    shape = list(x.shape)
+    shape[1 + axes.index("c")] = slots
+    return jnp.zeros(shape, x.dtype)
+
+  if len(block) > 1:
+    return Cache(cache.index, (_constrain(_map(pad, block)),))
+  return Cache(cache.index, (*cache.blocks, _constrain(_map(empty, block))))
+
+
+def map_rows(
+  function: Callable[..., Array], cache: Cache, *others: Cache
+) -> Cache:
+  """Maps a function of arrays [B, G, ...] over the rows of a cache."""
+  mapped = jax.vmap(function)  # layer by layer
+  blocks = jax.tree.map(mapped, cache.blocks, *(x.blocks for x in others))
+  return Cache(cache.index, tuple(map(_constrain, blocks)))
 
 
 def constrain_row(row: KeysValues) -> KeysValues:
@@ -94,16 +163,27 @@ def constrain_row(row: KeysValues) -> KeysValues:
   return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)
 
 
-def constrain_stack(stack: KeysValues) -> KeysValues:
-  """Likewise, of the rows of several layers."""
-  return jax.tree.map(
-    lambda x: constrain(x, None, *map(_NAMES.get, ROW_AXES)), stack
-  )
+def _size(slots: Slots) -> int:
+  """How many slots there are."""
+  return slots.values.shape[SLOT_AXES.values.index("c") - len(SLOT_AXES.values)]
 
 
 def capacity(cache: Cache) -> int:
   """C, the completion tokens that a row has room for."""
-  return cache.stacks[0].keys.shape[1 + ROW_AXES.index("c")]
+  return sum(_size(block[0]) for block in cache.blocks)
+
+
+def split(
+  x: Shaped[Array, "*axes C"], blocks: tuple[Slots, ...]
+) -> list[Array]:
+  """Takes what is known of all slots apart into that of each block.
+
+  Args:
+    x: the slots are its last axis.
+    blocks: of one layer.
+  """
+  ends = list(itertools.accumulate(map(_size, blocks)))
+  return jnp.split(x, ends[:-1], axis=-1)
 
 
 def from_heads(
@@ -114,24 +194,45 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def write(cache: Cache, tokens: tuple[KeysValues, ...], count: int) -> Cache:
-  """Writes the next tokens of all layers into their slots.
+def _after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
+  """The same slot, known no sooner than x is.
+
+  Whoever writes there then comes after all that x was computed from, and XLA
+  need not copy the cache for those who read it. (An `optimization_barrier`
+  orders nothing where copies are decided on.)
+  """
+  first = x.ravel()[0]
+  return jnp.minimum(slot, slot + (first == first))  # no compiler sees through
+
+
+def write(
+  cache: Cache,
+  tokens: tuple[KeysValues, ...],
+  count: int,
+  last: Float[Array, "*shape"],
+) -> Cache:
+  """Writes the next tokens of all layers into their slots, in place.
 
   Args:
-    cache: it is updated in place where XLA can.
-    tokens: of each stack, [layers, *ROW_AXES] with C = count.
-    count: of tokens.
+    cache: the block that is written to is the last.
+    tokens: of each stack, [layers, *ROW_AXES] with S = count.
+    count: of tokens; 1 where a ring may close.
+    last: computed from all that reads the cache before.
   """
+  *before, block = cache.blocks
+  slot = cache.index - sum(_size(block[0]) for block in before)
+  if not before:
+    slot = slot % _size(block[0])
+  slot = _after(slot, last)
 
-  def one(stack, new):
-    axis = 1 + ROW_AXES.index("c")
-    return jax.lax.dynamic_update_slice_in_dim(
-      stack, new.astype(stack.dtype), cache.index, axis
-    )
+  def one(axes, slots, new):
+    order = [1 + ROW_AXES.index(axis) for axis in axes]
+    new = new.transpose(0, *order).astype(slots.dtype)
+    axis = 1 + axes.index("c")
+    return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
-  stacks = jax.tree.map(one, cache.stacks, tokens)
-  stacks = tuple(map(constrain_stack, stacks))
-  return Cache(cache.index + count, stacks)
+  block = _constrain(_map(one, block, tokens))
+  return Cache(cache.index + count, (*before, block))
 
 
 def first_slots(
@@ -141,8 +242,14 @@ def first_slots(
   return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
 
 
+def ages(cache: Cache) -> Int[Array, "C"]:
+  """How many tokens ago each slot was written: 0 is the last one."""
+  size = capacity(cache)
+  return (cache.index - 1 - jnp.arange(size)) % size
+
+
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Which slots hold a token."""
+  """Which slots hold a token, where all rows have been written alike."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
@@ -154,7 +261,7 @@ def slot_positions(
   Decoded tokens follow each other without a gap, so the position of the first
   of the next tokens gives all the others.
   """
-  return positions[..., :1] - cache.index + jnp.arange(capacity(cache))
+  return positions[..., :1] - 1 - ages(cache)
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:

@@ -4,7 +4,8 @@ A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
 one or, where some layers are held apart (`last_layers`), several.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +24,15 @@ def stacks(params: Params) -> tuple[Params, ...]:
 def layer_count(stack: Params) -> int:
   """How many layers a stack has."""
   return len(jax.tree.leaves(stack)[0])
+
+
+def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
+  """One stack as several that follow each other, of so many layers each."""
+  ends = list(itertools.accumulate(sizes))
+  return tuple(
+    jax.tree.map(lambda x, a=end - size, b=end: x[a:b], layers)
+    for size, end in zip(sizes, ends, strict=True)
+  )
 
 
 def last_layers(
@@ -69,6 +79,10 @@ def _scan_stack(
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
   """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
+  if len(locality) == 1:
+    only = jax.tree.map(lambda x: x[0], scanned)
+    carry, kept = body(carry, locality[0], *only)
+    return carry, jax.tree.map(lambda x: x[None], kept)
   if len(set(locality)) < 2:  # then it needs no choice at run time
     local = any(locality)  # of a stack without layers too
     return jax.lax.scan(lambda carry, s: body(carry, local, *s), carry, scanned)

@@ -11,7 +11,7 @@ tuple of stacks that follow each other.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -176,27 +176,36 @@ def _extend_cached(
   config: TransformerConfig,
   params: Params,
   x: Float[Array, "B G S D"],
+  lengths: Int[Array, "B G"] | None,
   positions: Int[Array, "B G S"],
   cache: Cache,
   keys_values: tuple[PromptKeysValues, ...],
   prompt_mask: Bool[Array, "B P"],
 ) -> tuple[Float[Array, "B G S D"], Cache]:
-  """The next tokens through all layers, and the cache with them in it."""
+  """The next tokens through all layers, and the cache with them in it.
+
+  The layers only read the cache; all tokens are written at the end, in place.
+
+  `lengths` says how many tokens each row has in the cache; None where all have
+  as many as were written.
+  """
   size = x.shape[2]
+  slot_mask = cache_lib.filled(cache)
+  if lengths is not None:
+    slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
   context = _token_context(
     config, _row_mask(size, None), positions, prompt_mask
   )._replace(
-    slot_mask=cache_lib.filled(cache),
+    slot_mask=slot_mask,
     slot_positions=cache_lib.slot_positions(cache, positions),
   )
 
   def body(x, local, layer, prompt, slots):
     return block(config, x, layer, local, context, prompt, slots)
 
-  x, rows = layer_stacks.scan(
-    config, body, x, params, keys_values, cache.stacks
-  )
-  return x, cache_lib.write(cache, rows, size)
+  slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
+  x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
+  return x, cache_lib.write(cache, tokens, size, last=x)
 
 
 def _extend(
@@ -213,6 +222,7 @@ def _extend(
   """Runs completion tokens on from a prefix, see `LM.extend`."""
   if cache is not None and segments is not None:
     raise ValueError("segments are for training rows; decode without them")
+  lengths = None if positions is None else positions[..., 0]
   if positions is None:
     start = 0 if cache is None else cache.index
     positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
@@ -226,7 +236,7 @@ def _extend(
     )
   else:
     x, cache = _extend_cached(
-      config, params, x, positions, cache, *prefix.state
+      config, params, x, lengths, positions, cache, *prefix.state
     )
   return _final_norm(config, params, x, dtype), cache
 
@@ -290,6 +300,20 @@ def _cast(params: Params, dtype: Any) -> Params:
   )
 
 
+_FEW_LAYERS = 8
+
+
+def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
+  """Layers of each stack while decoding.
+
+  A few layers are taken out of their stack before the loop over tokens, where
+  XLA might copy each of them for every token (it does on CPUs). With many
+  layers, the program would grow too large.
+  """
+  few = config.layers <= _FEW_LAYERS
+  return (1,) * config.layers if few else (config.layers,)
+
+
 def _for_decoding(
   config: TransformerConfig, params: Params, dtype: Any
 ) -> Params:
@@ -303,7 +327,8 @@ def _for_decoding(
     return params
   head = params["embed"].T if config.tied else params["head"]
   params |= {"head": head.astype(dtype)}
-  return params
+  sizes = _decoding_stacks(config)
+  return params | {"layers": layer_stacks.split(params["layers"], sizes)}
 
 
 def _plain(function, *args):
@@ -311,7 +336,10 @@ def _plain(function, *args):
 
 
 def _functions(
-  config: TransformerConfig, layer_step: Callable[..., Any], dtype: Any
+  config: TransformerConfig,
+  layer_step: Callable[..., Any],
+  dtype: Any,
+  stacks: Sequence[int] | None = None,
 ) -> LM:
   """The model's functions.
 
@@ -320,6 +348,7 @@ def _functions(
     layer_step: `(function, *args)` runs a layer, `function(*args)`, or that
       with something around it.
     dtype: of computation.
+    stacks: layers of each stack of the parameters; None means all in one.
   """
 
   def prefill(params, prompt_ids, prompt_mask):
@@ -335,7 +364,7 @@ def _functions(
       batch,
       group_size,
       capacity,
-      layers=config.layers,
+      layers=stacks or (config.layers,),
       kv_heads=config.kv_heads,
       head_dim=config.head_dim,
       dtype=dtype,
@@ -347,6 +376,8 @@ def _functions(
     extend=extend,
     unembed=lambda params, hidden: _unembed(config, params, hidden, dtype),
     init_cache=init_cache,
+    grow_cache=cache_lib.grow,
+    map_cache_rows=cache_lib.map_rows,
   )
 
 
@@ -373,7 +404,8 @@ def transformer(
       such name.
   """
   check(config)
-  decoder = _functions(config, _plain, dtype)
+  stacks = _decoding_stacks(config)
+  decoder = _functions(config, _plain, dtype, stacks)
 
   def prepare(params, decoding):
     if decoding:

@@ -58,6 +58,12 @@ def default_config() -> ConfigDict:
   config.sampling.top_k = 0  # 0 = off
   config.sampling.top_p = 1.0
   config.sampling.min_p = 0.0
+  # How it is computed, which changes no sample: lengths that the cache takes
+  # and that are compiled; whether the samples that are not done are put
+  # together; samples of each prompt in memory at once, 0 = all.
+  config.sampling.stages = 4
+  config.sampling.compact = True
+  config.sampling.slots = 0
   config.logits_chunk = 32  # completion positions whose logits are held at once
   config.reward = ConfigDict()
   # Built in, "package.module:function" or "file.py:function". The first says

@@ -18,6 +18,7 @@ from grpojax.core import losses, packing_layout
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
+from grpojax.core.decoding import Decoding
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.packing import Packing
@@ -87,6 +88,12 @@ def sampling(config: ConfigDict) -> Sampling:
   """The sampling distribution of training."""
   s = config.sampling
   return Sampling(s.temperature, s.top_k, s.top_p, s.min_p)
+
+
+def decoding(config: ConfigDict) -> Decoding:
+  """How the token loop is run."""
+  s = config.sampling
+  return Decoding(s.stages, s.compact, s.slots)
 
 
 def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
@@ -215,6 +222,7 @@ def sampler_program(
     eos_ids=policy.eos_ids,
     pad_id=policy.pad_id,
     sampling=sampling,
+    decoding=decoding(config),
   )
 
   def within_budgets(lm, params, prompts, key):

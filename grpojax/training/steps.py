@@ -286,6 +286,7 @@ def make_device_program(
       kl_in_reward=from_config.kl_in_reward(config),
       rescore=from_config.rescore(config),
       diagnose=diagnose and functools.partial(diagnose, lm),
+      decoding=from_config.decoding(config),
       **from_config.update_options(config),
     )
     return run(state, prompts, ref_params)

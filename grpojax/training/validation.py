@@ -43,18 +43,18 @@ CHOICES = {
 
 _AT_LEAST_ONE = (
   "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
-  "optim.epochs optim.minibatches optim.micro_batches eval.every "
-  "eval.num_prompts eval.batch_size checkpoint.every checkpoint.keep "
-  "log.every log.samples_every logits_chunk auto_group_size.start "
-  "auto_group_size.smallest auto_group_size.largest"
+  "sampling.stages optim.epochs optim.minibatches optim.micro_batches "
+  "eval.every eval.num_prompts eval.batch_size checkpoint.every "
+  "checkpoint.keep log.every log.samples_every logits_chunk "
+  "auto_group_size.start auto_group_size.smallest auto_group_size.largest"
 ).split()
 _NOT_NEGATIVE = (
-  "seed steps sampling.top_k loss.clip_high loss.dual_clip loss.beta "
-  "optim.warmup_steps optim.weight_decay eval.samples diagnostics.every "
-  "diagnostics.last_layers mesh.sampling_tensor "
-  "auto_group_size.margin auto_group_size.confidence "
-  "lora.rank reward.workers stop.skipped_updates stop.rewards_missing "
-  "stop.zero_variance_groups stop.truncated"
+  "seed steps sampling.top_k sampling.slots loss.clip_high loss.dual_clip "
+  "loss.beta optim.warmup_steps optim.weight_decay eval.samples "
+  "diagnostics.every diagnostics.last_layers mesh.sampling_tensor "
+  "auto_group_size.margin auto_group_size.confidence lora.rank reward.workers "
+  "stop.skipped_updates stop.rewards_missing stop.zero_variance_groups "
+  "stop.truncated"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "

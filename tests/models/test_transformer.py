@@ -134,12 +134,13 @@ def test_one_file_knows_the_order_of_the_caches_axes(tiny, monkeypatch):
 
   # Not the same function twice: jit would not trace it again.
   expected, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.stacks[0].keys.shape == (2, 2, 3, 2, 7, 4)
+  assert cache.blocks[0][0].keys.shape == (2, 2, 3, 2, 4, 7)
   monkeypatch.setattr(cache_lib, "ROW_AXES", "kcbeg")
+  monkeypatch.setattr(cache_lib, "SLOT_AXES", cache_lib.Slots("ckbeg", "gbcek"))
   monkeypatch.setattr(cache_lib, "PROMPT_AXES", "pekb")
   monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
   got, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.stacks[0].keys.shape == (2, 2, 7, 2, 4, 3)
+  assert cache.blocks[0][0].keys.shape == (2, 7, 2, 2, 4, 3)
   assert prefix.state[0][0].keys.shape == (2, 4, 4, 2, 2)  # L before the others
   np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -208,7 +209,7 @@ def test_a_fresh_model_is_nearly_uniform(tiny):
 def test_the_cache_has_the_asked_dtype(tiny):
   lm = transformer(tiny.config, dtype=jnp.bfloat16)
   cache = jax.eval_shape(lambda: lm.init_cache(2, 3, 7))
-  for leaf in jax.tree.leaves(cache.stacks):
+  for leaf in jax.tree.leaves(cache.blocks):
     assert leaf.shape == (2, 2, 3, 2, 7, 4) and leaf.dtype == jnp.bfloat16
 
 
@@ -236,12 +237,12 @@ def test_bfloat16_computes_in_bfloat16_on_float32_parameters(tiny):
   @functools.partial(jax.jit, static_argnums=1)
   def gradient(params, lm):
     grads, dtype = jax.grad(total, has_aux=True)(params, lm)
-    assert dtype == lm.init_cache(1, 1, 1).stacks[0][0].dtype
+    assert dtype == lm.init_cache(1, 1, 1).blocks[0][0].keys.dtype
     return grads
 
   grads, exact = (gradient(tiny.params, lm) for lm in (half, tiny.lm))
   cache = half.init_cache(1, 1, 1)
-  assert cache.stacks[0][0].dtype == jnp.bfloat16
+  assert cache.blocks[0][0][0].dtype == jnp.bfloat16
   for ours, want in zip(
     jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True
   ):

@@ -1,0 +1,223 @@
+"""How the token loop is cut changes no sample, and what it costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.aot import hlo, trips
+from grpojax.core import decoding as decoding_lib
+from grpojax.core.decoding import Decoding
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
+from grpojax.models import lora
+from grpojax.models.transformer import TransformerConfig, transformer
+
+B, G, T = 3, 5, 50
+LENGTHS = np.array([4, 2, 0])  # the last row is padding of the batch
+PROMPTS = Prompts(
+  jnp.asarray(np.random.default_rng(0).integers(1, 11, (B, 4))),
+  jnp.arange(4) < LENGTHS[:, None],
+)
+# Samples end at any time, two of a group not at all, one at once.
+BUDGETS = jnp.asarray([[50, 3, 20, 50, 17], [1, 40, 0, 9, 33], [50] * G])
+PLAIN = Decoding(stages=1, compact=False)
+CHANGED = {
+  "stages": Decoding(stages=3, compact=False),
+  "compact": Decoding(stages=3),
+  "one_slot": Decoding(slots=1),
+  "slots": Decoding(slots=3),
+}
+SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
+
+
+def model(name):
+  """A tiny model with large weights, and its parameters."""
+  config = {
+    "one_stack": TransformerConfig(layers=9, **SHAPE),
+    "windows": TransformerConfig(
+      layers=2, local_layers=(True, False), window=5, **SHAPE
+    ),
+    "bfloat16": TransformerConfig(layers=2, qkv_bias=True, **SHAPE),
+    "lora": TransformerConfig(layers=2, **SHAPE),
+    "experts": TransformerConfig(
+      layers=2, experts=3, experts_per_token=2, **SHAPE
+    ),
+  }[name]
+  dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
+  lm, rng = transformer(config, dtype=dtype), np.random.default_rng(1)
+
+  def fill(shapes):
+    return jax.tree.map(
+      lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, jnp.float32), shapes
+    )
+
+  params = fill(jax.eval_shape(lm.init, jax.random.key(0)))
+  if name != "lora":
+    return lm, params
+  adapters = fill(lora.abstract(params, 2, "layers/(q|up|down)"))
+  return lora.adapt(lm, params, 0.5), adapters
+
+
+def run(lm, params, decoding, budgets=BUDGETS, **settings):
+  settings = {"group_size": G, "max_new_tokens": T, "eos_ids": (12,)} | settings
+  return jax.jit(
+    lambda params, budgets: rollout(
+      lm,
+      params,
+      PROMPTS,
+      jax.random.key(3),
+      budgets=budgets,
+      decoding=decoding,
+      **settings,
+    )
+  )(params, budgets)
+
+
+def assert_same(out, expected):
+  np.testing.assert_array_equal(out.completion_ids, expected.completion_ids)
+  np.testing.assert_array_equal(out.completion_mask, expected.completion_mask)
+  np.testing.assert_array_equal(out.finished, expected.finished)
+  np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
+
+
+# One of each way with each model; the slow tests run all pairs.
+PAIRS = [
+  ("one_stack", "compact"),
+  ("windows", "slots"),
+  ("windows", "compact"),
+  ("lora", "stages"),
+]
+ALL = [
+  (name, way)
+  for name in ("one_stack", "windows", "bfloat16", "lora", "experts")
+  for way in CHANGED
+  if (name, way) not in PAIRS
+]
+
+
+@pytest.mark.parametrize(
+  "name, way",
+  PAIRS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL],
+)
+def test_the_work_changes_and_no_sample(name, way):
+  lm, params = model(name)
+  out = run(lm, params, CHANGED[way])
+  expected = run(lm, params, PLAIN)
+  if name != "bfloat16":
+    return assert_same(out, expected)
+  # Where sums are rounded otherwise, a token drawn near a border may differ.
+  same = np.asarray(out.completion_ids == expected.completion_ids)
+  assert np.cumprod(same, axis=-1)[np.asarray(out.completion_mask)].mean() > 0.5
+  np.testing.assert_array_equal(out.completion_mask, expected.completion_mask)
+
+
+@pytest.mark.parametrize("way", CHANGED)
+def test_ends_of_samples(tabular, way):
+  """Samples of a chain end at an EOS, and each draws from its own key."""
+  lm = tabular.lm(3, 11)
+  table = lm.init(jax.random.key(5))
+  settings = {"eos_ids": (0,), "budgets": None}
+  expected = run(lm, table, PLAIN, **settings)
+  assert 0 < expected.finished[:2].mean() <= 1
+  assert_same(run(lm, table, CHANGED[way], **settings), expected)
+
+
+@pytest.mark.parametrize(
+  "count, stages, ends",
+  [
+    (7, 4, [7]),
+    (31, 4, [31]),
+    (79, 4, [16, 32, 64, 79]),
+    (1023, 4, [256, 512, 768, 1023]),
+    (127, 1, [127]),
+    (49, 3, [16, 32, 49]),
+  ],
+)
+def test_stages_end_at_multiples_of_16(count, stages, ends):
+  assert decoding_lib._stage_ends(count, stages) == ends
+
+
+def test_what_runs_follows_what_is_left(tabular):
+  """Rows that are computed: as many as the group with most of them left has."""
+  rows = []
+  lm = tabular.lm(3, 11)
+
+  def extend(params, prefix, ids, cache=None, **_):
+    jax.debug.callback(lambda n=ids.shape[1]: rows.append(n))
+    return lm.extend(params, prefix, ids, cache)
+
+  budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
+  settings = {"decoding": Decoding(stages=3), "budgets": budgets}
+  out = run(lm._replace(extend=extend), jnp.zeros((3, 12, 11)), **settings)
+  out.completion_ids.block_until_ready()
+  jax.effects_barrier()
+  # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
+  # third, one sample of the first group is left, and two of the second.
+  assert rows == [5] * 32 + [2] * 17
+  del rows[:]
+  settings = {"decoding": Decoding(slots=2), "budgets": budgets}
+  out = run(lm._replace(extend=extend), jnp.zeros((3, 12, 11)), **settings)
+  out.completion_ids.block_until_ready()
+  jax.effects_barrier()
+  # 50 + 20 in one slot, three times 20 in the other.
+  assert rows == [2] * 70
+
+
+def test_slots_need_a_cache_that_can(tabular):
+  lm = tabular.lm(3, 11)
+  table = lm.init(jax.random.key(5))
+  simple = lm._replace(map_cache_rows=None)
+  with pytest.raises(ValueError, match="slots=2: this model's cache"):
+    run(simple, table, Decoding(slots=2))
+  # It has one stage, and nothing else is refused.
+  assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
+
+
+@pytest.mark.parametrize(
+  "decoding, message",
+  [(Decoding(stages=0), "stages=0"), (Decoding(slots=-1), "slots=-1")],
+)
+def test_what_cannot_be_is_refused(tabular, decoding, message):
+  with pytest.raises(ValueError, match=message):
+    run(tabular.lm(3, 11), jnp.zeros((3, 12, 11)), decoding)
+
+
+def test_a_token_copies_neither_cache_nor_weights():
+  """Read in the compiled program: what stands in the loop is small."""
+  lm = transformer(TransformerConfig(layers=2, **SHAPE))
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+
+  def sample(params):
+    return rollout(
+      lm,
+      params,
+      PROMPTS,
+      jax.random.key(0),
+      group_size=G,
+      max_new_tokens=65,
+      eos_ids=(12,),
+      decoding=PLAIN,
+    )
+
+  module = hlo.parse(jax.jit(sample).lower(params).compile().as_text())
+  loops = [
+    (computation, i)
+    for computation in module.computations.values()
+    for i in computation.instructions.values()
+    if i.opcode == "while"
+  ]
+  counts = {}
+  for computation, loop in loops:
+    found = trips.trip_count(module, computation, loop, {})
+    if not found.exact:
+      counts[dict(loop.called)["body"]] = found.most
+  (body,) = counts
+  assert counts[body] == 64  # the tokens after the first, at most
+  moved = [
+    i
+    for i in module.computations[body].instructions.values()
+    if i.opcode in ("copy", "transpose", "slice", "dynamic-slice")
+  ]
+  # A layer's cache has 3 * 5 * 2 * 64 * 4 numbers, its smallest matrix 16 * 8.
+  assert all(np.prod(i.shapes[0].dims) < 16 * 8 for i in moved), moved
