@@ -194,40 +194,36 @@ def from_heads(
   return KeysValues(keys.transpose(order), values.transpose(order))
 
 
-def _after(slot: Int[Array, ""], x: Float[Array, "*shape"]) -> Int[Array, ""]:
-  """The same slot, known no sooner than x is.
-
-  Whoever writes there then comes after all that x was computed from, and XLA
-  need not copy the cache for those who read it. (An `optimization_barrier`
-  orders nothing where copies are decided on.)
-  """
-  first = x.ravel()[0]
-  return jnp.minimum(slot, slot + (first == first))  # no compiler sees through
-
-
 def write(
   cache: Cache,
   tokens: tuple[KeysValues, ...],
-  count: int,
-  last: Float[Array, "*shape"],
+  last: Float[Array, "B G S D"],
 ) -> Cache:
   """Writes the next tokens of all layers into their slots, in place.
 
   Args:
     cache: the block that is written to is the last.
-    tokens: of each stack, [layers, *ROW_AXES] with S = count.
-    count: of tokens; 1 where a ring may close.
-    last: computed from all that reads the cache before.
+    tokens: of each stack, [layers, *ROW_AXES].
+    last: the tokens' states after all layers, computed from all that reads the
+      cache before: where it is NaN, NaN is written. So a write comes after all
+      reads, or XLA would copy the cache for those beside it. (Where copies are
+      decided on, an `optimization_barrier` orders nothing.)
   """
   *before, block = cache.blocks
+  count = last.shape[2]  # one, where a ring may close
   slot = cache.index - sum(_size(block[0]) for block in before)
   if not before:
     slot = slot % _size(block[0])
-  slot = _after(slot, last)
+  real = last[..., 0] == last[..., 0]
 
   def one(axes, slots, new):
     order = [1 + ROW_AXES.index(axis) for axis in axes]
     new = new.transpose(0, *order).astype(slots.dtype)
+    known = real.transpose(
+      ["bgc".index(axis) for axis in axes if axis in "bgc"]
+    )
+    absent = [i for i, axis in enumerate(axes) if axis not in "bgc"]
+    new = jnp.where(jnp.expand_dims(known, absent), new, jnp.nan)
     axis = 1 + axes.index("c")
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 

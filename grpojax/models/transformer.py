@@ -205,7 +205,7 @@ def _extend_cached(
 
   slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
   x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
-  return x, cache_lib.write(cache, tokens, size, last=x)
+  return x, cache_lib.write(cache, tokens, last=x)
 
 
 def _extend(

@@ -137,7 +137,8 @@ def test_a_token_loop_with_a_scan_inside(programs, platform):
   weights = (6 * 1024 * 1024 + 1024 * 2048) // 4  # of one of 4 devices
   assert found.flops == TOKENS * 2 * 8 * weights
   assert found.in_token_loop.flops == found.flops
-  assert costs(programs, "decode", 0).flops == 0
+  # Its own counter says how often it runs at the most.
+  assert costs(programs, "decode", 0).flops == found.flops
   if platform != "cpu":  # XLA:CPU copies a layer's slice before it is used
     assert found.bytes == pytest.approx(TOKENS * weights * 2, rel=1e-3)
 

@@ -423,21 +423,24 @@ def test_trip_counts(trips, arguments):
 
 
 @pytest.mark.parametrize(
-  "arguments",
+  "trips, arguments",
   [
-    # Whether all samples have ended is asked, too.
+    # Whether all samples have ended is asked, too: five times at the most.
     (
-      LESS.replace("ROOT ", "")
-      + '\n  %all = pred[] custom-call(%x), custom_call_target="all"'
-      + "\n  ROOT %a = pred[] and(%c, %all)",
+      5,
+      (
+        LESS.replace("ROOT ", "")
+        + '\n  %all = pred[] custom-call(%x), custom_call_target="all"'
+        + "\n  ROOT %a = pred[] and(%c, %all)",
+      ),
     ),
-    (LESS, "multiply(%i, %one)"),
-    (LESS, "add(%i, %i)"),
+    (100, (LESS, "multiply(%i, %one)")),
+    (100, (LESS, "add(%i, %i)")),
   ],
 )
-def test_any_other_loop_is_the_token_loop(arguments):
+def test_any_other_loop_is_the_token_loop(trips, arguments):
   found = loop(*arguments)
-  assert found.flops == 100 * 2 * 8 * 8 * 8
+  assert found.flops == trips * 2 * 8 * 8 * 8
   assert found.token_loops == ("the loop",)
   assert found.in_token_loop.flops == found.flops
 

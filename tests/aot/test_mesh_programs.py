@@ -129,12 +129,15 @@ def in_token_loop(found):
 def test_nothing_waits_for_others_while_sampling(rollouts):
   """But the question whether all have ended, of a few bytes."""
   _, found = modules(rollouts, "rollout")
-  (end,) = in_token_loop(found)
-  assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
-  # Parameters are gathered once, before.
-  before = sum(c.bytes for c in found.collectives if c is not end)
+  ends = in_token_loop(found)  # one in each stage
+  assert sum(c.trips for c in ends) in range(T - 1, T + 4)
+  for end in ends:
+    assert end.op_name.endswith("while/cond/reduce_and") and end.bytes < 8
+  # Parameters are gathered once, before. Between the stages, the most samples
+  # that a group has left, a few bytes.
+  before = sum(c.bytes for c in found.collectives if not c.in_token_loop)
   weights = rollouts["rollout"]["layers"] * MATRICES + V * D
-  assert before <= (weights + V * D) * 4 * 3 / 4
+  assert before <= (weights + V * D) * 4 * 3 / 4 + 100
 
 
 @pytest.mark.parametrize("name", ["rollout tensor", "rollout sampling_tensor"])
@@ -153,9 +156,9 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, platform, name):
     if kind[1] == rows * D:
       assert c.bytes in (rows * D * size, rows * D * 4)
   # Two a layer, and the embedding's.
-  assert runs.pop(("all-reduce", rows * D)) == T * (2 * layers + 1)
-  # Sampling: a candidate a device, and sums over the vocabulary.
-  assert all(elements <= 2 * rows for _, elements in runs), runs
+  assert runs.pop(("all-reduce", rows * D)) == (T - 1) * (2 * layers + 1)
+  # Sampling: blocks of the vocabulary, as long as its root, and their sums.
+  assert all(elements <= 64 * rows for _, elements in runs), runs
   # No array of the token loop is as wide as the vocabulary.
   names = {i.name for i in found.instructions if i.in_token_loop}
   shapes = {

@@ -209,8 +209,9 @@ def test_a_fresh_model_is_nearly_uniform(tiny):
 def test_the_cache_has_the_asked_dtype(tiny):
   lm = transformer(tiny.config, dtype=jnp.bfloat16)
   cache = jax.eval_shape(lambda: lm.init_cache(2, 3, 7))
-  for leaf in jax.tree.leaves(cache.blocks):
-    assert leaf.shape == (2, 2, 3, 2, 7, 4) and leaf.dtype == jnp.bfloat16
+  for keys, values in cache.blocks[0]:
+    assert keys.shape == (2, 2, 3, 2, 4, 7) and keys.dtype == jnp.bfloat16
+    assert values.shape == (2, 2, 3, 2, 7, 4) and values.dtype == keys.dtype
 
 
 def test_useless_shapes_are_refused(tiny):
