@@ -1,12 +1,15 @@
 """Log-probabilities of completions, without a [B, G, T, V] array."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.arguments import check_prompts
-from grpojax.core.mesh import constrain
-from grpojax.core.sampling import Sampling, token_logprob, transform_logits
+from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import LM, Params
 
 
@@ -38,6 +41,88 @@ def completion_hidden(
   return jnp.where((positions == 0)[..., None], first, before)
 
 
+def _chunks(
+  x: Float[Array, "B G S *more"] | Int[Array, "B G S"], size: int
+) -> Array:
+  """Tokens in chunks of about the same size, at most `size` on each device.
+
+  Those of a chunk lie side by side on the device that has their rows already:
+  along the first axes, the mesh cuts them as it cuts prompts and groups.
+
+  Args:
+    x: an array of tokens.
+    size: tokens of a chunk a device.
+
+  Returns:
+    [chunks, devices along B, devices along G, tokens, *more]; zeros at the end.
+  """
+  (b, g, s), more = x.shape[:3], x.shape[3:]
+  n, m = sample_cuts(b, g)
+  x = x.reshape(n, b // n, m, g // m, s, *more).swapaxes(1, 2)
+  x = x.reshape(n, m, -1, *more)
+  count = -(-x.shape[2] // size)
+  x = jnp.pad(
+    x, [(0, 0), (0, 0), (0, -x.shape[2] % count)] + [(0, 0)] * len(more)
+  )
+  return jnp.moveaxis(x.reshape(n, m, count, -1, *more), 2, 0)
+
+
+def _joined(
+  x: Float[Array, "chunks n m tokens"], shape: tuple[int, int, int]
+) -> Float[Array, "B G S"]:
+  """What was computed of each token of `_chunks`, in the tokens' old places."""
+  b, g, s = shape
+  _, n, m, _ = x.shape
+  x = jnp.moveaxis(x, 0, 2).reshape(n, m, -1)[..., : b * g * s // (n * m)]
+  return x.reshape(n, m, b // n, g // m, s).swapaxes(1, 2).reshape(shape)
+
+
+def _in_float32(x):
+  """An array of 16-bit floats as float32, any other leaf as it is."""
+  small = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+  return x.astype(jnp.float32) if small else x
+
+
+def _as(x, like):
+  """What `_in_float32` made of `like`, in its dtype again."""
+  return x if _in_float32(like) is like else x.astype(like.dtype)
+
+
+@jax.custom_jvp
+def _score(
+  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+  """Log-probability of `ids` under softmax(logits), and its entropy.
+
+  Its derivative is written as one product with (one-hot - softmax), linear in
+  the logits' tangent. Transposed, it is the upstream gradient times that, in
+  one pass.
+  """
+  return _score_with_lse(logits, ids)[0]
+
+
+def _score_with_lse(logits, ids):
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - top)
+  total = jnp.sum(weights, axis=-1)
+  lse = top[..., 0] + jnp.log(total)
+  lse = checkpoint_name(lse, "log_sum_exp")
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+  # What was cut away has weight 0 and a finite logit.
+  entropy = lse - jnp.sum(weights * logits, axis=-1) / total
+  return (chosen - lse, entropy), lse
+
+
+@_score.defjvp
+def _score_jvp(primals, tangents):
+  logits, ids = primals
+  (logprobs, entropy), lse = _score_with_lse(logits, ids)
+  chosen = jnp.arange(logits.shape[-1]) == ids[..., None]
+  slope = chosen - jnp.exp(logits - lse[..., None])
+  tangent = jnp.sum(slope * tangents[0], axis=-1)
+  return (logprobs, entropy), (tangent, jnp.zeros_like(entropy))
+
+
 def token_logprobs(
   lm: LM,
   params: Params,
@@ -46,14 +131,15 @@ def token_logprobs(
   ids: Int[Array, "B G S"],
   *,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
+  chunk_size: int = 1024,
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Log-probability (nats) of each completion token, and the entropy there.
 
-  Logits exist for `chunk_size` positions at a time, and are recomputed in the
-  backward pass.
+  Logits, and their gradients, exist for `chunk_size` tokens at a time: they are
+  computed again in the backward pass, whose memory is a few times chunk_size x
+  V float32 however long the completions are.
 
   Args:
     lm: the model.
@@ -62,7 +148,8 @@ def token_logprobs(
     prompt_mask: True on real prompt tokens.
     ids: completion tokens; what stands on padding is scored too, mask it.
     sampling: the distribution to score under, the sampler's own.
-    chunk_size: positions whose logits are held at once.
+    chunk_size: tokens whose logits are held at once, on each of the devices
+      that rows are cut over.
     positions: see `LM.extend`.
     segments: see `LM.extend`.
 
@@ -74,35 +161,29 @@ def token_logprobs(
       `arguments.check_prompts`).
   """
   check_prompts(lm, params, prompt_ids, prompt_mask)
+  if chunk_size < 1:
+    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   lm, params = lm.prepared(params, decoding=False)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
-  if chunk_size < 1:
-    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-  s = ids.shape[-1]
-  chunk = min(chunk_size, s)
-  padding = -s % chunk
 
-  def split(x):  # [B, G, S, ...] -> [S / chunk, B, G, chunk, ...]
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3))
-    x = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
-    return jnp.moveaxis(x, 2, 0)
-
-  def join(x):
-    return jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[:, :, :s]
-
-  @jax.checkpoint
-  def score(params, hidden, ids):
-    logits = lm.unembed(params, hidden)
-    logits = constrain(logits, "batch", "group", None, "vocabulary")
-    logits = transform_logits(logits, sampling, keep=ids)
-    still = jax.lax.stop_gradient(logits)
-    log_p = jax.nn.log_softmax(still)
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return token_logprob(logits, ids), entropy
-
-  _, (logprobs, entropy) = jax.lax.scan(
-    lambda _, x: (None, score(params, *x)), None, (split(hidden), split(ids))
+  # Of its logits, only the log-sum-exps are kept for the backward pass.
+  @functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_only_these_names("log_sum_exp"),
+    prevent_cse=False,  # under a scan nothing can be merged with it
   )
-  return join(logprobs), join(entropy)
+  def score(wide, chunk):
+    hidden, ids = (constrain(x, "batch", "group") for x in chunk)
+    logits = lm.unembed(jax.tree.map(_as, wide, params), hidden)
+    logits = constrain(logits, "batch", "group", None, "vocabulary")
+    return _score(transform_logits(logits, sampling, keep=ids), ids)
+
+  # The gradients of what is used here are added up over the chunks.
+  wide = jax.tree.map(_in_float32, params)
+  chunks = _chunks(hidden, chunk_size), _chunks(ids, chunk_size)
+  _, out = jax.lax.scan(
+    lambda _, chunk: (None, score(wide, chunk)), None, chunks
+  )
+  return _joined(out[0], ids.shape), _joined(out[1], ids.shape)

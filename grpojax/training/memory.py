@@ -108,7 +108,6 @@ def _update(
   """What the gradient of a micro-batch holds besides the parameters."""
   cuts = config.optim.minibatches * config.optim.micro_batches
   samples = rows.prompts * rows.group_size
-  chunk = min(config.logits_chunk, rows.length)
   settings = (*rows.settings, "optim.micro_batches")
   long = (*settings, "sampling.max_new_tokens")
   activations = samples // cuts * rows.length * model.width * itemsize
