@@ -134,13 +134,6 @@ def write(cache: Cache, tokens: tuple[KeysValues, ...], count: int) -> Cache:
   return Cache(cache.index + count, stacks)
 
 
-def first_slots(
-  x: Float[Array, "B G K slots E"], count: int
-) -> Float[Array, "B G K {count} E"]:
-  """The first `count` slots of keys or values."""
-  return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
-
-
 def filled(cache: Cache) -> Bool[Array, "C"]:
   """Which slots hold a token."""
   return jnp.arange(capacity(cache)) < cache.index

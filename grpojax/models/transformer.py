@@ -24,6 +24,7 @@ from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks, sharding
 from grpojax.models.attention import rms_norm, soft_cap
 from grpojax.models.block import TokenContext, block
+from grpojax.models.block_attention import BLOCK
 from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
@@ -71,7 +72,7 @@ def _final_norm(
 
 def _token_context(
   config: TransformerConfig,
-  mask: Bool[Array, "..."],
+  mask: Bool[Array, "..."] | None,
   positions: Int[Array, "B G S"],
   prompt_mask: Bool[Array, "B P"] | None,
 ) -> TokenContext:
@@ -93,10 +94,9 @@ def _prefill(
   """Runs the prompts as rows of a group of one, and keeps keys and values."""
   b, p = prompt_ids.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal, and no padding as a key: [B, P, P]. A padded query may see no real
-  # key but those before it; what it computes is never read.
-  mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
-  mask = mask[:, None, None, None]  # all heads of the one row
+  # Causal alone: padding stands behind all real tokens, which do not see it,
+  # and what is computed of it is never read.
+  mask = _row_mask(p, None) if p <= BLOCK else None
   context = _token_context(config, mask, positions, None)
 
   def body(x, local, layer):
@@ -139,8 +139,10 @@ def _extend_rows(
 
   The layers are scanned, so that the program does not grow with their number.
   """
-  mask = _row_mask(x.shape[2], segments)
+  # Longer rows are attended to in blocks, and need no whole mask.
+  mask = _row_mask(x.shape[2], segments) if x.shape[2] <= BLOCK else None
   context = _token_context(config, mask, positions, prompt_mask)
+  context = context._replace(segments=segments)
 
   def body(x, local, layer, prompt):
     x, _ = layer_step(config, x, layer, local, context, prompt, None)

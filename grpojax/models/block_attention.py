@@ -1,0 +1,335 @@
+"""Attention of whole rows in blocks of queries and keys: training's memory.
+
+An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
+JAX: the logits of one block of queries and one of keys exist at a time, in the
+backward pass too. What the mask would hide from a whole block is computed there
+and then, from positions and segments, and blocks in the future or beyond the
+window are left out. The program does not grow with the length of the rows.
+
+The derivative is written forwards, as a sum over blocks that is linear in the
+tangents, so that it can be taken in either direction: transposed, it is the
+backward pass of that paper.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from grpojax.core.mesh import constrain
+from grpojax.models.attention import soft_cap
+from grpojax.models.cache import (
+  PROMPT_AXES,
+  ROW_AXES,
+  KeysValues,
+  PromptKeysValues,
+)
+
+BLOCK = 256
+"""Tokens of a block; rows of no more than that are attended to at once."""
+
+_NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
+_QUERY_AXES = "bgkrse"
+
+
+class Sight(NamedTuple):
+  """What decides which keys a query sees, besides the order of the row.
+
+  Attributes:
+    positions: of the tokens in the whole sequence; within a segment they go up
+      by one from slot to slot.
+    segments: tokens of a row see those of their own only, or None for one.
+    prompt_mask: True on real prompt tokens, or None where there is no prompt.
+    local: whether the window counts; a Python value or traced.
+  """
+
+  positions: Int[Array, "B G S"]
+  segments: Int[Array, "B G S"] | None
+  prompt_mask: Bool[Array, "B P"] | None
+  local: Any
+
+
+class _Settings(NamedTuple):
+  scale: float
+  cap: float | None
+  window: int
+  local: bool  # False: nowhere, so that nothing is computed of windows
+  block: int
+
+
+class _Queries(NamedTuple):
+  """A block of queries, and what it sees by."""
+
+  index: Int[Array, ""]
+  positions: Int[Array, "B G S"]
+  segments: Int[Array, "B G S"] | None
+  local: Any
+
+
+def _split(x: Array | None, axis: int, size: int) -> Array | None:
+  """Blocks along an axis, padded with zeros: their number is the first axis."""
+  if x is None:
+    return None
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, -x.shape[axis] % size)
+  x = jnp.pad(x, widths)
+  x = x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+  return jnp.moveaxis(x, axis, 0)
+
+
+def _joined(blocks: Array, axis: int, size: int) -> Array:
+  """What `_split` parted, without the padding."""
+  x = jnp.moveaxis(blocks, 0, axis)
+  x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+  return jax.lax.slice_in_dim(x, 0, size, axis=axis)
+
+
+def _near(settings, queries: _Queries, key_positions) -> Array:
+  """Whether keys [., ., C] are in the window of queries: [B, G, S, C]."""
+  distance = queries.positions[..., None] - key_positions[..., None, :]
+  return (distance < settings.window) | ~jnp.asarray(queries.local)
+
+
+def _row_mask(settings, queries: _Queries, keys) -> tuple[Array, Array]:
+  """Of a block of the row's keys: [B, G, 1, 1, S, C], and if it sees any."""
+  index, positions, segments = keys
+  block = settings.block
+  apart = (queries.index - index) * block  # slots between their first tokens
+  at = jnp.arange(block)
+  mask, seen = apart + at[:, None] >= at, apart >= 0
+  if segments is not None:
+    mask &= queries.segments[..., None] == segments[..., None, :]
+  if settings.local:
+    mask &= _near(settings, queries, positions)
+    reached = apart - block + 1 < settings.window
+    seen &= reached | ~jnp.asarray(queries.local)
+  return mask if mask.ndim == 2 else mask[:, :, None, None], seen
+
+
+def _prompt_mask(settings, queries: _Queries, keys) -> tuple[Array, None]:
+  """Of a block of prompt keys, whose positions are their slots."""
+  index, mask = keys
+  mask = mask[:, None, None]
+  if settings.local:
+    places = index * settings.block + jnp.arange(settings.block)
+    mask &= _near(settings, queries, places[None, None])
+  return mask[:, :, None, None], None
+
+
+def _parts(settings, row, prompt, sight: Sight):
+  """Blocks of keys, for each part: axes, mask function, what is scanned."""
+
+  def blocks(arrays, axes, slot):
+    return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
+
+  keys, values = blocks(row, ROW_AXES, "c")
+  positions, segments = blocks((sight.positions, sight.segments), "bgc", "c")
+  about = jnp.arange(len(keys)), positions, segments
+  parts = [(ROW_AXES, _row_mask, (keys, values, about))]
+  if prompt is not None:
+    keys, values = blocks(prompt, PROMPT_AXES, "p")
+    (mask,) = blocks((sight.prompt_mask,), "bp", "p")
+    about = jnp.arange(len(keys)), mask
+    parts.append((PROMPT_AXES, _prompt_mask, (keys, values, about)))
+  return parts
+
+
+def _products(axes: str):
+  """Queries x keys -> logits and weights x values -> out, float32 sums."""
+  (slot,) = set(axes) - set(_QUERY_AXES)
+  logits_axes = _QUERY_AXES.replace("e", slot)
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  return (
+    functools.partial(einsum, f"{_QUERY_AXES},{axes}->{logits_axes}"),
+    functools.partial(einsum, f"{logits_axes},{axes}->{_QUERY_AXES}"),
+  )
+
+
+def _query_blocks(settings, q, sight: Sight):
+  """What a scan over blocks of queries takes."""
+  split = functools.partial(_split, size=settings.block)
+  blocks = split(q, 4)
+  local = jnp.broadcast_to(jnp.asarray(sight.local), len(blocks))
+  about = _Queries(
+    jnp.arange(len(blocks)),
+    split(sight.positions, 2),
+    split(sight.segments, 2),
+    local,
+  )
+  return blocks, about
+
+
+def _where_seen(seen, add, carry, *operands):
+  if seen is None:
+    return add(carry, *operands)
+  return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
+
+
+def _laid_out(q):
+  return constrain(q, "batch", "group", "kv_heads", "query_heads")
+
+
+def _forward(settings, q, row, prompt, sight):
+  """Output, and the log-sum-exps of the logits [B, G, K, R, S, 1]."""
+  parts = _parts(settings, row, prompt, sight)
+
+  def of_queries(_, block):
+    q, about = block
+    q = _laid_out(q)
+    carry = (
+      jnp.full((*q.shape[:-1], 1), _NEGATIVE, jnp.float32),
+      jnp.zeros((*q.shape[:-1], 1), jnp.float32),
+      jnp.zeros(q.shape, jnp.float32),
+    )
+    for axes, mask_of, blocks in parts:
+      logits_of, out_of = _products(axes)
+
+      def add(carry, keys, values, mask, logits_of=logits_of, out_of=out_of):
+        top, total, out = carry
+        logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
+        logits = jnp.where(mask, logits, _NEGATIVE)
+        new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
+        # Masked, also where nothing was seen yet and all logits are the same.
+        weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
+        keep = jnp.exp(top - new_top)
+        total = total * keep + jnp.sum(weights, axis=-1, keepdims=True)
+        return (
+          new_top,
+          total,
+          out * keep + out_of(weights.astype(q.dtype), values),
+        )
+
+      def step(carry, block, mask_of=mask_of, add=add):
+        keys, values, keys_about = block
+        mask, seen = mask_of(settings, about, keys_about)
+        return _where_seen(seen, add, carry, keys, values, mask), None
+
+      carry, _ = jax.lax.scan(step, carry, blocks)
+    top, total, out = carry
+    return None, ((out / total).astype(q.dtype), top + jnp.log(total))
+
+  _, (out, lse) = jax.lax.scan(
+    of_queries, None, _query_blocks(settings, q, sight)
+  )
+  return tuple(_joined(x, 4, q.shape[4]) for x in (out, lse))
+
+
+def _tangent(settings, out, lse, primals, tangents, sight):
+  """Derivative of the output along tangents of queries, keys and values.
+
+  d out = sum_j w_j (d l_j - sum_i w_i d l_i) v_j + w_j d v_j with weights w and
+  logits l: two sums over all keys, linear in the tangents.
+  """
+  q, row, prompt = primals
+  # Float32, and rounded in each block: gradients are sums over blocks.
+  widened = jax.tree.map(lambda x: x.astype(jnp.float32), tangents)
+  dq, drow, dprompt = widened
+  parts = _parts(settings, row, prompt, sight)
+  tangent_parts = _parts(settings, drow, dprompt, sight)
+  queries, about = _query_blocks(settings, q, sight)
+  split = functools.partial(_split, axis=4, size=settings.block)
+
+  # Their masks and weights are computed again in the backward pass.
+  recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+
+  @recomputed
+  def of_queries(block):
+    q, dq, out, lse, about = block
+    q, dq = _laid_out(q), _laid_out(dq)
+    carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
+    for (axes, mask_of, blocks), (_, _, dblocks) in zip(
+      parts, tangent_parts, strict=True
+    ):
+      logits_of, out_of = _products(axes)
+
+      def add(
+        carry,
+        dq,
+        keys,
+        values,
+        dkeys,
+        dvalues,
+        mask,
+        logits_of=logits_of,
+        out_of=out_of,
+      ):
+        dout, dtotal = carry
+        dq, dkeys, dvalues = (x.astype(q.dtype) for x in (dq, dkeys, dvalues))
+        logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
+        dlogits = logits_of(dq, keys) + logits_of(q, dkeys)
+        slope = settings.scale
+        if settings.cap is not None:
+          slope = slope * (1 - (logits / settings.cap) ** 2)
+        weights = jnp.where(mask, jnp.exp(logits - lse), 0)
+        dweights = weights * slope * dlogits
+        dtotal += jnp.sum(dweights, axis=-1, keepdims=True)
+        dout += out_of(dweights.astype(q.dtype), values)
+        dout += out_of(weights.astype(q.dtype), dvalues)
+        return dout, dtotal
+
+      @recomputed
+      def step(carry, dq, block, mask_of=mask_of, add=add):
+        (keys, values, keys_about), (dkeys, dvalues, _) = block
+        mask, seen = mask_of(settings, about, keys_about)
+        return _where_seen(
+          seen, add, carry, dq, keys, values, dkeys, dvalues, mask
+        )
+
+      carry, _ = jax.lax.scan(
+        lambda carry, block, step=step: (step(carry, dq, block), None),
+        carry,
+        (blocks, dblocks),
+      )
+    dout, dtotal = carry
+    return (dout - dtotal * out.astype(jnp.float32)).astype(q.dtype)
+
+  blocks = queries, split(dq), split(out), split(lse), about
+  _, dout = jax.lax.scan(lambda _, x: (None, of_queries(x)), None, blocks)
+  return _joined(dout, 4, q.shape[4])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attention(settings, q, row, prompt, sight):
+  return _forward(settings, q, row, prompt, sight)[0]
+
+
+@_attention.defjvp
+def _attention_jvp(settings, primals, tangents):
+  *primals, sight = primals
+  out, lse = _forward(settings, *primals, sight)
+  return out, _tangent(settings, out, lse, primals, tangents[:3], sight)
+
+
+def block_attention(
+  q: Float[Array, "B G K R S E"],
+  row: KeysValues,
+  prompt: PromptKeysValues | None,
+  sight: Sight,
+  *,
+  window: int = 0,
+  scale: float | None = None,
+  cap: float | None = None,
+  block: int = BLOCK,
+) -> Float[Array, "B G K R S E"]:
+  """`two_part_attention` of whole rows: causal, and with `sight`'s masks.
+
+  Memory is a few times B G H block^2 float32 besides what goes in and out.
+
+  Args:
+    q: queries.
+    row: keys and values of the queries' own tokens, C = S.
+    prompt: keys and values of the prompt, or None.
+    sight: which of them a query sees.
+    window: of local layers, in tokens.
+    scale: of the logits; default 1 / sqrt(E).
+    cap: the logits are soft-capped at +-cap, before they are masked.
+    block: queries, and keys, of a block.
+
+  Returns:
+    Attention output, in q's dtype.
+  """
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  settings = _Settings(scale, cap, window, sight.local is not False, block)
+  return _attention(settings, q, row, prompt, sight)
