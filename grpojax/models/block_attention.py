@@ -172,7 +172,7 @@ def _laid_out(q):
 
 
 def _forward(settings, q, row, prompt, sight):
-  """Output, and the log-sum-exps of the logits [B, G, K, R, S, 1]."""
+  """Output, and the log-sum-exps of the logits [B, G, K, R, S]."""
   parts = _parts(settings, row, prompt, sight)
 
   def of_queries(_, block):
@@ -208,7 +208,7 @@ def _forward(settings, q, row, prompt, sight):
 
       carry, _ = jax.lax.scan(step, carry, blocks)
     top, total, out = carry
-    return None, ((out / total).astype(q.dtype), top + jnp.log(total))
+    return None, ((out / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
 
   _, (out, lse) = jax.lax.scan(
     of_queries, None, _query_blocks(settings, q, sight)
@@ -223,9 +223,9 @@ def _tangent(settings, out, lse, primals, tangents, sight):
   logits l: two sums over all keys, linear in the tangents.
   """
   q, row, prompt = primals
+  dq, *dkeys_values = tangents
   # Float32, and rounded in each block: gradients are sums over blocks.
-  widened = jax.tree.map(lambda x: x.astype(jnp.float32), tangents)
-  dq, drow, dprompt = widened
+  drow, dprompt = jax.tree.map(lambda x: x.astype(jnp.float32), dkeys_values)
   parts = _parts(settings, row, prompt, sight)
   tangent_parts = _parts(settings, drow, dprompt, sight)
   queries, about = _query_blocks(settings, q, sight)
@@ -237,7 +237,8 @@ def _tangent(settings, out, lse, primals, tangents, sight):
   @recomputed
   def of_queries(block):
     q, dq, out, lse, about = block
-    q, dq = _laid_out(q), _laid_out(dq)
+    q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
+    lse = lse[..., None]
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
     for (axes, mask_of, blocks), (_, _, dblocks) in zip(
       parts, tangent_parts, strict=True
