@@ -68,6 +68,19 @@ class _Queries(NamedTuple):
   local: Any
 
 
+_recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
+"""Keeps nothing of a block for the backward pass."""
+
+
+def _tied(*trees):
+  """The same arrays, none of which is known before all of them are, and a 0.
+
+  Differentiating an outer loop, over layers say, JAX computes before it what
+  does not change in it. That would be the masks of all blocks at once.
+  """
+  return jax.lax.optimization_barrier((*trees, jnp.zeros((), jnp.int32)))
+
+
 def _split(x: Array | None, axis: int, size: int) -> Array | None:
   """Blocks along an axis, padded with zeros: their number is the first axis."""
   if x is None:
@@ -118,7 +131,7 @@ def _prompt_mask(settings, queries: _Queries, keys) -> tuple[Array, None]:
   return mask[:, :, None, None], None
 
 
-def _parts(settings, row, prompt, sight: Sight):
+def _parts(settings, row, prompt, sight: Sight, start=0):
   """Blocks of keys, for each part: axes, mask function, what is scanned."""
 
   def blocks(arrays, axes, slot):
@@ -126,12 +139,12 @@ def _parts(settings, row, prompt, sight: Sight):
 
   keys, values = blocks(row, ROW_AXES, "c")
   positions, segments = blocks((sight.positions, sight.segments), "bgc", "c")
-  about = jnp.arange(len(keys)), positions, segments
+  about = start + jnp.arange(len(keys)), positions, segments
   parts = [(ROW_AXES, _row_mask, (keys, values, about))]
   if prompt is not None:
     keys, values = blocks(prompt, PROMPT_AXES, "p")
     (mask,) = blocks((sight.prompt_mask,), "bp", "p")
-    about = jnp.arange(len(keys)), mask
+    about = start + jnp.arange(len(keys)), mask
     parts.append((PROMPT_AXES, _prompt_mask, (keys, values, about)))
   return parts
 
@@ -173,7 +186,10 @@ def _laid_out(q):
 
 def _forward(settings, q, row, prompt, sight):
   """Output, and the log-sum-exps of the logits [B, G, K, R, S]."""
-  parts = _parts(settings, row, prompt, sight)
+  arrays = q, row, prompt, sight._replace(local=None)
+  q, row, prompt, tied, start = _tied(*arrays)
+  sight = tied._replace(local=sight.local)
+  parts = _parts(settings, row, prompt, sight, start)
 
   def of_queries(_, block):
     q, about = block
@@ -231,10 +247,7 @@ def _tangent(settings, out, lse, primals, tangents, sight):
   queries, about = _query_blocks(settings, q, sight)
   split = functools.partial(_split, axis=4, size=settings.block)
 
-  # Their masks and weights are computed again in the backward pass.
-  recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-
-  @recomputed
+  @_recomputed
   def of_queries(block):
     q, dq, out, lse, about = block
     q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
@@ -270,7 +283,7 @@ def _tangent(settings, out, lse, primals, tangents, sight):
         dout += out_of(weights.astype(q.dtype), dvalues)
         return dout, dtotal
 
-      @recomputed
+      @_recomputed
       def step(carry, dq, block, mask_of=mask_of, add=add):
         (keys, values, keys_about), (dkeys, dvalues, _) = block
         mask, seen = mask_of(settings, about, keys_about)

@@ -166,11 +166,14 @@ def test_memory_at_8192_tokens_and_28_heads():
   )
 
   def loss(q, row, prompt, sight):
-    out = block_attention(q, row, prompt, sight, window=1024)
+    def layer(q, scale):  # differentiated, a loop keeps more than its body
+      return block_attention(q * scale, row, prompt, sight, window=1024), None
+
+    out, _ = jax.lax.scan(layer, q, jnp.ones(2, q.dtype))
     return jnp.sum(out.astype(jnp.float32) ** 2)
 
   gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
   compiled = gradient.lower(q, row, prompt, sight).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
-  # 28 x 8192^2 logits are 7.5e9 bytes, and those of 256 queries 2.3e8.
-  assert used < 4e8
+  # 28 x 8192^2 logits are 7.5e9 bytes, and their mask is 6.7e7 at the least.
+  assert used < 6e8
