@@ -129,7 +129,7 @@ def test_a_layer_may_be_local_or_not_at_run_time(local):
 
 def test_bfloat16_is_summed_in_float32():
   """As exact as rounding the weights, and then the sum, leaves it."""
-  size, window = 64, 99
+  size, window = 512, 999
   arrays, sight, mask, _ = case(size, window, False, jnp.bfloat16)
   q, row, _ = arrays
   row = KeysValues(row.keys, jnp.ones_like(row.values))
