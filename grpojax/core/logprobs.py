@@ -131,7 +131,7 @@ def token_logprobs(
   ids: Int[Array, "B G S"],
   *,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 1024,
+  chunk_size: int = 256,
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:

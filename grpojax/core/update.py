@@ -145,7 +145,7 @@ def make_update(
   micro_batches: int = 1,
   max_grad_norm: float | None = None,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 1024,
+  chunk_size: int = 256,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The policy update of one rollout: epochs x minibatches optimizer updates.
 

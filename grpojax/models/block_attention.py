@@ -27,8 +27,12 @@ from grpojax.models.cache import (
   PromptKeysValues,
 )
 
-BLOCK = 256
+BLOCK = 128
 """Tokens of a block; rows of no more than that are attended to at once."""
+
+LONG = 2048
+"""Rows of more tokens are cut into blocks of 2 BLOCK: a block of keys takes
+one turn of a loop, whose own cost would show."""
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
@@ -325,7 +329,7 @@ def block_attention(
   window: int = 0,
   scale: float | None = None,
   cap: float | None = None,
-  block: int = BLOCK,
+  block: int | None = None,
 ) -> Float[Array, "B G K R S E"]:
   """`two_part_attention` of whole rows: causal, and with `sight`'s masks.
 
@@ -339,11 +343,13 @@ def block_attention(
     window: of local layers, in tokens.
     scale: of the logits; default 1 / sqrt(E).
     cap: the logits are soft-capped at +-cap, before they are masked.
-    block: queries, and keys, of a block.
+    block: queries, and keys, of a block; by default as many as suit S.
 
   Returns:
     Attention output, in q's dtype.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
+  if block is None:
+    block = BLOCK if q.shape[-2] <= LONG else 2 * BLOCK
   settings = _Settings(scale, cap, window, sight.local is not False, block)
   return _attention(settings, q, row, prompt, sight)

@@ -54,7 +54,7 @@ def score_projections(
   split: Split = _all_move,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 1024,
+  chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
   """Directional derivatives of every sequence's log-probability.
 

@@ -57,7 +57,7 @@ def default_config() -> ConfigDict:
   config.sampling.top_k = 0  # 0 = off
   config.sampling.top_p = 1.0
   config.sampling.min_p = 0.0
-  config.logits_chunk = 1024  # tokens whose logits a device holds at once
+  config.logits_chunk = 256  # tokens whose logits a device holds at once
   config.reward = ConfigDict()
   # Built in, "package.module:function" or "file.py:function". The first says
   # what a right answer is (1 or more), which is what evaluations count.
