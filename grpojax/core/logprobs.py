@@ -1,6 +1,7 @@
 """Log-probabilities of completions, without a [B, G, T, V] array."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,39 +43,26 @@ def completion_hidden(
 
 
 def _chunks(
-  x: Float[Array, "B G S *more"] | Int[Array, "B G S"], size: int
+  x: Float[Array, "B G S *more"] | Int[Array, "B G S"], positions: int
 ) -> Array:
-  """Tokens in chunks of about the same size, at most `size` on each device.
+  """[B, G, S, ...] -> [S / positions, B, G, positions, ...], padded with 0."""
+  widths = [(0, 0)] * x.ndim
+  widths[2] = (0, -x.shape[2] % positions)
+  x = jnp.pad(x, widths)
+  x = x.reshape(*x.shape[:2], -1, positions, *x.shape[3:])
+  return jnp.moveaxis(x, 2, 0)
 
-  Those of a chunk lie side by side on the device that has their rows already:
-  along the first axes, the mesh cuts them as it cuts prompts and groups.
 
-  Args:
-    x: an array of tokens.
-    size: tokens of a chunk a device.
+def _positions_at_once(shape: tuple[int, int, int], size: int) -> int:
+  """How many positions of [B, G, S] tokens make a chunk.
 
-  Returns:
-    [chunks, devices along B, devices along G, tokens, *more]; zeros at the end.
+  All rows take part in each chunk, because the mesh cuts them: so none leaves
+  its device. The chunks are of about the same size.
   """
-  (b, g, s), more = x.shape[:3], x.shape[3:]
-  n, m = sample_cuts(b, g)
-  x = x.reshape(n, b // n, m, g // m, s, *more).swapaxes(1, 2)
-  x = x.reshape(n, m, -1, *more)
-  count = -(-x.shape[2] // size)
-  x = jnp.pad(
-    x, [(0, 0), (0, 0), (0, -x.shape[2] % count)] + [(0, 0)] * len(more)
-  )
-  return jnp.moveaxis(x.reshape(n, m, count, -1, *more), 2, 0)
-
-
-def _joined(
-  x: Float[Array, "chunks n m tokens"], shape: tuple[int, int, int]
-) -> Float[Array, "B G S"]:
-  """What was computed of each token of `_chunks`, in the tokens' old places."""
   b, g, s = shape
-  _, n, m, _ = x.shape
-  x = jnp.moveaxis(x, 0, 2).reshape(n, m, -1)[..., : b * g * s // (n * m)]
-  return x.reshape(n, m, b // n, g // m, s).swapaxes(1, 2).reshape(shape)
+  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
+  count = -(-s // max(1, size // rows))
+  return -(-s // count)
 
 
 def _in_float32(x):
@@ -149,7 +137,7 @@ def token_logprobs(
     ids: completion tokens; what stands on padding is scored too, mask it.
     sampling: the distribution to score under, the sampler's own.
     chunk_size: tokens whose logits are held at once, on each of the devices
-      that rows are cut over.
+      that rows are cut over; at least one of each row.
     positions: see `LM.extend`.
     segments: see `LM.extend`.
 
@@ -175,15 +163,20 @@ def token_logprobs(
     prevent_cse=False,  # under a scan nothing can be merged with it
   )
   def score(wide, chunk):
-    hidden, ids = (constrain(x, "batch", "group") for x in chunk)
+    hidden, ids = chunk
     logits = lm.unembed(jax.tree.map(_as, wide, params), hidden)
     logits = constrain(logits, "batch", "group", None, "vocabulary")
     return _score(transform_logits(logits, sampling, keep=ids), ids)
 
   # The gradients of what is used here are added up over the chunks.
   wide = jax.tree.map(_in_float32, params)
-  chunks = _chunks(hidden, chunk_size), _chunks(ids, chunk_size)
+  positions = _positions_at_once(ids.shape, chunk_size)
+  chunks = _chunks(hidden, positions), _chunks(ids, positions)
   _, out = jax.lax.scan(
     lambda _, chunk: (None, score(wide, chunk)), None, chunks
   )
-  return _joined(out[0], ids.shape), _joined(out[1], ids.shape)
+  logprobs, entropy = (
+    jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[..., : ids.shape[2]]
+    for x in out
+  )
+  return logprobs, entropy
