@@ -170,8 +170,8 @@ def token_logprobs(
 
   # The gradients of what is used here are added up over the chunks.
   wide = jax.tree.map(_in_float32, params)
-  positions = _positions_at_once(ids.shape, chunk_size)
-  chunks = _chunks(hidden, positions), _chunks(ids, positions)
+  at_once = _positions_at_once(ids.shape, chunk_size)
+  chunks = _chunks(hidden, at_once), _chunks(ids, at_once)
   _, out = jax.lax.scan(
     lambda _, chunk: (None, score(wide, chunk)), None, chunks
   )

@@ -15,7 +15,8 @@ from grpojax.models.attention import (
   rms_norm,
   two_part_attention,
 )
-from grpojax.models.block_attention import Sight, block_attention
+from grpojax.models.block_attention import block_attention
+from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture

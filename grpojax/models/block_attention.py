@@ -12,14 +12,20 @@ backward pass of that paper.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from grpojax.core.mesh import constrain
 from grpojax.models.attention import soft_cap
+from grpojax.models.block_masks import (
+  Queries,
+  Settings,
+  Sight,
+  prompt_mask,
+  row_mask,
+)
 from grpojax.models.cache import (
   PROMPT_AXES,
   ROW_AXES,
@@ -36,40 +42,6 @@ one turn of a loop, whose own cost would show."""
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
-
-
-class Sight(NamedTuple):
-  """What decides which keys a query sees, besides the order of the row.
-
-  Attributes:
-    positions: of the tokens in the whole sequence; within a segment they go up
-      by one from slot to slot.
-    segments: tokens of a row see those of their own only, or None for one.
-    prompt_mask: True on real prompt tokens, or None where there is no prompt.
-    local: whether the window counts; a Python value or traced.
-  """
-
-  positions: Int[Array, "B G S"]
-  segments: Int[Array, "B G S"] | None
-  prompt_mask: Bool[Array, "B P"] | None
-  local: Any
-
-
-class _Settings(NamedTuple):
-  scale: float
-  cap: float | None
-  window: int
-  local: bool  # False: nowhere, so that nothing is computed of windows
-  block: int
-
-
-class _Queries(NamedTuple):
-  """A block of queries, and what it sees by."""
-
-  index: Int[Array, ""]
-  positions: Int[Array, "B G S"]
-  segments: Int[Array, "B G S"] | None
-  local: Any
 
 
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
@@ -103,38 +75,6 @@ def _joined(blocks: Array, axis: int, size: int) -> Array:
   return jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 
-def _near(settings, queries: _Queries, key_positions) -> Array:
-  """Whether keys [., ., C] are in the window of queries: [B, G, S, C]."""
-  distance = queries.positions[..., None] - key_positions[..., None, :]
-  return (distance < settings.window) | ~jnp.asarray(queries.local)
-
-
-def _row_mask(settings, queries: _Queries, keys) -> tuple[Array, Array]:
-  """Of a block of the row's keys: [B, G, 1, 1, S, C], and if it sees any."""
-  index, positions, segments = keys
-  block = settings.block
-  apart = (queries.index - index) * block  # slots between their first tokens
-  at = jnp.arange(block)
-  mask, seen = apart + at[:, None] >= at, apart >= 0
-  if segments is not None:
-    mask &= queries.segments[..., None] == segments[..., None, :]
-  if settings.local:
-    mask &= _near(settings, queries, positions)
-    reached = apart - block + 1 < settings.window
-    seen &= reached | ~jnp.asarray(queries.local)
-  return mask if mask.ndim == 2 else mask[:, :, None, None], seen
-
-
-def _prompt_mask(settings, queries: _Queries, keys) -> tuple[Array, None]:
-  """Of a block of prompt keys, whose positions are their slots."""
-  index, mask = keys
-  mask = mask[:, None, None]
-  if settings.local:
-    places = index * settings.block + jnp.arange(settings.block)
-    mask &= _near(settings, queries, places[None, None])
-  return mask[:, :, None, None], None
-
-
 def _parts(settings, row, prompt, sight: Sight, start=0):
   """Blocks of keys, for each part: axes, mask function, what is scanned."""
 
@@ -144,12 +84,12 @@ def _parts(settings, row, prompt, sight: Sight, start=0):
   keys, values = blocks(row, ROW_AXES, "c")
   positions, segments = blocks((sight.positions, sight.segments), "bgc", "c")
   about = start + jnp.arange(len(keys)), positions, segments
-  parts = [(ROW_AXES, _row_mask, (keys, values, about))]
+  parts = [(ROW_AXES, row_mask, (keys, values, about))]
   if prompt is not None:
     keys, values = blocks(prompt, PROMPT_AXES, "p")
     (mask,) = blocks((sight.prompt_mask,), "bp", "p")
     about = start + jnp.arange(len(keys)), mask
-    parts.append((PROMPT_AXES, _prompt_mask, (keys, values, about)))
+    parts.append((PROMPT_AXES, prompt_mask, (keys, values, about)))
   return parts
 
 
@@ -169,7 +109,7 @@ def _query_blocks(settings, q, sight: Sight):
   split = functools.partial(_split, size=settings.block)
   blocks = split(q, 4)
   local = jnp.broadcast_to(jnp.asarray(sight.local), len(blocks))
-  about = _Queries(
+  about = Queries(
     jnp.arange(len(blocks)),
     split(sight.positions, 2),
     split(sight.segments, 2),
@@ -351,5 +291,5 @@ def block_attention(
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:
     block = BLOCK if q.shape[-2] <= LONG else 2 * BLOCK
-  settings = _Settings(scale, cap, window, sight.local is not False, block)
+  settings = Settings(scale, cap, window, sight.local is not False, block)
   return _attention(settings, q, row, prompt, sight)

@@ -110,8 +110,9 @@ def _update(
   cuts = config.optim.minibatches * config.optim.micro_batches
   samples = rows.prompts * rows.group_size
   tokens = samples // cuts * rows.length
-  positions = config.logits_chunk * row_shards(mesh) // (samples // cuts)
-  chunk = samples // cuts * min(rows.length, max(1, positions))
+  at_once = max(1, samples // cuts)
+  positions = config.logits_chunk * row_shards(mesh) // at_once
+  chunk = at_once * min(rows.length, max(1, positions))
   settings = (*rows.settings, "optim.micro_batches")
   long = (*settings, "sampling.max_new_tokens")
   activations = tokens * model.width * itemsize

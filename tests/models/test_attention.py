@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from grpojax.models.attention import two_part_attention
-from grpojax.models.block_attention import Sight, block_attention
+from grpojax.models.block_attention import block_attention
+from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues
 
 B, G, K, R, P, E = 2, 3, 2, 2, 5, 4
