@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
   )
   train.reward.functions = ("math_answer",)
   train.sampling.max_new_tokens = 1024
-  train.logits_chunk = 8
+  train.logits_chunk = 512
   train.optim.learning_rate = 1e-6
   train.optim.micro_batches = 1  # 128 samples a device, in whole groups
   train.loss.weighting = "fixed_length"

@@ -22,5 +22,4 @@ def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_gemma3_1b"
   config.model.path = "gemma-3-1b-it"
-  config.logits_chunk = 8  # the vocabulary is large: 262,144
   return config.lock()

@@ -79,7 +79,7 @@ def test_training_starts_from_it(name, tmp_path):
     "group_size": 2,
     "optim.micro_batches": 1,
     "sampling.max_new_tokens": 4,
-    "logits_chunk": 4,
+    "logits_chunk": 64,
     "eval.num_prompts": 2,
     "eval.batch_size": 2,
     "log.tensorboard": False,

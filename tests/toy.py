@@ -67,7 +67,7 @@ def arguments(model: pathlib.Path, **changes):
     "model.path": model,
     "data.max_prompt_length": 8,
     "sampling.max_new_tokens": 8,
-    "logits_chunk": 4,
+    "logits_chunk": 64,
     "optim.learning_rate": 1e-2,
     "eval.every": 3,
     "eval.num_prompts": 10,

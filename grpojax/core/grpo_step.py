@@ -68,7 +68,7 @@ def make_batch(
   kl_in_reward: float = 0.0,
   micro_batches: int = 1,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
+  chunk_size: int = 256,
   packing: Packing | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
@@ -205,7 +205,7 @@ def make_grpo_step(
   epochs: int = 1,
   minibatches: int = 1,
   micro_batches: int = 1,
-  chunk_size: int = 32,
+  chunk_size: int = 256,
   diagnose: Callable[..., Metrics] | None = None,
   **update_options: Any,
 ) -> Callable[..., tuple[TrainState, Metrics]]:

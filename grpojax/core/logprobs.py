@@ -1,12 +1,16 @@
 """Log-probabilities of completions, without a [B, G, T, V] array."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.arguments import check_prompts
-from grpojax.core.mesh import constrain
-from grpojax.core.sampling import Sampling, token_logprob, transform_logits
+from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import LM, Params
 
 
@@ -39,6 +43,75 @@ def completion_hidden(
   return jnp.where((positions == 0)[..., None], first, before)
 
 
+def _chunks(
+  x: Float[Array, "B G S *more"] | Int[Array, "B G S"], positions: int
+) -> Array:
+  """[B, G, S, ...] -> [S / positions, B, G, positions, ...], padded with 0."""
+  widths = [(0, 0)] * x.ndim
+  widths[2] = (0, -x.shape[2] % positions)
+  x = jnp.pad(x, widths)
+  x = x.reshape(*x.shape[:2], -1, positions, *x.shape[3:])
+  return jnp.moveaxis(x, 2, 0)
+
+
+def _positions_at_once(shape: tuple[int, int, int], size: int) -> int:
+  """How many positions of [B, G, S] tokens make a chunk.
+
+  All rows take part in each chunk, because the mesh cuts them: so none leaves
+  its device. The chunks are of about the same size.
+  """
+  b, g, s = shape
+  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
+  count = -(-s // max(1, size // rows))
+  return -(-s // count)
+
+
+def _in_float32(x):
+  """An array of 16-bit floats as float32, any other leaf as it is."""
+  small = getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
+  return x.astype(jnp.float32) if small else x
+
+
+def _as(x, like):
+  """What `_in_float32` made of `like`, in its dtype again."""
+  return x if _in_float32(like) is like else x.astype(like.dtype)
+
+
+@jax.custom_jvp
+def _score(
+  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
+) -> tuple[Float[Array, "*n"], Float[Array, "*n"]]:
+  """Log-probability of `ids` under softmax(logits), and its entropy.
+
+  Its derivative is written as one product with (one-hot - softmax), linear in
+  the logits' tangent. Transposed, it is the upstream gradient times that, in
+  one pass.
+  """
+  return _score_with_lse(logits, ids)[0]
+
+
+def _score_with_lse(logits, ids):
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - top)
+  total = jnp.sum(weights, axis=-1)
+  lse = top[..., 0] + jnp.log(total)
+  lse = checkpoint_name(lse, "log_sum_exp")
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+  # What was cut away has weight 0 and a finite logit.
+  entropy = lse - jnp.sum(weights * logits, axis=-1) / total
+  return (chosen - lse, entropy), lse
+
+
+@_score.defjvp
+def _score_jvp(primals, tangents):
+  logits, ids = primals
+  (logprobs, entropy), lse = _score_with_lse(logits, ids)
+  chosen = jnp.arange(logits.shape[-1]) == ids[..., None]
+  slope = chosen - jnp.exp(logits - lse[..., None])
+  tangent = jnp.sum(slope * tangents[0], axis=-1)
+  return (logprobs, entropy), (tangent, jnp.zeros_like(entropy))
+
+
 def token_logprobs(
   lm: LM,
   params: Params,
@@ -47,14 +120,15 @@ def token_logprobs(
   ids: Int[Array, "B G S"],
   *,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
+  chunk_size: int = 256,
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Log-probability (nats) of each completion token, and the entropy there.
 
-  Logits exist for `chunk_size` positions at a time, and are recomputed in the
-  backward pass.
+  Logits, and their gradients, exist for `chunk_size` tokens at a time: they are
+  computed again in the backward pass, whose memory is a few times chunk_size x
+  V float32 however long the completions are.
 
   Args:
     lm: the model.
@@ -63,7 +137,8 @@ def token_logprobs(
     prompt_mask: True on real prompt tokens.
     ids: completion tokens; what stands on padding is scored too, mask it.
     sampling: the distribution to score under, the sampler's own.
-    chunk_size: positions whose logits are held at once.
+    chunk_size: tokens whose logits are held at once, on each of the devices
+      that rows are cut over; at least one of each row.
     positions: see `LM.extend`.
     segments: see `LM.extend`.
 
@@ -75,35 +150,34 @@ def token_logprobs(
       `arguments.check_prompts`).
   """
   check_prompts(lm, params, prompt_ids, prompt_mask)
+  if chunk_size < 1:
+    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
   lm, params = lm.prepared(params, decoding=False)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
-  if chunk_size < 1:
-    raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-  s = ids.shape[-1]
-  chunk = min(chunk_size, s)
-  padding = -s % chunk
 
-  def split(x):  # [B, G, S, ...] -> [S / chunk, B, G, chunk, ...]
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3))
-    x = x.reshape(*x.shape[:2], -1, chunk, *x.shape[3:])
-    return jnp.moveaxis(x, 2, 0)
-
-  def join(x):
-    return jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[:, :, :s]
-
-  @jax.checkpoint
-  def score(params, hidden, ids):
-    logits = lm.unembed(params, hidden)
-    logits = constrain(logits, "batch", "group", None, "vocabulary")
-    logits = transform_logits(logits, sampling, keep=ids)
-    still = jax.lax.stop_gradient(logits)
-    log_p = jax.nn.log_softmax(still)
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return token_logprob(logits, ids), entropy
-
-  _, (logprobs, entropy) = jax.lax.scan(
-    lambda _, x: (None, score(params, *x)), None, (split(hidden), split(ids))
+  # Of its logits, only the log-sum-exps are kept for the backward pass.
+  @functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_only_these_names("log_sum_exp"),
+    prevent_cse=False,  # under a scan nothing can be merged with it
   )
-  return join(logprobs), join(entropy)
+  def score(wide, chunk):
+    hidden, ids = chunk
+    logits = lm.unembed(jax.tree.map(_as, wide, params), hidden)
+    logits = constrain(logits, "batch", "group", None, "vocabulary")
+    return _score(transform_logits(logits, sampling, keep=ids), ids)
+
+  # The gradients of what is used here are added up over the chunks.
+  wide = jax.tree.map(_in_float32, params)
+  at_once = _positions_at_once(ids.shape, chunk_size)
+  chunks = _chunks(hidden, at_once), _chunks(ids, at_once)
+  _, out = jax.lax.scan(
+    lambda _, chunk: (None, score(wide, chunk)), None, chunks
+  )
+  logprobs, entropy = (
+    jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[..., : ids.shape[2]]
+    for x in out
+  )
+  return logprobs, entropy

@@ -232,6 +232,14 @@ def row_shards(mesh: Mesh | AbstractMesh) -> int:
   return math.prod(dict(mesh.shape).get(axis, 1) for axis in ROWS)
 
 
+def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
+  """Into how many parts the mesh in context cuts B and G of [B, G, ...]."""
+  free = free_axes(jax.sharding.get_abstract_mesh())
+  wanted = (ACTIVATIONS["batch"], ACTIVATIONS["group"])
+  b, g = divide((prompts, group_size), wanted, free)
+  return tuple(math.prod(free[axis] for axis in axes) for axes in (b, g))
+
+
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
   """Whether batches can be cut evenly over the mesh's row axes.
 

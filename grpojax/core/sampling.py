@@ -128,7 +128,7 @@ def transform_logits(
   if sampling.min_p > 0:
     top = jnp.max(cut, axis=-1, keepdims=True)
     cut = jnp.where(cut < top + jnp.log(sampling.min_p), _NEGATIVE, cut)
-  if keep is not None:
+  if keep is not None and cut is not logits:
     cut = jnp.where(vocab == keep[..., None], logits, cut)
   return cut
 

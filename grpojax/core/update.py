@@ -146,7 +146,7 @@ def make_update(
   micro_batches: int = 1,
   max_grad_norm: float | None = None,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
+  chunk_size: int = 256,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
   """The policy update of one rollout: epochs x minibatches optimizer updates.
 

@@ -13,9 +13,11 @@ from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import (
   cached_attention,
-  causal_attention,
   rms_norm,
+  two_part_attention,
 )
+from grpojax.models.block_attention import block_attention
+from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
@@ -43,20 +45,23 @@ class TokenContext(NamedTuple):
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
-    mask: of the tokens among themselves, broadcastable to [B, G, K, R, S, S].
+    mask: of the tokens among themselves, broadcastable to [B, G, K, R, S, S];
+      None for whole rows that are attended to in blocks, see `block_attention`.
     positions: of the tokens in the whole sequence.
     prompt_mask: True on real prompt tokens, or None where the tokens are the
       prompt.
     slot_mask: True on the slots that hold a token, or None without a cache.
     slot_positions: of what is in the slots, or None.
+    segments: see `LM.extend`; read where there is no mask.
   """
 
   tables: tuple[RotaryTable, ...]
-  mask: Bool[Array, "..."]
+  mask: Bool[Array, "..."] | None
   positions: Int[Array, "B G S"]
   prompt_mask: Bool[Array, "B P"] | None
   slot_mask: Bool[Array, "C"] | None = None
   slot_positions: Int[Array, "B G C"] | None = None
+  segments: Int[Array, "B G S"] | None = None
 
 
 def _project(
@@ -154,12 +159,20 @@ def _attention(
   # Cached keys are rotated already, for their positions never change.
   row = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
   q, row = checkpoint_name((q, row), KEPT)
-  masks = _masks(local, c.window, context)
   options = dict(scale=c.attention_scale, cap=c.attention_cap)
-  if slots is None:
-    out = causal_attention(q, row, masks.row, prompt, masks.prompt, **options)
+  if context.mask is None:
+    sight = Sight(
+      context.positions, context.segments, context.prompt_mask, local
+    )
+    options |= dict(window=c.window)
+    out = block_attention(q, row, prompt, sight, **options)
   else:
-    out = cached_attention(q, row, slots, prompt, masks, **options)
+    masks = _masks(local, c.window, context)
+    if slots is None:
+      args = masks.row, prompt, masks.prompt
+      out = two_part_attention(q, row, *args, **options)
+    else:
+      out = cached_attention(q, row, slots, prompt, masks, **options)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
   y = _project(checkpoint_name(out, KEPT), layer, "o")

@@ -231,13 +231,6 @@ def write(
   return Cache(cache.index + count, (*before, block))
 
 
-def first_slots(
-  x: Float[Array, "B G K slots E"], count: int
-) -> Float[Array, "B G K {count} E"]:
-  """The first `count` slots of keys or values."""
-  return jax.lax.slice_in_dim(x, 0, count, axis=ROW_AXES.index("c"))
-
-
 def ages(cache: Cache) -> Int[Array, "C"]:
   """How many tokens ago each slot was written: 0 is the last one."""
   size = capacity(cache)

@@ -25,6 +25,7 @@ from grpojax.models import layer_stacks, sharding
 from grpojax.models import remat as remat_lib
 from grpojax.models.attention import rms_norm, soft_cap
 from grpojax.models.block import TokenContext, block, block_of_both
+from grpojax.models.block_attention import BLOCK
 from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
@@ -72,7 +73,7 @@ def _final_norm(
 
 def _token_context(
   config: TransformerConfig,
-  mask: Bool[Array, "..."],
+  mask: Bool[Array, "..."] | None,
   positions: Int[Array, "B G S"],
   prompt_mask: Bool[Array, "B P"] | None,
 ) -> TokenContext:
@@ -83,17 +84,28 @@ def _token_context(
   return TokenContext(tables, mask, positions, prompt_mask)
 
 
+def _rows_context(
+  config: TransformerConfig,
+  positions: Int[Array, "B G S"],
+  segments: Int[Array, "B G S"] | None,
+  prompt_mask: Bool[Array, "B P"] | None,
+) -> TokenContext:
+  """Of whole rows; longer ones attend in blocks, and need no whole mask."""
+  size = positions.shape[-1]
+  mask = _row_mask(size, segments) if size <= BLOCK else None
+  context = _token_context(config, mask, positions, prompt_mask)
+  return context._replace(segments=segments)
+
+
 def _prompt_context(
   config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
 ) -> TokenContext:
   """Of the prompts, as rows of a group of one."""
   b, p = prompt_mask.shape
   positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal, and no padding as a key: [B, P, P]. A padded query may see no real
-  # key but those before it; what it computes is never read.
-  mask = jnp.tril(jnp.ones((p, p), bool)) & prompt_mask[:, None, :]
-  mask = mask[:, None, None, None]  # all heads of the one row
-  return _token_context(config, mask, positions, None)
+  # Causal alone: padding stands behind all real tokens, which do not see it,
+  # and what is computed of it is never read.
+  return _rows_context(config, positions, None, None)
 
 
 def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
@@ -162,8 +174,7 @@ def _extend_rows(
 
   The layers are scanned, so that the program does not grow with their number.
   """
-  mask = _row_mask(x.shape[2], segments)
-  context = _token_context(config, mask, positions, prompt_mask)
+  context = _rows_context(config, positions, segments, prompt_mask)
 
   def body(x, local, layer, prompt):
     x, _ = layer_step(block, config, x, layer, local, context, prompt, None)
@@ -258,10 +269,9 @@ def _forward(
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
   positions = _lengths(prompt_mask)[:, None, None] + positions
-  mask = _row_mask(ids.shape[-1], segments)
   contexts = (
     _prompt_context(config, prompt_mask),
-    _token_context(config, mask, positions, prompt_mask),
+    _rows_context(config, positions, segments, prompt_mask),
   )
 
   def body(x, local, layer):

@@ -54,7 +54,7 @@ def score_projections(
   split: Split = _all_move,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
-  chunk_size: int = 32,
+  chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
   """Directional derivatives of every sequence's log-probability.
 
@@ -75,7 +75,7 @@ def score_projections(
       other, about 3 V forward passes with the memory of one: for models that
       cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
     sampling: what the rollout was sampled with.
-    chunk_size: positions whose logits are held at once.
+    chunk_size: see `token_logprobs`.
 
   Returns:
     Derivatives, in nats.

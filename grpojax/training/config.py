@@ -64,7 +64,7 @@ def default_config() -> ConfigDict:
   config.sampling.stages = 4
   config.sampling.compact = True
   config.sampling.slots = 0
-  config.logits_chunk = 32  # completion positions whose logits are held at once
+  config.logits_chunk = 256  # tokens whose logits a device holds at once
   config.reward = ConfigDict()
   # Built in, "package.module:function" or "file.py:function". The first says
   # what a right answer is (1 or more), which is what evaluations count.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
+from grpojax.core.mesh import row_shards
 from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.runtime import config as config_lib
@@ -103,26 +104,29 @@ def _update(
   model: TransformerConfig,
   rows: Rows,
   itemsize: int,
-  devices: int,
+  mesh: jax.sharding.Mesh,
 ) -> list[Part]:
   """What the gradient of a micro-batch holds besides the parameters."""
   cuts = config.optim.minibatches * config.optim.micro_batches
   samples = rows.prompts * rows.group_size
-  chunk = min(config.logits_chunk, rows.length)
+  tokens = samples // cuts * rows.length
+  at_once = max(1, samples // cuts)
+  positions = config.logits_chunk * row_shards(mesh) // at_once
+  chunk = at_once * min(rows.length, max(1, positions))
   settings = (*rows.settings, "optim.micro_batches")
   long = (*settings, "sampling.max_new_tokens")
-  activations = samples // cuts * rows.length * model.width * itemsize
+  activations = tokens * model.width * itemsize
   parts = [
     ("completions", samples * rows.length * ID, long),
     # The input of each layer, from which the rest can be computed again.
     ("activations", model.layers * activations, long),
     (
       "logits",
-      samples // cuts * chunk * model.vocab_size * FLOAT32,
+      chunk * model.vocab_size * FLOAT32,
       (*settings, "logits_chunk"),
     ),
   ]
-  return [Part(what, size // devices, names) for what, size, names in parts]
+  return [Part(what, size // mesh.size, names) for what, size, names in parts]
 
 
 def training(
@@ -170,7 +174,7 @@ def training(
     "an update": [
       *held,
       gradients,
-      *_update(config, model, step, *sizes),
+      *_update(config, model, step, dtype.itemsize, mesh),
     ],
     "an evaluation": held + rollout(model, test, *sizes),
   }

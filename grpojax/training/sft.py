@@ -173,7 +173,6 @@ def make_step(lm, tx):
       rows.ids[:, None],
       positions=rows.positions[:, None],
       segments=rows.segments[:, None],
-      chunk_size=64,
     )
     return -jnp.sum(logprobs[:, 0] * rows.weights) / jnp.sum(rows.weights)
 

@@ -116,17 +116,17 @@ def test_chunk_size_changes_nothing(scored, chunk_size):
   )
 
 
-def largest_array(chunk_size, length, vocab=101):
-  """Elements of the largest array in the compiled value and gradient."""
-  lm = LM(  # As little as has a vocabulary.
+def compiled_update(chunk_size, length, vocab=101, group=G, width=4):
+  """The compiled value and gradient of as little as has a vocabulary."""
+  lm = LM(
     init=lambda key: None,
     prefill=lambda params, ids, mask: Prefix(params[ids[:, 0]], ids, None),
     extend=lambda params, prefix, ids, **_: (params[ids], None),
     unembed=lambda params, hidden: hidden @ params.T,
     init_cache=lambda b, g, t: None,
   )
-  params = jax.ShapeDtypeStruct((vocab, 4), jnp.float32)
-  ids = jax.ShapeDtypeStruct((B, G, length), jnp.int32)
+  params = jax.ShapeDtypeStruct((vocab, width), jnp.float32)
+  ids = jax.ShapeDtypeStruct((B, group, length), jnp.int32)
 
   def objective(params, ids):
     logprobs, entropy = token_logprobs(
@@ -135,15 +135,51 @@ def largest_array(chunk_size, length, vocab=101):
     return logprobs.sum(), entropy
 
   function = jax.jit(jax.value_and_grad(objective, has_aux=True))
-  text = function.lower(params, ids).compile().as_text()
+  return function.lower(params, ids).compile()
+
+
+def largest_array(*args):
+  """Elements of the largest array in the compiled value and gradient."""
+  text = compiled_update(*args).as_text()
   shapes = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", text)
   return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
 def test_no_array_of_all_logits_is_compiled():
   everything = B * G * 16 * 101
-  assert largest_array(16, 16) >= everything  # It would be found.
-  assert largest_array(4, 16) <= everything / 4
+  tokens = B * G * 16
+  assert largest_array(tokens, 16) >= everything  # It would be found.
+  assert largest_array(tokens // 4, 16) <= everything / 4
+
+
+def test_memory_at_8192_tokens_and_a_vocabulary_of_152_thousand():
+  """At most four arrays as large as a chunk's logits; all of them are 1e10."""
+  chunk, vocab, length = 512, 151_936, 4096
+  compiled = compiled_update(chunk, length, vocab, 1, 16)  # B rows: 8192
+  used = compiled.memory_analysis().temp_size_in_bytes
+  assert used < 4 * chunk * vocab * 4
+
+
+def test_gradients_are_added_up_in_float32():
+  """Of a bfloat16 head, over 512 chunks of one token."""
+  tokens, vocab = 512, 4
+  lm = LM(
+    init=None,
+    prefill=lambda params, ids, mask: Prefix(jnp.ones((1, 1)), ids, None),
+    extend=lambda params, prefix, ids, **_: (jnp.ones((*ids.shape, 1)), None),
+    unembed=lambda params, hidden: hidden @ params,
+    init_cache=None,
+  )
+  ids = jnp.zeros((1, 1, tokens), int)
+  mask = jnp.ones((1, 1), bool)
+
+  def total(params):
+    return token_logprobs(lm, params, ids[0, :, :1], mask, ids, chunk_size=1)[
+      0
+    ].sum()
+
+  gradient = jax.grad(total)(jnp.zeros((1, vocab), jnp.bfloat16))
+  np.testing.assert_array_equal(gradient[0], tokens * (np.eye(4)[0] - 0.25))
 
 
 def test_no_gradient_flows_through_the_entropy(tabular):

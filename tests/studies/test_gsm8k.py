@@ -104,7 +104,7 @@ TINY = {
   "train.group_size": 2,
   "train.data.max_prompt_length": 256,
   "train.sampling.max_new_tokens": 4,
-  "train.logits_chunk": 4,
+  "train.logits_chunk": 64,
   "train.optim.micro_batches": 1,
   "train.eval.every": 2,
   "train.eval.num_prompts": 2,

@@ -33,7 +33,7 @@ SETTINGS = {
   "group_size": G,  # cut by what does not divide B
   "data.options.difficulty": (2, 4),
   "sampling.max_new_tokens": T,
-  "logits_chunk": 4,
+  "logits_chunk": 64,
   "reward.functions": (f"{__file__}:digits",),
   "loss.beta": 0.1,
   "optim.learning_rate": 1e-3,
