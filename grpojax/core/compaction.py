@@ -21,12 +21,6 @@ def cut(shape: tuple[int, int]) -> tuple[int, bool]:
   return parts, spec[1] is not None
 
 
-def sizes(count: int, stage: int) -> list[int]:
-  """Sizes that a stage may have, descending: all, a half, a quarter, ..."""
-  sizes = {-(-count // 2**i) for i in range(min(stage, 3) + 1)}
-  return sorted(sizes, reverse=True)
-
-
 class Compaction(NamedTuple):
   """How the samples that are not done are put together.
 
@@ -43,6 +37,16 @@ class Compaction(NamedTuple):
   parts: int
   size: int
   of_prompts: bool
+
+  def sizes(self, stage: int) -> list[int]:
+    """Rows of a part that a stage may compute, descending: each is compiled.
+
+    A program of one sample a prompt is for evaluations, which are few: it has
+    one more size in each stage, no more.
+    """
+    halvings = [0, 2] if self.of_prompts else range(4)
+    allowed = halvings[: stage + 1]
+    return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 
   def parted(self, done: Bool[Array, "B G"]) -> Bool[Array, "parts size"]:
     """The rows as parts."""
