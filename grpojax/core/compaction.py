@@ -21,6 +21,11 @@ def cut(shape: tuple[int, int]) -> tuple[int, bool]:
   return parts, spec[1] is not None
 
 
+WORTH = 48
+"""Tokens that a stage of an evaluation has to have, to be compiled twice: to
+decode fewer takes less time than XLA does."""
+
+
 class Compaction(NamedTuple):
   """How the samples that are not done are put together.
 
@@ -38,13 +43,19 @@ class Compaction(NamedTuple):
   size: int
   of_prompts: bool
 
-  def sizes(self, stage: int) -> list[int]:
+  def sizes(self, stage: int, tokens: int) -> list[int]:
     """Rows of a part that a stage may compute, descending: each is compiled.
 
-    A program of one sample a prompt is for evaluations, which are few: it has
-    one more size in each stage, no more.
+    A program of one sample a prompt is an evaluation's, and runs seldom: it has
+    one more size at most, and that in long stages only.
+
+    Args:
+      stage: its number; the first, 0, has all rows.
+      tokens: that it has at most.
     """
-    halvings = [0, 2] if self.of_prompts else range(4)
+    halvings = range(4)
+    if self.of_prompts:
+      halvings = [0, 2] if tokens >= WORTH else [0]
     allowed = halvings[: stage + 1]
     return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 

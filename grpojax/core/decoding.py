@@ -29,7 +29,8 @@ class Decoding(NamedTuple):
     compact: at the start of each stage but the first, take the samples that are
       not done together, in a batch of a half, a quarter or an eighth of the
       group (where no group has more of them); where a group is one sample, of
-      a quarter of the prompts. Each is compiled.
+      a quarter of the prompts, in long stages (see `compaction.WORTH`). Each is
+      compiled.
     slots: samples of each prompt that are in memory at once; the next begins
       where one is done. 0 is all of them; with fewer there are no stages.
   """
@@ -212,10 +213,13 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     def decode(*args, first=start + 1, count=end - start):
       return _decode(*args, first, count)
 
-    sizes = how.sizes(stage) if how else [g]
+    sizes = how.sizes(stage, end - start) if how else [g]
     branches = [_compacted(setup, how, size, decode) for size in sizes]
     alive = jnp.max(jnp.sum(~how.parted(samples.done), axis=1)) if how else g
     fits = sum(alive <= size for size in sizes[1:])  # in how many of these
+    if len(sizes) > 1:  # nothing is moved where nothing is left
+      branches.append(lambda samples, _, cache: (samples, cache))
+      fits = jnp.where(alive == 0, len(sizes), fits)
     samples, cache = jax.lax.switch(fits, branches, samples, of_samples, cache)
     start = end
   return samples

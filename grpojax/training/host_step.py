@@ -163,7 +163,7 @@ def make_host_step(
     clock = [time.perf_counter()]
     key = jax.random.fold_in(state.key, state.step)
     samples, texts, scores = draw(state.params, prompts, examples, key, clock)
-    rewards = scores.rewards
+    rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
     poll()
     score_metrics = scoring.metrics(scores)
     if diagnosed:
@@ -173,7 +173,7 @@ def make_host_step(
       score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
-    packing = from_config.packing(config, samples, rewards, mesh)
+    packing = from_config.packing(config, samples, scores.rewards, mesh)
     batch, row = programs.compare(
       state.params, samples, rewards, reference.at_hand(ref_params), packing
     )
@@ -186,7 +186,7 @@ def make_host_step(
     names += ["seconds_diagnosis"] * diagnosed
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = _first_group(examples, texts, rewards)
+    shown = _first_group(examples, texts, scores.rewards)
     return state, row, shown, scores.failures
 
   return step
