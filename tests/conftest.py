@@ -125,6 +125,7 @@ def tabular_lm(kinds, vocab, on_extend=None):
     init_cache=lambda b, g, t: (),
     grow_cache=lambda cache, slots: cache,
     map_cache_rows=lambda function, cache, *_: cache,
+    map_prefix_rows=jax.tree.map,
   )
 
 

@@ -18,7 +18,7 @@ from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import batch_sizes, from_config, group_sizes, steps
+from grpojax.training import batch_sizes, from_config, group_sizes, host_step
 from grpojax.training.config import default_config, validate
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
@@ -144,10 +144,10 @@ def test_a_step_traces_at_its_real_shapes(name):
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
   ref_params = params if from_config.needs_reference(config) else None
-  compare = functools.partial(steps.make_compare(config), policy.lm)
+  compare = functools.partial(host_step.make_compare(config), policy.lm)
   batch, row = jax.eval_shape(compare, params, samples, rewards, ref_params)
   learn = functools.partial(
-    steps.make_learn(config, optimizer(config)), policy.lm
+    host_step.make_learn(config, optimizer(config)), policy.lm
   )
   new, metrics = jax.eval_shape(learn, state, batch)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(

@@ -16,7 +16,13 @@ from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime import config as config_lib
-from grpojax.training import from_config, group_sizes, prompts, steps
+from grpojax.training import (
+  device_step,
+  from_config,
+  group_sizes,
+  host_step,
+  prompts,
+)
 from grpojax.training import policy as policies
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
@@ -137,8 +143,9 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   )
 
 
-def _prompts(run: Run, mesh: Mesh) -> Prompts:
-  shape = run.prompts, run.config.data.max_prompt_length
+def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
+  """Of a step, or of one of the parts in which it is sampled."""
+  shape = run.prompts // parts, run.config.data.max_prompt_length
   both = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
@@ -173,17 +180,19 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   args = config, policy, run.group_size, optimizer(config), places
   if name == "step":
     with jax.set_mesh(run.mesh):
-      program = steps.make_device_program(*args)
+      program = device_step.make_device_program(*args)
       given = state, _device_prompts(run), run.ref_params
       return policies.lower(program, *given)
-  sample, compare, learn = steps.make_programs(*args)
+  sample, compare, learn = host_step.make_programs(*args)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  asked = _prompts(run, sampling)
-  given = state.params, asked, jax.eval_shape(_key)
+  parts, key = config.sampling.parts, jax.eval_shape(_key)
   with jax.set_mesh(sampling):
     if name == "rollout":
-      return policies.lower(sample, *given)
-    samples = jax.eval_shape(sample, *given)
+      first = [jax.ShapeDtypeStruct((), jnp.int32)] * (parts > 1)
+      asked = _prompts(run, sampling, parts)
+      return policies.lower(sample, state.params, asked, key, *first)
+    whole = _prompts(run, sampling)
+    samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
   given = state.params, _as_rows(samples, run.mesh), rewards, run.ref_params

@@ -22,7 +22,14 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
 from grpojax.runtime import device_memory
-from grpojax.training import from_config, memory, reference, scoring, steps
+from grpojax.training import (
+  device_step,
+  from_config,
+  host_step,
+  memory,
+  reference,
+  scoring,
+)
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
@@ -37,7 +44,7 @@ class Subject(NamedTuple):
     run: its shapes.
     policy: with its frozen weights, if there are any.
     state: before the first step.
-    ref_params: as of `steps.make_host_step`.
+    ref_params: as of `host_step.make_host_step`.
     tx: the optimizer.
   """
 
@@ -153,7 +160,7 @@ def host_steps(
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
   with scoring.open_scorer(run.config) as scorer, jax.set_mesh(run.mesh):
-    step = steps.make_host_step(
+    step = host_step.make_host_step(
       run.config,
       subject.policy,
       run.group_size,
@@ -181,7 +188,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
   )
   state = subject.state
   with jax.set_mesh(run.mesh):
-    step = steps.make_device_step(
+    step = device_step.make_device_step(
       config, policy, run.group_size, subject.tx, subject.ref_params, places
     )
     for prompts, given in itertools.islice(batches, count):

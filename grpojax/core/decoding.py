@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from grpojax.core.mesh import activation_spec, constrain
+from grpojax.core import compaction
+from grpojax.core.compaction import Compaction, take
+from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Cache, Params, Prefix
 
@@ -26,7 +28,9 @@ class Decoding(NamedTuple):
       at least; attention reads what has been begun. Each is compiled.
     compact: at the start of each stage but the first, take the samples that are
       not done together, in a batch of a half, a quarter or an eighth of the
-      group (where no group has more of them). Each is compiled.
+      group (where no group has more of them); where a group is one sample, of
+      a quarter of the prompts, in long stages (see `compaction.WORTH`). Each is
+      compiled.
     slots: samples of each prompt that are in memory at once; the next begins
       where one is done. 0 is all of them; with fewer there are no stages.
   """
@@ -66,10 +70,6 @@ class Setup(NamedTuple):
   limit: Int[Array, "B G"]
   eos: Int[Array, "_"]
   sampling: Sampling
-
-
-_take = jax.vmap(lambda x, order: x[order])
-_put = jax.vmap(lambda x, order, new: x.at[order].set(new))
 
 
 def _rows(tree: PyTree) -> PyTree:
@@ -152,33 +152,29 @@ def _stage_ends(count: int, stages: int) -> list[int]:
   return [*sorted(ends), count]
 
 
-def _sizes(shape: tuple[int, int], stage: int) -> list[int]:
-  """Samples of a group that may be computed in a stage, descending."""
-  spec = activation_spec(
-    jax.sharding.get_abstract_mesh(), shape, ("batch", "group")
-  )
-  if len(spec) > 1 and spec[1] is not None:
-    return [shape[1]]  # which device has a sample may not change
-  sizes = {-(-shape[1] // 2**i) for i in range(min(stage, 3) + 1)}
-  return sorted(sizes, reverse=True)
+Loop = Callable[..., tuple[Samples, Cache]]
 
 
 def _compacted(
-  setup: Setup, size: int, decode: Callable[..., tuple[Samples, Cache]]
-) -> Callable[..., tuple[Samples, Cache]]:
-  """`decode` of the `size` samples of each group that are not done."""
+  setup: Setup, how: Compaction | None, size: int, decode: Loop
+) -> Loop:
+  """`decode(setup, ...)` of `size` rows of each part, those not done first."""
 
   def run(samples, of_samples, cache):
-    if size == samples.done.shape[1]:
-      return decode(samples, of_samples, cache)
-    order = jnp.argsort(samples.done, axis=1, stable=True)[:, :size]
-    take = lambda x: _take(x, order)
+    if how is None or size == how.size:
+      return decode(setup, samples, of_samples, cache)
+    order, few_setup = how.order(samples.done, size), setup
+    few_of = lambda x: how.take(x, order)
+    if how.of_prompts:
+      prefix = setup.lm.map_prefix_rows(few_of, setup.prefix)
+      few_setup = setup._replace(prefix=prefix)
     few, few_cache = decode(
-      _rows(jax.tree.map(take, samples)),
-      jax.tree.map(take, of_samples),
-      setup.lm.map_cache_rows(take, cache),
+      few_setup,
+      _rows(jax.tree.map(few_of, samples)),
+      jax.tree.map(few_of, of_samples),
+      setup.lm.map_cache_rows(few_of, cache),
     )
-    put = lambda new, x: _put(x, order, new)
+    put = lambda new, x: how.put(new, x, order)
     return (
       _rows(jax.tree.map(put, few, samples)),
       setup.lm.map_cache_rows(put, few_cache, cache),
@@ -207,17 +203,23 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   growing = lm.grow_cache is not None and lm.map_cache_rows is not None
   ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
   cache, start = lm.init_cache(b, g, ends[0]), 0
+  how = None
+  if growing and decoding.compact:
+    how = compaction.find((b, g), lm.map_prefix_rows is not None)
   for stage, end in enumerate(ends):
     if stage:
       cache = lm.grow_cache(cache, end - start)
 
-    def decode(samples, of_samples, cache, first=start + 1, count=end - start):
-      return _decode(setup, samples, of_samples, cache, first, count)
+    def decode(*args, first=start + 1, count=end - start):
+      return _decode(*args, first, count)
 
-    sizes = _sizes((b, g), stage if decoding.compact else 0)
-    branches = [_compacted(setup, size, decode) for size in sizes]
-    alive = jnp.max(jnp.sum(~samples.done, axis=1))
+    sizes = how.sizes(stage, end - start) if how else [g]
+    branches = [_compacted(setup, how, size, decode) for size in sizes]
+    alive = jnp.max(jnp.sum(~how.parted(samples.done), axis=1)) if how else g
     fits = sum(alive <= size for size in sizes[1:])  # in how many of these
+    if len(sizes) > 1:  # nothing is moved where nothing is left
+      branches.append(lambda samples, _, cache: (samples, cache))
+      fits = jnp.where(alive == 0, len(sizes), fits)
     samples, cache = jax.lax.switch(fits, branches, samples, of_samples, cache)
     start = end
   return samples
@@ -272,7 +274,7 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
       f"slots={count}: this model's cache cannot hold rows of different "
       "lengths; set slots=0"
     )
-  if _sizes((b, g), 1) == [g] and g > 1:
+  if compaction.cut((b, g))[1]:
     raise ValueError(
       f"slots={count}: the mesh cuts groups ({b} prompts are fewer than it has "
       "devices for rows); set slots=0 or take more prompts"
@@ -288,7 +290,7 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
   def body(state):
     i, samples, slots, cache = state
     alive = slots.sample < queued
-    chosen = _take(order, jnp.minimum(slots.sample, g - 1))
+    chosen = take(order, jnp.minimum(slots.sample, g - 1))
     positions = jnp.maximum(slots.tokens - 1, 0)
     hidden, cache = lm.extend(
       setup.params,
@@ -299,7 +301,7 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
     )
     fresh = (slots.tokens == 0)[..., None]
     hidden = jnp.where(fresh, first, hidden[:, :, 0])
-    keys, limit = _take(setup.keys, chosen), _take(setup.limit, chosen)
+    keys, limit = take(setup.keys, chosen), take(setup.limit, chosen)
     ids, logprobs = _draw(setup, keys, slots.tokens, hidden)
     ended = jnp.isin(ids, setup.eos)
     over = ended | (slots.tokens + 1 >= limit)

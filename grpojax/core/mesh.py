@@ -227,6 +227,11 @@ def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
   return activation_sharding(mesh, (rows,), "batch")
 
 
+def mesh_of(places: PyTree) -> Mesh:
+  """The mesh of a tree of shardings."""
+  return jax.tree.leaves(places)[0].mesh
+
+
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
   """Into how many parts the mesh cuts rows; 1 without a mesh."""
   return math.prod(dict(mesh.shape).get(axis, 1) for axis in ROWS)

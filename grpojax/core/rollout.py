@@ -37,10 +37,12 @@ def completion_mask(
   return jnp.cumsum(is_eos, axis=-1) - is_eos == 0
 
 
-def _sample_keys(key: Key[Array, ""], b: int, g: int) -> Key[Array, "B G"]:
+def _sample_keys(
+  key: Key[Array, ""], first: Int[Array, ""] | int, b: int, g: int
+) -> Key[Array, "B G"]:
   """One key a sample, the same whatever else is in the batch."""
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-  return fold(key, jnp.arange(b * g)).reshape(b, g)
+  return fold(key, first * g + jnp.arange(b * g)).reshape(b, g)
 
 
 def _check(prompts: Prompts, group_size, max_new_tokens, budgets, decoding):
@@ -71,6 +73,7 @@ def rollout(
   pad_id: int = 0,
   sampling: Sampling = Sampling(),
   budgets: Int[Array, "B G"] | None = None,
+  first_prompt: Int[Array, ""] | int = 0,
   decoding: Decoding = Decoding(),
 ) -> Rollout:
   """Samples a group of completions for each prompt.
@@ -90,6 +93,8 @@ def rollout(
     pad_id: written after the end; may equal an EOS.
     sampling: the distribution to draw from.
     budgets: tokens each sample may spend, at most T; None means T for all.
+    first_prompt: number of the first of these prompts among those that share
+      the key: parts of a batch give the samples of the whole.
     decoding: how the samples are computed, which changes none of them.
 
   Returns:
@@ -108,7 +113,7 @@ def rollout(
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
   lm, params = lm.prepared(params, decoding=True)
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
-  keys = _sample_keys(key, b, g)
+  keys = _sample_keys(key, first_prompt, b, g)
   setup = Setup(lm, params, prefix, keys, limit, eos, sampling)
   samples = Samples(
     ids=jnp.full((b, g, t_max), pad_id, jnp.int32),

@@ -53,7 +53,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and four optional ones.
+  """A causal language model as pure functions: five, and five optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -73,6 +73,9 @@ class LM(NamedTuple):
       [B, G, ...] mapped over all that a cache has of its rows, or None. With
       these two, what a rollout pays for follows the tokens that are there and
       the samples that are not done.
+    map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
+      [B, ...] mapped over all that a prefix has of its prompts, or None. With
+      it, a rollout of one sample a prompt leaves out the prompts that are done.
     prepare: `(params, decoding) -> (lm, params)`, or None: the model as a
       rollout (decoding) or a forward pass over whole completions reads it, with
       what would otherwise be repeated for each token done once: casts, and
@@ -91,6 +94,7 @@ class LM(NamedTuple):
   init_cache: Callable[..., Cache]
   grow_cache: Callable[..., Cache] | None = None
   map_cache_rows: Callable[..., Cache] | None = None
+  map_prefix_rows: Callable[..., Prefix] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
 

@@ -158,6 +158,20 @@ def map_rows(
   return Cache(cache.index, tuple(map(_constrain, blocks)))
 
 
+def map_prompts(
+  function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
+) -> tuple[PromptKeysValues, ...]:
+  """Maps a function of arrays [B, ...] over what is kept of prompts.
+
+  Args:
+    function: of one layer's.
+    stacks: of layers, [layers, *PROMPT_AXES].
+  """
+  names = map(_NAMES.get, PROMPT_AXES)
+  axes = (None, *names)
+  return jax.tree.map(lambda x: constrain(jax.vmap(function)(x), *axes), stacks)
+
+
 def constrain_row(row: KeysValues) -> KeysValues:
   """Lays rows out over the mesh, see `core.mesh.constrain`."""
   return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)

@@ -149,6 +149,16 @@ def _prefill(
   )
 
 
+def _map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
+  """Maps a function of arrays [B, ...] over prompts, see `LM`."""
+  keys_values, prompt_mask = prefix.state
+  return Prefix(
+    function(prefix.last_hidden),
+    function(prefix.length),
+    (cache_lib.map_prompts(function, keys_values), function(prompt_mask)),
+  )
+
+
 def _row_mask(
   size: int, segments: Int[Array, "B G S"] | None
 ) -> Bool[Array, "..."]:
@@ -388,6 +398,7 @@ def _functions(
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
+    map_prefix_rows=_map_prefix_rows,
   )
 
 

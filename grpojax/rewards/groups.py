@@ -63,21 +63,37 @@ def submit_groups(
 
 
 def collect_groups(
-  pool: Pool, pending: Pending, poll: Callable[[], None] | None = None
+  pool: Pool,
+  pending: Sequence[Pending],
+  poll: Callable[[], None] | None = None,
 ) -> GroupScores:
   """Waits for groups that `submit_groups` has sent off.
 
   Args:
     pool: the one that they were sent to.
-    pending: the groups.
+    pending: the groups, one part of a batch after another; all of one size.
     poll: called while it waits, see `Pool.collect`; where it raises, they are
       abandoned.
+
+  Returns:
+    What there would be, had all of them been sent at once.
   """
-  results = pool.collect(pending.submission, poll)
-  prompts, size = pending.shape
+  parts = []
+  try:
+    for part in pending:
+      results = pool.collect(part.submission, poll)
+      prompts, size = part.shape
+      parts.append([results[g * prompts :][:prompts] for g in range(size)])
+  except BaseException:
+    abandon(pending)
+    raise
+  size = len(parts[0])
+  results = [
+    result for g in range(size) for part in parts for result in part[g]
+  ]
 
   def grouped(values, dtype=np.float32):
-    return np.array(values, dtype).reshape(size, prompts).T.copy()
+    return np.array(values, dtype).reshape(size, -1).T.copy()
 
   return GroupScores(
     grouped([result.reward for result in results]),
@@ -88,6 +104,12 @@ def collect_groups(
     grouped([bool(result.failures) for result in results], bool),
     [failure for result in results for failure in result.failures],
   )
+
+
+def abandon(pending: Sequence[Pending]) -> None:
+  """Nobody waits for these groups: what is not done of them is not tried."""
+  for part in pending:
+    part.submission.abandoned = True
 
 
 def score_groups(
@@ -113,4 +135,4 @@ def score_groups(
     Rewards, the values of each function, and what failed.
   """
   pending = submit_groups(pool, examples, texts, lengths, finished, max_length)
-  return collect_groups(pool, pending)
+  return collect_groups(pool, [pending])

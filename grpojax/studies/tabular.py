@@ -222,6 +222,7 @@ def policy(problem: Problem) -> LM:
     init_cache=lambda b, g, t: (),
     grow_cache=lambda cache, slots: cache,
     map_cache_rows=lambda function, cache, *_: cache,
+    map_prefix_rows=jax.tree.map,
   )
 
 

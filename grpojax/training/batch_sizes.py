@@ -26,8 +26,13 @@ def _divisions(leaves: dict[str, Any]) -> list[str]:
   if batch % minibatches:
     todo = f"must divide batch_size = {batch} (prompts; groups stay whole)"
     return [problem("optim.minibatches", minibatches, todo)]
+  parts = leaves["sampling.parts"]
   for size in filter(lambda size: size > 0, group_sizes.group_sizes(leaves)):
-    rows = group_sizes.samples_per_step(leaves) // size // minibatches
+    prompts = group_sizes.samples_per_step(leaves) // size
+    if parts > 0 and prompts % parts:
+      todo = f"must divide a step's prompts, {prompts} with groups of {size}"
+      return [problem("sampling.parts", parts, todo)]
+    rows = prompts // minibatches
     try:
       micro_batches.cuts(rows, size, micro)
     except ValueError as error:
@@ -69,7 +74,7 @@ def check(config: ConfigDict, mesh: Mesh) -> None:
   check_rows(sampling, eval_batch=config.eval.batch_size)
   for size in group_sizes.group_sizes(leaves):
     rows = group_sizes.samples_per_step(leaves) // size
-    check_rows(sampling, size, rollout=rows)
+    check_rows(sampling, size, rollout=rows // config.sampling.parts)
     minibatch = rows // optim.minibatches
     with jax.set_mesh(mesh):
       cut = micro_batches.cuts(minibatch, size, optim.micro_batches)

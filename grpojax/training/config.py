@@ -64,6 +64,9 @@ def default_config() -> ConfigDict:
   config.sampling.stages = 4
   config.sampling.compact = True
   config.sampling.slots = 0
+  # Of a step's prompts, equal parts that are sampled one after another: the
+  # reward workers are at one while the next decodes. Changes no sample either.
+  config.sampling.parts = 1
   config.logits_chunk = 256  # tokens whose logits a device holds at once
   config.reward = ConfigDict()
   # Built in, "package.module:function" or "file.py:function". The first says

@@ -30,13 +30,14 @@ from grpojax.runtime import (
   run_lock,
 )
 from grpojax.training import (
+  device_step,
   from_config,
+  host_step,
   reporting,
   resume,
   run_directory,
   scoring,
   start,
-  steps,
 )
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
@@ -58,8 +59,8 @@ class Stopped(Exception):
 def _make_step(run: Run, tx, poll: Poll, group_size: int):
   args = (run.config, run.policy, group_size, tx, run.ref_params, run.places)
   if run.config.reward.on_device:
-    return steps.make_device_step(*args)
-  return steps.make_host_step(*args, run.scorer, poll)
+    return device_step.make_device_step(*args)
+  return host_step.make_host_step(*args, run.scorer, poll)
 
 
 def _group_size(config: ConfigDict, state: TrainState) -> int:

@@ -205,7 +205,9 @@ def sampler_program(
   sampling: Sampling,
   budgets: Callable[[Prompts], jax.Array] | None = None,
 ):
-  """`(params, prompts, key) -> Rollout`, jitted; see `make_sampler`.
+  """`(params, prompts, key, first=0) -> Rollout`, jitted; see `make_sampler`.
+
+  `first` is the `first_prompt` of `rollout`.
 
   Args:
     config: see `make_sampler`, as for the arguments that follow.
@@ -225,10 +227,11 @@ def sampler_program(
     decoding=decoding(config),
   )
 
-  def within_budgets(lm, params, prompts, key):
-    return draw(lm, params, prompts, key, budgets=budgets(prompts))
+  def sample(lm, params, prompts, key, first=0):
+    options = {"budgets": budgets(prompts)} if budgets else {}
+    return draw(lm, params, prompts, key, first_prompt=first, **options)
 
-  return policies.jit(policy, within_budgets if budgets else draw)
+  return policies.jit(policy, sample)
 
 
 def on_sampling_mesh(
@@ -241,16 +244,16 @@ def on_sampling_mesh(
 
   Args:
     config: of the run.
-    program: `(params, prompts, key) -> Rollout`.
+    program: `(params, prompts, key, *first) -> Rollout`.
     mesh: of training; its arrays go in, and its arrays come out.
   """
   sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
 
-  def sampler(params, prompts, key):
+  def sampler(params, prompts, key, *first):
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
-    key = mesh_lib.place(key, sampling_mesh)
+    numbers = mesh_lib.place((key, *first), sampling_mesh)
     with jax.set_mesh(sampling_mesh):
-      samples = program(params, prompts, key)
+      samples = program(params, prompts, *numbers)
     return mesh_lib.map_rows(
       lambda x, *names: mesh_lib.place(x, mesh, *names), samples
     )

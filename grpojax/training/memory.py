@@ -169,8 +169,9 @@ def training(
   )
   test = Rows(config.eval.batch_size, 1, *lengths, ("eval.batch_size",))
   sizes = dtype.itemsize, mesh.size
+  part = step._replace(prompts=step.prompts // config.sampling.parts)
   phases = {
-    "sampling a step's completions": held + rollout(model, step, *sizes),
+    "sampling a step's completions": held + rollout(model, part, *sizes),
     "an update": [
       *held,
       gradients,

@@ -13,7 +13,7 @@ one of these places, and needs no other:
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
 | reward_failures, reward_NAME         | training.scoring.metrics           |
-| seconds_rollout, _rewards,           | training.steps                     |
+| seconds_rollout, _rewards,           | training.host_step                 |
 | seconds_reference, _update           |                                    |
 | seconds_step, tokens_per_second      | `speed`                            |
 | step, group_size, train_seconds      | training.fit                       |

@@ -135,39 +135,55 @@ def open_scorer(
     yield Scorer(pool, model, settings.model_weight)
 
 
-def score(
+def submit(
   scorer: Scorer,
   examples: list[dict[str, Any]],
   texts: list[list[str]],
   samples: Rollout,
-  poll: Callable[[], None] = lambda: None,
-) -> groups.GroupScores:
-  """Rewards of the completions of a batch.
+) -> groups.Pending:
+  """Starts to compute the functions' rewards, and returns at once.
+
+  Nothing is asked of the devices, which may be at the next samples.
 
   Args:
     scorer: from `open_scorer`.
-    examples: [B], with their "prompt_text"; the batch may have more rows, which
-      only pad it.
+    examples: [B], with their "prompt_text"; the samples may be of more prompts,
+      which only pad the batch.
     texts: [B][G] completions.
     samples: the rollout that they are from.
+  """
+  rows = len(examples)
+  mask, finished = jax.device_get((samples.completion_mask, samples.finished))
+  return groups.submit_groups(
+    scorer.pool,
+    examples,
+    texts,
+    mask[:rows].sum(-1),
+    finished[:rows],
+    mask.shape[-1],
+  )
+
+
+def collect(
+  scorer: Scorer,
+  examples: list[dict[str, Any]],
+  texts: list[list[str]],
+  pending: Sequence[groups.Pending],
+  poll: Callable[[], None] = lambda: None,
+) -> groups.GroupScores:
+  """Rewards of the completions of a batch, with the reward model's.
+
+  Args:
+    scorer: from `open_scorer`.
+    examples: [B], of the whole batch.
+    texts: [B][G] completions.
+    pending: from `submit`, of one part of the batch after another.
     poll: called while the functions compute, see `Pool.collect`; may raise.
 
   Returns:
     Rewards, nan where there is none; the reward model's values are among those
     of the functions, by the name `MODEL`.
   """
-  rows = len(examples)
-  lengths, finished = jax.device_get(
-    (samples.completion_mask.sum(-1), samples.finished)
-  )
-  pending = groups.submit_groups(
-    scorer.pool,
-    examples,
-    texts,
-    lengths[:rows],
-    finished[:rows],
-    samples.completion_mask.shape[-1],
-  )
   by_model = scorer.model(examples, texts) if scorer.model else None
   scores = groups.collect_groups(scorer.pool, pending, poll)
   if by_model is None:
@@ -179,6 +195,18 @@ def score(
   ]
   by_model = np.asarray(by_model)
   return _with_model(scores, by_model, scorer.model_weight, jobs)
+
+
+def score(
+  scorer: Scorer,
+  examples: list[dict[str, Any]],
+  texts: list[list[str]],
+  samples: Rollout,
+  poll: Callable[[], None] = lambda: None,
+) -> groups.GroupScores:
+  """Rewards of a batch in one part, see `submit` and `collect`."""
+  pending = submit(scorer, examples, texts, samples)
+  return collect(scorer, examples, texts, [pending], poll)
 
 
 def _with_model(

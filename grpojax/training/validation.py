@@ -43,9 +43,9 @@ CHOICES = {
 
 _AT_LEAST_ONE = (
   "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
-  "sampling.stages optim.epochs optim.minibatches optim.micro_batches "
-  "eval.every eval.num_prompts eval.batch_size checkpoint.every "
-  "checkpoint.keep log.every log.samples_every logits_chunk "
+  "sampling.stages sampling.parts optim.epochs optim.minibatches "
+  "optim.micro_batches eval.every eval.num_prompts eval.batch_size "
+  "checkpoint.every checkpoint.keep log.every log.samples_every logits_chunk "
   "auto_group_size.start auto_group_size.smallest auto_group_size.largest"
 ).split()
 _NOT_NEGATIVE = (
@@ -148,6 +148,13 @@ def _rewards(leaves: dict[str, Any]) -> list[str]:
   ):
     todo = f"must be {len(names)} numbers, one for each of reward.functions"
     wrong.append(problem("reward.weights", weights, todo))
+  parts = leaves["sampling.parts"]
+  if parts > 1 and (leaves["reward.on_device"] or not leaves["reward.workers"]):
+    todo = (
+      "nothing computes rewards while the next part is sampled: use 1, or "
+      "reward.workers of 1 or more (and reward.on_device = False)"
+    )
+    wrong.append(problem("sampling.parts", parts, todo))
   if not math.isfinite(leaves["reward.model_weight"]):
     value = leaves["reward.model_weight"]
     wrong.append(problem("reward.model_weight", value, "must be finite"))

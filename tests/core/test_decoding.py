@@ -59,13 +59,13 @@ def model(name):
   return lora.adapt(lm, params, 0.5), adapters
 
 
-def run(lm, params, decoding, budgets=BUDGETS, **settings):
+def run(lm, params, decoding, budgets=BUDGETS, prompts=PROMPTS, **settings):
   settings = {"group_size": G, "max_new_tokens": T, "eos_ids": (12,)} | settings
   return jax.jit(
     lambda params, budgets: rollout(
       lm,
       params,
-      PROMPTS,
+      prompts,
       jax.random.key(3),
       budgets=budgets,
       decoding=decoding,
@@ -162,6 +162,89 @@ def test_what_runs_follows_what_is_left(tabular):
   jax.effects_barrier()
   # 50 + 20 in one slot, three times 20 in the other.
   assert rows == [2] * 70
+
+
+LONG = 150
+ONE = jnp.asarray([[1], [150], [60], [3], [0], [150], [52], [9]])  # budgets
+ROWS = Prompts(
+  jnp.asarray(np.random.default_rng(2).integers(1, 11, (8, 4))),
+  jnp.arange(4) < np.array([4, 2, 3, 1, 4, 4, 1, 2])[:, None],
+)
+
+
+def one_each(lm, params, decoding, budgets=ONE):
+  settings = {"group_size": 1, "max_new_tokens": LONG, "prompts": ROWS}
+  return run(lm, params, decoding, budgets=budgets, **settings)
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["windows"]
+  + [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("one_stack", "lora", "experts")
+  ],
+)
+def test_prompts_that_are_done_are_left_out(name):
+  """Two of eight have more than 60 tokens: a quarter goes on, the same ones."""
+  lm, params = model(name)
+  expected = one_each(lm, params, PLAIN)
+  out = one_each(lm, params, Decoding(stages=3))
+  assert_same(out, expected)
+  lengths = out.completion_mask.sum(-1)
+  np.testing.assert_array_equal(lengths, ONE)
+
+
+def test_what_runs_follows_the_prompts_that_are_left(tabular):
+  rows = []
+  lm = tabular.lm(3, 11)
+
+  def extend(params, prefix, ids, cache=None, **_):
+    assert prefix.state.shape == ids.shape[:1]
+    jax.debug.callback(lambda n=ids.shape[0]: rows.append(n))
+    return lm.extend(params, prefix, ids, cache)
+
+  watched, table = lm._replace(extend=extend), lm.init(jax.random.key(5))
+  out = one_each(watched, table, Decoding(stages=3))
+  out.completion_ids.block_until_ready()
+  jax.effects_barrier()
+  # Stages end at 48, 96 and 149; at 48, four are left, at 96 two.
+  assert rows == [8] * 96 + [2] * 53
+  assert_same(out, one_each(lm, table, PLAIN))
+  del rows[:]
+  simple = watched._replace(map_prefix_rows=None)
+  assert_same(one_each(simple, table, Decoding(stages=3)), out)
+  jax.effects_barrier()
+  assert rows == [8] * 149
+  del rows[:]
+  # All are done before the last stage, which does not run.
+  one_each(watched, table, Decoding(stages=3), jnp.minimum(ONE, 90))
+  jax.effects_barrier()
+  assert rows == [8] * 89
+  del rows[:]
+  # Short stages are not compiled twice.
+  one_each(watched, table, Decoding(stages=4))
+  jax.effects_barrier()
+  assert rows == [8] * 149
+
+
+def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
+  lm = tabular.lm(3, 11)
+  table = lm.init(jax.random.key(5))
+  whole = one_each(lm, table, Decoding())
+  for first in (0, 3):
+    some = slice(first, first + 3)
+    part = run(
+      lm,
+      table,
+      Decoding(),
+      budgets=ONE[some],
+      group_size=1,
+      max_new_tokens=LONG,
+      prompts=jax.tree.map(lambda x, some=some: x[some], ROWS),
+      first_prompt=first,
+    )
+    assert_same(part, jax.tree.map(lambda x, some=some: x[some], whole))
 
 
 def test_slots_need_a_cache_that_can(tabular):

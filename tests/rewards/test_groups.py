@@ -52,9 +52,9 @@ def test_groups_are_abandoned_where_poll_raises():
     pending = groups.submit_groups(
       pool, [{"prompt_text": ""}], [["1", "2"]], shape, shape > 0, 8
     )
-    assert groups.collect_groups(pool, pending).rewards.tolist() == [[1, 2]]
+    assert groups.collect_groups(pool, [pending]).rewards.tolist() == [[1, 2]]
     with pytest.raises(KeyError):
-      groups.collect_groups(pool, pending, poll)
+      groups.collect_groups(pool, [pending], poll)
 
 
 def test_neighbouring_jobs_are_of_different_prompts():

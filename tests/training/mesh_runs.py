@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import hf
-from grpojax.training import fit, from_config, steps
+from grpojax.training import fit, from_config, host_step
 from grpojax.training import policy as policies
 from grpojax.training.config import default_config
 
@@ -175,7 +175,7 @@ def programs(model, devices, changes):
     key = jax.device_put(jax.random.key(1), NamedSharding(mesh, P()))
     samples = sampler(policy.params, prompts, key)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
-    score = policies.jit(policy, steps.make_compare(config))
+    score = policies.jit(policy, host_step.make_compare(config))
     batch, _ = score(policy.params, samples, rewards, policy.params)
   return jax.device_get((samples, batch))
 

@@ -13,7 +13,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import device_memory
-from grpojax.training import from_config, memory, steps
+from grpojax.training import from_config, host_step, memory
 from grpojax.training.optimizer import optimizer
 
 B, G, P, T = 8, 4, 24, 48
@@ -168,11 +168,11 @@ def test_compiled_programs_take_more(name, config_with):
   args = state.params, prompts, state.key
   sampler = jax.jit(sample).lower(*args).compile()
   learn = jax.jit(
-    functools.partial(steps.make_learn(config, tx), lm), donate_argnums=0
+    functools.partial(host_step.make_learn(config, tx), lm), donate_argnums=0
   )
   samples = jax.eval_shape(sample, *args)
   rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
-  compare = functools.partial(steps.make_compare(config), lm)
+  compare = functools.partial(host_step.make_compare(config), lm)
   batch, _ = jax.eval_shape(compare, state.params, samples, rewards, None)
   update = learn.lower(state, batch).compile()
   # The new state takes the place of the old one.

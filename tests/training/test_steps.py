@@ -14,7 +14,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
 from grpojax.runtime import tokenizer as tokenizers
-from grpojax.training import from_config, scoring, steps
+from grpojax.training import diagnosis, from_config, host_step, scoring
 from grpojax.training import policy as policies
 from grpojax.training.config import default_config
 
@@ -71,7 +71,7 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   monkeypatch.setattr(policies, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
   with scoring.open_scorer(config) as scorer:
-    step = steps.make_host_step(
+    step = host_step.make_host_step(
       config, policy, G, tx, None, places, scorer, lambda: None
     )
     _, row, shown, _ = step(state, prompts, examples, False)
@@ -99,7 +99,7 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   )
   samples = jax.jit(draw)(params, prompts, jax.random.key(1))
   rewards = jax.random.normal(jax.random.key(2), (4, 4))
-  diagnose = jax.jit(functools.partial(steps.make_diagnose(config, 1), lm))
+  diagnose = jax.jit(functools.partial(diagnosis.make_diagnose(config, 1), lm))
   key = jax.random.key(3)
   found = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
   order = np.array([0, 2, 3, 1])

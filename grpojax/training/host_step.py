@@ -1,87 +1,27 @@
-"""The steps of a training run, with the reward on the host or on the device."""
+"""A training step in parts, with the reward on the host."""
 
-import functools
-import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.group_axis import present
 from grpojax.core.grpo_step import (
   diagnosis_key,
   make_batch,
-  make_grpo_step,
   rollout_metrics,
 )
-from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
+from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
-from grpojax.models.transformer import last_layers
-from grpojax.statistics import diagnostics
-from grpojax.training import from_config, reference, scoring
+from grpojax.training import diagnosis as diagnosis_lib
+from grpojax.training import from_config, reference, sampling_parts, scoring
 from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
-
-
-def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
-  """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
-
-  It takes the first prompts of the batch whose samples all have a reward; with
-  too few of them all estimates are nan.
-
-  Args:
-    config: the run's; `diagnostics` and how training cuts its batches.
-    shards: parts that the mesh cuts a batch into; each keeps a prompt of every
-      micro-batch.
-    vectorized: see `projections.score_projections`.
-  """
-  settings, optim = config.diagnostics, config.optim
-  options = {"sampling": from_config.sampling(config), "vectorized": vectorized}
-  if settings.last_layers:
-    options["split"] = functools.partial(
-      last_layers, count=settings.last_layers
-    )
-
-  def diagnose(lm: LM, params: Params, samples: Rollout, rewards: Array, key):
-    prompts = rewards.shape[0]
-    # A prompt carries a tangent for every direction, so that micro-batches are
-    # so many times smaller than those of training.
-    parts = math.gcd(prompts, optim.minibatches * optim.micro_batches)
-    trained_rows = prompts // parts
-    each = shards if trained_rows % shards == 0 else 1
-    most = max(trained_rows // settings.tangents, each)
-    rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
-    wanted = max(3, settings.share * prompts)
-    parts = min(math.ceil(wanted / rows), prompts // rows)
-    missing = ~jnp.all(present(rewards), axis=-1)
-    chosen = jnp.argsort(missing, stable=True)[: parts * rows]
-    projections = diagnostics.score_projections(
-      lm,
-      params,
-      jax.tree.map(lambda x: x[chosen], samples),
-      key,
-      tangents=settings.tangents,
-      micro_batches=parts,
-      chunk_size=config.logits_chunk,
-      **options,
-    )
-    return diagnostics.metrics(
-      diagnostics.diagnose(projections, rewards[chosen], prompts)
-    )
-
-  return diagnose
-
-
-def _mesh(places: TrainState) -> jax.sharding.Mesh:
-  return jax.tree.leaves(places)[0].mesh
 
 
 def make_compare(config: ConfigDict):
@@ -208,23 +148,22 @@ def make_host_step(
     rewards that could not be computed.
   """
   programs = make_programs(config, policy, group_size, tx, places, budgets)
-  mesh = _mesh(places)
-  sampler = from_config.on_sampling_mesh(config, programs.sample, mesh)
+  mesh = mesh_lib.mesh_of(places)
+  draw = sampling_parts.make_scored_samples(
+    config, policy, programs.sample, mesh, scorer, poll
+  )
   diagnose = policies.jit(
     policy,
-    make_diagnose(config, mesh_lib.row_shards(mesh), policy.vmappable),
+    diagnosis_lib.make_diagnose(
+      config, mesh_lib.row_shards(mesh), policy.vmappable
+    ),
   )
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
     key = jax.random.fold_in(state.key, state.step)
-    samples = sampler(state.params, prompts, key)
-    policies.wait(samples, poll)
-    clock.append(time.perf_counter())
-    texts = policies.decode(policy, samples)
-    scores = scoring.score(scorer, examples, texts, samples, poll)
-    rewards = scores.rewards
-    clock.append(time.perf_counter())
+    samples, texts, scores = draw(state.params, prompts, examples, key, clock)
+    rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
     poll()
     score_metrics = scoring.metrics(scores)
     if diagnosed:
@@ -234,7 +173,7 @@ def make_host_step(
       score_metrics |= jax.device_get(diagnosis)
       clock.append(time.perf_counter())
       poll()
-    packing = from_config.packing(config, samples, rewards, mesh)
+    packing = from_config.packing(config, samples, scores.rewards, mesh)
     batch, row = programs.compare(
       state.params, samples, rewards, reference.at_hand(ref_params), packing
     )
@@ -247,79 +186,7 @@ def make_host_step(
     names += ["seconds_diagnosis"] * diagnosed
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = _first_group(examples, texts, rewards)
+    shown = _first_group(examples, texts, scores.rewards)
     return state, row, shown, scores.failures
-
-  return step
-
-
-def make_device_program(
-  config: ConfigDict,
-  policy: Policy,
-  group_size: int,
-  tx: optax.GradientTransformation,
-  places: TrainState,
-  diagnose: Callable[..., Any] | None = None,
-):
-  """`(state, prompts, ref_params) -> (state, metrics)`, a step in one program.
-
-  Args:
-    config: the run's.
-    policy: the model.
-    group_size: G.
-    tx: the optimizer.
-    places: shardings of the state, which is donated.
-    diagnose: from `make_diagnose`, or None.
-  """
-  _, reward = prompts_lib.device_reward(config, policy)
-
-  def step(lm, state, prompts, ref_params):
-    run = make_grpo_step(
-      lm,
-      tx,
-      reward,
-      group_size=group_size,
-      max_new_tokens=config.sampling.max_new_tokens,
-      eos_ids=policy.eos_ids,
-      pad_id=policy.pad_id,
-      advantage=from_config.advantage(config),
-      kl_in_reward=from_config.kl_in_reward(config),
-      rescore=from_config.rescore(config),
-      diagnose=diagnose and functools.partial(diagnose, lm),
-      decoding=from_config.decoding(config),
-      **from_config.update_options(config),
-    )
-    return run(state, prompts, ref_params)
-
-  return policies.jit(
-    policy, step, donate_argnums=1, out_shardings=(places, None)
-  )
-
-
-def make_device_step(
-  config: ConfigDict,
-  policy: Policy,
-  group_size: int,
-  tx: optax.GradientTransformation,
-  ref_params: Params | None,
-  places: TrainState,
-):
-  """The same step as one XLA program, with the reward on ids.
-
-  It returns neither samples nor failures: completions never reach the host,
-  which could pack them for the reference and the update.
-  """
-  args = config, policy, group_size, tx, places
-  plain = make_device_program(*args)
-  shards = mesh_lib.row_shards(_mesh(places))
-  with_diagnosis = make_device_program(
-    *args, make_diagnose(config, shards, policy.vmappable)
-  )
-
-  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
-    del examples
-    run = with_diagnosis if diagnosed else plain
-    state, row = run(state, prompts, reference.at_hand(ref_params))
-    return state, jax.device_get(row), [], []
 
   return step

@@ -1,0 +1,64 @@
+"""How far off a step's gradient is, from a few of its prompts."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from ml_collections import ConfigDict
+
+from grpojax.core.group_axis import present
+from grpojax.core.types import LM, Params, Rollout
+from grpojax.models.transformer import last_layers
+from grpojax.statistics import diagnostics
+from grpojax.training import from_config
+
+
+def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
+  """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
+
+  It takes the first prompts of the batch whose samples all have a reward; with
+  too few of them all estimates are nan.
+
+  Args:
+    config: the run's; `diagnostics` and how training cuts its batches.
+    shards: parts that the mesh cuts a batch into; each keeps a prompt of every
+      micro-batch.
+    vectorized: see `projections.score_projections`.
+  """
+  settings, optim = config.diagnostics, config.optim
+  options = {"sampling": from_config.sampling(config), "vectorized": vectorized}
+  if settings.last_layers:
+    options["split"] = functools.partial(
+      last_layers, count=settings.last_layers
+    )
+
+  def diagnose(lm: LM, params: Params, samples: Rollout, rewards: Array, key):
+    prompts = rewards.shape[0]
+    # A prompt carries a tangent for every direction, so that micro-batches are
+    # so many times smaller than those of training.
+    parts = math.gcd(prompts, optim.minibatches * optim.micro_batches)
+    trained_rows = prompts // parts
+    each = shards if trained_rows % shards == 0 else 1
+    most = max(trained_rows // settings.tangents, each)
+    rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
+    wanted = max(3, settings.share * prompts)
+    parts = min(math.ceil(wanted / rows), prompts // rows)
+    missing = ~jnp.all(present(rewards), axis=-1)
+    chosen = jnp.argsort(missing, stable=True)[: parts * rows]
+    projections = diagnostics.score_projections(
+      lm,
+      params,
+      jax.tree.map(lambda x: x[chosen], samples),
+      key,
+      tangents=settings.tangents,
+      micro_batches=parts,
+      chunk_size=config.logits_chunk,
+      **options,
+    )
+    return diagnostics.metrics(
+      diagnostics.diagnose(projections, rewards[chosen], prompts)
+    )
+
+  return diagnose

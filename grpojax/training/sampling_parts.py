@@ -1,0 +1,99 @@
+"""Samples of a step in parts, and their rewards while the next part decodes."""
+
+import functools
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+from ml_collections import ConfigDict
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.rewards import groups
+from grpojax.training import from_config, scoring
+from grpojax.training import policy as policies
+from grpojax.training.policy import Policy
+
+Part = tuple[Prompts, Int[Array, ""]]
+
+
+def cut(prompts: Prompts, parts: int) -> list[Part]:
+  """The parts of a batch, each with the number of its first prompt.
+
+  Args:
+    prompts: B of them.
+    parts: of equal size; divides B.
+  """
+  rows = prompts.prompt_ids.shape[0] // parts
+
+  def part(first):
+    some = jax.tree.map(lambda x: x[first : first + rows], prompts)
+    some = jax.tree.map(lambda x: mesh_lib.constrain(x, "batch"), some)
+    return some, jnp.int32(first)
+
+  return [part(i * rows) for i in range(parts)]
+
+
+def join(parts: list[Rollout]) -> Rollout:
+  """The samples of the whole batch."""
+  whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+  return mesh_lib.map_rows(mesh_lib.constrain, whole)
+
+
+def make_scored_samples(
+  config: ConfigDict,
+  policy: Policy,
+  program: Callable[..., Rollout],
+  mesh: jax.sharding.Mesh,
+  scorer: scoring.Scorer,
+  poll: Callable[[], None],
+):
+  """A step's samples with their rewards, in `sampling.parts`.
+
+  All parts are dispatched at once, and decoded one after another. What is done
+  becomes text, and goes to the workers while the devices are at the next part.
+
+  Args:
+    config: the run's.
+    policy: the model.
+    program: of `from_config.sampler_program`.
+    mesh: of training.
+    scorer: of the rewards.
+    poll: called while it waits; may raise. Rewards that are being computed then
+      are abandoned.
+
+  Returns:
+    `(params, prompts, examples, key, clock) -> (samples, texts, scores)`; to
+    the clock are added the times when all samples were there, and all rewards.
+  """
+  parts = config.sampling.parts
+  sampler = from_config.on_sampling_mesh(config, program, mesh)
+  split = jax.jit(functools.partial(cut, parts=parts))
+  whole = jax.jit(join)
+
+  def begun(params: Params, prompts: Prompts, key: Array) -> list[Rollout]:
+    if parts == 1:
+      return [sampler(params, prompts, key)]
+    return [sampler(params, some, key, i) for some, i in split(prompts)]
+
+  def run(params, prompts, examples, key, clock):
+    drawn, texts, pending = begun(params, prompts, key), [], []
+    try:
+      for part in drawn:
+        policies.wait(part, poll)
+        ready = time.perf_counter()
+        fresh = policies.decode(policy, part)
+        of_part = examples[len(texts) :][: len(fresh)]
+        pending.append(scoring.submit(scorer, of_part, fresh, part))
+        texts += fresh
+    except BaseException:
+      groups.abandon(pending)
+      raise
+    clock.append(ready)
+    scores = scoring.collect(scorer, examples, texts, pending, poll)
+    clock.append(time.perf_counter())
+    return drawn[0] if parts == 1 else whole(drawn), texts, scores
+
+  return run

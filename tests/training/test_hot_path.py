@@ -1,0 +1,110 @@
+"""What a step does beside its programs: nothing is copied or compiled unasked.
+
+The first steps compile what later ones need; which shapes there are is bounded
+by `prompts.trim` and `packing_layout`.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from grpojax.benchmarks import clock
+from grpojax.core import mesh as mesh_lib
+from grpojax.core import packing_layout
+from grpojax.core.types import Prompts
+from grpojax.models import sharding
+from grpojax.training import from_config, host_step, scoring
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
+
+B, G, T, P = 4, 4, 8, 8
+EXAMPLES = [{"prompt_text": "", "answer": "1"}] * B
+
+
+class Words:
+  """A tokenizer whose texts are the ids."""
+
+  all_special_ids = ()
+
+  def decode(self, ids, **_):
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def stepper(tiny, config_with):
+  """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
+  config = config_with(
+    batch_size=B,
+    group_size=G,
+    sampling__max_new_tokens=T,
+    optim__micro_batches=2,
+    loss__beta=0.1,
+    reward__functions=(f"{pathlib.Path(__file__)}:of_length",),
+  )
+  policy = policies.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  tx = optax.adam(1e-3)
+
+  def first(params):
+    return from_config.first_state(config, tx, params)
+
+  places = sharding.shardings(
+    jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
+  )
+  held = [jax.jit(first, out_shardings=places)(tiny.params)]
+  rng = np.random.default_rng(0)
+  with scoring.open_scorer(config) as scorer, jax.set_mesh(mesh):
+    reference = jax.device_put(
+      jax.tree.map(jnp.copy, tiny.params), places.params
+    )
+    step = host_step.make_host_step(
+      config, policy, G, tx, reference, places, scorer, lambda: None
+    )
+
+    def run(length):
+      ids = rng.integers(2, 11, (B, P)).astype(np.int32)
+      given = Prompts(ids, np.arange(P) < np.full((B, 1), length))
+      given = mesh_lib.place(prompts_lib.trim(given), mesh, "batch")
+      held[0], row, *_ = step(held[0], given, EXAMPLES, False)
+      return row
+
+    yield run
+
+
+def of_length(prompt, completion, example):
+  return float(len(completion))
+
+
+def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
+  """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
+  shapes, pack = [], from_config.packing
+
+  def record(*args):
+    packing = pack(*args)
+    shapes.append(packing and packing.segments.shape)
+    return packing
+
+  monkeypatch.setattr(from_config, "packing", record)
+  compiled = clock.compilations()
+  stepper(2)
+  once = len(compiled)
+  assert once >= 3
+  with jax.transfer_guard("disallow"):
+    rows = [stepper(2) for _ in range(4)]
+  assert all(np.isfinite(row["loss"]) for row in rows)
+  # Rows of another shape are two programs, reference and update.
+  new = set(shapes) - {shapes[0]}
+  assert len(compiled) - once == 2 * len(new)
+  counts, widths = packing_layout.row_counts(G), packing_layout.row_lengths(T)
+  assert all(s is None or s[1] in counts and s[2] in widths for s in shapes)
+  # The guard guards.
+  with (
+    pytest.raises(Exception, match="Disallowed host-to-device transfer"),
+    jax.transfer_guard("disallow"),
+  ):
+    jnp.ones(3) + np.ones(3)

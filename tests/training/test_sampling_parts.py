@@ -1,0 +1,158 @@
+"""Samples in parts: the same ones, scored while the next part decodes."""
+
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts
+from grpojax.training import batch_sizes, from_config, sampling_parts, scoring
+from grpojax.training import policy as policies
+
+B, G, T = 4, 3, 6
+EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
+
+
+class Words:
+  """A tokenizer whose texts are the ids."""
+
+  all_special_ids = ()
+
+  def decode(self, ids, **_):
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def rewards(tmp_path):
+  """A function of text that fails for some, and says when it has begun."""
+  file, begun = tmp_path / "rewards.py", tmp_path / "begun"
+  file.write_text(
+    f"import pathlib\ndef count(prompt, completion, example):\n"
+    f"  pathlib.Path({str(begun)!r}).touch()\n"
+    "  if completion.startswith('3'):\n    raise KeyError(completion)\n"
+    "  return float(len(completion))\n"
+  )
+  return f"{file}:count", begun
+
+
+def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
+  """Samples, texts and scores of prompts of kinds 0 to 3."""
+  lm = tabular.lm(B, 7)
+  policy = policies.Policy(pathlib.Path(), lm, Words(), (0,), 0)
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  program = from_config.sampler_program(
+    config, policy, G, from_config.sampling(config)
+  )
+
+  def called(*args):
+    on_call()
+    return program(*args)
+
+  run = sampling_parts.make_scored_samples(
+    config, policy, called, mesh, scorer, poll
+  )
+  ids = jnp.arange(B)[:, None]
+  prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
+  table, clock = lm.init(jax.random.key(0)), []
+  with jax.set_mesh(mesh):
+    found = run(table, prompts, EXAMPLES, jax.random.key(1), clock)
+  assert len(clock) == 2 and clock == sorted(clock)
+  return jax.device_get(found[0]), *found[1:]
+
+
+def config_of(config_with, parts, name):
+  return config_with(
+    sampling__parts=parts,
+    sampling__max_new_tokens=T,
+    reward__functions=(name,),
+    reward__workers=1,
+    batch_size=B,
+    group_size=G,
+    optim__micro_batches=1,
+  )
+
+
+def test_rewards_begin_before_the_next_part_is_sampled(
+  tabular, config_with, rewards, monkeypatch
+):
+  name, begun = rewards
+  config = config_of(config_with, 2, name)
+  events, wait = [], policies.wait
+
+  def wait_and_record(part, poll):
+    """The second part is ready when a reward of the first has begun."""
+    until = time.monotonic() + 20
+    while "ready" in events and not begun.exists():
+      assert time.monotonic() < until, "no reward has begun"
+      time.sleep(0.01)
+    wait(part, poll)
+    events.append("ready")
+
+  with scoring.open_scorer(config) as scorer:
+    monkeypatch.setattr(policies, "wait", wait_and_record)
+    parts = scored(
+      tabular, config, scorer, on_call=lambda: events.append("sampling")
+    )
+    monkeypatch.undo()
+    config.sampling.parts = 1
+    whole = scored(tabular, config, scorer)
+  assert events == ["sampling", "sampling", "ready", "ready"]
+  # Nothing else changed: samples, texts, rewards, failures and their order.
+  jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
+  assert parts[1] == whole[1]
+  jax.tree.map(np.testing.assert_array_equal, parts[2][:3], whole[2][:3])
+  assert parts[2].failures == whole[2].failures and len(whole[2].failures) > 1
+
+
+def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
+  name, begun = rewards
+  config = config_of(config_with, 2, name)
+  sent = []
+
+  def poll():
+    if sent:  # the first part is with the workers
+      raise KeyError
+
+  with scoring.open_scorer(config) as scorer:
+    submit = scorer.pool.submit
+    scorer.pool.submit = lambda jobs: sent.append(submit(jobs)) or sent[-1]
+    with pytest.raises(KeyError):
+      scored(tabular, config, scorer, poll)
+  (submission,) = sent
+  assert submission.abandoned
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"sampling__parts": 3}, r"sampling\.parts = 3: must divide .* 4"),
+    ({"reward__workers": 0}, r"sampling\.parts = 2: nothing computes rewards"),
+    ({"sampling__parts": 0}, r"sampling\.parts = 0: must be 1 or more"),
+  ],
+)
+def test_what_cannot_be_is_refused(config_with, changes, message):
+  from grpojax.training.config import validate
+
+  config = config_of(config_with, 2, "exact_answer")
+  validate(config)
+  for path, value in changes.items():
+    section, key = path.split("__")
+    config[section][key] = value
+  with pytest.raises(ValueError, match=message):
+    validate(config)
+
+
+def test_a_part_must_fit_the_mesh(config_with):
+  config = config_of(config_with, 4, "exact_answer")
+  mesh = jax.sharding.Mesh(
+    np.array([jax.devices()[0]] * 2).reshape(2, 1, 1, 1), mesh_lib.AXES
+  )
+  config.group_size = 2
+  batch_sizes.check(config, mesh)  # groups can be cut
+  config.group_size = 3
+  with pytest.raises(ValueError, match="rollout: 1 prompts x 3 samples"):
+    batch_sizes.check(config, mesh)
