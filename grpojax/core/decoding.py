@@ -1,9 +1,9 @@
 """The loops over tokens that `rollout` samples with.
 
-None of them changes a sample: token t of a sample draws from the sample's own
-key and t alone. What they change is the work: `in_stages` follows the tokens
-that are in the cache and the samples that are not done, `through_slots` the
-memory that there is.
+How the loop is cut changes no sample: token t of a sample draws from the
+sample's own key and t alone. It changes the work: `in_stages` follows the
+tokens that are in the cache and the samples that are not done,
+`slots.through_slots` the memory that there is.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from grpojax.core import compaction
-from grpojax.core.compaction import Compaction, take
+from grpojax.core.compaction import Compaction
 from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Cache, Params, Prefix
@@ -72,11 +72,12 @@ class Setup(NamedTuple):
   sampling: Sampling
 
 
-def _rows(tree: PyTree) -> PyTree:
+def rows(tree: PyTree) -> PyTree:
+  """Arrays [B, G, ...], laid out over the mesh in context."""
   return jax.tree.map(lambda x: constrain(x, "batch", "group"), tree)
 
 
-def _draw(
+def draw(
   setup: Setup,
   keys: Key[Array, "B G"],
   t: Int[Array, "..."],
@@ -103,7 +104,7 @@ def _append(
   """Draws token t of every sample that is not done."""
   keys, limit = of_samples
   alive = ~samples.done
-  ids, logprobs = _draw(setup, keys, t, hidden)
+  ids, logprobs = draw(setup, keys, t, hidden)
 
   def at_t(old, new):  # what is drawn for samples that are done is not written
     kept = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
@@ -170,13 +171,13 @@ def _compacted(
       few_setup = setup._replace(prefix=prefix)
     few, few_cache = decode(
       few_setup,
-      _rows(jax.tree.map(few_of, samples)),
+      rows(jax.tree.map(few_of, samples)),
       jax.tree.map(few_of, of_samples),
       setup.lm.map_cache_rows(few_of, cache),
     )
     put = lambda new, x: how.put(new, x, order)
     return (
-      _rows(jax.tree.map(put, few, samples)),
+      rows(jax.tree.map(put, few, samples)),
       setup.lm.map_cache_rows(put, few_cache, cache),
     )
 
@@ -223,106 +224,3 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     samples, cache = jax.lax.switch(fits, branches, samples, of_samples, cache)
     start = end
   return samples
-
-
-class _Slots(NamedTuple):
-  """What the slots hold.
-
-  Attributes:
-    sample: index of each slot's sample in its group's queue; past the end of
-      the queue, the slot is idle.
-    tokens: that the sample has.
-    last: the last one of them.
-    waiting: index of the sample that begins next, of each prompt.
-  """
-
-  sample: Int[Array, "B S"]
-  tokens: Int[Array, "B S"]
-  last: Int[Array, "B S"]
-  waiting: Int[Array, "B"]
-
-
-def _refill(slots: _Slots, drawn: Array, free: Bool[Array, "B S"]) -> _Slots:
-  """The next samples begin in the slots that are free."""
-  begun = jnp.cumsum(free, axis=1)
-  return _Slots(
-    jnp.where(free, slots.waiting[:, None] + begun - 1, slots.sample),
-    jnp.where(free, 0, slots.tokens + 1),
-    drawn,
-    slots.waiting + begun[:, -1],
-  )
-
-
-def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
-  """Decodes the samples of a group through a few slots (continuous batching).
-
-  The cache is a ring of T tokens, to which all slots write at the same place: a
-  slot's sample has the last tokens of it, as many as it is long.
-
-  Args:
-    setup: of the loop.
-    samples: without a token.
-    count: S, slots of each prompt.
-
-  Raises:
-    ValueError: the model's cache has no rows of different lengths (no
-      `map_cache_rows`), or devices hold parts of a group.
-  """
-  lm, (b, g, t_max) = setup.lm, samples.ids.shape
-  if lm.map_cache_rows is None:
-    raise ValueError(
-      f"slots={count}: this model's cache cannot hold rows of different "
-      "lengths; set slots=0"
-    )
-  if compaction.cut((b, g))[1]:
-    raise ValueError(
-      f"slots={count}: the mesh cuts groups ({b} prompts are fewer than it has "
-      "devices for rows); set slots=0 or take more prompts"
-    )
-  order = jnp.argsort(samples.done, axis=1, stable=True)  # the queue
-  queued = jnp.sum(~samples.done, axis=1, keepdims=True)
-  places = jnp.broadcast_to(jnp.arange(count), (b, count))
-  zero = jnp.zeros((b, count), jnp.int32)
-  slots = _Slots(places, zero, zero, jnp.full((b,), count))
-  first = setup.prefix.last_hidden[:, None]
-  rounds = -(-g // count)
-
-  def body(state):
-    i, samples, slots, cache = state
-    alive = slots.sample < queued
-    chosen = take(order, jnp.minimum(slots.sample, g - 1))
-    positions = jnp.maximum(slots.tokens - 1, 0)
-    hidden, cache = lm.extend(
-      setup.params,
-      setup.prefix,
-      slots.last[..., None],
-      cache,
-      positions=positions[..., None],
-    )
-    fresh = (slots.tokens == 0)[..., None]
-    hidden = jnp.where(fresh, first, hidden[:, :, 0])
-    keys, limit = take(setup.keys, chosen), take(setup.limit, chosen)
-    ids, logprobs = _draw(setup, keys, slots.tokens, hidden)
-    ended = jnp.isin(ids, setup.eos)
-    over = ended | (slots.tokens + 1 >= limit)
-    # What idle slots draw goes to a sample that there is not.
-    row = jnp.where(alive, chosen, g)
-    at = jax.vmap(lambda x, row, t, new: x.at[row, t].set(new, mode="drop"))
-    of = jax.vmap(lambda x, row, new: x.at[row].set(new, mode="drop"))
-    samples = Samples(
-      at(samples.ids, row, slots.tokens, ids),
-      at(samples.logprobs, row, slots.tokens, logprobs),
-      of(samples.length, row, slots.tokens + 1),
-      of(samples.finished, row, ended),
-      of(samples.done, row, over),
-    )
-    slots = _refill(slots, ids, over & alive)
-    return i + 1, _rows(samples), slots, cache
-
-  def goes_on(state):
-    # A sample begins, when one ends that began at most T before.
-    return (state[0] < rounds * t_max) & ~jnp.all(state[1].done)
-
-  cache = lm.init_cache(b, count, t_max)
-  start = jnp.zeros((), jnp.int32), samples, slots, cache
-  return jax.lax.while_loop(goes_on, body, start)[1]

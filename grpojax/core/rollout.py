@@ -18,11 +18,11 @@ from grpojax.core.decoding import (
   Samples,
   Setup,
   in_stages,
-  through_slots,
 )
 from grpojax.core.group_axis import present
 from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling
+from grpojax.core.slots import through_slots
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
 

@@ -16,22 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from grpojax.core.mesh import constrain
-from grpojax.core.types import LM, Params, Prefix
+from grpojax.core.types import LM, Params
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, sharding
+from grpojax.models import layer_stacks, passes, sharding
 from grpojax.models import remat as remat_lib
-from grpojax.models.attention import rms_norm, soft_cap
-from grpojax.models.block import TokenContext, block, block_of_both
-from grpojax.models.block_attention import BLOCK
-from grpojax.models.cache import Cache, PromptKeysValues
+from grpojax.models.attention import soft_cap
 from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.layer_stacks import last_layers as last_layers
-from grpojax.models.rope import rope_tables
 
 
 def _in_float32(name: str) -> bool:
@@ -44,256 +39,6 @@ def _in_float32(name: str) -> bool:
   tokens to other experts (see `moe.route`).
   """
   return name.endswith(("norm", "bias")) or name in ("embed", "router")
-
-
-def _embed(
-  config: TransformerConfig,
-  params: Params,
-  ids: Int[Array, "B G S"],
-  dtype: Any,
-) -> Float[Array, "B G S D"]:
-  """Hidden states before the first layer, float32."""
-  x = params["embed"][ids].astype(jnp.float32)
-  if config.scaled_embedding:  # transformers rounds the factor
-    x = x * jnp.asarray(config.width**0.5, dtype)
-  return constrain(x, "batch", "group")
-
-
-def _final_norm(
-  config: TransformerConfig,
-  params: Params,
-  x: Float[Array, "*tokens D"],
-  dtype: Any,
-) -> Float[Array, "*tokens D"]:
-  """Hidden states as the output head reads them, in `dtype`."""
-  scale = params["final_norm"]
-  y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
-  return y.astype(dtype)
-
-
-def _token_context(
-  config: TransformerConfig,
-  mask: Bool[Array, "..."] | None,
-  positions: Int[Array, "B G S"],
-  prompt_mask: Bool[Array, "B P"] | None,
-) -> TokenContext:
-  """Adds the rotary tables, which are the same in all layers of a kind."""
-  tables = tuple(
-    rope_tables(positions, config.head_dim, rope) for rope in config.ropes
-  )
-  return TokenContext(tables, mask, positions, prompt_mask)
-
-
-def _rows_context(
-  config: TransformerConfig,
-  positions: Int[Array, "B G S"],
-  segments: Int[Array, "B G S"] | None,
-  prompt_mask: Bool[Array, "B P"] | None,
-) -> TokenContext:
-  """Of whole rows; longer ones attend in blocks, and need no whole mask."""
-  size = positions.shape[-1]
-  mask = _row_mask(size, segments) if size <= BLOCK else None
-  context = _token_context(config, mask, positions, prompt_mask)
-  return context._replace(segments=segments)
-
-
-def _prompt_context(
-  config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
-) -> TokenContext:
-  """Of the prompts, as rows of a group of one."""
-  b, p = prompt_mask.shape
-  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal alone: padding stands behind all real tokens, which do not see it,
-  # and what is computed of it is never read.
-  return _rows_context(config, positions, None, None)
-
-
-def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
-  return jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
-
-
-def _last_hidden(
-  config: TransformerConfig,
-  params: Params,
-  x: Float[Array, "B 1 P D"],
-  prompt_mask: Bool[Array, "B P"],
-  dtype: Any,
-) -> Float[Array, "B D"]:
-  """The final hidden state at the last real token of each prompt."""
-  index = (_lengths(prompt_mask) - 1)[:, None, None]
-  last = jnp.take_along_axis(x[:, 0], index, axis=1)
-  return _final_norm(config, params, last[:, 0], dtype)
-
-
-def _prefill(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-) -> Prefix:
-  """Runs the prompts as rows of a group of one, and keeps keys and values."""
-  context = _prompt_context(config, prompt_mask)
-
-  def body(x, local, layer):
-    x, row = layer_step(block, config, x, layer, local, context, None, None)
-    return x, cache_lib.of_prompt(row)
-
-  x = _embed(config, params, prompt_ids[:, None], dtype)
-  x, keys_values = layer_stacks.scan(config, body, x, params)
-  return Prefix(
-    last_hidden=_last_hidden(config, params, x, prompt_mask, dtype),
-    length=_lengths(prompt_mask),
-    state=(keys_values, prompt_mask),
-  )
-
-
-def _map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
-  """Maps a function of arrays [B, ...] over prompts, see `LM`."""
-  keys_values, prompt_mask = prefix.state
-  return Prefix(
-    function(prefix.last_hidden),
-    function(prefix.length),
-    (cache_lib.map_prompts(function, keys_values), function(prompt_mask)),
-  )
-
-
-def _row_mask(
-  size: int, segments: Int[Array, "B G S"] | None
-) -> Bool[Array, "..."]:
-  """Causal along the row, and within a segment where there are several."""
-  mask = jnp.tril(jnp.ones((size, size), bool))
-  if segments is not None:
-    mask = mask & (segments[..., :, None] == segments[..., None, :])
-    mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, S]
-  return mask
-
-
-def _extend_rows(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  params: Params,
-  x: Float[Array, "B G S D"],
-  positions: Int[Array, "B G S"],
-  segments: Int[Array, "B G S"] | None,
-  keys_values: tuple[PromptKeysValues, ...],
-  prompt_mask: Bool[Array, "B P"],
-) -> Float[Array, "B G S D"]:
-  """Whole completions through all layers: training, nothing is kept.
-
-  The layers are scanned, so that the program does not grow with their number.
-  """
-  context = _rows_context(config, positions, segments, prompt_mask)
-
-  def body(x, local, layer, prompt):
-    x, _ = layer_step(block, config, x, layer, local, context, prompt, None)
-    return x, None
-
-  return layer_stacks.scan(config, body, x, params, keys_values)[0]
-
-
-def _extend_cached(
-  config: TransformerConfig,
-  params: Params,
-  x: Float[Array, "B G S D"],
-  lengths: Int[Array, "B G"] | None,
-  positions: Int[Array, "B G S"],
-  cache: Cache,
-  keys_values: tuple[PromptKeysValues, ...],
-  prompt_mask: Bool[Array, "B P"],
-) -> tuple[Float[Array, "B G S D"], Cache]:
-  """The next tokens through all layers, and the cache with them in it.
-
-  The layers only read the cache; all tokens are written at the end, in place.
-
-  `lengths` says how many tokens each row has in the cache; None where all have
-  as many as were written.
-  """
-  size = x.shape[2]
-  slot_mask = cache_lib.filled(cache)
-  if lengths is not None:
-    slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
-  context = _token_context(
-    config, _row_mask(size, None), positions, prompt_mask
-  )._replace(
-    slot_mask=slot_mask,
-    slot_positions=cache_lib.slot_positions(cache, positions),
-  )
-
-  def body(x, local, layer, prompt, slots):
-    return block(config, x, layer, local, context, prompt, slots)
-
-  slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
-  x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
-  return x, cache_lib.write(cache, tokens, last=x)
-
-
-def _extend(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prefix: Prefix,
-  ids: Int[Array, "B G S"],
-  cache: Cache | None,
-  positions: Int[Array, "B G S"] | None,
-  segments: Int[Array, "B G S"] | None,
-) -> tuple[Float[Array, "B G S D"], Cache | None]:
-  """Runs completion tokens on from a prefix, see `LM.extend`."""
-  if cache is not None and segments is not None:
-    raise ValueError("segments are for training rows; decode without them")
-  lengths = None if positions is None else positions[..., 0]
-  if positions is None:
-    start = 0 if cache is None else cache.index
-    positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
-  # From here on in the whole sequence. A completion goes on where its prompt's
-  # real tokens end: the padding between the two has no positions.
-  positions = prefix.length[:, None, None] + positions
-  x = _embed(config, params, ids, dtype)
-  if cache is None:
-    x = _extend_rows(
-      config, layer_step, params, x, positions, segments, *prefix.state
-    )
-  else:
-    x, cache = _extend_cached(
-      config, params, x, lengths, positions, cache, *prefix.state
-    )
-  return _final_norm(config, params, x, dtype), cache
-
-
-def _forward(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "B G S"],
-  positions: Int[Array, "B G S"] | None = None,
-  segments: Int[Array, "B G S"] | None = None,
-  *,
-  unroll: bool,
-) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"]]:
-  """Prompts and whole completions layer by layer, see `LM.forward`."""
-  if positions is None:
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-  positions = _lengths(prompt_mask)[:, None, None] + positions
-  contexts = (
-    _prompt_context(config, prompt_mask),
-    _rows_context(config, positions, segments, prompt_mask),
-  )
-
-  def body(x, local, layer):
-    return layer_step(block_of_both, config, x, layer, local, contexts), None
-
-  x = tuple(
-    _embed(config, params, tokens, dtype)
-    for tokens in (prompt_ids[:, None], ids)
-  )
-  (prompts, x), _ = layer_stacks.scan(config, body, x, params, unroll=unroll)
-  last = _last_hidden(config, params, prompts, prompt_mask, dtype)
-  return last, _final_norm(config, params, x, dtype)
 
 
 def _unembed(
@@ -373,11 +118,11 @@ def _functions(
 
   def prefill(params, prompt_ids, prompt_mask):
     args = (_cast(params, dtype), prompt_ids, prompt_mask)
-    return _prefill(config, layer_step, dtype, *args)
+    return passes.prefill(config, layer_step, dtype, *args)
 
   def extend(params, prefix, ids, cache=None, positions=None, segments=None):
     args = (_cast(params, dtype), prefix, ids, cache, positions, segments)
-    return _extend(config, layer_step, dtype, *args)
+    return passes.extend(config, layer_step, dtype, *args)
 
   def init_cache(batch, group_size, capacity):
     return cache_lib.create(
@@ -398,7 +143,7 @@ def _functions(
     init_cache=init_cache,
     grow_cache=cache_lib.grow,
     map_cache_rows=cache_lib.map_rows,
-    map_prefix_rows=_map_prefix_rows,
+    map_prefix_rows=passes.map_prefix_rows,
   )
 
 
@@ -438,7 +183,7 @@ def transformer(
     return lm, params | sharding.gather(outer)
 
   def forward(params, *args, **where):
-    return _forward(
+    return passes.forward(
       config,
       layer_step,
       dtype,
