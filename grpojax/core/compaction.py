@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from grpojax.core.mesh import activation_spec
+from grpojax.core.mesh import ACTIVATIONS, divide, free_axes
 
 take = jax.vmap(lambda x, order: x[order])
 _put = jax.vmap(lambda x, order, new: x.at[order].set(new))
@@ -15,10 +15,10 @@ _put = jax.vmap(lambda x, order, new: x.at[order].set(new))
 
 def cut(shape: tuple[int, int]) -> tuple[int, bool]:
   """Into how many parts the mesh in context cuts prompts; whether groups."""
-  mesh = jax.sharding.get_abstract_mesh()
-  spec = [*activation_spec(mesh, shape, ("batch", "group")), None, None]
-  parts = math.prod(mesh.shape[axis] for axis in spec[0] or ())
-  return parts, spec[1] is not None
+  sizes = free_axes(jax.sharding.get_abstract_mesh())
+  wanted = ACTIVATIONS["batch"], ACTIVATIONS["group"]
+  prompts, groups = divide(shape, wanted, sizes)
+  return math.prod(sizes[axis] for axis in prompts), bool(groups)
 
 
 WORTH = 48

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from grpojax.aot import hlo, trips
+from grpojax.core import compaction
 from grpojax.core import decoding as decoding_lib
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import Decoding
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
@@ -226,6 +228,32 @@ def test_what_runs_follows_the_prompts_that_are_left(tabular):
   one_each(watched, table, Decoding(stages=4))
   jax.effects_barrier()
   assert rows == [8] * 149
+
+
+@pytest.mark.parametrize(
+  "sizes, shape, expected",
+  [
+    ((4, 1, 1, 1), (8, 1), (4, False)),
+    ((2, 2, 1, 2), (8, 1), (4, False)),
+    ((2, 4, 1, 1), (2, 4), (2, True)),
+    ((1, 1, 1, 4), (8, 4), (1, False)),
+  ],
+)
+def test_prompts_stay_on_their_devices(sizes, shape, expected):
+  mesh = jax.sharding.AbstractMesh(
+    sizes, mesh_lib.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
+  )
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert compaction.cut(shape) == expected
+  assert compaction.cut(shape) == (1, False)
+  # What is left out is left out of each device's rows.
+  how = compaction.Compaction(2, 4, True)
+  done = jnp.asarray([1, 1, 0, 1, 0, 1, 1, 1], bool)[:, None]
+  order = how.order(done, 1)
+  x = jnp.arange(8)
+  np.testing.assert_array_equal(how.take(x, order), [2, 4])
+  new = how.put(jnp.asarray([-2, -4]), x, order)
+  np.testing.assert_array_equal(new, [0, 1, -2, 3, -4, 5, 6, 7])
 
 
 def test_parts_of_a_batch_have_the_samples_of_the_whole(tabular):
