@@ -174,13 +174,20 @@ def _score(
     )[0]
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
-  cut = parts_lib.cuts(*rollout.completion_ids.shape[:2], micro_batches)
   prompts = rollout.prompt_ids, rollout.prompt_mask
+  ids, rows = rollout.completion_ids, None
+  if packing is not None:
+    prompts, ids = packing_lib.regroup((prompts, ids), packing)
+    rows = packing_lib.merged_rows(packing)
+  cut = parts_lib.cuts(*ids.shape[:2], micro_batches)
+  packing_lib.check_cut(rows, cut)
   prompts = parts_lib.split_prompts(prompts, cut)
-  ids = parts_lib.split_samples(rollout.completion_ids, cut)
-  samples = ids, packing_lib.split(packing, cut)
+  samples = parts_lib.split_samples((ids, rows), cut)
   logprobs = jax.lax.map(of_part, (prompts, samples))
-  return parts_lib.join_samples(logprobs, cut)
+  logprobs = parts_lib.join_samples(logprobs, cut)
+  if packing is None:
+    return logprobs
+  return packing_lib.ungroup(logprobs, packing)
 
 
 OLD_LOGPROBS = {"sampler": False, "scorer": True}

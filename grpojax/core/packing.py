@@ -9,112 +9,165 @@ computed may be padding. Packed, several of them share a row:
     c - - - - -
     d d - - - -
 
-Each token keeps its position, and attends within its own completion alone
-(`positions` and `segments` of `LM.extend`), so that its log-probability is the
-same. Log-probabilities are unpacked to [B, G, T]: losses, weights and metrics
-know nothing of rows. R and W are from few sizes, for each is a program to
-compile.
+All groups have equally many rows, and some need more than others. So a group
+is cut into subgroups of R rows first, as many as it needs, each of which has
+the prompt and some of the samples:
 
-The layout is made on the host, where the lengths are known
-(`packing_layout.plan`); all here is jitted with it as an argument. Only groups
-are packed, never different prompts: the rows of a prompt share its keys and
-values.
+    prompts [B, P], samples [B, G, T]  ->  [N, P], [N, G, T]  ->  rows [N, R, W]
+
+A sample keeps its place g among the G and is whole in one subgroup; in the
+others of its prompt it is masked. Losses, weights and metrics are of samples
+and know nothing of rows: log-probabilities are unpacked to [N, G, T].
+
+Each token keeps its position, and attends to its prompt and within its own
+completion alone (`positions` and `segments` of `LM.extend`), so that its
+log-probability is the same. N, R and W are from few sizes, for each is a
+program to compile. The layout is made on the host, where the lengths are known
+(`packing_layout.plan`); all here is jitted with it as an argument. Different
+prompts never share a row: the rows of a prompt share its keys and values.
 """
 
 import typing
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from grpojax.core import logprobs as logprobs_lib
-from grpojax.core import micro_batches as parts_lib
-from grpojax.core.types import LM, Params
+from grpojax.core.types import LM, Batch, Params
 
 
 @typing.no_type_check
 @struct.dataclass
-class Packing:
-  """Where each completion token lies: R rows of W tokens a group.
-
-  Where groups are cut for micro-batches (`micro_batches.cuts`), sample g is in
-  part g mod `parts`, and so is row r in part r mod `parts`: a part's samples
-  are in its own rows.
+class Rows:
+  """Where each completion token lies: R rows of W tokens a subgroup.
 
   Attributes:
     segments: the sample, 0 to G - 1, that a token is of; -1 on padding.
     positions: of each token in its completion; 0 on padding.
     rows: the row that each sample is in.
     starts: where it begins there.
-    lengths: of each sample; without tokens it is nowhere.
-    parts: of a group, static.
+    lengths: of each sample; those without tokens are nowhere.
   """
 
-  segments: Int[Array, "B R W"]
-  positions: Int[Array, "B R W"]
-  rows: Int[Array, "B G"]
-  starts: Int[Array, "B G"]
-  lengths: Int[Array, "B G"]
-  parts: int = struct.field(pytree_node=False, default=1)
+  segments: Int[Array, "N R W"]
+  positions: Int[Array, "N R W"]
+  rows: Int[Array, "N G"]
+  starts: Int[Array, "N G"]
+  lengths: Int[Array, "N G"]
 
 
-def split(packing: Packing | None, cut: tuple[int, int]) -> Packing | None:
-  """The packing of each micro-batch, as `micro_batches.split_samples` does it.
+@typing.no_type_check
+@struct.dataclass
+class Packing:
+  """Subgroups of the groups of a batch, and the rows of each.
 
-  Args:
-    packing: of a batch.
-    cut: from `micro_batches.cuts`.
+  A batch has C blocks of B / C prompts that follow each other, and each block
+  has M subgroups, of its own prompts: what is cut or reordered by blocks (over
+  devices, into minibatches) keeps them together. N = C M in all.
+
+  Attributes:
+    prompts: of each subgroup, counted within the block.
+    subgroups: which one each sample is in, counted within the block; M, and so
+      none, for those without tokens.
+    rows: of each subgroup, [C, M, ...].
+  """
+
+  prompts: Int[Array, "C M"]
+  subgroups: Int[Array, "B G"]
+  rows: Rows
+
+
+def regroup(
+  tree: PyTree[Shaped[Array, "B ..."]], packing: Packing
+) -> PyTree[Shaped[Array, "N ..."]]:
+  """What is of prompts or of their samples, for each subgroup."""
+  c, m = packing.prompts.shape
+
+  def leaf(x):
+    blocks = x.reshape(c, -1, *x.shape[1:])
+    taken = jax.vmap(lambda block, of: block[of])(blocks, packing.prompts)
+    return taken.reshape(c * m, *x.shape[1:])
+
+  return jax.tree.map(leaf, tree)
+
+
+def merged_rows(packing: Packing) -> Rows:
+  """The rows of the subgroups of all blocks, [N, ...]."""
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), packing.rows)
+
+
+def ungroup(
+  values: Shaped[Array, "N G T"], packing: Packing
+) -> Shaped[Array, "B G T"]:
+  """Each sample's values from the subgroup that it is in; 0 without tokens."""
+  c, m = packing.prompts.shape
+  (b, g), t = packing.subgroups.shape, values.shape[-1]
+  index = packing.subgroups.reshape(c, b // c, g, 1)
+  found = jnp.take_along_axis(
+    values.reshape(c, m, g, t), index, axis=1, mode="fill", fill_value=0
+  )
+  return found.reshape(b, g, t)
+
+
+def regroup_batch(
+  batch: Batch, weights: Float[Array, "B G T"]
+) -> tuple[Batch, Float[Array, "N G T"]]:
+  """A batch of subgroups, whose `packing` are their rows; its token weights.
+
+  What the loss says of a token depends on its sample alone, and its weight is
+  known: sums over the real tokens stay what they are.
+  """
+  rows = merged_rows(batch.packing)
+  bare = batch.replace(packing=None)
+  taken, weights = regroup((bare, weights), batch.packing)
+  mask = taken.completion_mask & (rows.lengths > 0)[..., None]
+  return taken.replace(completion_mask=mask, packing=rows), weights
+
+
+def check_cut(rows: Rows | None, cut: tuple[int, int]) -> None:
+  """Whether `micro_batches.cuts` leaves subgroups whole, as it must.
 
   Raises:
-    ValueError: groups are cut into parts that they were not packed in.
+    ValueError: it does not.
   """
-  if packing is None:
-    return None
-  of_groups = cut[1]
-  if packing.parts % of_groups:
+  if rows is not None and cut[1] > 1:
     raise ValueError(
-      f"groups that are packed in parts={packing.parts} cannot be cut into "
-      f"{of_groups}: make the packing with as many (see packing_layout.plan)"
+      f"{len(rows.lengths)} packed subgroups cannot be cut into "
+      f"{cut[0] * cut[1]} micro-batches: make the packing for as many (see "
+      "packing_layout.plan)"
     )
-  # What is in part p of n has the numbers p, p + n, p + 2 n, ...
-  packing = parts_lib.split_samples(packing, cut)
-  return packing.replace(
-    segments=packing.segments // of_groups,
-    rows=packing.rows // of_groups,
-    parts=packing.parts // of_groups,
-  )
 
 
-def _take(x: Shaped[Array, "B n"], index: Int[Array, "B k m"]):
+def _take(x: Shaped[Array, "N n"], index: Int[Array, "N k m"]):
   """Entries of each row of x; what lies outside is that at its end."""
   flat = index.reshape(len(x), -1)
   return jnp.take_along_axis(x, flat, axis=1, mode="clip").reshape(index.shape)
 
 
-def pack(
-  values: Shaped[Array, "B G T"], packing: Packing
-) -> Shaped[Array, "B R W"]:
+def pack(values: Shaped[Array, "N G T"], rows: Rows) -> Shaped[Array, "N R W"]:
   """The samples' tokens as rows; on padding stands any of them."""
   b, g, t = values.shape
-  index = packing.segments * t + packing.positions
+  index = rows.segments * t + rows.positions
   return _take(values.reshape(b, g * t), index)
 
 
 def unpack(
-  values: Shaped[Array, "B R W"], packing: Packing, length: int
-) -> Shaped[Array, "B G T"]:
+  values: Shaped[Array, "N R W"], rows: Rows, length: int
+) -> Shaped[Array, "N G T"]:
   """The inverse of `pack`; 0 on padding.
 
   Args:
     values: of tokens in rows.
-    packing: see `Packing`.
+    rows: see `Rows`.
     length: T.
   """
   b, r, w = values.shape
-  place, t = packing.rows * w + packing.starts, jnp.arange(length)
+  place, t = rows.rows * w + rows.starts, jnp.arange(length)
   found = _take(values.reshape(b, r * w), place[..., None] + t)
-  return jnp.where(t < packing.lengths[..., None], found, 0)
+  return jnp.where(t < rows.lengths[..., None], found, 0)
 
 
 def completion_logprobs(
@@ -123,10 +176,10 @@ def completion_logprobs(
   prompt_ids: Int[Array, "B P"],
   prompt_mask: Bool[Array, "B P"],
   ids: Int[Array, "B G T"],
-  packing: Packing | None = None,
+  rows: Rows | None = None,
   **options: Any,
 ) -> tuple[Float[Array, "B G T"], Float[Array, "B G T"]]:
-  """`token_logprobs`, computed on packed rows where there is a packing.
+  """`token_logprobs`, computed on packed rows where there are such.
 
   Args:
     lm: see `token_logprobs`; packed, its `extend` must know `segments`.
@@ -134,7 +187,7 @@ def completion_logprobs(
     prompt_ids: right-padded prompts.
     prompt_mask: True on real prompt tokens.
     ids: completions.
-    packing: of these completions, uncut (`parts` = 1), or None.
+    rows: of these completions, or None.
     **options: `sampling` and `chunk_size` of `token_logprobs`.
 
   Returns:
@@ -142,16 +195,16 @@ def completion_logprobs(
   """
   score = logprobs_lib.token_logprobs
   prompts = prompt_ids, prompt_mask
-  if packing is None:
+  if rows is None:
     return score(lm, params, *prompts, ids, **options)
   of_rows = score(
     lm,
     params,
     *prompts,
-    pack(ids, packing),
-    positions=packing.positions,
-    segments=packing.segments,
+    pack(ids, rows),
+    positions=rows.positions,
+    segments=rows.segments,
     **options,
   )
-  logprobs, entropy = (unpack(x, packing, ids.shape[-1]) for x in of_rows)
+  logprobs, entropy = (unpack(x, rows, ids.shape[-1]) for x in of_rows)
   return logprobs, entropy

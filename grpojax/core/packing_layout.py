@@ -1,6 +1,8 @@
 """Where the completions of a batch lie in packed rows, found on the host."""
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -8,14 +10,28 @@ from jaxtyping import Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core import micro_batches as parts_lib
-from grpojax.core.packing import Packing
+from grpojax.core.packing import Packing, Rows
 
 
 def row_counts(group_size: int) -> list[int]:
-  """The numbers of rows that groups are packed into: 1, 2, 3, 4, 6, 8, ..."""
+  """Rows that a subgroup may have: 1, 3, 4, 6, 8, 12, ... up to G.
+
+  Subgroups of 2 saved 1% of the tokens, for another program or two.
+  """
   powers = [2**k for k in range(group_size.bit_length())]
   counts = {n for k in powers for n in (k, 3 * k // 2) if n < group_size}
-  return sorted(counts | {group_size})
+  return sorted(counts - {2} | {group_size})
+
+
+def subgroup_count(most: int, multiple: int) -> int:
+  """The least number of subgroups that is compiled and not below `most`.
+
+  Up to eight times `multiple` all multiples of it, then those in steps of an
+  eighth to a quarter: 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+  """
+  needed = -(-most // multiple)
+  step = 2 ** max(0, (max(needed, 1) - 1).bit_length() - 3)
+  return multiple * step * max(1, -(-needed // step))
 
 
 def row_lengths(length: int) -> list[int]:
@@ -48,19 +64,33 @@ def first_fit(
   return rows, starts
 
 
-def _smallest(lengths: Int[np.ndarray, "N G"], length: int):
-  """Rows and their length, and samples' places, of the fewest tokens in all.
+class _Shape(NamedTuple):
+  """Rows of one length, in subgroups of so many, and the tokens computed.
 
-  Of two with as many tokens the shorter rows: attention is quadratic in them.
+  Of two with as many tokens the shorter rows, for attention is quadratic in
+  them, and then the fewer subgroups.
   """
-  found = []
-  for width in row_lengths(length):
-    if width >= lengths.max():
-      rows, starts = first_fit(lengths, width)
-      needed = 1 + np.max(rows)
-      count = min(n for n in row_counts(lengths.shape[1]) if n >= needed)
-      found.append((count * width, width, count, rows, starts))
-  return min(found, key=lambda candidate: candidate[:2])[1:]
+
+  tokens: int
+  width: int
+  subgroups: int
+  rows: int
+
+
+def _shapes(
+  needed: Int[np.ndarray, "B"],
+  width: int,
+  group_size: int,
+  prompt_length: int,
+  blocks: int,
+  multiple: int,
+) -> Iterator[_Shape]:
+  """What groups that need so many rows of a length could be cut into."""
+  for rows in row_counts(group_size):
+    of_block = np.sum(np.reshape(-(-needed // rows), (blocks, -1)), axis=1)
+    subgroups = subgroup_count(int(of_block.max()), multiple)
+    tokens = blocks * subgroups * (prompt_length + rows * width)
+    yield _Shape(tokens, width, subgroups, rows)
 
 
 def _tables(
@@ -84,65 +114,101 @@ def _tables(
 
 
 def layout(
-  lengths: Int[np.ndarray, "B G"], length: int, parts: int = 1
+  lengths: Int[np.ndarray, "B G"],
+  length: int,
+  prompt_length: int = 0,
+  blocks: int = 1,
+  multiple: int = 1,
 ) -> Packing | None:
-  """Packs the completions of each group, on the host.
+  """Cuts groups into subgroups, and packs their completions, on the host.
+
+  A function of the lengths alone, so that a resumed run computes the same.
 
   Args:
     lengths: of the completions, in tokens; 0 for those that nobody needs.
     length: T.
-    parts: that groups are cut into, see `Packing`; divides G.
+    prompt_length: P, computed again for each subgroup.
+    blocks: C, see `Packing`; divides B.
+    multiple: what divides the subgroups of a block.
 
   Returns:
-    Where they lie, as numpy arrays; None where rows of T, one a completion, are
-    as few tokens.
+    Where they lie, as numpy arrays; None where prompts and rows of T, one a
+    completion, are as few tokens.
 
   Raises:
-    ValueError: lengths outside 0 to T, or parts that do not divide G.
+    ValueError: lengths outside 0 to T.
   """
   lengths = np.asarray(lengths, np.int32)
   b, g = lengths.shape
-  if g % parts:
-    raise ValueError(f"groups of {g} cannot be packed in {parts} equal parts")
   shortest, longest = lengths.min(), lengths.max()
   if shortest < 0 or longest > length:
     wrong = shortest if shortest < 0 else longest
     raise ValueError(f"a completion has 0 to {length} tokens, not {wrong}")
 
-  # Each part of a group is packed as a group of its own, [B * parts, ...].
-  sizes = lengths.reshape(b, -1, parts).swapaxes(1, 2).reshape(b * parts, -1)
-  width, count, rows, starts = _smallest(sizes, length)
-  if count * width >= sizes.shape[1] * length:
+  places, shapes = {}, []
+  for width in (w for w in row_lengths(length) if w >= longest):
+    places[width] = first_fit(lengths, width)
+    needed = 1 + np.max(np.where(lengths > 0, places[width][0], -1), axis=1)
+    shapes += _shapes(needed, width, g, prompt_length, blocks, multiple)
+  best = min(shapes)
+  if best.tokens >= b * (prompt_length + g * length):
     return None
-  segments, positions = _tables(sizes, rows, starts, (count, width))
-  part = np.tile(np.arange(parts, dtype=np.int32), b)
-  numbers = segments * parts + part[:, None, None]
+  return _in_subgroups(lengths, *places[best.width], best, blocks)
 
-  def joined(x):  # [B * parts, n, ...] -> [B, n * parts, ...]
-    x = x.reshape(b, parts, *x.shape[1:]).swapaxes(1, 2)
-    return np.ascontiguousarray(x.reshape(b, -1, *x.shape[3:]))
 
+def _in_subgroups(
+  lengths: Int[np.ndarray, "B G"],
+  rows: Int[np.ndarray, "B G"],
+  starts: Int[np.ndarray, "B G"],
+  shape: _Shape,
+  blocks: int,
+) -> Packing:
+  """Each `shape.rows` rows that follow each other become a subgroup."""
+  b, g = lengths.shape
+  here = lengths > 0
+  of_prompt = rows // shape.rows
+  count = np.max(np.where(here, of_prompt + 1, 0), axis=1).reshape(blocks, -1)
+  first = np.reshape(np.cumsum(count, axis=1) - count, (b, 1))
+  subgroups = np.where(here, first + of_prompt, shape.subgroups)
+
+  prompt, sample = np.nonzero(here)
+  block, within = np.divmod(prompt, b // blocks)
+  at = block, subgroups[here]
+  prompts = np.zeros((blocks, shape.subgroups), np.int32)
+  prompts[at] = within
+
+  def spread(x):  # [B, G] -> [C M, G], each where its subgroup is
+    found = np.zeros((blocks, shape.subgroups, g), np.int32)
+    found[*at, sample] = x[here]
+    return found.reshape(-1, g)
+
+  of_rows = spread(lengths), spread(rows % shape.rows), spread(starts)
+  segments, positions = _tables(*of_rows, (shape.rows, shape.width))
+  lengths, rows, starts = of_rows
+  found = Rows(segments, positions, rows, starts, lengths)
   return Packing(
-    segments=joined(np.where(segments < 0, -1, numbers)),
-    positions=joined(positions),
-    rows=joined(rows * parts + part[:, None]),
-    starts=joined(starts),
-    lengths=lengths,
-    parts=parts,
+    prompts=prompts,
+    subgroups=subgroups.astype(np.int32),
+    rows=jax.tree.map(lambda x: x.reshape(*prompts.shape, *x.shape[1:]), found),
   )
 
 
 def plan(
   lengths: Int[np.ndarray, "B G"],
   length: int,
+  prompt_length: int = 0,
   minibatches: int = 1,
   micro_batches: int = 1,
 ) -> Packing | None:
   """`layout`, for a batch that `make_batch` and `make_update` cut up.
 
+  The subgroups are of all prompts that a device has. Where there are several
+  minibatches, into which prompts are drawn, each prompt has as many subgroups.
+
   Args:
     lengths: see `layout`.
     length: see `layout`.
+    prompt_length: see `layout`.
     minibatches: see `make_update`.
     micro_batches: see `make_update`.
 
@@ -154,14 +220,12 @@ def plan(
     ValueError: see `layout` and `micro_batches.cuts`.
   """
   b, g = lengths.shape
-  mesh = jax.sharding.get_abstract_mesh()
-  parts = 1
-  cuts = (b, minibatches * micro_batches), (b // minibatches, micro_batches)
-  for prompts, wanted in cuts:
-    of_prompts, of_groups = parts_lib.cuts(prompts, g, wanted)
-    shape = prompts // of_prompts, g // of_groups
-    spec = mesh_lib.activation_spec(mesh, shape, ("batch", "group"))
-    if spec[1] is not None:
-      return None
-    parts = math.lcm(parts, of_groups)
-  return layout(lengths, length, parts)
+  parts_lib.cuts(b // minibatches, g, micro_batches)
+  shards = mesh_lib.row_shards(jax.sharding.get_abstract_mesh())
+  if b % (minibatches * shards):
+    return None
+  blocks = shards if minibatches == 1 else b
+  # Blocks of a minibatch on a device, whose subgroups become micro-batches.
+  together = blocks // (minibatches * shards)
+  multiple = micro_batches // math.gcd(micro_batches, together)
+  return layout(lengths, length, prompt_length, blocks, multiple)

@@ -73,14 +73,15 @@ def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
 
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   """Micro-batches of a minibatch: a leading axis of `parts`."""
+  if batch.packing is not None:
+    batch, weights = packing_lib.regroup_batch(batch, weights)
   cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
-  apart = {*OF_PROMPTS, "packing"}
-  samples = {f: x for f, x in vars(batch).items() if f not in apart}
+  packing_lib.check_cut(batch.packing, cut)
+  samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)
   prompts = parts_lib.split_prompts(prompts, cut)
-  packing = packing_lib.split(batch.packing, cut)
-  return Batch(**samples, **prompts, packing=packing), weights
+  return Batch(**samples, **prompts), weights
 
 
 def _token_metrics(
@@ -246,10 +247,12 @@ def make_update(
     if epochs == 1:
       state, metrics = one_epoch(state, None)
     else:
-      key = jax.random.fold_in(state.key, state.step)
-      prompts = batch.prompt_ids.shape[0]
-      orders = draw_orders(key, prompts, minibatches, epochs)
-      state, metrics = jax.lax.scan(one_epoch, state, orders)
+      orders = None  # the only one, where a minibatch is all there is
+      if minibatches > 1:
+        key = jax.random.fold_in(state.key, state.step)
+        prompts = batch.prompt_ids.shape[0]
+        orders = draw_orders(key, prompts, minibatches, epochs)
+      state, metrics = jax.lax.scan(one_epoch, state, orders, length=epochs)
       metrics = jax.tree.map(jnp.ravel, metrics)
     metrics = {
       name: OVER_UPDATES[kind](values)

@@ -194,7 +194,8 @@ def packing(
   mask = jax.device_get(samples.completion_mask)
   lengths = np.where(np.isfinite(rewards), np.sum(mask, axis=-1), 0)
   cuts = config.optim.minibatches, config.optim.micro_batches
-  planned = packing_layout.plan(lengths, mask.shape[-1], *cuts)
+  sizes = mask.shape[-1], samples.prompt_ids.shape[-1]
+  planned = packing_layout.plan(lengths, *sizes, *cuts)
   return mesh_lib.place(planned, mesh, "batch")
 
 

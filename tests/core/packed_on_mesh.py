@@ -67,10 +67,10 @@ def place(mesh_, tree):
 
 
 def check_pack(mesh_, drawn, layout):
-  """Rows are packed and unpacked where they lie."""
+  """Samples are regrouped, and taken back, where they lie."""
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
   both = jax.jit(
-    lambda ids, layout: packing.unpack(packing.pack(ids, layout), layout, T)
+    lambda ids, layout: packing.ungroup(packing.regroup(ids, layout), layout)
   )
   text = both.lower(ids, layout).compile().as_text()
   sent = re.findall(r"all-\w+|collective-\w+|reduce-scatter", text)
@@ -94,7 +94,7 @@ def main():
     for name, sizes in MESHES.items():
       mesh_ = mesh.make_mesh(**sizes)
       with jax.set_mesh(mesh_):
-        layout = packing_layout.plan(lengths, T, **cuts)
+        layout = packing_layout.plan(lengths, T, P, **cuts)
         assert layout is not None, (of_cuts, name)
         check_pack(mesh_, drawn, layout)
         placed = jax.device_put(params, sharding.shardings(params, mesh_))
@@ -107,12 +107,12 @@ def main():
       )
       moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
       assert max(jax.tree.leaves(moved)) > 1e-3
-      print("equal:", of_cuts, name, layout.segments.shape, layout.parts)
+      print("equal:", of_cuts, name, layout.rows.segments.shape)
   with jax.set_mesh(mesh.make_mesh(data=8)):
-    assert packing_layout.plan(lengths, T, 1, 1) is not None
+    assert packing_layout.plan(lengths, T) is not None
     # A micro-batch of one prompt has its group cut over the devices.
     fewer = np.repeat(lengths[:1], 4, axis=1)
-    assert packing_layout.plan(fewer, T, 1, 1) is None
+    assert packing_layout.plan(fewer, T) is None
 
 
 if __name__ == "__main__":

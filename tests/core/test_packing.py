@@ -33,29 +33,42 @@ def test_first_fit_by_hand():
 
 def test_a_layout_by_hand():
   """Rows of 4 are half of T, and hold as much as fewer rows of 8."""
-  found = packing_layout.layout(np.array([[2, 1, 4, 1]]), 8)
-  np.testing.assert_array_equal(found.segments, [[[2] * 4, [0, 0, 1, 3]]])
-  np.testing.assert_array_equal(found.positions, [[[0, 1, 2, 3], [0, 1, 0, 0]]])
-  np.testing.assert_array_equal(found.rows, [[1, 1, 0, 1]])
-  np.testing.assert_array_equal(found.starts, [[0, 2, 0, 3]])
-
-
-def test_a_layout_in_parts_by_hand():
-  """Samples 0, 2 and 1, 3 are in parts, whose rows alternate too."""
-  found = packing_layout.layout(np.array([[5, 1, 1, 2]]), 6, parts=2)
-  _ = -1
+  found = packing_layout.layout(np.array([[4, 1, 4, 3]]), 8, 16)
+  assert (found.prompts, found.subgroups.tolist()) == ([[0]], [[0] * 4])
+  rows = found.rows
   np.testing.assert_array_equal(
-    found.segments, [[[0, 0, 0, 0, 0, 2], [3, 3, 1, _, _, _]]]
+    rows.segments, [[[[0] * 4, [2] * 4, [3, 3, 3, 1]]]]
   )
-  np.testing.assert_array_equal(found.rows, [[0, 1, 0, 1]])
-  one, other = (
-    jax.tree.map(lambda x, p=p: x[p], packing.split(found, (1, 2)))
-    for p in (0, 1)
+  np.testing.assert_array_equal(
+    rows.positions, [[[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0]]]]
   )
-  np.testing.assert_array_equal(one.segments, [[[0, 0, 0, 0, 0, 1]]])
-  np.testing.assert_array_equal(other.segments, [[[1, 1, 0, _, _, _]]])
-  np.testing.assert_array_equal(other.starts, [[2, 0]])
-  assert one.parts == 1
+  np.testing.assert_array_equal(rows.rows, [[[0, 2, 1, 2]]])
+  np.testing.assert_array_equal(rows.starts, [[[0, 3, 0, 0]]])
+  np.testing.assert_array_equal(rows.lengths, [[[4, 1, 4, 3]]])
+
+
+def test_subgroups_by_hand():
+  """A prompt that needs three rows has three subgroups of one."""
+  lengths = np.array([[4, 4, 1, 3], [1, 0, 0, 1], [0, 0, 0, 0]])
+  found = packing_layout.layout(lengths, 4, 1)
+  np.testing.assert_array_equal(found.prompts, [[0, 0, 0, 1]])
+  np.testing.assert_array_equal(
+    found.subgroups, [[0, 1, 2, 2], [3, 4, 4, 3], [4, 4, 4, 4]]
+  )
+  np.testing.assert_array_equal(
+    found.rows.lengths,
+    [[[4, 0, 0, 0], [0, 4, 0, 0], [0, 0, 1, 3], [1, 0, 0, 1]]],
+  )
+  np.testing.assert_array_equal(
+    found.rows.segments[0, 2:], [[[3, 3, 3, 2]], [[0, 3, -1, -1]]]
+  )
+  # A long prompt is not computed three times: one subgroup a prompt.
+  longer = packing_layout.layout(lengths, 4, 20)
+  assert longer.rows.segments.shape == (1, 2, 3, 4)
+  # Each prompt in a block of its own: as many subgroups as the first needs.
+  apart = packing_layout.layout(lengths, 4, 0, blocks=3)
+  assert apart.rows.segments.shape == (3, 1, 3, 4)
+  np.testing.assert_array_equal(apart.prompts, [[0], [0], [0]])
 
 
 def draw_lengths(rng, b=B, g=G, t=T):
@@ -63,89 +76,85 @@ def draw_lengths(rng, b=B, g=G, t=T):
   return np.where(rng.uniform(size=b) < 0.1, 0, lengths.T).T
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_each_real_token_lies_somewhere_once(parts):
-  rng, sizes = np.random.default_rng(parts), set()
-  ids = np.arange(B * G * T).reshape(B, G, T)
-  for _ in range(200):
+@pytest.mark.parametrize(
+  "prompt_length, blocks, multiple",
+  [(0, 1, 1), (3, 1, 3), (9, 4, 1), (3, 2, 2)],
+)
+def test_each_real_token_lies_somewhere_once(prompt_length, blocks, multiple):
+  rng, sizes = np.random.default_rng(blocks), set()
+  ids = 1 + np.arange(B * G * T).reshape(B, G, T)
+  for _ in range(100):
     lengths = draw_lengths(rng)
     mask = np.arange(T) < lengths[..., None]
-    found = packing_layout.layout(lengths, T, parts)
+    found = packing_layout.layout(
+      lengths, T, prompt_length, blocks=blocks, multiple=multiple
+    )
     if found is None:
       continue
-    b, r, w = found.segments.shape
-    sizes.add((r, w))
-    assert (b, r * w < G * T, w >= lengths.max()) == (B, True, True)
-    real = found.segments >= 0
-    group = np.arange(B)[:, None, None]
-    packed = ids[group, found.segments, found.positions][real]
-    np.testing.assert_array_equal(np.sort(packed), ids[mask])
-    # A sample is in rows of its own part.
-    part = (found.segments - np.arange(r)[:, None]) % parts
-    assert not part[real].any()
-    # A completion's tokens lie in their order, and after nothing of another.
-    for i in np.ndindex(B, r):
-      changes = np.flatnonzero(np.diff(found.segments[i])) + 1
-      for run in np.split(found.positions[i], changes):
-        assert (run == np.arange(len(run))).all() or not run.any()
-  few = len(packing_layout.row_counts(G // parts)) * len(
-    packing_layout.row_lengths(T)
-  )
-  assert 3 < len(sizes) <= few
+    rows = found.rows
+    c, m, r, w = rows.segments.shape
+    sizes.add((m, r, w))
+    assert c * m * (prompt_length + r * w) < B * (prompt_length + G * T)
+    assert (c, m % multiple, w >= lengths.max()) == (blocks, 0, True)
+    # Counted by token ids, whose prompt is that of the subgroup.
+    prompt = found.prompts + (B // c) * np.arange(c)[:, None]
+    tokens = ids[prompt[:, :, None, None], rows.segments, rows.positions]
+    tokens = np.where(rows.segments >= 0, tokens, 0)
+    np.testing.assert_array_equal(np.sort(tokens[tokens > 0]), ids[mask])
+    assert rows.lengths.sum() == lengths.sum()
+    # A completion's tokens lie in their order, from where it starts.
+    for i, g in np.argwhere(lengths):
+      at = i // (B // c), found.subgroups[i, g]
+      row, start = rows.rows[*at, g], rows.starts[*at, g]
+      assert rows.lengths[*at, g] == lengths[i, g]
+      np.testing.assert_array_equal(
+        tokens[*at, row, start : start + lengths[i, g]], ids[i, g][mask[i, g]]
+      )
+  assert len(sizes) > 3
 
 
 def test_sizes_are_few():
   assert packing_layout.row_counts(1) == [1]
-  assert packing_layout.row_counts(6) == [1, 2, 3, 4, 6]
-  assert packing_layout.row_counts(64) == [
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-  ]
+  assert packing_layout.row_counts(6) == [1, 3, 4, 6]
+  assert packing_layout.row_counts(2) == [1, 2]
+  assert packing_layout.row_counts(64)[-6:] == [12, 16, 24, 32, 48, 64]
   assert packing_layout.row_lengths(1024) == [256, 512, 1024]
   assert packing_layout.row_lengths(6) == [2, 3, 6]
   assert packing_layout.row_lengths(1) == [1]
+  counts = {packing_layout.subgroup_count(n, 4) // 4 for n in range(130)}
+  assert counts == {*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40}
 
 
 def test_no_packing_where_it_saves_nothing():
   assert packing_layout.layout(np.full((B, G), T), T) is None
   full = np.full((B, G), T // 2 + 1)  # no two share a row
   assert packing_layout.layout(full, T) is None
-  assert packing_layout.layout(np.zeros((B, G), int), T).segments.shape == (
-    B,
-    1,
-    T // 4,
-  )
+  nothing = packing_layout.layout(np.zeros((B, G), int), T)
+  assert nothing.rows.segments.shape == (1, 1, 1, T // 4)
 
 
 def test_what_cannot_be_packed_is_refused():
   with pytest.raises(ValueError, match="0 to 3 tokens, not 4"):
     packing_layout.layout(np.array([[4, 1]]), 3)
-  with pytest.raises(ValueError, match="groups of 2 .* 4 equal parts"):
-    packing_layout.layout(np.array([[1, 1]]), 3, parts=4)
-  with pytest.raises(ValueError, match="packed in parts=1 .* into 2"):
-    packing.split(packing_layout.layout(np.ones((1, 4), int), 8), (1, 2))
+  with pytest.raises(ValueError, match="3 samples cannot be cut into 2"):
+    packing_layout.plan(np.ones((1, 3), int), 3, micro_batches=2)
+  found = packing_layout.layout(np.ones((3, 4), int), 8, 8)
+  with pytest.raises(ValueError, match="3 packed subgroups .* into 6 micro-"):
+    packing.check_cut(packing.merged_rows(found), (3, 2))
 
 
 def test_unpacked_is_what_was_packed():
-  lengths = np.array([[2, 0, 7, 1], [0, 0, 0, 0]])
+  lengths = np.array([[2, 0, 7, 1], [0, 0, 0, 0], [7, 8, 6, 0], [1, 1, 1, 1]])
   mask = np.arange(8) < lengths[..., None]
   values = jax.random.normal(KEY, mask.shape)
-  found = packing_layout.layout(lengths, 8)
-  assert found.segments.shape[1] < 4
+  found = packing_layout.layout(lengths, 8, 1, blocks=2)
+  assert found.rows.segments.shape == (2, 4, 1, 8)
 
   @jax.jit
   def there_and_back(values, found):
-    return packing.unpack(packing.pack(values, found), found, 8)
+    rows = packing.merged_rows(found)
+    packed = packing.pack(packing.regroup(values, found), rows)
+    return packing.ungroup(packing.unpack(packed, rows, 8), found)
 
   np.testing.assert_array_equal(
     there_and_back(values, found), np.where(mask, values, 0)
@@ -234,25 +243,25 @@ def check_model(kind, dtype, adapted):
 
   @jax.jit
   def score(params, layout):
+    inputs = samples.prompt_ids, samples.prompt_mask, samples.completion_ids
+    if layout is not None:
+      rows = packing.merged_rows(layout)
+      inputs = *packing.regroup(inputs, layout), rows
+
     def objective(params):
       both = packing.completion_logprobs(
-        lm,
-        params,
-        samples.prompt_ids,
-        samples.prompt_mask,
-        samples.completion_ids,
-        layout,
-        sampling=Sampling(temperature=0.7),
-        chunk_size=5,
+        lm, params, *inputs, sampling=Sampling(temperature=0.7), chunk_size=5
       )
+      if layout is not None:
+        both = [packing.ungroup(x, layout) for x in both]
       logprobs, entropy = (jnp.where(real, x, 0) for x in both)
       weights = jnp.sin(jnp.arange(real.size).reshape(real.shape))
       return jnp.sum(weights * logprobs), (logprobs, entropy)
 
     return jax.grad(objective, has_aux=True)(params)
 
-  layout = packing_layout.layout(lengths, T)
-  assert layout.segments.shape[1:] == (3, T)
+  layout = packing_layout.layout(lengths, T, P)
+  assert layout.rows.segments.shape == (1, 5, 1, T)
   tolerance = 2e-6 if dtype == jnp.float32 else 2e-2
   both = score(params, layout), score(params, None)
   for found, expected in zip(*both, strict=True):
@@ -312,22 +321,27 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
 
 
 @pytest.mark.parametrize(
-  "minibatches, micro_batches, parts",
-  [pytest.param(2, 6, 3, marks=pytest.mark.slow), (2, 4, 2)],
+  "minibatches, micro_batches, shape",
+  [
+    pytest.param(2, 6, (B, 3, 1, T // 2), marks=pytest.mark.slow),
+    pytest.param(1, 3, (1, 3, 3, T // 2), marks=pytest.mark.slow),
+    (2, 4, (B, 2, 1, T)),
+    (1, 2, (1, 4, 1, T)),
+  ],
 )
 def test_a_packed_step_is_an_unpacked_one(
-  tiny, tabular, minibatches, micro_batches, parts
+  tiny, tabular, minibatches, micro_batches, shape
 ):
   """Epochs, minibatches, cut groups, GSPO, missing rewards, empty rows."""
   lengths, samples = draw_samples(longest=T // 2)
   rewards = np.random.default_rng(3).normal(size=(B, G))
   rewards[0, 2], rewards[2, 5] = np.nan, np.inf
   lengths = np.where(np.isfinite(rewards), lengths, 0)
-  layout = packing_layout.plan(lengths, T, minibatches, micro_batches)
-  assert layout.parts == parts and layout.segments[0].size < G * T
+  layout = packing_layout.plan(lengths, T, P, minibatches, micro_batches)
+  assert layout.rows.segments.shape == shape
   lm, params = tabular.lm(11, 11), None
   params = lm.init(KEY)
-  if micro_batches == 6:  # with attention, which takes a while to compile
+  if micro_batches % 3 == 0:  # with attention, which takes a while to compile
     lm, params = tiny.lm, tiny.params
   step = functools.partial(
     run_step,
@@ -352,11 +366,11 @@ def test_a_packed_step_is_an_unpacked_one(
 def test_programs_are_few():
   """One for each size, whatever the lengths."""
   rng, sizes = np.random.default_rng(0), set()
-  program = jax.jit(lambda layout: packing.pack(jnp.zeros((B, G, T)), layout))
+  program = jax.jit(lambda packing_: packing.regroup(jnp.zeros(B), packing_))
   for _ in range(20):
     lengths = rng.integers(0, 1 + rng.integers(1, T), (B, G))
-    layout = packing_layout.plan(lengths, T, micro_batches=2)
+    layout = packing_layout.plan(lengths, T, P, micro_batches=2)
     if layout is not None:
-      sizes.add(layout.segments.shape)
+      sizes.add(layout.rows.segments.shape)
       program(layout)
   assert program._cache_size() == len(sizes) > 3

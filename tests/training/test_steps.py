@@ -127,10 +127,12 @@ def test_what_has_a_reward_is_packed(config_with):
   config = config_with(optim__micro_batches=1)
   with jax.set_mesh(mesh):
     found = from_config.packing(config, samples, rewards, mesh)
-    np.testing.assert_array_equal(found.lengths, [[0, 1, 2, 2], [1, 6, 1, 1]])
-    assert found.segments.shape == (B, 2, T)
-    config.optim.micro_batches = 4  # a prompt, and half of its group
+    np.testing.assert_array_equal(
+      found.rows.lengths, [[[0, 1, 2, 2], [0, 6, 0, 0], [1, 0, 1, 1]]]
+    )
+    assert found.rows.segments.shape == (1, 3, 1, T)
+    config.optim.micro_batches = 4  # a subgroup each, and one of padding
     parts = from_config.packing(config, samples, rewards, mesh)
-    assert parts is None
+    assert parts.rows.segments.shape == (1, 4, 1, T)
     config.optim.micro_batches, config.optim.packing = 1, False
     assert from_config.packing(config, samples, rewards, mesh) is None
