@@ -48,13 +48,13 @@ def test_one_json_line(monkeypatch, tmp_path, capsys):
 
   monkeypatch.setattr(side_by_side, "measure", measure)
   out = tmp_path / "out.json"
-  bench.main(["--workload=tail", "--config.model.remat=False", f"--out={out}"])
+  bench.main(["--workload=tail", "--config.model.remat=none", f"--out={out}"])
   bench.main(["--workload=arithmetic", "--warmup=3"])
   assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
   assert json.loads(out.read_text()) == {"peer": "grpojax"}
   (tail, config, *counts), (_, _, *others) = given
   assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
-  assert config.model.remat is False and config.loss.beta == 0.04
+  assert config.model.remat == "none" and config.loss.beta == 0.04
 
 
 def test_help(capsys):

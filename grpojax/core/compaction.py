@@ -22,8 +22,8 @@ def cut(shape: tuple[int, int]) -> tuple[int, bool]:
 
 
 WORTH = 48
-"""Tokens that a stage of an evaluation has to have, to be compiled twice: to
-decode fewer takes less time than XLA does."""
+"""Tokens that a stage has to have, to be compiled for several sizes: to decode
+fewer takes less time than XLA does."""
 
 
 class Compaction(NamedTuple):
@@ -47,15 +47,15 @@ class Compaction(NamedTuple):
     """Rows of a part that a stage may compute, descending: each is compiled.
 
     A program of one sample a prompt is an evaluation's, and runs seldom: it has
-    one more size at most, and that in long stages only.
+    one more size at most.
 
     Args:
       stage: its number; the first, 0, has all rows.
       tokens: that it has at most.
     """
-    halvings = range(4)
-    if self.of_prompts:
-      halvings = [0, 2] if tokens >= WORTH else [0]
+    if tokens < WORTH:
+      return [self.size]
+    halvings = [0, 2] if self.of_prompts else range(4)
     allowed = halvings[: stage + 1]
     return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 

@@ -29,8 +29,8 @@ class Decoding(NamedTuple):
     compact: at the start of each stage but the first, take the samples that are
       not done together, in a batch of a half, a quarter or an eighth of the
       group (where no group has more of them); where a group is one sample, of
-      a quarter of the prompts, in long stages (see `compaction.WORTH`). Each is
-      compiled.
+      a quarter of the prompts. Each is compiled, in long stages only (see
+      `compaction.WORTH`).
     slots: samples of each prompt that are in memory at once; the next begins
       where one is done. 0 is all of them; with fewer there are no stages.
   """

@@ -69,9 +69,9 @@ def test_lengths_that_were_not_planned():
 def test_a_variant_says_what_was_changed():
   steps = found([1, 1], [0, 0])
   assert report(steps)["variant"] == "default"
-  changes = {"optim.micro_batches": 2, "model.remat": False}
+  changes = {"optim.micro_batches": 2, "model.remat": "none"}
   assert report(steps, **changes)["variant"] == (
-    "model.remat=False optim.micro_batches=2"
+    "model.remat=none optim.micro_batches=2"
   )
 
 

@@ -30,7 +30,7 @@ def config(monkeypatch):
   monkeypatch.delenv("PEERS_MODEL_DIR", raising=False)
   config = workloads.config_of("tail")
   config.optim.micro_batches, config.eval.batch_size = 1, B
-  config.steps, config.model.remat = 3, False
+  config.steps, config.model.remat = 3, "none"
   return config
 
 

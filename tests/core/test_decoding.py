@@ -33,6 +33,12 @@ CHANGED = {
 SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 
 
+@pytest.fixture(autouse=True)
+def short_stages(monkeypatch):
+  """Stages of 16 tokens are compacted, too."""
+  monkeypatch.setattr(compaction, "WORTH", 16)
+
+
 def model(name):
   """A tiny model with large weights, and its parameters."""
   config = {
@@ -197,7 +203,7 @@ def test_prompts_that_are_done_are_left_out(name):
   np.testing.assert_array_equal(lengths, ONE)
 
 
-def test_what_runs_follows_the_prompts_that_are_left(tabular):
+def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
   rows = []
   lm = tabular.lm(3, 11)
 
@@ -225,6 +231,7 @@ def test_what_runs_follows_the_prompts_that_are_left(tabular):
   assert rows == [8] * 89
   del rows[:]
   # Short stages are not compiled twice.
+  monkeypatch.setattr(compaction, "WORTH", 48)
   one_each(watched, table, Decoding(stages=4))
   jax.effects_barrier()
   assert rows == [8] * 149

@@ -19,7 +19,7 @@ from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.models.attention import cached_attention, two_part_attention
 from grpojax.models.block import Masks
-from grpojax.models.cache import KeysValues
+from grpojax.models.cache import KeysValues, Slots
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.moe import route
 from grpojax.models.transformer import transformer
@@ -205,8 +205,8 @@ def test_a_cache_changes_no_rounding():
 
     row = KeysValues(new(keys), new(values))
     masks = Masks(own, jnp.arange(c) < t, seen)
-    slots = KeysValues(keys, values)
-    return cached_attention(new(q), row, slots, prompt, masks)
+    slots = Slots(keys.swapaxes(-1, -2), values)
+    return cached_attention(new(q), row, (slots,), prompt, masks)
 
   sampled = jnp.concatenate([decode(t) for t in range(c)], -2)
   assert sampled.dtype == scored.dtype
