@@ -156,11 +156,21 @@ def _blocks(vocab_size: int) -> int:
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """The index that a uniform number selects, by the inverse of their CDF."""
-  sums = jnp.cumsum(weights, axis=-1)
-  above = sums > uniform[..., None] * sums[..., -1:]
-  # Rounding may not select what has no weight.
-  return jnp.argmax(above & (weights > 0), axis=-1).astype(jnp.int32)
+  """The index that a uniform number selects, by the inverse of their CDF.
+
+  Args:
+    weights: not negative, and not all 0.
+    uniform: multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
+  """
+  # The middle of the step that the number stands for: 0 itself would select
+  # the first weight however small it is, once in 2^23 draws.
+  uniform = uniform + 2.0**-24
+  # Rounding may not select what has no weight, nor pass the last that has.
+  sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
+  total = jnp.max(sums, axis=-1, keepdims=True)
+  return jnp.argmax(sums > uniform[..., None] * total, axis=-1).astype(
+    jnp.int32
+  )
 
 
 def sample(

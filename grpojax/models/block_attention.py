@@ -93,14 +93,31 @@ def _parts(settings, row, prompt, sight: Sight, start=0):
   return parts
 
 
+def _einsum(product: str, x: Array, y: Array) -> Array:
+  """A product of two arrays of one dtype, summed in float32.
+
+  On CPUs of float32 copies, which gives the same: XLA's has no such product of
+  16-bit floats for every order of axes, and would fail when it is run.
+  """
+
+  def widened(x, y):
+    return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
+
+  def as_it_is(x, y):
+    return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
+
+  if x.dtype == y.dtype == jnp.float32:
+    return as_it_is(x, y)
+  return jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
+
+
 def _products(axes: str):
   """Queries x keys -> logits and weights x values -> out, float32 sums."""
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
-  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
   return (
-    functools.partial(einsum, f"{_QUERY_AXES},{axes}->{logits_axes}"),
-    functools.partial(einsum, f"{logits_axes},{axes}->{_QUERY_AXES}"),
+    functools.partial(_einsum, f"{_QUERY_AXES},{axes}->{logits_axes}"),
+    functools.partial(_einsum, f"{logits_axes},{axes}->{_QUERY_AXES}"),
   )
 
 

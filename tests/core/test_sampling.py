@@ -195,6 +195,19 @@ def test_logprob_is_of_the_distribution_drawn_from(sampling):
   assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("uniform, drawn", [(0.0, 1), (1 - 2.0**-23, 5)])
+@pytest.mark.parametrize("copies", [1, 8])
+def test_the_ends_of_the_unit_interval(monkeypatch, uniform, drawn, copies):
+  """Once in 2^23 draws a number is 0: that is no token of 1e-26, or of none."""
+  monkeypatch.setattr(
+    jax.random, "uniform", lambda _, shape: jnp.full(shape, uniform)
+  )
+  # The first and the last block alike, where there are several.
+  row = jnp.array([-60.0, 0.3, -1e30, -60.0, 1.0, 0.2, -60.0, -1e30])
+  ids, logprobs = sample(jax.random.key(0), jnp.tile(row, copies))
+  assert ids % 8 == drawn and logprobs > -10
+
+
 def test_a_key_reproduces_and_keys_are_independent():
   keys = jax.random.split(jax.random.key(2), 64)
   logits = jnp.zeros((64, 11))

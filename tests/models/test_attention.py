@@ -152,6 +152,17 @@ def test_bfloat16_is_summed_in_float32():
   )
 
 
+def test_bfloat16_with_prompts_in_blocks():
+  """It runs: a CPU has not every product of 16-bit floats."""
+  arrays, sight, mask, prompt_mask = case(11, 99, False, jnp.bfloat16)
+  out = jax.jit(
+    lambda *arrays: block_attention(*arrays, sight, block=4, scale=0.7, cap=2.0)
+  )(*arrays)
+  q, row, prompt = arrays
+  expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
+  np.testing.assert_allclose(out.astype(np.float32), expected, atol=2e-2)
+
+
 def test_memory_at_8192_tokens_and_28_heads():
   """The backward pass holds a few arrays as large as the queries."""
   size, heads, width = 8192, 4, 64
