@@ -135,8 +135,10 @@ def measure(
   ):
     rows = _steps(name, config, warmup + steps, stack)
     began = time.perf_counter()
+    before = 0
     for row, seconds in clock.timed(rows):
-      found.append((row, _parts(row, seconds)))
+      new, before = len(compiled) - before, len(compiled)
+      found.append((row, _parts(row, seconds) | {"compilations": new}))
   total = sum(seconds["total"] for _, seconds in found[:warmup])
   return report(name, config, found, warmup, compiled, (began, began + total))
 
@@ -190,9 +192,12 @@ def report(
   rows, seconds = zip(*found, strict=True)
   sums, longest, planned = _tokens(name, config, rows)
   steps = list(zip(seconds, sums, longest, strict=True))[warmup:]
+  # As the warm-up, steps that compile a shape that there was not before (of
+  # packed rows) are no measure of those that follow.
+  steps = [step for step in steps if not step[0]["compilations"]] or steps
   others = [s["others"] for s, _, _ in steps]
   kept = clock.quiet(steps, others)
-  names = sorted({*seconds[0]} - {"others"})
+  names = sorted({*seconds[0]} - {"others", "compilations"})
   during = [s for when, s in compiled if warm[0] <= when <= warm[1]]
   return {
     "peer": "grpojax",
@@ -203,8 +208,8 @@ def report(
     "others_cpu": clock.spread(s["others"] for s, _, _ in kept),
     "seconds": {n: clock.spread(s[n] for s, _, _ in kept) for n in names},
     "per_step": {
-      i + warmup: {k: round(v, 3) for k, v in s.items()}
-      for i, (s, _, _) in enumerate(steps)
+      seconds.index(s): {k: round(v, 3) for k, v in s.items()}
+      for s, _, _ in steps
     },
     "first_step_s": round(seconds[0]["total"], 3),
     "warmup_s": [round(s["total"], 3) for s in seconds[:warmup]],

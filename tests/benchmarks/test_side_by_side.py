@@ -29,6 +29,7 @@ def found(totals, others, tokens=4096):
         "ref_logprobs": t / 8,
         "update": t / 4,
         "score_other": t / 8,
+        "compilations": int(t == 99.0),
       },
     )
     for t, o in zip(map(float, totals), map(float, others), strict=True)
@@ -59,6 +60,12 @@ def test_only_quiet_steps_count():
 def test_where_no_step_was_quiet_all_count():
   line = report(found([9, 2, 8], [0.5, 0.5, 0.5]))
   assert line["quiet"] == 0 and line["seconds"]["total"]["median"] == 5
+
+
+def test_steps_that_compile_are_no_measure():
+  line = report(found([9, 2, 99, 4], [0, 0, 0, 0]))
+  assert line["steps"] == 2 and line["seconds"]["total"]["max"] == 4
+  assert list(line["per_step"]) == [1, 3]
 
 
 def test_lengths_that_were_not_planned():

