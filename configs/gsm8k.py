@@ -36,6 +36,9 @@ def get_config() -> ConfigDict:
     "\\boxed{{}}."
   )
   config.sampling.max_new_tokens = 1024
+  # Compiled for every size, a large model's rollout takes minutes of XLA and
+  # half as much memory again.
+  config.sampling.compact = False
   config.sampling.temperature = 1.0
   config.sampling.top_p = 1.0
   config.logits_chunk = 512

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import typing
+from collections.abc import Sequence
 
 from grpojax.aot import chips, search, topology
 from grpojax.models import hf
@@ -75,13 +76,16 @@ def need(model, devices: int, settings: dict[str, int]) -> Need:
   return Need(state, rollout, update + tokens * kept + 0.5e9)
 
 
-def layout(model, devices: int, memory: float) -> dict[str, int] | None:
+def layout(
+  model, devices: int, memory: float, scales: Sequence[float]
+) -> dict[str, int] | None:
   """Settings that should fit; None if none are thought to.
 
   Args:
     model: its shape.
     devices: XLA devices of the slice.
     memory: bytes of each.
+    scales: how much more than `need` says the rollout takes, and the update.
   """
   powers = [2**i for i in range(12)]
   sharing = [n for n in powers if n <= devices and model.kv_heads % n == 0]
@@ -99,7 +103,8 @@ def layout(model, devices: int, memory: float) -> dict[str, int] | None:
     for shared in sharing:
       settings["mesh.sampling_tensor"] = shared
       needed = need(model, devices, settings)
-      if max(needed.rollout, needed.update) < 0.95 * memory:
+      most = max(scales[0] * needed.rollout, scales[1] * needed.update)
+      if most < 0.95 * memory:
         return settings
   return None
 
@@ -138,29 +143,46 @@ def read_rows() -> list[dict]:
   return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
+def try_slice(name: str, file: pathlib.Path, slice_: str, settings) -> dict:
+  """A line of slices.jsonl, compiled where it is not there yet."""
+  tried = {"model": name, "topology": slice_, "settings": settings}
+  for row in read_rows():
+    if row | tried == row:
+      return row
+  row = compile_step(name, file, slice_, settings)
+  with ROWS.open("a") as rows:
+    rows.write(json.dumps(row) + "\n")
+  return row
+
+
 def try_slices(name: str, file: pathlib.Path, chip: str) -> None:
-  """Compiles for ever larger slices, until a step fits."""
+  """Compiles for ever larger slices, until a step fits.
+
+  What XLA says of a step that does not fit corrects the rule of thumb; a slice
+  is tried again if the rule then finds another layout for it.
+  """
   model = hf.to_transformer_config(json.loads(file.read_text()))
-  device = chips.device(chips.CHIPS[chip])
-  each = chips.CHIPS[chip].devices
+  memory = chips.device(chips.CHIPS[chip]).hbm_bytes
+  scales = [1.0, 1.0]
   for shape in SHAPES[chip]:
     slice_ = f"{chip}:{shape}"
     _, count = topology.parse(slice_)
-    settings = layout(model, count * each, device.hbm_bytes)
-    if settings is None:
-      continue
-    known = [
-      row
-      for row in read_rows()
-      if (row["model"], row["topology"]) == (name, slice_)
-    ]
-    row = known[0] if known else compile_step(name, file, slice_, settings)
-    if not known:
-      with ROWS.open("a") as rows:
-        rows.write(json.dumps(row) + "\n")
-    print(json.dumps(row), flush=True)
-    if row.get("fits"):
-      return
+    devices, tried = count * chips.CHIPS[chip].devices, []
+    while len(tried) < 3:
+      settings = layout(model, devices, memory, scales)
+      if settings is None or settings in tried:
+        break
+      tried.append(settings)
+      row = try_slice(name, file, slice_, settings)
+      print(json.dumps(row), flush=True)
+      if row.get("fits"):
+        return
+      if "error" in row:
+        break
+      needed = need(model, devices, settings)
+      for i, part in enumerate(("rollout", "update")):
+        said = row["gib"][part] * 2**30
+        scales[i] = max(scales[i], said / getattr(needed, part))
 
 
 def table() -> str:

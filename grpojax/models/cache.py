@@ -219,7 +219,8 @@ def write(
     cache: the block that is written to is the last.
     tokens: of each stack, [layers, *ROW_AXES].
     last: the tokens' states after all layers, computed from all that reads the
-      cache before: where it is NaN, NaN is written. So a write comes after all
+      cache before: where it is NaN, 0 is written (a slot of the ring that is
+      hidden from another sample must be finite). So a write comes after all
       reads, or XLA would copy the cache for those beside it. (Where copies are
       decided on, an `optimization_barrier` orders nothing.)
   """
@@ -237,7 +238,7 @@ def write(
       ["bgc".index(axis) for axis in axes if axis in "bgc"]
     )
     absent = [i for i, axis in enumerate(axes) if axis not in "bgc"]
-    new = jnp.where(jnp.expand_dims(known, absent), new, jnp.nan)
+    new = jnp.where(jnp.expand_dims(known, absent), new, 0)
     axis = 1 + axes.index("c")
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
