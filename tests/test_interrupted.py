@@ -102,9 +102,9 @@ def test_kill_at_any_moment(
 # whole steps done by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("scoring.score", 3 + 1, 0),
-  "rewards": ("scoring.score", 3 + 4, 3),
-  "evaluation": ("scoring.score", 3 + 5 + 1, 5),
+  "first step": ("scoring.collect", 3 + 1, 0),
+  "rewards": ("scoring.collect", 3 + 4, 3),
+  "evaluation": ("scoring.collect", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 

@@ -39,6 +39,9 @@ SETTINGS = {
   "optim.learning_rate": 1e-3,
   "optim.minibatches": 2,
   "optim.micro_batches": 4,  # 2 prompts, and halves of their groups
+  # Each device packs its own prompts, into rows that sum in another order, and
+  # Adam divides by the gradient: core/packed_on_mesh.py compares gradients.
+  "optim.packing": False,
   "eval.every": STEPS,
   "eval.num_prompts": 11,
   "eval.batch_size": 8,  # and then 3

@@ -151,7 +151,7 @@ def total(compiled):
 def test_compiled_programs_take_more(name, config_with):
   """Both the sampler and the update, but not so much that it says nothing."""
   config, model = (
-    config_with(**SIZES, optim__name=name),
+    config_with(**SIZES | {"optim__name": name, "logits_chunk": 128}),
     dataclasses.replace(MODEL, vocab_size=400),
   )
   lm, tx = transformer(model, remat="full"), optimizer(config)
