@@ -58,10 +58,7 @@ def last_layers(
   total = layer_count(params["layers"])
   if not 1 <= count <= total:
     raise ValueError(f"last_layers={count} must be in 1..{total}, the layers")
-  first, last = (
-    jax.tree.map(lambda x, part=part: x[part], params["layers"])
-    for part in (slice(total - count), slice(total - count, None))
-  )
+  first, last = split(params["layers"], (total - count, count))
   names = ("final_norm", "head", "score")
   moving = {name: params[name] for name in names if name in params}
   moving["layers"] = last

@@ -115,16 +115,13 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
   """
   if not adapters:
     return base
-  stacks, attached, start = layer_stacks.stacks(adapters), [], 0
-  for stack in stacks:
-    stop = start + layer_stacks.layer_count(stack)
-    layers = base["layers"]
-    if len(stacks) > 1:
-      layers = jax.tree.map(lambda x, s=slice(start, stop): x[s], layers)
+  stacks, attached = layer_stacks.stacks(adapters), []
+  sizes = map(layer_stacks.layer_count, stacks)
+  of_base = layer_stacks.split(base["layers"], list(sizes))
+  for stack, layers in zip(stacks, of_base, strict=True):
     low_rank = {f"{name}_lora_a": x["a"] for name, x in stack.items()}
     low_rank |= {f"{name}_lora_b": scale * x["b"] for name, x in stack.items()}
     attached.append(layers | low_rank)
-    start = stop
   layers = tuple(attached) if len(attached) > 1 else attached[0]
   return base | {"layers": layers}
 

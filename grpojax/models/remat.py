@@ -21,8 +21,9 @@ Korthikanti et al. 2022, "Reducing activation recomputation in large
 transformer models", and the MLP); nothing."""
 
 SHALLOW = 8
-"""Layers up to which a model is not scanned but written out: a scan fills its
-stacks of kept values with zeros first, and copies each layer's in and out."""
+"""Layers up to which a model is not scanned but written out, in training and in
+decoding: a scan fills its stacks of kept values with zeros first, and copies
+each layer's in and out."""
 
 
 def unrolled(config: TransformerConfig, remat: str) -> bool:

@@ -65,9 +65,6 @@ def _cast(params: Params, dtype: Any) -> Params:
   )
 
 
-_FEW_LAYERS = 8
-
-
 def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
   """Layers of each stack while decoding.
 
@@ -75,7 +72,7 @@ def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
   XLA might copy each of them for every token (it does on CPUs). With many
   layers, the program would grow too large.
   """
-  few = config.layers <= _FEW_LAYERS
+  few = config.layers <= remat_lib.SHALLOW
   return (1,) * config.layers if few else (config.layers,)
 
 
