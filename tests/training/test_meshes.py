@@ -45,12 +45,10 @@ CASES = {
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
   "experts": ("experts", {}, MESHES),
-  "bfloat16": ("llama", {"model.dtype": "bfloat16"}, MESHES[-1:]),
 }
 
 
-def on_eight_devices(*cases):
-  arguments = [json.dumps(cases)] if cases else []
+def on_eight_devices(*arguments):
   env = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(
     [sys.executable, PROGRAM, *arguments],
@@ -63,25 +61,14 @@ def on_eight_devices(*cases):
 
 
 @pytest.mark.slow
-def test_a_step_before_its_update():
-  """Sampling on a mesh of its own, and the reference's pass after it."""
-  on_eight_devices()
-
-
-# The samples are the same, but the directions of the updates agree to a cosine
-# of about .8 only, after one step too; it was above .9 before attention in
-# blocks, joint passes and the new draw. Which of them it is is not known yet.
-UNEXPLAINED = pytest.mark.xfail(reason="bfloat16 on a mesh: cosine below .9")
+@pytest.mark.parametrize("what", ["quick", "halves"])
+def test_a_step(what):
+  """Sampling on a mesh of its own, the reference after it, and the gradient."""
+  on_eight_devices(what)
 
 
 @pytest.mark.slow  # each case is several whole runs
-@pytest.mark.parametrize(
-  "case",
-  [
-    pytest.param(case, marks=UNEXPLAINED if case == "bfloat16" else ())
-    for case in CASES
-  ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_whole_runs(case):
-  told = on_eight_devices(CASES[case])
+  told = on_eight_devices("runs", json.dumps([CASES[case]]))
   assert told.count("equal: ") == len(CASES[case][2])
