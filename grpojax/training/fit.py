@@ -10,6 +10,7 @@ reward.on_device) the step, the reading of the weights, and with reward.workers
 
 import contextlib
 import functools
+import importlib.metadata as metadata
 import pathlib
 import sys
 import time
@@ -25,10 +26,12 @@ from grpojax.runtime import (
   checkpoint,
   command_line,
   disk,
+  distributed,
   preemption,
   records,
   run_lock,
 )
+from grpojax.runtime import config as config_lib
 from grpojax.training import (
   device_step,
   from_config,
@@ -45,7 +48,7 @@ from grpojax.training.config import validate
 from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
-Poll = Callable[[], None]
+Poll = Callable[..., None]
 
 
 class Preempted(Exception):
@@ -95,7 +98,7 @@ def remaining_steps(
     print("the first step compiles, which takes a while", flush=True)
   began = time.perf_counter() - progress.train_seconds
   for step in range(first, config.steps + 1):
-    poll()
+    poll(together=True)
     clock = time.perf_counter()
     if size != _group_size(config, state):
       size = _group_size(config, state)
@@ -140,9 +143,9 @@ def fit(
   """
   config = run.config
 
-  def ask():
+  def ask(together=False):
     checkpoint.check(checkpointer)  # a save may have failed
-    poll()
+    poll(together)
 
   def save():
     notes = progress_lib.to_notes(progress)
@@ -151,7 +154,8 @@ def fit(
   def evaluate():
     step = int(state.step)
     due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
-    if due and not reporting.evaluations(run, step):
+    done = functools.partial(reporting.evaluations, run, step)
+    if due and not distributed.on_main(done):
       reporting.evaluate_held_out(run, state.params, step, ask)
 
   try:
@@ -191,21 +195,81 @@ def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
     )
 
 
+def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
+  """Says and records with which other settings a run goes on."""
+  changed, _ = run_directory.changed(directory, config)
+  _say_changed(config, changed)
+  run_directory.record_changes(directory, config)
+
+
+def _check_shared(directory: pathlib.Path) -> None:
+  """Whether this process sees what the first one has written."""
+  if not (directory / run_directory.CONFIG).is_file():
+    raise ValueError(
+      f"{directory} is not the directory that process 0 writes to: with "
+      "several processes, --run_dir must be on storage that all of them share"
+    )
+
+
+def _version(package: str) -> str:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return "from source"
+
+
+def _settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
+  """The config that the run goes on with; None where it is finished.
+
+  Raises:
+    ValueError: it cannot be run, there, or by all processes alike.
+  """
+  validate(config)
+  distributed.check_same(
+    configuration=config_lib.to_json(config),
+    packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
+  )
+
+  def settle():
+    settled = run_directory.with_date(directory, config)
+    run_directory.check(directory, settled)
+    if run_directory.is_finished(directory, settled):
+      return None
+    disk.check_writable(directory, "--run_dir")
+    return config_lib.to_json(settled)
+
+  text = distributed.on_main(settle)
+  return text and config_lib.from_json(text)
+
+
 def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
   """All that can be wrong is found, and all that a run holds is opened."""
-  hold = functools.partial(run_lock.hold, directory)
-  with command_line.usage_errors():
-    begun = (directory / run_directory.CONFIG).is_file()
-    if begun:
-      stack.enter_context(hold())
-    checked = start.check(config, directory, poll)
-    if not begun:  # what cannot run leaves no directory
-      stack.enter_context(hold())
+
+  def begun() -> bool:
+    return (directory / run_directory.CONFIG).is_file()
+
+  def hold() -> None:
+    stack.enter_context(run_lock.hold(directory))
+
+  def open_directory() -> bool:
     resumed = run_directory.open_run(directory, checked.config)
     if resumed:
       run_directory.say_added(directory)
     splits = {"train": checked.train, "test": checked.held_out}
     prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+    return resumed
+
+  with command_line.usage_errors():
+    first = not distributed.on_main(begun)
+    if not first:
+      distributed.on_main(hold)
+    with distributed.agreed():
+      checked = start.check(config, directory, poll)
+    if first:  # what cannot run leaves no directory
+      distributed.on_main(hold)
+    resumed = distributed.on_main(open_directory)
+    with distributed.agreed():
+      _check_shared(directory)
   checkpointer = stack.enter_context(
     checkpoint.open_checkpointer(
       directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
@@ -222,9 +286,7 @@ def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
   with command_line.usage_errors():
     state, progress = resume.resume(run, state, checkpointer, poll)
     if resumed:
-      changed, _ = run_directory.changed(directory, checked.config)
-      _say_changed(checked.config, changed)
-      run_directory.record_changes(directory, checked.config)
+      distributed.on_main(lambda: _go_on(directory, checked.config))
   return run, state, tx, progress, checkpointer
 
 
@@ -243,18 +305,15 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
-    validate(config)
-    config = run_directory.with_date(directory, config)
-    run_directory.check(directory, config)
-    if run_directory.is_finished(directory, config):
+    config = _settle(config, directory)
+    if config is None:
       return None
-    disk.check_writable(directory, "--run_dir")
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
 
-    def poll():
-      if requested():
+    def poll(together=False):
+      if requested(together):
         raise Preempted
 
     try:
