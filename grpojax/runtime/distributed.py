@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -120,8 +121,36 @@ def joined(
     if not is_main():
       nowhere = stack.enter_context(open(os.devnull, "w"))
       stack.enter_context(contextlib.redirect_stdout(nowhere))
-    stack.callback(jax.distributed.shutdown)
+    stack.enter_context(_leaving())
     yield
+
+
+@contextlib.contextmanager
+def _leaving() -> Iterator[None]:
+  """Leaves together with all others, or at once where something broke.
+
+  JAX's shutdown waits for all processes. Those that come here by an exit code
+  (a message, SIGTERM) are all on their way; by another error, it is alone.
+  """
+  try:
+    yield
+  except (SystemExit, KeyboardInterrupt):
+    jax.distributed.shutdown()
+    raise
+  except BaseException as error:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      print(
+        f"process {jax.process_index()}: another process of this run is gone, "
+        "see what it said last; the same command resumes from the last "
+        f"checkpoint ({str(error).splitlines()[0][:200]})",
+        file=sys.stderr,
+      )
+    else:
+      traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+      stream.flush()
+    os._exit(1)
+  jax.distributed.shutdown()
 
 
 def several() -> bool:
