@@ -6,7 +6,6 @@ hosts and cannot get here: storage that all of them see, and a network.
 
 import contextlib
 import importlib.util
-import json
 import os
 import pathlib
 import signal

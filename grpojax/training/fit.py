@@ -10,11 +10,10 @@ reward.on_device) the step, the reading of the weights, and with reward.workers
 
 import contextlib
 import functools
-import importlib.metadata as metadata
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,23 +27,17 @@ from grpojax.runtime import (
   disk,
   distributed,
   preemption,
-  records,
-  run_lock,
 )
-from grpojax.runtime import config as config_lib
 from grpojax.training import (
   device_step,
   from_config,
   host_step,
+  opening,
   reporting,
-  resume,
   run_directory,
-  scoring,
-  start,
 )
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import validate
 from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
@@ -183,113 +176,6 @@ def fit(
   return state, progress
 
 
-def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
-  """Says with which other settings a run goes on."""
-  for line in changed:
-    print(f"changed: {line}")
-  schedule = config.optim.schedule
-  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
-    print(
-      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
-      f"learning rate is that of a run of {config.steps} steps"
-    )
-
-
-def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
-  """Says and records with which other settings a run goes on."""
-  changed, _ = run_directory.changed(directory, config)
-  _say_changed(config, changed)
-  run_directory.record_changes(directory, config)
-
-
-def _check_shared(directory: pathlib.Path) -> None:
-  """Whether this process sees what the first one has written."""
-  if not (directory / run_directory.CONFIG).is_file():
-    raise ValueError(
-      f"{directory} is not the directory that process 0 writes to: with "
-      "several processes, --run_dir must be on storage that all of them share"
-    )
-
-
-def _version(package: str) -> str:
-  try:
-    return metadata.version(package)
-  except metadata.PackageNotFoundError:
-    return "from source"
-
-
-def _settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
-  """The config that the run goes on with; None where it is finished.
-
-  Raises:
-    ValueError: it cannot be run, there, or by all processes alike.
-  """
-  validate(config)
-  distributed.check_same(
-    configuration=config_lib.to_json(config),
-    packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
-  )
-
-  def settle():
-    settled = run_directory.with_date(directory, config)
-    run_directory.check(directory, settled)
-    if run_directory.is_finished(directory, settled):
-      return None
-    disk.check_writable(directory, "--run_dir")
-    return config_lib.to_json(settled)
-
-  text = distributed.on_main(settle)
-  return text and config_lib.from_json(text)
-
-
-def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
-  """All that can be wrong is found, and all that a run holds is opened."""
-
-  def begun() -> bool:
-    return (directory / run_directory.CONFIG).is_file()
-
-  def hold() -> None:
-    stack.enter_context(run_lock.hold(directory))
-
-  def open_directory() -> bool:
-    resumed = run_directory.open_run(directory, checked.config)
-    if resumed:
-      run_directory.say_added(directory)
-    splits = {"train": checked.train, "test": checked.held_out}
-    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
-    return resumed
-
-  with command_line.usage_errors():
-    first = not distributed.on_main(begun)
-    if not first:
-      distributed.on_main(hold)
-    with distributed.agreed():
-      checked = start.check(config, directory, poll)
-    if first:  # what cannot run leaves no directory
-      distributed.on_main(hold)
-    resumed = distributed.on_main(open_directory)
-    with distributed.agreed():
-      _check_shared(directory)
-  checkpointer = stack.enter_context(
-    checkpoint.open_checkpointer(
-      directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
-    )
-  )
-  with command_line.usage_errors():
-    scorer = stack.enter_context(
-      scoring.open_scorer(checked.config, checked.reward_model)
-    )
-    stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, scorer)
-  if run.writer is not None:
-    stack.callback(records.close_writer, run.writer)
-  with command_line.usage_errors():
-    state, progress = resume.resume(run, state, checkpointer, poll)
-    if resumed:
-      distributed.on_main(lambda: _go_on(directory, checked.config))
-  return run, state, tx, progress, checkpointer
-
-
 def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
   """A whole training run, from where it stands to its end.
 
@@ -305,7 +191,7 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
-    config = _settle(config, directory)
+    config = opening.settle(config, directory)
     if config is None:
       return None
   with contextlib.ExitStack() as stack:
@@ -317,7 +203,9 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
         raise Preempted
 
     try:
-      run, *state, checkpointer = _open(config, directory, stack, poll)
+      run, *state, checkpointer = opening.open_all(
+        config, directory, stack, poll
+      )
       state, progress = fit(run, *state, checkpointer, poll)
       return reporting.finish(run, state.params, progress, poll)
     except Preempted as done:

@@ -17,7 +17,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import fit, reporting, scoring, start
+from grpojax.training import opening, reporting, scoring, start
 from grpojax.training import policy as policies
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
@@ -145,7 +145,9 @@ def test_notes_are_kept_with_a_state(tmp_path):
 def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
   for schedule, lines in (("constant", 2), ("cosine", 3)):
-    fit._say_changed(config_with(optim__schedule=schedule, steps=80), changed)
+    opening._say_changed(
+      config_with(optim__schedule=schedule, steps=80), changed
+    )
     said = capsys.readouterr().out
     assert len(said.splitlines()) == lines
   assert "of a run of 80 steps" in said
