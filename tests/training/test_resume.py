@@ -234,7 +234,9 @@ def test_an_infinite_reward_of_the_model_is_a_failure():
     [],
   )
   by_model = np.array([[np.inf, 0.5]])
-  got = scoring._with_model(scores, by_model, 2.0, [("p", "a"), ("p", "b")])
+  scorer = scoring.Scorer(None, model_weight=2.0)
+  examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
+  got = scoring.with_model(scorer, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = got.failures
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"
