@@ -51,6 +51,7 @@ def check(found, topology, parts=("rollout", "reference", "update")):
   assert found["step_seconds"] == pytest.approx(seconds)
 
 
+@pytest.mark.slow
 def test_a_step_on_two_devices(tmp_path):
   words = ["--topology=cpu:2", "--config.mesh.fsdp=2", "--config.loss.beta=0.1"]
   done, found = compile_step(tmp_path, *words)

@@ -180,6 +180,7 @@ def test_compare_before_and_after_training(
     assert row[header.index(name) :].startswith(start), (header, row)
 
 
+@pytest.mark.slow
 def test_compare_samples_of_a_run_under_the_first_config(
   toy_run, toy_model, toy_task, tmp_path, capsys, monkeypatch
 ):

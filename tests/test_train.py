@@ -419,7 +419,7 @@ def test_each_group_size_compiles_once(
   text = [record.getMessage() for record in caplog.records]
   for name, times in (
     *(("learn", 2), ("diagnose", 2), ("other", 1)),
-    ("rollout", 3),  # two sizes, and the evaluations before, in and after it
+    ("sample", 3),  # two sizes, and the evaluations before, in and after it
   ):
     compiled = [x for x in text if f"Compiling jit({name})" in x]
     assert len(compiled) == times, name

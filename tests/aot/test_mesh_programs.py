@@ -16,6 +16,7 @@ import pytest
 
 from grpojax.aot import cost, hlo
 
+pytestmark = pytest.mark.slow  # whole programs are compiled
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
@@ -50,7 +51,7 @@ def compiled(platform, *names):
 
 @pytest.fixture(
   scope="module",
-  params=["cpu", pytest.param("v5e:2x4", marks=pytest.mark.slow)],
+  params=["cpu", "v5e:2x4"],
 )
 def platform(request):
   if request.param != "cpu" and not importlib.util.find_spec("libtpu"):
@@ -84,7 +85,6 @@ def arrays(module, collective):
   return i.shapes, str(i.called)
 
 
-@pytest.mark.slow
 def test_an_update_gathers_layers_and_scatters_their_gradients(
   updates, platform
 ):

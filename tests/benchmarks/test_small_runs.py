@@ -34,6 +34,7 @@ def config(monkeypatch):
   return config
 
 
+@pytest.mark.slow
 def test_a_workload(config, capsys):
   line = side_by_side.measure("tail", config, 2, 1)
   assert line["steps"] == 2 and line["first_step_s"] == line["warmup_s"][0]

@@ -212,6 +212,7 @@ for name in metrics:
 """
 
 
+@pytest.mark.slow
 def test_device_count_changes_nothing():
   """A whole step on one device and on four, everything sharded."""
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}

@@ -33,6 +33,7 @@ def run(environment, *checks):
   assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_results_and_exchanges():
   run(CPU)
 

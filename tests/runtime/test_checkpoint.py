@@ -341,6 +341,7 @@ def _train(run_dir: str) -> None:
       print(step, flush=True)
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
   clock = random.Random(0)
   path = [str(pathlib.Path(__file__).parents[2]), os.getenv("PYTHONPATH")]

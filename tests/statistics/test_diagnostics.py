@@ -140,6 +140,7 @@ def per_sample_gradients(lm, params, rollout):
   )
 
 
+@pytest.mark.slow
 def test_unbiased_on_a_transformer():
   """Every completion of up to two tokens, and their gradients one by one."""
   lm, params = decoder(2)

@@ -43,6 +43,7 @@ def read(directory):
     return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_a_whole_run(finished):
   rows = read(finished)
   assert len(rows) == 3 * 2 * 4

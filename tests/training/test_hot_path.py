@@ -80,6 +80,7 @@ def of_length(prompt, completion, example):
   return float(len(completion))
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
   """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
   shapes, pack = [], from_config.packing

@@ -102,6 +102,7 @@ def test_a_reward_model_beside_functions(rewards):
   assert scoring.metrics(found)["reward_model"] == 2.5
 
 
+@pytest.mark.slow
 def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
   """They are counted and kept, take no part, and training goes on."""
   file = tmp_path / "mine.py"
