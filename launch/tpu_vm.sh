@@ -162,12 +162,12 @@ create() {
 setup() { # fails where a step does, also where `set -e` is off
   local archive
   archive="$(mktemp)" &&
-    tar -czf "$archive" -C "$root" --exclude=__pycache__ \
+    tar -cf "$archive" -C "$root" --exclude=__pycache__ \
       setup.py pyproject.toml README.md grpojax configs launch &&
-    tpus tpu-vm scp "$archive" "$name:grpojax.tar.gz" --worker=all &&
+    tpus tpu-vm scp "$archive" "$name:grpojax.tar" --worker=all &&
     rm "$archive" &&
     tpus tpu-vm ssh "$name" --worker=all \
-      --command="mkdir -p grpojax && tar -xzf grpojax.tar.gz -C grpojax" &&
+      --command="mkdir -p grpojax && tar -xf grpojax.tar -C grpojax" &&
     on all install
 }
 
@@ -178,7 +178,7 @@ remove() { tpus queued-resources delete "$name" --force --quiet; }
 attempt() {
   {
     on all installed || setup || return 0
-    on all start --coordinator=auto "${training[@]}" || return 0
+    on all start "${training[@]}" || return 0
     on 0 follow || true # its code might be gcloud's own
   } >&2
   on 0 code || true

@@ -22,21 +22,24 @@ install() { # the VM's own Python is too old
 
 start() {
   mkdir -p "$here"
-  flock --nonblock "$here/lock" rm -f "$here/code" ||
-    { echo "it is running already" && return; }
-  # The shell outlives a SIGTERM to all, so that it can write the code.
-  # shellcheck disable=SC2016  # $@ and $0 are the inner shell's
-  setsid --fork flock "$here/lock" bash -c \
-    'trap : TERM; "$@"; echo "$?" >"$0.new" && mv "$0.new" "$0"' "$here/code" \
-    "$venv/bin/python" -u -m grpojax.train "$@" \
+  exec 9>"$here/lock"
+  flock --nonblock 9 || { echo "it is running already" && return; }
+  rm -f "$here/code"
+  # The inner shell holds the lock while the training runs. It outlives a SIGTERM
+  # to all, so that it can write the code.
+  # shellcheck disable=SC2016  # $@ and $0 are its own
+  setsid --fork bash -c \
+    'trap : TERM; "$@" 9>&-; echo "$?" >"$0.new" && mv "$0.new" "$0"' \
+    "$here/code" "$venv/bin/python" -u -m grpojax.train "$@" \
     >>"$here/log" 2>&1 </dev/null
 }
 
 follow() {
   tail -n 100 -F "$here/log" &
   trap 'kill "$!"' EXIT
-  until [[ -f "$here/code" ]]; do sleep 1; done
-  sleep 1 # for the last lines
+  exec 9>>"$here/lock"
+  flock 9 # when the training has ended
+  sleep 0.3 # for its last lines
 }
 
 case "${1:-}" in
