@@ -207,7 +207,9 @@ def test_create_status_logs_delete(cloud):
   assert cloud.launch("status", "my-run", zone).stdout == "ACTIVE\n"
   cloud.launch("create", "my-run", *OPTIONS)
   assert cloud.verbs().count("create") == 1  # it is there
-  assert "own lines" in cloud.launch("logs", "my-run", zone, "--worker=3").stdout
+  assert (
+    "own lines" in cloud.launch("logs", "my-run", zone, "--worker=3").stdout
+  )
   assert "--worker=3" in cloud.calls[-1]
   assert cloud.launch("delete", "my-run", zone).returncode == 0
   assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
