@@ -21,7 +21,6 @@ import pytest
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, distributed, records
 
-pytestmark = pytest.mark.slow  # each run is a few seconds of compiling
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
 STEPS = 4
@@ -103,7 +102,8 @@ def log(directory, i, kind):
 def told(directory, i=0, kind="out"):
   """What a process has printed, without what Gloo says of itself."""
   lines = log(directory, i, kind).read_text().splitlines(keepends=True)
-  return "".join(line for line in lines if not line.startswith("[Gloo]"))
+  # Its threads write at once: a line may be in two.
+  return "".join(x for x in lines if "[Gloo]" not in x and "ranks" not in x)
 
 
 def ended(processes, timeout=240):
@@ -137,7 +137,9 @@ def same(one, other):
   for a, b in zip(one[0], other[0], strict=True):
     assert a.keys() == b.keys()
     for name, value in a.items():
-      assert b[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+      if value is not None:  # infinite in both
+        value = pytest.approx(value, rel=1e-4, abs=1e-5)
+      assert b[name] == value, name
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
     one[2],
@@ -151,20 +153,29 @@ CASES = {
   "auto": {
     "group_size": "auto",
     "auto_group_size.start": 8,
-    "auto_group_size.samples_per_step": 64,
+    "auto_group_size.largest": 16,
+    "batch_size": 8,
     "diagnostics.every": 1,
-    "optim.micro_batches": 1,
+    "optim.micro_batches": 2,
     "optim.minibatches": 1,
   },
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_several_do_what_one_does(case, words, tmp_path):
+@pytest.mark.parametrize(
+  "case, counts",
+  [
+    pytest.param("dense", (2,), marks=pytest.mark.slow),
+    pytest.param("dense", (4,), marks=pytest.mark.long),
+    pytest.param("adapters", (2,), marks=pytest.mark.long),
+    pytest.param("auto", (2,), marks=pytest.mark.long),
+  ],
+)
+def test_several_do_what_one_does(case, counts, words, tmp_path):
   settings = words(CASES[case])
   run(tmp_path / "one", 1, settings)
   one = results(tmp_path / "one")
-  for count in (2, 4) if case == "dense" else (2,):
+  for count in counts:
     run(tmp_path / str(count), count, settings)
     same(one, results(tmp_path / str(count)))
     for i in range(1, count):  # what is said, is said once
@@ -208,6 +219,7 @@ def wait_for(directory, step, processes):
   raise AssertionError("nothing happens")
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
   settings, whole = slow
   directory = tmp_path / "run"
@@ -223,6 +235,7 @@ def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
   same(whole, results(directory))
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_ends_the_others(slow, tmp_path):
   settings, whole = slow
   directory = tmp_path / "run"
@@ -238,6 +251,7 @@ def test_one_that_is_killed_ends_the_others(slow, tmp_path):
   same(whole, results(directory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "of_1, message",
   [
@@ -254,6 +268,7 @@ def test_what_differs_is_refused(words, tmp_path, of_1, message):
   assert not directory.exists()
 
 
+@pytest.mark.slow
 def test_wrong_arguments_are_said(tmp_path):
   for wrong, message in (
     (["--coordinator=here"], "--coordinator=here: expected HOST:PORT"),

@@ -81,7 +81,7 @@ def test_the_dockerfile_copies_and_installs_what_there_is():
   assert re.search(r"^ENTRYPOINT \[", text, re.M)  # so that SIGTERM arrives
 
 
-@pytest.mark.slow  # it downloads
+@pytest.mark.long  # it downloads
 def test_the_dockerfiles_installation(stand_ins, tmp_path):
   """In a virtual environment, of what is copied; for CUDA only resolved."""
   text = (LAUNCH / "Dockerfile").read_text()

@@ -78,7 +78,7 @@ def test_the_steps_that_it_shows_are_sampled():
   assert default_config().steps % every == 0
 
 
-@pytest.mark.slow  # it trains
+@pytest.mark.long  # it trains
 def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
   """As it stands, in a copy of the checkout; its last part sits out.
 

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = [
-  pytest.mark.slow,  # two processes that compile everything
+  pytest.mark.long,  # two processes that compile everything
   pytest.mark.skipif(
     not (ROOT / "grpojax" / "runtime" / "distributed.py").exists(),
     reason="grpojax.train joins no other processes yet",
