@@ -27,13 +27,21 @@ saves and exits with code 75: run the same command again to go on. A run that
 goes nowhere (`stop.*`) saves, says why, and exits with code 1.
 """
 
+import contextlib
 import pathlib
 import sys
 
-from grpojax.runtime import command_line
+from grpojax.runtime import command_line, distributed
 from grpojax.training import fit, reporting
 from grpojax.training.config import WORDS, default_config
 from grpojax.training.validation import CHOICES
+
+FLAGS = {
+  "run_dir": ("", "where to write; default runs/NAME_OF_CONFIG"),
+  "coordinator": ("", "HOST:PORT of process 0; not on Cloud TPU, GKE, SLURM"),
+  "num_processes": ("", "how many there are, with --coordinator"),
+  "process_id": ("", "of this process, from 0, with --coordinator"),
+}
 
 
 def main(argv: list[str]) -> None:
@@ -41,18 +49,24 @@ def main(argv: list[str]) -> None:
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv,
-      {"run_dir": ("", "where to write; default runs/NAME_OF_CONFIG")},
+      FLAGS,
       default_config,
       "python -m grpojax.train",
       WORDS,
       CHOICES,
     )
   directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
-  summary = fit.run(config, directory)
-  if summary is None:
-    print(f"{directory} is finished: nothing to do (see summary.json there)")
-  else:
-    reporting.print_summary(directory, summary)
+  join = distributed.joined(
+    flags.coordinator, flags.num_processes, flags.process_id
+  )
+  with contextlib.ExitStack() as stack:
+    with command_line.usage_errors():
+      stack.enter_context(join)
+    summary = fit.run(config, directory)
+    if summary is None:
+      print(f"{directory} is finished: nothing to do (see summary.json there)")
+    else:
+      reporting.print_summary(directory, summary)
 
 
 if __name__ == "__main__":

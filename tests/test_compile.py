@@ -108,7 +108,7 @@ def test_the_fused_step(tmp_path):
   check(found, "cpu:2", ("step",))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_search(tmp_path):
   done, found = compile_step(tmp_path, "--topology=cpu:2", "--search")
   assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ import pytest
 from grpojax import train
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import scoring
+from grpojax.training import scored_text
 
 HERE = pathlib.Path(__file__).parent
 
@@ -102,9 +102,9 @@ def test_kill_at_any_moment(
 # whole steps done by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("scoring.collect", 3 + 1, 0),
-  "rewards": ("scoring.collect", 3 + 4, 3),
-  "evaluation": ("scoring.collect", 3 + 5 + 1, 5),
+  "first step": ("scored_text.finish", 3 + 1, 0),
+  "rewards": ("scored_text.finish", 3 + 4, 3),
+  "evaluation": ("scored_text.finish", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 
@@ -118,11 +118,11 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
   name, calls, done = MOMENTS[moment]
   module, name = name.split(".")
-  module = {"scoring": scoring, "checkpoint": checkpoint}[module]
+  module = {"scored_text": scored_text, "checkpoint": checkpoint}[module]
   original, count = getattr(module, name), []
 
-  def interrupted(*args):
-    result = original(*args)
+  def interrupted(*args, **options):
+    result = original(*args, **options)
     count.append(1)
     if len(count) == calls:
       os.kill(os.getpid(), signal.SIGTERM)

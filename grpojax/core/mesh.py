@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -194,14 +196,48 @@ def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Puts arrays on a mesh, also those that lie on another one.
 
   Args:
-    tree: arrays; on one mesh if they are on any.
+    tree: arrays; on one mesh if they are on any. Arrays of this process alone
+      are the same in all processes; each puts its own part of them there.
     mesh: of the same devices.
     *names: of the arrays' first axes, see `activation_spec`.
   """
-  return jax.tree.map(
-    lambda x: jax.device_put(x, activation_sharding(mesh, x.shape, *names)),
-    tree,
-  )
+
+  def one(x):
+    return put(x, activation_sharding(mesh, x.shape, *names))
+
+  return jax.tree.map(one, tree)
+
+
+def put(x, sharding: NamedSharding) -> Array:
+  """`jax.device_put`, which for other processes' devices would compare all."""
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  x = np.asarray(x)
+  return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+
+def fetch(tree: PyTree) -> PyTree:
+  """The whole of all arrays on the host, in every process.
+
+  Args:
+    tree: of arrays; with several processes, all of them must call this.
+
+  Returns:
+    NumPy arrays; as they are, those that are on the host already.
+  """
+
+  def whole(x):
+    there = not isinstance(x, jax.Array) or x.is_fully_replicated
+    if there or x.is_fully_addressable:
+      return x
+    return multihost_utils.process_allgather(x, tiled=True)
+
+  return jax.device_get(jax.tree.map(whole, tree))
 
 
 def map_rows(

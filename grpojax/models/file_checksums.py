@@ -74,3 +74,26 @@ def intact(directory: pathlib.Path) -> bool:
   except ValueError:
     return False
   return (directory / CHECKSUMS).is_file()
+
+
+def fingerprint(directory: pathlib.Path) -> str:
+  """What tells a model directory from another, without reading all of it.
+
+  Lines "NAME: size and CRC-32"; of a large file 64 blocks that are spread over
+  it are read, which training changes all of.
+  """
+  lines = []
+  for path in sorted(directory.iterdir()):
+    if path.is_file() and path.name != CHECKSUMS:
+      lines.append(f"{path.name}: {_of_blocks(path)}")
+  return "\n".join(lines)
+
+
+def _of_blocks(path: pathlib.Path, blocks: int = 64, size: int = 2**16) -> str:
+  total, crc = path.stat().st_size, 0
+  stride = max(total // blocks, size)
+  with open(path, "rb") as file:
+    for start in range(0, total, stride):
+      file.seek(start)
+      crc = zlib.crc32(file.read(size), crc)
+  return f"{total} bytes, crc32 {crc:08x}"

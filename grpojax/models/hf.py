@@ -256,6 +256,8 @@ def save(
 ) -> None:
   """Writes a model directory that `load` and transformers read.
 
+  With several processes, all of them call it, and the first one writes.
+
   Args:
     path: the directory to make; nothing stands at `path` until all is written.
     params: parameters in our layout, on any devices.
@@ -276,6 +278,9 @@ def save(
   stored = str(np.dtype(dtype or flat[next(iter(leaves))].dtype))
   names = [name for name in ("dtype", "torch_dtype") if name in hf_config]
   hf_config |= dict.fromkeys(names, stored)
+  if jax.process_index():
+    weights_out.follow(leaves, flat)
+    return
   text = json.dumps({"dtype": stored} | hf_config, indent=2) + "\n"
   with weights_out.new_directory(path) as partial:
     copy_files(source, partial)

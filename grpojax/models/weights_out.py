@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from grpojax.core.mesh import fetch
 from grpojax.models import file_checksums
 from grpojax.models.weights import INDEX, SINGLE, STORED_DTYPES, Leaf
 
@@ -62,7 +63,7 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
   if isinstance(array, jax.Array) and not leaf.stacked:
     array = array.copy()  # an array keeps the host's copy of its values
   for place in np.ndindex(leaf.shape[: leaf.stacked]):
-    tensor = np.asarray(array[place] if place else array)
+    tensor = fetch(array[place] if place else array)
     yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
 
 
@@ -115,6 +116,16 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
     raise
   finally:
     os.close(lock)
+
+
+def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
+  """What a process that does not write does while another calls `write`.
+
+  It has parts of the arrays, which the writer asks for one after another.
+  """
+  for path, leaf in layout.items():
+    for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
+      pass
 
 
 def write(

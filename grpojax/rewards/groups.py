@@ -42,7 +42,7 @@ def submit_groups(
   max_length: int,
 ) -> Pending:
   """Starts to score groups and returns at once; see `score_groups`."""
-  size = len(texts[0])
+  size = lengths.shape[1]
   # Neighbours are of different prompts: if one example makes a function hang,
   # its completions do not come one after the other (see `Pool`).
   jobs = [
@@ -87,13 +87,13 @@ def collect_groups(
   except BaseException:
     abandon(pending)
     raise
-  size = len(parts[0])
+  size = pending[0].shape[1]
   results = [
     result for g in range(size) for part in parts for result in part[g]
   ]
 
   def grouped(values, dtype=np.float32):
-    return np.array(values, dtype).reshape(size, -1).T.copy()
+    return np.array(values, dtype).reshape(size, len(results) // size).T.copy()
 
   return GroupScores(
     grouped([result.reward for result in results]),

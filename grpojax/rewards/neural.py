@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import LM, Params
 from grpojax.models import hf
 
@@ -138,10 +139,10 @@ def make_scorer(
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):
       if sharding is not None:
-        arrays = jax.device_put(arrays, sharding)
+        arrays = [mesh_lib.put(x, sharding) for x in arrays]
       pending.append((indices, run(params, *map(jnp.asarray, arrays))))
     for indices, values in pending:  # all batches are under way by now
-      rewards[indices] = np.asarray(values)[: len(indices)]
+      rewards[indices] = mesh_lib.fetch(values)[: len(indices)]
     return rewards
 
   return scorer

@@ -48,10 +48,20 @@ def checksum(x: Array) -> UInt32[Array, ""]:
   return jnp.sum(_mix(words) * (_mix(position) | 1), dtype=jnp.uint32)
 
 
+@jax.jit
+def checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
+  """The checksum of each array.
+
+  In one program: some dozens at once, each waiting for other devices, are more
+  than the threads of XLA's CPU backend, which then all wait for each other.
+  """
+  return [checksum(x) for x in arrays]
+
+
 def by_path(tree: PyTree) -> dict[str, str]:
   """The checksum of each array of a tree, in hexadecimal, by its path."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  sums = jax.device_get([checksum(leaf) for _, leaf in leaves])
+  sums = jax.device_get(checksums([leaf for _, leaf in leaves]))
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): f"{int(value):08x}"
     for (path, _), value in zip(leaves, sums, strict=True)

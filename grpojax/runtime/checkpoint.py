@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import disk, interrupts, stored_arrays
+from grpojax.runtime import disk, distributed, interrupts, stored_arrays
 
 _TORN = "*.orbax-checkpoint-tmp"  # what Orbax has not finished
 
@@ -276,7 +276,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
     disk.WriteFailed: they could not be written.
   """
   path = pathlib.Path(path).absolute()
-  if path.exists():
+  if distributed.on_main(path.exists):
     return
   try:
     ocp.save(path, params, custom_metadata=stored_arrays.describe(params))

@@ -2,12 +2,21 @@
 
 Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM some seconds before
 they kill a job. A program polls between the parts of a step, saves a
-checkpoint, and exits with `EXIT_PREEMPTED`. (Orbax's own policy asks
-jax.distributed, which a run of one process does not start.)
+checkpoint, and exits with `EXIT_PREEMPTED`.
+
+Several processes must all save the same step, whichever of them is told. JAX's
+preemption service listens for SIGTERM in each of them then, passes it on, and
+names a point that none of them has reached yet.
 """
 
+import contextlib
+import itertools
 import os
 import signal
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import multihost_utils
 
 EXIT_PREEMPTED = 75
 """Exit code of a preempted run: EX_TEMPFAIL of sysexits.h. The run is saved and
@@ -33,8 +42,9 @@ class Preemption:
     message = b"SIGTERM: saving, then exiting; a second one kills at once\n"
     os.write(2, message)  # print is not safe to re-enter
 
-  def __call__(self) -> bool:
+  def __call__(self, together: bool = False) -> bool:
     """True once SIGTERM has arrived."""
+    del together
     return self._requested
 
   def uninstall(self) -> None:
@@ -49,20 +59,35 @@ class Preemption:
     self.uninstall()
 
 
-def install() -> Preemption:
+@contextlib.contextmanager
+def _of_several() -> Iterator[Callable[..., bool]]:
+  """The same for several processes."""
+  points = itertools.count(1)
+
+  def requested(together: bool = False) -> bool:
+    if not together:
+      return False
+    return multihost_utils.reached_preemption_sync_point(next(points))
+
+  yield requested
+
+
+def install():
   """Starts listening for SIGTERM.
 
       with preemption.install() as requested:
         for step in range(steps):
           ...
-          if requested():
+          if requested(together=True):
             save(...)
             sys.exit(preemption.EXIT_PREEMPTED)
 
   Returns:
-    `requested() -> bool`, also a context manager, with `uninstall()`.
+    `requested(together=False) -> bool`, as a context manager; of one process
+    also with `uninstall()`. Several processes answer alike where they ask
+    `together`, at the same points of the program; elsewhere nobody is told.
 
   Raises:
     ValueError: not called from the main thread.
   """
-  return Preemption()
+  return _of_several() if jax.process_count() > 1 else Preemption()

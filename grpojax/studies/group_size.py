@@ -43,6 +43,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   run_directory,
+  scored_text,
   scoring,
 )
 from grpojax.training import policy as policies
@@ -177,8 +178,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       samples = sampler(policy.params, jax.device_put(prompts), key)
-      texts = policies.decode(policy, samples)
-      scores = scoring.score(scorer, examples, texts, samples)
+      _, scores = scored_text.score(policy, scorer, examples, samples)
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are what is wanted.
       projected = project(policy.params, samples, tangents_key)

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 from ml_collections import ConfigDict
 
@@ -84,6 +83,6 @@ def make_device_step(
     del examples
     run = with_diagnosis if diagnosed else plain
     state, row = run(state, prompts, reference.at_hand(ref_params))
-    return state, jax.device_get(row), [], []
+    return state, mesh_lib.fetch(row), [], []
 
   return step

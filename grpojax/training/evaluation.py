@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
 from grpojax.rewards import exact, math
 from grpojax.rewards.pool import Failure
@@ -24,7 +25,7 @@ from grpojax.statistics.intervals import (
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
 from grpojax.training import policy as policies
-from grpojax.training import scoring
+from grpojax.training import scored_text, scoring
 from grpojax.training.policy import Policy
 
 CORRECT = 1.0  # a completion with at least this reward is right
@@ -67,8 +68,8 @@ def evaluate(
   scorer: scoring.Scorer,
   key: jax.Array,
   batch_size: int,
-  place: jax.sharding.Sharding | None = None,
-  poll: Callable[[], None] = lambda: None,
+  mesh: jax.sharding.Mesh | None = None,
+  poll: Callable[..., None] = lambda together=False: None,
 ) -> Evaluation:
   """Samples and scores completions of every batch.
 
@@ -80,16 +81,19 @@ def evaluate(
     scorer: of the rewards, the first of which says what is right.
     key: of the samples.
     batch_size: rows that a shorter batch is padded to.
-    place: sharding of the prompts; None is one device.
-    poll: see `policy.wait` and `scoring.score`.
+    mesh: where to put the prompts; None is one device.
+    poll: called before each batch, `together` with all processes; and see
+      `policy.wait` and `scored_text.finish`.
   """
   rewards, texts, seen, failures = [], [], [], []
   for i, (prompts, examples) in enumerate(batches):
-    padded = jax.device_put(_pad(prompts, batch_size), place)
+    poll(together=True)
+    padded = _pad(prompts, batch_size)
+    if mesh is not None:
+      padded = mesh_lib.place(padded, mesh, "batch")
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     policies.wait(samples, poll)
-    decoded = policies.decode(policy, samples)[: len(examples)]
-    scores = scoring.score(scorer, examples, decoded, samples, poll)
+    decoded, scores = scored_text.score(policy, scorer, examples, samples, poll)
     rewards.append(scoring.correctness(scorer, scores))
     texts += decoded
     seen += examples

@@ -13,7 +13,7 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,27 +25,23 @@ from grpojax.runtime import (
   checkpoint,
   command_line,
   disk,
+  distributed,
   preemption,
-  records,
-  run_lock,
 )
 from grpojax.training import (
   device_step,
   from_config,
   host_step,
+  opening,
   reporting,
-  resume,
   run_directory,
-  scoring,
-  start,
 )
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import validate
 from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
-Poll = Callable[[], None]
+Poll = Callable[..., None]
 
 
 class Preempted(Exception):
@@ -95,7 +91,7 @@ def remaining_steps(
     print("the first step compiles, which takes a while", flush=True)
   began = time.perf_counter() - progress.train_seconds
   for step in range(first, config.steps + 1):
-    poll()
+    poll(together=True)
     clock = time.perf_counter()
     if size != _group_size(config, state):
       size = _group_size(config, state)
@@ -140,9 +136,9 @@ def fit(
   """
   config = run.config
 
-  def ask():
+  def ask(together=False):
     checkpoint.check(checkpointer)  # a save may have failed
-    poll()
+    poll(together)
 
   def save():
     notes = progress_lib.to_notes(progress)
@@ -151,7 +147,8 @@ def fit(
   def evaluate():
     step = int(state.step)
     due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
-    if due and not reporting.evaluations(run, step):
+    done = functools.partial(reporting.evaluations, run, step)
+    if due and not distributed.on_main(done):
       reporting.evaluate_held_out(run, state.params, step, ask)
 
   try:
@@ -179,55 +176,6 @@ def fit(
   return state, progress
 
 
-def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
-  """Says with which other settings a run goes on."""
-  for line in changed:
-    print(f"changed: {line}")
-  schedule = config.optim.schedule
-  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
-    print(
-      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
-      f"learning rate is that of a run of {config.steps} steps"
-    )
-
-
-def _open(config: ConfigDict, directory: pathlib.Path, stack, poll: Poll):
-  """All that can be wrong is found, and all that a run holds is opened."""
-  hold = functools.partial(run_lock.hold, directory)
-  with command_line.usage_errors():
-    begun = (directory / run_directory.CONFIG).is_file()
-    if begun:
-      stack.enter_context(hold())
-    checked = start.check(config, directory, poll)
-    if not begun:  # what cannot run leaves no directory
-      stack.enter_context(hold())
-    resumed = run_directory.open_run(directory, checked.config)
-    if resumed:
-      run_directory.say_added(directory)
-    splits = {"train": checked.train, "test": checked.held_out}
-    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
-  checkpointer = stack.enter_context(
-    checkpoint.open_checkpointer(
-      directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
-    )
-  )
-  with command_line.usage_errors():
-    scorer = stack.enter_context(
-      scoring.open_scorer(checked.config, checked.reward_model)
-    )
-    stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, scorer)
-  if run.writer is not None:
-    stack.callback(records.close_writer, run.writer)
-  with command_line.usage_errors():
-    state, progress = resume.resume(run, state, checkpointer, poll)
-    if resumed:
-      changed, _ = run_directory.changed(directory, checked.config)
-      _say_changed(checked.config, changed)
-      run_directory.record_changes(directory, checked.config)
-  return run, state, tx, progress, checkpointer
-
-
 def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
   """A whole training run, from where it stands to its end.
 
@@ -243,22 +191,21 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
-    validate(config)
-    config = run_directory.with_date(directory, config)
-    run_directory.check(directory, config)
-    if run_directory.is_finished(directory, config):
+    config = opening.settle(config, directory)
+    if config is None:
       return None
-    disk.check_writable(directory, "--run_dir")
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
 
-    def poll():
-      if requested():
+    def poll(together=False):
+      if requested(together):
         raise Preempted
 
     try:
-      run, *state, checkpointer = _open(config, directory, stack, poll)
+      run, *state, checkpointer = opening.open_all(
+        config, directory, stack, poll
+      )
       state, progress = fit(run, *state, checkpointer, poll)
       return reporting.finish(run, state.params, progress, poll)
     except Preempted as done:

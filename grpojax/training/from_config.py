@@ -191,7 +191,7 @@ def packing(
   """
   if not config.optim.packing:
     return None
-  mask = jax.device_get(samples.completion_mask)
+  mask = mesh_lib.fetch(samples.completion_mask)
   lengths = np.where(np.isfinite(rewards), np.sum(mask, axis=-1), 0)
   cuts = config.optim.minibatches, config.optim.micro_batches
   sizes = mask.shape[-1], samples.prompt_ids.shape[-1]

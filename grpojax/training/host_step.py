@@ -123,7 +123,7 @@ def make_host_step(
   ref_params: Params | None,
   places: TrainState,
   scorer: scoring.Scorer,
-  poll: Callable[[], None],
+  poll: Callable[..., None],
   budgets: Callable[[Prompts], Array] | None = None,
 ):
   """A step whose rewards are computed on the host, from text.
@@ -136,8 +136,9 @@ def make_host_step(
     ref_params: the reference policy, or None.
     places: shardings of the state, the same before and after each step.
     scorer: of the rewards.
-    poll: called between the parts of a step and all through them, but for the
-      last, the update; may raise. Only that touches the state, so a step that
+    poll: called between the parts of a step (`together` with all processes, see
+      `preemption.install`) and all through them, but for the last, the update;
+      may raise. Only that touches the state, so a step that
       it ends leaves no trace.
     budgets: see `from_config.sampler_program`.
 
@@ -164,15 +165,15 @@ def make_host_step(
     key = jax.random.fold_in(state.key, state.step)
     samples, texts, scores = draw(state.params, prompts, examples, key, clock)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
-    poll()
+    poll(together=True)
     score_metrics = scoring.metrics(scores)
     if diagnosed:
       key = diagnosis_key(state)
       diagnosis = diagnose(state.params, samples, rewards, key)
       policies.wait(diagnosis, poll)
-      score_metrics |= jax.device_get(diagnosis)
+      score_metrics |= mesh_lib.fetch(diagnosis)
       clock.append(time.perf_counter())
-      poll()
+      poll(together=True)
     packing = from_config.packing(config, samples, scores.rewards, mesh)
     batch, row = programs.compare(
       state.params, samples, rewards, reference.at_hand(ref_params), packing
@@ -180,13 +181,13 @@ def make_host_step(
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
     state, of_update = programs.learn(state, batch)
-    row = jax.device_get(row | of_update) | score_metrics
+    row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())
     names = ["seconds_rollout", "seconds_rewards"]
     names += ["seconds_diagnosis"] * diagnosed
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = _first_group(examples, texts, scores.rewards)
+    shown = _first_group(examples, texts, scores.rewards) if texts else []
     return state, row, shown, scores.failures
 
   return step

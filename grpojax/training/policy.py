@@ -205,11 +205,13 @@ def whole_params(policy: Policy, params: Params) -> Params:
   return lora.merge(policy.frozen, params, policy.lora_scale)
 
 
-def decode(policy: Policy, samples: Rollout) -> list[list[str]]:
-  """Texts of all completions, [B][G], without their EOS."""
+def decode(
+  policy: Policy, samples: Rollout, rows: slice = slice(None)
+) -> list[list[str]]:
+  """Texts of all completions of some prompts, [rows][G], without their EOS."""
   ids, mask = jax.device_get((samples.completion_ids, samples.completion_mask))
   text = functools.partial(tokenizer_lib.decode_completion, policy.tokenizer)
   return [
     [text(i, m, policy.eos_ids) for i, m in zip(*group, strict=True)]
-    for group in zip(ids, mask, strict=True)
+    for group in zip(ids[rows], mask[rows], strict=True)
   ]

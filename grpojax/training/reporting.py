@@ -21,6 +21,7 @@ one of these places, and needs no other:
 | of evaluations); prompts             | `evaluate_held_out`                |
 """
 
+import functools
 import itertools
 import math
 import pathlib
@@ -30,12 +31,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import pictures, records
+from grpojax.runtime import distributed, pictures, records
 from grpojax.training import (
   evaluation,
   group_sizes,
@@ -56,9 +56,15 @@ SHOWN = (
 KEPT_FAILURES = 20  # a step, in failures.jsonl
 
 
+def _append(run: Run, name: str, row: dict[str, Any]) -> None:
+  """Adds a row to a file, once, however many processes there are."""
+  if distributed.is_main():
+    records.append_jsonl(run.file(name), row)
+
+
 def record(run: Run, row: dict[str, Any]) -> None:
   """Writes one row to metrics.jsonl and TensorBoard."""
-  records.append_jsonl(run.file(run_directory.METRICS), row)
+  _append(run, run_directory.METRICS, row)
   if run.writer is not None:
     records.write_scalars(run.writer, row["step"], row)
 
@@ -95,7 +101,7 @@ def evaluate_held_out(
     run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,
-    mesh_lib.batch_sharding(run.mesh, config.eval.batch_size),
+    run.mesh,
     poll,
   )
   row = {"step": step} | evaluation.numbers(evaluation.per_prompt(result))
@@ -126,7 +132,7 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
     print(f"step {step}: {evaluation.failed(failures)}", flush=True)
   for failure in failures[:KEPT_FAILURES]:
     row = {"step": step} | failure._asdict()
-    records.append_jsonl(run.file(run_directory.FAILURES), row)
+    _append(run, run_directory.FAILURES, row)
 
 
 def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
@@ -144,9 +150,7 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
     print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
   if shown and step % config.log.samples_every == 0:
     for sample in shown:
-      records.append_jsonl(
-        run.file(run_directory.SAMPLES), {"step": step} | sample
-      )
+      _append(run, run_directory.SAMPLES, {"step": step} | sample)
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
@@ -162,13 +166,21 @@ def finish(
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary."""
   steps = run.config.steps
-  if steps and not evaluations(run, steps):  # metrics.jsonl was lost
+  known = functools.partial(evaluations, run, steps)
+  if steps and not distributed.on_main(known):  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, poll)
   model = run.file(run_directory.MODEL)
-  if not file_checksums.intact(model):  # or it was killed after this
-    run_directory.remove_model(run.directory)
+  if not distributed.on_main(functools.partial(file_checksums.intact, model)):
+    if distributed.is_main():  # it may have been killed after this
+      run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
     hf.save(model, whole, run.policy.directory)
+  return distributed.on_main(functools.partial(_summarize, run, progress))
+
+
+def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
+  """Writes the picture and the summary, and returns that."""
+  steps = run.config.steps
   pictures.learning_curve(
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )

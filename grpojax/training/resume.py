@@ -6,7 +6,7 @@ from typing import Any
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, distributed
 from grpojax.training import reporting
 from grpojax.training.progress import Progress, from_notes
 from grpojax.training.start import Run
@@ -42,7 +42,8 @@ def resume(
   baseline, prompts = progress.baseline, len(run.held_out.examples)
   if baseline is None or baseline["prompts"] != prompts:
     # Of this run: it evaluates nothing else as step 0.
-    baseline = next(iter(reporting.evaluations(run, 0)), None)
+    evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
+    baseline = next(iter(evaluated), None)
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, poll)
   baseline = {k: v for k, v in baseline.items() if k != "step"}

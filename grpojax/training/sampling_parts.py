@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.rewards import groups
-from grpojax.training import from_config, scoring
+from grpojax.training import from_config, scored_text, scoring
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -79,20 +79,19 @@ def make_scored_samples(
     return [sampler(params, some, key, i) for some, i in split(prompts)]
 
   def run(params, prompts, examples, key, clock):
-    drawn, texts, pending = begun(params, prompts, key), [], []
+    drawn, scored = begun(params, prompts, key), []
+    rows = len(examples) // parts
     try:
-      for part in drawn:
+      for i, part in enumerate(drawn):
         policies.wait(part, poll)
         ready = time.perf_counter()
-        fresh = policies.decode(policy, part)
-        of_part = examples[len(texts) :][: len(fresh)]
-        pending.append(scoring.submit(scorer, of_part, fresh, part))
-        texts += fresh
+        of_part = examples[i * rows :][:rows]
+        scored.append(scored_text.begin(policy, scorer, of_part, part))
     except BaseException:
-      groups.abandon(pending)
+      groups.abandon([part.pending for part in scored])
       raise
     clock.append(ready)
-    scores = scoring.collect(scorer, examples, texts, pending, poll)
+    texts, scores = scored_text.finish(scorer, examples, scored, poll)
     clock.append(time.perf_counter())
     return drawn[0] if parts == 1 else whole(drawn), texts, scores
 

@@ -137,9 +137,10 @@ def open_scorer(
 
 def submit(
   scorer: Scorer,
-  examples: list[dict[str, Any]],
-  texts: list[list[str]],
+  examples: Sequence[dict[str, Any]],
+  texts: Sequence[Sequence[str]],
   samples: Rollout,
+  rows: slice = slice(None),
 ) -> groups.Pending:
   """Starts to compute the functions' rewards, and returns at once.
 
@@ -147,87 +148,59 @@ def submit(
 
   Args:
     scorer: from `open_scorer`.
-    examples: [B], with their "prompt_text"; the samples may be of more prompts,
-      which only pad the batch.
-    texts: [B][G] completions.
+    examples: [rows], with their "prompt_text".
+    texts: [rows][G] completions.
     samples: the rollout that they are from.
+    rows: the prompts of it that they are of.
   """
-  rows = len(examples)
   mask, finished = jax.device_get((samples.completion_mask, samples.finished))
   return groups.submit_groups(
     scorer.pool,
     examples,
     texts,
-    mask[:rows].sum(-1),
-    finished[:rows],
+    mask[rows].sum(-1),
+    finished[rows],
     mask.shape[-1],
   )
 
 
-def collect(
+def with_model(
   scorer: Scorer,
-  examples: list[dict[str, Any]],
-  texts: list[list[str]],
-  pending: Sequence[groups.Pending],
-  poll: Callable[[], None] = lambda: None,
+  scores: groups.GroupScores,
+  by_model: Float[np.ndarray, "B G"],
+  examples: Sequence[dict[str, Any]],
+  texts: Sequence[Sequence[str]],
 ) -> groups.GroupScores:
-  """Rewards of the completions of a batch, with the reward model's.
+  """Adds a reward model's rewards, also where all functions abstain.
 
   Args:
-    scorer: from `open_scorer`.
-    examples: [B], of the whole batch.
-    texts: [B][G] completions.
-    pending: from `submit`, of one part of the batch after another.
-    poll: called while the functions compute, see `Pool.collect`; may raise.
+    scorer: whose model it is.
+    scores: of the functions.
+    by_model: what the model says.
+    examples: [B], for the failures.
+    texts: [B][G] completions, likewise.
 
   Returns:
     Rewards, nan where there is none; the reward model's values are among those
     of the functions, by the name `MODEL`.
   """
-  by_model = scorer.model(examples, texts) if scorer.model else None
-  scores = groups.collect_groups(scorer.pool, pending, poll)
-  if by_model is None:
-    return scores
   jobs = [
     (example["prompt_text"], text)
     for example, group in zip(examples, texts, strict=True)
     for text in group
   ]
-  by_model = np.asarray(by_model)
-  return _with_model(scores, by_model, scorer.model_weight, jobs)
-
-
-def score(
-  scorer: Scorer,
-  examples: list[dict[str, Any]],
-  texts: list[list[str]],
-  samples: Rollout,
-  poll: Callable[[], None] = lambda: None,
-) -> groups.GroupScores:
-  """Rewards of a batch in one part, see `submit` and `collect`."""
-  pending = submit(scorer, examples, texts, samples)
-  return collect(scorer, examples, texts, [pending], poll)
-
-
-def _with_model(
-  scores: groups.GroupScores,
-  by_model: np.ndarray,
-  weight: float,
-  texts: Sequence[tuple[str, str]],
-) -> groups.GroupScores:
-  """Adds a reward model's rewards, also where all functions abstain."""
   by_model = by_model.astype(np.float32)
   finite = np.isfinite(by_model)
   failures = [
     Failure(MODEL, f"returned {value}", prompt, completion)
-    for value, (prompt, completion) in zip(by_model.flat, texts, strict=True)
+    for value, (prompt, completion) in zip(by_model.flat, jobs, strict=True)
     if not np.isfinite(value)
   ]
   by_functions = np.where(np.isnan(scores.rewards), 0, scores.rewards)
   failed = scores.failed | ~finite
-  total = np.where(failed, np.nan, by_functions + weight * by_model)
+  total = by_functions + scorer.model_weight * by_model
   return scores._replace(
-    rewards=total.astype(np.float32),
+    rewards=np.where(failed, np.nan, total).astype(np.float32),
     values=scores.values | {MODEL: np.where(finite, by_model, np.nan)},
     failed=failed,
     failures=scores.failures + failures,

@@ -15,7 +15,7 @@ from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
-from grpojax.runtime import checkpoint, records, tokenizer
+from grpojax.runtime import checkpoint, distributed, records, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
   batch_sizes,
@@ -170,15 +170,16 @@ def start(
     ref_params = reference_lib.stored(ref_params, config.model.reference)
   state = jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
   step = checkpoint.latest_step(checkpointer)
-  for name in run_directory.RECORDS:
-    records.truncate_jsonl(directory / name, -1 if step is None else step)
+  if distributed.is_main():
+    for name in run_directory.RECORDS:
+      records.truncate_jsonl(directory / name, -1 if step is None else step)
   print(
     f"{config.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
   writer = None
-  if config.log.tensorboard:
+  if config.log.tensorboard and distributed.is_main():
     writer = records.tensorboard_writer(
       directory / run_directory.TENSORBOARD, -1 if step is None else step
     )

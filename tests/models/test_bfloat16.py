@@ -222,8 +222,13 @@ def test_a_router_multiplies_exactly():
   assert "HIGHEST" in str(program)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize(
+  "equal",
+  [
+    pytest.param(True, marks=pytest.mark.long),
+    pytest.param(False, marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_gradients_of_a_micro_batch(kind, equal):
   """At the 32,768 tokens that the gsm8k configs take at once."""

@@ -38,7 +38,7 @@ def test_results_and_exchanges():
   run(CPU)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_models():
   run(CPU, "models")
 

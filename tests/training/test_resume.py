@@ -17,7 +17,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import fit, reporting, scoring, start
+from grpojax.training import opening, reporting, scoring, start
 from grpojax.training import policy as policies
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
@@ -145,7 +145,9 @@ def test_notes_are_kept_with_a_state(tmp_path):
 def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
   for schedule, lines in (("constant", 2), ("cosine", 3)):
-    fit._say_changed(config_with(optim__schedule=schedule, steps=80), changed)
+    opening._say_changed(
+      config_with(optim__schedule=schedule, steps=80), changed
+    )
     said = capsys.readouterr().out
     assert len(said.splitlines()) == lines
   assert "of a run of 80 steps" in said
@@ -232,7 +234,9 @@ def test_an_infinite_reward_of_the_model_is_a_failure():
     [],
   )
   by_model = np.array([[np.inf, 0.5]])
-  got = scoring._with_model(scores, by_model, 2.0, [("p", "a"), ("p", "b")])
+  scorer = scoring.Scorer(None, model_weight=2.0)
+  examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
+  got = scoring.with_model(scorer, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = got.failures
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"

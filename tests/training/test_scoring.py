@@ -14,7 +14,7 @@ from grpojax.models import hf
 from grpojax.rewards import exact
 from grpojax.runtime import records
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import scoring
+from grpojax.training import scored_text, scoring
 from grpojax.training.config import default_config
 
 REWARDS = """
@@ -60,6 +60,12 @@ def rollout(rows, length):
   )
 
 
+def score(scorer, samples):
+  pending = scoring.submit(scorer, EXAMPLES, TEXTS, samples, slice(2))
+  begun = scored_text.Begun(2, TEXTS, pending)
+  return scored_text.finish(scorer, EXAMPLES, [begun], lambda: None)[1]
+
+
 EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
 TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
@@ -68,7 +74,7 @@ def test_weighted_functions(rewards):
   config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
   with scoring.open_scorer(config) as scorer:
     # A batch may have more rows: they only pad it.
-    found = scoring.score(scorer, EXAMPLES, TEXTS, rollout(3, 4))
+    found = score(scorer, rollout(3, 4))
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
   np.testing.assert_allclose(found.rewards, expected)
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
@@ -90,7 +96,7 @@ def test_a_reward_model_beside_functions(rewards):
   config.reward.model_weight = -2.0
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
   with scoring.open_scorer(config, model) as scorer:
-    found = scoring.score(scorer, EXAMPLES, TEXTS, rollout(2, 3))
+    found = score(scorer, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
   assert scoring.metrics(found)["reward_model"] == 2.5

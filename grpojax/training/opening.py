@@ -1,0 +1,173 @@
+"""How a run directory is opened, by one process or by several.
+
+What can be wrong is found before anything is written, and is said by all
+processes: the first of them looks into the directory and writes there, each
+looks at what it reads itself.
+"""
+
+import contextlib
+import importlib.metadata as metadata
+import pathlib
+from collections.abc import Callable, Sequence
+
+import jax
+from ml_collections import ConfigDict
+
+from grpojax.models.file_checksums import fingerprint
+from grpojax.runtime import (
+  checkpoint,
+  command_line,
+  disk,
+  distributed,
+  records,
+  run_lock,
+)
+from grpojax.runtime import config as config_lib
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
+from grpojax.training import resume, run_directory, scoring, start
+from grpojax.training.config import validate
+
+
+def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
+  """Says with which other settings a run goes on."""
+  for line in changed:
+    print(f"changed: {line}")
+  schedule = config.optim.schedule
+  if schedule != "constant" and any(x.startswith("steps:") for x in changed):
+    print(
+      f"optim.schedule = {schedule!r} is of the whole run: from here on the "
+      f"learning rate is that of a run of {config.steps} steps"
+    )
+
+
+def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
+  """Says and records with which other settings a run goes on."""
+  changed, _ = run_directory.changed(directory, config)
+  _say_changed(config, changed)
+  run_directory.record_changes(directory, config)
+
+
+def _check_shared(directory: pathlib.Path) -> None:
+  """Whether this process sees what the first one has written."""
+  if not (directory / run_directory.CONFIG).is_file():
+    raise ValueError(
+      f"{directory} is not the directory that process 0 writes to: with "
+      "several processes, --run_dir must be on storage that all of them share"
+    )
+
+
+def _files(config: ConfigDict) -> dict[str, str]:
+  """What each process reads from a disk that may be its own."""
+  found = {
+    f"the model in {path}": fingerprint(policies.find_model(path))
+    for path in (config.model.path, config.reward.model)
+    if path
+  }
+  for function in config.reward.functions:
+    file = pathlib.Path(function.rpartition(":")[0])
+    if file.suffix == ".py":
+      found[str(file)] = file.read_text()
+  return found
+
+
+def _version(package: str) -> str:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return "from source"
+
+
+def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
+  """The config that the run goes on with; None where it is finished.
+
+  Raises:
+    ValueError: it cannot be run, there, or by all processes alike.
+  """
+  validate(config)
+  if distributed.several():
+    distributed.check_same(
+      configuration=config_lib.to_json(config),
+      packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
+    )
+    with distributed.agreed():
+      files = _files(config)
+    distributed.check_same(**files)
+
+  def settle():
+    settled = run_directory.with_date(directory, config)
+    run_directory.check(directory, settled)
+    if run_directory.is_finished(directory, settled):
+      return None
+    disk.check_writable(directory, "--run_dir")
+    return config_lib.to_json(settled)
+
+  text = distributed.on_main(settle)
+  return text and config_lib.from_json(text)
+
+
+def open_all(
+  config: ConfigDict,
+  directory: pathlib.Path,
+  stack: contextlib.ExitStack,
+  poll: Callable[..., None],
+):
+  """All that can be wrong is found, and all that a run holds is opened.
+
+  Args:
+    config: from `settle`.
+    directory: the run's.
+    stack: closes what is opened.
+    poll: see `start.check` and `resume.resume`.
+
+  Returns:
+    The run, the state to go on from, the optimizer, the progress, and the
+    checkpointer.
+
+  Raises:
+    SystemExit: with a message, where the run cannot be started.
+  """
+
+  def begun() -> bool:
+    return (directory / run_directory.CONFIG).is_file()
+
+  def hold() -> None:
+    stack.enter_context(run_lock.hold(directory))
+
+  def open_directory() -> bool:
+    resumed = run_directory.open_run(directory, checked.config)
+    if resumed:
+      run_directory.say_added(directory)
+    splits = {"train": checked.train, "test": checked.held_out}
+    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+    return resumed
+
+  with command_line.usage_errors():
+    first = not distributed.on_main(begun)
+    if not first:
+      distributed.on_main(hold)
+    with distributed.agreed():
+      checked = start.check(config, directory, poll)
+    if first:  # what cannot run leaves no directory
+      distributed.on_main(hold)
+    resumed = distributed.on_main(open_directory)
+    with distributed.agreed():
+      _check_shared(directory)
+  checkpointer = stack.enter_context(
+    checkpoint.open_checkpointer(
+      directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
+    )
+  )
+  with command_line.usage_errors():
+    scorer = stack.enter_context(
+      scoring.open_scorer(checked.config, checked.reward_model)
+    )
+    stack.enter_context(jax.set_mesh(checked.mesh))
+    run, state, tx = start.start(directory, checked, checkpointer, scorer)
+  if run.writer is not None:
+    stack.callback(records.close_writer, run.writer)
+  with command_line.usage_errors():
+    state, progress = resume.resume(run, state, checkpointer, poll)
+    if resumed:
+      distributed.on_main(lambda: _go_on(directory, checked.config))
+  return run, state, tx, progress, checkpointer

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Trains with N processes on this machine, over loopback: to try on CPUs what a
+# cluster will run.
+#
+#   launch/local_multiprocess.sh N [TRAINING ...]
+#
+# TRAINING is what python -m grpojax.train is given. JAX_NUM_CPU_DEVICES devices
+# a process, 1 by default. SIGTERM and Ctrl-C save, and everything ends with code
+# 75; the same command resumes.
+set -euo pipefail
+
+if [[ ! "${1:-}" =~ ^[1-9][0-9]*$ ]]; then
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+  echo "error: N is '${1:-}': how many processes? 2, for example" >&2
+  exit 2
+fi
+processes="$1"
+shift
+
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
+export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-1}"
+port="$(python -c 'import socket
+with socket.socket() as s:
+  s.bind(("127.0.0.1", 0))
+  print(s.getsockname()[1])')"
+
+pids=()
+for ((i = 0; i < processes; i++)); do
+  python -u -m grpojax.train --coordinator="127.0.0.1:$port" \
+    --num_processes="$processes" --process_id="$i" "$@" &
+  pids+=("$!")
+done
+trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
+
+worst=0
+for pid in "${pids[@]}"; do
+  code=0
+  wait "$pid" || code="$?"
+  while kill -0 "$pid" 2>/dev/null; do # a signal ended the wait
+    code=0
+    wait "$pid" || code="$?"
+  done
+  # A failure counts for more than an interruption, and that than success.
+  if ((code != 0 && (worst == 0 || worst == 75))); then worst="$code"; fi
+done
+exit "$worst"

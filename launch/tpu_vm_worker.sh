@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# What tpu_vm.sh does on each worker of a slice, in the checkout it copied there.
+#
+#   install      Python, and this checkout with the libraries for TPU
+#   installed    whether that was done: exit code 0 or 1
+#   start ...    python -m grpojax.train ..., which the end of an SSH connection
+#                does not end; nothing if it is running already
+#   follow       prints its output until it ends
+#   code         prints the code with which it ended; fails while it runs
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="$HOME/grpojax-venv" here="$HOME/grpojax-run"
+
+install() { # the VM's own Python is too old
+  export PATH="$HOME/.local/bin:$PATH"
+  command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
+  uv venv --quiet --allow-existing --python=3.13 "$venv"
+  uv pip install --quiet --python="$venv/bin/python" -e '.[tpu]'
+  touch "$venv/installed"
+}
+
+start() {
+  mkdir -p "$here"
+  exec 9>"$here/lock"
+  flock --nonblock 9 || { echo "it is running already" && return; }
+  rm -f "$here/code"
+  # The inner shell holds the lock while the training runs. It outlives a SIGTERM
+  # to all, so that it can write the code.
+  # shellcheck disable=SC2016  # $@ and $0 are its own
+  setsid --fork bash -c \
+    'trap : TERM; "$@" 9>&-; echo "$?" >"$0.new" && mv "$0.new" "$0"' \
+    "$here/code" "$venv/bin/python" -u -m grpojax.train "$@" \
+    >>"$here/log" 2>&1 </dev/null
+}
+
+follow() {
+  tail -n 100 -F "$here/log" &
+  trap 'kill "$!"' EXIT
+  exec 9>>"$here/lock"
+  flock 9 # when the training has ended
+  sleep 0.3 # for its last lines
+}
+
+case "${1:-}" in
+  install | start | follow) "$@" ;;
+  installed) test -f "$venv/installed" ;;
+  code) cat "$here/code" ;;
+  *) echo "error: '${1:-}': install, installed, start, follow or code" >&2 && exit 2 ;;
+esac

@@ -1,0 +1,34 @@
+"""Stand-ins for programs of clusters, put before them on the PATH."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
+
+
+def program(directory: pathlib.Path, name: str, text: str) -> None:
+  """Writes an executable; without a first line of its own it is Python."""
+  directory.mkdir(exist_ok=True)
+  path = directory / name
+  shebang = "" if text.startswith("#!") else f"#!{sys.executable} -S\n"
+  path.write_text(shebang + text)
+  path.chmod(0o755)
+
+
+def environment(directory: pathlib.Path, **more: str) -> dict[str, str]:
+  """This process's environment, with the stand-ins of a directory first."""
+  path = f"{directory}{os.pathsep}{os.environ['PATH']}"
+  return os.environ | {"PATH": path} | more
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+  """Runs a command to its end; text in and out, half a minute at most."""
+  return subprocess.run(
+    list(map(str, command)),
+    text=True,
+    capture_output=True,
+    timeout=30,
+    **options,
+  )

@@ -1,0 +1,223 @@
+"""Files of launch/ that others read: linters, schemas, and what they name."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from grpojax.runtime import command_line
+from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.validation import CHOICES
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(
+  [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / ".ci/run"]
+)
+SKYPILOT = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+
+
+def jobset():
+  return yaml.safe_load((LAUNCH / "gke" / "jobset.yaml").read_text())
+
+
+def lint(stand_ins, program, *arguments, **options):
+  if not shutil.which(program):
+    pytest.skip(f"{program} is not installed (.ci/run installs it)")
+  done = stand_ins.run(program, *arguments, **options)
+  assert done.returncode == 0, done.stdout
+
+
+def check_training(arguments, monkeypatch):
+  """Whether train understands a command line, up to the model itself."""
+  monkeypatch.chdir(ROOT)  # for --config=configs/...
+  flags = dict.fromkeys(
+    ("run_dir", "coordinator", "num_processes", "process_id"), ("", "")
+  )
+  config, _ = command_line.parse(
+    arguments, flags, default_config, "train", WORDS, CHOICES
+  )
+  validate(config)
+  return config
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_by_shellcheck(stand_ins, script):
+  lint(stand_ins, "shellcheck", "--exclude=SC1091", script)
+  assert script.read_text().startswith("#!/usr/bin/env bash\n")
+  assert "\nset -euo pipefail\n" in script.read_text()
+  assert "eval " not in script.read_text()
+  if script.suffix != ".sbatch":
+    assert script.stat().st_mode & 0o111, "not executable"
+
+
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_skypilots_shell_by_shellcheck(stand_ins, part):
+  lint(stand_ins, "shellcheck", "--shell=bash", "-", input=SKYPILOT[part])
+
+
+def test_the_dockerfile_by_hadolint(stand_ins):
+  lint(stand_ins, "hadolint", LAUNCH / "Dockerfile")
+
+
+def test_the_dockerfile_copies_and_installs_what_there_is():
+  text = (LAUNCH / "Dockerfile").read_text()
+  kept = re.findall(
+    r"^!(.+)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M
+  )
+  copied = " ".join(re.findall(r"^COPY (.+) \S+$", text, re.M)).split()
+  assert sorted(copied) == sorted(kept)
+  assert all((ROOT / name).exists() for name in copied)
+  setup = (ROOT / "setup.py").read_text()
+  for extra in re.findall(r"ACCELERATOR=(\w+)", text):
+    assert f'"{extra}": [' in setup, extra
+  assert re.search(r"^ENTRYPOINT \[", text, re.M)  # so that SIGTERM arrives
+
+
+@pytest.mark.long  # it downloads
+def test_the_dockerfiles_installation(stand_ins, tmp_path):
+  """In a virtual environment, of what is copied; for CUDA only resolved."""
+  text = (LAUNCH / "Dockerfile").read_text()
+  for name in " ".join(re.findall(r"^COPY (.+) \S+$", text, re.M)).split():
+    copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+    copy(ROOT / name, tmp_path / name)
+  (line,) = re.findall(r"^RUN (pip .*)$", text, re.M)
+  bin_ = tmp_path / "venv" / "bin"
+  subprocess.run([sys.executable, "-m", "venv", bin_.parent], check=True)
+  path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
+  for accelerator, more in (("tpu", ""), ("cuda", " --dry-run")):
+    env = os.environ | {"PATH": path, "ACCELERATOR": accelerator}
+    env.pop("PYTHONPATH", None)
+    subprocess.run(
+      ["bash", "-c", line + more], env=env, cwd=tmp_path, check=True
+    )
+  (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
+  done = subprocess.run(
+    [*json.loads(entry), "--help"],
+    env=env,
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert "--config.steps" in done.stdout
+
+
+@pytest.mark.slow  # models of all that Kubernetes has
+def test_the_jobset_by_the_published_api():
+  """JobSet's and Kubernetes' OpenAPI, as models that Kubeflow publishes."""
+  models = pytest.importorskip(
+    "kubeflow_trainer_api.models", reason=".ci/run installs it"
+  )
+  text = jobset()
+  parsed = models.JobsetV1alpha2JobSet.from_dict(text)  # required, types
+  assert parsed.to_dict() == text  # and nothing that it does not know
+  for rule in text["spec"]["failurePolicy"]["rules"]:
+    fields = models.JobsetV1alpha2FailurePolicyRule.model_fields
+    assert rule["action"] in re.findall(r"\w+", fields["action"].description)
+
+
+def test_the_jobset_restarts_what_was_interrupted_and_counts_what_failed():
+  spec = jobset()["spec"]
+  job = spec["replicatedJobs"][0]["template"]["spec"]
+  pod = job["template"]["spec"]
+  conditions, codes = job["podFailurePolicy"]["rules"]
+  assert codes["onExitCodes"]["values"] == [75]
+  assert codes["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+  assert conditions["onPodConditions"][0]["type"] == "DisruptionTarget"
+  assert {conditions["action"], codes["action"]} == {"FailJob"}
+  # The reason of a Job that its podFailurePolicy failed.
+  (rule,) = spec["failurePolicy"]["rules"]
+  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+  assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+  assert spec["failurePolicy"]["maxRestarts"] > 0
+  assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+  assert pod["terminationGracePeriodSeconds"] > 30
+
+
+def test_the_jobset_takes_every_chip_of_its_slice():
+  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
+  pod = job["template"]["spec"]
+  x, y = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")
+  chips = pod["containers"][0]["resources"]["limits"]["google.com/tpu"]
+  assert job["parallelism"] == job["completions"]
+  assert job["parallelism"] * chips == int(x) * int(y)
+  labels = jobset()["metadata"]["labels"]
+  assert labels["kueue.x-k8s.io/queue-name"]
+
+
+def test_the_jobsets_training(monkeypatch):
+  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
+  arguments = job["template"]["spec"]["containers"][0]["args"]
+  assert any(word.startswith("--run_dir=gs://") for word in arguments)
+  check_training(arguments, monkeypatch)
+
+
+def test_skypilot_recovers_from_an_interruption():
+  resources = SKYPILOT["resources"]
+  assert resources["use_spot"]
+  assert resources["job_recovery"]["recover_on_exit_codes"] == [75]
+  assert set(SKYPILOT["envs"]) == {"RUN_DIR", "ARGUMENTS"}
+  assert SKYPILOT["envs"]["RUN_DIR"] is None  # must be given
+
+
+def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
+  """The shell of `run`, as SkyPilot calls it on the second of two nodes."""
+  python = tmp_path / "grpojax-venv" / "bin"
+  python.mkdir(parents=True)
+  stand_ins.program(python, "python", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
+  env = stand_ins.environment(
+    tmp_path,
+    HOME=str(tmp_path),
+    RUN_DIR="s3://b/my run",
+    ARGUMENTS="--config=configs/gsm8k.py --config.steps=3",
+    SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8",
+    SKYPILOT_NUM_NODES="2",
+    SKYPILOT_NODE_RANK="1",
+  )
+  done = stand_ins.run("bash", "-c", SKYPILOT["run"], env=env)
+  assert done.stdout.splitlines() == [
+    *("-u", "-m", "grpojax.train", "--coordinator=10.0.0.7:8476"),
+    *("--num_processes=2", "--process_id=1", "--run_dir=s3://b/my run"),
+    *("--config=configs/gsm8k.py", "--config.steps=3"),
+  ]
+  check_training(done.stdout.splitlines()[3:], monkeypatch)
+
+
+def readme_commands():
+  """The launchers' command lines of launch/README.md."""
+  text = (LAUNCH / "README.md").read_text()
+  block = re.search(r"## Launchers\n.*?```bash\n(.*?)```", text, re.S)
+  return block[1].replace("\\\n", "").splitlines()
+
+
+def test_the_readme_has_a_line_for_each_launcher():
+  text = "\n".join(readme_commands())
+  for path in LAUNCH.rglob("*"):
+    known = path.suffix in (".sh", ".sbatch", ".yaml", ".ipynb")
+    if known or path.name == "Dockerfile":
+      place = path.relative_to(ROOT)
+      inside = path.name in ("tpu_vm_worker.sh", "colab_grpo.ipynb")
+      assert inside or str(place) in text, place
+
+
+@pytest.mark.parametrize(
+  "line", [x for x in readme_commands() if "grpojax.train" in x or ".s" in x]
+)
+def test_the_readmes_lines_are_understood(stand_ins, line, monkeypatch):
+  words = shlex.split(line, comments=True)
+  check_training([w for w in words if w.startswith("--config")], monkeypatch)
+  if "tpu_vm.sh" in line:
+    words.insert(3, "--dry-run")
+    done = stand_ins.run("bash", *words, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+  for word in words:
+    if word.startswith("launch/"):
+      assert (ROOT / word).is_file()

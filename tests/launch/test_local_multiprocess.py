@@ -1,0 +1,74 @@
+"""local_multiprocess.sh, with a stand-in for the training."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
+SCRIPT = LAUNCH / "local_multiprocess.sh"
+
+# Process I ends with the code in `codeI`, or saves at SIGTERM.
+PYTHON = f"""#!/usr/bin/env bash
+if [[ "$1" == -c ]]; then exec {sys.executable} -S "$@"; fi
+trap 'exit 75' TERM
+for word in "$@"; do
+  if [[ "$word" == --process_id=* ]]; then i="${{word#*=}}"; fi
+done
+echo "$JAX_PLATFORMS $JAX_NUM_CPU_DEVICES $*" >"$HOME/started$i.new"
+mv "$HOME/started$i.new" "$HOME/started$i"
+until [[ -e "$HOME/code$i" ]]; do sleep 0.02; done
+exit "$(<"$HOME/code$i")"
+"""
+
+
+def start(stand_ins, directory, *arguments):
+  stand_ins.program(directory / "bin", "python", PYTHON)
+  env = stand_ins.environment(directory / "bin", HOME=str(directory))
+  for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
+    env.pop(name, None)
+  return subprocess.Popen(["bash", str(SCRIPT), *arguments], env=env)
+
+
+@pytest.mark.parametrize(
+  ("codes", "code"),
+  [((0, 0), 0), ((75, 75), 75), ((75, 1), 1), ((0, 137), 137), ((75, 0), 75)],
+)
+def test_processes_and_the_code_of_all(stand_ins, tmp_path, codes, code):
+  for i, each in enumerate(codes):
+    (tmp_path / f"code{i}").write_text(str(each))
+  assert start(stand_ins, tmp_path, "2", "--run_dir=a  b").wait(20) == code
+  pattern = (
+    r"cpu 1 -u -m grpojax\.train --coordinator=127\.0\.0\.1:(\d+) "
+    r"--num_processes=2 --process_id=(\d) --run_dir=a  b\n"
+  )
+  found = [
+    re.fullmatch(pattern, (tmp_path / f"started{i}").read_text())
+    for i in (0, 1)
+  ]
+  assert found[0][1] == found[1][1]
+  assert [match[2] for match in found] == ["0", "1"]
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_and_is_waited_for(stand_ins, tmp_path, which):
+  job = start(stand_ins, tmp_path, "3")
+  limit = time.monotonic() + 20
+  while len(list(tmp_path.glob("started?"))) < 3:
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+  os.kill(job.pid, which)
+  assert job.wait(20) == 75
+
+
+@pytest.mark.parametrize("arguments", [(), ("0",), ("--run_dir=x",)])
+def test_the_number_of_processes_is_asked_for(stand_ins, arguments):
+  done = stand_ins.run("bash", SCRIPT, *arguments)
+  assert done.returncode == 2
+  assert "how many processes?" in done.stderr
+  assert "launch/local_multiprocess.sh N" in done.stderr

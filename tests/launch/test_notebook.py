@@ -1,0 +1,117 @@
+"""colab_grpo.ipynb: what it says can be run; and it runs."""
+
+import ast
+import json
+import pathlib
+import re
+import resource
+import shlex
+import shutil
+
+import pytest
+
+from grpojax.runtime import command_line
+from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.validation import CHOICES
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATH = ROOT / "launch" / "colab_grpo.ipynb"
+NOTEBOOK = json.loads(PATH.read_text())
+CODE = [
+  "".join(cell["source"])
+  for cell in NOTEBOOK["cells"]
+  if cell["cell_type"] == "code"
+]
+
+
+def commands():
+  """Its shell commands, as lists of words."""
+  text = "\n".join(CODE).replace("\\\n", "")
+  lines = re.findall(r"^ *!(.*)$", text, re.MULTILINE)
+  return [shlex.split(line) for line in lines]
+
+
+def trainings():
+  found = [words for words in commands() if "grpojax.train" in words]
+  assert len(found) == 3
+  return found
+
+
+def test_it_is_a_notebook_without_outputs():
+  assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+  ids = [cell["id"] for cell in NOTEBOOK["cells"]]
+  assert len(set(ids)) == len(ids)
+  for cell in NOTEBOOK["cells"]:
+    assert cell["cell_type"] in ("code", "markdown")
+    if cell["cell_type"] == "code":
+      assert cell["outputs"] == [] and cell["execution_count"] is None
+
+
+def test_it_is_valid():
+  nbformat = pytest.importorskip("nbformat", reason=".ci/run installs it")
+  nbformat.validate(nbformat.read(PATH, as_version=4))
+
+
+@pytest.mark.parametrize("number", range(len(CODE)))
+def test_its_code_compiles(number):
+  lines = CODE[number].replace("\\\n", "")
+  ast.parse(re.sub(r"^( *)!.*$", r"\1pass", lines, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("words", trainings())
+def test_its_trainings_are_understood(words, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  arguments = words[words.index("grpojax.train") + 1 :]
+  config, flags = command_line.parse(
+    arguments, {"run_dir": ("", "")}, default_config, "", WORDS, CHOICES
+  )
+  validate(config)
+  assert flags.run_dir
+
+
+def test_the_steps_that_it_shows_are_sampled():
+  first, _, lora = trainings()
+  text = "\n".join(CODE)
+  assert "step=40, count=1" in text and "--config.steps=40" in lora
+  every = default_config().log.samples_every
+  assert f"step={every})" in text
+  assert default_config().steps % every == 0
+
+
+@pytest.mark.long  # it trains
+def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
+  """As it stands, in a copy of the checkout; its last part sits out.
+
+  Its limit is three minutes on two quiet cores: six of processor time.
+  """
+  nbformat = pytest.importorskip("nbformat", reason=".ci/run installs it")
+  nbclient = pytest.importorskip("nbclient", reason=".ci/run installs it")
+  pytest.importorskip("ipykernel", reason=".ci/run installs it")
+  for name in ("grpojax", "configs"):
+    shutil.copytree(ROOT / name, tmp_path / name)
+  for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+    monkeypatch.delenv(name, raising=False)  # conftest's; as a user has it
+  monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+  notebook = nbformat.read(PATH, as_version=4)
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
+  nbclient.NotebookClient(
+    notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}
+  ).execute()
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+  print(f"{seconds:.0f} seconds of processor time")
+  cells = [c for c in notebook.cells if c.cell_type == "code"]
+  texts = ["".join(o.get("text", "") for o in c.outputs) for c in cells]
+  pictures = [
+    any("image/png" in o.get("data", {}) for o in c.outputs) for c in cells
+  ]
+  assert sum(pictures) == 2
+  text = "\n".join(texts)
+  assert "is finished: nothing to do" in text
+  accuracy = re.search(r"held-out accuracy: ([\d.]+)% -> ([\d.]+)%", text)
+  assert float(accuracy[1]) < 20 and float(accuracy[2]) > 90
+  assert "step 10, reward" in text and "step 40, reward" in text
+  assert "no accelerator on this runtime" in text
+  assert texts[-1] == texts[-2] == ""
+  assert seconds < 360

@@ -1,0 +1,295 @@
+"""tpu_vm.sh against a gcloud that records, fails and preempts."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+import tarfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "tpu_vm.sh"
+OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--poll=0")
+RUN = ("run", "my-run", *OPTIONS, "--", "--run_dir=gs://bucket/run")
+
+# What it was asked stands in `calls`, a line each. The resource is in `state`;
+# what comes of the training each time is a line of `ends`: a code, "lost"
+# (no connection) or "preempted". The next call that contains what stands in
+# `fail` fails, and with a file `forever` all that do.
+GCLOUD = r"""#!/usr/bin/env bash
+cd "$GCLOUD"
+printf '%s\x1f' "$@" >>calls && echo >>calls
+take() { # prints and removes the first line of a file
+  local lines=()
+  [[ -s "$1" ]] && mapfile -t lines <"$1" && echo "${lines[0]}"
+  printf '%s\n' "${lines[@]:1}" >"$1"
+}
+state="$(<state)" 2>/dev/null
+if [[ -s fail && "$*" == *"$(<fail)"* ]]; then
+  echo "ERROR: (gcloud) as you wish" >&2
+  [[ -e forever ]] || >fail
+  exit 1
+fi
+case "$*" in
+  *" list "*)
+    if [[ "$state" ]]; then echo "$state"; fi
+    if [[ "$state" == PROVISIONING ]]; then echo ACTIVE >state; fi ;;
+  *" create "*) echo PROVISIONING >state ;;
+  *" delete "*) rm -f state installed ;;
+  *" scp "*) ln "$5" archive ;;
+  *" install "*) >installed ;;
+  *" installed "*) [[ -e installed ]] ;;
+  *" follow "*) echo "the training's own lines" ;;
+  *" code "*)
+    end="$(take ends)"
+    if [[ "$end" == preempted ]]; then echo SUSPENDED >state; fi
+    [[ "$end" == [0-9]* ]] && echo "$end" ;;
+esac
+"""
+
+
+class Cloud:
+  """A directory in which the stand-in keeps what it knows."""
+
+  def __init__(self, stand_ins, directory):
+    self.directory = directory
+    stand_ins.program(directory / "bin", "gcloud", GCLOUD)
+    self._run = stand_ins.run
+    self.env = stand_ins.environment(directory / "bin", GCLOUD=str(directory))
+
+  def write(self, name, *lines):
+    text = "".join(f"{line}\n" for line in lines)
+    (self.directory / name).write_text(text)
+
+  def launch(self, *arguments):
+    return self._run("bash", SCRIPT, *arguments, env=self.env)
+
+  @property
+  def calls(self):
+    path = self.directory / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split("\x1f")[:-1] for line in lines]
+
+  def verbs(self):
+    """What was asked for, in words: create, delete, scp, start, ..."""
+    found = []
+    for call in self.calls:
+      command = next((w for w in call if w.startswith("--command=")), "")
+      word = re.search(r"tpu_vm_worker.sh (\w+)", command)
+      found.append(word[1] if word else call[3] + (" tar" * bool(command)))
+    return found
+
+
+@pytest.fixture
+def cloud(stand_ins, tmp_path):
+  return Cloud(stand_ins, tmp_path)
+
+
+SETUP = ["scp", "ssh tar", "install"]
+ATTEMPT = ["start", "follow", "code"]
+
+
+def test_a_run_from_nothing_to_its_end(cloud):
+  cloud.write("ends", "0")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 0, done.stderr
+  assert cloud.verbs() == [
+    *["list", "list", "create", "list", "list"],  # the last two: provisioning
+    *["installed", *SETUP, *ATTEMPT],
+  ]
+  create = next(call for call in cloud.calls if "create" in call)
+  assert create == [
+    *("compute", "tpus", "queued-resources", "create", "my-run"),
+    *("--node-id=my-run", "--spot", "--accelerator-type=v5litepod-16"),
+    *("--runtime-version=v2-alpha-tpuv5-lite", "--zone=us-west4-a"),
+  ]
+  assert "the training's own lines" in done.stderr
+
+
+def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
+  cloud.write("state", "ACTIVE")
+  cloud.write("installed")
+  cloud.write("ends", "75", "preempted", "0")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 0, done.stderr
+  again = ["delete", "list", "create", "list", "list"]
+  assert cloud.verbs() == [
+    *["list", "installed", *ATTEMPT],  # 75: saved
+    *["list", "installed", *ATTEMPT],  # preempted
+    *["list", "list", *again, "installed", *SETUP, *ATTEMPT],
+  ]
+  starts = {tuple(c) for c in cloud.calls if " start " in c[-2]}
+  assert len(starts) == 1
+  delete = next(call for call in cloud.calls if "delete" in call)
+  assert {"--force", "--quiet"} <= set(delete)
+
+
+def test_the_training_gets_its_arguments_as_they_are(cloud, stand_ins):
+  cloud.write("state", "ACTIVE")
+  cloud.write("ends", "0")
+  words = ["--run_dir=gs://b/r", "--config.data.template={prompt} 'q' $HOME *"]
+  cloud.launch("run", "my-run", *OPTIONS, "--", *words)
+  start = next(call for call in cloud.calls if " start " in call[-2])
+  assert "--worker=all" in start
+  line = next(w for w in start if w.startswith("--command="))
+  shell = line.removeprefix("--command=bash grpojax/launch/tpu_vm_worker.sh ")
+  echoed = stand_ins.run("bash", "-c", f"printf '%s\\n' {shell}").stdout
+  assert echoed.splitlines() == ["start", *words]
+
+
+def test_setup_copies_what_an_installation_needs(cloud):
+  done = cloud.launch("setup", "my-run", "--zone=z")
+  assert done.returncode == 0, done.stderr
+  assert cloud.verbs() == SETUP
+  assert all("--worker=all" in call for call in cloud.calls)
+  with tarfile.open(cloud.directory / "archive") as archive:
+    names = set(archive.getnames())
+  assert {"setup.py", "grpojax/train.py", "configs/gsm8k.py"} <= names
+  assert "launch/tpu_vm_worker.sh" in names
+
+
+def test_failures_in_a_row_end_it(cloud):
+  cloud.write("state", "ACTIVE")
+  cloud.write("installed")
+  cloud.write("ends", "1", "lost", "1")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 2
+  assert "3 attempts failed in a row" in done.stderr
+  assert cloud.verbs().count("start") == 3
+
+
+def test_interruptions_are_no_failures(cloud):
+  cloud.write("state", "ACTIVE")
+  cloud.write("installed")
+  cloud.write("ends", "1", "1", "75", "1", "1", "preempted", "1", "0")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 0, done.stderr
+  assert cloud.verbs().count("start") == 8
+
+
+def test_a_setup_that_fails_is_tried_again(cloud):
+  cloud.write("state", "ACTIVE")
+  cloud.write("fail", " scp ")
+  cloud.write("ends", "0")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 0, done.stderr
+  first = cloud.verbs().index("scp")
+  assert cloud.verbs()[first + 1] not in SETUP  # given up there
+  assert cloud.verbs()[-6:] == [*SETUP, *ATTEMPT]
+
+
+def test_gcloud_failing_for_good_ends_it_with_its_words(cloud):
+  cloud.write("fail", " list ")
+  cloud.write("forever")
+  done = cloud.launch(*RUN)
+  assert done.returncode == 2
+  assert "ERROR: (gcloud) as you wish" in done.stderr
+  assert "gcloud does not say what my-run is doing" in done.stderr
+  assert cloud.verbs() == ["list"] * 3
+
+
+def test_a_request_that_failed_is_not_repeated(cloud):
+  cloud.write("state", "FAILED")
+  done = cloud.launch("create", "my-run", *OPTIONS)
+  assert done.returncode == 2
+  assert "queued-resources describe my-run" in done.stderr
+  assert "create" not in cloud.verbs()
+
+
+def test_create_status_logs_delete(cloud):
+  zone = "--zone=us-west4-a"
+  assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
+  done = cloud.launch("create", "my-run", *OPTIONS, "--on-demand")
+  assert done.returncode == 0, done.stderr
+  assert not any("--spot" in call for call in cloud.calls)
+  assert cloud.launch("status", "my-run", zone).stdout == "ACTIVE\n"
+  cloud.launch("create", "my-run", *OPTIONS)
+  assert cloud.verbs().count("create") == 1  # it is there
+  assert (
+    "own lines" in cloud.launch("logs", "my-run", zone, "--worker=3").stdout
+  )
+  assert "--worker=3" in cloud.calls[-1]
+  assert cloud.launch("delete", "my-run", zone).returncode == 0
+  assert cloud.launch("status", "my-run", zone).stdout == "NONE\n"
+
+
+def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
+  done = cloud.launch(*RUN[:2], "--dry-run", *RUN[2:])
+  assert done.returncode == 0, done.stderr
+  assert not cloud.calls
+  lines = [x for x in done.stdout.splitlines() if x.startswith("gcloud ")]
+  for line in lines:  # each can be pasted into a shell
+    assert cloud._run("bash", "-c", line, env=cloud.env).returncode in (0, 1)
+  wanted = ["create", *SETUP, "start", "follow", "code"]
+  assert [verb for verb in cloud.verbs() if verb in wanted] == wanted
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["fly", "my-run"], "unknown command fly"),
+    (["run"], "NAME is ''"),
+    (["run", "--zone=z"], "NAME is '--zone=z'"),
+    (["run", "My_Run"], "NAME is 'My_Run'"),
+    (["status", "my-run"], "--zone is missing"),
+    (["create", "my-run", "--zone=z"], "--type is missing"),
+    (["create", "my-run", "--zone=z", "--type=v9-8"], "give --version"),
+    (["create", "my-run", "--zones=z"], "unknown option --zones=z"),
+    (["logs", "my-run", "--zone=z", "--worker=all"], "--worker=all"),
+    (["run", "my-run", *OPTIONS], "give -- --run_dir=gs://BUCKET/RUN"),
+    (
+      ["run", "my-run", *OPTIONS, "--", "--run_dir=runs/x"],
+      "--run_dir is 'runs/x'",
+    ),
+    (["status", "my-run", "--zone=z", "--", "--a"], "takes no arguments"),
+  ],
+)
+def test_wrong_arguments_are_refused(cloud, arguments, message):
+  done = cloud.launch(*arguments)
+  assert done.returncode == 2
+  assert message in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+  assert not cloud.calls
+
+
+def test_without_gcloud_it_says_what_to_install(stand_ins, tmp_path):
+  for name in ("bash", "dirname"):
+    (tmp_path / name).symlink_to(shutil.which(name))
+  done = stand_ins.run("bash", SCRIPT, *RUN, env={"PATH": str(tmp_path)})
+  assert done.returncode == 2
+  assert "gcloud was not found: install the Google Cloud CLI" in done.stderr
+
+
+def test_help_is_the_header(stand_ins):
+  done = stand_ins.run("bash", SCRIPT, "--help")
+  assert done.returncode == 0
+  assert done.stdout.startswith("Trains on a slice of Cloud TPU VMs")
+  assert "--dry-run" in done.stdout and "set -euo" not in done.stdout
+  assert stand_ins.run("bash", SCRIPT).stderr == done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("gcloud"), reason="no gcloud here")
+def test_gcloud_has_every_flag(stand_ins, tmp_path):
+  """By its help alone: a command would reach a real project."""
+  env = stand_ins.environment(tmp_path, CLOUDSDK_CONFIG=str(tmp_path))
+  lines = stand_ins.run("bash", SCRIPT, *RUN[:2], "--dry-run", *RUN[2:]).stdout
+  zone = "--zone=us-west4-a"
+  lines += stand_ins.run(
+    "bash", SCRIPT, "delete", "my-run", zone, "--dry-run"
+  ).stdout
+  checked = set()
+  for line in lines.splitlines():
+    words = line.split()
+    command = tuple(words[:5])
+    if words[0] != "gcloud":
+      continue
+    text = subprocess.run(
+      [*command, "--help"], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    text = re.sub(r"\x1b\[[\d;]*m|.\x08", "", text)
+    for flag in re.findall(r" (--[\w-]+)", line.split("--command=")[0]):
+      assert flag in text or flag == "--quiet", (command, flag)
+    checked.add(command[-1])
+  assert checked == {"create", "delete", "list", "scp", "ssh"}

@@ -1,0 +1,94 @@
+"""tpu_vm_worker.sh, run here with a stand-in for the training."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import time
+import types
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "launch/tpu_vm_worker.sh"
+
+# Prints its arguments, then waits for `end` or saves at SIGTERM.
+PYTHON = """#!/usr/bin/env bash
+printf '<%s>' "$@" && echo
+echo "$$" >"$HOME/pid"
+trap 'echo saving; exit 75' TERM
+until [[ -e "$HOME/end" ]]; do sleep 0.02; done
+echo "the last line"
+exit "$(<"$HOME/end")"
+"""
+UV = """#!/usr/bin/env bash
+echo "uv $*" >>"$HOME/uv"
+"""
+
+
+@pytest.fixture
+def worker(stand_ins, tmp_path):
+  """A home directory, and calls of the script in it."""
+  home = tmp_path / "home"
+  stand_ins.program(tmp_path / "bin", "uv", UV)
+  (home / "grpojax-venv").mkdir(parents=True)
+  stand_ins.program(home / "grpojax-venv" / "bin", "python", PYTHON)
+  env = stand_ins.environment(tmp_path / "bin", HOME=str(home))
+
+  def call(*words):
+    return stand_ins.run("bash", SCRIPT, *words, env=env)
+
+  yield types.SimpleNamespace(call=call, home=home, env=env)
+  (home / "end").write_text("1")  # whatever is left running
+
+
+def wait_for(path):
+  limit = time.monotonic() + 20
+  while not (path.exists() and path.read_text()):
+    assert time.monotonic() < limit, path
+    time.sleep(0.01)
+  return path.read_text().strip()
+
+
+def test_install_leaves_a_mark(worker):
+  assert worker.call("installed").returncode == 1
+  assert worker.call("install").returncode == 0
+  assert worker.call("installed").returncode == 0
+  commands = (worker.home / "uv").read_text()
+  assert "-e .[tpu]" in commands and "--python=3.13" in commands
+
+
+def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
+  assert worker.call("code").returncode != 0
+  assert worker.call("start", "--run_dir=gs://b/r", "--a=b  c").returncode == 0
+  pid = wait_for(worker.home / "pid")
+  again = worker.call("start", "--run_dir=gs://b/r")
+  assert "running already" in again.stdout
+  assert worker.call("code").returncode != 0
+  follow = subprocess.Popen(
+    ["bash", SCRIPT, "follow"], env=worker.env, stdout=subprocess.PIPE
+  )
+  words = "<-u><-m><grpojax.train><--run_dir=gs://b/r><--a=b  c>\n"
+  assert follow.stdout.readline().decode() == words
+  time.sleep(0.5)  # it stays for what comes later
+  (worker.home / "end").write_text("3")
+  assert follow.communicate(timeout=20)[0] == b"the last line\n"
+  assert worker.call("code").stdout == "3\n"
+  assert wait_for(worker.home / "pid") == pid  # there was only one
+
+
+def test_a_preemption_is_written_down_and_it_can_start_again(worker):
+  worker.call("start")
+  pid = int(wait_for(worker.home / "pid"))
+  os.killpg(os.getpgid(pid), signal.SIGTERM)  # what a shutdown sends to all
+  assert wait_for(worker.home / "grpojax-run" / "code") == "75"
+  (worker.home / "end").write_text("0")
+  worker.call("start")
+  worker.call("follow")
+  assert worker.call("code").stdout == "0\n"
+  log = (worker.home / "grpojax-run" / "log").read_text()
+  assert log.count("grpojax.train") == 2 and "saving" in log
+
+
+def test_other_words_are_refused(worker):
+  done = worker.call("fly")
+  assert done.returncode == 2 and "'fly'" in done.stderr

@@ -1,0 +1,285 @@
+"""Several processes: they do what one does, and end together.
+
+Real processes over loopback, on virtual CPU devices. What it needs of several
+hosts and cannot get here: storage that all of them see, and a network.
+"""
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax.models import hf
+from grpojax.runtime import checkpoint, distributed, records
+
+HERE = pathlib.Path(__file__).parent
+RUNS = HERE / "training" / "mesh_runs.py"
+STEPS = 4
+TIMES = ("seconds", "tokens_per_second", "wall")
+SETTINGS = {
+  "steps": STEPS,
+  "mesh.data": 2,
+  "mesh.fsdp": 4,
+  "checkpoint.every": 2,
+  "log.samples_every": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def runs():
+  spec = importlib.util.spec_from_file_location("mesh_runs", RUNS)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.fixture(scope="module")
+def model(runs, tmp_path_factory):
+  directory = tmp_path_factory.mktemp("models")
+  return runs.make_model(directory, **runs.MODELS["llama"])
+
+
+@pytest.fixture(scope="module")
+def words(runs, model):
+  """A command line."""
+
+  def of(changes):
+    settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes
+    text = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
+    return [f"--config.{name}={text(x)}" for name, x in settings.items()]
+
+  return of
+
+
+@contextlib.contextmanager
+def started(directory, count, words, devices=8, **others):
+  """Starts the processes of a run; kills what is left of them."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  env = os.environ | {
+    "JAX_NUM_CPU_DEVICES": str(devices // count),
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(HERE.parent),
+  }
+  command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
+  processes = []
+  for i in range(count):
+    told = [f"--coordinator={address}", f"--num_processes={count}"]
+    told = [*told, f"--process_id={i}"] if count > 1 else []
+    more = others.get(f"of_{i}", [])
+    with contextlib.ExitStack() as files:
+      out, err = (
+        files.enter_context(open(log(directory, i, kind), "w"))
+        for kind in ("out", "err")
+      )
+      processes.append(
+        subprocess.Popen(
+          [*command, *words, *told, *more], env=env, stdout=out, stderr=err
+        )
+      )
+  try:
+    yield processes
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+
+
+def log(directory, i, kind):
+  return pathlib.Path(directory).with_suffix(f".{i}.{kind}")
+
+
+def told(directory, i=0, kind="out"):
+  """What a process has printed, without what Gloo says of itself."""
+  lines = log(directory, i, kind).read_text().splitlines(keepends=True)
+  # Its threads write at once: a line may be in two.
+  return "".join(x for x in lines if "[Gloo]" not in x and "ranks" not in x)
+
+
+def ended(processes, timeout=240):
+  """Their exit codes."""
+  end = time.monotonic() + timeout
+  return [p.wait(max(end - time.monotonic(), 0.1)) for p in processes]
+
+
+def run(directory, count, words, **options):
+  with started(directory, count, words, **options) as processes:
+    codes = ended(processes)
+  assert codes == [0] * count, "\n".join(
+    told(directory, i, "err")[-3000:] for i in range(count)
+  )
+
+
+def results(directory):
+  rows = records.read_jsonl(directory / "metrics.jsonl")
+  rows = [
+    {k: v for k, v in row.items() if not any(t in k for t in TIMES)}
+    for row in rows
+  ]
+  samples = records.read_jsonl(directory / "samples.jsonl")
+  return rows, samples, hf.load_params(directory / "model")
+
+
+def same(one, other):
+  """Samples equal, metrics and parameters to float tolerance."""
+  assert one[1] and one[1] == other[1]
+  assert len(one[0]) == len(other[0])
+  for a, b in zip(one[0], other[0], strict=True):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+      if value is not None:  # infinite in both
+        value = pytest.approx(value, rel=1e-4, abs=1e-5)
+      assert b[name] == value, name
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+    one[2],
+    other[2],
+  )
+
+
+CASES = {
+  "dense": {},
+  "adapters": {"lora.rank": 2},
+  "auto": {
+    "group_size": "auto",
+    "auto_group_size.start": 8,
+    "auto_group_size.largest": 16,
+    "batch_size": 8,
+    "diagnostics.every": 1,
+    "optim.micro_batches": 2,
+    "optim.minibatches": 1,
+  },
+}
+
+
+@pytest.mark.parametrize(
+  "case, counts",
+  [
+    pytest.param("dense", (2,), marks=pytest.mark.slow),
+    pytest.param("dense", (4,), marks=pytest.mark.long),
+    pytest.param("adapters", (2,), marks=pytest.mark.long),
+    pytest.param("auto", (2,), marks=pytest.mark.long),
+  ],
+)
+def test_several_do_what_one_does(case, counts, words, tmp_path):
+  settings = words(CASES[case])
+  run(tmp_path / "one", 1, settings)
+  one = results(tmp_path / "one")
+  for count in counts:
+    run(tmp_path / str(count), count, settings)
+    same(one, results(tmp_path / str(count)))
+    for i in range(1, count):  # what is said, is said once
+      assert told(tmp_path / str(count), i) == ""
+
+
+SLOW = """
+import time
+from mesh_runs import digits
+
+def slow(prompt, completion, example):
+  time.sleep(0.02)
+  return digits(prompt, completion, example)
+"""
+LONG = {"steps": 8, "checkpoint.every": 3, "eval.every": 100}
+
+
+@pytest.fixture(scope="module")
+def slow(words, tmp_path_factory):
+  """The command line of a run that takes a second a step, and its results."""
+  directory = tmp_path_factory.mktemp("slow")
+  file = directory / "rewards.py"
+  file.write_text(
+    f"import sys\nsys.path.insert(0, {str(RUNS.parent)!r})\n{SLOW}"
+  )
+  settings = words(LONG | {"reward.functions": (f"{file}:slow",)})
+  run(directory / "whole", 2, settings)
+  return settings, results(directory / "whole")
+
+
+def wait_for(directory, step, processes):
+  """Until the run has done a step."""
+  end = time.monotonic() + 240
+  while time.monotonic() < end:
+    with contextlib.suppress(OSError):
+      rows = records.read_jsonl(directory / "metrics.jsonl")
+      if rows and rows[-1]["step"] >= step:
+        return
+    assert all(p.poll() is None for p in processes), told(directory, 0, "err")
+    time.sleep(0.1)
+  raise AssertionError("nothing happens")
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
+  settings, whole = slow
+  directory = tmp_path / "run"
+  for count, after in ((2, 2), (4, 4)):
+    with started(directory, count, settings) as processes:
+      wait_for(directory, after, processes)
+      processes[-1].send_signal(signal.SIGTERM)
+      assert ended(processes, 60) == [75] * count, told(directory, 0, "err")
+    saved = checkpoint.complete(directory / "checkpoints")[-1]
+    assert f"saved step {saved}" in told(directory)
+    assert saved >= after
+  run(directory, 1, settings)
+  same(whole, results(directory))
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_ends_the_others(slow, tmp_path):
+  settings, whole = slow
+  directory = tmp_path / "run"
+  for victim in (1, 0):
+    with started(directory, 2, settings) as processes:
+      wait_for(directory, 4 if victim else 6, processes)
+      processes[victim].kill()
+      codes = ended(processes, distributed.HEARTBEAT + 30)
+    assert codes[1 - victim] not in (0, 75)
+    said = told(directory, 1 - victim, "err")
+    assert "another process" in said or "another task died" in said
+  run(directory, 2, settings)
+  same(whole, results(directory))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "of_1, message",
+  [
+    (["--config.seed=7"], "processes 0 and 1 differ in configuration"),
+    (["--config.model.path=nowhere"], "differ in configuration"),
+  ],
+)
+def test_what_differs_is_refused(words, tmp_path, of_1, message):
+  directory = tmp_path / "run"
+  with started(directory, 2, words({}), of_1=of_1) as processes:
+    assert ended(processes, 60) == [1, 1]
+  for i in range(2):
+    assert message in told(directory, i, "err")
+  assert not directory.exists()
+
+
+@pytest.mark.slow
+def test_wrong_arguments_are_said(tmp_path):
+  for wrong, message in (
+    (["--coordinator=here"], "--coordinator=here: expected HOST:PORT"),
+    (["--coordinator=here:1"], "give --num_processes=N"),
+    (["--process_id=1"], "need --coordinator"),
+  ):
+    command = [sys.executable, "-m", "grpojax.train", *wrong]
+    done = subprocess.run(
+      [*command, f"--run_dir={tmp_path / 'run'}"],
+      capture_output=True,
+      text=True,
+      env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+    )
+    assert done.returncode == 1 and message in done.stderr
