@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 import time
@@ -69,6 +70,11 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   Raises:
     ValueError: says what is wrong with it.
   """
+  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
+    raise ValueError(
+      f"{flag}={path} is not a path of the file system: mount the bucket "
+      "(gcsfuse, mount-s3), and give the path in it"
+    )
   path = pathlib.Path(path).absolute()
   parents = (path, *path.parents)
   parent = next(folder for folder in parents if os.path.lexists(folder))

@@ -41,7 +41,9 @@ def _several(environ: Mapping[str, str]) -> bool:
   """
   tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
   slurm = "SLURM_PROCID" in environ and tasks.isdecimal() and int(tasks) > 1
-  gke = "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+  # libtpu writes a sentence there where it finds no hosts.
+  hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+  gke = "," in hosts and " " not in hosts
   return slurm or gke or "JAX_COORDINATOR_ADDRESS" in environ
 
 

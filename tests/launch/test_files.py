@@ -156,16 +156,29 @@ def test_the_jobset_takes_every_chip_of_its_slice():
 def test_the_jobsets_training(monkeypatch):
   job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
   arguments = job["template"]["spec"]["containers"][0]["args"]
-  assert any(word.startswith("--run_dir=gs://") for word in arguments)
+  assert any(word.startswith("--run_dir=/bucket/") for word in arguments)
   check_training(arguments, monkeypatch)
+
+
+def test_the_jobset_mounts_its_bucket():
+  """https://cloud.google.com/kubernetes-engine/docs/how-to (Cloud Storage)."""
+  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
+  pod = job["template"]
+  assert pod["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
+  (volume,) = pod["spec"]["volumes"]
+  (mount,) = pod["spec"]["containers"][0]["volumeMounts"]
+  assert mount == {"name": volume["name"], "mountPath": "/bucket"}
+  assert volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
+  assert "rename-dir-limit" in volume["csi"]["volumeAttributes"]["mountOptions"]
 
 
 def test_skypilot_recovers_from_an_interruption():
   resources = SKYPILOT["resources"]
   assert resources["use_spot"]
   assert resources["job_recovery"]["recover_on_exit_codes"] == [75]
-  assert set(SKYPILOT["envs"]) == {"RUN_DIR", "ARGUMENTS"}
-  assert SKYPILOT["envs"]["RUN_DIR"] is None  # must be given
+  assert set(SKYPILOT["envs"]) == {"BUCKET", "RUN", "ARGUMENTS"}
+  assert SKYPILOT["envs"]["BUCKET"] is None  # must be given
+  assert SKYPILOT["file_mounts"]["/bucket"]["source"] == "${BUCKET}"
 
 
 def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
@@ -176,7 +189,7 @@ def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
   env = stand_ins.environment(
     tmp_path,
     HOME=str(tmp_path),
-    RUN_DIR="s3://b/my run",
+    RUN="my run",
     ARGUMENTS="--config=configs/gsm8k.py --config.steps=3",
     SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8",
     SKYPILOT_NUM_NODES="2",
@@ -185,7 +198,7 @@ def test_skypilots_command_on_two_nodes(stand_ins, tmp_path, monkeypatch):
   done = stand_ins.run("bash", "-c", SKYPILOT["run"], env=env)
   assert done.stdout.splitlines() == [
     *("-u", "-m", "grpojax.train", "--coordinator=10.0.0.7:8476"),
-    *("--num_processes=2", "--process_id=1", "--run_dir=s3://b/my run"),
+    *("--num_processes=2", "--process_id=1", "--run_dir=/bucket/my run"),
     *("--config=configs/gsm8k.py", "--config.steps=3"),
   ]
   check_training(done.stdout.splitlines()[3:], monkeypatch)

@@ -23,6 +23,9 @@ exit "$(<"$HOME/end")"
 UV = """#!/usr/bin/env bash
 echo "uv $*" >>"$HOME/uv"
 """
+CALLED = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >>"$HOME/called"
+"""
 
 
 @pytest.fixture
@@ -30,6 +33,10 @@ def worker(stand_ins, tmp_path):
   """A home directory, and calls of the script in it."""
   home = tmp_path / "home"
   stand_ins.program(tmp_path / "bin", "uv", UV)
+  for name in ("sudo", "gcsfuse"):
+    stand_ins.program(tmp_path / "bin", name, CALLED)
+  there = '#!/usr/bin/env bash\n[[ -e "$HOME/mounted" ]]\n'
+  stand_ins.program(tmp_path / "bin", "mountpoint", there)
   (home / "grpojax-venv").mkdir(parents=True)
   stand_ins.program(home / "grpojax-venv" / "bin", "python", PYTHON)
   env = stand_ins.environment(tmp_path / "bin", HOME=str(home))
@@ -57,17 +64,27 @@ def test_install_leaves_a_mark(worker):
   assert "-e .[tpu]" in commands and "--python=3.13" in commands
 
 
+def test_a_bucket_is_mounted_once(worker):
+  assert worker.call("mount", "mine").returncode == 0
+  called = (worker.home / "called").read_text().splitlines()
+  options = "--implicit-dirs --rename-dir-limit=100000"
+  assert called[-1] == f"gcsfuse {options} mine /bucket"
+  (worker.home / "mounted").write_text("")
+  assert worker.call("mount", "mine").returncode == 0
+  assert (worker.home / "called").read_text().splitlines() == called
+
+
 def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   assert worker.call("code").returncode != 0
-  assert worker.call("start", "--run_dir=gs://b/r", "--a=b  c").returncode == 0
+  assert worker.call("start", "--run_dir=/bucket/r", "--a=b  c").returncode == 0
   pid = wait_for(worker.home / "pid")
-  again = worker.call("start", "--run_dir=gs://b/r")
+  again = worker.call("start", "--run_dir=/bucket/r")
   assert "running already" in again.stdout
   assert worker.call("code").returncode != 0
   follow = subprocess.Popen(
     ["bash", SCRIPT, "follow"], env=worker.env, stdout=subprocess.PIPE
   )
-  words = "<-u><-m><grpojax.train><--run_dir=gs://b/r><--a=b  c>\n"
+  words = "<-u><-m><grpojax.train><--run_dir=/bucket/r><--a=b  c>\n"
   assert follow.stdout.readline().decode() == words
   time.sleep(0.5)  # it stays for what comes later
   (worker.home / "end").write_text("3")

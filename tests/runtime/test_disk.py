@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import shutil
 
 import pytest
@@ -32,6 +33,14 @@ def test_what_cannot_be_written_is_said(tmp_path, name, reason):
   with pytest.raises(ValueError, match=f"--out={tmp_path}/.*: {reason}"):
     disk.check_writable(tmp_path / name, "--out")
   assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_bucket_is_no_directory(url, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match="--run_dir=.* mount the bucket"):
+    disk.check_writable(pathlib.Path(url), "--run_dir")
+  assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs /proc")

@@ -84,6 +84,7 @@ def test_what_differs_is_named(monkeypatch):
       False,
     ),
     ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+    ({"TPU_WORKER_HOSTNAMES": "WARNING: none found, please set it"}, False),
     ({"TPU_WORKER_HOSTNAMES": "a.b,c.d"}, True),
     ({"JAX_COORDINATOR_ADDRESS": "a:1"}, True),
   ],
