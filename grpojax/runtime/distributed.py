@@ -155,25 +155,31 @@ def _leaving() -> Iterator[None]:
   jax.distributed.shutdown()
 
 
+def count() -> int:
+  """How many processes there are."""
+  # To ask JAX starts its devices, which is slow and may print: not for one.
+  return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
 def several() -> bool:
   """Whether there are other processes."""
-  return jax.process_count() > 1
+  return count() > 1
 
 
 def is_main() -> bool:
   """Whether this is the process that writes files and prints: the first."""
-  return jax.process_index() == 0
+  return not several() or jax.process_index() == 0
 
 
-def rows_of(process: int, count: int) -> slice:
-  """Which of `count` rows are a process's: blocks, in the processes' order."""
-  block = -(-count // jax.process_count())
-  return slice(min(process * block, count), min((process + 1) * block, count))
+def rows_of(process: int, rows: int) -> slice:
+  """Which rows are a process's: blocks, in the processes' order."""
+  block = -(-rows // count())
+  return slice(min(process * block, rows), min((process + 1) * block, rows))
 
 
-def my_rows(count: int) -> slice:
-  """Which of `count` rows are this process's."""
-  return rows_of(jax.process_index(), count)
+def my_rows(rows: int) -> slice:
+  """Which rows are this process's."""
+  return rows_of(jax.process_index() if several() else 0, rows)
 
 
 def gather(value: Any) -> list[Any]:

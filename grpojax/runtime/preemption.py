@@ -15,8 +15,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
-import jax
 from jax.experimental import multihost_utils
+
+from grpojax.runtime import distributed
 
 EXIT_PREEMPTED = 75
 """Exit code of a preempted run: EX_TEMPFAIL of sysexits.h. The run is saved and
@@ -90,4 +91,4 @@ def install():
   Raises:
     ValueError: not called from the main thread.
   """
-  return _of_several() if jax.process_count() > 1 else Preemption()
+  return _of_several() if distributed.several() else Preemption()

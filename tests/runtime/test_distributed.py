@@ -3,7 +3,6 @@ starts several."""
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,7 +21,7 @@ from grpojax.training import scored_text
   ],
 )
 def test_rows(monkeypatch, processes, count, expected):
-  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  monkeypatch.setattr(distributed, "count", lambda: processes)
   rows = range(count)
   found = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
   assert found == expected
@@ -30,7 +29,7 @@ def test_rows(monkeypatch, processes, count, expected):
 
 def speak_for(monkeypatch, *others):
   """This process is the first; the others say this, in JSON."""
-  monkeypatch.setattr(jax, "process_count", lambda: len(others) + 1)
+  monkeypatch.setattr(distributed, "count", lambda: len(others) + 1)
   heard = list(others)
 
   def allgather(x):
