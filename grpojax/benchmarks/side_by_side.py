@@ -90,7 +90,7 @@ def default_job(config: ConfigDict) -> subject.Rows:
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
     if run.writer is not None:
       stack.callback(records.close_writer, run.writer)
-    args = state, tx, Progress(), lambda: None
+    args = state, tx, Progress(), lambda together=False: None
     for _ in fit.remaining_steps(run, *args):
       yield records.read_jsonl(run.file(run_directory.METRICS))[-1]
 

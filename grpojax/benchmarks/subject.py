@@ -168,7 +168,7 @@ def host_steps(
       subject.ref_params,
       places,
       scorer,
-      lambda: None,
+      lambda together=False: None,
       budgets,
     )
     for prompts in batches:

@@ -32,7 +32,10 @@ def start(stand_ins, directory, *arguments):
   env = stand_ins.environment(directory / "bin", HOME=str(directory))
   for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
     env.pop(name, None)
-  return subprocess.Popen(["bash", str(SCRIPT), *arguments], env=env)
+  # A shell cannot trap what is ignored where it starts, as in the background.
+  listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
+  command = ["bash", str(SCRIPT), *arguments]
+  return subprocess.Popen(command, env=env, preexec_fn=listen)
 
 
 @pytest.mark.parametrize(

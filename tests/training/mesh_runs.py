@@ -114,9 +114,9 @@ def run(model, directory, devices, changes):
   config = config_of(model, changes)
   sampled, decode, mesh = [], policies.decode, from_config.mesh
 
-  def spy(policy, samples):
+  def spy(policy, samples, *rows):
     sampled.append(jax.device_get(samples))
-    return decode(policy, samples)
+    return decode(policy, samples, *rows)
 
   policies.decode = spy
   from_config.mesh = functools.partial(mesh, devices=jax.devices()[:devices])

@@ -63,7 +63,14 @@ def stepper(tiny, config_with):
       jax.tree.map(jnp.copy, tiny.params), places.params
     )
     step = host_step.make_host_step(
-      config, policy, G, tx, reference, places, scorer, lambda: None
+      config,
+      policy,
+      G,
+      tx,
+      reference,
+      places,
+      scorer,
+      lambda together=False: None,
     )
 
     def run(length):

@@ -64,15 +64,15 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   seen = []
   decode = policies.decode
 
-  def spy(policy, samples):
+  def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
-    return decode(policy, samples)
+    return decode(policy, samples, *rows)
 
   monkeypatch.setattr(policies, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
   with scoring.open_scorer(config) as scorer:
     step = host_step.make_host_step(
-      config, policy, G, tx, None, places, scorer, lambda: None
+      config, policy, G, tx, None, places, scorer, lambda together=False: None
     )
     _, row, shown, _ = step(state, prompts, examples, False)
   monkeypatch.undo()
