@@ -33,9 +33,8 @@ def start(stand_ins, directory, *arguments):
   for name in ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"):
     env.pop(name, None)
   # A shell cannot trap what is ignored where it starts, as in the background.
-  listen = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)
-  command = ["bash", str(SCRIPT), *arguments]
-  return subprocess.Popen(command, env=env, preexec_fn=listen)
+  command = ["env", "--default-signal=INT", "bash", str(SCRIPT), *arguments]
+  return subprocess.Popen(command, env=env)
 
 
 @pytest.mark.parametrize(
