@@ -188,6 +188,8 @@ from mesh_runs import digits
 
 def slow(prompt, completion, example):
   time.sleep(0.02)
+  if len(completion) % 5 == 3:
+    raise ValueError("on whichever host it is")
   return digits(prompt, completion, example)
 """
 LONG = {"steps": 8, "checkpoint.every": 3, "eval.every": 100}
@@ -203,7 +205,9 @@ def slow(words, tmp_path_factory):
   )
   settings = words(LONG | {"reward.functions": (f"{file}:slow",)})
   run(directory / "whole", 2, settings)
-  return settings, results(directory / "whole")
+  whole = results(directory / "whole")
+  assert any(row.get("reward_failures") for row in whole[0])
+  return settings, whole
 
 
 def wait_for(directory, step, processes):

@@ -8,6 +8,7 @@ looks at what it reads itself.
 import contextlib
 import importlib.metadata as metadata
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -48,13 +49,21 @@ def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
   run_directory.record_changes(directory, config)
 
 
+SEEN_WITHIN = 60
+"""Seconds: a network's file system may remember for a while that there was no
+such file."""
+
+
 def _check_shared(directory: pathlib.Path) -> None:
   """Whether this process sees what the first one has written."""
-  if not (directory / run_directory.CONFIG).is_file():
-    raise ValueError(
-      f"{directory} is not the directory that process 0 writes to: with "
-      "several processes, --run_dir must be on storage that all of them share"
-    )
+  end = time.monotonic() + SEEN_WITHIN
+  while not (directory / run_directory.CONFIG).is_file():
+    if time.monotonic() > end:
+      raise ValueError(
+        f"{directory} is not the directory that process 0 writes to: with "
+        "several processes, --run_dir must be on storage that all of them share"
+      )
+    time.sleep(0.5)
 
 
 def _files(config: ConfigDict) -> dict[str, str]:

@@ -1,0 +1,13 @@
+"""How a run directory is opened."""
+
+import pytest
+
+from grpojax.training import opening
+
+
+def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
+  monkeypatch.setattr(opening, "SEEN_WITHIN", 0)
+  with pytest.raises(ValueError, match="storage that all of them share"):
+    opening._check_shared(tmp_path)
+  (tmp_path / "config.json").write_text("{}")
+  opening._check_shared(tmp_path)
