@@ -341,7 +341,15 @@ def test_the_variants_use_every_choice():
   assert pairs == {(p, kl) for p, kls in PLACEMENTS.items() for kl in kls}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(
+      name, marks=() if name in ("minibatches", "penalty") else pytest.mark.slow
+    )
+    for name in VARIANTS
+  ],
+)
 def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   """Each learns; and without diagnostics, nothing of them is traced."""
 

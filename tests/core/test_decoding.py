@@ -89,11 +89,10 @@ def assert_same(out, expected):
   np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=2e-5)
 
 
-# One of each way with each model; the slow tests run all pairs.
+# One of each way; the slow tests run all pairs.
 PAIRS = [
-  ("one_stack", "compact"),
-  ("windows", "slots"),
   ("windows", "compact"),
+  ("windows", "slots"),
   ("lora", "stages"),
 ]
 ALL = [
@@ -185,14 +184,8 @@ def one_each(lm, params, decoding, budgets=ONE):
   return run(lm, params, decoding, budgets=budgets, **settings)
 
 
-@pytest.mark.parametrize(
-  "name",
-  ["windows"]
-  + [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("one_stack", "lora", "experts")
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["windows", "one_stack", "lora", "experts"])
 def test_prompts_that_are_done_are_left_out(name):
   """Two of eight have more than 60 tokens: a quarter goes on, the same ones."""
   lm, params = model(name)

@@ -254,6 +254,7 @@ def test_a_model_with_experts_is_diagnosed(sampled):
       np.testing.assert_allclose(row[b, i], expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_projections_of_the_last_layers(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(4)

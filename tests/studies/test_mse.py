@@ -231,6 +231,7 @@ def test_impossible_settings(toy_model, tmp_path, changes, message):
   assert not (tmp_path / "mse").exists()
 
 
+@pytest.mark.slow
 def test_another_study_in_the_directory(finished, toy_model):
   with pytest.raises(SystemExit, match="holds results of another config"):
     mse.main(arguments(toy_model, finished, seed=1))
