@@ -71,8 +71,13 @@ def test_a_step_on_two_devices(tmp_path):
   assert "fits; a step takes about" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(
+  "chip",
+  [
+    pytest.param("v5e", marks=pytest.mark.slow),
+    pytest.param("v6e", marks=pytest.mark.long),
+  ],
+)
 def test_a_step_on_a_slice(tmp_path, chip):
   pytest.importorskip("libtpu")
   config = ROOT / "tests/data/model_configs/Qwen2.5-0.5B-Instruct.json"

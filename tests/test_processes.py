@@ -165,8 +165,7 @@ CASES = {
 @pytest.mark.parametrize(
   "case, counts",
   [
-    pytest.param("dense", (2,), marks=pytest.mark.slow),
-    pytest.param("dense", (4,), marks=pytest.mark.long),
+    pytest.param("dense", (2, 4), marks=pytest.mark.long),
     pytest.param("adapters", (2,), marks=pytest.mark.long),
     pytest.param("auto", (2,), marks=pytest.mark.long),
   ],

@@ -5,6 +5,7 @@ of leaf for each family, at 32,768 tokens.
 """
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -223,13 +224,17 @@ def test_a_router_multiplies_exactly():
 
 
 @pytest.mark.parametrize(
-  "equal",
+  "kind, equal",
   [
-    pytest.param(True, marks=pytest.mark.long),
-    pytest.param(False, marks=pytest.mark.slow),
+    pytest.param(
+      *case,
+      marks=pytest.mark.slow
+      if case in (("qwen2", False), ("gemma3_text", False))
+      else pytest.mark.long,
+    )
+    for case in itertools.product(EXAMPLES, (True, False))
   ],
 )
-@pytest.mark.parametrize("kind", EXAMPLES)
 def test_gradients_of_a_micro_batch(kind, equal):
   """At the 32,768 tokens that the gsm8k configs take at once."""
   assert EXAMPLES.keys() == hf.FAMILIES.keys()

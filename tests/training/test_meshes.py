@@ -67,8 +67,18 @@ def test_a_step(what):
   on_eight_devices(what)
 
 
-@pytest.mark.slow  # each case is several whole runs
-@pytest.mark.parametrize("case", CASES)
+ALSO = ("adapters", "the reference on the host")  # parts of others, in part
+
+
+@pytest.mark.parametrize(  # each case is several whole runs
+  "case",
+  [
+    pytest.param(
+      case, marks=pytest.mark.long if case in ALSO else pytest.mark.slow
+    )
+    for case in CASES
+  ],
+)
 def test_whole_runs(case):
   told = on_eight_devices("runs", json.dumps([CASES[case]]))
   assert told.count("equal: ") == len(CASES[case][2])
