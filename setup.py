@@ -17,7 +17,9 @@ setuptools.setup(
   python_requires=">=3.11",
   install_requires=[
     "absl-py",
+    "etils[epath]",  # paths in buckets, as Orbax has them
     "flax>=0.11",
+    "fsspec",
     "grain>=0.2.16",
     "importlib_resources",  # tensorflow-datasets imports it undeclared
     "jax>=0.7.2",
@@ -39,6 +41,8 @@ setuptools.setup(
     "tpu": ["jax[tpu]"],
     "cuda": ["jax[cuda13]"],
     "math": ["math-verify"],  # symbolic answers
+    "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
+    "s3": ["s3fs"],  # and on s3://
     # With PyTorch and peft installed too, models and adapters are compared with
     # transformers' and peft's own.
     "test": [

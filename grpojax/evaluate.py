@@ -39,6 +39,7 @@ from grpojax.training import (
   held_out,
   memory,
   run_directory,
+  run_storage,
   scoring,
   trained,
 )
@@ -96,10 +97,15 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
 
 def _is_run(model: str) -> bool:
   """Whether it has a config of its own, be its checkpoints gone or not."""
-  finished = run_directory.is_finished(model) and (
-    run_directory.model_directory(model) != pathlib.Path(model)
+  where = run_storage.local(model)
+  finished = run_directory.is_finished(where) and (
+    run_directory.model_directory(where) != where
   )
-  return finished or run_directory.is_run(model)
+  return finished or run_directory.is_run(where)
+
+
+def _config(model: str) -> ConfigDict:
+  return run_directory.read_config(run_storage.local(model))
 
 
 def _parse(argv: list[str]):
@@ -109,7 +115,7 @@ def _parse(argv: list[str]):
 
   config, flags = parse(default_config)
   if _is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: run_directory.read_config(flags.model))
+    config, flags = parse(lambda: _config(flags.model))
   validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
@@ -126,9 +132,7 @@ def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
   if not _is_run(compare):
     return
-  ours, theirs = map(
-    config_lib.flatten, (config, run_directory.read_config(compare))
-  )
+  ours, theirs = map(config_lib.flatten, (config, _config(compare)))
   names = [
     name
     for name in sorted(ours.keys() | theirs.keys())

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     usage=argparse.SUPPRESS,
     allow_abbrev=False,
   )
-  parser.add_argument("run", type=pathlib.Path, help="a run directory")
+  parser.add_argument("run", help="a run directory, or its URL in a bucket")
   parser.add_argument("--out", type=pathlib.Path, required=True)
   parser.add_argument("--step", type=int, help="default: the newest")
   parser.add_argument(

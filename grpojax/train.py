@@ -19,6 +19,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     learning_curve.png
     summary.json        accuracy before and after, seconds, steps
 
+DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
+
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
 run), log.*, eval.*, checkpoint.*, stop.*, data.too_long, reward.workers and
@@ -28,11 +30,10 @@ goes nowhere (`stop.*`) saves, says why, and exits with code 1.
 """
 
 import contextlib
-import pathlib
 import sys
 
-from grpojax.runtime import command_line, distributed
-from grpojax.training import fit, reporting
+from grpojax.runtime import command_line, disk, distributed
+from grpojax.training import fit, reporting, run_storage
 from grpojax.training.config import WORDS, default_config
 from grpojax.training.validation import CHOICES
 
@@ -55,18 +56,20 @@ def main(argv: list[str]) -> None:
       WORDS,
       CHOICES,
     )
-  directory = pathlib.Path(flags.run_dir or pathlib.Path("runs") / config.name)
+  where = flags.run_dir or f"runs/{config.name}"
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       stack.enter_context(join)
-    summary = fit.run(config, directory)
+      stack.enter_context(disk.errors())
+      place = stack.enter_context(run_storage.opened(where))
+    summary = fit.run(config, *place)
     if summary is None:
-      print(f"{directory} is finished: nothing to do (see summary.json there)")
+      print(f"{where} is finished: nothing to do (see summary.json there)")
     else:
-      reporting.print_summary(directory, summary)
+      reporting.print_summary(where, summary)
 
 
 if __name__ == "__main__":

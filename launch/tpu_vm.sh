@@ -15,7 +15,6 @@
 #
 # OPTION
 #   --type=TYPE        accelerator type, as v5litepod-16 (create, run)
-#   --bucket=BUCKET    of Cloud Storage; all workers see it at /bucket (run)
 #   --version=VERSION  runtime version; by default the one for TYPE
 #   --on-demand        not spot
 #   --worker=N         of logs; default 0
@@ -23,12 +22,12 @@
 #   --dry-run          prints the gcloud commands, and runs none
 #
 # The project is gcloud's own: gcloud config set project, CLOUDSDK_CORE_PROJECT.
-# A slice's disks are lost with it, so `run` wants --run_dir=/bucket/RUN.
+# A slice's disks are lost with it, so `run` wants --run_dir=gs://BUCKET/RUN.
 # Ctrl-C ends the watching, not the training; `delete` ends both.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-command="" name="" zone="" type="" version="" bucket="" tier=--spot worker=0 poll=30
+command="" name="" zone="" type="" version="" tier=--spot worker=0 poll=30
 dry_run="" state="" training=()
 attempts=3 # of a training that fails, or workers out of reach, in a row
 
@@ -56,7 +55,6 @@ parse() {
       --zone=?*) zone="${1#*=}" ;;
       --type=?*) type="${1#*=}" ;;
       --version=?*) version="${1#*=}" ;;
-      --bucket=?*) bucket="${1#*=}" && bucket="${bucket#gs://}" ;;
       --on-demand) tier="" ;;
       --worker=?*) worker="${1#*=}" ;;
       --poll=?*) poll="${1#*=}" ;;
@@ -84,10 +82,9 @@ check() {
     for word in "${training[@]}"; do
       if [[ "$word" == --run_dir=* ]]; then run_dir="${word#*=}"; fi
     done
-    [[ -n "$bucket" ]] || die "--bucket is missing: where the run is kept"
-    [[ "$run_dir" == /bucket/?* ]] ||
+    [[ "$run_dir" == gs://?*/?* ]] ||
       die "--run_dir is '$run_dir': disks of a slice are lost with it;" \
-        "give -- --run_dir=/bucket/RUN, in --bucket=$bucket"
+        "give -- --run_dir=gs://BUCKET/RUN"
   elif ((${#training[@]})); then
     die "$command takes no arguments of the training: ${training[*]}"
   fi
@@ -181,7 +178,6 @@ remove() { tpus queued-resources delete "$name" --force --quiet; }
 attempt() {
   {
     on all installed || setup || return 0
-    on all mount "$bucket" || return 0
     on all start "${training[@]}" || return 0
     on 0 follow || true # its code might be gcloud's own
   } >&2

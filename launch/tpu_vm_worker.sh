@@ -3,7 +3,6 @@
 #
 #   install      Python, and this checkout with the libraries for TPU
 #   installed    whether that was done: exit code 0 or 1
-#   mount BUCKET makes it /bucket, as after each start of the machine
 #   start ...    python -m grpojax.train ..., which the end of an SSH connection
 #                does not end; nothing if it is running already
 #   follow       prints its output until it ends
@@ -17,27 +16,8 @@ install() { # the VM's own Python is too old
   export PATH="$HOME/.local/bin:$PATH"
   command -v uv >/dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
   uv venv --quiet --allow-existing --python=3.13 "$venv"
-  uv pip install --quiet --python="$venv/bin/python" -e '.[tpu]'
-  command -v gcsfuse >/dev/null || install_gcsfuse
+  uv pip install --quiet --python="$venv/bin/python" -e '.[tpu,gcs]'
   touch "$venv/installed"
-}
-
-# https://cloud.google.com/storage/docs/cloud-storage-fuse/install
-install_gcsfuse() {
-  local key=/usr/share/keyrings/cloud.google.asc
-  local repository=https://packages.cloud.google.com/apt
-  curl -LsSf "$repository/doc/apt-key.gpg" | sudo tee "$key" >/dev/null
-  echo "deb [signed-by=$key] $repository gcsfuse-$(lsb_release -cs) main" |
-    sudo tee /etc/apt/sources.list.d/gcsfuse.list >/dev/null
-  sudo apt-get update -qq
-  sudo apt-get install -qq -y gcsfuse
-}
-
-mount() { # directories are renamed when they are whole: checkpoints, models
-  if mountpoint --quiet /bucket; then return; fi
-  sudo mkdir -p /bucket
-  sudo chown "$(id -un)" /bucket
-  gcsfuse --implicit-dirs --rename-dir-limit=100000 "$1" /bucket
 }
 
 start() {
@@ -63,8 +43,8 @@ follow() {
 }
 
 case "${1:-}" in
-  install | mount | start | follow) "$@" ;;
+  install | start | follow) "$@" ;;
   installed) test -f "$venv/installed" ;;
   code) cat "$here/code" ;;
-  *) echo "error: '${1:-}': install, installed, mount, start, follow or code" >&2 && exit 2 ;;
+  *) echo "error: '${1:-}': install, installed, start, follow or code" >&2 && exit 2 ;;
 esac

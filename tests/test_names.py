@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from grpojax.data import examples
-from grpojax.training import run_directory
+from grpojax.training import run_directory, run_storage
 
 ROOT = pathlib.Path(__file__).resolve().parents[1] / "grpojax"
 OWNERS = {
@@ -15,8 +15,8 @@ OWNERS = {
   run_directory.SAMPLES: "training/run_directory.py",
   run_directory.FAILURES: "training/run_directory.py",
   run_directory.TENSORBOARD: "training/run_directory.py",
-  run_directory.CHECKPOINTS: "training/run_directory.py",
-  run_directory.REFERENCE: "training/run_directory.py",
+  run_storage.CHECKPOINTS: "training/run_storage.py",
+  run_storage.REFERENCE: "training/run_storage.py",
   run_directory.CURVE: "training/run_directory.py",
 }
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from grpojax.models import hf
-from grpojax.runtime import checkpoint, distributed, records
+from grpojax.runtime import checkpoint_files, distributed, records
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
@@ -231,7 +231,7 @@ def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
       wait_for(directory, after, processes)
       processes[-1].send_signal(signal.SIGTERM)
       assert ended(processes, 60) == [75] * count, told(directory, 0, "err")
-    saved = checkpoint.complete(directory / "checkpoints")[-1]
+    saved = checkpoint_files.complete(directory / "checkpoints")[-1]
     assert f"saved step {saved}" in told(directory)
     assert saved >= after
   run(directory, 1, settings)

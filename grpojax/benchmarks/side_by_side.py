@@ -24,6 +24,7 @@ from grpojax.training import (
   fit,
   from_config,
   run_directory,
+  run_storage,
   scoring,
   start,
 )
@@ -81,7 +82,7 @@ def default_job(config: ConfigDict) -> subject.Rows:
     directory = pathlib.Path(temporary)
     checked = start.check(config, directory, lambda: None)
     checkpointer = stack.enter_context(
-      checkpoint.open_checkpointer(directory / run_directory.CHECKPOINTS)
+      checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
     scorer = stack.enter_context(
       scoring.open_scorer(checked.config, checked.reward_model)

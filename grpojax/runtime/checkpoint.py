@@ -7,18 +7,22 @@ complete, so a process that is killed leaves nothing that looks like one.
 import contextlib
 import logging
 import os
-import pathlib
 import signal
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from etils import epath
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime import disk, distributed, interrupts, stored_arrays
-
-_TORN = "*.orbax-checkpoint-tmp"  # what Orbax has not finished
+from grpojax.runtime import (
+  checkpoint_files,
+  disk,
+  distributed,
+  interrupts,
+  stored_arrays,
+)
 
 
 def _not_told_here(record: logging.LogRecord) -> bool:
@@ -65,7 +69,7 @@ def open_checkpointer(
     ValueError: `readonly`, and there are no checkpoints.
     disk.WriteFailed: on leaving, see `wait`.
   """
-  path = pathlib.Path(directory).absolute()
+  path = checkpoint_files.absolute(directory)
   save_policies = ocp.training.save_decision_policies
   keep_policies = ocp.training.preservation_policies
   if readonly and not path.is_dir():
@@ -88,30 +92,7 @@ def open_checkpointer(
       finally:
         orbax.close()
         if not readonly:
-          disk.remove_all(path, _TORN)
-
-
-def complete(folder: str | os.PathLike) -> list[int]:
-  """Steps of the checkpoints in a folder that are whole, ascending.
-
-  Args:
-    folder: may be missing, and may hold other things.
-  """
-  accounts = pathlib.Path(folder).glob("*/_CHECKPOINT_METADATA")
-  names = (path.parent.name for path in accounts)
-  return sorted(int(name) for name in names if name.isdecimal())
-
-
-def last_good(folder: str | os.PathLike) -> str:
-  """Where a run goes on from, in words.
-
-  Args:
-    folder: of its checkpoints, which may not exist.
-  """
-  done = complete(folder)
-  if not done:
-    return "there is no checkpoint yet"
-  return f"the last good checkpoint is {pathlib.Path(folder) / str(done[-1])}"
+          checkpoint_files.remove_torn(path)
 
 
 @contextlib.contextmanager
@@ -122,11 +103,11 @@ def _failures(checkpointer: Checkpointer) -> Iterator[None]:
   except disk.WriteFailed:
     raise
   except Exception as error:
-    folder = pathlib.Path(checkpointer.orbax.directory)
-    disk.remove_all(folder, _TORN)
+    folder = checkpointer.orbax.directory
+    checkpoint_files.remove_torn(folder)
     raise disk.WriteFailed(
       f"a checkpoint could not be saved ({stored_arrays.innermost(error)}); "
-      f"{last_good(folder)}"
+      f"{checkpoint_files.last_good(folder)}"
     ) from error
 
 
@@ -197,9 +178,15 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
   checkpointer.in_flight.clear()
 
 
-def check(checkpointer: Checkpointer) -> None:
-  """Raises `disk.WriteFailed` if a save has failed since; returns at once."""
+def check(checkpointer: Checkpointer) -> bool:
+  """Whether the save in flight has just come to its end; returns at once.
+
+  Raises:
+    disk.WriteFailed: it has failed.
+  """
+  flying = bool(checkpointer.in_flight)
   wait(checkpointer, timeout=0.0)
+  return flying and not checkpointer.in_flight
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
@@ -212,13 +199,13 @@ def latest_step(checkpointer: Checkpointer) -> int | None:
   return max(steps(checkpointer), default=None)
 
 
-def _find(checkpointer: Checkpointer, step: int | None) -> pathlib.Path:
+def _find(checkpointer: Checkpointer, step: int | None) -> epath.Path:
   """Where a checkpoint lies, by default the newest."""
   step = latest_step(checkpointer) if step is None else step
   folder, found = checkpointer.orbax.directory, steps(checkpointer)
   if step not in found:
     raise ValueError(f"{folder} has no checkpoint of step {step}, only {found}")
-  return pathlib.Path(folder) / str(step)
+  return epath.Path(folder) / str(step)
 
 
 _GO_BACK = "delete that directory to go back to the checkpoint before it"
@@ -275,7 +262,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
   Raises:
     disk.WriteFailed: they could not be written.
   """
-  path = pathlib.Path(path).absolute()
+  path = checkpoint_files.absolute(path)
   if distributed.on_main(path.exists):
     return
   try:
@@ -292,7 +279,7 @@ def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   Raises:
     ValueError: there is nothing, it is damaged, or it does not fit.
   """
-  path = pathlib.Path(path).absolute()
+  path = checkpoint_files.absolute(path)
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")
   again = "delete that directory: the same command writes it again"

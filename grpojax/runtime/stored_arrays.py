@@ -6,12 +6,12 @@ back is bit by bit what was saved, or refused.
 """
 
 import json
-import pathlib
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+from etils import epath
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
@@ -103,7 +103,7 @@ def _crc(text: str) -> str:
   return f"{zlib.crc32(text.encode()):08x}"
 
 
-def read_notes(path: pathlib.Path, advice: str) -> dict[str, Any]:
+def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
   """What `sealed` put there.
 
   Args:
@@ -133,7 +133,7 @@ def innermost(error: BaseException) -> str:
 
 
 def _check_fits(
-  a: Mapping[str, str], b: Mapping[str, str], path: pathlib.Path
+  a: Mapping[str, str], b: Mapping[str, str], path: epath.Path
 ) -> None:
   # Before loading: a load that fails half-way leaves Orbax's threads behind.
   different = [
@@ -151,7 +151,7 @@ def _check_fits(
 
 
 def load(
-  path: pathlib.Path, like: PyTree, advice: str, part: str | None = None
+  path: epath.Path, like: PyTree, advice: str, part: str | None = None
 ) -> PyTree:
   """Loads what is stored, and checks that it is what was saved.
 

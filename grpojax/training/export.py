@@ -7,7 +7,7 @@ import jax
 
 from grpojax.models import hf, lora
 from grpojax.runtime import disk
-from grpojax.training import run_directory, trained
+from grpojax.training import run_directory, run_storage, trained
 
 
 def host_device() -> jax.Device:
@@ -19,7 +19,7 @@ def host_device() -> jax.Device:
 
 
 def export(
-  run: pathlib.Path,
+  run: str | pathlib.Path,
   out: pathlib.Path,
   step: int | None = None,
   dtype: str | None = None,
@@ -28,7 +28,7 @@ def export(
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
   Args:
-    run: the run directory.
+    run: the run directory, or its URL in a bucket.
     out: the directory to make; nothing stands there until all is written.
     step: of the checkpoint; None is the newest, or a finished run's model/
       where there are no checkpoints.
@@ -43,22 +43,24 @@ def export(
       `adapter` of a run
       without LoRA.
   """
-  config = run_directory.read_config(run)
-  run_directory.say_added(run)
-  source = run_directory.model_directory(config.model.path)
+  where = run_storage.local(run)
+  config = run_directory.read_config(where)
+  run_directory.say_added(where)
+  base = run_storage.local(config.model.path)
+  source = run_directory.model_directory(base)
   rank = config.lora.rank
   if os.path.lexists(out):
     raise ValueError(f"--out={out} exists already; choose another directory")
   disk.check_writable(out, "--out")
   if adapter and not rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
-  finished = run_directory.model_directory(run)
-  if step is None and not run_directory.is_run(run) and finished != run:
+  finished = run_directory.model_directory(where)
+  if step is None and not run_directory.is_run(where) and finished != where:
     if adapter:
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step, params = trained.load_params(run, config, step, host_device())
+  step, params = trained.load_params(where, config, step, host_device())
   what = f"step {step} of {run}"
   if adapter:
     lora.save_peft(out, params, source, config.lora.alpha, dtype=dtype)

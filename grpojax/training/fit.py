@@ -23,6 +23,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
+  checkpoint_files,
   command_line,
   disk,
   distributed,
@@ -34,7 +35,7 @@ from grpojax.training import (
   host_step,
   opening,
   reporting,
-  run_directory,
+  run_storage,
 )
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
@@ -124,7 +125,13 @@ def remaining_steps(
 
 
 def fit(
-  run: Run, state: TrainState, tx, progress: Progress, checkpointer, poll: Poll
+  run: Run,
+  state: TrainState,
+  tx,
+  progress: Progress,
+  checkpointer,
+  poll: Poll,
+  publish: Poll,
 ) -> tuple[TrainState, Progress]:
   """Runs the remaining steps, evaluating and saving on the way.
 
@@ -137,11 +144,13 @@ def fit(
   config = run.config
 
   def ask(together=False):
-    checkpoint.check(checkpointer)  # a save may have failed
+    saved = checkpoint.check(checkpointer)  # it may have failed
+    publish(lazily=not saved)
     poll(together)
 
   def save():
     notes = progress_lib.to_notes(progress)
+    publish()  # the rows of a step come before its checkpoint
     checkpoint.save(checkpointer, int(state.step), state, notes)
 
   def evaluate():
@@ -176,12 +185,17 @@ def fit(
   return state, progress
 
 
-def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
+def run(
+  config: ConfigDict,
+  directory: pathlib.Path,
+  publish: Callable[..., None] = lambda lazily=False: None,
+) -> dict[str, Any] | None:
   """A whole training run, from where it stands to its end.
 
   Args:
     config: the resolved config.
     directory: the run's; resumed where it holds a part of the same run.
+    publish: see `run_storage.opened`.
 
   Returns:
     The summary, None where the run had been finished before.
@@ -204,9 +218,9 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
 
     try:
       run, *state, checkpointer = opening.open_all(
-        config, directory, stack, poll
+        config, directory, stack, poll, publish
       )
-      state, progress = fit(run, *state, checkpointer, poll)
+      state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state.params, progress, poll)
     except Preempted as done:
       done = str(done) or "no step since the start: nothing to save"
@@ -220,5 +234,5 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
     except OSError as error:
       if not disk.refuses(error):
         raise
-      last = checkpoint.last_good(directory / run_directory.CHECKPOINTS)
+      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
       raise disk.WriteFailed(f"{error}; {last}") from error

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from grpojax.models.file_checksums import fingerprint
 from grpojax.runtime import (
+  bucket,
   checkpoint,
   command_line,
   disk,
@@ -26,7 +27,7 @@ from grpojax.runtime import (
 from grpojax.runtime import config as config_lib
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
-from grpojax.training import resume, run_directory, scoring, start
+from grpojax.training import resume, run_directory, run_storage, scoring, start
 from grpojax.training.config import validate
 
 
@@ -57,7 +58,8 @@ such file."""
 def _check_shared(directory: pathlib.Path) -> None:
   """Whether this process sees what the first one has written."""
   end = time.monotonic() + SEEN_WITHIN
-  while not (directory / run_directory.CONFIG).is_file():
+  config = bucket.origin(directory) / run_directory.CONFIG
+  while not config.is_file():
     if time.monotonic() > end:
       raise ValueError(
         f"{directory} is not the directory that process 0 writes to: with "
@@ -120,6 +122,7 @@ def open_all(
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
   poll: Callable[..., None],
+  publish: Callable[..., None],
 ):
   """All that can be wrong is found, and all that a run holds is opened.
 
@@ -128,6 +131,7 @@ def open_all(
     directory: the run's.
     stack: closes what is opened.
     poll: see `start.check` and `resume.resume`.
+    publish: see `run_storage.opened`.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -149,6 +153,7 @@ def open_all(
       run_directory.say_added(directory)
     splits = {"train": checked.train, "test": checked.held_out}
     prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+    publish()
     return resumed
 
   with command_line.usage_errors():
@@ -164,7 +169,7 @@ def open_all(
       _check_shared(directory)
   checkpointer = stack.enter_context(
     checkpoint.open_checkpointer(
-      directory / run_directory.CHECKPOINTS, checked.config.checkpoint.keep
+      run_storage.checkpoints(directory), checked.config.checkpoint.keep
     )
   )
   with command_line.usage_errors():

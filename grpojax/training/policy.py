@@ -19,9 +19,9 @@ from jaxtyping import Array, Key, PyTree
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import hf, lora
 from grpojax.models.transformer import transformer
-from grpojax.runtime import eos
+from grpojax.runtime import bucket, eos
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import run_directory
+from grpojax.training import run_directory, run_storage
 
 
 class Policy(NamedTuple):
@@ -56,7 +56,9 @@ def find_model(path: str | pathlib.Path) -> pathlib.Path:
   Raises:
     ValueError: there is none, see `hf.resolve`.
   """
-  return hf.resolve(run_directory.model_directory(path))
+  copy = run_storage.local(path)
+  with bucket.naming(copy, str(path)):
+    return hf.resolve(run_directory.model_directory(copy))
 
 
 def open_policy(

@@ -24,7 +24,7 @@ one of these places, and needs no other:
 import functools
 import itertools
 import math
-import pathlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -205,7 +205,7 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
   return summary
 
 
-def print_summary(directory: pathlib.Path, summary: dict[str, Any]) -> None:
+def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
   """Accuracy before and after, and where everything is."""
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -220,5 +220,5 @@ def print_summary(directory: pathlib.Path, summary: dict[str, Any]) -> None:
     print(f"rewards that failed: {summary['failed_rewards']}")
   print(
     f"{summary['steps']} steps in {records.duration(summary['train_seconds'])}"
-    f"; results, curve and model are in {directory}/"
+    f"; results, curve and model are in {where}/"
   )

@@ -7,18 +7,16 @@ import shutil
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import checkpoint
+from grpojax.runtime import bucket, checkpoint_files
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
-from grpojax.training import validation
+from grpojax.training import run_storage, validation
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
-REFERENCE = "reference_params"  # the reference policy, saved once
-CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
 SAMPLES = "samples.jsonl"  # completions with their rewards
 FAILURES = "failures.jsonl"  # rewards that could not be computed
@@ -43,7 +41,7 @@ _DATE = "data.template_options.date_string"
 
 def is_run(path: str | os.PathLike) -> bool:
   """Whether a directory is that of a run with checkpoints."""
-  return (pathlib.Path(path) / CHECKPOINTS).is_dir()
+  return run_storage.checkpoints(path).is_dir()
 
 
 def is_finished(
@@ -72,7 +70,7 @@ def _has_trained(path: pathlib.Path) -> bool:
   """Whether anything of a run would be lost by starting over."""
   rows = read_jsonl(path / METRICS)
   return (
-    any((path / CHECKPOINTS).glob("[0-9]*"))
+    any(run_storage.checkpoints(path).glob("[0-9]*"))
     or any((path / name).exists() for name in (SUMMARY, MODEL))
     or any(row.get("step", 0) > 0 for row in rows)
   )
@@ -113,7 +111,7 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
   if saved is None:
     raise ValueError(
       f"no run at {run}: give the run directory of a training run, the one "
-      f"with its {CONFIG} and {CHECKPOINTS}/"
+      f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
     )
   problems = config_lib.check_keys(
     saved[0], default_config(), WORDS
@@ -171,7 +169,9 @@ def pin_date(config: ConfigDict, date: str) -> ConfigDict:
 
 def steps_done(path: str | os.PathLike) -> int:
   """Steps of the newest checkpoint; 0 where there is none."""
-  return max(checkpoint.complete(pathlib.Path(path) / CHECKPOINTS), default=0)
+  return max(
+    checkpoint_files.complete(run_storage.checkpoints(path)), default=0
+  )
 
 
 def check(path: str | os.PathLike, config: ConfigDict) -> bool:
@@ -215,7 +215,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       "run's config back, or give another --run_dir"
     )
   # A kill at the very start leaves temporary files.
-  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK}
+  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK, bucket.ORIGIN}
   if path.exists() and any(p.name not in ours for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
@@ -236,7 +236,7 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
   """
   path, resumed = pathlib.Path(path), check(path, config)
   if not resumed:
-    shutil.rmtree(path / REFERENCE, ignore_errors=True)
+    run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
     write_text(path / CONFIG, config_lib.to_json(config))
   return resumed

@@ -24,6 +24,7 @@ from grpojax.training import (
   memory,
   prompts,
   run_directory,
+  run_storage,
   scoring,
 )
 from grpojax.training import reference as reference_lib
@@ -164,7 +165,7 @@ def start(
   if from_config.needs_reference(config) and policy.frozen is not None:
     ref_params = {}  # the base model, without adapters
   elif from_config.needs_reference(config):
-    reference = directory / run_directory.REFERENCE
+    reference = run_storage.reference(directory)
     checkpoint.save_params(reference, params)
     ref_params = checkpoint.restore_params(reference, params)
     ref_params = reference_lib.stored(ref_params, config.model.reference)

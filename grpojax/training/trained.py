@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 from grpojax.core.types import Params
 from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint
-from grpojax.training import from_config, run_directory
+from grpojax.training import from_config, run_directory, run_storage
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -24,15 +24,16 @@ def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
   Raises:
     ValueError: there is no such model, or it is damaged.
   """
-  if not run_directory.is_run(model):
+  where = run_storage.local(model)
+  if not run_directory.is_run(where):
     policy = policies.load_policy(model, dtype)
     return policy, policy.params
-  saved = run_directory.read_config(model)
+  saved = run_directory.read_config(where)
   policy = from_config.open_policy(saved)
   if saved.lora.rank:  # adapters need their base
     policy = from_config.with_weights(saved, policy)
-  step, params = load_params(model, saved)
-  run_directory.say_added(model)
+  step, params = load_params(where, saved)
+  run_directory.say_added(where)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 
@@ -72,7 +73,7 @@ def load_params(
   )
   if not run_directory.is_run(run):
     raise ValueError(f"{run} has no checkpoints")
-  saved = pathlib.Path(run) / run_directory.CHECKPOINTS
+  saved = run_storage.checkpoints(run)
   with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
     if step is None:
       step = checkpoint.latest_step(checkpointer)

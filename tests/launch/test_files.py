@@ -156,20 +156,8 @@ def test_the_jobset_takes_every_chip_of_its_slice():
 def test_the_jobsets_training(monkeypatch):
   job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
   arguments = job["template"]["spec"]["containers"][0]["args"]
-  assert any(word.startswith("--run_dir=/bucket/") for word in arguments)
+  assert any(word.startswith("--run_dir=gs://BUCKET/") for word in arguments)
   check_training(arguments, monkeypatch)
-
-
-def test_the_jobset_mounts_its_bucket():
-  """https://cloud.google.com/kubernetes-engine/docs/how-to (Cloud Storage)."""
-  job = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]
-  pod = job["template"]
-  assert pod["metadata"]["annotations"]["gke-gcsfuse/volumes"] == "true"
-  (volume,) = pod["spec"]["volumes"]
-  (mount,) = pod["spec"]["containers"][0]["volumeMounts"]
-  assert mount == {"name": volume["name"], "mountPath": "/bucket"}
-  assert volume["csi"]["driver"] == "gcsfuse.csi.storage.gke.io"
-  assert "rename-dir-limit" in volume["csi"]["volumeAttributes"]["mountOptions"]
 
 
 def test_skypilot_recovers_from_an_interruption():

@@ -11,8 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "tpu_vm.sh"
 OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--poll=0")
-BUCKET = "--bucket=mine"
-RUN = ("run", "my-run", *OPTIONS, BUCKET, "--", "--run_dir=/bucket/run")
+RUN = ("run", "my-run", *OPTIONS, "--", "--run_dir=gs://mine/run")
 
 # What it was asked stands in `calls`, a line each. The resource is in `state`;
 # what comes of the training each time is a line of `ends`: a code, "lost"
@@ -88,7 +87,7 @@ def cloud(stand_ins, tmp_path):
 
 
 SETUP = ["scp", "ssh tar", "install"]
-ATTEMPT = ["mount", "start", "follow", "code"]
+ATTEMPT = ["start", "follow", "code"]
 
 
 def test_a_run_from_nothing_to_its_end(cloud):
@@ -129,8 +128,11 @@ def test_a_preempted_slice_is_recreated_and_the_same_command_started(cloud):
 def test_the_training_gets_its_arguments_as_they_are(cloud, stand_ins):
   cloud.write("state", "ACTIVE")
   cloud.write("ends", "0")
-  words = ["--run_dir=/bucket/r", "--config.data.template={prompt} 'q' $HOME *"]
-  cloud.launch("run", "my-run", *OPTIONS, BUCKET, "--", *words)
+  words = [
+    "--run_dir=gs://mine/r",
+    "--config.data.template={prompt} 'q' $HOME *",
+  ]
+  cloud.launch("run", "my-run", *OPTIONS, "--", *words)
   start = next(call for call in cloud.calls if " start " in call[-2])
   assert "--worker=all" in start
   line = next(w for w in start if w.startswith("--command="))
@@ -177,7 +179,7 @@ def test_a_setup_that_fails_is_tried_again(cloud):
   assert done.returncode == 0, done.stderr
   first = cloud.verbs().index("scp")
   assert cloud.verbs()[first + 1] not in SETUP  # given up there
-  assert cloud.verbs()[-7:] == [*SETUP, *ATTEMPT]
+  assert cloud.verbs()[-6:] == [*SETUP, *ATTEMPT]
 
 
 def test_gcloud_failing_for_good_ends_it_with_its_words(cloud):
@@ -238,10 +240,9 @@ def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
     (["create", "my-run", "--zone=z", "--type=v9-8"], "give --version"),
     (["create", "my-run", "--zones=z"], "unknown option --zones=z"),
     (["logs", "my-run", "--zone=z", "--worker=all"], "--worker=all"),
-    (["run", "my-run", *OPTIONS], "--bucket is missing"),
-    (["run", "my-run", *OPTIONS, BUCKET], "give -- --run_dir=/bucket/RUN"),
+    (["run", "my-run", *OPTIONS], "give -- --run_dir=gs://BUCKET/RUN"),
     (
-      ["run", "my-run", *OPTIONS, BUCKET, "--", "--run_dir=runs/x"],
+      ["run", "my-run", *OPTIONS, "--", "--run_dir=runs/x"],
       "--run_dir is 'runs/x'",
     ),
     (["status", "my-run", "--zone=z", "--", "--a"], "takes no arguments"),

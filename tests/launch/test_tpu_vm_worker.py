@@ -23,9 +23,6 @@ exit "$(<"$HOME/end")"
 UV = """#!/usr/bin/env bash
 echo "uv $*" >>"$HOME/uv"
 """
-CALLED = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >>"$HOME/called"
-"""
 
 
 @pytest.fixture
@@ -33,10 +30,6 @@ def worker(stand_ins, tmp_path):
   """A home directory, and calls of the script in it."""
   home = tmp_path / "home"
   stand_ins.program(tmp_path / "bin", "uv", UV)
-  for name in ("sudo", "gcsfuse"):
-    stand_ins.program(tmp_path / "bin", name, CALLED)
-  there = '#!/usr/bin/env bash\n[[ -e "$HOME/mounted" ]]\n'
-  stand_ins.program(tmp_path / "bin", "mountpoint", there)
   (home / "grpojax-venv").mkdir(parents=True)
   stand_ins.program(home / "grpojax-venv" / "bin", "python", PYTHON)
   env = stand_ins.environment(tmp_path / "bin", HOME=str(home))
@@ -61,30 +54,22 @@ def test_install_leaves_a_mark(worker):
   assert worker.call("install").returncode == 0
   assert worker.call("installed").returncode == 0
   commands = (worker.home / "uv").read_text()
-  assert "-e .[tpu]" in commands and "--python=3.13" in commands
-
-
-def test_a_bucket_is_mounted_once(worker):
-  assert worker.call("mount", "mine").returncode == 0
-  called = (worker.home / "called").read_text().splitlines()
-  options = "--implicit-dirs --rename-dir-limit=100000"
-  assert called[-1] == f"gcsfuse {options} mine /bucket"
-  (worker.home / "mounted").write_text("")
-  assert worker.call("mount", "mine").returncode == 0
-  assert (worker.home / "called").read_text().splitlines() == called
+  assert "-e .[tpu,gcs]" in commands and "--python=3.13" in commands
 
 
 def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   assert worker.call("code").returncode != 0
-  assert worker.call("start", "--run_dir=/bucket/r", "--a=b  c").returncode == 0
+  assert (
+    worker.call("start", "--run_dir=gs://mine/r", "--a=b  c").returncode == 0
+  )
   pid = wait_for(worker.home / "pid")
-  again = worker.call("start", "--run_dir=/bucket/r")
+  again = worker.call("start", "--run_dir=gs://mine/r")
   assert "running already" in again.stdout
   assert worker.call("code").returncode != 0
   follow = subprocess.Popen(
     ["bash", SCRIPT, "follow"], env=worker.env, stdout=subprocess.PIPE
   )
-  words = "<-u><-m><grpojax.train><--run_dir=/bucket/r><--a=b  c>\n"
+  words = "<-u><-m><grpojax.train><--run_dir=gs://mine/r><--a=b  c>\n"
   assert follow.stdout.readline().decode() == words
   time.sleep(0.5)  # it stays for what comes later
   (worker.home / "end").write_text("3")

@@ -1,0 +1,189 @@
+"""Directories in buckets (gs://, s3://, what fsspec knows): copies on a disk.
+
+A bucket has no appending, no renaming and no locks, and is far away; records,
+models and their checks want all four. So a program works on a copy of its own
+on a local disk, and what changes there is copied to the bucket (`push`).
+Checkpoints on gs:// go there straight, from all processes: Orbax knows it.
+Orbax knows no other kind of bucket: there checkpoints are copied too, and only
+a run of one process can be.
+
+What stands in place of a disk's promises:
+
+- A file in a bucket is whole or not there. What depends on other files comes
+  after them, and goes before them (`_rank`): a directory of which only a part
+  has been copied is never taken for a whole one.
+- The lock is a lease, see `bucket_lock`: a process that was killed keeps others
+  out for a minute.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from etils import epath
+
+from grpojax.runtime import bucket_files, bucket_lock, disk
+from grpojax.runtime.bucket_files import Bucket
+
+PUSH = 60
+"""Seconds between two copies of what is only read by people."""
+
+ORIGIN = ".origin"  # in a copy: the URL of what has stayed in the bucket
+
+
+def is_url(path: str | os.PathLike) -> bool:
+  """Whether it names a directory in a bucket."""
+  return re.match(r"[a-z][a-z0-9]+://", os.fspath(path)) is not None
+
+
+def origin(local: str | os.PathLike) -> epath.Path:
+  """Where a directory's checkpoints are: there, or in the bucket it is of."""
+  file = pathlib.Path(local) / ORIGIN
+  return epath.Path(file.read_text() if file.is_file() else local)
+
+
+@contextlib.contextmanager
+def naming(local: pathlib.Path, url: str) -> Iterator[None]:
+  """What goes wrong with a copy is said of what it is a copy of."""
+  try:
+    yield
+  except (ValueError, SystemExit, disk.WriteFailed) as error:
+    if len(error.args) != 1 or str(local) not in str(error):
+      raise
+    raise type(error)(str(error).replace(str(local), url)) from error
+
+
+def _whole(listed: dict[str, Any], stays: Sequence[str]) -> dict[str, Any]:
+  """Files without those of checkpoints that were not copied to their end."""
+  ends = [name for name in listed if name.endswith("/_CHECKPOINT_METADATA")]
+  whole = tuple(name.rpartition("/")[0] + "/" for name in ends)
+  return {
+    name: info
+    for name, info in listed.items()
+    if name.split("/")[0] not in stays or name.startswith(whole)
+  }
+
+
+@contextlib.contextmanager
+def opened(
+  url: str, stays: Sequence[str], is_main: bool, several: bool
+) -> Iterator[tuple[pathlib.Path, Callable[..., None]]]:
+  """A working copy of a run directory in a bucket, as long as this lasts.
+
+  Args:
+    url: of the directory, which may not exist.
+    stays: names in it that Orbax itself reads and writes; not on gs:// they
+      are copied too.
+    is_main: whether this process is the one that writes.
+    several: whether there are others.
+
+  Yields:
+    The copy; and a function that copies what has changed to the bucket: all,
+    or with `lazily` only if that has not been done for `PUSH` seconds.
+
+  Raises:
+    ValueError: it cannot be read or written, is in use, or is not gs:// while
+      there are several processes.
+    disk.WriteFailed: on leaving, if what is new cannot be copied.
+  """
+  fs, root = bucket_files.find(url)
+  straight = url.startswith("gs://")
+  if several and not straight:
+    raise ValueError(
+      f"{url}: Orbax writes checkpoints of several processes to disks and "
+      "gs:// only; mount the bucket (mount-s3) and give the path in it"
+    )
+  with contextlib.ExitStack() as stack:
+    local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
+    stack.callback(shutil.rmtree, local, ignore_errors=True)
+    stack.enter_context(naming(local, url))
+    bucket = Bucket(url, fs, root, local, tuple(stays) * straight, {})
+    is_held = lambda: False
+    if is_main:
+      is_held = stack.enter_context(bucket_lock.hold(bucket))
+    with bucket_files.reading(url):
+      bucket_files.pull(bucket, _whole(bucket_files.listed(bucket), stays))
+    if straight:
+      (local / ORIGIN).write_text(url)
+    last = [time.monotonic()]
+
+    def publish(lazily: bool = False) -> None:
+      if not is_main or (lazily and time.monotonic() - last[0] < PUSH):
+        return
+      if not is_held():
+        raise disk.WriteFailed(f"{url} was taken over by another process")
+      bucket_files.push(bucket)
+      last[0] = time.monotonic()
+
+    stack.callback(publish)
+    yield local, publish
+
+
+def _version(info: dict[str, Any]) -> str:
+  """What changes when a file in a bucket does."""
+  names = ("size", "generation", "etag", "ETag", "LastModified", "mtime")
+  return json.dumps([str(info.get(name)) for name in names])
+
+
+def _cache() -> pathlib.Path:
+  base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+  return pathlib.Path(base) / "grpojax"
+
+
+@functools.cache
+def local(url: str, stays: tuple[str, ...] = ()) -> pathlib.Path:
+  """A copy of a model or a run in a bucket, to be read only.
+
+  Copies stay in ~/.cache/grpojax (XDG_CACHE_HOME); what has not changed in the
+  bucket is not copied again.
+
+  Args:
+    url: of the directory.
+    stays: as in `opened`.
+
+  Raises:
+    ValueError: there is nothing, or it cannot be read.
+  """
+  fs, root = bucket_files.find(url)
+  straight = url.startswith("gs://")
+  mark = hashlib.sha256(url.encode()).hexdigest()[:12]
+  copy = _cache() / f"{url.rstrip('/').rpartition('/')[2]}-{mark}"
+  copy.parent.mkdir(parents=True, exist_ok=True)
+  with open(copy.with_name(f"{copy.name}.lock"), "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # gone with the file
+    bucket = Bucket(url, fs, root, copy, tuple(stays) * straight, {})
+    listed = _whole(bucket_files.listed(bucket), stays)
+    if not listed:
+      raise ValueError(f"there is nothing at {url}")
+    versions = {name: _version(info) for name, info in listed.items()}
+    file = copy.with_name(f"{copy.name}.json")
+    try:
+      known = json.loads(file.read_text())
+    except (OSError, ValueError):
+      known = {}
+    have = bucket_files.files(bucket)
+    for name in have.keys() - listed.keys():
+      (copy / name).unlink()
+    stale = {
+      name: info
+      for name, info in listed.items()
+      if name not in have or known.get(name) != versions[name]
+    }
+    with bucket_files.reading(url):
+      bucket_files.pull(bucket, stale)
+    if straight:
+      (copy / ORIGIN).write_text(url)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(versions))
+    os.replace(partial, file)
+  return copy

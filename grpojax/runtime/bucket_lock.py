@@ -1,0 +1,129 @@
+"""A lock for a directory in a bucket: an object, written again and again.
+
+The object is made only if it does not exist, and written anew every `BEAT`
+seconds while it is held. One that has stayed the same for `LEASE` seconds is of
+a process that is gone, and is taken over. Two that do so within the same
+moment, or one that slept for longer (suspended) and wakes up, are not kept
+apart for a beat: then the loser is told.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+from grpojax.runtime.bucket_files import Bucket, writing
+
+LOCK = ".lock"
+BEAT = 15
+"""Seconds after which a lock that is held is written again."""
+LEASE = 60
+"""Seconds after which a lock that nobody writes again is nobody's."""
+
+
+def _holder(text: bytes) -> str:
+  try:
+    held = json.loads(text)
+    return (
+      f"process {held['pid']} on {held['host']} since {held['since']} "
+      f"({held['command']})"
+    )
+  except (ValueError, KeyError, TypeError):
+    return "another process"
+
+
+def _wait_until_left(bucket: Bucket) -> None:
+  """Returns when nobody writes the lock any more.
+
+  Raises:
+    ValueError: somebody does.
+  """
+  path, end = f"{bucket.root}/{LOCK}", time.monotonic() + LEASE
+  try:
+    first = bucket.fs.cat_file(path)
+    print(
+      f"{bucket.url} is, or was, in use by {_holder(first)}: waiting "
+      f"{LEASE} s to see which",
+      file=sys.stderr,
+      flush=True,
+    )
+    while time.monotonic() < end:
+      time.sleep(min(BEAT / 4, 3))
+      bucket.fs.invalidate_cache()
+      if bucket.fs.cat_file(path) != first:
+        raise ValueError(
+          f"{bucket.url} is in use by {_holder(first)}; wait for it, end it, "
+          "or give another directory"
+        )
+    bucket.fs.rm_file(path)
+  except FileNotFoundError:
+    pass  # it has just ended
+
+
+def _me() -> dict[str, str | int]:
+  now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+  return {
+    "pid": os.getpid(),
+    "host": socket.gethostname(),
+    "since": now,
+    "command": " ".join(sys.argv)[:200],
+    "token": uuid.uuid4().hex,
+    "beat": 0,
+  }
+
+
+def _take(bucket: Bucket, me: dict[str, str | int]) -> None:
+  while True:
+    try:
+      with writing(bucket.url):
+        text = json.dumps(me).encode()
+        bucket.fs.pipe_file(f"{bucket.root}/{LOCK}", text, mode="create")
+      return
+    except FileExistsError:
+      _wait_until_left(bucket)
+
+
+@contextlib.contextmanager
+def hold(bucket: Bucket) -> Iterator[Callable[[], bool]]:
+  """Holds a directory's lock while the context lasts.
+
+  Yields:
+    A function that says whether it is held still: not so if another process has
+    taken it over, which thought that this one was gone.
+
+  Raises:
+    ValueError: another process holds it; says which.
+    disk.WriteFailed: the bucket cannot be written.
+  """
+  path, me, ended, lost = f"{bucket.root}/{LOCK}", _me(), threading.Event(), []
+
+  def is_mine() -> bool:
+    bucket.fs.invalidate_cache()
+    return json.loads(bucket.fs.cat_file(path)).get("token") == me["token"]
+
+  def beat() -> None:
+    while not ended.wait(BEAT):
+      with contextlib.suppress(Exception):  # the network: the next one tells
+        if not is_mine():
+          lost.append(True)
+          return
+        me["beat"] += 1
+        bucket.fs.pipe_file(path, json.dumps(me).encode())
+
+  _take(bucket, me)
+  thread = threading.Thread(target=beat, daemon=True)
+  thread.start()
+  try:
+    yield lambda: not lost
+  finally:
+    ended.set()
+    thread.join()
+    with contextlib.suppress(Exception):
+      if is_mine():
+        bucket.fs.rm_file(path)

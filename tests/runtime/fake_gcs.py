@@ -1,0 +1,252 @@
+"""A stand-in for Google Cloud Storage: its JSON API, as far as we need it.
+
+    python tests/runtime/fake_gcs.py PORT
+
+Objects are in memory, in any bucket that is named. What gcsfs, TensorStore and
+google-cloud-storage ask of it: reading with ranges, writing whole or in parts,
+listing by prefix, copying, deleting in batches, and preconditions on the
+generation, on which locks and TensorStore's manifests stand.
+"""
+
+import base64
+import email
+import email.policy
+import http.server
+import itertools
+import json
+import sys
+import threading
+import time
+import urllib.parse
+import zlib
+
+OBJECTS = {}  # (bucket, name) -> (generation, bytes, seconds since the epoch)
+UPLOADS = {}  # id -> (bucket, name, parameters, bytearray)
+LOCK = threading.Lock()
+GENERATIONS = itertools.count(1000)
+
+
+def _resource(bucket, name):
+  generation, data, when = OBJECTS[bucket, name]
+  stamp = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(when))
+  return {
+    "kind": "storage#object",
+    "bucket": bucket,
+    "name": name,
+    "id": f"{bucket}/{name}/{generation}",
+    "generation": str(generation),
+    "metageneration": "1",
+    "size": str(len(data)),
+    "timeCreated": stamp,
+    "updated": stamp,
+    "etag": str(generation),
+    "contentType": "application/octet-stream",
+    "md5Hash": base64.b64encode(zlib.crc32(data).to_bytes(16)).decode(),
+  }
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+  protocol_version = "HTTP/1.1"
+
+  def log_message(self, *args):
+    pass
+
+  def _answer(self, code, body=b"", **headers):
+    if isinstance(body, dict):
+      body = json.dumps(body).encode()
+      headers.setdefault("Content_Type", "application/json")
+    self.send_response(code)
+    for name, value in headers.items():
+      self.send_header(name.replace("_", "-"), str(value))
+    self.send_header("Content-Length", str(len(body)))
+    self.end_headers()
+    self.wfile.write(body)
+
+  def _error(self, code):
+    if code == 304:  # has no body
+      self.send_response(code)
+      return self.end_headers()
+    self._answer(code, {"error": {"code": code, "message": f"error {code}"}})
+
+  def _body(self):
+    if self.headers.get("Transfer-Encoding") == "chunked":
+      data = b""
+      while size := int(self.rfile.readline().split(b";")[0], 16):
+        data += self.rfile.read(size)
+        self.rfile.readline()
+      self.rfile.readline()
+      return data
+    return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+  def _where(self):
+    url = urllib.parse.urlsplit(self.path)
+    query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+    parts = [urllib.parse.unquote(p) for p in url.path.split("/")]
+    if "b" not in parts:
+      return url.path, None, None, query
+    at = parts.index("b")
+    bucket = parts[at + 1] if len(parts) > at + 1 else None
+    name = "/".join(parts[at + 3 :]) or None
+    return url.path, bucket, name, query
+
+  def _refused(self, bucket, name, query):
+    """Whether a precondition fails, and with which code."""
+    now = OBJECTS.get((bucket, name), (0,))[0]
+    match = query.get("ifGenerationMatch")
+    differs = query.get("ifGenerationNotMatch")
+    if match is not None and int(match) != now:
+      return 412
+    if differs is not None and int(differs) == now:
+      return 304 if self.command == "GET" else 412
+    return None
+
+  def _put(self, bucket, name, query, data):
+    with LOCK:
+      if code := self._refused(bucket, name, query):
+        return self._error(code)
+      OBJECTS[bucket, name] = (next(GENERATIONS), bytes(data), time.time())
+    self._answer(200, _resource(bucket, name))
+
+  def _list(self, bucket, query):
+    prefix, cut = query.get("prefix", ""), query.get("delimiter")
+    start = query.get("startOffset", "")
+    end = query.get("endOffset")
+    names = sorted(
+      n for b, n in OBJECTS if b == bucket and n.startswith(prefix)
+    )
+    items, prefixes = [], []
+    for name in names:
+      if name < start or (end and name >= end):
+        continue
+      rest = name[len(prefix) :]
+      if cut and cut in rest:
+        folder = prefix + rest.split(cut)[0] + cut
+        if folder not in prefixes:
+          prefixes.append(folder)
+      else:
+        items.append(_resource(bucket, name))
+    answer = {"kind": "storage#objects", "items": items}
+    self._answer(200, answer | ({"prefixes": prefixes} if prefixes else {}))
+
+  def do_GET(self):
+    path, bucket, name, query = self._where()
+    if bucket is None:
+      return self._error(404)
+    if name is None:
+      if path.rstrip("/").endswith("/o"):
+        return self._list(bucket, query)
+      return self._answer(200, {"kind": "storage#bucket", "name": bucket})
+    with LOCK:
+      if (bucket, name) not in OBJECTS:
+        return self._error(404)
+      if code := self._refused(bucket, name, query):
+        return self._error(code)
+      generation, data, _ = OBJECTS[bucket, name]
+    if query.get("alt") != "media":
+      return self._answer(200, _resource(bucket, name))
+    about = {"x_goog_generation": generation, "ETag": generation}
+    wanted = self.headers.get("Range")
+    if not wanted:
+      return self._answer(200, data, **about)
+    first, last = wanted.removeprefix("bytes=").split("-")
+    first = int(first) if first else len(data) - int(last)
+    last = min(int(last) if last else len(data) - 1, len(data) - 1)
+    if first > last:
+      return self._error(416)
+    about["Content_Range"] = f"bytes {first}-{last}/{len(data)}"
+    self._answer(206, data[first : last + 1], **about)
+
+  def do_POST(self):
+    path, bucket, name, query = self._where()
+    if "upload_id" in query:
+      return self.do_PUT()
+    body = self._body()
+    if path.startswith("/batch"):
+      return self._batch(body)
+    if name and ("/rewriteTo/" in path or "/copyTo/" in path):
+      verb = "/rewriteTo/b/" if "/rewriteTo/" in path else "/copyTo/b/"
+      source, target = urllib.parse.unquote(path).split(verb)
+      name = source.split("/o/", 1)[1]
+      to_bucket, to_name = target.split("/o/", 1)
+      with LOCK:
+        if (bucket, name) not in OBJECTS:
+          return self._error(404)
+        data = OBJECTS[bucket, name][1]
+        OBJECTS[to_bucket, to_name] = (next(GENERATIONS), data, time.time())
+      resource = _resource(to_bucket, to_name)
+      return self._answer(200, {"done": True, "resource": resource} | resource)
+    kind = query.get("uploadType", "media")
+    if kind == "media":
+      return self._put(bucket, query["name"], query, body)
+    if kind == "multipart":
+      head = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+      policy = email.policy.HTTP
+      about, content = email.message_from_bytes(
+        head + body, policy=policy
+      ).iter_parts()
+      name = json.loads(about.get_payload(decode=True))["name"]
+      # The raw bytes: the parser would change line ends.
+      mark = self.headers["Content-Type"].split("boundary=")[1].strip("'\"")
+      part = body.split(b"--" + mark.encode())[2]
+      data = part.split(b"\r\n\r\n" if b"\r\n\r\n" in part else b"\n\n", 1)[1]
+      data = data.removesuffix(b"\n").removesuffix(b"\r")
+      return self._put(bucket, name, query, data)
+    name = query.get("name") or json.loads(body)["name"]
+    key = str(next(GENERATIONS))
+    UPLOADS[key] = (bucket, name, query, bytearray())
+    host = self.headers["Host"]
+    link = f"http://{host}/upload/storage/v1/b/{bucket}/o?upload_id={key}"
+    self._answer(200, {}, Location=link)
+
+  def do_PUT(self):
+    _, _, _, query = self._where()
+    bucket, name, asked, data = UPLOADS[query["upload_id"]]
+    data += self._body()
+    total = self.headers.get("Content-Range", "/*").rsplit("/", 1)[1]
+    if total == "*" or len(data) < int(total):
+      return self._answer(308, Range=f"bytes=0-{len(data) - 1}")
+    self._put(bucket, name, asked, data)
+
+  def _remove(self, bucket, name, query):
+    with LOCK:
+      if code := self._refused(bucket, name, query):
+        return code
+      return 204 if OBJECTS.pop((bucket, name), None) else 404
+
+  def do_DELETE(self):
+    _, bucket, name, query = self._where()
+    code = self._remove(bucket, name, query)
+    return self._answer(204) if code == 204 else self._error(code)
+
+  def _batch(self, body):
+    mark = self.headers["Content-Type"].split("boundary=")[1].strip("'\"")
+    answers = []
+    for part in body.split(b"--" + mark.encode()):
+      lines = [x for x in part.decode().splitlines() if " /" in x]
+      if not lines:
+        continue
+      self.path = lines[0].split()[1]
+      _, bucket, name, query = self._where()
+      code = self._remove(bucket, name, query)
+      answers.append(
+        f"--answer\r\nContent-Type: application/http\r\n\r\n"
+        f"HTTP/1.1 {code} done\r\nContent-Length: 0\r\n\r\n\r\n"
+      )
+    text = "".join(answers) + "--answer--"
+    self._answer(
+      200, text.encode(), Content_Type="multipart/mixed; boundary=answer"
+    )
+
+
+def serve(port=0):
+  """A server that answers; its `server_address` says where."""
+  server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+  server.daemon_threads = True
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  return server
+
+
+if __name__ == "__main__":
+  started = serve(int(sys.argv[1]))
+  print("ready", flush=True)
+  threading.Event().wait()

@@ -1,0 +1,244 @@
+"""Run directories in buckets, on fsspec's file system in memory.
+
+tests/test_buckets.py has whole runs on stand-ins for gs:// and s3://.
+"""
+
+import json
+import pathlib
+import threading
+import uuid
+
+import fsspec
+import pytest
+
+from grpojax.runtime import bucket, bucket_lock, disk
+
+CHECKPOINT = "checkpoints/2/_CHECKPOINT_METADATA"
+
+
+@pytest.fixture
+def url():
+  return f"memory://bucket-{uuid.uuid4().hex}/runs/a"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+  monkeypatch.setattr(bucket_lock, "BEAT", 0.04)
+  monkeypatch.setattr(bucket_lock, "LEASE", 0.4)
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  bucket.local.cache_clear()
+
+
+def opened(url, **changes):
+  settings = {"stays": (), "is_main": True, "several": False} | changes
+  return bucket.opened(url, **settings)
+
+
+def write(directory, **files):
+  for name, text in files.items():
+    path = directory / name.replace("__", "/")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def names(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  fs.invalidate_cache()
+  return sorted(x[len(root) + 1 :] for x in fs.find(root))
+
+
+def read(url, name):
+  fs, root = fsspec.core.url_to_fs(url)
+  return fs.cat_file(f"{root}/{name}").decode()
+
+
+def test_what_is_written_is_there_the_next_time(url):
+  with opened(url) as (first, publish):
+    write(first, metrics="1\n", model__weights="w", _tmp="0")
+    write(first, **{".hidden": "no", "checkpoints__2.orbax-checkpoint-tmp": ""})
+    publish()
+    assert read(url, "metrics") == "1\n"
+    (first / "_tmp").unlink()
+    write(first, metrics="1\n2\n")
+  assert not first.exists()
+  assert names(url) == ["metrics", "model/weights"]
+  with opened(url) as (second, publish):
+    assert (second / "metrics").read_text() == "1\n2\n"
+    assert (second / "model" / "weights").read_text() == "w"
+    assert names(url) == [".lock", "metrics", "model/weights"]
+
+
+def test_an_error_does_not_lose_what_was_written(url):
+  with pytest.raises(RuntimeError), opened(url) as (local, _):
+    write(local, metrics="1")
+    raise RuntimeError
+  assert names(url) == ["metrics"]
+
+
+def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
+  fs, root = fsspec.core.url_to_fs(url)
+  done = []
+  for method in ("put_file", "rm_file"):
+    real = getattr(type(fs), method)
+
+    def spy(self, *args, _real=real, _method=method):
+      done.append((_method, args[-1][len(root) + 1 :]))
+      return _real(self, *args)
+
+    monkeypatch.setattr(type(fs), method, spy)
+  files = {
+    "summary.json": "{}",
+    "model/a_config.json": "a",
+    "model/config.json": "{}",
+    "model/z.safetensors": "z",
+    CHECKPOINT: "{}",
+    "checkpoints/2/state/z": "z",
+  }
+  with opened(url) as (local, publish):
+    for name, text in files.items():
+      write(local, **{name: text})
+    publish()
+    order = [name for method, name in done if method == "put_file"]
+    assert sorted(order) == sorted(files)
+    assert order[-3:] == ["model/config.json", CHECKPOINT, "summary.json"]
+    done.clear()
+    for name in files:
+      (local / name).unlink()
+  removed = [name for method, name in done if method == "rm_file"]
+  assert removed[:3] == ["summary.json", CHECKPOINT, "model/config.json"]
+  assert sorted(removed) == sorted([*files, ".lock"])
+
+
+def test_a_part_of_a_checkpoint_is_none(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  for name in (CHECKPOINT, "checkpoints/2/state/d", "checkpoints/3/state/d"):
+    fs.pipe_file(f"{root}/{name}", b"0")
+  with opened(url, stays=("checkpoints",)) as (local, _):
+    found = [str(x.relative_to(local)) for x in local.rglob("*")]
+    assert "checkpoints/2/state/d" in found and CHECKPOINT in found
+    assert not any("checkpoints/3" in name for name in found)
+
+
+def test_one_process_a_directory(url, capsys):
+  with opened(url):
+    with pytest.raises(ValueError, match="is in use by process .* on "):
+      with opened(url):
+        pass
+    with opened(url, is_main=False):
+      pass  # of the same run
+  with opened(url):  # it has been let go of
+    assert names(url) == [".lock"]
+  assert names(url) == []
+
+
+def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, capsys):
+  fs, root = fsspec.core.url_to_fs(url)
+  fs.pipe_file(f"{root}/.lock", json.dumps({"token": "gone"}).encode())
+  with opened(url):
+    assert "gone" not in read(url, ".lock")
+  assert "waiting" in capsys.readouterr().err
+  assert names(url) == []
+
+
+def test_who_was_taken_over_writes_no_more(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  with pytest.raises(disk.WriteFailed, match="taken over"):
+    with opened(url) as (local, publish):
+      write(local, metrics="1")
+      publish()
+      fs.pipe_file(f"{root}/.lock", json.dumps({"token": "other"}).encode())
+      threading.Event().wait(10 * bucket_lock.BEAT)
+      write(local, metrics="2")
+      publish()
+  assert read(url, "metrics") == "1"
+  assert "other" in read(url, ".lock")  # not removed
+
+
+def test_lazily(url, monkeypatch):
+  with opened(url) as (local, publish):
+    write(local, metrics="1")
+    publish(lazily=True)
+    assert names(url) == [".lock"]
+    monkeypatch.setattr(bucket, "PUSH", 0.0)
+    publish(lazily=True)
+    assert names(url) == [".lock", "metrics"]
+
+
+def test_names_that_lead_out_of_the_directory(url, monkeypatch):
+  fs, root = fsspec.core.url_to_fs(url)
+  strange = lambda *_, **__: {f"{root}//tmp/x": {"size": 1}}
+  monkeypatch.setattr(type(fs), "find", strange)
+  with pytest.raises(ValueError, match="file of the name"), opened(url):
+    pass
+
+
+@pytest.mark.parametrize(
+  "wrong, message",
+  [
+    ("memory://bucket", "is a whole bucket"),
+    ("nosuch://bucket/run", "nosuch"),
+  ],
+)
+def test_urls_that_are_none(wrong, message):
+  with pytest.raises(ValueError, match=message), opened(wrong):
+    pass
+
+
+def test_several_processes_need_a_disk_or_gs(url):
+  with pytest.raises(ValueError, match="mount"), opened(url, several=True):
+    pass
+
+
+def test_a_missing_package_is_named(monkeypatch):
+  def missing(url):
+    raise ImportError("Install s3fs to access S3")
+
+  monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+  with pytest.raises(ValueError, match=r"pip install 'grpojax\[s3\]'"):
+    bucket.local("s3://bucket/run")
+
+
+def test_what_is_wrong_is_said_of_the_bucket(url):
+  with pytest.raises(ValueError, match=f"^{url}/x is wrong$"):
+    with opened(url) as (local, _):
+      raise ValueError(f"{local}/x is wrong")
+  with pytest.raises(SystemExit) as left, opened(url):
+    raise SystemExit(75)
+  assert left.value.code == 75
+
+
+def test_a_copy_to_read_is_made_once(url, monkeypatch):
+  fs, root = fsspec.core.url_to_fs(url)
+  fs.pipe_file(f"{root}/config.json", b"{}")
+  fs.pipe_file(f"{root}/old", b"0")
+  copied = []
+  real = type(fs).get_file
+
+  def spy(self, path, *args):
+    copied.append(path[len(root) + 1 :])
+    return real(self, path, *args)
+
+  monkeypatch.setattr(type(fs), "get_file", spy)
+  copy = bucket.local(url)
+  assert sorted(copied) == ["config.json", "old"]
+  fs.rm_file(f"{root}/old")
+  fs.pipe_file(f"{root}/new", b"more")
+  bucket.local.cache_clear()
+  copied.clear()
+  assert bucket.local(url) == copy
+  assert copied == ["new"]
+  assert sorted(x.name for x in copy.iterdir()) == ["config.json", "new"]
+  pathlib.Path(f"{copy}.json").write_text("damaged")
+  bucket.local.cache_clear()
+  assert bucket.local(url) == copy and (copy / "new").read_text() == "more"
+
+
+def test_nothing_there(url):
+  with pytest.raises(ValueError, match="there is nothing at"):
+    bucket.local(url)
+
+
+def test_origin(tmp_path):
+  assert str(bucket.origin(tmp_path)) == str(tmp_path)
+  (tmp_path / bucket.ORIGIN).write_text("gs://bucket/run")
+  assert str(bucket.origin(tmp_path) / "x") == "gs://bucket/run/x"

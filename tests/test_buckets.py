@@ -1,0 +1,194 @@
+"""Whole runs in buckets: gs:// and s3://, of stand-ins on this machine.
+
+A stand-in for Google Cloud Storage is in runtime/fake_gcs.py; moto's server is
+one for S3. What only a real bucket answers: credentials, its speed, and its
+network's failures.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import fsspec
+import pytest
+
+from grpojax.runtime import records
+
+HERE = pathlib.Path(__file__).parent
+SETTINGS = {
+  "steps": 4,
+  "batch_size": 2,
+  "group_size": 4,
+  "eval.num_prompts": 4,
+  "eval.every": 100,
+  "checkpoint.every": 2,
+  "loss.beta": 0.01,  # with a reference
+}
+
+
+def free_port():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def server(*command, port):
+  process = subprocess.Popen(
+    [sys.executable, *command, str(port)],
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+  )
+  try:
+    for _ in range(300):
+      with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port)),
+      ):
+        break
+      time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+  finally:
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def gcs(monkeypatch, tmp_path):
+  pytest.importorskip("gcsfs")
+  with server(str(HERE / "runtime" / "fake_gcs.py"), port=free_port()) as url:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", url)
+    monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
+    yield fsspec.filesystem("gs", skip_instance_cache=True)
+
+
+@pytest.fixture
+def s3(monkeypatch, tmp_path):
+  pytest.importorskip("s3fs")
+  pytest.importorskip("moto.server")
+  with server("-m", "moto.server", "-p", port=free_port()) as url:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    fs = fsspec.filesystem("s3", skip_instance_cache=True)
+    fs.mkdir("bucket")
+    yield fs
+
+
+def start(program, *words, count=1, cache=None):
+  """Starts a program's processes."""
+  address = f"127.0.0.1:{free_port()}"
+  env = os.environ | {
+    "JAX_NUM_CPU_DEVICES": str(2 // count),
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": str(HERE.parent),
+    "XDG_CACHE_HOME": str(cache),
+  }
+  processes = []
+  for i in range(count):
+    told = [f"--coordinator={address}", f"--num_processes={count}"]
+    told = [*told, f"--process_id={i}"] if count > 1 else []
+    processes.append(
+      subprocess.Popen(
+        [sys.executable, "-m", f"grpojax.{program}", *told, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+      )
+    )
+  return processes
+
+
+def words(url, **changes):
+  settings = SETTINGS | changes
+  config = [f"--config.{name}={value}" for name, value in settings.items()]
+  return [f"--run_dir={url}", *config]
+
+
+def run(program, *words, cache=None):
+  (process,) = start(program, *words, cache=cache)
+  out = process.communicate(timeout=300)[0]
+  assert process.returncode == 0, out
+  return out
+
+
+def wait_for(process, text):
+  lines = []
+  for line in process.stdout:
+    lines.append(line)
+    if text in line:
+      return
+  raise AssertionError("".join(lines))
+
+
+def rows(path):
+  return [
+    {k: v for k, v in row.items() if "second" not in k}
+    for row in records.read_jsonl(path)
+    if "loss" in row
+  ]
+
+
+def fetched(fs, name, tmp_path):
+  fs.invalidate_cache()
+  fs.get_file(f"bucket/runs/a/{name}", str(tmp_path / "fetched"))
+  return tmp_path / "fetched"
+
+
+def check_as_on_a_disk(fs, tmp_path, cache):
+  """The same rows as of an undisturbed run on a disk."""
+  run("train", *words(tmp_path / "disk"), cache=cache)
+  ours = rows(fetched(fs, "metrics.jsonl", tmp_path))
+  theirs = rows(tmp_path / "disk" / "metrics.jsonl")
+  assert [row["step"] for row in ours] == [1, 2, 3, 4]
+  for a, b in zip(ours, theirs, strict=True):
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.slow
+def test_two_processes_train_in_gs_and_one_goes_on(gcs, tmp_path):
+  url = "gs://bucket/runs/a"
+  first, second = start("train", *words(url), count=2, cache=tmp_path)
+  wait_for(first, "step 1/4")
+  second.send_signal(signal.SIGTERM)
+  out = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
+  assert (first.returncode, second.returncode) == (75, 75), out
+  assert "summary.json" not in map(os.path.basename, gcs.find("bucket/runs/a"))
+  out = run("train", *words(url), cache=tmp_path)
+  assert "resuming after step" in out and f"are in {url}/" in out
+  check_as_on_a_disk(gcs, tmp_path, tmp_path)
+  assert "nothing to do" in run("train", *words(url), cache=tmp_path)
+  gcs.invalidate_cache()
+  assert "bucket/runs/a/.lock" not in gcs.find("bucket/runs/a")
+  out = run("evaluate", f"--model={url}", cache=tmp_path)
+  assert "checkpoint of step 4" in out and "4 held-out prompts" in out
+  new = words(tmp_path / "b", steps=0) + [f"--config.model.path={url}"]
+  run("train", *new, cache=tmp_path)  # starts from that model
+
+
+@pytest.mark.long
+def test_a_run_in_s3_is_killed_and_goes_on(s3, tmp_path):
+  url = "s3://bucket/runs/a"
+  (process,) = start("train", *words(url), cache=tmp_path)
+  wait_for(process, "step 3/4")
+  while not s3.exists("bucket/runs/a/checkpoints/2/_CHECKPOINT_METADATA"):
+    s3.invalidate_cache()
+    time.sleep(0.1)
+  process.kill()
+  process.communicate()
+  out = run("train", *words(url), cache=tmp_path)  # waits for the lock
+  assert "is, or was, in use by" in out and "resuming after step 2" in out
+  check_as_on_a_disk(s3, tmp_path, tmp_path)
+  assert "checkpoint of step 4" in run(
+    "evaluate", f"--model={url}", cache=tmp_path
+  )
+  run("export", url, f"--out={tmp_path / 'out'}", cache=tmp_path)
+  assert (tmp_path / "out" / "model.safetensors").is_file()
