@@ -46,8 +46,8 @@ def export(
   where = run_storage.local(run)
   config = run_directory.read_config(where)
   run_directory.say_added(where)
-  base = run_storage.local(config.model.path)
-  source = run_directory.model_directory(base)
+  there = run_storage.local(config.model.path)
+  source = run_directory.model_directory(there)
   rank = config.lora.rank
   if os.path.lexists(out):
     raise ValueError(f"--out={out} exists already; choose another directory")
