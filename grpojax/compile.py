@@ -16,7 +16,10 @@ CPU devices with made-up peaks, for trials.
 
 --search tries meshes, micro-batches and rematerialisation, and ranks what fits
 by the estimated seconds of a step. Results are kept in ~/.cache/grpojax, so
-that nothing is compiled twice. Exit code 1: it does not fit, or nothing does.
+that nothing is compiled twice.
+
+Exit codes: 0, it fits; 3, it was compiled and does not fit (of a search:
+nothing does); 1, it was not compiled, and stderr says why.
 
 Memory is what XLA allocates, exactly. Seconds are a roofline for completions of
 full length (sampling.max_new_tokens): what it leaves out stands in
@@ -32,6 +35,9 @@ from grpojax.runtime import command_line, disk
 from grpojax.training import batch_sizes, from_config
 from grpojax.training.config import WORDS, default_config, validate
 from grpojax.training.validation import CHOICES
+
+DOES_NOT_FIT = 3
+"""Exit code; 1 is any error's."""
 
 FLAGS = {
   "topology": ("", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ... or cpu:8"),
@@ -75,7 +81,7 @@ def main(argv: list[str]) -> int:
   print("\n".join(text))
   if out:
     out.write_text(json.dumps(found, indent=2) + "\n")
-  return 0 if found["fits"] else 1
+  return 0 if found["fits"] else DOES_NOT_FIT
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from grpojax import compile as program
 from grpojax.aot import topology
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -142,3 +143,24 @@ def test_what_cannot_be_compiled_is_said(tmp_path):
   assert done.stderr.startswith("error: ")
   assert "cannot be cut evenly over 3 devices" in done.stderr
   assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("fits, code", [(True, 0), (False, 3)])
+def test_exit_codes(monkeypatch, capsys, search, fits, code):
+  """What does not fit is no error, which is 1 (see above)."""
+  found = {"fits": fits}
+  for module, name in (
+    (program.search, "search"),
+    (program.report, "report"),
+  ):
+    monkeypatch.setattr(module, name, lambda *_: found)
+    monkeypatch.setattr(module, "lines", lambda found: ["said"])
+  monkeypatch.setattr(program.search, "check", lambda config: None)
+  monkeypatch.setattr(program.topology, "devices", lambda name: ([], None))
+  monkeypatch.setattr(program.from_config, "mesh", lambda *_: None)
+  monkeypatch.setattr(program.batch_sizes, "check", lambda *_: None)
+  monkeypatch.setattr(program.programs, "open_run", lambda *_: None)
+  words = ["--topology=cpu:2"] + ["--search"] * search
+  assert program.main(words) == code
+  assert capsys.readouterr().out == "said\n"

@@ -80,9 +80,10 @@ def _permuted(instruction: Instruction) -> int:
 def _is_sliced(inside: Computation, name: str) -> bool:
   """Whether nothing but slices of a value is used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
+  passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
     i.opcode == "dynamic-slice"
-    or (i.opcode in ("bitcast", "reshape") and _is_sliced(inside, i.name))
+    or (i.opcode in passed_on and _is_sliced(inside, i.name))
     for i in users
   )
 

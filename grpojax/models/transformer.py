@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from grpojax.core.types import LM, Params
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, passes, sharding
+from grpojax.models import layer_stacks, passes, row_parts, sharding
 from grpojax.models import remat as remat_lib
 from grpojax.models.attention import soft_cap
 from grpojax.models.config import TransformerConfig as TransformerConfig
@@ -52,10 +52,21 @@ def _unembed(
     head = params["score"]
   else:
     head = params["head"] if "head" in params else params["embed"].T
-  logits = jnp.matmul(
-    hidden, head.astype(dtype), preferred_element_type=jnp.float32
-  )
+  logits = _product(hidden, head.astype(dtype))
   return logits if config.labels else soft_cap(logits, config.logits_cap)
+
+
+def _product(
+  hidden: Float[Array, "*tokens D"], head: Array
+) -> Float[Array, "*tokens V"]:
+  """Logits of [D, V], or of a copy of it for each device's rows."""
+  multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+  if head.ndim == 2:
+    return multiply(hidden, head)
+  parts = row_parts.row_parts(*hidden.shape[:2])
+  if parts is None:  # rows that devices share read the same copy
+    return multiply(hidden, head[0])
+  return parts.join(jax.vmap(multiply)(parts.split(hidden), head))
 
 
 def _cast(params: Params, dtype: Any) -> Params:
@@ -175,9 +186,13 @@ def transformer(
       return decoder, _for_decoding(config, params, dtype)
     params = sharding.cut(_cast(params, dtype))
     outer = {name: x for name, x in params.items() if name != "layers"}
-    if config.tied:  # twice, so that each gradient is cut by itself
-      outer["head"] = outer["embed"].T
-    return lm, params | sharding.gather(outer)
+    params |= sharding.gather(outer)
+    if config.tied:  # apart, so that each gradient is cut by itself
+      head = {"embed": outer["embed"].astype(dtype)}
+      params["head"] = sharding.gather(head)["embed"].T
+    if "head" in params:
+      params["head"] = row_parts.copies(params["head"])
+    return lm, params
 
   def forward(params, *args, **where):
     return passes.forward(

@@ -33,7 +33,6 @@ CONFIG = TransformerConfig(
   kv_heads=4,
   head_dim=64,
   mlp=1024,
-  tied=False,
 )
 B, G, PROMPT, T = 32, 8, 64, 256
 PROGRAMS = {  # function, axes of the mesh, of sampling
@@ -95,7 +94,8 @@ def sample(lm, mesh, params, tensor=0):
 def lowered(name, devices, layers):
   kind, axes, *tensor = PROGRAMS[name]
   mesh = mesh_lib.make_mesh(devices=devices, **{"data": 1} | axes)
-  config = dataclasses.replace(CONFIG, layers=layers)
+  tied = kind == "update"
+  config = dataclasses.replace(CONFIG, layers=layers, tied=tied)
   lm = transformer(config, dtype=jnp.bfloat16, remat="full")
   params = jax.eval_shape(lm.init, jax.random.key(0))
   with jax.set_mesh(mesh):

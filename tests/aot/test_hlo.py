@@ -160,6 +160,39 @@ def test_bytes_between_devices(line, kind, sent):
   assert (c.kind, c.bytes, c.trips) == (kind, sent, 1)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_several_arrays_reduced_and_cut_together(whole):
+  """XLA:TPU scatters several arrays by one all-reduce and a slice of each.
+
+  If any of them is used whole, it is an all-reduce.
+  """
+  second = "%y" if whole else "%t"
+  fusion = f"""%scatter (p: f32[64], q: f32[32]) -> (f32[16], f32[8]) {{
+  %p = f32[64]{{0}} parameter(0)
+  %q = f32[32]{{0}} parameter(1)
+  %i = u32[] partition-id()
+  %r = (f32[64]{{0}}, f32[32]{{0}}) all-reduce(%p, %q),\
+ replica_groups=[2,4]<=[8], to_apply=%add
+  %x = f32[64]{{0}} get-tuple-element(%r), index=0
+  %y = f32[32]{{0}} get-tuple-element(%r), index=1
+  %s = f32[16]{{0}} dynamic-slice(%x, %i), dynamic_slice_sizes={{16}}
+  %t = f32[8]{{0}} dynamic-slice(%y, %i), dynamic_slice_sizes={{8}}
+  ROOT %o = (f32[16]{{0}}, f32[32]{{0}}) tuple(%s, {second})
+}}"""
+  (c,) = costs(
+    """ENTRY %e (a: f32[64], b: f32[32]) -> (f32[16], f32[8]) {
+  %a = f32[64]{0} parameter(0)
+  %b = f32[32]{0} parameter(1)
+  ROOT %f = (f32[16]{0}, f32[8]{0}) fusion(%a, %b), kind=kCustom,\
+ calls=%scatter
+}""",
+    ADD,
+    fusion,
+  ).collectives
+  want = ("all-reduce", 2 * 288) if whole else ("reduce-scatter", 288)
+  assert (c.kind, c.bytes) == want  # 3 of 4 pieces of 384 bytes
+
+
 def test_a_chain_of_fusions_is_one_collective():
   """XLA:TPU, a gather beside a product: start, product, done."""
   gather = (

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.factored_rms import scale_by_factored_rms
 from grpojax.core.stochastic_rounding import scale_by_adam
-from grpojax.models import sharding
+from grpojax.models import row_parts, sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
@@ -29,7 +29,7 @@ from grpojax.core.factored_rms import scale_by_factored_rms
 from grpojax.core.stochastic_rounding import scale_by_adam
 from grpojax.core.types import TrainState
 from flax.traverse_util import flatten_dict
-from grpojax.models import lora
+from grpojax.models import lora, row_parts
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
@@ -137,6 +137,41 @@ specs = sharding.shardings((few, state), mesh)
 assert specs[1].mu == specs[1].nu == specs[0]
 cut = jax.jit(tx.update, in_shardings=specs, out_shardings=specs)(few, state)
 jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
+
+# Each device multiplies its own rows with its own copy of the head.
+def gradient(lm):
+  def loss(params, hidden):
+    lm_, params = lm.prepared(params, decoding=False)
+    return jnp.sum(jnp.sin(lm_.unembed(params, hidden)))
+  return jax.value_and_grad(loss, argnums=(0, 1))
+
+sent = "all-reduce", "all-gather", "all-to-all", "permute", "reduce-scatter"
+for sizes, b, g in (
+    ((2, 2, 1, 1), 4, 3),  # prompts are cut
+    ((2, 2, 1, 1), 2, 6),  # and groups
+    ((1, 2, 1, 2), 3, 2),  # groups alone, and the vocabulary
+    ((1, 4, 1, 1), 3, 2),  # rows that cannot be cut read one copy
+):
+  mesh = mesh_lib.make_mesh(*sizes)
+  for tied in (True, False):
+    lm = transformer(TransformerConfig(**shape, tied=tied))
+    params = jax.jit(lm.init)(jax.random.key(1))
+    hidden = jax.random.normal(jax.random.key(2), (b, g, 5, 8))
+    alone = gradient(lm)(params, hidden)
+    with jax.set_mesh(mesh):
+      place = sharding.shardings(params, mesh)
+      rows = mesh_lib.activation_sharding(mesh, hidden.shape, "batch", "group")
+      given = jax.device_put((params, hidden), (place, rows))
+      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*given)
+      parts = row_parts.row_parts(b, g)
+      if parts is not None:
+        there = jax.jit(parts.split).lower(given[1]).compile().as_text()
+        assert not [name for name in sent if name in there]
+        back = jax.jit(lambda x: parts.join(parts.split(x)))(given[1])
+        np.testing.assert_array_equal(back, hidden)
+      assert (parts is None) == (b * g == 6 and 4 in sizes)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cut, alone)
 """
 
 
@@ -150,6 +185,15 @@ def test_on_four_devices():
     text=True,
   )
   assert done.returncode == 0, done.stderr
+
+
+def test_parts_are_in_the_order_of_the_devices(monkeypatch):
+  """Also where a later axis cuts the prompts and an earlier one the groups."""
+  monkeypatch.setattr(row_parts, "_row_axes", lambda: {"data": 2, "fsdp": 3})
+  parts = row_parts.row_parts(3, 4)
+  x = np.arange(12).reshape(3, 4)
+  cut = [[x[f, 2 * d], x[f, 2 * d + 1]] for d in range(2) for f in range(3)]
+  np.testing.assert_array_equal(parts.join(jnp.asarray(cut)), x)
 
 
 def test_one_device_and_bad_axes():
