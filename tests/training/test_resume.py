@@ -172,6 +172,9 @@ def test_the_date_is_pinned_where_it_is_asked_for(
   date = config.data.template_options.get("date_string")
   today = datetime.datetime.now().strftime("%Y")
   assert date == pinned or (pinned == "today" and date.endswith(today))
+  config = start._with_date(config_with(**options), policy, "01 May 2031")
+  date = config.data.template_options.get("date_string")
+  assert date == ("01 May 2031" if pinned == "today" else pinned)
 
 
 class Asked(Exception):
