@@ -24,9 +24,10 @@ DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
 run), log.*, eval.*, checkpoint.*, stop.*, data.too_long, reward.workers and
-timeout, mesh.*, optim.micro_batches, model.remat and model.reference. SIGTERM
-saves and exits with code 75: run the same command again to go on. A run that
-goes nowhere (`stop.*`) saves, says why, and exits with code 1.
+timeout, mesh.*, optim.micro_batches, optim.packing, model.remat and
+model.reference. SIGTERM saves and exits with code 75: run the same command
+again to go on. A run that goes nowhere (`stop.*`) saves, says why, and exits
+with code 1.
 """
 
 import contextlib

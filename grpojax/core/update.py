@@ -93,11 +93,12 @@ def _token_metrics(
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = monitored["ratio"]  # 1 on padding, which is no extreme
+  ratios = monitored["ratio"]  # 1 on padding, taken where there is no token
+  shown = mask | ~jnp.any(mask)
   return {
     "mean": {k: mean(v) for k, v in monitored.items() if k != "ratio"},
-    "min": {"ratio_min": jnp.min(ratios)},
-    "max": {"ratio_max": jnp.max(ratios)},
+    "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=shown)},
+    "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=shown)},
   }
 
 

@@ -17,13 +17,14 @@ class GroupScores(NamedTuple):
     values: [B, G] of each function, by short name; NaN where it has none.
     failed: [B, G], where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
-    failures: the rewards that could not be computed.
+    failures: [B][G], the rewards that could not be computed, see
+      `all_failures`.
   """
 
   rewards: Float[np.ndarray, "B G"]
   values: dict[str, Float[np.ndarray, "B G"]]
   failed: Bool[np.ndarray, "B G"]
-  failures: list[Failure]
+  failures: list[list[Sequence[Failure]]]
 
 
 class Pending(NamedTuple):
@@ -91,9 +92,10 @@ def collect_groups(
   results = [
     result for g in range(size) for part in parts for result in part[g]
   ]
+  prompts = len(results) // size
 
   def grouped(values, dtype=np.float32):
-    return np.array(values, dtype).reshape(size, len(results) // size).T.copy()
+    return np.array(values, dtype).reshape(size, prompts).T.copy()
 
   return GroupScores(
     grouped([result.reward for result in results]),
@@ -102,8 +104,18 @@ def collect_groups(
       for i, name in enumerate(pool.names)
     },
     grouped([bool(result.failures) for result in results], bool),
-    [failure for result in results for failure in result.failures],
+    [[x.failures for x in results[b::prompts]] for b in range(prompts)],
   )
+
+
+def all_failures(scores: GroupScores) -> list[Failure]:
+  """Of a batch: of the first completions of all prompts, then the second."""
+  return [
+    failure
+    for of_prompts in zip(*scores.failures, strict=True)
+    for some in of_prompts
+    for failure in some
+  ]
 
 
 def abandon(pending: Sequence[Pending]) -> None:

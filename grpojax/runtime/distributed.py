@@ -264,5 +264,5 @@ def check_same(**values: str) -> None:
         raise ValueError(
           f"processes 0 and {i} differ in {name}: "
           + (first or ["one is longer than the other"])[0]
-          + "; start all of them with the same command and the same packages"
+          + "; start all of them with the same command, packages and files"
         )

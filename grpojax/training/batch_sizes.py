@@ -11,7 +11,13 @@ from ml_collections import ConfigDict
 from grpojax.core import micro_batches
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
-from grpojax.core.mesh import AXES, check_rows, sampling_mesh
+from grpojax.core.mesh import (
+  AXES,
+  check_rows,
+  row_shards,
+  sample_cuts,
+  sampling_mesh,
+)
 from grpojax.runtime.config import flatten, problem
 from grpojax.training import group_sizes
 
@@ -74,11 +80,26 @@ def check(config: ConfigDict, mesh: Mesh) -> None:
   check_rows(sampling, eval_batch=config.eval.batch_size)
   for size in group_sizes.group_sizes(leaves):
     rows = group_sizes.samples_per_step(leaves) // size
-    check_rows(sampling, size, rollout=rows // config.sampling.parts)
+    prompts = rows // config.sampling.parts
+    check_rows(sampling, size, rollout=prompts)
+    _check_slots(config.sampling.slots, sampling, prompts, size)
     minibatch = rows // optim.minibatches
     with jax.set_mesh(mesh):
       cut = micro_batches.cuts(minibatch, size, optim.micro_batches)
     check_rows(mesh, size // cut[1], micro_batch=minibatch // cut[0])
+
+
+def _check_slots(slots: int, mesh: Mesh, prompts: int, group_size: int):
+  """Whether each device has whole groups, where slots take their samples."""
+  with jax.set_mesh(mesh):
+    _, of_groups = sample_cuts(prompts, group_size)
+  if 0 < slots < group_size and of_groups > 1:
+    todo = (
+      f"{row_shards(mesh)} devices share {prompts} prompts, and so cut their "
+      "groups, whose samples go through the slots together: use 0, or more "
+      "prompts at once"
+    )
+    raise ValueError(problem("sampling.slots", slots, todo))
 
 
 def _refusal(advantage, prompts: int, group_size: int) -> str:

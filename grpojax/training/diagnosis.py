@@ -18,8 +18,9 @@ from grpojax.training import from_config
 def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
   """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
 
-  It takes the first prompts of the batch whose samples all have a reward; with
-  too few of them all estimates are nan.
+  It takes `diagnostics.share` of the prompts, at least 3: the first of the
+  batch whose samples all have a reward. With too few of them all estimates are
+  nan. Which prompts these are does not depend on how the work is cut.
 
   Args:
     config: the run's; `diagnostics` and how training cuts its batches.
@@ -43,7 +44,7 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     each = shards if trained_rows % shards == 0 else 1
     most = max(trained_rows // settings.tangents, each)
     rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
-    wanted = max(3, settings.share * prompts)
+    wanted = math.ceil(max(3, settings.share * prompts))
     parts = min(math.ceil(wanted / rows), prompts // rows)
     missing = ~jnp.all(present(rewards), axis=-1)
     chosen = jnp.argsort(missing, stable=True)[: parts * rows]
@@ -57,6 +58,9 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
       chunk_size=config.logits_chunk,
       **options,
     )
+    # What is more only fills the devices. It would make the estimates better,
+    # and the group size that they choose another one on another mesh.
+    projections, chosen = projections[:, :wanted], chosen[:wanted]
     return diagnostics.metrics(
       diagnostics.diagnose(projections, rewards[chosen], prompts)
     )

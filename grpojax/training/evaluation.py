@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
-from grpojax.rewards import exact, math
+from grpojax.rewards import exact, groups, math
 from grpojax.rewards.pool import Failure
 from grpojax.statistics.intervals import (
   PairedDifference,
@@ -97,7 +97,7 @@ def evaluate(
     rewards.append(scoring.correctness(scorer, scores))
     texts += decoded
     seen += examples
-    failures += scores.failures
+    failures += groups.all_failures(scores)
   return Evaluation(np.concatenate(rewards), texts, seen, failures)
 
 

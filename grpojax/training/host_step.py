@@ -18,6 +18,7 @@ from grpojax.core.grpo_step import (
 )
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
+from grpojax.rewards import groups
 from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import from_config, reference, sampling_parts, scoring
 from grpojax.training import policy as policies
@@ -188,6 +189,6 @@ def make_host_step(
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
     shown = _first_group(examples, texts, scores.rewards) if texts else []
-    return state, row, shown, scores.failures
+    return state, row, shown, groups.all_failures(scores)
 
   return step

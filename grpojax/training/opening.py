@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 from ml_collections import ConfigDict
 
+from grpojax.data.examples import SPLITS
 from grpojax.models.file_checksums import fingerprint
 from grpojax.runtime import (
   bucket,
@@ -23,6 +24,7 @@ from grpojax.runtime import (
   distributed,
   records,
   run_lock,
+  tokenizer,
 )
 from grpojax.runtime import config as config_lib
 from grpojax.training import policy as policies
@@ -80,6 +82,18 @@ def _files(config: ConfigDict) -> dict[str, str]:
     if file.suffix == ".py":
       found[str(file)] = file.read_text()
   return found
+
+
+def _check_data(checked: start.Checked) -> None:
+  """Whether all processes have read the same examples."""
+  splits = zip(SPLITS, (checked.train, checked.held_out), strict=True)
+  distributed.check_same(
+    **{
+      f"the {name} split": f"{len(split.examples)} examples that fit\n"
+      f"fingerprint {split.survey.fingerprint}"
+      for name, split in splits
+    }
+  )
 
 
 def _version(package: str) -> str:
@@ -160,8 +174,10 @@ def open_all(
     first = not distributed.on_main(begun)
     if not first:
       distributed.on_main(hold)
+    today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
-      checked = start.check(config, directory, poll)
+      checked = start.check(config, directory, poll, today)
+    _check_data(checked)
     if first:  # what cannot run leaves no directory
       distributed.on_main(hold)
     resumed = distributed.on_main(open_directory)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
-from grpojax.models import hf, lora
+from grpojax.models import hf, lora, merged
 from grpojax.models.transformer import transformer
 from grpojax.runtime import bucket, eos
 from grpojax.runtime import tokenizer as tokenizer_lib
@@ -201,10 +201,13 @@ def wait(arrays: PyTree, poll: Callable[[], None]) -> None:
 
 
 def whole_params(policy: Policy, params: Params) -> Params:
-  """The parameters of the whole model, adapters merged into its weights."""
+  """What `hf.save` takes of the whole model, adapters merged into its weights.
+
+  Merged is float32, see `models.merged`.
+  """
   if policy.frozen is None:
     return params
-  return lora.merge(policy.frozen, params, policy.lora_scale)
+  return merged.merged(policy.frozen, params, policy.lora_scale)
 
 
 def decode(

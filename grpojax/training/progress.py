@@ -70,7 +70,8 @@ class Progress:
       over all the times the run was started.
     steps_with: for each of `TROUBLES`, in how many steps it happened.
     in_a_row: for each, how many of the last steps were wholly of that kind.
-    failed_rewards: that could not be computed, in all.
+    failed_rewards: that could not be computed, in all steps; evaluations do
+      not count.
     data: fingerprints of the examples, by split.
   """
 

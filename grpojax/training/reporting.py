@@ -174,7 +174,7 @@ def finish(
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
-    hf.save(model, whole, run.policy.directory)
+    hf.save(model, whole, run.policy.directory, dtype="float32")
   return distributed.on_main(functools.partial(_summarize, run, progress))
 
 

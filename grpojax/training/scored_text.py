@@ -120,14 +120,14 @@ def _of_all(
     return scores
   names = list(scores.values)
   arrays = scores.rewards, scores.failed, *scores.values.values()
-  own = list(zip(*(x.tolist() for x in arrays), strict=True))
-  rewards, failed, *values = zip(*gather_rows(own, sizes), strict=True)
-  failures = distributed.gather(scores.failures)
+  own = zip(scores.failures, *(x.tolist() for x in arrays), strict=True)
+  rows = gather_rows(list(own), sizes)
+  failures, rewards, failed, *values = zip(*rows, strict=True)
   return groups.GroupScores(
     np.array(rewards, np.float32),
     {n: np.array(x, np.float32) for n, x in zip(names, values, strict=True)},
     np.array(failed, bool),
-    [Failure(*failure) for some in failures for failure in some],
+    [[[Failure(*x) for x in some] for some in group] for group in failures],
   )
 
 

@@ -184,18 +184,15 @@ def with_model(
     Rewards, nan where there is none; the reward model's values are among those
     of the functions, by the name `MODEL`.
   """
-  jobs = [
-    (example["prompt_text"], text)
-    for example, group in zip(examples, texts, strict=True)
-    for text in group
-  ]
   by_model = by_model.astype(np.float32)
   finite = np.isfinite(by_model)
-  failures = [
-    Failure(MODEL, f"returned {value}", prompt, completion)
-    for value, (prompt, completion) in zip(by_model.flat, jobs, strict=True)
-    if not np.isfinite(value)
-  ]
+
+  def failures(b, g):
+    said, prompt = f"returned {by_model[b, g]}", examples[b]["prompt_text"]
+    failure = Failure(MODEL, said, prompt, texts[b][g])
+    return [*scores.failures[b][g], *[failure] * (not finite[b, g])]
+
+  rows, columns = map(range, by_model.shape)
   by_functions = np.where(np.isnan(scores.rewards), 0, scores.rewards)
   failed = scores.failed | ~finite
   total = by_functions + scorer.model_weight * by_model
@@ -203,7 +200,7 @@ def with_model(
     rewards=np.where(failed, np.nan, total).astype(np.float32),
     values=scores.values | {MODEL: np.where(finite, by_model, np.nan)},
     failed=failed,
-    failures=scores.failures + failures,
+    failures=[[failures(b, g) for g in columns] for b in rows],
   )
 
 
@@ -220,7 +217,9 @@ def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
   `reward_failures`, a count, and where there are several functions
   `reward_NAME`, the mean of each over the completions that it has a value for.
   """
-  row: dict[str, int | float] = {"reward_failures": len(scores.failures)}
+  row: dict[str, int | float] = {
+    "reward_failures": len(groups.all_failures(scores))
+  }
   if len(scores.values) > 1:
     for name, values in scores.values.items():
       if not np.isnan(values).all():

@@ -73,7 +73,10 @@ class Run(NamedTuple):
 
 
 def check(
-  config: ConfigDict, directory: pathlib.Path, poll: Callable[[], None]
+  config: ConfigDict,
+  directory: pathlib.Path,
+  poll: Callable[[], None],
+  today: str | None = None,
 ) -> Checked:
   """Loads what the config names and reads all prompts of finite data sets.
 
@@ -81,6 +84,8 @@ def check(
     config: the run's.
     directory: the run's, which may not exist yet; written to only later.
     poll: called while much is read; may raise.
+    today: the date, where a chat template asks for it: the same in all
+      processes, whose clocks may differ. None is this process's.
 
   Raises:
     ValueError: what would otherwise be found out after the run has started.
@@ -89,7 +94,7 @@ def check(
     config.reward.functions, config.reward.options.to_dict()
   )
   policy = from_config.open_policy(config)
-  config = _with_date(config, policy)
+  config = _with_date(config, policy, today)
   mesh = from_config.mesh(config)
   memory.check(config, policy, mesh)
   batch_sizes.check(config, mesh)
@@ -117,7 +122,9 @@ def check(
   return Checked(config, policy, mesh, train, held_out, reward_model)
 
 
-def _with_date(config: ConfigDict, policy: Policy) -> ConfigDict:
+def _with_date(
+  config: ConfigDict, policy: Policy, today: str | None = None
+) -> ConfigDict:
   """Pins the date where a chat template asks for today's.
 
   Prompts would be other ones tomorrow: on resume, and in evaluations.
@@ -129,7 +136,7 @@ def _with_date(config: ConfigDict, policy: Policy) -> ConfigDict:
     tokenizers.append(tokenizer.load(find_model(config.reward.model)))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return config
-  return run_directory.pin_date(config, tokenizer.today())
+  return run_directory.pin_date(config, today or tokenizer.today())
 
 
 def start(

@@ -155,6 +155,25 @@ def test_update_metrics_are_numpys(one_update, tabular):
   np.testing.assert_allclose(state.params, table - 0.5 * grads, atol=1e-6)
 
 
+@pytest.mark.parametrize("moved", [-1.0, 1.0])
+def test_extreme_ratios_are_of_tokens(moved, tabular):
+  """All above 1, or all below; without any token, 1."""
+  lm, table, batch = make_case(tabular)
+  tx = optax.sgd(0.0)
+  update, mask = make_update(lm, tx), np.asarray(batch.completion_mask)
+  batch = batch.replace(old_logprobs=batch.old_logprobs + 3 * moved)
+  _, (ratio, *_) = plain_gradient(table, batch, 0.0, tabular)[0]
+  ratio = np.asarray(ratio)[mask]
+  assert not mask.all() and (ratio > 1).all() == (moved < 0)
+  state = init_state(table, tx, KEY)
+  _, metrics = jax.jit(update)(state, batch)
+  found = [metrics["ratio_min"], metrics["ratio_max"]]
+  np.testing.assert_allclose(found, [ratio.min(), ratio.max()], rtol=1e-4)
+  none = batch.replace(completion_mask=jnp.zeros_like(mask))
+  _, metrics = jax.jit(update)(state, none)
+  assert metrics["ratio_min"] == metrics["ratio_max"] == 1
+
+
 def test_gradient_clipping_keeps_the_direction(one_update, tabular):
   lm, table, batch, *_ = one_update
   tx = optax.sgd(1.0)

@@ -39,7 +39,7 @@ def test_groups_are_scored_and_failures_masked(workers):
   for name, expected in values.items():
     np.testing.assert_allclose(scores.values[name], expected, rtol=1e-6)
   np.testing.assert_array_equal(scores.failed, [[0] * 3, [0, 1, 0]])
-  [failure] = scores.failures
+  [failure] = groups.all_failures(scores)
   assert failure.prompt == "abc" and failure.completion == "raise"
 
 
@@ -85,4 +85,4 @@ def test_abstaining_is_no_failure():
     )
   assert np.isnan(scores.rewards).all()
   assert np.isnan(scores.values["behave"]).all()
-  assert not scores.failed.any() and scores.failures == []
+  assert not scores.failed.any() and groups.all_failures(scores) == []

@@ -1,8 +1,13 @@
 """How a run directory is opened."""
 
+import contextlib
+
+import numpy as np
 import pytest
 
-from grpojax.training import opening
+from grpojax.data.survey import Survey
+from grpojax.runtime import distributed, tokenizer
+from grpojax.training import opening, prompts, start
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
@@ -11,3 +16,37 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     opening._check_shared(tmp_path)
   (tmp_path / "config.json").write_text("{}")
   opening._check_shared(tmp_path)
+
+
+def test_processes_that_read_other_examples_are_refused(monkeypatch):
+  def checked(count, fingerprint):
+    found = Survey(fingerprint, np.ones(count, np.int32))
+    split = prompts.Split(["?"] * count, 0, found, "key")
+    return start.Checked(None, None, None, split, split, None)
+
+  said = []
+  tell = lambda own: said.append(own) or said
+  monkeypatch.setattr(distributed, "gather", tell)
+  for _ in range(2):
+    opening._check_data(checked(7, "a"))
+  with pytest.raises(ValueError, match="differ in the train split: 7 examples"):
+    opening._check_data(checked(8, "a"))
+  said.pop()
+  with pytest.raises(ValueError, match="0 and 2 differ in the train split"):
+    opening._check_data(checked(7, "b"))
+
+
+def test_all_processes_have_the_first_ones_date(
+  tmp_path, config_with, monkeypatch
+):
+  def on_main(function):
+    return "26 Jul 2024" if function is tokenizer.today else function()
+
+  def check(*_):
+    raise ValueError(_[-1])
+
+  monkeypatch.setattr(distributed, "on_main", on_main)
+  monkeypatch.setattr(start, "check", check)
+  with contextlib.ExitStack() as stack:
+    with pytest.raises(SystemExit, match="26 Jul 2024"):
+      opening.open_all(config_with(), tmp_path, stack, lambda: None)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Rollout
+from grpojax.models import hf
 from grpojax.training import policy as policies
 
 
@@ -37,6 +38,33 @@ def test_an_eos_that_the_model_lacks_is_refused(toy_model, tmp_path, eos):
   file.write_text(json.dumps({"eos_token_id": eos}))
   with pytest.raises(ValueError, match=f"{file}.*eos_token_id.*{eos}"):
     policies.open_policy(str(tmp_path / "model"))
+
+
+def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
+  policy = policies.open_policy(str(toy_model), "bfloat16")
+  policy = policies.with_adapters(
+    policies.with_weights(policy, "bfloat16"),
+    jax.random.key(0),
+    rank=2,
+    alpha=4.0,
+    targets="layers/(q|down)",
+  )
+  rng = np.random.default_rng(0)
+  small = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 1e-4, x.dtype)
+  params = jax.tree.map(small, policy.params)
+  whole = policies.whole_params(policy, params)
+  hf.save(tmp_path / "model", whole, policy.directory, dtype="float32")
+  found = hf.load_params(tmp_path / "model")
+  want = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
+  for name, x in params["layers"].items():
+    change = 2.0 * np.matmul(np.float64(x["a"]), np.float64(x["b"]))
+    assert np.abs(change).max() > 1e-5
+    want["layers"][name] += change
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-7),
+    found,
+    want,
+  )
 
 
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):

@@ -172,6 +172,9 @@ def test_the_date_is_pinned_where_it_is_asked_for(
   date = config.data.template_options.get("date_string")
   today = datetime.datetime.now().strftime("%Y")
   assert date == pinned or (pinned == "today" and date.endswith(today))
+  config = start._with_date(config_with(**options), policy, "01 May 2031")
+  date = config.data.template_options.get("date_string")
+  assert date == ("01 May 2031" if pinned == "today" else pinned)
 
 
 class Asked(Exception):
@@ -231,12 +234,12 @@ def test_an_infinite_reward_of_the_model_is_a_failure():
     np.array([[1.0, 2.0]], np.float32),
     {"f": np.array([[1.0, 2.0]], np.float32)},
     np.zeros((1, 2), bool),
-    [],
+    [[[], []]],
   )
   by_model = np.array([[np.inf, 0.5]])
   scorer = scoring.Scorer(None, model_weight=2.0)
   examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
   got = scoring.with_model(scorer, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
-  (failure,) = got.failures
+  (failure,) = scoring.groups.all_failures(got)
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"

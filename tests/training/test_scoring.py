@@ -11,8 +11,9 @@ import pytest
 from grpojax import train
 from grpojax.core.types import Rollout
 from grpojax.models import hf
-from grpojax.rewards import exact
-from grpojax.runtime import records
+from grpojax.rewards import exact, groups
+from grpojax.rewards.pool import Failure
+from grpojax.runtime import distributed, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import scored_text, scoring
 from grpojax.training.config import default_config
@@ -78,7 +79,7 @@ def test_weighted_functions(rewards):
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
   np.testing.assert_allclose(found.rewards, expected)
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
-  (failure,) = found.failures
+  (failure,) = groups.all_failures(found)
   assert failure.function == "picky" and failure.completion == "bad"
   right = scoring.correctness(scorer, found)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
@@ -100,6 +101,34 @@ def test_a_reward_model_beside_functions(rewards):
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
   assert scoring.metrics(found)["reward_model"] == 2.5
+
+
+def test_several_processes_say_what_one_says(monkeypatch):
+  """Also in what order rewards have failed: the first of them are kept."""
+  shape, sizes = (5, 2), (3, 2)  # in two parts of unequal sizes
+  failed = np.arange(10).reshape(shape) % 3 > 0
+  rewards = np.where(failed, np.nan, np.arange(10).reshape(shape)).astype("f4")
+  names = np.arange(10).reshape(shape).tolist()
+
+  def failures(group):
+    return [(Failure("f", "no", "p", str(x)),) * (x % 3) for x in group]
+
+  def scores(rows):
+    of_rows = [failures(names[i]) for i in rows]
+    values = {"f": rewards[rows], "g": rewards[rows] + 1}
+    return groups.GroupScores(rewards[rows], values, failed[rows], of_rows)
+
+  said = []
+  tell = lambda own: said.append(json.loads(json.dumps(own))) or said
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  monkeypatch.setattr(distributed, "gather", tell)
+  scored_text._of_all(scores([0, 1, 3]), sizes)  # of process 0
+  found = scored_text._of_all(scores([2, 4]), sizes)
+  whole = scores(list(range(5)))
+  jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
+  assert groups.all_failures(found) == groups.all_failures(whole)
+  order = "".join(x.completion for x in groups.all_failures(whole))
+  assert order == "224881557"  # first completions, then second ones
 
 
 @pytest.mark.slow

@@ -112,6 +112,35 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   assert jnp.isnan(few["c1"])  # which the automatic group size passes over
 
 
+def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
+  tabular, config_with
+):
+  lm = tabular.lm(8, 3)
+  params = lm.init(jax.random.key(0))
+  prompts = Prompts(jnp.arange(8)[:, None], jnp.ones((8, 1), bool))
+  draw = functools.partial(
+    rollout, lm, group_size=4, max_new_tokens=3, eos_ids=(0,)
+  )
+  samples = jax.jit(draw)(params, prompts, jax.random.key(1))
+  rewards = jax.random.normal(jax.random.key(2), (8, 4))
+
+  def diagnosed(prompts, micro_batches, shards):
+    changes = {"optim__micro_batches": micro_batches}
+    config = config_with(diagnostics__share=3 / prompts, **changes)
+    diagnose = diagnosis.make_diagnose(config, shards)
+    some = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
+    return jax.jit(functools.partial(diagnose, lm))(
+      params, *some, jax.random.key(3)
+    )
+
+  one = diagnosed(8, 4, 1)
+  for cut in ((1, 8), (2, 4), (8, 1)):
+    for name, value in diagnosed(8, *cut).items():
+      np.testing.assert_allclose(value, one[name], rtol=1e-4, err_msg=name)
+  # It is that of the first three.
+  np.testing.assert_allclose(diagnosed(3, 1, 1)["c1"], one["c1"], rtol=1e-4)
+
+
 def test_what_has_a_reward_is_packed(config_with):
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
