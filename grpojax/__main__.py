@@ -11,8 +11,6 @@ import pathlib
 import re
 import sys
 
-import grpojax
-
 ROOT = pathlib.Path(__file__).parent
 
 
@@ -56,7 +54,6 @@ def main() -> None:
   found = programs()
   if name not in found:
     raise SystemExit(_unknown(name, found))
-  sys.excepthook = grpojax._interrupted
   sys.exit(importlib.import_module(f"grpojax.{name}").main(argv))
 
 
