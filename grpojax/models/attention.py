@@ -46,8 +46,9 @@ def rms_norm(
 def float32_einsum(product: str, x: Array, y: Array) -> Array:
   """A product of two arrays of one dtype, summed and returned in float32.
 
-  Rounded to bfloat16, logits would differ between sampling and scoring. On CPUs of float32 copies, which gives the same: XLA's has no such product of
-  16-bit floats for every order of axes, and would fail when it is run.
+  Rounded to bfloat16, logits would differ between sampling and scoring. On CPUs
+  it is one of float32 copies, which gives the same: XLA's has no such product
+  of 16-bit floats for every order of axes, and would fail when it is run.
   """
 
   def widened(x, y):
