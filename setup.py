@@ -12,8 +12,14 @@ setuptools.setup(
   long_description_content_type="text/markdown",
   author="The grpojax Authors",
   license="Apache-2.0",
-  packages=setuptools.find_packages(include=["grpojax", "grpojax.*"]),
+  # In a wheel the configs are in the package, where config_file finds them.
+  packages=[
+    *setuptools.find_packages(include=["grpojax", "grpojax.*"]),
+    "grpojax.configs",
+  ],
+  package_dir={"grpojax.configs": "configs"},
   package_data={"grpojax": ["assets/**/*"]},
+  entry_points={"console_scripts": ["grpojax = grpojax.__main__:main"]},
   python_requires=">=3.11",
   install_requires=[
     "absl-py",

@@ -6,6 +6,7 @@ paper) and `grpojax.models`.
 """
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -49,12 +50,19 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
   raise SystemExit(130)
 
 
-# `python -m grpojax.NAME`: set here, because most of a start goes into imports,
-# which an interrupt can come in the middle of.
-if "-m" in sys.orig_argv:
-  _module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1]
-  if _module and _module[0].startswith("grpojax."):
-    sys.excepthook = _interrupted
+def _is_program() -> bool:
+  """Whether Python was started as `python -m grpojax[.NAME]`, or `grpojax`."""
+  words = sys.orig_argv
+  if "-m" in words:
+    module = words[words.index("-m") + 1 :][:1]
+    return bool(module) and module[0].split(".")[0] == "grpojax"
+  return os.path.basename("".join(sys.argv[:1])) == "grpojax"
+
+
+# Set here, because most of a program's start goes into imports, which an
+# interrupt can come in the middle of.
+if _is_program():
+  sys.excepthook = _interrupted
 
 
 def __getattr__(name: str) -> Any:

@@ -43,10 +43,23 @@ def rms_norm(
   return normalize(x, scale)
 
 
-# Rounded to bfloat16, logits would differ between sampling and scoring.
-_float32_einsum = functools.partial(
-  jnp.einsum, preferred_element_type=jnp.float32
-)
+def float32_einsum(product: str, x: Array, y: Array) -> Array:
+  """A product of two arrays of one dtype, summed and returned in float32.
+
+  Rounded to bfloat16, logits would differ between sampling and scoring. On CPUs
+  it is one of float32 copies, which gives the same: XLA's has no such product
+  of 16-bit floats for every order of axes, and would fail when it is run.
+  """
+
+  def widened(x, y):
+    return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
+
+  def as_it_is(x, y):
+    return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
+
+  if x.dtype == y.dtype == jnp.float32:
+    return as_it_is(x, y)
+  return jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
 
 
 def _softmax(
@@ -109,12 +122,12 @@ def _attend(
 
   def logits_of(part):
     product = f"{_QUERY_AXES},{part.axes[0]}->{logits_axes}"
-    logits = _float32_einsum(product, q, part.keys)
+    logits = float32_einsum(product, q, part.keys)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
   weights, lse = _softmax([logits_of(part) for part in parts])
   # The sum of several is rounded once, as that of one is.
-  einsum = jnp.einsum if len(parts) == 1 else _float32_einsum
+  einsum = jnp.einsum if len(parts) == 1 else float32_einsum
   outs = (
     einsum(
       f"{logits_axes},{part.axes[1]}->{_QUERY_AXES}",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.core.mesh import constrain
-from grpojax.models.attention import soft_cap
+from grpojax.models.attention import float32_einsum, soft_cap
 from grpojax.models.block_masks import (
   Queries,
   Settings,
@@ -93,31 +93,13 @@ def _parts(settings, row, prompt, sight: Sight, start=0):
   return parts
 
 
-def _einsum(product: str, x: Array, y: Array) -> Array:
-  """A product of two arrays of one dtype, summed in float32.
-
-  On CPUs of float32 copies, which gives the same: XLA's has no such product of
-  16-bit floats for every order of axes, and would fail when it is run.
-  """
-
-  def widened(x, y):
-    return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
-
-  def as_it_is(x, y):
-    return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
-
-  if x.dtype == y.dtype == jnp.float32:
-    return as_it_is(x, y)
-  return jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
-
-
 def _products(axes: str):
   """Queries x keys -> logits and weights x values -> out, float32 sums."""
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
   return (
-    functools.partial(_einsum, f"{_QUERY_AXES},{axes}->{logits_axes}"),
-    functools.partial(_einsum, f"{logits_axes},{axes}->{_QUERY_AXES}"),
+    functools.partial(float32_einsum, f"{_QUERY_AXES},{axes}->{logits_axes}"),
+    functools.partial(float32_einsum, f"{logits_axes},{axes}->{_QUERY_AXES}"),
   )
 
 
@@ -274,7 +256,12 @@ def _attention(settings, q, row, prompt, sight):
 def _attention_jvp(settings, primals, tangents):
   *primals, sight = primals
   out, lse = _forward(settings, *primals, sight)
-  return out, _tangent(settings, out, lse, primals, tangents[:3], sight)
+  along = functools.partial(_tangent, settings, out, lse, primals, sight=sight)
+  # It is linear, but older versions of JAX transpose no scan that they have not
+  # linearized themselves. What it is at 0 nobody reads, and XLA leaves it out.
+  tangents = tangents[:3]
+  _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
+  return out, linear(tangents)
 
 
 def block_attention(

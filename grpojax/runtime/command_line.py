@@ -3,7 +3,8 @@
     python -m grpojax.train [--config=configs/x.py] [--config.key=value ...]
 
 A config file is Python with a `get_config()` that returns a `ConfigDict`;
-`--config=x.py:text` calls `get_config("text")`.
+`--config=x.py:text` calls `get_config("text")`. `--config=x` is the x.py of
+those that come with grpojax; so is configs/x.py where there is no such file.
 
 absl reads the flags and ml_collections' config_flags sets numbers, switches
 and texts, in a table of flags made anew for each command line. By hand is what
@@ -29,7 +30,7 @@ from grpojax.runtime.config import (
   nearest,
   sections,
 )
-from grpojax.runtime.config_file import load_file
+from grpojax.runtime.config_file import load_file, packaged
 
 _DEFINE = {
   bool: absl.flags.DEFINE_boolean,
@@ -222,6 +223,7 @@ def usage(
   """The text of --help: all flags and settings, a line each (absl takes 3)."""
   lines = [f"usage: {program} [--config=FILE.py] [--config.key=value ...]", ""]
   lines += ["  --config=FILE.py:TEXT  for a FILE.py with get_config(TEXT)"]
+  lines += [f"  --config=NAME  one that comes along: {', '.join(packaged())}"]
   for name, (default, text) in flags.items():
     lines.append(f"  --{name}={default}  {text}")
   for name, value in flatten(config).items():

@@ -5,6 +5,7 @@ import difflib
 import inspect
 import io
 import os
+import pathlib
 import re
 import runpy
 import sys
@@ -86,6 +87,34 @@ def _split_argument(file: str) -> tuple[str, list[str]]:
   return f"{path}.py", [argument]
 
 
+def packaged() -> dict[str, str]:
+  """The config files that come with grpojax: paths by name."""
+  package = pathlib.Path(__file__).parents[1]
+  # In a wheel they are in the package, in a checkout beside it.
+  folders = [package / "configs", package.parent / "configs"]
+  folder = folders[0] if folders[0].is_dir() else folders[1]
+  return {path.stem: str(path) for path in sorted(folder.glob("*.py"))}
+
+
+def _find(path: str) -> str:
+  """A path, or that of the packaged config that it names if it is no file."""
+  if os.path.isfile(path):
+    return path
+  folder, name = os.path.split(os.path.normpath(path))
+  name, ours = name.removesuffix(".py"), packaged()
+  if folder in ("", "configs") and name in ours:
+    return ours[name]
+  near = {known: known for known in ours}
+  for file in pathlib.Path(folder or ".").glob("*.py"):
+    near[file.stem] = str(file)
+  guess = difflib.get_close_matches(name, near, n=1)
+  hint = f"; did you mean {near[guess[0]]}?" if guess else ""
+  raise ValueError(
+    f"--config={path}: no such file (looked from {os.getcwd()}){hint}; "
+    f"grpojax has {', '.join(ours)}"
+  )
+
+
 def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   """Runs a config file and returns what its `get_config()` returns.
 
@@ -93,22 +122,15 @@ def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
   before it, and an OSError in one waits until the config is used.
 
   Args:
-    file: a path, or PATH:ARGUMENT for a get_config that takes one.
+    file: a path, or PATH:ARGUMENT for a get_config that takes one. What is no
+      file may name a config that comes with grpojax: x or configs/x.py.
     default: makes the config whose keys are suggested for unknown ones.
 
   Raises:
     ValueError: the file is missing or fails; one line that says where.
   """
   path, argument = _split_argument(file)
-  if not os.path.isfile(path):
-    folder = os.path.dirname(path) or "."
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    names = [os.path.join(folder, n) for n in names if n.endswith(".py")]
-    guess = difflib.get_close_matches(path, names, n=1)
-    hint = f"; did you mean {os.path.normpath(guess[0])}?" if guess else ""
-    raise ValueError(
-      f"--config={path}: no such file (looked from {os.getcwd()}){hint}"
-    )
+  path = _find(path)
   with _located(path, default):
     get_config = runpy.run_path(path).get("get_config")
   _check_call(get_config, path, argument)

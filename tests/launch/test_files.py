@@ -18,9 +18,8 @@ from grpojax.training.validation import CHOICES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
-SCRIPTS = sorted(
-  [*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), ROOT / ".ci/run"]
-)
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+SCRIPTS += [ROOT / ".ci/run", ROOT / ".ci/versions"]
 SKYPILOT = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
 
 

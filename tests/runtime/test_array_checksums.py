@@ -34,11 +34,10 @@ def test_the_formula(dtype):
     assert int(array_checksums.checksum(array)) == expected(array)
 
 
-def test_words_of_64_bits(monkeypatch):
-  with jax.enable_x64(True):
-    array = np.arange(12.0).reshape(3, 4) / 7
-    halves = array.view(np.uint32)
-    assert int(array_checksums.checksum(jnp.asarray(array))) == expected(halves)
+def test_words_of_64_bits(float64):
+  array = np.arange(12.0).reshape(3, 4) / 7
+  halves = array.view(np.uint32)
+  assert int(array_checksums.checksum(jnp.asarray(array))) == expected(halves)
 
 
 def test_any_flipped_bit_and_any_swap_is_seen():

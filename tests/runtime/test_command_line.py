@@ -1,6 +1,7 @@
 """The command line: overrides, flags and the messages for mistakes."""
 
 import os
+import pathlib
 import sys
 
 import absl.flags
@@ -441,3 +442,42 @@ def test_what_the_system_refuses_is_a_sentence(error, text):
       raise error
   with pytest.raises(KeyError), command_line.usage_errors():
     raise KeyError("a bug")
+
+
+def _write_config(path, name):
+  path.parent.mkdir(exist_ok=True)
+  path.write_text(
+    "from ml_collections import ConfigDict\n"
+    f"def get_config():\n  return ConfigDict({{'name': '{name}'}})\n"
+  )
+
+
+@pytest.mark.parametrize("text", ["gsm8k", "configs/gsm8k.py", "gsm8k.py"])
+def test_a_config_of_the_package_from_anywhere(text, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert _parse(f"--config={text}")[0].name == "gsm8k"
+  if text.endswith(".py"):  # a file on the disk is what is meant
+    _write_config(tmp_path / text, "mine")
+    assert _parse(f"--config={text}")[0].name == "mine"
+
+
+@pytest.mark.parametrize("text", ["gsm9k", "configs/gsm9k.py", "gsm9k.py"])
+def test_a_config_that_there_is_not(text, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError) as refused:
+    _parse(f"--config={text}")
+  message = str(refused.value)
+  assert message.startswith(f"--config={text}: no such file")
+  assert "did you mean gsm8k?" in message and "\n" not in message
+  for name in config_file.packaged():
+    assert f" {name}" in message
+  # One's own is nearer than the package's.
+  _write_config(tmp_path / pathlib.Path(text).parent / "gsm9kk.py", "mine")
+  with pytest.raises(ValueError, match=r"did you mean (configs/)?gsm9kk.py\?"):
+    _parse(f"--config={text}")
+
+
+def test_only_names_and_configs_are_those_of_the_package(tmp_path):
+  for path in (tmp_path / "gsm8k.py", "other/gsm8k.py", "../configs/gsm8k.py"):
+    with pytest.raises(ValueError, match="no such file"):
+      _parse(f"--config={path}")

@@ -1,0 +1,99 @@
+"""`grpojax NAME`: the programs by name."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+import grpojax
+from grpojax import __main__ as entry
+from grpojax import compile as compile_program
+
+PACKAGE = pathlib.Path(grpojax.__file__).parent
+
+
+@pytest.fixture
+def call(monkeypatch):
+  """Calls the console entry with words."""
+
+  def run(*words):
+    monkeypatch.setattr(sys, "argv", ["grpojax", *words])
+    entry.main()
+
+  return run
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
+def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
+  call(*words)
+  lines = capsys.readouterr().out.splitlines()
+  listed = dict(line.split(maxsplit=1) for line in lines[2:])
+  runnable = [
+    path
+    for path in PACKAGE.rglob("*.py")
+    if '\nif __name__ == "__main__":' in path.read_text()
+  ]
+  names = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in runnable
+  }
+  assert set(listed) == set(names) - {"__main__", "rewards.worker"}
+  for name, line in listed.items():
+    text = ast.get_docstring(ast.parse(names[name].read_text()))
+    assert line == text.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+  "name, hint",
+  [
+    ("trian", "did you mean train?"),
+    ("Evaluate", "did you mean evaluate?"),
+    ("mse", "did you mean studies.mse?"),
+    ("studies.mes", "did you mean studies.mse?"),
+    ("--config=gsm8k", "use bench, compile, evaluate"),
+    ("training", "did you mean train?"),  # a part, and no program
+  ],
+)
+def test_a_program_that_there_is_not(call, name, hint):
+  with pytest.raises(SystemExit) as stopped:
+    call(name, "--help")
+  message = stopped.value.code
+  assert message.startswith(f"error: unknown program {name!r}: {hint}")
+  assert "\n" not in message
+
+
+def test_a_program_gets_the_other_words_and_gives_its_exit_code(
+  call, monkeypatch
+):
+  got = []
+  monkeypatch.setattr(
+    compile_program, "main", lambda argv: got.append(argv) or 3
+  )
+  with pytest.raises(SystemExit) as stopped:
+    call("compile", "--search", "x")
+  assert stopped.value.code == 3 and got == [["--search", "x"]]
+
+
+def test_a_program_without_an_exit_code_ends_well(call, capsys):
+  with pytest.raises(SystemExit) as stopped:
+    call("train", "--config=gsm8k", "--help")
+  assert not stopped.value.code
+  assert "--config.name='gsm8k'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "words, quiet",
+  [
+    (["-m", "grpojax"], True),
+    (["-m", "grpojax.train"], True),
+    (["/usr/bin/grpojax", "train"], True),
+    (["-m", "grpojaxes"], False),
+    (["/home/me/train.py", "grpojax"], False),
+    ([], False),
+  ],
+)
+def test_ctrl_c_ends_programs_in_one_line(monkeypatch, words, quiet):
+  monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+  monkeypatch.setattr(sys, "argv", words[words[:1] == ["-m"] :])
+  assert grpojax._is_program() is quiet

@@ -1,0 +1,106 @@
+"""What `pip wheel .` builds works where nothing else of this checkout is."""
+
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+
+import pytest
+
+pytest.importorskip("pip")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+TINY = {
+  "steps": 1,
+  "batch_size": 2,
+  "group_size": 2,
+  "sampling.max_new_tokens": 4,
+  "eval.num_prompts": 2,
+  "eval.batch_size": 2,
+  "reward.workers": 1,
+  "log.tensorboard": False,
+}
+
+
+def pip(*words):
+  command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+  subprocess.run(command, check=True, stdout=subprocess.PIPE)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+  """The wheel, built from a copy: building leaves folders behind."""
+  source = tmp_path_factory.mktemp("source")
+  for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+    shutil.copy(ROOT / name, source)
+  for name in ("grpojax", "configs"):
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / name, source / name, ignore=ignored)
+  here = importlib.util.find_spec("setuptools")  # else pip fetches it
+  offline = ["--no-build-isolation"] if here else []
+  out = tmp_path_factory.mktemp("wheel")
+  pip("wheel", "--no-deps", *offline, f"--wheel-dir={out}", str(source))
+  (path,) = out.glob("*.whl")
+  return path
+
+
+@pytest.fixture(scope="module")
+def grpojax(wheel, tmp_path_factory):
+  """Calls the console entry of a virtual environment that has the wheel.
+
+  What grpojax depends on is this environment's; its .pth files, of which one
+  may lead to this checkout, do not count there.
+  """
+  home = tmp_path_factory.mktemp("installed")
+  subprocess.run(
+    [sys.executable, "-m", "venv", "--without-pip", home], check=True
+  )
+  (packages,) = home.glob("lib/python*/site-packages")
+  here = sysconfig.get_path("purelib")
+  (packages / "dependencies.pth").write_text(f"{here}\n")
+  python = f"--python={home}/bin/python"
+  pip(python, "install", "--no-deps", "--ignore-installed", str(wheel))
+  env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+  def call(*words, cwd):
+    return subprocess.run(
+      [home / "bin" / "grpojax", *words],
+      cwd=cwd,
+      env=env,
+      capture_output=True,
+      text=True,
+    )
+
+  call.home = home
+  return call
+
+
+@pytest.mark.slow  # builds and installs
+def test_a_wheel_has_the_assets_and_the_configs(wheel):
+  names = set(zipfile.ZipFile(wheel).namelist())
+  wanted = [p for p in ROOT.glob("grpojax/**/*.py")]
+  wanted += [p for p in ROOT.glob("grpojax/assets/**/*") if p.is_file()]
+  names_of = {path.relative_to(ROOT).as_posix() for path in wanted}
+  configs = {f"grpojax/configs/{p.name}" for p in ROOT.glob("configs/*.py")}
+  assert configs and names_of | configs <= names
+  tops = {name.partition("/")[0].partition("-")[0] for name in names}
+  assert tops == {"grpojax"}  # nothing else gets into site-packages
+
+
+@pytest.mark.slow  # builds and installs
+def test_an_installed_wheel_trains_from_an_empty_directory(grpojax, tmp_path):
+  words = [f"--config.{key}={value}" for key, value in TINY.items()]
+  run = grpojax("train", "--config=arithmetic", *words, cwd=tmp_path)
+  assert run.returncode == 0, run.stderr
+  assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+  assert (tmp_path / "runs" / "arithmetic" / "summary.json").is_file()
+
+  # A failing config names its file: it is the installed one.
+  (config,) = grpojax.home.glob("lib/python*/site-packages/*/configs/gsm8k.py")
+  config.write_text("get_config = None\n")
+  broken = grpojax("train", "--config=configs/gsm8k.py", cwd=tmp_path)
+  assert f"{config}: define get_config()" in broken.stderr
