@@ -31,7 +31,12 @@ import contextlib
 import pathlib
 import sys
 
-from grpojax.runtime import command_line, distributed
+from grpojax.runtime import (
+  command_line,
+  distributed,
+  preemption,
+  rendezvous,
+)
 from grpojax.training import fit, reporting
 from grpojax.training.config import WORDS, default_config
 from grpojax.training.validation import CHOICES
@@ -60,8 +65,12 @@ def main(argv: list[str]) -> None:
     flags.coordinator, flags.num_processes, flags.process_id
   )
   with contextlib.ExitStack() as stack:
-    with command_line.usage_errors():
-      stack.enter_context(join)
+    try:
+      with command_line.usage_errors():
+        stack.enter_context(join)
+    except rendezvous.Left as why:
+      print(f"{why}; the same command starts it", file=sys.stderr)
+      sys.exit(preemption.EXIT_PREEMPTED)
     summary = fit.run(config, directory)
     if summary is None:
       print(f"{directory} is finished: nothing to do (see summary.json there)")

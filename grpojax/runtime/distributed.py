@@ -20,6 +20,7 @@ import glob
 import importlib.util
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from grpojax.runtime import interrupts, rendezvous
 
 HEARTBEAT = 30
 """Seconds after which a silent process counts as dead, and all others end."""
@@ -72,6 +75,8 @@ def _given(
   n, i = int(num_processes), int(process_id)
   if not i < n:
     raise ValueError(f"--process_id={i} must be in 0..{n - 1}")
+  if not 0 < int(port) < 2**16:
+    raise ValueError(f"--coordinator={coordinator}: there is no such port")
   return {"coordinator_address": coordinator, "num_processes": n} | {
     "process_id": i,
     "cluster_detection_method": "deactivate",
@@ -94,6 +99,7 @@ def joined(
 
   Raises:
     ValueError: arguments that make no sense, or the others were not found.
+    rendezvous.Left: one of them was ended before all were there.
   """
   options = {
     "heartbeat_timeout_seconds": HEARTBEAT,
@@ -108,8 +114,12 @@ def joined(
   elif not (_several(os.environ) or _on_tpu_vm()):
     yield
     return
+  if coordinator:
+    address, _, port = coordinator.rpartition(":")
+    rendezvous.meet(address, int(port), *map(int, (num_processes, process_id)))
   try:
-    jax.distributed.initialize(**options)
+    with interrupts.become(signal.SIG_DFL):  # it hears no other one
+      jax.distributed.initialize(**options)
   except Exception as error:
     if coordinator or _several(os.environ):
       raise ValueError(
@@ -119,12 +129,29 @@ def joined(
     print(f"one process alone: {str(error).splitlines()[0]}", file=sys.stderr)
     yield
     return
-  with contextlib.ExitStack() as stack:
-    if not is_main():
-      nowhere = stack.enter_context(open(os.devnull, "w"))
-      stack.enter_context(contextlib.redirect_stdout(nowhere))
-    stack.enter_context(_leaving())
+  with _standard_output(), _leaving():
     yield
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+  """Only the first process's own words go to standard output.
+
+  What libraries write there from C++ (Gloo of each connection) goes to standard
+  error.
+  """
+  sys.stdout.flush()
+  before = os.dup(1)
+  os.dup2(2, 1)
+  try:
+    target = before if is_main() else os.devnull
+    like = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    with open(target, "w", 1, closefd=not is_main(), **like) as own:
+      with contextlib.redirect_stdout(own):
+        yield
+  finally:
+    os.dup2(before, 1)
+    os.close(before)
 
 
 @contextlib.contextmanager
