@@ -22,7 +22,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from grpojax.runtime import interrupts, rendezvous
+from grpojax.runtime import interrupts, leaving, rendezvous
 
 HEARTBEAT = 30
 """Seconds after which a silent process counts as dead, and all others end."""
@@ -129,7 +128,7 @@ def joined(
     print(f"one process alone: {str(error).splitlines()[0]}", file=sys.stderr)
     yield
     return
-  with _standard_output(), _leaving():
+  with _standard_output(), leaving.together(HEARTBEAT):
     yield
 
 
@@ -152,34 +151,6 @@ def _standard_output() -> Iterator[None]:
   finally:
     os.dup2(before, 1)
     os.close(before)
-
-
-@contextlib.contextmanager
-def _leaving() -> Iterator[None]:
-  """Leaves together with all others, or at once where something broke.
-
-  JAX's shutdown waits for all processes. Those that come here by an exit code
-  (a message, SIGTERM) are all on their way; by another error, it is alone.
-  """
-  try:
-    yield
-  except (SystemExit, KeyboardInterrupt):
-    jax.distributed.shutdown()
-    raise
-  except BaseException as error:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      print(
-        f"process {jax.process_index()}: another process of this run is gone, "
-        "see what it said last; the same command resumes from the last "
-        f"checkpoint ({str(error).splitlines()[0][:200]})",
-        file=sys.stderr,
-      )
-    else:
-      traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-      stream.flush()
-    os._exit(1)
-  jax.distributed.shutdown()
 
 
 def count() -> int:

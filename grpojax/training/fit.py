@@ -26,6 +26,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  leaving,
   preemption,
 )
 from grpojax.training import (
@@ -216,7 +217,7 @@ def run(config: ConfigDict, directory: pathlib.Path) -> dict[str, Any] | None:
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
-      sys.exit(130)
+      sys.exit(leaving.INTERRUPTED)
     except OSError as error:
       if not disk.refuses(error):
         raise

@@ -1,0 +1,72 @@
+"""How one of several processes ends: with all others, or alone."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed as jax_distributed
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def _leave(code: Any, patience: int) -> None:
+  """Leaves together with all others; ends this process if they do not come.
+
+  Args:
+    code: the exit code, or what is to be said where it is 1.
+    patience: seconds to wait for them.
+  """
+  client = jax_distributed.global_state.client
+  try:
+    # JAX's shutdown, of itself, aborts where another process does not come.
+    client.wait_at_barrier("leaving", 1000 * patience)
+  except jax.errors.JaxRuntimeError:
+    if isinstance(code, str):
+      print(code, file=sys.stderr)
+    _end(1 if isinstance(code, str) else code or 0)
+  jax.distributed.shutdown()
+
+
+def _end(code: int) -> None:
+  for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+  os._exit(code)
+
+
+@contextlib.contextmanager
+def together(patience: int) -> Iterator[None]:
+  """Leaves together with all others, or at once where something broke.
+
+  Those that come here by an exit code (a message, SIGTERM) may all be on their
+  way; by another error or Ctrl-C, it is alone, and the others notice.
+
+  Args:
+    patience: seconds to wait for the others in the first case.
+  """
+  try:
+    yield
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    _end(INTERRUPTED)
+  except SystemExit as error:
+    if error.code == INTERRUPTED:
+      _end(INTERRUPTED)
+    _leave(error.code, patience)
+    raise
+  except BaseException as error:
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      print(
+        f"process {jax.process_index()}: another process of this run is gone, "
+        "see what it said last; the same command resumes from the last "
+        f"checkpoint ({str(error).splitlines()[0][:200]})",
+        file=sys.stderr,
+      )
+    else:
+      traceback.print_exc()
+    _end(1)
+  _leave(0, patience)
