@@ -55,7 +55,10 @@ such file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Whether this process sees what the first one has written."""
+  """Whether this process sees what the first one has written, and may write.
+
+  It writes its part of the checkpoints.
+  """
   end = time.monotonic() + SEEN_WITHIN
   while not (directory / run_directory.CONFIG).is_file():
     if time.monotonic() > end:
@@ -64,6 +67,7 @@ def _check_shared(directory: pathlib.Path) -> None:
         "several processes, --run_dir must be on storage that all of them share"
       )
     time.sleep(0.5)
+  disk.check_writable(directory, "--run_dir")
 
 
 def _files(config: ConfigDict) -> dict[str, str]:

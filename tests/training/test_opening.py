@@ -1,5 +1,8 @@
 """How a run directory is opened."""
 
+import errno
+import tempfile
+
 import pytest
 
 from grpojax.training import opening
@@ -11,3 +14,13 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     opening._check_shared(tmp_path)
   (tmp_path / "config.json").write_text("{}")
   opening._check_shared(tmp_path)
+
+
+def test_one_that_may_not_write_there_says_so(tmp_path, monkeypatch):
+  def refuse(*args, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+  (tmp_path / "config.json").write_text("{}")
+  monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+  with pytest.raises(ValueError, match="cannot be written: Read-only file"):
+    opening._check_shared(tmp_path)
