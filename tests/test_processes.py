@@ -301,7 +301,7 @@ BLOWS = [
 SIZES = [(1, 8), (2, 8), (4, 8), (1, 1), (2, 2), (2, 4), (1, 2)]
 
 
-def strike(rng, directory, processes, whole_steps):
+def strike(rng, blow, directory, processes, whole_steps):
   """Interrupts a run at any moment, from its start to its end."""
   begun = results_so_far(directory)
   moment, end = rng.random() * 40, time.monotonic() + 240
@@ -313,7 +313,7 @@ def strike(rng, directory, processes, whole_steps):
       time.sleep(0.02)
     moment = rng.random()
   time.sleep(moment)
-  which, to_all = rng.choice(BLOWS)
+  which, to_all = blow
   victims = processes if to_all else [rng.choice(processes)]
   for process in victims:
     process.send_signal(which)
@@ -338,10 +338,13 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
   )
   run(tmp_path / "whole", 1, settings)
   directory = tmp_path / "run"
+  blows, sizes = BLOWS * 2, SIZES * 2
+  rng.shuffle(blows)
+  rng.shuffle(sizes)
   for i in range(10):
-    count, devices = rng.choice(SIZES)
+    count, devices = sizes[i]
     with started(directory, count, settings, devices=devices) as processes:
-      blow = strike(rng, directory, processes, steps)
+      blow = strike(rng, blows[i], directory, processes, steps)
       codes = ended(processes, 120)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
     said = "".join(told(directory, j, "err") for j in range(count))

@@ -5,7 +5,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 from jax._src import distributed as jax_distributed
@@ -14,11 +13,11 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-def _leave(code: Any, patience: int) -> None:
+def _leave(code: int, patience: int) -> None:
   """Leaves together with all others; ends this process if they do not come.
 
   Args:
-    code: the exit code, or what is to be said where it is 1.
+    code: the exit code.
     patience: seconds to wait for them.
   """
   client = jax_distributed.global_state.client
@@ -26,9 +25,7 @@ def _leave(code: Any, patience: int) -> None:
     # JAX's shutdown, of itself, aborts where another process does not come.
     client.wait_at_barrier("leaving", 1000 * patience)
   except jax.errors.JaxRuntimeError:
-    if isinstance(code, str):
-      print(code, file=sys.stderr)
-    _end(1 if isinstance(code, str) else code or 0)
+    _end(code)
   jax.distributed.shutdown()
 
 
@@ -54,10 +51,15 @@ def together(patience: int) -> Iterator[None]:
     print("interrupted", file=sys.stderr)
     _end(INTERRUPTED)
   except SystemExit as error:
-    if error.code == INTERRUPTED:
-      _end(INTERRUPTED)
-    _leave(error.code, patience)
-    raise
+    code = error.code or 0
+    if isinstance(code, str):  # said before it waits
+      print(code, file=sys.stderr, flush=True)
+      code = 1
+    if code == INTERRUPTED:
+      _end(code)
+    # What all have refused, all have refused by now.
+    _leave(code, min(patience, 10) if code == 1 else patience)
+    sys.exit(code)
   except BaseException as error:
     if isinstance(error, jax.errors.JaxRuntimeError):
       print(

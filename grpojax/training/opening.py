@@ -148,11 +148,16 @@ def open_all(
     stack.enter_context(run_lock.hold(directory))
 
   def open_directory() -> bool:
-    resumed = run_directory.open_run(directory, checked.config)
-    if resumed:
-      run_directory.say_added(directory)
-    splits = {"train": checked.train, "test": checked.held_out}
-    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+    try:
+      resumed = run_directory.open_run(directory, checked.config)
+      if resumed:
+        run_directory.say_added(directory)
+      splits = {"train": checked.train, "test": checked.held_out}
+      prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+    except OSError as error:
+      raise ValueError(
+        f"{directory} cannot be written: {error.strerror or error}"
+      ) from error
     return resumed
 
   with command_line.usage_errors():
