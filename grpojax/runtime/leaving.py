@@ -35,6 +35,25 @@ def _end(code: int) -> None:
   os._exit(code)
 
 
+def _of_another(error: BaseException) -> bool:
+  """Whether an error says that another process is gone.
+
+  That of a collective is a ValueError where a program is dispatched, and may
+  have been turned into an exit's message since.
+  """
+  return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+
+
+def _end_after_another(error: BaseException) -> None:
+  print(
+    f"process {jax.process_index()}: another process of this run is gone, "
+    "see what it said last; the same command resumes from the last "
+    f"checkpoint ({str(error).splitlines()[0][:200]})",
+    file=sys.stderr,
+  )
+  _end(1)
+
+
 @contextlib.contextmanager
 def together(patience: int) -> Iterator[None]:
   """Leaves together with all others, or at once where something broke.
@@ -51,6 +70,8 @@ def together(patience: int) -> Iterator[None]:
     print("interrupted", file=sys.stderr)
     _end(INTERRUPTED)
   except SystemExit as error:
+    if _of_another(error):
+      _end_after_another(error)
     code = error.code or 0
     if isinstance(code, str):  # said before it waits
       print(code, file=sys.stderr, flush=True)
@@ -61,14 +82,8 @@ def together(patience: int) -> Iterator[None]:
     _leave(code, min(patience, 10) if code == 1 else patience)
     sys.exit(code)
   except BaseException as error:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      print(
-        f"process {jax.process_index()}: another process of this run is gone, "
-        "see what it said last; the same command resumes from the last "
-        f"checkpoint ({str(error).splitlines()[0][:200]})",
-        file=sys.stderr,
-      )
-    else:
-      traceback.print_exc()
+    if _of_another(error):
+      _end_after_another(error)
+    traceback.print_exc()
     _end(1)
   _leave(0, patience)
