@@ -320,6 +320,9 @@ def strike(rng, blow, directory, processes, whole_steps):
   return which, len(victims), begun
 
 
+LOST = "Exception ignored in"
+
+
 def results_so_far(directory):
   with contextlib.suppress(OSError):
     rows = records.read_jsonl(directory / "metrics.jsonl")
@@ -345,10 +348,11 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
     count, devices = sizes[i]
     with started(directory, count, settings, devices=devices) as processes:
       blow = strike(rng, blows[i], directory, processes, steps)
-      codes = ended(processes, 120)
+      codes = ended(processes, 300)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
     said = "".join(told(directory, j, "err") for j in range(count))
-    assert "Traceback" not in said, said
+    # Python passes over a Ctrl-C that comes in some callbacks, and says so.
+    assert "Traceback" not in said.replace("\nTraceback", "", said.count(LOST))
     signals = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT}
     assert set(codes) <= {0, 1, 75, 130, *signals}, said
   run(directory, 2, settings)

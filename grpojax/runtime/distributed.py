@@ -22,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -117,7 +118,8 @@ def joined(
     address, _, port = coordinator.rpartition(":")
     rendezvous.meet(address, int(port), *map(int, (num_processes, process_id)))
   try:
-    with interrupts.become(signal.SIG_DFL):  # it hears no other one
+    # It says nothing, and hears no other Ctrl-C.
+    with _said_if_long(), interrupts.become(signal.SIG_DFL):
       jax.distributed.initialize(**options)
   except Exception as error:
     if coordinator or _several(os.environ):
@@ -130,6 +132,19 @@ def joined(
     return
   with _standard_output(), leaving.together(HEARTBEAT):
     yield
+
+
+@contextlib.contextmanager
+def _said_if_long(seconds: float = 10.0) -> Iterator[None]:
+  words = "waiting for the other processes of this run, five minutes at most"
+  told = {"file": sys.stderr, "flush": True}
+  timer = threading.Timer(seconds, print, [words], told)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 @contextlib.contextmanager

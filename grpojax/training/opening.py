@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata as metadata
 import pathlib
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -91,6 +92,14 @@ def _version(package: str) -> str:
     return "from source"
 
 
+def _code(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
+  """This package's own files: a checkout may have been edited on one host."""
+  return "\n".join(
+    f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
+    for path in sorted(root.rglob("*.py"))
+  )
+
+
 def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
   """The config that the run goes on with; None where it is finished.
 
@@ -102,6 +111,7 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
     distributed.check_same(
       configuration=config_lib.to_json(config),
       packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
+      code=_code(),
     )
     with distributed.agreed():
       files = _files(config)

@@ -24,3 +24,14 @@ def test_one_that_may_not_write_there_says_so(tmp_path, monkeypatch):
   monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
   with pytest.raises(ValueError, match="cannot be written: Read-only file"):
     opening._check_shared(tmp_path)
+
+
+def test_code_that_was_edited_is_other_code(tmp_path):
+  (tmp_path / "core").mkdir()
+  file = tmp_path / "core" / "step.py"
+  file.write_text("x = 1\n")
+  before = opening._code(tmp_path)
+  file.write_text("x = 2\n")
+  assert before.startswith("core/step.py: ")
+  assert opening._code(tmp_path) not in ("", before)
+  assert "training/opening.py: crc32 " in opening._code()
