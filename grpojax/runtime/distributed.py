@@ -114,9 +114,11 @@ def joined(
   elif not (_several(os.environ) or _on_tpu_vm()):
     yield
     return
+  peers = {}
   if coordinator:
     address, _, port = coordinator.rpartition(":")
-    rendezvous.meet(address, int(port), *map(int, (num_processes, process_id)))
+    who = int(num_processes), int(process_id)
+    peers = rendezvous.meet(address, int(port), *who)
   try:
     # It says nothing, and hears no other Ctrl-C.
     with _said_if_long(), interrupts.become(signal.SIG_DFL):
@@ -130,7 +132,7 @@ def joined(
     print(f"one process alone: {str(error).splitlines()[0]}", file=sys.stderr)
     yield
     return
-  with _standard_output(), leaving.together(HEARTBEAT):
+  with _standard_output(), leaving.together(HEARTBEAT, peers):
     yield
 
 

@@ -2,15 +2,21 @@
 
 import contextlib
 import os
+import select
+import socket
 import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 from jax._src import distributed as jax_distributed
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+
+GRACE = 5.0
+"""Seconds in which a process leaves by itself after another one has ended."""
 
 
 def _leave(code: int, patience: int) -> None:
@@ -54,8 +60,50 @@ def _end_after_another(error: BaseException) -> None:
   _end(1)
 
 
+def _gone(peers: Mapping[int, socket.socket]) -> list[int]:
+  """Which processes have ended, of those that this one is connected to."""
+  readable = select.select(list(peers.values()), [], [], 0.5)[0]
+  return [i for i, peer in peers.items() if peer in readable]
+
+
+def _watch(
+  peers: Mapping[int, socket.socket], leaving: threading.Event
+) -> None:
+  """Ends this process when another one has ended and this one does not leave.
+
+  JAX finds out by itself, after up to half a minute, and aborts.
+  """
+  while not leaving.is_set():
+    if gone := _gone(peers):
+      # At once: where it is process 0, JAX aborts in a second.
+      print(
+        f"process {jax.process_index()}: process {gone[0]} of this run is "
+        "gone, see what it said last; the same command resumes from the last "
+        "checkpoint",
+        file=sys.stderr,
+        flush=True,
+      )
+      if not leaving.wait(GRACE):
+        _end(1)
+      return
+
+
 @contextlib.contextmanager
-def together(patience: int) -> Iterator[None]:
+def _watching(peers: Mapping[int, socket.socket]) -> Iterator[None]:
+  leaving = threading.Event()
+  if peers:
+    args = peers, leaving
+    threading.Thread(target=_watch, args=args, daemon=True).start()
+  try:
+    yield
+  finally:
+    leaving.set()
+
+
+@contextlib.contextmanager
+def together(
+  patience: int, peers: Mapping[int, socket.socket]
+) -> Iterator[None]:
   """Leaves together with all others, or at once where something broke.
 
   Those that come here by an exit code (a message, SIGTERM) may all be on their
@@ -63,9 +111,11 @@ def together(patience: int) -> Iterator[None]:
 
   Args:
     patience: seconds to wait for the others in the first case.
+    peers: connections that end where another process does.
   """
   try:
-    yield
+    with _watching(peers):
+      yield
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     _end(INTERRUPTED)

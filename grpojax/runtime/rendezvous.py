@@ -25,6 +25,9 @@ _SAY_AFTER = 10  # seconds of waiting without a word
 _LIMIT = 4096  # bytes of a line
 
 
+Peers = dict[int, socket.socket]
+
+
 class Left(Exception):
   """A process that had come was ended before all were there."""
 
@@ -118,19 +121,17 @@ def _check(said: dict[str, Any], count: int, there: dict[int, Any]) -> None:
 
 @contextlib.contextmanager
 def _answered(connections: list[socket.socket]) -> Iterator[None]:
-  """Tells the others whether it went well, and if not, why; then hangs up."""
+  """Tells the others that it went well; or why not, and hangs up."""
   try:
     yield
-  except ValueError as error:
+  except BaseException as error:
     for connection in connections:
-      _send(connection, grpojax="refused", why=str(error))
-    raise
-  else:
-    for connection in connections:
-      _send(connection, grpojax="all are there")
-  finally:
-    for connection in connections:
+      if isinstance(error, ValueError):
+        _send(connection, grpojax="refused", why=str(error))
       connection.close()
+    raise
+  for connection in connections:
+    _send(connection, grpojax="all are there")
 
 
 def _next(listener: socket.socket) -> tuple[socket.socket, Any] | None:
@@ -148,7 +149,7 @@ def _next(listener: socket.socket) -> tuple[socket.socket, Any] | None:
   return connection, said
 
 
-def _host(port: int, count: int, waiting: _Waiting) -> None:
+def _host(port: int, count: int, waiting: _Waiting) -> Peers:
   """Process 0: waits for all others."""
   connections, there = [], {}
   with _listen(port) as listener, _answered(connections):
@@ -165,16 +166,20 @@ def _host(port: int, count: int, waiting: _Waiting) -> None:
       _check(said, count, there)
       there[said["process"]] = connection
       _send(connection, grpojax="welcome")
+  return there
 
 
-def _come(address: tuple[str, int], who: dict[str, Any]) -> dict[str, Any]:
-  """What process 0 says in the end.
+def _come(address: tuple[str, int], who: dict[str, Any]) -> socket.socket:
+  """To process 0, which has found all of them.
 
   Raises:
+    ValueError: what it has found to be wrong.
     OSError: process 0 is not there.
     Left: it was.
   """
-  with socket.create_connection(address, timeout=5) as connection:
+  with contextlib.ExitStack() as stack:
+    connection = socket.create_connection(address, timeout=5)
+    stack.enter_context(connection)
     _send(connection, grpojax="here", **who)
     said = _line(connection)
     if said is None:
@@ -183,35 +188,34 @@ def _come(address: tuple[str, int], who: dict[str, Any]) -> dict[str, Any]:
       # It is process 0 that says when they have waited enough.
       connection.settimeout(PATIENCE + 60)
       said = _line(connection)
-  if said is None:
-    raise Left("process 0 was ended before the run began")
-  return said
+    if said is None:
+      raise Left("process 0 was ended before the run began")
+    if "why" in said:
+      raise ValueError(said["why"])
+    stack.pop_all()
+  return connection
 
 
 def _visit(
   address: tuple[str, int], count: int, process: int, waiting: _Waiting
-) -> None:
+) -> Peers:
   """Another process: comes to process 0, and waits for its answer."""
   who = {"process": process, "count": count}
   who["who"] = f"pid {os.getpid()} on {socket.gethostname()}"
   while True:
     try:
-      said = _come(address, who)
+      return {0: _come(address, who)}
     except OSError as error:
       reason = error.strerror or str(error)
       waiting.check(f"process 0 is not there ({reason})")
       time.sleep(0.2)
-      continue
-    if "why" in said:
-      raise ValueError(said["why"])
-    return
 
 
 def _ended(*_: Any) -> None:
   raise Left("SIGTERM before the run began")
 
 
-def meet(address: str, port: int, count: int, process: int) -> None:
+def meet(address: str, port: int, count: int, process: int) -> Peers:
   """Returns when all processes of a run are there.
 
   Args:
@@ -219,6 +223,10 @@ def meet(address: str, port: int, count: int, process: int) -> None:
     port: on which it listens, for as long as this takes.
     count: of processes, as all of them must say.
     process: this one, in 0..count-1.
+
+  Returns:
+    Connections that stay open for as long as the processes live, by process:
+    of process 0 to all others, of these to process 0.
 
   Raises:
     ValueError: in all of them, what is wrong; also after `PATIENCE` seconds.
@@ -228,8 +236,7 @@ def meet(address: str, port: int, count: int, process: int) -> None:
   before = signal.signal(signal.SIGTERM, _ended)
   try:
     if process == 0:
-      _host(port, count, waiting)
-    else:
-      _visit((address.strip("[]"), port), count, process, waiting)
+      return _host(port, count, waiting)
+    return _visit((address.strip("[]"), port), count, process, waiting)
   finally:
     signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -1,5 +1,7 @@
 """How a process ends, by what it ends with; the others are stand-ins."""
 
+import socket
+import time
 import types
 
 import jax
@@ -34,7 +36,7 @@ def leave(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     monkeypatch.setattr(leaving.os, "_exit", end)
     with pytest.raises((Ended, SystemExit)) as caught:
-      with leaving.together(30):
+      with leaving.together(30, {}):
         raise error
     code = caught.value.args[0]
     return caught.type is Ended, code, sum(waited)
@@ -78,3 +80,31 @@ def test_a_message_is_said_once_and_a_bug_with_its_traceback(leave, capsys):
   assert capsys.readouterr().err == "error: no such thing\n"
   leave(KeyError("a bug"))
   assert "KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
+  ended = []
+  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(leaving, "GRACE", 0.01)
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  here, there = socket.socketpair()
+  with here, leaving._watching({3: here}):
+    time.sleep(0.05)
+    assert not ended
+    there.close()
+    time.sleep(0.2)
+  assert ended == [1]
+  assert "process 3 of this run is gone" in capsys.readouterr().err
+
+
+def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch):
+  ended = []
+  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  here, there = socket.socketpair()
+  with here:
+    with leaving._watching({3: here}):
+      there.close()
+      time.sleep(0.05)
+    time.sleep(0.1)
+  assert not ended

@@ -40,14 +40,23 @@ def meet(port, *who):
     *who: (count, process) of each.
   """
 
+  peers = {}
+
   def one(count, process):
     try:
-      rendezvous.meet("127.0.0.1", port, count, process)
+      peers[process] = rendezvous.meet("127.0.0.1", port, count, process)
     except (ValueError, rendezvous.Left) as error:
       return str(error)
 
   with concurrent.futures.ThreadPoolExecutor() as threads:
-    return list(threads.map(one, *zip(*who, strict=True)))
+    said = list(threads.map(one, *zip(*who, strict=True)))
+  for process, others in peers.items():
+    for i, peer in others.items():  # connected to each other
+      peer.sendall(b"x")
+      assert peers[i][process].recv(9) == b"x"
+  for peer in (peer for others in peers.values() for peer in others.values()):
+    peer.close()
+  return said
 
 
 def test_all_of_them_meet_in_any_order(port):
