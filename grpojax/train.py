@@ -33,7 +33,13 @@ with code 1.
 import contextlib
 import sys
 
-from grpojax.runtime import command_line, disk, distributed
+from grpojax.runtime import (
+  command_line,
+  disk,
+  distributed,
+  preemption,
+  rendezvous,
+)
 from grpojax.training import fit, reporting, run_storage
 from grpojax.training.config import WORDS, default_config
 from grpojax.training.validation import CHOICES
@@ -62,9 +68,14 @@ def main(argv: list[str]) -> None:
     flags.coordinator, flags.num_processes, flags.process_id
   )
   with contextlib.ExitStack() as stack:
+    try:
+      with command_line.usage_errors():
+        stack.enter_context(join)
+    except rendezvous.Left as why:
+      print(f"{why}; the same command starts it", file=sys.stderr)
+      sys.exit(preemption.EXIT_PREEMPTED)
+    stack.enter_context(disk.errors())
     with command_line.usage_errors():
-      stack.enter_context(join)
-      stack.enter_context(disk.errors())
       place = stack.enter_context(run_storage.opened(where))
     summary = fit.run(config, *place)
     if summary is None:

@@ -19,20 +19,28 @@ shift
 
 export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 export JAX_NUM_CPU_DEVICES="${JAX_NUM_CPU_DEVICES:-1}"
+pids=() told=""
+end() {
+  told=1
+  if ((${#pids[@]})); then kill -TERM "${pids[@]}" 2>/dev/null || true; fi
+}
+trap end TERM INT # before it starts any, so that it leaves none behind
 port="$(python -c 'import socket
 with socket.socket() as s:
   s.bind(("127.0.0.1", 0))
   print(s.getsockname()[1])')"
 
-pids=()
 for ((i = 0; i < processes; i++)); do
+  if [[ -n "$told" ]]; then break; fi
   python -u -m grpojax.train --coordinator="127.0.0.1:$port" \
     --num_processes="$processes" --process_id="$i" "$@" &
   pids+=("$!")
 done
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
-
 worst=0
+if [[ -n "$told" ]]; then
+  end # the last one may not have been among them
+  worst=75
+fi
 for pid in "${pids[@]}"; do
   code=0
   wait "$pid" || code="$?"

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -286,3 +287,75 @@ def test_wrong_arguments_are_said(tmp_path):
       env=os.environ | {"PYTHONPATH": str(HERE.parent)},
     )
     assert done.returncode == 1 and message in done.stderr
+
+
+# What happens to a run: (signal, to all of its processes or to one).
+BLOWS = [
+  (signal.SIGTERM, False),
+  (signal.SIGTERM, True),
+  (signal.SIGINT, False),
+  (signal.SIGINT, True),
+  (signal.SIGKILL, False),
+  (signal.SIGKILL, True),
+]
+SIZES = [(1, 8), (2, 8), (4, 8), (1, 1), (2, 2), (2, 4), (1, 2)]
+
+
+def strike(rng, blow, directory, processes, whole_steps):
+  """Interrupts a run at any moment, from its start to its end."""
+  begun = results_so_far(directory)
+  moment, end = rng.random() * 40, time.monotonic() + 240
+  if rng.random() < 0.7:  # in its steps, not before them
+    goal = min(begun + rng.randint(1, 3), whole_steps)
+    while results_so_far(directory) < goal and time.monotonic() < end:
+      if any(p.poll() is not None for p in processes):
+        break
+      time.sleep(0.02)
+    moment = rng.random()
+  time.sleep(moment)
+  which, to_all = blow
+  victims = processes if to_all else [rng.choice(processes)]
+  for process in victims:
+    process.send_signal(which)
+  return which, len(victims), begun
+
+
+LOST = "Exception ignored in"
+
+
+def results_so_far(directory):
+  with contextlib.suppress(OSError):
+    rows = records.read_jsonl(directory / "metrics.jsonl")
+    return max((row["step"] for row in rows), default=0)
+  return 0
+
+
+@pytest.mark.long
+def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
+  seed = int(os.environ.get("GRPOJAX_SEED", random.randrange(10**6)))
+  rng, steps = random.Random(seed), 16
+  print(f"GRPOJAX_SEED={seed}")
+  settings = words(
+    {"steps": steps, "mesh.data": -1, "mesh.fsdp": 1, "eval.every": 5}
+    | {"loss.beta": 0.05, "optim.schedule": "linear"}
+  )
+  run(tmp_path / "whole", 1, settings)
+  directory = tmp_path / "run"
+  blows, sizes = BLOWS * 2, SIZES * 2
+  rng.shuffle(blows)
+  rng.shuffle(sizes)
+  for i in range(10):
+    count, devices = sizes[i]
+    with started(directory, count, settings, devices=devices) as processes:
+      blow = strike(rng, blows[i], directory, processes, steps)
+      codes = ended(processes, 300)
+    print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
+    said = "".join(told(directory, j, "err") for j in range(count))
+    # Python passes over a Ctrl-C that comes in some callbacks, and says so.
+    assert "Traceback" not in said.replace("\nTraceback", "", said.count(LOST))
+    signals = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT}
+    assert set(codes) <= {0, 1, 75, 130, *signals}, said
+  run(directory, 2, settings)
+  same(results(tmp_path / "whole"), results(directory))
+  rows = records.read_jsonl(directory / "metrics.jsonl")
+  assert [r["step"] for r in rows if "loss" in r] == list(range(1, steps + 1))

@@ -5,7 +5,6 @@ complete, so a process that is killed leaves nothing that looks like one.
 """
 
 import contextlib
-import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -21,18 +20,9 @@ from grpojax.runtime import (
   disk,
   distributed,
   interrupts,
+  orbax_log,
   stored_arrays,
 )
-
-
-def _not_told_here(record: logging.LogRecord) -> bool:
-  error = record.levelno >= logging.ERROR and not record.exc_info
-  return error or "orbax" not in record.pathname
-
-
-# Orbax warns at length of what it then raises, and logs the traceback as well,
-# from each thread.
-logging.getLogger("absl").addFilter(_not_told_here)
 
 
 class Checkpointer(NamedTuple):
@@ -90,7 +80,8 @@ def open_checkpointer(
       try:
         wait(checkpointer)
       finally:
-        orbax.close()
+        if not orbax_log.failed_alone():  # it would wait for all processes
+          orbax.close()
         if not readonly:
           checkpoint_files.remove_torn(path)
 
@@ -137,6 +128,7 @@ def save(
     return
   state = stored_arrays.plain(state)
   known = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
+  orbax_log.forget()
   with interrupts.wait(), _failures(checkpointer):
     in_flight.append(orbax.save_async(int(step), state, custom_metadata=known))
 
@@ -165,15 +157,16 @@ def wait(checkpointer: Checkpointer, timeout: float | None = None) -> None:
   (save,) = checkpointer.in_flight
   with _failures(checkpointer):
     try:
-      save.result(timeout)
+      orbax_log.result(save, timeout)
     except TimeoutError:
       if timeout is None:
         raise
       return
     except Exception:
       checkpointer.in_flight.clear()
-      with contextlib.suppress(Exception):  # it says so to each thread once
-        checkpointer.orbax.wait()
+      if not orbax_log.failed_alone():
+        with contextlib.suppress(Exception):  # it says so to each thread once
+          checkpointer.orbax.wait()
       raise
   checkpointer.in_flight.clear()
 

@@ -20,14 +20,17 @@ import glob
 import importlib.util
 import json
 import os
+import signal
 import sys
-import traceback
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from grpojax.runtime import interrupts, leaving, rendezvous
 
 HEARTBEAT = 30
 """Seconds after which a silent process counts as dead, and all others end."""
@@ -72,6 +75,8 @@ def _given(
   n, i = int(num_processes), int(process_id)
   if not i < n:
     raise ValueError(f"--process_id={i} must be in 0..{n - 1}")
+  if not 0 < int(port) < 2**16:
+    raise ValueError(f"--coordinator={coordinator}: there is no such port")
   return {"coordinator_address": coordinator, "num_processes": n} | {
     "process_id": i,
     "cluster_detection_method": "deactivate",
@@ -94,6 +99,7 @@ def joined(
 
   Raises:
     ValueError: arguments that make no sense, or the others were not found.
+    rendezvous.Left: one of them was ended before all were there.
   """
   options = {
     "heartbeat_timeout_seconds": HEARTBEAT,
@@ -108,8 +114,15 @@ def joined(
   elif not (_several(os.environ) or _on_tpu_vm()):
     yield
     return
+  peers = {}
+  if coordinator:
+    address, _, port = coordinator.rpartition(":")
+    who = int(num_processes), int(process_id)
+    peers = rendezvous.meet(address, int(port), *who)
   try:
-    jax.distributed.initialize(**options)
+    # It says nothing, and hears no other Ctrl-C.
+    with _said_if_long(), interrupts.become(signal.SIG_DFL):
+      jax.distributed.initialize(**options)
   except Exception as error:
     if coordinator or _several(os.environ):
       raise ValueError(
@@ -119,40 +132,42 @@ def joined(
     print(f"one process alone: {str(error).splitlines()[0]}", file=sys.stderr)
     yield
     return
-  with contextlib.ExitStack() as stack:
-    if not is_main():
-      nowhere = stack.enter_context(open(os.devnull, "w"))
-      stack.enter_context(contextlib.redirect_stdout(nowhere))
-    stack.enter_context(_leaving())
+  with _standard_output(), leaving.together(HEARTBEAT, peers):
     yield
 
 
 @contextlib.contextmanager
-def _leaving() -> Iterator[None]:
-  """Leaves together with all others, or at once where something broke.
-
-  JAX's shutdown waits for all processes. Those that come here by an exit code
-  (a message, SIGTERM) are all on their way; by another error, it is alone.
-  """
+def _said_if_long(seconds: float = 10.0) -> Iterator[None]:
+  words = "waiting for the other processes of this run, five minutes at most"
+  told = {"file": sys.stderr, "flush": True}
+  timer = threading.Timer(seconds, print, [words], told)
+  timer.daemon = True
+  timer.start()
   try:
     yield
-  except (SystemExit, KeyboardInterrupt):
-    jax.distributed.shutdown()
-    raise
-  except BaseException as error:
-    if isinstance(error, jax.errors.JaxRuntimeError):
-      print(
-        f"process {jax.process_index()}: another process of this run is gone, "
-        "see what it said last; the same command resumes from the last "
-        f"checkpoint ({str(error).splitlines()[0][:200]})",
-        file=sys.stderr,
-      )
-    else:
-      traceback.print_exc()
-    for stream in (sys.stdout, sys.stderr):
-      stream.flush()
-    os._exit(1)
-  jax.distributed.shutdown()
+  finally:
+    timer.cancel()
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+  """Only the first process's own words go to standard output.
+
+  What libraries write there from C++ (Gloo of each connection) goes to standard
+  error.
+  """
+  sys.stdout.flush()
+  before = os.dup(1)
+  os.dup2(2, 1)
+  try:
+    target = before if is_main() else os.devnull
+    like = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    with open(target, "w", 1, closefd=not is_main(), **like) as own:
+      with contextlib.redirect_stdout(own):
+        yield
+  finally:
+    os.dup2(before, 1)
+    os.close(before)
 
 
 def count() -> int:

@@ -27,6 +27,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  leaving,
   preemption,
 )
 from grpojax.training import (
@@ -230,7 +231,7 @@ def run(
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")
-      sys.exit(130)
+      sys.exit(leaving.INTERRUPTED)
     except OSError as error:
       if not disk.refuses(error):
         raise

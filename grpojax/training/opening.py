@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata as metadata
 import pathlib
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 import jax
@@ -58,7 +59,10 @@ such file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Whether this process sees what the first one has written."""
+  """Whether this process sees what the first one has written, and may write.
+
+  It writes its part of the checkpoints.
+  """
   end = time.monotonic() + SEEN_WITHIN
   config = bucket.origin(directory) / run_directory.CONFIG
   while not config.is_file():
@@ -68,6 +72,7 @@ def _check_shared(directory: pathlib.Path) -> None:
         "several processes, --run_dir must be on storage that all of them share"
       )
     time.sleep(0.5)
+  disk.check_writable(directory, "--run_dir")
 
 
 def _files(config: ConfigDict) -> dict[str, str]:
@@ -103,6 +108,14 @@ def _version(package: str) -> str:
     return "from source"
 
 
+def _code(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
+  """This package's own files: a checkout may have been edited on one host."""
+  return "\n".join(
+    f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
+    for path in sorted(root.rglob("*.py"))
+  )
+
+
 def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
   """The config that the run goes on with; None where it is finished.
 
@@ -114,6 +127,7 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
     distributed.check_same(
       configuration=config_lib.to_json(config),
       packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
+      code=_code(),
     )
     with distributed.agreed():
       files = _files(config)
@@ -162,12 +176,16 @@ def open_all(
     stack.enter_context(run_lock.hold(directory))
 
   def open_directory() -> bool:
-    resumed = run_directory.open_run(directory, checked.config)
-    if resumed:
-      run_directory.say_added(directory)
-    splits = {"train": checked.train, "test": checked.held_out}
-    prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
-    publish()
+    try:
+      resumed = run_directory.open_run(directory, checked.config)
+      if resumed:
+        run_directory.say_added(directory)
+      splits = {"train": checked.train, "test": checked.held_out}
+      prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+      publish()
+    except (OSError, disk.WriteFailed) as error:
+      said = getattr(error, "strerror", None) or error
+      raise ValueError(f"{directory} cannot be written: {said}") from error
     return resumed
 
   with command_line.usage_errors():

@@ -15,7 +15,13 @@ SCRIPT = LAUNCH / "local_multiprocess.sh"
 
 # Process I ends with the code in `codeI`, or saves at SIGTERM.
 PYTHON = f"""#!/usr/bin/env bash
-if [[ "$1" == -c ]]; then exec {sys.executable} -S "$@"; fi
+if [[ "$1" == -c ]]; then
+  if [[ -e "$HOME/slow" ]]; then
+    touch "$HOME/asked"
+    until [[ -e "$HOME/go" ]]; do sleep 0.02; done
+  fi
+  exec {sys.executable} -S "$@"
+fi
 trap 'exit 75' TERM
 for word in "$@"; do
   if [[ "$word" == --process_id=* ]]; then i="${{word#*=}}"; fi
@@ -74,3 +80,16 @@ def test_the_number_of_processes_is_asked_for(stand_ins, arguments):
   assert done.returncode == 2
   assert "how many processes?" in done.stderr
   assert "launch/local_multiprocess.sh N" in done.stderr
+
+
+def test_a_signal_before_it_starts_them_is_not_lost(stand_ins, tmp_path):
+  (tmp_path / "slow").touch()
+  job = start(stand_ins, tmp_path, "2")
+  limit = time.monotonic() + 20
+  while not (tmp_path / "asked").exists():
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+  os.kill(job.pid, signal.SIGTERM)
+  (tmp_path / "go").touch()
+  assert job.wait(20) == 75
+  assert not list(tmp_path.glob("started?"))

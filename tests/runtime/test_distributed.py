@@ -2,6 +2,8 @@
 starts several."""
 
 import json
+import os
+import time
 
 import numpy as np
 import pytest
@@ -103,3 +105,26 @@ def test_fingerprints_of_models(tmp_path):
   assert file_checksums.fingerprint(tmp_path) == one  # between two blocks
   file.write_bytes(b"!" + data[1:])
   assert file_checksums.fingerprint(tmp_path) != one
+
+
+def test_a_long_wait_is_said(capsys):
+  with distributed._said_if_long(60.0):
+    pass
+  assert capsys.readouterr().err == ""
+  with distributed._said_if_long(0.01):
+    time.sleep(0.2)
+  assert "waiting for the other processes" in capsys.readouterr().err
+
+
+def test_only_the_first_processs_words_go_to_standard_output(
+  capfd, monkeypatch
+):
+  for count, own in ((1, "mine\n"), (2, "")):
+    monkeypatch.setattr(distributed, "is_main", lambda first=count == 1: first)
+    with distributed._standard_output():
+      print("mine")
+      os.write(1, b"a library's\n")
+    told = capfd.readouterr()
+    assert told.out == own and told.err == "a library's\n"
+  print("again")
+  assert capfd.readouterr().out == "again\n"

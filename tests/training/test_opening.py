@@ -1,6 +1,8 @@
 """How a run directory is opened."""
 
 import contextlib
+import errno
+import tempfile
 
 import numpy as np
 import pytest
@@ -49,4 +51,25 @@ def test_all_processes_have_the_first_ones_date(
   monkeypatch.setattr(start, "check", check)
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match="26 Jul 2024"):
-      opening.open_all(config_with(), tmp_path, stack, lambda: None)
+      opening.open_all(config_with(), tmp_path, stack, None, None)
+
+
+def test_one_that_may_not_write_there_says_so(tmp_path, monkeypatch):
+  def refuse(*args, **options):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+  (tmp_path / "config.json").write_text("{}")
+  monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+  with pytest.raises(ValueError, match="cannot be written: Read-only file"):
+    opening._check_shared(tmp_path)
+
+
+def test_code_that_was_edited_is_other_code(tmp_path):
+  (tmp_path / "core").mkdir()
+  file = tmp_path / "core" / "step.py"
+  file.write_text("x = 1\n")
+  before = opening._code(tmp_path)
+  file.write_text("x = 2\n")
+  assert before.startswith("core/step.py: ")
+  assert opening._code(tmp_path) not in ("", before)
+  assert "training/opening.py: crc32 " in opening._code()

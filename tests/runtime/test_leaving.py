@@ -1,0 +1,110 @@
+"""How a process ends, by what it ends with; the others are stand-ins."""
+
+import socket
+import time
+import types
+
+import jax
+import pytest
+
+from grpojax.runtime import leaving
+
+
+class Ended(Exception):
+  """In the place of the process's end."""
+
+
+@pytest.fixture
+def leave(monkeypatch):
+  """(error, whether the others come) -> how it ended, how long it waited."""
+
+  def end(code):
+    raise Ended(code)
+
+  def run(error, others=True):
+    waited = []
+
+    def wait_at_barrier(name, milliseconds):
+      waited.append(milliseconds // 1000)
+      if not others:
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    client = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    state = types.SimpleNamespace(client=client)
+    monkeypatch.setattr(leaving.jax_distributed, "global_state", state)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(leaving.os, "_exit", end)
+    with pytest.raises((Ended, SystemExit)) as caught:
+      with leaving.together(30, {}):
+        raise error
+    code = caught.value.args[0]
+    return caught.type is Ended, code, sum(waited)
+
+  return run
+
+
+@pytest.mark.parametrize(
+  "error, others, expected",
+  [
+    (SystemExit(75), True, (False, 75, 30)),
+    (SystemExit(75), False, (True, 75, 30)),
+    (SystemExit("error: no"), True, (False, 1, 10)),
+    (SystemExit("error: no"), False, (True, 1, 10)),
+    (SystemExit(130), True, (True, 130, 0)),  # it alone was interrupted
+    (KeyboardInterrupt(), True, (True, 130, 0)),
+    (KeyError("a bug"), True, (True, 1, 0)),
+  ],
+)
+def test_exit_codes(leave, error, others, expected):
+  assert leave(error, others) == expected
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer"),
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
+    SystemExit("error: UNKNOWN: Gloo AllReduce failed"),
+  ],
+)
+def test_others_that_are_gone_are_said_to_be(leave, error, capsys):
+  assert leave(error) == (True, 1, 0)
+  said = capsys.readouterr().err
+  assert "process 0: another process of this run is gone" in said
+  assert "the same command resumes" in said and "Traceback" not in said
+
+
+def test_a_message_is_said_once_and_a_bug_with_its_traceback(leave, capsys):
+  leave(SystemExit("error: no such thing"), False)
+  assert capsys.readouterr().err == "error: no such thing\n"
+  leave(KeyError("a bug"))
+  assert "KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
+  ended = []
+  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(leaving, "GRACE", 0.01)
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  here, there = socket.socketpair()
+  with here, leaving._watching({3: here}):
+    time.sleep(0.05)
+    assert not ended
+    there.close()
+    time.sleep(0.2)
+  assert ended == [1]
+  assert "process 3 of this run is gone" in capsys.readouterr().err
+
+
+def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch):
+  ended = []
+  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  here, there = socket.socketpair()
+  with here:
+    with leaving._watching({3: here}):
+      there.close()
+      time.sleep(0.05)
+    time.sleep(0.1)
+  assert not ended
