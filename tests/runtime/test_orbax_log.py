@@ -29,6 +29,7 @@ def report(error, path="/orbax/checkpoint/saver.py"):
 def several(monkeypatch):
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(orbax_log, "_EVERY", 0.01)
+  orbax_log.forget()  # what other tests have made fail
   yield
   orbax_log.forget()
 
