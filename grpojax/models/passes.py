@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core.mesh import constrain
+from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.types import Params, Prefix
 from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks
@@ -34,6 +34,31 @@ def _embed(
   if config.scaled_embedding:  # transformers rounds the factor
     x = x * jnp.asarray(config.width**0.5, dtype)
   return constrain(x, "batch", "group")
+
+
+def _embed_both(
+  config: TransformerConfig,
+  params: Params,
+  prompt_ids: Int[Array, "B P"],
+  ids: Int[Array, "B G S"],
+  dtype: Any,
+) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
+  """Hidden states of prompts and completions, by one lookup.
+
+  The gradient of a lookup is as large as the table, in float32: with two of
+  them XLA held five such arrays at once on a TPU, with one it holds one.
+  """
+  b, g, s = ids.shape
+  if sample_cuts(b, g)[1] > 1:  # or completions would leave their devices
+    return tuple(
+      _embed(config, params, tokens, dtype)
+      for tokens in (prompt_ids[:, None], ids)
+    )
+  both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
+  x = _embed(config, params, both[:, None], dtype)
+  prompts, x = jnp.split(x, [prompt_ids.shape[1]], axis=2)
+  x = x.reshape(b, g, s, -1)
+  return tuple(constrain(part, "batch", "group") for part in (prompts, x))
 
 
 def _final_norm(
@@ -264,10 +289,7 @@ def forward(
   def body(x, local, layer):
     return layer_step(block_of_both, config, x, layer, local, contexts), None
 
-  x = tuple(
-    _embed(config, params, tokens, dtype)
-    for tokens in (prompt_ids[:, None], ids)
-  )
+  x = _embed_both(config, params, prompt_ids, ids, dtype)
   (prompts, x), _ = layer_stacks.scan(config, body, x, params, unroll=unroll)
   last = _last_hidden(config, params, prompts, prompt_mask, dtype)
   return last, _final_norm(config, params, x, dtype)

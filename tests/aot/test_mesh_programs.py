@@ -122,14 +122,15 @@ def check_scattered(reduced, outer, matrices, table):
 def check_unoptimised(reduced, outer, matrices, table):
   """XLA:CPU has no reduce-scatter of its own: an all-reduce sends twice that.
 
-  And nothing adds gradients of prompts to those of completions before.
+  And nothing adds a matrix's gradient of the prompts to that of the completions
+  before. The embedding has one of both, for they are looked up together.
   """
   assert sum(c.bytes for c in reduced) <= 2 * 2 * (matrices + 2 * D * 4) * 7 / 8
   sent = {"all-gather": 0, "all-reduce": 0}
   for c in outer:
     sent[c.kind] += c.bytes
   assert sent["all-gather"] == 2 * 4 * table
-  assert sent["all-reduce"] <= 2 * (2 + 1) * 4 * table + 100
+  assert sent["all-reduce"] <= 2 * 2 * 4 * table + 100
 
 
 def test_a_device_has_an_eighth(updates, platform):
