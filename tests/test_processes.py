@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from grpojax.models import hf
-from grpojax.runtime import checkpoint_files, distributed, records
+from grpojax.runtime import checkpoint_files, distributed, records, rendezvous
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
@@ -348,7 +348,8 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
     count, devices = sizes[i]
     with started(directory, count, settings, devices=devices) as processes:
       blow = strike(rng, blows[i], directory, processes, steps)
-      codes = ended(processes, 300)
+      # Until one gives up another that was ended before they met.
+      codes = ended(processes, rendezvous.PATIENCE + 60)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
     said = "".join(told(directory, j, "err") for j in range(count))
     # Python passes over a Ctrl-C that comes in some callbacks, and says so.

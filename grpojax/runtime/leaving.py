@@ -74,7 +74,8 @@ def _watch(
   JAX finds out by itself, after up to half a minute, and aborts.
   """
   while not leaving.is_set():
-    if gone := _gone(peers):
+    gone = _gone(peers)
+    if gone and not leaving.is_set():
       # At once: where it is process 0, JAX aborts in a second.
       print(
         f"process {jax.process_index()}: process {gone[0]} of this run is "

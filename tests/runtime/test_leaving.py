@@ -97,7 +97,7 @@ def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
   assert "process 3 of this run is gone" in capsys.readouterr().err
 
 
-def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch):
+def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch, capsys):
   ended = []
   monkeypatch.setattr(leaving, "_end", ended.append)
   monkeypatch.setattr(jax, "process_index", lambda: 0)
@@ -108,3 +108,15 @@ def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch):
       time.sleep(0.05)
     time.sleep(0.1)
   assert not ended
+  assert "process 3 of this run is gone" in capsys.readouterr().err
+
+
+def test_nothing_is_said_where_all_leave(monkeypatch, capsys):
+  monkeypatch.setattr(jax, "process_index", lambda: 0)
+  here, there = socket.socketpair()
+  with here:
+    with leaving._watching({3: here}):
+      time.sleep(0.05)
+    there.close()  # while it still looks
+    time.sleep(0.1)
+  assert capsys.readouterr().err == ""
