@@ -127,13 +127,17 @@ def results(directory):
     {k: v for k, v in row.items() if not any(t in k for t in TIMES)}
     for row in rows
   ]
-  samples = records.read_jsonl(directory / "samples.jsonl")
-  return rows, samples, hf.load_params(directory / "model")
+  samples, failures = (
+    records.read_jsonl(directory / f"{name}.jsonl")
+    for name in ("samples", "failures")
+  )
+  return rows, samples, hf.load_params(directory / "model"), failures
 
 
 def same(one, other):
-  """Samples equal, metrics and parameters to float tolerance."""
+  """Samples and failures equal, metrics and parameters to float tolerance."""
   assert one[1] and one[1] == other[1]
+  assert one[3] == other[3]
   assert len(one[0]) == len(other[0])
   for a, b in zip(one[0], other[0], strict=True):
     assert a.keys() == b.keys()
@@ -151,6 +155,11 @@ def same(one, other):
 CASES = {
   "dense": {},
   "adapters": {"lora.rank": 2},
+  "sampling on another mesh": {
+    "mesh.data": 1,
+    "mesh.tensor": 2,
+    "mesh.sampling_tensor": 1,
+  },
   "auto": {
     "group_size": "auto",
     "auto_group_size.start": 8,
@@ -169,6 +178,7 @@ CASES = {
     pytest.param("dense", (2, 4), marks=pytest.mark.long),
     pytest.param("adapters", (2,), marks=pytest.mark.long),
     pytest.param("auto", (2,), marks=pytest.mark.long),
+    pytest.param("sampling on another mesh", (2,), marks=pytest.mark.long),
   ],
 )
 def test_several_do_what_one_does(case, counts, words, tmp_path):
@@ -180,6 +190,44 @@ def test_several_do_what_one_does(case, counts, words, tmp_path):
     same(one, results(tmp_path / str(count)))
     for i in range(1, count):  # what is said, is said once
       assert told(tmp_path / str(count), i) == ""
+
+
+PLACE = """
+import sys
+import jax, numpy as np
+from grpojax.core import mesh as mesh_lib
+from grpojax.runtime import distributed
+
+with distributed.joined(sys.argv[1], "2", sys.argv[2]):
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)
+  other = mesh_lib.sampling_mesh(mesh, 1)
+  key = jax.random.key(3)
+  tree = {"key": key, "rows": np.arange(8.0), "number": np.float32(2)}
+  for names in ((), ("batch",)):
+    there = mesh_lib.place(mesh_lib.place(tree, mesh, *names), other, *names)
+    there["key"] = jax.random.key_data(there["key"])
+    wanted = tree | {"key": jax.random.key_data(key)}
+    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), wanted)
+"""
+
+
+@pytest.mark.slow
+def test_arrays_and_keys_move_to_another_mesh():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  env = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
+  env = os.environ | env | {"PYTHONPATH": str(HERE.parent)}
+  processes = [
+    subprocess.Popen([sys.executable, "-c", PLACE, address, str(i)], env=env)
+    for i in range(2)
+  ]
+  try:
+    assert ended(processes, 120) == [0, 0]
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
 
 
 SLOW = """

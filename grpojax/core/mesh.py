@@ -210,13 +210,14 @@ def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 
 def put(x, sharding: NamedSharding) -> Array:
   """`jax.device_put`, which for other processes' devices would compare all."""
-  if isinstance(x, jax.Array) and not x.is_fully_addressable:
-    return jax.device_put(x, sharding)
   if sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
+  # It moves no keys to another mesh of several processes.
   if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return jax.device_put(x, sharding)
   x = np.asarray(x)
   return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
