@@ -55,7 +55,7 @@ setuptools.setup(
       "beartype",
       "math-verify",
       "pytest",
-      "pytest-xdist>=3.7",
+      "pytest-xdist>=3.8",
       "ruff>=0.15",
     ],
   },
