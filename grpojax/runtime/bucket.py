@@ -25,6 +25,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,8 @@ from grpojax.runtime.bucket_files import Bucket
 PUSH = 60
 """Seconds between two copies of what is only read by people."""
 
+# Beside the weights of models, in other formats; some are programs (pickle).
+_NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
 ORIGIN = ".origin"  # in a copy: the URL of what has stayed in the bucket
 
 
@@ -89,7 +92,8 @@ def opened(
 
   Yields:
     The copy; and a function that copies what has changed to the bucket: all,
-    or with `lazily` only if that has not been done for `PUSH` seconds.
+    or with `lazily` only if that has not been done for `PUSH` seconds, and then
+    saying no more than a line where the bucket does not take it.
 
   Raises:
     ValueError: it cannot be read or written, is in use, or is not gs:// while
@@ -111,8 +115,14 @@ def opened(
     is_held = lambda: False
     if is_main:
       is_held = stack.enter_context(bucket_lock.hold(bucket))
+    listed = _whole(bucket_files.listed(bucket), stays)
+    if listed and bucket_files.BEGUN not in listed:  # it may be terabytes
+      raise ValueError(
+        f"{url} is not empty and has no {bucket_files.BEGUN} of a run, so it "
+        "is not a run: give a new or an empty directory as --run_dir"
+      )
     with bucket_files.reading(url):
-      bucket_files.pull(bucket, _whole(bucket_files.listed(bucket), stays))
+      bucket_files.pull(bucket, listed)
     if straight:
       (local / ORIGIN).write_text(url)
     last = [time.monotonic()]
@@ -122,8 +132,13 @@ def opened(
         return
       if not is_held():
         raise disk.WriteFailed(f"{url} was taken over by another process")
-      bucket_files.push(bucket)
       last[0] = time.monotonic()
+      try:
+        bucket_files.push(bucket)
+      except disk.WriteFailed as error:
+        if not lazily:
+          raise
+        print(f"{error}; trying again", file=sys.stderr, flush=True)
 
     stack.callback(publish)
     yield local, publish
@@ -163,8 +178,9 @@ def local(url: str, stays: tuple[str, ...] = ()) -> pathlib.Path:
     fcntl.flock(lock, fcntl.LOCK_EX)  # gone with the file
     bucket = Bucket(url, fs, root, copy, tuple(stays) * straight, {})
     listed = _whole(bucket_files.listed(bucket), stays)
-    if not listed:
-      raise ValueError(f"there is nothing at {url}")
+    if bucket_files.BEGUN not in listed:
+      raise ValueError(f"there is no model and no run at {url}")
+    listed = {n: i for n, i in listed.items() if not n.endswith(_NOT_READ)}
     versions = {name: _version(info) for name, info in listed.items()}
     file = copy.with_name(f"{copy.name}.json")
     try:

@@ -12,6 +12,7 @@ import fsspec
 
 from grpojax.runtime import disk
 
+BEGUN = "config.json"  # in the directory itself: of a run, or of a model
 _LAST = ("config.json", "_CHECKPOINT_METADATA", "summary.json")
 _NOT_COPIED = re.compile(r"(^|/)\.|\.orbax-checkpoint-tmp(/|$)|/$")
 
@@ -83,6 +84,8 @@ def _words(error: BaseException) -> str:
 
 def _rank(name: str) -> int:
   """In which order files are copied; they are removed the other way round."""
+  if name == BEGUN:
+    return -1
   last = name.rpartition("/")[2]
   return _LAST.index(last) + 1 if last in _LAST else 0
 

@@ -60,6 +60,15 @@ def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
     time.sleep(0.05)
 
 
+def check_no_url(path: str | os.PathLike, flag: str) -> None:
+  """Whether it is a path; see `check_writable`."""
+  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
+    raise ValueError(
+      f"{flag}={path} is not a path of the file system; only models and the "
+      "--run_dir of a training may be URLs (gs://BUCKET/DIR)"
+    )
+
+
 def check_writable(path: str | os.PathLike, flag: str) -> None:
   """Whether a directory can be made and written to; leaves nothing behind.
 
@@ -70,11 +79,7 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
   Raises:
     ValueError: says what is wrong with it.
   """
-  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
-    raise ValueError(
-      f"{flag}={path} is not a path of the file system: mount the bucket "
-      "(gcsfuse, mount-s3), and give the path in it"
-    )
+  check_no_url(path, flag)
   path = pathlib.Path(path).absolute()
   parents = (path, *path.parents)
   parent = next(folder for folder in parents if os.path.lexists(folder))

@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, pictures, records
+from grpojax.runtime import command_line, disk, pictures, records
 from grpojax.runtime import config as config_lib
 
 
@@ -54,6 +54,7 @@ def open_study(
     named = wrong_keys or config_lib.name_problems(config.name)
     config_lib.refuse(named or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
+    disk.check_no_url(directory, "--run_dir")
     _open(directory, config, default())
   return config, directory
 

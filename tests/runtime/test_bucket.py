@@ -55,17 +55,18 @@ def read(url, name):
 def test_what_is_written_is_there_the_next_time(url):
   with opened(url) as (first, publish):
     write(first, metrics="1\n", model__weights="w", _tmp="0")
+    write(first, **{"config.json": "{}"})
     write(first, **{".hidden": "no", "checkpoints__2.orbax-checkpoint-tmp": ""})
     publish()
     assert read(url, "metrics") == "1\n"
     (first / "_tmp").unlink()
     write(first, metrics="1\n2\n")
   assert not first.exists()
-  assert names(url) == ["metrics", "model/weights"]
+  assert names(url) == ["config.json", "metrics", "model/weights"]
   with opened(url) as (second, publish):
     assert (second / "metrics").read_text() == "1\n2\n"
     assert (second / "model" / "weights").read_text() == "w"
-    assert names(url) == [".lock", "metrics", "model/weights"]
+    assert names(url)[0] == ".lock" and len(names(url)) == 4
 
 
 def test_an_error_does_not_lose_what_was_written(url):
@@ -88,6 +89,8 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
     monkeypatch.setattr(type(fs), method, spy)
   files = {
     "summary.json": "{}",
+    "lengths.npz": "0",
+    "config.json": "{}",
     "model/a_config.json": "a",
     "model/config.json": "{}",
     "model/z.safetensors": "z",
@@ -100,18 +103,21 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
     publish()
     order = [name for method, name in done if method == "put_file"]
     assert sorted(order) == sorted(files)
+    assert order[0] == "config.json"
     assert order[-3:] == ["model/config.json", CHECKPOINT, "summary.json"]
     done.clear()
     for name in files:
       (local / name).unlink()
   removed = [name for method, name in done if method == "rm_file"]
   assert removed[:3] == ["summary.json", CHECKPOINT, "model/config.json"]
+  assert removed[-2] == "config.json"  # before the lock
   assert sorted(removed) == sorted([*files, ".lock"])
 
 
 def test_a_part_of_a_checkpoint_is_none(url):
   fs, root = fsspec.core.url_to_fs(url)
-  for name in (CHECKPOINT, "checkpoints/2/state/d", "checkpoints/3/state/d"):
+  steps = "checkpoints/2/state/d", "checkpoints/3/state/d"
+  for name in ("config.json", CHECKPOINT, *steps):
     fs.pipe_file(f"{root}/{name}", b"0")
   with opened(url, stays=("checkpoints",)) as (local, _):
     found = [str(x.relative_to(local)) for x in local.rglob("*")]
@@ -154,7 +160,7 @@ def test_who_was_taken_over_writes_no_more(url):
   assert "other" in read(url, ".lock")  # not removed
 
 
-def test_lazily(url, monkeypatch):
+def test_lazily(url, monkeypatch, capsys):
   with opened(url) as (local, publish):
     write(local, metrics="1")
     publish(lazily=True)
@@ -162,12 +168,25 @@ def test_lazily(url, monkeypatch):
     monkeypatch.setattr(bucket, "PUSH", 0.0)
     publish(lazily=True)
     assert names(url) == [".lock", "metrics"]
+    fs, _ = fsspec.core.url_to_fs(url)
+
+    def refuse(*args):
+      raise OSError("no network")
+
+    with monkeypatch.context() as broken:
+      broken.setattr(type(fs), "put_file", refuse)
+      write(local, metrics="2")
+      publish(lazily=True)
+      assert "no network; trying again" in capsys.readouterr().err
+      with pytest.raises(disk.WriteFailed, match="cannot be written.*no net"):
+        publish()
+  assert read(url, "metrics") == "2"
 
 
 def test_names_that_lead_out_of_the_directory(url, monkeypatch):
   fs, root = fsspec.core.url_to_fs(url)
-  strange = lambda *_, **__: {f"{root}//tmp/x": {"size": 1}}
-  monkeypatch.setattr(type(fs), "find", strange)
+  found = dict.fromkeys([f"{root}//tmp/x", f"{root}/config.json"], {})
+  monkeypatch.setattr(type(fs), "find", lambda *_, **__: found)
   with pytest.raises(ValueError, match="file of the name"), opened(url):
     pass
 
@@ -234,8 +253,26 @@ def test_a_copy_to_read_is_made_once(url, monkeypatch):
 
 
 def test_nothing_there(url):
-  with pytest.raises(ValueError, match="there is nothing at"):
+  with pytest.raises(ValueError, match="there is no model and no run at"):
     bucket.local(url)
+
+
+def test_a_directory_of_something_else_is_not_copied(url, monkeypatch):
+  fs, root = fsspec.core.url_to_fs(url)
+  fs.pipe_file(f"{root}/data/x.parquet", b"terabytes")
+  monkeypatch.setattr(type(fs), "get_file", None)
+  with pytest.raises(ValueError, match="is not a run"), opened(url):
+    pass
+  with pytest.raises(ValueError, match="no model and no run"):
+    bucket.local(url)
+
+
+def test_weights_in_other_formats_are_not_copied(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
+    fs.pipe_file(f"{root}/{name}", b"{}")
+  found = sorted(path.name for path in bucket.local(url).iterdir())
+  assert found == ["config.json", "model.safetensors"]
 
 
 def test_origin(tmp_path):

@@ -92,6 +92,14 @@ def test_a_directory_that_cannot_be_a_studys(name, text, tmp_path):
     study.open_study(argv, "p", group_size.default_config, lambda config: [])
 
 
+def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # where it would make the directory gs:
+  argv = ["--run_dir=gs://bucket/study"]
+  with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
+    study.open_study(argv, "p", group_size.default_config, lambda config: [])
+  assert not list(tmp_path.iterdir())
+
+
 def small(toy, toy_model):
   """A study of five runs of two steps on the toy task."""
   settings = {
