@@ -39,7 +39,7 @@ setuptools.setup(
     "safetensors",
     "scipy",
     "tensorboardX",
-    "tensorflow-datasets>=4.9.9",  # needs no TensorFlow
+    "tensorflow-datasets>=4.9.10",  # needs no TensorFlow
     "tokenizers",
     "transformers>=5.0",
   ],

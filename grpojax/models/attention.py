@@ -79,6 +79,18 @@ def _softmax(
   return [x / total for x in weights], top + jnp.log(total)
 
 
+def _rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
+  """X in another dtype, and rounded to it for all that follows.
+
+  Of casts to 16 bits and back to 32 XLA drops both, here or there: sampling and
+  scoring would differ by what one of them did not round.
+  """
+  if dtype != jnp.float32:
+    info = jnp.finfo(dtype)
+    x = jax.lax.reduce_precision(x, info.nexp, info.nmant)
+  return x.astype(dtype)
+
+
 def soft_cap(
   x: Float[Array, "*shape"], cap: float | None
 ) -> Float[Array, "*shape"]:
@@ -126,17 +138,15 @@ def _attend(
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
   weights, lse = _softmax([logits_of(part) for part in parts])
-  # The sum of several is rounded once, as that of one is.
-  einsum = jnp.einsum if len(parts) == 1 else float32_einsum
   outs = (
-    einsum(
+    float32_einsum(
       f"{logits_axes},{part.axes[1]}->{_QUERY_AXES}",
-      w.astype(q.dtype),
+      _rounded(w, q.dtype),
       part.values,
     )
     for w, part in zip(weights, parts, strict=True)
   )
-  return functools.reduce(jnp.add, outs).astype(q.dtype), lse
+  return _rounded(functools.reduce(jnp.add, outs), q.dtype), lse
 
 
 def _merge(part, other):
