@@ -34,7 +34,7 @@ setuptools.setup(
     "matplotlib",
     "ml-collections>=1.1.0",
     "numpy",
-    "optax>=0.2.7",
+    "optax>=0.2.8",
     "orbax-checkpoint>=0.12.4",
     "safetensors",
     "scipy",
