@@ -37,8 +37,8 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  interrupts,
   preemption,
-  rendezvous,
 )
 from grpojax.training import fit, reporting, run_storage
 from grpojax.training.config import WORDS, default_config
@@ -71,13 +71,14 @@ def main(argv: list[str]) -> None:
     try:
       with command_line.usage_errors():
         stack.enter_context(join)
-    except rendezvous.Left as why:
+        stack.enter_context(disk.errors())
+        directory, publish = stack.enter_context(run_storage.opened(where))
+    except interrupts.Left as why:
       print(f"{why}; the same command starts it", file=sys.stderr)
       sys.exit(preemption.EXIT_PREEMPTED)
-    stack.enter_context(disk.errors())
+    summary = fit.run(config, directory, publish)
     with command_line.usage_errors():
-      place = stack.enter_context(run_storage.opened(where))
-    summary = fit.run(config, *place)
+      distributed.on_main(publish)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
     else:

@@ -68,13 +68,30 @@ def naming(local: pathlib.Path, url: str) -> Iterator[None]:
 
 def _whole(listed: dict[str, Any], stays: Sequence[str]) -> dict[str, Any]:
   """Files without those of checkpoints that were not copied to their end."""
-  ends = [name for name in listed if name.endswith("/_CHECKPOINT_METADATA")]
-  whole = tuple(name.rpartition("/")[0] + "/" for name in ends)
+  whole = bucket_files.whole(listed)
   return {
     name: info
     for name, info in listed.items()
     if name.split("/")[0] not in stays or name.startswith(whole)
   }
+
+
+def _find_run(bucket: Bucket, stays: Sequence[str]) -> dict[str, Any]:
+  """Files of the run that is there, or none.
+
+  Raises:
+    ValueError: there is something else.
+  """
+  there = bucket_files.listed(bucket._replace(stays=()))
+  if there and bucket_files.BEGUN not in there:  # it may be terabytes
+    raise ValueError(
+      f"{bucket.url} is not empty and has no {bucket_files.BEGUN} of a run, so "
+      "it is not a run: give a new or an empty directory as --run_dir"
+    )
+  whole = _whole(there, stays)
+  if not bucket.stays:  # uploads that were cut short; else they are Orbax's
+    bucket.known.update(dict.fromkeys(there.keys() - whole.keys(), (0, 0)))
+  return {n: i for n, i in whole.items() if n.split("/")[0] not in bucket.stays}
 
 
 @contextlib.contextmanager
@@ -109,39 +126,71 @@ def opened(
     )
   with contextlib.ExitStack() as stack:
     local = pathlib.Path(tempfile.mkdtemp(prefix="grpojax-run-"))
-    stack.callback(shutil.rmtree, local, ignore_errors=True)
+    kept = []
+    stack.callback(lambda: kept or shutil.rmtree(local, ignore_errors=True))
     stack.enter_context(naming(local, url))
     bucket = Bucket(url, fs, root, local, tuple(stays) * straight, {})
     is_held = lambda: False
     if is_main:
       is_held = stack.enter_context(bucket_lock.hold(bucket))
-    listed = _whole(bucket_files.listed(bucket), stays)
-    if listed and bucket_files.BEGUN not in listed:  # it may be terabytes
-      raise ValueError(
-        f"{url} is not empty and has no {bucket_files.BEGUN} of a run, so it "
-        "is not a run: give a new or an empty directory as --run_dir"
-      )
     with bucket_files.reading(url):
-      bucket_files.pull(bucket, listed)
+      bucket_files.pull(bucket, _find_run(bucket, stays))
     if straight:
       (local / ORIGIN).write_text(url)
-    last = [time.monotonic()]
+    publish = _publisher(bucket, is_held)
+    if is_main:
+      stack.push(_leaver(bucket, is_held, publish, kept))
+    yield local, publish if is_main else lambda lazily=False: None
 
-    def publish(lazily: bool = False) -> None:
-      if not is_main or (lazily and time.monotonic() - last[0] < PUSH):
-        return
-      if not is_held():
-        raise disk.WriteFailed(f"{url} was taken over by another process")
-      last[0] = time.monotonic()
-      try:
-        bucket_files.push(bucket)
-      except disk.WriteFailed as error:
-        if not lazily:
-          raise
-        print(f"{error}; trying again", file=sys.stderr, flush=True)
 
-    stack.callback(publish)
-    yield local, publish
+def _publisher(
+  bucket: Bucket, is_held: Callable[[], bool]
+) -> Callable[..., None]:
+  """What `opened` yields."""
+  last = [time.monotonic()]
+
+  def check() -> None:
+    if not is_held():
+      raise disk.WriteFailed(
+        f"{bucket.url} was taken over by another process, or its "
+        f"{bucket_lock.LOCK} was removed"
+      )
+
+  def publish(lazily: bool = False) -> None:
+    if lazily and time.monotonic() - last[0] < PUSH:
+      return
+    check()
+    last[0] = time.monotonic()
+    try:
+      bucket_files.push(bucket, check)
+    except disk.WriteFailed as error:
+      if not lazily or not is_held():
+        raise
+      print(f"{error}; trying again", file=sys.stderr, flush=True)
+
+  return publish
+
+
+def _leaver(bucket, is_held, publish, kept: list[bool]):
+  """The last copy, as an exit callback; keeps what the bucket does not take."""
+
+  def leave(kind, error, traceback) -> None:
+    try:
+      publish()
+    except disk.WriteFailed as refused:
+      if is_held():
+        kept.append(True)
+        print(
+          f"what could not be copied is in {bucket.local}: copy it to "
+          f"{bucket.url} to go on from there",
+          file=sys.stderr,
+        )
+      done = error is None or getattr(error, "code", 1) in (None, 0, 75)
+      if done:  # or it is less than what has happened already
+        raise
+      print(f"error: {refused}", file=sys.stderr)
+
+  return leave
 
 
 def _version(info: dict[str, Any]) -> str:
@@ -153,6 +202,27 @@ def _version(info: dict[str, Any]) -> str:
 def _cache() -> pathlib.Path:
   base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(base) / "grpojax"
+
+
+def _refresh(bucket: Bucket, stays: Sequence[str], file: pathlib.Path) -> None:
+  """Makes a copy what the bucket is; `file` says what it was."""
+  listed = _whole(bucket_files.listed(bucket), stays)
+  if bucket_files.BEGUN not in listed:
+    raise ValueError(f"there is no model and no run at {bucket.url}")
+  listed = {n: i for n, i in listed.items() if not n.endswith(_NOT_READ)}
+  versions = {name: _version(info) for name, info in listed.items()}
+  try:
+    known = json.loads(file.read_text())
+  except (OSError, ValueError):
+    known = {}
+  have = bucket_files.files(bucket)
+  for name in have.keys() - listed.keys():
+    (bucket.local / name).unlink()
+  same = {n for n in have if known.get(n) == versions.get(n)}
+  bucket_files.pull(bucket, {n: i for n, i in listed.items() if n not in same})
+  partial = file.with_suffix(".partial")
+  partial.write_text(json.dumps(versions))
+  os.replace(partial, file)
 
 
 @functools.cache
@@ -174,32 +244,17 @@ def local(url: str, stays: tuple[str, ...] = ()) -> pathlib.Path:
   mark = hashlib.sha256(url.encode()).hexdigest()[:12]
   copy = _cache() / f"{url.rstrip('/').rpartition('/')[2]}-{mark}"
   copy.parent.mkdir(parents=True, exist_ok=True)
+  bucket = Bucket(url, fs, root, copy, tuple(stays) * straight, {})
   with open(copy.with_name(f"{copy.name}.lock"), "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # gone with the file
-    bucket = Bucket(url, fs, root, copy, tuple(stays) * straight, {})
-    listed = _whole(bucket_files.listed(bucket), stays)
-    if bucket_files.BEGUN not in listed:
-      raise ValueError(f"there is no model and no run at {url}")
-    listed = {n: i for n, i in listed.items() if not n.endswith(_NOT_READ)}
-    versions = {name: _version(info) for name, info in listed.items()}
-    file = copy.with_name(f"{copy.name}.json")
-    try:
-      known = json.loads(file.read_text())
-    except (OSError, ValueError):
-      known = {}
-    have = bucket_files.files(bucket)
-    for name in have.keys() - listed.keys():
-      (copy / name).unlink()
-    stale = {
-      name: info
-      for name, info in listed.items()
-      if name not in have or known.get(name) != versions[name]
-    }
     with bucket_files.reading(url):
-      bucket_files.pull(bucket, stale)
+      for attempt in range(3):
+        try:
+          _refresh(bucket, stays, copy.with_name(f"{copy.name}.json"))
+          break
+        except FileNotFoundError:  # a run that trains removes checkpoints
+          if attempt == 2:
+            raise
     if straight:
       (copy / ORIGIN).write_text(url)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(versions))
-    os.replace(partial, file)
   return copy

@@ -5,7 +5,7 @@ import logging
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import fsspec
@@ -42,10 +42,14 @@ class Bucket(NamedTuple):
 
 def find(url: str) -> tuple[Any, str]:
   """The file system and the path in it."""
+  scheme = url.partition(":")[0]
+  instead = {"file": "a path", "local": "a path", "gcs": "gs://"}.get(scheme)
+  if instead:
+    raise ValueError(f"{url}: give {instead} instead of {scheme}://")
   try:
     fs, root = fsspec.core.url_to_fs(url)
   except ImportError as error:
-    extra = {"gs": "gcs", "s3": "s3"}.get(url.split(":")[0])
+    extra = {"gs": "gcs", "s3": "s3"}.get(scheme)
     todo = f"pip install 'grpojax[{extra}]'" if extra else str(error)
     raise ValueError(f"{url} needs another package: {todo}") from error
   except ValueError as error:
@@ -60,6 +64,8 @@ def reading(url: str) -> Iterator[None]:
   """What a bucket answers that is no file, in a sentence."""
   try:
     yield
+  except ValueError:
+    raise
   except Exception as error:
     raise ValueError(f"{url} cannot be read: {_words(error)}") from error
 
@@ -137,22 +143,52 @@ def listed(bucket: Bucket) -> dict[str, Any]:
   return {n: i for n, i in names.items() if n and _is_copied(n, bucket.stays)}
 
 
-def push(bucket: Bucket) -> None:
+def whole(names: Iterable[str]) -> tuple[str, ...]:
+  """Directories, each with a / at its end, of whole checkpoints."""
+  ends = (name for name in names if name.endswith("/_CHECKPOINT_METADATA"))
+  return tuple(name.rpartition("/")[0] + "/" for name in ends)
+
+
+def _remove(bucket: Bucket, names: Iterable[str]) -> None:
+  for name in sorted(names, key=_rank, reverse=True):
+    with contextlib.suppress(FileNotFoundError):
+      bucket.fs.rm_file(f"{bucket.root}/{name}")
+    del bucket.known[name]
+
+
+def _put(bucket: Bucket, name: str, state: tuple[int, int]) -> None:
+  try:
+    bucket.fs.put_file(str(bucket.local / name), f"{bucket.root}/{name}")
+    bucket.known[name] = state
+  except FileNotFoundError:
+    if (bucket.local / name).exists():  # or it has just been removed
+      raise
+
+
+def push(bucket: Bucket, check: Callable[[], None] = lambda: None) -> None:
   """Makes the bucket what the copy is.
 
+  Old checkpoints go when new ones have come: there is always one.
+
+  Args:
+    bucket: from `bucket.opened`.
+    check: called before each file; may raise.
+
   Raises:
-    disk.WriteFailed: the bucket does not take it, or another process has taken
-      the directory over.
+    disk.WriteFailed: the bucket does not take it.
   """
   now = files(bucket)
+  gone = bucket.known.keys() - now.keys()
+  old = whole(bucket.known)
+  # One that is being removed may still have its account.
+  ruins = tuple(x for x in old if any(name.startswith(x) for name in gone))
+  now = {n: state for n, state in now.items() if not n.startswith(ruins)}
+  gone = bucket.known.keys() - now.keys()
+  later = {name for name in gone if name.startswith(old)}
   with writing(bucket.url):
-    gone = [name for name in bucket.known if name not in now]
-    for name in sorted(gone, key=_rank, reverse=True):
-      with contextlib.suppress(FileNotFoundError):
-        bucket.fs.rm_file(f"{bucket.root}/{name}")
-      del bucket.known[name]
+    _remove(bucket, gone - later)
     for name in sorted(now, key=lambda name: (_rank(name), name)):
       if bucket.known.get(name) != now[name]:
-        with contextlib.suppress(FileNotFoundError):  # just removed
-          bucket.fs.put_file(str(bucket.local / name), f"{bucket.root}/{name}")
-          bucket.known[name] = now[name]
+        check()
+        _put(bucket, name, now[name])
+    _remove(bucket, later)

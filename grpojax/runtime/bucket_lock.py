@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
-from grpojax.runtime.bucket_files import Bucket, writing
+from grpojax.runtime.bucket_files import Bucket, reading, writing
 
 LOCK = ".lock"
 BEAT = 15
@@ -34,8 +34,18 @@ def _holder(text: bytes) -> str:
       f"process {held['pid']} on {held['host']} since {held['since']} "
       f"({held['command']})"
     )
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     return "another process"
+
+
+def _read(bucket: Bucket) -> bytes | None:
+  """What the lock says; None where there is none."""
+  bucket.fs.invalidate_cache()
+  with reading(bucket.url):
+    try:
+      return bucket.fs.cat_file(f"{bucket.root}/{LOCK}")
+    except FileNotFoundError:
+      return None
 
 
 def _wait_until_left(bucket: Bucket) -> None:
@@ -44,26 +54,27 @@ def _wait_until_left(bucket: Bucket) -> None:
   Raises:
     ValueError: somebody does.
   """
-  path, end = f"{bucket.root}/{LOCK}", time.monotonic() + LEASE
-  try:
-    first = bucket.fs.cat_file(path)
-    print(
-      f"{bucket.url} is, or was, in use by {_holder(first)}: waiting "
-      f"{LEASE} s to see which",
-      file=sys.stderr,
-      flush=True,
-    )
-    while time.monotonic() < end:
-      time.sleep(min(BEAT / 4, 3))
-      bucket.fs.invalidate_cache()
-      if bucket.fs.cat_file(path) != first:
-        raise ValueError(
-          f"{bucket.url} is in use by {_holder(first)}; wait for it, end it, "
-          "or give another directory"
-        )
-    bucket.fs.rm_file(path)
-  except FileNotFoundError:
-    pass  # it has just ended
+  end, first = time.monotonic() + LEASE, _read(bucket)
+  if first is None:
+    return  # it has just ended
+  print(
+    f"{bucket.url} is, or was, in use by {_holder(first)}: waiting {LEASE} s "
+    "to see which",
+    file=sys.stderr,
+    flush=True,
+  )
+  while time.monotonic() < end:
+    time.sleep(min(BEAT / 4, 3))
+    now = _read(bucket)
+    if now is None:
+      return
+    if now != first:
+      raise ValueError(
+        f"{bucket.url} is in use by {_holder(first)}; wait for it, end it, or "
+        "give another directory"
+      )
+  with writing(bucket.url), contextlib.suppress(FileNotFoundError):
+    bucket.fs.rm_file(f"{bucket.root}/{LOCK}")
 
 
 def _me() -> dict[str, str | int]:
@@ -105,7 +116,11 @@ def hold(bucket: Bucket) -> Iterator[Callable[[], bool]]:
 
   def is_mine() -> bool:
     bucket.fs.invalidate_cache()
-    return json.loads(bucket.fs.cat_file(path)).get("token") == me["token"]
+    try:
+      text = bucket.fs.cat_file(path)
+    except FileNotFoundError:  # whoever took it has ended since
+      return False
+    return json.loads(text).get("token") == me["token"]
 
   def beat() -> None:
     while not ended.wait(BEAT):

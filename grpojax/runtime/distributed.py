@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from grpojax.runtime import interrupts, leaving, rendezvous
+from grpojax.runtime import disk, interrupts, leaving, rendezvous
 
 HEARTBEAT = 30
 """Seconds after which a silent process counts as dead, and all others end."""
@@ -99,7 +99,7 @@ def joined(
 
   Raises:
     ValueError: arguments that make no sense, or the others were not found.
-    rendezvous.Left: one of them was ended before all were there.
+    interrupts.Left: one of them was ended before all were there.
   """
   options = {
     "heartbeat_timeout_seconds": HEARTBEAT,
@@ -250,7 +250,7 @@ def agreed() -> Iterator[None]:
   if not several():
     return
   told = raised and f"{type(raised).__name__}: {raised}"
-  if isinstance(raised, ValueError):
+  if isinstance(raised, (ValueError, disk.WriteFailed)):
     told = str(raised)
   said = gather(told)
   if raised:

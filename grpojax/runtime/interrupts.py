@@ -1,4 +1,4 @@
-"""Ctrl-C where an exception would do harm.
+"""Signals: Ctrl-C where an exception would do harm, SIGTERM before a run.
 
 Orbax joins its threads, and Python takes a thread for dead whose `join` was
 interrupted (bpo-45274): it would be left to fail while the interpreter ends.
@@ -8,6 +8,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -25,6 +26,24 @@ def become(action) -> Iterator[None]:
     yield
   finally:
     signal.signal(signal.SIGINT, old or signal.SIG_DFL)
+
+
+class Left(Exception):
+  """A run was ended before it began; nothing is lost, or to be saved."""
+
+
+def _leave(*_: Any) -> None:
+  raise Left("SIGTERM before the run began")
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+  """SIGTERM raises `Left`, while the context lasts."""
+  before = signal.signal(signal.SIGTERM, _leave)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from jax._src import distributed as jax_distributed
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
+_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
+
 GRACE = 5.0
 """Seconds in which a process leaves by itself after another one has ended."""
 
@@ -45,16 +47,20 @@ def _of_another(error: BaseException) -> bool:
   """Whether an error says that another process is gone.
 
   That of a collective is a ValueError where a program is dispatched, and may
-  have been turned into an exit's message since.
+  have been turned into an exit's message since. What a device says of this
+  process's own program (no memory is left) is of no other.
   """
-  return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+  text = str(error)
+  own = isinstance(error, jax.errors.JaxRuntimeError) and text.startswith(_OWN)
+  of_jax = isinstance(error, jax.errors.JaxRuntimeError) and not own
+  return of_jax or "Gloo" in text
 
 
 def _end_after_another(error: BaseException) -> None:
   print(
     f"process {jax.process_index()}: another process of this run is gone, "
     "see what it said last; the same command resumes from the last "
-    f"checkpoint ({str(error).splitlines()[0][:200]})",
+    f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
     file=sys.stderr,
   )
   _end(1)

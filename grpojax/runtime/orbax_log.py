@@ -17,7 +17,7 @@ _failures: list[BaseException] = []
 
 
 def _told(record: logging.LogRecord) -> bool:
-  if "orbax" not in record.pathname:
+  if "orbax/checkpoint" not in record.pathname:
     return True
   if record.levelno >= logging.ERROR and record.exc_info:
     _failures.append(record.exc_info[1])

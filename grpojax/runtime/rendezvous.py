@@ -10,13 +10,15 @@ tells all of them what is wrong. A line of JSON each.
 import contextlib
 import errno
 import json
+import math
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from grpojax.runtime import interrupts
 
 PATIENCE = 300
 """Seconds that the first process to come waits for the last one."""
@@ -26,10 +28,6 @@ _LIMIT = 4096  # bytes of a line
 
 
 Peers = dict[int, socket.socket]
-
-
-class Left(Exception):
-  """A process that had come was ended before all were there."""
 
 
 class _Waiting:
@@ -64,15 +62,16 @@ def _send(connection: socket.socket, **values: Any) -> None:
 
 def _line(connection: socket.socket) -> dict[str, Any] | None:
   """What one says; None where it has left, or is none of ours."""
-  text = b""
+  text, limit = b"", connection.gettimeout()
+  end = math.inf if limit is None else time.monotonic() + limit
   try:
     while not text.endswith(b"\n") and len(text) < _LIMIT:
       some = connection.recv(1)
-      if not some:
+      if not some or time.monotonic() > end:
         return None
       text += some
     said = json.loads(text)
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return None
   return said if isinstance(said, dict) and "grpojax" in said else None
 
@@ -107,6 +106,7 @@ def _listen(port: int) -> socket.socket:
 def _check(said: dict[str, Any], count: int, there: dict[int, Any]) -> None:
   """Whether a process that has come is one that is waited for."""
   i, n, who = (said.get(name) for name in ("process", "count", "who"))
+  who = f"{who!s:.100}".encode("ascii", "backslashreplace").decode()
   if n != count:
     raise ValueError(
       f"process 0 was started with --num_processes={count}, process {i} "
@@ -156,7 +156,7 @@ def _host(port: int, count: int, waiting: _Waiting) -> Peers:
     while missing := set(range(1, count)) - set(there):
       for i, connection in there.items():
         if _has_left(connection):
-          raise Left(f"process {i} was ended before the run began")
+          raise interrupts.Left(f"process {i} was ended before the run began")
       names = ", ".join(map(str, sorted(missing)))
       waiting.check(f"of {count} processes, {names} did not come")
       if (come := _next(listener)) is None:
@@ -175,7 +175,7 @@ def _come(address: tuple[str, int], who: dict[str, Any]) -> socket.socket:
   Raises:
     ValueError: what it has found to be wrong.
     OSError: process 0 is not there.
-    Left: it was.
+    interrupts.Left: it was.
   """
   with contextlib.ExitStack() as stack:
     connection = socket.create_connection(address, timeout=5)
@@ -189,7 +189,7 @@ def _come(address: tuple[str, int], who: dict[str, Any]) -> socket.socket:
       connection.settimeout(PATIENCE + 60)
       said = _line(connection)
     if said is None:
-      raise Left("process 0 was ended before the run began")
+      raise interrupts.Left("process 0 was ended before the run began")
     if "why" in said:
       raise ValueError(said["why"])
     stack.pop_all()
@@ -211,10 +211,6 @@ def _visit(
       time.sleep(0.2)
 
 
-def _ended(*_: Any) -> None:
-  raise Left("SIGTERM before the run began")
-
-
 def meet(address: str, port: int, count: int, process: int) -> Peers:
   """Returns when all processes of a run are there.
 
@@ -230,13 +226,10 @@ def meet(address: str, port: int, count: int, process: int) -> Peers:
 
   Raises:
     ValueError: in all of them, what is wrong; also after `PATIENCE` seconds.
-    Left: one was ended in the meantime, by SIGTERM this one.
+    interrupts.Left: one was ended in the meantime, by SIGTERM this one.
   """
   waiting = _Waiting(f"process {process} of {count}", f"{address}:{port}")
-  before = signal.signal(signal.SIGTERM, _ended)
-  try:
+  with interrupts.leaving():
     if process == 0:
       return _host(port, count, waiting)
     return _visit((address.strip("[]"), port), count, process, waiting)
-  finally:
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

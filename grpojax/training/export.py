@@ -40,8 +40,7 @@ def export(
 
   Raises:
     ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
-      `adapter` of a run
-      without LoRA.
+      `adapter` of a run without LoRA.
   """
   where = run_storage.local(run)
   config = run_directory.read_config(where)

@@ -5,7 +5,7 @@ the device samples or diagnoses, between batches of an evaluation, at least once
 a second while rewards are computed, and for each prompt that is read before the
 start. What runs on in between is one compilation, the update of a step or (with
 reward.on_device) the step, the reading of the weights, and with reward.workers
-= 0 the reward of one completion.
+= 0 the reward of one completion; on s3:// also the copying of a checkpoint.
 """
 
 import contextlib
@@ -224,6 +224,7 @@ def run(
       state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state.params, progress, poll)
     except Preempted as done:
+      publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from etils import epath
 
-from grpojax.runtime import bucket, distributed
+from grpojax.runtime import bucket, distributed, interrupts
 
 REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
@@ -27,13 +27,15 @@ def opened(
 
   Raises:
     ValueError: in all processes, where one cannot use it.
+    interrupts.Left: SIGTERM came meanwhile.
   """
   if not bucket.is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
     return
   is_main, several = distributed.is_main(), distributed.several()
+  distributed.gather(None)  # connects now: in a minute it would be too late
   with contextlib.ExitStack() as stack:
-    with distributed.agreed():
+    with distributed.agreed(), interrupts.leaving():
       copy = bucket.opened(os.fspath(path), IN_BUCKET, is_main, several)
       copy = stack.enter_context(copy)
     yield copy

@@ -5,6 +5,7 @@ tests/test_buckets.py has whole runs on stand-ins for gs:// and s3://.
 
 import json
 import pathlib
+import shutil
 import threading
 import uuid
 
@@ -109,8 +110,9 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
     for name in files:
       (local / name).unlink()
   removed = [name for method, name in done if method == "rm_file"]
-  assert removed[:3] == ["summary.json", CHECKPOINT, "model/config.json"]
-  assert removed[-2] == "config.json"  # before the lock
+  assert removed[:2] == ["summary.json", "model/config.json"]
+  # The old checkpoint when all that is new is there; then the lock.
+  assert removed[-4:-1] == ["config.json", CHECKPOINT, "checkpoints/2/state/z"]
   assert sorted(removed) == sorted([*files, ".lock"])
 
 
@@ -123,6 +125,115 @@ def test_a_part_of_a_checkpoint_is_none(url):
     found = [str(x.relative_to(local)) for x in local.rglob("*")]
     assert "checkpoints/2/state/d" in found and CHECKPOINT in found
     assert not any("checkpoints/3" in name for name in found)
+
+
+def checkpoint(local, step, *names):
+  path = local / "checkpoints" / str(step)
+  path.mkdir(parents=True)
+  for name in names or ("_CHECKPOINT_METADATA", "data"):
+    (path / name).write_text(str(step))
+
+
+@pytest.fixture
+def with_checkpoint(url):
+  with opened(url) as (local, _):
+    write(local, **{"config.json": "{}"})
+    checkpoint(local, 2)
+  return url
+
+
+def steps(url):
+  return {x.split("/")[1] for x in names(url) if x.startswith("checkpoints")}
+
+
+def test_there_is_always_a_checkpoint(with_checkpoint, monkeypatch):
+  url = with_checkpoint
+  fs, _ = fsspec.core.url_to_fs(url)
+  with opened(url) as (local, publish):
+    (local / "checkpoints" / "2" / "_CHECKPOINT_METADATA").unlink()
+    (local / "checkpoints" / "2" / "data").unlink()
+    checkpoint(local, 4)
+    with monkeypatch.context() as killed:
+      killed.setattr(type(fs), "put_file", None)
+      with pytest.raises(disk.WriteFailed):
+        publish()
+    assert steps(url) == {"2"}
+    publish()
+    assert steps(url) == {"4"}
+
+
+def test_a_checkpoint_that_is_being_removed_is_none(with_checkpoint):
+  url = with_checkpoint
+  with opened(url) as (local, publish):
+    (local / "checkpoints" / "2" / "data").unlink()  # its account comes later
+    checkpoint(local, 4)
+    publish()
+    assert steps(url) == {"4"}
+
+
+def test_what_a_cut_upload_left_is_removed(with_checkpoint):
+  fs, root = fsspec.core.url_to_fs(with_checkpoint)
+  fs.pipe_file(f"{root}/checkpoints/3/data", b"0")
+  with opened(with_checkpoint, stays=("checkpoints",)) as (local, _):
+    assert not (local / "checkpoints" / "3").exists()
+  assert steps(with_checkpoint) == {"2"}
+
+
+def test_checkpoints_without_a_config_are_somebody_elses(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  fs.pipe_file(f"{root}/checkpoints/100/data", b"0")
+  with pytest.raises(ValueError, match="is not a run"):
+    with opened(url, stays=("checkpoints",)):
+      pass
+  here = bucket.Bucket(url, fs, root, None, ("checkpoints",), {})
+  with pytest.raises(ValueError, match="is not a run"):
+    bucket._find_run(here, ("checkpoints",))  # where they are not copied
+
+
+@pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
+def test_what_the_bucket_refuses_at_the_end_is_kept(
+  url, kind, monkeypatch, capsys
+):
+  fs, _ = fsspec.core.url_to_fs(url)
+
+  def refuse(*args):
+    raise kind("the token has expired")
+
+  monkeypatch.setattr(type(fs), "put_file", refuse)
+  for error in (None, SystemExit(75), KeyError("of a step")):
+    wanted = type(error) if isinstance(error, KeyError) else disk.WriteFailed
+    with pytest.raises(wanted), opened(url) as (local, _):
+      write(local, metrics="1")
+      if error:
+        raise error
+    said = capsys.readouterr().err
+    assert f"what could not be copied is in {local}" in said
+    assert (local / "metrics").read_text() == "1"
+    shutil.rmtree(local)
+
+
+def test_a_lock_that_is_gone_is_lost(url):
+  fs, root = fsspec.core.url_to_fs(url)
+  with pytest.raises(disk.WriteFailed, match="was removed"):
+    with opened(url) as (local, _):
+      fs.rm_file(f"{root}/.lock")
+      threading.Event().wait(10 * bucket_lock.BEAT)
+      write(local, metrics="1")
+  assert names(url) == []
+
+
+def test_a_run_that_trains_can_be_read(with_checkpoint, monkeypatch):
+  fs, root = fsspec.core.url_to_fs(with_checkpoint)
+  real, left = type(fs).get_file, [2]
+
+  def vanish(self, *args):
+    if left[0]:
+      left[0] -= 1
+      raise FileNotFoundError("removed meanwhile")
+    return real(self, *args)
+
+  monkeypatch.setattr(type(fs), "get_file", vanish)
+  assert (bucket.local(with_checkpoint) / "checkpoints/2/data").is_file()
 
 
 def test_one_process_a_directory(url, capsys):
@@ -196,6 +307,8 @@ def test_names_that_lead_out_of_the_directory(url, monkeypatch):
   [
     ("memory://bucket", "is a whole bucket"),
     ("nosuch://bucket/run", "nosuch"),
+    ("file:///tmp/run", "give a path instead"),
+    ("gcs://bucket/run", "give gs:// instead"),
   ],
 )
 def test_urls_that_are_none(wrong, message):

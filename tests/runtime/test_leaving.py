@@ -82,6 +82,13 @@ def test_a_message_is_said_once_and_a_bug_with_its_traceback(leave, capsys):
   assert "KeyError: 'a bug'" in capsys.readouterr().err
 
 
+def test_a_device_without_memory_is_nobody_elses_fault(leave, capsys):
+  text = "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
+  assert leave(jax.errors.JaxRuntimeError(text)) == (True, 1, 0)
+  said = capsys.readouterr().err
+  assert "Traceback" in said and "is gone" not in said
+
+
 def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
   ended = []
   monkeypatch.setattr(leaving, "_end", ended.append)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from grpojax.runtime import rendezvous
+from grpojax.runtime import interrupts, rendezvous
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def meet(port, *who):
   def one(count, process):
     try:
       peers[process] = rendezvous.meet("127.0.0.1", port, count, process)
-    except (ValueError, rendezvous.Left) as error:
+    except (ValueError, interrupts.Left) as error:
       return str(error)
 
   with concurrent.futures.ThreadPoolExecutor() as threads:
@@ -114,6 +114,7 @@ STRANGERS = (
   b"",
   b"[]\n",
   b"x" * 9999,
+  b"[" * 4000 + b"\n",
   b'{"grpojax": "here", "process": [1], "count": 2}\n',
 )
 
@@ -175,6 +176,6 @@ def test_sigterm_is_heard_while_waiting(port, process):
   me = os.getpid(), signal.SIGTERM
   sender = threading.Timer(0.1, lambda: os.kill(*me))
   sender.start()
-  with pytest.raises(rendezvous.Left, match="SIGTERM before the run began"):
+  with pytest.raises(interrupts.Left, match="SIGTERM before the run began"):
     rendezvous.meet("127.0.0.1", port, 2, process)
   assert signal.getsignal(signal.SIGTERM) == before
