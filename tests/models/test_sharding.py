@@ -294,7 +294,10 @@ def test_rows_that_the_devices_cannot_cut_are_refused():
 
 
 def test_rows_are_cut_by_axes_that_divide_them():
-  mesh = jax.sharding.AbstractMesh((2, 4, 1, 3), mesh_lib.AXES)
+  types = (AxisType.Auto,) * 4
+  mesh = jax.sharding.AbstractMesh(
+    (2, 4, 1, 3), mesh_lib.AXES, axis_types=types
+  )
 
   def spec(shape, *names):
     return mesh_lib.activation_spec(mesh, shape, names)
