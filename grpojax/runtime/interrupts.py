@@ -38,7 +38,10 @@ def _leave(*_: Any) -> None:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-  """SIGTERM raises `Left`, while the context lasts."""
+  """SIGTERM raises `Left`, while the context lasts.
+
+  Not where JAX listens to it: its handler could not be put back.
+  """
   before = signal.signal(signal.SIGTERM, _leave)
   try:
     yield

@@ -27,7 +27,7 @@ def opened(
 
   Raises:
     ValueError: in all processes, where one cannot use it.
-    interrupts.Left: SIGTERM came meanwhile.
+    interrupts.Left: SIGTERM came meanwhile, to a process alone.
   """
   if not bucket.is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
@@ -35,7 +35,9 @@ def opened(
   is_main, several = distributed.is_main(), distributed.several()
   distributed.gather(None)  # connects now: in a minute it would be too late
   with contextlib.ExitStack() as stack:
-    with distributed.agreed(), interrupts.leaving():
+    # In several processes JAX listens to SIGTERM, to which it is passed on.
+    leaving = contextlib.nullcontext() if several else interrupts.leaving()
+    with distributed.agreed(), leaving:
       copy = bucket.opened(os.fspath(path), IN_BUCKET, is_main, several)
       copy = stack.enter_context(copy)
     yield copy
