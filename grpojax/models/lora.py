@@ -18,6 +18,7 @@ from jaxtyping import Array, Key
 
 from grpojax.core.types import LM, Params
 from grpojax.models import hf, layer_stacks, weights, weights_out
+from grpojax.models.merged import merged_matrix
 
 # What the decoder multiplies by, and can add an adapter to.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -180,10 +181,8 @@ def merge(base: Params, adapters: Params, scale: int | float) -> Params:
   """
   layers = dict(base["layers"])
   for name, low_rank in adapters.get("layers", {}).items():
-    a, b = (low_rank[side].astype(jnp.float32) for side in ("a", "b"))
-    change = jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
-    matrix = layers[name]
-    layers[name] = (matrix.astype(jnp.float32) + change).astype(matrix.dtype)
+    whole = merged_matrix(layers[name], low_rank["a"], low_rank["b"], scale)
+    layers[name] = whole.astype(layers[name].dtype)
   return base | {"layers": layers}
 
 

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def merged_matrix(base: Array, a: Array, b: Array, scale: int | float) -> Array:
+  """W + scale A B in float32, of one layer or of a stack of them."""
+  base, a, b = (x.astype(jnp.float32) for x in (base, a, b))
+  return base + jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
+
+
 @dataclasses.dataclass(frozen=True)
 class Merged:
   """A stack of matrices W + scale A B, computed where a layer is asked for.
@@ -34,11 +40,8 @@ class Merged:
 
   def __getitem__(self, layer: Any) -> Float[Array, "m n"]:
     """The matrix of one layer."""
-    matrix, a, b = (
-      x[layer].astype(jnp.float32) for x in (self.base, self.a, self.b)
-    )
-    highest = jax.lax.Precision.HIGHEST
-    return matrix + jnp.matmul(a, self.scale * b, precision=highest)
+    parts = (x[layer] for x in (self.base, self.a, self.b))
+    return merged_matrix(*parts, self.scale)
 
 
 def merged(

@@ -2,7 +2,8 @@
 
 A bucket has no appending, no renaming and no locks, and is far away; records,
 models and their checks want all four. So a program works on a copy of its own
-on a local disk, and what changes there is copied to the bucket (`push`).
+on a local disk, and what changes there is copied to the bucket
+(`bucket_files.push`).
 Checkpoints on gs:// go there straight, from all processes: Orbax knows it.
 Orbax knows no other kind of bucket: there checkpoints are copied too, and only
 a run of one process can be.
@@ -10,7 +11,7 @@ a run of one process can be.
 What stands in place of a disk's promises:
 
 - A file in a bucket is whole or not there. What depends on other files comes
-  after them, and goes before them (`_rank`): a directory of which only a part
+  after them, and goes before them: a directory of which only a part
   has been copied is never taken for a whole one.
 - The lock is a lease, see `bucket_lock`: a process that was killed keeps others
   out for a minute.
@@ -33,7 +34,13 @@ from typing import Any
 
 from etils import epath
 
-from grpojax.runtime import bucket_files, bucket_lock, disk
+from grpojax.runtime import (
+  bucket_files,
+  bucket_lock,
+  disk,
+  preemption,
+  run_lock,
+)
 from grpojax.runtime.bucket_files import Bucket
 
 PUSH = 60
@@ -41,6 +48,7 @@ PUSH = 60
 
 # Beside the weights of models, in other formats; some are programs (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
+_WENT_WELL = (None, 0, preemption.EXIT_PREEMPTED)  # exit codes
 ORIGIN = ".origin"  # in a copy: the URL of what has stayed in the bucket
 
 
@@ -153,7 +161,7 @@ def _publisher(
     if not is_held():
       raise disk.WriteFailed(
         f"{bucket.url} was taken over by another process, or its "
-        f"{bucket_lock.LOCK} was removed"
+        f"{run_lock.LOCK} was removed"
       )
 
   def publish(lazily: bool = False) -> None:
@@ -185,9 +193,8 @@ def _leaver(bucket, is_held, publish, kept: list[bool]):
           f"{bucket.url} to go on from there",
           file=sys.stderr,
         )
-      done = error is None or getattr(error, "code", 1) in (None, 0, 75)
-      if done:  # or it is less than what has happened already
-        raise
+      if error is None or getattr(error, "code", 1) in _WENT_WELL:
+        raise  # or it is less than what has happened already
       print(f"error: {refused}", file=sys.stderr)
 
   return leave

@@ -8,34 +8,21 @@ apart for a beat: then the loser is told.
 """
 
 import contextlib
-import datetime
 import json
-import os
-import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 
+from grpojax.runtime import run_lock
 from grpojax.runtime.bucket_files import Bucket, reading, writing
+from grpojax.runtime.run_lock import LOCK
 
-LOCK = ".lock"
 BEAT = 15
 """Seconds after which a lock that is held is written again."""
 LEASE = 60
 """Seconds after which a lock that nobody writes again is nobody's."""
-
-
-def _holder(text: bytes) -> str:
-  try:
-    held = json.loads(text)
-    return (
-      f"process {held['pid']} on {held['host']} since {held['since']} "
-      f"({held['command']})"
-    )
-  except (ValueError, KeyError, TypeError, RecursionError):
-    return "another process"
 
 
 def _read(bucket: Bucket) -> bytes | None:
@@ -58,8 +45,8 @@ def _wait_until_left(bucket: Bucket) -> None:
   if first is None:
     return  # it has just ended
   print(
-    f"{bucket.url} is, or was, in use by {_holder(first)}: waiting {LEASE} s "
-    "to see which",
+    f"{bucket.url} is, or was, in use by {run_lock.holder(first)}: "
+    f"waiting {LEASE} s to see which",
     file=sys.stderr,
     flush=True,
   )
@@ -69,24 +56,9 @@ def _wait_until_left(bucket: Bucket) -> None:
     if now is None:
       return
     if now != first:
-      raise ValueError(
-        f"{bucket.url} is in use by {_holder(first)}; wait for it, end it, or "
-        "give another directory"
-      )
+      raise run_lock.refusal(bucket.url, first)
   with writing(bucket.url), contextlib.suppress(FileNotFoundError):
     bucket.fs.rm_file(f"{bucket.root}/{LOCK}")
-
-
-def _me() -> dict[str, str | int]:
-  now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-  return {
-    "pid": os.getpid(),
-    "host": socket.gethostname(),
-    "since": now,
-    "command": " ".join(sys.argv)[:200],
-    "token": uuid.uuid4().hex,
-    "beat": 0,
-  }
 
 
 def _take(bucket: Bucket, me: dict[str, str | int]) -> None:
@@ -112,7 +84,8 @@ def hold(bucket: Bucket) -> Iterator[Callable[[], bool]]:
     ValueError: another process holds it; says which.
     disk.WriteFailed: the bucket cannot be written.
   """
-  path, me, ended, lost = f"{bucket.root}/{LOCK}", _me(), threading.Event(), []
+  path, ended, lost = f"{bucket.root}/{LOCK}", threading.Event(), []
+  me = run_lock.me() | {"token": uuid.uuid4().hex, "beat": 0}
 
   def is_mine() -> bool:
     bucket.fs.invalidate_cache()

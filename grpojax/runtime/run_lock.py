@@ -19,28 +19,51 @@ from collections.abc import Iterator
 LOCK = ".lock"  # in the run directory
 
 
-def _holder(file: int) -> str:
-  """Who wrote the file, in words."""
-  try:
-    held = json.loads(os.pread(file, 2**16, 0).decode())
-    return (
-      f"process {held['pid']} on {held['host']} since {held['since']} "
-      f"({held['command']})"
-    )
-  except (OSError, ValueError, KeyError, TypeError):
-    return "another process"  # it has not written who it is yet
-
-
-def _write(file: int) -> None:
+def me() -> dict[str, str | int]:
+  """What a lock says of this process, which holds it."""
   now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-  me = {
+  return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
     "since": now,
     "command": " ".join(sys.argv)[:200],
   }
+
+
+def holder(text: bytes) -> str:
+  """Who holds a lock, in words.
+
+  Args:
+    text: JSON of its `me`, or anything.
+  """
+  try:
+    held = json.loads(text)
+    return (
+      f"process {held['pid']} on {held['host']} since {held['since']} "
+      f"({held['command']})"
+    )
+  except (ValueError, KeyError, TypeError, RecursionError):
+    return "another process"  # it has not written who it is yet
+
+
+def refusal(where: str | os.PathLike, text: bytes) -> ValueError:
+  """The error for a directory that another process holds; see `holder`."""
+  return ValueError(
+    f"{where} is in use by {holder(text)}; wait for it, end it, or give "
+    "another directory"
+  )
+
+
+def _read(file: int) -> bytes:
+  try:
+    return os.pread(file, 2**16, 0)
+  except OSError:
+    return b""
+
+
+def _write(file: int) -> None:
   os.ftruncate(file, 0)
-  os.pwrite(file, (json.dumps(me) + "\n").encode(), 0)
+  os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
 
 
 def _is_there(file: int, path: pathlib.Path) -> bool:
@@ -55,10 +78,7 @@ def _lock(file: int, directory: pathlib.Path) -> None:
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
-    raise ValueError(
-      f"{directory} is in use by {_holder(file)}; wait for it, end it, or give "
-      "another directory"
-    ) from None
+    raise refusal(directory, _read(file)) from None
   except OSError as error:
     if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
       raise

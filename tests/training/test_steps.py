@@ -88,17 +88,22 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   )
 
 
-def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
-  config = default_config()
-  config.optim.micro_batches, config.diagnostics.share = 1, 0.75
-  lm = tabular.lm(4, 3)
+def drawn(lm, count):
+  """Parameters, and four samples of three tokens with rewards a prompt."""
   params = lm.init(jax.random.key(0))
-  prompts = Prompts(jnp.arange(4)[:, None], jnp.ones((4, 1), bool))
+  prompts = Prompts(jnp.arange(count)[:, None], jnp.ones((count, 1), bool))
   draw = functools.partial(
     rollout, lm, group_size=4, max_new_tokens=3, eos_ids=(0,)
   )
   samples = jax.jit(draw)(params, prompts, jax.random.key(1))
-  rewards = jax.random.normal(jax.random.key(2), (4, 4))
+  return params, samples, jax.random.normal(jax.random.key(2), (count, 4))
+
+
+def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
+  config = default_config()
+  config.optim.micro_batches, config.diagnostics.share = 1, 0.75
+  lm = tabular.lm(4, 3)
+  params, samples, rewards = drawn(lm, 4)
   diagnose = jax.jit(functools.partial(diagnosis.make_diagnose(config, 1), lm))
   key = jax.random.key(3)
   found = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
@@ -116,13 +121,7 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
   tabular, config_with
 ):
   lm = tabular.lm(8, 3)
-  params = lm.init(jax.random.key(0))
-  prompts = Prompts(jnp.arange(8)[:, None], jnp.ones((8, 1), bool))
-  draw = functools.partial(
-    rollout, lm, group_size=4, max_new_tokens=3, eos_ids=(0,)
-  )
-  samples = jax.jit(draw)(params, prompts, jax.random.key(1))
-  rewards = jax.random.normal(jax.random.key(2), (8, 4))
+  params, samples, rewards = drawn(lm, 8)
 
   def diagnosed(prompts, micro_batches, shards):
     changes = {"optim__micro_batches": micro_batches}
