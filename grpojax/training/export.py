@@ -5,7 +5,7 @@ import pathlib
 
 import jax
 
-from grpojax.models import hf, lora
+from grpojax.models import hf, lora, merged
 from grpojax.runtime import disk
 from grpojax.training import run_directory, run_storage, trained
 
@@ -66,6 +66,6 @@ def export(
     return f"the adapters of {what}"
   if rank:
     base = hf.load_params(source)
-    params = lora.merge(base, params, config.lora.alpha / rank)
+    params = merged.merged(base, params, config.lora.alpha / rank)
   hf.save(out, params, source, dtype=dtype)
   return what
