@@ -106,7 +106,8 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   """What `training.start` opens, without weights, data or tokenizer.
 
   Raises:
-    ValueError: a model or targets of adapters that do not fit.
+    ValueError: a model or targets of adapters that do not fit; with
+      reward.on_device, data that cannot be read.
   """
   _, hf_config = read_model(config.model.path)
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
@@ -131,7 +132,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   leaves = config_lib.flatten(config)
   auto = config.group_size == group_sizes.AUTO
   size = config.auto_group_size.start if auto else config.group_size
-  return Run(
+  run = Run(
     config,
     hf.to_transformer_config(hf_config),
     policy,
@@ -141,6 +142,9 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     size,
     group_sizes.samples_per_step(leaves) // size,
   )
+  if config.reward.on_device:
+    _device_prompts(run)  # what they are refused for is said here
+  return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
