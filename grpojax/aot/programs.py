@@ -77,7 +77,8 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
 def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
   """The model's functions; it needs no tokenizer, and has none."""
   model = hf.to_transformer_config(hf_config)
-  eos = hf_config.get("eos_token_id") or 0
+  eos = hf_config.get("eos_token_id")
+  eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
   return Policy(
     pathlib.Path(config.model.path),
     transformer(
@@ -86,7 +87,7 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
       remat=config.model.remat,
     ),
     tokenizer=None,
-    eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+    eos_ids=tuple(eos) or (0,),  # how many there are is compiled
     pad_id=0,
     vmappable=not model.experts,
   )
