@@ -33,14 +33,12 @@ import sys
 from ml_collections import ConfigDict
 
 from grpojax.benchmarks import configured, side_by_side, workloads
-from grpojax.runtime import command_line, disk, interrupts, records
+from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import config as config_lib
 from grpojax.training.config import WORDS, default_config, validate
 from grpojax.training.validation import CHOICES
 
 PROGRAM = "python -m grpojax.bench"
-TERMINATED = 143
-"""Exit code after SIGTERM, as shells have it."""
 FLAGS = {
   "workload": ("", f"a step of a comparison: {', '.join(workloads.NAMES)}"),
   "steps": (8, "that are timed; with --workload=arithmetic 10"),
@@ -95,14 +93,6 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  try:
-    with interrupts.leaving():  # SIGTERM leaves no temporary files
-      _main(argv)
-  except interrupts.Left:
-    sys.exit(TERMINATED)
-
-
-def _main(argv: list[str]) -> None:
   with command_line.usage_errors():
     config, flags = _parse(argv)
     out = pathlib.Path(flags.out) if flags.out else None

@@ -2,8 +2,6 @@
 
 import json
 import os
-import signal
-import tempfile
 
 import pytest
 
@@ -112,19 +110,3 @@ def test_what_was_measured_is_printed_whatever_the_disk_says(
   with pytest.raises(SystemExit, match="error: .*out.json: No such file"):
     bench.main(["--workload=fixed", f"--out={out}"])
   assert capsys.readouterr().out == '{"steps": 3}\n'
-
-
-def test_sigterm_leaves_no_files(monkeypatch, tmp_path):
-  monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-  def measure(*_):
-    with tempfile.TemporaryDirectory():
-      assert os.listdir(tmp_path)
-      os.kill(os.getpid(), signal.SIGTERM)
-
-  monkeypatch.setattr(side_by_side, "measure", measure)
-  handler = signal.getsignal(signal.SIGTERM)
-  with pytest.raises(SystemExit) as caught:
-    bench.main(["--workload=fixed"])
-  assert caught.value.code == 143 and not os.listdir(tmp_path)
-  assert signal.getsignal(signal.SIGTERM) == handler
