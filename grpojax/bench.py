@@ -108,9 +108,10 @@ def main(argv: list[str]) -> None:
   else:
     found = configured.measure(run, *counts)
     text = "\n".join(configured.lines(found))
-  if out:
-    records.write_json(out, found)
   print(text, flush=True)
+  if out:
+    with command_line.usage_errors():
+      records.write_json(out, found)
 
 
 if __name__ == "__main__":

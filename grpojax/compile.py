@@ -26,12 +26,11 @@ full length (sampling.max_new_tokens): what it leaves out stands in
 grpojax/aot/roofline.py; rewards, evaluations and saving are not in it.
 """
 
-import json
 import pathlib
 import sys
 
 from grpojax.aot import programs, report, search, topology
-from grpojax.runtime import command_line, disk
+from grpojax.runtime import command_line, disk, records
 from grpojax.training import batch_sizes, from_config
 from grpojax.training.config import WORDS, default_config, validate
 from grpojax.training.validation import CHOICES
@@ -78,9 +77,10 @@ def main(argv: list[str]) -> int:
   else:
     found = report.report(run, flags.topology, chip, _say)
     text = report.lines(found)
-  print("\n".join(text))
+  print("\n".join(text), flush=True)
   if out:
-    out.write_text(json.dumps(found, indent=2) + "\n")
+    with command_line.usage_errors():
+      records.write_json(out, found)
   return 0 if found["fits"] else DOES_NOT_FIT
 
 

@@ -1,6 +1,7 @@
 """python -m grpojax.bench: what it refuses, and what it prints."""
 
 import json
+import os
 
 import pytest
 
@@ -20,6 +21,9 @@ WRONG = {
   "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
   "--config.model.path=no/model": "no model at 'no/model'",
   "--config.mesh.tensor=999": "999 devices",
+  "--config.reward.on_device=True --config.data.max_prompt_length=2": "tokens",
+  "--config.reward.on_device=True --config.data.path=no/data": "data.path",
+  f"--workload=fixed --out={os.devnull}": "is no file",
 }
 
 
@@ -64,3 +68,45 @@ def test_help(capsys):
   text = capsys.readouterr().out
   for word in ("--workload=fixed|tail|long_prompt|arithmetic", "--warmup=2"):
     assert word in text
+
+
+UNFIT = {
+  "--workload=fixed --config.mesh.tensor=999": "multiple of 999",
+  "--workload=arithmetic --config.mesh.tensor=999": "multiple of 999",
+  "--workload=tail --config.mesh.sampling_tensor=7": "divide the 1 devices",
+}
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_what_does_not_fit_the_devices_is_said(words):
+  with pytest.raises(SystemExit, match=f"error: .*{UNFIT[words]}"):
+    bench.main(words.split())
+
+
+def test_weights_that_are_not_there(monkeypatch, tmp_path):
+  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "none"))
+  with pytest.raises(SystemExit, match="error: PEERS_MODEL_DIR=.*/none is no"):
+    bench.main(["--workload=fixed"])
+
+
+def test_parts_can_be_timed(monkeypatch):
+  given = []
+  monkeypatch.setattr(
+    side_by_side, "measure", lambda *args: given.append(args[1]) or {}
+  )
+  words = "--config.sampling.parts=2 --config.reward.workers=2"
+  bench.main(["--workload=arithmetic", *words.split()])
+  assert given[0].sampling.parts == given[0].reward.workers == 2
+
+
+def test_what_was_measured_is_printed_whatever_the_disk_says(
+  monkeypatch, tmp_path, capsys
+):
+  out = tmp_path / "gone" / "out.json"
+  out.parent.mkdir()
+  monkeypatch.setattr(
+    side_by_side, "measure", lambda *_: out.parent.rmdir() or {"steps": 3}
+  )
+  with pytest.raises(SystemExit, match="error: .*out.json: No such file"):
+    bench.main(["--workload=fixed", f"--out={out}"])
+  assert capsys.readouterr().out == '{"steps": 3}\n'

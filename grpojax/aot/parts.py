@@ -65,6 +65,23 @@ class Part:
   error: str = ""
 
 
+def repeated(part: Part, runs: int) -> Part:
+  """What so many runs need, one after another; they take the same memory."""
+  counts = (
+    "flops bytes collective_bytes token_loop_collective_bytes seconds "
+    "overlapped_seconds token_loop_seconds"
+  ).split()
+  return dataclasses.replace(
+    part,
+    **{name: runs * getattr(part, name) for name in counts},
+    collectives={
+      kind: {name: runs * count for name, count in of.items()}
+      for kind, of in part.collectives.items()
+    },
+    heaviest=[(runs * size, where) for size, where in part.heaviest],
+  )
+
+
 def cache_directory() -> pathlib.Path:
   """Where results are kept: $XDG_CACHE_HOME/grpojax, or ~/.cache/grpojax."""
   root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"

@@ -77,7 +77,8 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
 def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
   """The model's functions; it needs no tokenizer, and has none."""
   model = hf.to_transformer_config(hf_config)
-  eos = hf_config.get("eos_token_id") or 0
+  eos = hf_config.get("eos_token_id")
+  eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
   return Policy(
     pathlib.Path(config.model.path),
     transformer(
@@ -86,7 +87,7 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
       remat=config.model.remat,
     ),
     tokenizer=None,
-    eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+    eos_ids=tuple(eos) or (0,),  # how many there are is compiled
     pad_id=0,
     vmappable=not model.experts,
   )
@@ -106,7 +107,8 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   """What `training.start` opens, without weights, data or tokenizer.
 
   Raises:
-    ValueError: a model or targets of adapters that do not fit.
+    ValueError: a model or targets of adapters that do not fit; with
+      reward.on_device, data that cannot be read.
   """
   _, hf_config = read_model(config.model.path)
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
@@ -131,7 +133,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   leaves = config_lib.flatten(config)
   auto = config.group_size == group_sizes.AUTO
   size = config.auto_group_size.start if auto else config.group_size
-  return Run(
+  run = Run(
     config,
     hf.to_transformer_config(hf_config),
     policy,
@@ -141,6 +143,9 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     size,
     group_sizes.samples_per_step(leaves) // size,
   )
+  if config.reward.on_device:
+    _device_prompts(run)  # what they are refused for is said here
+  return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:

@@ -70,8 +70,10 @@ def model_flops(run: programs.Run) -> float:
 def _cache_bytes(run: programs.Run) -> int:
   """Of the decode cache, a device."""
   mesh = mesh_lib.sampling_mesh(run.mesh, run.config.mesh.sampling_tensor)
-  model, tokens = run.model, run.config.sampling.max_new_tokens
-  shape = run.prompts, run.group_size, model.kv_heads, tokens, model.head_dim
+  model, sampling = run.model, run.config.sampling
+  prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
+  at_once = min(sampling.slots or run.group_size, run.group_size)
+  shape = prompts, at_once, model.kv_heads, tokens, model.head_dim
   names = ("batch", "group", "kv_heads")
   place = mesh_lib.activation_sharding(mesh, shape, *names)
   size = jnp.dtype(run.config.model.dtype).itemsize
@@ -155,12 +157,15 @@ def measure(
   Returns:
     Its part of the report.
   """
-  trips = max(run.config.sampling.max_new_tokens - 1, 1)
+  sampling = run.config.sampling
+  trips = max(sampling.max_new_tokens - 1, 1)
   say(f"compiling {name} ...")
   lowered = programs.lower(run, name)
   part, kept = parts.measure(lowered, machine, chip, trips)
   seconds = f"{part.compile_seconds:.0f} s"
   say(f"compiling {name}: {seconds}{' (kept from before)' if kept else ''}")
+  if name == "rollout":  # which was compiled for one part of the prompts
+    part = parts.repeated(part, sampling.parts)
   return _part(run, name, part, chip)
 
 

@@ -17,12 +17,13 @@ from ml_collections import ConfigDict
 from grpojax.aot import programs
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core.types import Prompts
-from grpojax.runtime import checkpoint, records
+from grpojax.runtime import checkpoint, command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
   batch_sizes,
   fit,
   from_config,
+  reference,
   run_directory,
   run_storage,
   scoring,
@@ -41,8 +42,14 @@ PARTS = {
 def _model_directory() -> pathlib.Path | None:
   """PEERS_MODEL_DIR: the weights that the others are timed with."""
   given = os.environ.get("PEERS_MODEL_DIR")
-  directory = pathlib.Path(given) if given else None
-  return directory if directory and directory.is_dir() else None
+  if not given:
+    return None
+  if not os.path.isdir(given):
+    raise ValueError(
+      f"PEERS_MODEL_DIR={given} is no directory: give one, or unset it and the "
+      "weights are drawn"
+    )
+  return pathlib.Path(given)
 
 
 @contextlib.contextmanager
@@ -54,7 +61,8 @@ def open_workload(name: str, config: ConfigDict) -> Iterator[subject.Subject]:
     config: of `workloads.config_of`, perhaps with changes of how it computes.
 
   Raises:
-    ValueError: changes that do not fit the devices or the batch.
+    ValueError: changes that do not fit the devices or the batch, or no such
+      weights.
   """
   stored = _model_directory()
   with tempfile.TemporaryDirectory() as directory:
@@ -63,7 +71,9 @@ def open_workload(name: str, config: ConfigDict) -> Iterator[subject.Subject]:
     config.model.path = str(stored or file)
     mesh = from_config.mesh(config)
     batch_sizes.check(config, mesh)
+    reference.check(config.model.reference, mesh)
     run = programs.open_run(config, mesh)
+    subject.check_memory(run)
     yield subject.open_subject(run, stored)
 
 
@@ -80,7 +90,8 @@ def default_job(config: ConfigDict) -> subject.Rows:
   with contextlib.ExitStack() as stack:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
-    checked = start.check(config, directory, lambda: None)
+    with command_line.usage_errors():
+      checked = start.check(config, directory, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
@@ -99,7 +110,8 @@ def default_job(config: ConfigDict) -> subject.Rows:
 def _steps(name: str, config: ConfigDict, count: int, stack) -> subject.Rows:
   if name == workloads.DEFAULT_JOB:
     return default_job(config)
-  opened = stack.enter_context(open_workload(name, config))
+  with command_line.usage_errors():
+    opened = stack.enter_context(open_workload(name, config))
   batches = _batches(workloads.WORKLOADS[name], count)
   return subject.host_steps(opened, batches, lambda prompts: prompts.targets)
 
@@ -126,7 +138,8 @@ def measure(
     The report, with the keys of every library of the comparison.
 
   Raises:
-    ValueError: changes that do not fit the devices or the batch.
+    SystemExit: with a message, for changes that do not fit the devices or the
+      batch.
   """
   config.steps = warmup + steps
   compiled, found = clock.compilations(), []

@@ -21,7 +21,7 @@ from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
-from grpojax.runtime import device_memory
+from grpojax.runtime import command_line, device_memory
 from grpojax.training import (
   device_step,
   from_config,
@@ -186,12 +186,14 @@ def device_steps(subject: Subject, count: int) -> Rows:
   batches = prompts_lib.training_batches(
     config, policy, examples, run.group_size
   )
+  with command_line.usage_errors():  # before anything compiles
+    batches = list(itertools.islice(batches, count))
   state = subject.state
   with jax.set_mesh(run.mesh):
     step = device_step.make_device_step(
       config, policy, run.group_size, subject.tx, subject.ref_params, places
     )
-    for prompts, given in itertools.islice(batches, count):
+    for prompts, given in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
       state, row, *_ = step(state, prompts, given, False)
       yield row

@@ -65,11 +65,13 @@ STEPS = {name: 8 for name in WORKLOADS} | {DEFAULT_JOB: 10}
 _TABLE_STEPS = 32
 
 _WORK = (
-  "seed steps batch_size group_size subset_size advantage data reward loss "
-  "lora model.path sampling.max_new_tokens sampling.temperature sampling.top_k "
-  "sampling.top_p sampling.min_p optim.name optim.learning_rate "
-  "optim.schedule optim.warmup_steps optim.b1 optim.b2 optim.weight_decay "
-  "optim.max_grad_norm optim.epochs optim.minibatches diagnostics"
+  "seed steps batch_size group_size subset_size advantage data loss lora "
+  "reward.functions reward.weights reward.options reward.model "
+  "reward.model_weight reward.on_device model.path sampling.max_new_tokens "
+  "sampling.temperature sampling.top_k sampling.top_p sampling.min_p "
+  "optim.name optim.learning_rate optim.schedule optim.warmup_steps optim.b1 "
+  "optim.b2 optim.weight_decay optim.max_grad_norm optim.epochs "
+  "optim.minibatches diagnostics"
 ).split()
 """Settings, and sections of them, that say what is computed, not how."""
 

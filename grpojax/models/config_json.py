@@ -5,6 +5,7 @@ computes; any other key is refused by its name, and never ignored. Defaults of
 absent keys are those of transformers' configuration classes.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,14 @@ _SIZES = (
   "num_hidden_layers",
   "num_attention_heads",
   "intermediate_size",
+)
+_OPTIONAL_SIZES = (
+  "num_key_value_heads",
+  "head_dim",
+  "moe_intermediate_size",
+  "num_experts",
+  "num_local_experts",
+  "num_experts_per_tok",
 )
 _FIXED = {
   "attention_dropout": 0.0,
@@ -80,7 +89,8 @@ def complete(
     unused: keys that change nothing in this family.
 
   Raises:
-    ValueError: a key that is not known, or a fixed one with another value.
+    ValueError: a key that is not known, or a fixed one with another value; a
+      size that is none.
   """
   read = {"rms_norm_eps": 1e-6} | read
   fixed = _FIXED | (fixed or {})
@@ -96,7 +106,24 @@ def complete(
         f"model_type={hf_config['model_type']!r} and may change what the model "
         "computes; remove it from config.json if you know that it does not"
       )
-  return read | hf_config
+  whole = read | hf_config
+  _check_numbers(whole)
+  return whole
+
+
+def _check_numbers(hf_config: dict[str, Any]) -> None:
+  """Refuses sizes that are no sizes; absent ones are named where they lack."""
+  for key in (*_SIZES, *_OPTIONAL_SIZES):
+    value = hf_config.get(key, 1)
+    absent = value is None and key in _OPTIONAL_SIZES
+    if not absent and (type(value) is not int or value < 1):
+      raise ValueError(
+        f"config.json has {key}={value!r}, which must be a whole number of 1 "
+        "or more"
+      )
+  eps = hf_config["rms_norm_eps"]
+  if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    raise ValueError(f"config.json has rms_norm_eps={eps!r}, which is no size")
 
 
 def labels(hf_config: dict[str, Any]) -> int:
@@ -211,6 +238,8 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
       f"config.json asks for rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
     )
   theta = float(values.pop("rope_theta"))
+  if not 0 < theta < math.inf:
+    raise ValueError(f"config.json has rope_theta={theta}: must be more than 0")
   if values.pop("partial_rotary_factor", 1.0) != 1.0:
     raise ValueError(
       "config.json has a partial_rotary_factor; only 1.0 is known"

@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from grpojax.runtime import records
+
 # A disk that is full, over a quota or a limit, broken, or mounted read-only.
 _REFUSALS = (
   errno.ENOSPC,
@@ -106,9 +108,15 @@ def check_file(path: str | os.PathLike, flag: str) -> None:
   Raises:
     ValueError: says what is wrong with it.
   """
+  check_no_url(path, flag)
   path = pathlib.Path(path)
-  if path.is_dir():
-    raise ValueError(f"{flag}={path} is a directory: give the name of a file")
   if not path.absolute().parent.is_dir():
     raise ValueError(f"{flag}={path}: its directory does not exist")
-  check_writable(path.absolute().parent, flag)
+  try:
+    records.check_writable(path)
+  except OSError as error:
+    raise ValueError(
+      f"{flag}={path} cannot be written: {error.strerror}"
+    ) from error
+  except ValueError as error:
+    raise ValueError(f"{flag}={error}") from None

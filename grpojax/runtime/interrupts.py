@@ -32,21 +32,27 @@ class Left(Exception):
   """A run was ended before it began; nothing is lost, or to be saved."""
 
 
-def _leave(*_: Any) -> None:
-  raise Left("SIGTERM before the run began")
-
-
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
   """SIGTERM raises `Left`, while the context lasts.
 
-  Not where JAX listens to it: its handler could not be put back.
+  Not where JAX listens to it: its handler could not be put back. Where Python
+  ignores exceptions (in destructors, and what runs when garbage is collected,
+  as of JAX) it is raised when the context ends.
   """
-  before = signal.signal(signal.SIGTERM, _leave)
+  came = []
+
+  def leave(*_: Any) -> None:
+    came.append(Left("SIGTERM before the run began"))
+    raise came[0]
+
+  before = signal.signal(signal.SIGTERM, leave)
   try:
     yield
   finally:
     signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+  if came:
+    raise came[0]
 
 
 @contextlib.contextmanager

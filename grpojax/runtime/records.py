@@ -33,17 +33,26 @@ def _plain(value: Any) -> Any:
   return value  # json says what it cannot write
 
 
+def _target(path: str | os.PathLike) -> pathlib.Path:
+  """The file that a link leads to: renaming would put a file in its place."""
+  return pathlib.Path(os.path.realpath(path))
+
+
 def check_writable(path: str | os.PathLike) -> None:
   """Whether `write_text` could write a file; leaves nothing behind.
 
   Raises:
-    ValueError: it is a directory.
+    ValueError: it is a directory, or a device or a pipe, in whose place a file
+      would be put.
     OSError: the operating system refuses it.
   """
-  path = pathlib.Path(path)
+  path = _target(path)
   if path.is_dir():
     raise ValueError(f"{path} is a directory: give the name of a file")
-  temporary = path.with_name(f".{path.name}.tmp")
+  if path.exists() and not path.is_file():
+    raise ValueError(f"{path} is no file: give the name of one")
+  # A name of its own: another process may be writing to the same file.
+  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   with open(temporary, "w"):
     pass
   temporary.unlink()
@@ -61,16 +70,16 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
   """Writes a file whole or not at all, through .NAME.tmp beside it."""
-  path = pathlib.Path(path)
-  temporary = path.with_name(f".{path.name}.tmp")
+  target = _target(path)
+  temporary = target.with_name(f".{target.name}.tmp")
   with _naming(path):
     try:
       with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-      os.replace(temporary, path)
-    except OSError:
+      os.replace(temporary, target)
+    except BaseException:  # Ctrl-C, too
       temporary.unlink(missing_ok=True)
       raise
 

@@ -49,6 +49,7 @@ class Rows(NamedTuple):
     prompt_length: P.
     length: T.
     settings: those that decide B and G, in this order.
+    slots: samples of each prompt that are decoded at once, see `Decoding`.
   """
 
   prompts: int
@@ -56,6 +57,12 @@ class Rows(NamedTuple):
   prompt_length: int
   length: int
   settings: tuple[str, ...]
+  slots: int = 0
+
+  @property
+  def at_once(self) -> int:
+    """Samples that are decoded at once."""
+    return self.prompts * min(self.slots or self.group_size, self.group_size)
 
 
 def _tree_bytes(tree: PyTree, mesh: jax.sharding.Mesh) -> int:
@@ -90,11 +97,11 @@ def rollout(
     rows.settings + lengths[1],
   )
   parts = [
-    ("decode cache", samples * rows.length * token, completions),
+    ("decode cache", rows.at_once * rows.length * token, completions),
     ("completions", samples * rows.length * ID, completions),
     # Each prompt once, whatever the group size, with its ids and its mask.
     ("prompts", rows.prompts * rows.prompt_length * (token + ID + 1), prompts),
-    ("logits", samples * model.vocab_size * FLOAT32, rows.settings),
+    ("logits", rows.at_once * model.vocab_size * FLOAT32, rows.settings),
   ]
   return [Part(what, size // devices, names) for what, size, names in parts]
 
@@ -166,6 +173,7 @@ def training(
     size,
     *lengths,
     ("batch_size", "group_size"),
+    config.sampling.slots,
   )
   test = Rows(config.eval.batch_size, 1, *lengths, ("eval.batch_size",))
   sizes = dtype.itemsize, mesh.size
@@ -204,6 +212,7 @@ def evaluation(
     config.data.max_prompt_length,
     config.sampling.max_new_tokens,
     ("eval.batch_size", "--samples"),
+    config.sampling.slots,
   )
   held = [Part("parameters", size, ("--model",))]
   return {"an evaluation": held + rollout(model, rows, dtype.itemsize, 1)}

@@ -61,6 +61,8 @@ _POSITIVE = (
   "reward.timeout"
 ).split()
 
+_WORKERS = 1024
+
 
 def _ranges(leaves: dict[str, Any]) -> list[str]:
   """Values outside their range; NaN fails every comparison."""
@@ -68,8 +70,10 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
 
   def need(field, holds, todo):
     value = leaves[field]
-    if not (holds(value) and math.isfinite(value)):
-      wrong.append(problem(field, value, todo))
+    finite = math.isfinite(value)
+    if not (holds(value) and finite):
+      also = "" if finite else ", and finite"
+      wrong.append(problem(field, value, todo + also))
 
   for field in _AT_LEAST_ONE:
     need(field, lambda x: x >= 1, "must be 1 or more")
@@ -83,7 +87,11 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
     todo = f"must be more than 0{hints.get(field, '')}"
     need(field, lambda x: x > 0, todo)
   need("seed", lambda x: x < 2**32, "must be less than 2**32 (4294967296)")
-  need("steps", lambda x: x < 2**31, "must be less than 2**31: it is an int32")
+  todo = "must be less than 2**31: it is an int32"
+  for field in ("steps", "optim.epochs", "logits_chunk"):
+    need(field, lambda x: x < 2**31, todo)
+  todo = f"must be {_WORKERS} or fewer: each is a process of this machine"
+  need("reward.workers", lambda x: x <= _WORKERS, todo)
   need("sampling.top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 is off")
   need("sampling.min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 is off")
   if leaves["group_size"] != AUTO:

@@ -14,6 +14,7 @@ from grpojax import compile as program
 from grpojax.aot import parts, programs, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.parts import Part
+from grpojax.training.config import default_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PART = Part(7, 5, seconds=0.5)
@@ -130,6 +131,26 @@ def test_results_that_cannot_be_written(tmp_path):
   ):
     with pytest.raises(SystemExit, match=why):
       program.main([f"--out={out}", "--topology=cpu:0"])
+
+
+@pytest.mark.parametrize(
+  "given, ids",
+  [
+    (7, (7,)),
+    ([7, 8], (7, 8)),
+    (None, (0,)),
+    ([], (0,)),
+    ("x", (0,)),
+    (["x", 2.5], (0,)),
+  ],
+)
+def test_ends_of_completions_that_a_config_names(given, ids):
+  """Training reads them with the tokenizer, which need not be there."""
+  hf_config = programs.hf.read_config("arithmetic-base")
+  found = programs._policy(
+    default_config(), hf_config | {"eos_token_id": given}
+  )
+  assert found.eos_ids == ids
 
 
 def test_models_of_a_strange_type(tmp_path):

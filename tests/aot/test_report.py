@@ -74,3 +74,55 @@ def test_memory_of_what_does_not_compile():
     given = arrays * size + (rest - 2 * size) * (arrays > 2)
     memory = report._memory(run, name, Part(given + 7 * size, error="too much"))
     assert sum(memory.values()) == 2 * size + rest + 7 * size, name
+
+
+def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
+  """Each takes the time and the traffic of the program, and its memory."""
+  part = Part(
+    memory_bytes=9,
+    temporary_bytes=7,
+    flops=1,
+    bytes=2,
+    collective_bytes=3,
+    token_loop_collective_bytes=4,
+    collectives={"all-reduce": {"bytes": 5, "runs": 6}},
+    seconds=0.5,
+    overlapped_seconds=0.25,
+    token_loop_seconds=0.125,
+    compile_seconds=8.0,
+    heaviest=[(10, "here")],
+  )
+  monkeypatch.setattr(programs, "lower", lambda *_: None)
+  monkeypatch.setattr(report.parts, "measure", lambda *_: (part, False))
+  run = open_run(**{"sampling.parts": 4})
+  chip = report.chips.CHIPS["cpu"]
+  args = "cpu:1", chip, lambda _: None
+  once = report.measure(run, "update", *args)
+  four = report.measure(run, "rollout", *args)
+  assert (once["seconds"], four["seconds"]) == (0.5, 2.0)
+  assert four["overlapped_seconds"] == 1.0 and four["token_loop_seconds"] == 0.5
+  assert (four["flops"], four["bytes"], four["collective_bytes"]) == (4, 8, 12)
+  assert four["token_loop_collective_bytes"] == 16
+  assert four["collectives"] == {"all-reduce": {"bytes": 20, "runs": 24}}
+  assert four["heaviest"] == [(40, "here")]
+  assert (four["compile_seconds"], four["temporary_bytes"]) == (8.0, 7)
+  state = four["memory"]["parameters"] + four["memory"]["optimizer"]
+  assert four["memory_bytes"] == state + 7
+
+
+@pytest.mark.parametrize(
+  "changes, prompts, samples",
+  [
+    ({}, B, G),
+    ({"sampling.parts": 2}, B // 2, G),
+    ({"sampling.slots": 3}, B, 3),
+    ({"sampling.slots": 3, "sampling.parts": 4}, B // 4, 3),
+    ({"sampling.slots": 99}, B, G),
+  ],
+)
+def test_the_cache_of_what_is_decoded_at_once(changes, prompts, samples):
+  run = open_run(**changes)
+  part = Part(memory_bytes=2**30, temporary_bytes=2**30)
+  token = 2 * 4 * 2 * 32 * 4  # keys and values: 2, layers, K, E, bytes
+  found = report._memory(run, "rollout", part)["cache"]
+  assert found == prompts * samples * T * token

@@ -66,7 +66,7 @@ def test_weights_that_others_are_timed_with(config, monkeypatch, tmp_path):
   with side_by_side.open_workload("tail", config) as opened:
     for tree in (opened.state.params, opened.ref_params):
       jax.tree.map(np.testing.assert_array_equal, tree, params)
-  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "none"))
+  monkeypatch.delenv("PEERS_MODEL_DIR")
   with side_by_side.open_workload("tail", config) as opened:
     assert (opened.state.params["embed"] != params["embed"]).all()
 

@@ -118,6 +118,34 @@ def test_a_family_refuses_what_it_does_not_read(kind):
     assert changed == hf.to_transformer_config(hf_config), key
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, None, "896", True, [8]])
+def test_sizes_that_are_none(value):
+  kind = "qwen3_moe"
+  hf_config = {"model_type": kind} | BASE | EXAMPLES[kind]
+  names = "vocab_size hidden_size num_hidden_layers num_attention_heads"
+  for key in (*names.split(), "intermediate_size", "head_dim", "num_experts"):
+    changed = hf_config | {key: value}
+    if value is None and key in ("head_dim", "num_experts"):
+      continue  # as if it were not said
+    with pytest.raises(ValueError, match=f"config.json has {key}="):
+      hf.to_transformer_config(changed)
+
+
+@pytest.mark.parametrize(
+  "key, value",
+  [
+    ("rms_norm_eps", "x"),
+    ("rms_norm_eps", float("nan")),
+    ("rope_theta", 0),
+    ("rope_theta", float("inf")),
+  ],
+)
+def test_numbers_that_are_none(key, value):
+  hf_config = {"model_type": "qwen3"} | BASE | EXAMPLES["qwen3"]
+  with pytest.raises(ValueError, match=f"config.json has {key}="):
+    hf.to_transformer_config(hf_config | {key: value})
+
+
 def test_a_router_stays_float32():
   """Of two experts alike but for float32's last digits, the better is taken."""
   kind = "qwen3_moe"

@@ -83,3 +83,22 @@ def test_what_is_still_written_to_is_removed(tmp_path, monkeypatch):
   assert len(os.listdir(tmp_path)) == 2  # it does not try for ever
   disk.remove_all(tmp_path, "*.tmp")
   assert os.listdir(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize(
+  "name, reason",
+  [
+    (os.devnull, "is no file"),  # a file would be put in its place
+    ("pipe", "is no file"),
+    ("x" * 250, "File name too long"),  # of the one that is renamed
+    ("", "is a directory"),
+    ("no/x.json", "its directory does not exist"),
+    ("gs://bucket/x.json", "is not a path"),
+  ],
+)
+def test_files_that_cannot_be_written(tmp_path, monkeypatch, name, reason):
+  os.mkfifo(tmp_path / "pipe")
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match=f"--out=.*{reason}"):
+    disk.check_file(pathlib.Path(name), "--out")
+  assert os.listdir(tmp_path) == ["pipe"]

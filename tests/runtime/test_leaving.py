@@ -1,5 +1,7 @@
 """How a process ends, by what it ends with; the others are stand-ins."""
 
+import os
+import signal
 import socket
 import time
 import types
@@ -7,7 +9,7 @@ import types
 import jax
 import pytest
 
-from grpojax.runtime import leaving
+from grpojax.runtime import interrupts, leaving
 
 
 class Ended(Exception):
@@ -127,3 +129,25 @@ def test_nothing_is_said_where_all_leave(monkeypatch, capsys):
     there.close()  # while it still looks
     time.sleep(0.1)
   assert capsys.readouterr().err == ""
+
+
+class _Ended:
+  """What is told of SIGTERM in its destructor, where no exception passes."""
+
+  def __del__(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.getsignal(signal.SIGTERM)  # the handler has run by now
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_is_heeded_where_exceptions_are_ignored():
+  handler, done = signal.getsignal(signal.SIGTERM), []
+  with pytest.raises(interrupts.Left, match="SIGTERM before"):
+    with interrupts.leaving():
+      _Ended()
+      done.append(1)
+  assert done == [1] and signal.getsignal(signal.SIGTERM) == handler
+  with pytest.raises(interrupts.Left), interrupts.leaving():
+    os.kill(os.getpid(), signal.SIGTERM)
+    done.append(2)
+  assert done == [1]

@@ -108,6 +108,32 @@ def test_write_json_replaces_whole_or_not_at_all(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
+def test_a_link_stays_and_its_file_is_written(tmp_path):
+  file, link = tmp_path / "file", tmp_path / "link"
+  link.symlink_to(file)
+  for text in ("1", "2"):
+    records.check_writable(link)
+    records.write_text(link, text)
+    assert link.is_symlink() and file.read_text() == text
+  assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
+def test_an_interrupt_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+  def interrupt(_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(os, "fsync", interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    records.write_text(tmp_path / "file", "text")
+  assert not os.listdir(tmp_path)
+
+
+def test_another_process_may_be_writing_the_file(tmp_path):
+  (tmp_path / ".file.tmp").write_text("half")
+  records.check_writable(tmp_path / "file")
+  assert (tmp_path / ".file.tmp").read_text() == "half"
+
+
 def test_progress_is_one_line_with_the_time_left():
   line = records.progress(
     9, 60, 2.5, {"reward": jnp.float32(0.51234), "note": "ok"}

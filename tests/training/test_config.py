@@ -149,6 +149,10 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"reward__weights": ("1",)}, "must be 1 numbers"),
     ({"reward__timeout": 0.0}, "reward.timeout = 0.0"),
     ({"reward__workers": -1}, "reward.workers = -1"),
+    ({"reward__workers": 10**12}, "1024 or fewer"),
+    ({"reward__timeout": float("inf")}, "more than 0, and finite"),
+    ({"optim__epochs": 2**31}, "optim.epochs = 2147483648"),
+    ({"logits_chunk": 2**31}, "logits_chunk = 2147483648"),
     ({"reward__model_weight": float("inf")}, "reward.model_weight = inf"),
     (
       {"reward__on_device": True, "reward__functions": ("math_answer",)},

@@ -66,6 +66,26 @@ def test_by_hand(config_with):
   assert bytes_of(alone)["decode cache"] == 3 * 5 * 48 * token
 
 
+def test_slots_take_less(config_with):
+  """What they are for: samples that wait have neither cache nor logits."""
+
+  def sampling(**changes):
+    config = config_with(**SIZES, **changes)
+    alone = memory.evaluation(config, MODEL, 6)["an evaluation"]
+    return *map(
+      bytes_of, memory.training(config, MODEL, mesh()).values()
+    ), bytes_of(alone)
+
+  whole, *_, test, alone = sampling()
+  for slots, share, of_six in ((1, 1, 1), (3, 3, 3), (9, G, 6), (G, G, G)):
+    found, *_, same, fewer = sampling(sampling__slots=slots)
+    for name in ("decode cache", "logits"):
+      assert found[name] * G == whole[name] * share
+      assert fewer[name] * 6 == alone[name] * of_six
+    assert found["completions"] == whole["completions"]
+    assert same == test  # of one sample a prompt
+
+
 def test_a_reference_adapters_and_half_precision(config_with):
   def held(**changes):
     phases = memory.training(config_with(**SIZES, **changes), MODEL, mesh())
