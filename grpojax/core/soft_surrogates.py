@@ -51,7 +51,7 @@ def cispo(
     "clip_fraction_low": ratios < cispo_min,
     "clip_fraction_high": ratios > cispo_max,
   }
-  return -weights * advantages * logprobs, monitored
+  return _reinforce(weights, logprobs, advantages), monitored
 
 
 def gmpo(
@@ -188,4 +188,10 @@ def vespo(
   k = jnp.where(positive, vespo_k_pos, vespo_k_neg)
   rate = jnp.where(positive, vespo_lambda_pos, vespo_lambda_neg)
   phi = jnp.exp(xlogy(k, ratios) + rate * (1 - ratios))
-  return -phi * advantages * logprobs, {"gradient_weight": phi}
+  loss = _reinforce(phi, logprobs, advantages)
+  return loss, {"gradient_weight": phi}
+
+
+def _reinforce(weights: Array, logprobs: Array, advantages: Array) -> Array:
+  # What a policy excludes has a value that is finite, and no gradient.
+  return -weights * advantages * jnp.maximum(logprobs, -1e4)
