@@ -136,7 +136,8 @@ def test_values_and_gradients(theirs, name, float64):
   value, gradients = jax.value_and_grad(loss, (0, 1))(
     *arrays, on_policy="on-policy" in name
   )
-  np.testing.assert_allclose(value, expected["loss"], rtol=1e-6)
+  # Weights are float32; what they weigh is of the size of 1, and may cancel.
+  np.testing.assert_allclose(value, expected["loss"], rtol=1e-6, atol=1e-7)
   for gradient, key in zip(gradients, ("logprobs", "entropy"), strict=True):
     wanted = np.array(expected.get(f"by_{key}", np.zeros(30)))
     np.testing.assert_allclose(
