@@ -165,12 +165,15 @@ def test_no_array_of_all_logits_is_compiled():
 def test_memory_at_8192_tokens_and_a_vocabulary_of_152_thousand(
   entropy_gradient,
 ):
-  """At most four arrays as large as a chunk's logits; all of them are 1e10."""
+  """At most four arrays as large as a chunk's logits; all of them are 1e10.
+
+  With the gradient of the entropy it is one more.
+  """
   chunk, vocab, length = 512, 151_936, 4096
   shape = chunk, length, vocab, 1, 16  # B rows: 8192
   compiled = compiled_update(*shape, entropy_gradient)
   used = compiled.memory_analysis().temp_size_in_bytes
-  assert used < 4 * chunk * vocab * 4
+  assert used < (4 + entropy_gradient) * chunk * vocab * 4
 
 
 def test_gradients_are_added_up_in_float32():
