@@ -245,7 +245,8 @@ def make_grpo_step(
     chunk_size: see `token_logprobs`.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled, to be returned with the others (see `statistics.diagnostics`).
-    **update_options: `loss`, `weighting` and `max_grad_norm` of `make_update`.
+    **update_options: `loss`, `weighting`, `max_grad_norm`, `entropy_bonus` and
+      `top_entropy_quantile` of `make_update`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.

@@ -112,6 +112,29 @@ def _score_jvp(primals, tangents):
   return (logprobs, entropy), (tangent, jnp.zeros_like(entropy))
 
 
+@jax.custom_jvp
+def _score_with_slope(logits, ids):
+  """`_score`, whose entropy too can be differentiated.
+
+  Its slope by a logit is -p (log p + entropy), which backward is one more
+  product in the same pass over the vocabulary.
+  """
+  return _score_with_lse(logits, ids)[0]
+
+
+@_score_with_slope.defjvp
+def _score_with_slope_jvp(primals, tangents):
+  logits, ids = primals
+  (logprobs, entropy), lse = _score_with_lse(logits, ids)
+  entropy = checkpoint_name(entropy, "entropy")
+  chosen = jnp.arange(logits.shape[-1]) == ids[..., None]
+  log_p = logits - lse[..., None]
+  p = jnp.exp(log_p)
+  slopes = chosen - p, -p * (log_p + entropy[..., None])
+  moved = tuple(jnp.sum(slope * tangents[0], axis=-1) for slope in slopes)
+  return (logprobs, entropy), moved
+
+
 def token_logprobs(
   lm: LM,
   params: Params,
@@ -123,6 +146,7 @@ def token_logprobs(
   chunk_size: int = 256,
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
+  entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Log-probability (nats) of each completion token, and the entropy there.
 
@@ -141,9 +165,10 @@ def token_logprobs(
       that rows are cut over; at least one of each row.
     positions: see `LM.extend`.
     segments: see `LM.extend`.
+    entropy_gradient: whether a gradient flows through the entropy too.
 
   Returns:
-    `(logprobs, entropy)`, float32; no gradient flows through the entropy.
+    `(logprobs, entropy)`, float32.
 
   Raises:
     ValueError: chunk_size below 1, or wrong prompts (see
@@ -157,17 +182,20 @@ def token_logprobs(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
 
-  # Of its logits, only the log-sum-exps are kept for the backward pass.
+  of_logits = _score_with_slope if entropy_gradient else _score
+  kept = ("log_sum_exp", *["entropy"] * entropy_gradient)
+
+  # Of its logits, only sums over the vocabulary are kept for the backward pass.
   @functools.partial(
     jax.checkpoint,
-    policy=jax.checkpoint_policies.save_only_these_names("log_sum_exp"),
+    policy=jax.checkpoint_policies.save_only_these_names(*kept),
     prevent_cse=False,  # under a scan nothing can be merged with it
   )
   def score(wide, chunk):
     hidden, ids = chunk
     logits = lm.unembed(jax.tree.map(_as, wide, params), hidden)
     logits = constrain(logits, "batch", "group", None, "vocabulary")
-    return _score(transform_logits(logits, sampling, keep=ids), ids)
+    return of_logits(transform_logits(logits, sampling, keep=ids), ids)
 
   # The gradients of what is used here are added up over the chunks.
   wide = jax.tree.map(_in_float32, params)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from grpojax.core.binding import bind
 from grpojax.core.kl import clean_logprobs, k1, k2, k3
 from grpojax.core.kl import kl_penalty as kl_penalty
 from grpojax.core.surrogates import (
@@ -88,6 +89,23 @@ def fixed_length(
   return mask / (length * _at_least_one(_sequences(mask)))
 
 
+def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
+  """Sum over a sequence's tokens, then mean over sequences: LUSPO's weighting.
+
+  w_{i,t} = 1 / N, N the number of sequences that have a token. With
+  `sequence_ratio` each sequence's clipped ratio is multiplied by its length
+  (arXiv 2602.05261), so that every token counts the same, as with
+  `fixed_length`, of which it is max_new_tokens times as much.
+
+  Args:
+    mask: True on real tokens; a row without any is padding and does not count.
+
+  Returns:
+    Weights that sum to the mean length; all 0 when there is no token at all.
+  """
+  return mask / _at_least_one(_sequences(mask))
+
+
 def grpo_loss(
   logprobs: Float[Array, "B G T"],
   advantages: Float[Array, "B G"],
@@ -101,6 +119,8 @@ def grpo_loss(
   kl: KLFn = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
+  advantage_clip: float | None = None,
+  kept: Bool[Array, "B G T"] | None = None,
   **settings: Any,
 ) -> tuple[Float[Array, ""], Monitored]:
   """A surrogate of the policy gradient, with an optional KL term.
@@ -108,14 +128,14 @@ def grpo_loss(
   loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
-  its gradient is REINFORCE's, -sum weights A grad log pi. Only `logprobs` is
-  differentiated.
+  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate
+  (their table stands in `core.surrogates`). Only `logprobs` is differentiated.
 
   Args:
     logprobs: of the sampled tokens under the policy being trained.
     advantages: one a completion.
-    weights: from `sequence_mean`, `token_mean` or `fixed_length` over the whole
-      optimizer batch, of which the other arguments may be a part.
+    weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
+      the other arguments may be a part.
     mask: True on real tokens.
     old_logprobs: under the policy that sampled; None means exactly on-policy,
       the ratio is exactly 1.
@@ -127,6 +147,10 @@ def grpo_loss(
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio, so that k1 and
       k3 have the gradient of the reverse KL, also off-policy.
+    advantage_clip: advantages are held within [-this, this], which biases the
+      gradient towards what such advantages are of; None is off.
+    kept: the tokens that the surrogate is of, and the KL term is not; None is
+      all of them. Weights stay what they are.
     **settings: of the surrogate (`clip_low`, say).
 
   Returns:
@@ -139,18 +163,28 @@ def grpo_loss(
       for arrays whose shapes do not fit.
   """
   _check_kl(kl, beta, kl_correction, ref_logprobs)
+  if advantage_clip is not None and not advantage_clip > 0:
+    raise ValueError(
+      f"advantage_clip bounds |A| and must be > 0, not {advantage_clip}; None "
+      "turns it off"
+    )
   _check_shapes(
-    mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs)
+    mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs, kept)
   )
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
   old = jax.lax.stop_gradient(old)
   advantages = jax.lax.stop_gradient(advantages)[..., None]
   advantages = jnp.where(mask, advantages, 0.0)
+  if advantage_clip is not None:
+    advantages = jnp.clip(advantages, -advantage_clip, advantage_clip)
 
   ratios = ratio(logprobs, old, mask)
+  surrogate = bind(surrogate, mask=mask)
   per_token, monitored = surrogate(ratios, logprobs, advantages, **settings)
   _check_surrogate(per_token, monitored, mask)
+  if kept is not None:
+    per_token = jnp.where(kept, per_token, 0.0)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
@@ -230,5 +264,6 @@ def _at_least_one(count: Array) -> Array:
 WEIGHTINGS = {
   "token_mean": token_mean,
   "sequence_mean": sequence_mean,
+  "sequence_sum": sequence_sum,
   "fixed_length": fixed_length,
 }

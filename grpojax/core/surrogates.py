@@ -11,15 +11,51 @@ What plugs in here, each by its name in a dict at the end of this file:
   are logged by these names ("ratio", "kl" and "entropy" are taken), as means
   over real tokens. Settings are keyword-only: a run gives each surrogate those
   keys of its config's section `loss` that it has a parameter for; a setting
-  that is new also stands in `training.config`.
+  that is new also stands in `training.config`. One with a parameter `mask` gets
+  that of the completions.
+
+What a token with ratio r and advantage A adds to the gradient is a multiple of
+-A grad log pi. On-policy that multiple is 1, for every surrogate and ratio:
+all of them have REINFORCE's gradient there. Off-policy, with the settings of
+these names, c(x) for x within the bounds and s for a sequence:
+
+| surrogate, ratio  | minimised, a token    | multiple of -A grad log pi       |
+|-------------------|-----------------------|----------------------------------|
+| clipped, token    | -min(r A, c(r) A)     | r; 0 beyond the bound that A > 0 |
+|                   |                       | has above, and A < 0 below       |
+| clipped, sequence | -min(s A, c(s) A)     | the same of s = (prod r)^(1/|o|) |
+| clipped,          | -min(w A, c(w) A)     | the same of w = prod r           |
+| trajectory        |                       |                                  |
+| gmpo, token       | -A (prod c(r))^(1/|o|)| s of the clipped ratios; 0 for   |
+|                   |                       | the tokens that are clipped      |
+| cispo, token      | -sg(c(r)) A log pi    | c(r): never 0                    |
+| sapo, token       | -A 4 / tau            | r sech^2(tau (r - 1) / 2), to 0  |
+|                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
+| vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |
+|                   |                       | to 0 for w -> 0 and w -> inf     |
+
+| far off-policy (r or s large or small)                    | paper            |
+|-----------------------------------------------------------|------------------|
+| clipped: what moves away further is cut off at once; what | arXiv 1707.06347 |
+| moves back is not (r A, unbounded where A < 0; dual_clip) |                  |
+| clipped, sequence (GSPO): whole completions are cut off   | arXiv 2507.18071 |
+| gmpo: single tokens are; an outlier moves s by its root   | arXiv 2507.20673 |
+| cispo: no token is, each weighs cispo_max at most         | arXiv 2506.13585 |
+| sapo: every token fades, faster where A < 0               | arXiv 2511.20347 |
+| vespo: whole completions fade, with their length too      | arXiv 2602.10693 |
+
+LUSPO (arXiv 2602.05261) is `clipped` with `sequence_ratio` and the weighting
+`sequence_sum`. Any surrogate takes any ratio.
 """
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from grpojax.core.kl import masked_log_ratio
+from grpojax.core.soft_surrogates import cispo, gmpo, sapo, vespo
 
 Monitored = dict[str, Shaped[Array, "B G T"]]
 RatioFn = Callable[[Array, Array, Array], Array]
@@ -68,6 +104,35 @@ def sequence_ratio(
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
   ratio = jnp.exp(jnp.sum(log_ratio, -1, keepdims=True) / length)
+  return jnp.where(mask, ratio, 1.0)
+
+
+def trajectory_ratio(
+  logprobs: Float[Array, "B G T"],
+  old_logprobs: Float[Array, "B G T"],
+  mask: Bool[Array, "B G T"],
+) -> Float[Array, "B G T"]:
+  """Importance ratio of a whole completion, at each token: VESPO's.
+
+  w_i = prod_t pi_t / pi_old_t, the ratio of the probabilities of what was
+  sampled, whose logarithm's variance grows with the length (`sequence_ratio`
+  takes the root). The value at each token is w_i; its gradient is w_i grad log
+  pi_t, of that token alone, as in GSPO-token (arXiv 2507.18071, equation 14):
+  summed over the tokens, that of w_i.
+
+  Args:
+    logprobs: under the policy being trained.
+    old_logprobs: under the policy that sampled.
+    mask: True on real tokens.
+
+  Returns:
+    Ratios; 1 on padding. Log-ratios above 20 count as 20.
+  """
+  log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
+  value = jax.lax.stop_gradient(log_ratio)
+  total = jnp.sum(value, -1, keepdims=True)
+  bounded = jnp.clip(total, -1e4, 20.0)
+  ratio = jnp.exp(bounded + (log_ratio - value))
   return jnp.where(mask, ratio, 1.0)
 
 
@@ -128,5 +193,15 @@ def _check_clipping(low: float, high: float, dual: float | None) -> None:
     )
 
 
-RATIOS = {"token_ratio": token_ratio, "sequence_ratio": sequence_ratio}
-SURROGATES = {"clipped": clipped}
+RATIOS = {
+  "token_ratio": token_ratio,
+  "sequence_ratio": sequence_ratio,
+  "trajectory_ratio": trajectory_ratio,
+}
+SURROGATES = {
+  "clipped": clipped,
+  "cispo": cispo,
+  "gmpo": gmpo,
+  "sapo": sapo,
+  "vespo": vespo,
+}

@@ -1,17 +1,21 @@
 """The policy update: gradients of the loss, and what the optimizer does."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, PyTree
 
+from grpojax.core import entropy as entropy_lib
 from grpojax.core import losses, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
+from grpojax.core.entropy import EntropyBonus
 from grpojax.core.mesh import constrain, map_rows
+from grpojax.core.minibatches import draw_orders, reorder_rows
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, OF_PROMPTS, Batch, TrainState
 
@@ -27,48 +31,6 @@ OVER_UPDATES = {
 """How a metric of every optimizer update becomes one of the whole step.
 
 Whoever makes a metric puts it below one of these names."""
-
-
-def draw_orders(
-  key: Key[Array, ""], rows: int, parts: int, epochs: int
-) -> Int[Array, "epochs blocks parts"]:
-  """In what order each epoch takes the rows, for `split_rows` to part them.
-
-  The first epoch takes them as they come, the others in an order drawn anew
-  within each block of `parts` consecutive rows, so that every row is as likely
-  in any part, and every part has one row of each block: no row has to leave the
-  device that it lies on, and every part stays spread over all devices.
-
-  Args:
-    key: of this step.
-    rows: a multiple of parts.
-    parts: minibatches an epoch.
-    epochs: at least 1.
-
-  Returns:
-    Places within the blocks.
-  """
-  blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
-
-  def draw(epoch):
-    # Negative, because the rollout folds the numbers of its samples, which are
-    # not, into the same key.
-    drawn = jax.random.permutation(
-      jax.random.fold_in(key, -1 - epoch), blocks, axis=1, independent=True
-    )
-    return jnp.where(epoch == 0, blocks, drawn)
-
-  return jax.vmap(draw)(jnp.arange(epochs))
-
-
-def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
-  """Takes the rows of axis 0 in one of the orders of `draw_orders`."""
-
-  def leaf(x):
-    blocks = x.reshape(*order.shape, *x.shape[1:])
-    return jax.vmap(lambda block, o: block[o])(blocks, order).reshape(x.shape)
-
-  return jax.tree.map(leaf, tree)
 
 
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
@@ -147,6 +109,8 @@ def make_update(
   minibatches: int = 1,
   micro_batches: int = 1,
   max_grad_norm: float | None = None,
+  entropy_bonus: EntropyBonus | None = None,
+  top_entropy_quantile: float | int = 1.0,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -168,6 +132,12 @@ def make_update(
       they cut prompts, and groups where these are too few (see
       `micro_batches.cuts`).
     max_grad_norm: clips the gradient's global norm; None does not.
+    entropy_bonus: see `core.entropy`; with a target the state has its control.
+    top_entropy_quantile: the share of a minibatch's tokens, those of highest
+      entropy under the policy before the update, that the surrogate (and a
+      bonus) is of; see `entropy.highest_entropy`. They are found among all its
+      tokens, on all devices; where these are cut into micro-batches, that takes
+      one more forward pass. The loss takes them as `kept`.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -175,20 +145,22 @@ def make_update(
     A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
     the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
     count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
-    `grad_norm` before clipping, `update_norm`, and what the loss monitors
-    (`clip_fraction_low`, `clip_fraction_high`). Of the first update alone,
-    whose policy is the one that sampled: `sampler_mismatch_mean` and `_max`,
-    how far its log-probabilities are from the sampler's (nats a token), and
-    what the loss would have monitored with the sampler's as the old ones
-    (`sampler_clip_fraction_low`, `_high`). The update raises ValueError where B
-    does not divide, or where a batch without old log-probabilities meets
-    several updates.
+    `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
+    bonus, and what the loss monitors (`clip_fraction_low`, `_high`). Of the
+    first update alone, whose policy is the one that sampled:
+    `sampler_mismatch_mean` and `_max`, how far its log-probabilities are from
+    the sampler's (nats a token), and what the loss would have monitored with
+    the sampler's as the old ones (`sampler_clip_fraction_low`, `_high`). The
+    update raises ValueError where B does not divide, or where a batch without
+    old log-probabilities meets several updates.
   """
+  some = top_entropy_quantile < 1
+  keep = functools.partial(
+    entropy_lib.highest_entropy, share=top_entropy_quantile
+  )
 
-  def micro_loss(params, batch: Batch, weights):
-    batch = map_rows(constrain, batch)
-    weights = constrain(weights, "batch", "group")
-    logprobs, entropy = packing_lib.completion_logprobs(
+  def score(params, batch: Batch):
+    return packing_lib.completion_logprobs(
       lm,
       params,
       batch.prompt_ids,
@@ -197,23 +169,53 @@ def make_update(
       batch.packing,
       sampling=sampling,
       chunk_size=chunk_size,
+      entropy_gradient=entropy_bonus is not None,
     )
+
+  def micro_loss(params, factor, batch: Batch, weights, kept, tokens):
+    batch = map_rows(constrain, batch)
+    weights = constrain(weights, "batch", "group")
+    logprobs, entropy = score(params, batch)
+    mask = batch.completion_mask
+    if some and kept is None:  # there is no other part
+      kept = keep(jax.lax.stop_gradient(entropy), mask)
     value, monitored = loss(
       logprobs,
       batch.advantages,
       weights,
-      batch.completion_mask,
+      mask,
       batch.old_logprobs,
       batch.ref_logprobs,
+      **({"kept": kept} if some else {}),
     )
+    mean_entropy = None
+    if entropy_bonus is not None:
+      acted = kept if some else mask
+      mean_entropy = entropy_lib.mean_entropy(entropy, acted, tokens)
+      value -= factor * mean_entropy
     of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
-    return value, (monitored | {"entropy": entropy}, of_sampler)
+    monitored = monitored | {"entropy": entropy}
+    return value, (monitored, of_sampler, mean_entropy)
 
-  def accumulate(params, batch: Batch):
+  def of_all_parts(params, batch: Batch):
+    """What no part of a minibatch knows: its tokens kept, and how many."""
+    if micro_batches == 1 or not (some or entropy_bonus):
+      return None, None
+    if not some:
+      return None, jnp.sum(batch.completion_mask)
+    entropies = jax.lax.map(
+      lambda part: score(params, map_rows(constrain, part))[1], batch
+    )
+    kept = keep(entropies, batch.completion_mask)
+    return kept, jnp.sum(kept)
+
+  def accumulate(params, batch: Batch, factor):
     """Loss and gradient over a minibatch, micro-batch by micro-batch."""
 
     def add(total, part):
-      out = jax.value_and_grad(micro_loss, has_aux=True)(params, *part)
+      out = jax.value_and_grad(micro_loss, has_aux=True)(
+        params, factor, *part, tokens
+      )
       (value, monitored), grads = out
       # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
       added = jax.tree.map(jnp.add, total, (value, _float32(grads)))
@@ -221,17 +223,29 @@ def make_update(
 
     weights = weighting(batch.completion_mask)
     parts = _split(batch, weights, micro_batches)
+    kept, tokens = of_all_parts(params, parts[0])
     zero = jnp.zeros(()), _float32(jax.tree.map(jnp.zeros_like, params))
-    (value, grads), monitored = jax.lax.scan(add, zero, parts)
-    monitored, of_sampler = monitored
+    (value, grads), aux = jax.lax.scan(add, zero, (*parts, kept))
+    monitored, of_sampler, mean_entropy = aux
     mask = parts[0].completion_mask
     first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
-    return value, grads, _token_metrics(monitored, mask) | first
+    metrics = _token_metrics(monitored, mask) | first
+    return value, grads, metrics, mean_entropy
 
   def one_update(state: TrainState, batch: Batch):
-    value, grads, of_tokens = accumulate(state.params, batch)
+    factor = entropy_lib.coefficient(entropy_bonus, state.entropy)
+    accumulated = accumulate(state.params, batch, factor)
+    value, grads, of_tokens, mean_entropy = accumulated
     state, of_update = _apply(tx, state, grads, max_grad_norm)
-    made = {"mean": {"loss": value}}, of_tokens, of_update
+    made = [{"mean": {"loss": value}}, of_tokens, of_update]
+    if entropy_bonus is not None:
+      made.append({"mean": {"entropy_coefficient": jnp.asarray(factor)}})
+      skipped = of_update["sum"]["skipped_updates"]
+      state = state.replace(
+        entropy=entropy_lib.adapt(
+          entropy_bonus, state.entropy, jnp.sum(mean_entropy), skipped
+        )
+      )
     return state, {
       kind: {k: v for part in made for k, v in part.get(kind, {}).items()}
       for kind in OVER_UPDATES

@@ -86,6 +86,22 @@ def default_config() -> ConfigDict:
   config.loss.clip_low = 0.2
   config.loss.clip_high = 0.2
   config.loss.dual_clip = 0.0  # 0 = off
+  config.loss.cispo_min = 0.0  # bounds of the ratio itself
+  config.loss.cispo_max = 5.0
+  config.loss.gmpo_clip_low = 0.4  # of the log-ratio
+  config.loss.gmpo_clip_high = 0.4
+  config.loss.sapo_temperature_pos = 1.0  # where the advantage is positive
+  config.loss.sapo_temperature_neg = 1.05
+  config.loss.vespo_k_pos = 2.0
+  config.loss.vespo_lambda_pos = 3.0
+  config.loss.vespo_k_neg = 3.0
+  config.loss.vespo_lambda_neg = 2.0
+  config.loss.advantage_clip = 0.0  # bound of their size; 0 = off
+  config.loss.top_entropy_quantile = 1.0  # share of the tokens; 1 = all
+  config.loss.entropy_coef = 0.0  # of a bonus; 0 = off
+  config.loss.entropy_target = 0.0  # nats a token; 0 = entropy_coef is fixed
+  config.loss.entropy_coef_delta = 0.005  # a step of the adaptive coefficient
+  config.loss.entropy_coef_max = 1.0
   config.loss.ratio = "token_ratio"
   config.loss.old_logprobs = "sampler"  # or "scorer": one more forward pass
   config.loss.weighting = "token_mean"

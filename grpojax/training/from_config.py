@@ -19,6 +19,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
+from grpojax.core.entropy import EntropyBonus, init_control
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.packing import Packing
@@ -106,6 +107,7 @@ def first_state(
 ) -> TrainState:
   """The state before the first step of a run."""
   state = init_state(params, tx, jax.random.key(config.seed))
+  state = state.replace(entropy=init_control(entropy_bonus(config)))
   if config.group_size != group_sizes.AUTO:
     return state
   start = config.auto_group_size.start
@@ -150,11 +152,24 @@ def loss(config: ConfigDict) -> Callable[..., Any]:
   offered |= {"dual_clip": given.dual_clip or None}
   surrogate = bind(SURROGATES[given.surrogate], **offered)
   options = {"ratio": RATIOS[given.ratio], "surrogate": surrogate}
+  options |= {"advantage_clip": given.advantage_clip or None}
   kl = PLACEMENTS[given.kl_placement].get(given.kl)  # any, where beta = 0
   if given.beta > 0 and given.kl_placement != "reward":
     correction = given.kl_placement == "ratio"
     options |= {"kl": kl, "beta": given.beta, "kl_correction": correction}
   return functools.partial(losses.grpo_loss, **options)
+
+
+def entropy_bonus(config: ConfigDict) -> EntropyBonus | None:
+  """The bonus for entropy; None where there is none."""
+  given = config.loss
+  bonus = EntropyBonus(
+    coefficient=given.entropy_coef,
+    target=given.entropy_target or None,
+    step=given.entropy_coef_delta,
+    largest=given.entropy_coef_max,
+  )
+  return bonus if bonus.coefficient or bonus.target else None
 
 
 def update_options(config: ConfigDict) -> dict[str, Any]:
@@ -170,6 +185,8 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
     "minibatches": optim.minibatches,
     "micro_batches": optim.micro_batches,
     "max_grad_norm": optim.max_grad_norm,
+    "entropy_bonus": entropy_bonus(config),
+    "top_entropy_quantile": config.loss.top_entropy_quantile,
     "sampling": sampling(config),
     "chunk_size": config.logits_chunk,
   }

@@ -8,7 +8,8 @@ one of these places, and needs no other:
 | reward_mean, reward_std, truncated,  | core.rollout.rollout_metrics       |
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
-| clip_fraction_*, skipped_updates     | the loss by what it monitors       |
+| skipped_updates, entropy_coefficient,| the loss by what it monitors       |
+| clip_fraction_*, gradient_weight     |                                    |
 | sampler_mismatch_*, sampler_clip_... | core.sampler_mismatch              |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |

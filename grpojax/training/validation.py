@@ -16,7 +16,7 @@ from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.training import batch_sizes, group_sizes
+from grpojax.training import batch_sizes, group_sizes, loss_settings
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.reference import REFERENCE_MEMORY
@@ -235,5 +235,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
-  wrong += _reference(leaves)
+  wrong += _reference(leaves) + loss_settings.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

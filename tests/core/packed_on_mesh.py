@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from grpojax.core import losses, mesh, packing, packing_layout
+from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state, make_batch
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
@@ -23,6 +24,10 @@ CUTS = {
   # Prompts are cut, or groups, to two prompts a device.
   "prompts": {"minibatches": 1, "micro_batches": 2},
   "groups": {"minibatches": 2, "micro_batches": 3},
+}
+ENTROPY = {
+  "prompts": {},
+  "groups": {"entropy_bonus": EntropyBonus(0.3), "top_entropy_quantile": 0.4},
 }
 MESHES = {
   "data=2 fsdp=2 tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -42,11 +47,11 @@ def samples(rng):
   )
 
 
-def run(lm, params, drawn, rewards, layout, cuts):
+def run(lm, params, drawn, rewards, layout, cuts, entropy):
   """Parameters after a step of two epochs, and its metrics."""
   tx, parts = optax.sgd(0.1), cuts["minibatches"] * cuts["micro_batches"]
   loss = functools.partial(losses.grpo_loss, beta=0.1)
-  update = make_update(lm, tx, loss=loss, epochs=2, **cuts)
+  update = make_update(lm, tx, loss=loss, epochs=2, **cuts, **entropy)
 
   @jax.jit
   def step(params, drawn, layout):
@@ -90,7 +95,8 @@ def main():
   lengths, drawn = samples(rng)
   rewards = jnp.asarray(rng.normal(size=(B, G)))
   for of_cuts, cuts in CUTS.items():
-    expected = run(lm, params, drawn, rewards, None, cuts)
+    entropy = ENTROPY[of_cuts]
+    expected = run(lm, params, drawn, rewards, None, cuts, entropy)
     for name, sizes in MESHES.items():
       mesh_ = mesh.make_mesh(**sizes)
       with jax.set_mesh(mesh_):
@@ -99,7 +105,7 @@ def main():
         check_pack(mesh_, drawn, layout)
         placed = jax.device_put(params, sharding.shardings(params, mesh_))
         given = place(mesh_, (drawn, rewards, layout))
-        found = run(lm, placed, *given, cuts)
+        found = run(lm, placed, *given, cuts, entropy)
       jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5),
         found,

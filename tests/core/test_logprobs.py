@@ -116,7 +116,9 @@ def test_chunk_size_changes_nothing(scored, chunk_size):
   )
 
 
-def compiled_update(chunk_size, length, vocab=101, group=G, width=4):
+def compiled_update(
+  chunk_size, length, vocab=101, group=G, width=4, entropy_gradient=False
+):
   """The compiled value and gradient of as little as has a vocabulary."""
   lm = LM(
     init=lambda key: None,
@@ -130,9 +132,16 @@ def compiled_update(chunk_size, length, vocab=101, group=G, width=4):
 
   def objective(params, ids):
     logprobs, entropy = token_logprobs(
-      lm, params, PROMPTS, PROMPT_MASK, ids, chunk_size=chunk_size
+      lm,
+      params,
+      PROMPTS,
+      PROMPT_MASK,
+      ids,
+      chunk_size=chunk_size,
+      entropy_gradient=entropy_gradient,
     )
-    return logprobs.sum(), entropy
+    extra = entropy.sum() if entropy_gradient else 0
+    return logprobs.sum() + extra, entropy
 
   function = jax.jit(jax.value_and_grad(objective, has_aux=True))
   return function.lower(params, ids).compile()
@@ -152,12 +161,19 @@ def test_no_array_of_all_logits_is_compiled():
   assert largest_array(tokens // 4, 16) <= everything / 4
 
 
-def test_memory_at_8192_tokens_and_a_vocabulary_of_152_thousand():
-  """At most four arrays as large as a chunk's logits; all of them are 1e10."""
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_memory_at_8192_tokens_and_a_vocabulary_of_152_thousand(
+  entropy_gradient,
+):
+  """At most four arrays as large as a chunk's logits; all of them are 1e10.
+
+  With the gradient of the entropy it is one more.
+  """
   chunk, vocab, length = 512, 151_936, 4096
-  compiled = compiled_update(chunk, length, vocab, 1, 16)  # B rows: 8192
+  shape = chunk, length, vocab, 1, 16  # B rows: 8192
+  compiled = compiled_update(*shape, entropy_gradient)
   used = compiled.memory_analysis().temp_size_in_bytes
-  assert used < 4 * chunk * vocab * 4
+  assert used < (4 + entropy_gradient) * chunk * vocab * 4
 
 
 def test_gradients_are_added_up_in_float32():

@@ -11,8 +11,9 @@ WEIGHTINGS = {
   "sequence_mean": losses.sequence_mean,
   "token_mean": losses.token_mean,
   "fixed_length": lambda mask: losses.fixed_length(mask, 8),
+  "sequence_sum": losses.sequence_sum,
 }
-RATIOS = [surrogates.token_ratio, surrogates.sequence_ratio]
+RATIOS = list(surrogates.RATIOS.values())
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
@@ -38,6 +39,7 @@ def test_weights_golden():
     "sequence_mean": [1 / 9, 1 / 3, 1 / 6],
     "token_mean": [1 / 6, 1 / 6, 1 / 6],
     "fixed_length": [1 / 24, 1 / 24, 1 / 24],
+    "sequence_sum": [1 / 3, 1 / 3, 1 / 3],
   }
   for name, weighting in WEIGHTINGS.items():
     weights = weighting(MASK)

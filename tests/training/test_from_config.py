@@ -142,6 +142,59 @@ def scored():
     ),
     ({"loss__dual_clip": 1.5}, {"dual_clip": 1.5}),
     ({"loss__ratio": "sequence_ratio"}, {"ratio": surrogates.sequence_ratio}),
+    (
+      {"loss__ratio": "trajectory_ratio"},
+      {"ratio": surrogates.trajectory_ratio},
+    ),
+    ({"loss__advantage_clip": 0.5}, {"advantage_clip": 0.5}),
+    (
+      {
+        "loss__surrogate": "cispo",
+        "loss__cispo_min": 0.5,
+        "loss__cispo_max": 1.5,
+      },
+      {"surrogate": surrogates.cispo, "cispo_min": 0.5, "cispo_max": 1.5},
+    ),
+    (
+      {
+        "loss__surrogate": "gmpo",
+        "loss__gmpo_clip_low": 0.1,
+        "loss__gmpo_clip_high": 0.2,
+      },
+      {
+        "surrogate": surrogates.gmpo,
+        "gmpo_clip_low": 0.1,
+        "gmpo_clip_high": 0.2,
+      },
+    ),
+    (
+      {
+        "loss__surrogate": "sapo",
+        "loss__sapo_temperature_pos": 0.5,
+        "loss__sapo_temperature_neg": 2.0,
+      },
+      {
+        "surrogate": surrogates.sapo,
+        "sapo_temperature_pos": 0.5,
+        "sapo_temperature_neg": 2.0,
+      },
+    ),
+    (
+      {
+        "loss__surrogate": "vespo",
+        "loss__vespo_k_pos": 1.0,
+        "loss__vespo_lambda_pos": 0.5,
+        "loss__vespo_k_neg": 0.5,
+        "loss__vespo_lambda_neg": 0.7,
+      },
+      {
+        "surrogate": surrogates.vespo,
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 0.5,
+        "vespo_k_neg": 0.5,
+        "vespo_lambda_neg": 0.7,
+      },
+    ),
     ({"loss__beta": 0.3}, {"kl": kl.k3, "beta": 0.3}),
     ({"loss__beta": 0.3, "loss__kl": "k2"}, {"kl": kl.k2, "beta": 0.3}),
     (
@@ -171,12 +224,33 @@ def test_the_loss_is_the_one_that_was_asked_for(changes, expected, config_with):
   assert from_config.needs_reference(config) == (config.loss.beta > 0)
 
 
+def test_entropy_in_the_loss(config_with):
+  plain = from_config.update_options(config_with())
+  assert plain["entropy_bonus"] is None and plain["top_entropy_quantile"] == 1
+  config = config_with(loss__entropy_coef=0.1, loss__top_entropy_quantile=0.2)
+  found = from_config.update_options(config)
+  assert found["entropy_bonus"][:2] == (0.1, None)
+  assert found["top_entropy_quantile"] == 0.2
+  tx, params = optimizer(config), jnp.zeros(3)
+  assert from_config.first_state(config, tx, params).entropy is None
+  config = config_with(
+    loss__entropy_coef=0.1,
+    loss__entropy_target=0.3,
+    loss__entropy_coef_delta=0.02,
+    loss__entropy_coef_max=0.5,
+  )
+  assert from_config.entropy_bonus(config) == (0.1, 0.3, 0.02, 0.5)
+  control = from_config.first_state(config, tx, params).entropy
+  assert float(control.coefficient) == pytest.approx(0.1)
+
+
 def test_weightings(config_with):
   mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
   expected = {
     "token_mean": mask / 4,
     "sequence_mean": mask / np.array([3, 1])[:, None] / 2,
     "fixed_length": mask / (2 * 50),
+    "sequence_sum": mask / 2,
   }
   for name, weights in expected.items():
     config = config_with(loss__weighting=name, sampling__max_new_tokens=50)
@@ -232,7 +306,8 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
   loss = from_config.loss(config)
   assert loss.keywords["surrogate"].keywords == {"clip_high": 0.2, "tau": 5.0}
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
-  known |= {"old_logprobs"}
+  known |= {"old_logprobs", "advantage_clip", "top_entropy_quantile"}
+  known |= {name for name in default_config().loss if "entropy_" in name}
   monkeypatch.undo()
   asked = set()
   for surrogate in surrogates.SURROGATES.values():

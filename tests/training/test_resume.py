@@ -38,14 +38,15 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   toy_task, toy_model, tmp_path, capsys
 ):
   run, whole = tmp_path / "run", tmp_path / "whole"
-  go(toy_task, toy_model, whole, steps=4)
-  go(toy_task, toy_model, run)
+  adaptive = {"loss.entropy_target": 9.0, "loss.entropy_coef_delta": 0.01}
+  go(toy_task, toy_model, whole, steps=4, **adaptive)
+  go(toy_task, toy_model, run, **adaptive)
   # A baseline that no evaluation of a trained policy could give.
   first = summary_of(run)
   assert first["accuracy_before"] == 0.0 and first["steps"] == 2
   (run / "metrics.jsonl").unlink()
   capsys.readouterr()
-  go(toy_task, toy_model, run, steps=4, **{"log.every": 3})
+  go(toy_task, toy_model, run, steps=4, **adaptive, **{"log.every": 3})
   said = capsys.readouterr().out
   assert "changed: steps: 2 -> 4" in said and "resuming after step 2" in said
   second = summary_of(run)
@@ -56,9 +57,14 @@ def test_a_run_goes_on_with_more_steps_and_without_its_metrics(
   ours, theirs = (hf.load_params(x / "model") for x in (run, whole))
   assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
   rows = records.read_jsonl(run / "metrics.jsonl")
+  # The coefficient went on from where it was.
+  name = "entropy_coefficient"
+  found = {row["step"]: row[name] for row in rows if name in row}
+  assert found[3] == pytest.approx(0.02) and found[4] == pytest.approx(0.03)
   assert min(row["step"] for row in rows) == 2  # an evaluation, and no baseline
   # Other held-out problems: the starting weights are evaluated on them.
-  go(toy_task, toy_model, run, steps=5, **{"eval.num_prompts": 6})
+  adaptive |= {"eval.num_prompts": 6}
+  go(toy_task, toy_model, run, steps=5, **adaptive)
   said = capsys.readouterr().out
   assert "held-out greedy accuracy after 0 steps: 0.0%" in said
   assert summary_of(run)["eval_prompts"] == 6

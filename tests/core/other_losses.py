@@ -1,0 +1,298 @@
+"""Losses of TRL and verl on fixed numbers, for test_other_losses.py.
+
+Writes other_losses.json: log-probabilities, entropies, advantages and a mask,
+and for each of their settings the loss and its gradients, in float64, by their
+own code. Neither is a dependency; to make the file again:
+
+    python -m venv trl && trl/bin/pip install trl==1.16.0
+    pip download --no-deps verl==0.9.1 && unzip verl-0.9.1-*.whl -d verl
+    trl/bin/python tests/core/other_losses.py verl
+"""
+
+import __future__
+
+import ast
+import collections
+import importlib.metadata
+import json
+import pathlib
+import sys
+import types
+from typing import Any
+
+SEQUENCE = {"importance_sampling_level": "sequence"}
+TRL_CASES = {
+  # name: changes to DEFAULTS, by TRL's own names
+  "grpo": {"loss_type": "grpo"},
+  "grpo on-policy": {"loss_type": "grpo", "on_policy": True},
+  "bnpo": {"loss_type": "bnpo"},
+  "dr_grpo": {"loss_type": "dr_grpo"},
+  "dapo": {"epsilon_high": 0.28},
+  "dapo delta": {"delta": 1.25},
+  "dapo beta": {"beta": 0.1},
+  "dapo beta corrected": {"beta": 0.1, "use_bias_correction_kl": True},
+  "gspo": {
+    "loss_type": "grpo",
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.15,
+    **SEQUENCE,
+  },
+  "luspo": {"loss_type": "luspo", **SEQUENCE},
+  "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
+  "cispo on-policy": {
+    "loss_type": "cispo",
+    "epsilon_high": 1.5,
+    "on_policy": True,
+  },
+  "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, **SEQUENCE},
+  "sapo": {"loss_type": "sapo"},
+  "sapo settings": {
+    "loss_type": "sapo",
+    "sapo_temperature_pos": 0.7,
+    "sapo_temperature_neg": 2.0,
+  },
+  "sapo sequence": {"loss_type": "sapo", **SEQUENCE},
+  "vespo": {"loss_type": "vespo"},
+  "vespo settings": {
+    "loss_type": "vespo",
+    "vespo_k_pos": 1.0,
+    "vespo_lambda_pos": 0.5,
+    "vespo_k_neg": 0.0,
+    "vespo_lambda_neg": 1.0,
+  },
+  "top_entropy": {"top_entropy_quantile": 0.2},
+  "top_entropy beta": {"top_entropy_quantile": 0.45, "beta": 0.1},
+  "top_entropy highest": {"top_entropy_quantile": 0.0},
+  "entropy": {"loss_type": "grpo", "entropy_coef": 0.3},
+  "entropy top_entropy": {"entropy_coef": 0.3, "top_entropy_quantile": 0.2},
+}
+DEFAULTS = {
+  "loss_type": "dapo",
+  "importance_sampling_level": "token",
+  "epsilon_low": 0.2,
+  "epsilon_high": 0.2,
+  "delta": None,
+  "beta": 0.0,
+  "use_bias_correction_kl": False,
+  "sapo_temperature_pos": 1.0,
+  "sapo_temperature_neg": 1.05,
+  "vespo_k_pos": 2.0,
+  "vespo_lambda_pos": 3.0,
+  "vespo_k_neg": 3.0,
+  "vespo_lambda_neg": 2.0,
+  "top_entropy_quantile": 1.0,
+  "entropy_coef": 0.0,
+  "use_adaptive_entropy": False,
+  "entropy_target": 0.2,
+  "entropy_coef_delta": 0.005,
+  "entropy_coef_min": 0.0,
+  "entropy_coef_max": 1.0,
+  "max_completion_length": 8,
+  "off_policy_mask_threshold": None,
+}
+VERL_CASES = {
+  # name: the function's name, how it aggregates, and settings (verl's names)
+  "vanilla": ("vanilla", "token-mean", {"clip_ratio_high": 0.28}),
+  "vanilla dual": ("vanilla", "token-mean", {"clip_ratio_c": 1.25}),
+  "vanilla sum": ("vanilla", "seq-mean-token-sum", {}),
+  "vanilla norm": ("vanilla", "seq-mean-token-sum-norm", {}),
+  "gspo": (
+    "gspo",
+    "seq-mean-token-mean",
+    {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15},
+  ),
+  "gmpo": (
+    "geo_mean",
+    "seq-mean-token-mean",
+    {"clip_ratio_low": 0.4, "clip_ratio_high": 0.3},
+  ),
+  "cispo": (
+    "cispo",
+    "token-mean",
+    {"clip_ratio_low": 0.4, "clip_ratio_high": 0.5},
+  ),
+  "sapo": ("sapo", "seq-mean-token-mean", {"tau_pos": 0.7, "tau_neg": 2.0}),
+}
+ADAPTIVE = {
+  "entropy_coef": 0.01,
+  "entropy_coef_delta": 0.02,
+  "entropy_coef_max": 0.06,
+  "entropy_target": 1.0,
+}
+ENTROPIES = [1.2, 0.9, 0.8, 0.7, 0.6, 1.1, 1.3, 1.4, 1.5, 1.6, 0.5]
+
+
+def numbers():
+  """Six completions of one to five tokens, far off-policy."""
+  import torch
+
+  torch.manual_seed(0)
+
+  def rounded(x):
+    return (x * 1e4).round() / 1e4
+
+  old = -2 * torch.rand(6, 5).double() - 1
+  signs = torch.tensor([1, -1, -1, 1, -1, 1]).double()
+  moved = 0.6 * torch.randn(6, 5).double()
+  return {
+    "logprobs": rounded(old + moved),
+    "old_logprobs": rounded(old),
+    "ref_logprobs": rounded(old + 0.3 * torch.randn(6, 5).double()),
+    "entropy": rounded(2 * torch.rand(6, 5).double()),
+    "advantages": signs * rounded(torch.rand(6).double() + 0.2),
+    "mask": torch.arange(5) < torch.tensor([5, 3, 1, 4, 5, 2])[:, None],
+  }
+
+
+def trainer(settings: dict[str, Any]):
+  """TRL's GRPOTrainer of one process, without a model."""
+  from trl import GRPOTrainer
+
+  it = GRPOTrainer.__new__(GRPOTrainer)
+  it.args = types.SimpleNamespace(**settings, steps_per_generation=1)
+  for name, value in settings.items():
+    setattr(it, name, value)
+  it._entropy_bonus_enabled = bool(it.entropy_coef or it.use_adaptive_entropy)
+  it._last_world_entropy, it._entropy_window_stats = float("inf"), None
+  it.aux_loss_enabled = it.use_vllm = False
+  it.current_gradient_accumulation_steps = 1
+  it.model = types.SimpleNamespace(training=True)
+  it._metrics = {"train": collections.defaultdict(list)}
+  it.accelerator = types.SimpleNamespace(
+    num_processes=1,
+    sync_gradients=True,
+    gather=lambda x: x,
+    reduce=lambda x, reduction: x,
+    pad_across_processes=lambda x, dim, pad_index: x,
+  )
+  return it
+
+
+def computed(it, given, logprobs, entropy, on_policy=False):
+  """TRL's loss, of a model that gives these log-probabilities and entropies."""
+  mask = given["mask"].double()
+  inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :1])
+  inputs |= dict.fromkeys(("completion_ids", "completion_mask"), mask)
+  inputs["advantages"] = given["advantages"]
+  inputs["ref_per_token_logps"] = given["ref_logprobs"]
+  inputs["num_items_in_batch"] = mask.sum()
+  if not on_policy:
+    inputs["old_per_token_logps"] = given["old_logprobs"]
+  told = (logprobs, entropy, None)
+  it._get_per_token_logps_and_entropies = lambda *args, **options: told
+  return it._compute_loss(None, inputs)
+
+
+def leaf(x):
+  return x.clone().requires_grad_()
+
+
+def trl_loss(given, on_policy: bool = False, **changes):
+  """Value, and gradients by log-probabilities and entropies."""
+  logprobs, entropy = leaf(given["logprobs"]), leaf(given["entropy"])
+  it = trainer(DEFAULTS | changes)
+  loss = computed(it, given, logprobs, entropy, on_policy)
+  (loss + 0 * entropy.sum()).backward()
+  return {
+    "loss": loss.item(),
+    "by_logprobs": logprobs.grad.tolist(),
+    "by_entropy": entropy.grad.tolist(),
+  }
+
+
+def trl_adaptive(given):
+  """The coefficient applied in each update, and the one it leaves behind."""
+  import torch
+
+  it, rows = trainer(DEFAULTS | ADAPTIVE | {"use_adaptive_entropy": True}), []
+  for value in ENTROPIES:
+    entropy = leaf(torch.full((6, 5), value).double())
+    computed(it, given, leaf(given["logprobs"]), entropy).backward()
+    applied = -entropy.grad.sum().item()
+    rows.append({"applied": applied, "coefficient": it.entropy_coef})
+  return rows
+
+
+def load(path: pathlib.Path, prefixes: tuple[str, ...], names: dict[str, Any]):
+  """Functions of a file, without its imports and decorators."""
+  tree = ast.parse(path.read_text())
+  tree.body = [
+    node
+    for node in tree.body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith(prefixes)
+  ]
+  for node in tree.body:
+    node.decorator_list = []
+  flags = __future__.annotations.compiler_flag
+  exec(compile(tree, path.name, "exec", flags=flags), names)
+  return names
+
+
+class VerlConfig(types.SimpleNamespace):
+  """An actor's settings."""
+
+  def get(self, name, default=None):
+    return getattr(self, name, default)
+
+
+def verl_functions(source: pathlib.Path) -> dict[str, Any]:
+  """verl's losses, whose file imports much that they do not need."""
+  import torch
+
+  tools = load(
+    source / "verl/utils/torch_functional.py", ("masked_",), {"torch": torch}
+  )
+  names = {
+    "torch": torch,
+    "verl_F": types.SimpleNamespace(**tools),
+    "ActorConfig": VerlConfig,
+    "AlgoConfig": type(None),
+  }
+  wanted = ("agg_loss", "compute_policy_loss_")
+  return load(source / "verl/trainer/ppo/core_algos.py", wanted, names)
+
+
+def verl_loss(functions, given, name, aggregation, changes):
+  """Value, and gradient by the log-probabilities."""
+  norm = aggregation == "seq-mean-token-sum-norm"
+  settings = {
+    "clip_ratio": 0.2,
+    "clip_ratio_low": None,
+    "clip_ratio_high": None,
+    "clip_ratio_c": 1000.0,
+    "global_batch_info": {"loss_scale_factor": 8} if norm else {},
+  }
+  logprobs, mask = leaf(given["logprobs"]), given["mask"].double()
+  loss, _ = functions[f"compute_policy_loss_{name}"](
+    given["old_logprobs"],
+    logprobs,
+    given["advantages"][:, None] * mask,
+    mask,
+    aggregation,
+    VerlConfig(**(settings | changes)),
+  )
+  loss.backward()
+  return {"loss": loss.item(), "by_logprobs": logprobs.grad.tolist()}
+
+
+def main(source: str) -> None:
+  given, functions = numbers(), verl_functions(pathlib.Path(source))
+  made = {
+    "versions": {"trl": importlib.metadata.version("trl"), "verl": "0.9.1"},
+    "given": {name: x.tolist() for name, x in given.items()},
+    "trl": {
+      name: trl_loss(given, **changes) for name, changes in TRL_CASES.items()
+    },
+    "entropies": ENTROPIES,
+    "trl_adaptive": trl_adaptive(given),
+    "verl": {
+      name: verl_loss(functions, given, *case)
+      for name, case in VERL_CASES.items()
+    },
+  }
+  text = json.dumps(made).replace('}, "', '},\n"')
+  pathlib.Path(__file__).with_suffix(".json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1])

@@ -1,0 +1,206 @@
+"""Entropy in the loss: its gradient, the bonus, the tokens that have most."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import entropy as entropy_lib
+from grpojax.core import packing_layout
+from grpojax.core.entropy import EntropyBonus, highest_entropy
+from grpojax.core.grpo_step import init_state
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import Batch
+from grpojax.core.update import make_update
+
+KEY = jax.random.key(3)
+B, G, T, V = 4, 2, 8, 6
+
+
+# Which tokens.
+
+
+@pytest.mark.parametrize("share", [0.0, 0.125, 0.25, 0.5, 0.75, 1.0])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 12])
+def test_the_tokens_of_highest_entropy(share, tokens):
+  rng = np.random.default_rng(tokens)
+  mask = rng.permutation(np.arange(24) < tokens).reshape(2, 3, 4)
+  entropy = np.where(mask, rng.exponential(size=mask.shape), np.nan)
+  entropy = entropy.astype(np.float32)
+  kept = highest_entropy(jnp.asarray(entropy), jnp.asarray(mask), share)
+  # torch.quantile's and NumPy's; these shares are exact in binary.
+  threshold = np.quantile(entropy[mask].astype(np.float64), 1 - share)
+  np.testing.assert_array_equal(kept, mask & (entropy >= threshold))
+  assert int(kept.sum()) == math.floor(share * (tokens - 1)) + 1
+
+
+def test_ties_stay_and_padding_never_does():
+  entropy = jnp.array([3.0, 1.0, 2.0, 2.0, 2.0, 9.0])
+  mask = jnp.array([1, 1, 1, 1, 1, 0], bool)
+  kept = highest_entropy(entropy, mask, 0.25)  # the two highest of five
+  np.testing.assert_array_equal(kept, [1, 0, 1, 1, 1, 0])
+  assert not highest_entropy(entropy, jnp.zeros(6, bool), 0.5).any()
+  with pytest.raises(ValueError, match=r"\[0, 1\], not 20"):
+    highest_entropy(entropy, mask, 20)
+
+
+# The gradient.
+
+
+def test_the_gradient_is_that_of_the_dense_softmax(tabular):
+  """Of log-probabilities and entropies together, chunk by chunk."""
+  lm = tabular.lm(V, V)
+  table, sampling = lm.init(KEY), Sampling(temperature=0.7, top_k=3)
+  rng = np.random.default_rng(0)
+  prompts = jnp.asarray(rng.integers(0, V, (B, 1)))
+  ids = jnp.asarray(rng.integers(0, V, (B, G, T)))
+  rows = tabular.rows(prompts[:, 0], ids)
+  factors = rng.standard_normal((2, B, G, T)).astype(np.float32)
+
+  def chunked(table):
+    both = token_logprobs(
+      lm,
+      table,
+      prompts,
+      jnp.ones((B, 1), bool),
+      ids,
+      sampling=sampling,
+      chunk_size=3,
+      entropy_gradient=True,
+    )
+    return sum(jnp.sum(f * x) for f, x in zip(factors, both, strict=True))
+
+  def dense(table):
+    logits = table[rows] / 0.7
+    one_hot = jax.nn.one_hot(ids, V, dtype=bool)
+    least = jnp.sort(logits, -1)[..., -3, None]
+    # The scored token always stays.
+    logits = jnp.where((logits >= least) | one_hot, logits, -1e30)
+    log_p = jax.nn.log_softmax(logits)
+    logprobs = jnp.sum(jnp.where(one_hot, log_p, 0), -1)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+    return jnp.sum(factors[0] * logprobs + factors[1] * entropy)
+
+  value, gradient = jax.jit(jax.value_and_grad(chunked))(table)
+  expected, wanted = jax.jit(jax.value_and_grad(dense))(table)
+  np.testing.assert_allclose(value, expected, rtol=1e-4)
+  np.testing.assert_allclose(gradient, wanted, atol=1e-5)
+
+
+# In the update.
+
+
+def make_case(tabular):
+  """Completions of a chain of two kinds, and another policy's old ones."""
+  rng = np.random.default_rng(1)
+  lm = tabular.lm(2, V)
+  lengths = rng.integers(1, T // 2, (B, G))
+  batch = Batch(
+    prompt_ids=jnp.arange(B)[:, None] % 2,
+    prompt_mask=jnp.ones((B, 1), bool),
+    completion_ids=jnp.asarray(rng.integers(0, V, (B, G, T))),
+    completion_mask=jnp.arange(T) < lengths[..., None],
+    advantages=jnp.asarray(rng.standard_normal((B, G)), jnp.float32),
+    old_logprobs=jnp.asarray(-rng.exponential(size=(B, G, T)), jnp.float32),
+  )
+  return lm, lm.init(KEY), batch, lengths
+
+
+def dense_loss(table, batch, share, coefficient, tabular):
+  """Clipped surrogate of the tokens of highest entropy, and their entropy."""
+  rows = tabular.rows(np.arange(B) % 2, batch.completion_ids)
+  log_p = jax.nn.log_softmax(table)[rows]
+  ids = batch.completion_ids[..., None]
+  logprobs = jnp.take_along_axis(log_p, ids, -1)[..., 0]
+  entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
+  mask, a = np.asarray(batch.completion_mask), batch.advantages[..., None]
+  n = mask.sum()
+  kept = mask & (entropy >= jnp.quantile(entropy[mask], 1 - share))
+  ratio = jnp.exp(logprobs - batch.old_logprobs)
+  per_token = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
+  mean = jnp.sum(jnp.where(kept, entropy, 0)) / kept.sum()
+  policy = jnp.sum(jnp.where(kept, per_token, 0)) / n
+  return policy - coefficient * mean
+
+
+@pytest.mark.parametrize(
+  "share, coefficient, parts, packed",
+  [
+    (0.3, 0.7, 2, True),
+    pytest.param(0.3, 0.7, 1, False, marks=pytest.mark.slow),
+    pytest.param(0.3, 0.0, 4, False, marks=pytest.mark.slow),
+    pytest.param(1.0, 0.7, 2, True, marks=pytest.mark.slow),
+    pytest.param(1.0, 0.7, 1, False, marks=pytest.mark.slow),
+  ],
+)
+def test_how_a_batch_is_cut_changes_nothing(
+  share, coefficient, parts, packed, tabular
+):
+  """One update, against autodiff of the whole batch at once."""
+  lm, table, batch, lengths = make_case(tabular)
+  if packed:
+    layout = packing_layout.plan(lengths, T, 1, 1, parts)
+    assert layout is not None
+    batch = batch.replace(packing=jax.tree.map(jnp.asarray, layout))
+  update = make_update(
+    lm,
+    optax.sgd(1.0),
+    micro_batches=parts,
+    entropy_bonus=EntropyBonus(coefficient) if coefficient else None,
+    top_entropy_quantile=share,
+    chunk_size=4,
+  )
+  state, metrics = jax.jit(update)(
+    init_state(table, optax.sgd(1.0), KEY), batch
+  )
+  loss = lambda table: dense_loss(table, batch, share, coefficient, tabular)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(table)
+  np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+  np.testing.assert_allclose(table - state.params, gradient, atol=1e-6)
+  assert ("entropy_coefficient" in metrics) == (coefficient > 0)
+
+
+def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
+  lm, table, batch, _ = make_case(tabular)
+  tx = optax.sgd(0.0)  # the entropy stays
+  bonus = EntropyBonus(0.5, target=10.0, step=0.25, largest=0.9)
+  update = jax.jit(make_update(lm, tx, minibatches=2, entropy_bonus=bonus))
+  state = init_state(table, tx, KEY)
+  with pytest.raises(ValueError, match="state.replace"):
+    update(state, batch)
+  state = state.replace(entropy=entropy_lib.init_control(bonus))
+  state, metrics = update(state, batch)
+  # Nothing is known before the first minibatch; the second has 0.75.
+  assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
+  assert float(state.entropy.coefficient) == pytest.approx(0.9)
+  state, metrics = update(state, batch)
+  assert float(metrics["entropy_coefficient"]) == pytest.approx(0.9)
+  # What is not finite updates nothing, not even this.
+  broken = batch.replace(advantages=jnp.full((B, G), jnp.inf))
+  after, metrics = update(state, broken)
+  assert int(metrics["skipped_updates"]) == 2
+  assert jax.tree.all(
+    jax.tree.map(np.array_equal, after.entropy, state.entropy)
+  )
+
+
+def test_above_the_target_there_is_no_bonus(tabular):
+  lm, table, batch, _ = make_case(tabular)
+  tx = optax.sgd(1.0)
+  bonus = EntropyBonus(0.5, target=0.01, step=0.2)
+  start = init_state(table, tx, KEY)
+  state = start.replace(entropy=entropy_lib.init_control(bonus))
+  after, metrics = jax.jit(make_update(lm, tx, entropy_bonus=bonus))(
+    state, batch
+  )
+  plain, expected = jax.jit(make_update(lm, tx))(start, batch)
+  np.testing.assert_allclose(after.params, plain.params, atol=1e-6)
+  assert float(metrics["entropy_coefficient"]) == 0
+  assert float(after.entropy.coefficient) == pytest.approx(0.3)
+  assert float(after.entropy.entropy) == pytest.approx(
+    float(expected["entropy"]), rel=1e-5
+  )

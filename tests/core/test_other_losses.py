@@ -1,0 +1,176 @@
+"""The losses are those of TRL and verl: values and gradients of their own code.
+
+What they computed is in other_losses.json; other_losses.py says how it was made
+and what each name means.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import entropy as entropy_lib
+from grpojax.core import losses, surrogates
+from grpojax.core.entropy import EntropyBonus
+
+FILE = pathlib.Path(__file__).with_name("other_losses.json")
+MADE = json.loads(FILE.read_text())
+RATIO, SURROGATE = surrogates.RATIOS, surrogates.SURROGATES
+SEQUENCE = {"ratio": RATIO["sequence_ratio"]}
+CISPO = {"surrogate": SURROGATE["cispo"]}
+SAPO = {"surrogate": SURROGATE["sapo"]}
+GSPO = SEQUENCE | {"clip_low": 0.1, "clip_high": 0.15}
+VESPO = {
+  "surrogate": SURROGATE["vespo"],
+  "ratio": RATIO["trajectory_ratio"],
+}
+TRL = {
+  # name: our weighting, and settings of grpo_loss
+  "grpo": ("sequence_mean", {}),
+  "grpo on-policy": ("sequence_mean", {}),
+  "bnpo": ("token_mean", {}),
+  "dr_grpo": ("fixed_length", {}),
+  "dapo": ("token_mean", {"clip_high": 0.28}),
+  "dapo delta": ("token_mean", {"dual_clip": 1.25}),
+  "dapo beta": ("token_mean", {"beta": 0.1}),
+  "dapo beta corrected": ("token_mean", {"beta": 0.1, "kl_correction": True}),
+  "gspo": ("sequence_mean", GSPO),
+  "luspo": ("sequence_sum", SEQUENCE),
+  "cispo": ("token_mean", CISPO | {"cispo_max": 1.5}),
+  "cispo on-policy": ("token_mean", CISPO | {"cispo_max": 1.5}),
+  "cispo sequence": ("token_mean", CISPO | SEQUENCE | {"cispo_max": 1.1}),
+  "sapo": ("sequence_mean", SAPO),
+  "sapo settings": (
+    "sequence_mean",
+    SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
+  ),
+  "sapo sequence": ("sequence_mean", SAPO | SEQUENCE),
+  "vespo": ("token_mean", VESPO),
+  "vespo settings": (
+    "token_mean",
+    VESPO
+    | {
+      "vespo_k_pos": 1.0,
+      "vespo_lambda_pos": 0.5,
+      "vespo_k_neg": 0.0,
+      "vespo_lambda_neg": 1.0,
+    },
+  ),
+  "top_entropy": ("token_mean", {"share": 0.2}),
+  "top_entropy beta": ("token_mean", {"share": 0.45, "beta": 0.1}),
+  "top_entropy highest": ("token_mean", {"share": 0.0}),
+  "entropy": ("sequence_mean", {"bonus": 0.3}),
+  "entropy top_entropy": ("token_mean", {"bonus": 0.3, "share": 0.2}),
+}
+VERL = {
+  "vanilla": ("token_mean", {"clip_high": 0.28}),
+  "vanilla dual": ("token_mean", {"dual_clip": 1.25}),
+  "vanilla sum": ("sequence_sum", {}),
+  "vanilla norm": ("fixed_length", {}),
+  "gspo": ("sequence_mean", GSPO),
+  "gmpo": (
+    "sequence_mean",
+    {
+      "surrogate": SURROGATE["gmpo"],
+      "gmpo_clip_low": 0.4,
+      "gmpo_clip_high": 0.3,
+    },
+  ),
+  "cispo": ("token_mean", CISPO | {"cispo_min": 0.6, "cispo_max": 1.5}),
+  "sapo": (
+    "sequence_mean",
+    SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
+  ),
+}
+CASES = [("trl", name) for name in TRL] + [("verl", name) for name in VERL]
+
+
+def given():
+  """Two prompts of three completions; junk on padding."""
+  made = {name: np.asarray(x) for name, x in MADE["given"].items()}
+  mask = made.pop("mask")
+  advantages = made.pop("advantages")
+  tokens = {k: np.where(mask, x, np.nan) for k, x in made.items()}
+  shaped = {k: x.reshape(2, 3, 5) for k, x in tokens.items()}
+  shaped |= {"mask": mask.reshape(2, 3, 5)}
+  shaped |= {"advantages": advantages.reshape(2, 3)}
+  return {k: jnp.asarray(x) for k, x in shaped.items()}
+
+
+def ours(
+  logprobs, entropy, on_policy, weighting, *, share=1, bonus=0, **settings
+):
+  """The loss as `make_update` puts it together, of a single part."""
+  of = given()
+  mask, kept = of["mask"], of["mask"]
+  if weighting == "fixed_length":
+    weights = losses.fixed_length(mask, 8)
+  else:
+    weights = losses.WEIGHTINGS[weighting](mask)
+  if share < 1:
+    entropies = jax.lax.stop_gradient(entropy)
+    kept = entropy_lib.highest_entropy(entropies, mask, share)
+    settings["kept"] = kept
+  value, _ = losses.grpo_loss(
+    logprobs,
+    of["advantages"],
+    weights,
+    mask,
+    None if on_policy else of["old_logprobs"],
+    of["ref_logprobs"],
+    **settings,
+  )
+  return value - bonus * entropy_lib.mean_entropy(entropy, kept)
+
+
+@pytest.mark.parametrize("theirs, name", CASES)
+def test_values_and_gradients(theirs, name, float64):
+  expected = MADE[theirs][name]
+  weighting, settings = {"trl": TRL, "verl": VERL}[theirs][name]
+  loss = functools.partial(ours, weighting=weighting, **settings)
+  arrays = given()["logprobs"], given()["entropy"]
+  value, gradients = jax.value_and_grad(loss, (0, 1))(
+    *arrays, on_policy="on-policy" in name
+  )
+  # Weights are float32; what they weigh is of the size of 1, and may cancel.
+  np.testing.assert_allclose(value, expected["loss"], rtol=1e-6, atol=1e-7)
+  for gradient, key in zip(gradients, ("logprobs", "entropy"), strict=True):
+    wanted = np.array(expected.get(f"by_{key}", np.zeros(30)))
+    np.testing.assert_allclose(
+      gradient.reshape(-1), wanted.reshape(-1), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_every_case_is_another_loss():
+  """And every surrogate, ratio and weighting is in one of them."""
+  for theirs in ("trl", "verl"):
+    found = [round(case["loss"], 12) for case in MADE[theirs].values()]
+    assert len(set(found)) == len(found)
+  asked = [*TRL.values(), *VERL.values()]
+  assert {weighting for weighting, _ in asked} == set(losses.WEIGHTINGS)
+  used = [s for _, settings in asked for s in settings.values()]
+  for function in (*RATIO.values(), *SURROGATE.values()):
+    plain = (surrogates.token_ratio, surrogates.clipped)
+    assert function in used or function in plain
+
+
+def test_the_coefficient_adapts_as_in_trl():
+  bonus = EntropyBonus(0.01, target=1.0, step=0.02, largest=0.06)
+  control, skipped = entropy_lib.init_control(bonus), jnp.array(False)
+  rows = zip(MADE["trl_adaptive"], MADE["entropies"], strict=True)
+  seen = set()
+  for expected, entropy in rows:
+    applied = float(entropy_lib.coefficient(bonus, control))
+    assert applied == pytest.approx(expected["applied"], abs=1e-6)
+    # A step that is skipped is forgotten.
+    same = entropy_lib.adapt(bonus, control, jnp.array(jnp.nan), ~skipped)
+    assert jax.tree.all(jax.tree.map(np.array_equal, same, control))
+    control = entropy_lib.adapt(bonus, control, jnp.array(entropy), skipped)
+    coefficient = float(control.coefficient)
+    assert coefficient == pytest.approx(expected["coefficient"], abs=1e-6)
+    seen |= {round(applied, 3), round(coefficient, 3)}
+  assert seen == {0.0, 0.02, 0.04, 0.06}  # both bounds, and between them
