@@ -95,6 +95,7 @@ def grpo_loss(
   mask: Bool[Array, "B G T"],
   old_logprobs: Float[Array, "B G T"] | None = None,
   ref_logprobs: Float[Array, "B G T"] | None = None,
+  factors: Float[Array, "B G T"] | None = None,
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
@@ -121,6 +122,8 @@ def grpo_loss(
       the ratio is exactly 1.
     ref_logprobs: under the reference policy; needed when beta > 0, otherwise
       only monitored.
+    factors: constants that the surrogate of each token is multiplied by, and
+      the KL term is not (see `core.sampler_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
@@ -140,7 +143,7 @@ def grpo_loss(
   """
   _check_kl(kl, beta, kl_correction, ref_logprobs)
   _check_shapes(
-    mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs)
+    mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs, factors)
   )
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
@@ -151,6 +154,8 @@ def grpo_loss(
   ratios = ratio(logprobs, old, mask)
   per_token, monitored = surrogate(ratios, logprobs, advantages, **settings)
   _check_surrogate(per_token, monitored, mask)
+  if factors is not None:
+    per_token *= jax.lax.stop_gradient(factors)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))

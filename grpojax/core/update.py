@@ -12,6 +12,7 @@ from grpojax.core import losses, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
 from grpojax.core.mesh import constrain, map_rows
+from grpojax.core.sampler_correction import Correct
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, OF_PROMPTS, Batch, TrainState
 
@@ -143,6 +144,7 @@ def make_update(
   *,
   loss: Callable[..., Any] = losses.grpo_loss,
   weighting: Callable[[Array], Array] = losses.token_mean,
+  correction: Correct | None = None,
   epochs: int = 1,
   minibatches: int = 1,
   micro_batches: int = 1,
@@ -161,6 +163,9 @@ def make_update(
     loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
       what it returns to be logged becomes metrics by the same names.
     weighting: mask [B, G, T] -> weights, see `core.losses`.
+    correction: from `sampler_correction.make_correction`, for a sampler that is
+      not the policy being trained; None corrects nothing. The loss then gets
+      its factors as one more argument.
     epochs: passes over the rollout; each but the first draws its minibatches
       anew, from the state's key and step (see `draw_orders`).
     minibatches: optimizer updates a pass; divides B (groups stay whole).
@@ -178,11 +183,13 @@ def make_update(
     `grad_norm` before clipping, `update_norm`, and what the loss monitors
     (`clip_fraction_low`, `clip_fraction_high`). Of the first update alone,
     whose policy is the one that sampled: `sampler_mismatch_mean` and `_max`,
-    how far its log-probabilities are from the sampler's (nats a token), and
-    what the loss would have monitored with the sampler's as the old ones
-    (`sampler_clip_fraction_low`, `_high`). The update raises ValueError where B
-    does not divide, or where a batch without old log-probabilities meets
-    several updates.
+    how far its log-probabilities are from the sampler's (nats a token),
+    `sampler_kl` (k3 of KL(sampler || scorer), nats a token),
+    `sampler_effective_samples` (share of the samples that are left when each
+    weighs pi / pi_sampler), and what the loss would have monitored with the
+    sampler's as the old ones (`sampler_clip_fraction_low`, `_high`). The update
+    raises ValueError where B does not divide, or where a batch without old
+    log-probabilities meets several updates.
   """
 
   def micro_loss(params, batch: Batch, weights):
@@ -198,6 +205,9 @@ def make_update(
       sampling=sampling,
       chunk_size=chunk_size,
     )
+    factors, of_correction = (), {}
+    if correction is not None:
+      *factors, of_correction = correction(logprobs, batch)
     value, monitored = loss(
       logprobs,
       batch.advantages,
@@ -205,7 +215,9 @@ def make_update(
       batch.completion_mask,
       batch.old_logprobs,
       batch.ref_logprobs,
+      *factors,
     )
+    monitored |= of_correction
     of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
     return value, (monitored | {"entropy": entropy}, of_sampler)
 

@@ -38,6 +38,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, pictures, records
 from grpojax.training import (
   evaluation,
+  from_config,
   group_sizes,
   prompts,
   run_directory,
@@ -138,7 +139,7 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
 def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
-  if run.ref_params is None:
+  if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
   record(run, row)
   if step % config.log.every == 0 or step == config.steps:
