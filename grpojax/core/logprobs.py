@@ -156,15 +156,15 @@ def token_logprobs(
   check_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+  penalised, first = sampling.repetition_penalty != 1, None
+  if penalised and segments is not None and samples is None:
+    raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, decoding=False)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
   )
 
-  penalised, first = sampling.repetition_penalty != 1, None
   if penalised:
-    if segments is not None and samples is None:
-      raise ValueError("a repetition penalty of packed rows needs `samples`")
     first = repetition.first_places(
       prompt_ids,
       prompt_mask,

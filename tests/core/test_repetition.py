@@ -16,6 +16,7 @@ from grpojax.core.sampling import Sampling, sample, transform_logits
 from grpojax.core.types import Prompts
 
 B, G, P, T, VOCAB, EOS = 3, 4, 4, 9, 11, 0
+BUDGETS = [[9, 1, 3, 2], [1, 9, 1, 4], [3, 3, 2, 1]]  # so that rows are shared
 SAMPLING = Sampling(temperature=0.8, top_k=6, repetition_penalty=1.7)
 KEY = jax.random.key(3)
 
@@ -42,10 +43,10 @@ def test_it_is_that_of_transformers(penalty):
   ).numpy()
   by_hand = [numpys(*row, penalty) for row in zip(logits, context, strict=True)]
   np.testing.assert_allclose(by_hand, theirs, rtol=1e-6)
-  seen = repetition.in_prompts(context, np.ones((5, 7), bool), VOCAB)
-  ours = transform_logits(
-    logits, Sampling(repetition_penalty=penalty), seen=seen
-  )
+  context, mask = jnp.asarray(context), jnp.ones((5, 7), bool)
+  seen = repetition.in_prompts(context, mask, VOCAB)
+  sampling = Sampling(repetition_penalty=penalty)
+  ours = transform_logits(jnp.asarray(logits), sampling, seen=seen)
   np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
@@ -64,6 +65,7 @@ def drawn(tiny):
       max_new_tokens=T,
       eos_ids=(EOS,),
       sampling=sampling,
+      budgets=jnp.array(BUDGETS),
       decoding=Decoding(**decoding),
     )
     return jax.jit(run)(tiny.params, prompts, KEY)
@@ -71,12 +73,18 @@ def drawn(tiny):
   return draw, draw()
 
 
-def raw_logits(tiny, samples):
+def raw(tiny, samples):
+  """Hidden states, and logits that nothing has been done to."""
   prompts = samples.prompt_ids, samples.prompt_mask
-  hidden = completion_hidden(
-    tiny.lm, tiny.params, *prompts, samples.completion_ids
-  )
-  return np.asarray(tiny.lm.unembed(tiny.params, hidden))
+
+  @jax.jit
+  def run():
+    hidden = completion_hidden(
+      tiny.lm, tiny.params, *prompts, samples.completion_ids
+    )
+    return hidden, tiny.lm.unembed(tiny.params, hidden)
+
+  return [np.asarray(x) for x in run()]
 
 
 def contexts(samples):
@@ -91,24 +99,26 @@ def contexts(samples):
 
 def test_samples_have_the_probabilities_of_the_definition(tiny, drawn):
   _, samples = drawn
-  logits, changed = raw_logits(tiny, samples), 0
+  (_, logits), changed = raw(tiny, samples), 0
+  ids = np.asarray(samples.completion_ids)
+  logprobs = np.asarray(samples.logprobs)
   for place, context in contexts(samples):
     z = numpys(logits[place], context, SAMPLING.repetition_penalty) / 0.8
     z[z < np.sort(z)[-6]] = -np.inf
-    token = samples.completion_ids[place]
+    token = ids[place]
     expected = z[token] - np.log(np.exp(z).sum())
-    np.testing.assert_allclose(samples.logprobs[place], expected, atol=1e-4)
+    np.testing.assert_allclose(logprobs[place], expected, atol=1e-4)
     changed += token in context
   assert changed > 5  # tokens come again, or the test tests little
 
 
 def test_greedy_decoding_is_penalised(tiny, drawn):
   samples = drawn[0](Sampling(0.0, repetition_penalty=1.7))
-  logits = raw_logits(tiny, samples)
-  differs = 0
+  _, logits = raw(tiny, samples)
+  differs, ids = 0, np.asarray(samples.completion_ids)
   for place, context in contexts(samples):
     best = numpys(logits[place], context, 1.7).argmax()
-    assert samples.completion_ids[place] == best
+    assert ids[place] == best
     differs += best != logits[place].argmax()
   assert differs
 
@@ -129,33 +139,34 @@ def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   packing = packing_layout.plan(lengths, T, P, 1, 1)
   assert packing.rows.segments.shape[2] < G  # something shares a row
 
-  @functools.partial(jax.jit, static_argnames=("packed", "sampling", "chunk"))
-  def score(packed, chunk, sampling=SAMPLING):
-    return make_batch(
-      tiny.lm,
-      samples,
-      jnp.zeros((B, G)),
-      on_policy=False,
-      policy_params=tiny.params,
-      ref_params=tiny.params,
-      sampling=sampling,
-      packing=packing if packed else None,
-      chunk_size=chunk,
-    )
+  @jax.jit
+  def score():
+    def of(sampling=SAMPLING, packing=None, ref=None):
+      return make_batch(
+        tiny.lm,
+        samples,
+        jnp.zeros((B, G)),
+        ref_params=ref,
+        on_policy=False,
+        policy_params=tiny.params,
+        sampling=sampling,
+        packing=packing,
+        chunk_size=24,
+      )
+
+    uncut = of(SAMPLING._replace(top_k=0)).old_logprobs
+    plain = of(SAMPLING._replace(repetition_penalty=1.0)).old_logprobs
+    return of(ref=tiny.params), of(packing=packing), uncut, plain
 
   mask = np.asarray(samples.completion_mask)
-  for packed, chunk in ((False, 256), (False, 24), (True, 24)):
-    batch = score(packed, chunk)
+  rows, packed, uncut, plain = score()
+  sampled = np.asarray(samples.logprobs)[mask]
+  for batch in (rows, packed):
     found = np.asarray(batch.old_logprobs)[mask]
-    np.testing.assert_allclose(found, samples.logprobs[mask], atol=1e-4)
+    np.testing.assert_allclose(found, sampled, atol=1e-4)
   # The reference is penalised too, but not cut.
-  free = score(False, 256, SAMPLING._replace(top_k=0))
-  np.testing.assert_allclose(
-    batch.ref_logprobs[mask], free.old_logprobs[mask], atol=1e-4
-  )
-  plain = score(False, 256, SAMPLING._replace(repetition_penalty=1.0))
-  off = np.abs(np.asarray(plain.old_logprobs)[mask] - samples.logprobs[mask])
-  assert off.max() > 0.1
+  np.testing.assert_allclose(rows.ref_logprobs[mask], uncut[mask], atol=1e-4)
+  assert np.abs(np.asarray(plain)[mask] - sampled).max() > 0.1
 
 
 def test_gradients_are_those_of_the_definition(tiny, drawn):
@@ -175,17 +186,15 @@ def test_gradients_are_those_of_the_definition(tiny, drawn):
     return jnp.sum(jnp.where(mask, logprobs, 0))
 
   found = jax.jit(jax.grad(total))(0.0)
-  hidden = completion_hidden(
-    tiny.lm, tiny.params, *prompts, samples.completion_ids
-  )
-  hidden = np.asarray(hidden, np.float64)
+  ids = np.asarray(samples.completion_ids)
+  hidden = raw(tiny, samples)[0].astype(np.float64)
 
   def by_hand(step):
     head = np.asarray(tiny.params["head"], np.float64) + step * direction
     logits, value = hidden @ head, 0.0
     for place, context in contexts(samples):
       z = numpys(logits[place], context, 1.7)
-      value += z[samples.completion_ids[place]] - np.log(np.exp(z).sum())
+      value += z[ids[place]] - np.log(np.exp(z).sum())
     return value
 
   expected = (by_hand(1e-5) - by_hand(-1e-5)) / 2e-5

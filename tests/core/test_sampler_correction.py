@@ -53,14 +53,22 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
   cases = [case for case in TRL["cases"] if case["loss_type"] == loss_type]
   assert len({case["value"] for case in cases}) > len(cases) / 2
   assert len(cases) == 18
-  for case in cases:
-    correct = make_correction(
-      case["mode"] or "none",
-      case["low"] or 0.0,
-      case["high"] or INF,
-      case["threshold"],
-    )
-    found, gradient = jax.value_and_grad(value)(given["logprobs"], correct)
+
+  @jax.jit
+  def of_all():
+    corrections = [
+      make_correction(
+        case["mode"] or "none",
+        case["low"] or 0.0,
+        case["high"] or INF,
+        case["threshold"],
+      )
+      for case in cases
+    ]
+    both = jax.value_and_grad(value)
+    return [both(given["logprobs"], correct) for correct in corrections]
+
+  for case, (found, gradient) in zip(cases, of_all(), strict=True):
     name = str({k: v for k, v in case.items() if k != "gradient"})
     np.testing.assert_allclose(found, case["value"], rtol=1e-6, err_msg=name)
     gradient = np.where(mask, gradient, 0)[0]
@@ -100,7 +108,7 @@ def policies(tabular):
     found = jnp.take_along_axis(log_p, jnp.asarray(ids)[None, ..., None], -1)
     return jnp.where(mask, found[..., 0], 0.0)
 
-  return p, q, mask[None], rewards, logprobs
+  return p, q, jnp.asarray(mask)[None], rewards, logprobs
 
 
 def expected_gradient(policies, correction, **bounds):
@@ -125,7 +133,8 @@ def expected_gradient(policies, correction, **bounds):
 
 def test_untruncated_sequence_weights_give_the_policys_own_gradient(policies):
   p, _, _, rewards, logprobs = policies
-  truth = jax.grad(lambda t: jnp.exp(logprobs(t).sum(-1))[0] @ rewards)(p)
+  value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards
+  truth = jax.jit(jax.grad(value))(p)
   for name in ("sequence_truncate", "sequence_mask"):
     found = expected_gradient(policies, name)
     np.testing.assert_allclose(found, truth, atol=1e-6)
