@@ -67,7 +67,8 @@ _TABLE_STEPS = 32
 _WORK = (
   "seed steps batch_size group_size subset_size advantage data reward loss "
   "lora model.path sampling.max_new_tokens sampling.temperature sampling.top_k "
-  "sampling.top_p sampling.min_p optim.name optim.learning_rate "
+  "sampling.top_p sampling.min_p sampling.repetition_penalty "
+  "model.reference_every model.reference_mix optim.name optim.learning_rate "
   "optim.schedule optim.warmup_steps optim.b1 optim.b2 optim.weight_decay "
   "optim.max_grad_norm optim.epochs optim.minibatches diagnostics"
 ).split()

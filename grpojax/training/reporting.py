@@ -9,7 +9,8 @@ one of these places, and needs no other:
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | clip_fraction_*, skipped_updates     | the loss by what it monitors       |
-| sampler_mismatch_*, sampler_clip_... | core.sampler_mismatch              |
+| sampler_*                            | core.sampler_mismatch              |
+| importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
 | reward_failures, reward_NAME         | training.scoring.metrics           |

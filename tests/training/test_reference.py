@@ -114,8 +114,13 @@ WAYS = {
 }
 
 
-@pytest.mark.slow  # two runs each
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+  "way",
+  [
+    pytest.param(way, marks=pytest.mark.slow if i == 0 else pytest.mark.long)
+    for i, way in enumerate(WAYS)
+  ],
+)  # three runs each
 def test_a_run_goes_on_exactly_with_its_reference(
   way, toy_task, toy_model, tmp_path
 ):
