@@ -233,7 +233,8 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
   loss = from_config.loss(config)
   assert loss.keywords["surrogate"].keywords == {"clip_high": 0.2, "tau": 5.0}
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
-  known |= {"old_logprobs"}
+  known |= {"old_logprobs", "truncated", "off_policy_threshold"}
+  known |= {"correction", "correction_low", "correction_high"}
   monkeypatch.undo()
   asked = set()
   for surrogate in surrogates.SURROGATES.values():
