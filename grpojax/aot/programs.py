@@ -22,6 +22,7 @@ from grpojax.training import (
   group_sizes,
   host_step,
   prompts,
+  reference,
 )
 from grpojax.training import policy as policies
 from grpojax.training.optimizer import optimizer
@@ -126,6 +127,8 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     scale = config.lora.alpha / config.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
     params = sharding.placed(adapters, mesh)
+    if reference.follows(config):
+      ref_params = params
   tx = optimizer(config)
   state = jax.eval_shape(
     lambda p: from_config.first_state(config, tx, p), params

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from grpojax.core import compaction
+from grpojax.core import compaction, repetition
 from grpojax.core.compaction import Compaction
 from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling, sample
@@ -41,13 +41,18 @@ class Decoding(NamedTuple):
 
 
 class Samples(NamedTuple):
-  """Completions, as far as they are drawn."""
+  """Completions, as far as they are drawn.
+
+  `seen` are the tokens that each sample or its prompt has; None without a
+  repetition penalty, and where slots have them.
+  """
 
   ids: Int[Array, "B G T"]
   logprobs: Float[Array, "B G T"]
   length: Int[Array, "B G"]
   finished: Bool[Array, "B G"]
   done: Bool[Array, "B G"]
+  seen: Bool[Array, "B G V"] | None = None
 
 
 class Setup(NamedTuple):
@@ -61,6 +66,7 @@ class Setup(NamedTuple):
     limit: tokens that each sample may have.
     eos: ids that end a completion.
     sampling: the distribution.
+    in_prompt: tokens that each prompt has; None without a repetition penalty.
   """
 
   lm: LM
@@ -70,6 +76,7 @@ class Setup(NamedTuple):
   limit: Int[Array, "B G"]
   eos: Int[Array, "_"]
   sampling: Sampling
+  in_prompt: Bool[Array, "B V"] | None = None
 
 
 def rows(tree: PyTree) -> PyTree:
@@ -82,8 +89,9 @@ def draw(
   keys: Key[Array, "B G"],
   t: Int[Array, "..."],
   hidden: Float[Array, "B G D"],
-) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
-  """Token t of each sample, and its log-probability.
+  seen: Bool[Array, "B G V"] | None,
+) -> tuple[Int[Array, "B G"], Float[Array, "B G"], Bool[Array, "B G V"] | None]:
+  """Token t of each sample, its log-probability, and `seen` with it.
 
   It draws from the sample's own key and t alone, so that neither the batch nor
   the order of the loop can change it.
@@ -91,7 +99,9 @@ def draw(
   fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
   logits = setup.lm.unembed(setup.params, hidden)
   logits = constrain(logits, "batch", "group", "vocabulary")
-  return sample(fold(keys, t), logits, setup.sampling)
+  ids, logprobs = sample(fold(keys, t), logits, setup.sampling, seen)
+  seen = None if seen is None else repetition.mark(seen, ids)
+  return ids, logprobs, seen
 
 
 def _append(
@@ -104,7 +114,7 @@ def _append(
   """Draws token t of every sample that is not done."""
   keys, limit = of_samples
   alive = ~samples.done
-  ids, logprobs = draw(setup, keys, t, hidden)
+  ids, logprobs, seen = draw(setup, keys, t, hidden, samples.seen)
 
   def at_t(old, new):  # what is drawn for samples that are done is not written
     kept = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
@@ -118,6 +128,7 @@ def _append(
     length,
     samples.finished | ended,
     samples.done | ended | (length >= limit),
+    seen,
   )
 
 
@@ -195,6 +206,11 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
   of_samples = setup.keys, setup.limit
+  if setup.in_prompt is not None:
+    seen = jnp.broadcast_to(
+      setup.in_prompt[:, None], (b, g, setup.in_prompt.shape[-1])
+    )
+    samples = samples._replace(seen=seen)
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
   samples = _append(setup, samples, of_samples, jnp.int32(0), first)

@@ -25,6 +25,7 @@ from grpojax.core.mesh import constrain
 from grpojax.core.packing import Packing
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
+from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, make_update
 
@@ -66,6 +67,7 @@ def make_batch(
   on_policy: bool = True,
   policy_params: Params | None = None,
   kl_in_reward: float = 0.0,
+  truncated: str = "keep",
   micro_batches: int = 1,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
@@ -84,7 +86,8 @@ def make_batch(
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
       it gets the completions' lengths [B, G], in tokens.
     ref_params: the reference policy, or None for no reference pass. It is
-      scored at the temperature of `sampling` without its cuts, see `core.kl`.
+      scored at the temperature of `sampling` (and with its repetition penalty)
+      without its cuts, see `core.kl`.
     on_policy: a single optimizer update follows, so the policy that is trained
       is exactly the one that sampled, and no old log-probabilities are kept.
     policy_params: the policy that sampled, to compute its log-probabilities
@@ -93,6 +96,7 @@ def make_batch(
       takes the sampler's.
     kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
       taken from its reward before the comparison.
+    truncated: what completions without an end count for, see `core.truncation`.
     micro_batches: parts in which the batch is scored, one after the other, see
       `micro_batches.cuts`.
     sampling: what the rollout was sampled with.
@@ -125,7 +129,9 @@ def make_batch(
   if policy_params is not None:
     own = score(policy_params, sampling)
   if ref_params is not None:
-    ref_logprobs = score(ref_params, Sampling(sampling.temperature))
+    penalty = sampling.repetition_penalty
+    uncut = Sampling(sampling.temperature, repetition_penalty=penalty)
+    ref_logprobs = score(ref_params, uncut)
   if kl_in_reward:
     if ref_logprobs is None:
       raise ValueError("kl_in_reward needs ref_params, the reference policy")
@@ -136,12 +142,13 @@ def make_batch(
   advantage = bind(advantage, lengths=lengths)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
-  rewarded = present(rewards)[..., None]
+  rewards, learned = TRUNCATED[truncated](rewards, rollout.finished)
+  learned = (learned & present(rewards))[..., None]
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
     completion_ids=rollout.completion_ids,
-    completion_mask=rollout.completion_mask & rewarded,
+    completion_mask=rollout.completion_mask & learned,
     advantages=advantage(rewards),
     old_logprobs=None if on_policy else own,
     ref_logprobs=ref_logprobs,
@@ -206,6 +213,7 @@ def make_grpo_step(
   pad_id: int = 0,
   advantage: Callable[..., Array] = leave_one_out,
   kl_in_reward: float = 0.0,
+  truncated: str = "keep",
   rescore: bool = False,
   sampling: Sampling = Sampling(),
   decoding: Decoding = Decoding(),
@@ -234,6 +242,7 @@ def make_grpo_step(
     pad_id: see `rollout`.
     advantage: see `make_batch`.
     kl_in_reward: see `make_batch`.
+    truncated: see `make_batch`.
     rescore: where there are several updates, compute the old log-probabilities
       anew before the first of them (`make_batch`'s policy_params); False takes
       the sampler's. A single update is exactly on-policy and needs neither.
@@ -287,6 +296,7 @@ def make_grpo_step(
       on_policy=on_policy,
       policy_params=state.params if rescore and not on_policy else None,
       kl_in_reward=kl_in_reward,
+      truncated=truncated,
       micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,

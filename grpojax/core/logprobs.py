@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core import repetition
 from grpojax.core.arguments import check_prompts
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.sampling import Sampling, transform_logits
@@ -147,6 +148,7 @@ def token_logprobs(
   positions: Int[Array, "B G S"] | None = None,
   segments: Int[Array, "B G S"] | None = None,
   entropy_gradient: bool = False,
+  samples: Int[Array, "B N T"] | None = None,
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Log-probability (nats) of each completion token, and the entropy there.
 
@@ -166,17 +168,22 @@ def token_logprobs(
     positions: see `LM.extend`.
     segments: see `LM.extend`.
     entropy_gradient: whether a gradient flows through the entropy too.
+    samples: the completions that `segments` counts, where the rows of `ids` are
+      packed of them; a repetition penalty reads them.
 
   Returns:
     `(logprobs, entropy)`, float32.
 
   Raises:
-    ValueError: chunk_size below 1, or wrong prompts (see
-      `arguments.check_prompts`).
+    ValueError: chunk_size below 1, a repetition penalty of packed rows without
+      `samples`, or wrong prompts (see `arguments.check_prompts`).
   """
   check_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+  penalised, first = sampling.repetition_penalty != 1, None
+  if penalised and segments is not None and samples is None:
+    raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, decoding=False)
   hidden = completion_hidden(
     lm, params, prompt_ids, prompt_mask, ids, positions, segments
@@ -184,6 +191,15 @@ def token_logprobs(
 
   of_logits = _score_with_slope if entropy_gradient else _score
   kept = ("log_sum_exp", *["entropy"] * entropy_gradient)
+  if penalised:
+    first = repetition.first_places(
+      prompt_ids,
+      prompt_mask,
+      ids if samples is None else samples,
+      jax.eval_shape(lm.unembed, params, hidden).shape[-1],
+    )
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
 
   # Of its logits, only sums over the vocabulary are kept for the backward pass.
   @functools.partial(
@@ -192,15 +208,18 @@ def token_logprobs(
     prevent_cse=False,  # under a scan nothing can be merged with it
   )
   def score(wide, chunk):
-    hidden, ids = chunk
+    hidden, ids, *where = chunk
     logits = lm.unembed(jax.tree.map(_as, wide, params), hidden)
     logits = constrain(logits, "batch", "group", None, "vocabulary")
-    return of_logits(transform_logits(logits, sampling, keep=ids), ids)
+    seen = repetition.seen_before(first, *where) if penalised else None
+    logits = transform_logits(logits, sampling, keep=ids, seen=seen)
+    return of_logits(logits, ids)
 
   # The gradients of what is used here are added up over the chunks.
   wide = jax.tree.map(_in_float32, params)
   at_once = _positions_at_once(ids.shape, chunk_size)
-  chunks = _chunks(hidden, at_once), _chunks(ids, at_once)
+  parts = (hidden, ids, positions, segments) if penalised else (hidden, ids)
+  chunks = jax.tree.map(lambda x: _chunks(x, at_once), parts)
   _, out = jax.lax.scan(
     lambda _, chunk: (None, score(wide, chunk)), None, chunks
   )

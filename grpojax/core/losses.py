@@ -113,6 +113,7 @@ def grpo_loss(
   mask: Bool[Array, "B G T"],
   old_logprobs: Float[Array, "B G T"] | None = None,
   ref_logprobs: Float[Array, "B G T"] | None = None,
+  factors: Float[Array, "B G T"] | None = None,
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
@@ -141,6 +142,8 @@ def grpo_loss(
       the ratio is exactly 1.
     ref_logprobs: under the reference policy; needed when beta > 0, otherwise
       only monitored.
+    factors: constants that the surrogate of each token is multiplied by, and
+      the KL term is not (see `core.sampler_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
@@ -169,7 +172,9 @@ def grpo_loss(
       "turns it off"
     )
   _check_shapes(
-    mask, advantages, (logprobs, weights, old_logprobs, ref_logprobs, kept)
+    mask,
+    advantages,
+    (logprobs, weights, old_logprobs, ref_logprobs, kept, factors),
   )
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
@@ -185,6 +190,8 @@ def grpo_loss(
   _check_surrogate(per_token, monitored, mask)
   if kept is not None:
     per_token = jnp.where(kept, per_token, 0.0)
+  if factors is not None:
+    per_token *= jax.lax.stop_gradient(factors)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))

@@ -204,6 +204,7 @@ def completion_logprobs(
     pack(ids, rows),
     positions=rows.positions,
     segments=rows.segments,
+    samples=ids,
     **options,
   )
   logprobs, entropy = (unpack(x, rows, ids.shape[-1]) for x in of_rows)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
+from grpojax.core import repetition
 from grpojax.core.arguments import (
   Ids,
   check_prompts,
@@ -18,9 +19,9 @@ from grpojax.core.decoding import (
   Samples,
   Setup,
   in_stages,
+  rows,
 )
 from grpojax.core.group_axis import present
-from grpojax.core.mesh import constrain
 from grpojax.core.sampling import Sampling
 from grpojax.core.slots import through_slots
 from grpojax.core.types import LM, Params, Prompts, Rollout
@@ -114,7 +115,13 @@ def rollout(
   lm, params = lm.prepared(params, decoding=True)
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
   keys = _sample_keys(key, first_prompt, b, g)
-  setup = Setup(lm, params, prefix, keys, limit, eos, sampling)
+  in_prompt = None
+  if sampling.repetition_penalty != 1:
+    logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
+    in_prompt = repetition.in_prompts(
+      prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
+    )
+  setup = Setup(lm, params, prefix, keys, limit, eos, sampling, in_prompt)
   samples = Samples(
     ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
     logprobs=jnp.zeros((b, g, t_max), jnp.float32),
@@ -122,7 +129,7 @@ def rollout(
     finished=jnp.zeros((b, g), bool),
     done=limit <= 0,
   )
-  samples = Samples(*(constrain(x, "batch", "group") for x in samples))
+  samples = rows(samples)
   if 0 < decoding.slots < g:
     samples = through_slots(setup, samples, decoding.slots)
   else:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from grpojax.core.kl import masked_log_ratio
+from grpojax.core.kl import clean_logprobs, k3, masked_log_ratio
 from grpojax.core.types import Batch
 
 _OF_THE_LOSS = ("ratio", "kl")  # always logged, and not about clipping
@@ -36,7 +36,8 @@ def of_tokens(
     weights: see `loss`.
 
   Returns:
-    "mismatch", |log(pi_scorer / pi_sampler)| in nats (0 on padding), and what
+    "log_ratio", log(pi_scorer / pi_sampler) in nats, and "kl", k3 of
+    KL(sampler || scorer), whose tokens these are (both 0 on padding), and what
     the loss monitors where the sampler's log-probabilities are the old ones
     ("clip_fraction_low", say).
   """
@@ -47,20 +48,49 @@ def of_tokens(
   _, monitored = loss(
     logprobs, batch.advantages, weights, mask, sampled, batch.ref_logprobs
   )
-  mismatch = jnp.abs(masked_log_ratio(logprobs, sampled, mask))
   clipping = {k: v for k, v in monitored.items() if k not in _OF_THE_LOSS}
-  return {"mismatch": mismatch} | clipping
+  return {
+    "log_ratio": masked_log_ratio(logprobs, sampled, mask),
+    "kl": k3(clean_logprobs(sampled, mask), clean_logprobs(logprobs, mask)),
+  } | clipping
+
+
+def effective_samples(
+  log_ratio: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
+) -> Float[Array, ""]:
+  """Effective sample size of sequence importance weights, as a share.
+
+  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_scorer / pi_sampler of a
+  sequence, N those that have a token (Kong, 1992): 1 where sampler and scorer
+  agree, 1 / N where one sequence has all the weight.
+
+  Args:
+    log_ratio: of each token, 0 on padding.
+    mask: True on real tokens.
+  """
+  real = jnp.any(mask, axis=-1)
+  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
+  # The largest weight becomes 1, which changes no share.
+  top = jnp.max(log_w, initial=-1e30)
+  w = jnp.exp(log_w - top)
+  count = jnp.maximum(jnp.sum(real), 1)
+  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
+  return jnp.sum(w) ** 2 / (count * squares)
 
 
 def metrics(
   arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens, and the largest mismatch: `sampler_...`."""
+  """Means over real tokens and extremes: `sampler_...`."""
   if not arrays:
     return {}
+  arrays = dict(arrays)
+  log_ratio = arrays.pop("log_ratio")
+  mismatch = jnp.abs(log_ratio)
+  arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
   return {
-    "sampler_mismatch_mean": means.pop("mismatch"),
-    "sampler_mismatch_max": jnp.max(arrays["mismatch"]),
+    "sampler_mismatch_max": jnp.max(mismatch),
+    "sampler_effective_samples": effective_samples(log_ratio, mask),
   } | {f"sampler_{name}": value for name, value in means.items()}

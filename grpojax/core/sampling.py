@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt32
+
+from grpojax.core import repetition
 
 _NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
 
@@ -24,17 +26,21 @@ class Sampling(NamedTuple):
       reaches p (Holtzman et al., arXiv 1904.09751); 1 keeps all.
     min_p: keep tokens with at least min_p times the probability of the most
       likely one (arXiv 2407.01082); 0 keeps all.
+    repetition_penalty: before all others, divides the logits of tokens that
+      are in the prompt or the completion already, see `core.repetition`; 1 is
+      off.
   """
 
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  repetition_penalty: float = 1.0
 
 
 def validate(sampling: Sampling) -> None:
   """Raises ValueError where a setting is out of its range."""
-  temperature, top_k, top_p, min_p = sampling
+  temperature, top_k, top_p, min_p, penalty = sampling
   if temperature < 0:
     raise ValueError(f"temperature={temperature} must be 0 (greedy) or more")
   if top_k < 0:
@@ -43,6 +49,10 @@ def validate(sampling: Sampling) -> None:
     raise ValueError(f"top_p={top_p} must lie in (0, 1]")
   if not 0 <= min_p <= 1:
     raise ValueError(f"min_p={min_p} must lie in [0, 1]")
+  if not 0 < penalty < math.inf:
+    raise ValueError(
+      f"repetition_penalty={penalty} must be more than 0; 1 is off"
+    )
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
@@ -93,6 +103,7 @@ def transform_logits(
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
   keep: Int[Array, "*n"] | None = None,
+  seen: Bool[Array, "*n V"] | None = None,
 ) -> Float[Array, "*n V"]:
   """Logits of the distribution that is sampled from.
 
@@ -104,15 +115,16 @@ def transform_logits(
     keep: ids that stay in the support whatever the cuts say. The loss passes
       the sampled ids: a small change of the policy could otherwise move one of
       them across a cut and make its log-probability -inf.
+    seen: tokens that have been there; read with a repetition penalty alone.
 
   Returns:
     float32 logits; what was cut away is -1e30.
 
   Raises:
-    ValueError: a setting out of range.
+    ValueError: a setting out of range, or a penalty of nothing.
   """
   validate(sampling)
-  logits = logits.astype(jnp.float32)
+  logits = _penalised(logits.astype(jnp.float32), sampling, seen)
   vocab = jnp.arange(logits.shape[-1])
   if sampling.temperature == 0:
     best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -131,6 +143,17 @@ def transform_logits(
   if keep is not None and cut is not logits:
     cut = jnp.where(vocab == keep[..., None], logits, cut)
   return cut
+
+
+def _penalised(logits, sampling, seen):
+  if sampling.repetition_penalty == 1:
+    return logits
+  if seen is None:
+    raise ValueError(
+      f"repetition_penalty={sampling.repetition_penalty} needs `seen`, the "
+      "tokens that have been there"
+    )
+  return repetition.penalised(logits, seen, sampling.repetition_penalty)
 
 
 def token_logprob(
@@ -177,6 +200,7 @@ def sample(
   keys: Key[Array, "*n"],
   logits: Float[Array, "*n V"],
   sampling: Sampling = Sampling(),
+  seen: Bool[Array, "*n V"] | None = None,
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
   """Draws one token for each key.
 
@@ -189,6 +213,7 @@ def sample(
     keys: one random key a row, so that rows draw independently.
     logits: the model's logits.
     sampling: settings, static.
+    seen: see `transform_logits`.
 
   Returns:
     The tokens, and their log-probabilities under the transformed distribution
@@ -196,9 +221,10 @@ def sample(
   """
   validate(sampling)
   if sampling.temperature == 0:
-    ids = jnp.argmax(logits.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    logits = _penalised(logits.astype(jnp.float32), sampling, seen)
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
-  logits = transform_logits(logits, sampling)
+  logits = transform_logits(logits, sampling, seen=seen)
   two = jnp.vectorize(
     lambda key: jax.random.uniform(key, (2,)), signature="()->(u)"
   )

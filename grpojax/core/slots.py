@@ -24,22 +24,31 @@ class _Slots(NamedTuple):
     tokens: that the sample has.
     last: the last one of them.
     waiting: index of the sample that begins next, of each prompt.
+    seen: tokens that the sample or its prompt has; None without a repetition
+      penalty.
   """
 
   sample: Int[Array, "B S"]
   tokens: Int[Array, "B S"]
   last: Int[Array, "B S"]
   waiting: Int[Array, "B"]
+  seen: Bool[Array, "B S V"] | None
 
 
-def _refill(slots: _Slots, drawn: Array, free: Bool[Array, "B S"]) -> _Slots:
+def _refill(
+  setup: Setup, slots: _Slots, drawn: Array, free: Bool[Array, "B S"]
+) -> _Slots:
   """The next samples begin in the slots that are free."""
+  seen = slots.seen
+  if seen is not None:
+    seen = jnp.where(free[..., None], setup.in_prompt[:, None], seen)
   begun = jnp.cumsum(free, axis=1)
   return _Slots(
     jnp.where(free, slots.waiting[:, None] + begun - 1, slots.sample),
     jnp.where(free, 0, slots.tokens + 1),
     drawn,
     slots.waiting + begun[:, -1],
+    seen,
   )
 
 
@@ -73,7 +82,10 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
   queued = jnp.sum(~samples.done, axis=1, keepdims=True)
   places = jnp.broadcast_to(jnp.arange(count), (b, count))
   zero = jnp.zeros((b, count), jnp.int32)
-  slots = _Slots(places, zero, zero, jnp.full((b,), count))
+  seen = None
+  if setup.in_prompt is not None:
+    seen = jnp.repeat(setup.in_prompt[:, None], count, axis=1)
+  slots = _Slots(places, zero, zero, jnp.full((b,), count), seen)
   first = setup.prefix.last_hidden[:, None]
   rounds = -(-g // count)
 
@@ -92,7 +104,7 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
     fresh = (slots.tokens == 0)[..., None]
     hidden = jnp.where(fresh, first, hidden[:, :, 0])
     keys, limit = take(setup.keys, chosen), take(setup.limit, chosen)
-    ids, logprobs = draw(setup, keys, slots.tokens, hidden)
+    ids, logprobs, seen = draw(setup, keys, slots.tokens, hidden, slots.seen)
     ended = jnp.isin(ids, setup.eos)
     over = ended | (slots.tokens + 1 >= limit)
     # What idle slots draw goes to a sample that there is not.
@@ -106,7 +118,7 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
       of(samples.finished, row, ended),
       of(samples.done, row, over),
     )
-    slots = _refill(slots, ids, over & alive)
+    slots = _refill(setup, slots._replace(seen=seen), ids, over & alive)
     return i + 1, rows(samples), slots, cache
 
   def goes_on(state):

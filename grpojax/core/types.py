@@ -156,7 +156,8 @@ class Batch:
     prompt_ids: as in `Prompts`.
     prompt_mask: as in `Prompts`.
     completion_ids: as in `Rollout`.
-    completion_mask: as in `Rollout`; all False where there is no reward.
+    completion_mask: as in `Rollout`; all False where there is no reward, and
+      where what was cut off is not learned from (`core.truncation`).
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, as the
       sampler computed them or the scorer (see `make_batch`); None means
@@ -201,6 +202,8 @@ class TrainState:
       while training, else None.
     entropy: an `entropy.EntropyControl` where the coefficient of the entropy
       bonus adapts, else None.
+    reference: parameters of the reference policy where it follows the policy,
+      else None; not part of an update.
   """
 
   params: Params
@@ -211,3 +214,4 @@ class TrainState:
   skipped: Int[Array, ""]
   group_size: Any = None
   entropy: Any = None
+  reference: Any = None

@@ -16,6 +16,7 @@ from grpojax.core import packing as packing_lib
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.minibatches import draw_orders, reorder_rows
+from grpojax.core.sampler_correction import Correct
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, OF_PROMPTS, Batch, TrainState
 
@@ -105,6 +106,7 @@ def make_update(
   *,
   loss: Callable[..., Any] = losses.grpo_loss,
   weighting: Callable[[Array], Array] = losses.token_mean,
+  correction: Correct | None = None,
   epochs: int = 1,
   minibatches: int = 1,
   micro_batches: int = 1,
@@ -125,6 +127,9 @@ def make_update(
     loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
       what it returns to be logged becomes metrics by the same names.
     weighting: mask [B, G, T] -> weights, see `core.losses`.
+    correction: from `sampler_correction.make_correction`, for a sampler that is
+      not the policy being trained; None corrects nothing. The loss then gets
+      its factors as one more argument.
     epochs: passes over the rollout; each but the first draws its minibatches
       anew, from the state's key and step (see `draw_orders`).
     minibatches: optimizer updates a pass; divides B (groups stay whole).
@@ -149,10 +154,12 @@ def make_update(
     bonus, and what the loss monitors (`clip_fraction_low`, `_high`). Of the
     first update alone, whose policy is the one that sampled:
     `sampler_mismatch_mean` and `_max`, how far its log-probabilities are from
-    the sampler's (nats a token), and what the loss would have monitored with
-    the sampler's as the old ones (`sampler_clip_fraction_low`, `_high`). The
-    update raises ValueError where B does not divide, or where a batch without
-    old log-probabilities meets several updates.
+    the sampler's (nats a token), `sampler_kl` (k3 of KL(sampler || scorer),
+    nats a token), `sampler_effective_samples` (share of the samples that are
+    left when each weighs pi / pi_sampler), and what the loss would have
+    monitored with the sampler's as the old ones (`sampler_clip_fraction_low`,
+    `_high`). The update raises ValueError where B does not divide, or where a
+    batch without old log-probabilities meets several updates.
   """
   some = top_entropy_quantile < 1
   keep = functools.partial(
@@ -179,6 +186,9 @@ def make_update(
     mask = batch.completion_mask
     if some and kept is None:  # there is no other part
       kept = keep(jax.lax.stop_gradient(entropy), mask)
+    given, of_correction = {"kept": kept} if some else {}, {}
+    if correction is not None:
+      given["factors"], of_correction = correction(logprobs, batch)
     value, monitored = loss(
       logprobs,
       batch.advantages,
@@ -186,13 +196,14 @@ def make_update(
       mask,
       batch.old_logprobs,
       batch.ref_logprobs,
-      **({"kept": kept} if some else {}),
+      **given,
     )
     mean_entropy = None
     if entropy_bonus is not None:
       acted = kept if some else mask
       mean_entropy = entropy_lib.mean_entropy(entropy, acted, tokens)
       value -= factor * mean_entropy
+    monitored |= of_correction
     of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
     monitored = monitored | {"entropy": entropy}
     return value, (monitored, of_sampler, mean_entropy)

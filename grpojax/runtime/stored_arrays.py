@@ -5,6 +5,7 @@ stand the shape, dtype and checksum of each (see `array_checksums`): what comes
 back is bit by bit what was saved, or refused.
 """
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
@@ -188,10 +189,15 @@ def load(
     wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | like
     saved = {n: kind for n, kind in saved.items() if n.startswith(f"{part}/")}
   _check_fits(saved, _kinds(like), path)
+  state = dataclasses.is_dataclass(like)
+  if state:  # fields that hold nothing may be younger than what is stored
+    wanted = {name: getattr(like, name) for name in stored}
   try:
     loaded = ocp.load(path, wanted)
   except Exception as error:
     raise damaged(innermost(error)) from error
+  if state:
+    loaded = dataclasses.replace(like, **loaded)
   if part is not None:
     loaded = {part: loaded[part]}
   sums = array_checksums.by_path(loaded)

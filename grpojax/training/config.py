@@ -37,6 +37,8 @@ def default_config() -> ConfigDict:
   # Recomputed in the backward pass: none, selective (MLP and softmax), full.
   config.model.remat = "selective"
   config.model.reference = "device"  # or "host": there but for its own pass
+  config.model.reference_every = 0  # steps, when it follows; 0 = fixed
+  config.model.reference_mix = 1.0  # the policy's share of it then; 1 = a copy
   config.lora = ConfigDict()  # train low-rank adapters, not the weights
   config.lora.rank = 0  # 0 = off
   config.lora.alpha = 32.0  # adapters are scaled by alpha / rank
@@ -58,6 +60,7 @@ def default_config() -> ConfigDict:
   config.sampling.top_k = 0  # 0 = off
   config.sampling.top_p = 1.0
   config.sampling.min_p = 0.0
+  config.sampling.repetition_penalty = 1.0  # 1 = off
   # How it is computed, which changes no sample: lengths that the cache takes
   # and that are compiled; whether the samples that are not done are put
   # together; samples of each prompt in memory at once, 0 = all.
@@ -104,6 +107,14 @@ def default_config() -> ConfigDict:
   config.loss.entropy_coef_max = 1.0
   config.loss.ratio = "token_ratio"
   config.loss.old_logprobs = "sampler"  # or "scorer": one more forward pass
+  # Of losses by pi_scorer / pi_sampler, within bounds (0 = none).
+  config.loss.correction = "none"
+  config.loss.correction_low = 0.0
+  config.loss.correction_high = 3.0
+  config.loss.off_policy_threshold = 0.0  # nats a token; 0 = off
+  # Completions cut off at their budget: keep; mask (not in the loss); or drop
+  # (nor in the group's baseline).
+  config.loss.truncated = "keep"
   config.loss.weighting = "token_mean"
   config.loss.kl = "k3"
   config.loss.kl_placement = "loss"

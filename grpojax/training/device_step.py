@@ -47,6 +47,7 @@ def make_device_program(
       pad_id=policy.pad_id,
       advantage=from_config.advantage(config),
       kl_in_reward=from_config.kl_in_reward(config),
+      truncated=config.loss.truncated,
       rescore=from_config.rescore(config),
       diagnose=diagnose and functools.partial(diagnose, lm),
       decoding=from_config.decoding(config),
@@ -82,7 +83,10 @@ def make_device_step(
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     del examples
     run = with_diagnosis if diagnosed else plain
-    state, row = run(state, prompts, reference.at_hand(ref_params))
+    held, state = state.reference, state.replace(reference=None)
+    ref = reference.at_hand(ref_params if held is None else held)
+    state, row = run(state, prompts, ref)
+    state = state.replace(reference=held)
     return state, mesh_lib.fetch(row), [], []
 
   return step

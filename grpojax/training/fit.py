@@ -35,6 +35,7 @@ from grpojax.training import (
   from_config,
   host_step,
   opening,
+  reference,
   reporting,
   run_storage,
 )
@@ -87,6 +88,7 @@ def remaining_steps(
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   places = run.places.group_size
   observe = jax.jit(from_config.observe(config), out_shardings=places)
+  follow = reference.make_follow(config, run.places)
   size, batches = None, iter(())
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
@@ -109,6 +111,7 @@ def remaining_steps(
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
     state, row, shown, failures = step_(state, prompts, examples, diagnosed)
+    state = follow(state)
     if diagnosed:
       state = _adapt(state, row, observe)
     now = time.perf_counter()
@@ -152,7 +155,8 @@ def fit(
   def save():
     notes = progress_lib.to_notes(progress)
     publish()  # the rows of a step come before its checkpoint
-    checkpoint.save(checkpointer, int(state.step), state, notes)
+    kept = reference.on_devices(state)
+    checkpoint.save(checkpointer, int(state.step), kept, notes)
 
   def evaluate():
     step = int(state.step)

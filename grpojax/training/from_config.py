@@ -29,7 +29,7 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.training import group_sizes
+from grpojax.training import corrections, group_sizes
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -88,7 +88,9 @@ def with_weights(
 def sampling(config: ConfigDict) -> Sampling:
   """The sampling distribution of training."""
   s = config.sampling
-  return Sampling(s.temperature, s.top_k, s.top_p, s.min_p)
+  return Sampling(
+    s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty
+  )
 
 
 def decoding(config: ConfigDict) -> Decoding:
@@ -181,6 +183,7 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
       losses.WEIGHTINGS[config.loss.weighting],
       length=config.sampling.max_new_tokens,
     ),
+    "correction": corrections.correction(config),
     "epochs": optim.epochs,
     "minibatches": optim.minibatches,
     "micro_batches": optim.micro_batches,
@@ -209,7 +212,8 @@ def packing(
   if not config.optim.packing:
     return None
   mask = mesh_lib.fetch(samples.completion_mask)
-  lengths = np.where(np.isfinite(rewards), np.sum(mask, axis=-1), 0)
+  read = corrections.read_by_training(config, samples, rewards)
+  lengths = np.where(read, np.sum(mask, axis=-1), 0)
   cuts = config.optim.minibatches, config.optim.micro_batches
   sizes = mask.shape[-1], samples.prompt_ids.shape[-1]
   planned = packing_layout.plan(lengths, *sizes, *cuts)

@@ -47,6 +47,7 @@ def make_compare(config: ConfigDict):
       on_policy=on_policy,
       policy_params=params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
+      truncated=config.loss.truncated,
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
@@ -134,7 +135,8 @@ def make_host_step(
     policy: the model; the state has the parameters.
     group_size: G.
     tx: the optimizer.
-    ref_params: the reference policy, or None.
+    ref_params: the reference policy, or None; where it follows the policy, the
+      state has it.
     places: shardings of the state, the same before and after each step.
     scorer: of the rewards.
     poll: called between the parts of a step (`together` with all processes, see
@@ -163,6 +165,7 @@ def make_host_step(
 
   def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
     clock = [time.perf_counter()]
+    held, state = state.reference, state.replace(reference=None)
     key = jax.random.fold_in(state.key, state.step)
     samples, texts, scores = draw(state.params, prompts, examples, key, clock)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
@@ -176,9 +179,8 @@ def make_host_step(
       clock.append(time.perf_counter())
       poll(together=True)
     packing = from_config.packing(config, samples, scores.rewards, mesh)
-    batch, row = programs.compare(
-      state.params, samples, rewards, reference.at_hand(ref_params), packing
-    )
+    ref = reference.at_hand(ref_params if held is None else held)
+    batch, row = programs.compare(state.params, samples, rewards, ref, packing)
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
     state, of_update = programs.learn(state, batch)
@@ -189,6 +191,7 @@ def make_host_step(
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
     shown = _first_group(examples, texts, scores.rewards) if texts else []
+    state = state.replace(reference=held)
     return state, row, shown, groups.all_failures(scores)
 
   return step

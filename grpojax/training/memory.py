@@ -19,6 +19,7 @@ from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import device_memory
 from grpojax.training import from_config, group_sizes
+from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
@@ -156,6 +157,8 @@ def training(
   if config.lora.rank:
     trained = lora.abstract(params, config.lora.rank, config.lora.targets)
     frozen = _tree_bytes(_parameters(model, dtype), mesh)
+    if reference_lib.follows(config):
+      frozen += _tree_bytes(trained, mesh)
   elif from_config.needs_reference(config):
     frozen = _tree_bytes(params, mesh)
     if config.model.reference == "host":

@@ -1,10 +1,26 @@
-"""Where the reference policy is while it is not needed."""
+"""The reference policy: where it is, and whether it follows the policy.
+
+A fixed one is the starting policy, kept beside the run. One that follows
+(TR-DPO, arXiv 2404.09656) is a part of the state, and so of its checkpoints:
+every `model.reference_every` steps it becomes
+
+    mix * policy + (1 - mix) * reference,    mix = model.reference_mix
+
+of the parameters: a copy of the policy where mix is 1, and with a small one at
+every step an exponential average. Of adapters, both factors are mixed, and the
+base stays as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
+from ml_collections import ConfigDict
 
-from grpojax.core.types import Params
+from grpojax.core.types import Params, TrainState
 from grpojax.runtime.config import problem
 
 REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}
@@ -51,3 +67,85 @@ def at_hand(params: Params | None) -> PyTree:
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
   return jax.tree.map(back, params)
+
+
+def follows(config: ConfigDict) -> bool:
+  """Whether the reference changes while training."""
+  return config.loss.beta > 0 and config.model.reference_every > 0
+
+
+def mixed(reference: Params, params: Params, mix: float | int) -> Params:
+  """The sum mix * params + (1 - mix) * reference, in its dtypes."""
+  return jax.tree.map(
+    lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params
+  )
+
+
+def first(params: Params, places: PyTree) -> Params:
+  """A reference that follows, before the first step: a copy of the policy."""
+  copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=places)
+  return copy(params)
+
+
+def make_follow(
+  config: ConfigDict, places: TrainState
+) -> Callable[[TrainState], TrainState]:
+  """What a step ends with: the state, with the reference that the next one has.
+
+  Args:
+    config: the run's.
+    places: shardings of the state.
+  """
+  every, mix = config.model.reference_every, config.model.reference_mix
+  where = config.model.reference
+  if not follows(config):
+    return lambda state: state
+  move = jax.jit(
+    lambda old, params: mixed(old, params, mix),
+    donate_argnums=0,
+    out_shardings=places.params,
+  )
+
+  def follow(state):
+    if int(state.step) % every:
+      return state
+    new = move(at_hand(state.reference), state.params)
+    return state.replace(reference=stored(new, where))
+
+  return follow
+
+
+def on_devices(state: TrainState) -> TrainState:
+  """The state as it is saved and loaded, wherever its reference is kept."""
+  return state.replace(reference=at_hand(state.reference))
+
+
+def put_away(state: TrainState, config: ConfigDict) -> TrainState:
+  """The state as a run holds it: `on_devices`'s, the reference in its place."""
+  kept = stored(state.reference, config.model.reference)
+  return state.replace(reference=kept)
+
+
+def problems(leaves: dict[str, Any]) -> list[str]:
+  """What is wrong with the settings of a reference, a line each.
+
+  Args:
+    leaves: all settings by dotted path, each in its own range.
+  """
+  where, wrong = leaves["model.reference"], []
+  if where != "device" and leaves["reward.on_device"]:
+    todo = (
+      "reward.on_device is one program, which holds it all along: use device"
+    )
+    wrong.append(problem("model.reference", where, todo))
+  every, mix = leaves["model.reference_every"], leaves["model.reference_mix"]
+  if every and not leaves["loss.beta"]:
+    todo = "there is no reference without a KL term: use 0, or loss.beta > 0"
+    wrong.append(problem("model.reference_every", every, todo))
+  if not 0 < mix <= 1:
+    todo = "must be in (0, 1]: the policy's share of the new reference"
+    wrong.append(problem("model.reference_mix", mix, todo))
+  elif mix != 1 and not every:
+    todo = "a fixed reference is not mixed: use 1, or model.reference_every > 0"
+    wrong.append(problem("model.reference_mix", mix, todo))
+  return wrong

@@ -10,7 +10,8 @@ one of these places, and needs no other:
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
 | clip_fraction_*, gradient_weight     |                                    |
-| sampler_mismatch_*, sampler_clip_... | core.sampler_mismatch              |
+| sampler_*                            | core.sampler_mismatch              |
+| importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
 | reward_failures, reward_NAME         | training.scoring.metrics           |
@@ -39,6 +40,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, pictures, records
 from grpojax.training import (
   evaluation,
+  from_config,
   group_sizes,
   prompts,
   run_directory,
@@ -139,7 +141,7 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
 def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
-  if run.ref_params is None:
+  if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
   record(run, row)
   if step % config.log.every == 0 or step == config.steps:

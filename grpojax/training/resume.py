@@ -7,7 +7,7 @@ from typing import Any
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import checkpoint, distributed
-from grpojax.training import reporting
+from grpojax.training import reference, reporting
 from grpojax.training.progress import Progress, from_notes
 from grpojax.training.start import Run
 
@@ -49,7 +49,9 @@ def resume(
   baseline = {k: v for k, v in baseline.items() if k != "step"}
   progress = dataclasses.replace(progress, baseline=baseline, data=data)
   if step is not None:
+    state = reference.on_devices(state)
     state = checkpoint.restore(checkpointer, state, step)
+    state = reference.put_away(state, run.config)
     print(f"resuming after step {step}", flush=True)
   return state, progress
 

@@ -60,7 +60,7 @@ class Run(NamedTuple):
   policy: Policy
   mesh: jax.sharding.Mesh
   places: TrainState  # shardings
-  ref_params: Params | None
+  ref_params: Params | None  # where it is fixed
   writer: Any
   scorer: scoring.Scorer
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
@@ -168,8 +168,10 @@ def start(
   places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, places.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
-  ref_params = None
-  if from_config.needs_reference(config) and policy.frozen is not None:
+  ref_params = following = None
+  if reference_lib.follows(config):
+    following = reference_lib.first(params, places.params)
+  elif from_config.needs_reference(config) and policy.frozen is not None:
     ref_params = {}  # the base model, without adapters
   elif from_config.needs_reference(config):
     reference = run_storage.reference(directory)
@@ -177,6 +179,7 @@ def start(
     ref_params = checkpoint.restore_params(reference, params)
     ref_params = reference_lib.stored(ref_params, config.model.reference)
   state = jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
+  state = reference_lib.put_away(state.replace(reference=following), config)
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:

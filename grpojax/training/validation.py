@@ -8,7 +8,9 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.sampler_correction import CORRECTIONS
 from grpojax.core.surrogates import RATIOS, SURROGATES
+from grpojax.core.truncation import TRUNCATED
 from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
@@ -16,7 +18,13 @@ from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.training import batch_sizes, group_sizes, loss_settings
+from grpojax.training import (
+  batch_sizes,
+  corrections,
+  group_sizes,
+  loss_settings,
+  reference,
+)
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.reference import REFERENCE_MEMORY
@@ -30,6 +38,8 @@ CHOICES = {
   "advantage": tuple(ADVANTAGES),
   "loss.ratio": tuple(RATIOS),
   "loss.old_logprobs": tuple(OLD_LOGPROBS),
+  "loss.correction": tuple(CORRECTIONS),
+  "loss.truncated": tuple(TRUNCATED),
   "loss.surrogate": tuple(SURROGATES),
   "loss.weighting": tuple(WEIGHTINGS),
   "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),
@@ -54,11 +64,11 @@ _NOT_NEGATIVE = (
   "diagnostics.every diagnostics.last_layers mesh.sampling_tensor "
   "auto_group_size.margin auto_group_size.confidence lora.rank reward.workers "
   "stop.skipped_updates stop.rewards_missing stop.zero_variance_groups "
-  "stop.truncated"
+  "stop.truncated loss.off_policy_threshold model.reference_every"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
-  "reward.timeout"
+  "reward.timeout sampling.repetition_penalty"
 ).split()
 
 _WORKERS = 1024
@@ -208,14 +218,6 @@ def _kl(leaves: dict[str, Any]) -> list[str]:
   return [problem("loss.kl", kl, todo)]
 
 
-def _reference(leaves: dict[str, Any]) -> list[str]:
-  where = leaves["model.reference"]
-  if where == "device" or not leaves["reward.on_device"]:
-    return []
-  todo = "reward.on_device is one program, which holds it all along: use device"
-  return [problem("model.reference", where, todo)]
-
-
 def _moments(leaves: dict[str, Any]) -> list[str]:
   name, dtype = leaves["optim.name"], leaves["optim.moments_dtype"]
   if (name, dtype) != ("adafactor", "bfloat16"):
@@ -235,5 +237,6 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
-  wrong += _reference(leaves) + loss_settings.problems(leaves)
+  wrong += loss_settings.problems(leaves) + reference.problems(leaves)
+  wrong += corrections.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

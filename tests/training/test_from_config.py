@@ -109,6 +109,7 @@ def test_sampling_and_the_sizes_of_an_update(config_with):
     sampling__top_k=5,
     sampling__top_p=0.9,
     sampling__min_p=0.1,
+    sampling__repetition_penalty=1.2,
     logits_chunk=3,
     optim__epochs=2,
     optim__minibatches=4,
@@ -116,7 +117,7 @@ def test_sampling_and_the_sizes_of_an_update(config_with):
     optim__max_grad_norm=0.3,
   )
   options = from_config.update_options(config)
-  assert options["sampling"] == Sampling(0.7, 5, 0.9, 0.1)
+  assert options["sampling"] == Sampling(0.7, 5, 0.9, 0.1, 1.2)
   assert options["chunk_size"] == 3 and options["max_grad_norm"] == 0.3
   sizes = [options[k] for k in ("epochs", "minibatches", "micro_batches")]
   assert sizes == [2, 4, 8]
@@ -308,6 +309,8 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
   known |= {"old_logprobs", "advantage_clip", "top_entropy_quantile"}
   known |= {name for name in default_config().loss if "entropy_" in name}
+  known |= {"old_logprobs", "truncated", "off_policy_threshold"}
+  known |= {"correction", "correction_low", "correction_high"}
   monkeypatch.undo()
   asked = set()
   for surrogate in surrogates.SURROGATES.values():

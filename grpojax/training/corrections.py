@@ -1,0 +1,79 @@
+"""What a loss leaves out or makes up for: settings to functions.
+
+A sampler that is not the policy, and completions that were cut off.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+from ml_collections import ConfigDict
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core import sampler_correction
+from grpojax.core.types import Rollout
+from grpojax.runtime.config import problem
+from grpojax.training.group_sizes import AUTO
+
+
+def correction(config: ConfigDict) -> sampler_correction.Correct | None:
+  """What `make_update` corrects its losses by; None where all is off."""
+  given = config.loss
+  return sampler_correction.make_correction(
+    given.correction,
+    given.correction_low,
+    given.correction_high or math.inf,
+    given.off_policy_threshold or None,
+  )
+
+
+def read_by_training(
+  config: ConfigDict, samples: Rollout, rewards: Float[np.ndarray, "B G"]
+) -> Bool[np.ndarray, "B G"]:
+  """The completions whose log-probabilities anybody asks for.
+
+  Args:
+    config: the run's.
+    samples: of a step.
+    rewards: one a completion; not finite where there is none.
+  """
+  read, truncated = np.isfinite(rewards), config.loss.truncated
+  # A masked one is still in the baseline, with its KL penalty if there is one.
+  penalised = config.loss.beta > 0 and config.loss.kl_placement == "reward"
+  if truncated == "drop" or (truncated == "mask" and not penalised):
+    read &= mesh_lib.fetch(samples.finished)
+  return read
+
+
+def problems(leaves: dict[str, Any]) -> list[str]:
+  """What is wrong with these settings, a line each.
+
+  Args:
+    leaves: all settings by dotted path, each in its own range.
+  """
+  wrong, name = [], leaves["loss.correction"]
+  low, high = leaves["loss.correction_low"], leaves["loss.correction_high"]
+  if not 0 <= low <= 1:
+    todo = "must be in [0, 1]: a weight is 1 where nothing differs; 0 is off"
+    wrong.append(problem("loss.correction_low", low, todo))
+  if not (high == 0 or 1 <= high < math.inf):
+    todo = "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
+    wrong.append(problem("loss.correction_high", high, todo))
+  updates = leaves["optim.epochs"] * leaves["optim.minibatches"]
+  old = leaves["loss.old_logprobs"]
+  if name != "none" and updates > 1 and old == "sampler":
+    todo = (
+      f"with {updates} updates a step and loss.old_logprobs = 'sampler' the "
+      "ratios are to the sampler already, and there is nothing left to "
+      "correct: use loss.old_logprobs = 'scorer', or none"
+    )
+    wrong.append(problem("loss.correction", name, todo))
+  truncated = leaves["loss.truncated"]
+  if truncated != "keep" and leaves["group_size"] == AUTO:
+    todo = (
+      "group_size = 'auto' follows the error of a gradient of all completions: "
+      "use keep, or a number for group_size"
+    )
+    wrong.append(problem("loss.truncated", truncated, todo))
+  return wrong

@@ -1,0 +1,221 @@
+"""The repetition penalty: transformers' own, sampled and scored alike."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import packing_layout, repetition
+from grpojax.core.decoding import Decoding
+from grpojax.core.grpo_step import make_batch
+from grpojax.core.logprobs import completion_hidden, token_logprobs
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling, sample, transform_logits
+from grpojax.core.types import Prompts
+
+B, G, P, T, VOCAB, EOS = 3, 4, 4, 9, 11, 0
+BUDGETS = [[9, 1, 3, 2], [1, 9, 1, 4], [3, 3, 2, 1]]  # so that rows are shared
+SAMPLING = Sampling(temperature=0.8, top_k=6, repetition_penalty=1.7)
+KEY = jax.random.key(3)
+
+
+def numpys(logits, context, penalty):
+  """The definition, token by token, for one row."""
+  logits = np.array(logits, np.float64)
+  for token in set(context):
+    z = logits[token]
+    logits[token] = z / penalty if z > 0 else z * penalty
+  return logits
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_it_is_that_of_transformers(penalty):
+  torch = pytest.importorskip("torch")
+  from transformers import RepetitionPenaltyLogitsProcessor
+
+  rng = np.random.default_rng(0)
+  logits = rng.normal(size=(5, VOCAB)).astype(np.float32)
+  context = rng.integers(0, VOCAB, (5, 7))
+  theirs = RepetitionPenaltyLogitsProcessor(penalty)(
+    torch.tensor(context), torch.tensor(logits)
+  ).numpy()
+  by_hand = [numpys(*row, penalty) for row in zip(logits, context, strict=True)]
+  np.testing.assert_allclose(by_hand, theirs, rtol=1e-6)
+  context, mask = jnp.asarray(context), jnp.ones((5, 7), bool)
+  seen = repetition.in_prompts(context, mask, VOCAB)
+  sampling = Sampling(repetition_penalty=penalty)
+  ours = transform_logits(jnp.asarray(logits), sampling, seen=seen)
+  np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def drawn(tiny):
+  """Prompts of several lengths, and what was sampled in several ways."""
+  ids = jax.random.randint(jax.random.key(1), (B, P), 1, VOCAB)
+  mask = jnp.arange(P) < jnp.array([[4], [1], [3]])
+  prompts = Prompts(ids, mask)
+
+  def draw(sampling=SAMPLING, **decoding):
+    run = functools.partial(
+      rollout,
+      tiny.lm,
+      group_size=G,
+      max_new_tokens=T,
+      eos_ids=(EOS,),
+      sampling=sampling,
+      budgets=jnp.array(BUDGETS),
+      decoding=Decoding(**decoding),
+    )
+    return jax.jit(run)(tiny.params, prompts, KEY)
+
+  return draw, draw()
+
+
+def raw(tiny, samples):
+  """Hidden states, and logits that nothing has been done to."""
+  prompts = samples.prompt_ids, samples.prompt_mask
+
+  @jax.jit
+  def run():
+    hidden = completion_hidden(
+      tiny.lm, tiny.params, *prompts, samples.completion_ids
+    )
+    return hidden, tiny.lm.unembed(tiny.params, hidden)
+
+  return [np.asarray(x) for x in run()]
+
+
+def contexts(samples):
+  """(b, g, t) and all ids that stand before that token."""
+  prompts = np.asarray(samples.prompt_ids), np.asarray(samples.prompt_mask)
+  ids, mask = (
+    np.asarray(x) for x in (samples.completion_ids, samples.completion_mask)
+  )
+  for b, g, t in zip(*np.nonzero(mask), strict=True):
+    yield (b, g, t), [*prompts[0][b][prompts[1][b]], *ids[b, g, :t]]
+
+
+def test_samples_have_the_probabilities_of_the_definition(tiny, drawn):
+  _, samples = drawn
+  (_, logits), changed = raw(tiny, samples), 0
+  ids = np.asarray(samples.completion_ids)
+  logprobs = np.asarray(samples.logprobs)
+  for place, context in contexts(samples):
+    z = numpys(logits[place], context, SAMPLING.repetition_penalty) / 0.8
+    z[z < np.sort(z)[-6]] = -np.inf
+    token = ids[place]
+    expected = z[token] - np.log(np.exp(z).sum())
+    np.testing.assert_allclose(logprobs[place], expected, atol=1e-4)
+    changed += token in context
+  assert changed > 5  # tokens come again, or the test tests little
+
+
+def test_greedy_decoding_is_penalised(tiny, drawn):
+  samples = drawn[0](Sampling(0.0, repetition_penalty=1.7))
+  _, logits = raw(tiny, samples)
+  differs, ids = 0, np.asarray(samples.completion_ids)
+  for place, context in contexts(samples):
+    best = numpys(logits[place], context, 1.7).argmax()
+    assert ids[place] == best
+    differs += best != logits[place].argmax()
+  assert differs
+
+
+@pytest.mark.parametrize(
+  "decoding", [{"slots": 2}, {"stages": 1}, {"compact": False}]
+)
+def test_how_it_is_decoded_changes_no_sample(drawn, decoding):
+  draw, samples = drawn
+  found = draw(**decoding)
+  np.testing.assert_array_equal(found.completion_ids, samples.completion_ids)
+  np.testing.assert_allclose(found.logprobs, samples.logprobs, atol=1e-5)
+
+
+def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
+  _, samples = drawn
+  lengths = np.asarray(samples.completion_mask.sum(-1))
+  packing = packing_layout.plan(lengths, T, P, 1, 1)
+  assert packing.rows.segments.shape[2] < G  # something shares a row
+
+  @jax.jit
+  def score():
+    def of(sampling=SAMPLING, packing=None, ref=None):
+      return make_batch(
+        tiny.lm,
+        samples,
+        jnp.zeros((B, G)),
+        ref_params=ref,
+        on_policy=False,
+        policy_params=tiny.params,
+        sampling=sampling,
+        packing=packing,
+        chunk_size=24,
+      )
+
+    uncut = of(SAMPLING._replace(top_k=0)).old_logprobs
+    plain = of(SAMPLING._replace(repetition_penalty=1.0)).old_logprobs
+    return of(ref=tiny.params), of(packing=packing), uncut, plain
+
+  mask = np.asarray(samples.completion_mask)
+  rows, packed, uncut, plain = score()
+  sampled = np.asarray(samples.logprobs)[mask]
+  for batch in (rows, packed):
+    found = np.asarray(batch.old_logprobs)[mask]
+    np.testing.assert_allclose(found, sampled, atol=1e-4)
+  # The reference is penalised too, but not cut.
+  np.testing.assert_allclose(rows.ref_logprobs[mask], uncut[mask], atol=1e-4)
+  assert np.abs(np.asarray(plain)[mask] - sampled).max() > 0.1
+
+
+def test_gradients_are_those_of_the_definition(tiny, drawn):
+  """Of the output head, by numerical differences of the written-out loss."""
+  _, samples = drawn
+  mask = np.asarray(samples.completion_mask)
+  prompts = samples.prompt_ids, samples.prompt_mask
+  sampling = Sampling(repetition_penalty=1.7)
+  rng = np.random.default_rng(0)
+  direction = rng.normal(size=tiny.params["head"].shape).astype(np.float32)
+
+  def total(step):
+    params = tiny.params | {"head": tiny.params["head"] + step * direction}
+    logprobs, _ = token_logprobs(
+      tiny.lm, params, *prompts, samples.completion_ids, sampling=sampling
+    )
+    return jnp.sum(jnp.where(mask, logprobs, 0))
+
+  found = jax.jit(jax.grad(total))(0.0)
+  ids = np.asarray(samples.completion_ids)
+  hidden = raw(tiny, samples)[0].astype(np.float64)
+
+  def by_hand(step):
+    head = np.asarray(tiny.params["head"], np.float64) + step * direction
+    logits, value = hidden @ head, 0.0
+    for place, context in contexts(samples):
+      z = numpys(logits[place], context, 1.7)
+      value += z[ids[place]] - np.log(np.exp(z).sum())
+    return value
+
+  expected = (by_hand(1e-5) - by_hand(-1e-5)) / 2e-5
+  np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def test_a_penalty_of_nothing_is_refused(tiny, drawn):
+  _, samples = drawn
+  with pytest.raises(ValueError, match="needs `seen`"):
+    transform_logits(jnp.zeros(3), SAMPLING)
+  with pytest.raises(ValueError, match="repetition_penalty=0 must be"):
+    sample(KEY, jnp.zeros(3), Sampling(repetition_penalty=0))
+  rows = jnp.zeros_like(samples.completion_ids)
+  with pytest.raises(ValueError, match="packed rows needs `samples`"):
+    token_logprobs(
+      tiny.lm,
+      tiny.params,
+      samples.prompt_ids,
+      samples.prompt_mask,
+      samples.completion_ids,
+      sampling=SAMPLING,
+      positions=rows,
+      segments=rows,
+    )

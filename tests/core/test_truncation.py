@@ -1,0 +1,103 @@
+"""What cut off completions do to the gradient, over all groups of a policy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import losses
+from grpojax.core.grpo_step import make_batch
+from grpojax.core.truncation import TRUNCATED
+from grpojax.core.types import Rollout
+
+IDS = np.array([[0, 0], [1, 0], [1, 1], [2, 0], [2, 1]])  # 0 is the end
+MASK = np.array([[1, 0], [1, 1], [1, 1], [1, 1], [1, 1]], bool)
+ENDS = np.array([1, 1, 0, 1, 0], bool)
+REWARDS = np.array([0.3, 1.0, 0.1, -0.5, 0.2], np.float32)
+G = 3
+
+
+def logprobs(table, ids=IDS):
+  """Of the completions; after the first token only 0 and 1 may follow."""
+  first = jax.nn.log_softmax(table[0, :3])[ids[..., 0]]
+  second = jax.nn.log_softmax(table[1:3, :2], -1)
+  follows = second[np.maximum(ids[..., 0] - 1, 0), np.minimum(ids[..., 1], 1)]
+  return jnp.stack([first, follows], -1)
+
+
+def probabilities(table):
+  return jnp.exp(jnp.where(MASK, logprobs(table), 0).sum(-1))
+
+
+def batch_of(tabular, group, **options):
+  """Groups of the completions with these numbers, compared."""
+  lm = tabular.lm(1, 3)
+  rollout = Rollout(
+    jnp.zeros((len(group), 1), jnp.int32),
+    jnp.ones((len(group), 1), bool),
+    jnp.asarray(IDS[group]),
+    jnp.asarray(MASK[group]),
+    jnp.zeros((*group.shape, 2)),
+    jnp.asarray(ENDS[group]),
+  )
+  return make_batch(lm, rollout, jnp.asarray(REWARDS[group]), **options)
+
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_the_expected_gradient_is_what_the_table_says(tabular, name):
+  table = jax.random.normal(jax.random.key(0), (3, 3))
+  groups = np.array(list(itertools.product(range(len(IDS)), repeat=G)))
+  batch = batch_of(tabular, groups, truncated=name)
+
+  def objective(x):
+    share = jax.lax.stop_gradient(probabilities(x))[groups].prod(-1)
+    weights = share[:, None, None] / G * batch.completion_mask
+    args = batch.advantages, weights, batch.completion_mask
+    return -losses.grpo_loss(logprobs(x)[groups], *args)[0]
+
+  p = lambda x: probabilities(x) @ ENDS
+  value = lambda x: probabilities(x) @ REWARDS
+  of_ended = lambda x: probabilities(x) @ (REWARDS * ENDS)
+  another = 1 - (1 - p(table)) ** (G - 1)
+  expected = {
+    "keep": value,
+    "mask": lambda x: of_ended(x) - value(table) * p(x),
+    "drop": lambda x: p(table) * another * of_ended(x) / p(x),
+  }
+  found = jax.jit(jax.grad(objective))(table)
+  truths = {k: jax.jit(jax.grad(f))(table) for k, f in expected.items()}
+  np.testing.assert_allclose(found, truths[name], atol=1e-6)
+  for other in truths.keys() - {name}:
+    assert np.abs(truths[name] - truths[other]).max() > 1e-2
+
+
+@pytest.mark.parametrize("weighting", losses.WEIGHTINGS)
+def test_weights_are_over_what_is_left(tabular, weighting):
+  group = np.array([[0, 2, 1], [2, 4, 2]])  # the second is all cut off
+  weigh = {"fixed_length": lambda mask: losses.fixed_length(mask, 4)}
+  weigh = weigh.get(weighting, losses.WEIGHTINGS[weighting])
+  left = batch_of(tabular, np.array([[0, 1]])).completion_mask
+  for name in ("mask", "drop"):
+    batch = batch_of(tabular, group, truncated=name)
+    weights = np.asarray(weigh(batch.completion_mask))
+    np.testing.assert_allclose(weights[:1, [0, 2]], weigh(left), rtol=1e-6)
+    assert not weights[0, 1].any() and not weights[1].any()
+
+
+def test_a_dropped_completion_is_one_without_a_reward(tabular):
+  group = np.array([[0, 2, 1], [2, 4, 3]])
+  batch = batch_of(tabular, group, truncated="drop")
+  np.testing.assert_allclose(
+    batch.advantages, [[-0.7, 0, 0.7], [0, 0, 0]], atol=1e-6
+  )
+  masked = batch_of(tabular, group, truncated="mask")
+  mean = np.array([0.55, 0.65, 0.2])  # of the others
+  np.testing.assert_allclose(
+    masked.advantages[0], np.array([0.3, 0.1, 1.0]) - mean, rtol=1e-5
+  )
+  for found in (batch, masked):
+    np.testing.assert_array_equal(
+      found.completion_mask, MASK[group] & ENDS[group][..., None]
+    )

@@ -1,0 +1,146 @@
+"""Settings of corrections, of truncated completions and of penalties."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core.types import Batch, Rollout
+from grpojax.training import corrections, from_config
+from grpojax.training.config import validate
+
+SCORER = {"optim__epochs": 2, "loss__old_logprobs": "scorer"}
+
+
+def test_settings_reach_the_correction(config_with):
+  assert corrections.correction(config_with()) is None
+  assert from_config.update_options(config_with())["correction"] is None
+  config = config_with(
+    loss__correction="token_truncate",
+    loss__correction_low=0.5,
+    loss__correction_high=1.5,
+    loss__off_policy_threshold=0.3,
+  )
+  log_ratio = jnp.log(jnp.array([[[0.2, 4.0]], [[1.2, 0.1]]]))
+  mask = jnp.ones((2, 1, 2), bool)
+  advantages = jnp.array([[-1.0], [-1.0]])
+  batch = Batch(None, None, None, mask, advantages, None, None, -log_ratio)
+
+  def factors(config):
+    correct = from_config.update_options(config)["correction"]
+    return correct(jnp.zeros_like(log_ratio), batch)[0]
+
+  # The second is 1.06 nats a token from its sampler.
+  np.testing.assert_allclose(factors(config), [[[0.5, 1.5]], [[0, 0]]])
+  config.loss.off_policy_threshold = 0.0
+  config.loss.correction_high = 0.0  # no bound
+  np.testing.assert_allclose(
+    factors(config), [[[0.5, 4.0]], [[1.2, 0.5]]], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    (
+      {"loss__correction": "tis"},
+      "loss.correction = 'tis': use one of none, t",
+    ),
+    ({"loss__correction_low": 1.5}, "loss.correction_low = 1.5: must be in [0"),
+    ({"loss__correction_low": math.nan}, "loss.correction_low = nan"),
+    (
+      {"loss__correction_high": 0.5},
+      "loss.correction_high = 0.5: must be 1 or",
+    ),
+    ({"loss__correction_high": math.inf}, "loss.correction_high = inf"),
+    ({"loss__off_policy_threshold": -1.0}, "loss.off_policy_threshold = -1.0"),
+    (
+      {"loss__correction": "token_mask", "optim__epochs": 2},
+      "with 2 updates a step and loss.old_logprobs = 'sampler' the ratios are",
+    ),
+    ({"loss__truncated": "skip"}, "use one of keep, mask, drop"),
+    (
+      {
+        "loss__truncated": "drop",
+        "group_size": "auto",
+        "diagnostics__every": 1,
+      },
+      "loss.truncated = 'drop': group_size = 'auto' follows",
+    ),
+    (
+      {"sampling__repetition_penalty": 0.0},
+      "sampling.repetition_penalty = 0.0",
+    ),
+    ({"model__reference_every": -1}, "model.reference_every = -1"),
+    ({"model__reference_every": 2}, "no reference without a KL term"),
+    (
+      {"model__reference_mix": 0.0, "loss__beta": 0.1},
+      "model.reference_mix = 0.0: must be in (0, 1]",
+    ),
+    ({"model__reference_mix": 0.5}, "a fixed reference is not mixed"),
+  ],
+)
+def test_what_cannot_be_is_refused(changes, text, config_with):
+  with pytest.raises(ValueError) as error:
+    validate(config_with(**changes))
+  assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"loss__correction": "sequence_mask"},
+    {"loss__correction": "token_mask", **SCORER},
+    {"loss__off_policy_threshold": 0.1, "optim__epochs": 2},
+    {"loss__truncated": "mask", "reward__on_device": True},
+    {"model__reference_every": 2, "loss__beta": 0.1},
+    {
+      "model__reference_every": 1,
+      "model__reference_mix": 0.01,
+      "loss__beta": 0.1,
+      "lora__rank": 2,
+    },
+    {"sampling__repetition_penalty": 1.2, "sampling__slots": 2},
+  ],
+)
+def test_what_can_be_is_not(changes, config_with):
+  validate(config_with(**changes))
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, [1, 1, 0]),
+    ({"loss__truncated": "mask"}, [1, 0, 0]),
+    ({"loss__truncated": "drop"}, [1, 0, 0]),
+    # In the baseline with its penalty, which has to be computed.
+    ({"loss__truncated": "mask", "loss__beta": 0.1}, [1, 0, 0]),
+    (
+      {
+        "loss__truncated": "mask",
+        "loss__beta": 0.1,
+        "loss__kl": "k1",
+        "loss__kl_placement": "reward",
+      },
+      [1, 1, 0],
+    ),
+    (
+      {
+        "loss__truncated": "drop",
+        "loss__beta": 0.1,
+        "loss__kl": "k1",
+        "loss__kl_placement": "reward",
+      },
+      [1, 0, 0],
+    ),
+  ],
+)
+def test_what_nobody_reads_is_not_packed(changes, expected, config_with):
+  finished = jnp.array([[True, False, True]])
+  samples = Rollout(*[jnp.zeros(())] * 5, finished)
+  rewards = np.array([[1.0, 0.0, np.nan]], np.float32)
+  found = corrections.read_by_training(config_with(**changes), samples, rewards)
+  np.testing.assert_array_equal(found, [np.array(expected, bool)])
+  assert jax.device_get(finished).tolist() == [[True, False, True]]

@@ -1,0 +1,152 @@
+"""A reference that follows the policy: what it is, where, after a resume."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import TrainState
+from grpojax.models import hf, sharding
+from grpojax.runtime import checkpoint, records
+from grpojax.training import memory, reference, run_storage
+
+
+@pytest.fixture
+def mesh():
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    yield mesh
+
+
+def state_of(params, mesh, **fields):
+  """On a mesh, with its shardings."""
+  state = TrainState(params, (), *[jnp.zeros((), jnp.int32)] * 4)
+  whole = ((r"params.*", jax.sharding.PartitionSpec()),)
+  places = sharding.shardings(jax.eval_shape(lambda: state), mesh, rules=whole)
+  return jax.device_put(state, places).replace(**fields), places
+
+
+@pytest.mark.parametrize("where", reference.REFERENCE_MEMORY)
+@pytest.mark.parametrize("every, mix", [(1, 0.25), (3, 1.0), (2, 0.5)])
+def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
+  config = config_with(
+    loss__beta=0.1,
+    model__reference=where,
+    model__reference_every=every,
+    model__reference_mix=mix,
+  )
+  rng = np.random.default_rng(0)
+  params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
+  state, places = state_of(params, mesh)
+  first = reference.first(state.params, places.params)
+  state = reference.put_away(state.replace(reference=first), config)
+  follow = reference.make_follow(config, places)
+  expected = np.asarray(params["w"])
+  kinds = set()
+  for step in range(1, 8):
+    w = rng.normal(size=(3, 2)).astype(np.float32)
+    new = jax.device_put({"w": w}, places.params)
+    state = state.replace(params=new, step=jnp.int32(step))
+    state = follow(state)
+    if step % every == 0:
+      expected = mix * w + (1 - mix) * expected
+    np.testing.assert_allclose(state.reference["w"], expected, rtol=1e-5)
+    if mix == 1 and step % every == 0:
+      np.testing.assert_array_equal(state.reference["w"], w)
+    new["w"].delete()  # as an update that donates it would
+    kinds.add(state.reference["w"].sharding.memory_kind)
+    back = reference.on_devices(state).reference["w"]
+    np.testing.assert_array_equal(back, state.reference["w"])
+  assert len(kinds) == 1
+  assert (kinds == {"pinned_host"}) == (where == "host")
+
+
+def test_a_fixed_one_is_no_part_of_the_state(config_with, mesh):
+  for config in (
+    config_with(loss__beta=0.1),
+    config_with(model__reference_every=1),  # without a KL term, refused
+  ):
+    state, places = state_of({"w": jnp.ones(2)}, mesh)
+    assert not reference.follows(config)
+    assert reference.make_follow(config, places)(state) is state
+    assert reference.put_away(state, config).reference is None
+
+
+def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
+  state, _ = state_of({"w": jnp.ones(2)}, mesh, key=jax.random.key(0))
+  with checkpoint.open_checkpointer(tmp_path / "old") as old:
+    fields = {k: v for k, v in vars(state).items() if k != "reference"}
+    checkpoint.save.__wrapped__(old, 1, fields)  # whose state is no TrainState
+    checkpoint.wait(old)
+    loaded = checkpoint.restore(old, state, 1)
+  np.testing.assert_array_equal(loaded.params["w"], [1, 1])
+  assert loaded.reference is None
+
+
+def test_adapters_of_a_reference_take_memory(config_with):
+  from grpojax.models.config import TransformerConfig
+
+  model = TransformerConfig(
+    vocab_size=32, width=8, layers=1, heads=2, kv_heads=1, head_dim=4, mlp=16
+  )
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+
+  def held(**changes):
+    config = config_with(loss__beta=0.1, lora__rank=2, **changes)
+    return memory.training(config, model, mesh)["an update"][0].bytes
+
+  with jax.set_mesh(mesh):
+    # q, o: 8 x 8; k, v: 8 x 4; gate, up, down: 8 x 16, and rank 2.
+    adapters = 4 * 2 * (2 * (8 + 8) + 2 * (8 + 4) + 3 * (8 + 16))
+    assert held(model__reference_every=1) - held() == adapters
+
+
+WAYS = {
+  "copied at each step": {"model.reference_every": 1},
+  "averaged": {"model.reference_every": 1, "model.reference_mix": 0.2},
+  "on the host": {"model.reference_every": 3, "model.reference": "host"},
+  "of adapters": {"model.reference_every": 2, "lora.rank": 2},
+  "on the device": {"model.reference_every": 2, "reward.on_device": True},
+}
+
+
+@pytest.mark.parametrize(
+  "way",
+  [
+    pytest.param(way, marks=pytest.mark.slow if i == 0 else pytest.mark.long)
+    for i, way in enumerate(WAYS)
+  ],
+)  # three runs each
+def test_a_run_goes_on_exactly_with_its_reference(
+  way, toy_task, toy_model, tmp_path
+):
+  def go(name, steps):
+    settings = {"steps": steps, "eval.every": 4, "checkpoint.every": 1}
+    settings |= {"batch_size": 4, "eval.num_prompts": 4, "loss.beta": 0.05}
+    argv = toy_task.arguments(toy_model, **settings | WAYS[way])
+    train.main([*argv, f"--run_dir={tmp_path / name}"])
+    rows = records.read_jsonl(tmp_path / name / "metrics.jsonl")
+    return [row["kl"] for row in rows if "kl" in row]
+
+  whole = go("whole", 4)
+  go("parts", 2)
+  parts = go("parts", 4)
+  np.testing.assert_array_equal(parts, whole)
+  ours, theirs = (
+    hf.load_params(tmp_path / x / "model") for x in ("parts", "whole")
+  )
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  every = WAYS[way]["model.reference_every"]
+  assert whole[0] < 1e-9
+  if way == "copied at each step":  # the policy is its own reference
+    assert max(whole) < 1e-9
+  else:
+    assert max(whole) > 1e-7
+  if every == 2 or every == 3:
+    assert whole[every] < whole[every - 1]
+  assert not (tmp_path / "whole" / run_storage.REFERENCE).exists()
+  assert json.loads((tmp_path / "whole" / "summary.json").read_text())
