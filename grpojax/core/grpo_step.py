@@ -27,6 +27,7 @@ from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, make_update
+from grpojax.core.weighted_baselines import ScoreNorms, bind_weights
 
 
 def init_state(
@@ -70,6 +71,7 @@ def make_batch(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
   packing: Packing | None = None,
+  score_norms: ScoreNorms | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
 
@@ -82,7 +84,9 @@ def make_batch(
       batch.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
-      it gets the completions' lengths [B, G], in tokens.
+      it gets the completions' lengths [B, G], in tokens; `logit_score_sq`
+      (`score_weighted`) what the rollout says of their scores; `score_norms`
+      (`norm_ratio`) those given here.
     ref_params: the reference policy, or None for no reference pass. It is
       scored at the temperature of `sampling` without its cuts, see `core.kl`.
     on_policy: a single optimizer update follows, so the policy that is trained
@@ -99,13 +103,15 @@ def make_batch(
     chunk_size: see `token_logprobs`.
     packing: of the completions (`packing_layout.plan`), which are then scored,
       and in the update learned from, as packed rows; None as they are.
+    score_norms: of earlier steps (`TrainState.score_norms`).
 
   Returns:
     A `Batch` for the update.
 
   Raises:
-    ValueError: a penalty without a reference, policy_params on-policy, or
-      arrays that do not fit (see `core.arguments`).
+    ValueError: a penalty without a reference, policy_params on-policy, an
+      advantage that asks for what is not there, or arrays that do not fit (see
+      `core.arguments`).
   """
   rewards = read_rewards(rewards, rollout.finished.shape, "make_batch")
   if on_policy and policy_params is not None:
@@ -133,6 +139,7 @@ def make_batch(
       own, ref_logprobs, rollout.completion_mask
     )
   lengths = jnp.sum(rollout.completion_mask, axis=-1)
+  advantage = bind_weights(advantage, rollout, score_norms)
   advantage = bind(advantage, lengths=lengths)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
@@ -289,6 +296,7 @@ def make_grpo_step(
       micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,
+      score_norms=state.score_norms,
     )
     row = rollout_metrics(samples, rewards)
     if diagnose is not None:

@@ -199,6 +199,8 @@ class TrainState:
     skipped: optimizer updates skipped because a gradient was not finite.
     group_size: a `group_size.GroupSizeChoice` where the group size is chosen
       while training, else None.
+    score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks for
+      it, else None.
   """
 
   params: Params
@@ -208,3 +210,4 @@ class TrainState:
   prompts_consumed: Int[Array, ""]
   skipped: Int[Array, ""]
   group_size: Any = None
+  score_norms: Any = None

@@ -12,7 +12,7 @@ from grpojax.core.group_axis import present
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import diagnostics
-from grpojax.training import from_config
+from grpojax.training import from_config, score_norms
 
 
 def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
@@ -61,8 +61,11 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     # What is more only fills the devices. It would make the estimates better,
     # and the group size that they choose another one on another mesh.
     projections, chosen = projections[:, :wanted], chosen[:wanted]
-    return diagnostics.metrics(
+    row = diagnostics.metrics(
       diagnostics.diagnose(projections, rewards[chosen], prompts)
     )
+    if score_norms.wanted(config.advantage):
+      row |= score_norms.to_row(projections, rewards[chosen])
+    return row
 
   return diagnose

@@ -29,14 +29,16 @@ def make_compare(config: ConfigDict):
   """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, samples, rewards, ref_params, packing=None) -> (batch,
-    metrics)`, to be jitted: advantages, and log-probabilities under the
-    reference.
+    `(lm, params, samples, rewards, ref_params, packing=None, score_norms=None)
+    -> (batch, metrics)`, to be jitted: advantages, and log-probabilities under
+    the reference.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
 
-  def compare(lm, params, samples, rewards, ref_params, packing=None):
+  def compare(
+    lm, params, samples, rewards, ref_params, packing=None, score_norms=None
+  ):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
@@ -51,6 +53,7 @@ def make_compare(config: ConfigDict):
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
       packing=packing,
+      score_norms=score_norms,
     )
     return batch, rollout_metrics(samples, rewards)
 
@@ -177,7 +180,12 @@ def make_host_step(
       poll(together=True)
     packing = from_config.packing(config, samples, scores.rewards, mesh)
     batch, row = programs.compare(
-      state.params, samples, rewards, reference.at_hand(ref_params), packing
+      state.params,
+      samples,
+      rewards,
+      reference.at_hand(ref_params),
+      packing,
+      state.score_norms,
     )
     policies.wait(batch, poll)
     clock.append(time.perf_counter())

@@ -16,7 +16,7 @@ from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.training import batch_sizes, group_sizes
+from grpojax.training import batch_sizes, group_sizes, score_norms
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.reference import REFERENCE_MEMORY
@@ -58,7 +58,7 @@ _NOT_NEGATIVE = (
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
-  "reward.timeout"
+  "reward.timeout score_power"
 ).split()
 
 
@@ -92,6 +92,7 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
   need("diagnostics.tangents", lambda x: x >= 2, todo)
   need("diagnostics.share", lambda x: 0 < x <= 1, "must be in (0, 1]")
   need("auto_group_size.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
+  need("score_norms.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
   need("loss.clip_low", lambda x: 0 <= x <= 1, "must be in [0, 1]")
   need(
     "loss.dual_clip",
@@ -227,5 +228,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
-  wrong += _reference(leaves)
+  wrong += _reference(leaves) + score_norms.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)
