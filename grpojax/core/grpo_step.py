@@ -27,7 +27,11 @@ from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, make_update
-from grpojax.core.weighted_baselines import ScoreNorms, bind_weights
+from grpojax.core.weighted_baselines import (
+  ScoreNorms,
+  bind_norms,
+  sample_weights,
+)
 
 
 def init_state(
@@ -138,9 +142,8 @@ def make_batch(
     rewards = rewards - kl_in_reward * losses.kl_penalty(
       own, ref_logprobs, rollout.completion_mask
     )
-  lengths = jnp.sum(rollout.completion_mask, axis=-1)
-  advantage = bind_weights(advantage, rollout, score_norms)
-  advantage = bind(advantage, lengths=lengths)
+  weights = sample_weights(advantage, rollout)
+  advantage = bind_norms(bind(advantage, **weights), score_norms)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
   rewarded = present(rewards)[..., None]
@@ -251,7 +254,8 @@ def make_grpo_step(
     micro_batches: see `make_update`; the reference takes as many rows at once.
     chunk_size: see `token_logprobs`.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled, to be returned with the others (see `statistics.diagnostics`).
+      sampled, to be returned with the others (see `statistics.diagnostics`);
+      a parameter `score_norms` gets those of the state.
     **update_options: `loss`, `weighting` and `max_grad_norm` of `make_update`.
 
   Returns:
@@ -300,7 +304,8 @@ def make_grpo_step(
     )
     row = rollout_metrics(samples, rewards)
     if diagnose is not None:
-      row |= diagnose(state.params, samples, rewards, diagnosis_key(state))
+      diagnose_ = bind(diagnose, score_norms=state.score_norms)
+      row |= diagnose_(state.params, samples, rewards, diagnosis_key(state))
     state, metrics = update(state, batch)
     return state, row | metrics
 

@@ -259,27 +259,33 @@ def norm_ratio(
   return _minus_weighted_others(rewards, weights, "weights")
 
 
-def bind_weights(
-  advantage: Callable[..., Array],
-  rollout: Rollout,
-  score_norms: ScoreNorms | None,
+def sample_weights(
+  advantage: Callable[..., Array], rollout: Rollout
+) -> dict[str, Shaped[Array, "B G"]]:
+  """What an advantage asks for of each sample, by its parameters' names."""
+  mask = rollout.completion_mask
+  known = {
+    "lengths": lambda: jnp.sum(mask, axis=-1),
+    "logit_score_sq": lambda: logit_score_sq(rollout.logprobs, mask),
+  }
+  return {k: make() for k, make in known.items() if asks_for(advantage, k)}
+
+
+def bind_norms(
+  advantage: Callable[..., Array], score_norms: ScoreNorms | None
 ) -> Callable[..., Array]:
-  """Gives an advantage the weights that it asks for by parameters' names.
+  """Gives an advantage the scores' lengths if it asks for them.
 
   Args:
     advantage: any.
-    rollout: of the samples that it compares.
     score_norms: of the state, or None.
 
   Raises:
-    ValueError: it asks for score_norms and there are none.
+    ValueError: it asks for them and there are none.
   """
   if asks_for(advantage, "score_norms") and score_norms is None:
     raise ValueError(
       "the advantage needs score_norms: give init_score_norms(), and what "
       "observe_score_norms makes of it"
     )
-  if not asks_for(advantage, "logit_score_sq"):
-    return bind(advantage, score_norms=score_norms)
-  score_sq = logit_score_sq(rollout.logprobs, rollout.completion_mask)
-  return bind(advantage, logit_score_sq=score_sq, score_norms=score_norms)
+  return bind(advantage, score_norms=score_norms)

@@ -173,7 +173,9 @@ def make_host_step(
     score_metrics = scoring.metrics(scores)
     if diagnosed:
       key = diagnosis_key(state)
-      diagnosis = diagnose(state.params, samples, rewards, key)
+      diagnosis = diagnose(
+        state.params, samples, rewards, key, state.score_norms
+      )
       policies.wait(diagnosis, poll)
       score_metrics |= mesh_lib.fetch(diagnosis)
       clock.append(time.perf_counter())

@@ -12,6 +12,7 @@ one of these places, and needs no other:
 | sampler_mismatch_*, sampler_clip_... | core.sampler_mismatch              |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
+| own_* (weighted baselines)           | statistics.advantage_errors        |
 | score_norms_*                        | training.score_norms               |
 | reward_failures, reward_NAME         | training.scoring.metrics           |
 | seconds_rollout, _rewards,           | training.host_step                 |
