@@ -217,7 +217,7 @@ def test_every_advantage_by_its_name(config_with):
     f = from_config.advantage(config_with(advantage=name))
     options = {
       "length_weighted": {"lengths": lengths},
-      "score_weighted": {"logit_score_sq": jnp.sqrt(lengths)},
+      "score_weighted": {"logit_score_sq": lengths + 0.5},
       "norm_ratio": {"score_norms": ScoreNorms(*jnp.array([1.0, -0.9, 0.5]))},
     }.get(name, {})
     found[name] = np.asarray(f(rewards, **options))

@@ -70,4 +70,5 @@ def test_a_run_learns_them_and_resumes(toy_task, toy_model, tmp_path):
   assert len(told) == 3 and all(np.isfinite(x).all() for x in told)
   for a, b in zip(rows, rows_of(cut), strict=True):
     assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
+  assert all(np.isfinite(row["own_gradient_mse"]) for row in rows[::2])
   assert abs(told[0][1]) > 0  # they matter to step 2, and at step 4 are kept
