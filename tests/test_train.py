@@ -311,7 +311,8 @@ VARIANTS = {
     "sampling.top_k": 20,
   },
   "dual_clip": {
-    "advantage": "vanilla",
+    "advantage": "score_weighted",
+    "score_power": 1.5,
     "loss.kl": "k3",
     "loss.kl_placement": "ratio",
     "loss.dual_clip": 3.0,

@@ -203,7 +203,8 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  given = state.params, _as_rows(samples, run.mesh), rewards, run.ref_params
+  rows = _as_rows(samples, run.mesh)
+  given = state.params, rows, rewards, run.ref_params, None, state.score_norms
   with jax.set_mesh(run.mesh):
     if name == "reference":
       return policies.lower(compare, *given)

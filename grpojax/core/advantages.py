@@ -19,21 +19,27 @@ worked out in arXiv 2603.01162 ("Its Policy Gradient is a U-Statistic").
 |                 | given all rewards but Z_i        |                        |
 | length_weighted | leave_one_out, the mean weighted | g                      |
 |                 | by completion lengths            |                        |
+| score_weighted  | ... by how unsure the policy was | g                      |
+|                 | of them                          |                        |
+| norm_ratio      | ... by the score length of right | g                      |
+|                 | and wrong answers, squared       |                        |
 | max_at_k        | best of k: mean over subsets     | grad of E max of k     |
 |                 | with i - of those without        | (binary: of pass@k)    |
 | min_at_k        | worst of k, likewise             | grad of E min of k     |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
-`shrinkage`, `beta_binomial` and `length_weighted` are in `core.baselines`; the
-advantages for other objectives, and for any function of k rewards
-(`subset_advantages`), in `core.subset_advantages`.
+`shrinkage` and `beta_binomial` are in `core.baselines`, those with weights in
+`core.weighted_baselines`; the advantages for other objectives, and for any
+function of k rewards (`subset_advantages`), in `core.subset_advantages`.
 
 An advantage plugs in by its name in `ADVANTAGES`: `(rewards [..., G]) ->
 advantages [..., G]`, pure and jittable. If it has a parameter `lengths`, it
-gets the completions' lengths [B, G], in tokens; a parameter `k` gets the
-config's `subset_size`. What it cannot work with (too small a group or batch) it
-refuses by ValueError, from the shapes alone: a run is refused by the same error
-before it starts.
+gets the completions' lengths [B, G], in tokens; `logit_score_sq` a stand-in for
+their scores' squared lengths [B, G] (`weighted_baselines.logit_score_sq`);
+`score_norms` those of `TrainState`; `k` the config's `subset_size`, `power` its
+`score_power`. What it cannot work with (too small a group or batch) it refuses
+by ValueError, from the shapes alone: a run is refused by the same error before
+it starts.
 
 Common to all: integer, boolean and half-precision rewards become float32; a
 group of equal rewards gives exactly 0 wherever only the group's own rewards are
@@ -49,7 +55,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from grpojax.core.baselines import beta_binomial as beta_binomial
-from grpojax.core.baselines import length_weighted as length_weighted
 from grpojax.core.baselines import shrinkage as shrinkage
 from grpojax.core.group_axis import (
   as_float,
@@ -64,6 +69,9 @@ from grpojax.core.subset_advantages import pairwise_rank as pairwise_rank
 from grpojax.core.subset_advantages import (
   subset_advantages as subset_advantages,
 )
+from grpojax.core.weighted_baselines import length_weighted as length_weighted
+from grpojax.core.weighted_baselines import norm_ratio as norm_ratio
+from grpojax.core.weighted_baselines import score_weighted as score_weighted
 
 
 def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
@@ -229,6 +237,8 @@ ADVANTAGES = {
   "shrinkage": shrinkage,
   "beta_binomial": beta_binomial,
   "length_weighted": length_weighted,
+  "score_weighted": score_weighted,
+  "norm_ratio": norm_ratio,
   "max_at_k": max_at_k,
   "min_at_k": min_at_k,
   "pairwise_rank": pairwise_rank,
@@ -240,6 +250,6 @@ SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
 
 Their gradient has its direction, and so the error that `statistics.group_size`
 knows the best group size for. All others have another: `vanilla` does not
-compare (its error is smallest at the smallest group), pooled baselines and
-`length_weighted` know the prompts' values better or otherwise, `grpo` weighs
-the prompts, and the rest have another objective."""
+compare (its error is smallest at the smallest group), pooled and weighted
+baselines know the prompts' values better or otherwise, `grpo` weighs the
+prompts, and the rest have another objective."""

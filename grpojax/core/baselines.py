@@ -1,4 +1,4 @@
-"""Baselines better than a plain mean of the group's other rewards.
+"""Baselines that pool prompts, to know a prompt's value better.
 
 Every baseline here leaves the sample's own reward out, so that the estimator
 (1/G) sum_i s_i A_i stays unbiased for g(x): given everything that the baseline
@@ -16,7 +16,6 @@ from grpojax.core.group_axis import (
   count,
   minus_others,
   present,
-  shifted,
   sum_of_others,
 )
 
@@ -190,44 +189,3 @@ def _log_marginals(trials: int) -> np.ndarray:
 
   table = rising(_ALPHA) + rising(_BETA)[::-1] - rising(_ALPHA + _BETA)[-1]
   return table - table.max(-1, keepdims=True)
-
-
-def length_weighted(
-  rewards: Shaped[Array, "*B G"], lengths: Shaped[Array, "*B G"]
-) -> Float[Array, "*B G"]:
-  """Reward minus the length-weighted mean of the group's other rewards.
-
-  A_i = Z_i - sum_{j != i} l_j Z_j / sum_{j != i} l_j. Among the baselines that
-  depend on the prompt alone, E[||s||^2 Z] / E||s||^2 gives the least variance;
-  length stands in for ||s||^2, which costs a backward pass a sample (OPO, arXiv
-  2505.23585, here with the sample itself left out: unbiased for g, which OPO's
-  mean over the whole group is not). Right for losses that sum over tokens.
-
-  Args:
-    rewards: one a sample, G >= 2.
-    lengths: of the completions, in tokens, at least 0. Where all the others'
-      are 0, their plain mean is the baseline.
-
-  Returns:
-    Advantages, in units of the reward; exactly 0 in a group of equal rewards.
-    Groups do not sum to 0.
-
-  Raises:
-    ValueError: if G < 2, or lengths do not have the shape of rewards.
-  """
-  rewards = as_float(rewards, "length_weighted", least=2)
-  lengths = jnp.asarray(lengths).astype(rewards.dtype)
-  if lengths.shape != rewards.shape:
-    raise ValueError(
-      f"length_weighted takes one length a sample: rewards {rewards.shape} "
-      f"need lengths of the same shape, not {lengths.shape}"
-    )
-  rewarded, moved = present(rewards), shifted(rewards)
-  lengths = jnp.where(rewarded, lengths, 0)
-  total = sum_of_others(lengths)
-  known = total > 0
-  weighted = sum_of_others(lengths * moved) / jnp.where(known, total, 1)
-  plain = sum_of_others(moved) / jnp.maximum(count(rewards) - 1, 1)
-  alone = count(rewards) < 2
-  advantages = moved - jnp.where(known, weighted, plain)
-  return jnp.where(rewarded & ~alone, advantages, 0)

@@ -6,6 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 
+def asks_for(function: Callable[..., Any], name: str) -> bool:
+  """Whether a function has a parameter of this name that is not bound yet."""
+  try:
+    parameters = inspect.signature(function).parameters
+  except (TypeError, ValueError):  # some callables have no signature
+    return False
+  return name in parameters and name not in getattr(function, "keywords", {})
+
+
 def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
   """Binds those of the offered keyword arguments that a function takes.
 
@@ -17,14 +26,5 @@ def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
     function: any callable; one without a signature takes nothing.
     **offered: what there is.
   """
-  try:
-    parameters = inspect.signature(function).parameters
-  except (TypeError, ValueError):  # some callables have no signature
-    return function
-  bound = getattr(function, "keywords", {})
-  wanted = {
-    name: value
-    for name, value in offered.items()
-    if name in parameters and name not in bound
-  }
+  wanted = {k: v for k, v in offered.items() if asks_for(function, k)}
   return functools.partial(function, **wanted) if wanted else function

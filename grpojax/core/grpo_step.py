@@ -28,6 +28,11 @@ from grpojax.core.sampling import Sampling
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import LM, Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import Metrics, make_update
+from grpojax.core.weighted_baselines import (
+  ScoreNorms,
+  bind_norms,
+  sample_weights,
+)
 
 
 def init_state(
@@ -72,6 +77,7 @@ def make_batch(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
   packing: Packing | None = None,
+  score_norms: ScoreNorms | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
 
@@ -84,7 +90,9 @@ def make_batch(
       batch.
     advantage: rewards [..., G] -> advantages [..., G], see `core.advantages`.
       If it has a parameter `lengths` that is not bound yet (`length_weighted`),
-      it gets the completions' lengths [B, G], in tokens.
+      it gets the completions' lengths [B, G], in tokens; `logit_score_sq`
+      (`score_weighted`) what the rollout says of their scores; `score_norms`
+      (`norm_ratio`) those given here.
     ref_params: the reference policy, or None for no reference pass. It is
       scored at the temperature of `sampling` (and with its repetition penalty)
       without its cuts, see `core.kl`.
@@ -103,13 +111,15 @@ def make_batch(
     chunk_size: see `token_logprobs`.
     packing: of the completions (`packing_layout.plan`), which are then scored,
       and in the update learned from, as packed rows; None as they are.
+    score_norms: of earlier steps (`TrainState.score_norms`).
 
   Returns:
     A `Batch` for the update.
 
   Raises:
-    ValueError: a penalty without a reference, policy_params on-policy, or
-      arrays that do not fit (see `core.arguments`).
+    ValueError: a penalty without a reference, policy_params on-policy, an
+      advantage that asks for what is not there, or arrays that do not fit (see
+      `core.arguments`).
   """
   rewards = read_rewards(rewards, rollout.finished.shape, "make_batch")
   if on_policy and policy_params is not None:
@@ -138,8 +148,8 @@ def make_batch(
     rewards = rewards - kl_in_reward * losses.kl_penalty(
       own, ref_logprobs, rollout.completion_mask
     )
-  lengths = jnp.sum(rollout.completion_mask, axis=-1)
-  advantage = bind(advantage, lengths=lengths)
+  weights = sample_weights(advantage, rollout)
+  advantage = bind_norms(bind(advantage, **weights), score_norms)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
   rewards, learned = TRUNCATED[truncated](rewards, rollout.finished)
@@ -253,7 +263,8 @@ def make_grpo_step(
     micro_batches: see `make_update`; the reference takes as many rows at once.
     chunk_size: see `token_logprobs`.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled, to be returned with the others (see `statistics.diagnostics`).
+      sampled, to be returned with the others (see `statistics.diagnostics`);
+      a parameter `score_norms` gets those of the state.
     **update_options: `loss`, `weighting`, `max_grad_norm`, `entropy_bonus` and
       `top_entropy_quantile` of `make_update`.
 
@@ -300,10 +311,12 @@ def make_grpo_step(
       micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,
+      score_norms=state.score_norms,
     )
     row = rollout_metrics(samples, rewards)
     if diagnose is not None:
-      row |= diagnose(state.params, samples, rewards, diagnosis_key(state))
+      diagnose_ = bind(diagnose, score_norms=state.score_norms)
+      row |= diagnose_(state.params, samples, rewards, diagnosis_key(state))
     state, metrics = update(state, batch)
     return state, row | metrics
 

@@ -204,6 +204,8 @@ class TrainState:
       bonus adapts, else None.
     reference: parameters of the reference policy where it follows the policy,
       else None; not part of an update.
+    score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks for
+      it, else None.
   """
 
   params: Params
@@ -215,3 +217,4 @@ class TrainState:
   group_size: Any = None
   entropy: Any = None
   reference: Any = None
+  score_norms: Any = None

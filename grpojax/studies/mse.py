@@ -152,7 +152,7 @@ def _encode(policy, prompt, template):
   return tokenizer_lib.encode_prompt(policy.tokenizer, prompt, template)[1]
 
 
-def _rewards(example, texts) -> np.ndarray:
+def rewards_of(example, texts) -> np.ndarray:
   """Of the completions of one prompt, [G]."""
   rewards = [exact.exact_answer("", text, example) for text in texts]
   return np.array(rewards, np.float32)
@@ -170,7 +170,7 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
       bench.policy.params, prompts, jax.random.fold_in(key, pool)
     )
     texts = policies.decode(bench.policy, samples)
-    rewards.append(_rewards(examples[0], texts[0]))
+    rewards.append(rewards_of(examples[0], texts[0]))
     ids.append(np.asarray(samples.completion_ids[0]))
     mask.append(np.asarray(samples.completion_mask[0]))
   products, distinct = gram.score_gram(

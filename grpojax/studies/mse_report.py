@@ -33,7 +33,9 @@ _PANELS = (  # label; columns of a point, its interval and its curve
 _Numbers = tuple[np.ndarray, np.ndarray]  # one a prompt [X], replicates [X, b]
 
 
-def _mean(values: np.ndarray, without: np.ndarray) -> dict[str, float]:
+def mean_over_prompts(
+  values: np.ndarray, without: np.ndarray
+) -> dict[str, float]:
   """Mean over prompts, with its standard error and 95% interval."""
   variances = errors.jackknife(without)
   mean = float(values.mean())
@@ -46,13 +48,15 @@ def _mean(values: np.ndarray, without: np.ndarray) -> dict[str, float]:
   }
 
 
-def _ratio(above: _Numbers, below: _Numbers) -> dict[str, float]:
+def ratio_of_means(above: _Numbers, below: _Numbers) -> dict[str, float]:
   """Ratio of two means over prompts, with its interval (delta method)."""
   scale = below[0].mean()
   if scale <= 0:
     return dict.fromkeys(("mean", "low", "high"), float("nan"))
   ratio = above[0].mean() / scale
-  residual = _mean(*(a - ratio * b for a, b in zip(above, below, strict=True)))
+  residual = mean_over_prompts(
+    *(a - ratio * b for a, b in zip(above, below, strict=True))
+  )
   half = (residual["high"] - residual["low"]) / (2 * scale)
   return {"mean": ratio, "low": ratio - half, "high": ratio + half}
 
@@ -110,9 +114,11 @@ def table(
     for index, group_size in enumerate(group_sizes):
       measured, theory = _numbers(of_configuration, index, group_size)
       for estimator in STYLES:
-        point, curve = (_mean(*x[estimator]) for x in (measured, theory))
+        point, curve = (
+          mean_over_prompts(*x[estimator]) for x in (measured, theory)
+        )
         ratio, expected = (
-          _ratio(x[estimator], x["oracle"]) for x in (measured, theory)
+          ratio_of_means(x[estimator], x["oracle"]) for x in (measured, theory)
         )
         numbers = {
           "mse": point["mean"],
@@ -161,7 +167,7 @@ def summary(
       key: float(np.mean([r[key] for r in of_configuration])) for key in means
     }
     summaries[name]["moments"] = {
-      key: _mean(
+      key: mean_over_prompts(
         _array(of_configuration, "moments", key),
         _array(of_configuration, "moments_without", key),
       )

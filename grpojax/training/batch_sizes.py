@@ -18,6 +18,7 @@ from grpojax.core.mesh import (
   sample_cuts,
   sampling_mesh,
 )
+from grpojax.core.weighted_baselines import init_score_norms
 from grpojax.runtime.config import flatten, problem
 from grpojax.training import group_sizes
 
@@ -110,7 +111,9 @@ def _refusal(advantage, prompts: int, group_size: int) -> str:
   array = functools.partial(jax.ShapeDtypeStruct, (prompts, group_size))
 
   def trial(rewards, lengths):
-    return bind(advantage, lengths=lengths)(rewards)
+    offered = {"lengths": lengths, "logit_score_sq": rewards}
+    offered["score_norms"] = init_score_norms()
+    return bind(advantage, **offered)(rewards)
 
   try:
     jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))

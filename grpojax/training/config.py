@@ -84,6 +84,9 @@ def default_config() -> ConfigDict:
   config.reward.on_device = False  # True: the whole step is one XLA program
   config.advantage = "leave_one_out"
   config.subset_size = 2  # k of max_at_k and min_at_k
+  config.score_power = 2.0  # of score_weighted's weights
+  config.score_norms = ConfigDict()  # of norm_ratio, from the diagnoses
+  config.score_norms.decay = 0.9  # of past estimates, at each diagnosis
   config.loss = ConfigDict()
   config.loss.surrogate = "clipped"  # and those of its settings that it has:
   config.loss.clip_low = 0.2

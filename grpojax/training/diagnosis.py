@@ -10,13 +10,22 @@ from ml_collections import ConfigDict
 
 from grpojax.core.group_axis import present
 from grpojax.core.types import LM, Params, Rollout
+from grpojax.core.weighted_baselines import (
+  ScoreNorms,
+  bind_norms,
+  sample_weights,
+)
 from grpojax.models.transformer import last_layers
-from grpojax.statistics import diagnostics
+from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.training import from_config
+from grpojax.training import score_norms as norms_lib
 
 
 def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
-  """`(lm, params, rollout, rewards, key) -> metrics` of the gradient's error.
+  """`(lm, params, rollout, rewards, key, score_norms=None) -> metrics`.
+
+  They say how far off the gradient is and, where the run's baseline has weights
+  (`core.weighted_baselines`), how far off with these.
 
   It takes `diagnostics.share` of the prompts, at least 3: the first of the
   batch whose samples all have a reward. With too few of them all estimates are
@@ -35,7 +44,14 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
       last_layers, count=settings.last_layers
     )
 
-  def diagnose(lm: LM, params: Params, samples: Rollout, rewards: Array, key):
+  def diagnose(
+    lm: LM,
+    params: Params,
+    samples: Rollout,
+    rewards: Array,
+    key,
+    score_norms: ScoreNorms | None = None,
+  ):
     prompts = rewards.shape[0]
     # A prompt carries a tangent for every direction, so that micro-batches are
     # so many times smaller than those of training.
@@ -61,8 +77,19 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     # What is more only fills the devices. It would make the estimates better,
     # and the group size that they choose another one on another mesh.
     projections, chosen = projections[:, :wanted], chosen[:wanted]
-    return diagnostics.metrics(
-      diagnostics.diagnose(projections, rewards[chosen], prompts)
+    some, rewards = jax.tree.map(lambda x: x[chosen], (samples, rewards))
+    row = diagnostics.metrics(
+      diagnostics.diagnose(projections, rewards, prompts)
     )
+    advantage = from_config.advantage(config)
+    weights = sample_weights(advantage, some)
+    if norms_lib.wanted(config.advantage):
+      row |= norms_lib.to_row(projections, rewards)
+    if weights or norms_lib.wanted(config.advantage):
+      errors = advantage_errors.advantage_errors(
+        projections, rewards, bind_norms(advantage, score_norms), weights
+      )
+      row |= advantage_errors.metrics(errors, row["c1"], prompts)
+    return row
 
   return diagnose

@@ -38,6 +38,7 @@ from grpojax.training import (
   reference,
   reporting,
   run_storage,
+  score_norms,
 )
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
@@ -68,16 +69,34 @@ def _group_size(config: ConfigDict, state: TrainState) -> int:
   return config.group_size if chosen is None else int(chosen.group_size)
 
 
-def _adapt(state: TrainState, row, observe) -> TrainState:
-  """Where the group size is chosen while training, learns from a diagnosis."""
-  old = state.group_size
-  if old is None:
+def _make_adapt(run: Run):
+  """`(state, row) -> state`: what is learned from a step's diagnosis.
+
+  The group size, where it is chosen while training, and the scores' lengths,
+  where the advantage asks for them.
+  """
+  config, places = run.config, run.places
+  observe = jax.jit(
+    from_config.observe(config), out_shardings=places.group_size
+  )
+  observe_norms = jax.jit(
+    score_norms.observe(config), out_shardings=places.score_norms
+  )
+
+  def adapt(state: TrainState, row) -> TrainState:
+    old = state.group_size
+    if old is not None:
+      new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
+      sizes = int(old.group_size), int(new.group_size)
+      if sizes[0] != sizes[1]:
+        print("group size {} -> {}".format(*sizes), flush=True)
+      state = state.replace(group_size=new)
+    if state.score_norms is not None:
+      norms = observe_norms(state.score_norms, score_norms.from_row(row))
+      state = state.replace(score_norms=norms)
     return state
-  new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-  sizes = int(old.group_size), int(new.group_size)
-  if sizes[0] != sizes[1]:
-    print("group size {} -> {}".format(*sizes), flush=True)
-  return state.replace(group_size=new)
+
+  return adapt
 
 
 def remaining_steps(
@@ -86,8 +105,7 @@ def remaining_steps(
   """The remaining steps; what is after each of them, recorded and printed."""
   config, seconds = run.config, []
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
-  places = run.places.group_size
-  observe = jax.jit(from_config.observe(config), out_shardings=places)
+  adapt = _make_adapt(run)
   follow = reference.make_follow(config, run.places)
   size, batches = None, iter(())
   first, every = int(state.step) + 1, config.diagnostics.every
@@ -113,7 +131,7 @@ def remaining_steps(
     state, row, shown, failures = step_(state, prompts, examples, diagnosed)
     state = follow(state)
     if diagnosed:
-      state = _adapt(state, row, observe)
+      state = adapt(state, row)
     now = time.perf_counter()
     seconds.append(now - clock)
     row = {"step": step, "group_size": size, **row}

@@ -29,7 +29,7 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.training import corrections, group_sizes
+from grpojax.training import corrections, group_sizes, score_norms
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -101,7 +101,8 @@ def decoding(config: ConfigDict) -> Decoding:
 
 def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
   """Rewards [..., G] -> advantages [..., G]; see `core.advantages`."""
-  return bind(ADVANTAGES[config.advantage], k=config.subset_size)
+  options = {"k": config.subset_size, "power": config.score_power}
+  return bind(ADVANTAGES[config.advantage], **options)
 
 
 def first_state(
@@ -109,7 +110,10 @@ def first_state(
 ) -> TrainState:
   """The state before the first step of a run."""
   state = init_state(params, tx, jax.random.key(config.seed))
-  state = state.replace(entropy=init_control(entropy_bonus(config)))
+  state = state.replace(
+    entropy=init_control(entropy_bonus(config)),
+    score_norms=score_norms.first(config),
+  )
   if config.group_size != group_sizes.AUTO:
     return state
   start = config.auto_group_size.start

@@ -29,14 +29,16 @@ def make_compare(config: ConfigDict):
   """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, samples, rewards, ref_params, packing=None) -> (batch,
-    metrics)`, to be jitted: advantages, and log-probabilities under the
-    reference.
+    `(lm, params, samples, rewards, ref_params, packing=None, score_norms=None)
+    -> (batch, metrics)`, to be jitted: advantages, and log-probabilities under
+    the reference.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
 
-  def compare(lm, params, samples, rewards, ref_params, packing=None):
+  def compare(
+    lm, params, samples, rewards, ref_params, packing=None, score_norms=None
+  ):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
@@ -52,6 +54,7 @@ def make_compare(config: ConfigDict):
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
       packing=packing,
+      score_norms=score_norms,
     )
     return batch, rollout_metrics(samples, rewards)
 
@@ -173,14 +176,22 @@ def make_host_step(
     score_metrics = scoring.metrics(scores)
     if diagnosed:
       key = diagnosis_key(state)
-      diagnosis = diagnose(state.params, samples, rewards, key)
+      diagnosis = diagnose(
+        state.params, samples, rewards, key, state.score_norms
+      )
       policies.wait(diagnosis, poll)
       score_metrics |= mesh_lib.fetch(diagnosis)
       clock.append(time.perf_counter())
       poll(together=True)
     packing = from_config.packing(config, samples, scores.rewards, mesh)
-    ref = reference.at_hand(ref_params if held is None else held)
-    batch, row = programs.compare(state.params, samples, rewards, ref, packing)
+    batch, row = programs.compare(
+      state.params,
+      samples,
+      rewards,
+      reference.at_hand(ref_params if held is None else held),
+      packing,
+      state.score_norms,
+    )
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
     state, of_update = programs.learn(state, batch)

@@ -14,6 +14,8 @@ one of these places, and needs no other:
 | importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
+| own_* (weighted baselines)           | statistics.advantage_errors        |
+| score_norms_*                        | training.score_norms               |
 | reward_failures, reward_NAME         | training.scoring.metrics           |
 | seconds_rollout, _rewards,           | training.host_step                 |
 | seconds_reference, _update           |                                    |

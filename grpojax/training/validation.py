@@ -24,6 +24,7 @@ from grpojax.training import (
   group_sizes,
   loss_settings,
   reference,
+  score_norms,
 )
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
@@ -68,7 +69,7 @@ _NOT_NEGATIVE = (
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
-  "reward.timeout sampling.repetition_penalty"
+  "reward.timeout sampling.repetition_penalty score_power"
 ).split()
 
 _WORKERS = 1024
@@ -110,6 +111,7 @@ def _ranges(leaves: dict[str, Any]) -> list[str]:
   need("diagnostics.tangents", lambda x: x >= 2, todo)
   need("diagnostics.share", lambda x: 0 < x <= 1, "must be in (0, 1]")
   need("auto_group_size.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
+  need("score_norms.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
   need("loss.clip_low", lambda x: 0 <= x <= 1, "must be in [0, 1]")
   need(
     "loss.dual_clip",
@@ -238,5 +240,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
-  wrong += corrections.problems(leaves)
+  wrong += corrections.problems(leaves) + score_norms.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 
 from grpojax.core import advantages
 from grpojax.core.binding import bind
+from grpojax.core.weighted_baselines import ScoreNorms
 
 GROUP_ONLY = ["leave_one_out", "dr_grpo", "grpo", "batch_std"]
 ALL = ["vanilla", *GROUP_ONLY, "oracle"]
@@ -203,7 +204,9 @@ def test_which_are_leave_one_out_times_a_number(name):
   rng = np.random.default_rng(0)
   rewards = jnp.asarray(rng.exponential(size=(6, 5)), jnp.float32)
   lengths = jnp.asarray(rng.integers(1, 9, (6, 5)))
-  function = bind(advantages.ADVANTAGES[name], k=2, lengths=lengths)
+  weights = {"lengths": lengths, "logit_score_sq": lengths + 0.5}
+  weights["score_norms"] = ScoreNorms(*jnp.array([2.0, -0.5, 1.5]))
+  function = bind(advantages.ADVANTAGES[name], k=2, **weights)
   found = np.ravel(jax.jit(function)(rewards)).astype(np.float64)
   basis = np.ravel(jax.jit(advantages.leave_one_out)(rewards))
   cosine = found @ basis / np.linalg.norm(found) / np.linalg.norm(basis)

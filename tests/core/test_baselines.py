@@ -14,7 +14,8 @@ import pytest
 import scipy.stats
 
 from grpojax.core import advantages, baselines
-from grpojax.core.baselines import beta_binomial, length_weighted, shrinkage
+from grpojax.core.baselines import beta_binomial, shrinkage
+from grpojax.core.weighted_baselines import length_weighted
 
 enable_x64 = getattr(jax, "enable_x64", None)
 if enable_x64 is None:

@@ -10,6 +10,7 @@ import pytest
 import scipy.stats
 
 from grpojax.core import advantages, baselines
+from grpojax.core.weighted_baselines import ScoreNorms
 
 G, NAN = 6, np.nan
 LENGTHS = np.array([5.0, 1, 3, 9, 2, 4])
@@ -24,6 +25,18 @@ def length_weighted(rewards):
   lengths = LENGTHS if rewards.shape[-1] == G else length_weighted.kept
   lengths = jnp.broadcast_to(jnp.asarray(lengths, jnp.float32), rewards.shape)
   return advantages.length_weighted(rewards, lengths)
+
+
+def score_weighted(rewards):
+  """With the same weights, which are no whole numbers."""
+  weights = LENGTHS if rewards.shape[-1] == G else length_weighted.kept
+  weights = jnp.broadcast_to(jnp.sqrt(jnp.asarray(weights)), rewards.shape)
+  return advantages.score_weighted(rewards, weights)
+
+
+def norm_ratio(rewards):
+  norms = ScoreNorms(jnp.float32(2), jnp.float32(-0.3), jnp.float32(1.8))
+  return advantages.norm_ratio(rewards, norms)
 
 
 def subsets(rewards):
@@ -44,6 +57,8 @@ WITHIN_GROUPS = {
   "max_at_k": (functools.partial(advantages.max_at_k, k=2), 3),
   "min_at_k": (functools.partial(advantages.min_at_k, k=3), 4),
   "length_weighted": (length_weighted, 2),
+  "score_weighted": (score_weighted, 2),
+  "norm_ratio": (norm_ratio, 2),
   "subsets": (subsets, 3),
 }
 

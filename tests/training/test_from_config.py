@@ -11,6 +11,7 @@ import pytest
 
 from grpojax.core import kl, losses, surrogates
 from grpojax.core.sampling import Sampling
+from grpojax.core.weighted_baselines import ScoreNorms
 from grpojax.runtime import config as config_lib
 from grpojax.training import from_config, validation
 from grpojax.training.config import default_config
@@ -289,7 +290,11 @@ def test_every_advantage_by_its_name(config_with):
   found = {}
   for name in validation.ADVANTAGES:
     f = from_config.advantage(config_with(advantage=name))
-    options = {"lengths": lengths} if name == "length_weighted" else {}
+    options = {
+      "length_weighted": {"lengths": lengths},
+      "score_weighted": {"logit_score_sq": lengths + 0.5},
+      "norm_ratio": {"score_norms": ScoreNorms(*jnp.array([1.0, -0.9, 0.5]))},
+    }.get(name, {})
     found[name] = np.asarray(f(rewards, **options))
   for a, b in itertools.combinations(found, 2):
     assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)

@@ -1,0 +1,121 @@
+"""The error of a gradient with any unbiased advantages of a group's own.
+
+`statistics.diagnostics` knows the error of leave-one-out by its closed form.
+Here it is measured: with the advantages of whole groups, and with those of
+their halves. Two sizes are enough for the two terms of
+
+    G MSE(G) = c2 + c3 / (G - 1)
+
+given the prompt, which is exact for leave-one-out and, for means of the others
+with weights, up to terms of order 1 / G^2. Notation as in
+`component_estimates`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from grpojax.core.group_axis import as_float
+from grpojax.statistics.component_estimates import prompt_estimates
+from grpojax.statistics.group_size import optimal_group_size
+
+
+class AdvantageErrors(NamedTuple):
+  """What the error of a gradient with given advantages is made of.
+
+  Attributes:
+    c2: within prompts.
+    c3: for what the baseline does not know of its prompt.
+    c2_se: standard error, over prompts and directions.
+    c3_se: likewise.
+    mse: given the prompt, of one group's gradient, a mean over prompts.
+  """
+
+  c2: Float[Array, ""]
+  c3: Float[Array, ""]
+  c2_se: Float[Array, ""]
+  c3_se: Float[Array, ""]
+  mse: Float[Array, ""]
+
+
+def _halves(x: Shaped[Array, "B G"]) -> Shaped[Array, "B2 H"]:
+  """Groups [B, G] as twice as many of G // 2; an odd one out is left out."""
+  size = x.shape[1] // 2
+  return x[:, : 2 * size].reshape(-1, size)
+
+
+def advantage_errors(
+  projections: Float[Array, "V B G"],
+  rewards: Shaped[Array, "B G"],
+  advantage: Callable[..., Array],
+  weights: dict[str, Shaped[Array, "B G"]],
+) -> AdvantageErrors:
+  """Estimates the error of a group's gradient, from its samples.
+
+  Args:
+    projections: from `score_projections`, V >= 2 directions.
+    rewards: one a sample, all finite; B >= 2, G >= 4.
+    advantage: `(rewards, **weights) -> advantages`, of each group by itself,
+      and unbiased.
+    weights: what it takes of each sample.
+
+  Returns:
+    Unbiased estimates of the errors at G and at G // 2, as c2 and c3.
+
+  Raises:
+    ValueError: too few directions, prompts or samples a prompt.
+  """
+  tangents, prompts, size = projections.shape
+  if tangents < 2 or prompts < 2 or size < 4:
+    raise ValueError(
+      "the errors of an advantage need at least 2 tangents, 2 prompts and a "
+      f"group size of 4, not {tangents}, {prompts} and {size}"
+    )
+  half = size // 2
+  rewards = as_float(rewards, "advantage_errors", least=4)
+  gradient_sq = prompt_estimates(projections, rewards).gradient_sq  # [V, B]
+  whole = advantage(rewards, **weights)
+  cut = {name: _halves(x) for name, x in weights.items()}
+  parts = advantage(_halves(rewards), **cut)  # [2 B, half]
+  estimates = jnp.mean(projections * whole, -1)
+  a = projections[..., : 2 * half].reshape(tangents, prompts, 2, half)
+  of_halves = jnp.mean(a * parts.reshape(prompts, 2, half), -1)
+  # G MSE(G) of each prompt in each direction, [V, B].
+  at_size = size * (estimates**2 - gradient_sq)
+  at_half = half * (jnp.mean(of_halves**2, -1) - gradient_sq)
+  c3 = (at_half - at_size) / (1 / (half - 1) - 1 / (size - 1))
+  c2 = at_size - c3 / (size - 1)
+
+  def error(x):
+    by_prompt = jnp.var(jnp.mean(x, 0), ddof=1) / prompts
+    by_direction = jnp.var(jnp.mean(x, 1), ddof=1) / tangents
+    return jnp.sqrt(by_prompt + by_direction)
+
+  return AdvantageErrors(
+    jnp.mean(c2), jnp.mean(c3), error(c2), error(c3), jnp.mean(at_size) / size
+  )
+
+
+def metrics(
+  errors: AdvantageErrors, c1: Float[Array, ""], prompts: int
+) -> dict[str, Float[Array, ""]]:
+  """Scalars for a log, beside those of `diagnostics.metrics`.
+
+  Args:
+    errors: of the run's own advantages.
+    c1: between prompts, which is the same for all unbiased advantages.
+    prompts: B of the whole step.
+
+  Returns:
+    `own_c2`, `own_c3` with `own_c2_se`, `own_c3_se`; `own_gradient_mse`, the
+    error of the step's gradient with its own advantages; and
+    `own_optimal_group_size`, 1 + sqrt(c3 / c1).
+  """
+  best = optimal_group_size(c1, errors.c2, errors.c3)
+  return {
+    **{f"own_{k}": getattr(errors, k) for k in ("c2", "c2_se", "c3", "c3_se")},
+    "own_gradient_mse": (c1 + errors.mse) / prompts,
+    "own_optimal_group_size": best,
+  }

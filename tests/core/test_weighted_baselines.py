@@ -1,0 +1,240 @@
+"""Baselines with weights: unbiased by enumeration, and nearer to the best one.
+
+Every group of a small policy is enumerated, in float64. What they are for is
+tested against the exact errors of constant baselines.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import advantages, grpo_step
+from grpojax.core.rollout import rollout
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import Prompts
+from grpojax.core.weighted_baselines import (
+  ScoreNorms,
+  init_score_norms,
+  norm_ratio,
+  observe_score_norms,
+  score_norm_sums,
+  score_weighted,
+)
+
+enable_x64 = getattr(jax, "enable_x64", None)
+if enable_x64 is None:
+  from jax.experimental import enable_x64
+
+# Four outcomes: the right ones are those that the policy is sure of.
+PROBABILITIES = np.array([0.55, 0.2, 0.15, 0.1])
+SCORES = np.eye(4) - PROBABILITIES  # by the logits; they add up to 0
+SCORE_SQ = (SCORES**2).sum(-1)
+BINARY = np.array([1.0, 0, 0, 1])
+REALS = np.array([2.0, -0.7, 0.4, 0.1])
+GRADIENT = {id(z): (PROBABILITIES * z) @ SCORES for z in (BINARY, REALS)}
+
+
+def groups_of(size):
+  groups = np.array(list(itertools.product(range(4), repeat=size)))
+  return groups, PROBABILITIES[groups].prod(-1)
+
+
+def estimates(advantages, groups):
+  """(1/G) sum_i s_i A_i of every group, [n, d]."""
+  advantages = np.asarray(advantages)
+  assert advantages.dtype == np.float64
+  return np.einsum("ng,ngd->nd", advantages, SCORES[groups]) / groups.shape[1]
+
+
+def norms_of(rewards, score_sq=SCORE_SQ):
+  """The line of |s|^2 over the reward, fitted to the policy itself."""
+  value = PROBABILITIES @ rewards
+  slope = PROBABILITIES @ (score_sq * (rewards - value))
+  middle = PROBABILITIES @ score_sq * (PROBABILITIES @ (rewards - value) ** 2)
+  return ScoreNorms(*jnp.array([middle - slope * value, slope, middle]))
+
+
+@pytest.mark.parametrize("rewards", [BINARY, REALS], ids=["binary", "reals"])
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_unbiased(rewards, group_size):
+  """Whatever the weights are: right, wrong, some of them 0, or the line's."""
+  groups, probability = groups_of(group_size)
+  with enable_x64(True):
+    z = jnp.asarray(rewards[groups])
+    weighted = [
+      jax.jit(functools.partial(score_weighted, power=power))(
+        z, jnp.asarray(w[groups])
+      )
+      for w, power in [
+        (SCORE_SQ, 1.0),
+        (np.array([0.0, 5, 0, 1e-3]), 2.0),
+        (np.zeros(4), 0.5),
+      ]
+    ]
+    lines = [norms_of(rewards), ScoreNorms(*jnp.array([1.0, -3.0, 1.0]))]
+    lines.append(jax.tree.map(jnp.float64, init_score_norms()))
+    weighted += [jax.jit(norm_ratio)(z, norms) for norms in lines]
+    for found in weighted:
+      mean = probability @ estimates(found, groups)
+      np.testing.assert_allclose(mean, GRADIENT[id(rewards)], atol=1e-12)
+
+
+def test_norm_ratio_is_its_formula():
+  """V r / (V r + 1 - V), V the mean of the others; in jit, and in float32."""
+  rng = np.random.default_rng(0)
+  z = (rng.random((20, 6)) < 0.6).astype(np.float32)
+  norms = ScoreNorms(*jnp.array([4.0, -3.0, 2.0]))  # 4 for wrong, 1 for right
+  expected = np.empty_like(z)
+  for b, i in np.ndindex(*z.shape):
+    v = np.delete(z[b], i).mean()
+    expected[b, i] = z[b, i] - v / 4 / (v / 4 + 1 - v)
+  np.testing.assert_allclose(jax.jit(norm_ratio)(z, norms), expected, atol=1e-6)
+  # Nothing known: leave-one-out.
+  z = jnp.asarray(z)
+  plain = advantages.leave_one_out(z)
+  found = jax.jit(norm_ratio)(z, init_score_norms())
+  np.testing.assert_allclose(found, plain, atol=1e-6)
+  # Right samples may seem to have no score at all: they weigh a little.
+  none = ScoreNorms(*jnp.array([4.0, -4.0, 2.0]))
+  v = float(z[0, 1:].mean())
+  least = v * 0.01 / (v * 0.01 + (1 - v) * 2)
+  np.testing.assert_allclose(
+    norm_ratio(z, none)[0, 0], z[0, 0] - least, rtol=1e-5
+  )
+
+
+def test_rewards_may_be_moved_and_scaled():
+  """The line moves with them: advantages scale, and do not depend on 0."""
+  rng = np.random.default_rng(1)
+  z = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32)
+  score_sq = jnp.asarray(rng.exponential(size=(5, 8)), jnp.float32)
+  first = norm_ratio(z, score_norm_sums(score_sq, z))
+  moved = norm_ratio(3 * z - 7, score_norm_sums(score_sq, 3 * z - 7))
+  assert jnp.abs(first - advantages.leave_one_out(z)).max() > 0.01
+  np.testing.assert_allclose(moved, 3 * first, atol=1e-3)
+
+
+def test_score_norms_are_mantel_and_haenszels():
+  """Of 0 and 1: as the loops over pairs, and as a ratio of prompts' sums."""
+  rng = np.random.default_rng(2)
+  z = (rng.random((7, 5)) < 0.5).astype(float)
+  z[0] = 1  # says nothing
+  score_sq = rng.exponential(size=(7, 5)) * 10.0 ** rng.integers(-2, 3, (7, 1))
+  with enable_x64(True):
+    sums = jax.jit(score_norm_sums)(score_sq, z)
+  right, wrong = (z * score_sq).sum(-1), ((1 - z) * score_sq).sum(-1)
+  above, below = right @ (1 - z).sum(-1), wrong @ z.sum(-1)
+  np.testing.assert_allclose(sums.level, below / 5)
+  np.testing.assert_allclose(sums.level + sums.slope, above / 5)
+  z = rng.normal(size=(7, 5))
+  with enable_x64(True):
+    sums = jax.jit(score_norm_sums)(score_sq, z)
+  level = slope = 0.0
+  for b in range(7):
+    for i, j in itertools.combinations(range(5), 2):
+      (si, sj), (zi, zj) = score_sq[b, [i, j]], z[b, [i, j]]
+      slope += (zi - zj) * (si - sj) / 5
+      level += (zi - zj) * (sj * zi - si * zj) / 5
+  np.testing.assert_allclose([sums.level, sums.slope], [level, slope])
+
+
+def test_score_norms_find_a_common_ratio():
+  """Prompts of any success rate and any score length share r = 1 / 9."""
+  rng = np.random.default_rng(3)
+  rates, scale = rng.random((4000, 1)), 10 ** rng.normal(size=(4000, 1))
+  z = rng.random((4000, 6)) < rates
+  noise = rng.normal(size=z.shape) ** 2  # as a derivative in one direction
+  sums = score_norm_sums(
+    jnp.asarray(noise * np.where(z, 1, 9) * scale), jnp.asarray(z)
+  )
+  ratio = (sums.level + sums.slope) / sums.level
+  assert float(ratio) == pytest.approx(1 / 9, rel=0.1)
+
+
+def test_observed_norms_forget_and_skip_what_is_not_finite():
+  first = ScoreNorms(*jnp.array([1.0, -2.0, 3.0]))
+  second = ScoreNorms(*jnp.array([10.0, 10.0, 10.0]))
+  norms = observe_score_norms(init_score_norms(), first, 0.5)
+  norms = observe_score_norms(norms, second.replace(slope=jnp.nan), 0.5)
+  np.testing.assert_array_equal(jax.tree.leaves(norms), [1, -2, 3])
+  norms = observe_score_norms(norms, second, 0.5)
+  np.testing.assert_array_equal(jax.tree.leaves(norms), [10.5, 9, 11.5])
+
+
+def test_errors_are_nearer_to_the_best_baselines():
+  """Exact errors over all groups of 6: both are below leave_one_out's."""
+  groups, probability = groups_of(6)
+  gradient = GRADIENT[id(BINARY)]
+  with enable_x64(True):
+    z = jnp.asarray(BINARY[groups])
+    weights = jnp.asarray(SCORE_SQ[groups])
+    found = {
+      "leave_one_out": advantages.leave_one_out(z),
+      "score_weighted": score_weighted(z, weights, 1.0),
+      "norm_ratio": norm_ratio(z, norms_of(BINARY)),
+      "best": z
+      - PROBABILITIES @ (SCORE_SQ * BINARY) / (PROBABILITIES @ SCORE_SQ),
+    }
+    error = {
+      name: probability @ ((estimates(a, groups) - gradient) ** 2).sum(-1)
+      for name, a in found.items()
+    }
+  assert error["best"] < error["norm_ratio"] < 0.97 * error["leave_one_out"]
+  assert error["score_weighted"] < 0.97 * error["leave_one_out"]
+
+
+def test_shapes_that_do_not_fit_are_refused():
+  bare = getattr(score_weighted, "__wrapped__", score_weighted)
+  with pytest.raises(ValueError, match="need logit_score_sq of the same shape"):
+    bare(jnp.ones((2, 4)), jnp.ones((2, 3)))
+  with pytest.raises(ValueError, match="score_weighted needs .* G >= 2"):
+    score_weighted(jnp.ones((2, 1)), jnp.ones((2, 1)))
+  with pytest.raises(ValueError, match="norm_ratio needs .* G >= 2"):
+    norm_ratio(jnp.ones((2, 1)), init_score_norms())
+
+
+def chain(tabular, temperature):
+  """Samples of a Markov chain: the table of its logits, and the rollout."""
+  lm = tabular.lm(3, 5)
+  table = lm.init(jax.random.key(5))
+  prompts = Prompts(jnp.arange(3)[:, None], jnp.ones((3, 1), bool))
+  samples = rollout(
+    lm,
+    table,
+    prompts,
+    jax.random.key(1),
+    group_size=4,
+    max_new_tokens=6,
+    eos_ids=0,
+    sampling=Sampling(temperature),
+  )
+  return lm, table, samples
+
+
+def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
+  """By the names of the parameters; without them, an error says what to do."""
+  lm, table, samples = chain(tabular, 0.7)
+  rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
+  make = functools.partial(grpo_step.make_batch, lm)
+  batch = make(samples, rewards, functools.partial(score_weighted, power=1.5))
+  # The distributions that the tokens were drawn from, in closed form.
+  kinds, before = tabular.rows(np.arange(3), samples.completion_ids)
+  p = np.exp(tabular.log_table(np.asarray(table) / 0.7))[kinds, before]
+  p = np.take_along_axis(p, np.asarray(samples.completion_ids)[..., None], -1)
+  mask = np.asarray(samples.completion_mask)
+  assert 0 < mask.mean() < 1
+  weights = np.where(mask, (1 - p[..., 0]) ** 2, 0).sum(-1) ** 1.5
+  others = np.asarray(rewards * weights).sum(-1, keepdims=True)
+  others = others - rewards * weights
+  expected = rewards - others / (weights.sum(-1, keepdims=True) - weights)
+  np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
+  norms = ScoreNorms(*jnp.array([4.0, -1.0, 2.0]))
+  batch = make(samples, rewards, norm_ratio, score_norms=norms)
+  expected = norm_ratio(rewards, norms)
+  np.testing.assert_array_equal(batch.advantages, expected)
+  with pytest.raises(ValueError, match=r"give init_score_norms\(\)"):
+    make(samples, rewards, norm_ratio)

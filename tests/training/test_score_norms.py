@@ -1,0 +1,74 @@
+"""What a run learns of its scores' lengths: from diagnoses, kept on resume."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.core.weighted_baselines import score_norm_sums
+from grpojax.training import from_config, score_norms
+from grpojax.training.config import validate
+
+
+def test_settings(config_with):
+  validate(config_with(advantage="norm_ratio", diagnostics__every=20))
+  with pytest.raises(ValueError, match="diagnostics.every = 0: .*norm_ratio"):
+    validate(config_with(advantage="norm_ratio"))
+  for decay in (-0.1, 1.0):
+    with pytest.raises(ValueError, match=r"score_norms.decay = .* \[0, 1\)"):
+      validate(config_with(score_norms__decay=decay))
+  with pytest.raises(ValueError, match="score_power = 0.0: must be more than"):
+    validate(config_with(score_power=0.0))
+
+
+def test_only_norm_ratio_has_them(config_with):
+  assert score_norms.first(config_with()) is None
+  assert score_norms.first(config_with(advantage="score_weighted")) is None
+  first = score_norms.first(config_with(advantage="norm_ratio"))
+  assert [float(x) for x in vars(first).values()] == [0, 0, 0]
+
+
+def test_score_weighted_gets_its_power(config_with):
+  rewards = jnp.array([[0.0, 0, 1, 3]])
+  unsure = jnp.array([[1.0, 2, 3, 4]])
+  config = config_with(advantage="score_weighted", score_power=3.0)
+  found = from_config.advantage(config)(rewards, logit_score_sq=unsure)
+  others = np.average([0, 0, 1], weights=[1, 8, 27])
+  assert float(found[0, 3]) == pytest.approx(3 - others, rel=1e-5)
+
+
+def test_a_diagnosis_row_and_back():
+  rng = np.random.default_rng(0)
+  projections = jnp.asarray(rng.normal(size=(3, 4, 5)))
+  rewards = jnp.asarray(rng.random((4, 5)))
+  row = score_norms.to_row(projections, rewards)
+  found = score_norms.from_row({"c1": 0.0} | row)
+  expected = score_norm_sums(jnp.mean(projections**2, 0), rewards)
+  assert vars(found) == vars(expected)
+
+
+def rows_of(directory):
+  lines = (directory / "metrics.jsonl").read_text().splitlines()
+  return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+@pytest.mark.slow
+def test_a_run_learns_them_and_resumes(toy_task, toy_model, tmp_path):
+  """Killed after three steps, it goes on with the same numbers."""
+  settings = {"advantage": "norm_ratio", "diagnostics.every": 2, "steps": 5}
+  settings |= {"checkpoint.every": 3, "score_norms.decay": 0.5}
+  arguments = toy_task.arguments(toy_model, **settings)
+  whole, cut = tmp_path / "whole", tmp_path / "cut"
+  train.main([*arguments, f"--run_dir={whole}"])
+  train.main([*arguments, f"--run_dir={cut}", "--config.steps=3"])
+  train.main([*arguments, f"--run_dir={cut}"])
+  rows = rows_of(whole)
+  names = [f"score_norms_{k}" for k in ("level", "slope", "middle")]
+  told = [np.array([r[n] for n in names]) for r in rows if names[0] in r]
+  assert len(told) == 3 and all(np.isfinite(x).all() for x in told)
+  for a, b in zip(rows, rows_of(cut), strict=True):
+    assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
+  assert all(np.isfinite(row["own_gradient_mse"]) for row in rows[::2])
+  assert abs(told[0][1]) > 0  # they matter to step 2, and at step 4 are kept
