@@ -79,8 +79,10 @@ def make_device_step(
     *args, diagnosis.make_diagnose(config, shards, policy.vmappable)
   )
 
-  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
-    del examples
+  def step(
+    state: TrainState, prompts: Prompts, examples, diagnosed: bool, take=None
+  ):
+    del examples, take
     run = with_diagnosis if diagnosed else plain
     state, row = run(state, prompts, reference.at_hand(ref_params))
     return state, mesh_lib.fetch(row), [], []

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
@@ -32,6 +31,7 @@ from grpojax.runtime import (
 )
 from grpojax.training import (
   device_step,
+  dynamic_sampling,
   from_config,
   host_step,
   opening,
@@ -88,6 +88,14 @@ def remaining_steps(
   places = run.places.group_size
   observe = jax.jit(from_config.observe(config), out_shardings=places)
   size, batches = None, iter(())
+  parts = dynamic_sampling.draw_parts(config)
+
+  def take(count=1):
+    try:
+      return prompts_lib.take(batches, count, run.mesh)
+    except ValueError as error:  # an endless data set's, or data that changed
+      raise Stopped(str(error)) from error
+
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
     print("the first step compiles, which takes a while", flush=True)
@@ -99,16 +107,12 @@ def remaining_steps(
       size = _group_size(config, state)
       consumed = int(state.prompts_consumed)
       batches = prompts_lib.training_batches(
-        config, run.policy, run.train.examples, size, consumed
+        config, run.policy, run.train.examples, size, consumed, parts
       )
-    try:
-      prompts, examples = next(batches)
-    except ValueError as error:  # an endless data set's, or data that changed
-      raise Stopped(str(error)) from error
-    prompts = mesh_lib.place(prompts_lib.trim(prompts), run.mesh, "batch")
+    given = take(parts)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
-    state, row, shown, failures = step_(state, prompts, examples, diagnosed)
+    state, row, shown, failures = step_(state, *given, diagnosed, take)
     if diagnosed:
       state = _adapt(state, row, observe)
     now = time.perf_counter()
