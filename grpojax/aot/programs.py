@@ -92,7 +92,7 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
   )
 
 
-def _rows(x: PyTree, mesh: Mesh, *names: str) -> PyTree:
+def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 
   def one(x):
@@ -188,7 +188,8 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   parts, key = config.sampling.parts, jax.eval_shape(_key)
   with jax.set_mesh(sampling):
     if name == "rollout":
-      first = [jax.ShapeDtypeStruct((), jnp.int32)] * (parts > 1)
+      numbered = parts > 1 or config.filter_groups.enable
+      first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
       asked = _prompts(run, sampling, parts)
       return policies.lower(sample, state.params, asked, key, *first)
     whole = _prompts(run, sampling)
@@ -196,6 +197,11 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
   given = state.params, _as_rows(samples, run.mesh), rewards, run.ref_params
+  if from_config.aggregation(config):
+    functions = len(config.reward.functions) + bool(config.reward.model)
+    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
+    values = _rows(values, run.mesh, None, "batch", "group")
+    given = *given, None, values
   with jax.set_mesh(run.mesh):
     if name == "reference":
       return policies.lower(compare, *given)

@@ -260,6 +260,25 @@ def test_nothing_compiles_after_the_first_draws(job):
   assert not compiled
 
 
+def test_with_several_rewards_any_of_them_may_vary(job):
+  """One is constant in all groups of a kind, the other one varies there."""
+  file = pathlib.Path(__file__)
+  run = job(
+    reward__functions=(REWARD, f"{file}:other"),
+    reward__weights=(1.0, 0.5),
+    reward__aggregation="normalize_then_sum",
+    advantage="batch_std",
+    optim__packing=False,
+  )
+  row = run.run()
+  assert row["groups_kept"] == 1 and row["gen_batches"] > 1
+  for name in ("three", "other"):
+    assert row[f"reward_{name}_std"] > 0
+  total = row["reward_three"] + 0.5 * row["reward_other"]
+  np.testing.assert_allclose(row["reward_mean"], total, rtol=1e-5)
+  assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+
+
 def test_which_reward_has_to_vary(config_with):
   """The first function's, or whatever is compared."""
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.aot import programs
 from grpojax.core import advantages, multi_reward
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
 from grpojax.rewards import groups
 from grpojax.training import from_config, host_step, scoring
@@ -115,3 +117,19 @@ def test_what_cannot_be_is_refused(changes, text, config_with):
     validate(config_with(**given))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
+
+
+def test_it_compiles_ahead_of_time(config_with):
+  """What a run compiles is lowered, with the values of all functions."""
+  config = config_with(
+    reward__functions=("exact_answer", "length"),
+    reward__weights=(1.0, 1.0),
+    reward__aggregation="normalize_then_sum",
+    filter_groups__enable=True,
+  )
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  run = programs.open_run(config, mesh)
+  shapes = programs.lower(run, "reference").in_avals[0]
+  assert (2, 32, 8) in [x.shape for x in jax.tree.leaves(shapes)]
+  drawn = programs.lower(run, "rollout").in_avals[0]
+  assert jax.tree.leaves(drawn)[-1].shape == ()  # the first prompt's number
