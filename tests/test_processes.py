@@ -169,6 +169,11 @@ CASES = {
     "optim.micro_batches": 2,
     "optim.minibatches": 1,
   },
+  "fresh prompts": {
+    "filter_groups.enable": True,
+    "filter_groups.gen_parts": 2,
+    "reward.functions": (f"{RUNS}:rare",),
+  },
 }
 
 
@@ -178,6 +183,7 @@ CASES = {
     pytest.param("dense", (2, 4), marks=pytest.mark.long),
     pytest.param("adapters", (2,), marks=pytest.mark.long),
     pytest.param("auto", (2,), marks=pytest.mark.long),
+    pytest.param("fresh prompts", (2,), marks=pytest.mark.long),
     pytest.param("sampling on another mesh", (2,), marks=pytest.mark.long),
   ],
 )

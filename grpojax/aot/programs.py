@@ -94,7 +94,7 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
   )
 
 
-def _rows(x: PyTree, mesh: Mesh, *names: str) -> PyTree:
+def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 
   def one(x):
@@ -196,15 +196,21 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   parts, key = config.sampling.parts, jax.eval_shape(_key)
   with jax.set_mesh(sampling):
     if name == "rollout":
-      first = [jax.ShapeDtypeStruct((), jnp.int32)] * (parts > 1)
+      numbered = parts > 1 or config.filter_groups.enable
+      first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
       asked = _prompts(run, sampling, parts)
       return policies.lower(sample, state.params, asked, key, *first)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
   rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  rows = _as_rows(samples, run.mesh)
-  given = state.params, rows, rewards, run.ref_params, None, state.score_norms
+  rows, values = _as_rows(samples, run.mesh), None
+  if from_config.aggregation(config):
+    functions = len(config.reward.functions) + bool(config.reward.model)
+    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
+    values = _rows(values, run.mesh, None, "batch", "group")
+  given = state.params, rows, rewards, run.ref_params
+  given = *given, None, state.score_norms, values
   with jax.set_mesh(run.mesh):
     if name == "reference":
       return policies.lower(compare, *given)

@@ -27,6 +27,8 @@ def open_run(config: ConfigDict) -> programs.Run:
     config.reward.functions, config.reward.weights = (workloads.REWARD,), (1.0,)
     config.reward.options = ConfigDict()
     config.reward.workers, config.reward.model = 0, ""
+    # How often a group of such rewards varies says nothing: a step draws once.
+    config.filter_groups.enable = False
   mesh = from_config.mesh(config)
   batch_sizes.check(config, mesh)
   reference.check(config.model.reference, mesh)

@@ -253,3 +253,16 @@ knows the best group size for. All others have another: `vanilla` does not
 compare (its error is smallest at the smallest group), pooled and weighted
 baselines know the prompts' values better or otherwise, `grpo` weighs the
 prompts, and the rest have another objective."""
+
+ZERO_IN_EQUAL_GROUPS = (
+  "leave_one_out",
+  "grpo",
+  "dr_grpo",
+  "batch_std",
+  "length_weighted",
+  "max_at_k",
+  "min_at_k",
+  "pairwise_rank",
+)
+"""Those that are exactly 0 in a group of equal rewards, whatever the other
+groups are: such a group can be left out (`core.dynamic_sampling`)."""

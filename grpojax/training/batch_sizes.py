@@ -20,7 +20,7 @@ from grpojax.core.mesh import (
 )
 from grpojax.core.weighted_baselines import init_score_norms
 from grpojax.runtime.config import flatten, problem
-from grpojax.training import group_sizes
+from grpojax.training import dynamic_sampling, group_sizes
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on
 
@@ -33,12 +33,14 @@ def _divisions(leaves: dict[str, Any]) -> list[str]:
   if batch % minibatches:
     todo = f"must divide batch_size = {batch} (prompts; groups stay whole)"
     return [problem("optim.minibatches", minibatches, todo)]
-  parts = leaves["sampling.parts"]
+  fields = ["sampling.parts"]
+  fields += ["filter_groups.gen_parts"] * leaves["filter_groups.enable"]
   for size in filter(lambda size: size > 0, group_sizes.group_sizes(leaves)):
     prompts = group_sizes.samples_per_step(leaves) // size
-    if parts > 0 and prompts % parts:
-      todo = f"must divide a step's prompts, {prompts} with groups of {size}"
-      return [problem("sampling.parts", parts, todo)]
+    for field in fields:
+      if (parts := leaves[field]) > 0 and prompts % parts:
+        todo = f"must divide a step's prompts, {prompts} with groups of {size}"
+        return [problem(field, parts, todo)]
     rows = prompts // minibatches
     try:
       micro_batches.cuts(rows, size, micro)
@@ -81,9 +83,10 @@ def check(config: ConfigDict, mesh: Mesh) -> None:
   check_rows(sampling, eval_batch=config.eval.batch_size)
   for size in group_sizes.group_sizes(leaves):
     rows = group_sizes.samples_per_step(leaves) // size
-    prompts = rows // config.sampling.parts
-    check_rows(sampling, size, rollout=prompts)
-    _check_slots(config.sampling.slots, sampling, prompts, size)
+    for parts in {config.sampling.parts, dynamic_sampling.draw_parts(config)}:
+      prompts = rows // parts
+      check_rows(sampling, size, rollout=prompts)
+      _check_slots(config.sampling.slots, sampling, prompts, size)
     minibatch = rows // optim.minibatches
     with jax.set_mesh(mesh):
       cut = micro_batches.cuts(minibatch, size, optim.micro_batches)

@@ -82,6 +82,15 @@ def default_config() -> ConfigDict:
   config.reward.model = ""  # directory of a sequence classifier; "" = none
   config.reward.model_weight = 1.0
   config.reward.on_device = False  # True: the whole step is one XLA program
+  # Several functions' rewards are compared as their weighted sum, or each
+  # normalised in its group before it: "normalize_then_sum" (GDPO).
+  config.reward.aggregation = "sum_then_normalize"
+  config.filter_groups = ConfigDict()  # dynamic sampling (DAPO):
+  config.filter_groups.enable = False  # fresh prompts for groups that are equal
+  config.filter_groups.metric = "reward"  # in that, or "acc": the 1st function
+  config.filter_groups.max_num_gen_batches = 10  # batches drawn for one step
+  config.filter_groups.gen_parts = 1  # draws of 1 / gen_parts of a batch
+  config.filter_groups.rescale = False  # to the gradient's unfiltered length
   config.advantage = "leave_one_out"
   config.subset_size = 2  # k of max_at_k and min_at_k
   config.score_power = 2.0  # of score_weighted's weights

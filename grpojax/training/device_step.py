@@ -80,8 +80,10 @@ def make_device_step(
     *args, diagnosis.make_diagnose(config, shards, policy.vmappable)
   )
 
-  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
-    del examples
+  def step(
+    state: TrainState, prompts: Prompts, examples, diagnosed: bool, take=None
+  ):
+    del examples, take
     run = with_diagnosis if diagnosed else plain
     held, state = state.reference, state.replace(reference=None)
     ref = reference.at_hand(ref_params if held is None else held)

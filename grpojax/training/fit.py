@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
@@ -32,6 +31,7 @@ from grpojax.runtime import (
 )
 from grpojax.training import (
   device_step,
+  dynamic_sampling,
   from_config,
   host_step,
   opening,
@@ -108,6 +108,14 @@ def remaining_steps(
   adapt = _make_adapt(run)
   follow = reference.make_follow(config, run.places)
   size, batches = None, iter(())
+  parts = dynamic_sampling.draw_parts(config)
+
+  def take(count=1):
+    try:
+      return prompts_lib.take(batches, count, run.mesh)
+    except ValueError as error:  # an endless data set's, or data that changed
+      raise Stopped(str(error)) from error
+
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
     print("the first step compiles, which takes a while", flush=True)
@@ -119,16 +127,12 @@ def remaining_steps(
       size = _group_size(config, state)
       consumed = int(state.prompts_consumed)
       batches = prompts_lib.training_batches(
-        config, run.policy, run.train.examples, size, consumed
+        config, run.policy, run.train.examples, size, consumed, parts
       )
-    try:
-      prompts, examples = next(batches)
-    except ValueError as error:  # an endless data set's, or data that changed
-      raise Stopped(str(error)) from error
-    prompts = mesh_lib.place(prompts_lib.trim(prompts), run.mesh, "batch")
+    given = take(parts)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
-    state, row, shown, failures = step_(state, prompts, examples, diagnosed)
+    state, row, shown, failures = step_(state, *given, diagnosed, take)
     state = follow(state)
     if diagnosed:
       state = adapt(state, row)

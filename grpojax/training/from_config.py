@@ -22,6 +22,7 @@ from grpojax.core.decoding import Decoding
 from grpojax.core.entropy import EntropyBonus, init_control
 from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
+from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.core.packing import Packing
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
@@ -103,6 +104,17 @@ def advantage(config: ConfigDict) -> Callable[..., jax.Array]:
   """Rewards [..., G] -> advantages [..., G]; see `core.advantages`."""
   options = {"k": config.subset_size, "power": config.score_power}
   return bind(ADVANTAGES[config.advantage], **options)
+
+
+def aggregation(config: ConfigDict) -> Callable[..., jax.Array] | None:
+  """Rewards of each function [K, B, G] -> [B, G]; None is their pool's sum.
+
+  The reward model is the last of the functions, see `scoring.stacked`.
+  """
+  function = AGGREGATIONS[config.reward.aggregation]
+  weights = [*config.reward.weights]
+  weights += [config.reward.model_weight] * bool(config.reward.model)
+  return function and functools.partial(function, weights=weights)
 
 
 def first_state(

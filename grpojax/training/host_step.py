@@ -1,5 +1,6 @@
 """A training step in parts, with the reward on the host."""
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,13 @@ from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
 from grpojax.training import diagnosis as diagnosis_lib
-from grpojax.training import from_config, reference, sampling_parts, scoring
+from grpojax.training import (
+  dynamic_sampling,
+  from_config,
+  reference,
+  sampling_parts,
+  scoring,
+)
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -29,21 +36,32 @@ def make_compare(config: ConfigDict):
   """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, samples, rewards, ref_params, packing=None, score_norms=None)
-    -> (batch, metrics)`, to be jitted: advantages, and log-probabilities under
-    the reference.
+    `(lm, params, samples, rewards, ref_params, packing=None, score_norms=None,
+    values=None, scale=None) -> (batch, metrics)`, to be jitted: advantages, and
+    log-probabilities under the reference. The values [K, B, G] of the reward
+    functions are needed where `reward.aggregation` compares more than their
+    sum; a scale is a factor of all advantages.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
+  aggregate = from_config.aggregation(config)
 
   def compare(
-    lm, params, samples, rewards, ref_params, packing=None, score_norms=None
+    lm,
+    params,
+    samples,
+    rewards,
+    ref_params,
+    packing=None,
+    score_norms=None,
+    values=None,
+    scale=None,
   ):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
       samples,
-      rewards,
+      aggregate(values) if aggregate else rewards,
       from_config.advantage(config),
       ref_params,
       on_policy=on_policy,
@@ -56,6 +74,8 @@ def make_compare(config: ConfigDict):
       packing=packing,
       score_norms=score_norms,
     )
+    if scale is not None:
+      batch = batch.replace(advantages=scale * batch.advantages)
     return batch, rollout_metrics(samples, rewards)
 
   return compare
@@ -149,16 +169,31 @@ def make_host_step(
     budgets: see `from_config.sampler_program`.
 
   Returns:
-    `(state, prompts, examples, diagnosed) -> (state, metrics, samples,
-    failures)`. Where `diagnosed`, the metrics have those of `make_diagnose`, of
-    the policy that sampled. The samples are `_first_group`'s; the failures are
-    rewards that could not be computed.
+    `(state, prompts, examples, diagnosed, take=None) -> (state, metrics,
+    samples, failures)`. Where `diagnosed`, the metrics have those of
+    `make_diagnose`, of the policy that sampled and of the prompts as they came.
+    `take` gives more of them to dynamic sampling, see `dynamic_sampling.Take`.
+    The samples are `_first_group`'s; the failures are rewards that could not be
+    computed.
   """
   programs = make_programs(config, policy, group_size, tx, places, budgets)
   mesh = mesh_lib.mesh_of(places)
-  draw = sampling_parts.make_scored_samples(
-    config, policy, programs.sample, mesh, scorer, poll
+  draw, fill = dynamic_sampling.make_draw(
+    config,
+    functools.partial(
+      sampling_parts.make_scored_samples,
+      config,
+      policy,
+      programs.sample,
+      mesh,
+      scorer,
+      poll,
+    ),
+    mesh,
+    poll,
   )
+  consume = dynamic_sampling.make_consume(places)
+  aggregated = from_config.aggregation(config) is not None
   diagnose = policies.jit(
     policy,
     diagnosis_lib.make_diagnose(
@@ -166,15 +201,28 @@ def make_host_step(
     ),
   )
 
-  def step(state: TrainState, prompts: Prompts, examples, diagnosed: bool):
+  def compared(state, samples, scores, rewards, ref, scale):
+    """The batch to learn from, and metrics of its completions."""
+    packing = from_config.packing(config, samples, scores.rewards, mesh)
+    values = scoring.stacked(scores) if aggregated else None
+    values = mesh_lib.place(values, mesh, None, "batch", "group")
+    args = state.params, samples, rewards, ref, packing, state.score_norms
+    return programs.compare(*args, values, mesh_lib.place(scale, mesh))
+
+  def step(
+    state: TrainState, prompts: Prompts, examples, diagnosed: bool, take=None
+  ):
     clock = [time.perf_counter()]
     held, state = state.reference, state.replace(reference=None)
     key = jax.random.fold_in(state.key, state.step)
-    samples, texts, scores = draw(state.params, prompts, examples, key, clock)
+    given = state.params, prompts, examples, key, clock
+    samples, texts, scores = draw(*given)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
+    shown = _first_group(examples, texts, scores.rewards) if texts else []
     poll(together=True)
-    score_metrics = scoring.metrics(scores)
-    if diagnosed:
+    filled = fill(state.params, samples, scores, key, clock, take)
+    score_metrics = scoring.metrics(filled.drawn) | filled.metrics
+    if diagnosed:  # of the prompts as they came
       key = diagnosis_key(state)
       diagnosis = diagnose(
         state.params, samples, rewards, key, state.score_norms
@@ -183,26 +231,23 @@ def make_host_step(
       score_metrics |= mesh_lib.fetch(diagnosis)
       clock.append(time.perf_counter())
       poll(together=True)
-    packing = from_config.packing(config, samples, scores.rewards, mesh)
-    batch, row = programs.compare(
-      state.params,
-      samples,
-      rewards,
-      reference.at_hand(ref_params if held is None else held),
-      packing,
-      state.score_norms,
-    )
+    batch = filled.samples, filled.scores
+    if filled.scores is not scores:
+      rewards = filled.scores.rewards
+      rewards = mesh_lib.place(rewards, mesh, "batch", "group")
+    ref = reference.at_hand(ref_params if held is None else held)
+    batch, row = compared(state, *batch, rewards, ref, filled.scale)
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
     state, of_update = programs.learn(state, batch)
+    state = consume(state, filled.more_prompts)
     row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())
     names = ["seconds_rollout", "seconds_rewards"]
     names += ["seconds_diagnosis"] * diagnosed
     names += ["seconds_reference", "seconds_update"]
     row |= dict(zip(names, np.diff(clock), strict=True))
-    shown = _first_group(examples, texts, scores.rewards) if texts else []
     state = state.replace(reference=held)
-    return state, row, shown, groups.all_failures(scores)
+    return state, row, shown, groups.all_failures(filled.drawn)
 
   return step

@@ -7,9 +7,11 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data import datasets, pipeline, survey
 from grpojax.data.arithmetic import ENDLESS
@@ -120,7 +122,10 @@ def _prompts_of_run(config: ConfigDict) -> int:
   """Prompts that a run takes at most."""
   leaves = config_lib.flatten(config)
   samples = group_sizes.samples_per_step(leaves)
-  return config.steps * max(
+  batches = config.steps
+  if config.filter_groups.enable:
+    batches *= config.filter_groups.max_num_gen_batches
+  return batches * max(
     samples // size for size in group_sizes.group_sizes(leaves)
   )
 
@@ -208,10 +213,40 @@ def held_out(config: ConfigDict, policy: Policy, examples) -> Batches:
   return ((trim(prompts), batch) for prompts, batch in batches)
 
 
+def take(
+  batches: Batches, count: int, mesh: jax.sharding.Mesh
+) -> tuple[Prompts, list[dict[str, Any]]]:
+  """The next batches as one, trimmed, on a mesh.
+
+  Args:
+    batches: of equal size.
+    count: of them.
+    mesh: of training.
+
+  Raises:
+    ValueError: as `pipeline.prompt_batches`.
+  """
+  some = [next(batches) for _ in range(count)]
+  prompts = some[0][0]
+  if count > 1:
+    of_all = [prompts for prompts, _ in some]
+    prompts = jax.tree.map(lambda *x: np.concatenate(x), *of_all)
+  examples = [example for _, batch in some for example in batch]
+  return mesh_lib.place(trim(prompts), mesh, "batch"), examples
+
+
 def training_batches(
-  config: ConfigDict, policy: Policy, examples, group_size: int, start: int = 0
+  config: ConfigDict,
+  policy: Policy,
+  examples,
+  group_size: int,
+  start: int = 0,
+  parts: int = 1,
 ) -> Batches:
-  """The run's prompts from number `start` on, with targets for its reward."""
+  """The run's prompts from number `start` on, with targets for its reward.
+
+  Each batch has one of `parts` equal parts of a step's prompts.
+  """
   samples = group_sizes.samples_per_step(config_lib.flatten(config))
   target = None
   if config.reward.on_device:
@@ -220,7 +255,7 @@ def training_batches(
     config,
     policy,
     examples,
-    batch_size=samples // group_size,
+    batch_size=samples // group_size // parts,
     target=target,
     seed=config.seed,
     start=start,

@@ -16,7 +16,9 @@ one of these places, and needs no other:
 | optimal_group_size*                  |                                    |
 | own_* (weighted baselines)           | statistics.advantage_errors        |
 | score_norms_*                        | training.score_norms               |
-| reward_failures, reward_NAME         | training.scoring.metrics           |
+| reward_failures, reward_NAME, _std   | training.scoring.metrics           |
+| gen_batches, group_acceptance,       | training.dynamic_sampling          |
+| groups_kept                          |                                    |
 | seconds_rollout, _rewards,           | training.host_step                 |
 | seconds_reference, _update           |                                    |
 | seconds_step, tokens_per_second      | `speed`                            |
@@ -53,6 +55,7 @@ from grpojax.training.start import Run
 
 SHOWN = (
   "reward_mean",
+  "group_acceptance",  # with dynamic sampling
   "completion_length_mean",
   "entropy",
   "grad_norm",
@@ -147,7 +150,7 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
     row.pop("kl")  # there is nothing to diverge from
   record(run, row)
   if step % config.log.every == 0 or step == config.steps:
-    line = {k: row[k] for k in SHOWN}
+    line = {k: row[k] for k in SHOWN if k in row}
     if "optimal_group_size" in row:
       best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
       line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
@@ -162,6 +165,7 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
 def speed(config: ConfigDict, row, seconds: float) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
   samples = group_sizes.samples_per_step(config_lib.flatten(config))
+  samples *= row.get("gen_batches", 1)
   tokens = samples * float(row["completion_length_mean"])
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
 

@@ -19,19 +19,22 @@ from grpojax.training.policy import Policy
 Part = tuple[Prompts, Int[Array, ""]]
 
 
-def cut(prompts: Prompts, parts: int) -> list[Part]:
+def cut(
+  prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
+) -> list[Part]:
   """The parts of a batch, each with the number of its first prompt.
 
   Args:
     prompts: B of them.
+    first: number of the first of them.
     parts: of equal size; divides B.
   """
   rows = prompts.prompt_ids.shape[0] // parts
 
-  def part(first):
-    some = jax.tree.map(lambda x: x[first : first + rows], prompts)
+  def part(start):
+    some = jax.tree.map(lambda x: x[start : start + rows], prompts)
     some = jax.tree.map(lambda x: mesh_lib.constrain(x, "batch"), some)
-    return some, jnp.int32(first)
+    return some, jnp.int32(first + start)
 
   return [part(i * rows) for i in range(parts)]
 
@@ -49,6 +52,7 @@ def make_scored_samples(
   mesh: jax.sharding.Mesh,
   scorer: scoring.Scorer,
   poll: Callable[[], None],
+  parts: int | None = None,
 ):
   """A step's samples with their rewards, in `sampling.parts`.
 
@@ -63,23 +67,27 @@ def make_scored_samples(
     scorer: of the rewards.
     poll: called while it waits; may raise. Rewards that are being computed then
       are abandoned.
+    parts: in which they are sampled; None is `sampling.parts`.
 
   Returns:
-    `(params, prompts, examples, key, clock) -> (samples, texts, scores)`; to
-    the clock are added the times when all samples were there, and all rewards.
+    `(params, prompts, examples, key, clock, first=None) -> (samples, texts,
+    scores)`; to the clock are added the times when all samples were there, and
+    all rewards. `first` is the number of the first prompt among those that
+    share the key, None for 0.
   """
-  parts = config.sampling.parts
+  parts = parts or config.sampling.parts
   sampler = from_config.on_sampling_mesh(config, program, mesh)
   split = jax.jit(functools.partial(cut, parts=parts))
   whole = jax.jit(join)
 
-  def begun(params: Params, prompts: Prompts, key: Array) -> list[Rollout]:
+  def begun(params: Params, prompts: Prompts, key: Array, *first):
     if parts == 1:
-      return [sampler(params, prompts, key)]
-    return [sampler(params, some, key, i) for some, i in split(prompts)]
+      return [sampler(params, prompts, key, *first)]
+    return [sampler(params, some, key, i) for some, i in split(prompts, *first)]
 
-  def run(params, prompts, examples, key, clock):
-    drawn, scored = begun(params, prompts, key), []
+  def run(params, prompts, examples, key, clock, first=None):
+    given = () if first is None else (mesh_lib.place(first, mesh),)
+    drawn, scored = begun(params, prompts, key, *given), []
     rows = len(examples) // parts
     try:
       for i, part in enumerate(drawn):

@@ -204,6 +204,17 @@ def with_model(
   )
 
 
+def stacked(scores: groups.GroupScores) -> Float[np.ndarray, "K B G"]:
+  """Values of each function, and last of a reward model, before any sum.
+
+  NaN where a function has none, and for all of them where the completion has no
+  reward, because one of them failed.
+  """
+  rewarded = np.isfinite(scores.rewards)
+  values = np.stack(list(scores.values.values()))
+  return np.where(rewarded, values, np.float32(np.nan))
+
+
 def correctness(
   scorer: Scorer, scores: groups.GroupScores
 ) -> Float[np.ndarray, "B G"]:
@@ -215,7 +226,8 @@ def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
   """Scalars for a log.
 
   `reward_failures`, a count, and where there are several functions
-  `reward_NAME`, the mean of each over the completions that it has a value for.
+  `reward_NAME` and `reward_NAME_std`, the mean and standard deviation of each
+  over the completions that it has a value for.
   """
   row: dict[str, int | float] = {
     "reward_failures": len(groups.all_failures(scores))
@@ -224,4 +236,5 @@ def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
     for name, values in scores.values.items():
       if not np.isnan(values).all():
         row[f"reward_{name}"] = float(np.nanmean(values))
+        row[f"reward_{name}_std"] = float(np.nanstd(values))
   return row

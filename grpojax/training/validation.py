@@ -1,5 +1,6 @@
 """What makes a run's settings impossible, found before anything compiles."""
 
+import functools
 import math
 import re
 from typing import Any
@@ -8,6 +9,7 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.core.sampler_correction import CORRECTIONS
 from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.truncation import TRUNCATED
@@ -21,6 +23,7 @@ from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.training import (
   batch_sizes,
   corrections,
+  dynamic_sampling,
   group_sizes,
   loss_settings,
   reference,
@@ -37,6 +40,8 @@ CHOICES = {
   "model.dtype": tuple(DTYPES),
   "model.remat": tuple(REMAT),
   "advantage": tuple(ADVANTAGES),
+  "reward.aggregation": tuple(AGGREGATIONS),
+  "filter_groups.metric": tuple(dynamic_sampling.METRICS),
   "loss.ratio": tuple(RATIOS),
   "loss.old_logprobs": tuple(OLD_LOGPROBS),
   "loss.correction": tuple(CORRECTIONS),
@@ -57,7 +62,8 @@ _AT_LEAST_ONE = (
   "sampling.stages sampling.parts optim.epochs optim.minibatches "
   "optim.micro_batches eval.every eval.num_prompts eval.batch_size "
   "checkpoint.every checkpoint.keep log.every log.samples_every logits_chunk "
-  "auto_group_size.start auto_group_size.smallest auto_group_size.largest"
+  "auto_group_size.start auto_group_size.smallest auto_group_size.largest "
+  "filter_groups.max_num_gen_batches filter_groups.gen_parts"
 ).split()
 _NOT_NEGATIVE = (
   "seed steps sampling.top_k sampling.slots loss.clip_high loss.dual_clip "
@@ -189,6 +195,29 @@ def _rewards(leaves: dict[str, Any]) -> list[str]:
   return wrong
 
 
+def _aggregation(leaves: dict[str, Any]) -> list[str]:
+  """What cannot be done to rewards that are normalised by functions."""
+  value = leaves["reward.aggregation"]
+  if AGGREGATIONS.get(value) is None:
+    return []
+  say, wrong = functools.partial(problem, "reward.aggregation", value), []
+  plain = "use reward.aggregation = 'sum_then_normalize'"
+  if leaves["reward.on_device"]:
+    wrong.append(say(f"reward.on_device has one function only: {plain}"))
+  if leaves["group_size"] == AUTO:
+    todo = "group_size = 'auto' follows the best size for the weighted sum"
+    wrong.append(say(f"{todo}: {plain}, or a number for group_size"))
+  elif leaves["group_size"] == 1:
+    wrong.append(say("a group of 1 has no spread: use group_size of 2 or more"))
+  if leaves["advantage"] == "beta_binomial":
+    todo = "gives rewards outside [0, 1], which advantage = 'beta_binomial'"
+    wrong.append(say(f"{todo} cannot read as successes: {plain}"))
+  if leaves["loss.beta"] > 0 and leaves["loss.kl_placement"] == "reward":
+    todo = "gives rewards without unit, which a KL penalty in nats cannot be"
+    wrong.append(say(f"{todo} taken from: use loss.kl_placement = 'ratio'"))
+  return wrong
+
+
 def _lora(leaves: dict[str, Any]) -> list[str]:
   wrong, targets = [], leaves["lora.targets"]
   try:
@@ -239,6 +268,7 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
+  wrong += _aggregation(leaves) + dynamic_sampling.problems(leaves)
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
   wrong += corrections.problems(leaves) + score_norms.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

@@ -79,6 +79,12 @@ def digits(prompt, completion, example):
   return sum(map(ord, completion)) % 7 / 3
 
 
+def rare(prompt, completion, example):
+  """A reward that many groups do not differ in."""
+  del prompt, example
+  return float(sum(map(ord, completion)) % 23 == 0)
+
+
 def make_model(directory, **changes):
   """A random model of width 16 whose choices depend on what it reads."""
   source = directory / "source"

@@ -45,6 +45,15 @@ CASES = {
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
   "experts": ("experts", {}, MESHES),
+  "fresh prompts": (
+    "llama",
+    {
+      "filter_groups.enable": True,
+      "filter_groups.gen_parts": 2,
+      "reward.functions": (f"{PROGRAM}:rare",),
+    },
+    [{"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1}],
+  ),
 }
 
 

@@ -87,8 +87,11 @@ def test_weighted_functions(rewards):
   assert row == {
     "reward_failures": 1,
     "reward_length": 3.5,
+    "reward_length_std": 1.5,
     "reward_picky": 10,
+    "reward_picky_std": 0,
     "reward_seen": pytest.approx((4.5 + 1 + 4.5 + 1) / 4),
+    "reward_seen_std": 1.75,
   }
 
 

@@ -1,0 +1,300 @@
+"""Fresh prompts in the place of groups whose rewards do not vary (DAPO).
+
+What it does to the objective, and what not: `core.dynamic_sampling`.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from ml_collections import ConfigDict
+
+from grpojax.core import dynamic_sampling
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages import ADVANTAGES, ZERO_IN_EQUAL_GROUPS
+from grpojax.core.multi_reward import AGGREGATIONS
+from grpojax.core.rollout import rollout_metrics
+from grpojax.core.types import Params, Prompts, Rollout, TrainState
+from grpojax.rewards import groups
+from grpojax.runtime.config import problem
+from grpojax.training import scoring
+
+Take = Callable[[], tuple[Prompts, list[dict[str, Any]]]]
+"""The next prompts of the stream, as many as a draw has."""
+
+METRICS = ("reward", "acc")
+"""What has to vary in a group: `reward`, what its completions are compared by;
+`acc`, the first reward function."""
+
+
+class Filled(NamedTuple):
+  """A batch whose groups vary, and all that was drawn for it.
+
+  Attributes:
+    samples: the batch.
+    scores: its rewards; nan in groups that do not vary, where the limit was
+      met.
+    drawn: the scores of all groups that were drawn, in their order.
+    more_prompts: drawn beyond those of a step.
+    scale: a factor of all advantages; None for 1.
+    metrics: of all groups that were drawn, see `rollout_metrics`; none where
+      they are the batch.
+  """
+
+  samples: Rollout
+  scores: groups.GroupScores
+  drawn: groups.GroupScores
+  more_prompts: int
+  scale: np.float32 | None
+  metrics: dict[str, Any]
+
+
+class Settings(NamedTuple):
+  """The section `filter_groups` of a config where it is enabled.
+
+  Attributes:
+    metric: one of `METRICS`.
+    limit: prompts drawn for a step at most, in units of a step's.
+    parts: of a step's prompts, the equal parts that a draw has one of.
+    rescale: whether advantages are multiplied by the acceptance.
+  """
+
+  metric: str
+  limit: int
+  parts: int
+  rescale: bool
+
+
+def settings_of(config: ConfigDict) -> Settings | None:
+  """None where dynamic sampling is off."""
+  given = config.filter_groups
+  chosen = Settings(
+    given.metric, given.max_num_gen_batches, given.gen_parts, given.rescale
+  )
+  return chosen if given.enable else None
+
+
+def draw_parts(config: ConfigDict) -> int:
+  """Of a step's prompts, the equal parts that a draw has one of."""
+  settings = settings_of(config)
+  return settings.parts if settings else 1
+
+
+def _rows(
+  scores: groups.GroupScores, rows: Int[np.ndarray, "B"]
+) -> groups.GroupScores:
+  """Some of the groups."""
+  return groups.GroupScores(
+    scores.rewards[rows],
+    {name: values[rows] for name, values in scores.values.items()},
+    scores.failed[rows],
+    [scores.failures[row] for row in rows],
+  )
+
+
+def _joined(parts: Sequence[groups.GroupScores]) -> groups.GroupScores:
+  """All groups, one part after another."""
+  return groups.GroupScores(
+    np.concatenate([part.rewards for part in parts]),
+    {
+      name: np.concatenate([part.values[name] for part in parts])
+      for name in parts[0].values
+    },
+    np.concatenate([part.failed for part in parts]),
+    [group for part in parts for group in part.failures],
+  )
+
+
+def _pooled(
+  rows: Sequence[Mapping[str, Any]], sizes: Sequence[int]
+) -> dict[str, float]:
+  """`rollout_metrics` of all groups from those of parts of them.
+
+  Args:
+    rows: of each part.
+    sizes: groups of each part.
+  """
+  columns = {
+    name: np.array([row[name] for row in rows], np.float64) for name in rows[0]
+  }
+  counts = np.array(sizes)
+  row = {
+    name: column.max()
+    if name.endswith("_max")
+    else counts @ column / counts.sum()
+    for name, column in columns.items()
+  }
+  rewarded = counts * (1 - columns["rewards_missing"])
+  rewarded /= max(rewarded.sum(), 1e-30)
+  mean, std = columns["reward_mean"], columns["reward_std"]
+  row["reward_mean"] = rewarded @ mean
+  square = rewarded @ (std**2 + (mean - row["reward_mean"]) ** 2)
+  row["reward_std"] = np.sqrt(square)
+  return {name: float(value) for name, value in row.items()}
+
+
+def _varies(
+  config: ConfigDict, scores: groups.GroupScores
+) -> Bool[np.ndarray, "B"]:
+  """Which groups are learned from."""
+  if settings_of(config).metric == "acc":
+    first = next(iter(scores.values.values()))
+    return dynamic_sampling.varies(
+      np.where(np.isfinite(scores.rewards), first, np.nan)
+    )
+  if AGGREGATIONS[config.reward.aggregation] is None:
+    return dynamic_sampling.varies(scores.rewards)
+  return dynamic_sampling.varies(scoring.stacked(scores)).any(0)
+
+
+def make_fill(
+  config: ConfigDict,
+  draw: Callable[..., tuple[Rollout, Any, groups.GroupScores]],
+  mesh: jax.sharding.Mesh,
+  poll: Callable[..., None],
+):
+  """Replaces the groups of a batch that do not vary, as far as the limit goes.
+
+  The groups of a draw take the free places in the order of their prompts, so
+  that a batch whose groups all vary stays as it is, and the batch depends on
+  nothing but the state and the stream.
+
+  Args:
+    config: the run's.
+    draw: of `sampling_parts.make_scored_samples`, for the prompts of a draw.
+    mesh: of training.
+    poll: called before each draw; may raise.
+
+  Returns:
+    `(params, samples, scores, key, clock, take) -> Filled`; the samples and
+    scores are of all prompts of a step. Of the clock's last two times, when all
+    samples were there and all rewards, the first moves by the seconds of
+    sampling, the second to the end.
+  """
+  settings = settings_of(config)
+  replace = jax.jit(dynamic_sampling.replace_groups)
+  measure = jax.jit(rollout_metrics)
+
+  def measured(samples: Rollout, rewards: Float[np.ndarray, "B G"]):
+    return measure(samples, mesh_lib.place(rewards, mesh, "batch", "group"))
+
+  def fill(params: Params, samples: Rollout, scores, key, clock, take):
+    size = total = len(scores.rewards)
+    places, kept = np.arange(size), _varies(config, scores)
+    drawn, rows = [scores], [measured(samples, scores.rewards)]
+    while total < settings.limit * size and not kept.all():
+      poll(together=True)
+      times = [time.perf_counter()]
+      more, _, found = draw(params, *take(), key, times, first=np.int32(total))
+      good, free = np.flatnonzero(_varies(config, found)), np.flatnonzero(~kept)
+      pairs = list(zip(free, good, strict=False))
+      source = np.full(size, -1, np.int32)
+      for place, row in pairs:
+        source[place], places[place], kept[place] = row, total + row, True
+      if pairs:
+        samples = replace(samples, more, mesh_lib.place(source, mesh))
+      drawn.append(found)
+      rows.append(measured(more, found.rewards))
+      total += len(found.rewards)
+      clock[-2] += times[1] - times[0]
+    everything = _joined(drawn)
+    batch = _rows(everything, places)
+    rewards = np.where(kept[:, None], batch.rewards, np.float32(np.nan))
+    sizes = [len(part.rewards) for part in drawn]
+    accepted = dynamic_sampling.acceptance(_varies(config, everything), size)
+    row = _pooled(mesh_lib.fetch(rows), sizes) | {
+      "gen_batches": total / size,
+      "group_acceptance": accepted,
+      "groups_kept": float(kept.mean()),
+    }
+    clock[-1] = time.perf_counter()
+    scale = np.float32(accepted) if settings.rescale else None
+    batch = batch._replace(rewards=rewards)
+    return Filled(samples, batch, everything, total - size, scale, row)
+
+  return fill
+
+
+def make_draw(
+  config: ConfigDict,
+  make_scored_samples: Callable[..., Callable[..., Any]],
+  mesh: jax.sharding.Mesh,
+  poll: Callable[..., None],
+):
+  """How a step's prompts are sampled, and how groups of them are replaced.
+
+  Args:
+    config: the run's.
+    make_scored_samples: `sampling_parts.make_scored_samples`, given the parts.
+    mesh: of training.
+    poll: see `make_fill`.
+
+  Returns:
+    What that makes for the prompts of a step; and what `make_fill` makes, or
+    where dynamic sampling is off, the same of no consequence.
+  """
+  settings, draw = settings_of(config), make_scored_samples()
+  if settings is None:
+    return draw, lambda params, samples, scores, *_: Filled(
+      samples, scores, scores, 0, None, {}
+    )
+  again = draw if settings.parts == 1 else make_scored_samples(1)
+  # Numbered from the start: a later draw is by the same program.
+  first = functools.partial(draw, first=np.int32(0))
+  return first, make_fill(config, again, mesh, poll)
+
+
+def make_consume(places: Any):
+  """`(state, prompts) -> state`: so many more were taken from the stream.
+
+  Args:
+    places: shardings of the state.
+  """
+  place = places.prompts_consumed
+  add = jax.jit(lambda count, more: count + more, out_shardings=place)
+
+  def consume(state: TrainState, prompts: int) -> TrainState:
+    if not prompts:
+      return state
+    more = mesh_lib.place(np.int32(prompts), place.mesh)
+    return state.replace(prompts_consumed=add(state.prompts_consumed, more))
+
+  return consume
+
+
+def problems(leaves: Mapping[str, Any]) -> list[str]:
+  """What keeps a run from dynamic sampling, a line each.
+
+  Args:
+    leaves: all settings by dotted path, each in its own range.
+  """
+  if not leaves["filter_groups.enable"]:
+    return []
+  refuse = functools.partial(problem, "filter_groups.enable", True)
+  wrong, advantage = [], leaves["advantage"]
+  if leaves["reward.on_device"]:
+    wrong.append(
+      refuse(
+        "reward.on_device is one program, which draws once: use "
+        "reward.on_device = False"
+      )
+    )
+  if advantage in ADVANTAGES and advantage not in ZERO_IN_EQUAL_GROUPS:
+    wrong.append(
+      refuse(
+        f"advantage = {advantage!r} learns from groups of equal rewards too: "
+        f"use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}"
+      )
+    )
+  if leaves["loss.beta"] > 0 and leaves["loss.kl_placement"] == "reward":
+    wrong.append(
+      refuse(
+        "with a KL penalty in the reward (loss.kl_placement = 'reward') groups "
+        "of equal rewards teach something: use loss.kl_placement = 'ratio'"
+      )
+    )
+  return wrong

@@ -1,0 +1,168 @@
+"""What dynamic sampling does to the gradient, over all that may be drawn."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import advantages, dynamic_sampling
+from grpojax.core.binding import bind
+from grpojax.core.types import Rollout
+
+G = 3
+PROMPTS = np.array([0.5, 0.3, 0.2])  # how often each is drawn
+POLICY = np.array([[0.2, 0.5, 0.3], [0.05, 0.9, 0.05], [0.6, 0.3, 0.1]])
+REWARDS = np.array([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
+LENGTHS = np.array([1, 2, 4])
+GROUPS = np.array(list(itertools.product(range(3), repeat=G)))
+
+
+def all_groups(name):
+  """Of every prompt's 27 groups: probability, whether it varies, and U.
+
+  U [3, 27, 3, 3] is by a table of logits, so that every prompt has parameters
+  of its own: whatever weighs the prompts turns the gradient.
+  """
+  advantage = bind(advantages.ADVANTAGES[name], k=2)
+
+  @jax.jit
+  @jax.vmap
+  def alone(rewards, lengths):  # batch_std's batch is the group
+    return bind(advantage, lengths=lengths[None])(rewards[None])[0]
+
+  probability, varied, estimates = [], [], []
+  for x, (often, policy) in enumerate(zip(PROMPTS, POLICY, strict=True)):
+    rewards = REWARDS[x][GROUPS].astype(np.float32)
+    weights = np.asarray(alone(rewards, LENGTHS[GROUPS]), np.float64)
+    scores = np.eye(3)[GROUPS] - policy
+    table = np.zeros((len(GROUPS), 3, 3))
+    table[:, x] = np.mean(weights[..., None] * scores, axis=1)
+    probability.append(often * policy[GROUPS].prod(-1))
+    varied.append(dynamic_sampling.varies(rewards))
+    estimates.append(table)
+  return map(np.array, (probability, varied, estimates))
+
+
+def mean(probability, estimates):
+  return np.einsum("xg,xgij->ij", probability, estimates)
+
+
+@pytest.mark.parametrize("name", advantages.ZERO_IN_EQUAL_GROUPS)
+def test_the_kept_groups_have_the_gradient_of_all(name):
+  probability, varied, estimates = all_groups(name)
+  whole = mean(probability, estimates)
+  acceptance = np.sum(probability, where=varied)
+  kept = np.where(varied, probability, 0) / acceptance
+  assert np.abs(whole).max() > 0.01 and acceptance < 0.6
+  found = acceptance * mean(kept, estimates)
+  np.testing.assert_allclose(found, whole, atol=1e-7)
+  # Weights of 1 / P(the group varies) turn it.
+  of_prompt = np.sum(probability, -1, where=varied) / PROMPTS
+  turned = mean(kept / of_prompt[:, None], estimates)
+  cosine = np.vdot(turned, whole) / np.linalg.norm(turned)
+  assert cosine / np.linalg.norm(whole) < 0.999
+
+
+def test_vanilla_has_another_objective():
+  probability, varied, estimates = all_groups("vanilla")
+  rate = np.sum(POLICY * REWARDS, -1)
+  by_prompt = np.einsum("xg,xgij->xij", probability, estimates)
+  kept = mean(np.where(varied, probability, 0), estimates)
+  weights = 1 - rate ** (G - 1)
+  expected = np.einsum("x,xij->ij", weights, by_prompt)
+  np.testing.assert_allclose(kept, expected, atol=1e-7)
+  assert np.ptp(weights) > 0.5
+
+
+def test_what_is_not_zero_in_equal_groups_is_weighted():
+  """A KL term, say: the mean of the kept is no multiple of the mean of all."""
+  probability, varied, _ = all_groups("leave_one_out")
+  reference = np.array([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.2, 0.2, 0.6]])
+  log_ratio = np.log(POLICY / reference)
+  of_group = np.stack([r[GROUPS].mean(-1) for r in log_ratio])
+  acceptance = np.sum(probability, where=varied)
+  kept = np.sum(probability * of_group, -1, where=varied) / acceptance
+  whole = np.sum(probability * of_group, -1)
+  # By prompts; weights of 1 / P(the group varies) are no remedy.
+  of_prompt = np.sum(probability, -1, where=varied) / PROMPTS
+  for estimate in (acceptance * kept, acceptance * kept / of_prompt):
+    assert np.abs(estimate / whole - 1).max() > 0.2
+
+
+@pytest.mark.parametrize("name", advantages.ADVANTAGES)
+def test_which_advantages_are_zero_in_equal_groups(name):
+  rewards = jnp.array(
+    [[1.0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [1, 1, 0, 1]]
+  )
+  lengths = jnp.arange(1, 17).reshape(4, 4)
+  advantage = bind(advantages.ADVANTAGES[name], lengths=lengths, k=2)
+  try:
+    zero = not np.any(jax.jit(advantage)(rewards)[0])
+  except TypeError:  # it needs more than the groups' own rewards
+    zero = False
+  assert zero == (name in advantages.ZERO_IN_EQUAL_GROUPS)
+
+
+@pytest.mark.parametrize("draw", [1, 2, 3])
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_rescaled_it_is_unbiased_whatever_the_limit(wanted, draw):
+  """Two prompts and groups of 2: a group is equal, or varies in one way."""
+  limit = 6
+  often, rate = np.array([0.7, 0.3]), np.array([0.9, 0.5])
+  varied = 2 * often * rate * (1 - rate)
+  probability = np.array([1 - varied.sum(), *varied])
+  # Leave-one-out of rewards 1 and 0: (s_1 - s_0) / 2, s by the own logit.
+  estimates = np.array([[0.0, 0.0], [0.5, 0.0], [0.0, 0.5]])
+  truth = often * rate * (1 - rate)  # the gradient of V
+  found, accepted, share = np.zeros(2), 0.0, 0.0
+  for drawn in itertools.product(range(3), repeat=limit):
+    chance, drawn = probability[list(drawn)].prod(), np.array(drawn)
+    ends = range(draw, limit + 1, draw)
+    end = next((n for n in ends if (drawn[:n] > 0).sum() >= wanted), limit)
+    drawn = drawn[:end]
+    kept = drawn[drawn > 0][:wanted]
+    estimate = dynamic_sampling.acceptance(drawn > 0, wanted)
+    accepted += chance * estimate
+    share += chance * len(kept) / end
+    if len(kept):
+      found += chance * estimate * estimates[kept].mean(0)
+  np.testing.assert_allclose(found, truth, rtol=1e-12)
+  np.testing.assert_allclose(accepted, varied.sum(), rtol=1e-12)
+  if draw == 1:
+    assert share > 1.05 * varied.sum()  # the plain one is not
+
+
+def test_which_groups_vary():
+  nan, inf = np.nan, np.inf
+  rewards = [[0.1] * 3, [0, 1, 0], [nan, 1, 1], [nan, 1, 0], [nan] * 3]
+  rewards += [[inf, 1, 1]]
+  found = dynamic_sampling.varies(np.array(rewards))
+  assert found.tolist() == [False, True, False, True, False, False]
+
+
+def samples(ids, prompt_length):
+  """A rollout whose arrays are made of its prompts' ids."""
+  ids = jnp.asarray(ids)
+  of_prompts = jnp.broadcast_to(ids[:, None], (len(ids), prompt_length))
+  each = jnp.broadcast_to(ids[:, None, None], (len(ids), 2, 4))
+  return Rollout(
+    of_prompts, of_prompts > 0, each, each > 0, each / 7.0, each[..., 0] > 2
+  )
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 2), (2, 3)])
+def test_groups_are_replaced_whole(lengths):
+  batch, drawn = samples([1, 2, 3], lengths[0]), samples([4, 5], lengths[1])
+  source = jnp.array([-1, 1, 0])
+  found = jax.jit(dynamic_sampling.replace_groups)(batch, drawn, source)
+  expected = samples([1, 5, 4], 3)
+  of_samples = ("completion_ids", "completion_mask", "logprobs", "finished")
+  for name in of_samples:
+    np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+  lengths = np.array([lengths[0], lengths[1], lengths[1]])[:, None]
+  mask = np.arange(max(lengths)[0]) < lengths
+  np.testing.assert_array_equal(found.prompt_mask, mask)
+  ids = np.where(mask, [[1], [5], [4]], found.prompt_ids)
+  np.testing.assert_array_equal(found.prompt_ids, ids)

@@ -1,0 +1,98 @@
+"""Rewards of several functions, normalised each in its group."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import advantages
+from grpojax.core.multi_reward import normalize_then_sum
+from grpojax.rewards import functions
+
+NAN = np.nan
+WEIGHTS = [1.0, 0.5, -2.0]
+VALUES = jnp.array(  # as in trl_multi_reward.py, there [B * G, K]
+  [
+    [[1, 0, 1, 0], [1, 1, 1, 1], [NAN, 0, 1, 0]],
+    [[0.2, 0.2, 0.7, 0.1], [NAN, 0.5, 0.9, NAN], [NAN, NAN, 0.3, NAN]],
+    [[10, -5, 0, 2.5], [3, NAN, -4, 8], [NAN, 1, NAN, 7]],
+  ]
+)
+
+
+# By trl_multi_reward.py.
+TRL = {
+  "normalize_then_sum": [
+    [-1.1536919, 0.6912104, 1.325358, -0.8628765],
+    [-0.1330064, -0.2125177, 1.4760784, -1.1305544],
+    [0.0, 0.5032488, 0.694205, -1.1974538],
+  ],
+  "grpo": [
+    [-1.2942238, 1.0812503, 0.3645124, -0.1515389],
+    [-0.2593103, 0.3465549, 1.1414502, -1.2286948],
+    [0.0, 0.3690122, 0.7630421, -1.1320542],
+  ],
+  "dr_grpo": [
+    [-15.8, 13.2, 4.45, -1.85],
+    [-2.675, 3.575, 11.775, -12.675],
+    [0.0, 2.95, 6.1, -9.05],
+  ],
+}
+
+
+def gdpo(values, weights, epsilon=1e-6):
+  """The paper's two normalisations."""
+  total = normalize_then_sum(values, weights, epsilon=epsilon)
+  return advantages.batch_std(total, epsilon=epsilon)
+
+
+def test_it_is_trls_normalize_then_sum():
+  found = jax.jit(lambda v: gdpo(v, WEIGHTS, epsilon=1e-4))(VALUES)
+  np.testing.assert_allclose(found, TRL["normalize_then_sum"], atol=2e-6)
+
+
+def test_trls_sum_then_normalize_is_the_weighted_sum():
+  """As the pool adds it up, compared by two of our advantages."""
+  columns = np.asarray(VALUES, np.float64).reshape(3, -1).T
+  values = [[None if np.isnan(v) else v for v in row] for row in columns]
+  total = [functions.combine(row, WEIGHTS) for row in values]
+  total = jnp.array(np.array(total, np.float32).reshape(3, 4))  # None is nan
+  found = advantages.grpo(total, epsilon=1e-4)
+  np.testing.assert_allclose(found, TRL["grpo"], atol=2e-6)
+  found = advantages.dr_grpo(total)
+  np.testing.assert_allclose(found, TRL["dr_grpo"], atol=2e-5)
+
+
+def test_by_hand():
+  values = jnp.array([[[0.0, 1, 1]], [[300.0, 100, 200]]])
+  found = normalize_then_sum(values, [2.0, 0.5], epsilon=0.0)
+  root = 3**0.5  # 0, 1, 1 have the mean 2/3 and the standard deviation 1/root
+  expected = [2 * -2 / root + 0.5, 2 / root - 0.5, 2 / root]
+  np.testing.assert_allclose(found[0], expected, rtol=1e-5)
+
+
+def test_who_has_nothing_to_say_takes_no_side():
+  values = jnp.array([[[1.0, NAN, 0, NAN]], [[5.0, 5, 5, NAN]]])
+  found = normalize_then_sum(values, [1.0, 3.0])
+  half = 0.5**0.5
+  np.testing.assert_allclose(found, [[half, 0, -half, NAN]], rtol=1e-5)
+  # Every group sums to 0, so that nothing is left to centre.
+  sums = np.nansum(normalize_then_sum(VALUES, WEIGHTS), -1)
+  np.testing.assert_allclose(sums, 0, atol=1e-6)
+
+
+def test_the_scale_of_a_reward_does_not_count():
+  found = normalize_then_sum(VALUES, WEIGHTS)
+  scaled = normalize_then_sum(
+    VALUES * jnp.array([[[1]], [[1e3]], [[20]]]) + 7, WEIGHTS
+  )
+  np.testing.assert_allclose(scaled, found, rtol=1e-3)
+
+
+def test_what_does_not_fit_is_refused():
+  with pytest.raises(
+    ValueError, match=r"one weight a reward .*\(3,\), not \(2"
+  ):
+    normalize_then_sum(VALUES, [1.0, 2.0])
+  with pytest.raises(ValueError, match="group size G >= 2"):
+    normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0])

@@ -1,0 +1,357 @@
+"""Groups that do not vary make room for fresh prompts; nothing else changes."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from grpojax import train
+from grpojax.benchmarks import clock
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.rollout import rollout_metrics
+from grpojax.core.types import Prompts
+from grpojax.models import hf, sharding
+from grpojax.rewards import groups
+from grpojax.runtime import records
+from grpojax.training import (
+  dynamic_sampling,
+  from_config,
+  host_step,
+  scoring,
+)
+from grpojax.training import policy as policies
+from grpojax.training.config import validate
+
+B, G, T, VOCAB = 4, 4, 3, 5
+REWARD = f"{pathlib.Path(__file__)}:three"
+
+
+class Words:
+  """A tokenizer whose texts are the ids."""
+
+  all_special_ids = ()
+
+  def decode(self, ids, **_):
+    return " ".join(map(str, ids))
+
+
+def three(prompt, completion, example):
+  return float("3" in completion)
+
+
+def other(prompt, completion, example):
+  return float(len(completion))
+
+
+def kinds_of(numbers):
+  """Every third prompt of the stream is of the kind that can vary."""
+  return np.where(np.array(numbers) % 3 == 1, 1 + np.array(numbers) % 2, 0)
+
+
+def batch_of(first, count):
+  """Prompts of these numbers in the stream, and their examples."""
+  numbers = range(first, first + count)
+  ids = kinds_of(numbers)[:, None].astype(np.int32)
+  examples = [{"prompt_text": str(i), "answer": "1"} for i in numbers]
+  return Prompts(ids, np.ones(ids.shape, bool)), examples
+
+
+class Job:
+  """Steps of a chain of three kinds; the first always says the same."""
+
+  def __init__(self, tabular, config, scorer):
+    self.lm = tabular.lm(3, VOCAB)
+    table = self.lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
+    self.table = table.at[0, 0, 0].set(50.0)
+    self.policy = policies.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
+    self.mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+    self.config = config
+    tx = optax.sgd(0.1)
+    first = lambda p: from_config.first_state(config, tx, p)
+    places = sharding.shardings(
+      jax.eval_shape(first, self.table),
+      self.mesh,
+      rules=((r".*", PartitionSpec()),),
+    )
+    self.state = jax.jit(first, out_shardings=places)(self.table)
+    self.taken = 0
+    self.step = host_step.make_host_step(
+      config, self.policy, G, tx, None, places, scorer, lambda **_: None
+    )
+
+  def take(self, count=None):
+    count = count or B // dynamic_sampling.draw_parts(self.config)
+    prompts, examples = batch_of(self.taken, count)
+    self.taken += count
+    return mesh_lib.place(prompts, self.mesh, "batch"), examples
+
+  def run(self, diagnosed=False):
+    with jax.set_mesh(self.mesh):
+      given = self.take(B)
+      out = self.step(self.state, *given, diagnosed, self.take)
+    self.state, row, self.shown, self.failures = out
+    return row
+
+
+def config_of(config_with, **changes):
+  settings = {
+    "batch_size": B,
+    "group_size": G,
+    "sampling__max_new_tokens": T,
+    "optim__micro_batches": 1,
+    "loss__weighting": "fixed_length",
+    "reward__functions": (REWARD,),
+    "filter_groups__enable": True,
+  }
+  return config_with(**settings | changes)
+
+
+@pytest.fixture
+def job(tabular, config_with):
+  """`(**changes) -> Job`."""
+  with pytest.MonkeyPatch.context() as patch:
+    made = []
+
+    def make(**changes):
+      config = config_of(config_with, **changes)
+      scorer = scoring.open_scorer(config)
+      made.append(scorer)
+      job = Job(tabular, config, scorer.__enter__())
+      job.compared = []
+      pack = from_config.packing
+
+      def spy(config, samples, rewards, mesh):
+        job.compared.append((jax.device_get(samples), rewards))
+        return pack(config, samples, rewards, mesh)
+
+      patch.setattr(from_config, "packing", spy)
+      return job
+
+    yield make
+    for scorer in made:
+      scorer.__exit__(None, None, None)
+
+
+def whole_rollout(job, count):
+  """All that can be drawn for the first step, by one program, and rewards."""
+  program = from_config.sampler_program(
+    job.config, job.policy, G, from_config.sampling(job.config)
+  )
+  prompts, _ = batch_of(0, count)
+  key = jax.random.fold_in(jax.random.key(job.config.seed), 0)
+  samples = jax.device_get(program(job.table, prompts, key))
+  three = (samples.completion_ids == 3) & samples.completion_mask
+  return samples, np.any(three, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_groups_are_replaced_by_those_of_the_next_prompts(job, parts):
+  run = job(filter_groups__gen_parts=parts)
+  whole, rewards = whole_rollout(run, 10 * B)
+  varied = np.ptp(rewards, -1) > 0
+  good, size = np.flatnonzero(varied), B // parts
+  assert 2 * B < good[B - 1] and varied[:B].sum() == 1
+  row = run.run()
+  drawn = -(-(good[B - 1] + 1 - B) // size) * size + B
+  # The first batch's own group stays in its place.
+  expected, own = list(good[1:B]), good[0]
+  expected.insert(own, own)
+  ((samples, found),) = run.compared
+  np.testing.assert_array_equal(found, rewards[expected])
+  for name, value in vars(samples).items():
+    np.testing.assert_array_equal(value, getattr(whole, name)[expected], name)
+  assert run.taken == drawn == int(run.state.prompts_consumed)
+  assert row["gen_batches"] == drawn / B and row["groups_kept"] == 1
+  accepted = (B - 1) / good[B - 1]  # of good[B - 1] + 1 prompts
+  assert row["group_acceptance"] == pytest.approx(accepted)
+  # Metrics are of all that was drawn.
+  of_all = jax.tree.map(lambda x: jnp.asarray(x[:drawn]), whole)
+  of_all = jax.jit(rollout_metrics)(of_all, rewards[:drawn])
+  for name, value in of_all.items():
+    np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_batch_that_varies_is_left_alone(job):
+  """Bit for bit the step without dynamic sampling."""
+  of_length = f"{pathlib.Path(__file__)}:other"
+  changes = {"reward__functions": (of_length,)}
+
+  def stepped(**more):
+    run = job(**changes | more)
+    run.take = None  # nothing else is asked for
+    given = batch_of(1, 1)
+    prompts, examples = (
+      jax.tree.map(lambda x: np.concatenate([x] * B), given[0]),
+      given[1] * B,
+    )
+    with jax.set_mesh(run.mesh):
+      prompts = mesh_lib.place(prompts, run.mesh, "batch")
+      state, row, *_ = run.step(run.state, prompts, examples, False)
+    return jax.device_get(state), row
+
+  on, row = stepped(filter_groups__rescale=True)
+  off, plain = stepped(filter_groups__enable=False)
+  jax.tree.map(np.testing.assert_array_equal, on.params, off.params)
+  assert on.prompts_consumed == off.prompts_consumed == B
+  for name in set(plain) - {"tokens_per_second"}:
+    if not name.startswith("seconds"):
+      np.testing.assert_allclose(row[name], plain[name], 1e-6, err_msg=name)
+  assert set(row) - set(plain) == {
+    "gen_batches",
+    "group_acceptance",
+    "groups_kept",
+  }
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_leaves_room(job, limit):
+  """What does not vary then has no reward; the mean is of those that do."""
+  run = job(filter_groups__max_num_gen_batches=limit)
+  row = run.run()
+  whole, rewards = whole_rollout(run, limit * B)
+  good = np.flatnonzero(np.ptp(rewards, -1) > 0)
+  assert 0 < len(good) < B
+  ((_, found),) = run.compared
+  np.testing.assert_array_equal(np.isfinite(found).all(-1).sum(), len(good))
+  kept = found[np.isfinite(found).all(-1)]
+  np.testing.assert_array_equal(np.sort(kept, 0), np.sort(rewards[good], 0))
+  assert row["groups_kept"] == len(good) / B and row["gen_batches"] == limit
+  assert row["group_acceptance"] == len(good) / (limit * B)
+  assert run.taken == limit * B == int(run.state.prompts_consumed)
+  # No group of any step differs: a step of nothing, which says so.
+  run.taken, table = 0, run.table.at[1:].set(run.table[0])
+  run.state = run.state.replace(params=table)
+  row = run.run()
+  assert row["groups_kept"] == row["group_acceptance"] == 0
+  assert row["zero_variance_groups"] == 1 and row["grad_norm"] == 0
+
+
+def test_rescaled_gradients_have_the_length_of_all_groups(job):
+  norms = []
+  for rescale in (False, True):
+    run = job(filter_groups__rescale=rescale, optim__max_grad_norm=1e9)
+    row = run.run()
+    norms.append(row["grad_norm"])
+  ratio = row["group_acceptance"]
+  assert 0 < ratio < 0.5
+  np.testing.assert_allclose(norms[1], ratio * norms[0], rtol=1e-5)
+
+
+def test_the_diagnosis_is_of_the_prompts_as_they_came(job):
+  changes = {"diagnostics__share": 1.0}
+  on = job(**changes).run(diagnosed=True)
+  off = job(filter_groups__enable=False, **changes).run(diagnosed=True)
+  for name in ("c1", "c2", "c3", "optimal_group_size"):
+    np.testing.assert_array_equal(on[name], off[name], name)
+  assert on["gen_batches"] > 1
+
+
+def test_nothing_compiles_after_the_first_draws(job):
+  run = job(filter_groups__max_num_gen_batches=30, optim__packing=False)
+  batches = [run.run()["gen_batches"] for _ in range(2)]
+  compiled = clock.compilations()
+  batches += [run.run()["gen_batches"] for _ in range(3)]
+  assert len(set(batches)) > 1
+
+  assert not compiled
+
+
+def test_with_several_rewards_any_of_them_may_vary(job):
+  """One is constant in all groups of a kind, the other one varies there."""
+  file = pathlib.Path(__file__)
+  run = job(
+    reward__functions=(REWARD, f"{file}:other"),
+    reward__weights=(1.0, 0.5),
+    reward__aggregation="normalize_then_sum",
+    advantage="batch_std",
+    optim__packing=False,
+  )
+  row = run.run()
+  assert row["groups_kept"] == 1 and row["gen_batches"] > 1
+  for name in ("three", "other"):
+    assert row[f"reward_{name}_std"] > 0
+  total = row["reward_three"] + 0.5 * row["reward_other"]
+  np.testing.assert_allclose(row["reward_mean"], total, rtol=1e-5)
+  assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+
+
+def test_which_reward_has_to_vary(config_with):
+  """The first function's, or whatever is compared."""
+  rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
+  values = {
+    "a": np.array([[0.0, 1], [1, 1], [1, 0], [0, 1]], np.float32),
+    "b": np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32),
+  }
+  scores = groups.GroupScores(rewards, values, rewards < 0, [[], [], [], []])
+
+  def found(**changes):
+    config = config_of(config_with, **changes)
+    return dynamic_sampling._varies(config, scores).tolist()
+
+  assert found() == [False, True, True, False]
+  acc = found(filter_groups__metric="acc")
+  assert acc == [True, False, True, False]
+  each = found(reward__aggregation="normalize_then_sum")
+  assert each == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"reward__on_device": True}, "reward.on_device is one program, which dra"),
+    ({"advantage": "vanilla"}, "learns from groups of equal rewards too: use"),
+    ({"advantage": "beta_binomial"}, "'beta_binomial' learns from groups"),
+    (
+      {
+        "loss__beta": 0.1,
+        "loss__kl": "k1",
+        "loss__kl_placement": "reward",
+      },
+      "groups of equal rewards teach something",
+    ),
+    ({"filter_groups__gen_parts": 3}, "gen_parts = 3: must divide a step's"),
+    ({"filter_groups__gen_parts": 0}, "gen_parts = 0: must be 1 or more"),
+    ({"filter_groups__max_num_gen_batches": 0}, "must be 1 or more"),
+    ({"filter_groups__metric": "score"}, "use one of reward, acc"),
+  ],
+)
+def test_what_cannot_be_is_refused(changes, text, config_with):
+  given = {"filter_groups__enable": True} | changes
+  with pytest.raises(ValueError) as error:
+    validate(config_with(**given))
+  lines = str(error.value).splitlines()
+  assert len(lines) == 2 and text in lines[1]
+
+
+@pytest.mark.slow  # two runs and a half
+def test_a_run_that_is_resumed_is_the_same(toy_task, toy_model, tmp_path):
+  """With sizes of groups that are chosen on the way, and parts of a batch."""
+  settings = {"steps": 4, "checkpoint.every": 1, "eval.num_prompts": 4}
+  settings |= {"group_size": "auto", "diagnostics.every": 1, "batch_size": 16}
+  auto = {"start": 4, "largest": 16, "confidence": 0.0, "margin": 0.0}
+  settings |= {
+    f"auto_group_size.{k}": v for k, v in (auto | {"decay": 0.0}).items()
+  }
+  settings |= {"filter_groups.enable": True, "filter_groups.gen_parts": 2}
+  settings |= {"filter_groups.rescale": True, "eval.every": 4}
+
+  def go(name, **changes):
+    words = toy_task.arguments(toy_model, **settings | changes)
+    train.main([*words, f"--run_dir={tmp_path / name}"])
+    rows = records.read_jsonl(tmp_path / name / "metrics.jsonl")
+    kept = [row for row in rows if "gen_batches" in row]
+    return hf.load_params(tmp_path / name / "model"), [
+      {k: v for k, v in row.items() if "second" not in k} for row in kept
+    ]
+
+  whole, rows = go("whole")
+  go("again", steps=2)
+  again, same = go("again")
+  jax.tree.map(np.testing.assert_array_equal, again, whole)
+  assert same == rows and len(rows) == 4
+  assert max(row["gen_batches"] for row in rows) > 1
+  assert len({row["group_size"] for row in rows}) > 1

@@ -1,0 +1,135 @@
+"""Rewards of several functions: what a step compares of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.aot import programs
+from grpojax.core import advantages, multi_reward
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Rollout
+from grpojax.rewards import groups
+from grpojax.training import from_config, host_step, scoring
+from grpojax.training.config import validate
+
+NAN = np.nan
+VALUES = {
+  "right": np.array([[1, 0, 1], [0, 0, 1]], np.float32),
+  "short": np.array([[3, NAN, 9], [5, 1, 1]], np.float32),
+}
+FAILED = np.array([[0, 0, 0], [0, 0, 1]], bool)
+SAMPLES = Rollout(
+  *(jnp.ones((2, 1), bool),) * 2,
+  jnp.ones((2, 3, 4), jnp.int32),
+  jnp.ones((2, 3, 4), bool),
+  jnp.zeros((2, 3, 4)),
+  jnp.ones((2, 3), bool),
+)
+
+
+def scores_of(weights):
+  total = sum(
+    w * np.nan_to_num(v) for w, v in zip(weights, VALUES.values(), strict=True)
+  )
+  total = np.where(FAILED, NAN, total).astype(np.float32)
+  return groups.GroupScores(total, VALUES, FAILED, [[[]] * 3] * 2)
+
+
+def test_a_failure_takes_no_part_by_any_function():
+  found = scoring.stacked(scores_of((1.0, 2.0)))
+  expected = [[[1, 0, 1], [0, 0, NAN]], [[3, NAN, 9], [5, 1, NAN]]]
+  np.testing.assert_array_equal(found, expected)
+
+
+def test_each_is_logged_by_its_name():
+  row = scoring.metrics(scores_of((1.0, 2.0)))
+  assert row["reward_right"] == 0.5 and row["reward_short"] == pytest.approx(
+    3.8
+  )
+  assert row["reward_right_std"] == 0.5
+  spread = np.std([3, 9, 5, 1, 1])
+  assert row["reward_short_std"] == pytest.approx(spread)
+
+
+@pytest.mark.parametrize("name", ["batch_std", "leave_one_out"])
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
+  weights = (1.0, -0.5)
+  config = config_with(
+    reward__functions=("a", "b"),
+    reward__weights=weights,
+    reward__aggregation="normalize_then_sum",
+    advantage=name,
+    group_size=3,
+    batch_size=2,
+  )
+  compare = host_step.make_compare(config)
+  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
+  scores = scores_of(weights)
+  values = scoring.stacked(scores)
+  scale = scale and np.float32(scale)
+  batch, row = compare(scores.rewards, None, None, values, scale)
+  compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
+  expected = advantages.ADVANTAGES[name](compared) * (scale or 1)
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5, atol=1e-6)
+  # The metrics are of the weighted sum.
+  np.testing.assert_allclose(
+    row["reward_mean"], np.nanmean(scores.rewards), rtol=1e-6
+  )
+  assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
+
+
+def test_the_reward_model_has_the_last_weight(config_with):
+  config = config_with(
+    reward__weights=(2.0,),
+    reward__model="somewhere",
+    reward__model_weight=3.0,
+    reward__aggregation="normalize_then_sum",
+  )
+  assert from_config.aggregation(config).keywords["weights"] == [2.0, 3.0]
+  config.reward.aggregation = "sum_then_normalize"
+  assert from_config.aggregation(config) is None
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"reward__aggregation": "gdpo"}, "use one of sum_then_normalize, normal"),
+    ({"reward__on_device": True}, "reward.on_device has one function only"),
+    (
+      {"group_size": "auto", "diagnostics__every": 1},
+      "the best size for the weighted sum",
+    ),
+    ({"group_size": 1, "advantage": "vanilla"}, "a group of 1 has no spread"),
+    ({"advantage": "beta_binomial"}, "cannot read as successes"),
+    (
+      {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
+      "rewards without unit",
+    ),
+  ],
+)
+def test_what_cannot_be_is_refused(changes, text, config_with):
+  given = {"reward__aggregation": "normalize_then_sum"} | changes
+  with pytest.raises(ValueError) as error:
+    validate(config_with(**given))
+  lines = str(error.value).splitlines()
+  assert len(lines) == 2 and text in lines[1]
+
+
+def test_it_compiles_ahead_of_time(config_with):
+  """What a run compiles is lowered, with the values of all functions."""
+  config = config_with(
+    reward__functions=("exact_answer", "length"),
+    reward__weights=(1.0, 1.0),
+    reward__aggregation="normalize_then_sum",
+    filter_groups__enable=True,
+  )
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  run = programs.open_run(config, mesh)
+  shapes = programs.lower(run, "reference").in_avals[0]
+  assert (2, 32, 8) in [x.shape for x in jax.tree.leaves(shapes)]
+  drawn = programs.lower(run, "rollout").in_avals[0]
+  assert jax.tree.leaves(drawn)[-1].shape == ()  # the first prompt's number
