@@ -70,6 +70,7 @@ def make_batch(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
   packing: Packing | None = None,
+  prompt_weights: Array | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
 
@@ -99,6 +100,8 @@ def make_batch(
     chunk_size: see `token_logprobs`.
     packing: of the completions (`packing_layout.plan`), which are then scored,
       and in the update learned from, as packed rows; None as they are.
+    prompt_weights: see `Prompts.weights`; of a prompt the KL term counts as
+      much as the rewards do.
 
   Returns:
     A `Batch` for the update.
@@ -137,6 +140,9 @@ def make_batch(
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
   rewarded = present(rewards)[..., None]
+  weights = prompt_weights
+  if weights is not None:
+    weights = jnp.broadcast_to(weights[:, None], rewards.shape)
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
@@ -147,6 +153,7 @@ def make_batch(
     ref_logprobs=ref_logprobs,
     sampler_logprobs=rollout.logprobs,
     packing=packing,
+    sample_weights=weights,
   )
 
 
@@ -289,6 +296,7 @@ def make_grpo_step(
       micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,
+      prompt_weights=prompts.weights,
     )
     row = rollout_metrics(samples, rewards)
     if diagnose is not None:

@@ -35,6 +35,7 @@ from grpojax.training import (
   from_config,
   host_step,
   opening,
+  prompt_choice,
   reporting,
   run_storage,
 )
@@ -87,7 +88,7 @@ def remaining_steps(
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   places = run.places.group_size
   observe = jax.jit(from_config.observe(config), out_shardings=places)
-  size, batches = None, iter(())
+  size, draw = None, None
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
     print("the first step compiles, which takes a while", flush=True)
@@ -98,11 +99,14 @@ def remaining_steps(
     if size != _group_size(config, state):
       size = _group_size(config, state)
       consumed = int(state.prompts_consumed)
-      batches = prompts_lib.training_batches(
-        config, run.policy, run.train.examples, size, consumed
-      )
+      args = config, run.policy, run.train.examples, size
+      if state.difficulty is None:
+        batches = prompts_lib.training_batches(*args, consumed)
+        draw = lambda _, batches=batches: next(batches)
+      else:
+        draw = prompt_choice.make_draw(*args)
     try:
-      prompts, examples = next(batches)
+      prompts, examples = draw(state)
     except ValueError as error:  # an endless data set's, or data that changed
       raise Stopped(str(error)) from error
     prompts = mesh_lib.place(prompts_lib.trim(prompts), run.mesh, "batch")

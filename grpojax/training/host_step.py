@@ -20,7 +20,14 @@ from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
 from grpojax.training import diagnosis as diagnosis_lib
-from grpojax.training import from_config, reference, sampling_parts, scoring
+from grpojax.training import (
+  from_config,
+  mixtures,
+  prompt_choice,
+  reference,
+  sampling_parts,
+  scoring,
+)
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -29,14 +36,16 @@ def make_compare(config: ConfigDict):
   """The part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, samples, rewards, ref_params, packing=None) -> (batch,
-    metrics)`, to be jitted: advantages, and log-probabilities under the
-    reference.
+    `(lm, params, samples, rewards, ref_params, packing=None, weights=None) ->
+    (batch, metrics)`, to be jitted: advantages, and log-probabilities under the
+    reference. The weights are the prompts'.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
 
-  def compare(lm, params, samples, rewards, ref_params, packing=None):
+  def compare(
+    lm, params, samples, rewards, ref_params, packing=None, weights=None
+  ):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
       lm,
@@ -51,6 +60,7 @@ def make_compare(config: ConfigDict):
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
       packing=packing,
+      prompt_weights=weights,
     )
     return batch, rollout_metrics(samples, rewards)
 
@@ -154,6 +164,7 @@ def make_host_step(
   draw = sampling_parts.make_scored_samples(
     config, policy, programs.sample, mesh, scorer, poll
   )
+  observe = prompt_choice.make_learn(config, places)
   diagnose = policies.jit(
     policy,
     diagnosis_lib.make_diagnose(
@@ -168,6 +179,8 @@ def make_host_step(
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
     poll(together=True)
     score_metrics = scoring.metrics(scores)
+    score_metrics |= mixtures.metrics(config, examples, scores.rewards)
+    score_metrics |= prompt_choice.metrics(state, prompts, examples)
     if diagnosed:
       key = diagnosis_key(state)
       diagnosis = diagnose(state.params, samples, rewards, key)
@@ -177,10 +190,18 @@ def make_host_step(
       poll(together=True)
     packing = from_config.packing(config, samples, scores.rewards, mesh)
     batch, row = programs.compare(
-      state.params, samples, rewards, reference.at_hand(ref_params), packing
+      state.params,
+      samples,
+      rewards,
+      reference.at_hand(ref_params),
+      packing,
+      prompts.weights,
     )
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
+    if state.difficulty is not None:
+      right = scoring.correctness(scorer, scores, examples)
+      state = observe(state, examples, right)
     state, of_update = programs.learn(state, batch)
     row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())

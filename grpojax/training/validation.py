@@ -16,13 +16,15 @@ from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.training import batch_sizes, group_sizes
+from grpojax.statistics.success_rates import PRIORITIES
+from grpojax.training import batch_sizes, difficulty, group_sizes, mixtures
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.reference import REFERENCE_MEMORY
 
 CHOICES = {
   "data.name": tuple(DATASETS),
+  "difficulty.priority": (difficulty.OFF, *PRIORITIES),
   "data.special_tokens": tuple(SPECIAL_TOKENS),
   "data.too_long": tuple(TOO_LONG),
   "model.dtype": tuple(DTYPES),
@@ -227,5 +229,6 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
-  wrong += _reference(leaves)
+  wrong += _reference(leaves) + mixtures.problems(leaves)
+  wrong += difficulty.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)
