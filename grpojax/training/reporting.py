@@ -17,6 +17,7 @@ one of these places, and needs no other:
 | seconds_reference, _update           |                                    |
 | seconds_step, tokens_per_second      | `speed`                            |
 | step, group_size, train_seconds      | training.fit                       |
+| success_rate_*, prompts_seen, ...    | training.prompt_choice.metrics     |
 | DATA_SET/...                         | training.mixtures.metrics; those   |
 |                                      | of evaluations `evaluate_held_out` |
 | accuracy, accuracy_low, _high (rows  | training.evaluation.numbers        |

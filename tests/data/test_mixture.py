@@ -50,7 +50,7 @@ def test_a_run_resumed_anywhere_continues_the_same_stream(start):
 
 def test_the_order_of_a_data_set_is_its_own():
   def order(name, **options):
-    found = sum(asked(batches(**options), 40), [])
+    found = sum(asked(batches(**options), 8), [])
     return [p for p in found if p[0] == name][:5]
 
   assert order("b") == order("b", parts=PARTS[::-1])
