@@ -1,11 +1,13 @@
 """Mixtures of data sets, from the config to metrics."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from grpojax import evaluate
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
 from grpojax.runtime import config as config_lib
@@ -182,3 +184,32 @@ def test_an_error_says_which_data_set_it_is_of(files, config_with):
   config.data.mixture.ones.path = "/nowhere"
   with pytest.raises(ValueError, match="data.mixture.ones: .*/nowhere"):
     prompts_lib.load_examples(config, "train")
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_by_data_set(
+  toy_task, toy_model, tmp_path, capsys
+):
+  """Each by its own reward: one is never right at first, one always."""
+  file, out = tmp_path / "mine.py", tmp_path / "result.json"
+  file.write_text("def easy(prompt, completion, example):\n  return 1.0\n")
+  settings = {
+    "reward.functions": f"exact_answer,{file}:easy",
+    "reward.weights": "1,1",
+    "data.mixture.one.name": "arithmetic",
+    "data.mixture.one.rewards": "easy",
+    "data.mixture.two.name": "arithmetic",
+    "data.mixture.two.rewards": "exact_answer",
+    "eval.num_prompts": 6,
+  }
+  words = toy_task.arguments(toy_model, **settings)
+  evaluate.main([f"--model={toy_model}", *words, f"--out={out}"])
+  found = json.loads(out.read_text())
+  assert found["accuracy"] == 0.5
+  each = found["data_sets"]
+  assert each["one"]["accuracy"] == 1 and each["two"]["accuracy"] == 0
+  printed = capsys.readouterr().out
+  assert "12 held-out prompts" in printed
+  assert re.search(r"\none, .*: 6 held-out prompts\n.*100.0%", printed)
+  with pytest.raises(SystemExit, match="judged by easy, exact_answer"):
+    evaluate.main([f"--model={toy_model}", *words, "--samples=2", "--majority"])
