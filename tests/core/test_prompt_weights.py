@@ -96,6 +96,7 @@ def test_the_weights_of_minibatches_are_those_of_their_prompts(tabular):
   assert np.abs(half).max() > 0.01
 
 
+@pytest.mark.slow  # a rollout to compile
 def test_a_whole_step_takes_the_weights_of_its_prompts(tabular):
   lm, tx = tabular.lm(2, 4), optax.sgd(1.0)
   step = grpojax.make_grpo_step(
