@@ -23,6 +23,7 @@ the same random numbers.
 import math
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +39,7 @@ from grpojax.training import (
   from_config,
   held_out,
   memory,
+  mixtures,
   run_directory,
   run_storage,
   scoring,
@@ -79,6 +81,12 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
       "--majority counts the votes for each answer, which only "
       f"{', '.join(evaluation.ANSWERS)} can read: reward.functions[0] is "
       f"{config.reward.functions[0]!r}"
+    )
+  judges = {config.reward.functions[0], *mixtures.judges(config).values()}
+  if flags.majority and len(judges) > 1:
+    raise ValueError(
+      "--majority reads the answers to all problems alike, but the data sets "
+      f"of data.mixture are judged by {', '.join(sorted(judges))}"
     )
   if flags.majority and flags.samples > MOST_SAMPLES:
     raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
@@ -180,7 +188,7 @@ def main(argv: list[str]) -> None:
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
-  values = []
+  values, each = [], []
   with scoring.open_scorer(config) as scorer:
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
       result = evaluation.evaluate(
@@ -195,11 +203,20 @@ def main(argv: list[str]) -> None:
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
-  _report(flags, values)
+      each.append(evaluation.by_data_set(config, result, values[-1]))
+  results = _report(flags, values)
+  for name in each[0]:
+    print(f"\n{name}", end=", ")
+    of_one = _report(flags, [of_model[name] for of_model in each])
+    results.setdefault("data_sets", {})[name] = of_one
+  if flags.out:
+    records.write_json(flags.out, results)
 
 
-def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
-  """Prints and writes the numbers of one model, or of two."""
+def _report(
+  flags: ConfigDict, values: list[dict[str, np.ndarray]]
+) -> dict[str, Any]:
+  """Prints the numbers of one model, or of two, and returns them for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   count = len(next(iter(values[0].values())))
   if flags.compare:
@@ -214,8 +231,7 @@ def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
   else:
     print(f"{flags.model}: {count} held-out prompts")
     print(*evaluation.lines(values[0]), sep="\n")
-  if flags.out:
-    records.write_json(flags.out, results)
+  return results
 
 
 if __name__ == "__main__":

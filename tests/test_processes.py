@@ -160,6 +160,12 @@ CASES = {
     "mesh.tensor": 2,
     "mesh.sampling_tensor": 1,
   },
+  "prompts by difficulty": {
+    "data.options.size": 30,
+    "difficulty.priority": "spread",
+    "difficulty.rows": 2,
+    "difficulty.importance_weights": True,
+  },
   "auto": {
     "group_size": "auto",
     "auto_group_size.start": 8,
@@ -184,6 +190,7 @@ CASES = {
     pytest.param("adapters", (2,), marks=pytest.mark.long),
     pytest.param("auto", (2,), marks=pytest.mark.long),
     pytest.param("fresh prompts", (2,), marks=pytest.mark.long),
+    pytest.param("prompts by difficulty", (2,), marks=pytest.mark.long),
     pytest.param("sampling on another mesh", (2,), marks=pytest.mark.long),
   ],
 )

@@ -78,6 +78,7 @@ def make_batch(
   chunk_size: int = 256,
   packing: Packing | None = None,
   score_norms: ScoreNorms | None = None,
+  prompt_weights: Array | None = None,
 ) -> Batch:
   """Compares each completion with its group, and scores it by the reference.
 
@@ -112,6 +113,8 @@ def make_batch(
     packing: of the completions (`packing_layout.plan`), which are then scored,
       and in the update learned from, as packed rows; None as they are.
     score_norms: of earlier steps (`TrainState.score_norms`).
+    prompt_weights: see `Prompts.weights`; of a prompt the KL term counts as
+      much as the rewards do.
 
   Returns:
     A `Batch` for the update.
@@ -154,6 +157,9 @@ def make_batch(
   rewards = jnp.where(real, rewards, jnp.nan)
   rewards, learned = TRUNCATED[truncated](rewards, rollout.finished)
   learned = (learned & present(rewards))[..., None]
+  weights = prompt_weights
+  if weights is not None:
+    weights = jnp.broadcast_to(weights[:, None], rewards.shape)
   return Batch(
     prompt_ids=rollout.prompt_ids,
     prompt_mask=rollout.prompt_mask,
@@ -164,6 +170,7 @@ def make_batch(
     ref_logprobs=ref_logprobs,
     sampler_logprobs=rollout.logprobs,
     packing=packing,
+    sample_weights=weights,
   )
 
 
@@ -312,6 +319,7 @@ def make_grpo_step(
       sampling=sampling,
       chunk_size=chunk_size,
       score_norms=state.score_norms,
+      prompt_weights=prompts.weights,
     )
     row = rollout_metrics(samples, rewards)
     if diagnose is not None:

@@ -115,11 +115,14 @@ class Prompts:
     targets: what a jittable reward needs to know of each prompt (a pytree of
       arrays with leading axis B, for example the ids of the right answer), or
       None.
+    weights: how much each prompt counts in the loss, importance weights of how
+      it was drawn; None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
   prompt_mask: Bool[Array, "B P"]
   targets: Any = None
+  weights: Float[Array, "B"] | None = None
 
 
 @typing.no_type_check
@@ -168,6 +171,8 @@ class Batch:
       leaves that out.
     packing: a `packing.Packing` of the completions, so that what is computed
       are their real tokens; None computes all of them, [B, G, T].
+    sample_weights: how much each completion counts in the loss beside what the
+      token weighting says (`Prompts.weights`); None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -179,6 +184,7 @@ class Batch:
   ref_logprobs: Float[Array, "B G T"] | None = None
   sampler_logprobs: Float[Array, "B G T"] | None = None
   packing: Any = None
+  sample_weights: Float[Array, "B G"] | None = None
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask")
@@ -206,6 +212,8 @@ class TrainState:
       else None; not part of an update.
     score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks for
       it, else None.
+    difficulty: `success_rates.SuccessRates` of the training prompts where they
+      are drawn by them, else None.
   """
 
   params: Params
@@ -218,3 +226,4 @@ class TrainState:
   entropy: Any = None
   reference: Any = None
   score_norms: Any = None
+  difficulty: Any = None

@@ -233,6 +233,9 @@ def make_update(
       return added, monitored
 
     weights = weighting(batch.completion_mask)
+    if batch.sample_weights is not None:
+      weights = weights * batch.sample_weights[..., None]
+      batch = batch.replace(sample_weights=None)  # they are in it
     parts = _split(batch, weights, micro_batches)
     kept, tokens = of_all_parts(params, parts[0])
     zero = jnp.zeros(()), _float32(jax.tree.map(jnp.zeros_like, params))

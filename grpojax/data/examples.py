@@ -8,10 +8,12 @@ An example is a dict of JSON values with
     "solution"  optional: a text to learn from, which ends with the answer
 
 and whatever else the data set has: rewards get all of it. A solution says its
-answer as GSM8K's do, after `MARK`.
+answer as GSM8K's do, after `MARK`. In a mixture of data sets `SOURCE` is the
+name of the one that an example is of.
 """
 
 SPLITS = ("train", "test")
+SOURCE = "data_source"  # as in verl, so that its reward functions find it
 MARK = "####"  # what follows the last one is the answer
 
 

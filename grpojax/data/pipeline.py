@@ -17,6 +17,7 @@ import numpy as np
 
 from grpojax.core.types import Prompts
 from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.mixture import Mixture, interleaved
 
 Example = dict[str, Any]
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
@@ -57,6 +58,7 @@ def prompt_batches(
 
   Args:
     examples: random access to dicts with a "prompt" (text or chat messages).
+      Of a `Mixture` that is repeated, the data sets take turns.
     encode: `(prompt) -> (text, ids)`: a prompt as the text that the model
       continues, and the token ids of that text.
     batch_size: prompts a batch, B.
@@ -85,14 +87,11 @@ def prompt_batches(
       "batch_size and max_prompt_length must be at least 1 and start at least"
       f" 0, got {batch_size}, {max_prompt_length} and {start}"
     )
-  dataset = grain.MapDataset.source(examples)
-  if shuffle and len(examples) < ENDLESS:
-    # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
-    # share all their epochs but one.
-    mixed = np.random.SeedSequence(seed).generate_state(1)[0]
-    dataset = dataset.shuffle(seed=int(mixed))
-  if repeat:
-    dataset = dataset.repeat()
+  stream = functools.partial(_stream, shuffle=shuffle, repeat=repeat)
+  if repeat and isinstance(examples, Mixture):
+    dataset = interleaved(examples, stream, seed)
+  else:
+    dataset = stream(examples, np.random.SeedSequence(seed))
   row = functools.partial(
     _row,
     encode=encode,
@@ -106,6 +105,37 @@ def prompt_batches(
   # Threads read ahead but deliver in order: the batches do not depend on them.
   options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
   return iter(dataset.to_iter_dataset(options))
+
+
+def prompts_of(
+  examples: Any,
+  indices: Sequence[int],
+  encode: Encode,
+  *,
+  max_prompt_length: int,
+  pad_id: int = 0,
+) -> tuple[Prompts, list[Example]]:
+  """A batch of chosen examples; see `prompt_batches` for the arguments."""
+  row = functools.partial(
+    _row,
+    encode=encode,
+    max_prompt_length=max_prompt_length,
+    pad_id=pad_id,
+    target=None,
+  )
+  return _collate([row(examples[int(i)]) for i in indices])
+
+
+def _stream(
+  examples: Any, seed: np.random.SeedSequence, *, shuffle: bool, repeat: bool
+) -> grain.MapDataset:
+  """One data set in the order of its epochs."""
+  dataset = grain.MapDataset.source(examples)
+  if shuffle and len(examples) < ENDLESS:
+    # Mixed, because grain shuffles epoch e by seed + e: seeds 0 and 1 would
+    # share all their epochs but one.
+    dataset = dataset.shuffle(seed=int(seed.generate_state(1)[0]))
+  return dataset.repeat() if repeat else dataset
 
 
 def _row(

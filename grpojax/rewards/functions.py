@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from grpojax.data.examples import SOURCE
+
 BUILT_IN = {
   "exact_answer": "exact",
   "math_answer": "math",
@@ -86,13 +88,17 @@ def resolve(
 
 
 def resolve_all(
-  names: Sequence[str], options: Mapping[str, Any] | None = None
+  names: Sequence[str],
+  options: Mapping[str, Any] | None = None,
+  sources: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Callable[[str, str, dict[str, Any]], float | None]]:
   """The functions of several names.
 
   Args:
     names: of functions, see `resolve`.
     options: keyword arguments of each, by its `label`.
+    sources: the data sets of a mixture that a function scores, by its `label`;
+      it abstains from the others. One that is not named scores all.
 
   Raises:
     ValueError: see `resolve`; no names, the same label twice, or options of a
@@ -115,10 +121,27 @@ def resolve_all(
         f"options of {name!r}, which is none of the reward functions {labels}"
         f"{_nearest(name, labels)}"
       )
-  return [
+  found = [
     resolve(name, options.get(short))
     for name, short in zip(names, labels, strict=True)
   ]
+  for i, short in enumerate(labels):
+    if short in (sources or {}):
+      found[i] = functools.partial(_of_sources, found[i], sources[short])
+  return found
+
+
+def _of_sources(
+  function: Callable[[str, str, dict[str, Any]], float | None],
+  sources: Sequence[str],
+  prompt: str,
+  completion: str,
+  example: dict[str, Any],
+) -> float | None:
+  """What a function says of the examples of some data sets; else None."""
+  if example.get(SOURCE) not in sources:
+    return None
+  return function(prompt, completion, example)
 
 
 def combine(

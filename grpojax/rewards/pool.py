@@ -98,6 +98,7 @@ class Pool:
       and catches exceptions but neither limits time nor survives a crash.
     timeout: seconds for a completion, all functions together.
     memory: bytes of data that a worker may allocate.
+    sources: which data sets a function scores, see `functions.resolve_all`.
 
   Raises:
     ValueError: see `functions.resolve_all`; a number is out of range; or
@@ -112,10 +113,11 @@ class Pool:
     workers: int = 0,
     timeout: int | float = 10.0,
     memory: int = 2**33,
+    sources: Mapping[str, Sequence[str]] | None = None,
   ):
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
-    self._functions = functions.resolve_all(names, options)
+    self._functions = functions.resolve_all(names, options, sources)
     if len(self.weights) != len(names) or not all(
       map(math.isfinite, self.weights)
     ):
@@ -130,7 +132,7 @@ class Pool:
       )
     bound = {name: dict(each) for name, each in (options or {}).items()}
     setup = {"names": list(names), "options": bound}
-    setup |= {"timeout": timeout, "memory": memory}
+    setup |= {"timeout": timeout, "memory": memory, "sources": sources}
     self._timeout, self.patience = timeout, max(8, 4 * workers)
     self._workers = [Process(_line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()

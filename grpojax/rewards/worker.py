@@ -91,7 +91,8 @@ def main() -> None:
   setup = json.loads(line)
   try:
     _limit_memory(setup["memory"])
-    rewards = functions.resolve_all(setup["names"], setup["options"])
+    what = [setup[key] for key in ("names", "options", "sources")]
+    rewards = functions.resolve_all(*what)
   except ValueError as error:
     reply(name, None, str(error))
     return

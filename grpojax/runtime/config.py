@@ -13,9 +13,10 @@ from typing import Any
 import flax.traverse_util
 from ml_collections import ConfigDict
 
-FREE = ("options", "template_options")
+FREE = ("options", "template_options", "mixture")
 """Names of sections that take any key: keyword arguments of what the config
-names elsewhere, which are checked where that is called."""
+names elsewhere, and things that a user names. They are checked where they are
+used."""
 
 
 def sections(config: ConfigDict, prefix: str = "") -> list[str]:

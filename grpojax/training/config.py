@@ -39,6 +39,14 @@ def default_config() -> ConfigDict:
   config.model.reference = "device"  # or "host": there but for its own pass
   config.model.reference_every = 0  # steps, when it follows; 0 = fixed
   config.model.reference_mix = 1.0  # the policy's share of it then; 1 = a copy
+  config.difficulty = ConfigDict()  # prompts drawn by their success rates
+  config.difficulty.priority = "none"  # or what of them makes a prompt wanted
+  config.difficulty.uniform = 0.1  # share of prompts that is drawn as always
+  config.difficulty.half_life = 100.0  # steps: what was seen counts half
+  config.difficulty.band = (0.1, 0.9)  # of success rates, for "band"
+  config.difficulty.target = (0.8, 0.3)  # at the first and the last step
+  config.difficulty.rows = 1  # groups of a step that one prompt may have
+  config.difficulty.importance_weights = False  # undo it in the loss
   config.lora = ConfigDict()  # train low-rank adapters, not the weights
   config.lora.rank = 0  # 0 = off
   config.lora.alpha = 32.0  # adapters are scaled by alpha / rank
@@ -47,6 +55,9 @@ def default_config() -> ConfigDict:
   config.data.name = "arithmetic"
   config.data.path = ""  # of a dataset that is read from disk
   config.data.options = ConfigDict()  # keyword arguments of the dataset's load
+  # Several data sets in the place of that one: mixture.ANY.name, path, options,
+  # weight, and rewards (those of reward.functions that it is scored by).
+  config.data.mixture = ConfigDict()
   config.data.max_prompt_length = 32  # tokens
   config.data.too_long = "refuse"  # or "drop": prompts of more tokens
   config.data.template = "{prompt}\n"
@@ -179,6 +190,7 @@ def default_config() -> ConfigDict:
   for section in (config.data, config.reward):
     section.options.unlock()  # keyword arguments of what the config names
   config.data.template_options.unlock()
+  config.data.mixture.unlock()
   return config
 
 

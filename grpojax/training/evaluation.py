@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
+from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
@@ -24,8 +25,8 @@ from grpojax.statistics.intervals import (
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
+from grpojax.training import mixtures, scored_text, scoring
 from grpojax.training import policy as policies
-from grpojax.training import scored_text, scoring
 from grpojax.training.policy import Policy
 
 CORRECT = 1.0  # a completion with at least this reward is right
@@ -94,7 +95,7 @@ def evaluate(
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     policies.wait(samples, poll)
     decoded, scores = scored_text.score(policy, scorer, examples, samples, poll)
-    rewards.append(scoring.correctness(scorer, scores))
+    rewards.append(scoring.correctness(scorer, scores, examples))
     texts += decoded
     seen += examples
     failures += groups.all_failures(scores)
@@ -143,6 +144,17 @@ def per_prompt(
     labels = answer_labels(result.texts, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
   return values
+
+
+def by_data_set(
+  config: ConfigDict, result: Evaluation, values: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, np.ndarray]]:
+  """The values of `per_prompt` by data set; empty where nothing is mixed."""
+  rows = mixtures.by_source(config, result.examples)
+  return {
+    name: {key: value[some] for key, value in values.items()}
+    for name, some in rows.items()
+  }
 
 
 def _right_or_wrong(*values: np.ndarray) -> bool:

@@ -35,6 +35,7 @@ from grpojax.training import (
   from_config,
   host_step,
   opening,
+  prompt_choice,
   reference,
   reporting,
   run_storage,
@@ -107,7 +108,7 @@ def remaining_steps(
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   adapt = _make_adapt(run)
   follow = reference.make_follow(config, run.places)
-  size, batches = None, iter(())
+  size, batches, choose = None, iter(()), None
   parts = dynamic_sampling.draw_parts(config)
 
   def take(count=1):
@@ -126,9 +127,13 @@ def remaining_steps(
     if size != _group_size(config, state):
       size = _group_size(config, state)
       consumed = int(state.prompts_consumed)
-      batches = prompts_lib.training_batches(
-        config, run.policy, run.train.examples, size, consumed, parts
-      )
+      args = config, run.policy, run.train.examples, size
+      if state.difficulty is None:
+        batches = prompts_lib.training_batches(*args, consumed, parts)
+      else:
+        choose = prompt_choice.make_draw(*args)
+    if choose is not None:
+      batches = map(choose, [state])  # in `take`, which says what is wrong
     given = take(parts)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)

@@ -24,6 +24,8 @@ from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import (
   dynamic_sampling,
   from_config,
+  mixtures,
+  prompt_choice,
   reference,
   sampling_parts,
   scoring,
@@ -37,10 +39,11 @@ def make_compare(config: ConfigDict):
 
   Returns:
     `(lm, params, samples, rewards, ref_params, packing=None, score_norms=None,
-    values=None, scale=None) -> (batch, metrics)`, to be jitted: advantages, and
-    log-probabilities under the reference. The values [K, B, G] of the reward
-    functions are needed where `reward.aggregation` compares more than their
-    sum; a scale is a factor of all advantages.
+    values=None, scale=None, weights=None) -> (batch, metrics)`, to be jitted:
+    advantages, and log-probabilities under the reference. The values [K, B, G]
+    of the reward functions are needed where `reward.aggregation` compares more
+    than their sum; a scale is a factor of all advantages; the weights are the
+    prompts'.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
@@ -56,6 +59,7 @@ def make_compare(config: ConfigDict):
     score_norms=None,
     values=None,
     scale=None,
+    weights=None,
   ):
     on_policy = options["epochs"] * options["minibatches"] == 1
     batch = make_batch(
@@ -73,6 +77,7 @@ def make_compare(config: ConfigDict):
       chunk_size=options["chunk_size"],
       packing=packing,
       score_norms=score_norms,
+      prompt_weights=weights,
     )
     if scale is not None:
       batch = batch.replace(advantages=scale * batch.advantages)
@@ -193,6 +198,7 @@ def make_host_step(
     poll,
   )
   consume = dynamic_sampling.make_consume(places)
+  observe = prompt_choice.make_learn(config, places)
   aggregated = from_config.aggregation(config) is not None
   diagnose = policies.jit(
     policy,
@@ -201,13 +207,14 @@ def make_host_step(
     ),
   )
 
-  def compared(state, samples, scores, rewards, ref, scale):
+  def compared(state, samples, scores, rewards, ref, scale, weights):
     """The batch to learn from, and metrics of its completions."""
     packing = from_config.packing(config, samples, scores.rewards, mesh)
     values = scoring.stacked(scores) if aggregated else None
     values = mesh_lib.place(values, mesh, None, "batch", "group")
     args = state.params, samples, rewards, ref, packing, state.score_norms
-    return programs.compare(*args, values, mesh_lib.place(scale, mesh))
+    scale = mesh_lib.place(scale, mesh)
+    return programs.compare(*args, values, scale, weights)
 
   def step(
     state: TrainState, prompts: Prompts, examples, diagnosed: bool, take=None
@@ -222,6 +229,8 @@ def make_host_step(
     poll(together=True)
     filled = fill(state.params, samples, scores, key, clock, take)
     score_metrics = scoring.metrics(filled.drawn) | filled.metrics
+    score_metrics |= mixtures.metrics(config, examples, scores.rewards)
+    score_metrics |= prompt_choice.metrics(state, prompts, examples)
     if diagnosed:  # of the prompts as they came
       key = diagnosis_key(state)
       diagnosis = diagnose(
@@ -236,9 +245,13 @@ def make_host_step(
       rewards = filled.scores.rewards
       rewards = mesh_lib.place(rewards, mesh, "batch", "group")
     ref = reference.at_hand(ref_params if held is None else held)
-    batch, row = compared(state, *batch, rewards, ref, filled.scale)
+    args = ref, filled.scale, prompts.weights
+    batch, row = compared(state, *batch, rewards, *args)
     policies.wait(batch, poll)
     clock.append(time.perf_counter())
+    if state.difficulty is not None:
+      right = scoring.correctness(scorer, scores, examples)
+      state = observe(state, examples, right)
     state, of_update = programs.learn(state, batch)
     state = consume(state, filled.more_prompts)
     row = mesh_lib.fetch(row | of_update) | score_metrics

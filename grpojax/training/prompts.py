@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,12 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data import datasets, pipeline, survey
 from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf
 from grpojax.rewards import exact_ids
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import group_sizes
+from grpojax.training import group_sizes, mixtures
 from grpojax.training.policy import Policy
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
@@ -36,12 +37,14 @@ class Split(NamedTuple):
     dropped: how many do not fit; 0 where they are refused (data.too_long).
     survey: of all examples.
     key: of what the survey's lengths depend on, see `save_lengths`.
+    parts: of a mixture, the same of each data set, by its name.
   """
 
   examples: Any
   dropped: int
   survey: survey.Survey
   key: str
+  parts: dict[str, Any] = {}
 
 
 def load_examples(config: ConfigDict, split: str) -> Any:
@@ -52,6 +55,10 @@ def load_examples(config: ConfigDict, split: str) -> Any:
     split: "train", seeded by the run's seed, or "test", of which the first
       `eval.num_prompts` are read, whatever the seed.
 
+  Returns:
+    Random access to them; a `Mixture` where data.mixture names several data
+    sets, of each of which there are `eval.num_prompts` held-out ones.
+
   Raises:
     ValueError: as `datasets.load`.
   """
@@ -59,9 +66,18 @@ def load_examples(config: ConfigDict, split: str) -> Any:
     "train": {"seed": config.seed},
     "test": {"size": config.eval.num_prompts},
   }
-  data = config.data
+  load = functools.partial(datasets.load, split=split, **settings[split])
+  data, parts = config.data, []
+  for name, source in mixtures.sources(config).items():
+    try:
+      some = load(source.name, path=source.path, options=source.options)
+    except ValueError as error:
+      raise ValueError(f"{mixtures.SECTION}.{name}: {error}") from error
+    parts.append(Part(name, source.weight, some))
+  if parts:
+    return Mixture(parts)
   options = data.options.to_dict()
-  return datasets.load(data.name, split, data.path, options, **settings[split])
+  return load(data.name, path=data.path, options=options)
 
 
 def _encode(config: ConfigDict, policy: Policy):
@@ -96,13 +112,45 @@ def load_split(
     ValueError: as `load_examples` and `survey.survey`, or prompts that are too
       long (data.too_long).
   """
-  examples, encode = load_examples(config, split), _encode(config, policy)
-  digest = _digest(config, policy)
+  examples = load_examples(config, split)
+  args = config, policy, cache, poll
+  if isinstance(examples, Mixture):
+    return _fitting_parts(*args, examples, split)
+  return _fitting(*args, examples, split)
+
+
+def _fitting_parts(
+  config, policy, cache, poll, mixture: Mixture, split: str
+) -> Split:
+  """The examples of a mixture that fit; see `load_split`."""
+  found = {
+    part.name: _fitting(
+      config, policy, cache, poll, part.examples, f"{split} {part.name}"
+    )
+    for part in mixture.parts
+  }
+  parts = [p._replace(examples=found[p.name].examples) for p in mixture.parts]
+  prints = {name: one.survey.fingerprint for name, one in found.items()}
+  lengths = np.concatenate([one.survey.lengths for one in found.values()])
+  return Split(
+    Mixture(parts),
+    sum(one.dropped for one in found.values()),
+    survey.Survey(
+      hashlib.sha256(json.dumps(prints).encode()).hexdigest(), lengths
+    ),
+    "",
+    found,
+  )
+
+
+def _fitting(config, policy, cache, poll, examples, name: str) -> Split:
+  """The examples of one data set that fit; see `load_split`."""
+  encode, digest = _encode(config, policy), _digest(config, policy)
   found = survey.survey(
     examples,
     encode,
     most=min(_prompts_of_run(config), MEASURED),
-    cached=lambda f: _saved_lengths(cache, split, f"{f} {digest}"),
+    cached=lambda f: _saved_lengths(cache, name, f"{f} {digest}"),
     poll=poll,
   )
   choose = survey.TOO_LONG[config.data.too_long]
@@ -110,7 +158,7 @@ def load_split(
   try:
     kept = choose(found.lengths, limit, endless)
   except ValueError as error:
-    raise ValueError(f"{split} split: {error}") from error
+    raise ValueError(f"{name} split: {error}") from error
   key = f"{found.fingerprint} {digest}"
   if kept is None:
     return Split(examples, 0, found, key)
@@ -149,8 +197,12 @@ def save_lengths(file: pathlib.Path, splits: dict[str, Split]) -> None:
     file: a .npz file, written whole or not at all.
     splits: by their names.
   """
-  arrays = {name: split.survey.lengths for name, split in splits.items()}
-  arrays |= {f"{name} key": np.array(s.key) for name, s in splits.items()}
+  each = {}
+  for split, whole in splits.items():
+    each |= {f"{split} {part}": one for part, one in whole.parts.items()}
+    each |= {} if whole.parts else {split: whole}
+  arrays = {name: one.survey.lengths for name, one in each.items()}
+  arrays |= {f"{name} key": np.array(one.key) for name, one in each.items()}
   temporary = file.with_name(f".{file.name}")
   np.savez(temporary, **arrays)
   temporary.replace(file)
@@ -259,6 +311,19 @@ def training_batches(
     target=target,
     seed=config.seed,
     start=start,
+  )
+
+
+def prompts_of(
+  config: ConfigDict, policy: Policy, examples, indices: Sequence[int]
+) -> tuple[Prompts, list[dict[str, Any]]]:
+  """A batch of chosen examples; see `pipeline.prompts_of`."""
+  return pipeline.prompts_of(
+    examples,
+    indices,
+    _encode(config, policy),
+    max_prompt_length=config.data.max_prompt_length,
+    pad_id=policy.pad_id,
   )
 
 

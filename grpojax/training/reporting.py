@@ -23,6 +23,9 @@ one of these places, and needs no other:
 | seconds_reference, _update           |                                    |
 | seconds_step, tokens_per_second      | `speed`                            |
 | step, group_size, train_seconds      | training.fit                       |
+| success_rate_*, prompts_seen, ...    | training.prompt_choice.metrics     |
+| DATA_SET/...                         | training.mixtures.metrics; those   |
+|                                      | of evaluations `evaluate_held_out` |
 | accuracy, accuracy_low, _high (rows  | training.evaluation.numbers        |
 | of evaluations); prompts             | `evaluate_held_out`                |
 """
@@ -112,8 +115,13 @@ def evaluate_held_out(
     run.mesh,
     poll,
   )
-  row = {"step": step} | evaluation.numbers(evaluation.per_prompt(result))
+  values = evaluation.per_prompt(result)
+  row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
+  each = evaluation.by_data_set(config, result, values)
+  for name, some in each.items():
+    found = evaluation.numbers(some)
+    row |= {f"{name}/{key}": value for key, value in found.items()}
   record(run, row)
   log_failures(run, step, result.failures)
   print(
@@ -121,6 +129,8 @@ def evaluate_held_out(
     f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
     flush=True,
   )
+  for name, some in each.items():
+    print(f"  {name}:", *evaluation.lines(some), flush=True)
   if step in (0, config.steps):
     shown = zip(result.examples, result.texts, result.rewards, strict=True)
     for example, texts, rewards in itertools.islice(shown, config.eval.samples):
@@ -194,9 +204,9 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )
   names = ("accuracy", "accuracy_low", "accuracy_high")
-  after = [progress.baseline, *evaluations(run, steps)][-1]
+  last = [progress.baseline, *evaluations(run, steps)][-1]
   before, after = (
-    [test[name] for name in names] for test in (progress.baseline, after)
+    [test[name] for name in names] for test in (progress.baseline, last)
   )
   summary = {
     "accuracy_before": before[0],
@@ -210,6 +220,9 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
+  for when, row in {"before": progress.baseline, "after": last}.items():
+    each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
+    summary |= {f"{name}_{when}": value for name, value in each.items()}
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
 
@@ -222,6 +235,11 @@ def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
       f"accuracy {when:6} {summary[f'accuracy_{when}']:6.1%}  "
       f"[{low:.1%}, {high:.1%}]"
     )
+  for name in summary:
+    if name.endswith("/accuracy_before"):
+      last = name.removesuffix("before") + "after"
+      data_set = name.rpartition("/")[0]
+      print(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
   for name, count in summary["steps_with"].items():
     if count:
       print(f"steps with {name.replace('_', ' ')}: {count}")

@@ -6,7 +6,7 @@ runs on the devices.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,12 @@ from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
+from grpojax.data.examples import SOURCE
 from grpojax.models import sharding
 from grpojax.rewards import groups, neural
 from grpojax.rewards.pool import Failure, Pool
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.training import mixtures
 from grpojax.training import policy as policies
 
 MODEL = "model"  # the reward model's name among the functions'
@@ -39,11 +41,14 @@ class Scorer(NamedTuple):
     pool: of the functions.
     model: `(examples, texts) -> [B, G]`, a reward model; None is none.
     model_weight: of its rewards.
+    judges: the function that says what a right answer is, by data set of a
+      mixture; the first one where an example's is not named.
   """
 
   pool: Pool
   model: Model | None = None
   model_weight: float = 1.0
+  judges: Mapping[str, str] = {}
 
 
 def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
@@ -131,8 +136,10 @@ def open_scorer(
     settings.weights,
     settings.workers,
     settings.timeout,
+    sources=mixtures.scored_by(config),
   ) as pool:
-    yield Scorer(pool, model, settings.model_weight)
+    judges = mixtures.judges(config)
+    yield Scorer(pool, model, settings.model_weight, judges)
 
 
 def submit(
@@ -216,10 +223,17 @@ def stacked(scores: groups.GroupScores) -> Float[np.ndarray, "K B G"]:
 
 
 def correctness(
-  scorer: Scorer, scores: groups.GroupScores
+  scorer: Scorer,
+  scores: groups.GroupScores,
+  examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
-  """What the first function says: 1 or more is a right answer."""
-  return scores.values[scorer.pool.names[0]]
+  """What the first function says: 1 or more is a right answer.
+
+  In a mixture it is the first of those that score the example's data set.
+  """
+  first = scorer.pool.names[0]
+  names = [scorer.judges.get(e.get(SOURCE), first) for e in examples]
+  return np.stack([scores.values[name][i] for i, name in enumerate(names)])
 
 
 def metrics(scores: groups.GroupScores) -> dict[str, int | float]:

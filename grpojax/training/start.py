@@ -22,6 +22,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   memory,
+  prompt_choice,
   prompts,
   run_directory,
   run_storage,
@@ -109,6 +110,7 @@ def check(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
       f"prompts of more than {config.data.max_prompt_length} tokens"
     )
+  prompt_choice.init(config, train.examples)  # refuses what is not for it
   if config.reward.on_device:  # what it wants to know of each prompt
     batches = prompts.training_batches(config, policy, train.examples, sizes[0])
     ahead = min(config.steps, prompts.MEASURED // config.batch_size + 1)
@@ -163,7 +165,8 @@ def start(
   tx = optimizer(config)
 
   def fresh(params):
-    return from_config.first_state(config, tx, params)
+    state = from_config.first_state(config, tx, params)
+    return state.replace(difficulty=prompt_choice.init(config, train.examples))
 
   places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, places.params)

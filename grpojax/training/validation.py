@@ -20,12 +20,15 @@ from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
 from grpojax.runtime.config import problem
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
+from grpojax.statistics.success_rates import PRIORITIES
 from grpojax.training import (
   batch_sizes,
   corrections,
+  difficulty,
   dynamic_sampling,
   group_sizes,
   loss_settings,
+  mixtures,
   reference,
   score_norms,
 )
@@ -35,6 +38,7 @@ from grpojax.training.reference import REFERENCE_MEMORY
 
 CHOICES = {
   "data.name": tuple(DATASETS),
+  "difficulty.priority": (difficulty.OFF, *PRIORITIES),
   "data.special_tokens": tuple(SPECIAL_TOKENS),
   "data.too_long": tuple(TOO_LONG),
   "model.dtype": tuple(DTYPES),
@@ -271,4 +275,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   wrong += _aggregation(leaves) + dynamic_sampling.problems(leaves)
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
   wrong += corrections.problems(leaves) + score_norms.problems(leaves)
+  wrong += mixtures.problems(leaves) + difficulty.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

@@ -81,7 +81,7 @@ def test_weighted_functions(rewards):
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
   (failure,) = groups.all_failures(found)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = scoring.correctness(scorer, found)
+  right = scoring.correctness(scorer, found, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
   row = scoring.metrics(found)
   assert row == {

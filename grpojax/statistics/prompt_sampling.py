@@ -1,0 +1,137 @@
+"""Prompts drawn by priority, with weights that undo it.
+
+Of prompt i there are r_i in the original distribution (1/n, or its share in a
+mixture), and it is asked for with probability
+
+    q_i = u r_i + (1 - u) r_i priority_i / sum_j r_j priority_j
+
+so u, the share that is drawn as always, is its chance to come back when its
+priority is 0. A batch of B rows has pi_i = B q_i rows of it on average (less
+where that would be more than `most` rows), drawn by systematic sampling (Madow,
+On the theory of systematic sampling, II, 1949): pi_i rounded up or down. With
+the importance weights
+
+    w_i = B r_i / pi_i  <=  1 / u
+
+the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f
+(Horvitz and Thompson, A generalization of sampling without replacement from a
+finite universe, 1952): for gradients too.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+class Stratum(NamedTuple):
+  """Prompts that keep their share of each batch: a data set of a mixture.
+
+  Attributes:
+    size: how many there are, one after another.
+    weight: of all of them, up to a factor that all strata share.
+  """
+
+  size: int
+  weight: float
+
+
+class Drawn(NamedTuple):
+  """Prompts of a batch.
+
+  Attributes:
+    indices: which.
+    weights: importance weights, whose mean over all that can be drawn is 1.
+  """
+
+  indices: Int[np.ndarray, "B"]
+  weights: Float[np.ndarray, "B"]
+
+
+def original(strata: Sequence[Stratum]) -> Float[np.ndarray, "n"]:
+  """r, the probability of each prompt without priorities; sums to 1."""
+  total = sum(stratum.weight for stratum in strata)
+  shares = [np.full(s.size, s.weight / total / s.size) for s in strata]
+  return np.concatenate(shares)
+
+
+def expected_rows(
+  priorities: Float[np.ndarray, "n"],
+  strata: Sequence[Stratum],
+  *,
+  rows: int,
+  uniform: int | float,
+  most: int = 1,
+) -> Float[np.ndarray, "n"]:
+  """pi, how many rows of a batch each prompt has on average; sums to `rows`.
+
+  Args:
+    priorities: not negative; compared within a stratum, whose share stays what
+      its weight says.
+    strata: whose sizes add up to n.
+    rows: B, at most n * most.
+    uniform: u, in (0, 1].
+    most: rows that one prompt may have.
+  """
+  shares, wanted, start = original(strata), [], 0
+  for size, _ in strata:
+    some = slice(start, start + size)
+    start += size
+    total = np.sum(priorities[some])
+    even = np.full(size, 1 / size)
+    by_priority = priorities[some] / total if total > 0 else even
+    wanted.append(np.sum(shares[some]) * by_priority)
+  q = uniform * shares + (1 - uniform) * np.concatenate(wanted)
+  full = np.zeros(len(q), bool)
+  while True:  # what is too much for some goes to the others
+    left = rows - most * np.sum(full)
+    found = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
+    too_much = (found > most) & ~full
+    if not np.any(too_much):
+      return found
+    full |= too_much
+
+
+def systematic(
+  expected: Float[np.ndarray, "n"],
+  strata: Sequence[Stratum],
+  rng: Any,
+) -> Int[np.ndarray, "B"]:
+  """Indices, each as often as expected on average, rounded up or down.
+
+  `rng` is a `numpy.random.Generator`.
+
+  One random number decides all: they are laid out on a line, each as long as it
+  is expected to be often, in random order within its stratum, and every 1 one
+  is taken.
+  """
+  starts = np.cumsum([0, *(s.size for s in strata)])[:-1]
+  order = np.concatenate(
+    [
+      start + rng.permutation(s.size)
+      for start, s in zip(starts, strata, strict=True)
+    ]
+  )
+  edges = np.cumsum(expected[order])
+  rows = round(float(edges[-1]))
+  marks = (rng.random() + np.arange(rows)) * (edges[-1] / rows)
+  places = np.searchsorted(edges, marks, side="right")
+  return order[np.minimum(places, len(order) - 1)]
+
+
+def draw(
+  priorities: Float[np.ndarray, "n"],
+  strata: Sequence[Stratum],
+  rng: Any,
+  *,
+  rows: int,
+  uniform: int | float,
+  most: int = 1,
+) -> Drawn:
+  """A batch in random order; see `expected_rows` for the arguments."""
+  options = {"rows": rows, "uniform": uniform, "most": most}
+  expected = expected_rows(priorities, strata, **options)
+  indices = rng.permutation(systematic(expected, strata, rng))
+  weights = rows * original(strata)[indices] / expected[indices]
+  return Drawn(indices, weights)

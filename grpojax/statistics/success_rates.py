@@ -1,0 +1,148 @@
+"""How often each training prompt is solved, and which prompts to ask next.
+
+Each prompt has a success rate p with a beta posterior,
+
+    p ~ Beta(a, b),   a = 1/2 + successes,   b = 1/2 + failures
+
+from Jeffreys' prior, in closed form because completions are right or wrong. The
+policy changes, so what was seen is forgotten: at every step all counts are
+multiplied by 2^(-1 / half_life). What nobody asks for drifts back to the prior,
+which is how a prompt that was solved, or hopeless, comes back.
+
+The priorities say how much a prompt is wanted:
+
+| name     | priority                            | asks for                    |
+|----------|-------------------------------------|-----------------------------|
+| `varies` | P(G rewards are not all equal)      | groups that teach something |
+|          | = 1 - E[p^G] - E[(1-p)^G]           | (what DAPO's filter keeps)  |
+| `spread` | E[sqrt(p (1-p))]                    | where rewards vary: Neyman  |
+|          |                                     | allocation of completions   |
+| `band`   | 1 where low <= E[p] <= high, else 0 | neither solved nor hopeless |
+| `target` | posterior density at p = target     | a curriculum                |
+"""
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import scipy  # scipy.special comes when first used
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+PRIOR = 0.5
+"""Successes and failures that a prompt has had before it was first asked:
+Jeffreys, An invariant form for the prior probability in estimation problems,
+1946."""
+
+
+@typing.no_type_check  # it also holds shapes and shardings
+@struct.dataclass
+class SuccessRates:
+  """What is known of n prompts; part of a `TrainState`.
+
+  Attributes:
+    successes: [n], right completions, as far as they are remembered.
+    failures: [n], wrong ones.
+  """
+
+  successes: Float[Array, "n"]
+  failures: Float[Array, "n"]
+
+
+def unknown(prompts: int) -> SuccessRates:
+  """Of prompts that have never been asked."""
+  return SuccessRates(jnp.zeros(prompts), jnp.zeros(prompts))
+
+
+def observe(
+  rates: SuccessRates,
+  indices: Int[Array, "B"],
+  right: Float[Array, "B G"],
+  *,
+  half_life: int | float,
+) -> SuccessRates:
+  """After one more step.
+
+  Args:
+    rates: before it.
+    indices: which prompts were asked; one may be asked twice.
+    right: 1 for a right completion, 0 for a wrong one, nan for neither.
+    half_life: steps after which a completion counts half.
+  """
+  keep = 0.5 ** (1 / half_life)
+  known = ~jnp.isnan(right)
+  successes = jnp.sum(jnp.where(known, right, 0), axis=-1)
+  failures = jnp.sum(known, axis=-1) - successes
+  return SuccessRates(
+    (keep * rates.successes).at[indices].add(successes),
+    (keep * rates.failures).at[indices].add(failures),
+  )
+
+
+def posterior(
+  rates: Any,
+) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
+  """`(a, b)` of each prompt's beta posterior, in float64, on the host."""
+  both = rates.successes, rates.failures
+  a, b = (PRIOR + np.asarray(x, np.float64) for x in both)
+  return a, b
+
+
+def varies(
+  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, group_size: int
+) -> Float[np.ndarray, "n"]:
+  """Probability that a group of completions has both right and wrong ones.
+
+  Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k). With G = 2 it is
+  2 E[p (1 - p)].
+  """
+  all_right, all_wrong = np.ones_like(a), np.ones_like(b)
+  for k in range(group_size):
+    all_right *= (a + k) / (a + b + k)
+    all_wrong *= (b + k) / (a + b + k)
+  return np.maximum(1 - all_right - all_wrong, 0)
+
+
+def spread(
+  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]
+) -> Float[np.ndarray, "n"]:
+  """Expected standard deviation of a reward, E[sqrt(p (1 - p))].
+
+  With importance weights, completions in proportion to it are Neyman's optimal
+  allocation (On the two different aspects of the representative method, 1934)
+  where a prompt's noise is that of its rewards.
+  """
+  betaln = scipy.special.betaln
+  return np.exp(betaln(a + 0.5, b + 0.5) - betaln(a, b))
+
+
+def in_band(
+  a: Float[np.ndarray, "n"],
+  b: Float[np.ndarray, "n"],
+  *,
+  band: tuple[float, float],
+) -> Float[np.ndarray, "n"]:
+  """1 where the expected success rate is in the band, else 0."""
+  low, high = band
+  mean = a / (a + b)
+  return ((low <= mean) & (mean <= high)).astype(np.float64)
+
+
+def density(
+  a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, target: int | float
+) -> Float[np.ndarray, "n"]:
+  """The posterior density of a success rate, which lies inside (0, 1)."""
+  logs = (a - 1) * np.log(target) + (b - 1) * np.log1p(-target)
+  return np.exp(logs - scipy.special.betaln(a, b))
+
+
+PRIORITIES: dict[str, Callable[..., Float[np.ndarray, "n"]]] = {
+  "varies": varies,
+  "spread": spread,
+  "band": in_band,
+  "target": density,
+}
+"""How much each prompt is wanted: `(a, b, *, settings) -> [n]`, not negative;
+only their ratios matter. Settings go to who has a parameter of their name."""

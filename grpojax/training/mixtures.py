@@ -1,0 +1,205 @@
+"""Mixtures of data sets: what the section data.mixture says.
+
+    data.mixture.easy.name = "arithmetic"    a data set; default the part's name
+    data.mixture.easy.path, .options         as data.path and data.options
+    data.mixture.easy.weight = 3.0           its share of the prompts; default 1
+    data.mixture.easy.rewards = ("format",)  of reward.functions; default all
+
+Examples carry their part's name (`data.examples.SOURCE`), which reward
+functions see, and by which metrics and accuracies are reported.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.traverse_util
+import numpy as np
+from jaxtyping import Float
+from ml_collections import ConfigDict
+
+from grpojax.data.datasets import DATASETS
+from grpojax.data.examples import SOURCE
+from grpojax.rewards.functions import label
+from grpojax.runtime.config import nearest, problem
+
+SECTION = "data.mixture"
+
+
+class Source(NamedTuple):
+  """A data set of a mixture, as the config has it.
+
+  Attributes:
+    name: of the data set.
+    path: of its files, or "".
+    options: keyword arguments of its load.
+    weight: its share, up to a factor.
+    rewards: labels of the functions that score it, the first of which says what
+      a right answer is; none stands for all.
+  """
+
+  name: str
+  path: str = ""
+  options: Mapping[str, Any] = {}
+  weight: float = 1.0
+  rewards: Sequence[str] = ()
+
+
+def _source(part: str, settings: Mapping[str, Any]) -> Source:
+  given = {"name": part} | dict(settings)
+  rewards = given.get("rewards", ())
+  if isinstance(rewards, str):  # from a command line
+    rewards = tuple(x.strip() for x in rewards.split(",") if x.strip())
+  return Source(**given | {"rewards": tuple(map(label, rewards))})
+
+
+def sources(config: ConfigDict) -> dict[str, Source]:
+  """The data sets of a valid config's mixture by their names in it, sorted."""
+  section = sorted(config.data.mixture.to_dict().items())
+  return {part: _source(part, given) for part, given in section}
+
+
+def scored_by(config: ConfigDict) -> dict[str, list[str]]:
+  """Which data sets a reward function is for, by its label.
+
+  Functions that score all of them are not in it: none are where nothing is
+  mixed.
+  """
+  named = sources(config)
+  labels = list(map(label, config.reward.functions))
+  found = {
+    name: [s for s, one in named.items() if name in (one.rewards or labels)]
+    for name in labels
+  }
+  return {name: some for name, some in found.items() if len(some) < len(named)}
+
+
+def judges(config: ConfigDict) -> dict[str, str]:
+  """The function that says what a right answer is, by data set."""
+  default = label(config.reward.functions[0])
+  return {
+    part: (*one.rewards, default)[0] for part, one in sources(config).items()
+  }
+
+
+def problems(leaves: Mapping[str, Any]) -> list[str]:
+  """What is wrong with a mixture, a line each: field, value, what to do.
+
+  Args:
+    leaves: all settings by dotted path.
+  """
+  prefix = f"{SECTION}."
+  flat = {
+    name.removeprefix(prefix): value
+    for name, value in leaves.items()
+    if name.startswith(prefix)
+  }
+  parts, wrong = flax.traverse_util.unflatten_dict(flat, sep="."), []
+  if not parts:
+    return []
+  for field in leaves:
+    if field.startswith("data.options.") or (
+      field == "data.path" and leaves[field]
+    ):
+      todo = (
+        f"is of one data set: write {prefix}NAME.{field[5:]}, or no mixture"
+      )
+      wrong.append(problem(field, leaves[field], todo))
+  labels = [label(x) for x in leaves["reward.functions"] if isinstance(x, str)]
+  for part, given in parts.items():
+    wrong += _part(f"{prefix}{part}", part, given, labels)
+  if wrong:
+    return wrong
+  asked = [
+    _source(part, given).rewards or labels for part, given in parts.items()
+  ]
+  idle = sorted(set(labels) - {name for some in asked for name in some})
+  if idle:
+    todo = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
+    wrong.append(problem("reward.functions", leaves["reward.functions"], todo))
+  return wrong
+
+
+def _part(
+  field: str, part: str, given: Any, labels: Sequence[str]
+) -> list[str]:
+  """What is wrong with one data set of a mixture."""
+  if not isinstance(given, Mapping):
+    todo = f"is a section: {field}.name, .path, .options, .weight, .rewards"
+    return [problem(field, given, todo)]
+  wrong = []
+
+  def need(key, holds, todo):
+    if not holds:
+      wrong.append(problem(f"{field}.{key}", given[key], todo))
+
+  for key in given:
+    if key not in Source._fields:
+      guess = nearest(key, Source._fields)
+      hint = f"; did you mean {guess}?" if guess else ""
+      need(key, False, f"unknown: use {', '.join(Source._fields)}{hint}")
+  if not re.fullmatch(r"[\w-]+", part):
+    todo = "names metrics: use letters, digits, '_' and '-'"
+    wrong.append(problem(SECTION, part, todo))
+  source = {"name": part, "path": "", "options": {}, "weight": 1.0} | given
+  if source["name"] not in DATASETS:
+    todo = f"use one of {', '.join(DATASETS)}"
+    wrong.append(problem(f"{field}.name", source["name"], todo))
+  weight = source["weight"]
+  number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+  todo = "must be a number more than 0"
+  need("weight", number and 0 < weight < math.inf, todo)
+  need("path", isinstance(source["path"], str), "must be a text")
+  need("options", isinstance(source["options"], Mapping), "is a section")
+  rewards = given.get("rewards", ())
+  texts = [rewards] if isinstance(rewards, str) else rewards
+  if not isinstance(texts, Sequence) or not all(
+    isinstance(x, str) for x in texts
+  ):
+    need("rewards", False, "must be names of reward.functions")
+    return wrong
+  names = _source(part, {"rewards": rewards}).rewards
+  good = len(set(names)) == len(names) and set(names) <= set(labels)
+  need("rewards", good, f"names, each once, among reward.functions: {labels}")
+  return wrong
+
+
+def by_source(
+  config: ConfigDict, examples: Sequence[Mapping[str, Any]]
+) -> dict[str, np.ndarray]:
+  """Which examples are of which data set; empty where nothing is mixed."""
+  found: dict[str, list[int]] = {name: [] for name in sources(config)}
+  for i, example in enumerate(examples if found else ()):
+    found[example[SOURCE]].append(i)
+  return {name: np.array(rows) for name, rows in found.items() if rows}
+
+
+def metrics(
+  config: ConfigDict,
+  examples: Sequence[Mapping[str, Any]],
+  rewards: Float[np.ndarray, "B G"],
+) -> dict[str, int | float]:
+  """A step's numbers by data set: none where nothing is mixed.
+
+  Args:
+    config: the run's.
+    examples: [B].
+    rewards: not finite where there is none.
+
+  Returns:
+    `NAME/prompts`, a count; and, as the metrics of all, `NAME/reward_mean` (of
+    the completions with a reward; left out where there is none) and
+    `NAME/zero_variance_groups`.
+  """
+  row: dict[str, int | float] = {}
+  for name, rows in by_source(config, examples).items():
+    some = np.where(np.isfinite(rewards[rows]), rewards[rows], np.nan)
+    known = ~np.isnan(some)
+    best = np.max(some, -1, where=known, initial=-np.inf)
+    worst = np.min(some, -1, where=known, initial=np.inf)
+    row[f"{name}/prompts"] = len(rows)
+    if known.any():
+      row[f"{name}/reward_mean"] = float(np.nanmean(some))
+    row[f"{name}/zero_variance_groups"] = float(np.mean(best <= worst))
+  return row

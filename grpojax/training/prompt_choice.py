@@ -1,0 +1,178 @@
+"""Which training prompts a step asks, where the section difficulty says so.
+
+The success rates of all prompts are part of the state (`TrainState.difficulty`,
+see `statistics.success_rates`), by the number of the prompt among those that
+fit. They, the seed and the step decide what is drawn, so that a resumed run and
+all processes draw the same.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from ml_collections import ConfigDict
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.binding import bind
+from grpojax.core.types import Prompts, TrainState
+from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.mixture import Mixture
+from grpojax.runtime import config as config_lib
+from grpojax.runtime.config import problem
+from grpojax.statistics import success_rates
+from grpojax.statistics.prompt_sampling import Stratum, draw
+from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
+from grpojax.training import difficulty, group_sizes
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.evaluation import CORRECT
+from grpojax.training.policy import Policy
+
+INDEX = "prompt_index"  # of an example, among the training prompts that fit
+
+
+def init(config: ConfigDict, examples: Any) -> SuccessRates | None:
+  """The state before the first step; None where it is off.
+
+  Raises:
+    ValueError: an endless data set, or one with fewer prompts than a step's.
+  """
+  if not difficulty.on(config):
+    return None
+  count, leaves = len(examples), config_lib.flatten(config)
+  field = "difficulty.priority"
+  if count >= ENDLESS:
+    todo = (
+      "a data set without end asks no prompt twice, so that none has a success "
+      "rate: give it a size (data.options.size), or use none"
+    )
+    raise ValueError(problem(field, config.difficulty.priority, todo))
+  size = min(group_sizes.group_sizes(leaves))
+  prompts = group_sizes.samples_per_step(leaves) // size
+  if count * config.difficulty.rows < prompts:
+    todo = (
+      f"a step takes {prompts} prompts, and there are {count}: use a smaller "
+      "batch_size, or none"
+    )
+    raise ValueError(problem(field, config.difficulty.priority, todo))
+  return success_rates.unknown(count)
+
+
+def _strata(examples: Any) -> list[Stratum]:
+  if isinstance(examples, Mixture):
+    return [Stratum(len(x.examples), x.weight) for x in examples.parts]
+  return [Stratum(len(examples), 1.0)]
+
+
+def _aim(config: ConfigDict, step: int) -> float:
+  """The success rate that the priority `target` asks for at a step."""
+  first, last = config.difficulty.target
+  return first + (last - first) * min(step / max(config.steps - 1, 1), 1.0)
+
+
+def priorities(
+  config: ConfigDict, rates: SuccessRates, step: int, group_size: int
+) -> Float[np.ndarray, "n"]:
+  """How much each prompt is wanted after `step` steps."""
+  function = PRIORITIES[config.difficulty.priority]
+  options = difficulty.settings(config) | {"target": _aim(config, step)}
+  priority = bind(function, group_size=group_size, **options)
+  return priority(*success_rates.posterior(rates))
+
+
+def make_draw(
+  config: ConfigDict, policy: Policy, examples: Any, group_size: int
+) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
+  """`(state) -> (prompts, examples)` of the next step.
+
+  The examples have their number as `INDEX`; the prompts have importance weights
+  where difficulty.importance_weights asks for them.
+
+  Args:
+    config: the run's.
+    policy: whose format the prompts have.
+    examples: random access to all that fit.
+    group_size: G.
+  """
+  samples = group_sizes.samples_per_step(config_lib.flatten(config))
+  given, strata = config.difficulty, _strata(examples)
+
+  def next_prompts(state: TrainState):
+    step = int(state.step)
+    rates = mesh_lib.fetch(state.difficulty)
+    seed = np.random.SeedSequence(config.seed, spawn_key=(step,))
+    drawn = draw(
+      priorities(config, rates, step, group_size),
+      strata,
+      np.random.default_rng(seed),
+      rows=samples // group_size,
+      uniform=given.uniform,
+      most=given.rows,
+    )
+    indices = drawn.indices.tolist()
+    args = config, policy, examples, indices
+    prompts, rows = prompts_lib.prompts_of(*args)
+    if given.importance_weights:
+      prompts = prompts.replace(weights=drawn.weights.astype(np.float32))
+    named = zip(rows, indices, strict=True)
+    return prompts, [example | {INDEX: i} for example, i in named]
+
+  return next_prompts
+
+
+def make_learn(config: ConfigDict, places: TrainState):
+  """`(state, examples, correctness [B, G]) -> state` after a step's rewards.
+
+  Args:
+    config: the run's.
+    places: shardings of the state.
+  """
+  observe = jax.jit(
+    bind(success_rates.observe, **difficulty.settings(config)),
+    out_shardings=places.difficulty,
+  )
+  mesh = mesh_lib.mesh_of(places)
+
+  def learn(
+    state: TrainState,
+    examples: Sequence[Mapping[str, Any]],
+    correctness: Float[np.ndarray, "B G"],
+  ) -> TrainState:
+    right = np.where(
+      np.isnan(correctness), np.nan, correctness >= CORRECT
+    ).astype(np.float32)
+    indices = np.array([example[INDEX] for example in examples], np.int32)
+    seen = mesh_lib.place((indices, right), mesh)
+    return state.replace(difficulty=observe(state.difficulty, *seen))
+
+  return learn
+
+
+def metrics(
+  state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
+) -> dict[str, int | float]:
+  """What a step's draw was; none where it is off.
+
+  Returns:
+    `success_rate_mean`, `success_rate_std`, over all prompts as they are known;
+    `prompts_seen`, the share of which there is any memory; and with importance
+    weights their largest, `importance_weight_max`, and
+    `effective_prompts` = (sum w)^2 / sum w^2.
+  """
+  if state.difficulty is None:
+    return {}
+  rates = mesh_lib.fetch(state.difficulty)
+  a, b = success_rates.posterior(rates)
+  asked = {example[INDEX] for example in examples}
+  row: dict[str, int | float] = {
+    "success_rate_mean": float(np.mean(a / (a + b))),
+    "success_rate_std": float(np.std(a / (a + b))),
+    "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
+    "prompts_asked": len(asked),
+  }
+  if prompts.weights is not None:
+    w = np.asarray(mesh_lib.fetch(prompts.weights), np.float64)
+    row["importance_weight_max"] = float(np.max(w))
+    row["effective_prompts"] = float(np.sum(w) ** 2 / np.sum(w**2))
+  return row

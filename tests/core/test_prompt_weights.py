@@ -1,0 +1,121 @@
+"""Importance weights of prompts in the update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import grpojax
+from grpojax.core import losses, packing_layout
+from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.types import Prompts, Rollout
+from grpojax.core.update import make_update
+
+B, G, T, P = 4, 2, 3, 1
+KEY = jax.random.key(3)
+REWARDS = jax.random.normal(KEY, (B, G))
+
+
+def samples(tabular):
+  """Completions of B prompts of two kinds, and a policy."""
+  lm = tabular.lm(2, 4)
+  ids = jax.random.randint(KEY, (B, G, T), 0, 4)
+  lengths = np.array([[3, 1], [2, 2], [1, 1], [3, 2]])
+  mask = np.arange(T) < lengths[..., None]
+  prompts = jnp.arange(B)[:, None] % 2, jnp.ones((B, P), bool)
+  done, logprobs = jnp.ones((B, G), bool), jnp.full((B, G, T), -1.4)
+  rollout = Rollout(*prompts, ids, jnp.asarray(mask), logprobs, done)
+  return lm, lm.init(KEY), rollout, lengths
+
+
+def gradients(tabular, pack=False, beta=0.0, **options):
+  """`(weights) -> what a step of gradient descent takes off the parameters`."""
+  lm, params, rollout, lengths = samples(tabular)
+  micro_batches = options.get("micro_batches", 1)
+  packing = None
+  if pack:
+    packing = packing_layout.plan(lengths, T, P, micro_batches=micro_batches)
+  tx = optax.sgd(1.0)
+  update = make_update(
+    lm,
+    tx,
+    loss=functools.partial(losses.grpo_loss, beta=beta),
+    weighting=functools.partial(losses.fixed_length, length=T),
+    **options,
+  )
+
+  @jax.jit
+  def moved(weights):
+    batch = make_batch(
+      lm,
+      rollout,
+      REWARDS,
+      ref_params=params + 0.5 * params**2 if beta else None,
+      prompt_weights=weights,
+      on_policy=options.get("minibatches", 1) == 1,
+      packing=packing,
+    )
+    return params - update(init_state(params, tx, KEY), batch)[0].params
+
+  return lambda weights: np.asarray(
+    moved(None if weights is None else jnp.asarray(weights, "f4"))
+  )
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {},
+    {"micro_batches": 2, "pack": True},
+    {"beta": 0.3},
+  ],
+  ids=str,
+)
+def test_a_prompt_counts_as_much_as_its_weight(options, tabular):
+  """The gradient is linear in them: so its mean is what it would be drawn."""
+  weights = np.array([0.5, 3.0, 0.0, 1.25])
+  gradient = gradients(tabular, **options)
+  each = [gradient(np.eye(B)[i]) for i in range(B)]
+  found = gradient(weights)
+  wanted = sum(w * one for w, one in zip(weights, each, strict=True))
+  np.testing.assert_allclose(found, wanted, atol=1e-6)
+  assert np.abs(found).max() > 0.01
+  plain = gradient(None)
+  np.testing.assert_allclose(plain, sum(each), atol=1e-6)
+  assert np.abs(plain - found).max() > 0.01
+
+
+def test_the_weights_of_minibatches_are_those_of_their_prompts(tabular):
+  """The first minibatch, of every second prompt, weighs nothing: no update."""
+  gradient = gradients(tabular, minibatches=2)
+  half, last = (gradient([0.0, w, 0.0, w]) for w in (1.0, 2.0))
+  np.testing.assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)
+  assert np.abs(half).max() > 0.01
+
+
+@pytest.mark.slow  # a rollout to compile
+def test_a_whole_step_takes_the_weights_of_its_prompts(tabular):
+  lm, tx = tabular.lm(2, 4), optax.sgd(1.0)
+  step = grpojax.make_grpo_step(
+    lm,
+    tx,
+    lambda rollout, _: (rollout.completion_ids == 3).mean(-1),
+    group_size=4,
+    max_new_tokens=2,
+    eos_ids=(0,),
+  )
+
+  @jax.jit
+  def moved(weights):
+    state = init_state(lm.init(KEY), tx, KEY)
+    ids, mask = jnp.arange(B)[:, None], jnp.ones((B, 1), bool)
+    prompts = Prompts(ids, mask, weights=weights)
+    return step(state, prompts)[0].params - state.params
+
+  assert not moved(jnp.zeros(B)).any() and moved(jnp.ones(B)).any()
+  np.testing.assert_allclose(
+    moved(jnp.full(B, 2.0)), 2 * moved(jnp.ones(B)), atol=1e-6
+  )

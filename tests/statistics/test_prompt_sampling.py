@@ -1,0 +1,95 @@
+"""Prompts drawn by priority: what comes out on average, by enumeration."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from grpojax.statistics import prompt_sampling
+from grpojax.statistics.prompt_sampling import Stratum
+
+STRATA = [Stratum(3, 2.0), Stratum(2, 1.0)]
+ORIGINAL = np.array([2 / 9, 2 / 9, 2 / 9, 1 / 6, 1 / 6])
+
+
+class Fixed:
+  """Random numbers that are known: orders of the strata, and one number."""
+
+  def __init__(self, orders, number):
+    self.orders, self.number = list(orders), number
+
+  def permutation(self, x):
+    return np.array(self.orders.pop(0)) if isinstance(x, int) else x
+
+  def random(self):
+    return self.number
+
+
+def outcomes(expected, rows):
+  """All orders, and all intervals of the random number, with probabilities."""
+  orders = itertools.product(
+    *(itertools.permutations(range(n)) for n in (3, 2))
+  )
+  for order in list(orders):
+    whole = [*order[0], *(3 + i for i in order[1])]
+    edges = np.cumsum(expected[whole])
+    cuts = np.unique(np.concatenate([[0, 1], edges % 1]))
+    for low, high in itertools.pairwise(cuts):
+      yield (high - low) / 12, Fixed(order, (low + high) / 2)
+
+
+@pytest.mark.parametrize("rows, most", [(2, 1), (4, 1), (5, 3)])
+@pytest.mark.parametrize(
+  "priorities", [(1, 4, 0, 2, 0), (0, 0, 0, 1, 1), (1, 1, 1, 1, 1)]
+)
+def test_importance_weights_undo_the_priorities(priorities, rows, most):
+  options = {"rows": rows, "uniform": 0.25, "most": most}
+  priorities = np.array(priorities, float)
+  expected = prompt_sampling.expected_rows(priorities, STRATA, **options)
+  assert np.sum(expected) == pytest.approx(rows)
+  total, counts, estimate = 0.0, np.zeros(5), np.zeros(5)
+  for probability, rng in outcomes(expected, rows):
+    drawn = prompt_sampling.draw(priorities, STRATA, rng, **options)
+    count = np.bincount(drawn.indices, minlength=5)
+    assert len(drawn.indices) == rows and count.max() <= most
+    assert np.all(np.abs(count - expected) < 1)  # rounded up or down
+    assert drawn.weights.max() <= 1 / 0.25 + 1e-9
+    total += probability
+    counts += probability * count
+    each = np.bincount(drawn.indices, drawn.weights, minlength=5)
+    estimate += probability * each / rows
+  assert total == pytest.approx(1)
+  np.testing.assert_allclose(counts, expected, atol=1e-12)
+  np.testing.assert_allclose(estimate, ORIGINAL, atol=1e-12)
+
+
+def test_priorities_shift_shares_within_a_stratum_only():
+  expected = prompt_sampling.expected_rows(
+    np.array([1.0, 0, 0, 0, 0]), STRATA, rows=1, uniform=0.1
+  )
+  # 1/30 is left to everybody; nothing is known of the second data set.
+  np.testing.assert_allclose(
+    expected, [2 / 3 - 4 / 90, 2 / 90, 2 / 90, 1 / 6, 1 / 6]
+  )
+
+
+def test_a_prompt_that_everybody_wants_is_had_once():
+  """What would be too much goes to the others, in proportion."""
+  expected = prompt_sampling.expected_rows(
+    np.array([98.0, 1.0, 1.0]), [Stratum(3, 1.0)], rows=2, uniform=0.01
+  )
+  np.testing.assert_allclose(expected, [1, 0.5, 0.5])
+
+
+def test_data_sets_keep_their_rows():
+  rng = np.random.default_rng(0)
+  priorities = rng.random(60)
+  strata = [Stratum(40, 3.0), Stratum(20, 1.0)]
+  draws = [
+    prompt_sampling.draw(priorities, strata, rng, rows=8, uniform=0.1)
+    for _ in range(20)
+  ]
+  assert all(np.sum(d.indices < 40) == 6 for d in draws)
+  # They are not one after another, or minibatches would be of one data set.
+  assert any(np.any(np.diff(1 * (d.indices >= 40)) < 0) for d in draws)
+  assert all(len(set(d.indices)) == 8 for d in draws)

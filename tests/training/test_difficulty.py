@@ -1,0 +1,174 @@
+"""Prompts drawn by their success rates, in a run."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import train
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.grpo_step import init_state
+from grpojax.data import arithmetic
+from grpojax.models import hf, sharding
+from grpojax.runtime import records
+from grpojax.training import policy as policies
+from grpojax.training import prompt_choice
+from grpojax.training.config import validate
+from grpojax.training.optimizer import optimizer
+
+ON = {"difficulty__priority": "varies"}
+EXAMPLES = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(20)]
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"priority": "hard"}, "use one of none, varies, spread, band, target"),
+    ({"uniform": 0.0}, r"difficulty.uniform = 0.0: must be in \(0, 1\]"),
+    ({"half_life": 0.0}, "difficulty.half_life = 0.0"),
+    ({"rows": 0}, "difficulty.rows = 0: must be 1 or more"),
+    ({"band": (0.9, 0.1)}, r"band = \(0.9, 0.1\): must be two numbers"),
+    ({"band": (0.1,)}, "difficulty.band"),
+    ({"target": (0.5, 1.0)}, r"target = .*inside \(0, 1\)"),
+    ({"target": ("a", "b")}, "difficulty.target"),
+    ({"importance_weights": True}, "nothing is to be undone"),
+  ],
+)
+def test_values_that_cannot_be(changes, text, config_with):
+  changes = {f"difficulty__{key}": value for key, value in changes.items()}
+  with pytest.raises(ValueError, match=text):
+    validate(config_with(**changes))
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"reward__on_device": True}, "priority = 'varies': reward.on_device"),
+    (
+      {"difficulty__importance_weights": True, "diagnostics__every": 5},
+      "importance_weights = True: the diagnosis",
+    ),
+  ],
+)
+def test_combinations_that_cannot_be(changes, text, config_with):
+  with pytest.raises(ValueError, match=text):
+    validate(config_with(**ON, **changes))
+  validate(config_with(**ON))
+
+
+def test_data_that_cannot_have_success_rates(config_with):
+  config = config_with(**ON)
+  with pytest.raises(ValueError, match="without end asks no prompt twice"):
+    prompt_choice.init(config, arithmetic.load("train"))
+  with pytest.raises(ValueError, match="takes 32 prompts, and there are 20"):
+    prompt_choice.init(config, EXAMPLES)
+  config.difficulty.rows = 2
+  assert prompt_choice.init(config, EXAMPLES).successes.shape == (20,)
+  assert prompt_choice.init(config_with(), EXAMPLES) is None
+
+
+@pytest.fixture
+def drawn(config_with):
+  """A config, a state of which three prompts are known, and the draw."""
+  config = config_with(
+    **ON,
+    batch_size=4,
+    difficulty__uniform=0.1,
+    difficulty__importance_weights=True,
+  )
+  policy = policies.open_policy("arithmetic-instruct")
+  tx = optimizer(config)
+  state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
+  state = state.replace(difficulty=prompt_choice.init(config, EXAMPLES))
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  places = sharding.shardings(jax.eval_shape(lambda: state), mesh)
+  learn = prompt_choice.make_learn(config, places)
+  draw = prompt_choice.make_draw(config, policy, EXAMPLES, 8)
+  return state, learn, draw
+
+
+def test_what_varies_is_asked(drawn):
+  state, learn, draw = drawn
+  indices = range(20)
+  examples = [{prompt_choice.INDEX: i} for i in indices]
+  # All but the first four are solved; a reward of 0.5 is no right answer.
+  right = np.ones((20, 8))
+  right[:4, ::2] = 0.5
+  right[19] = np.nan
+  for _ in range(5):
+    state = learn(state, examples, right)
+  successes = np.asarray(state.difficulty.successes)
+  assert successes[0] == pytest.approx(successes[5] / 2)
+  assert successes[19] == state.difficulty.failures[19] == 0
+  counts, weights = np.zeros(20), np.zeros(20)
+  for step in range(200):
+    prompts, batch = draw(state.replace(step=step))
+    asked = [example[prompt_choice.INDEX] for example in batch]
+    assert [e["prompt"] for e in batch] == [f"{i}+1" for i in asked]
+    assert len(set(asked)) == 4 and prompts.prompt_ids.shape[0] == 4
+    counts[asked] += 1
+    weights[asked] += np.asarray(prompts.weights) / 4
+  # The first four, and the one of which nothing is known.
+  assert counts[[0, 1, 2, 3, 19]].sum() > 500  # of 800; 200 without priorities
+  assert counts[4:19].min() > 0  # a chance to come back
+  # The weights undo it: each prompt counts the same in the end.
+  np.testing.assert_allclose(weights.sum(), 200, rtol=0.1)
+  np.testing.assert_allclose(weights[:4].mean(), 10, rtol=0.15)
+  row = prompt_choice.metrics(state, prompts, batch)
+  assert row["prompts_seen"] == 19 / 20 and row["prompts_asked"] == 4
+  assert 1 <= row["effective_prompts"] <= 4
+  assert row["importance_weight_max"] == pytest.approx(prompts.weights.max())
+
+
+def test_a_draw_depends_on_seed_and_step_alone(drawn):
+  state, _, draw = drawn
+
+  def asked(step):
+    return [e[prompt_choice.INDEX] for e in draw(state.replace(step=step))[1]]
+
+  assert asked(3) == asked(3) != asked(4)
+
+
+def test_a_curriculum_goes_from_easy_to_hard(config_with):
+  config = config_with(difficulty__priority="target", steps=5)
+  aims = [prompt_choice._aim(config, step) for step in range(5)]
+  np.testing.assert_allclose(aims, [0.8, 0.675, 0.55, 0.425, 0.3])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_as_if_it_had_not_ended(toy_task, toy_model, tmp_path):
+  """With a mixture, success rates and importance weights."""
+  settings = {"steps": 1, "eval.every": 9, "checkpoint.every": 1}
+  settings |= {"batch_size": 4, "group_size": 4, "eval.num_prompts": 4}
+  for name, size in (("many", 40), ("few", 9)):
+    part = f"data.mixture.{name}"
+    settings |= {f"{part}.name": "arithmetic", f"{part}.options.size": size}
+  settings |= {"data.mixture.many.weight": 3, "difficulty.priority": "varies"}
+  settings |= {"difficulty.importance_weights": True}
+
+  def go(name, **changes):
+    argv = toy_task.arguments(toy_model, **settings | changes)
+    train.main([*argv, f"--run_dir={tmp_path / name}"])
+
+  go("parts")
+  go("parts", steps=3)
+  go("whole", steps=3)
+  ours, theirs = (
+    hf.load_params(tmp_path / x / "model") for x in ("parts", "whole")
+  )
+  assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+  rows = records.read_jsonl(tmp_path / "parts" / "metrics.jsonl")
+  steps = [row for row in rows if "reward_mean" in row]
+  tested = [row for row in rows if "accuracy" in row]
+  for row in steps:
+    assert row["many/prompts"] == 3 and row["few/prompts"] == 1
+    mean = (3 * row["many/reward_mean"] + row["few/reward_mean"]) / 4
+    assert row["reward_mean"] == pytest.approx(mean, rel=1e-5)
+  seen = [row["prompts_seen"] for row in steps]
+  assert seen[0] == 0 and np.all(np.diff(seen) > 0)
+  for row in tested:
+    both = (row["many/accuracy"] + row["few/accuracy"]) / 2
+    assert row["accuracy"] == pytest.approx(both) and row["prompts"] == 8
+  summary = json.loads((tmp_path / "parts" / "summary.json").read_text())
+  assert summary["few/accuracy_after"] == tested[-1]["few/accuracy"]

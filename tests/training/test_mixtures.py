@@ -1,0 +1,215 @@
+"""Mixtures of data sets, from the config to metrics."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from grpojax import evaluate
+from grpojax.data.examples import SOURCE
+from grpojax.rewards.pool import Job, Pool
+from grpojax.runtime import config as config_lib
+from grpojax.training import evaluation, mixtures, scoring
+from grpojax.training import policy as policies
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.config import default_config, validate
+
+TWO = {
+  "reward__functions": ("exact_answer", "math_answer", "format"),
+  "reward__weights": (1.0, 1.0, 0.5),
+}
+
+
+def mixture(**parts):
+  return {"data__mixture": ConfigDict(parts)}
+
+
+def test_a_mixture_as_it_is_written(config_with):
+  parts = mixture(
+    hard={"name": "arithmetic", "options": {"difficulty": (4, 5)}},
+    gsm8k={"path": "x", "weight": 3, "rewards": "math_answer, format"},
+  )
+  config = config_with(**TWO, **parts)
+  validate(config)
+  found = mixtures.sources(config)
+  assert list(found) == ["gsm8k", "hard"]  # sorted, as a resumed run has them
+  assert found["gsm8k"].name == "gsm8k" and found["gsm8k"].weight == 3
+  assert found["gsm8k"].rewards == ("math_answer", "format")
+  assert found["hard"].options == {"difficulty": (4, 5)}
+  again = config_lib.from_json(config_lib.to_json(config))
+  validate(again)
+  assert mixtures.sources(again) == found
+  # exact_answer scores all but GSM8K's; what scores all is not named.
+  assert mixtures.scored_by(config) == {"exact_answer": ["hard"]}
+  assert mixtures.judges(config) == {
+    "gsm8k": "math_answer",
+    "hard": "exact_answer",
+  }
+  nothing = default_config()
+  assert not mixtures.sources(nothing) and not mixtures.scored_by(nothing)
+
+
+@pytest.mark.parametrize(
+  "part, text",
+  [
+    ({"wieght": 1}, "mixture.gsm8k.wieght = 1: unknown.*did you mean weight"),
+    ({"weight": 0}, "mixture.gsm8k.weight = 0: must be a number more than 0"),
+    ({"weight": "3"}, "mixture.gsm8k.weight = '3'"),
+    ({"name": "gsm9k"}, "name = 'gsm9k': use one of arithmetic, gsm8k"),
+    ({"path": 3}, "path = 3: must be a text"),
+    ({"options": 3}, "options = 3: is a section"),
+    ({"rewards": "length"}, "rewards = 'length': names, each once, among"),
+    ({"rewards": 3}, "rewards = 3: must be names"),
+    ({"rewards": ("exact_answer",)}, "reward.functions = .*format: leave"),
+    (3, "mixture.gsm8k = 3: is a section"),
+  ],
+)
+def test_mistakes_are_refused(part, text, config_with):
+  with pytest.raises(ValueError, match=text):
+    validate(config_with(**TWO, **mixture(gsm8k=part)))
+
+
+@pytest.mark.parametrize("field", ["data__path", "data__options__size"])
+def test_a_mixture_has_no_path_of_its_own(field, config_with):
+  config = config_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
+  with pytest.raises(ValueError, match=r"write data.mixture.NAME.\w+"):
+    validate(config)
+
+
+def test_a_name_must_do_for_metrics(config_with):
+  config = config_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
+  with pytest.raises(ValueError, match="data.mixture = 'a/b': names metrics"):
+    validate(config)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_functions_score_their_data_sets(workers):
+  options = {"workers": workers, "sources": {"format": ["b"]}, "timeout": 60}
+  with Pool(["exact_answer", "format"], **options) as pool:
+    jobs = [Job("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
+    one, two = pool.score([*jobs])
+  assert one.values[1] is None and one.reward == one.values[0]
+  assert two.values[1] is not None and not (one.failures or two.failures)
+
+
+def test_a_right_answer_is_what_its_data_set_says():
+  class Names:
+    names = ("f", "g")
+
+  scores = scoring.groups.GroupScores(
+    rewards=None,
+    values={"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])},
+    failed=None,
+    failures=[],
+  )
+  scorer = scoring.Scorer(Names, judges={"a": "f", "b": "g"})
+  examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
+  found = scoring.correctness(scorer, scores, examples)
+  np.testing.assert_array_equal(found, [[4], [2], [3]])
+
+
+def test_metrics_by_data_set(config_with):
+  config = config_with(
+    **mixture(a={"name": "gsm8k"}, b={"name": "gsm8k"}, c={"name": "gsm8k"})
+  )
+  examples = [{SOURCE: name} for name in "abab"]
+  rewards = np.array([[1, 0], [np.nan, 1], [1, 1], [np.nan, np.nan]])
+  assert mixtures.metrics(config, examples, rewards) == {
+    "a/prompts": 2,
+    "a/reward_mean": 0.75,
+    "a/zero_variance_groups": 0.5,
+    "b/prompts": 2,
+    "b/reward_mean": 1.0,
+    "b/zero_variance_groups": 1.0,
+  }
+  assert mixtures.metrics(default_config(), examples, rewards) == {}
+  result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples)
+  values = evaluation.per_prompt(result)
+  each = evaluation.by_data_set(config, result, values)
+  assert {k: v["accuracy"].tolist() for k, v in each.items()} == {
+    "a": [1, 1],
+    "b": [0, 0],
+  }
+
+
+@pytest.fixture
+def files(tmp_path):
+  """Two data sets of prompts of 1 to 12 characters."""
+  for name, size in (("nines", 12), ("ones", 8)):
+    (tmp_path / name).mkdir()
+    for split in ("train", "test"):
+      rows = [{"prompt": name[0] * n, "answer": ""} for n in range(1, size + 1)]
+      text = "".join(json.dumps(row) + "\n" for row in rows)
+      (tmp_path / name / f"{split}.jsonl").write_text(text)
+  parts = {
+    name: {"name": "jsonl", "path": str(tmp_path / name)}
+    for name in ("nines", "ones")
+  }
+  return mixture(**parts) | {"data__template": "{prompt}"}
+
+
+def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
+  policy = policies.open_policy("arithmetic-instruct")
+  config = config_with(**files, data__max_prompt_length=14)
+  with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
+    prompts_lib.load_split(config, policy, "train")
+  config.data.too_long = "drop"
+  config.eval.num_prompts = 3  # of each
+  found = {
+    split: prompts_lib.load_split(config, policy, split)
+    for split in ("train", "test")
+  }
+  whole = found["train"]
+  assert whole.dropped == 6 and len(whole.examples) == 14
+  assert len(whole.survey.lengths) == 20
+  assert len(found["test"].examples) == 6
+  assert {e[SOURCE] for e in found["test"].examples} == {"nines", "ones"}
+  _, batch = next(
+    prompts_lib.training_batches(config, policy, whole.examples, 8)
+  )
+  assert sum(e[SOURCE] == "ones" for e in batch) == 16
+  # Measured once.
+  file = tmp_path / "lengths.npz"
+  prompts_lib.save_lengths(file, found)
+  monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
+  again = prompts_lib.load_split(config, policy, "train", file)
+  assert again.survey.fingerprint == whole.survey.fingerprint
+  np.testing.assert_array_equal(again.survey.lengths, whole.survey.lengths)
+
+
+def test_an_error_says_which_data_set_it_is_of(files, config_with):
+  config = config_with(**files)
+  config.data.mixture.ones.path = "/nowhere"
+  with pytest.raises(ValueError, match="data.mixture.ones: .*/nowhere"):
+    prompts_lib.load_examples(config, "train")
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_by_data_set(
+  toy_task, toy_model, tmp_path, capsys
+):
+  """Each by its own reward: one is never right at first, one always."""
+  file, out = tmp_path / "mine.py", tmp_path / "result.json"
+  file.write_text("def easy(prompt, completion, example):\n  return 1.0\n")
+  settings = {
+    "reward.functions": f"exact_answer,{file}:easy",
+    "reward.weights": "1,1",
+    "data.mixture.one.name": "arithmetic",
+    "data.mixture.one.rewards": "easy",
+    "data.mixture.two.name": "arithmetic",
+    "data.mixture.two.rewards": "exact_answer",
+    "eval.num_prompts": 6,
+  }
+  words = toy_task.arguments(toy_model, **settings)
+  evaluate.main([f"--model={toy_model}", *words, f"--out={out}"])
+  found = json.loads(out.read_text())
+  assert found["accuracy"] == 0.5
+  each = found["data_sets"]
+  assert each["one"]["accuracy"] == 1 and each["two"]["accuracy"] == 0
+  printed = capsys.readouterr().out
+  assert "12 held-out prompts" in printed
+  assert re.search(r"\none, .*: 6 held-out prompts\n.*100.0%", printed)
+  with pytest.raises(SystemExit, match="judged by easy, exact_answer"):
+    evaluate.main([f"--model={toy_model}", *words, "--samples=2", "--majority"])
