@@ -188,6 +188,7 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   )
 
 
+@pytest.mark.slow
 def test_above_the_target_there_is_no_bonus(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(1.0)

@@ -1,16 +1,20 @@
 """Rewards of several functions, normalised each in its group."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import advantages
-from grpojax.core.multi_reward import normalize_then_sum
+from grpojax.core import advantages, multi_reward
 from grpojax.rewards import functions
 
+normalize_then_sum = jax.jit(
+  multi_reward.normalize_then_sum, static_argnames="epsilon"
+)
 NAN = np.nan
-WEIGHTS = [1.0, 0.5, -2.0]
+WEIGHTS = jnp.array([1.0, 0.5, -2.0])
 VALUES = jnp.array(  # as in trl_multi_reward.py, there [B * G, K]
   [
     [[1, 0, 1, 0], [1, 1, 1, 1], [NAN, 0, 1, 0]],
@@ -55,17 +59,17 @@ def test_trls_sum_then_normalize_is_the_weighted_sum():
   """As the pool adds it up, compared by two of our advantages."""
   columns = np.asarray(VALUES, np.float64).reshape(3, -1).T
   values = [[None if np.isnan(v) else v for v in row] for row in columns]
-  total = [functions.combine(row, WEIGHTS) for row in values]
+  total = [functions.combine(row, WEIGHTS.tolist()) for row in values]
   total = jnp.array(np.array(total, np.float32).reshape(3, 4))  # None is nan
-  found = advantages.grpo(total, epsilon=1e-4)
+  found = jax.jit(functools.partial(advantages.grpo, epsilon=1e-4))(total)
   np.testing.assert_allclose(found, TRL["grpo"], atol=2e-6)
-  found = advantages.dr_grpo(total)
+  found = jax.jit(advantages.dr_grpo)(total)
   np.testing.assert_allclose(found, TRL["dr_grpo"], atol=2e-5)
 
 
 def test_by_hand():
   values = jnp.array([[[0.0, 1, 1]], [[300.0, 100, 200]]])
-  found = normalize_then_sum(values, [2.0, 0.5], epsilon=0.0)
+  found = normalize_then_sum(values, jnp.array([2.0, 0.5]), epsilon=0.0)
   root = 3**0.5  # 0, 1, 1 have the mean 2/3 and the standard deviation 1/root
   expected = [2 * -2 / root + 0.5, 2 / root - 0.5, 2 / root]
   np.testing.assert_allclose(found[0], expected, rtol=1e-5)
@@ -73,7 +77,7 @@ def test_by_hand():
 
 def test_who_has_nothing_to_say_takes_no_side():
   values = jnp.array([[[1.0, NAN, 0, NAN]], [[5.0, 5, 5, NAN]]])
-  found = normalize_then_sum(values, [1.0, 3.0])
+  found = normalize_then_sum(values, jnp.array([1.0, 3.0]))
   half = 0.5**0.5
   np.testing.assert_allclose(found, [[half, 0, -half, NAN]], rtol=1e-5)
   # Every group sums to 0, so that nothing is left to centre.
@@ -93,6 +97,6 @@ def test_what_does_not_fit_is_refused():
   with pytest.raises(
     ValueError, match=r"one weight a reward .*\(3,\), not \(2"
   ):
-    normalize_then_sum(VALUES, [1.0, 2.0])
+    multi_reward.normalize_then_sum(VALUES, [1.0, 2.0])
   with pytest.raises(ValueError, match="group size G >= 2"):
-    normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0])
+    multi_reward.normalize_then_sum(jnp.ones((2, 3, 1)), [1.0, 2.0])

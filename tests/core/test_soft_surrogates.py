@@ -99,31 +99,9 @@ def test_the_trajectory_ratio_has_each_tokens_own_gradient():
 def test_advantages_are_clipped_on_both_sides():
   for advantage, bounded in ((2.0, 0.5), (-2.0, -0.5), (0.3, 0.3)):
     found, _ = multiples(
-      advantage, "clipped", logs=np.zeros(1), advantage_clip=0.5
+      advantage, "clipped", logs=np.zeros(5), advantage_clip=0.5
     )
-    assert float(found[0]) * advantage == pytest.approx(bounded)
-
-
-def test_what_is_not_kept_has_its_kl_term_alone():
-  rng = np.random.default_rng(0)
-  x, old, ref = -jnp.asarray(rng.exponential(size=(3, 1, 2, 4)), jnp.float32)
-  mask = jnp.ones((1, 2, 4), bool)
-  kept = jnp.asarray(rng.integers(0, 2, (1, 2, 4)), bool)
-  weights = losses.token_mean(mask)
-
-  def gradient(kept, advantage):
-    def loss(x):
-      advantages = jnp.full((1, 2), advantage)
-      return losses.grpo_loss(
-        x, advantages, weights, mask, old, ref, beta=0.3, kept=kept
-      )[0]
-
-    return jax.grad(loss)(x)
-
-  whole, no_surrogate = gradient(None, 1.0), gradient(None, 0.0)
-  expected = np.where(kept, whole, no_surrogate)
-  np.testing.assert_allclose(gradient(kept, 1.0), expected, rtol=1e-6)
-  assert (whole != no_surrogate).any()
+    np.testing.assert_allclose(found * advantage, bounded, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def test_a_step(what):
   on_eight_devices(what)
 
 
-ALSO = ("adapters", "the reference on the host")  # parts of others, in part
+# Parts of others, in part.
+ALSO = ("adapters", "the reference on the host", "fresh prompts")
 
 
 @pytest.mark.parametrize(  # each case is several whole runs

@@ -54,8 +54,9 @@ def test_each_is_logged_by_its_name():
   assert row["reward_short_std"] == pytest.approx(spread)
 
 
-@pytest.mark.parametrize("name", ["batch_std", "leave_one_out"])
-@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize(
+  "name, scale", [("batch_std", 0.25), ("leave_one_out", None)]
+)
 def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
   weights = (1.0, -0.5)
   config = config_with(
@@ -119,6 +120,7 @@ def test_what_cannot_be_is_refused(changes, text, config_with):
   assert len(lines) == 2 and text in lines[1]
 
 
+@pytest.mark.slow
 def test_it_compiles_ahead_of_time(config_with):
   """What a run compiles is lowered, with the values of all functions."""
   config = config_with(
