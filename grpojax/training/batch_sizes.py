@@ -20,7 +20,7 @@ from grpojax.core.mesh import (
 )
 from grpojax.core.weighted_baselines import init_score_norms
 from grpojax.runtime.config import flatten, problem
-from grpojax.training import dynamic_sampling, group_sizes
+from grpojax.training import filter_groups, group_sizes
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on
 
@@ -83,7 +83,7 @@ def check(config: ConfigDict, mesh: Mesh) -> None:
   check_rows(sampling, eval_batch=config.eval.batch_size)
   for size in group_sizes.group_sizes(leaves):
     rows = group_sizes.samples_per_step(leaves) // size
-    for parts in {config.sampling.parts, dynamic_sampling.draw_parts(config)}:
+    for parts in {config.sampling.parts, filter_groups.draw_parts(config)}:
       prompts = rows // parts
       check_rows(sampling, size, rollout=prompts)
       _check_slots(config.sampling.slots, sampling, prompts, size)

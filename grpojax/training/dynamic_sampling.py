@@ -15,20 +15,15 @@ from ml_collections import ConfigDict
 
 from grpojax.core import dynamic_sampling
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.advantages import ADVANTAGES, ZERO_IN_EQUAL_GROUPS
 from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.rewards import groups
-from grpojax.runtime.config import problem
 from grpojax.training import scoring
+from grpojax.training.filter_groups import settings_of
 
 Take = Callable[[], tuple[Prompts, list[dict[str, Any]]]]
 """The next prompts of the stream, as many as a draw has."""
-
-METRICS = ("reward", "acc")
-"""What has to vary in a group: `reward`, what its completions are compared by;
-`acc`, the first reward function."""
 
 
 class Filled(NamedTuple):
@@ -51,37 +46,6 @@ class Filled(NamedTuple):
   more_prompts: int
   scale: np.float32 | None
   metrics: dict[str, Any]
-
-
-class Settings(NamedTuple):
-  """The section `filter_groups` of a config where it is enabled.
-
-  Attributes:
-    metric: one of `METRICS`.
-    limit: prompts drawn for a step at most, in units of a step's.
-    parts: of a step's prompts, the equal parts that a draw has one of.
-    rescale: whether advantages are multiplied by the acceptance.
-  """
-
-  metric: str
-  limit: int
-  parts: int
-  rescale: bool
-
-
-def settings_of(config: ConfigDict) -> Settings | None:
-  """None where dynamic sampling is off."""
-  given = config.filter_groups
-  chosen = Settings(
-    given.metric, given.max_num_gen_batches, given.gen_parts, given.rescale
-  )
-  return chosen if given.enable else None
-
-
-def draw_parts(config: ConfigDict) -> int:
-  """Of a step's prompts, the equal parts that a draw has one of."""
-  settings = settings_of(config)
-  return settings.parts if settings else 1
 
 
 def _rows(
@@ -264,37 +228,3 @@ def make_consume(places: Any):
     return state.replace(prompts_consumed=add(state.prompts_consumed, more))
 
   return consume
-
-
-def problems(leaves: Mapping[str, Any]) -> list[str]:
-  """What keeps a run from dynamic sampling, a line each.
-
-  Args:
-    leaves: all settings by dotted path, each in its own range.
-  """
-  if not leaves["filter_groups.enable"]:
-    return []
-  refuse = functools.partial(problem, "filter_groups.enable", True)
-  wrong, advantage = [], leaves["advantage"]
-  if leaves["reward.on_device"]:
-    wrong.append(
-      refuse(
-        "reward.on_device is one program, which draws once: use "
-        "reward.on_device = False"
-      )
-    )
-  if advantage in ADVANTAGES and advantage not in ZERO_IN_EQUAL_GROUPS:
-    wrong.append(
-      refuse(
-        f"advantage = {advantage!r} learns from groups of equal rewards too: "
-        f"use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}"
-      )
-    )
-  if leaves["loss.beta"] > 0 and leaves["loss.kl_placement"] == "reward":
-    wrong.append(
-      refuse(
-        "with a KL penalty in the reward (loss.kl_placement = 'reward') groups "
-        "of equal rewards teach something: use loss.kl_placement = 'ratio'"
-      )
-    )
-  return wrong

@@ -31,7 +31,7 @@ from grpojax.runtime import (
 )
 from grpojax.training import (
   device_step,
-  dynamic_sampling,
+  filter_groups,
   from_config,
   host_step,
   opening,
@@ -109,7 +109,7 @@ def remaining_steps(
   adapt = _make_adapt(run)
   follow = reference.make_follow(config, run.places)
   size, batches, choose = None, iter(()), None
-  parts = dynamic_sampling.draw_parts(config)
+  parts = filter_groups.draw_parts(config)
 
   def take(count=1):
     try:

@@ -25,7 +25,7 @@ from grpojax.training import (
   batch_sizes,
   corrections,
   difficulty,
-  dynamic_sampling,
+  filter_groups,
   group_sizes,
   loss_settings,
   mixtures,
@@ -45,7 +45,7 @@ CHOICES = {
   "model.remat": tuple(REMAT),
   "advantage": tuple(ADVANTAGES),
   "reward.aggregation": tuple(AGGREGATIONS),
-  "filter_groups.metric": tuple(dynamic_sampling.METRICS),
+  "filter_groups.metric": tuple(filter_groups.METRICS),
   "loss.ratio": tuple(RATIOS),
   "loss.old_logprobs": tuple(OLD_LOGPROBS),
   "loss.correction": tuple(CORRECTIONS),
@@ -272,7 +272,7 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   """
   wrong = _ranges(leaves) + _names(leaves) + _kl(leaves)
   wrong += _rewards(leaves) + _lora(leaves) + _moments(leaves)
-  wrong += _aggregation(leaves) + dynamic_sampling.problems(leaves)
+  wrong += _aggregation(leaves) + filter_groups.problems(leaves)
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
   wrong += corrections.problems(leaves) + score_norms.problems(leaves)
   wrong += mixtures.problems(leaves) + difficulty.problems(leaves)
