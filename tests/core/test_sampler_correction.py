@@ -185,7 +185,7 @@ def rollout_of(tabular, table, noise, mask, ids):
 @pytest.mark.parametrize("several", [False, True])
 def test_the_update_corrects_however_it_is_cut(tabular, several):
   """Against the same loss written out, where the sampler is `noise` off."""
-  lm, rng = tabular.lm(2, 4), np.random.default_rng(0)
+  lm, rng = tabular.lm(2, 4), np.random.default_rng(3)
   table = lm.init(jax.random.key(5))
   shape = (4, 3, 5)
   ids, noise = rng.integers(0, 4, shape), 0.4 * rng.normal(size=shape)
@@ -224,7 +224,7 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
   batch, row = run(1)
   _, cut = run(6)
   left_out = (np.asarray(batch.advantages) < 0) & (drift > 0.1)
-  assert out.any() and left_out.any() and not left_out.all()
+  assert out.any() and left_out.any() and (left_out != (drift > 0.1)).any()
   advantages = np.asarray(batch.advantages)[..., None]
   expected = -np.sum(weight * ~left_out[..., None] * advantages) / mask.sum()
   sums = {
