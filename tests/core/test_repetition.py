@@ -123,14 +123,38 @@ def test_greedy_decoding_is_penalised(tiny, drawn):
   assert differs
 
 
-@pytest.mark.parametrize(
-  "decoding", [{"slots": 2}, {"stages": 1}, {"compact": False}]
-)
-def test_how_it_is_decoded_changes_no_sample(drawn, decoding):
+def same(found, expected):
+  np.testing.assert_array_equal(found.completion_ids, expected.completion_ids)
+  np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_slots_change_no_sample(drawn):
   draw, samples = drawn
-  found = draw(**decoding)
-  np.testing.assert_array_equal(found.completion_ids, samples.completion_ids)
-  np.testing.assert_allclose(found.logprobs, samples.logprobs, atol=1e-5)
+  same(draw(slots=2), samples)
+
+
+@pytest.mark.slow  # long enough for stages
+def test_stages_and_compaction_change_no_sample(tiny):
+  prompts = Prompts(jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2), bool))
+  budgets = jnp.array([[130, 3, 2, 5], [2, 4, 1, 60]])
+
+  def draw(**decoding):
+    run = functools.partial(
+      rollout,
+      tiny.lm,
+      group_size=4,
+      max_new_tokens=130,
+      eos_ids=(VOCAB,),  # never
+      sampling=SAMPLING,
+      budgets=budgets,
+      decoding=Decoding(**decoding),
+    )
+    return jax.jit(run)(tiny.params, prompts, KEY)
+
+  samples = draw(stages=1, compact=False)
+  assert samples.completion_mask.sum(-1).max() > 50
+  same(draw(stages=2), samples)
+  same(draw(slots=2), samples)
 
 
 def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):

@@ -185,7 +185,7 @@ def rollout_of(tabular, table, noise, mask, ids):
 @pytest.mark.parametrize("several", [False, True])
 def test_the_update_corrects_however_it_is_cut(tabular, several):
   """Against the same loss written out, where the sampler is `noise` off."""
-  lm, rng = tabular.lm(2, 4), np.random.default_rng(0)
+  lm, rng = tabular.lm(2, 4), np.random.default_rng(3)
   table = lm.init(jax.random.key(5))
   shape = (4, 3, 5)
   ids, noise = rng.integers(0, 4, shape), 0.4 * rng.normal(size=shape)
@@ -221,10 +221,9 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
 
     return learn()
 
-  batch, row = run(1)
-  _, cut = run(6)
+  batch, row = run(6 if several else 1)
   left_out = (np.asarray(batch.advantages) < 0) & (drift > 0.1)
-  assert out.any() and left_out.any() and not left_out.all()
+  assert out.any() and left_out.any() and (left_out != (drift > 0.1)).any()
   advantages = np.asarray(batch.advantages)[..., None]
   expected = -np.sum(weight * ~left_out[..., None] * advantages) / mask.sum()
   sums = {
@@ -237,13 +236,12 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
   }
   weights = ratios[..., 0]
   share = weights.sum() ** 2 / (weights.size * (weights**2).sum())
-  for found in (row, cut):
-    for name, value in sums.items():
-      np.testing.assert_allclose(
-        found[name], value / mask.sum(), rtol=1e-4, err_msg=name
-      )
-    found = found["sampler_effective_samples"]
-    np.testing.assert_allclose(found, share, rtol=1e-4)
+  for name, value in sums.items():
+    np.testing.assert_allclose(
+      row[name], value / mask.sum(), rtol=1e-4, err_msg=name
+    )
+  found = row["sampler_effective_samples"]
+  np.testing.assert_allclose(found, share, rtol=1e-4)
 
 
 def test_off_it_is_not_there():

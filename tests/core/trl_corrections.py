@@ -115,7 +115,7 @@ def main():
     "sampler": sampler,
     "old": sampler + 0.5 * torch.randn(B, T),
     "ref": sampler + 0.3 * torch.randn(B, T),
-    "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, -2.0, 0.0]),
+    "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, -2.0, 1.5]),
     "mask": (torch.arange(T) < lengths[:, None]).double(),
   }
   arrays["logprobs"] = arrays["old"] + 0.2 * torch.randn(B, T)
