@@ -72,7 +72,7 @@ def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
   scores = scores_of(weights)
   values = scoring.stacked(scores)
   scale = scale and np.float32(scale)
-  batch, row = compare(scores.rewards, None, None, values, scale)
+  batch, row = compare(scores.rewards, None, None, None, values, scale)
   compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
   expected = advantages.ADVANTAGES[name](compared) * (scale or 1)
   np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5, atol=1e-6)
