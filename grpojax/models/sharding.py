@@ -5,6 +5,7 @@ bare parameter tree, a `TrainState`, and optimizer state that mirrors the
 parameters. What is computed with them has a table too, in `core.mesh`.
 """
 
+import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from grpojax.core.mesh import AXES, divide, free_axes
 
@@ -47,6 +48,19 @@ A matrix that no rule names is refused: held whole on every device in silence,
 it would cost the memory that the mesh was to save.
 """
 
+
+def _and_data(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """Axes of a rule, with data before fsdp, as they are in the mesh."""
+  axes = (axes,) if isinstance(axes, str) else axes or ()
+  return tuple(y for x in axes for y in (("data", x) if x == "fsdp" else (x,)))
+
+
+GRADIENT_RULES = tuple((name, P(*map(_and_data, p))) for name, p in RULES)
+"""Of gradients, until the optimizer takes them: cut along data as well.
+
+So they are added up over all devices that have rows by one reduce-scatter. Cut
+along fsdp alone, XLA makes an all-reduce of it, which sends twice as much. It
+only sees a reduce-scatter where the axes follow each other as in the mesh."""
 
 REDUCED = {"row": -1, "col": -2}
 """The axis that a statistic of a matrix lacks, by the last name of its path
@@ -164,6 +178,21 @@ def _gathered(path: str, spec: P) -> P:
   return _kept(spec, set(AXES) - set(dropped))
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
+  """A sharding constraint, and another one for the gradient."""
+  del gradient_spec
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
+@_lay_out.defjvp
+def _lay_out_jvp(spec, gradient_spec, primals, tangents):
+  # A constraint is its own transpose.
+  (x,), (t,) = primals, tangents
+  t = jax.lax.with_sharding_constraint(t, gradient_spec)
+  return _lay_out(x, spec, gradient_spec), t
+
+
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   """Lays parameters out over the mesh in context, if there is one.
 
@@ -177,17 +206,21 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   if not set(AXES) & set(free):
     return params
 
+  def spec_of(name, shape, rules):
+    if not name.startswith("layer/"):
+      return spec_for(name, shape, mesh, rules)
+    path = name.replace("layer/", "layers/", 1)
+    return P(*spec_for(path, (1, *shape), mesh, rules)[1:])
+
   def one(path, x):
     name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
     name = re.sub(r"layers/\d+/", "layers/", name)  # one of several stacks
-    if name.startswith("layer/"):
-      spec = spec_for(name.replace("layer/", "layers/"), (1, *x.shape), mesh)
-      spec = P(*spec[1:])
-    else:
-      spec = spec_for(name, x.shape, mesh)
+    spec = spec_of(name, x.shape, RULES)
     if gathered:
       spec = _gathered(name.replace("layer/", "layers/"), spec)
-    return jax.lax.with_sharding_constraint(x, _kept(spec, free))
+      return jax.lax.with_sharding_constraint(x, _kept(spec, free))
+    of_gradient = spec_of(name, x.shape, GRADIENT_RULES)
+    return _lay_out(x, _kept(spec, free), _kept(of_gradient, free))
 
   return jax.tree_util.tree_map_with_path(one, params)
 
@@ -225,7 +258,7 @@ def cut(params: PyTree, prefix: str = "") -> PyTree:
   """Parameters as they are stored: cut along fsdp and tensor.
 
   For what was computed from them (cast): so it is computed from a part on each
-  device.
+  device. Gradients with respect to them are cut along data, too.
   """
   return _constrain(params, prefix, gathered=False)
 

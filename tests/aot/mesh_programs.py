@@ -37,6 +37,7 @@ CONFIG = TransformerConfig(
 B, G, PROMPT, T = 32, 8, 64, 256
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
+  "update data": ("update", {"data": 2, "fsdp": 4}),
   "rollout": ("rollout", {"data": 2, "fsdp": 4}),
   "rollout tensor": ("rollout", {"data": 1, "fsdp": 4, "tensor": 2}),
   "rollout sampling_tensor": ("rollout", {"fsdp": 8}, 2),

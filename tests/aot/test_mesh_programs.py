@@ -67,7 +67,8 @@ def rollouts(platform):
 
 @pytest.fixture(scope="module")
 def updates(platform):
-  return compiled(platform, "update")
+  names = ["update", "update data"]
+  return compiled(platform, *names[: 1 if platform == "cpu" else 2])
 
 
 def modules(programs, name):
@@ -117,6 +118,31 @@ def check_scattered(reduced, outer, matrices, table):
     ("reduce-scatter", 2 * table),
     ("reduce-scatter", 4 * table),
   ]
+
+
+def test_gradients_are_scattered_over_data_and_fsdp_together(updates, platform):
+  """Each device adds up an eighth, for a quarter would be an all-reduce.
+
+  After it, once an update, eighths go to where the optimizer wants them, and
+  the two of a quarter are put together: twice, g and its square.
+  """
+  if platform == "cpu":
+    pytest.skip("for TPUs alone")
+  _, found = modules(updates, "update data")
+  reduced = [c for c in found.collectives if "reduce" in c.kind]
+  large = [c for c in reduced if c.bytes > 1e5]
+  assert {(c.kind, c.group_size) for c in large} == {("reduce-scatter", 8)}
+  layers, matrices = LAYERS[platform], MATRICES * ITEMSIZE[platform]
+  inside = [c for c in large if c.trips == layers]
+  assert sum(c.bytes for c in inside) == matrices * 7 // 8
+  eighth = (layers * MATRICES + V * D) * 4 // 8
+  once = {"all-gather": 0, "collective-permute": 0}
+  for c in found.collectives:
+    if c.trips == 1 and c.group_size < 8 and c.kind in once:
+      once[c.kind] += c.bytes
+  gathered = (V * D) * (4 + 2) * 3 // 4  # embedding and head, for use
+  assert once["all-gather"] == 2 * eighth + gathered
+  assert once["collective-permute"] <= 2 * eighth
 
 
 def check_unoptimised(reduced, outer, matrices, table):
