@@ -32,15 +32,15 @@ def test_first_fit_by_hand():
 
 
 def test_a_layout_by_hand():
-  """Rows of 4 are half of T, and hold as much as fewer rows of 8."""
+  """Rows of 4 are half of T; a subgroup has one or four of them."""
   found = packing_layout.layout(np.array([[4, 1, 4, 3]]), 8, 16)
   assert (found.prompts, found.subgroups.tolist()) == ([[0]], [[0] * 4])
   rows = found.rows
   np.testing.assert_array_equal(
-    rows.segments, [[[[0] * 4, [2] * 4, [3, 3, 3, 1]]]]
+    rows.segments, [[[[0] * 4, [2] * 4, [3, 3, 3, 1], [-1] * 4]]]
   )
   np.testing.assert_array_equal(
-    rows.positions, [[[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0]]]]
+    rows.positions, [[[[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 0], [0] * 4]]]
   )
   np.testing.assert_array_equal(rows.rows, [[[0, 2, 1, 2]]])
   np.testing.assert_array_equal(rows.starts, [[[0, 3, 0, 0]]])
@@ -64,11 +64,11 @@ def test_subgroups_by_hand():
   )
   # A long prompt is not computed three times: one subgroup a prompt.
   longer = packing_layout.layout(lengths, 4, 20)
-  assert longer.rows.segments.shape == (1, 2, 3, 4)
+  assert longer.rows.segments.shape == (1, 2, 4, 4)
   # Each prompt in a block of its own: as many subgroups as the first needs.
-  apart = packing_layout.layout(lengths, 4, 0, blocks=3)
-  assert apart.rows.segments.shape == (3, 1, 3, 4)
-  np.testing.assert_array_equal(apart.prompts, [[0], [0], [0]])
+  apart = packing_layout.layout(lengths, 4, 1, blocks=3)
+  assert apart.rows.segments.shape == (3, 3, 1, 4)
+  np.testing.assert_array_equal(apart.prompts, np.zeros((3, 3)))
 
 
 def draw_lengths(rng, b=B, g=G, t=T):
@@ -115,9 +115,9 @@ def test_each_real_token_lies_somewhere_once(prompt_length, blocks, multiple):
 
 def test_sizes_are_few():
   assert packing_layout.row_counts(1) == [1]
-  assert packing_layout.row_counts(6) == [1, 3, 4, 6]
+  assert packing_layout.row_counts(6) == [1, 4, 6]
   assert packing_layout.row_counts(2) == [1, 2]
-  assert packing_layout.row_counts(64)[-6:] == [12, 16, 24, 32, 48, 64]
+  assert packing_layout.row_counts(64) == [1, 4, 16, 64]
   assert packing_layout.row_lengths(1024) == [256, 512, 1024]
   assert packing_layout.row_lengths(6) == [2, 3, 6]
   assert packing_layout.row_lengths(1) == [1]
