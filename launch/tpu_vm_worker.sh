@@ -23,7 +23,8 @@ install() { # the VM's own Python is too old
 start() {
   mkdir -p "$here"
   exec 9>"$here/lock"
-  flock --nonblock 9 || { echo "it is running already" && return; }
+  # One that has just written its code has the lock for a moment still.
+  flock --wait 1 9 || { echo "it is running already" && return; }
   rm -f "$here/code"
   # The inner shell holds the lock while the training runs. It outlives a SIGTERM
   # to all, so that it can write the code.

@@ -316,6 +316,7 @@ VARIANTS = {
     "loss.kl": "k3",
     "loss.kl_placement": "ratio",
     "loss.dual_clip": 3.0,
+    "loss.ratio": "trajectory_ratio",
     "optim.epochs": 2,
     "sampling.min_p": 0.01,
   },

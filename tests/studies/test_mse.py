@@ -116,7 +116,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   )
   monkeypatch.setattr(policies, "decode", lambda *args: [None])
   monkeypatch.setattr(
-    mse, "_rewards", lambda *args: np.full(6, next(pools), np.float32)
+    mse, "rewards_of", lambda *args: np.full(6, next(pools), np.float32)
   )
   scores = np.arange(12.0)[:, None]
   monkeypatch.setattr(

@@ -19,6 +19,7 @@ from grpojax.rewards import groups
 from grpojax.runtime import records
 from grpojax.training import (
   dynamic_sampling,
+  filter_groups,
   from_config,
   host_step,
   scoring,
@@ -84,7 +85,7 @@ class Job:
     )
 
   def take(self, count=None):
-    count = count or B // dynamic_sampling.draw_parts(self.config)
+    count = count or B // filter_groups.draw_parts(self.config)
     prompts, examples = batch_of(self.taken, count)
     self.taken += count
     return mesh_lib.place(prompts, self.mesh, "batch"), examples
