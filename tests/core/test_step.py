@@ -15,9 +15,9 @@ from grpojax.core.grpo_step import (
   make_update,
   rollout_metrics,
 )
+from grpojax.core.minibatches import draw_orders
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Batch, Rollout
-from grpojax.core.update import draw_orders
 
 KEY = jax.random.key(5)
 

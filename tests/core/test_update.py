@@ -7,8 +7,9 @@ import optax
 import pytest
 
 from grpojax.core.grpo_step import init_state
+from grpojax.core.minibatches import draw_orders, reorder_rows
 from grpojax.core.types import Batch
-from grpojax.core.update import draw_orders, make_update, reorder_rows
+from grpojax.core.update import make_update
 
 KEY = jax.random.key(5)
 

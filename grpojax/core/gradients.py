@@ -1,0 +1,167 @@
+"""The gradient of the loss over a minibatch, micro-batch by micro-batch."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from grpojax.core import entropy as entropy_lib
+from grpojax.core import micro_batches as parts_lib
+from grpojax.core import packing as packing_lib
+from grpojax.core import sampler_mismatch
+from grpojax.core.entropy import EntropyBonus
+from grpojax.core.mesh import constrain, map_rows
+from grpojax.core.sampler_correction import Correct
+from grpojax.core.sampling import Sampling
+from grpojax.core.types import LM, OF_PROMPTS, Batch
+
+Metrics = dict[str, Array]
+
+
+def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
+  """Micro-batches of a minibatch: a leading axis of `parts`."""
+  if batch.packing is not None:
+    batch, weights = packing_lib.regroup_batch(batch, weights)
+  cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
+  packing_lib.check_cut(batch.packing, cut)
+  samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
+  prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
+  samples, weights = parts_lib.split_samples((samples, weights), cut)
+  prompts = parts_lib.split_prompts(prompts, cut)
+  return Batch(**samples, **prompts), weights
+
+
+def _token_metrics(
+  monitored: dict[str, Array], mask: Array
+) -> dict[str, Metrics]:
+  """Means over real tokens, and of the ratios the extremes."""
+  count = jnp.maximum(jnp.sum(mask), 1)
+
+  def mean(values):
+    return jnp.sum(jnp.where(mask, values, 0)) / count
+
+  ratios = monitored["ratio"]  # 1 on padding, taken where there is no token
+  shown = mask | ~jnp.any(mask)
+  return {
+    "mean": {k: mean(v) for k, v in monitored.items() if k != "ratio"},
+    "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=shown)},
+    "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=shown)},
+  }
+
+
+def in_float32(tree: PyTree) -> PyTree:
+  """In float32 or better."""
+  return jax.tree.map(
+    lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
+  )
+
+
+def make_gradient(
+  lm: LM,
+  *,
+  loss: Callable[..., Any],
+  weighting: Callable[[Array], Array],
+  correction: Correct | None,
+  micro_batches: int,
+  entropy_bonus: EntropyBonus | None,
+  top_entropy_quantile: float | int,
+  sampling: Sampling,
+  chunk_size: int,
+) -> Callable[..., Any]:
+  """The loss of a minibatch and its gradient; arguments as of `make_update`.
+
+  Returns:
+    `(params, batch, factor) -> (loss, gradient, metrics, mean entropies)`. The
+    factor is the entropy bonus's coefficient; the gradient is float32 or
+    better; the metrics are by `update.OVER_UPDATES`; the micro-batches' shares
+    of the minibatch's mean entropy are None without a bonus.
+  """
+  some = top_entropy_quantile < 1
+  keep = functools.partial(
+    entropy_lib.highest_entropy, share=top_entropy_quantile
+  )
+
+  def score(params, batch: Batch):
+    return packing_lib.completion_logprobs(
+      lm,
+      params,
+      batch.prompt_ids,
+      batch.prompt_mask,
+      batch.completion_ids,
+      batch.packing,
+      sampling=sampling,
+      chunk_size=chunk_size,
+      entropy_gradient=entropy_bonus is not None,
+    )
+
+  def micro_loss(params, factor, batch: Batch, weights, kept, tokens):
+    batch = map_rows(constrain, batch)
+    weights = constrain(weights, "batch", "group")
+    logprobs, entropy = score(params, batch)
+    mask = batch.completion_mask
+    if some and kept is None:  # there is no other part
+      kept = keep(jax.lax.stop_gradient(entropy), mask)
+    given, of_correction = {"kept": kept} if some else {}, {}
+    if correction is not None:
+      given["factors"], of_correction = correction(logprobs, batch)
+    value, monitored = loss(
+      logprobs,
+      batch.advantages,
+      weights,
+      mask,
+      batch.old_logprobs,
+      batch.ref_logprobs,
+      **given,
+    )
+    mean_entropy = None
+    if entropy_bonus is not None:
+      acted = kept if some else mask
+      mean_entropy = entropy_lib.mean_entropy(entropy, acted, tokens)
+      value -= factor * mean_entropy
+    monitored |= of_correction
+    of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
+    monitored = monitored | {"entropy": entropy}
+    return value, (monitored, of_sampler, mean_entropy)
+
+  def of_all_parts(params, batch: Batch):
+    """What no part of a minibatch knows: its tokens kept, and how many."""
+    if micro_batches == 1 or not (some or entropy_bonus):
+      return None, None
+    if not some:
+      return None, jnp.sum(batch.completion_mask)
+    entropies = jax.lax.map(
+      lambda part: score(params, map_rows(constrain, part))[1], batch
+    )
+    kept = keep(entropies, batch.completion_mask)
+    return kept, jnp.sum(kept)
+
+  def accumulate(params, batch: Batch, factor):
+    """Loss and gradient over a minibatch, micro-batch by micro-batch."""
+
+    def add(total, part):
+      out = jax.value_and_grad(micro_loss, has_aux=True)(
+        params, factor, *part, tokens
+      )
+      (value, monitored), grads = out
+      # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
+      added = jax.tree.map(jnp.add, total, (value, in_float32(grads)))
+      return added, monitored
+
+    weights = weighting(batch.completion_mask)
+    if batch.sample_weights is not None:
+      weights = weights * batch.sample_weights[..., None]
+      batch = batch.replace(sample_weights=None)  # they are in it
+    parts = _split(batch, weights, micro_batches)
+    kept, tokens = of_all_parts(params, parts[0])
+    zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
+    (value, grads), aux = jax.lax.scan(add, zero, (*parts, kept))
+    monitored, of_sampler, mean_entropy = aux
+    mask = parts[0].completion_mask
+    first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
+    metrics = _token_metrics(monitored, mask) | first
+    return value, grads, metrics, mean_entropy
+
+  return accumulate
