@@ -317,6 +317,7 @@ VARIANTS = {
     "loss.kl_placement": "ratio",
     "loss.dual_clip": 3.0,
     "loss.ratio": "trajectory_ratio",
+    "loss.weighting": "sequence_sum",
     "optim.epochs": 2,
     "sampling.min_p": 0.01,
   },
