@@ -4,8 +4,8 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_32b.py \
                --config.model.path=DIR
            DIR is that model in Hugging Face format, by default
            ./Qwen2.5-32B-Instruct. For the data see configs/gsm8k.py.
-Hardware:  a slice of TPU: launch/README.md says which ones it fits, by
-           compiling.
+Hardware:  128 chips of TPU v5e (8x16): 14.3 of 16 GiB, as compiled for them
+           (launch/README.md).
 Time:      not known; not run yet: no accelerator was at hand.
 Expected:  a rising reward, and accuracy on the 1,319 test problems above that
            of step 0, which is logged.
@@ -23,7 +23,8 @@ def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_qwen2_5_32b"
   config.model.path = "Qwen2.5-32B-Instruct"
-  config.mesh.fsdp = 16
-  config.mesh.tensor = 2
+  config.mesh.fsdp = 32
+  config.mesh.tensor = 4
   config.mesh.sampling_tensor = 8
+  config.optim.micro_batches = 16
   return config.lock()

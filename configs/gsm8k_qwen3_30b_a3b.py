@@ -4,8 +4,8 @@ Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py \
                --config.model.path=DIR
            DIR is that model in Hugging Face format, by default
            ./Qwen3-30B-A3B. For the data see configs/gsm8k.py.
-Hardware:  a slice of TPU: launch/README.md says which ones it fits, by
-           compiling.
+Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
+           (launch/README.md).
 Time:      not known; not run yet: no accelerator was at hand.
 Expected:  a rising reward, and accuracy on the 1,319 test problems above that
            of step 0, which is logged.
@@ -24,6 +24,9 @@ def get_config() -> ConfigDict:
   config.name = "gsm8k_qwen3_30b_a3b"
   config.model.path = "Qwen3-30B-A3B"
   config.data.template_options = ConfigDict({"enable_thinking": False})
-  config.mesh.fsdp = 32
+  config.mesh.fsdp = 8
+  config.mesh.expert = 4
+  config.mesh.tensor = 4
   config.mesh.sampling_tensor = 4
+  config.optim.micro_batches = 8
   return config.lock()

@@ -38,7 +38,7 @@ PARAMETERS = {  # as published
 }
 DEVICES = dict.fromkeys(  # else one
   ("figure5", "gsm8k_qwen2_5_7b", "gsm8k_qwen3_1_7b"), 8
-) | dict.fromkeys(("gsm8k_qwen2_5_32b", "gsm8k_qwen3_30b_a3b"), 32)
+) | dict.fromkeys(("gsm8k_qwen2_5_32b", "gsm8k_qwen3_30b_a3b"), 128)
 
 
 def training_config(name):
