@@ -13,6 +13,7 @@ from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
 
 
+@pytest.mark.slow
 def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
   changes = {"lora.rank": 2, "lora.alpha": 4.0, "lora.targets": "layers/(q|up)"}
   changes |= {"loss.beta": 0.05, "steps": 6, "optim.learning_rate": 3e-2}

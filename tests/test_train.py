@@ -347,9 +347,7 @@ def test_the_variants_use_every_choice():
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(
-      name, marks=() if name in ("minibatches", "penalty") else pytest.mark.slow
-    )
+    pytest.param(name, marks=() if name == "minibatches" else pytest.mark.slow)
     for name in VARIANTS
   ],
 )
