@@ -7,6 +7,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, side_by_side
+from grpojax.training import mixtures
 
 WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",
@@ -41,6 +42,16 @@ def test_what_cannot_be_timed_is_said_first(words, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure", refuse)
   with pytest.raises(SystemExit, match=f"error: (?s:.*){WRONG[words]}"):
     bench.main(words.split())
+
+
+def test_made_up_prompts_are_of_no_data_set(monkeypatch):
+  given = []
+  monkeypatch.setattr(configured, "measure", lambda run, *_: given.append(run))
+  monkeypatch.setattr(configured, "lines", lambda found: [])
+  words = "name=arithmetic rewards=exact_answer".split()
+  bench.main([f"--config.data.mixture.sums.{word}" for word in words])
+  assert not mixtures.sources(given[0].config)
+  assert mixtures.scored_by(given[0].config) == {}
 
 
 def test_one_json_line(monkeypatch, tmp_path, capsys):
