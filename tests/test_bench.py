@@ -19,6 +19,7 @@ WRONG = {
   "--workload=fixed --out=.": "is a directory",
   "--workload=fixed --out=no/such.json": "its directory does not exist",
   "--workload=fixed --config.loss.beta=0.1": "is that work and no other",
+  "--workload=tail --config.filter_groups.enable=True": "is that work and no",
   "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
   "--config.model.path=no/model": "no model at 'no/model'",
   "--config.mesh.tensor=999": "999 devices",
