@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
@@ -84,8 +85,10 @@ def make_compare(config: ConfigDict):
       score_norms=score_norms,
       prompt_weights=weights,
     )
-    if scale is not None:
-      batch = batch.replace(advantages=scale * batch.advantages)
+    if scale is not None:  # outside of the bound that the loss has
+      most = config.loss.advantage_clip or jnp.inf
+      bounded = jnp.clip(batch.advantages, -most, most)
+      batch = batch.replace(advantages=scale * bounded)
     return batch, rollout_metrics(samples, rewards)
 
   return compare

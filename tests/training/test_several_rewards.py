@@ -113,6 +113,18 @@ def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
   assert found[2] == 0
 
 
+def test_a_scale_is_of_advantages_that_are_bounded(tabular, config_with):
+  config = config_with(
+    loss__advantage_clip=2.0, group_size=3, batch_size=2, reward__weights=(1.0,)
+  )
+  rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
+  compare = host_step.make_compare(config)
+  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
+  batch, _ = compare(rewards, None, scale=np.float32(0.5))
+  expected = [[1.0, -0.75, -0.75], [0.5, -0.25, -0.25]]
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+
+
 def test_the_reward_model_has_the_last_weight(config_with):
   config = config_with(
     reward__weights=(2.0,),
