@@ -7,6 +7,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, side_by_side
+from grpojax.training import mixtures
 
 WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",
@@ -18,6 +19,7 @@ WRONG = {
   "--workload=fixed --out=.": "is a directory",
   "--workload=fixed --out=no/such.json": "its directory does not exist",
   "--workload=fixed --config.loss.beta=0.1": "is that work and no other",
+  "--workload=tail --config.filter_groups.enable=True": "is that work and no",
   "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
   "--config.model.path=no/model": "no model at 'no/model'",
   "--config.mesh.tensor=999": "999 devices",
@@ -41,6 +43,16 @@ def test_what_cannot_be_timed_is_said_first(words, monkeypatch, tmp_path):
   monkeypatch.setattr(configured, "measure", refuse)
   with pytest.raises(SystemExit, match=f"error: (?s:.*){WRONG[words]}"):
     bench.main(words.split())
+
+
+def test_made_up_prompts_are_of_no_data_set(monkeypatch):
+  given = []
+  monkeypatch.setattr(configured, "measure", lambda run, *_: given.append(run))
+  monkeypatch.setattr(configured, "lines", lambda found: [])
+  words = "name=arithmetic rewards=exact_answer".split()
+  bench.main([f"--config.data.mixture.sums.{word}" for word in words])
+  assert not mixtures.sources(given[0].config)
+  assert mixtures.scored_by(given[0].config) == {}
 
 
 def test_one_json_line(monkeypatch, tmp_path, capsys):

@@ -29,6 +29,7 @@ def open_run(config: ConfigDict) -> programs.Run:
     config.reward.workers, config.reward.model = 0, ""
     # How often a group of such rewards varies says nothing: a step draws once.
     config.filter_groups.enable = False
+    config.data.mixture = ConfigDict()  # prompts are made up, and of no part
   mesh = from_config.mesh(config)
   batch_sizes.check(config, mesh)
   reference.check(config.model.reference, mesh)

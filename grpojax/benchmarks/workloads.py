@@ -65,10 +65,12 @@ STEPS = {name: 8 for name in WORKLOADS} | {DEFAULT_JOB: 10}
 _TABLE_STEPS = 32
 
 _WORK = (
-  "seed steps batch_size group_size subset_size advantage data loss lora "
-  "reward.functions reward.weights reward.options reward.model "
-  "reward.model_weight reward.on_device model.path model.reference_every "
-  "model.reference_mix sampling.max_new_tokens sampling.temperature "
+  "seed steps batch_size group_size auto_group_size subset_size advantage "
+  "score_power score_norms data difficulty filter_groups loss lora "
+  "reward.functions reward.weights reward.options reward.aggregation "
+  "reward.model reward.model_weight reward.on_device model.path "
+  "model.reference_every model.reference_mix "
+  "sampling.max_new_tokens sampling.temperature "
   "sampling.top_k sampling.top_p sampling.min_p sampling.repetition_penalty "
   "optim.name optim.learning_rate optim.schedule optim.warmup_steps optim.b1 "
   "optim.b2 optim.weight_decay optim.max_grad_norm optim.epochs "

@@ -260,6 +260,8 @@ ZERO_IN_EQUAL_GROUPS = (
   "dr_grpo",
   "batch_std",
   "length_weighted",
+  "score_weighted",
+  "norm_ratio",
   "max_at_k",
   "min_at_k",
   "pairwise_rank",

@@ -93,7 +93,7 @@ def adapt(
     bonus: its settings.
     control: before the update; None where nothing adapts.
     entropy: mean over the update's tokens.
-    skipped: the update was none, and leaves the control as it is.
+    skipped: the update was none, or of no token: the control stays as it is.
   """
   if control is None:
     return None

@@ -151,8 +151,8 @@ def make_batch(
     rewards = rewards - kl_in_reward * losses.kl_penalty(
       own, ref_logprobs, rollout.completion_mask
     )
-  weights = sample_weights(advantage, rollout)
-  advantage = bind_norms(bind(advantage, **weights), score_norms)
+  asked_for = sample_weights(advantage, rollout)
+  advantage = bind_norms(bind(advantage, **asked_for), score_norms)
   real = jnp.any(rollout.prompt_mask, axis=-1, keepdims=True)
   rewards = jnp.where(real, rewards, jnp.nan)
   rewards, learned = TRUNCATED[truncated](rewards, rollout.finished)
@@ -272,8 +272,8 @@ def make_grpo_step(
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
       sampled, to be returned with the others (see `statistics.diagnostics`);
       a parameter `score_norms` gets those of the state.
-    **update_options: `loss`, `weighting`, `max_grad_norm`, `entropy_bonus` and
-      `top_entropy_quantile` of `make_update`.
+    **update_options: `loss`, `weighting`, `correction`, `max_grad_norm`,
+      `entropy_bonus` and `top_entropy_quantile` of `make_update`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.

@@ -18,7 +18,10 @@ gradient that of pi_old, without bias, and its variance grows with the length;
 the token's leaves prefixes distributed as mu drew them. Bounds trade variance
 for bias: truncated weights keep all sequences, masked ones forget those that
 the policy would hardly have drawn. The weights' normaliser stays that of all
-tokens (TRL; verl's rejection takes rejected tokens out of it).
+tokens (TRL; verl's rejection takes rejected tokens out of it). Where a token's
+loss has the gradient of its whole completion (`sequence_ratio`, `gmpo`) the
+weights are averaged over it, and `token_mask` leaves no token out: there the
+sequence's are meant.
 
 Sources: TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
 Training" (Yao et al., 2025); MIS, "When Speed Kills Stability" (Liu et al.,

@@ -27,28 +27,29 @@ from jaxtyping import Array, Bool, Float
 
 
 def keep(
-  rewards: Float[Array, "B G"],
+  rewards: Float[Array, "*K B G"],
   finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "B G"], Bool[Array, "B G"]]:
+) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
   """In the baseline and in the loss."""
   return rewards, jnp.ones_like(finished)
 
 
 def mask(
-  rewards: Float[Array, "B G"],
+  rewards: Float[Array, "*K B G"],
   finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "B G"], Bool[Array, "B G"]]:
+) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
   """In the baseline, not in the loss."""
   return rewards, finished
 
 
 def drop(
-  rewards: Float[Array, "B G"],
+  rewards: Float[Array, "*K B G"],
   finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "B G"], Bool[Array, "B G"]]:
+) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
   """In neither: like a completion without a reward."""
   return jnp.where(finished, rewards, jnp.nan), finished
 
 
 TRUNCATED = {"keep": keep, "mask": mask, "drop": drop}
-"""(rewards, finished) -> the rewards to compare, and what is in the loss."""
+"""(rewards, finished) -> the rewards to compare, of one function or of each of
+K, and what is in the loss."""

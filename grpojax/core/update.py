@@ -139,10 +139,11 @@ def make_update(
     made = [{"mean": {"loss": value}}, of_tokens, of_update]
     if entropy_bonus is not None:
       made.append({"mean": {"entropy_coefficient": jnp.asarray(factor)}})
-      skipped = of_update["sum"]["skipped_updates"]
+      nothing = of_update["sum"]["skipped_updates"]
+      nothing |= ~jnp.any(batch.completion_mask)  # which has no entropy
       state = state.replace(
         entropy=entropy_lib.adapt(
-          entropy_bonus, state.entropy, jnp.sum(mean_entropy), skipped
+          entropy_bonus, state.entropy, jnp.sum(mean_entropy), nothing
         )
       )
     return state, {

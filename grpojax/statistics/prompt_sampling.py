@@ -70,21 +70,27 @@ def expected_rows(
     priorities: not negative; compared within a stratum, whose share stays what
       its weight says.
     strata: whose sizes add up to n.
-    rows: B, at most n * most.
+    rows: B, of which each stratum has room for its share: size * most.
     uniform: u, in (0, 1].
     most: rows that one prompt may have.
   """
-  shares, wanted, start = original(strata), [], 0
-  for size, _ in strata:
-    some = slice(start, start + size)
+  total, found, start = sum(stratum.weight for stratum in strata), [], 0
+  for size, weight in strata:
+    some = priorities[start : start + size]
     start += size
-    total = np.sum(priorities[some])
     even = np.full(size, 1 / size)
-    by_priority = priorities[some] / total if total > 0 else even
-    wanted.append(np.sum(shares[some]) * by_priority)
-  q = uniform * shares + (1 - uniform) * np.concatenate(wanted)
+    by_priority = some / np.sum(some) if np.sum(some) > 0 else even
+    q = uniform * even + (1 - uniform) * by_priority
+    found.append(_at_most(most, rows * weight / total, q))
+  return np.concatenate(found)
+
+
+def _at_most(
+  most: int, rows: float, q: Float[np.ndarray, "n"]
+) -> Float[np.ndarray, "n"]:
+  """Rows in proportion to q; what is too much for some goes to the others."""
   full = np.zeros(len(q), bool)
-  while True:  # what is too much for some goes to the others
+  while True:
     left = rows - most * np.sum(full)
     found = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
     too_much = (found > most) & ~full

@@ -28,6 +28,22 @@ def correction(config: ConfigDict) -> sampler_correction.Correct | None:
   )
 
 
+def compared(
+  config: ConfigDict, samples: Rollout, rewards: Float[np.ndarray, "B G"]
+) -> Bool[np.ndarray, "B G"]:
+  """The completions that are in their group's baseline.
+
+  Args:
+    config: the run's.
+    samples: of a step.
+    rewards: one a completion; not finite where there is none.
+  """
+  rewarded = np.isfinite(rewards)
+  if config.loss.truncated == "drop":
+    rewarded &= mesh_lib.fetch(samples.finished)
+  return rewarded
+
+
 def read_by_training(
   config: ConfigDict, samples: Rollout, rewards: Float[np.ndarray, "B G"]
 ) -> Bool[np.ndarray, "B G"]:

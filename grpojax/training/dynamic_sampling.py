@@ -19,7 +19,7 @@ from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.rewards import groups
-from grpojax.training import scoring
+from grpojax.training import corrections, from_config, scoring
 from grpojax.training.filter_groups import settings_of
 
 Take = Callable[[], tuple[Prompts, list[dict[str, Any]]]]
@@ -34,6 +34,7 @@ class Filled(NamedTuple):
     scores: its rewards; nan in groups that do not vary, where the limit was
       met.
     drawn: the scores of all groups that were drawn, in their order.
+    examples: of these groups.
     more_prompts: drawn beyond those of a step.
     scale: a factor of all advantages; None for 1.
     metrics: of all groups that were drawn, see `rollout_metrics`; none where
@@ -43,6 +44,7 @@ class Filled(NamedTuple):
   samples: Rollout
   scores: groups.GroupScores
   drawn: groups.GroupScores
+  examples: list[dict[str, Any]]
   more_prompts: int
   scale: np.float32 | None
   metrics: dict[str, Any]
@@ -102,17 +104,31 @@ def _pooled(
 
 
 def _varies(
-  config: ConfigDict, scores: groups.GroupScores
+  config: ConfigDict,
+  samples: Rollout,
+  scores: groups.GroupScores,
+  right: Float[np.ndarray, "B G"],
 ) -> Bool[np.ndarray, "B"]:
-  """Which groups are learned from."""
+  """Which groups are learned from.
+
+  Args:
+    config: the run's.
+    samples: of the groups.
+    scores: their rewards.
+    right: what says what a right answer is, see `scoring.correctness`.
+  """
   if settings_of(config).metric == "acc":
-    first = next(iter(scores.values.values()))
-    return dynamic_sampling.varies(
-      np.where(np.isfinite(scores.rewards), first, np.nan)
-    )
-  if AGGREGATIONS[config.reward.aggregation] is None:
-    return dynamic_sampling.varies(scores.rewards)
-  return dynamic_sampling.varies(scoring.stacked(scores)).any(0)
+    values = right[None]
+  elif AGGREGATIONS[config.reward.aggregation] is None:
+    values = scores.rewards[None]
+  else:
+    values = scoring.stacked(scores)
+    values = values[np.array(from_config.reward_weights(config)) != 0]
+  there = corrections.compared(config, samples, scores.rewards)
+  varied = dynamic_sampling.varies(np.where(there, values, np.nan)).any(0)
+  if config.loss.truncated != "keep":  # none that ends: none in the loss
+    varied &= np.any(there & mesh_lib.fetch(samples.finished), axis=-1)
+  return varied
 
 
 def make_fill(
@@ -120,6 +136,7 @@ def make_fill(
   draw: Callable[..., tuple[Rollout, Any, groups.GroupScores]],
   mesh: jax.sharding.Mesh,
   poll: Callable[..., None],
+  correctness: Callable[..., Float[np.ndarray, "B G"]],
 ):
   """Replaces the groups of a batch that do not vary, as far as the limit goes.
 
@@ -132,12 +149,13 @@ def make_fill(
     draw: of `sampling_parts.make_scored_samples`, for the prompts of a draw.
     mesh: of training.
     poll: called before each draw; may raise.
+    correctness: `(scores, examples) -> [B, G]`, see `scoring.correctness`.
 
   Returns:
-    `(params, samples, scores, key, clock, take) -> Filled`; the samples and
-    scores are of all prompts of a step. Of the clock's last two times, when all
-    samples were there and all rewards, the first moves by the seconds of
-    sampling, the second to the end.
+    `(params, first, key, clock, take) -> Filled`; `first` are the samples,
+    scores and examples of all prompts of a step. Of the clock's last two times,
+    when all samples were there and all rewards, the first moves by the seconds
+    of sampling, the second to the end.
   """
   settings = settings_of(config)
   replace = jax.jit(dynamic_sampling.replace_groups)
@@ -146,15 +164,23 @@ def make_fill(
   def measured(samples: Rollout, rewards: Float[np.ndarray, "B G"]):
     return measure(samples, mesh_lib.place(rewards, mesh, "batch", "group"))
 
-  def fill(params: Params, samples: Rollout, scores, key, clock, take):
+  def learned(samples: Rollout, scores, examples):
+    return _varies(config, samples, scores, correctness(scores, examples))
+
+  def fill(params: Params, first, key, clock, take):
+    samples, scores, examples = first
     size = total = len(scores.rewards)
-    places, kept = np.arange(size), _varies(config, scores)
+    varied, asked = [learned(*first)], [*examples]
+    places, kept = np.arange(size), varied[0].copy()
     drawn, rows = [scores], [measured(samples, scores.rewards)]
     while total < settings.limit * size and not kept.all():
       poll(together=True)
       times = [time.perf_counter()]
-      more, _, found = draw(params, *take(), key, times, first=np.int32(total))
-      good, free = np.flatnonzero(_varies(config, found)), np.flatnonzero(~kept)
+      prompts, given = take()
+      number = np.int32(total)
+      more, _, found = draw(params, prompts, given, key, times, first=number)
+      varied.append(learned(more, found, given))
+      good, free = np.flatnonzero(varied[-1]), np.flatnonzero(~kept)
       pairs = list(zip(free, good, strict=False))
       source = np.full(size, -1, np.int32)
       for place, row in pairs:
@@ -162,6 +188,7 @@ def make_fill(
       if pairs:
         samples = replace(samples, more, mesh_lib.place(source, mesh))
       drawn.append(found)
+      asked += given
       rows.append(measured(more, found.rewards))
       total += len(found.rewards)
       clock[-2] += times[1] - times[0]
@@ -169,7 +196,7 @@ def make_fill(
     batch = _rows(everything, places)
     rewards = np.where(kept[:, None], batch.rewards, np.float32(np.nan))
     sizes = [len(part.rewards) for part in drawn]
-    accepted = dynamic_sampling.acceptance(_varies(config, everything), size)
+    accepted = dynamic_sampling.acceptance(np.concatenate(varied), size)
     row = _pooled(mesh_lib.fetch(rows), sizes) | {
       "gen_batches": total / size,
       "group_acceptance": accepted,
@@ -178,7 +205,7 @@ def make_fill(
     clock[-1] = time.perf_counter()
     scale = np.float32(accepted) if settings.rescale else None
     batch = batch._replace(rewards=rewards)
-    return Filled(samples, batch, everything, total - size, scale, row)
+    return Filled(samples, batch, everything, asked, total - size, scale, row)
 
   return fill
 
@@ -188,6 +215,7 @@ def make_draw(
   make_scored_samples: Callable[..., Callable[..., Any]],
   mesh: jax.sharding.Mesh,
   poll: Callable[..., None],
+  correctness: Callable[..., Float[np.ndarray, "B G"]],
 ):
   """How a step's prompts are sampled, and how groups of them are replaced.
 
@@ -196,6 +224,7 @@ def make_draw(
     make_scored_samples: `sampling_parts.make_scored_samples`, given the parts.
     mesh: of training.
     poll: see `make_fill`.
+    correctness: likewise.
 
   Returns:
     What that makes for the prompts of a step; and what `make_fill` makes, or
@@ -203,13 +232,16 @@ def make_draw(
   """
   settings, draw = settings_of(config), make_scored_samples()
   if settings is None:
-    return draw, lambda params, samples, scores, *_: Filled(
-      samples, scores, scores, 0, None, {}
-    )
+
+    def as_it_is(params, first, *_):
+      samples, scores, examples = first
+      return Filled(samples, scores, scores, examples, 0, None, {})
+
+    return draw, as_it_is
   again = draw if settings.parts == 1 else make_scored_samples(1)
   # Numbered from the start: a later draw is by the same program.
   first = functools.partial(draw, first=np.int32(0))
-  return first, make_fill(config, again, mesh, poll)
+  return first, make_fill(config, again, mesh, poll, correctness)
 
 
 def make_consume(places: Any):

@@ -14,7 +14,8 @@ from grpojax.runtime.config import problem
 
 METRICS = ("reward", "acc")
 """What has to vary in a group: `reward`, what its completions are compared by;
-`acc`, the first reward function."""
+`acc`, the function that says what a right answer is. With several rewards `acc`
+leaves groups out that would teach something, and the objective is another."""
 
 
 class Settings(NamedTuple):
@@ -79,4 +80,13 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
         "of equal rewards teach something: use loss.kl_placement = 'ratio'"
       )
     )
+  several = len(leaves["reward.functions"]) > 1 or leaves["reward.model"]
+  acc = leaves["filter_groups.metric"] == "acc"
+  if acc and several and leaves["filter_groups.rescale"]:
+    todo = (
+      "groups of equal filter_groups.metric = 'acc' may still differ in other "
+      "rewards, so that no factor gives the gradient of all back: use False, "
+      "or metric = 'reward'"
+    )
+    wrong.append(problem("filter_groups.rescale", True, todo))
   return wrong

@@ -112,9 +112,14 @@ def aggregation(config: ConfigDict) -> Callable[..., jax.Array] | None:
   The reward model is the last of the functions, see `scoring.stacked`.
   """
   function = AGGREGATIONS[config.reward.aggregation]
-  weights = [*config.reward.weights]
-  weights += [config.reward.model_weight] * bool(config.reward.model)
+  weights = reward_weights(config)
   return function and functools.partial(function, weights=weights)
+
+
+def reward_weights(config: ConfigDict) -> list[float]:
+  """Of the functions, and last of the reward model if there is one."""
+  of_model = [config.reward.model_weight] * bool(config.reward.model)
+  return [*config.reward.weights, *of_model]
 
 
 def first_state(

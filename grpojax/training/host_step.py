@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
@@ -17,6 +18,7 @@ from grpojax.core.grpo_step import (
   make_batch,
   rollout_metrics,
 )
+from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
@@ -62,10 +64,14 @@ def make_compare(config: ConfigDict):
     weights=None,
   ):
     on_policy = options["epochs"] * options["minibatches"] == 1
+    compared = rewards
+    if aggregate:  # what is dropped has no part in the normalisation, either
+      values, _ = TRUNCATED[config.loss.truncated](values, samples.finished)
+      compared = aggregate(values)
     batch = make_batch(
       lm,
       samples,
-      aggregate(values) if aggregate else rewards,
+      compared,
       from_config.advantage(config),
       ref_params,
       on_policy=on_policy,
@@ -79,8 +85,10 @@ def make_compare(config: ConfigDict):
       score_norms=score_norms,
       prompt_weights=weights,
     )
-    if scale is not None:
-      batch = batch.replace(advantages=scale * batch.advantages)
+    if scale is not None:  # outside of the bound that the loss has
+      most = config.loss.advantage_clip or jnp.inf
+      bounded = jnp.clip(batch.advantages, -most, most)
+      batch = batch.replace(advantages=scale * bounded)
     return batch, rollout_metrics(samples, rewards)
 
   return compare
@@ -196,6 +204,7 @@ def make_host_step(
     ),
     mesh,
     poll,
+    functools.partial(scoring.correctness, scorer),
   )
   consume = dynamic_sampling.make_consume(places)
   observe = prompt_choice.make_learn(config, places)
@@ -227,9 +236,11 @@ def make_host_step(
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
     shown = _first_group(examples, texts, scores.rewards) if texts else []
     poll(together=True)
-    filled = fill(state.params, samples, scores, key, clock, take)
+    first = samples, scores, examples
+    filled = fill(state.params, first, key, clock, take)
     score_metrics = scoring.metrics(filled.drawn) | filled.metrics
-    score_metrics |= mixtures.metrics(config, examples, scores.rewards)
+    of_all = filled.examples, filled.drawn.rewards
+    score_metrics |= mixtures.metrics(config, *of_all)
     score_metrics |= prompt_choice.metrics(state, prompts, examples)
     if diagnosed:  # of the prompts as they came
       key = diagnosis_key(state)

@@ -24,7 +24,8 @@ from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
 FLOAT32 = 4  # bytes, of trained parameters, gradients and logits
-ID = 4  # bytes of a token's id
+ID = 4  # bytes of a token's id, or of its place
+PENALTY = "sampling.repetition_penalty"
 
 
 class Part(NamedTuple):
@@ -51,6 +52,7 @@ class Rows(NamedTuple):
     length: T.
     settings: those that decide B and G, in this order.
     slots: samples of each prompt that are decoded at once, see `Decoding`.
+    penalised: whether there is a repetition penalty.
   """
 
   prompts: int
@@ -59,6 +61,7 @@ class Rows(NamedTuple):
   length: int
   settings: tuple[str, ...]
   slots: int = 0
+  penalised: bool = False
 
   @property
   def at_once(self) -> int:
@@ -104,6 +107,9 @@ def rollout(
     ("prompts", rows.prompts * rows.prompt_length * (token + ID + 1), prompts),
     ("logits", rows.at_once * model.vocab_size * FLOAT32, rows.settings),
   ]
+  if rows.penalised:  # a boolean for each token of the vocabulary
+    seen = rows.at_once * model.vocab_size
+    parts.append(("tokens seen", seen, (*rows.settings, PENALTY)))
   return [Part(what, size // devices, names) for what, size, names in parts]
 
 
@@ -134,6 +140,9 @@ def _update(
       (*settings, "logits_chunk"),
     ),
   ]
+  if rows.penalised:  # the place where each token of the vocabulary is first
+    seen = samples // cuts * model.vocab_size * ID
+    parts.append(("tokens seen", seen, (*settings, PENALTY)))
   return [Part(what, size // mesh.size, names) for what, size, names in parts]
 
 
@@ -157,12 +166,12 @@ def training(
   if config.lora.rank:
     trained = lora.abstract(params, config.lora.rank, config.lora.targets)
     frozen = _tree_bytes(_parameters(model, dtype), mesh)
-    if reference_lib.follows(config):
-      frozen += _tree_bytes(trained, mesh)
-  elif from_config.needs_reference(config):
-    frozen = _tree_bytes(params, mesh)
-    if config.model.reference == "host":
-      frozen, reference = 0, frozen
+  # The base model is the reference of adapters, until it follows them.
+  follows = reference_lib.follows(config)
+  if follows or (from_config.needs_reference(config) and trained is params):
+    reference = _tree_bytes(trained, mesh)
+    if config.model.reference == "device":
+      frozen, reference = frozen + reference, 0
   optimized = jax.eval_shape(optimizer(config).init, trained)
   state = _tree_bytes({"params": trained, "opt_state": optimized}, mesh)
   kept = (*names, "optim.name", "optim.moments_dtype")
@@ -177,6 +186,7 @@ def training(
     *lengths,
     ("batch_size", "group_size"),
     config.sampling.slots,
+    config.sampling.repetition_penalty != 1,
   )
   test = Rows(config.eval.batch_size, 1, *lengths, ("eval.batch_size",))
   sizes = dtype.itemsize, mesh.size

@@ -36,7 +36,8 @@ def init(config: ConfigDict, examples: Any) -> SuccessRates | None:
   """The state before the first step; None where it is off.
 
   Raises:
-    ValueError: an endless data set, or one with fewer prompts than a step's.
+    ValueError: an endless data set, or one (of a mixture: any) with fewer
+      prompts than its share of a step's.
   """
   if not difficulty.on(config):
     return None
@@ -50,12 +51,15 @@ def init(config: ConfigDict, examples: Any) -> SuccessRates | None:
     raise ValueError(problem(field, config.difficulty.priority, todo))
   size = min(group_sizes.group_sizes(leaves))
   prompts = group_sizes.samples_per_step(leaves) // size
-  if count * config.difficulty.rows < prompts:
-    todo = (
-      f"a step takes {prompts} prompts, and there are {count}: use a smaller "
-      "batch_size, or none"
-    )
-    raise ValueError(problem(field, config.difficulty.priority, todo))
+  strata = _strata(examples)
+  for size, weight in strata:
+    share = prompts * weight / sum(stratum.weight for stratum in strata)
+    if size * config.difficulty.rows < share - 1e-6:
+      todo = (
+        f"a step takes {share:g} prompts of a data set, and there are {size}: "
+        "use a smaller batch_size, more difficulty.rows, or none"
+      )
+      raise ValueError(problem(field, config.difficulty.priority, todo))
   return success_rates.unknown(count)
 
 

@@ -216,6 +216,9 @@ def _aggregation(leaves: dict[str, Any]) -> list[str]:
   if leaves["advantage"] == "beta_binomial":
     todo = "gives rewards outside [0, 1], which advantage = 'beta_binomial'"
     wrong.append(say(f"{todo} cannot read as successes: {plain}"))
+  if score_norms.wanted(leaves["advantage"]):
+    todo = "compares rewards without unit, and advantage = 'norm_ratio' knows"
+    wrong.append(say(f"{todo} the scores' lengths by their sum: {plain}"))
   if leaves["loss.beta"] > 0 and leaves["loss.kl_placement"] == "reward":
     todo = "gives rewards without unit, which a KL penalty in nats cannot be"
     wrong.append(say(f"{todo} taken from: use loss.kl_placement = 'ratio'"))

@@ -10,12 +10,14 @@ import pytest
 from grpojax.core import advantages, dynamic_sampling
 from grpojax.core.binding import bind
 from grpojax.core.types import Rollout
+from grpojax.core.weighted_baselines import ScoreNorms
 
 G = 3
 PROMPTS = np.array([0.5, 0.3, 0.2])  # how often each is drawn
 POLICY = np.array([[0.2, 0.5, 0.3], [0.05, 0.9, 0.05], [0.6, 0.3, 0.1]])
 REWARDS = np.array([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0], [1.0, 0.0, 1.0]])
 LENGTHS = np.array([1, 2, 4])
+NORMS = ScoreNorms(*map(jnp.float32, (0.2, 0.5, 0.7)))
 GROUPS = np.array(list(itertools.product(range(3), repeat=G)))
 
 
@@ -29,13 +31,16 @@ def all_groups(name):
 
   @jax.jit
   @jax.vmap
-  def alone(rewards, lengths):  # batch_std's batch is the group
-    return bind(advantage, lengths=lengths[None])(rewards[None])[0]
+  def alone(rewards, lengths, unsure):  # batch_std's batch is the group
+    offered = {"lengths": lengths[None], "logit_score_sq": unsure[None]}
+    offered["score_norms"] = NORMS
+    return bind(advantage, **offered)(rewards[None])[0]
 
   probability, varied, estimates = [], [], []
   for x, (often, policy) in enumerate(zip(PROMPTS, POLICY, strict=True)):
     rewards = REWARDS[x][GROUPS].astype(np.float32)
-    weights = np.asarray(alone(rewards, LENGTHS[GROUPS]), np.float64)
+    of_samples = rewards, LENGTHS[GROUPS], 1 - policy[GROUPS]
+    weights = np.asarray(alone(*of_samples), np.float64)
     scores = np.eye(3)[GROUPS] - policy
     table = np.zeros((len(GROUPS), 3, 3))
     table[:, x] = np.mean(weights[..., None] * scores, axis=1)
@@ -97,11 +102,10 @@ def test_which_advantages_are_zero_in_equal_groups(name):
     [[1.0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 0], [1, 1, 0, 1]]
   )
   lengths = jnp.arange(1, 17).reshape(4, 4)
-  advantage = bind(advantages.ADVANTAGES[name], lengths=lengths, k=2)
-  try:
-    zero = not np.any(jax.jit(advantage)(rewards)[0])
-  except TypeError:  # it needs more than the groups' own rewards
-    zero = False
+  offered = {"lengths": lengths, "logit_score_sq": 0.1 * lengths, "k": 2}
+  offered["score_norms"] = NORMS
+  advantage = bind(advantages.ADVANTAGES[name], **offered)
+  zero = not np.any(jax.jit(advantage)(rewards)[0])
   assert zero == (name in advantages.ZERO_IN_EQUAL_GROUPS)
 
 

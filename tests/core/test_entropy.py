@@ -186,6 +186,13 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   assert jax.tree.all(
     jax.tree.map(np.array_equal, after.entropy, state.entropy)
   )
+  # Nor is an entropy of 0 what a batch without rewards had.
+  nothing = jnp.zeros_like(batch.completion_mask)
+  after, metrics = update(state, batch.replace(completion_mask=nothing))
+  assert int(metrics["skipped_updates"]) == 0
+  assert jax.tree.all(
+    jax.tree.map(np.array_equal, after.entropy, state.entropy)
+  )
 
 
 @pytest.mark.slow

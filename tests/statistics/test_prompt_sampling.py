@@ -81,6 +81,16 @@ def test_a_prompt_that_everybody_wants_is_had_once():
   np.testing.assert_allclose(expected, [1, 0.5, 0.5])
 
 
+def test_it_goes_to_the_others_of_its_data_set():
+  expected = prompt_sampling.expected_rows(
+    np.array([96.0, 1, 1, 1, 1, 1]),
+    [Stratum(4, 2.0), Stratum(2, 1.0)],
+    rows=3,
+    uniform=0.01,
+  )
+  np.testing.assert_allclose(expected, [1, *[1 / 3] * 3, 1 / 2, 1 / 2])
+
+
 def test_data_sets_keep_their_rows():
   rng = np.random.default_rng(0)
   priorities = rng.random(60)

@@ -10,6 +10,7 @@ from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.grpo_step import init_state
 from grpojax.data import arithmetic
+from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf, sharding
 from grpojax.runtime import records
 from grpojax.training import policy as policies
@@ -61,8 +62,13 @@ def test_data_that_cannot_have_success_rates(config_with):
   config = config_with(**ON)
   with pytest.raises(ValueError, match="without end asks no prompt twice"):
     prompt_choice.init(config, arithmetic.load("train"))
-  with pytest.raises(ValueError, match="takes 32 prompts, and there are 20"):
+  few = "takes 32 prompts of a data set, and there are 20"
+  with pytest.raises(ValueError, match=few):
     prompt_choice.init(config, EXAMPLES)
+  # Of a mixture, each has to have its share.
+  parts = [Part("many", 1.0, EXAMPLES * 10), Part("few", 3.0, EXAMPLES)]
+  with pytest.raises(ValueError, match="takes 24 prompts .* there are 20"):
+    prompt_choice.init(config, Mixture(parts))
   config.difficulty.rows = 2
   assert prompt_choice.init(config, EXAMPLES).successes.shape == (20,)
   assert prompt_choice.init(config_with(), EXAMPLES) is None

@@ -13,7 +13,7 @@ from grpojax import train
 from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
-from grpojax.core.types import Prompts
+from grpojax.core.types import Prompts, Rollout
 from grpojax.models import hf, sharding
 from grpojax.rewards import groups
 from grpojax.runtime import records
@@ -150,7 +150,16 @@ def whole_rollout(job, count):
 
 
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_groups_are_replaced_by_those_of_the_next_prompts(job, parts):
+def test_groups_are_replaced_by_those_of_the_next_prompts(
+  job, parts, monkeypatch
+):
+  of_data_sets = []
+
+  def spy(config, *given):
+    of_data_sets.append(given)
+    return {}
+
+  monkeypatch.setattr(host_step.mixtures, "metrics", spy)
   run = job(filter_groups__gen_parts=parts)
   whole, rewards = whole_rollout(run, 10 * B)
   varied = np.ptp(rewards, -1) > 0
@@ -170,6 +179,9 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(job, parts):
   accepted = (B - 1) / good[B - 1]  # of good[B - 1] + 1 prompts
   assert row["group_acceptance"] == pytest.approx(accepted)
   # Metrics are of all that was drawn.
+  ((examples, by_example),) = of_data_sets
+  assert [e["prompt_text"] for e in examples] == list(map(str, range(drawn)))
+  np.testing.assert_array_equal(by_example, rewards[:drawn])
   of_all = jax.tree.map(lambda x: jnp.asarray(x[:drawn]), whole)
   of_all = jax.jit(rollout_metrics)(of_all, rewards[:drawn])
   for name, value in of_all.items():
@@ -310,16 +322,30 @@ def test_which_reward_has_to_vary(config_with):
     "b": np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32),
   }
   scores = groups.GroupScores(rewards, values, rewards < 0, [[], [], [], []])
+  ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
+  samples = Rollout(*[None] * 5, finished=jnp.asarray(ends))
 
-  def found(**changes):
-    config = config_of(config_with, **changes)
-    return dynamic_sampling._varies(config, scores).tolist()
+  def found(right=values["a"], **changes):
+    config = config_of(config_with, reward__functions=("a", "b"), **changes)
+    args = config, samples, scores, right
+    return dynamic_sampling._varies(*args).tolist()
 
-  assert found() == [False, True, True, False]
-  acc = found(filter_groups__metric="acc")
+  plain = {"reward__weights": (1.0, 1.0)}
+  assert found(**plain) == [False, True, True, False]
+  acc = found(filter_groups__metric="acc", **plain)
   assert acc == [True, False, True, False]
-  each = found(reward__aggregation="normalize_then_sum")
-  assert each == [True, True, True, False]
+  judged = found(values["b"], filter_groups__metric="acc", **plain)
+  assert judged == [True, True, True, False]  # as in a mixture
+  each = {"reward__aggregation": "normalize_then_sum"}
+  assert found(**each, **plain) == [True, True, True, False]
+  # What only is logged does not make a group vary.
+  of_first = found(**each, reward__weights=(1.0, 0.0))
+  assert of_first == [True, False, True, False]
+  # Nor does what was cut off, where it is in no baseline, or nowhere else.
+  left = found(loss__truncated="drop", **plain)
+  assert left == [False, False, False, False]
+  left = found(loss__truncated="mask", **plain)
+  assert left == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -340,6 +366,15 @@ def test_which_reward_has_to_vary(config_with):
     ({"filter_groups__gen_parts": 0}, "gen_parts = 0: must be 1 or more"),
     ({"filter_groups__max_num_gen_batches": 0}, "must be 1 or more"),
     ({"filter_groups__metric": "score"}, "use one of reward, acc"),
+    (
+      {
+        "filter_groups__metric": "acc",
+        "filter_groups__rescale": True,
+        "reward__functions": ("exact_answer", "length"),
+        "reward__weights": (1.0, 1.0),
+      },
+      "may still differ in other rewards",
+    ),
   ],
 )
 def test_what_cannot_be_is_refused(changes, text, config_with):

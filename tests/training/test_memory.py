@@ -66,6 +66,18 @@ def test_by_hand(config_with):
   assert bytes_of(alone)["decode cache"] == 3 * 5 * 48 * token
 
 
+def test_a_repetition_penalty_remembers_tokens(config_with):
+  config = config_with(**SIZES, sampling__repetition_penalty=1.1)
+  phases = memory.training(config, MODEL, mesh())
+  sampling, update, test = map(bytes_of, phases.values())
+  assert sampling["tokens seen"] == 8 * 4 * 50  # booleans
+  assert update["tokens seen"] == 4 * 4 * 50 * 4  # places, of a part's prompts
+  assert "tokens seen" not in test  # greedy, without it
+  config.sampling.slots = 3
+  slots = memory.training(config, MODEL, mesh())
+  assert bytes_of(next(iter(slots.values())))["tokens seen"] == 8 * 3 * 50
+
+
 def test_slots_take_less(config_with):
   """What they are for: samples that wait have neither cache nor logits."""
 
@@ -104,6 +116,13 @@ def test_a_reference_adapters_and_half_precision(config_with):
   adapters = 3 * 2 * (12 * 2 + 2 * 16)  # layers, q and o, A and B
   assert sampling[name] == 2 * WEIGHTS + 3 * 4 * adapters + 8
   assert update["gradients"] == 4 * adapters
+  # One that follows the adapters is one of adapters, wherever it is.
+  follows = {"lora__rank": 2, "loss__beta": 0.1, "model__reference_every": 1}
+  moving, *_ = held(**follows, **half)
+  assert moving[name] == sampling[name] + 4 * adapters
+  away, _, _, scoring = held(model__reference="host", **follows, **half)
+  assert away[name] == sampling[name]
+  assert scoring["the reference"] == 4 * adapters
   assert sampling["decode cache"] * 2 == plain["decode cache"]
 
 

@@ -83,6 +83,48 @@ def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
   assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
 
 
+def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
+  """The others' advantages are those of their group without it."""
+  config = config_with(
+    reward__functions=("a", "b"),
+    reward__weights=(1.0, 1.0),
+    reward__aggregation="normalize_then_sum",
+    loss__truncated="drop",
+    group_size=4,
+    batch_size=1,
+  )
+  ones = jnp.ones((1, 4, 2), bool)
+  samples = Rollout(
+    *(jnp.ones((1, 1), bool),) * 2,
+    ones.astype(jnp.int32),
+    ones,
+    jnp.zeros((1, 4, 2)),
+    jnp.array([[True, True, False, True]]),
+  )
+  values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
+  compare = host_step.make_compare(config)
+  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
+  batch, _ = compare(values.sum(0), None, None, None, values)
+  left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
+  normal = left - left.mean(-1, keepdims=True)
+  normal = (normal / normal.std(-1, ddof=1, keepdims=True)).sum(0)
+  found = np.asarray(batch.advantages[0])
+  np.testing.assert_allclose(found[[0, 1, 3]], 1.5 * normal, rtol=1e-4)
+  assert found[2] == 0
+
+
+def test_a_scale_is_of_advantages_that_are_bounded(tabular, config_with):
+  config = config_with(
+    loss__advantage_clip=2.0, group_size=3, batch_size=2, reward__weights=(1.0,)
+  )
+  rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
+  compare = host_step.make_compare(config)
+  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
+  batch, _ = compare(rewards, None, scale=np.float32(0.5))
+  expected = [[1.0, -0.75, -0.75], [0.5, -0.25, -0.25]]
+  np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
+
+
 def test_the_reward_model_has_the_last_weight(config_with):
   config = config_with(
     reward__weights=(2.0,),
@@ -106,6 +148,10 @@ def test_the_reward_model_has_the_last_weight(config_with):
     ),
     ({"group_size": 1, "advantage": "vanilla"}, "a group of 1 has no spread"),
     ({"advantage": "beta_binomial"}, "cannot read as successes"),
+    (
+      {"advantage": "norm_ratio", "diagnostics__every": 1},
+      "'norm_ratio' knows the scores' lengths by their sum",
+    ),
     (
       {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
       "rewards without unit",
