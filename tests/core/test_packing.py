@@ -324,7 +324,7 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
   "minibatches, micro_batches, shape",
   [
     pytest.param(2, 6, (B, 3, 1, T // 2), marks=pytest.mark.slow),
-    pytest.param(1, 3, (1, 3, 3, T // 2), marks=pytest.mark.slow),
+    pytest.param(1, 3, (1, 9, 1, T // 2), marks=pytest.mark.slow),
     (2, 4, (B, 2, 1, T)),
     (1, 2, (1, 4, 1, T)),
   ],
