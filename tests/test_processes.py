@@ -179,6 +179,10 @@ CASES = {
     "filter_groups.enable": True,
     "filter_groups.gen_parts": 2,
     "reward.functions": (f"{RUNS}:rare",),
+    "loss.truncated": "drop",
+    "loss.beta": 0.1,
+    "model.reference_every": 1,
+    "model.reference_mix": 0.5,
   },
 }
 

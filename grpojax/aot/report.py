@@ -37,26 +37,39 @@ def active_parameters(model: TransformerConfig) -> tuple[int, int]:
   return total, model.vocab_size * model.width
 
 
+def forward_passes(run: programs.Run) -> tuple[int, int]:
+  """Over all completions, without a gradient: before the update, and in it.
+
+  Scoring by a reference, and by the policy where `loss.old_logprobs` asks for
+  it; in each epoch, to find the tokens of highest entropy among those of all
+  micro-batches.
+  """
+  config, optim = run.config, run.config.optim
+  off_policy = optim.epochs * optim.minibatches > 1
+  scored = run.ref_params is not None
+  scored += from_config.rescore(config) and off_policy
+  found = config.loss.top_entropy_quantile < 1 and optim.micro_batches > 1
+  return int(scored), int(found)
+
+
 def part_flops(run: programs.Run) -> dict[str, float]:
   """Operations that each part of a step needs, completions of full length.
 
   Forward 2 a parameter and token, trained 6, of frozen weights below adapters
-  4: they have no gradient of their own. Once for each of sampling, scoring (by
-  a reference, by the policy where `loss.old_logprobs` asks for it) and an epoch
-  of the update. Prompts need no output head. Without attention, and without
-  the adapters themselves.
+  4: they have no gradient of their own. Once for each of sampling, the
+  `forward_passes` and an epoch of the update. Prompts need no output head.
+  Without attention, and without the adapters themselves.
   """
   config, optim = run.config, run.config.optim
   layers, head = active_parameters(run.model)
   completions = run.prompts * run.group_size * config.sampling.max_new_tokens
   prompts = run.prompts * config.data.max_prompt_length
-  off_policy = optim.epochs * optim.minibatches > 1
-  scored = run.ref_params is not None
-  scored += from_config.rescore(config) and off_policy
+  before, within = forward_passes(run)
+  trained = 4 if config.lora.rank else 6
   passes = {
     "rollout": 2,
-    "reference": 2 * scored,
-    "update": (4 if config.lora.rank else 6) * optim.epochs,
+    "reference": 2 * before,
+    "update": (trained + 2 * within) * optim.epochs,
   }
   each = layers * (prompts + completions) + head * completions
   return {name: float(n * each) for name, n in passes.items()}

@@ -6,6 +6,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from grpojax.aot import programs
+from grpojax.aot.report import forward_passes
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.sharding import shard_bytes
 
@@ -50,9 +51,9 @@ def least_bytes(run: programs.Run) -> dict[str, float]:
   """What each part of a step moves at least, a device.
 
   Sampling reads all weights and what is filled of the caches for each token.
-  The reference reads the weights once a micro-batch; the update twice, and
-  adds to the gradients; the optimizer reads the gradients, and reads and writes
-  parameters and its state. Activations and logits are left out.
+  Each of `forward_passes` reads the weights once a micro-batch; the update
+  twice, and adds to the gradients; the optimizer reads the gradients, and reads
+  and writes parameters and its state. Activations and logits are left out.
   """
   config, optim = run.config, run.config.optim
   itemsize = jnp.dtype(config.model.dtype).itemsize
@@ -67,9 +68,10 @@ def least_bytes(run: programs.Run) -> dict[str, float]:
   params = shard_bytes(run.state.params)
   state = params + shard_bytes(run.state.opt_state)
   gradients = params * (2 * optim.micro_batches + 1)
+  before, within = forward_passes(run)
   return {
     "rollout": len(tokens) * itemsize * _weights(run, sampling, samples)
     + caches / sampling.size,
-    "reference": passes * optim.minibatches * (run.ref_params is not None),
-    "update": updates * (2 * passes + gradients + 2 * state),
+    "reference": passes * optim.minibatches * before,
+    "update": updates * ((2 + within) * passes + gradients + 2 * state),
   }

@@ -116,7 +116,7 @@ def aggregation(config: ConfigDict) -> Callable[..., jax.Array] | None:
   return function and functools.partial(function, weights=weights)
 
 
-def reward_weights(config: ConfigDict) -> list[float]:
+def reward_weights(config: ConfigDict) -> list[int | float]:
   """Of the functions, and last of the reward model if there is one."""
   of_model = [config.reward.model_weight] * bool(config.reward.model)
   return [*config.reward.weights, *of_model]

@@ -34,6 +34,14 @@ FLOPS = {
     {"optim.minibatches": 2, "loss.old_logprobs": "scorer"},
     2 + 2 + 6,
   ),
+  "tokens of highest entropy": (
+    {"loss.top_entropy_quantile": 0.2, "optim.epochs": 2},
+    2 + 2 * (2 + 6),
+  ),
+  "found at once": (
+    {"loss.top_entropy_quantile": 0.2, "optim.micro_batches": 1},
+    2 + 6,
+  ),
   "on-policy": ({"loss.old_logprobs": "scorer"}, 2 + 6),
   "adapters": ({"lora.rank": 4, "loss.beta": 0.1}, 2 + 2 + 4),
 }

@@ -68,6 +68,12 @@ def test_bytes_by_part(config):
   # parameters and two moments read and written; the few numbers are counts.
   whole = 4 * PARAMETERS
   assert 0 <= found["update"] - (4 + 5 + 6) * whole <= 2 * 16
+  more = {"loss.top_entropy_quantile": 0.2, "optim.minibatches": 2}
+  more |= {"loss.old_logprobs": "scorer"}
+  # Both minibatches: twice scored before, and once more in each update.
+  again = traffic.least_bytes(open_run(config, **more))
+  assert again["reference"] == 2 * 2 * 2 * whole
+  assert again["update"] == 2 * (found["update"] + 2 * whole)
 
 
 def test_bytes_in_a_window_and_in_bfloat16(config):
