@@ -54,10 +54,10 @@ def read_by_training(
     samples: of a step.
     rewards: one a completion; not finite where there is none.
   """
-  read, truncated = np.isfinite(rewards), config.loss.truncated
+  read = compared(config, samples, rewards)
   # A masked one is still in the baseline, with its KL penalty if there is one.
   penalised = config.loss.beta > 0 and config.loss.kl_placement == "reward"
-  if truncated == "drop" or (truncated == "mask" and not penalised):
+  if config.loss.truncated == "mask" and not penalised:
     read &= mesh_lib.fetch(samples.finished)
   return read
 
