@@ -21,6 +21,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   host_step,
+  loss_settings,
   prompts,
   reference,
 )
@@ -116,6 +117,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     policy = from_config.open_policy(config)
   else:
     policy = _policy(config, hf_config)
+    loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
   adapted = config.lora.rank > 0
   dtype = config.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))

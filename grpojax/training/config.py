@@ -128,6 +128,7 @@ def default_config() -> ConfigDict:
   config.loss.entropy_target = 0.0  # nats a token; 0 = entropy_coef is fixed
   config.loss.entropy_coef_delta = 0.005  # a step of the adaptive coefficient
   config.loss.entropy_coef_max = 1.0
+  config.loss.router_aux_coef = 0.0  # balances a mixture's experts; 0 = off
   config.loss.ratio = "token_ratio"
   config.loss.old_logprobs = "sampler"  # or "scorer": one more forward pass
   # Of losses by pi_scorer / pi_sampler, within bounds (0 = none).

@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from grpojax.core.types import LM
 from grpojax.runtime.config import problem
 from grpojax.training.group_sizes import AUTO
 
 _NOT_NEGATIVE = (
   "gmpo_clip_low gmpo_clip_high vespo_k_pos vespo_k_neg advantage_clip "
-  "entropy_coef entropy_target entropy_coef_delta entropy_coef_max"
+  "entropy_coef entropy_target entropy_coef_delta entropy_coef_max "
+  "router_aux_coef"
 ).split()
 _POSITIVE = (
   "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"
@@ -23,6 +25,17 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
     leaves: all settings by dotted path.
   """
   return _ranges(leaves) or _together(leaves)
+
+
+def check_model(router_aux_coef: float, lm: LM) -> None:
+  """Whether the model has what the loss asks for.
+
+  Raises:
+    ValueError: it has no experts.
+  """
+  if router_aux_coef and lm.forward_with_load is None:
+    todo = "balances experts, and the model has none (model.path): use 0"
+    raise ValueError(problem("loss.router_aux_coef", router_aux_coef, todo))
 
 
 def _ranges(leaves: Mapping[str, Any]) -> list[str]:
