@@ -190,7 +190,8 @@ def metrics(
   Returns:
     `NAME/prompts`, a count; and, as the metrics of all, `NAME/reward_mean` (of
     the completions with a reward; left out where there is none) and
-    `NAME/zero_variance_groups`.
+    `NAME/zero_variance_groups`, of the rewards as they came, whatever is
+    compared of them.
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(config, examples).items():
