@@ -201,7 +201,10 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       numbered = parts > 1 or config.filter_groups.enable
       first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
       asked = _prompts(run, sampling, parts)
-      return policies.lower(sample, state.params, asked, key, *first)
+      given = state.params, asked, key, *first
+      if sampling is not run.mesh:
+        sample = from_config.laid_out(sample, sampling, *given)
+      return policies.lower(sample, *given)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size

@@ -81,12 +81,17 @@ def expert_load(
     weights: how often each token counts.
   """
   probs = _probabilities(x, router)
-  _, experts = jax.lax.top_k(probs, count)
-  sent = experts[..., None] == jnp.arange(probs.shape[-1])  # [B, G, S, k, X]
-  chosen = jnp.where(sent, weights[..., None, None], 0.0)
+  # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
+  # before which there are fewer than k others, of equal ones the first.
+  this, other = probs[..., :, None], probs[..., None, :]
+  index = jnp.arange(probs.shape[-1])
+  earlier = index < index[:, None]
+  before = (other > this) | ((other == this) & earlier)
+  chosen = jnp.sum(before, axis=-1) < count
+  weights = weights[..., None]
   return ExpertLoad(
-    chosen=jnp.sum(chosen, axis=(0, 1, 2, 3)),
-    probs=jnp.sum(weights[..., None] * probs, axis=(0, 1, 2)),
+    chosen=jnp.sum(jnp.where(chosen, weights, 0.0), axis=(0, 1, 2)),
+    probs=jnp.sum(weights * probs, axis=(0, 1, 2)),
     count=jnp.sum(weights),
   )
 

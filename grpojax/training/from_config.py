@@ -285,6 +285,25 @@ def sampler_program(
   return policies.jit(policy, sample)
 
 
+def laid_out(program: Callable[..., Any], mesh: jax.sharding.Mesh, *args: Any):
+  """A program of `sampler_program` whose results lie on the sampling mesh.
+
+  For parameters on another mesh: of the two that XLA (Shardy) is told of then,
+  it may take one for the other where a result's place is a constraint alone.
+
+  Args:
+    program: `(params, prompts, key, *first) -> Rollout`.
+    mesh: of sampling, in context.
+    *args: of the program; shapes will do.
+  """
+  places = mesh_lib.map_rows(
+    lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
+    jax.eval_shape(program, *args),
+  )
+  pinned = jax.jit(program.func, out_shardings=places)
+  return functools.partial(pinned, *program.args)
+
+
 def on_sampling_mesh(
   config: ConfigDict, program: Callable[..., Any], mesh: jax.sharding.Mesh
 ):
@@ -299,12 +318,18 @@ def on_sampling_mesh(
     mesh: of training; its arrays go in, and its arrays come out.
   """
   sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+  programs = {}  # by how many prompts there are
 
   def sampler(params, prompts, key, *first):
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
     numbers = mesh_lib.place((key, *first), sampling_mesh)
+    args, rows = (params, prompts, *numbers), len(prompts.prompt_ids)
     with jax.set_mesh(sampling_mesh):
-      samples = program(params, prompts, *numbers)
+      if rows not in programs:
+        apart = sampling_mesh is not mesh
+        pinned = laid_out(program, sampling_mesh, *args) if apart else program
+        programs[rows] = pinned
+      samples = programs[rows](*args)
     return mesh_lib.map_rows(
       lambda x, *names: mesh_lib.place(x, mesh, *names), samples
     )
