@@ -40,7 +40,8 @@ def load_weights(
   As if each completion that is learned from stood in a row with its prompt: a
   prompt's token counts once for each of them, a completion's real token once,
   and all others not at all. Sums over parts of a batch, however it is cut or
-  packed, are those over the whole then.
+  packed, are those over the whole then. Importance weights of prompts are not
+  in it: all these tokens are to be spread.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)

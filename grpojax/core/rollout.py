@@ -145,7 +145,9 @@ def rollout(
 
 
 def _varied(rewards: Array) -> Bool[Array, "B"]:
-  """Which groups have two rewards that differ."""
+  """Which groups have two rewards that differ; all, where groups are of one."""
+  if rewards.shape[-1] == 1:
+    return jnp.ones(rewards.shape[:-1], bool)
   there = present(rewards)
   best = jnp.max(rewards, axis=-1, where=there, initial=-jnp.inf)
   return best > jnp.min(rewards, axis=-1, where=there, initial=jnp.inf)
@@ -171,8 +173,9 @@ def rollout_metrics(
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
     reward), `rewards_missing` (share of samples whose reward is not finite),
     `zero_variance_groups` (share of groups in which all that is compared is
-    equal: without a penalty they teach nothing), `completion_length_mean` and
-    `_max` (tokens), `truncated` (share cut off at the budget).
+    equal: without a penalty they teach nothing; none of groups of one, whose
+    advantages compare nothing within them), `completion_length_mean` and `_max`
+    (tokens), `truncated` (share cut off at the budget).
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")

@@ -202,5 +202,6 @@ def metrics(
     row[f"{name}/prompts"] = len(rows)
     if known.any():
       row[f"{name}/reward_mean"] = float(np.nanmean(some))
-    row[f"{name}/zero_variance_groups"] = float(np.mean(best <= worst))
+    equal = (best <= worst) & (rewards.shape[-1] > 1)
+    row[f"{name}/zero_variance_groups"] = float(np.mean(equal))
   return row

@@ -9,7 +9,7 @@ import pytest
 from grpojax.core import packing_layout
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state
-from grpojax.core.load_balancing import load_balancing_loss
+from grpojax.core.load_balancing import load_balancing_loss, load_weights
 from grpojax.core.types import Batch
 from grpojax.core.update import make_update
 from grpojax.models import hf, lora
@@ -22,7 +22,7 @@ B, G, P, T, V = 4, 4, 3, 8, 11
 CONFIG = TransformerConfig(
   vocab_size=V,
   width=8,
-  layers=2,
+  layers=1,
   heads=2,
   kv_heads=1,
   head_dim=4,
@@ -162,16 +162,31 @@ def assert_near(found, expected):
   )
 
 
+def test_a_prompt_counts_with_each_completion_that_is_learned_from():
+  """What a group shares is that of rows of prompt and completion."""
+  lm, params, batch, lengths = draw()
+
+  @jax.jit
+  def of_groups(params):
+    given = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
+    weights = load_weights(batch)
+    *_, load = lm.forward_with_load(params, *given, load_weights=weights)
+    return load_balancing_loss(load), load.count
+
+  value, count = of_groups(params)
+  learned = np.sum(lengths > 0, axis=1)
+  prompts = np.sum(np.asarray(batch.prompt_mask), axis=1)
+  assert count == CONFIG.layers * (learned @ prompts + lengths.sum())
+  rows = jax.jit(lambda x: by_rows(lm, x, batch, lengths))
+  np.testing.assert_allclose(value, rows(params), rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "parts, packed, more",
   [
-    # Groups are cut, as there are more parts than prompts.
-    (8, False, {}),
-    pytest.param(2, True, {}, marks=pytest.mark.slow),
-    pytest.param(1, False, {}, marks=pytest.mark.slow),
-    pytest.param(
-      4, True, {"top_entropy_quantile": 0.5}, marks=pytest.mark.slow
-    ),
+    (8, False, {}),  # groups are cut: there are more parts than prompts
+    (4, True, {"top_entropy_quantile": 0.5}),
   ],
 )
 def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
@@ -148,9 +149,9 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
 
 
 def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
-  monkeypatch, config_with
+  monkeypatch, config_with, tabular
 ):
-  asked = {}
+  asked, tx = {}, optax.sgd(0.1)
 
   def recorded(*_, **options):
     asked.update(options)
@@ -162,10 +163,12 @@ def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
     device_step, "prompts_lib", types.SimpleNamespace(**plain)
   )
   monkeypatch.setattr(device_step.policies, "jit", lambda _, f, **__: f)
-  policy = policies.Policy(pathlib.Path(), None, None, (0,), 0)
+  policy = policies.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  state = init_state({}, tx, jax.random.key(0))
   for bound in (0.0, 0.5):
     config = config_with(loss__advantage_clip=bound)
-    device_step.make_device_program(config, policy, 2, None, None)(*[None] * 4)
+    step = device_step.make_device_program(config, policy, 2, tx, state)
+    step(policy.lm, state, None, None)
     assert asked["advantage_clip"] == (bound or None)
 
 
