@@ -63,3 +63,28 @@ def wait() -> Iterator[None]:
     yield
   if came:
     signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+  """Ctrl-C and SIGTERM are heeded when the context ends.
+
+  Not SIGTERM where JAX listens to it, nor anything in threads but the main one.
+
+  Yields:
+    Signals that have come, for work that ends itself where there are any.
+  """
+  came: list[int] = []
+  ours = {}
+  if threading.current_thread() is threading.main_thread():
+    both = signal.SIGINT, signal.SIGTERM
+    ours = {s: old for s in both if (old := signal.getsignal(s)) is not None}
+  for number in ours:
+    signal.signal(number, lambda number, _: came.append(number))
+  try:
+    yield came
+  finally:
+    for number, old in ours.items():
+      signal.signal(number, old)
+    for number in dict.fromkeys(came):
+      signal.raise_signal(number)

@@ -19,6 +19,7 @@ def default_config() -> ConfigDict:
   config = ConfigDict()
   config.name = "arithmetic"  # the run directory is runs/NAME
   config.seed = 0
+  config.commits = ()  # of what is from the Hub; the run fills it in
   config.steps = 40
   config.batch_size = 32  # prompts a step
   # Completions a prompt; "auto" follows the best size (see auto_group_size).
@@ -31,7 +32,9 @@ def default_config() -> ConfigDict:
   config.auto_group_size.margin = 0.25  # hysteresis, in powers of two
   config.auto_group_size.confidence = 1.0  # standard errors, before a move
   config.model = ConfigDict()
-  config.model.path = "arithmetic-instruct"  # or a Hugging Face directory
+  # A Hugging Face directory, an embedded model, or ORG/NAME of the Hub.
+  config.model.path = "arithmetic-instruct"
+  config.model.revision = ""  # of ORG/NAME: a branch, tag, commit; "" = main
   # Of computation; what is trained is float32, what is frozen (LoRA) this.
   config.model.dtype = "float32"
   # Recomputed in the backward pass: none, selective (MLP and softmax), full.
@@ -90,7 +93,8 @@ def default_config() -> ConfigDict:
   config.reward.options = ConfigDict()  # options.FUNCTION.keyword
   config.reward.workers = 0  # processes; 0 = in this one, without a time limit
   config.reward.timeout = 10.0  # seconds a completion
-  config.reward.model = ""  # directory of a sequence classifier; "" = none
+  # A sequence classifier: a directory, or ORG/NAME[@REVISION]; "" = none.
+  config.reward.model = ""
   config.reward.model_weight = 1.0
   config.reward.on_device = False  # True: the whole step is one XLA program
   # Several functions' rewards are compared as their weighted sum, or each

@@ -30,7 +30,7 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.training import corrections, group_sizes, score_norms
+from grpojax.training import corrections, group_sizes, score_norms, sources
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -54,7 +54,8 @@ def open_policy(config: ConfigDict) -> Policy:
     ValueError: the directory, its configuration or its tokenizer do not fit.
   """
   model = config.model
-  return policies.open_policy(model.path, model.dtype, model.remat)
+  path = sources.model(config)
+  return policies.open_policy(path, model.dtype, model.remat)
 
 
 def with_weights(

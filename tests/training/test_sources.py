@@ -1,0 +1,177 @@
+"""Models and data by names of the Hub: what is pinned, and read from there."""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax.aot import programs
+from grpojax.models import hf
+from grpojax.runtime import config as config_lib
+from grpojax.training import config as config_module
+from grpojax.training import opening, policy, sources
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import hub_server  # noqa: E402
+
+COMMIT, LATER = hub_server.COMMIT, "b" * 40
+ID = "org/tiny"
+
+
+@pytest.fixture
+def served(toy_model, tmp_path, monkeypatch):
+  own = hub_server.Hub()
+  own.add(ID, hub_server.of_directory(toy_model))
+  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield own
+
+
+def move(served):
+  """The branch gets other files."""
+  served.add(ID, {"config.json": b"{}"}, LATER)
+
+
+def same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_weights_come_when_they_are_read_and_of_the_same_commit(
+  served, toy_model
+):
+  opened = policy.open_policy(ID)
+  assert opened.name == (ID, COMMIT)
+  assert not [f for f in served.fetched() if f.endswith(".safetensors")]
+  move(served)
+  loaded = policy.with_weights(opened)
+  same(loaded.params, policy.load_policy(str(toy_model)).params)
+  with pytest.raises(ValueError, match=f"no model at '{ID}@main'"):
+    policy.open_policy(ID)
+  same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
+
+
+def test_a_shape_needs_no_more_than_config_json(served):
+  _, hf_config = programs.read_model(ID)
+  assert "model_type" in hf_config
+  assert served.fetched() == ["config.json"]
+
+
+def test_what_exists_here_is_no_name_of_the_hub(served, toy_model):
+  pathlib.Path("org").mkdir()
+  pathlib.Path(ID).symlink_to(toy_model)
+  assert policy.find_model(ID).samefile(toy_model)
+  assert policy.find_model("arithmetic-instruct").parent == hf.ASSETS
+  assert policy.open_policy(ID).name is None
+  assert not served.log
+  with pytest.raises(ValueError, match="is for models of the Hub, and there"):
+    sources.pin(made(model__path=ID, model__revision="v1"))
+
+
+def test_what_is_neither_is_said_with_both_readings(served):
+  with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
+    policy.find_model("runs/nothing")
+  with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
+    policy.find_model("nothing")
+  served.add("org/gguf", {"model.gguf": b"1", "README.md": b"2"})
+  with pytest.raises(ValueError, match="no model at 'org/gguf@main'"):
+    policy.find_model("org/gguf")
+  served.add("org/old", {"pytorch_model.bin": b"1"} | texts(served))
+  with pytest.raises(ValueError, match="get the model as safetensors"):
+    policy.load_policy("org/old")
+
+
+def texts(served):
+  files = served.files[f"models/{ID}"][COMMIT]
+  return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
+
+
+def made(**changes):
+  config = config_module.default_config()
+  with config.unlocked():
+    for name, value in changes.items():
+      section, _, key = name.rpartition("__")
+      (config[section] if section else config)[key] = value
+  return config
+
+
+LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
+
+
+def test_a_config_is_pinned_once_and_for_all(served):
+  served.add("org/judge", texts(served), branch="v1")
+  config = made(model__path=ID, reward__model="org/judge@v1")
+  pinned = sources.pin(config)
+  assert pinned.commits == LINES and config.commits == ()
+  assert sources.model(config) == ID
+  assert sources.model(pinned) == f"{ID}@{COMMIT}"
+  assert sources.reward_model(pinned) == f"org/judge@{COMMIT}"
+  move(served)
+  before = len(served.log)
+  again = sources.with_commits(config, pinned)
+  assert again == pinned == sources.pin(again) and len(served.log) == before
+  assert sources.pin(config).commits[1] == f"model:{ID}@main={LATER}"
+  other = made(model__path=ID, model__revision=LATER)
+  assert sources.with_commits(other, pinned).commits == ()
+  assert sources.model(sources.pin(other)) == f"{ID}@{LATER}"
+  assert sources.with_commits(config, None) == config
+  saved = config_lib.from_json(config_lib.to_json(pinned))
+  assert sources.with_commits(config, saved) == pinned
+
+
+def test_a_config_without_names_of_the_hub_stays_as_it_is(served):
+  config = made()
+  assert sources.pin(config) is config and not served.log
+
+
+def test_data_of_the_hub_are_pinned_too(served):
+  served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
+  served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
+  config = made(data__name=sources.HUB_DATA, data__path="org/sums")
+  args = sources.HUB_DATA, "org/sums"
+  pinned = sources.pin(config)
+  assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
+  assert sources.data_options(config, *args, {}) == {}
+  assert sources.data_options(pinned, *args, {"size": 3}) == {
+    "size": 3,
+    "revision": COMMIT,
+  }
+  assert sources.data_options(pinned, "jsonl", "org/sums", {}) == {}
+  mixed = made()
+  with mixed.unlocked():
+    mixed.data.mixture.sums = {
+      "name": sources.HUB_DATA,
+      "path": "org/sums",
+      "options": {"revision": "v2"},
+    }
+  pinned = sources.pin(mixed)
+  assert pinned.commits == (f"dataset:org/sums@v2={LATER}",)
+  options = sources.data_options(pinned, *args, {"revision": "v2"})
+  assert options == {"revision": LATER}
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"model__revision": "v1"}, "with model.path = ORG/NAME"),
+    ({"model__path": "/a/b", "model__revision": "v1"}, "with model.path = ORG"),
+    ({"model__path": "a/b", "model__revision": "../x"}, "a branch, a tag"),
+    ({"model__path": "a/b@v1", "model__revision": "v2"}, "one of the two"),
+    ({"model__path": "gs://a/b", "model__revision": "v2"}, "is a URL"),
+    ({"commits": ("x",)}, "commits = 'x': lines KIND:"),
+    ({"commits": (f"model:a/b={COMMIT}",)}, "a run fills it in"),
+    ({"commits": (f"space:a/b@main={COMMIT}",)}, "a run fills it in"),
+    ({"commits": (f"model:a/b@main={COMMIT[1:]}",)}, "a run fills it in"),
+    ({"commits": (3,)}, "commits = 3"),
+  ],
+)
+def test_settings_that_make_no_sense(changes, text):
+  with pytest.raises(ValueError, match=text):
+    config_module.validate(made(**changes))
+
+
+def test_processes_compare_files_of_paths_only(served, toy_model):
+  assert opening._model_files(ID) == "from the Hub"
+  assert "config.json: " in opening._model_files(str(toy_model))
+  config_module.validate(made(model__path=ID, model__revision="v1"))
