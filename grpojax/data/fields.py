@@ -11,7 +11,7 @@ import datetime
 import decimal
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -141,6 +141,30 @@ def plain(item: Any, what: str) -> Any:
     f"the column {what!r} holds {type(item).__name__}, not text or numbers: "
     "name the columns to read in data.options.columns"
   )
+
+
+def plain_row(row: Row) -> Row:
+  """A row of a table; see `plain`."""
+  return {name: plain(item, name) for name, item in row.items()}
+
+
+def numbered(
+  rows: Iterable[tuple[Any, Row]], where: str
+) -> Iterator[tuple[str, Any, Row]]:
+  """Rows of a table, for `chosen`: they are counted from 1.
+
+  Args:
+    rows: (what `chosen` gives back, row).
+    where: they are from.
+
+  Raises:
+    ValueError: a value is not one of JSON's types; says where.
+  """
+  for number, (place, row) in enumerate(rows, 1):
+    try:
+      yield f"{where}, row {number}", place, plain_row(row)
+    except ValueError as error:
+      raise ValueError(f"{where}, row {number}: {error}") from error
 
 
 def held_out(prompt: Any, share: int | float) -> bool:

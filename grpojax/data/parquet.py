@@ -44,11 +44,9 @@ class Examples(Sequence):
       raise IndexError(f"example {index} of {len(self)}")
     i = int(np.searchsorted(self._starts, index, side="right")) - 1
     row = self._batches[i].slice(index - int(self._starts[i]), 1)
-    return fields_lib.example(_plain(row.to_pylist()[0]), self._fields)
-
-
-def _plain(row: Row) -> Row:
-  return {name: fields_lib.plain(item, name) for name, item in row.items()}
+    return fields_lib.example(
+      fields_lib.plain_row(row.to_pylist()[0]), self._fields
+    )
 
 
 def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
@@ -68,21 +66,6 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
       f"are {reader.schema_arrow.names}"
     )
   return reader
-
-
-def _rows(
-  file: pathlib.Path, batches: Iterator[Any]
-) -> Iterator[tuple[str, tuple[Any, int], Row]]:
-  """ "FILE, row 1", (batch, index in it) and the row, for each of them."""
-  number = 0
-  for batch in batches:
-    for i, row in enumerate(batch.to_pylist()):
-      number += 1
-      where = f"{file}, row {number}"
-      try:
-        yield where, (batch, i), _plain(row)
-      except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _kept(places: Iterator[tuple[Any, int]], most: int | None) -> Iterator[Any]:
@@ -113,7 +96,13 @@ def _opened(
 
   reader = _reader(file, columns)
   batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
-  places = fields_lib.chosen(_rows(file, batches), fields, split, share)
+  rows = (
+    ((batch, i), row)
+    for batch in batches
+    for i, row in enumerate(batch.to_pylist())
+  )
+  rows = fields_lib.numbered(rows, str(file))
+  places = fields_lib.chosen(rows, fields, split, share)
   with tempfile.NamedTemporaryFile(prefix="grpojax-", suffix=".arrow") as copy:
     try:
       writer = None

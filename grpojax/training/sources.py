@@ -11,12 +11,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from grpojax.data.datasets import HUB
 from grpojax.models import hf
 from grpojax.runtime import bucket, hub
 from grpojax.runtime.config import problem
 from grpojax.training import mixtures
-
-HUB_DATA = "huggingface"  # of data.name: data.path is an id of the Hub
 
 
 def _commits(config: ConfigDict) -> dict[str, str]:
@@ -31,7 +30,7 @@ def _data(config: ConfigDict) -> list[tuple[str, Mapping[str, Any]]]:
     each = [(one.name, one.path, one.options) for one in mixed.values()]
   else:
     each = [(data.name, data.path, data.options.to_dict())]
-  return [(path, options) for name, path, options in each if name == HUB_DATA]
+  return [(path, options) for name, path, options in each if name == HUB]
 
 
 def _wanted(config: ConfigDict) -> dict[str, tuple[str, hub.Name]]:
@@ -82,7 +81,7 @@ def data_options(
     path: its `data.path`.
     options: its `data.options`.
   """
-  if name != HUB_DATA:
+  if name != HUB:
     return dict(options)
   text = _with_revision(path, options.get("revision"))
   pinned = hub.parse(_pinned(config, "dataset", text))

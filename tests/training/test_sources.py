@@ -128,8 +128,8 @@ def test_a_config_without_names_of_the_hub_stays_as_it_is(served):
 def test_data_of_the_hub_are_pinned_too(served):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
-  config = made(data__name=sources.HUB_DATA, data__path="org/sums")
-  args = sources.HUB_DATA, "org/sums"
+  config = made(data__name=sources.HUB, data__path="org/sums")
+  args = sources.HUB, "org/sums"
   pinned = sources.pin(config)
   assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
   assert sources.data_options(config, *args, {}) == {}
@@ -141,7 +141,7 @@ def test_data_of_the_hub_are_pinned_too(served):
   mixed = made()
   with mixed.unlocked():
     mixed.data.mixture.sums = {
-      "name": sources.HUB_DATA,
+      "name": sources.HUB,
       "path": "org/sums",
       "options": {"revision": "v2"},
     }
