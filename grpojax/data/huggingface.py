@@ -20,6 +20,7 @@ from grpojax.data.examples import check_split
 from grpojax.data.fields import Row
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
+_CACHED = "cache"  # a table that the library made of files before
 
 
 class Examples(Sequence):
@@ -54,9 +55,13 @@ def _library() -> Any:
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   """What the library raises, in a sentence with what to do; no bars."""
-  log = datasets.utils.logging
-  verbosity, shown = log.get_verbosity(), datasets.is_progress_bar_enabled()
-  log.set_verbosity_error()
+  from huggingface_hub.utils import logging as hub_logging
+
+  logs = datasets.utils.logging, hub_logging
+  levels = [log.get_verbosity() for log in logs]
+  hidden = not datasets.is_progress_bar_enabled()
+  for log in logs:
+    log.set_verbosity_error()
   datasets.disable_progress_bars()
   try:
     yield
@@ -79,9 +84,26 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
       "HF_HOME to another disk"
     ) from error
   finally:
-    log.set_verbosity(verbosity)
-    if shown:
+    for log, level in zip(logs, levels, strict=True):
+      log.set_verbosity(level)
+    if not hidden:
       datasets.enable_progress_bars()
+
+
+def _of_revision(builder: Any, path: str, revision: str) -> Any:
+  """What the cache has of a commit, where it has given its newest commit."""
+  if not revision or builder.hash == revision:
+    return builder
+  found = type(builder)(
+    dataset_name=builder.dataset_name,
+    repo_id=path,
+    config_name=builder.config.name,
+    version=str(builder.config.version),
+    hash=revision,
+  )
+  if not os.path.isdir(found.cache_dir):
+    raise FileNotFoundError(found.cache_dir)
+  return found
 
 
 def _table(path: str, configuration: str, revision: str, name: str) -> Any:
@@ -97,7 +119,12 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
       todo = "data.options.configuration names one of several"
       raise ValueError(f"the data set {path}: {said} ({todo})") from error
     kind = type(builder).__module__.split(".")
-    if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in _KINDS:
+    if kind[-1] == _CACHED:  # without a network: the newest that it has
+      builder = _of_revision(builder, path, revision)
+    if kind[:2] != ["datasets", "packaged_modules"] or kind[2] not in (
+      _CACHED,
+      *_KINDS,
+    ):
       raise ValueError(
         f"the data set {path} has files of the kind {kind[-1]}, and only "
         f"{', '.join(_KINDS)} are read: others may hold code"
@@ -159,7 +186,7 @@ def load(
   check_split(split)
   fields_lib.check_share(test)
   path = os.fspath(path)
-  if not re.fullmatch(r"[\w.-]+/[\w.-]+", path, re.ASCII):
+  if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
       f"data.name = 'huggingface' needs data.path = ORG/NAME of the Hub "
       f"('openai/gsm8k'), not {path!r}"
