@@ -141,7 +141,7 @@ def with_weights(
 def load_policy(
   path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
-  """Reads a model directory, or an embedded model by its name.
+  """Reads a whole model.
 
   Args:
     path: see `open_policy`.

@@ -17,8 +17,8 @@ def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
   """A policy and its parameters.
 
   Args:
-    model: a model directory, an embedded model's name, or a run with
-      checkpoints, of which the newest is read.
+    model: as `policy.find_model` takes it, or a run with checkpoints, of which
+      the newest is read.
     dtype: of computation; a run has its own.
 
   Raises:

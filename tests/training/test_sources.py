@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from grpojax.aot import programs
-from grpojax.models import hf
 from grpojax.runtime import config as config_lib
 from grpojax.training import config as config_module
-from grpojax.training import opening, policy, sources
+from grpojax.training import opening, policy, sft, sft_config, sources, trained
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402
@@ -20,10 +19,16 @@ COMMIT, LATER = hub_server.COMMIT, "b" * 40
 ID = "org/tiny"
 
 
+@pytest.fixture(scope="module")
+def model():
+  """A model directory."""
+  return policy.find_model(config_module.default_config().model.path)
+
+
 @pytest.fixture
-def served(toy_model, tmp_path, monkeypatch):
+def served(model, tmp_path, monkeypatch):
   own = hub_server.Hub()
-  own.add(ID, hub_server.of_directory(toy_model))
+  own.add(ID, hub_server.of_directory(model))
   with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield own
@@ -38,15 +43,13 @@ def same(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_weights_come_when_they_are_read_and_of_the_same_commit(
-  served, toy_model
-):
+def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
   opened = policy.open_policy(ID)
   assert opened.name == (ID, COMMIT)
   assert not [f for f in served.fetched() if f.endswith(".safetensors")]
   move(served)
   loaded = policy.with_weights(opened)
-  same(loaded.params, policy.load_policy(str(toy_model)).params)
+  same(loaded.params, policy.load_policy(str(model)).params)
   with pytest.raises(ValueError, match=f"no model at '{ID}@main'"):
     policy.open_policy(ID)
   same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
@@ -58,11 +61,11 @@ def test_a_shape_needs_no_more_than_config_json(served):
   assert served.fetched() == ["config.json"]
 
 
-def test_what_exists_here_is_no_name_of_the_hub(served, toy_model):
+def test_what_exists_here_is_no_name_of_the_hub(served, model):
   pathlib.Path("org").mkdir()
-  pathlib.Path(ID).symlink_to(toy_model)
-  assert policy.find_model(ID).samefile(toy_model)
-  assert policy.find_model("arithmetic-instruct").parent == hf.ASSETS
+  pathlib.Path(ID).symlink_to(model)
+  assert policy.find_model(ID).samefile(model)
+  assert policy.find_model(model.name) == model
   assert policy.open_policy(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models of the Hub, and there"):
@@ -85,6 +88,17 @@ def test_what_is_neither_is_said_with_both_readings(served):
 def texts(served):
   files = served.files[f"models/{ID}"][COMMIT]
   return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
+
+
+def test_other_programs_take_names_too(served, model, tmp_path):
+  config = sft_config.default_config()
+  config.model.path, config.rows = ID, 1
+  (tmp_path / "source").mkdir()
+  _, params, _ = sft.start(config, tmp_path / "source")
+  whole = policy.load_policy(str(model)).params
+  same(params, whole)
+  _, params = trained.load(f"{ID}@{COMMIT}")
+  same(params, whole)
 
 
 def made(**changes):
@@ -171,7 +185,7 @@ def test_settings_that_make_no_sense(changes, text):
     config_module.validate(made(**changes))
 
 
-def test_processes_compare_files_of_paths_only(served, toy_model):
+def test_processes_compare_files_of_paths_only(served, model):
   assert opening._model_files(ID) == "from the Hub"
-  assert "config.json: " in opening._model_files(str(toy_model))
+  assert "config.json: " in opening._model_files(str(model))
   config_module.validate(made(model__path=ID, model__revision="v1"))
