@@ -77,8 +77,8 @@ def fetch(
   """A directory with files of a repository, as its state `name` has them.
 
   What is in the cache is not fetched again; several processes of a host wait
-  for each other, file by file. Ctrl-C and SIGTERM end it at once, and what has
-  come stays.
+  for each other, file by file. Ctrl-C and SIGTERM end it with the piece that is
+  coming (10 MB), and files that are whole stay.
 
   Args:
     name: of the repository.

@@ -69,7 +69,8 @@ def wait() -> Iterator[None]:
 def noted() -> Iterator[list[int]]:
   """Ctrl-C and SIGTERM are heeded when the context ends.
 
-  Not SIGTERM where JAX listens to it, nor anything in threads but the main one.
+  Not SIGTERM where JAX listens to it, nor what is ignored (Ctrl-C, of a job in
+  the background), nor anything in threads but the main one.
 
   Yields:
     Signals that have come, for work that ends itself where there are any.
@@ -77,8 +78,9 @@ def noted() -> Iterator[list[int]]:
   came: list[int] = []
   ours = {}
   if threading.current_thread() is threading.main_thread():
-    both = signal.SIGINT, signal.SIGTERM
-    ours = {s: old for s in both if (old := signal.getsignal(s)) is not None}
+    both = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    left = (None, signal.SIG_IGN)
+    ours = {s: old for s, old in both.items() if old not in left}
   for number in ours:
     signal.signal(number, lambda number, _: came.append(number))
   try:

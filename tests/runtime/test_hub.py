@@ -229,6 +229,16 @@ def test_a_signal_ends_it_at_once(number, served, monkeypatch):
   assert heard == [number]  # by who listened before
 
 
+def test_a_signal_that_is_ignored_stays_so():
+  old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with interrupts.noted() as came:
+      signal.raise_signal(signal.SIGINT)
+      assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and not came
+  finally:
+    signal.signal(signal.SIGINT, old)
+
+
 @pytest.mark.slow
 def test_two_processes_of_a_host_fetch_each_file_once(served, tmp_path):
   code = (
