@@ -76,6 +76,12 @@ def find_model(
     return hf.resolve(run_directory.model_directory(copy))
 
 
+def pinned(path: str) -> str:
+  """A name of the Hub with the commit that it means now; a path as it is."""
+  name = None if hf.exists(path) else hub.parse(path)
+  return f"{name.id}@{hub.commit(name)}" if name else path
+
+
 def open_policy(
   path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
@@ -89,8 +95,8 @@ def open_policy(
   Raises:
     ValueError: the directory, its configuration or its tokenizer do not fit.
   """
+  path = pinned(path)
   directory = find_model(path, hub.TEXTS)
-  name = None if hf.exists(path) else hub.parse(path)
   tokenizer = tokenizer_lib.load(directory)
   config = hf.to_transformer_config(hf.read_config(directory))
   if max(tokenizer.get_vocab().values()) >= config.vocab_size:
@@ -111,7 +117,7 @@ def open_policy(
     eos.eos_ids(directory, tokenizer, config.vocab_size),
     eos.pad_id(tokenizer),
     vmappable=not config.experts,
-    name=name and name._replace(revision=directory.name),
+    name=None if hf.exists(path) else hub.parse(path),
   )
 
 

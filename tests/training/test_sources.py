@@ -9,8 +9,19 @@ import pytest
 
 from grpojax.aot import programs
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import hub, interrupts, preemption
 from grpojax.training import config as config_module
-from grpojax.training import opening, policy, sft, sft_config, sources, trained
+from grpojax.training import (
+  fit,
+  opening,
+  policy,
+  scoring,
+  sft,
+  sft_config,
+  sources,
+  start,
+  trained,
+)
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402
@@ -50,7 +61,7 @@ def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
   move(served)
   loaded = policy.with_weights(opened)
   same(loaded.params, policy.load_policy(str(model)).params)
-  with pytest.raises(ValueError, match=f"no model at '{ID}@main'"):
+  with pytest.raises(ValueError, match=f"no model at '{ID}@{LATER}'"):
     policy.open_policy(ID)
   same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
 
@@ -88,6 +99,12 @@ def test_what_is_neither_is_said_with_both_readings(served):
 def texts(served):
   files = served.files[f"models/{ID}"][COMMIT]
   return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
+
+
+def test_a_name_with_its_commit(served, model):
+  assert policy.pinned(ID) == policy.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  for path in (model.name, str(model), "gs://a/b", "nothing"):
+    assert policy.pinned(path) == path
 
 
 def test_other_programs_take_names_too(served, model, tmp_path):
@@ -189,3 +206,29 @@ def test_processes_compare_files_of_paths_only(served, model):
   assert opening._model_files(ID) == "from the Hub"
   assert "config.json: " in opening._model_files(str(model))
   config_module.validate(made(model__path=ID, model__revision="v1"))
+
+
+def test_the_reward_model_is_of_the_commit(monkeypatch):
+  config = made(reward__model="org/judge@v1", commits=LINES)
+
+  def find(path, files=hub.WHOLE):
+    raise ValueError(f"{path} {len(files)}")
+
+  monkeypatch.setattr(policy, "find_model", find)
+  monkeypatch.setattr(start, "find_model", find)
+  whole, part = len(hub.WHOLE), len(hub.TEXTS)
+  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
+    scoring.open_model(config, None)
+  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
+    start._with_date(config, None)
+
+
+def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
+  def leave(*_):
+    raise interrupts.Left("the download of org/tiny was interrupted")
+
+  monkeypatch.setattr(opening, "settle", lambda config, _: config)
+  monkeypatch.setattr(opening, "open_all", leave)
+  with pytest.raises(SystemExit) as caught:
+    fit.run(made(), tmp_path)
+  assert caught.value.code == preemption.EXIT_PREEMPTED
