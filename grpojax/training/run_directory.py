@@ -11,7 +11,7 @@ from grpojax.runtime import bucket, checkpoint_files
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
-from grpojax.training import run_storage, validation
+from grpojax.training import run_storage, sources, validation
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
@@ -157,6 +157,17 @@ def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
     return config
   date = config_lib.flatten(saved[0]).get(_DATE)
   return config if date is None else pin_date(config, date)
+
+
+def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
+  """A config with the commits of the Hub that a run was started with.
+
+  Args:
+    path: a run directory, or none yet.
+    config: the resolved config.
+  """
+  saved = _saved_config(pathlib.Path(path))
+  return sources.with_commits(config, saved and saved[0])
 
 
 def pin_date(config: ConfigDict, date: str) -> ConfigDict:

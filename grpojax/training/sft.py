@@ -250,6 +250,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
       disk.check_writable(out, "--out")
+      config.model.path = policies.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
