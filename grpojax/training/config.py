@@ -174,6 +174,8 @@ def default_config() -> ConfigDict:
   config.log = ConfigDict()
   config.log.every = 1  # steps
   config.log.samples_every = 10  # steps
+  config.log.sample_groups = 4  # of them, in samples.jsonl; 0 = none
+  config.log.report_every = 0  # steps between reports; 0 = only at the end
   config.log.tensorboard = True
   config.stop = ConfigDict()  # after so many steps in a row; 0 = never
   config.stop.skipped_updates = 10  # with gradients that are not finite

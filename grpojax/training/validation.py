@@ -75,7 +75,8 @@ _NOT_NEGATIVE = (
   "diagnostics.every diagnostics.last_layers mesh.sampling_tensor "
   "auto_group_size.margin auto_group_size.confidence lora.rank reward.workers "
   "stop.skipped_updates stop.rewards_missing stop.zero_variance_groups "
-  "stop.truncated loss.off_policy_threshold model.reference_every"
+  "stop.truncated loss.off_policy_threshold model.reference_every "
+  "log.sample_groups log.report_every"
 ).split()
 _POSITIVE = (
   "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "

@@ -1,0 +1,93 @@
+"""Sampled completions, as the page browses them: whole groups, not too many."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from grpojax.reports.curves import is_number
+
+BUDGET = 12_000_000
+"""Bytes of completions of all runs in a page: what a browser opens at once."""
+
+_TEXTS = ("prompt", "completion")
+_LOGPROBS = ("logprobs", "scorer_logprobs", "ref_logprobs")
+
+
+def _numbers(values: Any, count: int) -> list[float | None] | None:
+  if not isinstance(values, list) or len(values) != count:
+    return None
+  return [value if is_number(value) else None for value in values]
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+  """A completion with what is known of it, whatever else the row has."""
+  sample = {"completion": row["completion"]}
+  for name in ("reward", "advantage"):
+    sample[name] = row[name] if is_number(row.get(name)) else None
+  sample["truncated"] = row.get("truncated") is True
+  rewards = row.get("rewards")
+  if isinstance(rewards, dict) and len(rewards) > 1:
+    sample["rewards"] = {
+      str(name): value if is_number(value) else None
+      for name, value in rewards.items()
+    }
+  tokens = row.get("tokens")
+  if isinstance(tokens, list) and all(isinstance(x, str) for x in tokens):
+    sample["tokens"] = tokens
+    for name in _LOGPROBS:
+      values = _numbers(row.get(name), len(tokens))
+      if values is not None:
+        sample[name] = values
+  return sample
+
+
+def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  """Rows of samples.jsonl put together: a prompt and its completions.
+
+  Rows without texts are left out; of an older run, whose rows do not say their
+  group, neighbours with one prompt are one.
+  """
+  found: list[dict[str, Any]] = []
+  last = None
+  for row in rows:
+    if not all(isinstance(row.get(name), str) for name in _TEXTS):
+      continue
+    key = row["step"], row.get("group"), row["prompt"]
+    if key != last:
+      answer = row.get("answer")
+      if not (answer is None or isinstance(answer, str)):
+        answer = json.dumps(answer, default=str)
+      group = {"step": row["step"], "prompt": row["prompt"], "answer": answer}
+      found.append(group | {"samples": []})
+    last = key
+    found[-1]["samples"].append(_sample(row))
+  return found
+
+
+def within(
+  found: Sequence[dict[str, Any]], budget: int = BUDGET
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+  """Groups of as many steps as fit: the first, the last, and others between.
+
+  Args:
+    found: from `groups`.
+    budget: bytes of JSON.
+
+  Returns:
+    The groups; how many there are in all and how many steps, and of how many
+    steps these are.
+  """
+  sizes: dict[int, int] = {}
+  for group in found:
+    size = len(json.dumps(group))
+    sizes[group["step"]] = sizes.get(group["step"], 0) + size
+  steps = sorted(sizes)
+  kept, stride = steps, 1
+  while len(kept) > 1 and sum(sizes[step] for step in kept) > budget:
+    stride += 1
+    kept = sorted({*steps[::-1][::stride], steps[0]})
+    if stride > len(steps):
+      kept = steps[-1:]
+  chosen = [group for group in found if group["step"] in set(kept)]
+  about = {"groups": len(found), "steps": len(steps), "kept_steps": len(kept)}
+  return chosen, about
