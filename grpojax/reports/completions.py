@@ -6,17 +6,23 @@ from typing import Any
 
 from grpojax.reports.curves import is_number
 
-BUDGET = 12_000_000
+BUDGET = 6_000_000
 """Bytes of completions of all runs in a page: what a browser opens at once."""
 
 _TEXTS = ("prompt", "completion")
+_LARGE = 1e9  # log-probabilities are less; so are finite numbers, and NaN is not
 _LOGPROBS = ("logprobs", "scorer_logprobs", "ref_logprobs")
 
 
 def _numbers(values: Any, count: int) -> list[float | None] | None:
   if not isinstance(values, list) or len(values) != count:
     return None
-  return [value if is_number(value) else None for value in values]
+  return [
+    round(value, 4)
+    if isinstance(value, (int, float)) and abs(value) < _LARGE
+    else None
+    for value in values
+  ]
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,22 +71,20 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def within(
-  found: Sequence[dict[str, Any]], budget: int = BUDGET
-) -> tuple[list[dict[str, Any]], dict[str, int]]:
-  """Groups of as many steps as fit: the first, the last, and others between.
+  rows: Sequence[Mapping[str, Any]], budget: int = BUDGET
+) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
+  """Rows of as many steps as fit: the first, the last, and others between.
 
   Args:
-    found: from `groups`.
-    budget: bytes of JSON.
+    rows: of samples.jsonl.
+    budget: bytes of JSON, about.
 
   Returns:
-    The groups; how many there are in all and how many steps, and of how many
-    steps these are.
+    The rows; how many steps there are in all, and of how many these are.
   """
   sizes: dict[int, int] = {}
-  for group in found:
-    size = len(json.dumps(group))
-    sizes[group["step"]] = sizes.get(group["step"], 0) + size
+  for row in rows:
+    sizes[row["step"]] = sizes.get(row["step"], 0) + _size(row)
   steps = sorted(sizes)
   kept, stride = steps, 1
   while len(kept) > 1 and sum(sizes[step] for step in kept) > budget:
@@ -88,6 +92,14 @@ def within(
     kept = sorted({*steps[::-1][::stride], steps[0]})
     if stride > len(steps):
       kept = steps[-1:]
-  chosen = [group for group in found if group["step"] in set(kept)]
-  about = {"groups": len(found), "steps": len(steps), "kept_steps": len(kept)}
-  return chosen, about
+  chosen = set(kept)
+  about = {"steps": len(steps), "kept_steps": len(kept)}
+  return [row for row in rows if row["step"] in chosen], about
+
+
+def _size(row: Mapping[str, Any]) -> int:
+  """About how many bytes of JSON a row is."""
+  texts = sum(len(str(row.get(name, ""))) for name in _TEXTS)
+  tokens, lists = row.get("tokens"), sum(name in row for name in _LOGPROBS)
+  count = len(tokens) if isinstance(tokens, list) else 0
+  return 200 + texts + count * (6 + 8 * lists)

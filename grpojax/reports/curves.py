@@ -25,6 +25,8 @@ Curve = dict[str, Any]
 
 def is_number(value: Any) -> bool:
   """Whether it can be drawn: a finite number that fits a float."""
+  if type(value) is float:  # nearly always
+    return -math.inf < value < math.inf
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
   try:
@@ -102,15 +104,15 @@ def blocks(
 
 def _bounds(
   name: str, found: Mapping[str, tuple[list[int], list[float]]]
-) -> dict[int, tuple[float, float]]:
-  """A metric's own 95% interval by step, where the run has one."""
+) -> dict[int, tuple[float, float | None]]:
+  """A metric's own 95% interval by step; None above is infinite."""
   steps, values = found[name]
   low, high = (found.get(f"{name}_{side}") for side in ("low", "high"))
   if low and high:
     lows, highs = (
       dict(zip(*column, strict=True)) for column in (low, high)
     )
-    return {s: (lows[s], highs[s]) for s in steps if s in lows and s in highs}
+    return {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   if f"{name}_se" not in found:
     return {}
   errors = dict(zip(*found[f"{name}_se"], strict=True))
@@ -140,25 +142,27 @@ def curve(
     "last": short(values[-1]),
   }
   if bounds:
-    pairs = [bounds.get(steps[i]) for i in kept]
-    made["low"] = [None if pair is None else short(pair[0]) for pair in pairs]
-    made["high"] = [None if pair is None else short(pair[1]) for pair in pairs]
+    pairs = [bounds.get(steps[i], (None, None)) for i in kept]
+    for side, ends in zip(("low", "high"), zip(*pairs, strict=True), strict=True):
+      made[side] = [None if end is None else short(end) for end in ends]
   else:
     made["blocks"] = blocks(steps, values)
   return made
 
 
-def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+def curves(
+  found: Mapping[str, tuple[list[int], list[float]]],
+) -> dict[str, Curve]:
   """All metrics of a run, by name.
 
   Args:
-    rows: of metrics.jsonl, in any order.
+    found: from `columns`.
 
   Returns:
     For each: `x`, `y` (the extremes, where there are many steps), `last`, and
-    either `low` and `high`, its own 95% interval, or `blocks`, see the module.
+    either `low` and `high`, its own 95% interval (None above: no bound), or
+    `blocks`, see the module.
   """
-  found = columns(rows)
   return {
     name: curve(name, found) for name in found if not _is_bound(name, found)
   }

@@ -130,14 +130,14 @@ def _read(
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
-    "groups": completions.groups(samples),
+    "samples": samples,
     "shown": {
       "name": name,
       "status": _status(summary, last, (config or {}).get("steps")),
       "finished": summary is not None,
       "lastStep": last,
       "notes": notes,
-      "curves": curves.curves(metrics),
+      "curves": curves.curves(columns),
       "rewards": picture or rewards.picture(rewards.of_samples(samples)),
       "rewardsOfSamples": picture is None,
       "gain": comparisons.before_and_after(answers),
@@ -220,8 +220,8 @@ def report(
   first, *others = runs
   budget = completions.BUDGET // len(runs)
   for run in runs:
-    groups, about = completions.within(run["groups"], budget)
-    run["shown"] |= {"groups": groups, "sampled": about}
+    rows, about = completions.within(run["samples"], budget)
+    run["shown"] |= {"groups": completions.groups(rows), "sampled": about}
   data = {
     "runs": [run["shown"] for run in runs],
     "layout": layout(name for run in runs for name in run["shown"]["curves"]),

@@ -56,14 +56,18 @@ function number(value) {
 const percent = (value) =>
   known(value) ? `${(100 * value).toFixed(1)}%`.replace("-", "\u2212") : "\u2013";
 
+const onAxis = (value) => `${+(100 * value).toPrecision(3)}%`.replace("-", "\u2212");
+
 const isShare = (unit) => unit.startsWith("share");
 
 function signed(value, format) {
   return (value > 0 ? "+" : "") + format(value);
 }
 
+// Without a number above there is no bound: what is infinite is null in JSON.
 function interval(low, high, format) {
-  return known(low) && known(high) ? `[${format(low)}, ${format(high)}]` : "";
+  if (!known(low)) return "";
+  return known(high) ? `[${format(low)}, ${format(high)}]` : `[${format(low)}, \u221e)`;
 }
 
 function seconds(value) {
@@ -83,10 +87,8 @@ const ACTING = new RegExp(
 
 function visible(text) {
   return text.replace(ACTING, (character) => {
-    const code = character.charCodeAt(0);
-    if (code < 0x20) return String.fromCharCode(0x2400 + code);
-    if (code === 0x7f) return "\u2421";
-    return `\u27e8U+${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
+    const code = character.charCodeAt(0).toString(16).toUpperCase();
+    return `\u27e8U+${code.padStart(4, "0")}\u27e9`;
   });
 }
 

@@ -5,7 +5,7 @@ const HEIGHT = 184;
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((x) => x * power >= rough * 0.999);
+  const step = power * [1, 2, 2.5, 5, 10].find((x) => x * power >= rough * 0.999);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) {
     found.push(+(i * step).toPrecision(12));
@@ -50,10 +50,12 @@ function line(xs, ys, px, py) {
   return path;
 }
 
+// A bound above that is missing is infinite: the band goes to the top.
 function band(xs, low, high, px, py) {
-  const there = xs.map((_, i) => i).filter((i) => known(low[i]) && known(high[i]));
+  const there = xs.map((_, i) => i).filter((i) => known(low[i]));
   if (there.length < 2) return "";
-  const up = there.map((i) => `${px(xs[i]).toFixed(1)},${py(high[i]).toFixed(1)}`);
+  const top = (y) => (known(y) ? py(y) : -HEIGHT).toFixed(1);
+  const up = there.map((i) => `${px(xs[i]).toFixed(1)},${top(high[i])}`);
   const down = there.reverse().map(
     (i) => `${px(xs[i]).toFixed(1)},${py(low[i]).toFixed(1)}`);
   return `M${up.join("L")}L${down.join("L")}Z`;
@@ -95,8 +97,9 @@ function axes(width, xRange, yRange, px, py, format) {
   }
   for (const x of ticks(xRange[0], xRange[1], width > 500 ? 8 : 5)) {
     if (!Number.isInteger(x)) continue;
-    nodes.push(svg("text", { x: px(x), y: HEIGHT - 6, "text-anchor": "middle" },
-      x.toLocaleString("en")));
+    const edge = px(x) > width - 24;
+    nodes.push(svg("text", { x: edge ? width - 2 : px(x), y: HEIGHT - 6,
+      "text-anchor": edge ? "end" : "middle" }, x.toLocaleString("en")));
   }
   return nodes;
 }
@@ -132,7 +135,7 @@ function draw(node, width, series, options) {
     tabindex: "0", "aria-label": options.label },
     svg("clipPath", { id }, svg("rect", { x: MARGIN.left, y: 0, width: Math.max(0,
       width - MARGIN.left - MARGIN.right + 4), height: HEIGHT - MARGIN.bottom + 3 })),
-    axes(width, xRange, yRange, px, py, options.format), inside, cursor);
+    axes(width, xRange, yRange, px, py, options.axis), inside, cursor);
   node.replaceChildren(picture);
   follow(picture, cursor, series, options, px, width, xRange);
 }
@@ -201,7 +204,7 @@ function follow(picture, cursor, series, options, px, width, xRange) {
 
 // A card with a chart; its place is there before it is drawn.
 function chart(title, unit, series, options = {}) {
-  const format = isShare(unit) ? (v) => percent(v) : number;
+  const [format, axis] = isShare(unit) ? [percent, onAxis] : [number, number];
   const lasts = series.map((s) => {
     const ys = s.y || s.blocks.mean;
     return el("span.last", null, series.length > 1 && dot(s.run),
@@ -210,7 +213,7 @@ function chart(title, unit, series, options = {}) {
   const label = `${title}: ${series.map((s, i) =>
     `${s.label}, last ${lasts[i].textContent}`).join("; ")}`;
   const plot = drawn(el("div.plot"), (node, width) =>
-    draw(node, width, series, { format, label, ...options }));
+    draw(node, width, series, { format, axis, label, ...options }));
   return el("div.card.chart", { title: options.name || false },
     el("div.head", null, el("h3", null, title), el("span.soft.small", null, unit),
       el("span.push.head", null, lasts)), plot);

@@ -82,6 +82,19 @@ function seriesOf(name) {
     [{ run: i, label: visible(run.name), ...run.curves[name] }] : []);
 }
 
+// A line that never moves is said in a few words.
+function isConstant(metric) {
+  const values = seriesOf(metric.name).flatMap((s) => [...s.y, ...(s.low || [])]);
+  return values.every((value) => value === values[0]);
+}
+
+function constants(metrics) {
+  return el("p.soft.small.constants", null, "All along: ", metrics.map((metric, i) => [
+    i ? ", " : "", el("span", { title: visible(metric.name) }, `${visible(metric.title
+    )} `, el("b", null, (isShare(metric.unit) ? percent : number)(
+      seriesOf(metric.name)[0].y[0])))]));
+}
+
 function curves() {
   const section = part("curves", "Curves", "Faint: each step. Bold: means of blocks " +
     "of steps with their 95% interval (Student's, steps as observations). Evaluations " +
@@ -92,16 +105,18 @@ function curves() {
     const box = el("details.group", { open: i < 5 }, el("summary", null,
       el("h2", null, group.title)), group.text && el("p.soft", null, group.text));
     const charts = el("div.grid.charts");
-    for (const metric of group.metrics) {
+    for (const metric of group.metrics.filter((one) => !isConstant(one))) {
       charts.append(chart(visible(metric.title), metric.unit, seriesOf(metric.name),
         { name: visible(metric.name) }));
     }
     box.append(charts);
+    const same = group.metrics.filter(isConstant);
+    if (same.length) box.append(constants(same));
     section.append(box);
   });
 }
 
-// Shares of rewards by step: the darker, the more completions have that reward.
+// Shares of rewards by step: the stronger the colour, the more completions.
 function heat(node, width, picture, run) {
   const [left, right, top, bottom] = [64, 6, 6, 24];
   const rows = picture.values.length;
@@ -126,7 +141,7 @@ function heat(node, width, picture, run) {
   const some = [...new Set([0, Math.floor((count - 1) / 2), count - 1])];
   const steps = some.map((i) => svg("text", { x: left + (i + 0.5) * w,
     y: top + high + 17, "text-anchor": i ? (i === count - 1 ? "end" : "middle") :
-    "start" }, `step ${picture.steps[i][0]}`));
+    "start" }, `step ${picture.steps[i][i && i === count - 1 ? 1 : 0].toLocaleString("en")}`));
   const image = svg("svg", { viewBox: `0 0 ${width} ${top + high + bottom}`,
     role: "img", "aria-label": "Shares of rewards by step" }, cells, names, steps);
   node.style.height = `${top + high + bottom}px`;
@@ -152,8 +167,8 @@ function rewards() {
       heat(node, width, run.rewards, i)) :
       el("p.empty", null, "No rewards reached the host (reward.on_device), or none " +
         "were written yet.")));
-  part("rewards", "Rewards by step", "The darker, the more of a step's completions " +
-    "have that reward.", el("div.grid.cards", null, cards));
+  part("rewards", "Rewards by step", "The stronger the colour, the more of a step's " +
+    "completions have that reward.", el("div.grid.cards", null, cards));
 }
 
 function differenceTable(compared, run) {
@@ -182,7 +197,8 @@ function differences() {
       run, label, x: along.map((e) => e.step), y: along.map((e) => e.difference),
       low: along.map((e) => e.low), high: along.map((e) => e.high) }], { zero: true })] :
       [];
-    for (const one of compared.steps) {
+    const same = (one) => one.blocks.low.every((low, i) => !low && !one.blocks.high[i]);
+    for (const one of compared.steps.filter((step) => !same(step))) {
       const metric = DATA.layout.flatMap((g) => g.metrics).find(
         (m) => m.name === one.metric);
       cards.push(chart(metric.title, metric.unit, [{ run, label, blocks: one.blocks,

@@ -3,7 +3,7 @@ function failures() {
   const boxes = RUNS.map((run, i) => {
     const { total, counts, rows } = run.failures;
     const head = el("h3", null, RUNS.length > 1 && dot(i), RUNS.length > 1 ?
-      `${visible(run.name)}: ` : "", total ? `${number(total)} rewards in failures.jsonl` :
+      `${visible(run.name)}: ` : "", total ? `${number(total)} in failures.jsonl` :
       "no reward failed");
     if (!total) return el("div.card", null, head);
     const table = el("table", null, el("thead", null, el("tr", null,
@@ -21,7 +21,7 @@ const words = (value) => visible(typeof value === "string" ? value :
   JSON.stringify(value === undefined ? null : value));
 
 function firstFailures(rows) {
-  const box = el("details", null, el("summary", null, `The first ${rows.length}`));
+  const box = el("details", null, el("summary", null, rows.length > 1 ? `The first ${rows.length}` : "The first"));
   box.addEventListener("toggle", () => {
     if (!box.open || box.children.length > 1) return;
     box.append(el("div.grid", null, rows.map((row) => el("div.sample", null,
