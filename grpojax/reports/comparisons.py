@@ -35,7 +35,7 @@ def answers(rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
 
 
 def _of_answers(a: tuple[str, str], b: tuple[str, str]):
-  """b less a, prompt by prompt; None where they were asked other things."""
+  """B less a, prompt by prompt; None where they were asked other things."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
@@ -55,7 +55,7 @@ def before_and_after(found: Answers) -> dict[str, Any] | None:
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
-  """b less a after each step at which both were asked the same prompts."""
+  """B less a after each step at which both were asked the same prompts."""
   return [
     {"step": step} | compared
     for step in sorted(a.keys() & b.keys())
@@ -64,7 +64,7 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 
 
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
-  """b less a of the metrics `COMPARED`, over the steps that both have.
+  """B less a of the metrics `COMPARED`, over the steps that both have.
 
   Returns:
     For each metric: `steps` in common, the means of both, the `difference` with
@@ -83,9 +83,10 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
     first, second = (
       np.array([values[step] for step in common]) for values in (ours, theirs)
     )
-    found.append({"metric": name, "steps": len(common)} | _blocked(
-      np.array(common, np.float64), first, second, edges
-    ))
+    found.append(
+      {"metric": name, "steps": len(common)}
+      | _blocked(np.array(common, np.float64), first, second, edges)
+    )
   return found
 
 
@@ -97,10 +98,10 @@ def _blocked(xs, first, second, edges) -> dict[str, Any]:
     for values in (second, first)
   ]
   compared = paired_difference(*means)._asdict()
-  along = [
-    (float(xs[a:b].mean()), *mean_interval(gap[a:b])) for a, b in edges
-  ]
-  columns = zip(("x", "mean", "low", "high"), zip(*along, strict=True), strict=True)
+  along = [(float(xs[a:b].mean()), *mean_interval(gap[a:b])) for a, b in edges]
+  columns = zip(
+    ("x", "mean", "low", "high"), zip(*along, strict=True), strict=True
+  )
   numbers = {"mean_a": float(first.mean()), "mean_b": float(second.mean())}
   numbers = {name: short(x) for name, x in (numbers | compared).items()}
   return numbers | {

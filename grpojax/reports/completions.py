@@ -10,7 +10,9 @@ BUDGET = 6_000_000
 """Bytes of completions of all runs in a page: what a browser opens at once."""
 
 _TEXTS = ("prompt", "completion")
-_LARGE = 1e9  # log-probabilities are less; so are finite numbers, and NaN is not
+_LARGE = (
+  1e9  # log-probabilities are less; so are finite numbers, and NaN is not
+)
 _LOGPROBS = ("logprobs", "scorer_logprobs", "ref_logprobs")
 
 

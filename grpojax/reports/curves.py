@@ -92,9 +92,7 @@ def blocks(
     return None
   xs = np.array(steps, np.float64)
   ys = np.array(values, np.float64)
-  found = [
-    (float(np.mean(xs[a:b])), *mean_interval(ys[a:b])) for a, b in edges
-  ]
+  found = [(float(np.mean(xs[a:b])), *mean_interval(ys[a:b])) for a, b in edges]
   names = ("x", "mean", "low", "high")
   return {
     name: [short(value) for value in column]
@@ -109,9 +107,7 @@ def _bounds(
   steps, values = found[name]
   low, high = (found.get(f"{name}_{side}") for side in ("low", "high"))
   if low and high:
-    lows, highs = (
-      dict(zip(*column, strict=True)) for column in (low, high)
-    )
+    lows, highs = (dict(zip(*column, strict=True)) for column in (low, high))
     return {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   if f"{name}_se" not in found:
     return {}
@@ -143,7 +139,9 @@ def curve(
   }
   if bounds:
     pairs = [bounds.get(steps[i], (None, None)) for i in kept]
-    for side, ends in zip(("low", "high"), zip(*pairs, strict=True), strict=True):
+    for side, ends in zip(
+      ("low", "high"), zip(*pairs, strict=True), strict=True
+    ):
       made[side] = [None if end is None else short(end) for end in ends]
   else:
     made["blocks"] = blocks(steps, values)

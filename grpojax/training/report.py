@@ -5,9 +5,8 @@ broken, a run unfinished: the page says so, and shows the rest.
 """
 
 import json
-import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.reports import comparisons, completions, curves, rewards
@@ -208,7 +207,10 @@ def report(
     ValueError: a directory is no run's.
   """
   for path in paths:
-    if not any((path / x).is_file() for x in (run_directory.CONFIG, run_directory.METRICS)):
+    if not any(
+      (path / x).is_file()
+      for x in (run_directory.CONFIG, run_directory.METRICS)
+    ):
       raise ValueError(
         f"no run at {path}: give the run directory of a training run, the one "
         f"with its {run_directory.CONFIG} and {run_directory.METRICS}"
