@@ -20,19 +20,16 @@ BLOCKS = 40  # at most; of as many steps each
 BLOCK = 5  # steps of a block, at least
 NORMAL = 1.959964  # standard errors on either side of 95%
 
+_LARGEST = 1e100  # of which the square is finite
+
 Curve = dict[str, Any]
 
 
 def is_number(value: Any) -> bool:
-  """Whether it can be drawn: a finite number that fits a float."""
-  if type(value) is float:  # nearly always
-    return -math.inf < value < math.inf
+  """Whether it can be drawn: a finite number, and not beyond all bounds."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
-  try:
-    return math.isfinite(float(value))
-  except OverflowError:
-    return False
+  return -_LARGEST < value < _LARGEST
 
 
 def short(value: float) -> float:
@@ -64,7 +61,7 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
   count = len(values)
   if count <= points:
     return list(range(count))
-  edges = np.linspace(0, count, points // 2, dtype=int)
+  edges = np.linspace(0, count, points // 2, dtype=int).tolist()
   kept = {0, count - 1}
   for start, end in zip(edges, edges[1:], strict=False):
     part = values[start:end]

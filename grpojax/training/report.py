@@ -254,7 +254,5 @@ def write(
     text = report([directory], summary=summary)
     records.write_text(directory / run_directory.REPORT, text)
   except Exception as error:  # whatever it is, the run is worth more
-    print(
-      f"{run_directory.REPORT} was not written: {type(error).__name__}: {error}",
-      flush=True,
-    )
+    said = f"{type(error).__name__}: {error}"
+    print(f"{run_directory.REPORT} was not written: {said}", flush=True)

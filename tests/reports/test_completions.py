@@ -1,0 +1,94 @@
+"""Groups of completions, as a page gets them."""
+
+import json
+import math
+
+from grpojax.reports import completions
+
+
+def row(step=1, group=0, prompt="p", completion="c", **others):
+  texts = {"prompt": prompt, "completion": completion}
+  return {"step": step, "group": group} | texts | others
+
+
+def test_rows_of_a_group_come_together():
+  rows = [
+    row(completion="a", answer="7", reward=1.0, advantage=0.5),
+    row(completion="b", reward=0, truncated=True),
+    row(group=1, completion="c"),
+    row(step=2, completion="d", answer={"x": 1}),
+  ]
+  found = completions.groups(rows)
+  texts = [[s["completion"] for s in group["samples"]] for group in found]
+  assert texts == [["a", "b"], ["c"], ["d"]]
+  assert [g["answer"] for g in found] == ["7", None, '{"x": 1}']
+  assert [g["step"] for g in found] == [1, 1, 2]
+  first, second = found[0]["samples"]
+  assert (first["reward"], first["advantage"]) == (1.0, 0.5)
+  assert (second["reward"], second["truncated"]) == (0, True)
+
+
+def test_rows_of_older_runs_are_groups_by_prompt():
+  rows = [row(prompt=p) for p in "aab"]
+  for one in rows:
+    del one["group"]
+  assert [len(g["samples"]) for g in completions.groups(rows)] == [2, 1]
+
+
+def test_what_does_not_fit_is_left_out():
+  given = [
+    row(completion=None),
+    row(prompt=3),
+    row(
+      reward=math.nan,
+      rewards=[1],
+      tokens=["a", "b"],
+      logprobs=[-1.0, math.nan],
+      ref_logprobs=[-1.0],
+      scorer_logprobs="x",
+    ),
+    row(tokens=["a", 3], logprobs=[-1.0, -2.0]),
+  ]
+  ((first, second),) = (g["samples"] for g in completions.groups(given))
+  assert first["reward"] is None and "rewards" not in first
+  assert first["logprobs"] == [-1.0, None]
+  assert not {"ref_logprobs", "scorer_logprobs"} & first.keys()
+  assert not {"tokens", "logprobs"} & second.keys()
+  json.dumps(completions.groups(given), allow_nan=False)
+
+
+def test_too_many_completions_are_thinned_by_whole_steps():
+  rows = [
+    row(step, group, completion="x" * 1000)
+    for step in range(10, 210, 10)
+    for group in range(2)
+  ]
+  kept, about = completions.within(rows, 10**9)
+  assert kept == rows and about == {"steps": 20, "kept_steps": 20}
+  kept, about = completions.within(rows, 14_000)
+  steps = sorted({one["step"] for one in kept})
+  assert about == {"steps": 20, "kept_steps": len(steps)}
+  assert {10, 200} <= set(steps) and 3 <= len(steps) <= 5
+  assert len(kept) == 2 * len(steps)
+  assert len(json.dumps(completions.groups(kept))) < 14_000
+  kept, _ = completions.within(rows, 1)
+  assert {one["step"] for one in kept} == {200}
+  assert completions.within([], 1) == ([], {"steps": 0, "kept_steps": 0})
+
+
+def test_the_budget_is_about_what_a_page_holds():
+  some = [f"{-i / 7:.4f}" for i in range(100)]
+  rows = [
+    row(
+      step,
+      completion="ab " * 100,
+      tokens=["ab "] * 100,
+      logprobs=list(map(float, some)),
+      ref_logprobs=list(map(float, some)),
+    )
+    for step in range(50)
+  ]
+  budget = 40_000
+  kept, _ = completions.within(rows, budget)
+  text = json.dumps(completions.groups(kept), separators=(",", ":"))
+  assert 0.5 * budget < len(text) < 1.2 * budget
