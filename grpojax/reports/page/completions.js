@@ -186,6 +186,7 @@ function filters() {
       ["worst", "worst first"]]),
     color: choice(colors), truncated, varies,
   };
+  for (const [name, node] of Object.entries(fields)) node.name = name;
   const form = el("form.filters.card", { "aria-label": "Filter completions" },
     RUNS.length > 1 && field("Run", fields.run), field("Step", fields.step),
     field("Reward from", fields.low), field("to", fields.high),
