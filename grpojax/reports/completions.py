@@ -1,7 +1,7 @@
 """Sampled completions, as the page browses them: whole groups, not too many."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grpojax.reports.curves import is_number
@@ -72,36 +72,16 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
   return found
 
 
-def within(
-  rows: Sequence[Mapping[str, Any]], budget: int = BUDGET
-) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-  """Rows of as many steps as fit: the first, the last, and others between.
+def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
+  """Which steps' completions a page has: the first, the last, some between.
 
   Args:
-    rows: of samples.jsonl.
-    budget: bytes of JSON, about.
-
-  Returns:
-    The rows; how many steps there are in all, and of how many these are.
+    sizes: bytes of JSON by step.
+    budget: bytes; of a single step it may be more.
   """
-  sizes: dict[int, int] = {}
-  for row in rows:
-    sizes[row["step"]] = sizes.get(row["step"], 0) + _size(row)
   steps = sorted(sizes)
-  kept, stride = steps, 1
-  while len(kept) > 1 and sum(sizes[step] for step in kept) > budget:
-    stride += 1
-    kept = sorted({*steps[::-1][::stride], steps[0]})
-    if stride > len(steps):
-      kept = steps[-1:]
-  chosen = set(kept)
-  about = {"steps": len(steps), "kept_steps": len(kept)}
-  return [row for row in rows if row["step"] in chosen], about
-
-
-def _size(row: Mapping[str, Any]) -> int:
-  """About how many bytes of JSON a row is."""
-  texts = sum(len(str(row.get(name, ""))) for name in _TEXTS)
-  tokens, lists = row.get("tokens"), sum(name in row for name in _LOGPROBS)
-  count = len(tokens) if isinstance(tokens, list) else 0
-  return 200 + texts + count * (6 + 8 * lists)
+  for stride in range(1, len(steps)):
+    kept = sorted({*steps[::-stride], *steps[:1]})
+    if sum(sizes[step] for step in kept) <= budget:
+      return kept
+  return steps[-1:]

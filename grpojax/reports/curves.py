@@ -71,7 +71,7 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 def block_edges(count: int) -> list[tuple[int, int]]:
   """Blocks of neighbouring steps, all but the last of one size, or none."""
-  if count < 2 * BLOCK:
+  if count < 4 * BLOCK:
     return []
   size = math.ceil(count / min(BLOCKS, count // BLOCK))
   starts = list(range(0, count, size))
@@ -102,9 +102,9 @@ def _bounds(
 ) -> dict[int, tuple[float, float | None]]:
   """A metric's own 95% interval by step; None above is infinite."""
   steps, values = found[name]
-  low, high = (found.get(f"{name}_{side}") for side in ("low", "high"))
-  if low and high:
-    lows, highs = (dict(zip(*column, strict=True)) for column in (low, high))
+  if f"{name}_low" in found:
+    lows = dict(zip(*found[f"{name}_low"], strict=True))
+    highs = dict(zip(*found.get(f"{name}_high", ((), ())), strict=True))
     return {s: (lows[s], highs.get(s)) for s in steps if s in lows}
   if f"{name}_se" not in found:
     return {}

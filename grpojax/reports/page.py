@@ -56,7 +56,7 @@ def page(title: str, data: Any) -> str:
   filled = read("page.html")
   values = {
     "POLICY": html.escape(policy),
-    "TITLE": html.escape(title.encode("ascii", "replace").decode()),
+    "TITLE": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
     "STYLE": style,
     "DATA": embedded(data),
     "SCRIPT": script,

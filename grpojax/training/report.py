@@ -6,6 +6,7 @@ broken, a run unfinished: the page says so, and shows the rest.
 
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,6 +62,44 @@ def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
   return rows
 
 
+def read_samples(
+  path: pathlib.Path, notes: list[str], budget: int
+) -> tuple[Rows, dict[str, int]]:
+  """Rows of samples.jsonl, of as many steps as fit; others are not parsed.
+
+  Args:
+    path: the file, which may be larger than what fits into memory.
+    notes: added to.
+    budget: bytes, see `completions.steps_within`.
+
+  Returns:
+    The rows; of how many `steps` there are any, and of how many of them the
+    rows are (`kept_steps`).
+  """
+  try:
+    with open(path, "rb") as file:
+      sizes: dict[int, int] = {}
+      for line in file:
+        if (step := _step_of(line)) is not None:
+          sizes[step] = sizes.get(step, 0) + len(line)
+      kept = set(completions.steps_within(sizes, budget))
+      file.seek(0)
+      rows = [_json(line) for line in file if _step_of(line) in kept]
+  except FileNotFoundError:
+    rows, kept, sizes = [], set(), {}
+  except OSError as error:
+    notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    rows, kept, sizes = [], set(), {}
+  about = {"steps": len(sizes), "kept_steps": len(kept)}
+  return [row for row in rows if row and _has_step(row)], about
+
+
+def _step_of(line: bytes) -> int | None:
+  """The step of a row that was written by a run: it stands first."""
+  found = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
+  return int(found[1]) if found else None
+
+
 def _has_step(row: Mapping[str, Any]) -> bool:
   step = row.get("step")
   whole = isinstance(step, int) and not isinstance(step, bool)
@@ -103,20 +142,23 @@ def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _read(
-  path: pathlib.Path, name: str, summary: Mapping[str, Any] | None
+  path: pathlib.Path,
+  name: str,
+  summary: Mapping[str, Any] | None,
+  budget: int,
 ) -> dict[str, Any]:
   """What a run directory says, and the columns to compare it by."""
   notes: list[str] = []
   files = (
     run_directory.METRICS,
-    run_directory.SAMPLES,
     run_directory.REWARDS,
     run_directory.EVALUATIONS,
     run_directory.FAILURES,
   )
-  metrics, samples, counts, evaluations, failures = (
+  metrics, counts, evaluations, failures = (
     read_rows(path / file, notes) for file in files
   )
+  samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
   config = _object(path / run_directory.CONFIG)
   if config is None:
     notes.append(f"{run_directory.CONFIG} is missing or cannot be read")
@@ -129,7 +171,6 @@ def _read(
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
-    "samples": samples,
     "shown": {
       "name": name,
       "status": _status(summary, last, (config or {}).get("steps")),
@@ -139,6 +180,8 @@ def _read(
       "curves": curves.curves(columns),
       "rewards": picture or rewards.picture(rewards.of_samples(samples)),
       "rewardsOfSamples": picture is None,
+      "groups": completions.groups(samples),
+      "sampled": about,
       "gain": comparisons.before_and_after(answers),
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
@@ -216,14 +259,12 @@ def report(
         f"with its {run_directory.CONFIG} and {run_directory.METRICS}"
       )
   names = names or _names(paths)
+  budget = completions.BUDGET // len(paths)
   runs = [
-    _read(path, name, summary) for path, name in zip(paths, names, strict=True)
+    _read(path, name, summary, budget)
+    for path, name in zip(paths, names, strict=True)
   ]
   first, *others = runs
-  budget = completions.BUDGET // len(runs)
-  for run in runs:
-    rows, about = completions.within(run["samples"], budget)
-    run["shown"] |= {"groups": completions.groups(rows), "sampled": about}
   data = {
     "runs": [run["shown"] for run in runs],
     "layout": layout(name for run in runs for name in run["shown"]["curves"]),

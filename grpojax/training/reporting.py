@@ -1,7 +1,8 @@
 """What a training run measures, writes into its directory, and prints.
 
 A step's row in metrics.jsonl has all of these; a metric that is new is made in
-one of these places, and needs no other:
+one of these places, and needs no other (but `reports.metric_groups` may give it
+a title):
 
 | metrics                              | made by                            |
 |--------------------------------------|------------------------------------|

@@ -73,7 +73,7 @@ def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
 
 
 def test_few_steps_in_common_are_not_compared():
-  a, b = (columns(range(9), [0.0] * 9) for _ in range(2))
+  a, b = (columns(range(19), [0.0] * 19) for _ in range(2))
   assert comparisons.steps(a, b) == [] and comparisons.steps({}, b) == []
 
 

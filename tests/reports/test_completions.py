@@ -57,38 +57,12 @@ def test_what_does_not_fit_is_left_out():
   json.dumps(completions.groups(given), allow_nan=False)
 
 
-def test_too_many_completions_are_thinned_by_whole_steps():
-  rows = [
-    row(step, group, completion="x" * 1000)
-    for step in range(10, 210, 10)
-    for group in range(2)
-  ]
-  kept, about = completions.within(rows, 10**9)
-  assert kept == rows and about == {"steps": 20, "kept_steps": 20}
-  kept, about = completions.within(rows, 14_000)
-  steps = sorted({one["step"] for one in kept})
-  assert about == {"steps": 20, "kept_steps": len(steps)}
-  assert {10, 200} <= set(steps) and 3 <= len(steps) <= 5
-  assert len(kept) == 2 * len(steps)
-  assert len(json.dumps(completions.groups(kept))) < 14_000
-  kept, _ = completions.within(rows, 1)
-  assert {one["step"] for one in kept} == {200}
-  assert completions.within([], 1) == ([], {"steps": 0, "kept_steps": 0})
-
-
-def test_the_budget_is_about_what_a_page_holds():
-  some = [f"{-i / 7:.4f}" for i in range(100)]
-  rows = [
-    row(
-      step,
-      completion="ab " * 100,
-      tokens=["ab "] * 100,
-      logprobs=list(map(float, some)),
-      ref_logprobs=list(map(float, some)),
-    )
-    for step in range(50)
-  ]
-  budget = 40_000
-  kept, _ = completions.within(rows, budget)
-  text = json.dumps(completions.groups(kept), separators=(",", ":"))
-  assert 0.5 * budget < len(text) < 1.2 * budget
+def test_of_too_many_steps_some_are_kept_from_first_to_last():
+  sizes = dict.fromkeys(range(10, 210, 10), 100)
+  assert completions.steps_within(sizes, 2000) == list(sizes)
+  assert completions.steps_within(sizes, 1999) == [10, *range(20, 210, 20)]
+  assert completions.steps_within(sizes, 400) == [10, 60, 130, 200]
+  assert completions.steps_within(sizes, 1) == [200]
+  assert completions.steps_within({}, 1) == []
+  assert completions.steps_within({3: 9}, 1) == [3]
+  assert completions.steps_within({3: 9, 4: 9}, 18) == [3, 4]

@@ -32,7 +32,7 @@ def test_columns_keep_finite_numbers_and_the_last_of_a_step():
   assert curves.columns(rows) == {"a": ([1, 2], [1.0, 6.5])}
 
 
-@pytest.mark.parametrize("count", [10, 11, 37, 40, 199, 200, 201, 5003])
+@pytest.mark.parametrize("count", [20, 21, 37, 40, 199, 200, 201, 5003])
 def test_blocks_are_all_steps_in_order_with_students_interval(count):
   rng = np.random.default_rng(count)
   values = rng.normal(size=count)
@@ -52,7 +52,7 @@ def test_blocks_are_all_steps_in_order_with_students_interval(count):
 
 
 def test_few_steps_have_no_blocks():
-  assert curves.blocks(list(range(9)), [0.0] * 9) is None
+  assert curves.blocks(list(range(19)), [0.0] * 19) is None
   assert curve_of([1.0, 2.0])["blocks"] is None
 
 
@@ -72,6 +72,8 @@ def test_a_metric_with_bounds_has_these_for_its_interval():
   made = curve_of([5, 6], m_low=[1, 2], m_high=[None, 9.0])
   assert made["low"] == [1, 2] and made["high"] == [None, 9]  # infinite
   assert "blocks" not in made
+  made = curve_of([5, 6], m_low=[1, 2], m_high=[math.inf, None])
+  assert made["low"] == [1, 2] and made["high"] == [None, None]
   made = curve_of([5, 6], m_se=[1.0, 0.5])
   assert made["low"] == pytest.approx([5 - 1.96, 6 - 0.98], abs=1e-3)
   assert made["high"] == pytest.approx([5 + 1.96, 6 + 0.98], abs=1e-3)

@@ -9,7 +9,8 @@ import re
 import pytest
 
 from grpojax import report as program
-from grpojax.training import report
+from grpojax.training import report, reporting
+from grpojax.training.start import Run
 
 _spec = importlib.util.spec_from_file_location(
   "made_up", pathlib.Path(__file__).parents[1] / "reports" / "made_up.py"
@@ -93,6 +94,18 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
   assert names == ["a/run", "b/run"]
 
 
+def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
+  everything, about = report.read_samples(run / "samples.jsonl", [], 10**9)
+  assert len(everything) == 48 and about == {"steps": 6, "kept_steps": 6}
+  parsed, parse = [], report._json
+  monkeypatch.setattr(report, "_json", lambda x: parsed.append(x) or parse(x))
+  size = (run / "samples.jsonl").stat().st_size
+  some, about = report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
+  assert {row["step"] for row in some} == {10, 20, 40, 60}
+  assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
+  assert some == [row for row in everything if row["step"] in (10, 20, 40, 60)]
+
+
 def test_torn_and_broken_lines_are_left_out_and_counted(run):
   before = shown(run)["runs"][0]
   with (run / "metrics.jsonl").open("a") as file:
@@ -101,7 +114,8 @@ def test_torn_and_broken_lines_are_left_out_and_counted(run):
     file.write('{"step": 61, "reward_mean": NaN, "loss": Infinity}\n')
     file.write('{"step": 62, "reward_me')  # being written
   with (run / "samples.jsonl").open("a") as file:
-    file.write('{"step": 3}\n')
+    file.write('{"step": 3}\n[1]\n{"step": 10, "prompt": 3}\n{"step": 10, \n')
+    file.write('{"step": 10, "prompt": "half')
   (one,) = shown(run)["runs"]
   assert one["notes"] == [
     "metrics.jsonl: 6 lines are no rows, and are left out"
@@ -167,6 +181,25 @@ def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   said = "report.html was not written: ZeroDivisionError: of all things\n"
   assert capsys.readouterr().out == said
   assert not list(run.glob(".*tmp"))
+
+
+def test_a_run_writes_reports_when_they_are_due(
+  tmp_path, monkeypatch, config_with
+):
+  written, main = [], [True]
+  monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
+  monkeypatch.setattr(report, "write", lambda path: written.append(path))
+  fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
+  for every, steps in ((3, 2), (0, 0)):
+    run = Run(**fields | {"config": config_with(log__report_every=every)})
+    for step in range(1, 9):
+      reporting.report_when_due(run, step)
+    assert written == [tmp_path] * steps
+    written.clear()
+  run = Run(**fields | {"config": config_with(log__report_every=1)})
+  main[0] = False  # one process writes
+  reporting.report_when_due(run, 1)
+  assert written == []
 
 
 def test_a_run_that_is_about_to_finish_is_finished(run):
