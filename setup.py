@@ -18,7 +18,7 @@ setuptools.setup(
     "grpojax.configs",
   ],
   package_dir={"grpojax.configs": "configs"},
-  package_data={"grpojax": ["assets/**/*"]},
+  package_data={"grpojax": ["assets/**/*", "reports/page/*"]},
   entry_points={"console_scripts": ["grpojax = grpojax.__main__:main"]},
   python_requires=">=3.11",
   install_requires=[
