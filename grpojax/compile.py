@@ -32,7 +32,7 @@ import sys
 from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.config import WORDS, default_job, validate
 from grpojax.training.validation import CHOICES
 
 DOES_NOT_FIT = 3
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     config, flags = command_line.parse(
       argv,
       FLAGS,
-      default_config,
+      default_job,
       "python -m grpojax.compile",
       WORDS,
       CHOICES,

@@ -41,7 +41,7 @@ from grpojax.runtime import (
   preemption,
 )
 from grpojax.training import fit, reporting, run_storage
-from grpojax.training.config import WORDS, default_config
+from grpojax.training.config import WORDS, default_job
 from grpojax.training.validation import CHOICES
 
 FLAGS = {
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     config, flags = command_line.parse(
       argv,
       FLAGS,
-      default_config,
+      default_job,
       "python -m grpojax.train",
       WORDS,
       CHOICES,

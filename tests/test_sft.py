@@ -238,6 +238,7 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
     ("--config.data.name=jsonl", "data.path"),
     ("--config.hasty=1.5", "probability"),
+    ("--config.forget_low=0.5", "forget_low, forget_high = 0.5, 0.0: "),
     ("--config.data.special_tokens=x", "one of text, control"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),

@@ -7,6 +7,7 @@ the studies, and nowhere below them: what these call takes plain arguments.
 from ml_collections import ConfigDict, FieldReference
 
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import config_file
 from grpojax.training import validation
 from grpojax.training.group_sizes import AUTO
 
@@ -15,7 +16,7 @@ WORDS = {"group_size": (AUTO,)}
 
 
 def default_config() -> ConfigDict:
-  """The embedded arithmetic job. Locked: an unknown key is an error."""
+  """What every config starts from. Locked: an unknown key is an error."""
   config = ConfigDict()
   config.name = "arithmetic"  # the run directory is runs/NAME
   config.seed = 0
@@ -192,6 +193,12 @@ def default_config() -> ConfigDict:
   config.data.template_options.unlock()
   config.data.mixture.unlock()
   return config
+
+
+def default_job() -> ConfigDict:
+  """The config of a program that is given none: configs/arithmetic.py."""
+  file = config_file.packaged()["arithmetic"]
+  return config_file.load_file(file, default_config)
 
 
 def validate(config: ConfigDict) -> None:

@@ -25,6 +25,9 @@ def default_config() -> ConfigDict:
   config.log_every = 100
   # Arithmetic only.
   config.hasty = 0.6  # share of texts whose author writes no steps
+  # How often a carry is forgotten: where the digits make 10, and 19.
+  config.forget_low = 0.0
+  config.forget_high = 0.0
   config.difficulty_low = 2
   config.difficulty_high = 4
   config.data = ConfigDict()
@@ -73,6 +76,12 @@ def problems(config: ConfigDict) -> list[str]:
     wrong.append("difficulty_high: must not be below difficulty_low")
   if not 0 <= config.hasty <= 1:
     wrong.append(f"hasty = {config.hasty}: is a probability")
+  if not 0 <= config.forget_low <= config.forget_high <= 1:
+    low, high = config.forget_low, config.forget_high
+    wrong.append(
+      f"forget_low, forget_high = {low}, {high}: are probabilities, the first "
+      "not above the second"
+    )
   if config.data.name == "arithmetic" and config.tokenizer != "characters":
     wrong.append("tokenizer: arithmetic is written in characters")
   for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
