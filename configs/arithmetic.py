@@ -15,10 +15,11 @@ from grpojax.training.config import default_config
 def get_config() -> ConfigDict:
   config = default_config().unlock()
   config.name = "arithmetic"
-  config.steps = 80
+  config.steps = 60
   config.batch_size = 16
   # It writes all steps of its solutions, but forgets to carry.
   config.model.path = "arithmetic-careless"
-  config.optim.learning_rate = 3e-4
+  config.optim.learning_rate = 1.5e-4
+  config.optim.warmup_steps = 10
   config.diagnostics.every = 10
   return config.lock()

@@ -37,9 +37,7 @@ def test_how_often_goes_by_what_the_digits_make(a, b, rate):
   """10 is where `forget` begins, and 18 one ninth before it ends."""
   rng = np.random.default_rng(0)
   n = 2000
-  wrong = sum(
-    forgetful_sum(rng, a, b, (0.2, 0.8)) != a + b for _ in range(n)
-  )
+  wrong = sum(forgetful_sum(rng, a, b, (0.2, 0.8)) != a + b for _ in range(n))
   assert abs(wrong / n - rate) < 4 * np.sqrt(rate * (1 - rate) / n)
 
 
