@@ -12,10 +12,11 @@ from grpojax.models import hf
 from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
 
-NAMES = ("arithmetic-base", "arithmetic-instruct")
+NAMES = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 PROMPTS = {
   "arithmetic-base": "23*4+17\n",
   "arithmetic-instruct": "Q: 23*4+17\nA: ",
+  "arithmetic-careless": "Q: 23*4+17\nA: ",
 }
 ANSWER = "23*4=92\n92+17=109\n#### 109"
 

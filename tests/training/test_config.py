@@ -9,7 +9,7 @@ import pytest
 from grpojax.core import advantages
 from grpojax.runtime import config as config_lib
 from grpojax.training import batch_sizes, from_config, validation
-from grpojax.training.config import default_config, default_job, validate
+from grpojax.training.config import default_config, validate
 
 
 def test_default_is_valid_and_locked():
@@ -350,16 +350,3 @@ def test_difference(config_with):
     "steps: 40 -> 61",
   ]
   assert config_lib.difference(new, new) == []
-
-
-def test_a_program_without_a_config_has_that_of_the_default_job():
-  """The settings of other configs, and of studies, do not follow the job."""
-  job = config_lib.flatten(default_job())
-  base = config_lib.flatten(default_config())
-  assert job.keys() == base.keys()
-  assert (job["name"], job["model.path"]) == (
-    "arithmetic",
-    "arithmetic-careless",
-  )
-  assert base["model.path"] == "arithmetic-instruct"
-  validate(default_job())
