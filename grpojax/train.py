@@ -17,7 +17,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png
-    summary.json        accuracy before and after, seconds, steps
+    summary.json        accuracy before and after, seconds, steps, the group
+                        size that the gradient's noise asked for
 
 DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
 

@@ -78,6 +78,7 @@ def test_training_starts_from_it(name, tmp_path):
     "steps": 1,
     "batch_size": 2,
     "group_size": 2,
+    "diagnostics.every": 0,
     "optim.micro_batches": 1,
     "sampling.max_new_tokens": 4,
     "logits_chunk": 64,
