@@ -19,8 +19,8 @@ _PANELS = (
   ("completion_length_mean", "completion length (tokens)"),
   ("entropy", "entropy (nats a token)"),
   ("kl", "KL to the reference (nats a token)"),
-  ("zero_variance_groups", "groups whose rewards are all equal (share)"),
-  ("optimal_group_size", "best group size for the noise, 95% interval"),
+  ("zero_variance_groups", "groups with equal rewards (share)"),
+  ("optimal_group_size", "best group size, 95% interval"),
 )
 
 
