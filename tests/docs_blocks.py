@@ -22,6 +22,7 @@ LANGUAGES = ("python", "bash", "json", "text")
 _FENCE = re.compile(
   r"^```(\S*)(?: title=\"([\w./-]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
+_LATER = re.compile(r"^<!-- with \w+\n.*?^-->\n", re.MULTILINE | re.DOTALL)
 _WHEN = re.compile(r"<!-- python: (\w+), commands: (\w+) -->")
 
 
@@ -41,8 +42,13 @@ class Block(NamedTuple):
     return found[1] if found else ""
 
 
+def read(page):
+  """A page, without what waits in comments for a branch to be merged."""
+  return _LATER.sub("", page.read_text())
+
+
 def blocks(page):
-  text = page.read_text()
+  text = read(page)
   return [
     Block(page, text.count("\n", 0, m.start()) + 1, m[1], m[2] or "", m[3])
     for m in _FENCE.finditer(text)
@@ -69,13 +75,13 @@ def runs(page, language):
 
 def when(page):
   """When the page's Python and its commands are run; None if it says not."""
-  found = _WHEN.search(page.read_text())
+  found = _WHEN.search(read(page))
   return (found[1], found[2]) if found else None
 
 
 def prose(page):
   """The page without its code blocks."""
-  return _FENCE.sub("", page.read_text())
+  return _FENCE.sub("", read(page))
 
 
 def commands(block):

@@ -71,7 +71,7 @@ def accept(monkeypatch):
 @every_page
 def test_every_block_says_what_it_is(page):
   """None is run by accident, and none is left out without a word."""
-  text, blocks = page.read_text(), lib.blocks(page)
+  text, blocks = lib.read(page), lib.blocks(page)
   assert 2 * len(blocks) == text.count("```"), "a fence that is not understood"
   for block in blocks:
     where = f"{page.name}:{block.line}"
