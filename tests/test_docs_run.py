@@ -1,12 +1,15 @@
 """The code of docs/*.md runs: Python as it stands, commands on a tiny model.
 
-Of a command are changed only the sizes, and the model where it is not one that
-the page itself has made; `tests/test_docs.py` reads each of them as it stands.
+Of a command are changed only the sizes that it does not give, and the model
+where it is not one that the page itself has made; `tests/test_docs.py` reads
+each of them as it stands.
 """
 
 import importlib
 import importlib.util
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -17,11 +20,12 @@ _spec = importlib.util.spec_from_file_location(
 lib = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(lib)
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(lib.ROOT)}
 MARKS = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
 MODELS = ("arithmetic-base", "arithmetic-instruct")
 SIZES = {
   "steps": 2,
-  "batch_size": 8,
+  "batch_size": 16,
   "sampling.max_new_tokens": 8,
   "logits_chunk": 64,
   "eval.num_prompts": 8,
@@ -63,28 +67,31 @@ def test_commands(page, tmp_path, monkeypatch, toy_model, toy_task):
     for program, *argv in lib.commands(block):
       for name in MODELS:
         argv = [a.replace(f"={name}", f"={toy_model}") for a in argv]
-      run(program, argv + sizes(program, toy_model))
+      run(program, sizes(program, toy_model) + argv)
 
 
 def run(program, argv):
-  """Runs a program in this process, which has compiled for others before."""
+  """Runs a program, here where what others have compiled is known."""
+  if program == "compile":  # it makes devices of its own
+    words = [sys.executable, "-m", f"grpojax.{program}", *argv]
+    subprocess.run(words, check=True, env=ENVIRONMENT)
+    return
   module = importlib.import_module(f"grpojax.{program or '__main__'}")
+  if not program:
+    print(module.usage())
+    return
   try:
-    if program:
-      code = module.main(argv)
-    else:
-      print(module.usage())
-      code = 0
+    code = module.main(argv)
   except SystemExit as error:
     code = error.code
   assert not code, f"{program} {argv}: {code}"
 
 
 def sizes(program, model):
-  """What makes a command small."""
-  if program == "train":
+  """What makes a command small, unless it says another size itself."""
+  settings = {}
+  if program in ("train", "bench", "compile"):
     settings = SIZES | {"model.path": model}
-    return [f"--config.{key}={value}" for key, value in settings.items()]
-  if program == "evaluate":
-    return ["--config.eval.num_prompts=8", "--config.eval.batch_size=8"]
-  return []
+  elif program == "evaluate":
+    settings = {"eval.num_prompts": 8, "eval.batch_size": 8}
+  return [f"--config.{key}={value}" for key, value in settings.items()]
