@@ -45,11 +45,16 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(content, page, config, files):
-  """TeX becomes MathML; a formula that cannot be read ends the build."""
+  """TeX becomes MathML, and in code in tables an escaped pipe a pipe.
+
+  A formula that cannot be read ends the build.
+  """
 
   def formula(match):
     kind, _, tex = match.groups()
     display = "block" if kind == "div" else "inline"
     return convert(html.unescape(tex), display=display)
 
+  pipe = lambda match: match[0].replace(r"\|", "|")
+  content = re.sub(r"<code>[^<]*</code>", pipe, content)
   return _FORMULA.sub(formula, content)

@@ -42,7 +42,9 @@ class _Accepted(BaseException):
 
 @pytest.fixture
 def accept(monkeypatch):
-  """Runs a program until it has read its command line; returns its config."""
+  """Runs a program until it has read its command line; returns its config,
+  None where it has none, or only wanted --help.
+  """
   parse = command_line.parse
 
   def stop(*args, **kwargs):
@@ -63,6 +65,10 @@ def accept(monkeypatch):
       module.main(list(argv))
     except _Accepted as found:
       return found.args[0]
+    except SystemExit as error:
+      if error.code:
+        raise
+      return None  # --help
     raise AssertionError(f"{program} read no command line")
 
   return run
@@ -99,7 +105,7 @@ def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
       continue
     for program, *argv in lib.commands(block):
       config = accept(program, *argv) if program else None
-      if program in TRAINING:
+      if config is not None and program in TRAINING:
         train_config.validate(config)
         options = config.reward.options.to_dict()
         functions.resolve_all(config.reward.functions, options)
