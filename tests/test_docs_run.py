@@ -30,7 +30,6 @@ SIZES = {
   "logits_chunk": 64,
   "eval.num_prompts": 8,
   "eval.batch_size": 8,
-  "log.tensorboard": False,
 }
 
 
