@@ -30,7 +30,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
-from grpojax.rewards import functions
 from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
@@ -40,6 +39,7 @@ from grpojax.training import (
   held_out,
   memory,
   mixtures,
+  reward_inputs,
   run_directory,
   run_storage,
   scoring,
@@ -128,9 +128,7 @@ def _parse(argv: list[str]):
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
   ks = _check_flags(config, flags)
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
+  reward_inputs.resolve(config)
   if flags.out:
     records.check_writable(flags.out)
   return config, flags, ks

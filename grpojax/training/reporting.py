@@ -16,7 +16,8 @@ one of these places, and needs no other:
 | optimal_group_size*                  |                                    |
 | own_* (weighted baselines)           | statistics.advantage_errors        |
 | score_norms_*                        | training.score_norms               |
-| reward_failures, reward_NAME, _std   | training.scoring.metrics           |
+| reward_failures, reward_NAME, _std,  | training.scoring.metrics           |
+| reward_FUNCTION/NAME                 |                                    |
 | gen_batches, group_acceptance,       | training.dynamic_sampling          |
 | groups_kept                          |                                    |
 | seconds_rollout, _rewards,           | training.host_step                 |
@@ -50,6 +51,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   prompts,
+  reward_inputs,
   run_directory,
 )
 from grpojax.training import policy as policies
@@ -104,11 +106,16 @@ def evaluate_held_out(
       nothing is recorded then.
   """
   config = run.config
+  batches = prompts.held_out(config, run.policy, run.held_out.examples)
+  so_far = step, config.steps
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    prompts.held_out(config, run.policy, run.held_out.examples),
+    (
+      (some, reward_inputs.with_step(run.scorer.pool, examples, *so_far))
+      for some, examples in batches
+    ),
     run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,

@@ -14,7 +14,6 @@ from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
-from grpojax.rewards import functions
 from grpojax.runtime import checkpoint, distributed, records, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
@@ -24,6 +23,7 @@ from grpojax.training import (
   memory,
   prompt_choice,
   prompts,
+  reward_inputs,
   run_directory,
   run_storage,
   scoring,
@@ -91,9 +91,7 @@ def check(
   Raises:
     ValueError: what would otherwise be found out after the run has started.
   """
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
+  rewards = reward_inputs.resolve(config)
   policy = from_config.open_policy(config)
   config = _with_date(config, policy, today)
   mesh = from_config.mesh(config)
@@ -105,6 +103,8 @@ def check(
   train, held_out = (
     prompts.load_split(config, policy, split, cache, poll) for split in SPLITS
   )
+  for split in (train, held_out):
+    reward_inputs.check_columns(config, rewards, split)
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
