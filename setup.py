@@ -36,6 +36,7 @@ setuptools.setup(
     "numpy",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.4",
+    "pyyaml",  # configurations of other libraries
     "safetensors",
     "scipy",
     "tensorboardX",

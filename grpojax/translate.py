@@ -14,54 +14,55 @@ each of its processes: --processes says how many there were. Both count epochs:
 Ends with code 1 where grpojax would refuse the config, and says why.
 """
 
-import argparse
 import pathlib
 import sys
 
 from grpojax.runtime import command_line, records
+from grpojax.runtime.settings import setting
 from grpojax.training.config import validate
 from grpojax.translation import files, writing
+from grpojax.translation.parts import Translation
+
+FLAGS = {
+  "file": setting("", "the configuration of TRL or verl"),
+  "out": setting("", 'config file to write; "" = the screen'),
+  "processes": setting(1, "that TRL was started with", within="[1, inf)"),
+  "examples": setting(
+    0, "training prompts, which epochs are counted by", within="[0, inf)"
+  ),
+}
+SETTINGS = None
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m grpojax.translate",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    usage=argparse.SUPPRESS,
-    allow_abbrev=False,
-  )
-  parser.add_argument("file", type=pathlib.Path, help="of TRL or verl")
-  parser.add_argument("--out", type=pathlib.Path, help="default: the screen")
-  parser.add_argument("--processes", type=int, default=1, help="of TRL")
-  parser.add_argument("--examples", type=int, help="of the training data")
-  return parser
+def _say(found: Translation) -> None:
+  """Prints what means something else, and what has no counterpart."""
+  titles = {
+    "means something else here": found.differs,
+    "has no counterpart": found.missing,
+  }
+  for title, notes in titles.items():
+    for line in dict.fromkeys(f"{n.theirs} {title}: {n.text}" for n in notes):
+      print(f"- {line}")
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  flags = _parser().parse_args(list(map(command_line.expand_home, argv)))
+  program = "python -m grpojax.translate"
   with command_line.usage_errors():
-    for name in ("processes", "examples"):
-      if (value := getattr(flags, name)) is not None and value < 1:
-        raise ValueError(f"--{name}={value}: must be 1 or more")
+    _, flags = command_line.parse(
+      argv, FLAGS, SETTINGS, program, positional="file"
+    )
+    if not flags.file:
+      raise ValueError("give --file: a .yaml, .json, .py or .sh")
+    file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
       records.check_writable(flags.out)
-    library, found = files.translate(
-      flags.file, flags.processes, flags.examples
-    )
-    text = writing.config_file(found, library, flags.file.name)
+    library, found = files.translate(file, flags.processes, examples)
+    text = writing.config_file(found, library, file.name)
     if flags.out:
       records.write_text(flags.out, text)
-      print(f"{flags.file} ({library}) -> {flags.out}")
-      for title, notes in (
-        ("means something else here", found.differs),
-        ("has no counterpart", found.missing),
-      ):
-        for line in dict.fromkeys(
-          f"{n.theirs} {title}: {n.text}" for n in notes
-        ):
-          print(f"- {line}")
+      print(f"{file} ({library}) -> {flags.out}")
+      _say(found)
     else:
       print(text, end="")
     try:

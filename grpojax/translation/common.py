@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from grpojax.core import micro_batches as micro_batches_lib
 from grpojax.training.optimizer import SCHEDULES
+from grpojax.training.run_directory import METRICS, TENSORBOARD
 from grpojax.translation.parts import (
   Theirs,
   Translation,
@@ -124,11 +125,11 @@ def trackers(theirs: Theirs, name: str) -> Translation:
   """Where metrics go besides the run directory."""
   given = theirs[name]
   given = [given] if isinstance(given, str) else list(given or ())
-  wanted = "tensorboard" in given or given in ([], ["all"])
+  wanted = TENSORBOARD in given or given in ([], ["all"])
   found = also("log.tensorboard", wanted, theirs.said(name))
   for one in given:
-    if one not in ("tensorboard", "console", "none", "all"):
-      found += missing(name, f"{one!r}: metrics are in metrics.jsonl")
+    if one not in (TENSORBOARD, "console", "none", "all"):
+      found += missing(name, f"{one!r}: metrics are in {METRICS}")
   return found
 
 

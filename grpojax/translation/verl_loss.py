@@ -1,8 +1,5 @@
 """verl's advantages, losses, KL terms and corrections as ours."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from grpojax.translation.parts import (
   NOTHING,
   Theirs,
@@ -12,34 +9,8 @@ from grpojax.translation.parts import (
   missing,
   setting,
 )
+from grpojax.translation.verl_names import ACTOR, CORRECTION, FILTER
 
-_ACTOR = "actor_rollout_ref.actor"
-_CORRECTION = "algorithm.rollout_correction"
-
-DEFAULTS: Mapping[str, Any] = {
-  "algorithm.adv_estimator": "gae",
-  "algorithm.norm_adv_by_std_in_grpo": True,
-  "algorithm.use_kl_in_reward": False,
-  "algorithm.kl_penalty": "kl",
-  "algorithm.kl_ctrl.type": "fixed",
-  "algorithm.kl_ctrl.kl_coef": 0.001,
-  f"{_CORRECTION}.rollout_is": None,
-  f"{_CORRECTION}.rollout_is_threshold": 2.0,
-  f"{_CORRECTION}.rollout_rs": None,
-  f"{_ACTOR}.policy_loss.loss_mode": "vanilla",
-  f"{_ACTOR}.clip_ratio": 0.2,
-  f"{_ACTOR}.clip_ratio_low": 0.2,
-  f"{_ACTOR}.clip_ratio_high": 0.2,
-  f"{_ACTOR}.clip_ratio_c": 3.0,
-  f"{_ACTOR}.tau_pos": 1.0,
-  f"{_ACTOR}.tau_neg": 1.05,
-  f"{_ACTOR}.loss_agg_mode": "token-mean",
-  f"{_ACTOR}.loss_scale_factor": None,
-  f"{_ACTOR}.entropy_coeff": 0.0,
-  f"{_ACTOR}.use_kl_loss": False,
-  f"{_ACTOR}.kl_loss_coef": 0.001,
-  f"{_ACTOR}.kl_loss_type": "low_var_kl",
-}
 _ADVANTAGES = {
   "rloo": "leave_one_out",
   "rloo_vectorized": "leave_one_out",
@@ -58,15 +29,15 @@ _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 
 
 def translate(theirs: Theirs) -> Translation:
-  """All that the loss of a step is made of."""
+  """All that the loss of a step is made of, and the groups that it is of."""
   found = _advantage(theirs) + _surrogate(theirs) + _kl(theirs)
-  name = f"{_ACTOR}.entropy_coeff"
+  name = f"{ACTOR}.entropy_coeff"
   found += setting(theirs, "loss.entropy_coef", name, float(theirs[name]))
-  if theirs[name] and theirs[f"{_ACTOR}.loss_agg_mode"] != "token-mean":
+  if theirs[name] and theirs[f"{ACTOR}.loss_agg_mode"] != "token-mean":
     found += differs(
       name, "the bonus is the mean over tokens whatever the loss"
     )
-  return found + _correction(theirs)
+  return found + _correction(theirs) + _filter(theirs)
 
 
 def _advantage(theirs: Theirs) -> Translation:
@@ -93,7 +64,7 @@ def _advantage(theirs: Theirs) -> Translation:
 
 
 def _surrogate(theirs: Theirs) -> Translation:
-  name = f"{_ACTOR}.policy_loss.loss_mode"
+  name = f"{ACTOR}.policy_loss.loss_mode"
   mode, said = theirs[name], theirs.said(name)
   found = also("loss.surrogate", _SURROGATES.get(mode, "clipped"), said)
   if mode not in _SURROGATES:
@@ -103,14 +74,14 @@ def _surrogate(theirs: Theirs) -> Translation:
   if mode == "gspo":
     found += differs(name, "verl bounds the ratio by e^10")
   found += _bounds(theirs, _SURROGATES.get(mode, "clipped"))
-  name = f"{_ACTOR}.loss_agg_mode"
+  name = f"{ACTOR}.loss_agg_mode"
   mean, said = theirs[name], theirs.said(name)
   if mean not in _WEIGHTINGS:
     return found + missing(name, f"{mean!r}: token_mean is taken")
   found += also("loss.weighting", _WEIGHTINGS[mean], said)
   if mode in ("geo_mean", "sapo") and mean != "seq-mean-token-mean":
     found += also("loss.weighting", "sequence_mean", f"{mode} always takes it")
-  scale = f"{_ACTOR}.loss_scale_factor"
+  scale = f"{ACTOR}.loss_scale_factor"
   if mean == "seq-mean-token-sum-norm" and theirs[scale]:
     found += differs(
       scale,
@@ -121,17 +92,17 @@ def _surrogate(theirs: Theirs) -> Translation:
 
 def _bounds(theirs: Theirs, surrogate: str) -> Translation:
   """How far ratios count."""
-  low, high = (theirs[f"{_ACTOR}.clip_ratio_{x}"] for x in ("low", "high"))
-  said = [theirs.said(f"{_ACTOR}.clip_ratio_{x}") for x in ("low", "high")]
+  low, high = (theirs[f"{ACTOR}.clip_ratio_{x}"] for x in ("low", "high"))
+  said = [theirs.said(f"{ACTOR}.clip_ratio_{x}") for x in ("low", "high")]
   found = NOTHING
-  if f"{_ACTOR}.clip_ratio" in theirs.given:
+  if f"{ACTOR}.clip_ratio" in theirs.given:
     found += differs(
-      f"{_ACTOR}.clip_ratio",
+      f"{ACTOR}.clip_ratio",
       "verl takes clip_ratio_low and clip_ratio_high, and this only where they"
       " are null",
     )
-    low = theirs[f"{_ACTOR}.clip_ratio"] if low is None else low
-    high = theirs[f"{_ACTOR}.clip_ratio"] if high is None else high
+    low = theirs[f"{ACTOR}.clip_ratio"] if low is None else low
+    high = theirs[f"{ACTOR}.clip_ratio"] if high is None else high
   if surrogate == "cispo":
     values = {"cispo_min": max(1 - low, 0.0), "cispo_max": 1 + high}
   elif surrogate == "gmpo":
@@ -141,20 +112,20 @@ def _bounds(theirs: Theirs, surrogate: str) -> Translation:
   if surrogate == "sapo":
     values, said = {}, []
     for name in ("pos", "neg"):
-      tau = f"{_ACTOR}.tau_{name}"
+      tau = f"{ACTOR}.tau_{name}"
       ours = f"loss.sapo_temperature_{name}"
       found += setting(theirs, ours, tau, float(theirs[tau]))
   for (name, value), text in zip(values.items(), said, strict=True):
     found += also(f"loss.{name}", float(value), text)
   if surrogate == "clipped":
-    name = f"{_ACTOR}.clip_ratio_c"
+    name = f"{ACTOR}.clip_ratio_c"
     found += setting(theirs, "loss.dual_clip", name, float(theirs[name]))
   return found
 
 
 def _kl(theirs: Theirs) -> Translation:
   in_reward = theirs["algorithm.use_kl_in_reward"]
-  name = f"{_ACTOR}.use_kl_loss"
+  name = f"{ACTOR}.use_kl_loss"
   if in_reward:
     found = _kl_in_reward(theirs)
     if theirs[name]:
@@ -162,7 +133,7 @@ def _kl(theirs: Theirs) -> Translation:
     return found
   if not theirs[name]:
     return also("loss.beta", 0.0, theirs.said(name))
-  coefficient, kind = f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"
+  coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
   found = setting(theirs, "loss.beta", coefficient, float(theirs[coefficient]))
   estimator = str(theirs[kind])
   found += also("loss.kl", _KLS.get(estimator, "k3"), theirs.said(kind))
@@ -170,8 +141,8 @@ def _kl(theirs: Theirs) -> Translation:
   if estimator not in _KLS:
     found += missing(
       kind,
-      f"{estimator!r}: as a term of the loss k1 has no expected gradient, and |k1|"
-      " is no estimate of the divergence; k3 is taken",
+      f"{estimator!r}: as a term of the loss k1 has no expected gradient, and"
+      " |k1| is no estimate of the divergence; k3 is taken",
     )
   return found
 
@@ -195,20 +166,52 @@ def _kl_in_reward(theirs: Theirs) -> Translation:
 
 def _correction(theirs: Theirs) -> Translation:
   """Of a sampler that is not the policy."""
-  found, name = NOTHING, f"{_CORRECTION}.rollout_is"
-  if theirs[f"{_CORRECTION}.rollout_rs"]:
+  found, name = NOTHING, f"{CORRECTION}.rollout_is"
+  if theirs[f"{CORRECTION}.rollout_rs"]:
     found += missing(
-      f"{_CORRECTION}.rollout_rs",
+      f"{CORRECTION}.rollout_rs",
       "loss.correction has token_mask and sequence_mask, which leave the tokens"
       " in the mean",
     )
   level = theirs[name]
   if level not in ("token", "sequence"):
     return found
-  limit = f"{_CORRECTION}.rollout_is_threshold"
+  limit = f"{CORRECTION}.rollout_is_threshold"
   low, _, high = str(theirs[limit]).rpartition("_")
   kind = "mask" if low else "truncate"
   found += also("loss.correction", f"{level}_{kind}", theirs.said(name))
   found += also("loss.correction_low", float(low or 0), theirs.said(limit))
   found += also("loss.correction_high", float(high), theirs.said(limit))
   return found + also("loss.old_logprobs", "scorer", "as verl does")
+
+
+def _filter(theirs: Theirs) -> Translation:
+  if not theirs[f"{FILTER}.enable"]:
+    return NOTHING
+  found = setting(theirs, "filter_groups.enable", f"{FILTER}.enable")
+  metric = theirs[f"{FILTER}.metric"]
+  said = theirs.said(f"{FILTER}.metric")
+  ours = "acc" if metric == "acc" else "reward"
+  found += also("filter_groups.metric", ours, said)
+  name, most = f"{FILTER}.max_num_gen_batches", 100
+  given = theirs[name]
+  found += also(
+    "filter_groups.max_num_gen_batches",
+    given if given > 0 else most,
+    theirs.said(name),
+  )
+  if given <= 0:
+    found += differs(name, f"0 is no limit in verl: {most} batches here")
+  found += differs(
+    name,
+    "a limit that is met ends verl's run; here the rest of the batch is free",
+  )
+  size, drawn = theirs["data.train_batch_size"], theirs["data.gen_batch_size"]
+  if drawn and drawn != size:
+    said = theirs.said("data.gen_batch_size")
+    found += differs(
+      "data.gen_batch_size",
+      "a step's first draw is a whole batch here (filter_groups.gen_parts cuts"
+      " the later ones)",
+    )
+  return found

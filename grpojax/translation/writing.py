@@ -8,7 +8,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import settings as settings_lib
 from grpojax.training.config import default_config
+from grpojax.training.settings import SETTINGS
 from grpojax.translation.parts import Note, Setting, Translation
 
 WIDTH = 80
@@ -32,7 +34,8 @@ def settled(translation: Translation) -> dict[str, Setting]:
     if not config_lib.is_free(one.name, free):
       value = _typed(one, known[one.name])
     found[one.name] = one._replace(value=_literal(one, value))
-  order = [*known, *(n for n in found if n not in known)]
+  order = [path for path, _ in settings_lib.leaves(SETTINGS)]
+  order += [name for name in found if name not in order]
   return {
     name: found[name]
     for name in order
@@ -144,7 +147,7 @@ def config_file(translation: Translation, library: str, source: str) -> str:
     "Comments name the other library's settings; (default) is what holds there"
     " where the file says nothing."
   )
-  lines += ["#"]
+  lines += ["#", "# Command:   python -m grpojax.train --config=THIS_FILE", "#"]
   lines += _notes("What means something else here", translation.differs)
   lines += _notes("What has no counterpart", translation.missing)
   lines += ["", "from grpojax.training.config import default_config", "", ""]
