@@ -50,6 +50,9 @@ setuptools.setup(
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
+    "wandb": ["wandb"],  # log.trackers
+    "mlflow": ["mlflow"],
+    "trackio": ["trackio"],
     # With PyTorch and peft installed too, models and adapters are compared with
     # transformers' and peft's own.
     "test": [

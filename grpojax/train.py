@@ -13,7 +13,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     samples.jsonl       sampled completions with their rewards (not with
                         reward.on_device: they never reach the host)
     failures.jsonl      rewards that could not be computed, with the completions
-    tensorboard/        the same metrics for TensorBoard
+    tensorboard/        the same metrics for TensorBoard (log.trackers)
+    trackers.json       what other trackers call the run
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png

@@ -23,14 +23,20 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
-  records,
   run_lock,
   tokenizer,
 )
 from grpojax.runtime import config as config_lib
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
-from grpojax.training import resume, run_directory, run_storage, scoring, start
+from grpojax.training import (
+  resume,
+  run_directory,
+  run_storage,
+  scoring,
+  start,
+  tracking,
+)
 from grpojax.training.config import validate
 
 
@@ -212,9 +218,9 @@ def open_all(
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
-  if run.writer is not None:
-    stack.callback(records.close_writer, run.writer)
   with command_line.usage_errors():
+    step = checkpoint.latest_step(checkpointer)
+    run = tracking.tracked(run, -1 if step is None else step, stack)
     state, progress = resume.resume(run, state, checkpointer, poll)
     if resumed:
       distributed.on_main(lambda: _go_on(directory, checked.config))

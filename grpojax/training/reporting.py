@@ -76,10 +76,9 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
 
 
 def record(run: Run, row: dict[str, Any]) -> None:
-  """Writes one row to metrics.jsonl and TensorBoard."""
+  """Writes one row to metrics.jsonl, and hands it to the trackers."""
   _append(run, run_directory.METRICS, row)
-  if run.writer is not None:
-    records.write_scalars(run.writer, row["step"], row)
+  run.track(row["step"], row)
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:

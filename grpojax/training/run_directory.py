@@ -20,7 +20,7 @@ LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
 SAMPLES = "samples.jsonl"  # completions with their rewards
 FAILURES = "failures.jsonl"  # rewards that could not be computed
-TENSORBOARD = "tensorboard"  # the metrics again
+TRACKED = "trackers.json"  # what trackers call the run
 MODEL = "model"  # the trained model, in Hugging Face format
 CURVE = "learning_curve.png"
 SUMMARY = "summary.json"  # written last: the run is finished
@@ -238,6 +238,7 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
   if not resumed:
     run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
+    (path / TRACKED).unlink(missing_ok=True)  # another run's
     write_text(path / CONFIG, config_lib.to_json(config))
   return resumed
 

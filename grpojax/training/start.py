@@ -14,7 +14,13 @@ from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
-from grpojax.runtime import checkpoint, distributed, records, tokenizer
+from grpojax.runtime import (
+  checkpoint,
+  distributed,
+  records,
+  tokenizer,
+  trackers,
+)
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
   batch_sizes,
@@ -62,11 +68,11 @@ class Run(NamedTuple):
   mesh: jax.sharding.Mesh
   places: TrainState  # shardings
   ref_params: Params | None  # where it is fixed
-  writer: Any
   scorer: scoring.Scorer
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: prompts.Split
   held_out: prompts.Split
+  track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""
@@ -91,6 +97,7 @@ def check(
   Raises:
     ValueError: what would otherwise be found out after the run has started.
   """
+  trackers.check(config.log.trackers)
   rewards = reward_inputs.resolve(config)
   policy = from_config.open_policy(config)
   config = _with_date(config, policy, today)
@@ -192,11 +199,6 @@ def start(
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
-  writer = None
-  if config.log.tensorboard and distributed.is_main():
-    writer = records.tensorboard_writer(
-      directory / run_directory.TENSORBOARD, -1 if step is None else step
-    )
   policy = policy._replace(params=None)  # the state has them
   run = Run(
     config=config,
@@ -205,7 +207,6 @@ def start(
     mesh=mesh,
     places=places,
     ref_params=ref_params,
-    writer=writer,
     scorer=scorer,
     greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0), mesh),
     train=train,

@@ -4,8 +4,8 @@ import re
 from typing import Any, NamedTuple
 
 from grpojax.core import micro_batches as micro_batches_lib
+from grpojax.runtime.trackers import TRACKERS
 from grpojax.training.optimizer import SCHEDULES
-from grpojax.training.run_directory import METRICS, TENSORBOARD
 from grpojax.translation.parts import (
   Theirs,
   Translation,
@@ -125,11 +125,12 @@ def trackers(theirs: Theirs, name: str) -> Translation:
   """Where metrics go besides the run directory."""
   given = theirs[name]
   given = [given] if isinstance(given, str) else list(given or ())
-  wanted = TENSORBOARD in given or given in ([], ["all"])
-  found = also("log.tensorboard", wanted, theirs.said(name))
+  known = tuple(one for one in given if one in TRACKERS)
+  found = also("log.trackers", known, theirs.said(name))
   for one in given:
-    if one not in (TENSORBOARD, "console", "none", "all"):
-      found += missing(name, f"{one!r}: metrics are in {METRICS}")
+    if one not in (*TRACKERS, "console", "none", "all"):
+      names = ", ".join(TRACKERS)
+      found += missing(name, f"{one!r}: the trackers here are {names}")
   return found
 
 
