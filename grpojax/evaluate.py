@@ -191,6 +191,8 @@ def main(argv: list[str]) -> None:
   values, each = [], []
   with scoring.open_scorer(config) as scorer:
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
+      so_far = config.steps, config.steps  # of the run, which has ended
+      batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
       result = evaluation.evaluate(
         policy,
         params,

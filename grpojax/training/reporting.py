@@ -111,10 +111,7 @@ def evaluate_held_out(
     run.policy,
     params,
     run.greedy,
-    (
-      (some, reward_inputs.with_step(run.scorer.pool, examples, *so_far))
-      for some, examples in batches
-    ),
+    reward_inputs.batches_with_step(run.scorer.pool, batches, *so_far),
     run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,

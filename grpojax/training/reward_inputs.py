@@ -1,6 +1,6 @@
 """What reward functions are given: columns of the data, and the step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -59,3 +59,11 @@ def with_step(
     return examples
   state = {"global_step": step, "max_steps": steps}  # TRL's names
   return [{**example, STATE: state} for example in examples]
+
+
+def batches_with_step(
+  pool: Pool, batches: Iterable[tuple[Any, Any]], step: int, steps: int
+) -> Iterator[tuple[Any, Any]]:
+  """Batches of prompts whose examples say it; see `with_step`."""
+  for prompts, examples in batches:
+    yield prompts, with_step(pool, examples, step, steps)

@@ -1,12 +1,14 @@
 """What TRL's and verl's configurations say alike."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from grpojax.core import micro_batches as micro_batches_lib
 from grpojax.runtime.trackers import TRACKERS
 from grpojax.training.optimizer import SCHEDULES
 from grpojax.translation.parts import (
+  NOTHING,
   Theirs,
   Translation,
   also,
@@ -119,6 +121,19 @@ def data(theirs: Theirs, name: str) -> Translation:
     "data.name = 'jsonl' reads a file or a folder with train.jsonl and"
     ' test.jsonl, of {"prompt": ..., "answer": ...} and other columns',
   )
+
+
+def template_options(theirs: Theirs, name: str) -> Translation:
+  """Keywords of the chat template: nested, or a mapping as it stands."""
+  whole = theirs.given.get(name)
+  options = dict(whole) if isinstance(whole, Mapping) else {}
+  for key, value in theirs.given.items():
+    if key.startswith(f"{name}."):
+      options[key.removeprefix(f"{name}.")] = value
+  found = NOTHING
+  for key, value in options.items():
+    found += also(f"data.template_options.{key}", value, name)
+  return found
 
 
 def trackers(theirs: Theirs, name: str) -> Translation:

@@ -89,6 +89,9 @@ def _model(theirs: Theirs) -> Translation:
   )
 
 
+_TEMPLATE = "chat_template_kwargs"
+
+
 def _data(theirs: Theirs) -> Translation:
   found = common.data(theirs, "dataset_name")
   longest = theirs["max_prompt_length"]
@@ -101,12 +104,7 @@ def _data(theirs: Theirs) -> Translation:
       "TRL has no limit; here prompts over data.max_prompt_length tokens are"
       " refused, or left out with data.too_long = 'drop'",
     )
-  options = theirs["chat_template_kwargs"]
-  for name, value in (options or {}).items():
-    found += also(
-      f"data.template_options.{name}", value, "chat_template_kwargs"
-    )
-  return found
+  return found + common.template_options(theirs, _TEMPLATE)
 
 
 def _rewards(theirs: Theirs) -> Translation:
@@ -290,6 +288,6 @@ def _unread(theirs: Theirs) -> Translation:
       found += missing(
         name, "there is no vLLM: sampling is part of the program"
       )
-    elif name not in DEFAULTS:
+    elif name not in DEFAULTS and not name.startswith(_TEMPLATE):
       found += missing(name, "not known here")
   return found

@@ -112,6 +112,7 @@ IGNORED = {
   "save_strategy": "checkpoints are saved every checkpoint.every steps",
   "attn_implementation": "there is one, exact attention",
   "torch_dtype": "see model.dtype",
+  "model_init_kwargs": "see model.dtype",
   "dtype": "see model.dtype",
   "trust_remote_code": "no code of a model's directory is ever run",
   "push_to_hub": "grpojax.export writes a directory to upload",

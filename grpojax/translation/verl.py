@@ -101,6 +101,9 @@ def _model(theirs: Theirs) -> Translation:
   return found + common.lora(theirs, *names)
 
 
+_TEMPLATE = "data.apply_chat_template_kwargs"
+
+
 def _data(theirs: Theirs) -> Translation:
   found = common.data(theirs, "data.train_files")
   key = theirs["data.prompt_key"]
@@ -112,6 +115,7 @@ def _data(theirs: Theirs) -> Translation:
       "data.val_files", "held-out problems are the test split of the same data"
     )
   found += setting(theirs, "data.max_prompt_length", "data.max_prompt_length")
+  found += common.template_options(theirs, _TEMPLATE)
   drop = theirs["data.filter_overlong_prompts"]
   said = theirs.said("data.filter_overlong_prompts")
   found += also("data.too_long", "drop" if drop else "refuse", said)
@@ -272,7 +276,9 @@ def _unread(theirs: Theirs) -> Translation:
   """What the user's file has, and nothing here reads."""
   found = NOTHING
   for name in theirs.given:
-    if name in DEFAULTS or ".reward_kwargs." in name:
+    if name in DEFAULTS or name.startswith(_TEMPLATE):
+      continue
+    if ".reward_kwargs." in name:
       continue
     if name.startswith(("defaults", "hydra")) or name.endswith("_target_"):
       continue

@@ -81,9 +81,7 @@ def test_one_that_does_not_open_is_an_error_and_closes_the_others(
     raise SystemExit("no account")
 
   monkeypatch.setitem(trackers.TRACKERS, "wandb", refuses)
-  with pytest.raises(
-    ValueError, match="wandb does not open: .*=offline"
-  ):
+  with pytest.raises(ValueError, match="wandb does not open: .*=offline"):
     trackers.open_all(["good", "wandb"], RUN, {})
   assert two["good"].closed == 1
 

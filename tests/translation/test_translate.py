@@ -235,6 +235,10 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
     ("dataset_name: openai/gsm8k", {"data.name": "gsm8k"}),
     ("gradient_checkpointing: false", {"model.remat": "none"}),
     ("max_steps: 5\nlearning_rate: 2e-5", {"optim.learning_rate": 2e-5}),
+    (
+      "chat_template_kwargs: {enable_thinking: false}",
+      {"data.template_options.enable_thinking": False},
+    ),
     ("max_steps: 7\nsave_steps: 0.5", {"checkpoint.every": 4, "steps": 7}),
   ],
 )
@@ -315,6 +319,10 @@ ACTOR = "actor_rollout_ref.actor"
       " +algorithm.filter_groups.metric=seq_final_reward",
       {"filter_groups.metric": "reward"}
       | {"filter_groups.max_num_gen_batches": 100},
+    ),
+    (
+      "+data.apply_chat_template_kwargs.enable_thinking=False",
+      {"data.template_options.enable_thinking": False},
     ),
     (
       "data.train_batch_size=384",  # 256 does not divide it
