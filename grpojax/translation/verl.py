@@ -22,7 +22,7 @@ from grpojax.translation.parts import (
 )
 from grpojax.translation.verl_names import (
   ACTOR,
-  BUFFER,
+  BUFFERS,
   MODEL,
   REWARD,
   ROLLOUT,
@@ -145,24 +145,29 @@ def _rewards(theirs: Theirs) -> Translation:
       " of verl's runs as it is: reward.functions ="
       " ('file.py:compute_score',))",
     )
-  if theirs[f"{BUFFER}.enable"]:
+  for buffer in [b for b in BUFFERS if theirs[f"{b}.enable"]][:1]:
     names.append("overlong")
-    weights.append(float(theirs[f"{BUFFER}.penalty_factor"]))
-    size = int(theirs[f"{BUFFER}.len"])
-    found += also(
-      "reward.options.overlong.cache", size, theirs.said(f"{BUFFER}.len")
-    )
+    weights.append(float(theirs[f"{buffer}.penalty_factor"]))
+    size = int(theirs[f"{buffer}.len"])
+    said = theirs.said(f"{buffer}.len")
+    found += also("reward.options.overlong.cache", size, said)
   found += also("reward.functions", tuple(names), theirs.said(f"{place}.path"))
   found += also("reward.weights", tuple(weights))
-  if theirs["reward_model.enable"]:
-    path = theirs["reward_model.model.path"]
-    if path:
-      found += also(
-        "reward.model", path, theirs.said("reward_model.model.path")
+  return found + _reward_model(theirs)
+
+
+def _reward_model(theirs: Theirs) -> Translation:
+  found = NOTHING
+  for place, path in (
+    ("reward_model", "reward_model.model.path"),
+    ("reward.reward_model", "reward.reward_model.model_path"),
+  ):
+    if theirs[f"{place}.enable"]:
+      model = theirs[path] or ""
+      found += also("reward.model", str(model), theirs.said(path))
+      found += differs(
+        path, "a sequence classifier, added to what the functions say"
       )
-    found += differs(
-      "reward_model.enable", "a sequence classifier, added to the functions"
-    )
   return found
 
 
@@ -278,7 +283,7 @@ def _unread(theirs: Theirs) -> Translation:
   for name in theirs.given:
     if name in DEFAULTS or name.startswith(_TEMPLATE):
       continue
-    if ".reward_kwargs." in name:
+    if "custom_reward_function.reward_kwargs." in name:
       continue
     if name.startswith(("defaults", "hydra")) or name.endswith("_target_"):
       continue

@@ -11,7 +11,13 @@ MODEL = "actor_rollout_ref.model"
 FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
-BUFFER = "reward_model.overlong_buffer"
+BUFFERS = (
+  "reward_model.overlong_buffer",
+  "reward_model.reward_kwargs.overlong_buffer_cfg",
+  "reward.reward_kwargs.overlong_buffer_cfg",
+)
+"""Where DAPO's buffer stands, in older and newer configurations."""
+
 
 DEFAULTS: Mapping[str, Any] = {
   "algorithm.adv_estimator": "gae",
@@ -75,11 +81,13 @@ DEFAULTS: Mapping[str, Any] = {
   f"{REWARD}.name": "compute_score",
   "custom_reward_function.path": None,
   "custom_reward_function.name": "compute_score",
-  f"{BUFFER}.enable": False,
-  f"{BUFFER}.len": 0,
-  f"{BUFFER}.penalty_factor": 1.0,
+  **{f"{buffer}.enable": False for buffer in BUFFERS},
+  **{f"{buffer}.len": 0 for buffer in BUFFERS},
+  **{f"{buffer}.penalty_factor": 1.0 for buffer in BUFFERS},
   "reward_model.enable": False,
   "reward_model.model.path": None,
+  "reward.reward_model.enable": False,
+  "reward.reward_model.model_path": None,
   "trainer.total_epochs": 30,
   "trainer.total_training_steps": None,
   "trainer.project_name": "verl_examples",

@@ -321,6 +321,17 @@ ACTOR = "actor_rollout_ref.actor"
       | {"filter_groups.max_num_gen_batches": 100},
     ),
     (
+      "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"
+      " +reward.reward_kwargs.overlong_buffer_cfg.len=64"
+      " +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+      {"reward.functions": ("math_answer", "overlong")}
+      | {"reward.weights": (1.0, 0.5), "reward.options.overlong.cache": 64},
+    ),
+    (
+      "reward.reward_model.enable=True reward.reward_model.model_path=/m/rm",
+      {"reward.model": "/m/rm"},
+    ),
+    (
       "+data.apply_chat_template_kwargs.enable_thinking=False",
       {"data.template_options.enable_thinking": False},
     ),
