@@ -34,6 +34,9 @@ def translate(theirs: Theirs, updates: int) -> Translation:
     ValueError: a name that TRL does not know.
   """
   found = _loss(theirs) + _advantage(theirs) + _kl(theirs, updates)
+  name = "router_aux_loss_coef"
+  if theirs[name]:
+    found += setting(theirs, "loss.router_aux_coef", name, float(theirs[name]))
   return found + _entropy(theirs) + _mismatch(theirs)
 
 

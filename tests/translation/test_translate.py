@@ -212,6 +212,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
       {"model.reference_every": 128, "model.reference_mix": 0.6},
     ),
     ("delta: 2.5", {"loss.dual_clip": 2.5}),
+    ("router_aux_loss_coef: 0.001", {"loss.router_aux_coef": 0.001}),
     ("off_policy_mask_threshold: 0.5", {"loss.off_policy_threshold": 0.5}),
     (
       "use_adaptive_entropy: true\nentropy_coef: 0.01",
@@ -437,7 +438,7 @@ def test_nothing_of_a_file_is_run(tmp_path):
   shell += "actor_rollout_ref.rollout.n=4 data.prompt_key='x\"; import os #'"
   become(shell, tmp_path, ".sh")
   name = json.dumps(f'x"""\n{bad}\n"""')
-  yaml = f'run_name: {name}\nmodel: "a\\n{bad}"\n"k\\n{bad}": 1\n'
+  yaml = f'run_name: {name}\nmodel: "a\\n{bad}"\n"k\\0\\n{bad}": 1\n'
   yaml += f'output_dir: "\\u2028{bad}"\nreward_funcs: ["a:b\'; {bad}"]\n'
   yaml += f'chat_template_kwargs: {{"x\'] = 1; {bad} #": "y"}}\n'
   _, leaves, _ = become(yaml, tmp_path)
