@@ -16,6 +16,7 @@ from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import hub
 from grpojax.training import (
   device_step,
   from_config,
@@ -24,6 +25,7 @@ from grpojax.training import (
   loss_settings,
   prompts,
   reference,
+  sources,
 )
 from grpojax.training import policy as policies
 from grpojax.training.optimizer import optimizer
@@ -58,7 +60,8 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
   """A model's directory and its config.json.
 
   Args:
-    path: as of a run, or a config.json by itself, of any name.
+    path: as `policy.find_model` takes it, or a config.json by itself, of any
+      name.
 
   Raises:
     ValueError: there is none, or it is not of a model.
@@ -72,7 +75,7 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     if not isinstance(hf_config, dict) or "model_type" not in hf_config:
       raise ValueError(f"model.path = {path!r}: has no model_type")
     return file.parent, hf_config
-  directory = policies.find_model(path)
+  directory = policies.find_model(path, hub.CONFIG)
   return directory, hf.read_config(directory)
 
 
@@ -112,7 +115,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(config.model.path)
+  _, hf_config = read_model(sources.model(config))
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = from_config.open_policy(config)
   else:

@@ -35,6 +35,7 @@ from grpojax.training import (
   group_sizes,
   loss_settings,
   score_norms,
+  sources,
 )
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
@@ -60,7 +61,8 @@ def open_policy(config: ConfigDict) -> Policy:
       a loss that is not for such a model.
   """
   model = config.model
-  policy = policies.open_policy(model.path, model.dtype, model.remat)
+  path = sources.model(config)
+  policy = policies.open_policy(path, model.dtype, model.remat)
   loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
   return policy
 

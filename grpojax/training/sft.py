@@ -113,6 +113,7 @@ def texts(
       seed=config.seed,
       difficulty=(config.difficulty_low, config.difficulty_high),
       hasty=config.hasty,
+      forget=(config.forget_low, config.forget_high),
     )
   kept, dropped = texts_lib.encode_examples(
     examples,
@@ -250,6 +251,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
       disk.check_writable(out, "--out")
+      config.model.path = policies.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(

@@ -17,6 +17,7 @@ from grpojax.models.transformer import last_layers
 from grpojax.runtime import (
   checkpoint,
   distributed,
+  hub,
   records,
   tokenizer,
   trackers,
@@ -33,6 +34,7 @@ from grpojax.training import (
   run_directory,
   run_storage,
   scoring,
+  sources,
 )
 from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
@@ -142,7 +144,8 @@ def _with_date(
     return config
   tokenizers = [policy.tokenizer]
   if config.reward.model:
-    tokenizers.append(tokenizer.load(find_model(config.reward.model)))
+    model = find_model(sources.reward_model(config), hub.TEXTS)
+    tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return config
   return run_directory.pin_date(config, today or tokenizer.today())
