@@ -19,6 +19,7 @@ from grpojax.translation.parts import (
 
 TARGETS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 TARGETS |= {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+FILES = (".jsonl", ".json", ".parquet", ".csv")
 UNCLIPPED = 1e9
 """A bound of the gradient's norm that is none."""
 
@@ -111,15 +112,24 @@ def data(theirs: Theirs, name: str) -> Translation:
     return found + missing(
       name, "not in the file: data.path = 'data' stands in its place"
     )
-  path = str(given[0] if isinstance(given, list | tuple) else given)
-  if path.lower().rstrip("/").endswith("gsm8k") and "/data/" not in path:
+  paths = [given] if isinstance(given, str) else list(map(str, given))
+  path = str(paths[0])
+  for other in paths[1:]:
+    found += missing(
+      name, f"{other!r}: data.mixture takes several data sets, or a pattern"
+    )
+  if path.lower() in ("gsm8k", "openai/gsm8k"):
     return found + also("data.name", "gsm8k", theirs.said(name))
-  found += also("data.name", "jsonl")
+  kind = "parquet" if path.endswith(".parquet") else "jsonl"
+  if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path) and not path.endswith(FILES):
+    kind = "huggingface"
+  found += also("data.name", kind)
   found += also("data.path", path, theirs.said(name))
   return found + differs(
     name,
-    "data.name = 'jsonl' reads a file or a folder with train.jsonl and"
-    ' test.jsonl, of {"prompt": ..., "answer": ...} and other columns',
+    "examples have a prompt and an answer: data.options.prompt and .answer name"
+    " their columns ('' for none); data.options.test holds a share out where"
+    " there is no test split",
   )
 
 

@@ -107,8 +107,8 @@ _TEMPLATE = "data.apply_chat_template_kwargs"
 def _data(theirs: Theirs) -> Translation:
   found = common.data(theirs, "data.train_files")
   key = theirs["data.prompt_key"]
-  jsonl = ("data.name", "jsonl") in {s[:2] for s in found.settings}
-  if key != "prompt" and jsonl:
+  gsm8k = ("data.name", "gsm8k") in {s[:2] for s in found.settings}
+  if key != "prompt" and not gsm8k:
     found += also("data.options.prompt", key, theirs.said("data.prompt_key"))
   if theirs["data.val_files"]:
     found += differs(

@@ -76,6 +76,7 @@ EXPECTED = {
     "lora.alpha": 32.0,
     "lora.targets": "layers/(q|o)",
     "model.path": "Qwen/Qwen2-0.5B-Instruct",
+    "data.name": "huggingface",
     "data.path": "trl-lib/tldr",
     "reward.functions": (
       f"{DATA / 'trl_script.py'}:reward_num_unique_letters",
@@ -92,6 +93,7 @@ EXPECTED = {
     "advantage": "grpo",
     "data.max_prompt_length": 1024,
     "data.too_long": "drop",
+    "data.name": "parquet",
     "data.path": "~/data/gsm8k/train.parquet",
     "sampling.max_new_tokens": 2048,
     "loss.beta": 0.001,
@@ -234,6 +236,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
     ),
     ("max_steps: 10\nwarmup_steps: 0.2", {"optim.warmup_steps": 2}),
     ("dataset_name: openai/gsm8k", {"data.name": "gsm8k"}),
+    ("dataset_name: my/train.jsonl", {"data.name": "jsonl"}),
     ("gradient_checkpointing: false", {"model.remat": "none"}),
     ("max_steps: 5\nlearning_rate: 2e-5", {"optim.learning_rate": 2e-5}),
     (
