@@ -65,12 +65,15 @@ def optimizer(theirs: Theirs, names: OptimizerNames) -> Translation:
 
 
 def model(theirs: Theirs, name: str) -> Translation:
-  """The model's directory or name."""
+  """The model's directory or name, and what suits large ones."""
+  found = also("mesh.data", 1)
+  found += also("mesh.fsdp", -1, "parameters over all devices")
+  found += also("sampling.compact", False, "fewer sizes to compile")
   path = theirs[name]
   if not path:
     said = "not in the file: give --config.model.path"
-    return missing(name, said)
-  return also("model.path", str(path), theirs.said(name))
+    return found + missing(name, said)
+  return found + also("model.path", str(path), theirs.said(name))
 
 
 def run_name(theirs: Theirs, name: str, directory: Any = None) -> Translation:

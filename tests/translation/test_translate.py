@@ -58,6 +58,8 @@ EXPECTED = {
     ),
     "reward.weights": (1.0, 0.2),
     "name": "Qwen2.5-1.5B-GRPO",
+    "mesh.fsdp": -1,
+    "sampling.compact": False,
     "seed": 7,
   },
   # 8 x 4 = 32 completions in groups of 8, cut for two updates of 2 x 8.
