@@ -79,7 +79,7 @@ SETTINGS = section(
       "optim.learning_rate": 5e-5,
       "eval.every": 4,
       "eval.num_prompts": 128,
-      "log.tensorboard": False,
+      "log.trackers": (),
       "checkpoint.every": 24,
       "auto_group_size.start": 32,  # too large, to see it move
       "auto_group_size.largest": 64,
