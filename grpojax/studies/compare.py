@@ -127,11 +127,8 @@ def tune(
 ) -> dict[tuple[int, float], float]:
   """Mean reward of each arm, by its place, and learning rate."""
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
-  points = list(
-    itertools.product(
-      range(len(config.arms)), map(float, config.learning_rates)
-    )
-  )
+  rates = map(float, config.learning_rates)
+  points = list(itertools.product(range(len(config.arms)), rates))
   runs = {x: [train_config(config, *x, seed) for seed in seeds] for x in points}
   if len(config.learning_rates) > 1:  # or there is nothing to choose from
     training_runs.train_all([*itertools.chain(*runs.values())], directory)

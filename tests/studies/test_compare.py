@@ -116,7 +116,7 @@ def arguments(toy, toy_model, directory):
 
 
 @pytest.mark.parametrize(
-  "train", [made_up, pytest.param(fit.run, marks=pytest.mark.slow)]
+  "train", [made_up, pytest.param(fit.run, marks=pytest.mark.long)]
 )
 def test_a_small_comparison(
   train, toy_task, toy_model, tmp_path, monkeypatch, capsys
