@@ -29,39 +29,57 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line
+from grpojax.runtime.settings import changed, section, setting
 from grpojax.studies import compare_results as results
 from grpojax.studies import run as study
 from grpojax.studies import training_runs
 from grpojax.training import config as train_config_lib
+from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.settings_input import ONE
 
 PROGRAM = "python -m grpojax.studies.compare"
 
 
-def default_config() -> ConfigDict:
-  """The quick setting: advantages on the embedded model, two cores."""
-  config = ConfigDict()
-  config.name = "compare"
-  config.arms = (
-    "advantage=leave_one_out",
-    "advantage=grpo",
-    "advantage=length_weighted",
-    "advantage=score_weighted",
-    "advantage=norm_ratio diagnostics.every=2",
-  )
-  config.learning_rates = (2e-5, 5e-5, 1.25e-4)
-  config.tuning_seeds = 2  # of the tuning; others than the comparison's
-  config.seeds = 5  # of the comparison
-  config.train = train_config_lib.default_config().copy_and_resolve_references()
-  with config.train.unlocked():
-    config.train.steps = 24
-    config.train.batch_size = 16
-    config.train.data.options.difficulty = (2, 2)
-    config.train.sampling.max_new_tokens = 56
-    config.train.eval.every = 24
-    config.train.eval.num_prompts = 256
-    config.train.log.tensorboard = False
-    config.train.checkpoint.every = 24
-  return config.lock()
+FLAGS = study.FLAGS
+SETTINGS = section(
+  "the study",
+  name=setting("compare", "of the study; its directory is runs/NAME"),
+  arms=setting(
+    (
+      "advantage=leave_one_out",
+      "advantage=grpo",
+      "advantage=length_weighted",
+      "advantage=score_weighted",
+      "advantage=norm_ratio diagnostics.every=2",
+    ),
+    "what is compared, with the first: settings with spaces between them",
+  ),
+  learning_rates=setting(
+    (2e-5, 5e-5, 1.25e-4), "of which each arm gets its best"
+  ),
+  tuning_seeds=setting(
+    2, "runs of each arm and rate to find it, on seeds of their own", within=ONE
+  ),
+  seeds=setting(
+    5,
+    "runs of each arm that are compared; an interval needs 2",
+    within="[2, inf)",
+  ),
+  train=changed(
+    TRAIN_SETTINGS,
+    {
+      "steps": 24,
+      "batch_size": 16,
+      "data.options.difficulty": (2, 2),
+      "sampling.max_new_tokens": 56,
+      "eval.every": 24,
+      "eval.num_prompts": 256,
+      "log.tensorboard": False,
+      "checkpoint.every": 24,
+    },
+  ),
+)
+"""The quick setting: advantages on the embedded model, two cores."""
 
 
 def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
@@ -71,12 +89,9 @@ def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
     ValueError: for a setting that `grpojax.train` does not have, or a value of
       another type.
   """
+  words = [f"--config.{word}" for word in arm.split()]
   run, _ = command_line.parse(
-    [f"--config.{setting}" for setting in arm.split()],
-    None,
-    lambda: config.train.copy_and_resolve_references(),
-    PROGRAM,
-    train_config_lib.WORDS,
+    words, {}, TRAIN_SETTINGS, PROGRAM, lambda: config.train
   )
   return run
 
@@ -102,10 +117,6 @@ def problems(config: ConfigDict) -> list[str]:
     wrong.append(f"learning_rates = {rates!r}: give numbers above 0")
   elif len({f"{r:g}" for r in rates}) < len(rates):
     wrong.append(f"learning_rates = {rates!r}: two of them are the same")
-  if config.seeds < 2:
-    wrong.append(f"seeds = {config.seeds}: an interval needs 2 or more")
-  if config.tuning_seeds < 1:
-    wrong.append(f"tuning_seeds = {config.tuning_seeds}: must be 1 or more")
   most = 2**32 - config.seeds - config.tuning_seeds
   if not 0 <= config.train.seed <= most:
     wrong.append(f"train.seed = {config.train.seed}: must be in 0..{most}")
@@ -158,10 +169,7 @@ def best_rates(tuned: Mapping[tuple[int, float], float]) -> list[float]:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  words = {f"train.{k}": w for k, w in train_config_lib.WORDS.items()}
-  config, directory = study.open_study(
-    argv, PROGRAM, default_config, problems, words
-  )
+  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
   training_runs.share_compilations(directory)
   with study.resumable():
     tuned = tune(config, directory)

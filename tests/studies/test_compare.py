@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from grpojax.runtime import records
+from grpojax.runtime.settings import to_config
 from grpojax.studies import compare, compare_results, training_runs
 from grpojax.training import config as train_config_lib
 from grpojax.training import fit, run_directory
 
 
 def test_arms_differ_in_their_settings_only():
-  config = compare.default_config()
+  config = to_config(compare.SETTINGS)
   assert compare.problems(config) == []
   runs = [
     compare.train_config(config, arm, 1e-4, 3)
