@@ -75,15 +75,16 @@ def _check_work(name: str, config: ConfigDict) -> None:
     if value != before.get(key) and workloads.is_work(key):
       raise ValueError(
         f"--config.{key}={value}: --workload={name} is that work and no other; "
-        "what can be changed is how it is computed, as optim.micro_batches"
+        "what can be changed is how it is computed, as "
+        "--config.optim.micro_batches"
       )
 
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """The config and the flags; a workload has defaults of its own."""
-  if {"--help", "-help", "-h"} & {*argv}:
-    print(__doc__)
-  config, flags = command_line.parse(argv, FLAGS, SETTINGS, PROGRAM)
+  config, flags = command_line.parse(
+    argv, FLAGS, SETTINGS, PROGRAM, about=__doc__
+  )
   name = flags.workload
   _check_workload(name, argv)
   if name:

@@ -106,7 +106,9 @@ def test_import_grpojax_is_light():
 READ_CONFIGS = ("training", "studies", "aot", "benchmarks", *sorted(PROGRAMS))
 HANDLE_CONFIGS = [
   f"runtime/{name}.py"
-  for name in ("config", "config_file", "command_line", "settings")
+  for name in (
+    "config config_file command_line flag_values help_text settings"
+  ).split()
 ]
 
 

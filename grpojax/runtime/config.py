@@ -83,11 +83,13 @@ def check_keys(
   free, needed = free_sections(default), sections(default)
   for name, value in leaves.items():
     if name in needed:
-      problems.append(f"{name} = {value!r}: is a section, with keys of its own")
+      problems.append(
+        problem(name, value, "is a section, with keys of its own")
+      )
     elif name not in allowed and not is_free(name, free):
       guess = nearest(name, list(allowed))
-      hint = f"; did you mean {guess}?" if guess else ""
-      problems.append(f"{name} = {value!r}: unknown key{hint}")
+      hint = f"; did you mean --config.{guess}?" if guess else ""
+      problems.append(problem(name, value, f"unknown key{hint}"))
   given = sections(config)
   for name in free:
     if name not in given and name not in leaves:
@@ -101,13 +103,18 @@ def check_keys(
       continue
     elif not _same_type(value, leaves[name]):
       kind = type(value).__name__
-      problems.append(f"{name} = {leaves[name]!r}: must be of type {kind}")
+      problems.append(problem(name, leaves[name], f"must be of type {kind}"))
   return problems
 
 
 def problem(field: str, value: Any, todo: str) -> str:
   """A line about a setting that cannot be: field, value, what to do."""
-  return f"{field} = {value!r}: {todo}"
+  return f"--config.{field} = {value!r}: {todo}"
+
+
+def below(section: str, text: str) -> str:
+  """An error about a config that is a section of another one: all names."""
+  return text.replace("--config.", f"--config.{section}.")
 
 
 def name_problems(name: str) -> list[str]:

@@ -2,32 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any
 
-from grpojax.runtime.settings import Section, Setting, say
+from grpojax.runtime.settings import Section, Setting, described, value_text
 
 _HEAD = """# Settings
 
 Written by `python -m grpojax --settings` from the declarations that `--help`
 and the errors are made of: do not edit it.
 """
-
-
-def value_text(value: Any) -> str:
-  """A default as it is typed; "" where it is the empty text."""
-  if isinstance(value, tuple):
-    return ",".join(map(str, value))
-  return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
-
-
-def described(one: Setting) -> str:
-  """What a setting is, and which values it may have."""
-  parts = [one.text]
-  if one.choices:
-    parts.append(f"one of {', '.join(one.choices)}")
-  if one.within:
-    parts.append(say(one.within))
-  return "; ".join([*parts, *(f"or {word}" for word in one.words)])
 
 
 def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:

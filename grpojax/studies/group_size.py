@@ -34,6 +34,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.runtime import records
+from grpojax.runtime.config import below, problem
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
@@ -57,7 +58,7 @@ PROGRAM = "python -m grpojax.studies.group_size"
 FLAGS = study.FLAGS
 SETTINGS = section(
   "the study",
-  name=setting("group_size", "of the study; its directory is runs/NAME"),
+  name=setting("group_size", "name of the study; its directory is runs/NAME"),
   seeds=setting(3, "runs of each size; an interval needs 2", within="[2, inf)"),
   budgets=setting((128, 256), "samples a step"),
   group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
@@ -135,23 +136,25 @@ def problems(config: ConfigDict) -> list[str]:
   for field in ("budgets", "group_sizes"):
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      wrong.append(f"{field} = {values!r}: give whole numbers of 2 or more")
+      wrong.append(problem(field, values, "give whole numbers of 2 or more"))
   p = config.predict
   if p.prompts % p.batch:
     todo = f"must be a multiple of predict.batch = {p.batch}"
-    wrong.append(f"predict.prompts = {p.prompts}: {todo}")
+    wrong.append(problem("predict.prompts", p.prompts, todo))
   if wrong:
     return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
     if budget % size:
-      wrong.append(f"group_sizes: {size} does not divide the budget {budget}")
+      todo = f"{size} does not divide the budget {budget}"
+      wrong.append(problem("group_sizes", config.group_sizes, todo))
   if wrong:
     return wrong
   for seed, budget, size in _points(config):
     try:
       train_config_lib.validate(train_config(config, budget, size, seed))
     except ValueError as error:
-      return [f"budget {budget}, group size {size}: {error}"]
+      why = below("train", f"{error}")
+      return [f"budget {budget}, group size {size}: {why}"]
   return []
 
 
@@ -233,7 +236,9 @@ def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
+  config, directory = study.open_study(
+    argv, PROGRAM, SETTINGS, problems, __doc__
+  )
   # The runs differ in few ways: most of their programs are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -81,7 +81,7 @@ _DATA = section(
   template=setting(
     "{prompt}\n", "what a plain prompt becomes (a chat has its own template)"
   ),
-  system_prompt=setting("", 'of chats that have none; "" = none'),
+  system_prompt=setting("", 'system prompt of chats without one; "" = none'),
   special_tokens=setting(
     "text",
     'what "<|im_end|>" in a prompt is: text, or the control token of that name',
@@ -119,7 +119,7 @@ _SAMPLING = section(
   max_new_tokens=setting(80, "longest completion, tokens", within=ONE),
   temperature=setting(
     1.0,
-    "of the samples; greedy sampling (0) has no policy gradient",
+    "temperature of the samples; greedy sampling (0) has no policy gradient",
     within=POSITIVE,
   ),
   top_k=setting(
@@ -164,7 +164,9 @@ _REWARD = section(
     'built in, "package.module:function" or "file.py:function"; the first says '
     "what a right answer is (1 or more), which evaluations count",
   ),
-  weights=setting((1.0,), "of the functions' sum, a number for each"),
+  weights=setting(
+    (1.0,), "weights of the functions in the sum, a number for each"
+  ),
   options=free_section("keyword arguments of a function: options.FUNCTION.key"),
   workers=setting(
     0,
@@ -176,7 +178,7 @@ _REWARD = section(
   model=setting(
     "", 'directory of a reward model (sequence classifier); "" = none'
   ),
-  model_weight=setting(1.0, "of the reward model, in the sum"),
+  model_weight=setting(1.0, "weight of the reward model in the sum"),
   on_device=setting(
     False, "score token ids on the device: the whole step is one XLA program"
   ),

@@ -74,7 +74,12 @@ def test_changed_defaults():
     ("(0, inf)", (1e-300,), (0, -1, math.inf, math.nan), "more than 0"),
     ("[0, 1)", (0, 0.5), (1, -0.1, math.nan), "in [0, 1)"),
     ("(0, 1]", (1, 0.5), (0, 1.1, -math.inf), "in (0, 1]"),
-    ("[0, 2**31)", (0, 2**31 - 1), (2**31, -1), "in [0, 2**31)"),
+    (
+      "[0, 2**31)",
+      (0, 2**31 - 1),
+      (2**31, -1),
+      "0 or more, and less than 2**31",
+    ),
   ],
 )
 def test_intervals(within, inside, outside, words):
@@ -99,9 +104,9 @@ def test_every_interval_and_every_default_is_one():
 def test_a_wrong_value_is_refused_with_the_description():
   values = {"size": 0, "kind": "c", "part.rate": 1.0}
   assert settings_lib.problems(TREE, values) == [
-    "size = 0: must be 1 or more, or auto (of it)",
-    "kind = 'c': use one of a, b (which)",
-    "part.rate = 1.0: must be in [0, 1) (how much)",
+    "--config.size = 0: must be 1 or more, or auto (of it)",
+    "--config.kind = 'c': use one of a, b (which)",
+    "--config.part.rate = 1.0: must be in [0, 1) (how much)",
   ]
   assert not settings_lib.problems(TREE, {"size": "auto", "part.rate": 0})
 

@@ -62,9 +62,9 @@ def test_only_free_sections_of_the_default_take_any_key():
     validate(config)
   lines = str(error.value).splitlines()[1:]
   assert [line.split(" = ")[0].strip() for line in lines] == [
-    "data.templates_options.enable_thinking",
-    "optim.options.x",
-    "optim_options.b1",
+    "--config.data.templates_options.enable_thinking",
+    "--config.optim.options.x",
+    "--config.optim_options.b1",
   ]
 
 
@@ -323,7 +323,7 @@ def test_unknown_missing_and_mistyped_keys():
   with pytest.raises(ValueError) as error:
     validate(config)
   text = str(error.value)
-  assert "did you mean optim.learning_rate?" in text
+  assert "did you mean --config.optim.learning_rate?" in text
   assert "log.every: missing" in text
   assert "steps = '60': must be of type int" in text
   assert len(text.splitlines()) == 4
