@@ -1,11 +1,12 @@
 """Accuracy of a model on held-out problems, or of two models on the same ones.
 
-    python -m grpojax.evaluate --model=DIR [--compare=DIR] [--samples=N]
+    python -m grpojax.evaluate DIR [--compare=DIR] [--samples=N]
                                [--k=1,2,4] [--majority] [--temperature=1.0]
                                [--out=FILE.json] [--config.key=value ...]
 
-DIR is a Hugging Face directory, the name of an embedded model, or the run
-directory of a training run, finished or not, whose config is then the default.
+DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
+or the run directory of a training run, finished or not, whose config is then
+the default.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
 interval; with --samples=N it draws N completions a prompt and prints pass@k
 (unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:

@@ -130,7 +130,7 @@ def _example(row: Row, fields: Fields) -> Row:
   if name not in row:
     raise ValueError(
       f"no field {fields.prompt!r} and no field {fields.messages!r}: "
-      "data.options.prompt and data.options.messages name them; the fields are "
+      "--config.data.options.prompt and .messages name them; the fields are "
       f"{sorted(row)}"
     )
   text = isinstance(row[name], str)
@@ -176,25 +176,26 @@ def _file(
   """The file that holds a split, alone or with the other one."""
   if not str(path):
     raise ValueError(
-      "data.name = 'jsonl' needs data.path: a file, or a directory with "
-      "train.jsonl and test.jsonl"
+      "--config.data.name = 'jsonl' needs data.path: a file, or a directory "
+      "with train.jsonl and test.jsonl"
     )
   file = pathlib.Path(path)
   if file.is_dir():
     if share:
       raise ValueError(
-        f"data.options.test = {share} is for a single file, and {file} is a "
-        "directory with a file a split: leave it out"
+        f"--config.data.options.test = {share} is for a single file, and "
+        f"{file} is a directory with a file a split: leave it out"
       )
     file = file / f"{split}.jsonl"
   elif file.is_file() and not share and split == "test":
     raise ValueError(
-      f"data.path = {str(path)!r} is a single file without held-out problems: "
-      "give a directory with train.jsonl and test.jsonl, or hold out a share "
-      "of the file's problems by data.options.test (0.05, say; 1 is all)"
+      f"--config.data.path = {str(path)!r} is a single file without held-out "
+      "problems: give a directory with train.jsonl and test.jsonl, or hold "
+      "out a share of the file's problems by data.options.test (0.05, say; 1 is "
+      "all)"
     )
   if not file.is_file():
-    raise ValueError(f"data.path: {file} does not exist")
+    raise ValueError(f"--config.data.path: {file} does not exist")
   if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
     raise ValueError(f"{file} is compressed: uncompress it (random access)")
   return file
@@ -238,7 +239,7 @@ def load(
   del seed
   check_split(split)
   if not 0 <= test <= 1:
-    raise ValueError(f"data.options.test = {test}: a share in 0..1")
+    raise ValueError(f"--config.data.options.test = {test}: a share in 0..1")
   fields, file = Fields(prompt, answer, messages), _file(path, split, test)
   places = array.array("q")  # begin and end of each line, in turn
   for place in itertools.islice(_places(file, fields, split, test), size):

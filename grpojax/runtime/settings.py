@@ -206,11 +206,11 @@ def value_text(value: Any) -> str:
 
 
 def described(one: Setting) -> str:
-  """What a setting is, and which values it may have."""
+  """What a setting is, and which values it may have; no plain bounds."""
   parts = [one.text]
   if one.choices:
     parts.append(f"one of {', '.join(one.choices)}")
-  if one.within:
+  if one.within and not re.match(r"\([0], inf|\[[01], (inf|2\*\*)", one.within):
     parts.append(say(one.within))
   return "; ".join([*parts, *(f"or {word}" for word in one.words)])
 
