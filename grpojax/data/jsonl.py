@@ -191,8 +191,8 @@ def _file(
     raise ValueError(
       f"--config.data.path = {str(path)!r} is a single file without held-out "
       "problems: give a directory with train.jsonl and test.jsonl, or hold "
-      "out a share of the file's problems by data.options.test (0.05, say; 1 is "
-      "all)"
+      "out a share of the file's problems by data.options.test (0.05, say; 1 "
+      "is all)"
     )
   if not file.is_file():
     raise ValueError(f"--config.data.path: {file} does not exist")

@@ -33,6 +33,7 @@ from grpojax.runtime.config_file import load_file
 from grpojax.runtime.settings import (
   Section,
   Setting,
+  leaves,
   refusal,
   to_config,
   words,
@@ -73,9 +74,10 @@ def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
   except absl.flags.IllegalFlagValueError as error:
     # "flag --name=text: reason", where the reason is another error's text.
     text = str(error).removeprefix("flag ")
-    name = text.removeprefix("--").split("=")[0]
-    word = text.removesuffix(f": {error.__context__}")
-    raise flag_values.wrong_type(word, name, values[name].default) from None
+    word = text.removeprefix("--").removesuffix(f": {error.__context__}")
+    name, _, typed = word.partition("=")
+    flag = values[name]
+    raise flag_values.wrong_type(flag, typed, flag.default) from None
   except absl.flags.Error:  # the last flag lacks its value
     raise ValueError(f"{argv[-1]} needs a value: {argv[-1]}=...") from None
 
@@ -246,9 +248,12 @@ def parse(
   values = FlagValues()
   for name, one in flags.items():
     flag_values.DEFINE[type(one.default)](
-      name, one.default, "", flag_values=values
+      name, one.default, one.text, flag_values=values
     )
   texts = _define_settings(values, config, may_be)
+  for name, one in leaves(declared):
+    if f"config.{name}" in values:
+      values[f"config.{name}"].help = one.text
   rest = _read(values, _prefixed(argv, list(values), free_sections(config)))
   if positional:
     rest = _take_word(values[positional], rest)
@@ -258,9 +263,7 @@ def parse(
   for name, old in texts.items():
     flag = values[f"config.{name}"]
     if flag.present:
-      value = flag_values.convert(
-        flag.name, flag.value, old, may_be.get(name, ())
-      )
+      value = flag_values.convert(flag, old, may_be.get(name, ()))
       with config.ignore_type():  # a word may take the place of a number
         config.update_from_flattened_dict({name: value})
   with config.unlocked():

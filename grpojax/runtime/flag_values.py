@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import absl.flags
+from absl.flags import Flag
 from ml_collections import ConfigDict
 
 DEFINE = {
@@ -17,11 +18,21 @@ DEFINE = {
 }
 
 
-def wrong_type(word: str, name: str, old: Any) -> ValueError:
-  """The error for a word whose value has not the type of the old one."""
+def wrong_type(
+  flag: Flag, text: str, old: Any, example: str = ""
+) -> ValueError:
+  """The error for a flag's text that has not the type of the old value.
+
+  Args:
+    flag: its help is the setting's description, "" or None for none.
+    text: what was typed; "" where the word had no value.
+    old: the value that the setting has.
+    example: what may be typed; "" is the old value.
+  """
+  about = f" ({flag.help})" if flag.help else ""
   return ValueError(
-    f"{word}: expected a value of type {type(old).__name__}, "
-    f"for example --{name}={old}"
+    f"--{flag.name}{text and '='}{text}: expected a value of type "
+    f"{type(old).__name__}, for example --{flag.name}={example or old}{about}"
   )
 
 
@@ -33,8 +44,9 @@ def guess(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def convert(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
+def convert(flag: Flag, old: Any, words: Sequence[str]) -> Any:
   """Reads what config_flags does not: "a, b" for a tuple, a number's words."""
+  text = flag.value
   if text in words:
     return text
   old = 1 if old in words else old
@@ -50,8 +62,8 @@ def convert(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
     value = ast.literal_eval(text)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
   except (SyntaxError, TypeError, ValueError):
-    error = wrong_type(f"--{name}={text}", name, old)
-    raise ValueError(" or ".join([f"{error}", *words])) from None
+    example = " or ".join([f"{old}", *words])
+    raise wrong_type(flag, text, old, example) from None
 
 
 def expand_home(value: Any) -> Any:

@@ -163,7 +163,14 @@ def test_nothing_is_evaluated(tmp_path):
     ("--run_dri", "did you mean --run_dir?"),
     ("--xyzzy=1", "--help lists all flags"),
     ("--config.optim=1", "is a section"),
-    ("--config.steps=1e3", "expected a value of type int"),
+    (
+      "--config.steps=1e3",
+      "--config.steps=1e3: expected a value of type int, for example "
+      "--config.steps=40 (training steps",
+    ),
+    ("--config.lora.rank=x", "=0 (rank of the adapters; 0 = off"),
+    ("--config.reward.weights=x", "=(1.0,) (weights of the functions"),
+    ("--dry_run=perhaps", "--dry_run=False (only check)"),
     ("--config.optim.b1=high", "expected a value of type float"),
     ("--dry_run=perhaps", "expected a value of type bool"),
     ("--config.reward.weights=much", "expected a value of type tuple"),
@@ -367,7 +374,7 @@ def test_a_word_in_the_place_of_a_number():
   assert config.group_size == "auto"
   config, _ = _parse("--config.group_size=auto", "--config.group_size=16")
   assert config.group_size == 16
-  with pytest.raises(ValueError, match="group_size=8 or auto$"):
+  with pytest.raises(ValueError, match="group_size=8 or auto .completions a"):
     _parse("--config.group_size=autos")
 
 
