@@ -200,6 +200,30 @@ def _add(config: ConfigDict, name: str, value: Any) -> None:
   config[last] = value
 
 
+def _define(
+  flags: Mapping[str, Setting], declared: Section, config: ConfigDict
+) -> tuple[FlagValues, dict[str, Any]]:
+  """A new table of flags, and what `_define_settings` returns."""
+  values = FlagValues()
+  for name, one in flags.items():
+    define = flag_values.DEFINE[type(one.default)]
+    define(name, one.default, one.text, flag_values=values)
+  texts = _define_settings(values, config, words(declared))
+  for name, one in leaves(declared):
+    if f"config.{name}" in values:
+      values[f"config.{name}"].help = one.text
+  return values, texts
+
+
+def _own(flags: Mapping[str, Setting], values: FlagValues) -> ConfigDict:
+  """The program's own flags by name; ValueError for a value that cannot be."""
+  own = {name: flag_values.expand_home(values[name].value) for name in flags}
+  for name, one in flags.items():
+    if values[name].present and (why := refusal(one, own[name])):
+      raise ValueError(f"--{name}={own[name]}: {why}")
+  return ConfigDict(own).lock()
+
+
 def parse(
   argv: Sequence[str],
   flags: Mapping[str, Setting],
@@ -232,9 +256,11 @@ def parse(
       file; see `usage_errors`.
     SystemExit: with code 0, after printing the --help text.
   """
-  declared = declared or Section("", {})
-  default, may_be = default or (lambda: to_config(declared)), words(declared)
   file, topic, argv = _split(argv)
+  if file and declared is None:
+    raise ValueError(f"--config={file}: {program} reads no config file")
+  declared = declared or Section("", {})
+  default = default or (lambda: to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if topic is not None:
@@ -245,21 +271,14 @@ def parse(
       else help_text.everything(program, about, *shown)
     )
     raise SystemExit(0)
-  values = FlagValues()
-  for name, one in flags.items():
-    flag_values.DEFINE[type(one.default)](
-      name, one.default, one.text, flag_values=values
-    )
-  texts = _define_settings(values, config, may_be)
-  for name, one in leaves(declared):
-    if f"config.{name}" in values:
-      values[f"config.{name}"].help = one.text
+  values, texts = _define(flags, declared, config)
   rest = _read(values, _prefixed(argv, list(values), free_sections(config)))
   if positional:
     rest = _take_word(values[positional], rest)
   names = (f(config, "config.") for f in (free_sections, sections))
   names = [*names, list(values)]
   options = dict(_option(word, *names) for word in rest)
+  may_be = words(declared)
   for name, old in texts.items():
     flag = values[f"config.{name}"]
     if flag.present:
@@ -270,10 +289,4 @@ def parse(
     for name, text in options.items():
       _add(config, name, flag_values.guess(text))
     flag_values.expand_homes(config)
-  own_flags = {
-    name: flag_values.expand_home(values[name].value) for name in flags
-  }
-  for name, one in flags.items():
-    if values[name].present and (why := refusal(one, own_flags[name])):
-      raise ValueError(f"--{name}={own_flags[name]}: {why}")
-  return config, ConfigDict(own_flags).lock()
+  return config, _own(flags, values)

@@ -355,6 +355,13 @@ def test_a_word_without_a_name():
       _one(*argv)
 
 
+def test_a_program_without_a_config():
+  with pytest.raises(ValueError, match="^--config=gsm8k: program reads no con"):
+    _one("--config=gsm8k")
+  with pytest.raises(ValueError, match="^unknown flag --config.steps"):
+    _one("--config.steps=3")
+
+
 def test_the_values_of_flags_are_checked():
   flags = {
     "steps": setting(2, "that are timed", within="[1, inf)"),
