@@ -3,7 +3,8 @@
     python -m grpojax.export RUN --out=DIR [--step=N]
                              [--dtype=bfloat16|float32] [--adapter]
 
-RUN (or --model=RUN) is the directory of a training run, finished or not. DIR
+RUN (or --model=RUN) is the directory of a training run, finished or not, or
+whatever else training can start from: a model directory, an embedded model. DIR
 gets the configuration, the tokenizer with its chat template, the generation
 configuration and the weights (safetensors, in files of at most 5 GB) of the
 newest checkpoint, or of step N. The weights are stored as they were trained
@@ -25,7 +26,9 @@ from grpojax.runtime.settings import setting
 from grpojax.training.export import export, host_device
 
 FLAGS = {
-  "model": setting("", "a run directory, or its URL in a bucket"),
+  "model": setting(
+    "", "a run directory, or its URL in a bucket; or a model to copy"
+  ),
   "out": setting("", "directory to write"),
   "step": setting(
     -1, "step of the checkpoint; -1 = the newest", within="[-1, inf)"
