@@ -47,6 +47,8 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
   """The candidate most like `name`, by last path element or as a whole.
 
+  An element's initials are like it: lr and learning_rate.
+
   Args:
     name: a dotted name that is none of the candidates.
     candidates: dotted names.
@@ -59,7 +61,10 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
   def score(candidate):
-    last = likeness(name.split(".")[-1], candidate.split(".")[-1])
+    given, element = name.split(".")[-1], candidate.split(".")[-1]
+    initials = "".join(word[:1] for word in element.split("_"))
+    short = len(given) > 1 and given == initials
+    last = 0.9 if short else likeness(given, element)
     whole = likeness(name, candidate)
     return max(last, whole), whole
 
@@ -93,12 +98,12 @@ def check_keys(
   given = sections(config)
   for name in free:
     if name not in given and name not in leaves:
-      problems.append(f"{name}: missing; start from default_config()")
+      problems.append(f"--config.{name}: missing; start from default_config()")
   for name, value in allowed.items():
     if is_free(name, free):
       continue
     if name not in leaves:
-      problems.append(f"{name}: missing; start from default_config()")
+      problems.append(f"--config.{name}: missing; start from default_config()")
     elif leaves[name] in (words or {}).get(name, ()):
       continue
     elif not _same_type(value, leaves[name]):

@@ -158,6 +158,8 @@ def test_nothing_is_evaluated(tmp_path):
     ("--config.lerning_rate=1", "did you mean --config.optim.learning_rate?"),
     ("--config.optim.lr_schedule=1", "did you mean --config.optim.schedule?"),
     ("--optim.lerning_rate=1", "did you mean --config.optim.learning_rate?"),
+    ("--lr=1", "did you mean --config.optim.learning_rate?"),
+    ("--optim.lr=1", "did you mean --config.optim.learning_rate?"),
     ("--learning_rate=1", "did you mean --config.optim.learning_rate?"),
     ("--run_dri=x", "did you mean --run_dir?"),
     ("--run_dri", "did you mean --run_dir?"),
