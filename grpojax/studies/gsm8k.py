@@ -64,7 +64,9 @@ SETTINGS = section(
   "the study",
   name=setting("gsm8k", "name of the study; its directory is runs/NAME"),
   prompts=setting(
-    256, "training problems of GRPO, the shortest", within="[2, inf)"
+    256,
+    "training problems of GRPO, the shortest; an interval needs 2",
+    within="[2, inf)",
   ),
   samples=setting(
     16,

@@ -326,7 +326,7 @@ def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
     ("--config.offset=-1", "offset = -1"),
     ("--config.problem.vocab=1", "problem.vocab = 1: must be 2 or more"),
     ("--config.problem.beta=0", "beta = 0.0: must be more than 0"),
-    ("--config.problem.seed=9", "problem: .*several maxima"),
+    ("--config.problem.seed=9", "problem.seed = 9: .*several maxima"),
   ],
 )
 def test_mistakes_are_refused_before_anything_is_written(
