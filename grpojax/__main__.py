@@ -29,13 +29,26 @@ def programs() -> dict[str, str]:
   return found
 
 
+_FIRST = """usage: grpojax PROGRAM [...], or python -m grpojax.PROGRAM [...]
+
+What to do first:
+  grpojax train                   trains the model that comes along, in minutes
+  grpojax evaluate runs/NAME      how good a run's model is
+  grpojax train --help            every setting, with what it is
+  grpojax train --help=sampling   those of a section, or with a word in the name
+"""
+
+
 def usage() -> str:
-  """The programs, a line each."""
+  """What to do first, and the programs, a line each."""
   found = programs()
+  lines, studies = [], []
   width = max(map(len, found))
-  lines = [f"  {name:{width}}  {line}" for name, line in found.items()]
-  head = "usage: grpojax PROGRAM [...]; grpojax PROGRAM --help says more"
-  return "\n".join([head, "", *lines])
+  for name, about in found.items():
+    part = studies if name.startswith("studies.") else lines
+    part.append(f"  {name:{width}}  {about}")
+  heads = [_FIRST, "The programs:"], ["", "The paper's experiments:"]
+  return "\n".join([*heads[0], *lines, *heads[1], *studies])
 
 
 def settings_page() -> str:

@@ -57,7 +57,12 @@ def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.compile", default_job
+      argv,
+      FLAGS,
+      SETTINGS,
+      "python -m grpojax.compile",
+      default_job,
+      about=__doc__,
     )
     out = pathlib.Path(flags.out) if flags.out else None
     if out:

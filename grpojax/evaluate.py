@@ -1,12 +1,12 @@
 """Accuracy of a model on held-out problems, or of two models on the same ones.
 
-    python -m grpojax.evaluate --model=DIR [--compare=DIR] [--samples=N]
+    python -m grpojax.evaluate DIR [--compare=DIR] [--samples=N]
                                [--k=1,2,4] [--majority] [--temperature=1.0]
                                [--out=FILE.json] [--config.key=value ...]
 
-DIR is a Hugging Face directory, the name of an embedded model, ORG/NAME or
-ORG/NAME@REVISION of the Hugging Face Hub, or the run directory of a training
-run, finished or not, whose config is then the default.
+DIR (or --model=DIR) is a Hugging Face directory, the name of an embedded model,
+ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or the run directory of a
+training run, finished or not, whose config is then the default.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
 interval; with --samples=N it draws N completions a prompt and prints pass@k
 (unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
@@ -67,7 +67,7 @@ FLAGS = {
   "majority": setting(
     False, "also report maj@k, the vote of k answers, for each k"
   ),
-  "temperature": setting(1.0, "of the samples", within="(0, inf)"),
+  "temperature": setting(1.0, "temperature of the samples", within="(0, inf)"),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 # Settings that two models have in common when they are compared.
@@ -91,8 +91,8 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   if flags.majority and config.reward.functions[0] not in evaluation.ANSWERS:
     raise ValueError(
       "--majority counts the votes for each answer, which only "
-      f"{', '.join(evaluation.ANSWERS)} can read: reward.functions[0] is "
-      f"{config.reward.functions[0]!r}"
+      f"{', '.join(evaluation.ANSWERS)} can read: --config.reward.functions "
+      f"begins with {config.reward.functions[0]!r}"
     )
   judges = {config.reward.functions[0], *mixtures.judges(config).values()}
   if flags.majority and len(judges) > 1:
@@ -125,7 +125,9 @@ def _config(model: str) -> ConfigDict:
 def _parse(argv: list[str]):
   def parse(default=None):
     program = "python -m grpojax.evaluate"
-    return command_line.parse(argv, FLAGS, SETTINGS, program, default)
+    return command_line.parse(
+      argv, FLAGS, SETTINGS, program, default, "model", __doc__
+    )
 
   config, flags = parse()
   if _is_run(flags.model):  # a run is evaluated as it was trained
@@ -182,7 +184,7 @@ def _set_up(argv: list[str]):
   if flags.samples and count < 2:
     raise ValueError(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
-      "raise data.max_prompt_length or eval.num_prompts"
+      "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
   _note_settings(config, flags.compare)
   return config, flags, ks, models, asked

@@ -3,7 +3,8 @@
     python -m grpojax.export RUN --out=DIR [--step=N]
                              [--dtype=bfloat16|float32] [--adapter]
 
-RUN (or --model=RUN) is the directory of a training run, finished or not. DIR
+RUN (or --model=RUN) is the directory of a training run, finished or not, or
+whatever else training can start from: a model directory, an embedded model. DIR
 gets the configuration, the tokenizer with its chat template, the generation
 configuration and the weights (safetensors, in files of at most 5 GB) of the
 newest checkpoint, or of step N. The weights are stored as they were trained
@@ -25,28 +26,40 @@ from grpojax.runtime.settings import setting
 from grpojax.training.export import export, host_device
 
 FLAGS = {
-  "model": setting("", "a run directory, or its URL in a bucket"),
+  "model": setting(
+    "", "a run directory, or its URL in a bucket; or a model to copy"
+  ),
   "out": setting("", "directory to write"),
-  "step": setting(-1, "of the checkpoint; -1 = the newest", within="[-1, inf)"),
+  "step": setting(
+    -1, "step of the checkpoint; -1 = the newest", within="[-1, inf)"
+  ),
   "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
-  "adapter": setting(False, "of a LoRA run, the adapter without its base"),
+  "adapter": setting(
+    False, "write the adapter of a LoRA run, without its base"
+  ),
 }
 SETTINGS = None
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    _, flags = command_line.parse(
+      argv,
+      FLAGS,
+      SETTINGS,
+      "python -m grpojax.export",
+      positional="model",
+      about=__doc__,
+    )
+    for name in ("model", "out"):
+      if not flags[name]:
+        raise ValueError(f"give --{name}: {FLAGS[name].text}")
   with (
     command_line.usage_errors(),
     disk.errors(),
     jax.default_device(host_device()),
   ):
-    _, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.export", positional="model"
-    )
-    for name in ("model", "out"):
-      if not flags[name]:
-        raise ValueError(f"give --{name}: {FLAGS[name].text}")
     what = export(
       flags.model,
       pathlib.Path(flags.out),

@@ -16,7 +16,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from grpojax.runtime import bucket, command_line, disk, records
+from grpojax.runtime import bucket, command_line, disk, flag_values, records
 from grpojax.runtime.settings import setting
 from grpojax.training import report, run_directory, run_storage
 
@@ -32,7 +32,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
     (rest if word.startswith("-") or is_value else runs).append(word)
-  return [command_line.expand_home(run) for run in runs], rest
+  return [flag_values.expand_home(run) for run in runs], rest
 
 
 def _out(runs: Sequence[str], out: str) -> pathlib.Path:
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
   runs, rest = _split(argv)
   with command_line.usage_errors(), disk.errors():
     _, flags = command_line.parse(
-      rest, FLAGS, SETTINGS, "python -m grpojax.report"
+      rest, FLAGS, SETTINGS, "python -m grpojax.report", about=__doc__
     )
     if not runs:
       raise ValueError("give the directory of a training run, or several")

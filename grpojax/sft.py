@@ -40,7 +40,9 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   program = "python -m grpojax.sft"
   with command_line.usage_errors():
-    config, flags = command_line.parse(argv, FLAGS, SETTINGS, program)
+    config, flags = command_line.parse(
+      argv, FLAGS, SETTINGS, program, about=__doc__
+    )
   out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
   sft.run(config, out, " ".join([program, *argv]))
   print(f"wrote {out}")

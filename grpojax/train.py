@@ -57,7 +57,9 @@ FLAGS = {
     "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
   ),
   "num_processes": setting("", "how many there are, with --coordinator"),
-  "process_id": setting("", "of this process, from 0, with --coordinator"),
+  "process_id": setting(
+    "", "number of this process, from 0, with --coordinator"
+  ),
 }
 
 
@@ -65,7 +67,12 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.train", default_job
+      argv,
+      FLAGS,
+      SETTINGS,
+      "python -m grpojax.train",
+      default_job,
+      about=__doc__,
     )
   where = flags.run_dir or f"runs/{config.name}"
   join = distributed.joined(

@@ -370,7 +370,7 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
     (["--model={model}", "--out={empty_run}/" + "x" * 300], "name too long"),
     (
       ["--model={model}", "--samples=1000000000"],
-      "Change eval.batch_size, --s",
+      "Change --config.eval.batch_size, --s",
     ),
     (["--model={model}", "--config.eval.num_prompts=1000000000"], "100000"),
   ],

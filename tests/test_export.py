@@ -163,9 +163,28 @@ def test_peft_reads_the_adapter(lora_run, tmp_path):
   )
 
 
+def test_what_is_no_run_is_copied(tmp_path, capsys):
+  out = tmp_path / "half"
+  export.main([f"--model={MODEL}", f"--out={out}", "--dtype=bfloat16"])
+  assert f"the model {MODEL} -> {out}/" in capsys.readouterr().out
+  assert equal(
+    hf.load_params(out),
+    jax.tree.map(
+      lambda x: jnp.asarray(x, jnp.bfloat16).astype(x.dtype),
+      hf.load_params(MODEL),
+    ),
+  )
+  export.main([str(out), f"--out={tmp_path / 'again'}"])
+  assert equal(hf.load_params(out), hf.load_params(tmp_path / "again"))
+
+
 @pytest.mark.parametrize(
   "words, message",
   [
+    ([MODEL, "--step=3"], "are of a run, and arithmetic-instruct is none"),
+    ([MODEL, "--adapter"], "are of a run, and arithmetic-instruct is none"),
+    ([], "give --model: a run directory"),
+    (["--config=gsm8k", "RUN"], "reads no config file"),
     (["nowhere"], "no run at nowhere"),
     (["RUN", "--step=3"], r"no checkpoint of step 3, only \[2, 4\]"),
     (["RUN", "--adapter"], "not trained with LoRA"),

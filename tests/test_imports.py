@@ -112,7 +112,9 @@ READ_CONFIGS = ("training", "studies", "aot", "benchmarks", "translation")
 READ_CONFIGS += tuple(sorted(PROGRAMS))
 HANDLE_CONFIGS = [
   f"runtime/{name}.py"
-  for name in ("config", "config_file", "command_line", "settings")
+  for name in (
+    "config config_file command_line flag_values help_text settings"
+  ).split()
 ]
 
 

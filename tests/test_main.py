@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -27,8 +28,9 @@ def call(monkeypatch):
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
 def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
   call(*words)
-  lines = capsys.readouterr().out.splitlines()
-  listed = dict(line.split(maxsplit=1) for line in lines[2:])
+  first, _, rest = capsys.readouterr().out.partition("The programs:")
+  lines = [line for line in rest.splitlines() if line.startswith("  ")]
+  listed = dict(line.split(maxsplit=1) for line in lines)
   runnable = [
     path
     for path in PACKAGE.rglob("*.py")
@@ -42,6 +44,14 @@ def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
   for name, line in listed.items():
     text = ast.get_docstring(ast.parse(names[name].read_text()))
     assert line == text.partition("\n")[0]
+  # What is said to do first can be done.
+  commands = re.findall(r"^  grpojax (\S+)(?: (\S+))?  ", first, re.MULTILINE)
+  assert len(commands) == 4 and {name for name, _ in commands} <= set(listed)
+  for name, word in commands:
+    if word.startswith("--help"):
+      with pytest.raises(SystemExit) as stopped:
+        call(name, word)
+      assert not stopped.value.code and "--config." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -79,7 +89,7 @@ def test_a_program_without_an_exit_code_ends_well(call, capsys):
   with pytest.raises(SystemExit) as stopped:
     call("train", "--config=gsm8k", "--help")
   assert not stopped.value.code
-  assert "--config.name='gsm8k'" in capsys.readouterr().out
+  assert "--config.name=gsm8k" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.difficulty_high=1000000000", "1 to 1000"),
     ("--config.rows=1000000000", "not enough memory"),
     ("--config.row_length=1000000000", "not enough memory"),
-    ("--config.model.width=1000000000", "Change model.width, model.layers"),
+    ("--config.model.width=1000000000", "Change --config.model.width, --c"),
     ("--out=/proc/x", "No such file"),
   ],
 )

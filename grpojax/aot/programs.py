@@ -71,9 +71,11 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     try:
       hf_config = json.loads(file.read_text())
     except ValueError as error:
-      raise ValueError(f"model.path = {path!r}: no JSON ({error})") from None
+      raise ValueError(
+        f"--config.model.path = {path!r}: no JSON ({error})"
+      ) from None
     if not isinstance(hf_config, dict) or "model_type" not in hf_config:
-      raise ValueError(f"model.path = {path!r}: has no model_type")
+      raise ValueError(f"--config.model.path = {path!r}: has no model_type")
     return file.parent, hf_config
   directory = policies.find_model(path, hub.CONFIG)
   return directory, hf.read_config(directory)

@@ -156,8 +156,9 @@ def check(config: ConfigDict) -> None:
   """
   if config.reward.on_device:
     raise ValueError(
-      "--search needs reward.on_device=False: it lays sampling and training "
-      "out apart; without --search one layout of the fused step is compiled"
+      "--search needs --config.reward.on_device=False: it lays sampling and "
+      "training out apart; without --search one layout of the fused step is "
+      "compiled"
     )
   _, hf_config = programs.read_model(sources.model(config))
   hf.to_transformer_config(hf_config)

@@ -57,7 +57,7 @@ def _check_options(
   """Refuses options of another type than the parameters they are for."""
   for key, value in options.items():
     hint = known[key].annotation if key in known else inspect.Parameter.empty
-    wrong = f"data.options.{key} = {value!r}"
+    wrong = f"--config.data.options.{key} = {value!r}"
     if hint is not inspect.Parameter.empty and not _is(value, hint):
       kind = inspect.formatannotation(hint).replace("collections.abc.", "")
       raise ValueError(f"{wrong}: must be of type {kind}")
@@ -89,11 +89,12 @@ def load(
       one of them is of another type.
   """
   if name not in DATASETS:
-    raise ValueError(f"data.name = {name!r}: use one of {', '.join(DATASETS)}")
+    known = ", ".join(DATASETS)
+    raise ValueError(f"--config.data.name = {name!r}: use one of {known}")
   load_, options = DATASETS[name], dict(options or {})
   known = inspect.signature(load_).parameters
   if path and "path" not in known:
-    raise ValueError(f"data.path: the data set {name} has no files")
+    raise ValueError(f"--config.data.path: the data set {name} has no files")
   takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
   takes = [
     key
@@ -103,7 +104,8 @@ def load(
   unknown = [key for key in options if key not in takes and not takes_any]
   if unknown:
     raise ValueError(
-      f"data.options.{unknown[0]}: the data set {name} has no such option; it "
+      f"--config.data.options.{unknown[0]}: the data set {name} has no such "
+      "option; it "
       f"takes {', '.join(takes)}"
     )
   _check_options(options, known)

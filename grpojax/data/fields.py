@@ -202,4 +202,4 @@ def chosen(
 def check_share(share: int | float) -> None:
   """Raises ValueError where data.options.test is no share."""
   if not 0 <= share <= 1:
-    raise ValueError(f"data.options.test = {share}: a share in 0..1")
+    raise ValueError(f"--config.data.options.test = {share}: a share in 0..1")

@@ -74,7 +74,8 @@ def _in_directory(
       if found:
         return sorted(found)
   raise ValueError(
-    f"data.path: {path / split}{suffix} does not exist, nor {split}-*{suffix} "
+    f"--config.data.path: {path / split}{suffix} does not exist, nor "
+    f"{split}-*{suffix} "
     f"or {split}/*{suffix} (of one set of files, give a pattern: "
     f"'{path}/*{suffix}', and data.options.test)"
   )
@@ -102,14 +103,16 @@ def of_split(
   """
   if not str(path):
     raise ValueError(
-      f"data.name = {kind!r} needs data.path: a file, a pattern of files, or a "
+      f"--config.data.name = {kind!r} needs data.path: a file, a pattern of "
+      "files, or a "
       f"directory with train{suffix} and test{suffix}"
     )
   one = pathlib.Path(path)
   if one.is_dir():
     if share:
       raise ValueError(
-        f"data.options.test = {share} is for a single file or a pattern of "
+        f"--config.data.options.test = {share} is for a single file or a "
+        "pattern of "
         f"files, and {one} is a directory with files of each split: leave it "
         f"out, or write '{one}/*{suffix}'"
       )
@@ -119,13 +122,16 @@ def of_split(
     found = [pathlib.Path(p) for p in glob.glob(str(path), recursive=True)]
     found = sorted(p for p in found if p.is_file())
     if not found:
-      raise ValueError(f"data.path = {str(path)!r}: no file matches it")
+      raise ValueError(
+        f"--config.data.path = {str(path)!r}: no file matches it"
+      )
   if not found:
-    raise ValueError(f"data.path: {one} does not exist")
+    raise ValueError(f"--config.data.path: {one} does not exist")
   if not share and split == "test":
     what = "a single file" if len(found) == 1 else "one set of files"
     raise ValueError(
-      f"data.path = {str(path)!r} is {what} without held-out problems: "
+      f"--config.data.path = {str(path)!r} is {what} without held-out "
+      "problems: "
       f"give a directory with train{suffix} and test{suffix}, or hold out a "
       "share of its problems by data.options.test (0.05, say; 1 is all)"
     )

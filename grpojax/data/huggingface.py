@@ -45,8 +45,9 @@ def _library() -> Any:
     import datasets
   except ImportError as error:
     raise ValueError(
-      "data.name = 'huggingface' needs the library datasets: pip install "
-      "'grpojax[datasets]'; or download the files and use data.name = "
+      "--config.data.name = 'huggingface' needs the library datasets: pip "
+      "install "
+      "'grpojax[datasets]'; or download the files and use --config.data.name = "
       "'parquet'"
     ) from error
   return datasets
@@ -76,7 +77,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
     raise ValueError(
       f"the data set {path} is not in the cache, and the Hub cannot be reached "
       "(HF_HUB_OFFLINE, HTTPS_PROXY, HF_ENDPOINT?): download its files "
-      "elsewhere, and use data.name = 'parquet'"
+      "elsewhere, and use --config.data.name = 'parquet'"
     ) from error
   except OSError as error:
     raise ValueError(
@@ -188,12 +189,14 @@ def load(
   path = os.fspath(path)
   if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
-      f"data.name = 'huggingface' needs data.path = ORG/NAME of the Hub "
+      "--config.data.name = 'huggingface' needs data.path = ORG/NAME of the "
+      "Hub "
       f"('openai/gsm8k'), not {path!r}"
     )
   if os.path.exists(path):
     raise ValueError(
-      f"data.path = {path!r} is here: read it by data.name = 'parquet' or "
+      f"--config.data.path = {path!r} is here: read it by data.name = "
+      "'parquet' or "
       "'jsonl', or start elsewhere to mean that of the Hub"
     )
   name = train_split if test or split == "train" else test_split
@@ -201,7 +204,8 @@ def load(
   unknown = sorted({*columns} - {*table.column_names})
   if unknown:
     raise ValueError(
-      f"data.options.columns: {path} has no column {unknown[0]!r}; its columns "
+      f"--config.data.options.columns: {path} has no column {unknown[0]!r}; "
+      "its columns "
       f"are {table.column_names}"
     )
   table = table.select_columns(list(columns)) if columns else table

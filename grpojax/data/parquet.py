@@ -62,7 +62,8 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
   unknown = sorted({*columns} - {*reader.schema_arrow.names})
   if unknown:
     raise ValueError(
-      f"data.options.columns: {file} has no column {unknown[0]!r}; its columns "
+      f"--config.data.options.columns: {file} has no column {unknown[0]!r}; "
+      "its columns "
       f"are {reader.schema_arrow.names}"
     )
   return reader

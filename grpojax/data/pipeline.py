@@ -151,7 +151,7 @@ def _row(
     raise ValueError(
       f"a prompt has {len(ids)} tokens, but max_prompt_length ="
       f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
-      f" set data.too_long = 'drop': {text[:80]!r}"
+      f" set --config.data.too_long = 'drop': {text[:80]!r}"
       if len(ids)
       else f"a prompt without tokens: {example['prompt']!r}"
     )

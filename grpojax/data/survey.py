@@ -105,9 +105,9 @@ def refuse(
     longest = int(np.argmax(lengths))
     raise ValueError(
       f"{longer} of {len(lengths)} prompts have more than "
-      f"data.max_prompt_length = {max_prompt_length} tokens (example {longest} "
-      f"has {lengths[longest]}), and prompts are never cut: raise it, or set "
-      "data.too_long = 'drop'"
+      f"--config.data.max_prompt_length = {max_prompt_length} tokens (example "
+      f"{longest} has {lengths[longest]}), and prompts are never cut: raise "
+      "it, or set data.too_long = 'drop'"
     )
   return None
 
@@ -128,8 +128,8 @@ def drop(
   kept = np.flatnonzero(lengths <= max_prompt_length)
   if len(lengths) and not len(kept):
     raise ValueError(
-      f"all {len(lengths)} prompts are longer than data.max_prompt_length = "
-      f"{max_prompt_length} tokens: raise it"
+      f"all {len(lengths)} prompts are longer than "
+      f"--config.data.max_prompt_length = {max_prompt_length} tokens: raise it"
     )
   return kept
 

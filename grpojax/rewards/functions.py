@@ -124,8 +124,8 @@ def resolve_all(
   for name, keywords in options.items():
     if not isinstance(keywords, Mapping):
       raise ValueError(
-        f"reward.options.{name} = {keywords!r}: give the function's keywords,"
-        f" reward.options.{name}.KEYWORD = ..."
+        f"--config.reward.options.{name} = {keywords!r}: give the function's "
+        f"keywords, reward.options.{name}.KEYWORD = ..."
       )
     if name not in labels:
       raise ValueError(

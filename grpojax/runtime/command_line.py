@@ -11,10 +11,8 @@ and texts, in a table of flags made anew for each command line. By hand is what
 the tests show that these do otherwise.
 """
 
-import ast
 import contextlib
 import keyword
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +21,7 @@ import absl.flags
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
 
+from grpojax.runtime import flag_values, help_text
 from grpojax.runtime.config import (
   flatten,
   free_sections,
@@ -30,7 +29,7 @@ from grpojax.runtime.config import (
   nearest,
   sections,
 )
-from grpojax.runtime.config_file import load_file, packaged
+from grpojax.runtime.config_file import load_file
 from grpojax.runtime.settings import (
   Section,
   Setting,
@@ -39,13 +38,6 @@ from grpojax.runtime.settings import (
   to_config,
   words,
 )
-
-_DEFINE = {
-  bool: absl.flags.DEFINE_boolean,
-  int: absl.flags.DEFINE_integer,
-  float: absl.flags.DEFINE_float,
-  str: absl.flags.DEFINE_string,
-}
 
 
 @contextlib.contextmanager
@@ -74,13 +66,6 @@ def _unknown(name: str, candidates: Sequence[str]) -> ValueError:
   return ValueError(f"unknown flag --{name}{hint}")
 
 
-def _wrong_type(word: str, name: str, old: Any) -> ValueError:
-  return ValueError(
-    f"{word}: expected a value of type {type(old).__name__}, "
-    f"for example --{name}={old}"
-  )
-
-
 def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
   """Sets the flags that `values` has; returns the words of none of them."""
   values.set_gnu_getopt()  # words without a name may stand anywhere
@@ -89,11 +74,25 @@ def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
   except absl.flags.IllegalFlagValueError as error:
     # "flag --name=text: reason", where the reason is another error's text.
     text = str(error).removeprefix("flag ")
-    name = text.removeprefix("--").split("=")[0]
-    word = text.removesuffix(f": {error.__context__}")
-    raise _wrong_type(word, name, values[name].default) from None
+    word = text.removeprefix("--").removesuffix(f": {error.__context__}")
+    name, _, typed = word.partition("=")
+    flag = values[name]
+    raise flag_values.wrong_type(flag, typed, flag.default) from None
   except absl.flags.Error:  # the last flag lacks its value
     raise ValueError(f"{argv[-1]} needs a value: {argv[-1]}=...") from None
+
+
+def _prefixed(
+  argv: Sequence[str], known: Sequence[str], free: Sequence[str]
+) -> list[str]:
+  """Gives settings the "config." that other libraries' users leave out."""
+  words = []
+  for word in argv:
+    dashes, name, rest = re.match("(--?|)([^=]*)(.*)", word, re.DOTALL).groups()
+    setting = f"config.{name}" in known or is_free(name, free)
+    bare = dashes and setting and name not in known
+    words.append(f"{dashes}config.{name}{rest}" if bare else word)
+  return words
 
 
 def _take_word(flag: absl.flags.Flag, rest: Sequence[str]) -> list[str]:
@@ -108,23 +107,40 @@ def _take_word(flag: absl.flags.Flag, rest: Sequence[str]) -> list[str]:
   return [word for word in rest if word not in words]
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
-  """Takes the last --config=FILE and --help out of the command line."""
+def _take_help(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+  """Takes --help[=TOPIC], --help TOPIC or -h out: a topic, or None."""
+  for place, word in enumerate(argv):
+    found = re.fullmatch("(?:--?help|-h)(?:=(.*))?", word)
+    if found:
+      topic, end = found[1] or "", place + 1
+      if found[1] is None and argv[end:] and argv[end][:1] != "-":
+        topic, end = argv[end], end + 1
+      return topic, [*argv[:place], *argv[end:]]
+  return None, list(argv)
+
+
+def _split(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+  """Takes the last --config=FILE and --help out of the command line.
+
+  Returns:
+    FILE or None; what help is asked for, "" for all of it, None for none; and
+    the other words.
+  """
   for word in argv:
     # absl's own: an end of all flags, more flags, unknown ones that may pass.
     if re.match("--$|--?(flagfile|undefok)(=|$)", word):
       raise _unknown(word.lstrip("-").partition("=")[0], ())
   values = FlagValues()
   path = absl.flags.DEFINE_string("config", None, "", flag_values=values)
-  help_ = absl.flags.DEFINE_boolean("help", False, "", values, short_name="h")
-  rest = _read(values, argv)
-  return expand_home(path.value), help_.value, rest
+  topic, rest = _take_help(argv)
+  rest = _read(values, rest)
+  return flag_values.expand_home(path.value), topic, rest
 
 
 def _define_settings(
   values: FlagValues, config: ConfigDict, words: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-  """Makes a flag of each setting; returns those to `_convert`, as they are."""
+  """Makes a flag of each setting; returns those to `convert`, as they are."""
   names, texts = [], {}
   for name, value in flatten(config).items():
     # config_flags reads a path as a Python expression: no "from", no "a-b", and
@@ -135,7 +151,7 @@ def _define_settings(
       and not hasattr(ConfigDict, p)
       for p in name.split(".")
     )
-    if type(value) in _DEFINE and name not in words and readable:
+    if type(value) in flag_values.DEFINE and name not in words and readable:
       names.append(f"--config.{name}")
     else:
       texts[name] = value
@@ -145,35 +161,6 @@ def _define_settings(
   for name in texts:
     absl.flags.DEFINE_string(f"config.{name}", None, "", flag_values=values)
   return texts
-
-
-def _guess(text: str) -> Any:
-  """A number, a tuple, ..., or else the text itself."""
-  try:
-    return ast.literal_eval(text)
-  except (SyntaxError, TypeError, ValueError):
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
-def _convert(name: str, text: str, old: Any, words: Sequence[str]) -> Any:
-  """Reads what config_flags does not: "a, b" for a tuple, a number's words."""
-  if text in words:
-    return text
-  old = 1 if old in words else old
-  try:
-    if words:
-      return type(old)(text)
-    if type(old) in _DEFINE:
-      return _guess(text)
-    if not isinstance(old, tuple):
-      return ast.literal_eval(text)
-    if all(isinstance(x, str) for x in old) and text[:1] not in ("(", "["):
-      return tuple(word.strip() for word in text.split(",") if word.strip())
-    value = ast.literal_eval(text)
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-  except (SyntaxError, TypeError, ValueError):
-    error = _wrong_type(f"--{name}={text}", name, old)
-    raise ValueError(" or ".join([f"{error}", *words])) from None
 
 
 def _option(
@@ -213,55 +200,28 @@ def _add(config: ConfigDict, name: str, value: Any) -> None:
   config[last] = value
 
 
-def expand_home(value: Any) -> Any:
-  """A text or texts that begin with ~/ or ~USER/, with the home directory.
-
-  A shell does that only where a word begins with ~, which --key=~/x does not.
-  """
-  if isinstance(value, tuple):
-    return tuple(map(expand_home, value))
-  if isinstance(value, str) and re.match(r"~[\w.-]*(/|$)", value):
-    return os.path.expanduser(value)
-  return value
-
-
-def _expand_homes(config: ConfigDict) -> None:
-  """All texts of a config; see `expand_home`."""
-  for key, value in config.items():
-    if isinstance(value, ConfigDict):
-      _expand_homes(value)
-    elif expand_home(value) != value:
-      config[key] = expand_home(value)
-
-
-def _described(one: Setting) -> str:
-  also = [one.text, *(f"or {word}" for word in one.words)]
-  if one.choices:
-    also.append(f"one of {', '.join(one.choices)}")
-  return "; ".join(also)
-
-
-def usage(
-  program: str,
-  flags: Mapping[str, Setting],
-  declared: Section,
-  config: ConfigDict,
-) -> str:
-  """The text of --help: all flags and settings, a line each (absl takes 3)."""
-  known = dict(leaves(declared))
-  lines = [f"usage: {program} [--config=FILE.py] [--config.key=value ...]", ""]
-  lines += ["  --config=FILE.py:TEXT  for a FILE.py with get_config(TEXT)"]
-  lines += [f"  --config=NAME  one that comes along: {', '.join(packaged())}"]
+def _define(
+  flags: Mapping[str, Setting], declared: Section, config: ConfigDict
+) -> tuple[FlagValues, dict[str, Any]]:
+  """A new table of flags, and what `_define_settings` returns."""
+  values = FlagValues()
   for name, one in flags.items():
-    lines.append(f"  --{name}={one.default}  {_described(one)}")
-  for name, value in flatten(config).items():
-    also = f"  {_described(known[name])}" if name in known else ""
-    lines.append(f"  --config.{name}={value!r}{also}")
-  lines += [
-    f"  --config.{name}.KEY=...  keyword arguments of what is named elsewhere"
-    for name in free_sections(config)
-  ]
-  return "\n".join(lines)
+    define = flag_values.DEFINE[type(one.default)]
+    define(name, one.default, one.text, flag_values=values)
+  texts = _define_settings(values, config, words(declared))
+  for name, one in leaves(declared):
+    if f"config.{name}" in values:
+      values[f"config.{name}"].help = one.text
+  return values, texts
+
+
+def _own(flags: Mapping[str, Setting], values: FlagValues) -> ConfigDict:
+  """The program's own flags by name; ValueError for a value that cannot be."""
+  own = {name: flag_values.expand_home(values[name].value) for name in flags}
+  for name, one in flags.items():
+    if values[name].present and (why := refusal(one, own[name])):
+      raise ValueError(f"--{name}={own[name]}: {why}")
+  return ConfigDict(own).lock()
 
 
 def parse(
@@ -271,6 +231,7 @@ def parse(
   program: str,
   default: Callable[[], ConfigDict] | None = None,
   positional: str = "",
+  about: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line.
 
@@ -284,6 +245,7 @@ def parse(
       `declared`.
     positional: the flag that a word without a name is the value of, so that
       `RUN` is `--model=RUN`; "" for none.
+    about: what the program does, for --help: its docstring.
 
   Returns:
     The config with its overrides, locked; and the flags' values by name. The
@@ -294,36 +256,37 @@ def parse(
       file; see `usage_errors`.
     SystemExit: with code 0, after printing the --help text.
   """
+  file, topic, argv = _split(argv)
+  if file and declared is None:
+    raise ValueError(f"--config={file}: {program} reads no config file")
   declared = declared or Section("", {})
-  default, may_be = default or (lambda: to_config(declared)), words(declared)
-  file, wants_help, argv = _split(argv)
+  default = default or (lambda: to_config(declared))
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
-  if wants_help:
-    print(usage(program, flags, declared, config))
+  if topic is not None:
+    shown = flags, declared, config
+    help_text.show(
+      help_text.about(topic, *shown)
+      if topic
+      else help_text.everything(program, about, *shown)
+    )
     raise SystemExit(0)
-  values = FlagValues()
-  for name, one in flags.items():
-    _DEFINE[type(one.default)](name, one.default, "", flag_values=values)
-  texts = _define_settings(values, config, may_be)
-  rest = _read(values, argv)
+  values, texts = _define(flags, declared, config)
+  rest = _read(values, _prefixed(argv, list(values), free_sections(config)))
   if positional:
     rest = _take_word(values[positional], rest)
   names = (f(config, "config.") for f in (free_sections, sections))
   names = [*names, list(values)]
   options = dict(_option(word, *names) for word in rest)
+  may_be = words(declared)
   for name, old in texts.items():
     flag = values[f"config.{name}"]
     if flag.present:
-      value = _convert(flag.name, flag.value, old, may_be.get(name, ()))
+      value = flag_values.convert(flag, old, may_be.get(name, ()))
       with config.ignore_type():  # a word may take the place of a number
         config.update_from_flattened_dict({name: value})
   with config.unlocked():
     for name, text in options.items():
-      _add(config, name, _guess(text))
-    _expand_homes(config)
-  own_flags = {name: expand_home(values[name].value) for name in flags}
-  for name, one in flags.items():
-    if values[name].present and (why := refusal(one, own_flags[name])):
-      raise ValueError(f"--{name}={own_flags[name]}: {why}")
-  return config, ConfigDict(own_flags).lock()
+      _add(config, name, flag_values.guess(text))
+    flag_values.expand_homes(config)
+  return config, _own(flags, values)

@@ -47,6 +47,8 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 def nearest(name: str, candidates: Sequence[str]) -> str | None:
   """The candidate most like `name`, by last path element or as a whole.
 
+  An element's initials are like it: lr and learning_rate.
+
   Args:
     name: a dotted name that is none of the candidates.
     candidates: dotted names.
@@ -59,7 +61,10 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
   def score(candidate):
-    last = likeness(name.split(".")[-1], candidate.split(".")[-1])
+    given, element = name.split(".")[-1], candidate.split(".")[-1]
+    initials = "".join(word[:1] for word in element.split("_"))
+    short = len(given) > 1 and given == initials
+    last = 0.9 if short else likeness(given, element)
     whole = likeness(name, candidate)
     return max(last, whole), whole
 
@@ -83,31 +88,38 @@ def check_keys(
   free, needed = free_sections(default), sections(default)
   for name, value in leaves.items():
     if name in needed:
-      problems.append(f"{name} = {value!r}: is a section, with keys of its own")
+      problems.append(
+        problem(name, value, "is a section, with keys of its own")
+      )
     elif name not in allowed and not is_free(name, free):
       guess = nearest(name, list(allowed))
-      hint = f"; did you mean {guess}?" if guess else ""
-      problems.append(f"{name} = {value!r}: unknown key{hint}")
+      hint = f"; did you mean --config.{guess}?" if guess else ""
+      problems.append(problem(name, value, f"unknown key{hint}"))
   given = sections(config)
   for name in free:
     if name not in given and name not in leaves:
-      problems.append(f"{name}: missing; start from default_config()")
+      problems.append(f"--config.{name}: missing; start from default_config()")
   for name, value in allowed.items():
     if is_free(name, free):
       continue
     if name not in leaves:
-      problems.append(f"{name}: missing; start from default_config()")
+      problems.append(f"--config.{name}: missing; start from default_config()")
     elif leaves[name] in (words or {}).get(name, ()):
       continue
     elif not _same_type(value, leaves[name]):
       kind = type(value).__name__
-      problems.append(f"{name} = {leaves[name]!r}: must be of type {kind}")
+      problems.append(problem(name, leaves[name], f"must be of type {kind}"))
   return problems
 
 
 def problem(field: str, value: Any, todo: str) -> str:
   """A line about a setting that cannot be: field, value, what to do."""
-  return f"{field} = {value!r}: {todo}"
+  return f"--config.{field} = {value!r}: {todo}"
+
+
+def below(section: str, text: str) -> str:
+  """An error about a config that is a section of another one: all names."""
+  return text.replace("--config.", f"--config.{section}.")
 
 
 def name_problems(name: str) -> list[str]:

@@ -14,6 +14,7 @@ the errors for wrong values and of docs/settings.md.
 """
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -54,11 +55,13 @@ class Section:
     fields: settings and sections by name, in the order of --help.
     free: whether it takes any key: keyword arguments of what the config names
       elsewhere, or things that a user names.
+    first: dotted names of the settings that most people change.
   """
 
   text: str
   fields: Mapping[str, "Setting | Section"]
   free: bool = False
+  first: tuple[str, ...] = ()
 
 
 def setting(
@@ -183,11 +186,33 @@ def allows(within: str, value: float | int) -> bool:
 
 
 def say(within: str) -> str:
-  """An interval in words: "0 or more", "more than 0", "in [0, 1)"."""
+  """An interval in words: "0 or more", "more than 0", "in [0, 1)".
+
+  A power is the bound of an integer type: `[0, 2**31)`.
+  """
   left, low, high, _ = _interval(within)
+  if "**" in high:
+    return f"{low} or more, and less than {high}"
   if high != "inf":
     return f"in {within}"
   return f"{low} or more" if left == "[" else f"more than {low}"
+
+
+def value_text(value: Any) -> str:
+  """A value as it is typed; "" where it is the empty text."""
+  if isinstance(value, tuple):
+    return ",".join(map(str, value))
+  return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
+
+
+def described(one: Setting) -> str:
+  """What a setting is, and which values it may have; no plain bounds."""
+  parts = [one.text]
+  if one.choices:
+    parts.append(f"one of {', '.join(one.choices)}")
+  if one.within and not re.match(r"\([0], inf|\[[01], (inf|2\*\*)", one.within):
+    parts.append(say(one.within))
+  return "; ".join([*parts, *(f"or {word}" for word in one.words)])
 
 
 def refusal(one: Setting, value: Any) -> str | None:
@@ -203,8 +228,10 @@ def refusal(one: Setting, value: Any) -> str | None:
   if value in one.words:
     return None
   values = value if isinstance(one.default, tuple) else (value,)
-  if one.choices and any(x not in one.choices for x in values):
-    return f"use one of {', '.join(one.choices)} ({one.text})"
+  if one.choices and (wrong := [x for x in values if x not in one.choices]):
+    near = difflib.get_close_matches(str(wrong[0]), one.choices, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{hint}use one of {', '.join(one.choices)} ({one.text})"
   if one.within and not allows(one.within, value):
     finite = "" if math.isfinite(value) else ", and finite"
     either = "".join(f", or {word}" for word in one.words)

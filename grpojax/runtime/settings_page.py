@@ -2,32 +2,22 @@
 
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any
 
-from grpojax.runtime.settings import Section, Setting, say
+from grpojax.runtime.settings import (
+  Section,
+  Setting,
+  described,
+  leaves,
+  sections,
+  value_text,
+)
 
 _HEAD = """# Settings
 
 Written by `python -m grpojax --settings` from the declarations that `--help`
-and the errors are made of: do not edit it.
+and the errors are made of: do not edit it. Without `--config` train and compile
+take `configs/arithmetic.py`, which changes some of these defaults.
 """
-
-
-def value_text(value: Any) -> str:
-  """A default as it is typed; "" where it is the empty text."""
-  if isinstance(value, tuple):
-    return ",".join(map(str, value))
-  return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
-
-
-def described(one: Setting) -> str:
-  """What a setting is, and which values it may have."""
-  parts = [one.text]
-  if one.choices:
-    parts.append(f"one of {', '.join(one.choices)}")
-  if one.within:
-    parts.append(say(one.within))
-  return "; ".join([*parts, *(f"or {word}" for word in one.words)])
 
 
 def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:
@@ -37,27 +27,52 @@ def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:
     cells = [
       f"`{name}`",
       f"`{default}`" if default else "",
-      described(one).replace("<", "&lt;"),
+      described(one),
     ]
-    lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    safe = [c.replace("|", "\\|").replace("<", "&lt;") for c in cells]
+    lines.append(f"| {' | '.join(safe)} |")
   return [*lines, ""]
 
 
-def _sections(declared: Section, prefix: str, level: str) -> list[str]:
-  """The tables of a section and of those below it."""
+def _changed(declared: Section, known: Section) -> list[tuple[str, Setting]]:
+  """The settings whose defaults are not those of the same, known ones."""
+  before = dict(leaves(known))
+  return [
+    (name, one)
+    for name, one in leaves(declared)
+    if name not in before or one.default != before[name].default
+  ]
+
+
+def _sections(
+  declared: Section, prefix: str, known: Mapping[str, Section]
+) -> list[str]:
+  """The tables of a section and of those below it.
+
+  A section with the settings of another program has those alone that it
+  changes.
+  """
   plain = [
     (f"{prefix}{name}", one)
     for name, one in declared.fields.items()
     if isinstance(one, Setting)
   ]
   lines = _table(plain) if plain else []
-  for name, one in declared.fields.items():
-    if isinstance(one, Section) and one.free:
+  for name, one in sections(declared).items():
+    if one.free and "." not in name:
       lines += [f"`{prefix}{name}.KEY`: {one.text}.", ""]
   for name, one in declared.fields.items():
-    if isinstance(one, Section) and not one.free:
-      lines += [f"{level} {prefix}{name}: {one.text}", ""]
-      lines += _sections(one, f"{prefix}{name}.", level)
+    if isinstance(one, Setting) or one.free:
+      continue
+    path = f"{prefix}{name}."
+    same = [k for k, v in known.items() if {*v.fields} <= {*one.fields}]
+    if same:
+      rows = [(f"{path}{k}", v) for k, v in _changed(one, known[same[0]])]
+      title = f"the settings of {same[0]}, with these defaults"
+      lines += [f"### {path[:-1]}: {title}", "", *_table(rows)]
+    else:
+      lines += [f"### {path[:-1]}: {one.text}", ""]
+      lines += _sections(one, path, known)
   return lines
 
 
@@ -69,16 +84,18 @@ def page(programs: Mapping[str, ModuleType]) -> str:
       the names that they are called by. Programs that have the same settings
       share their tables.
   """
-  lines, shared = [_HEAD], {}
+  lines, shared, known = [_HEAD], {}, {}
   for name, module in programs.items():
     shared.setdefault(id(module.SETTINGS), []).append(name)
-  for names in shared.values():
+  groups = sorted(shared.values(), key=lambda names: "train" not in names)
+  for names in groups:
+    declared = programs[names[0]].SETTINGS
     lines += [f"## {', '.join(names)}", ""]
+    if declared:
+      lines += ["Settings, each given as `--config.SETTING=VALUE`:", ""]
+      lines += _sections(declared, "", known)
+      known[names[-1]] = declared
     for name in names:
       flags = [(f"--{k}", one) for k, one in programs[name].FLAGS.items()]
       lines += [f"Flags of `python -m grpojax.{name}`:", "", *_table(flags)]
-    declared = programs[names[0]].SETTINGS
-    if declared:
-      lines += ["Settings, each given as `--config.SETTING=VALUE`:", ""]
-      lines += _sections(declared, "", "###")
   return "\n".join(lines)

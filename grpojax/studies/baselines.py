@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.weighted_baselines import logit_score_sq
 from grpojax.runtime import command_line, pictures, records
+from grpojax.runtime.config import problem
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import baseline_errors, errors, gram, mse, run
 from grpojax.studies.baseline_errors import Pool
@@ -67,12 +68,12 @@ def problems(config: ConfigDict) -> list[str]:
   wrong = mse.problems(trial)
   if config.num_prompts < 2:
     todo = "norm_ratio learns from the other prompts: give 2 or more"
-    wrong.append(f"num_prompts = {config.num_prompts!r}: {todo}")
+    wrong.append(problem("num_prompts", config.num_prompts, todo))
   if any(config.samples % (config.blocks * g) for g in config.group_sizes):
     todo = "each of blocks must have whole groups of each size"
-    wrong.append(f"samples = {config.samples!r}: {todo}")
+    wrong.append(problem("samples", config.samples, todo))
   if not all(power > 0 for power in config.powers):
-    wrong.append(f"powers = {config.powers!r}: must be more than 0")
+    wrong.append(problem("powers", config.powers, "must be more than 0"))
   return wrong
 
 
@@ -207,7 +208,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.baselines", SETTINGS, problems
+    argv, "python -m grpojax.studies.baselines", SETTINGS, problems, __doc__
   )
   with run.resumable():
     pools = collect(config, directory / "pools")

@@ -169,7 +169,9 @@ def best_rates(tuned: Mapping[tuple[int, float], float]) -> list[float]:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
+  config, directory = study.open_study(
+    argv, PROGRAM, SETTINGS, problems, __doc__
+  )
   training_runs.share_compilations(directory)
   with study.resumable():
     tuned = tune(config, directory)

@@ -31,6 +31,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.runtime import records
+from grpojax.runtime.config import below, problem
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
@@ -53,7 +54,7 @@ PROGRAM = "python -m grpojax.studies.group_size"
 FLAGS = study.FLAGS
 SETTINGS = section(
   "the study",
-  name=setting("group_size", "of the study; its directory is runs/NAME"),
+  name=setting("group_size", "name of the study; its directory is runs/NAME"),
   seeds=setting(3, "runs of each size; an interval needs 2", within="[2, inf)"),
   budgets=setting((128, 256), "samples a step"),
   group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
@@ -131,23 +132,25 @@ def problems(config: ConfigDict) -> list[str]:
   for field in ("budgets", "group_sizes"):
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      wrong.append(f"{field} = {values!r}: give whole numbers of 2 or more")
+      wrong.append(problem(field, values, "give whole numbers of 2 or more"))
   p = config.predict
   if p.prompts % p.batch:
     todo = f"must be a multiple of predict.batch = {p.batch}"
-    wrong.append(f"predict.prompts = {p.prompts}: {todo}")
+    wrong.append(problem("predict.prompts", p.prompts, todo))
   if wrong:
     return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
     if budget % size:
-      wrong.append(f"group_sizes: {size} does not divide the budget {budget}")
+      todo = f"{size} does not divide the budget {budget}"
+      wrong.append(problem("group_sizes", config.group_sizes, todo))
   if wrong:
     return wrong
   for seed, budget, size in _points(config):
     try:
       train_config_lib.validate(train_config(config, budget, size, seed))
     except ValueError as error:
-      return [f"budget {budget}, group size {size}: {error}"]
+      why = below("train", f"{error}")
+      return [f"budget {budget}, group size {size}: {why}"]
   return []
 
 
@@ -200,7 +203,9 @@ def predict(config: ConfigDict) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
+  config, directory = study.open_study(
+    argv, PROGRAM, SETTINGS, problems, __doc__
+  )
   training_runs.share_compilations(directory)
   path = directory / "prediction.json"
   with study.resumable():

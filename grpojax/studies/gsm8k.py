@@ -38,6 +38,7 @@ from ml_collections import ConfigDict
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import records
+from grpojax.runtime.config import below, problem
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import gsm8k_results as results
 from grpojax.studies import run as study
@@ -61,12 +62,16 @@ _NOTE = re.compile(r"<<[^<>]*>>")
 FLAGS = study.FLAGS
 SETTINGS = section(
   "the study",
-  name=setting("gsm8k", "of the study; its directory is runs/NAME"),
+  name=setting("gsm8k", "name of the study; its directory is runs/NAME"),
   prompts=setting(
-    256, "training problems of GRPO, the shortest", within="[2, inf)"
+    256,
+    "training problems of GRPO, the shortest; an interval needs 2",
+    within="[2, inf)",
   ),
   samples=setting(
-    16, "completions of each, before and after", within="[2, inf)"
+    16,
+    "completions of each, before and after; an interval needs 2",
+    within="[2, inf)",
   ),
   data=section(
     "the data", path=setting("", "directory of train.jsonl and test.jsonl")
@@ -139,19 +144,19 @@ def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with the values of a config, a line each."""
   wrong = []
-  for check, run in (
-    (sft_config.validate, config.sft),
-    (train_config_lib.validate, config.train),
+  for check, part in (
+    (sft_config.validate, "sft"),
+    (train_config_lib.validate, "train"),
   ):
     try:
-      check(run)
+      check(config[part])
     except ValueError as error:
-      wrong.append(str(error))
+      wrong.append(below(part, str(error)))
   try:
     for split in SPLITS:
       gsm8k.load(split, path=config.data.path)
   except ValueError as error:
-    wrong.append(f"data.path: {error}")
+    wrong.append(problem("data.path", config.data.path, f"{error}"))
   return wrong
 
 
@@ -232,7 +237,9 @@ def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
+  config, directory = study.open_study(
+    argv, PROGRAM, SETTINGS, problems, __doc__
+  )
   # Before and after run the same programs: they are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   with study.resumable():

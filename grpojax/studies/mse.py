@@ -31,6 +31,7 @@ from grpojax.data import arithmetic
 from grpojax.rewards import exact
 from grpojax.runtime import command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.runtime.config import problem
 from grpojax.runtime.settings import section, setting, to_config
 from grpojax.studies import errors, gram, run
 from grpojax.studies import mse_report as report
@@ -45,8 +46,8 @@ CONFIGURATIONS = ("base", "instruct", "in-context")
 FLAGS = run.FLAGS
 SETTINGS = section(
   "the study",
-  name=setting("mse", "of the study; its directory is runs/NAME"),
-  seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  name=setting("mse", "name of the study; its directory is runs/NAME"),
+  seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
   base=setting(
     "arithmetic-base", "model prompted in context: embedded, or a directory"
   ),
@@ -82,21 +83,25 @@ def problems(config: ConfigDict) -> list[str]:
   wrong = []
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
-    wrong.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")
+    wrong.append(
+      problem("group_sizes", sizes, "give whole numbers of 2 or more")
+    )
   elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
-    wrong.append(f"group_sizes = {sizes!r}: each must divide the largest, once")
+    wrong.append(
+      problem("group_sizes", sizes, "each must divide the largest, once")
+    )
   elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
     todo = f"must be a multiple of {max(sizes)}, the largest group, at least 3"
-    wrong.append(f"samples = {config.samples!r}: {todo} times")
+    wrong.append(problem("samples", config.samples, f"{todo} times"))
   for name in ("base", "instruct"):
     try:
       policies.find_model(config[name])
     except ValueError as error:
-      wrong.append(f"{name}: {error}")
+      wrong.append(problem(name, config[name], f"{error}"))
   try:
     arithmetic.load("test", difficulty=config.difficulty)
   except (TypeError, ValueError) as error:
-    wrong.append(f"difficulty: {error}")
+    wrong.append(problem("difficulty", config.difficulty, f"{error}"))
   return wrong
 
 
@@ -136,8 +141,8 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   if name == "in-context":
     if policy.tokenizer.chat_template:
       raise ValueError(
-        f"base = {path!r} has a chat template: the in-context configuration "
-        "needs a model of plain text"
+        f"--config.base = {path!r} has a chat template: the in-context "
+        "configuration needs a model of plain text"
       )
     examples = prompts_lib.load_examples(settings, "train")
     solved = [examples[i]["prompt"] for i in range(config.shots)]
@@ -250,7 +255,7 @@ def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.mse", SETTINGS, problems
+    argv, "python -m grpojax.studies.mse", SETTINGS, problems, __doc__
   )
   with run.resumable():
     rows = _collect(config, directory / "rows.jsonl")

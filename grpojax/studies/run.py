@@ -29,6 +29,7 @@ def open_study(
   program: str,
   declared: Section,
   problems: Callable[[ConfigDict], list[str]],
+  about: str,
 ) -> tuple[ConfigDict, pathlib.Path]:
   """Reads a study's command line, and starts or goes on with its directory.
 
@@ -37,6 +38,7 @@ def open_study(
     program: how the study is called, for --help.
     declared: the settings; `name` names the run directory.
     problems: what is wrong with values that are in their ranges, a line each.
+    about: what the study does, for --help: its docstring.
 
   Returns:
     The config and the run directory.
@@ -46,7 +48,9 @@ def open_study(
       used, or a directory of something else.
   """
   with command_line.usage_errors():
-    config, flags = command_line.parse(argv, FLAGS, declared, program)
+    config, flags = command_line.parse(
+      argv, FLAGS, declared, program, about=about
+    )
     default, words = to_config(declared), settings_lib.words(declared)
     wrong = config_lib.check_keys(config, default, words)
     wrong = wrong or config_lib.name_problems(config.name)

@@ -32,6 +32,7 @@ from ml_collections import ConfigDict
 from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts, TrainState
 from grpojax.runtime import records, settings
+from grpojax.runtime.config import problem
 from grpojax.studies import asymptotics, run, suboptimality_report, tabular
 
 ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
@@ -42,9 +43,9 @@ FLAGS = run.FLAGS
 SETTINGS = settings.section(
   "the study",
   name=settings.setting(
-    "suboptimality", "of the study; its directory is runs/NAME"
+    "suboptimality", "name of the study; its directory is runs/NAME"
   ),
-  seed=settings.setting(0, "of all random numbers", within="[0, 2**32)"),
+  seed=settings.setting(0, "seed of all random numbers", within="[0, 2**32)"),
   runs=settings.setting(
     3000, "independent GRPO runs for each estimator and G", within="[2, inf)"
   ),
@@ -61,7 +62,7 @@ SETTINGS = settings.section(
   ),
   problem=settings.section(
     "the bandit, see tabular.make_problem",
-    seed=settings.setting(0, "of its random numbers"),
+    seed=settings.setting(0, "seed of its random numbers"),
     prompts=settings.setting(8, "prompts, equally likely", within="[1, inf)"),
     vocab=settings.setting(4, "completions of a prompt", within="[2, inf)"),
     dims=settings.setting(3, "parameters of the policy", within="[2, inf)"),
@@ -89,7 +90,7 @@ def problems(config: ConfigDict) -> list[str]:
 
   def need(holds: bool, name: str, todo: str):
     if not holds:
-      wrong.append(f"{name} = {config[name]}: {todo}")
+      wrong.append(problem(name, config[name], todo))
 
   def increasing(values, least):
     whole = values and all(type(x) is int for x in values)
@@ -109,7 +110,8 @@ def problems(config: ConfigDict) -> list[str]:
     try:
       setting(config)
     except ValueError as error:
-      wrong.append(f"problem: {error}")
+      seed = config.problem.seed
+      wrong.append(problem("problem.seed", seed, f"{error}"))
   return wrong
 
 
@@ -275,6 +277,7 @@ def main(argv: list[str]) -> None:
     "python -m grpojax.studies.suboptimality",
     SETTINGS,
     problems,
+    __doc__,
   )
   start, known, outcomes = time.perf_counter(), setting(config), {}
   with run.resumable():

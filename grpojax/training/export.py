@@ -19,6 +19,17 @@ def host_device() -> jax.Device:
     return jax.local_devices()[0]
 
 
+def _plain_model(where: pathlib.Path) -> pathlib.Path | None:
+  """The model directory that is meant, None where it is not one, or a run."""
+  a_run = run_directory.model_directory(where) != pathlib.Path(where)
+  if a_run or run_directory.is_run(where):
+    return None
+  try:
+    return hf.resolve(where)
+  except ValueError:
+    return None
+
+
 def export(
   run: str | pathlib.Path,
   out: pathlib.Path,
@@ -29,7 +40,8 @@ def export(
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
   Args:
-    run: the run directory, or its URL in a bucket.
+    run: the run directory, or its URL in a bucket; or a model directory, or
+      the name of an embedded model, which is copied.
     out: the directory to make; nothing stands there until all is written.
     step: of the checkpoint; None is the newest, or a finished run's model/
       where there are no checkpoints.
@@ -44,11 +56,18 @@ def export(
       `adapter` of a run without LoRA.
   """
   where = run_storage.local(run)
+  model = _plain_model(where)
+  if os.path.lexists(out):
+    raise ValueError(f"--out={out} exists already; choose another directory")
+  if model:
+    disk.check_writable(out, "--out")
+    if adapter or step is not None:
+      raise ValueError(f"--adapter and --step are of a run, and {run} is none")
+    hf.save(out, hf.load_params(model), model, dtype=dtype)
+    return f"the model {run}"
   config = run_directory.read_config(where)
   run_directory.say_added(where)
   rank = config.lora.rank
-  if os.path.lexists(out):
-    raise ValueError(f"--out={out} exists already; choose another directory")
   disk.check_writable(out, "--out")
   if adapter and not rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")

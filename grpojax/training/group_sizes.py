@@ -1,9 +1,11 @@
 """Which group sizes a run may use: one, or those that "auto" moves among."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from grpojax.core.advantages import ADVANTAGES, SCALED_LEAVE_ONE_OUT
+from grpojax.runtime.config import problem
 
 AUTO = "auto"  # group_size: follow the best one
 
@@ -43,10 +45,8 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
   if leaves["group_size"] == AUTO:
     return _auto(leaves)
   if every and (leaves["group_size"] < 4 or leaves["batch_size"] < 3):
-    return [
-      f"diagnostics.every = {every}: needs group_size of 4 or more and "
-      "batch_size of 3 or more; 0 is off"
-    ]
+    todo = "needs group_size of 4 or more and batch_size of 3 or more; 0 is off"
+    return [problem("diagnostics.every", every, todo)]
   return []
 
 
@@ -55,34 +55,32 @@ def _auto(leaves: Mapping[str, Any]) -> list[str]:
   for field in ("smallest", "start", "largest"):
     size = leaves[f"auto_group_size.{field}"]
     if size < 4 or size & (size - 1) or not sizes[0] <= size <= sizes[-1]:
-      wrong.append(
-        f"auto_group_size.{field} = {size}: 4 <= smallest <= start <= largest "
-        "must be powers of two"
-      )
+      todo = "4 <= smallest <= start <= largest must be powers of two"
+      wrong.append(problem(f"auto_group_size.{field}", size, todo))
   advantage = leaves["advantage"]
   if advantage in ADVANTAGES and advantage not in SCALED_LEAVE_ONE_OUT:
-    wrong.append(
-      f"advantage = {advantage!r}: group_size = 'auto' follows the best size "
-      f"for {' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
+    todo = (
+      "group_size = 'auto' follows the best size for "
+      f"{' or '.join(SCALED_LEAVE_ONE_OUT)}, whose error the diagnostics "
       "estimate: use one of these, or a number for group_size"
     )
+    wrong.append(problem("advantage", advantage, todo))
   if not leaves["diagnostics.every"]:
-    wrong.append(
-      "diagnostics.every = 0: group_size = 'auto' rests on the diagnostics: "
-      "give 1 or more"
-    )
+    todo = "group_size = 'auto' rests on the diagnostics: give 1 or more"
+    wrong.append(problem("diagnostics.every", 0, todo))
   samples = samples_per_step(leaves)
   parts = leaves["optim.minibatches"]
   if wrong or min(samples, parts) < 1:
     return wrong
   prompts, largest = samples // sizes[-1], sizes[-1]
-  field = f"auto_group_size.largest = {largest}"
+  say = functools.partial(problem, "auto_group_size.largest", largest)
   if prompts * largest != samples or prompts % parts:
-    return [
-      f"{field}: leaves {samples} / {largest} prompts a step, which must be a "
-      f"whole multiple of optim.minibatches = {parts}: take a smaller one or "
-      "more prompts"
-    ]
+    todo = (
+      f"leaves {samples} / {largest} prompts a step, which must be a whole "
+      f"multiple of optim.minibatches = {parts}: take a smaller one or more "
+      "prompts"
+    )
+    return [say(todo)]
   if prompts < 3:
-    return [f"{field}: leaves {prompts} prompts a step; a diagnosis needs 3"]
+    return [say(f"leaves {prompts} prompts a step; a diagnosis needs 3")]
   return []

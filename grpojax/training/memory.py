@@ -282,8 +282,13 @@ def refuse(phases: Mapping[str, list[Part]], limit: int | None) -> None:
   raise ValueError(
     f"not enough memory: {doing} takes {gigabytes(total(parts))} a device or "
     f"more, and there are {gigabytes(limit)}: {'; '.join(shown)}. Change "
-    f"{', '.join(parts[0].settings)}"
+    f"{', '.join(map(_typed, parts[0].settings))}"
   )
+
+
+def _typed(setting: str) -> str:
+  """As it is given to a program: a flag has its dashes already."""
+  return setting if setting.startswith("-") else f"--config.{setting}"
 
 
 def _shape(policy: Policy) -> TransformerConfig:

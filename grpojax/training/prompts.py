@@ -77,7 +77,9 @@ def load_examples(config: ConfigDict, split: str) -> Any:
     try:
       some = load(source.name, source.path, source.options)
     except ValueError as error:
-      raise ValueError(f"{mixtures.SECTION}.{name}: {error}") from error
+      part = f"--config.{mixtures.SECTION}.{name}"
+      why = str(error).replace("--config.data.", f"{part}.")
+      raise ValueError(f"{part}: {why}") from error
     parts.append(Part(name, source.weight, some))
   if parts:
     return Mixture(parts)

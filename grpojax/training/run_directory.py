@@ -219,7 +219,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       )
     if trained and config.steps < steps_done(path):
       raise ValueError(
-        f"steps = {config.steps}: the run in {path} has done "
+        f"--config.steps = {config.steps}: the run in {path} has done "
         f"{steps_done(path)} already; give as many or more"
       )
     return trained or not (may or may_not)

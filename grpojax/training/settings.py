@@ -1,5 +1,7 @@
 """The settings of a training run, each with its default and what it is."""
 
+import dataclasses
+
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.runtime.settings import section, setting
 from grpojax.runtime.trackers import TENSORBOARD, TRACKERS
@@ -114,16 +116,36 @@ _MESH = section(
   ),
 )
 
-SETTINGS = section(
+_MOST_CHANGED = (
+  "name",
+  "model.path",
+  "data.name",
+  "data.path",
+  "data.max_prompt_length",
+  "reward.functions",
+  "steps",
+  "batch_size",
+  "group_size",
+  "sampling.max_new_tokens",
+  "sampling.temperature",
+  "advantage",
+  "loss.beta",
+  "lora.rank",
+  "optim.learning_rate",
+  "optim.micro_batches",
+)
+
+_ALL = section(
   "the run",
   name=setting(
-    "arithmetic", "of the run; its directory is runs/NAME without --run_dir"
+    "arithmetic",
+    "name of the run; its directory is runs/NAME without --run_dir",
   ),
-  seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
   commits=setting(
     (),
-    "of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the run "
-    "fills it in",
+    "commits of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the "
+    "run fills it in",
   ),
   steps=setting(
     40, "training steps; a finished run goes on with more", within="[0, 2**31)"
@@ -158,3 +180,5 @@ SETTINGS = section(
   stop=_STOP,
   mesh=_MESH,
 )
+
+SETTINGS = dataclasses.replace(_ALL, first=_MOST_CHANGED)

@@ -89,7 +89,7 @@ _DATA = section(
   template=setting(
     "{prompt}\n", "what a plain prompt becomes (a chat has its own template)"
   ),
-  system_prompt=setting("", 'of chats that have none; "" = none'),
+  system_prompt=setting("", 'system prompt of chats without one; "" = none'),
   special_tokens=setting(
     "text",
     'what "<|im_end|>" in a prompt is: text, or the control token of that name',
@@ -127,7 +127,7 @@ _SAMPLING = section(
   max_new_tokens=setting(80, "longest completion, tokens", within=ONE),
   temperature=setting(
     1.0,
-    "of the samples; greedy sampling (0) has no policy gradient",
+    "temperature of the samples; greedy sampling (0) has no policy gradient",
     within=POSITIVE,
   ),
   top_k=setting(
@@ -172,7 +172,9 @@ _REWARD = section(
     'built in, "package.module:function" or "file.py:function"; the first says '
     "what a right answer is (1 or more), which evaluations count",
   ),
-  weights=setting((1.0,), "of the functions' sum, a number for each"),
+  weights=setting(
+    (1.0,), "weights of the functions in the sum, a number for each"
+  ),
   options=free_section("keyword arguments of a function: options.FUNCTION.key"),
   workers=setting(
     0,
@@ -186,7 +188,7 @@ _REWARD = section(
     "a reward model (sequence classifier): a directory, or ORG/NAME[@REVISION] "
     'of the Hub; "" = none',
   ),
-  model_weight=setting(1.0, "of the reward model, in the sum"),
+  model_weight=setting(1.0, "weight of the reward model in the sum"),
   on_device=setting(
     False, "score token ids on the device: the whole step is one XLA program"
   ),

@@ -91,8 +91,8 @@ _LOSS = section(
   ),
   ratio=setting(
     "token_ratio",
-    "of the policy to the one that sampled: by token, by completion (GSPO), or "
-    "their product over a completion",
+    "ratio of the policy to the one that sampled: by token, by completion "
+    "(GSPO), or their product over a completion",
     RATIOS,
   ),
   old_logprobs=setting(
@@ -155,19 +155,22 @@ _OPTIM = section(
   ),
   moments_dtype=setting(
     "float32",
-    "of AdamW's two moments between updates; bfloat16 is rounded at random",
+    "format of AdamW's two moments between updates; bfloat16 is rounded at "
+    "random",
     MOMENTS,
   ),
   learning_rate=setting(3e-4, "highest learning rate", within=POSITIVE),
   schedule=setting(
-    "constant", "of the learning rate after its warmup", SCHEDULES
+    "constant", "course of the learning rate after its warmup", SCHEDULES
   ),
   warmup_steps=setting(
     0, "optimizer updates from 0 to learning_rate", within=NOT_NEGATIVE
   ),
   b1=setting(0.9, "decay of the first moment", within="[0, 1)"),
   b2=setting(0.95, "decay of the second moment", within="[0, 1)"),
-  weight_decay=setting(0.0, "of AdamW and Adafactor", within=NOT_NEGATIVE),
+  weight_decay=setting(
+    0.0, "weight decay, decoupled from the gradient", within=NOT_NEGATIVE
+  ),
   max_grad_norm=setting(
     1.0,
     "gradients are scaled down to this norm; a large number turns clipping off",

@@ -76,7 +76,7 @@ def set_format(path: pathlib.Path, tokenizer, config: ConfigDict) -> None:
     eos += blank
   elif tokenizer.chat_template:
     raise ValueError(
-      "format = document: this model has a chat template; use dialogue"
+      "--config.format = document: this model has a chat template; use dialogue"
     )
   generation = {"eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
   (path / "generation_config.json").write_text(json.dumps(generation, indent=2))

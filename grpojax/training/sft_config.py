@@ -51,17 +51,17 @@ _MODEL = section(
 _OPTIM = section(
   "the optimizer",
   learning_rate=setting(
-    2e-3, "of embeddings and norms (AdamW)", within=_POSITIVE
+    2e-3, "learning rate of embeddings and norms (AdamW)", within=_POSITIVE
   ),
   muon_learning_rate=setting(
-    2e-2, "of the layers' matrices (Muon)", within=_POSITIVE
+    2e-2, "learning rate of the layers' matrices (Muon)", within=_POSITIVE
   ),
   warmup_steps=setting(
     50,
     "steps from 0 to the learning rates; fewer than steps",
     within="[0, inf)",
   ),
-  weight_decay=setting(0.01, "of both", within="[0, inf)"),
+  weight_decay=setting(0.01, "weight decay of both", within="[0, inf)"),
   max_grad_norm=setting(
     1.0, "gradients are scaled down to this norm", within=_POSITIVE
   ),
@@ -70,9 +70,10 @@ _OPTIM = section(
 SETTINGS = section(
   "the run",
   name=setting(
-    "arithmetic-base", "of the model; its directory is runs/NAME without --out"
+    "arithmetic-base",
+    "name of the model; its directory is runs/NAME without --out",
   ),
-  seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
   steps=setting(1100, "training steps", within=_ONE),
   format=setting(
     "document",
@@ -101,7 +102,9 @@ SETTINGS = section(
   difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
-    "characters", "of a model from scratch; bpe is trained first", TOKENIZERS
+    "characters",
+    "tokenizer of a model from scratch; bpe is trained first",
+    TOKENIZERS,
   ),
   vocab_size=setting(1024, "tokens of a bpe"),
   data=_DATA,

@@ -77,7 +77,9 @@ WRONG = [
 
 @pytest.mark.parametrize("name, key, value", WRONG)
 def test_an_option_of_another_type_is_refused(name, key, value):
-  with pytest.raises(ValueError, match=f"^data.options.{key} = .*must be "):
+  with pytest.raises(
+    ValueError, match=f"^--config.data.options.{key} = .*must be "
+  ):
     datasets.load(name, "train", PATHS.get(name, ""), {key: value})
 
 

@@ -3,6 +3,7 @@
 import importlib
 import math
 import pathlib
+import re
 
 import pytest
 from ml_collections import ConfigDict
@@ -74,7 +75,12 @@ def test_changed_defaults():
     ("(0, inf)", (1e-300,), (0, -1, math.inf, math.nan), "more than 0"),
     ("[0, 1)", (0, 0.5), (1, -0.1, math.nan), "in [0, 1)"),
     ("(0, 1]", (1, 0.5), (0, 1.1, -math.inf), "in (0, 1]"),
-    ("[0, 2**31)", (0, 2**31 - 1), (2**31, -1), "in [0, 2**31)"),
+    (
+      "[0, 2**31)",
+      (0, 2**31 - 1),
+      (2**31, -1),
+      "0 or more, and less than 2**31",
+    ),
   ],
 )
 def test_intervals(within, inside, outside, words):
@@ -99,11 +105,50 @@ def test_every_interval_and_every_default_is_one():
 def test_a_wrong_value_is_refused_with_the_description():
   values = {"size": 0, "kind": "c", "part.rate": 1.0}
   assert settings_lib.problems(TREE, values) == [
-    "size = 0: must be 1 or more, or auto (of it)",
-    "kind = 'c': use one of a, b (which)",
-    "part.rate = 1.0: must be in [0, 1) (how much)",
+    "--config.size = 0: must be 1 or more, or auto (of it)",
+    "--config.kind = 'c': use one of a, b (which)",
+    "--config.part.rate = 1.0: must be in [0, 1) (how much)",
   ]
   assert not settings_lib.problems(TREE, {"size": "auto", "part.rate": 0})
+
+
+@pytest.mark.parametrize(
+  "one, text",
+  [
+    (setting(8, "size", within="[1, inf)", words=("auto",)), "size; or auto"),
+    (setting(8, "size", within="[2, inf)"), "size; 2 or more"),
+    (setting(8, "size", within="[0, 2**31)"), "size"),
+    (setting(0.5, "rate", within="[0, 1)"), "rate; in [0, 1)"),
+    (setting(0.5, "gain", within="(0.5, inf)"), "gain; more than 0.5"),
+    (setting(0.5, "rate", within="(0, inf)"), "rate"),
+    (setting("a", "kind", ("a", "b")), "kind; one of a, b"),
+  ],
+)
+def test_descriptions_for_readers(one, text):
+  assert settings_lib.described(one) == text
+
+
+def test_the_nearest_choice_is_suggested():
+  near = setting("constant", "course", ("constant", "cosine", "linear"))
+  assert settings_lib.refusal(near, "cosin") == (
+    "did you mean cosine? use one of constant, cosine, linear (course)"
+  )
+  assert settings_lib.refusal(near, "x").startswith("use one of constant")
+
+
+def test_the_page_has_all_settings_and_repeats_none():
+  """The studies' trainings are there with what they change."""
+  rows = re.findall(r"^\| `(\S+)` \|", entry.settings_page(), re.MULTILINE)
+  for name in entry.programs():
+    program = importlib.import_module(f"grpojax.{name}")
+    found = {f"--{flag}" for flag in program.FLAGS}
+    if not name.startswith("studies."):
+      declared = program.SETTINGS or Section("", {})
+      found |= {path for path, _ in settings_lib.leaves(declared)}
+    assert found <= {*rows}, found - {*rows}
+  assert "train.optim.learning_rate" in rows  # of studies.group_size
+  assert "train.optim.b1" not in rows and "sft.rows" not in rows
+  assert "train.data.options.difficulty" in rows and "predict.batch" in rows
 
 
 def test_the_page_is_what_the_declarations_say():

@@ -322,11 +322,11 @@ def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
     ("--config.group_sizes=(1,2)", "group_sizes = .*2 or more"),
     ("--config.group_sizes=(2.0,)", "whole numbers"),
     ("--config.num_samples=18", r"num_samples = 18: .*not of \[4, 8, 16\]"),
-    ("--config.gain=0.5", "gain = 0.5: the 1/n rate"),
+    ("--config.gain=0.5", "gain = 0.5: must be more than 0.5"),
     ("--config.offset=-1", "offset = -1"),
-    ("--config.problem.vocab=1", "vocab and dims 2 or more"),
+    ("--config.problem.vocab=1", "problem.vocab = 1: must be 2 or more"),
     ("--config.problem.beta=0", "beta = 0.0: must be more than 0"),
-    ("--config.problem.seed=9", "problem: .*several maxima"),
+    ("--config.problem.seed=9", "problem.seed = 9: .*several maxima"),
   ],
 )
 def test_mistakes_are_refused_before_anything_is_written(

@@ -64,9 +64,9 @@ def test_only_free_sections_of_the_default_take_any_key():
     validate(config)
   lines = str(error.value).splitlines()[1:]
   assert [line.split(" = ")[0].strip() for line in lines] == [
-    "data.templates_options.enable_thinking",
-    "optim.options.x",
-    "optim_options.b1",
+    "--config.data.templates_options.enable_thinking",
+    "--config.optim.options.x",
+    "--config.optim_options.b1",
   ]
 
 
@@ -240,6 +240,21 @@ def test_one_problem_is_one_line(changes, text, config_with):
     validate(config_with(**changes))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
+  assert lines[1].startswith("  --config.")  # as it is typed
+
+
+def test_a_value_is_refused_with_what_its_setting_is(config_with):
+  with pytest.raises(ValueError) as error:
+    validate(config_with(optim__b2=1.0, loss__kl="k33", advantage="oracle"))
+  lines = str(error.value).splitlines()[1:]
+  assert lines == [
+    "  --config.loss.kl = 'k33': did you mean k3? use one of k1, k2, k3 "
+    "(estimator of the KL divergence from the reference)",
+    "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
+    "  --config.advantage = 'oracle': needs the true value of each prompt, "
+    "which a training run does not know; use one of "
+    f"{', '.join(validation.CHOICES['advantage'])}",
+  ]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +357,7 @@ def test_unknown_missing_and_mistyped_keys():
   with pytest.raises(ValueError) as error:
     validate(config)
   text = str(error.value)
-  assert "did you mean optim.learning_rate?" in text
+  assert "did you mean --config.optim.learning_rate?" in text
   assert "log.every: missing" in text
   assert "steps = '60': must be of type int" in text
   assert len(text.splitlines()) == 4

@@ -241,7 +241,8 @@ def test_what_cannot_fit_is_refused_with_its_parts(config_with):
   assert "decode cache 73.7 GB (batch_size, group_size," in message
   assert "\n" not in message and "prompts" not in message  # too few to matter
   assert message.endswith(
-    "Change batch_size, group_size, sampling.max_new_tokens"
+    "Change --config.batch_size, --config.group_size, "
+    "--config.sampling.max_new_tokens"
   )
 
 

@@ -1,0 +1,142 @@
+"""What --help prints, for every program."""
+
+import contextlib
+import importlib
+import io
+import re
+
+import pytest
+
+from grpojax import __main__ as entry
+from grpojax import train
+from grpojax.runtime import help_text, settings
+from grpojax.runtime.config import flatten
+from grpojax.runtime.settings import Section, described
+
+WIDTHS = (50, 80, 200)
+
+
+def printed(program, *argv):
+  """What a program prints for a command line that asks for help."""
+  out = io.StringIO()
+  with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
+    program.main(list(argv))
+  assert stopped.value.code in (0, None), stopped.value.code
+  return out.getvalue()
+
+
+def squeezed(text):
+  """Without the ways in which lines are broken."""
+  return re.sub(r"\s+", "", text)
+
+
+@pytest.mark.parametrize("name", entry.programs())
+def test_help_of_every_program_has_every_setting(name, monkeypatch):
+  program = importlib.import_module(f"grpojax.{name}")
+  monkeypatch.setenv("COLUMNS", "90")
+  text = printed(program, "--help")
+  words, lines = squeezed(text), text.splitlines()
+  declared = program.SETTINGS or Section("", {})
+  rows = {f"--config.{k}": v for k, v in settings.leaves(declared)}
+  rows |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
+  job = (
+    flatten(program.default_job()) if hasattr(program, "default_job") else {}
+  )
+  for typed, one in rows.items():
+    value = job.get(typed.removeprefix("--config."), one.default)
+    value = settings.value_text(value)
+    assert squeezed(f"{typed}={value} {described(one)}") in words, typed
+    assert any(x.startswith(f"  {typed}={value}") for x in lines), typed
+  for part, one in settings.sections(declared).items():
+    title = f"--config.{part}.KEY=... {one.text}"
+    title = title if one.free else f"{part}: {one.text}"
+    assert squeezed(title) in words, part
+  assert program.__doc__.splitlines()[0] == lines[0]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_help_is_as_wide_as_the_terminal(width, monkeypatch):
+  monkeypatch.setenv("COLUMNS", f"{width}")
+  text = printed(train, "--help")
+  about = set(train.__doc__.splitlines())
+  lines = [line for line in text.splitlines() if line not in about]
+  # What has no blank in it cannot be broken.
+  long = [x for x in lines if len(x) > width and len(x.split()) > 1]
+  assert not long
+  assert max(map(len, lines)) > width - 12
+
+
+def test_what_most_people_change_comes_first():
+  text = printed(train, "--help")
+  start = text.index("The settings that most people change\n")
+  names = re.findall(r"^  --config\.(\S+?)=", text[start:], re.MULTILINE)
+  first = train.SETTINGS.first
+  assert tuple(names[: len(first)]) == first and 10 <= len(first) <= 20
+  # Then all of them, the sections in the order of their declaration.
+  every = [name for name, _ in settings.leaves(train.SETTINGS)]
+  rest = [name for name in names[len(first) :] if not name.endswith(".KEY")]
+  assert sorted(rest) == sorted(every)
+  parts = [name.partition(".")[0] for name in rest if "." in name]
+  declared = [name.partition(".")[0] for name in every if "." in name]
+  assert list(dict.fromkeys(parts)) == list(dict.fromkeys(declared))
+
+
+@pytest.mark.parametrize(
+  "argv",
+  [
+    ["--help=optim"],
+    ["--help=optim."],
+    ["--help", "optim."],
+    ["-h", "optim"],
+    ["--seed=1", "--help=--config.optim"],
+  ],
+)
+def test_help_of_a_section(argv):
+  lines = printed(train, *argv).splitlines()
+  assert lines[0] == "optim: the optimizer"
+  names = [x.strip().split("=")[0] for x in lines if x.startswith("  --")]
+  keys = train.SETTINGS.fields["optim"].fields
+  assert names == [f"--config.optim.{key}" for key in keys]
+
+
+def test_help_of_names_and_of_descriptions():
+  names = re.findall(r"^  (\S+)=", printed(train, "--help=micro"), re.MULTILINE)
+  assert names == ["--config.optim.micro_batches"]
+  text = printed(train, "--help", "learning_rate")
+  assert text.startswith("  --config.optim.learning_rate=")
+  assert "--run_dir=" in printed(train, "--help=run_dir")
+  # No name has it: a description does.
+  found = re.findall(r"^  (\S+)=", printed(train, "--help=GSPO"), re.MULTILINE)
+  assert found == ["--config.loss.ratio"]
+  assert "--config.data.options.KEY=..." in printed(train, "--help=data")
+
+
+def test_help_shows_the_values_of_a_config_file():
+  text = printed(train, "--config=gsm8k", "--help=name")
+  assert "  --config.name=gsm8k" in text
+
+
+@pytest.mark.parametrize("topic", ["optin", "--config.optin.", "xyzzy", "."])
+def test_help_of_what_there_is_not(topic):
+  with pytest.raises(SystemExit) as error:
+    train.main([f"--help={topic}"])
+  message = error.value.code
+  assert message.startswith(f"error: --help={topic}: no setting")
+  assert "sections: model, lora, data" in message and "\n" not in message
+  assert ("did you mean --help=optim?" in message) == ("optin" in topic)
+
+
+def test_help_without_a_reader(monkeypatch):
+  """As in `--help | head`: no traceback."""
+
+  def broken(*args, **keywords):
+    raise BrokenPipeError
+
+  monkeypatch.setattr("builtins.print", broken)
+  closed = []
+  monkeypatch.setattr(help_text.os, "dup2", lambda *args: closed.append(args))
+  monkeypatch.setattr(
+    "sys.stdout", io.TextIOWrapper(io.FileIO(1, closefd=False))
+  )
+  help_text.show("text")
+  assert closed and closed[0][1] == 1
