@@ -22,6 +22,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   host_step,
+  loss_settings,
   prompts,
   reference,
   sources,
@@ -119,6 +120,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     policy = from_config.open_policy(config)
   else:
     policy = _policy(config, hf_config)
+    loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
   adapted = config.lora.rank > 0
   dtype = config.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
@@ -202,7 +204,10 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       numbered = parts > 1 or config.filter_groups.enable
       first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
       asked = _prompts(run, sampling, parts)
-      return policies.lower(sample, state.params, asked, key, *first)
+      given = state.params, asked, key, *first
+      if sampling is not run.mesh:
+        sample = from_config.laid_out(sample, sampling, *given)
+      return policies.lower(sample, *given)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size

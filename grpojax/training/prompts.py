@@ -19,6 +19,7 @@ from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf
 from grpojax.rewards import exact_ids
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import group_sizes, mixtures, sources
 from grpojax.training.policy import Policy
@@ -206,9 +207,8 @@ def save_lengths(file: pathlib.Path, splits: dict[str, Split]) -> None:
     each |= {} if whole.parts else {split: whole}
   arrays = {name: one.survey.lengths for name, one in each.items()}
   arrays |= {f"{name} key": np.array(one.key) for name, one in each.items()}
-  temporary = file.with_name(f".{file.name}")
-  np.savez(temporary, **arrays)
-  temporary.replace(file)
+  with records.replacing(file) as temporary, open(temporary, "wb") as whole:
+    np.savez(whole, **arrays)
 
 
 def _saved_lengths(file: pathlib.Path | None, split: str, key: str):

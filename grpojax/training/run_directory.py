@@ -226,8 +226,11 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       "run's config back, or give another --run_dir"
     )
   # A kill at the very start leaves temporary files.
-  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK, bucket.ORIGIN}
-  if path.exists() and any(p.name not in ours for p in path.iterdir()):
+  ours = re.compile(
+    rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
+    rf"|{re.escape(LOCK)}|{re.escape(bucket.ORIGIN)}"
+  )
+  if path.exists() and not all(ours.fullmatch(p.name) for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
       "run: give a new or an empty directory as --run_dir"
