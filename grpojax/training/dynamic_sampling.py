@@ -35,6 +35,7 @@ class Filled(NamedTuple):
       met.
     drawn: the scores of all groups that were drawn, in their order.
     examples: of these groups.
+    places: [B], which of these groups the batch has.
     more_prompts: drawn beyond those of a step.
     scale: a factor of all advantages; None for 1.
     metrics: of all groups that were drawn, see `rollout_metrics`; none where
@@ -45,6 +46,7 @@ class Filled(NamedTuple):
   scores: groups.GroupScores
   drawn: groups.GroupScores
   examples: list[dict[str, Any]]
+  places: Int[np.ndarray, "B"]
   more_prompts: int
   scale: np.float32 | None
   metrics: dict[str, Any]
@@ -214,7 +216,8 @@ def make_fill(
     clock[-1] = time.perf_counter()
     scale = np.float32(accepted) if settings.rescale else None
     batch = batch._replace(rewards=rewards)
-    return Filled(samples, batch, everything, asked, total - size, scale, row)
+    more = total - size
+    return Filled(samples, batch, everything, asked, places, more, scale, row)
 
   return fill
 
@@ -244,7 +247,8 @@ def make_draw(
 
     def as_it_is(params, first, *_):
       samples, scores, examples = first
-      return Filled(samples, scores, scores, examples, 0, None, {})
+      places = np.arange(len(examples))
+      return Filled(samples, scores, scores, examples, places, 0, None, {})
 
     return draw, as_it_is
   again = draw if settings.parts == 1 else make_scored_samples(1)

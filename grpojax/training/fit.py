@@ -38,6 +38,7 @@ from grpojax.training import (
   opening,
   prompt_choice,
   reference,
+  report,
   reporting,
   run_storage,
   score_norms,
@@ -199,6 +200,7 @@ def fit(
       state, progress = done
       evaluate()
       step = int(state.step)
+      reporting.report_when_due(run, step)
       if step % config.checkpoint.every == 0 or step == config.steps:
         save()
       limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
@@ -260,7 +262,9 @@ def run(
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)
-    except Stopped as reason:
+    except Stopped as reason:  # there is something to look into
+      if distributed.is_main():
+        report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from grpojax.training import (
   mixtures,
   prompt_choice,
   reference,
+  sample_rows,
   sampling_parts,
   scoring,
 )
@@ -137,19 +138,6 @@ def make_programs(
   )
 
 
-def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
-  """The completions of the first prompt, for people to read."""
-  return [
-    {
-      "prompt": examples[0]["prompt_text"],
-      "completion": text,
-      "answer": examples[0].get("answer"),
-      "reward": float(value) if np.isfinite(value) else None,
-    }
-    for text, value in zip(texts[0], rewards[0], strict=True)
-  ]
-
-
 def make_host_step(
   config: ConfigDict,
   policy: Policy,
@@ -183,8 +171,9 @@ def make_host_step(
     samples, failures)`. Where `diagnosed`, the metrics have those of
     `make_diagnose`, of the policy that sampled and of the prompts as they came.
     `take` gives more of them to dynamic sampling, see `dynamic_sampling.Take`.
-    The samples are `_first_group`'s; the failures are rewards that could not be
-    computed.
+    The metrics have `reward_counts` (`sample_rows.reward_counts`) beside their
+    scalars; the samples are rows of samples.jsonl, none where they are not due;
+    the failures are rewards that could not be computed.
   """
   programs = make_programs(config, policy, group_size, tx, places, budgets)
   mesh = mesh_lib.mesh_of(places)
@@ -229,9 +218,8 @@ def make_host_step(
     held, state = state.reference, state.replace(reference=None)
     key = jax.random.fold_in(state.key, state.step)
     given = state.params, prompts, examples, key, clock
-    samples, texts, scores = draw(*given)
+    samples, _, scores = draw(*given)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
-    shown = _first_group(examples, texts, scores.rewards) if texts else []
     poll(together=True)
     first = samples, scores, examples
     filled = fill(state.params, first, key, clock, take)
@@ -260,7 +248,12 @@ def make_host_step(
     if state.difficulty is not None:
       right = scoring.correctness(scorer, scores, examples)
       state = observe(state, examples, right)
+    due = sample_rows.is_due(config, int(mesh_lib.fetch(state.step)) + 1)
     state, of_update = programs.learn(state, batch)
+    # While the devices are at the update.
+    shown = sample_rows.of_batch(config, policy, filled, batch) if due else []
+    counts = sample_rows.reward_counts(filled.drawn.rewards)
+    score_metrics["reward_counts"] = counts
     state = consume(state, filled.more_prompts)
     row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())

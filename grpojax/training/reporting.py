@@ -1,7 +1,8 @@
 """What a training run measures, writes into its directory, and prints.
 
 A step's row in metrics.jsonl has all of these; a metric that is new is made in
-one of these places, and needs no other:
+one of these places, and needs no other (but `reports.metric_groups` may give it
+a title):
 
 | metrics                              | made by                            |
 |--------------------------------------|------------------------------------|
@@ -47,10 +48,12 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, pictures, records
 from grpojax.training import (
+  diagnosis,
   evaluation,
   from_config,
   group_sizes,
   prompts,
+  report,
   run_directory,
 )
 from grpojax.training import policy as policies
@@ -124,6 +127,8 @@ def evaluate_held_out(
     found = evaluation.numbers(some)
     row |= {f"{name}/{key}": value for key, value in found.items()}
   record(run, row)
+  right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
+  _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
@@ -159,7 +164,10 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
+  counts = row.pop("reward_counts", None)
   record(run, row)
+  if counts is not None:
+    _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   if step % config.log.every == 0 or step == config.steps:
     line = {k: row[k] for k in SHOWN if k in row}
     if "optimal_group_size" in row:
@@ -167,9 +175,9 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
       line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
     text = records.progress(step, config.steps, pace, line)
     print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
-  if shown and step % config.log.samples_every == 0:
-    for sample in shown:
-      _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  for sample in shown:
+    _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
@@ -221,11 +229,21 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  summary |= diagnosis.summary(rows)
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
     summary |= {f"{name}_{when}": value for name, value in each.items()}
+  report.write(run.directory, summary)  # before the run is finished
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
+
+
+def report_when_due(run: Run, step: int) -> None:
+  """Writes the report after a step, every `log.report_every` of them."""
+  every = run.config.log.report_every
+  if every and step % every == 0 and distributed.is_main():
+    report.write(run.directory)
 
 
 def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
@@ -241,6 +259,8 @@ def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
       last = name.removesuffix("before") + "after"
       data_set = name.rpartition("/")[0]
       print(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
+  if "optimal_group_size" in summary:
+    print(diagnosis.line(summary))
   for name, count in summary["steps_with"].items():
     if count:
       print(f"steps with {name.replace('_', ' ')}: {count}")

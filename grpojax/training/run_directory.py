@@ -18,14 +18,17 @@ CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
-SAMPLES = "samples.jsonl"  # completions with their rewards
+SAMPLES = "samples.jsonl"  # completions with their rewards: `sample_rows`
+REWARDS = "rewards.jsonl"  # how often which reward was given: `sample_rows`
+EVALUATIONS = "evaluations.jsonl"  # which held-out answers were right
 FAILURES = "failures.jsonl"  # rewards that could not be computed
 TENSORBOARD = "tensorboard"  # the metrics again
 MODEL = "model"  # the trained model, in Hugging Face format
 CURVE = "learning_curve.png"
+REPORT = "report.html"  # all of it, to look at in a browser
 SUMMARY = "summary.json"  # written last: the run is finished
 
-RECORDS = (METRICS, SAMPLES, FAILURES)
+RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
 CHANGEABLE = (

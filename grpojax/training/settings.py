@@ -67,6 +67,12 @@ _LOG = section(
   samples_every=setting(
     10, "steps between completions that are written", within=ONE
   ),
+  sample_groups=setting(
+    4, "groups of them that are written; 0 = none", within=NOT_NEGATIVE
+  ),
+  report_every=setting(
+    0, "steps between reports; 0 = only at the end", within=NOT_NEGATIVE
+  ),
   tensorboard=setting(True, "write the metrics for TensorBoard too"),
 )
 

@@ -47,6 +47,7 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   config.batch_size, config.group_size = B, G
   config.sampling.max_new_tokens = T
   config.optim.micro_batches, config.optim.minibatches = 1, 2
+  config.log.samples_every = config.log.sample_groups = 1
   tokenizer = ambiguous_tokenizer()
   vocab = len(tokenizer)
   lm = tabular.lm(1, vocab)
