@@ -72,6 +72,10 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   jax.tree.map(np.testing.assert_array_equal, trained_, trained.load("b")[1])
   export.main(["a", "--out=exported", "--step=3"])
   same("exported", "a/model")
+  export.main(["a", "--out=adapter", "--adapter"])
+  adapter = json.loads(pathlib.Path("adapter/adapter_config.json").read_text())
+  assert adapter["base_model_name_or_path"] == ID
+  assert adapter["revision"] == hub_server.COMMIT
   files = [p for p in tmp_path.rglob("*") if p.is_file()]
   assert len(files) > 30 and TOKEN in served.seen
   assert not [p for p in files if TOKEN.encode() in p.read_bytes()]

@@ -218,6 +218,8 @@ def save_peft(
   source: str | pathlib.Path,
   alpha: int | float,
   dtype: Any = None,
+  base: str = "",
+  revision: str | None = None,
 ) -> None:
   """Writes adapters as the peft library does.
 
@@ -227,6 +229,8 @@ def save_peft(
     source: directory or embedded name of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
     dtype: to store; None is that of the adapters.
+    base: what the file calls the base model; "" is `source`.
+    revision: of it, where it is a name of the Hugging Face Hub.
 
   Raises:
     ValueError: `path` exists already, or there are no adapters.
@@ -240,7 +244,8 @@ def save_peft(
   peft_config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": str(source),
+    "base_model_name_or_path": base or str(source),
+    "revision": revision,
     "r": int(next(iter(flat.values())).shape[-1]),
     "lora_alpha": alpha,
     "target_modules": sorted(modules),

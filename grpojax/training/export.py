@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import jax
+from ml_collections import ConfigDict
 
 from grpojax.models import hf, lora, merged
 from grpojax.runtime import disk, hub
@@ -28,6 +29,15 @@ def _plain_model(where: pathlib.Path) -> pathlib.Path | None:
     return hf.resolve(where)
   except ValueError:
     return None
+
+
+def _base(config: ConfigDict) -> tuple[str, str | None]:
+  """What adapters call their base model, and its commit on the Hub."""
+  name = None if hf.exists(config.model.path) else hub.parse(config.model.path)
+  if name is None:
+    there = run_storage.local(config.model.path)
+    return str(run_directory.model_directory(there)), None
+  return name.id, hub.parse(sources.model(config)).revision
 
 
 def export(
@@ -79,10 +89,11 @@ def export(
     return f"the finished model of {run}"
   step, params = trained.load_params(where, config, step, host_device())
   what = f"step {step} of {run}"
-  needed = hub.WHOLE if rank else hub.TEXTS
+  needed = hub.WHOLE if rank and not adapter else hub.TEXTS
   source = policies.find_model(sources.model(config), needed)
   if adapter:
-    lora.save_peft(out, params, source, config.lora.alpha, dtype=dtype)
+    base = _base(config)
+    lora.save_peft(out, params, source, config.lora.alpha, dtype, *base)
     return f"the adapters of {what}"
   if rank:
     base = hf.load_params(source)

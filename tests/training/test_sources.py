@@ -13,6 +13,7 @@ from grpojax.runtime import hub, interrupts, preemption
 from grpojax.training import config as config_module
 from grpojax.training import (
   fit,
+  from_config,
   opening,
   policy,
   scoring,
@@ -208,7 +209,8 @@ def test_processes_compare_files_of_paths_only(served, model):
   config_module.validate(made(model__path=ID, model__revision="v1"))
 
 
-def test_the_reward_model_is_of_the_commit(monkeypatch):
+def test_the_reward_model_is_of_the_commit(model, monkeypatch):
+  opened = policy.open_policy(str(model))
   config = made(reward__model="org/judge@v1", commits=LINES)
 
   def find(path, files=hub.WHOLE):
@@ -218,9 +220,9 @@ def test_the_reward_model_is_of_the_commit(monkeypatch):
   monkeypatch.setattr(start, "find_model", find)
   whole, part = len(hub.WHOLE), len(hub.TEXTS)
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
-    scoring.open_model(config, None)
+    scoring.open_model(config, from_config.mesh(config))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
-    start._with_date(config, None)
+    start._with_date(config, opened)
 
 
 def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
