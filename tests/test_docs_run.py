@@ -22,7 +22,7 @@ _spec.loader.exec_module(lib)
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(lib.ROOT)}
 MARKS = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
-MODELS = ("arithmetic-base", "arithmetic-instruct")
+MODELS = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 SIZES = {
   "steps": 2,
   "batch_size": 16,
