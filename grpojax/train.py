@@ -10,13 +10,17 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     changes.jsonl       settings that were changed when it was resumed
     lengths.npz         tokens of all prompts, so that they are measured once
     metrics.jsonl       one line a step, and one an evaluation
-    samples.jsonl       sampled completions with their rewards (not with
-                        reward.on_device: they never reach the host)
+    samples.jsonl       sampled completions with their rewards, in whole groups,
+                        and
+    rewards.jsonl       how often which reward was given, step by step (both not
+                        with reward.on_device: they never reach the host)
+    evaluations.jsonl   which held-out answers were right
     failures.jsonl      rewards that could not be computed, with the completions
     tensorboard/        the same metrics for TensorBoard
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png
+    report.html         all of it, to look at in a browser
     summary.json        accuracy before and after, seconds, steps, the group
                         size that the gradient's noise asked for
 

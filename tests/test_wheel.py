@@ -85,6 +85,7 @@ def test_a_wheel_has_the_assets_and_the_configs(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   wanted = [p for p in ROOT.glob("grpojax/**/*.py")]
   wanted += [p for p in ROOT.glob("grpojax/assets/**/*") if p.is_file()]
+  wanted += ROOT.glob("grpojax/reports/page/*")
   names_of = {path.relative_to(ROOT).as_posix() for path in wanted}
   configs = {f"grpojax/configs/{p.name}" for p in ROOT.glob("configs/*.py")}
   assert configs and names_of | configs <= names

@@ -26,6 +26,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  interrupts,
   leaving,
   preemption,
 )
@@ -37,6 +38,7 @@ from grpojax.training import (
   opening,
   prompt_choice,
   reference,
+  report,
   reporting,
   run_storage,
   score_norms,
@@ -198,6 +200,7 @@ def fit(
       state, progress = done
       evaluate()
       step = int(state.step)
+      reporting.report_when_due(run, step)
       if step % config.checkpoint.every == 0 or step == config.steps:
         save()
       limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
@@ -254,12 +257,14 @@ def run(
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state.params, progress, poll)
-    except Preempted as done:
+    except (Preempted, interrupts.Left) as done:
       publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)
-    except Stopped as reason:
+    except Stopped as reason:  # there is something to look into
+      if distributed.is_main():
+        report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")

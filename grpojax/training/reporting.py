@@ -1,7 +1,8 @@
 """What a training run measures, writes into its directory, and prints.
 
 A step's row in metrics.jsonl has all of these; a metric that is new is made in
-one of these places, and needs no other:
+one of these places, and needs no other (but `reports.metric_groups` may give it
+a title):
 
 | metrics                              | made by                            |
 |--------------------------------------|------------------------------------|
@@ -9,7 +10,8 @@ one of these places, and needs no other:
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
-| clip_fraction_*, gradient_weight     |                                    |
+| router_aux_loss, clip_fraction_*,    |                                    |
+| gradient_weight                      |                                    |
 | sampler_*                            | core.sampler_mismatch              |
 | importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
@@ -51,6 +53,7 @@ from grpojax.training import (
   from_config,
   group_sizes,
   prompts,
+  report,
   run_directory,
 )
 from grpojax.training import policy as policies
@@ -124,6 +127,8 @@ def evaluate_held_out(
     found = evaluation.numbers(some)
     row |= {f"{name}/{key}": value for key, value in found.items()}
   record(run, row)
+  right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
+  _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
@@ -159,7 +164,10 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
+  counts = row.pop("reward_counts", None)
   record(run, row)
+  if counts is not None:
+    _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   if step % config.log.every == 0 or step == config.steps:
     line = {k: row[k] for k in SHOWN if k in row}
     if "optimal_group_size" in row:
@@ -167,9 +175,9 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
       line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
     text = records.progress(step, config.steps, pace, line)
     print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
-  if shown and step % config.log.samples_every == 0:
-    for sample in shown:
-      _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  for sample in shown:
+    _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
@@ -226,8 +234,16 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
     summary |= {f"{name}_{when}": value for name, value in each.items()}
+  report.write(run.directory, summary)  # before the run is finished
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
+
+
+def report_when_due(run: Run, step: int) -> None:
+  """Writes the report after a step, every `log.report_every` of them."""
+  every = run.config.log.report_every
+  if every and step % every == 0 and distributed.is_main():
+    report.write(run.directory)
 
 
 def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
