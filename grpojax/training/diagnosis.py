@@ -1,4 +1,4 @@
-"""How far off a step's gradient is, from a few of its prompts; a run's.
+"""How far off a step's gradient is, from a few of its prompts; a run's too.
 
 The gradient is that of the policy that sampled, of all completions of a group,
 each at its full weight: of the first update of a step. What later updates of it
