@@ -9,7 +9,8 @@ from grpojax.runtime.settings import Section, Setting, say
 _HEAD = """# Settings
 
 Written by `python -m grpojax --settings` from the declarations that `--help`
-and the errors are made of: do not edit it.
+and the errors are made of: do not edit it. Without `--config`, `train` and
+`compile` start from `configs/arithmetic.py`, which changes some of these defaults.
 """
 
 
