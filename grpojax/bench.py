@@ -14,7 +14,7 @@ directory with the weights that the others are timed with; without it they are
 drawn.
 
 --config is a step of any training config on random weights of its model's real
-shapes: model.path may be a model directory or a config.json alone, and needs no
+shapes: of model.path the config.json is read (which may be alone), and no
 weights. Prompts are random, all of data.max_prompt_length tokens; completions
 have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
 second, operations of matrix products (without attention) and bytes that must be

@@ -7,10 +7,9 @@ interval). See `records` for how they are kept.
 
 import math
 import os
-import pathlib
 from typing import Any
 
-from grpojax.runtime.records import read_jsonl
+from grpojax.runtime import records
 
 _PANELS = (
   ("reward_mean", "mean reward (training)"),
@@ -33,10 +32,8 @@ def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
 
 def save_figure(figure, path: str | os.PathLike) -> None:
   """Writes a figure as PNG, whole or not at all."""
-  path = pathlib.Path(path)
-  temporary = path.with_name(f".{path.name}.tmp")
-  figure.savefig(temporary, format="png")
-  os.replace(temporary, path)
+  with records.replacing(path) as temporary:
+    figure.savefig(temporary, format="png")
 
 
 def learning_curve(
@@ -51,7 +48,7 @@ def learning_curve(
   Raises:
     ValueError: no row has anything to draw.
   """
-  rows = read_jsonl(metrics_path)
+  rows = records.read_jsonl(metrics_path)
   rows = [row for row in rows if "step" in row]
   rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
   series = {

@@ -161,10 +161,19 @@ def make_fill(
   """
   settings = settings_of(config)
   replace = jax.jit(dynamic_sampling.replace_groups)
-  measure = jax.jit(rollout_metrics)
+  aggregate = from_config.aggregation(config)
+  compared = functools.partial(corrections.compared_rewards, config, aggregate)
 
-  def measured(samples: Rollout, rewards: Float[np.ndarray, "B G"]):
-    return measure(samples, mesh_lib.place(rewards, mesh, "batch", "group"))
+  @jax.jit
+  def measure(samples, rewards, values):
+    given = samples, rewards
+    return rollout_metrics(*given, compared(*given, values))
+
+  def measured(samples: Rollout, scores: groups.GroupScores):
+    rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
+    values = scoring.stacked(scores) if aggregate else None
+    values = mesh_lib.place(values, mesh, None, "batch", "group")
+    return measure(samples, rewards, values)
 
   def learned(samples: Rollout, scores, examples):
     return _varies(config, samples, scores, correctness(scores, examples))
@@ -174,7 +183,7 @@ def make_fill(
     size = total = len(scores.rewards)
     varied, asked = [learned(*first)], [*examples]
     places, kept = np.arange(size), varied[0].copy()
-    drawn, rows = [scores], [measured(samples, scores.rewards)]
+    drawn, rows = [scores], [measured(samples, scores)]
     while total < settings.limit * size and not kept.all():
       poll(together=True)
       times = [time.perf_counter()]
@@ -191,7 +200,7 @@ def make_fill(
         samples = replace(samples, more, mesh_lib.place(source, mesh))
       drawn.append(found)
       asked += given
-      rows.append(measured(more, found.rewards))
+      rows.append(measured(more, found))
       total += len(found.rewards)
       clock[-2] += times[1] - times[0]
     everything = _joined(drawn)

@@ -26,6 +26,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  interrupts,
   leaving,
   preemption,
 )
@@ -256,7 +257,7 @@ def run(
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state.params, progress, poll)
-    except Preempted as done:
+    except (Preempted, interrupts.Left) as done:
       publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)

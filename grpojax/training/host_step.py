@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
@@ -18,12 +17,11 @@ from grpojax.core.grpo_step import (
   make_batch,
   rollout_metrics,
 )
-from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
-from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import (
+  corrections,
   dynamic_sampling,
   from_config,
   mixtures,
@@ -33,6 +31,7 @@ from grpojax.training import (
   sampling_parts,
   scoring,
 )
+from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -45,8 +44,8 @@ def make_compare(config: ConfigDict):
     values=None, scale=None, weights=None) -> (batch, metrics)`, to be jitted:
     advantages, and log-probabilities under the reference. The values [K, B, G]
     of the reward functions are needed where `reward.aggregation` compares more
-    than their sum; a scale is a factor of all advantages; the weights are the
-    prompts'.
+    than their sum; a scale is a factor of all advantages, once they are
+    bounded; the weights are the prompts'.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
@@ -65,10 +64,9 @@ def make_compare(config: ConfigDict):
     weights=None,
   ):
     on_policy = options["epochs"] * options["minibatches"] == 1
-    compared = rewards
-    if aggregate:  # what is dropped has no part in the normalisation, either
-      values, _ = TRUNCATED[config.loss.truncated](values, samples.finished)
-      compared = aggregate(values)
+    compared = corrections.compared_rewards(
+      config, aggregate, samples, rewards, values
+    )
     batch = make_batch(
       lm,
       samples,
@@ -79,6 +77,7 @@ def make_compare(config: ConfigDict):
       policy_params=params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       truncated=config.loss.truncated,
+      advantage_clip=config.loss.advantage_clip or None,
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
@@ -86,11 +85,9 @@ def make_compare(config: ConfigDict):
       score_norms=score_norms,
       prompt_weights=weights,
     )
-    if scale is not None:  # outside of the bound that the loss has
-      most = config.loss.advantage_clip or jnp.inf
-      bounded = jnp.clip(batch.advantages, -most, most)
-      batch = batch.replace(advantages=scale * bounded)
-    return batch, rollout_metrics(samples, rewards)
+    if scale is not None:
+      batch = batch.replace(advantages=scale * batch.advantages)
+    return batch, rollout_metrics(samples, rewards, compared)
 
   return compare
 

@@ -10,7 +10,8 @@ a title):
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
-| clip_fraction_*, gradient_weight     |                                    |
+| router_aux_loss, clip_fraction_*,    |                                    |
+| gradient_weight                      |                                    |
 | sampler_*                            | core.sampler_mismatch              |
 | importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |

@@ -11,7 +11,7 @@ from grpojax.runtime import bucket, checkpoint_files
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
-from grpojax.training import run_storage, validation
+from grpojax.training import run_storage, sources, validation
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
@@ -162,6 +162,17 @@ def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
   return config if date is None else pin_date(config, date)
 
 
+def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
+  """A config with the commits of the Hub that a run was started with.
+
+  Args:
+    path: a run directory, or none yet.
+    config: the resolved config.
+  """
+  saved = _saved_config(pathlib.Path(path))
+  return sources.with_commits(config, saved and saved[0])
+
+
 def pin_date(config: ConfigDict, date: str) -> ConfigDict:
   """A config whose chat template is given this date for today's."""
   config = config.copy_and_resolve_references()
@@ -218,8 +229,11 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       "run's config back, or give another --run_dir"
     )
   # A kill at the very start leaves temporary files.
-  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK, bucket.ORIGIN}
-  if path.exists() and any(p.name not in ours for p in path.iterdir()):
+  ours = re.compile(
+    rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
+    rf"|{re.escape(LOCK)}|{re.escape(bucket.ORIGIN)}"
+  )
+  if path.exists() and not all(ours.fullmatch(p.name) for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
       "run: give a new or an empty directory as --run_dir"

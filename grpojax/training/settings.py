@@ -117,6 +117,11 @@ SETTINGS = section(
     "arithmetic", "of the run; its directory is runs/NAME without --run_dir"
   ),
   seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  commits=setting(
+    (),
+    "of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the run "
+    "fills it in",
+  ),
   steps=setting(
     40, "training steps; a finished run goes on with more", within="[0, 2**31)"
   ),

@@ -16,7 +16,11 @@ _ONE, _POSITIVE = "[1, inf)", "(0, inf)"
 _DATA = section(
   "the texts",
   name=setting("arithmetic", "the data set; arithmetic is drawn anew"),
-  path=setting("", "file or directory of a data set that is read from disk"),
+  path=setting(
+    "",
+    "of data in files: a file, a directory, or a pattern of files; of "
+    "huggingface: ORG/NAME of the Hub",
+  ),
   options=free_section("other keyword arguments of the data set's load"),
   template=setting(
     "{prompt}\n", "what a plain prompt becomes, as in training by GRPO"
@@ -33,7 +37,9 @@ _DATA = section(
 _MODEL = section(
   "the model",
   path=setting(
-    "", 'directory, or embedded model, to start from; "" = from scratch'
+    "",
+    "directory, embedded model, or ORG/NAME[@REVISION] of the Hub, to start "
+    'from; "" = from scratch',
   ),
   width=setting(128, "from scratch: width", within=_ONE),
   layers=setting(4, "from scratch: layers", within=_ONE),
