@@ -53,6 +53,12 @@ setuptools.setup(
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
+    "docs": [  # mkdocs build --strict
+      "latex2mathml",  # formulas, without a script in the page
+      "mkdocs-material>=9.7",
+      "mkdocstrings[python]>=1.0",
+      "ruff",  # signatures
+    ],
     # With PyTorch and peft installed too, models and adapters are compared with
     # transformers' and peft's own.
     "test": [

@@ -34,7 +34,7 @@ from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime.settings import setting
 from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import validate
+from grpojax.training.config import default_job, validate
 from grpojax.training.settings import SETTINGS
 
 DOES_NOT_FIT = 3
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.compile"
+      argv, FLAGS, SETTINGS, "python -m grpojax.compile", default_job
     )
     out = pathlib.Path(flags.out) if flags.out else None
     if out:

@@ -21,7 +21,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     model/              the trained model, in Hugging Face format
     learning_curve.png
     report.html         all of it, to look at in a browser
-    summary.json        accuracy before and after, seconds, steps
+    summary.json        accuracy before and after, seconds, steps, the group
+                        size that the gradient's noise asked for
 
 DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
 
@@ -46,6 +47,7 @@ from grpojax.runtime import (
 )
 from grpojax.runtime.settings import setting
 from grpojax.training import fit, reporting, run_storage
+from grpojax.training.config import default_job
 from grpojax.training.settings import SETTINGS
 
 FLAGS = {
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.train"
+      argv, FLAGS, SETTINGS, "python -m grpojax.train", default_job
     )
   where = flags.run_dir or f"runs/{config.name}"
   join = distributed.joined(

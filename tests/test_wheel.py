@@ -18,6 +18,7 @@ TINY = {
   "steps": 1,
   "batch_size": 2,
   "group_size": 2,
+  "diagnostics.every": 0,
   "sampling.max_new_tokens": 4,
   "eval.num_prompts": 2,
   "eval.batch_size": 2,

@@ -48,6 +48,7 @@ from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, pictures, records
 from grpojax.training import (
+  diagnosis,
   evaluation,
   from_config,
   group_sizes,
@@ -228,6 +229,8 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  summary |= diagnosis.summary(rows)
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
     summary |= {f"{name}_{when}": value for name, value in each.items()}
@@ -256,6 +259,8 @@ def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
       last = name.removesuffix("before") + "after"
       data_set = name.rpartition("/")[0]
       print(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
+  if "optimal_group_size" in summary:
+    print(diagnosis.line(summary))
   for name, count in summary["steps_with"].items():
     if count:
       print(f"steps with {name.replace('_', ' ')}: {count}")

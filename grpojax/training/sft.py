@@ -113,6 +113,7 @@ def texts(
       seed=config.seed,
       difficulty=(config.difficulty_low, config.difficulty_high),
       hasty=config.hasty,
+      forget=(config.forget_low, config.forget_high),
     )
   kept, dropped = texts_lib.encode_examples(
     examples,

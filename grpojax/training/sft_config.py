@@ -90,6 +90,14 @@ SETTINGS = section(
     "arithmetic: share of texts whose author writes no steps",
     within="[0, 1]",
   ),
+  forget_low=setting(
+    0.0,
+    "arithmetic: how often a carry is forgotten where the digits make 10",
+    within="[0, 1]",
+  ),
+  forget_high=setting(
+    0.0, "arithmetic: the same where they make 19", within="[0, 1]"
+  ),
   difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
@@ -123,6 +131,9 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   low = leaves["difficulty_low"]
   todo = f"must not be below difficulty_low = {low}"
   need(leaves["difficulty_high"] >= low, "difficulty_high", todo)
+  low = leaves["forget_low"]
+  todo = f"must not be below forget_low = {low}"
+  need(leaves["forget_high"] >= low, "forget_high", todo)
   characters = leaves["tokenizer"] != "bpe"
   todo = "arithmetic is written in characters: use characters"
   arithmetic = leaves["data.name"] == "arithmetic"
