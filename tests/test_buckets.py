@@ -23,6 +23,7 @@ HERE = pathlib.Path(__file__).parent
 SETTINGS = {
   "steps": 4,
   "batch_size": 2,
+  "diagnostics.every": 0,
   "group_size": 4,
   "eval.num_prompts": 4,
   "eval.every": 100,
