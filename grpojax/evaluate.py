@@ -30,7 +30,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
-from grpojax.rewards import functions
 from grpojax.runtime import command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
@@ -41,6 +40,7 @@ from grpojax.training import (
   held_out,
   memory,
   mixtures,
+  reward_inputs,
   run_directory,
   run_storage,
   scoring,
@@ -137,9 +137,7 @@ def _parse(argv: list[str]):
       "Hub"
     )
   ks = _check_flags(config, flags)
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
+  reward_inputs.resolve(config)
   if flags.out:
     records.check_writable(flags.out)
   return config, flags, ks
@@ -200,6 +198,8 @@ def main(argv: list[str]) -> None:
   values, each = [], []
   with scoring.open_scorer(config) as scorer:
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
+      so_far = config.steps, config.steps  # of the run, which has ended
+      batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
       result = evaluation.evaluate(
         policy,
         params,
