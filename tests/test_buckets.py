@@ -23,6 +23,7 @@ HERE = pathlib.Path(__file__).parent
 SETTINGS = {
   "steps": 4,
   "batch_size": 2,
+  "diagnostics.every": 0,
   "group_size": 4,
   "eval.num_prompts": 4,
   "eval.every": 100,
@@ -168,6 +169,10 @@ def test_two_processes_train_in_gs_and_one_goes_on(gcs, tmp_path):
   assert "nothing to do" in run("train", *words(url), cache=tmp_path)
   gcs.invalidate_cache()
   assert "bucket/runs/a/.lock" not in gcs.find("bucket/runs/a")
+  page = tmp_path / "page.html"
+  run("report", url, f"--out={page}", cache=tmp_path)
+  for text in (page, fetched(gcs, "report.html", tmp_path)):
+    assert "finished, 4 of 4 steps" in text.read_text()
   out = run("evaluate", f"--model={url}", cache=tmp_path)
   assert "checkpoint of step 4" in out and "4 held-out prompts" in out
   new = words(tmp_path / "b", steps=0) + [f"--config.model.path={url}"]
