@@ -36,6 +36,7 @@ setuptools.setup(
     "numpy",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.4",
+    "rich>=13",  # the table of steps on a terminal; flax needs it, too
     "safetensors",
     "scipy",
     "tensorboardX",

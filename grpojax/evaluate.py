@@ -20,6 +20,7 @@ data.too_long=drop both are asked the problems that fit both. Both sample with
 the same random numbers.
 """
 
+import functools
 import math
 import pathlib
 import sys
@@ -31,7 +32,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
 from grpojax.rewards import functions
-from grpojax.runtime import command_line, records
+from grpojax.runtime import command_line, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
@@ -189,8 +190,12 @@ def main(argv: list[str]) -> None:
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values, each = [], []
-  with scoring.open_scorer(config) as scorer:
+  with (
+    screen.opened(0, config.log.every) as told,
+    scoring.open_scorer(config) as scorer,
+  ):
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
+      total = sum(len(examples) for _, examples in batches)
       result = evaluation.evaluate(
         policy,
         params,
@@ -199,6 +204,7 @@ def main(argv: list[str]) -> None:
         scorer,
         jax.random.key(config.seed),
         config.eval.batch_size,
+        told=functools.partial(told.evaluated, total=total),
       )
       if result.failures:
         print(evaluation.failed(result.failures))

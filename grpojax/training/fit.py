@@ -28,6 +28,7 @@ from grpojax.runtime import (
   distributed,
   leaving,
   preemption,
+  screen,
 )
 from grpojax.training import (
   device_step,
@@ -41,6 +42,7 @@ from grpojax.training import (
   run_storage,
   score_norms,
 )
+from grpojax.training import pace as pace_lib
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.progress import Progress
@@ -104,7 +106,7 @@ def remaining_steps(
   run: Run, state: TrainState, tx, progress: Progress, poll: Poll
 ) -> Iterator[tuple[TrainState, Progress]]:
   """The remaining steps; what is after each of them, recorded and printed."""
-  config, seconds = run.config, []
+  config, pace = run.config, pace_lib.Pace()
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
   adapt = _make_adapt(run)
   follow = reference.make_follow(config, run.places)
@@ -119,7 +121,7 @@ def remaining_steps(
 
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
-    print("the first step compiles, which takes a while", flush=True)
+    run.screen.busy("the first step compiles, which takes a while")
   began = time.perf_counter() - progress.train_seconds
   for step in range(first, config.steps + 1):
     poll(together=True)
@@ -142,17 +144,15 @@ def remaining_steps(
     if diagnosed:
       state = adapt(state, row)
     now = time.perf_counter()
-    seconds.append(now - clock)
+    pace = pace_lib.after_step(pace, now - clock)
     row = {"step": step, "group_size": size, **row}
     row["train_seconds"] = now - began
-    row |= reporting.speed(config, row, seconds[-1])
+    row |= reporting.speed(config, row, now - clock)
     progress = progress_lib.after(progress, row)
-    # The first step compiles; the pace is that of the others.
-    others = seconds[1:]
-    pace = sum(others) / len(others) if others else None
     reporting.log(run, row, shown, pace)
     reporting.log_failures(run, step, failures)
     yield state, progress
+    pace = pace_lib.after_pause(pace, time.perf_counter() - now)
 
 
 def fit(
@@ -243,6 +243,8 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
+    told = screen.opened(config.steps, config.log.every)
+    told = stack.enter_context(told)
 
     def poll(together=False):
       if requested(together):
@@ -250,7 +252,7 @@ def run(
 
     try:
       run, *state, checkpointer = opening.open_all(
-        config, directory, stack, poll, publish
+        config, directory, stack, poll, publish, told
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state.params, progress, poll)

@@ -28,6 +28,7 @@ from grpojax.runtime import (
   tokenizer,
 )
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.screen import Screen
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import resume, run_directory, run_storage, scoring, start
@@ -151,6 +152,7 @@ def open_all(
   stack: contextlib.ExitStack,
   poll: Callable[..., None],
   publish: Callable[..., None],
+  screen: Screen,
 ):
   """All that can be wrong is found, and all that a run holds is opened.
 
@@ -160,6 +162,7 @@ def open_all(
     stack: closes what is opened.
     poll: see `start.check` and `resume.resume`.
     publish: see `run_storage.opened`.
+    screen: says how far it is.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -212,6 +215,7 @@ def open_all(
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
+    run = run._replace(screen=screen)
   if run.writer is not None:
     stack.callback(records.close_writer, run.writer)
   with command_line.usage_errors():

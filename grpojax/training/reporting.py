@@ -45,6 +45,7 @@ from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, pictures, records
+from grpojax.runtime.printable import printable
 from grpojax.training import (
   evaluation,
   from_config,
@@ -52,18 +53,13 @@ from grpojax.training import (
   prompts,
   run_directory,
 )
+from grpojax.training import pace as pace_lib
 from grpojax.training import policy as policies
-from grpojax.training.progress import Progress, troubles
+from grpojax.training import shown as shown_lib
+from grpojax.training.pace import Pace
+from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
-SHOWN = (
-  "reward_mean",
-  "group_acceptance",  # with dynamic sampling
-  "completion_length_mean",
-  "entropy",
-  "grad_norm",
-  "tokens_per_second",
-)
 KEPT_FAILURES = 20  # a step, in failures.jsonl
 
 
@@ -114,6 +110,7 @@ def evaluate_held_out(
     config.eval.batch_size,
     run.mesh,
     poll,
+    lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result)
   row = {"step": step} | evaluation.numbers(values)
@@ -139,7 +136,7 @@ def evaluate_held_out(
 
 
 def _show(prompt: str, completion: str, reward: float | None) -> None:
-  text = (prompt + completion).rstrip()
+  text = printable(prompt + completion).rstrip()
   print("\n".join(f"    | {line}" for line in text.splitlines()))
   print(f"    | -> reward {math.nan if reward is None else reward:g}")
 
@@ -153,19 +150,16 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
     _append(run, run_directory.FAILURES, row)
 
 
-def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
+def log(run: Run, row: dict[str, Any], shown, pace: Pace) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
   record(run, row)
-  if step % config.log.every == 0 or step == config.steps:
-    line = {k: row[k] for k in SHOWN if k in row}
-    if "optimal_group_size" in row:
-      best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
-      line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
-    text = records.progress(step, config.steps, pace, line)
-    print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
+  due = step % config.log.every == 0 or step == config.steps
+  left = pace_lib.left(pace, config.steps - step)
+  seen = (shown_lib.line(config, row, pace), shown_lib.cells(row))
+  run.screen.stepped(step, left, *(seen if due else (None, {})))
   if shown and step % config.log.samples_every == 0:
     for sample in shown:
       _append(run, run_directory.SAMPLES, {"step": step} | sample)

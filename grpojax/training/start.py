@@ -17,6 +17,7 @@ from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
 from grpojax.runtime import checkpoint, distributed, records, tokenizer
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.screen import Screen, in_lines
 from grpojax.training import (
   batch_sizes,
   from_config,
@@ -67,6 +68,7 @@ class Run(NamedTuple):
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: prompts.Split
   held_out: prompts.Split
+  screen: Screen = in_lines()
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""
