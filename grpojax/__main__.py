@@ -2,6 +2,7 @@
 
 grpojax                  lists the programs (also: python -m grpojax)
 grpojax NAME [...]       runs one; grpojax NAME --help says what it takes
+grpojax --settings       docs/settings.md: the settings of all of them
 """
 
 import ast
@@ -37,6 +38,16 @@ def usage() -> str:
   return "\n".join([head, "", *lines])
 
 
+def settings_page() -> str:
+  """docs/settings.md."""
+  from grpojax.runtime import settings_page  # takes JAX, which a list does not
+
+  modules = {
+    name: importlib.import_module(f"grpojax.{name}") for name in programs()
+  }
+  return settings_page.page(modules)
+
+
 def _unknown(name: str, found: dict[str, str]) -> str:
   """The error for a program that does not exist, with the nearest that does."""
   last = {program.rpartition(".")[2]: program for program in found}
@@ -50,6 +61,9 @@ def main() -> None:
   name, *argv = sys.argv[1:] or ["--help"]
   if name in ("-h", "--help"):
     print(usage())
+    return
+  if name == "--settings":
+    print(settings_page())
     return
   found = programs()
   if name not in found:

@@ -25,6 +25,7 @@ Steps in which other processes took 8% of the CPUs or more do not count, unless
 all were so.
 """
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -35,15 +36,22 @@ from ml_collections import ConfigDict
 from grpojax.benchmarks import configured, side_by_side, workloads
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import config as config_lib
-from grpojax.training.config import WORDS, default_config, validate
-from grpojax.training.validation import CHOICES
+from grpojax.runtime.settings import setting
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
 
 PROGRAM = "python -m grpojax.bench"
 FLAGS = {
-  "workload": ("", f"a step of a comparison: {', '.join(workloads.NAMES)}"),
-  "steps": (8, "that are timed; with --workload=arithmetic 10"),
-  "warmup": (2, "steps before them; the first compiles"),
-  "out": ("", "also write the result to this JSON file"),
+  "workload": setting(
+    "", f"a step of a comparison: {', '.join(workloads.NAMES)}"
+  ),
+  "steps": setting(
+    8, "steps that are timed; 10 with --workload=arithmetic", within="[1, inf)"
+  ),
+  "warmup": setting(
+    2, "steps before them; the first compiles", within="[0, inf)"
+  ),
+  "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 
 
@@ -75,19 +83,19 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """The config and the flags; a workload has defaults of its own."""
   if {"--help", "-help", "-h"} & {*argv}:
     print(__doc__)
-  rest = PROGRAM, WORDS, CHOICES
-  config, flags = command_line.parse(argv, FLAGS, default_config, *rest)
+  config, flags = command_line.parse(argv, FLAGS, SETTINGS, PROGRAM)
   name = flags.workload
   _check_workload(name, argv)
   if name:
-    steps = {"steps": (workloads.STEPS[name], "")}
+    steps = dataclasses.replace(FLAGS["steps"], default=workloads.STEPS[name])
     config, flags = command_line.parse(
-      argv, FLAGS | steps, lambda: workloads.config_of(name), *rest
+      argv,
+      FLAGS | {"steps": steps},
+      SETTINGS,
+      PROGRAM,
+      lambda: workloads.config_of(name),
     )
     _check_work(name, config)
-  for flag, least in (("steps", 1), ("warmup", 0)):
-    if flags[flag] < least:
-      raise ValueError(f"--{flag}={flags[flag]}: must be {least} or more")
   return config, flags
 
 

@@ -31,17 +31,20 @@ import sys
 
 from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
+from grpojax.runtime.settings import setting
 from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import WORDS, default_config, validate
-from grpojax.training.validation import CHOICES
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
 
 DOES_NOT_FIT = 3
 """Exit code; 1 is any error's."""
 
 FLAGS = {
-  "topology": ("", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ... or cpu:8"),
-  "out": ("", "also write the result to this JSON file"),
-  "search": (False, "try layouts, and rank those that fit"),
+  "topology": setting(
+    "", "the machine: v5e:2x2, v6e:4x4, v5p:2x2x2, ... or cpu:8"
+  ),
+  "out": setting("", 'also write the result to this JSON file; "" = none'),
+  "search": setting(False, "try layouts, and rank those that fit"),
 }
 
 
@@ -53,12 +56,7 @@ def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv,
-      FLAGS,
-      default_config,
-      "python -m grpojax.compile",
-      WORDS,
-      CHOICES,
+      argv, FLAGS, SETTINGS, "python -m grpojax.compile"
     )
     out = pathlib.Path(flags.out) if flags.out else None
     if out:

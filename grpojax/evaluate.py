@@ -21,7 +21,6 @@ the same random numbers.
 """
 
 import functools
-import math
 import pathlib
 import sys
 from typing import Any
@@ -34,6 +33,7 @@ from grpojax.core.sampling import Sampling
 from grpojax.rewards import functions
 from grpojax.runtime import command_line, records, screen
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
   evaluation,
@@ -46,18 +46,26 @@ from grpojax.training import (
   scoring,
   trained,
 )
-from grpojax.training.config import WORDS, default_config, validate
+from grpojax.training.config import validate
 from grpojax.training.held_out import HeldOut
-from grpojax.training.validation import CHOICES
+from grpojax.training.settings import SETTINGS
 
 FLAGS = {
-  "model": ("", "a model directory, an embedded model's name, or a run"),
-  "compare": ("", "a second model, on the data settings of the first one"),
-  "samples": (0, "completions a prompt; 0 is one greedy completion"),
-  "k": ("1", "pass@k to report, comma-separated, each at most --samples"),
-  "majority": (False, "also report maj@k, the vote of k answers, for each k"),
-  "temperature": (1.0, "of the samples"),
-  "out": ("", "also write the result to this JSON file"),
+  "model": setting("", "a model directory, an embedded model's name, or a run"),
+  "compare": setting(
+    "", 'a second model, on the data settings of the first one; "" = none'
+  ),
+  "samples": setting(
+    0, "completions a prompt; 0 = one greedy completion", within="[0, inf)"
+  ),
+  "k": setting(
+    "1", "pass@k to report, comma-separated, each at most --samples"
+  ),
+  "majority": setting(
+    False, "also report maj@k, the vote of k answers, for each k"
+  ),
+  "temperature": setting(1.0, "of the samples", within="(0, inf)"),
+  "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
 # Settings that two models have in common when they are compared.
 SHARED = ("data.", "reward.", "sampling.max_new_tokens")
@@ -73,7 +81,7 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError(
       "an interval over prompts needs --config.eval.num_prompts=2"
     )
-  if not flags.samples and flags.k != FLAGS["k"][0]:
+  if not flags.samples and flags.k != FLAGS["k"].default:
     raise ValueError("--k needs --samples: pass@k is estimated from samples")
   if not flags.samples and flags.majority:
     raise ValueError("--majority needs --samples: there is no vote of one")
@@ -93,12 +101,6 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
   if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
     raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples < 0:
-    raise ValueError(f"--samples={flags.samples}: must be 0 or more")
-  if flags.samples and not 0 < flags.temperature < math.inf:
-    raise ValueError(
-      f"--temperature={flags.temperature}: must be a number more than 0"
-    )
   if flags.samples and not all(1 <= k <= flags.samples for k in ks):
     raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
   return ks if flags.samples else []
@@ -118,11 +120,11 @@ def _config(model: str) -> ConfigDict:
 
 
 def _parse(argv: list[str]):
-  def parse(default):
+  def parse(default=None):
     program = "python -m grpojax.evaluate"
-    return command_line.parse(argv, FLAGS, default, program, WORDS, CHOICES)
+    return command_line.parse(argv, FLAGS, SETTINGS, program, default)
 
-  config, flags = parse(default_config)
+  config, flags = parse()
   if _is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: _config(flags.model))
   validate(config)

@@ -1,10 +1,10 @@
 """A training run as a model directory that transformers and vLLM read.
 
-    python -m grpojax.export RUN --out DIR [--step N]
-                             [--dtype bfloat16|float32] [--adapter]
+    python -m grpojax.export RUN --out=DIR [--step=N]
+                             [--dtype=bfloat16|float32] [--adapter]
 
-RUN is the run directory of a training run, finished or not. DIR gets the
-configuration, the tokenizer with its chat template, the generation
+RUN (or --model=RUN) is the directory of a training run, finished or not. DIR
+gets the configuration, the tokenizer with its chat template, the generation
 configuration and the weights (safetensors, in files of at most 5 GB) of the
 newest checkpoint, or of step N. The weights are stored as they were trained
 (float32) unless --dtype says otherwise. Where the checkpoints are gone, the
@@ -14,7 +14,6 @@ A LoRA run is written merged into its base model; with --adapter it is written
 as the peft library does, without the base model.
 """
 
-import argparse
 import pathlib
 import sys
 
@@ -22,32 +21,39 @@ import jax
 
 from grpojax.models.config import DTYPES
 from grpojax.runtime import command_line, disk
+from grpojax.runtime.settings import setting
 from grpojax.training.export import export, host_device
+
+FLAGS = {
+  "model": setting("", "a run directory, or its URL in a bucket"),
+  "out": setting("", "directory to write"),
+  "step": setting(-1, "of the checkpoint; -1 = the newest", within="[-1, inf)"),
+  "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
+  "adapter": setting(False, "of a LoRA run, the adapter without its base"),
+}
+SETTINGS = None
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  parser = argparse.ArgumentParser(
-    prog="python -m grpojax.export",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    usage=argparse.SUPPRESS,
-    allow_abbrev=False,
-  )
-  parser.add_argument("run", help="a run directory, or its URL in a bucket")
-  parser.add_argument("--out", type=pathlib.Path, required=True)
-  parser.add_argument("--step", type=int, help="default: the newest")
-  parser.add_argument(
-    "--dtype", choices=list(DTYPES), help="default: as trained"
-  )
-  parser.add_argument("--adapter", action="store_true", help="LoRA only")
-  flags = parser.parse_args(list(map(command_line.expand_home, argv)))
   with (
     command_line.usage_errors(),
     disk.errors(),
     jax.default_device(host_device()),
   ):
-    what = export(**vars(flags))
+    _, flags = command_line.parse(
+      argv, FLAGS, SETTINGS, "python -m grpojax.export", positional="model"
+    )
+    for name in ("model", "out"):
+      if not flags[name]:
+        raise ValueError(f"give --{name}: {FLAGS[name].text}")
+    what = export(
+      flags.model,
+      pathlib.Path(flags.out),
+      None if flags.step < 0 else flags.step,
+      flags.dtype or None,
+      flags.adapter,
+    )
   print(f"{what} -> {flags.out}/")
 
 

@@ -24,20 +24,18 @@ import pathlib
 import sys
 
 from grpojax.runtime import command_line
+from grpojax.runtime.settings import setting
 from grpojax.training import sft
-from grpojax.training.sft_config import default_config
+from grpojax.training.sft_config import SETTINGS
+
+FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   program = "python -m grpojax.sft"
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv,
-      {"out": ("", "directory to write; default runs/NAME")},
-      default_config,
-      program=program,
-    )
+    config, flags = command_line.parse(argv, FLAGS, SETTINGS, program)
   out = pathlib.Path(flags.out or pathlib.Path("runs") / config.name)
   sft.run(config, out, " ".join([program, *argv]))
   print(f"wrote {out}")

@@ -40,15 +40,17 @@ from grpojax.runtime import (
   interrupts,
   preemption,
 )
+from grpojax.runtime.settings import setting
 from grpojax.training import fit, reporting, run_storage
-from grpojax.training.config import WORDS, default_config
-from grpojax.training.validation import CHOICES
+from grpojax.training.settings import SETTINGS
 
 FLAGS = {
-  "run_dir": ("", "where to write; default runs/NAME_OF_CONFIG"),
-  "coordinator": ("", "HOST:PORT of process 0; not on Cloud TPU, GKE, SLURM"),
-  "num_processes": ("", "how many there are, with --coordinator"),
-  "process_id": ("", "of this process, from 0, with --coordinator"),
+  "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
+  "coordinator": setting(
+    "", "HOST:PORT of process 0; not needed on Cloud TPU, GKE, SLURM"
+  ),
+  "num_processes": setting("", "how many there are, with --coordinator"),
+  "process_id": setting("", "of this process, from 0, with --coordinator"),
 }
 
 
@@ -56,12 +58,7 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv,
-      FLAGS,
-      default_config,
-      "python -m grpojax.train",
-      WORDS,
-      CHOICES,
+      argv, FLAGS, SETTINGS, "python -m grpojax.train"
     )
   where = flags.run_dir or f"runs/{config.name}"
   join = distributed.joined(

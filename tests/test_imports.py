@@ -21,7 +21,7 @@ MODULES = sorted((ROOT / "grpojax").rglob("*.py"))
 # own: none is imported by anything.
 MAY_IMPORT = {
   "": {"core", "statistics", "models"},  # grpojax/__init__.py
-  "__main__": set(),  # it finds the programs on the disk
+  "__main__": {"runtime"},  # it finds the programs on the disk
   "core": set(),
   "statistics": {"core"},
   "models": {"core"},
@@ -105,7 +105,8 @@ def test_import_grpojax_is_light():
 # Whoever takes plain arguments can be called by other people's programs.
 READ_CONFIGS = ("training", "studies", "aot", "benchmarks", *sorted(PROGRAMS))
 HANDLE_CONFIGS = [
-  f"runtime/{name}.py" for name in ("config", "config_file", "command_line")
+  f"runtime/{name}.py"
+  for name in ("config", "config_file", "command_line", "settings")
 ]
 
 

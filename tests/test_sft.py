@@ -17,12 +17,13 @@ from grpojax.runtime import bpe
 from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import sft as sft_lib
+from grpojax.training import sft_config
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
 
 def config_with(**changes):
-  config = sft.default_config()
+  config = sft_config.default_config()
   config.update(changes)
   return config
 
@@ -237,7 +238,7 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.tokenizer=bpe", "arithmetic is written in characters"),
     ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
     ("--config.data.name=jsonl", "data.path"),
-    ("--config.hasty=1.5", "probability"),
+    ("--config.hasty=1.5", "must be in [0, 1]"),
     ("--config.data.special_tokens=x", "one of text, control"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),

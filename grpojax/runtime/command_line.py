@@ -31,6 +31,14 @@ from grpojax.runtime.config import (
   sections,
 )
 from grpojax.runtime.config_file import load_file, packaged
+from grpojax.runtime.settings import (
+  Section,
+  Setting,
+  leaves,
+  refusal,
+  to_config,
+  words,
+)
 
 _DEFINE = {
   bool: absl.flags.DEFINE_boolean,
@@ -75,6 +83,7 @@ def _wrong_type(word: str, name: str, old: Any) -> ValueError:
 
 def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
   """Sets the flags that `values` has; returns the words of none of them."""
+  values.set_gnu_getopt()  # words without a name may stand anywhere
   try:
     return values(["", *argv], known_only=True)[1:]
   except absl.flags.IllegalFlagValueError as error:
@@ -85,6 +94,18 @@ def _read(values: FlagValues, argv: Sequence[str]) -> list[str]:
     raise _wrong_type(word, name, values[name].default) from None
   except absl.flags.Error:  # the last flag lacks its value
     raise ValueError(f"{argv[-1]} needs a value: {argv[-1]}=...") from None
+
+
+def _take_word(flag: absl.flags.Flag, rest: Sequence[str]) -> list[str]:
+  """Gives the flag the word without a name, if there is one."""
+  words = [word for word in rest if not word.startswith("-")]
+  if len(words) > 1 or (words and flag.present):
+    raise ValueError(
+      f"unexpected argument {words[-1]!r}: --{flag.name} is given already"
+    )
+  for word in words:
+    flag.value, flag.present = word, 1
+  return [word for word in rest if word not in words]
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, bool, list[str]]:
@@ -213,23 +234,28 @@ def _expand_homes(config: ConfigDict) -> None:
       config[key] = expand_home(value)
 
 
+def _described(one: Setting) -> str:
+  also = [one.text, *(f"or {word}" for word in one.words)]
+  if one.choices:
+    also.append(f"one of {', '.join(one.choices)}")
+  return "; ".join(also)
+
+
 def usage(
   program: str,
-  flags: Mapping[str, tuple],
+  flags: Mapping[str, Setting],
+  declared: Section,
   config: ConfigDict,
-  words: Mapping[str, Sequence[str]],
-  choices: Mapping[str, Sequence[str]],
 ) -> str:
   """The text of --help: all flags and settings, a line each (absl takes 3)."""
+  known = dict(leaves(declared))
   lines = [f"usage: {program} [--config=FILE.py] [--config.key=value ...]", ""]
   lines += ["  --config=FILE.py:TEXT  for a FILE.py with get_config(TEXT)"]
   lines += [f"  --config=NAME  one that comes along: {', '.join(packaged())}"]
-  for name, (default, text) in flags.items():
-    lines.append(f"  --{name}={default}  {text}")
+  for name, one in flags.items():
+    lines.append(f"  --{name}={one.default}  {_described(one)}")
   for name, value in flatten(config).items():
-    also = "".join(f"  or {word}" for word in words.get(name, ()))
-    if name in choices:
-      also += f"  one of {', '.join(choices[name])}"
+    also = f"  {_described(known[name])}" if name in known else ""
     lines.append(f"  --config.{name}={value!r}{also}")
   lines += [
     f"  --config.{name}.KEY=...  keyword arguments of what is named elsewhere"
@@ -240,22 +266,24 @@ def usage(
 
 def parse(
   argv: Sequence[str],
-  flags: Mapping[str, tuple[Any, str]] | None,
-  default: Callable[[], ConfigDict],
+  flags: Mapping[str, Setting],
+  declared: Section | None,
   program: str,
-  words: Mapping[str, Sequence[str]] | None = None,
-  choices: Mapping[str, Sequence[str]] | None = None,
+  default: Callable[[], ConfigDict] | None = None,
+  positional: str = "",
 ) -> tuple[ConfigDict, ConfigDict]:
   """Reads a program's command line.
 
   Args:
     argv: the arguments, without the program's name: `sys.argv[1:]`.
-    flags: the program's own flags, `{name: (default, help)}`; the default's
-      type is the flag's type: bool, int, float or str.
-    default: makes the config that is used without --config.
+    flags: the program's own flags; the default's type is the flag's type:
+      bool, int, float or str.
+    declared: the config's settings; None for a program without a config.
     program: how the program is called, for --help.
-    words: for some settings, texts that may stand in the place of a number.
-    choices: of settings that name something, all the names, for --help.
+    default: makes the config that is used without --config; by default that of
+      `declared`.
+    positional: the flag that a word without a name is the value of, so that
+      `RUN` is `--model=RUN`; "" for none.
 
   Returns:
     The config with its overrides, locked; and the flags' values by name. The
@@ -266,25 +294,28 @@ def parse(
       file; see `usage_errors`.
     SystemExit: with code 0, after printing the --help text.
   """
-  flags, words = dict(flags or {}), dict(words or {})
+  declared = declared or Section("", {})
+  default, may_be = default or (lambda: to_config(declared)), words(declared)
   file, wants_help, argv = _split(argv)
   config = load_file(file, default) if file else default()
   config = config.copy_and_resolve_references()
   if wants_help:
-    print(usage(program, flags, config, words, choices or {}))
+    print(usage(program, flags, declared, config))
     raise SystemExit(0)
   values = FlagValues()
-  for name, (value, text) in flags.items():
-    _DEFINE[type(value)](name, value, text, flag_values=values)
-  texts = _define_settings(values, config, words)
+  for name, one in flags.items():
+    _DEFINE[type(one.default)](name, one.default, "", flag_values=values)
+  texts = _define_settings(values, config, may_be)
   rest = _read(values, argv)
+  if positional:
+    rest = _take_word(values[positional], rest)
   names = (f(config, "config.") for f in (free_sections, sections))
   names = [*names, list(values)]
   options = dict(_option(word, *names) for word in rest)
   for name, old in texts.items():
     flag = values[f"config.{name}"]
     if flag.present:
-      value = _convert(flag.name, flag.value, old, words.get(name, ()))
+      value = _convert(flag.name, flag.value, old, may_be.get(name, ()))
       with config.ignore_type():  # a word may take the place of a number
         config.update_from_flattened_dict({name: value})
   with config.unlocked():
@@ -292,4 +323,7 @@ def parse(
       _add(config, name, _guess(text))
     _expand_homes(config)
   own_flags = {name: expand_home(values[name].value) for name in flags}
+  for name, one in flags.items():
+    if values[name].present and (why := refusal(one, own_flags[name])):
+      raise ValueError(f"--{name}={own_flags[name]}: {why}")
   return config, ConfigDict(own_flags).lock()

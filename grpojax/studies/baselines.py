@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.weighted_baselines import logit_score_sq
 from grpojax.runtime import command_line, pictures, records
+from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import baseline_errors, errors, gram, mse, run
 from grpojax.studies.baseline_errors import Pool
 from grpojax.studies.mse_report import mean_over_prompts, ratio_of_means
@@ -33,16 +34,30 @@ from grpojax.training import policy as policies
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
 
 
+FLAGS = run.FLAGS
+_SHARED = changed(
+  mse.SETTINGS,
+  {
+    "name": "baselines",
+    "num_prompts": 6,
+    "samples": 256,
+    "group_sizes": (8,),
+  },
+)
+SETTINGS = section(
+  _SHARED.text,
+  **_SHARED.fields,
+  blocks=setting(
+    8, "blocks of a prompt's completions, for the intervals", within="[3, inf)"
+  ),
+  powers=setting((1.0, 2.0, 3.0), "powers of score_weighted's weights"),
+)
+"""Those of `studies.mse` and two more; about eight minutes of CPU time."""
+
+
 def default_config() -> ConfigDict:
-  """That of `studies.mse`, but for these; about eight minutes of CPU time."""
-  config = mse.default_config().unlock()
-  config.name = "baselines"
-  config.num_prompts = 6
-  config.samples = 256  # completions a prompt
-  config.group_sizes = (8,)
-  config.blocks = 8  # of a prompt's completions, for the intervals
-  config.powers = (1.0, 2.0, 3.0)  # of score_weighted
-  return config.lock()
+  """The embedded study."""
+  return to_config(SETTINGS)
 
 
 def problems(config: ConfigDict) -> list[str]:
@@ -53,9 +68,7 @@ def problems(config: ConfigDict) -> list[str]:
   if config.num_prompts < 2:
     todo = "norm_ratio learns from the other prompts: give 2 or more"
     wrong.append(f"num_prompts = {config.num_prompts!r}: {todo}")
-  if config.blocks < 3:
-    wrong.append(f"blocks = {config.blocks!r}: give 3 or more")
-  elif any(config.samples % (config.blocks * g) for g in config.group_sizes):
+  if any(config.samples % (config.blocks * g) for g in config.group_sizes):
     todo = "each of blocks must have whole groups of each size"
     wrong.append(f"samples = {config.samples!r}: {todo}")
   if not all(power > 0 for power in config.powers):
@@ -195,7 +208,7 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.baselines", default_config, problems
+    argv, "python -m grpojax.studies.baselines", SETTINGS, problems
   )
   with run.resumable():
     pools = collect(config, directory / "pools")

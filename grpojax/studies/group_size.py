@@ -34,6 +34,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.runtime import records
+from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
 from grpojax.studies import run as study
@@ -48,37 +49,51 @@ from grpojax.training import (
 )
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
+from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
 
 PROGRAM = "python -m grpojax.studies.group_size"
 
 
+FLAGS = study.FLAGS
+SETTINGS = section(
+  "the study",
+  name=setting("group_size", "of the study; its directory is runs/NAME"),
+  seeds=setting(3, "runs of each size; an interval needs 2", within="[2, inf)"),
+  budgets=setting((128, 256), "samples a step"),
+  group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
+  predict=section(
+    "the diagnosis before training",
+    prompts=setting(128, "prompts, at least 3", within="[3, inf)"),
+    group_size=setting(16, "completions a prompt", within="[4, inf)"),
+    tangents=setting(16, "random directions", within="[2, inf)"),
+    batch=setting(
+      16, "prompts sampled and diagnosed at a time", within="[1, inf)"
+    ),
+  ),
+  train=changed(
+    TRAIN_SETTINGS,
+    {
+      "steps": 24,
+      "data.options.difficulty": (2, 2),
+      "sampling.max_new_tokens": 56,
+      "optim.learning_rate": 5e-5,
+      "eval.every": 4,
+      "eval.num_prompts": 128,
+      "log.tensorboard": False,
+      "checkpoint.every": 24,
+      "auto_group_size.start": 32,  # too large, to see it move
+      "auto_group_size.largest": 64,
+      "diagnostics.every": 2,  # of the automatic runs
+      "diagnostics.share": 1.0,
+    },
+  ),
+)
+"""The quick setting: the embedded arithmetic model on two cores."""
+
+
 def default_config() -> ConfigDict:
-  """The quick setting: the embedded arithmetic model on two cores."""
-  config = ConfigDict()
-  config.name = "group_size"
-  config.seeds = 3
-  config.budgets = (128, 256)  # samples a step
-  config.group_sizes = (4, 8, 16, 32, 64, 128)
-  config.predict = ConfigDict()  # the diagnosis before training
-  config.predict.prompts = 128
-  config.predict.group_size = 16
-  config.predict.tangents = 16
-  config.predict.batch = 16  # prompts sampled and diagnosed at a time
-  config.train = train_config_lib.default_config().copy_and_resolve_references()
-  with config.train.unlocked():
-    config.train.steps = 24
-    config.train.data.options.difficulty = (2, 2)
-    config.train.sampling.max_new_tokens = 56
-    config.train.optim.learning_rate = 5e-5
-    config.train.eval.every = 4
-    config.train.eval.num_prompts = 128
-    config.train.log.tensorboard = False
-    config.train.checkpoint.every = 24
-    config.train.auto_group_size.start = 32  # too large, to see it move
-    config.train.auto_group_size.largest = 64
-    config.train.diagnostics.every = 2  # of the automatic runs
-    config.train.diagnostics.share = 1.0
-  return config.lock()
+  """The quick setting as a config."""
+  return to_config(SETTINGS)
 
 
 def train_config(
@@ -121,15 +136,10 @@ def problems(config: ConfigDict) -> list[str]:
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
       wrong.append(f"{field} = {values!r}: give whole numbers of 2 or more")
-  if config.seeds < 2:
-    wrong.append(f"seeds = {config.seeds}: an interval needs 2 or more")
-  if not 0 <= config.train.seed < 2**32:
-    wrong.append(f"train.seed = {config.train.seed}: must be in 0..2**32 - 1")
   p = config.predict
-  if p.prompts < 3 or p.batch < 1 or p.prompts % p.batch:
-    wrong.append("predict.prompts: 3 or more, a multiple of predict.batch")
-  if p.group_size < 4 or p.tangents < 2:
-    wrong.append("predict: group_size must be 4, tangents 2 or more")
+  if p.prompts % p.batch:
+    todo = f"must be a multiple of predict.batch = {p.batch}"
+    wrong.append(f"predict.prompts = {p.prompts}: {todo}")
   if wrong:
     return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
@@ -223,10 +233,7 @@ def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  words = {f"train.{k}": w for k, w in train_config_lib.WORDS.items()}
-  config, directory = study.open_study(
-    argv, PROGRAM, default_config, problems, words
-  )
+  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
   # The runs differ in few ways: most of their programs are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -38,6 +38,7 @@ from ml_collections import ConfigDict
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import records
+from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import gsm8k_results as results
 from grpojax.studies import run as study
 from grpojax.training import config as train_config_lib
@@ -51,53 +52,71 @@ from grpojax.training import (
   sft_config,
 )
 from grpojax.training import policy as policies
+from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
 _NOTE = re.compile(r"<<[^<>]*>>")
 
 
+FLAGS = study.FLAGS
+SETTINGS = section(
+  "the study",
+  name=setting("gsm8k", "of the study; its directory is runs/NAME"),
+  prompts=setting(
+    256, "training problems of GRPO, the shortest", within="[2, inf)"
+  ),
+  samples=setting(
+    16, "completions of each, before and after", within="[2, inf)"
+  ),
+  data=section(
+    "the data", path=setting("", "directory of train.jsonl and test.jsonl")
+  ),
+  sft=changed(
+    sft_config.SETTINGS,
+    {
+      "name": "sft",
+      "steps": 1000,
+      "format": "dialogue",
+      "rows": 20,
+      "row_length": 128,
+      "log_every": 10,
+      "data.name": "gsm8k",
+      "tokenizer": "bpe",
+      "vocab_size": 2048,
+      "model.heads": 2,
+      "model.kv_heads": 2,
+    },
+  ),
+  train=changed(
+    TRAIN_SETTINGS,
+    {
+      "name": "grpo",
+      "steps": 160,
+      "batch_size": 16,
+      "group_size": 16,
+      "data.name": "gsm8k",
+      "data.max_prompt_length": 96,
+      "sampling.max_new_tokens": 72,
+      "sampling.temperature": 0.7,
+      "logits_chunk": 24,
+      "reward.functions": ("math_answer",),
+      "optim.learning_rate": 1.5e-4,
+      "optim.micro_batches": 4,
+      "eval.every": 20,
+      "eval.num_prompts": 256,
+      "checkpoint.every": 20,
+      "log.every": 5,
+      "log.samples_every": 20,
+      "log.tensorboard": False,
+    },
+  ),
+)
+"""A run of less than twenty minutes on two cores."""
+
+
 def default_config() -> ConfigDict:
-  """A run of less than twenty minutes on two cores."""
-  config = ConfigDict()
-  config.name = "gsm8k"
-  config.data = ConfigDict()
-  config.data.path = ""  # directory of train.jsonl and test.jsonl
-  config.prompts = 256  # training problems of GRPO, the shortest
-  config.samples = 16  # completions of each, before and after
-  config.sft = sft_config.default_config()
-  with config.sft.unlocked():
-    config.sft.name = "sft"
-    config.sft.steps = 1000
-    config.sft.format = "dialogue"
-    config.sft.rows = 20
-    config.sft.row_length = 128
-    config.sft.log_every = 10
-    config.sft.data.name = "gsm8k"
-    config.sft.tokenizer = "bpe"
-    config.sft.vocab_size = 2048
-    config.sft.model.heads = 2
-    config.sft.model.kv_heads = 2
-  config.train = train_config_lib.default_config().copy_and_resolve_references()
-  with config.train.unlocked():
-    config.train.name = "grpo"
-    config.train.steps = 160
-    config.train.batch_size = 16
-    config.train.group_size = 16
-    config.train.data.name = "gsm8k"
-    config.train.data.max_prompt_length = 96
-    config.train.sampling.max_new_tokens = 72
-    config.train.sampling.temperature = 0.7
-    config.train.logits_chunk = 24
-    config.train.reward.functions = ("math_answer",)
-    config.train.optim.learning_rate = 1.5e-4
-    config.train.optim.micro_batches = 4
-    config.train.eval.every = 20
-    config.train.eval.num_prompts = 256
-    config.train.checkpoint.every = 20
-    config.train.log.every = 5
-    config.train.log.samples_every = 20
-    config.train.log.tensorboard = False
-  return config.lock()
+  """The embedded study."""
+  return to_config(SETTINGS)
 
 
 def sft_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
@@ -120,8 +139,6 @@ def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
 def problems(config: ConfigDict) -> list[str]:
   """What is wrong with the values of a config, a line each."""
   wrong = []
-  if config.prompts < 2 or config.samples < 2:
-    wrong.append("prompts and samples: an interval needs 2 or more of each")
   for check, run in (
     (sft_config.validate, config.sft),
     (train_config_lib.validate, config.train),
@@ -215,10 +232,7 @@ def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  words = {f"train.{k}": w for k, w in train_config_lib.WORDS.items()}
-  config, directory = study.open_study(
-    argv, PROGRAM, default_config, problems, words
-  )
+  config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
   # Before and after run the same programs: they are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   with study.resumable():

@@ -31,6 +31,7 @@ from grpojax.data import arithmetic
 from grpojax.rewards import exact
 from grpojax.runtime import command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.runtime.settings import section, setting, to_config
 from grpojax.studies import errors, gram, run
 from grpojax.studies import mse_report as report
 from grpojax.training import config as train_config
@@ -41,31 +42,44 @@ from grpojax.training import prompts as prompts_lib
 CONFIGURATIONS = ("base", "instruct", "in-context")
 
 
+FLAGS = run.FLAGS
+SETTINGS = section(
+  "the study",
+  name=setting("mse", "of the study; its directory is runs/NAME"),
+  seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  base=setting(
+    "arithmetic-base", "model prompted in context: embedded, or a directory"
+  ),
+  instruct=setting(
+    "arithmetic-instruct", "model prompted by its chat template, likewise"
+  ),
+  shots=setting(
+    2, "solved training problems before an in-context prompt", within="[1, inf)"
+  ),
+  num_prompts=setting(12, "held-out problems", within="[1, inf)"),
+  difficulty=setting(
+    (2, 4), "operations of a problem, lowest and highest number"
+  ),
+  samples=setting(768, "completions a prompt in each of the two pools"),
+  group_sizes=setting(
+    (2, 4, 8, 16, 32, 64), "group sizes, each a divisor of the largest"
+  ),
+  max_new_tokens=setting(80, "longest completion, tokens", within="[1, inf)"),
+  chunk_size=setting(
+    8, "completions whose gradients are computed at once", within="[1, inf)"
+  ),
+)
+"""About seven minutes of CPU time."""
+
+
 def default_config() -> ConfigDict:
-  """About seven minutes of CPU time."""
-  config = ConfigDict()
-  config.name = "mse"  # the run directory is runs/NAME
-  config.seed = 0
-  config.base = "arithmetic-base"  # an embedded model, or a directory
-  config.instruct = "arithmetic-instruct"
-  config.shots = 2  # solved training problems before an in-context prompt
-  config.num_prompts = 12  # held-out problems
-  config.difficulty = (2, 4)  # of all problems: operations, lowest and highest
-  config.samples = 768  # completions a prompt in each of the two pools
-  config.group_sizes = (2, 4, 8, 16, 32, 64)
-  config.max_new_tokens = 80
-  config.chunk_size = 8  # completions whose gradients are computed at once
-  return config.lock()
+  """The embedded study."""
+  return to_config(SETTINGS)
 
 
 def problems(config: ConfigDict) -> list[str]:
-  """All that is wrong with the values, a line each."""
+  """What is wrong with values that are in their ranges, a line each."""
   wrong = []
-  for name in ("num_prompts", "shots", "max_new_tokens", "chunk_size"):
-    if config[name] < 1:
-      wrong.append(f"{name} = {config[name]!r}: must be 1 or more")
-  if not 0 <= config.seed < 2**32:
-    wrong.append(f"seed = {config.seed!r}: must be in 0..2**32 - 1")
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
     wrong.append(f"group_sizes = {sizes!r}: give whole numbers of 2 or more")
@@ -236,7 +250,7 @@ def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.mse", default_config, problems
+    argv, "python -m grpojax.studies.mse", SETTINGS, problems
   )
   with run.resumable():
     rows = _collect(config, directory / "rows.jsonl")

@@ -17,23 +17,26 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line, disk, pictures, records
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import settings as settings_lib
+from grpojax.runtime.settings import Section, setting, to_config
+
+FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
+"""The flags of every study."""
 
 
 def open_study(
   argv: Sequence[str],
   program: str,
-  default: Callable[[], ConfigDict],
+  declared: Section,
   problems: Callable[[ConfigDict], list[str]],
-  words: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[ConfigDict, pathlib.Path]:
   """Reads a study's command line, and starts or goes on with its directory.
 
   Args:
     argv: the arguments: --config=FILE, --config.key=value, --run_dir=DIR.
     program: how the study is called, for --help.
-    default: makes the default config; its `name` names the run directory.
-    problems: what is wrong with the values of a config, a line each.
-    words: for some settings, texts that may stand in the place of a number.
+    declared: the settings; `name` names the run directory.
+    problems: what is wrong with values that are in their ranges, a line each.
 
   Returns:
     The config and the run directory.
@@ -43,19 +46,15 @@ def open_study(
       used, or a directory of something else.
   """
   with command_line.usage_errors():
-    config, flags = command_line.parse(
-      argv,
-      {"run_dir": ("", "where to write; default runs/NAME")},
-      default,
-      program,
-      words,
-    )
-    wrong_keys = config_lib.check_keys(config, default(), words)
-    named = wrong_keys or config_lib.name_problems(config.name)
-    config_lib.refuse(named or problems(config))
+    config, flags = command_line.parse(argv, FLAGS, declared, program)
+    default, words = to_config(declared), settings_lib.words(declared)
+    wrong = config_lib.check_keys(config, default, words)
+    wrong = wrong or config_lib.name_problems(config.name)
+    wrong = wrong or settings_lib.problems(declared, config_lib.flatten(config))
+    config_lib.refuse(wrong or problems(config))
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
-    _open(directory, config, default())
+    _open(directory, config, default)
   return config, directory
 
 

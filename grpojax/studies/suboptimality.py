@@ -32,36 +32,60 @@ from ml_collections import ConfigDict
 
 from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime import records
+from grpojax.runtime import records, settings
 from grpojax.studies import asymptotics, run, suboptimality_report, tabular
 
 ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
 _CHUNK = 500  # steps between two lines of progress
 
 
+FLAGS = run.FLAGS
+SETTINGS = settings.section(
+  "the study",
+  name=settings.setting(
+    "suboptimality", "of the study; its directory is runs/NAME"
+  ),
+  seed=settings.setting(0, "of all random numbers", within="[0, 2**32)"),
+  runs=settings.setting(
+    3000, "independent GRPO runs for each estimator and G", within="[2, inf)"
+  ),
+  steps=settings.setting((100, 500, 2000), "n, at which the gap is measured"),
+  num_samples=settings.setting(16, "N = B G completions a step"),
+  group_sizes=settings.setting((2, 4, 8, 16), "group sizes G"),
+  gain=settings.setting(
+    1.0,
+    "eta times the smallest curvature; the 1/n rate needs more than 1/2",
+    within="(0.5, inf)",
+  ),
+  offset=settings.setting(
+    20, "step sizes are eta / (n + offset)", within="[0, inf)"
+  ),
+  problem=settings.section(
+    "the bandit, see tabular.make_problem",
+    seed=settings.setting(0, "of its random numbers"),
+    prompts=settings.setting(8, "prompts, equally likely", within="[1, inf)"),
+    vocab=settings.setting(4, "completions of a prompt", within="[2, inf)"),
+    dims=settings.setting(3, "parameters of the policy", within="[2, inf)"),
+    spread=settings.setting(
+      0.5, "how much the prompts differ", within="(0, inf)"
+    ),
+    beta=settings.setting(
+      0.5,
+      "coefficient of the KL divergence from the reference",
+      within="(0, inf)",
+    ),
+  ),
+)
+"""The embedded study."""
+
+
 def default_config() -> ConfigDict:
-  """The embedded study. Locked: an unknown key is an error."""
-  config = ConfigDict()
-  config.name = "suboptimality"  # the directory is runs/NAME
-  config.seed = 0
-  config.runs = 3000  # independent GRPO runs for each estimator and G
-  config.steps = (100, 500, 2000)  # n, at which the gap is measured
-  config.num_samples = 16  # N = B G completions a step
-  config.group_sizes = (2, 4, 8, 16)
-  config.gain = 1.0  # eta times the smallest curvature; more than 1/2
-  config.offset = 20  # step sizes are eta / (n + offset)
-  config.problem = ConfigDict()  # see tabular.make_problem
-  config.problem.seed = 0
-  config.problem.prompts = 8
-  config.problem.vocab = 4
-  config.problem.dims = 3
-  config.problem.spread = 0.5
-  config.problem.beta = 0.5
-  return config.lock()
+  """The embedded study as a config."""
+  return settings.to_config(SETTINGS)
 
 
 def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with a config, a line each."""
+  """What is wrong with values that are in their ranges, a line each."""
   wrong = []
 
   def need(holds: bool, name: str, todo: str):
@@ -72,8 +96,6 @@ def problems(config: ConfigDict) -> list[str]:
     whole = values and all(type(x) is int for x in values)
     return whole and least <= values[0] and sorted(set(values)) == list(values)
 
-  need(0 <= config.seed < 2**32, "seed", "must be in 0..2**32 - 1")
-  need(config.runs >= 2, "runs", "must be 2 or more")
   todo = "must be increasing whole numbers, 1 or more"
   need(increasing(config.steps, 1), "steps", todo)
   todo = "must be increasing whole numbers, 2 or more"
@@ -84,14 +106,6 @@ def problems(config: ConfigDict) -> list[str]:
       f"must be a positive multiple of every group size, not of {odd_sizes}"
     )
     need(config.num_samples >= 1 and not odd_sizes, "num_samples", todo)
-  need(0.5 < config.gain < np.inf, "gain", "the 1/n rate needs more than 1/2")
-  need(config.offset >= 0, "offset", "must be 0 or more")
-  sizes = config.problem
-  if min(sizes.prompts, sizes.vocab - 1, sizes.dims - 1) < 1:
-    wrong.append("problem: prompts must be 1 or more, vocab and dims 2 or more")
-  for name, holds in (("beta", sizes.beta > 0), ("spread", sizes.spread > 0)):
-    if not (holds and np.isfinite(sizes[name])):
-      wrong.append(f"problem.{name} = {sizes[name]}: must be more than 0")
   if not wrong:
     try:
       setting(config)
@@ -262,7 +276,7 @@ def main(argv: list[str]) -> None:
   config, directory = run.open_study(
     argv,
     "python -m grpojax.studies.suboptimality",
-    default_config,
+    SETTINGS,
     problems,
   )
   start, known, outcomes = time.perf_counter(), setting(config), {}

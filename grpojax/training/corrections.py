@@ -69,11 +69,8 @@ def problems(leaves: dict[str, Any]) -> list[str]:
     leaves: all settings by dotted path, each in its own range.
   """
   wrong, name = [], leaves["loss.correction"]
-  low, high = leaves["loss.correction_low"], leaves["loss.correction_high"]
-  if not 0 <= low <= 1:
-    todo = "must be in [0, 1]: a weight is 1 where nothing differs; 0 is off"
-    wrong.append(problem("loss.correction_low", low, todo))
-  if not (high == 0 or 1 <= high < math.inf):
+  high = leaves["loss.correction_high"]
+  if 0 < high < 1:
     todo = "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
     wrong.append(problem("loss.correction_high", high, todo))
   updates = leaves["optim.epochs"] * leaves["optim.minibatches"]

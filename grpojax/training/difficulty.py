@@ -43,9 +43,6 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
     )
     return numbers and good(*value)
 
-  need("half_life", lambda x: 0 < x < math.inf, "must be more than 0 (steps)")
-  need("uniform", lambda x: 0 < x <= 1, "must be in (0, 1]")
-  need("rows", lambda x: x >= 1, "must be 1 or more")
   order = lambda x: pair(x, lambda a, b: 0 <= a < b <= 1)
   need("band", order, "must be two numbers, 0 <= low < high <= 1")
   inside = lambda x: pair(x, lambda a, b: 0 < min(a, b) <= max(a, b) < 1)

@@ -1,51 +1,18 @@
 """Which settings of a loss may be, and which of them together."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from grpojax.runtime.config import problem
 from grpojax.training.group_sizes import AUTO
 
-_NOT_NEGATIVE = (
-  "gmpo_clip_low gmpo_clip_high vespo_k_pos vespo_k_neg advantage_clip "
-  "entropy_coef entropy_target entropy_coef_delta entropy_coef_max"
-).split()
-_POSITIVE = (
-  "sapo_temperature_pos sapo_temperature_neg vespo_lambda_pos vespo_lambda_neg"
-).split()
-
 
 def problems(leaves: Mapping[str, Any]) -> list[str]:
-  """What is wrong with the section `loss`, a line each.
+  """What is wrong with the section `loss` as a whole, a line each.
 
   Args:
-    leaves: all settings by dotted path.
+    leaves: all settings by dotted path, each in its own range.
   """
-  return _ranges(leaves) or _together(leaves)
-
-
-def _ranges(leaves: Mapping[str, Any]) -> list[str]:
-  wrong = []
-
-  def need(name, holds, todo):
-    value = leaves[f"loss.{name}"]
-    if not (holds(value) and math.isfinite(value)):
-      wrong.append(problem(f"loss.{name}", value, todo))
-
-  for name in _NOT_NEGATIVE:
-    need(name, lambda x: x >= 0, "must be 0 or more")
-  for name in _POSITIVE:
-    need(name, lambda x: x > 0, "must be more than 0")
-  bounds = "it bounds the ratio itself, which is 1 on-policy"
-  need("cispo_min", lambda x: 0 <= x <= 1, f"must be in [0, 1]: {bounds}")
-  need("cispo_max", lambda x: x >= 1, f"must be 1 or more: {bounds}")
-  todo = "is a share of the tokens: must be in [0, 1]; 1 is all"
-  need("top_entropy_quantile", lambda x: 0 <= x <= 1, todo)
-  return wrong
-
-
-def _together(leaves: Mapping[str, Any]) -> list[str]:
   wrong = []
   coefficient = leaves["loss.entropy_coef"]
   largest = leaves["loss.entropy_coef_max"]

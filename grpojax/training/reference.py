@@ -142,10 +142,7 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   if every and not leaves["loss.beta"]:
     todo = "there is no reference without a KL term: use 0, or loss.beta > 0"
     wrong.append(problem("model.reference_every", every, todo))
-  if not 0 < mix <= 1:
-    todo = "must be in (0, 1]: the policy's share of the new reference"
-    wrong.append(problem("model.reference_mix", mix, todo))
-  elif mix != 1 and not every:
+  if mix != 1 and not every:
     todo = "a fixed reference is not mixed: use 1, or model.reference_every > 0"
     wrong.append(problem("model.reference_mix", mix, todo))
   return wrong

@@ -1,95 +1,133 @@
-"""The configuration of supervised fine-tuning: defaults and validation."""
+"""The settings of supervised fine-tuning, and what makes them valid."""
 
-import math
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import settings as settings_lib
+from grpojax.runtime.settings import free_section, section, setting
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 
 FORMATS = ("document", "dialogue")
 TOKENIZERS = ("characters", "bpe")
+_ONE, _POSITIVE = "[1, inf)", "(0, inf)"
+
+_DATA = section(
+  "the texts",
+  name=setting("arithmetic", "the data set; arithmetic is drawn anew"),
+  path=setting("", "file or directory of a data set that is read from disk"),
+  options=free_section("other keyword arguments of the data set's load"),
+  template=setting(
+    "{prompt}\n", "what a plain prompt becomes, as in training by GRPO"
+  ),
+  special_tokens=setting(
+    "text",
+    "what names of special tokens in prompts and solutions are: text, or the "
+    "control token of that name",
+    SPECIAL_TOKENS,
+  ),
+  learn_prompts=setting(False, "the loss counts the prompts too"),
+)
+
+_MODEL = section(
+  "the model",
+  path=setting(
+    "", 'directory, or embedded model, to start from; "" = from scratch'
+  ),
+  width=setting(128, "from scratch: width", within=_ONE),
+  layers=setting(4, "from scratch: layers", within=_ONE),
+  heads=setting(4, "from scratch: heads of queries", within=_ONE),
+  kv_heads=setting(2, "from scratch: heads of keys and values", within=_ONE),
+  mlp=setting(448, "from scratch: width of the MLP", within=_ONE),
+)
+
+_OPTIM = section(
+  "the optimizer",
+  learning_rate=setting(
+    2e-3, "of embeddings and norms (AdamW)", within=_POSITIVE
+  ),
+  muon_learning_rate=setting(
+    2e-2, "of the layers' matrices (Muon)", within=_POSITIVE
+  ),
+  warmup_steps=setting(
+    50,
+    "steps from 0 to the learning rates; fewer than steps",
+    within="[0, inf)",
+  ),
+  weight_decay=setting(0.01, "of both", within="[0, inf)"),
+  max_grad_norm=setting(
+    1.0, "gradients are scaled down to this norm", within=_POSITIVE
+  ),
+)
+
+SETTINGS = section(
+  "the run",
+  name=setting(
+    "arithmetic-base", "of the model; its directory is runs/NAME without --out"
+  ),
+  seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  steps=setting(1100, "training steps", within=_ONE),
+  format=setting(
+    "document",
+    "plain text, for a base model; or with a chat template, for an instruct "
+    "model",
+    FORMATS,
+  ),
+  rows=setting(20, "rows a step", within=_ONE),
+  row_length=setting(
+    272, "tokens a row; longer examples are left out", within=_ONE
+  ),
+  log_every=setting(100, "steps between lines of progress", within=_ONE),
+  hasty=setting(
+    0.6,
+    "arithmetic: share of texts whose author writes no steps",
+    within="[0, 1]",
+  ),
+  difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
+  difficulty_high=setting(4, "arithmetic: most operations"),
+  tokenizer=setting(
+    "characters", "of a model from scratch; bpe is trained first", TOKENIZERS
+  ),
+  vocab_size=setting(1024, "tokens of a bpe"),
+  data=_DATA,
+  model=_MODEL,
+  optim=_OPTIM,
+)
 
 
 def default_config() -> ConfigDict:
   """Plain-text pretraining of the tiny arithmetic model, from scratch."""
-  config = ConfigDict()
-  config.name = "arithmetic-base"
-  config.seed = 0
-  config.steps = 1100
-  # "document": plain text, for a base model; "dialogue": with a chat template,
-  # for an instruct model.
-  config.format = "document"
-  config.rows = 20  # rows a step
-  config.row_length = 272  # tokens a row; longer examples are left out
-  config.log_every = 100
-  # Arithmetic only.
-  config.hasty = 0.6  # share of texts whose author writes no steps
-  config.difficulty_low = 2
-  config.difficulty_high = 4
-  config.data = ConfigDict()
-  config.data.name = "arithmetic"
-  # Of another data set.
-  config.data.path = ""
-  config.data.options = ConfigDict()  # other keyword arguments of its load
-  config.data.template = "{prompt}\n"  # of prompts, as in training by GRPO
-  config.data.special_tokens = "text"  # in prompts and solutions, likewise
-  config.data.learn_prompts = False  # whether the loss counts the prompts too
-  config.tokenizer = "characters"  # or "bpe"; of a model from scratch
-  config.vocab_size = 1024  # tokens of a "bpe"
-  config.model = ConfigDict()
-  config.model.path = ""  # start from this directory; "" is from scratch
-  config.model.width = 128
-  config.model.layers = 4
-  config.model.heads = 4
-  config.model.kv_heads = 2
-  config.model.mlp = 448
-  config.optim = ConfigDict()
-  config.optim.learning_rate = 2e-3  # of embeddings and norms (AdamW)
-  config.optim.muon_learning_rate = 2e-2  # of the layers' matrices (Muon)
-  config.optim.warmup_steps = 50
-  config.optim.weight_decay = 0.01
-  config.optim.max_grad_norm = 1.0
-  return config.lock()
+  return settings_lib.to_config(SETTINGS)
 
 
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with the values of a config, a line each."""
-  wrong = []
-  for name in ("width", "layers", "heads", "kv_heads", "mlp"):
-    if config.model[name] < 1:
-      wrong.append(f"model.{name} = {config.model[name]}: must be 1 or more")
-  for name, value, known in (
-    ("format", config.format, FORMATS),
-    ("tokenizer", config.tokenizer, TOKENIZERS),
-    ("data.special_tokens", config.data.special_tokens, SPECIAL_TOKENS),
-  ):
-    if value not in known:
-      wrong.append(f"{name} = {value!r}: use one of {', '.join(known)}")
-  for name in ("steps", "rows", "row_length", "difficulty_low", "log_every"):
-    if config[name] < 1:
-      wrong.append(f"{name} = {config[name]}: must be 1 or more")
-  if config.difficulty_high < config.difficulty_low:
-    wrong.append("difficulty_high: must not be below difficulty_low")
-  if not 0 <= config.hasty <= 1:
-    wrong.append(f"hasty = {config.hasty}: is a probability")
-  if config.data.name == "arithmetic" and config.tokenizer != "characters":
-    wrong.append("tokenizer: arithmetic is written in characters")
-  for name in ("learning_rate", "muon_learning_rate", "max_grad_norm"):
-    if not 0 < config.optim[name] < math.inf:
-      wrong.append(f"optim.{name} = {config.optim[name]}: must be more than 0")
-  if not 0 <= config.optim.weight_decay < math.inf:
-    value = config.optim.weight_decay
-    wrong.append(f"optim.weight_decay = {value}: must be 0 or more")
-  if not 0 <= config.seed < 2**32:
-    wrong.append(f"seed = {config.seed}: must be in 0..2**32 - 1")
-  wrong += config_lib.name_problems(config.name)
-  if not 0 <= config.optim.warmup_steps < config.steps:
-    wrong.append("optim.warmup_steps: must be 0 or more, and below steps")
+def problems(leaves: dict[str, Any]) -> list[str]:
+  """What is wrong with the values, a line each.
+
+  Args:
+    leaves: all settings by dotted path.
+  """
+  wrong = settings_lib.problems(SETTINGS, leaves)
+  wrong += config_lib.name_problems(leaves["name"])
+
+  def need(holds, name, todo):
+    if not holds:
+      wrong.append(config_lib.problem(name, leaves[name], todo))
+
+  low = leaves["difficulty_low"]
+  todo = f"must not be below difficulty_low = {low}"
+  need(leaves["difficulty_high"] >= low, "difficulty_high", todo)
+  characters = leaves["tokenizer"] != "bpe"
+  todo = "arithmetic is written in characters: use characters"
+  arithmetic = leaves["data.name"] == "arithmetic"
+  need(characters or not arithmetic, "tokenizer", todo)
+  todo = f"must be below steps = {leaves['steps']}"
+  warmup = leaves["optim.warmup_steps"]
+  need(warmup < max(leaves["steps"], 1), "optim.warmup_steps", todo)
   return wrong
 
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with all that is wrong with `config`, a line each."""
   wrong_keys = config_lib.check_keys(config, default_config())
-  config_lib.refuse(wrong_keys or problems(config))
+  config_lib.refuse(wrong_keys or problems(config_lib.flatten(config)))

@@ -5,22 +5,11 @@ import math
 import re
 from typing import Any
 
-from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
-from grpojax.core.losses import WEIGHTINGS
 from grpojax.core.multi_reward import AGGREGATIONS
-from grpojax.core.sampler_correction import CORRECTIONS
-from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.truncation import TRUNCATED
-from grpojax.data.datasets import DATASETS
-from grpojax.data.survey import TOO_LONG
-from grpojax.models.config import DTYPES
-from grpojax.models.remat import REMAT
 from grpojax.rewards.exact_ids import ON_DEVICE
+from grpojax.runtime import settings as settings_lib
 from grpojax.runtime.config import problem
-from grpojax.runtime.special_tokens import SPECIAL_TOKENS
-from grpojax.statistics.success_rates import PRIORITIES
 from grpojax.training import (
   batch_sizes,
   corrections,
@@ -33,119 +22,32 @@ from grpojax.training import (
   score_norms,
 )
 from grpojax.training.group_sizes import AUTO
-from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
-from grpojax.training.reference import REFERENCE_MEMORY
+from grpojax.training.settings import SETTINGS
 
-CHOICES = {
-  "data.name": tuple(DATASETS),
-  "difficulty.priority": (difficulty.OFF, *PRIORITIES),
-  "data.special_tokens": tuple(SPECIAL_TOKENS),
-  "data.too_long": tuple(TOO_LONG),
-  "model.dtype": tuple(DTYPES),
-  "model.remat": tuple(REMAT),
-  "advantage": tuple(ADVANTAGES),
-  "reward.aggregation": tuple(AGGREGATIONS),
-  "filter_groups.metric": tuple(filter_groups.METRICS),
-  "loss.ratio": tuple(RATIOS),
-  "loss.old_logprobs": tuple(OLD_LOGPROBS),
-  "loss.correction": tuple(CORRECTIONS),
-  "loss.truncated": tuple(TRUNCATED),
-  "loss.surrogate": tuple(SURROGATES),
-  "loss.weighting": tuple(WEIGHTINGS),
-  "loss.kl": tuple(sorted({kl for kls in PLACEMENTS.values() for kl in kls})),
-  "loss.kl_placement": tuple(PLACEMENTS),
-  "model.reference": tuple(REFERENCE_MEMORY),
-  "optim.name": tuple(OPTIMIZERS),
-  "optim.moments_dtype": tuple(MOMENTS),
-  "optim.schedule": tuple(SCHEDULES),
-}
+CHOICES = settings_lib.choices(SETTINGS)
 """The settings that name something, and the names that they may have."""
-
-_AT_LEAST_ONE = (
-  "batch_size subset_size data.max_prompt_length sampling.max_new_tokens "
-  "sampling.stages sampling.parts optim.epochs optim.minibatches "
-  "optim.micro_batches eval.every eval.num_prompts eval.batch_size "
-  "checkpoint.every checkpoint.keep log.every log.samples_every logits_chunk "
-  "auto_group_size.start auto_group_size.smallest auto_group_size.largest "
-  "filter_groups.max_num_gen_batches filter_groups.gen_parts"
-).split()
-_NOT_NEGATIVE = (
-  "seed steps sampling.top_k sampling.slots loss.clip_high loss.dual_clip "
-  "loss.beta optim.warmup_steps optim.weight_decay eval.samples "
-  "diagnostics.every diagnostics.last_layers mesh.sampling_tensor "
-  "auto_group_size.margin auto_group_size.confidence lora.rank reward.workers "
-  "stop.skipped_updates stop.rewards_missing stop.zero_variance_groups "
-  "stop.truncated loss.off_policy_threshold model.reference_every"
-).split()
-_POSITIVE = (
-  "sampling.temperature optim.learning_rate optim.max_grad_norm lora.alpha "
-  "reward.timeout sampling.repetition_penalty score_power"
-).split()
-
-_WORKERS = 1024
 
 
 def _ranges(leaves: dict[str, Any]) -> list[str]:
-  """Values outside their range; NaN fails every comparison."""
-  wrong = []
-
-  def need(field, holds, todo):
-    value = leaves[field]
-    finite = math.isfinite(value)
-    if not (holds(value) and finite):
-      also = "" if finite else ", and finite"
-      wrong.append(problem(field, value, todo + also))
-
-  for field in _AT_LEAST_ONE:
-    need(field, lambda x: x >= 1, "must be 1 or more")
-  for field in _NOT_NEGATIVE:
-    need(field, lambda x: x >= 0, "must be 0 or more")
-  hints = {
-    "sampling.temperature": "; greedy sampling has no policy gradient",
-    "optim.max_grad_norm": "; a large number turns clipping off",
-  }
-  for field in _POSITIVE:
-    todo = f"must be more than 0{hints.get(field, '')}"
-    need(field, lambda x: x > 0, todo)
-  need("seed", lambda x: x < 2**32, "must be less than 2**32 (4294967296)")
-  todo = "must be less than 2**31: it is an int32"
-  for field in ("steps", "optim.epochs", "logits_chunk"):
-    need(field, lambda x: x < 2**31, todo)
-  todo = f"must be {_WORKERS} or fewer: each is a process of this machine"
-  need("reward.workers", lambda x: x <= _WORKERS, todo)
-  need("sampling.top_p", lambda x: 0 < x <= 1, "must be in (0, 1]; 1 is off")
-  need("sampling.min_p", lambda x: 0 <= x <= 1, "must be in [0, 1]; 0 is off")
-  if leaves["group_size"] != AUTO:
-    need("group_size", lambda x: x >= 1, "must be 1 or more, or auto")
-  todo = "must be 2 or more: their spread gives the error"
-  need("diagnostics.tangents", lambda x: x >= 2, todo)
-  need("diagnostics.share", lambda x: 0 < x <= 1, "must be in (0, 1]")
-  need("auto_group_size.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
-  need("score_norms.decay", lambda x: 0 <= x < 1, "must be in [0, 1)")
-  need("loss.clip_low", lambda x: 0 <= x <= 1, "must be in [0, 1]")
-  need(
-    "loss.dual_clip",
-    lambda x: not 0 < x <= 1,
-    "must be more than 1, or 0 for off",
-  )
-  for field in ("optim.b1", "optim.b2"):
-    need(field, lambda x: 0 <= x < 1, "must be in [0, 1)")
+  """Values outside their range, or that their setting does not know."""
+  known = dict(leaves)
+  if leaves["advantage"] == "oracle":  # has an error of its own
+    known["advantage"] = next(iter(CHOICES["advantage"]))
+  wrong = settings_lib.problems(SETTINGS, known)
+  if 0 < leaves["loss.dual_clip"] <= 1:
+    todo = "must be more than 1, or 0 for off"
+    wrong.append(problem("loss.dual_clip", leaves["loss.dual_clip"], todo))
   return wrong
 
 
 def _names(leaves: dict[str, Any]) -> list[str]:
   wrong = []
-  for field, names in CHOICES.items():
-    value = leaves[field]
-    if field == "advantage" and value == "oracle":
-      todo = (
-        "needs the true value of each prompt, which a training run does not "
-        f"know; use one of {', '.join(names)}"
-      )
-      wrong.append(problem(field, value, todo))
-    elif value not in names:
-      todo = f"use one of {', '.join(names)}"
-      wrong.append(problem(field, value, todo))
+  if leaves["advantage"] == "oracle":
+    todo = (
+      "needs the true value of each prompt, which a training run does not "
+      f"know; use one of {', '.join(CHOICES['advantage'])}"
+    )
+    wrong.append(problem("advantage", "oracle", todo))
   if not re.fullmatch(r"[\w.-]+", leaves["name"]):
     todo = "names a directory: use letters, digits, '_', '-' and '.'"
     wrong.append(problem("name", leaves["name"], todo))

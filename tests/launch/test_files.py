@@ -12,9 +12,10 @@ import sys
 import pytest
 import yaml
 
+from grpojax import train
 from grpojax.runtime import command_line
-from grpojax.training.config import WORDS, default_config, validate
-from grpojax.training.validation import CHOICES
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -37,12 +38,7 @@ def lint(stand_ins, program, *arguments, **options):
 def check_training(arguments, monkeypatch):
   """Whether train understands a command line, up to the model itself."""
   monkeypatch.chdir(ROOT)  # for --config=configs/...
-  flags = dict.fromkeys(
-    ("run_dir", "coordinator", "num_processes", "process_id"), ("", "")
-  )
-  config, _ = command_line.parse(
-    arguments, flags, default_config, "train", WORDS, CHOICES
-  )
+  config, _ = command_line.parse(arguments, train.FLAGS, SETTINGS, "train")
   validate(config)
   return config
 

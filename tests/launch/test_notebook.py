@@ -10,9 +10,10 @@ import shutil
 
 import pytest
 
+from grpojax import train
 from grpojax.runtime import command_line
-from grpojax.training.config import WORDS, default_config, validate
-from grpojax.training.validation import CHOICES
+from grpojax.training.config import default_config, validate
+from grpojax.training.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = ROOT / "launch" / "colab_grpo.ipynb"
@@ -62,9 +63,7 @@ def test_its_code_compiles(number):
 def test_its_trainings_are_understood(words, monkeypatch):
   monkeypatch.chdir(ROOT)
   arguments = words[words.index("grpojax.train") + 1 :]
-  config, flags = command_line.parse(
-    arguments, {"run_dir": ("", "")}, default_config, "", WORDS, CHOICES
-  )
+  config, flags = command_line.parse(arguments, train.FLAGS, SETTINGS, "")
   validate(config)
   assert flags.run_dir
 

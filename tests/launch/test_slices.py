@@ -9,8 +9,8 @@ import pytest
 
 from grpojax.models import hf
 from grpojax.runtime import command_line
-from grpojax.training.config import WORDS, default_config, validate
-from grpojax.training.validation import CHOICES
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = sorted((ROOT / "tests/data/model_configs").glob("*.json"))
@@ -113,10 +113,8 @@ def test_layouts_are_settings_of_a_run(slices, file, chip):
   config, _ = command_line.parse(
     [f"--config={slices.CONFIG}", *words],
     {},
-    default_config,
+    SETTINGS,
     "train",
-    WORDS,
-    CHOICES,
   )
   validate(config)
   mesh = config.mesh

@@ -10,14 +10,19 @@ from ml_collections import ConfigDict
 
 from grpojax import train
 from grpojax.runtime import command_line, config_file
+from grpojax.runtime.settings import setting
 from grpojax.training import validation
-from grpojax.training.config import WORDS, default_config
+from grpojax.training.config import default_config
+from grpojax.training.settings import SETTINGS
 
-FLAGS = {"run_dir": ("", "where to write"), "dry_run": (False, "only check")}
+FLAGS = {
+  "run_dir": setting("", "where to write"),
+  "dry_run": setting(False, "only check"),
+}
 
 
-def _parse(*argv, flags=FLAGS, default=default_config):
-  return command_line.parse(argv, flags, default, "program", WORDS)
+def _parse(*argv, flags=FLAGS, default=None):
+  return command_line.parse(argv, flags, SETTINGS, "program", default)
 
 
 def test_defaults_without_arguments(tmp_path, monkeypatch):
@@ -335,7 +340,7 @@ def test_help_lists_the_names_that_a_setting_may_have(capsys):
   lines = capsys.readouterr().out.splitlines()
   for name, names in validation.CHOICES.items():
     (line,) = [x for x in lines if x.startswith(f"  --config.{name}=")]
-    assert line.endswith(f"  one of {', '.join(names)}")
+    assert line.endswith(f"; one of {', '.join(names)}")
 
 
 def test_a_config_file_whose_path_has_a_colon(tmp_path):
@@ -382,7 +387,8 @@ def test_help_says_words_and_free_sections(capsys):
   with pytest.raises(SystemExit):
     _parse("--help")
   lines = capsys.readouterr().out.splitlines()
-  assert "  --config.group_size=8  or auto" in lines
+  (line,) = [x for x in lines if x.startswith("  --config.group_size=8  ")]
+  assert line.endswith("; or auto")
   assert any(x.startswith("  --config.data.options.KEY=") for x in lines)
 
 

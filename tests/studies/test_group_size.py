@@ -89,14 +89,14 @@ def test_a_directory_that_cannot_be_a_studys(name, text, tmp_path):
   (tmp_path / "odd" / "config.json").mkdir(parents=True)
   argv = [f"--run_dir={tmp_path / name}"]
   with pytest.raises(SystemExit, match=f"^error: .*{text}"):
-    study.open_study(argv, "p", group_size.default_config, lambda config: [])
+    study.open_study(argv, "p", group_size.SETTINGS, lambda config: [])
 
 
 def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)  # where it would make the directory gs:
   argv = ["--run_dir=gs://bucket/study"]
   with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
-    study.open_study(argv, "p", group_size.default_config, lambda config: [])
+    study.open_study(argv, "p", group_size.SETTINGS, lambda config: [])
   assert not list(tmp_path.iterdir())
 
 

@@ -37,8 +37,6 @@ def test_a_new_advantage_needs_no_check_but_its_own(monkeypatch, config_with):
     return rewards * lengths
 
   monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
-  choices = validation.CHOICES | {"advantage": (*advantages.ADVANTAGES,)}
-  monkeypatch.setattr(validation, "CHOICES", choices)
   validate(config_with(advantage="picky"))
   with pytest.raises(ValueError, match="group_size = 4: .*'picky'.* 6 or more"):
     validate(config_with(advantage="picky", group_size=4))
@@ -127,7 +125,7 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"loss__advantage_clip": -1.0}, "loss.advantage_clip = -1.0"),
     ({"loss__entropy_coef": -0.1}, "loss.entropy_coef = -0.1"),
     ({"loss__entropy_target": float("nan")}, "loss.entropy_target = nan"),
-    ({"loss__top_entropy_quantile": 20.0}, "is a share of the tokens"),
+    ({"loss__top_entropy_quantile": 20.0}, "share of the tokens"),
     (
       {"loss__entropy_coef": 2.0, "loss__entropy_target": 0.1},
       "loss.entropy_coef = 2.0: starts above loss.entropy_coef_max = 1.0",
@@ -179,7 +177,7 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"reward__weights": ("1",)}, "must be 1 numbers"),
     ({"reward__timeout": 0.0}, "reward.timeout = 0.0"),
     ({"reward__workers": -1}, "reward.workers = -1"),
-    ({"reward__workers": 10**12}, "1024 or fewer"),
+    ({"reward__workers": 10**12}, "must be in [0, 1024]"),
     ({"reward__timeout": float("inf")}, "more than 0, and finite"),
     ({"optim__epochs": 2**31}, "optim.epochs = 2147483648"),
     ({"logits_chunk": 2**31}, "logits_chunk = 2147483648"),
