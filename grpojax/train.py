@@ -41,7 +41,7 @@ from grpojax.runtime import (
   preemption,
 )
 from grpojax.runtime.settings import setting
-from grpojax.training import fit, reporting, run_storage
+from grpojax.training import ending, fit, run_storage
 from grpojax.training.settings import SETTINGS
 
 FLAGS = {
@@ -78,8 +78,10 @@ def main(argv: list[str]) -> None:
       distributed.on_main(publish)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
+      lines = ending.todo(where, config)
     else:
-      reporting.print_summary(where, summary)
+      lines = ending.lines(where, directory, config, summary)
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ one of these places, and needs no other:
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -219,27 +218,3 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     summary |= {f"{name}_{when}": value for name, value in each.items()}
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
-
-
-def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
-  """Accuracy before and after, and where everything is."""
-  for when in ("before", "after"):
-    low, high = summary[f"accuracy_{when}_interval"]
-    print(
-      f"accuracy {when:6} {summary[f'accuracy_{when}']:6.1%}  "
-      f"[{low:.1%}, {high:.1%}]"
-    )
-  for name in summary:
-    if name.endswith("/accuracy_before"):
-      last = name.removesuffix("before") + "after"
-      data_set = name.rpartition("/")[0]
-      print(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
-  for name, count in summary["steps_with"].items():
-    if count:
-      print(f"steps with {name.replace('_', ' ')}: {count}")
-  if summary["failed_rewards"]:
-    print(f"rewards that failed: {summary['failed_rewards']}")
-  print(
-    f"{summary['steps']} steps in {records.duration(summary['train_seconds'])}"
-    f"; results, curve and model are in {where}/"
-  )
