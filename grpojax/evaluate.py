@@ -41,8 +41,6 @@ from grpojax.training import (
   held_out,
   memory,
   mixtures,
-  run_directory,
-  run_storage,
   scoring,
   trained,
 )
@@ -106,27 +104,14 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   return ks if flags.samples else []
 
 
-def _is_run(model: str) -> bool:
-  """Whether it has a config of its own, be its checkpoints gone or not."""
-  where = run_storage.local(model)
-  finished = run_directory.is_finished(where) and (
-    run_directory.model_directory(where) != where
-  )
-  return finished or run_directory.is_run(where)
-
-
-def _config(model: str) -> ConfigDict:
-  return run_directory.read_config(run_storage.local(model))
-
-
 def _parse(argv: list[str]):
   def parse(default=None):
     program = "python -m grpojax.evaluate"
     return command_line.parse(argv, FLAGS, SETTINGS, program, default)
 
   config, flags = parse()
-  if _is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: _config(flags.model))
+  if trained.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: trained.read_config(flags.model))
   validate(config)
   if not flags.model:
     raise ValueError("give --model: a directory, an embedded name, or a run")
@@ -141,9 +126,9 @@ def _parse(argv: list[str]):
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not _is_run(compare):
+  if not trained.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, _config(compare)))
+  ours, theirs = map(config_lib.flatten, (config, trained.read_config(compare)))
   names = [
     name
     for name in sorted(ours.keys() | theirs.keys())

@@ -34,7 +34,7 @@ MAY_IMPORT["training"].add("rewards")
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
-PROGRAMS = {"train", "evaluate", "export", "sft", "compile", "bench"}
+PROGRAMS = {"train", "evaluate", "export", "chat", "sft", "compile", "bench"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}

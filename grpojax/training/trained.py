@@ -13,6 +13,20 @@ from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
 
+def is_run(model: str) -> bool:
+  """Whether it has a config of its own, be its checkpoints gone or not."""
+  where = run_storage.local(model)
+  finished = run_directory.is_finished(where) and (
+    run_directory.model_directory(where) != where
+  )
+  return finished or run_directory.is_run(where)
+
+
+def read_config(model: str) -> ConfigDict:
+  """The config of a run; ValueError where it has none."""
+  return run_directory.read_config(run_storage.local(model))
+
+
 def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
   """A policy and its parameters.
 
