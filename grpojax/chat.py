@@ -37,6 +37,10 @@ from grpojax.training.settings import SETTINGS
 TURNS = ("auto", "all", "one")
 FLAGS = {
   "model": setting("", "a run, a model directory, or an embedded model's name"),
+  "best": setting(
+    False,
+    "of a run, the state of the highest held-out accuracy (checkpoint.best)",
+  ),
   "prompt": setting("", 'asked once; "" = each line of standard input'),
   "example": setting(
     -1,
@@ -134,7 +138,7 @@ def _set_up(
     prompt is shown with what was said before.
   """
   config, flags = _parse(argv)
-  policy, params = trained.load(flags.model, config.model.dtype)
+  policy, params = trained.load(flags.model, config.model.dtype, flags.best)
   memory.check_evaluation(config, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:

@@ -53,6 +53,10 @@ FLAGS = {
   "compare": setting(
     "", 'a second model, on the data settings of the first one; "" = none'
   ),
+  "best": setting(
+    False,
+    "of --model, the state of the highest held-out accuracy (checkpoint.best)",
+  ),
   "samples": setting(
     0, "completions a prompt; 0 = one greedy completion", within="[0, inf)"
   ),
@@ -154,7 +158,8 @@ def _set_up(argv: list[str]):
   names = [flags.model] + [flags.compare] * bool(flags.compare)
   models = []
   for name in names:
-    policy, params = trained.load(name, config.model.dtype)
+    best = flags.best and not models
+    policy, params = trained.load(name, config.model.dtype, best)
     memory.check_evaluation(config, policy, flags.samples or 1)
     models.append((policy, params))
   asked = held_out.problems(config, names, [policy for policy, _ in models])

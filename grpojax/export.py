@@ -28,6 +28,9 @@ FLAGS = {
   "model": setting("", "a run directory, or its URL in a bucket"),
   "out": setting("", "directory to write"),
   "step": setting(-1, "of the checkpoint; -1 = the newest", within="[-1, inf)"),
+  "best": setting(
+    False, "that of the highest held-out accuracy (checkpoint.best)"
+  ),
   "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
   "adapter": setting(False, "of a LoRA run, the adapter without its base"),
 }
@@ -53,6 +56,7 @@ def main(argv: list[str]) -> None:
       None if flags.step < 0 else flags.step,
       flags.dtype or None,
       flags.adapter,
+      flags.best,
     )
   print(f"{what} -> {flags.out}/")
 

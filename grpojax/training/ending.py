@@ -26,6 +26,11 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   lines[-1] += (
     f"  (greedy, {summary['eval_prompts']} held-out prompts, 95% intervals)"
   )
+  if "best_step" in summary and summary["best_step"] != summary["steps"]:
+    lines.append(
+      f"accuracy best   {summary['best_accuracy']:6.1%}  after step "
+      f"{summary['best_step']}, chosen by these prompts"
+    )
   for name in summary:
     if name.endswith("/accuracy_before"):
       last = name.removesuffix("before") + "after"
@@ -54,6 +59,9 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
     "ask it": ["chat", f"--model={where}"],
     "export": ["export", f"--model={where}", f"--out={name}-model"],
   }
+  if config.checkpoint.best:
+    for what in ("evaluate", "ask it", "export"):
+      words[what].append("--best")
   if start in os.listdir(hf.ASSETS):
     words["a real model"] = ["train", f"--config={REAL}"]
   return {
@@ -77,7 +85,9 @@ def lines(
     summary: see `reporting.finish`.
   """
   names = {
-    f"{run_directory.MODEL}/": "Hugging Face format",
+    f"{run_directory.MODEL}/": (
+      f"of step {summary['model_step']}, Hugging Face format"
+    ),
     run_directory.CURVE: "",
     run_directory.METRICS: "",
     run_directory.SAMPLES: "",

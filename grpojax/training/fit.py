@@ -9,6 +9,7 @@ reward.on_device) the step, the reading of the weights, and with reward.workers
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -31,6 +32,7 @@ from grpojax.runtime import (
   screen,
 )
 from grpojax.training import (
+  best,
   device_step,
   filter_groups,
   from_config,
@@ -172,7 +174,9 @@ def fit(
       The state of the last whole step is saved in both cases.
     disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
-  config = run.config
+  config, record = run.config, progress.evaluations
+  if config.checkpoint.best:
+    record = best.kept(record, checkpoint.steps(checkpointer))
 
   def ask(together=False):
     saved = checkpoint.check(checkpointer)  # it may have failed
@@ -180,26 +184,45 @@ def fit(
     poll(together)
 
   def save():
-    notes = progress_lib.to_notes(progress)
+    notes = progress_lib.to_notes(with_record())
     publish()  # the rows of a step come before its checkpoint
     kept = reference.on_devices(state)
-    checkpoint.save(checkpointer, int(state.step), kept, notes)
+    always = best.step(record) if config.checkpoint.best else None
+    checkpoint.save(checkpointer, int(state.step), kept, notes, always)
+
+  def with_record():
+    return dataclasses.replace(progress, evaluations=record)
 
   def evaluate():
+    """Whether the run goes on."""
+    nonlocal record
     step = int(state.step)
-    due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
-    done = functools.partial(reporting.evaluations, run, step)
-    if due and not distributed.on_main(done):
-      reporting.evaluate_held_out(run, state.params, step, ask)
+    if step > 0 and (step % config.eval.every == 0 or step == config.steps):
+      rows = distributed.on_main(lambda: reporting.evaluations(run, step))
+      if not rows:
+        rows = [reporting.evaluate_held_out(run, state.params, step, ask)]
+      record = best.after(record, progress.baseline, rows[-1])
+    why = best.stopping(record, config.stop.no_improvement)
+    if why and step < config.steps:
+      print(why, flush=True)
+      return False
+    return True
+
+  def steps():
+    if evaluate():  # where the run was ended in the middle of it
+      yield from remaining_steps(run, state, tx, progress, ask)
 
   try:
-    evaluate()  # where the run was ended in the middle of it
-    for done in remaining_steps(run, state, tx, progress, ask):
+    for done in steps():
       state, progress = done
-      evaluate()
+      goes_on = evaluate()
       step = int(state.step)
-      if step % config.checkpoint.every == 0 or step == config.steps:
+      is_best = config.checkpoint.best and best.step(record) == step
+      due = step % config.checkpoint.every == 0 or step == config.steps
+      if due or is_best or not goes_on:
         save()
+      if not goes_on:
+        break
       limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
       why = progress_lib.hopeless(progress, limits)
       if why and step < config.steps:
@@ -214,7 +237,7 @@ def fit(
     raise
   finally:
     checkpoint.wait(checkpointer)
-  return state, progress
+  return state, with_record()
 
 
 def run(
@@ -255,7 +278,7 @@ def run(
         config, directory, stack, poll, publish, told
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
-      return reporting.finish(run, state.params, progress, poll)
+      return reporting.finish(run, state, progress, checkpointer, poll)
     except Preempted as done:
       publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"

@@ -39,13 +39,14 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core.types import Params
+from grpojax.core.types import Params, TrainState
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
+from grpojax.runtime import checkpoint, distributed, pictures, records
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import distributed, pictures, records
 from grpojax.runtime.printable import printable
 from grpojax.training import (
+  best,
   evaluation,
   from_config,
   group_sizes,
@@ -174,29 +175,43 @@ def speed(config: ConfigDict, row, seconds: float) -> dict[str, float]:
 
 
 def finish(
-  run: Run, params: Params, progress: Progress, poll: Callable[[], None]
+  run: Run,
+  state: TrainState,
+  progress: Progress,
+  checkpointer: checkpoint.Checkpointer,
+  poll: Callable[[], None],
 ) -> dict[str, Any]:
-  """Writes the model, the picture and the summary."""
-  steps = run.config.steps
+  """Writes the model, the picture and the summary.
+
+  The model is the last state's or, with checkpoint.best, that of the highest
+  held-out accuracy.
+  """
+  steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, poll)
+  step = best.step(progress.evaluations) if run.config.checkpoint.best else None
+  step = steps if step is None else step
+  if step != steps:
+    params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
   if not distributed.on_main(functools.partial(file_checksums.intact, model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
     hf.save(model, whole, run.policy.directory, dtype="float32")
-  return distributed.on_main(functools.partial(_summarize, run, progress))
+  summarize = functools.partial(_summarize, run, progress, steps, step)
+  return distributed.on_main(summarize)
 
 
-def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
+def _summarize(
+  run: Run, progress: Progress, steps: int, model_step: int
+) -> dict[str, Any]:
   """Writes the picture and the summary, and returns that."""
-  steps = run.config.steps
   pictures.learning_curve(
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )
-  names = ("accuracy", "accuracy_low", "accuracy_high")
+  names = "accuracy", "accuracy_low", "accuracy_high"
   last = [progress.baseline, *evaluations(run, steps)][-1]
   before, after = (
     [test[name] for name in names] for test in (progress.baseline, last)
@@ -208,13 +223,21 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     "accuracy_after_interval": after[1:],
     "train_seconds": progress.train_seconds,
     "steps": steps,
+    "model_step": model_step,
     "eval_prompts": len(run.held_out.examples),
     "dropped_prompts": run.train.dropped + run.held_out.dropped,
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
+  if found := progress.evaluations.get("best"):
+    accuracy, *interval = (found[name] for name in names)
+    summary |= {"best_step": found["step"], "best_accuracy": accuracy}
+    summary |= {"best_accuracy_interval": interval}
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
     summary |= {f"{name}_{when}": value for name, value in each.items()}
+  model = run.file(run_directory.MODEL)
+  of_model = {"step": model_step, "of_steps": steps}
+  records.write_json(model / run_directory.OF_MODEL, of_model)
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary

@@ -59,11 +59,19 @@ _CHECKPOINT = section(
   "the state, saved along the way",
   every=setting(10, "steps between checkpoints", within=ONE),
   keep=setting(2, "newest checkpoints on disk", within=ONE),
+  best=setting(
+    False,
+    "also keep the state of the highest held-out accuracy, and make it model/",
+  ),
 )
 
 _LOG = section(
   "what is written along the way",
-  every=setting(1, "steps between lines of metrics", within=ONE),
+  every=setting(
+    1,
+    "steps between lines of progress; in long evaluations, batches",
+    within=ONE,
+  ),
   samples_every=setting(
     10, "steps between completions that are written", within=ONE
   ),
@@ -85,6 +93,12 @@ _STOP = section(
   ),
   truncated=setting(
     0, "with most completions cut off; 0 = never", within=NOT_NEGATIVE
+  ),
+  no_improvement=setting(
+    0,
+    "evaluations, not steps, without a higher held-out accuracy: the run ends "
+    "early, with its model; 0 = never",
+    within=NOT_NEGATIVE,
   ),
 )
 

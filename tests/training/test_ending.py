@@ -14,6 +14,7 @@ SUMMARY = {
   "accuracy_after": 0.984,
   "accuracy_after_interval": [0.917, 0.997],
   "train_seconds": 214.0,
+  "model_step": 40,
   "steps": 40,
   "eval_prompts": 64,
   "dropped_prompts": 0,
@@ -32,7 +33,8 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, config_with):
     "accuracy after   98.4%  [91.7%, 99.7%]"
     "  (greedy, 64 held-out prompts, 95% intervals)",
     "40 steps in 3m34s; results are in runs/x/:",
-    "  model/ (Hugging Face format), learning_curve.png, metrics.jsonl",
+    "  model/ (of step 40, Hugging Face format), learning_curve.png, "
+    "metrics.jsonl",
   ]
   assert lines[4:] == ending.todo("runs/x", config)
   assert max(map(len, lines)) < 100
