@@ -18,16 +18,21 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     model/              the trained model, in Hugging Face format
     learning_curve.png
     summary.json        accuracy before and after, seconds, steps
+    profile/            a trace of some steps, where profile.steps asks for one
 
 DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
 
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
-run), log.*, eval.*, checkpoint.*, stop.*, data.too_long, reward.workers and
-timeout, mesh.*, optim.micro_batches, optim.packing, model.remat and
-model.reference. SIGTERM saves and exits with code 75: run the same command
-again to go on. A run that goes nowhere (`stop.*`) saves, says why, and exits
-with code 1.
+run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
+reward.workers and timeout, mesh.*, optim.micro_batches, optim.packing,
+model.remat and model.reference. SIGTERM saves and exits with code 75: run the
+same command again to go on. A run that goes nowhere (`stop.*`) saves, says why,
+and exits with code 1; one whose held-out accuracy rises no more
+(`stop.no_improvement`) ends early, and is finished.
+
+On a terminal a table of the last steps is drawn anew; elsewhere each step is a
+line.
 """
 
 import contextlib

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from grpojax.core.types import TrainState
@@ -32,17 +31,17 @@ from grpojax.runtime import (
   screen,
 )
 from grpojax.training import (
+  adapting,
   best,
   device_step,
   filter_groups,
-  from_config,
   host_step,
   opening,
+  profiling,
   prompt_choice,
   reference,
   reporting,
   run_storage,
-  score_norms,
 )
 from grpojax.training import pace as pace_lib
 from grpojax.training import progress as progress_lib
@@ -74,43 +73,21 @@ def _group_size(config: ConfigDict, state: TrainState) -> int:
   return config.group_size if chosen is None else int(chosen.group_size)
 
 
-def _make_adapt(run: Run):
-  """`(state, row) -> state`: what is learned from a step's diagnosis.
-
-  The group size, where it is chosen while training, and the scores' lengths,
-  where the advantage asks for them.
-  """
-  config, places = run.config, run.places
-  observe = jax.jit(
-    from_config.observe(config), out_shardings=places.group_size
-  )
-  observe_norms = jax.jit(
-    score_norms.observe(config), out_shardings=places.score_norms
-  )
-
-  def adapt(state: TrainState, row) -> TrainState:
-    old = state.group_size
-    if old is not None:
-      new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-      sizes = int(old.group_size), int(new.group_size)
-      if sizes[0] != sizes[1]:
-        print("group size {} -> {}".format(*sizes), flush=True)
-      state = state.replace(group_size=new)
-    if state.score_norms is not None:
-      norms = observe_norms(state.score_norms, score_norms.from_row(row))
-      state = state.replace(score_norms=norms)
-    return state
-
-  return adapt
-
-
 def remaining_steps(
-  run: Run, state: TrainState, tx, progress: Progress, poll: Poll
+  run: Run,
+  state: TrainState,
+  tx,
+  progress: Progress,
+  poll: Poll,
+  around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """The remaining steps; what is after each of them, recorded and printed."""
+  """The remaining steps; what is after each of them, recorded and printed.
+
+  `around(step)` is a context for each.
+  """
   config, pace = run.config, pace_lib.Pace()
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
-  adapt = _make_adapt(run)
+  adapt = adapting.make_adapt(run)
   follow = reference.make_follow(config, run.places)
   size, batches, choose = None, iter(()), None
   parts = filter_groups.draw_parts(config)
@@ -141,7 +118,8 @@ def remaining_steps(
     given = take(parts)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
-    state, row, shown, failures = step_(state, *given, diagnosed, take)
+    with around(step):
+      state, row, shown, failures = step_(state, *given, diagnosed, take)
     state = follow(state)
     if diagnosed:
       state = adapt(state, row)
@@ -209,8 +187,9 @@ def fit(
     return True
 
   def steps():
-    if evaluate():  # where the run was ended in the middle of it
-      yield from remaining_steps(run, state, tx, progress, ask)
+    with profiling.opened(config.profile.steps, run.directory) as around:
+      if evaluate():  # where the run was ended in the middle of it
+        yield from remaining_steps(run, state, tx, progress, ask, around)
 
   try:
     for done in steps():

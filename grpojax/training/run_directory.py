@@ -31,7 +31,7 @@ RECORDS = (METRICS, SAMPLES, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
 CHANGEABLE = (
-  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|data\.too_long|"
+  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
   r"model\.(remat|reference)"
 )

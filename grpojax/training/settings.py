@@ -78,6 +78,11 @@ _LOG = section(
   tensorboard=setting(True, "write the metrics for TensorBoard too"),
 )
 
+_PROFILE = section(
+  "a trace of some steps, for xprof and TensorBoard",
+  steps=setting("", 'FIRST:LAST, the steps traced into RUN/profile; "" = none'),
+)
+
 _STOP = section(
   "the run ends after so many steps in a row; 0 = never",
   skipped_updates=setting(
@@ -155,6 +160,7 @@ SETTINGS = section(
   eval=_EVAL,
   checkpoint=_CHECKPOINT,
   log=_LOG,
+  profile=_PROFILE,
   stop=_STOP,
   mesh=_MESH,
 )
