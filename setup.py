@@ -18,7 +18,7 @@ setuptools.setup(
     "grpojax.configs",
   ],
   package_dir={"grpojax.configs": "configs"},
-  package_data={"grpojax": ["assets/**/*"]},
+  package_data={"grpojax": ["assets/**/*", "reports/page/*"]},
   entry_points={"console_scripts": ["grpojax = grpojax.__main__:main"]},
   python_requires=">=3.11",
   install_requires=[
@@ -27,6 +27,7 @@ setuptools.setup(
     "flax>=0.11",
     "fsspec",
     "grain>=0.2.16",
+    "huggingface_hub>=1.3",  # transformers>=5.0 needs no less
     "importlib_resources",  # tensorflow-datasets imports it undeclared
     "jax>=0.7.2",
     "jaxtyping",
@@ -36,24 +37,34 @@ setuptools.setup(
     "numpy",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.4",
+    "pyarrow>=15",  # before 14.0.1 a file could run code (CVE-2023-47248)
     "rich>=13",  # the table of steps on a terminal; flax needs it, too
     "safetensors",
     "scipy",
     "tensorboardX",
     "tensorflow-datasets>=4.9.10",  # needs no TensorFlow
     "tokenizers",
+    "tqdm",
     "transformers>=5.0",
   ],
   extras_require={
     "tpu": ["jax[tpu]"],
     "cuda": ["jax[cuda13]"],
+    "datasets": ["datasets>=4.0"],  # of the Hub; 4.0 runs no code of theirs
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
+    "docs": [  # mkdocs build --strict
+      "latex2mathml",  # formulas, without a script in the page
+      "mkdocs-material>=9.7",
+      "mkdocstrings[python]>=1.0",
+      "ruff",  # signatures
+    ],
     # With PyTorch and peft installed too, models and adapters are compared with
     # transformers' and peft's own.
     "test": [
       "beartype",
+      "datasets>=4.0",
       "math-verify",
       "pytest",
       "pytest-xdist>=3.8",

@@ -1,10 +1,11 @@
 """GSM8K by GRPO, with any instruct model: what the gsm8k_* configs share.
 
 Command:   python -m grpojax.train --config=configs/gsm8k.py \
-               --config.model.path=DIR
-           DIR is a model directory in Hugging Face format. The data are
-           downloaded by tensorflow-datasets, or read from a local copy:
-           --config.data.path=DIR (grpojax/data/gsm8k.py says which kinds).
+               --config.model.path=MODEL
+           MODEL is a directory in Hugging Face format, or ORG/NAME of the
+           Hugging Face Hub. The data are downloaded by tensorflow-datasets, or
+           read from a local copy: --config.data.path=DIR
+           (grpojax/data/gsm8k.py says which kinds).
 Hardware:  one GPU of 80 GB for models of up to about 2 billion parameters.
 Time:      not known; not run yet: no accelerator was at hand.
 Expected:  a rising reward, and accuracy on the 1,319 test problems above that
@@ -24,7 +25,7 @@ def get_config() -> ConfigDict:
   # to arXiv 2603.01162, Figure 5.
   config.batch_size = 32
   config.group_size = 32
-  config.model.path = "give --config.model.path=DIR"
+  config.model.path = "give --config.model.path=MODEL"
   config.model.dtype = "bfloat16"
   config.model.remat = "full"
   config.data.name = "gsm8k"

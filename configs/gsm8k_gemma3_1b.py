@@ -1,9 +1,9 @@
 """GSM8K by GRPO with gemma-3-1b-it.
 
-Command:   python -m grpojax.train --config=configs/gsm8k_gemma3_1b.py \
-               --config.model.path=DIR
-           DIR is that model in Hugging Face format, by default
-           ./gemma-3-1b-it. For the data see configs/gsm8k.py.
+Command:   python -m grpojax.train --config=configs/gsm8k_gemma3_1b.py
+           google/gemma-3-1b-it comes from the Hugging Face Hub (gated: accept
+           its terms, and `hf auth login`), or with --config.model.path=DIR from
+           a directory. For the data see configs/gsm8k.py.
 Hardware:  one GPU of 80 GB, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
            Or eight chips of TPU v5e in the layout of launch/README.md:
            11.7 of 16 GiB, as compiled for them.
@@ -23,5 +23,5 @@ COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
 def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_gemma3_1b"
-  config.model.path = "gemma-3-1b-it"
+  config.model.path = "google/gemma-3-1b-it"
   return config.lock()

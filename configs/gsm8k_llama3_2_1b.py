@@ -1,9 +1,10 @@
 """GSM8K by GRPO with Llama-3.2-1B-Instruct.
 
-Command:   python -m grpojax.train --config=configs/gsm8k_llama3_2_1b.py \
-               --config.model.path=DIR
-           DIR is that model in Hugging Face format, by default
-           ./Llama-3.2-1B-Instruct. For the data see configs/gsm8k.py.
+Command:   python -m grpojax.train --config=configs/gsm8k_llama3_2_1b.py
+           meta-llama/Llama-3.2-1B-Instruct comes from the Hugging Face Hub
+           (gated: accept its terms, and `hf auth login`), or with
+           --config.model.path=DIR from a directory. For the data see
+           configs/gsm8k.py.
 Hardware:  one GPU of 80 GB, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
            XLA's estimate, compiled for the CPU, is 62 GiB at its peak.
            Or eight chips of TPU v5e in the layout of launch/README.md:
@@ -24,5 +25,5 @@ COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
 def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_llama3_2_1b"
-  config.model.path = "Llama-3.2-1B-Instruct"
+  config.model.path = "meta-llama/Llama-3.2-1B-Instruct"
   return config.lock()

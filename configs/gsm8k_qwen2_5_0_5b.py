@@ -1,9 +1,9 @@
 """GSM8K by GRPO with Qwen2.5-0.5B-Instruct.
 
-Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_0_5b.py \
-               --config.model.path=DIR
-           DIR is that model in Hugging Face format, by default
-           ./Qwen2.5-0.5B-Instruct. For the data see configs/gsm8k.py.
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen2_5_0_5b.py
+           Qwen/Qwen2.5-0.5B-Instruct comes from the Hugging Face Hub, or with
+           --config.model.path=DIR from a directory. For the data see
+           configs/gsm8k.py.
 Hardware:  four chips of TPU v5e with --config.optim.micro_batches=8: 10.4 of
            16 GiB, as compiled for v5e:2x2; one chip with fewer samples, see
            launch/README.md. Or one GPU of 40 GB or more.
@@ -23,5 +23,5 @@ COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
 def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_qwen2_5_0_5b"
-  config.model.path = "Qwen2.5-0.5B-Instruct"
+  config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
   return config.lock()

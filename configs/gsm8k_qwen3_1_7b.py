@@ -1,9 +1,9 @@
 """GSM8K by GRPO with Qwen3-1.7B, thinking switched off.
 
-Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_1_7b.py \
-               --config.model.path=DIR
-           DIR is that model in Hugging Face format, by default
-           ./Qwen3-1.7B. For the data see configs/gsm8k.py.
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_1_7b.py
+           Qwen/Qwen3-1.7B comes from the Hugging Face Hub, or with
+           --config.model.path=DIR from a directory. For the data see
+           configs/gsm8k.py.
 Hardware:  one host of 8 GPUs of 80 GB.
            Or 16 chips of TPU v5e in the layout of launch/README.md:
            15.3 of 16 GiB, as compiled for them.
@@ -26,7 +26,7 @@ COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
 def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_qwen3_1_7b"
-  config.model.path = "Qwen3-1.7B"
+  config.model.path = "Qwen/Qwen3-1.7B"
   config.data.template_options = ConfigDict({"enable_thinking": False})
   config.sampling.max_new_tokens = 2048  # it writes more than the others
   config.optim.micro_batches = 4  # eight prompts, one a device, at a time

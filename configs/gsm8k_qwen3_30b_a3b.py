@@ -1,9 +1,9 @@
 """GSM8K by GRPO with Qwen3-30B-A3B.
 
-Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py \
-               --config.model.path=DIR
-           DIR is that model in Hugging Face format, by default
-           ./Qwen3-30B-A3B. For the data see configs/gsm8k.py.
+Command:   python -m grpojax.train --config=configs/gsm8k_qwen3_30b_a3b.py
+           Qwen/Qwen3-30B-A3B comes from the Hugging Face Hub, or with
+           --config.model.path=DIR from a directory. For the data see
+           configs/gsm8k.py.
 Hardware:  128 chips of TPU v5e (8x16): 13.5 of 16 GiB, as compiled for them
            (launch/README.md).
 Time:      not known; not run yet: no accelerator was at hand.
@@ -22,7 +22,7 @@ COMMON = pathlib.Path(__file__).with_name("gsm8k.py")
 def get_config() -> ConfigDict:
   config = runpy.run_path(str(COMMON))["get_config"]().unlock()
   config.name = "gsm8k_qwen3_30b_a3b"
-  config.model.path = "Qwen3-30B-A3B"
+  config.model.path = "Qwen/Qwen3-30B-A3B"
   config.data.template_options = ConfigDict({"enable_thinking": False})
   config.mesh.fsdp = 8
   config.mesh.expert = 4

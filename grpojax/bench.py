@@ -6,15 +6,15 @@
 
 --workload is one GRPO step of a comparison with other libraries (see
 grpojax/benchmarks/workloads.py), each time on new prompts, with the weights of
-the step before. It prints one JSON line. arithmetic is the default job of
-`python -m grpojax.train`, without its evaluations and checkpoints. Settings of
+the step before. It prints one JSON line. arithmetic is a step of GRPO on the
+embedded arithmetic-instruct, with the default of every setting. Settings of
 how it is computed may be changed (--config.optim.micro_batches=1, ...), and are
 then in "variant"; those of what is computed may not. PEERS_MODEL_DIR may name a
 directory with the weights that the others are timed with; without it they are
 drawn.
 
 --config is a step of any training config on random weights of its model's real
-shapes: model.path may be a model directory or a config.json alone, and needs no
+shapes: of model.path the config.json is read (which may be alone), and no
 weights. Prompts are random, all of data.max_prompt_length tokens; completions
 have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
 second, operations of matrix products (without attention) and bytes that must be

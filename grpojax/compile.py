@@ -8,8 +8,9 @@ It compiles exactly what `python -m grpojax.train` would run with this config on
 the named slice (rollout, reference pass, update; one program with
 reward.on_device), on shapes alone, and prints what each of them needs: memory,
 operations, HBM traffic, what is sent between chips, and an estimate of seconds.
-No accelerator, weights or data are needed: model.path may be a model directory
-or a config.json alone. TPUs need libtpu (pip install 'jax[tpu]').
+No accelerator, weights or data are needed: of model.path (a directory, ORG/NAME
+of the Hub, or a config.json alone) the config.json is read. TPUs need libtpu
+(pip install 'jax[tpu]').
 
 Slices: v5e:2x2, v6e:4x4, v4:2x2x1, v5p:2x2x2, tpu7x:2x2x1, ...; cpu:8 is eight
 CPU devices with made-up peaks, for trials.
@@ -33,7 +34,7 @@ from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime.settings import setting
 from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import validate
+from grpojax.training.config import default_job, validate
 from grpojax.training.settings import SETTINGS
 
 DOES_NOT_FIT = 3
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.compile"
+      argv, FLAGS, SETTINGS, "python -m grpojax.compile", default_job
     )
     out = pathlib.Path(flags.out) if flags.out else None
     if out:

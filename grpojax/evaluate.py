@@ -4,8 +4,9 @@
                                [--k=1,2,4] [--majority] [--temperature=1.0]
                                [--out=FILE.json] [--config.key=value ...]
 
-DIR is a Hugging Face directory, the name of an embedded model, or the run
-directory of a training run, finished or not, whose config is then the default.
+DIR is a Hugging Face directory, the name of an embedded model, ORG/NAME or
+ORG/NAME@REVISION of the Hugging Face Hub, or the run directory of a training
+run, finished or not, whose config is then the default.
 Without --samples it decodes greedily and prints the accuracy with Wilson's 95%
 interval; with --samples=N it draws N completions a prompt and prints pass@k
 (unbiased) for each k, with a 95% interval over prompts. --majority adds maj@k:
@@ -49,7 +50,10 @@ from grpojax.training.held_out import HeldOut
 from grpojax.training.settings import SETTINGS
 
 FLAGS = {
-  "model": setting("", "a model directory, an embedded model's name, or a run"),
+  "model": setting(
+    "",
+    "a directory, an embedded model, a run, or ORG/NAME[@REVISION] of the Hub",
+  ),
   "compare": setting(
     "", 'a second model, on the data settings of the first one; "" = none'
   ),
@@ -118,7 +122,10 @@ def _parse(argv: list[str]):
     config, flags = parse(lambda: trained.read_config(flags.model))
   validate(config)
   if not flags.model:
-    raise ValueError("give --model: a directory, an embedded name, or a run")
+    raise ValueError(
+      "give --model: a directory, an embedded model, a run, or ORG/NAME of the "
+      "Hub"
+    )
   ks = _check_flags(config, flags)
   functions.resolve_all(
     config.reward.functions, config.reward.options.to_dict()

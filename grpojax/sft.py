@@ -13,6 +13,11 @@ made by
         --config.format=dialogue --config.model.path=arithmetic-base \
         --config.steps=400 --config.optim.muon_learning_rate=5e-3 \
         --config.optim.learning_rate=5e-4
+    python -m grpojax.sft --config.name=arithmetic-careless \
+        --config.format=dialogue --config.model.path=arithmetic-instruct \
+        --config.hasty=0 --config.forget_low=0.35 --config.forget_high=0.95 \
+        --config.steps=150 --config.rows=10 --config.log_every=25 \
+        --config.optim.muon_learning_rate=5e-3 --config.optim.learning_rate=5e-4
 
 and a model of GSM8K, with a tokenizer of its own, by
 

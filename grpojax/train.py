@@ -10,14 +10,19 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     changes.jsonl       settings that were changed when it was resumed
     lengths.npz         tokens of all prompts, so that they are measured once
     metrics.jsonl       one line a step, and one an evaluation
-    samples.jsonl       sampled completions with their rewards (not with
-                        reward.on_device: they never reach the host)
+    samples.jsonl       sampled completions with their rewards, in whole groups,
+                        and
+    rewards.jsonl       how often which reward was given, step by step (both not
+                        with reward.on_device: they never reach the host)
+    evaluations.jsonl   which held-out answers were right
     failures.jsonl      rewards that could not be computed, with the completions
     tensorboard/        the same metrics for TensorBoard
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png
-    summary.json        accuracy before and after, seconds, steps
+    report.html         all of it, to look at in a browser
+    summary.json        accuracy before and after, seconds, steps, the group
+                        size that the gradient's noise asked for
     profile/            a trace of some steps, where profile.steps asks for one
 
 DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
@@ -47,6 +52,7 @@ from grpojax.runtime import (
 )
 from grpojax.runtime.settings import setting
 from grpojax.training import ending, fit, run_storage
+from grpojax.training.config import default_job
 from grpojax.training.settings import SETTINGS
 
 FLAGS = {
@@ -63,7 +69,7 @@ def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
     config, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, "python -m grpojax.train"
+      argv, FLAGS, SETTINGS, "python -m grpojax.train", default_job
     )
   where = flags.run_dir or f"runs/{config.name}"
   join = distributed.joined(

@@ -12,10 +12,11 @@ from grpojax.models import hf
 from grpojax.runtime import eos as eos_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
 
-NAMES = ("arithmetic-base", "arithmetic-instruct")
+NAMES = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 PROMPTS = {
   "arithmetic-base": "23*4+17\n",
   "arithmetic-instruct": "Q: 23*4+17\nA: ",
+  "arithmetic-careless": "Q: 23*4+17\nA: ",
 }
 ANSWER = "23*4=92\n92+17=109\n#### 109"
 
@@ -77,6 +78,7 @@ def test_training_starts_from_it(name, tmp_path):
     "steps": 1,
     "batch_size": 2,
     "group_size": 2,
+    "diagnostics.every": 0,
     "optim.micro_batches": 1,
     "sampling.max_new_tokens": 4,
     "logits_chunk": 64,

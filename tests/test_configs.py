@@ -51,14 +51,16 @@ def training_config(name):
 
 def model_of(config):
   """The model's config.json; configs for any model get a small one's."""
-  file = MODELS / f"{config.model.path}.json"
+  file = MODELS / f"{pathlib.Path(config.model.path).name}.json"
   if not file.is_file():
     file = MODELS / "Qwen2.5-0.5B-Instruct.json"
   return json.loads(file.read_text())
 
 
 def test_every_model_has_a_config():
-  paths = {training_config(name).model.path for name in CONFIGS}
+  paths = {
+    pathlib.Path(training_config(name).model.path).name for name in CONFIGS
+  }
   assert set(PARAMETERS) <= paths
   assert set(PARAMETERS) == {path.stem for path in MODELS.glob("*.json")}
 

@@ -1,7 +1,8 @@
 """The import rule, of every module:
 
-    core <- statistics; core <- models <- data <- rewards; models <- runtime;
-    all of these <- training <- aot, studies, programs; aot <- benchmarks
+    core <- statistics <- reports; core <- models <- data <- rewards;
+    models <- runtime; all of these <- training <- aot, studies, programs;
+    aot <- benchmarks
 
 `python tests/test_imports.py [ROOT]` draws what imports what, of any checkout.
 """
@@ -29,12 +30,14 @@ MAY_IMPORT = {
   "rewards": {"core", "models", "data"},
   "runtime": {"core", "models"},
 }
+MAY_IMPORT["reports"] = {"statistics"}
 MAY_IMPORT["training"] = {"statistics", "runtime", *MAY_IMPORT["rewards"]}
-MAY_IMPORT["training"].add("rewards")
+MAY_IMPORT["training"] |= {"rewards", "reports"}
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
 PROGRAMS = {"train", "evaluate", "export", "chat", "sft", "compile", "bench"}
+PROGRAMS.add("report")
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
 MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}

@@ -18,6 +18,9 @@ OWNERS = {
   run_storage.CHECKPOINTS: "training/run_storage.py",
   run_storage.REFERENCE: "training/run_storage.py",
   run_directory.CURVE: "training/run_directory.py",
+  run_directory.REWARDS: "training/run_directory.py",
+  run_directory.EVALUATIONS: "training/run_directory.py",
+  run_directory.REPORT: "training/run_directory.py",
 }
 
 

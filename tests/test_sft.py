@@ -239,6 +239,7 @@ def test_all_too_long_is_refused(tmp_path):
     ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
     ("--config.data.name=jsonl", "data.path"),
     ("--config.hasty=1.5", "must be in [0, 1]"),
+    ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),
     ("--config.data.special_tokens=x", "one of text, control"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),

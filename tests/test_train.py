@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -30,10 +31,13 @@ FILES = {
   "lengths.npz",
   "metrics.jsonl",
   "samples.jsonl",
+  "rewards.jsonl",
+  "evaluations.jsonl",
   "tensorboard",
   "checkpoints",
   "model",
   "learning_curve.png",
+  "report.html",
   "summary.json",
 }
 # Each a mean over a step's samples, tokens or updates.
@@ -130,11 +134,58 @@ def test_a_run_leaves_what_the_docstring_says(toy_run):
   samples = records.read_jsonl(toy_run.directory / "samples.jsonl")
   assert {row["step"] for row in samples} == {2, 4, 6, 8}
   sizes = {row["step"]: row["group_size"] for row in steps_of(run)}
-  for step in (2, 4, 6, 8):  # one group each
-    assert sum(row["step"] == step for row in samples) == sizes[step]
+  for step in (2, 4, 6, 8):  # four groups each
+    assert sum(row["step"] == step for row in samples) == 4 * sizes[step]
   for row in samples:
     right = exact.exact_answer("", row["completion"], row)
     assert row["reward"] == right and row["prompt"].endswith("\n")
+
+
+def test_samples_say_what_was_learned_from_them(toy_run):
+  groups = {}
+  for row in records.read_jsonl(toy_run.directory / "samples.jsonl"):
+    groups.setdefault((row["step"], row["group"]), []).append(row)
+    assert "".join(row["tokens"]).startswith(row["completion"])
+    assert len(row["tokens"]) == len(row["logprobs"]) <= 8
+    assert max(row["logprobs"]) <= 0 > min(row["logprobs"])
+    assert row["rewards"] == {"exact_answer": row["reward"]}
+  assert {group for _, group in groups} == {0, 1, 2, 3}
+  varied = 0
+  for rows in groups.values():
+    rewards = np.array([row["reward"] for row in rows])
+    others = (rewards.sum() - rewards) / (len(rewards) - 1)
+    found = [row["advantage"] for row in rows]
+    np.testing.assert_allclose(found, rewards - others, atol=1e-5)
+    varied += np.ptp(rewards) > 0
+  assert varied  # some of them were learned from
+
+
+def test_rewards_and_answers_are_counted(toy_run):
+  run = toy_run.directory
+  steps = {row["step"]: row for row in steps_of(run)}
+  counts = records.read_jsonl(run / "rewards.jsonl")
+  assert [row["step"] for row in counts] == list(steps)
+  for row in counts:
+    values, times = np.array(row["counts"]).T
+    assert times.sum() == 64
+    mean = steps[row["step"]]["reward_mean"]
+    assert values @ times / 64 == pytest.approx(mean, abs=1e-5)
+  answers = records.read_jsonl(run / "evaluations.jsonl")
+  tests = [row for row in rows_of(run) if "accuracy" in row]
+  assert len({row["problems"] for row in answers}) == 1
+  for row, test in zip(answers, tests, strict=True):
+    assert row["step"] == test["step"] and len(row["right"]) == 10
+    assert row["right"].count("1") / 10 == pytest.approx(test["accuracy"])
+
+
+def test_the_report_is_of_the_finished_run(toy_run):
+  text = (toy_run.directory / "report.html").read_text()
+  data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1]
+  (run,) = json.loads(data)["runs"]
+  assert run["status"] == "finished, 8 of 8 steps"
+  assert run["notes"] == [] and len(run["groups"]) == 16
+  assert run["gain"]["difference"] == 1.0
+  assert "optimal_group_size" in run["curves"]
 
 
 def test_the_summary_is_of_the_first_and_last_evaluation(toy_run):
@@ -424,7 +475,7 @@ def test_each_group_size_compiles_once(
   rows = steps_of(run)
   assert [row["group_size"] for row in rows] == [8, 16, 8, 16, 8]
   samples = records.read_jsonl(run / "samples.jsonl")
-  assert len(samples) == 16 + 16  # steps 2 and 4
+  assert len(samples) == 4 * (16 + 16)  # steps 2 and 4
   text = [record.getMessage() for record in caplog.records]
   for name, times in (
     *(("learn", 2), ("diagnose", 2), ("other", 1)),

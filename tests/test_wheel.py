@@ -18,6 +18,7 @@ TINY = {
   "steps": 1,
   "batch_size": 2,
   "group_size": 2,
+  "diagnostics.every": 0,
   "sampling.max_new_tokens": 4,
   "eval.num_prompts": 2,
   "eval.batch_size": 2,
@@ -84,6 +85,7 @@ def test_a_wheel_has_the_assets_and_the_configs(wheel):
   names = set(zipfile.ZipFile(wheel).namelist())
   wanted = [p for p in ROOT.glob("grpojax/**/*.py")]
   wanted += [p for p in ROOT.glob("grpojax/assets/**/*") if p.is_file()]
+  wanted += ROOT.glob("grpojax/reports/page/*")
   names_of = {path.relative_to(ROOT).as_posix() for path in wanted}
   configs = {f"grpojax/configs/{p.name}" for p in ROOT.glob("configs/*.py")}
   assert configs and names_of | configs <= names

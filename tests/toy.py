@@ -69,6 +69,8 @@ def arguments(model: pathlib.Path, **changes):
     "sampling.max_new_tokens": 8,
     "logits_chunk": 64,
     "optim.learning_rate": 1e-2,
+    "optim.warmup_steps": 0,
+    "diagnostics.every": 0,
     "eval.every": 3,
     "eval.num_prompts": 10,
     "eval.batch_size": 4,

@@ -21,6 +21,7 @@ import jax
 
 from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
+from grpojax.runtime import records
 
 VERSION = 2  # of what is kept; count up when the counting changes
 # Environment variables that change what XLA makes of a program.
@@ -165,14 +166,10 @@ def _read(file: pathlib.Path) -> Part | None:
 
 def _write(file: pathlib.Path, part: Part) -> None:
   """Keeps a result, whole or not at all."""
-  partial = file.with_suffix(f".{os.getpid()}")
-  try:
+  with contextlib.suppress(OSError):  # it only saves time
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(dataclasses.asdict(part)))
-    partial.replace(file)
-  except OSError:  # it only saves time
-    with contextlib.suppress(OSError):
-      partial.unlink(missing_ok=True)
+    with records.replacing(file) as partial:
+      partial.write_text(json.dumps(dataclasses.asdict(part)))
 
 
 def measure(

@@ -16,13 +16,16 @@ from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import hub
 from grpojax.training import (
   device_step,
   from_config,
   group_sizes,
   host_step,
+  loss_settings,
   prompts,
   reference,
+  sources,
 )
 from grpojax.training import policy as policies
 from grpojax.training.optimizer import optimizer
@@ -57,7 +60,8 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
   """A model's directory and its config.json.
 
   Args:
-    path: as of a run, or a config.json by itself, of any name.
+    path: as `policy.find_model` takes it, or a config.json by itself, of any
+      name.
 
   Raises:
     ValueError: there is none, or it is not of a model.
@@ -71,7 +75,7 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     if not isinstance(hf_config, dict) or "model_type" not in hf_config:
       raise ValueError(f"model.path = {path!r}: has no model_type")
     return file.parent, hf_config
-  directory = policies.find_model(path)
+  directory = policies.find_model(path, hub.CONFIG)
   return directory, hf.read_config(directory)
 
 
@@ -111,11 +115,12 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(config.model.path)
+  _, hf_config = read_model(sources.model(config))
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = from_config.open_policy(config)
   else:
     policy = _policy(config, hf_config)
+    loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
   adapted = config.lora.rank > 0
   dtype = config.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
@@ -199,7 +204,10 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       numbered = parts > 1 or config.filter_groups.enable
       first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
       asked = _prompts(run, sampling, parts)
-      return policies.lower(sample, state.params, asked, key, *first)
+      given = state.params, asked, key, *first
+      if sampling is not run.mesh:
+        sample = from_config.laid_out(sample, sampling, *given)
+      return policies.lower(sample, *given)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size

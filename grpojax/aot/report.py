@@ -42,14 +42,14 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
 
   Scoring by a reference, and by the policy where `loss.old_logprobs` asks for
   it; in each epoch, to find the tokens of highest entropy among those of all
-  micro-batches.
+  micro-batches, and how all of them load a mixture's experts.
   """
   config, optim = run.config, run.config.optim
   off_policy = optim.epochs * optim.minibatches > 1
   scored = run.ref_params is not None
   scored += from_config.rescore(config) and off_policy
-  found = config.loss.top_entropy_quantile < 1 and optim.micro_batches > 1
-  return int(scored), int(found)
+  found = config.loss.top_entropy_quantile < 1 or config.loss.router_aux_coef
+  return int(scored), int(bool(found) and optim.micro_batches > 1)
 
 
 def part_flops(run: programs.Run) -> dict[str, float]:

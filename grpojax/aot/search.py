@@ -24,7 +24,13 @@ from grpojax.models import hf
 from grpojax.models.config import TransformerConfig
 from grpojax.models.remat import REMAT
 from grpojax.runtime.config import flatten
-from grpojax.training import batch_sizes, from_config, group_sizes, memory
+from grpojax.training import (
+  batch_sizes,
+  from_config,
+  group_sizes,
+  memory,
+  sources,
+)
 
 LARGEST_TENSOR = 16
 KEPT = {"full": 1, "selective": 4, "none": 10}
@@ -91,7 +97,7 @@ def _try(config, settings, devices, name, machine, chip, say):
 
 def _least(config: ConfigDict, mesh: jax.sharding.Mesh):
   """What a run cannot do without, see `training.memory`."""
-  _, hf_config = programs.read_model(config.model.path)
+  _, hf_config = programs.read_model(sources.model(config))
   model = hf.to_transformer_config(hf_config)
   phases = memory.training(config, model, mesh)
   return {
@@ -153,7 +159,7 @@ def check(config: ConfigDict) -> None:
       "--search needs reward.on_device=False: it lays sampling and training "
       "out apart; without --search one layout of the fused step is compiled"
     )
-  _, hf_config = programs.read_model(config.model.path)
+  _, hf_config = programs.read_model(sources.model(config))
   hf.to_transformer_config(hf_config)
 
 
@@ -177,7 +183,7 @@ def search(
     The report of the best layout, with all that fit as "ranking"; or, where
     nothing fits, {"fits": False, "ranking": []}.
   """
-  _, hf_config = programs.read_model(config.model.path)
+  _, hf_config = programs.read_model(sources.model(config))
   model = hf.to_transformer_config(hf_config)
   every = meshes(model, len(devices))
   args = devices, machine, chip, say

@@ -108,7 +108,7 @@ def default_job(config: ConfigDict) -> subject.Rows:
 
 
 def _steps(name: str, config: ConfigDict, count: int, stack) -> subject.Rows:
-  if name == workloads.DEFAULT_JOB:
+  if name == workloads.ARITHMETIC:
     return default_job(config)
   with command_line.usage_errors():
     opened = stack.enter_context(open_workload(name, config))
@@ -166,7 +166,7 @@ def _tokens(name: str, config: ConfigDict, rows: Sequence[dict[str, Any]]):
   samples = config.batch_size * config.group_size
   sums = [round(float(r["completion_length_mean"]) * samples) for r in rows]
   longest = [int(r["completion_length_max"]) for r in rows]
-  if name == workloads.DEFAULT_JOB:
+  if name == workloads.ARITHMETIC:
     return sums, longest, None  # they are what the policy makes them
   workload = workloads.WORKLOADS[name]
   planned = [

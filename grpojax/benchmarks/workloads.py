@@ -57,9 +57,9 @@ WORKLOADS = {
   "tail": Workload(4, 8, 64, 256, mean_length=64),
   "long_prompt": Workload(4, 16, 512, 64),
 }
-DEFAULT_JOB = "arithmetic"
-NAMES = (*WORKLOADS, DEFAULT_JOB)
-STEPS = {name: 8 for name in WORKLOADS} | {DEFAULT_JOB: 10}
+ARITHMETIC = "arithmetic"
+NAMES = (*WORKLOADS, ARITHMETIC)
+STEPS = {name: 8 for name in WORKLOADS} | {ARITHMETIC: 10}
 """Steps that are timed, where --steps does not say."""
 
 _TABLE_STEPS = 32
@@ -121,7 +121,7 @@ REWARD = f"{__name__}:{count_a.__name__}"
 def config_of(name: str) -> ConfigDict:
   """The training config of a workload, but for model.path."""
   config = default_config()
-  if name == DEFAULT_JOB:
+  if name == ARITHMETIC:
     return config
   workload = WORKLOADS[name]
   config.name = name

@@ -24,12 +24,12 @@ g(x) = E[U | x].
   `statistics.group_size` with M for B. At equal samples nothing is gained in a
   step but the passes over groups that teach nothing.
 - What is not 0 in a group of equal rewards does change: a KL term is averaged
-  over the groups that vary, E[p(x) E[KL | x, varies]] / p, as is an entropy
-  bonus, and no weights of these groups give back what the others would have
-  said. Advantages that are not 0 there (vanilla, pooled baselines) have another
-  objective: for vanilla and rewards of 0 and 1 g(x) is weighted by
-  1 - V(x)^(G - 1), V the success rate, since a group that is all right is left
-  out.
+  over the groups that vary, E[p(x) E[KL | x, varies]] / p, as are an entropy
+  bonus and the loss of a mixture's routers, and no weights of these groups give
+  back what the others would have said. Advantages that are not 0 there
+  (vanilla, pooled baselines) have another objective: for vanilla and rewards of
+  0 and 1 g(x) is weighted by 1 - V(x)^(G - 1), V the success rate, since a
+  group that is all right is left out.
 
 All of it holds for prompts drawn independently, on-policy, for the weightings
 `sequence_mean`, `sequence_sum` and `fixed_length`; `token_mean` counts the

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from grpojax.core import entropy as entropy_lib
+from grpojax.core import load_balancing, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
-from grpojax.core import sampler_mismatch
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.sampler_correction import Correct
@@ -68,6 +68,7 @@ def make_gradient(
   micro_batches: int,
   entropy_bonus: EntropyBonus | None,
   top_entropy_quantile: float | int,
+  router_aux_coef: float,
   sampling: Sampling,
   chunk_size: int,
 ) -> Callable[..., Any]:
@@ -78,13 +79,23 @@ def make_gradient(
     factor is the entropy bonus's coefficient; the gradient is float32 or
     better; the metrics are by `update.OVER_UPDATES`; the micro-batches' shares
     of the minibatch's mean entropy are None without a bonus.
+
+  Raises:
+    ValueError: a router's loss, and a model that tells nothing of its routers.
   """
+  if router_aux_coef and lm.forward_with_load is None:
+    raise ValueError(
+      f"router_aux_coef={router_aux_coef} balances the experts of a model, and "
+      "this one has none (no LM.forward_with_load): use 0"
+    )
   some = top_entropy_quantile < 1
   keep = functools.partial(
     entropy_lib.highest_entropy, share=top_entropy_quantile
   )
 
   def score(params, batch: Batch):
+    """Log-probabilities, entropies and, for its loss, the routers' load."""
+    weights = load_balancing.load_weights(batch) if router_aux_coef else None
     return packing_lib.completion_logprobs(
       lm,
       params,
@@ -95,12 +106,13 @@ def make_gradient(
       sampling=sampling,
       chunk_size=chunk_size,
       entropy_gradient=entropy_bonus is not None,
+      load_weights=weights,
     )
 
-  def micro_loss(params, factor, batch: Batch, weights, kept, tokens):
+  def micro_loss(params, factor, batch: Batch, weights, kept, tokens, all_load):
     batch = map_rows(constrain, batch)
     weights = constrain(weights, "batch", "group")
-    logprobs, entropy = score(params, batch)
+    logprobs, entropy, *load = score(params, batch)
     mask = batch.completion_mask
     if some and kept is None:  # there is no other part
       kept = keep(jax.lax.stop_gradient(entropy), mask)
@@ -121,29 +133,42 @@ def make_gradient(
       acted = kept if some else mask
       mean_entropy = entropy_lib.mean_entropy(entropy, acted, tokens)
       value -= factor * mean_entropy
+    balance = None
+    if router_aux_coef:
+      balance = load_balancing.load_balancing_loss(*load, all_load)
+      value += router_aux_coef * balance
     monitored |= of_correction
     of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
     monitored = monitored | {"entropy": entropy}
-    return value, (monitored, of_sampler, mean_entropy)
+    return value, (monitored, of_sampler, mean_entropy, balance)
 
   def of_all_parts(params, batch: Batch):
-    """What no part of a minibatch knows: its tokens kept, and how many."""
-    if micro_batches == 1 or not (some or entropy_bonus):
-      return None, None
-    if not some:
-      return None, jnp.sum(batch.completion_mask)
-    entropies = jax.lax.map(
-      lambda part: score(params, map_rows(constrain, part))[1], batch
-    )
-    kept = keep(entropies, batch.completion_mask)
-    return kept, jnp.sum(kept)
+    """What no part of a minibatch knows: its tokens kept, how many, its load.
+
+    Tokens of highest entropy and the load take a forward pass.
+    """
+    mask, kept = batch.completion_mask, None
+    if micro_batches == 1 or not (some or entropy_bonus or router_aux_coef):
+      return None, None, None
+    if not (some or router_aux_coef):
+      return None, jnp.sum(mask), None
+
+    def of_part(part):
+      _, entropy, *load = score(params, map_rows(constrain, part))
+      return entropy if some else None, load  # what is not asked for is not run
+
+    entropies, load = jax.lax.map(of_part, batch)
+    load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
+    if some:
+      kept = keep(entropies, mask)
+    return kept, jnp.sum(kept if some else mask), *(load or [None])
 
   def accumulate(params, batch: Batch, factor):
     """Loss and gradient over a minibatch, micro-batch by micro-batch."""
 
     def add(total, part):
       out = jax.value_and_grad(micro_loss, has_aux=True)(
-        params, factor, *part, tokens
+        params, factor, *part, tokens, load
       )
       (value, monitored), grads = out
       # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
@@ -155,13 +180,15 @@ def make_gradient(
       weights = weights * batch.sample_weights[..., None]
       batch = batch.replace(sample_weights=None)  # they are in it
     parts = _split(batch, weights, micro_batches)
-    kept, tokens = of_all_parts(params, parts[0])
+    kept, tokens, load = of_all_parts(params, parts[0])
     zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
     (value, grads), aux = jax.lax.scan(add, zero, (*parts, kept))
-    monitored, of_sampler, mean_entropy = aux
+    monitored, of_sampler, mean_entropy, balance = aux
     mask = parts[0].completion_mask
     first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
     metrics = _token_metrics(monitored, mask) | first
+    if router_aux_coef:
+      metrics["mean"]["router_aux_loss"] = jnp.sum(balance)
     return value, grads, metrics, mean_entropy
 
   return accumulate

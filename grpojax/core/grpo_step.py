@@ -73,6 +73,7 @@ def make_batch(
   policy_params: Params | None = None,
   kl_in_reward: float = 0.0,
   truncated: str = "keep",
+  advantage_clip: float | None = None,
   micro_batches: int = 1,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
@@ -106,6 +107,8 @@ def make_batch(
     kl_in_reward: beta of a penalty beta * log(pi / ref) of each completion,
       taken from its reward before the comparison.
     truncated: what completions without an end count for, see `core.truncation`.
+    advantage_clip: advantages are held within [-this, this], which biases the
+      gradient towards what such advantages are of; None is off.
     micro_batches: parts in which the batch is scored, one after the other, see
       `micro_batches.cuts`.
     sampling: what the rollout was sampled with.
@@ -120,10 +123,15 @@ def make_batch(
     A `Batch` for the update.
 
   Raises:
-    ValueError: a penalty without a reference, policy_params on-policy, an
-      advantage that asks for what is not there, or arrays that do not fit (see
-      `core.arguments`).
+    ValueError: a penalty without a reference, policy_params on-policy, a bound
+      that is none, an advantage that asks for what is not there, or arrays that
+      do not fit (see `core.arguments`).
   """
+  if advantage_clip is not None and not advantage_clip > 0:
+    raise ValueError(
+      f"advantage_clip bounds |A| and must be > 0, not {advantage_clip}; None "
+      "turns it off"
+    )
   rewards = read_rewards(rewards, rollout.finished.shape, "make_batch")
   if on_policy and policy_params is not None:
     raise ValueError(
@@ -157,7 +165,9 @@ def make_batch(
   rewards = jnp.where(real, rewards, jnp.nan)
   rewards, learned = TRUNCATED[truncated](rewards, rollout.finished)
   learned = (learned & present(rewards))[..., None]
-  weights = prompt_weights
+  advantages, weights = advantage(rewards), prompt_weights
+  if advantage_clip is not None:
+    advantages = jnp.clip(advantages, -advantage_clip, advantage_clip)
   if weights is not None:
     weights = jnp.broadcast_to(weights[:, None], rewards.shape)
   return Batch(
@@ -165,7 +175,7 @@ def make_batch(
     prompt_mask=rollout.prompt_mask,
     completion_ids=rollout.completion_ids,
     completion_mask=rollout.completion_mask & learned,
-    advantages=advantage(rewards),
+    advantages=advantages,
     old_logprobs=None if on_policy else own,
     ref_logprobs=ref_logprobs,
     sampler_logprobs=rollout.logprobs,
@@ -231,6 +241,7 @@ def make_grpo_step(
   advantage: Callable[..., Array] = leave_one_out,
   kl_in_reward: float = 0.0,
   truncated: str = "keep",
+  advantage_clip: float | None = None,
   rescore: bool = False,
   sampling: Sampling = Sampling(),
   decoding: Decoding = Decoding(),
@@ -260,6 +271,7 @@ def make_grpo_step(
     advantage: see `make_batch`.
     kl_in_reward: see `make_batch`.
     truncated: see `make_batch`.
+    advantage_clip: see `make_batch`.
     rescore: where there are several updates, compute the old log-probabilities
       anew before the first of them (`make_batch`'s policy_params); False takes
       the sampler's. A single update is exactly on-policy and needs neither.
@@ -273,7 +285,8 @@ def make_grpo_step(
       sampled, to be returned with the others (see `statistics.diagnostics`);
       a parameter `score_norms` gets those of the state.
     **update_options: `loss`, `weighting`, `correction`, `max_grad_norm`,
-      `entropy_bonus` and `top_entropy_quantile` of `make_update`.
+      `entropy_bonus`, `top_entropy_quantile` and `router_aux_coef` of
+      `make_update`.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.
@@ -315,13 +328,15 @@ def make_grpo_step(
       policy_params=state.params if rescore and not on_policy else None,
       kl_in_reward=kl_in_reward,
       truncated=truncated,
+      advantage_clip=advantage_clip,
       micro_batches=minibatches * micro_batches,
       sampling=sampling,
       chunk_size=chunk_size,
       score_norms=state.score_norms,
       prompt_weights=prompts.weights,
     )
-    row = rollout_metrics(samples, rewards)
+    compared, _ = TRUNCATED[truncated](rewards, samples.finished)
+    row = rollout_metrics(samples, rewards, compared)
     if diagnose is not None:
       diagnose_ = bind(diagnose, score_norms=state.score_norms)
       row |= diagnose_(state.params, samples, rewards, diagnosis_key(state))

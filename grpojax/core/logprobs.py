@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,20 @@ def completion_hidden(
   completion (position 0) by the state of the last prompt token. The prompt is
   computed once for its whole group.
   """
-  where = dict(positions=positions, segments=segments)
-  if lm.forward is not None:
+  args = prompt_ids, prompt_mask, ids, positions, segments
+  return _hidden_and_load(lm, params, *args)[0]
+
+
+def _hidden_and_load(
+  lm, params, prompt_ids, prompt_mask, ids, positions, segments, weights=None
+):
+  """`completion_hidden`, and with weights what the routers did, else None."""
+  where, load = dict(positions=positions, segments=segments), None
+  if weights is not None:
+    given = prompt_ids, prompt_mask, ids
+    forward = functools.partial(lm.forward_with_load, load_weights=weights)
+    last, hidden, load = forward(params, *given, **where)
+  elif lm.forward is not None:
     last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **where)
   else:
     prefix = lm.prefill(params, prompt_ids, prompt_mask)
@@ -40,8 +53,8 @@ def completion_hidden(
   first = jnp.broadcast_to(last[:, None, None], hidden[:, :, :1].shape)
   before = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
   if positions is None:
-    return before
-  return jnp.where((positions == 0)[..., None], first, before)
+    return before, load
+  return jnp.where((positions == 0)[..., None], first, before), load
 
 
 def _chunks(
@@ -149,7 +162,8 @@ def token_logprobs(
   segments: Int[Array, "B G S"] | None = None,
   entropy_gradient: bool = False,
   samples: Int[Array, "B N T"] | None = None,
-) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
+  load_weights: tuple[Array, Array] | None = None,
+) -> tuple[Any, ...]:
   """Log-probability (nats) of each completion token, and the entropy there.
 
   Logits, and their gradients, exist for `chunk_size` tokens at a time: they are
@@ -170,9 +184,11 @@ def token_logprobs(
     entropy_gradient: whether a gradient flows through the entropy too.
     samples: the completions that `segments` counts, where the rows of `ids` are
       packed of them; a repetition penalty reads them.
+    load_weights: see `LM.forward_with_load`, which the model must have.
 
   Returns:
-    `(logprobs, entropy)`, float32.
+    `(logprobs, entropy)`, [B, G, S] and float32; with `load_weights` also a
+    `load_balancing.ExpertLoad`.
 
   Raises:
     ValueError: chunk_size below 1, a repetition penalty of packed rows without
@@ -185,8 +201,9 @@ def token_logprobs(
   if penalised and segments is not None and samples is None:
     raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, decoding=False)
-  hidden = completion_hidden(
-    lm, params, prompt_ids, prompt_mask, ids, positions, segments
+  where = positions, segments, load_weights
+  hidden, load = _hidden_and_load(
+    lm, params, prompt_ids, prompt_mask, ids, *where
   )
 
   of_logits = _score_with_slope if entropy_gradient else _score
@@ -227,4 +244,4 @@ def token_logprobs(
     jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[..., : ids.shape[2]]
     for x in out
   )
-  return logprobs, entropy
+  return (logprobs, entropy, load)[: 2 + (load is not None)]

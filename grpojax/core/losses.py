@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float
 from grpojax.core.binding import bind
 from grpojax.core.kl import clean_logprobs, k1, k2, k3
 from grpojax.core.kl import kl_penalty as kl_penalty
+from grpojax.core.soft_surrogates import Monitored
 from grpojax.core.surrogates import (
-  Monitored,
   RatioFn,
   SurrogateFn,
   clipped,
@@ -120,7 +120,6 @@ def grpo_loss(
   kl: KLFn = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
-  advantage_clip: float | None = None,
   kept: Bool[Array, "B G T"] | None = None,
   **settings: Any,
 ) -> tuple[Float[Array, ""], Monitored]:
@@ -150,8 +149,6 @@ def grpo_loss(
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio, so that k1 and
       k3 have the gradient of the reverse KL, also off-policy.
-    advantage_clip: advantages are held within [-this, this], which biases the
-      gradient towards what such advantages are of; None is off.
     kept: the tokens that the surrogate is of, and the KL term is not; None is
       all of them. Weights stay what they are.
     **settings: of the surrogate (`clip_low`, say).
@@ -166,11 +163,6 @@ def grpo_loss(
       for arrays whose shapes do not fit.
   """
   _check_kl(kl, beta, kl_correction, ref_logprobs)
-  if advantage_clip is not None and not advantage_clip > 0:
-    raise ValueError(
-      f"advantage_clip bounds |A| and must be > 0, not {advantage_clip}; None "
-      "turns it off"
-    )
   _check_shapes(
     mask,
     advantages,
@@ -181,8 +173,6 @@ def grpo_loss(
   old = jax.lax.stop_gradient(old)
   advantages = jax.lax.stop_gradient(advantages)[..., None]
   advantages = jnp.where(mask, advantages, 0.0)
-  if advantage_clip is not None:
-    advantages = jnp.clip(advantages, -advantage_clip, advantage_clip)
 
   ratios = ratio(logprobs, old, mask)
   surrogate = bind(surrogate, mask=mask)

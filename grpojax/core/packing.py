@@ -177,8 +177,9 @@ def completion_logprobs(
   prompt_mask: Bool[Array, "B P"],
   ids: Int[Array, "B G T"],
   rows: Rows | None = None,
+  load_weights: tuple[Array, Array] | None = None,
   **options: Any,
-) -> tuple[Float[Array, "B G T"], Float[Array, "B G T"]]:
+) -> tuple[Any, ...]:
   """`token_logprobs`, computed on packed rows where there are such.
 
   Args:
@@ -188,16 +189,23 @@ def completion_logprobs(
     prompt_mask: True on real prompt tokens.
     ids: completions.
     rows: of these completions, or None.
-    **options: `sampling` and `chunk_size` of `token_logprobs`.
+    load_weights: of prompts and completions, [B, P] and [B, G, T].
+    **options: `sampling`, `chunk_size` and `entropy_gradient` of
+      `token_logprobs`.
 
   Returns:
-    Log-probabilities and entropies; packed, 0 on padding.
+    What `token_logprobs` does, [B, G, T]; packed, 0 on padding.
   """
   score = logprobs_lib.token_logprobs
   prompts = prompt_ids, prompt_mask
+  options |= {} if load_weights is None else {"load_weights": load_weights}
   if rows is None:
     return score(lm, params, *prompts, ids, **options)
-  of_rows = score(
+  if load_weights is not None:
+    of_prompts, of_tokens = load_weights
+    of_tokens = jnp.where(rows.segments >= 0, pack(of_tokens, rows), 0.0)
+    options["load_weights"] = of_prompts, of_tokens
+  logprobs, entropy, *load = score(
     lm,
     params,
     *prompts,
@@ -207,5 +215,5 @@ def completion_logprobs(
     samples=ids,
     **options,
   )
-  logprobs, entropy = (unpack(x, rows, ids.shape[-1]) for x in of_rows)
-  return logprobs, entropy
+  each = (unpack(x, rows, ids.shape[-1]) for x in (logprobs, entropy))
+  return *each, *load

@@ -144,7 +144,18 @@ def rollout(
   )
 
 
-def rollout_metrics(rollout: Rollout, rewards: Any) -> dict[str, Array]:
+def _varied(rewards: Array) -> Bool[Array, "B"]:
+  """Which groups have two rewards that differ; all, where groups are of one."""
+  if rewards.shape[-1] == 1:
+    return jnp.ones(rewards.shape[:-1], bool)
+  there = present(rewards)
+  best = jnp.max(rewards, axis=-1, where=there, initial=-jnp.inf)
+  return best > jnp.min(rewards, axis=-1, where=there, initial=jnp.inf)
+
+
+def rollout_metrics(
+  rollout: Rollout, rewards: Any, compared: Any = None
+) -> dict[str, Array]:
   """What the completions and their rewards look like.
 
   Rows that only pad the batch (no prompt token) are left out.
@@ -155,18 +166,22 @@ def rollout_metrics(rollout: Rollout, rewards: Any) -> dict[str, Array]:
   Args:
     rollout: the completions.
     rewards: [B, G], one a completion.
+    compared: [B, G], what the completions of a group are compared by, where
+      that is something else: without those that are dropped, say.
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
     reward), `rewards_missing` (share of samples whose reward is not finite),
-    `zero_variance_groups` (share of groups whose rewards are all equal: without
-    a penalty they teach nothing), `completion_length_mean` and `_max` (tokens),
-    `truncated` (share cut off at the budget).
+    `zero_variance_groups` (share of groups in which all that is compared is
+    equal: without a penalty they teach nothing; none of groups of one, whose
+    advantages compare nothing within them), `completion_length_mean` and `_max`
+    (tokens), `truncated` (share cut off at the budget).
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")
   real = jnp.any(rollout.prompt_mask, axis=-1)
   each = jnp.broadcast_to(real[:, None], rewards.shape)
+  varied = _varied(rewards if compared is None else compared)
   rewarded = each & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
@@ -175,13 +190,11 @@ def rollout_metrics(rollout: Rollout, rewards: Any) -> dict[str, Array]:
     return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
 
   reward = mean(rewards, rewarded)
-  best = jnp.max(rewards, axis=-1, where=rewarded, initial=-jnp.inf)
-  worst = jnp.min(rewards, axis=-1, where=rewarded, initial=jnp.inf)
   return {
     "reward_mean": reward,
     "reward_std": jnp.sqrt(mean((rewards - reward) ** 2, rewarded)),
     "rewards_missing": mean(~rewarded),
-    "zero_variance_groups": mean(best <= worst, real),
+    "zero_variance_groups": mean(~varied, real),
     "completion_length_mean": mean(length),
     "completion_length_max": jnp.max(length),
     "truncated": mean(~rollout.finished),

@@ -88,8 +88,8 @@ def _threshold(
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
-  def add_bit(i, rank):
-    higher = rank | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+  def add_bit(i, rank):  # under `jax.disable_jit` i is Python's
+    higher = rank | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
     # No logit is >= NaN: what lies beyond the infinities is never enough.
     above = jnp.where(logits >= _float_at(higher), weights, 0)
     reached = jnp.sum(above, axis=-1, keepdims=True) >= enough

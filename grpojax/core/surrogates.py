@@ -52,12 +52,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
 from grpojax.core.kl import masked_log_ratio
-from grpojax.core.soft_surrogates import cispo, gmpo, sapo, vespo
+from grpojax.core.soft_surrogates import Monitored, cispo, gmpo, sapo, vespo
 
-Monitored = dict[str, Shaped[Array, "B G T"]]
 RatioFn = Callable[[Array, Array, Array], Array]
 SurrogateFn = Callable[..., tuple[Array, Monitored]]
 

@@ -53,7 +53,7 @@ class Prefix:
 
 
 class LM(NamedTuple):
-  """A causal language model as pure functions: five, and five optional ones.
+  """A causal language model as pure functions: five, and six optional ones.
 
   Attributes:
     init: `(key) -> params`.
@@ -85,6 +85,10 @@ class LM(NamedTuple):
       what `prefill` and `extend` (without a cache) give, computed together.
       Scoring and training, which keep nothing of a prompt, then read each
       layer's parameters once for prompts and completions.
+    forward_with_load: `forward` of a model with experts, or None. It takes
+      `load_weights=(of_prompts [B, P], of_completions [B, G, S])`, how often
+      each token counts, and gives `(last_hidden, hidden, load)`: besides, what
+      its routers did with the tokens (`load_balancing.ExpertLoad`).
   """
 
   init: Callable[..., Params]
@@ -97,6 +101,7 @@ class LM(NamedTuple):
   map_prefix_rows: Callable[..., Prefix] | None = None
   prepare: Callable[..., tuple["LM", Params]] | None = None
   forward: Callable[..., tuple[Array, Array]] | None = None
+  forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
 
   def prepared(self, params: Params, *, decoding: bool) -> tuple["LM", Params]:
     """`prepare`, or the model as it is where it has none."""

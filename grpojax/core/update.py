@@ -71,6 +71,7 @@ def make_update(
   max_grad_norm: float | None = None,
   entropy_bonus: EntropyBonus | None = None,
   top_entropy_quantile: float | int = 1.0,
+  router_aux_coef: float = 0.0,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -101,6 +102,10 @@ def make_update(
       bonus) is of; see `entropy.highest_entropy`. They are found among all its
       tokens, on all devices; where these are cut into micro-batches, that takes
       one more forward pass. The loss takes them as `kept`.
+    router_aux_coef: of the loss that balances a mixture's experts over all
+      tokens of a minibatch, prompts' included (see `load_balancing`); where it
+      is cut into micro-batches, that takes the same forward pass. 0 is off; the
+      model must have `LM.forward_with_load` else.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
 
@@ -109,7 +114,8 @@ def make_update(
     the updates (`ratio_min` and `ratio_max` extremes, `skipped_updates` a
     count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
     `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
-    bonus, and what the loss monitors (`clip_fraction_low`, `_high`). Of the
+    bonus, `router_aux_loss` with that (not times its coefficient), and what the
+    loss monitors (`clip_fraction_low`, `_high`). Of the
     first update alone, whose policy is the one that sampled:
     `sampler_mismatch_mean` and `_max`, how far its log-probabilities are from
     the sampler's (nats a token), `sampler_kl` (k3 of KL(sampler || scorer),
@@ -117,7 +123,8 @@ def make_update(
     left when each weighs pi / pi_sampler), and what the loss would have
     monitored with the sampler's as the old ones (`sampler_clip_fraction_low`,
     `_high`). The update raises ValueError where B does not divide, or where a
-    batch without old log-probabilities meets several updates.
+    batch without old log-probabilities meets several updates; `make_update`
+    does so where router_aux_coef asks for what the model does not have.
   """
   gradient = make_gradient(
     lm,
@@ -127,6 +134,7 @@ def make_update(
     micro_batches=micro_batches,
     entropy_bonus=entropy_bonus,
     top_entropy_quantile=top_entropy_quantile,
+    router_aux_coef=router_aux_coef,
     sampling=sampling,
     chunk_size=chunk_size,
   )

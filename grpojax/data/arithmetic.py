@@ -10,19 +10,21 @@ training and test splits share no problem, whatever their seeds and sizes.
 
 The same file writes the texts that the small models learn from before
 reinforcement learning. Their authors are either careful (running steps, then
-the answer) or hasty (the answer straight away); a reader of such texts learns
-both habits, and a reward can teach it which one pays.
+the answer) or hasty (the answer straight away), and may forget to carry; a
+reader of such texts learns these habits, and a reward can teach it which pay.
 """
 
 import dataclasses
+import functools
 import operator
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
 
+from grpojax.data.carries import check_forget, forgetful_sum
 from grpojax.data.examples import MARK, SPLITS, check_split
 
 ENDLESS = 2**31 - 1  # the length of a split that nobody limited
@@ -42,13 +44,16 @@ def split_of(expression: str) -> str:
   return "test" if held_out else "train"
 
 
-def steps(expression: str) -> tuple[list[str], int]:
+def steps(
+  expression: str, add: Callable[[int, int], int] = operator.add
+) -> tuple[list[str], int]:
   """The running steps of a problem, and its value.
 
   A product goes by the tens and the units of its first number.
 
   Args:
     expression: a sum whose first term may be a product of two numbers.
+    add: how its author adds; they go on from what they wrote.
 
   Returns:
     One line an operation, the sums starting from the value so far (for
@@ -72,20 +77,25 @@ def steps(expression: str) -> tuple[list[str], int]:
     value, *more = (part * factor[0] for part in parts)
     terms = [*more, *terms]
   for term in terms:
-    lines.append(f"{value}+{term}={value + term}")
-    value += term
+    total = add(value, term)
+    lines.append(f"{value}+{term}={total}")
+    value = total
   return lines, value
 
 
-def solution(expression: str) -> str:
+def solution(
+  expression: str, add: Callable[[int, int], int] = operator.add
+) -> str:
   """A careful author's solution: the steps, one a line, then "#### value"."""
-  lines, value = steps(expression)
+  lines, value = steps(expression, add)
   return "\n".join([*lines, f"{MARK} {value}"])
 
 
-def hasty(expression: str) -> str:
+def hasty(
+  expression: str, add: Callable[[int, int], int] = operator.add
+) -> str:
   """A hasty author's solution: "#### value" and nothing before it."""
-  return f"{MARK} {steps(expression)[1]}"
+  return f"{MARK} {steps(expression, add)[1]}"
 
 
 def sample(
@@ -185,6 +195,7 @@ def document(
   *,
   difficulty: int | Sequence[int] = (2, 4),
   hasty: float = 0.6,
+  forget: tuple[float, float] = (0.0, 0.0),
   most: int = 4,
 ) -> str:
   r"""Plain text for a base model: 1 to `most` training problems, one author.
@@ -193,17 +204,19 @@ def document(
     rng: source of randomness; it advances.
     difficulty: as in `sample`.
     hasty: probability that the author is hasty, in the whole document.
+    forget: how often carries are forgotten, see `carries.forgetful_sum`.
     most: highest number of problems.
 
   Returns:
     "EXPRESSION\nSOLUTION\n\n" for each problem.
 
   Raises:
-    ValueError: as in `sample`, or `hasty` outside [0, 1], or `most` below 1.
+    ValueError: as in `sample`, or probabilities outside [0, 1], or `most`
+      below 1.
   """
   if most < 1:
     raise ValueError(f"most must be at least 1, got {most}")
-  author = _author(rng, hasty)
+  author = _author(rng, hasty, forget)
   problems = [
     sample(rng, "train", difficulty)
     for _ in range(int(rng.integers(1, most, endpoint=True)))
@@ -216,6 +229,7 @@ def dialogue(
   *,
   difficulty: int | Sequence[int] = (2, 4),
   hasty: float = 0.6,
+  forget: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, str]:
   r"""A question and its answer, for an instruct model, from a training problem.
 
@@ -223,22 +237,30 @@ def dialogue(
     rng: source of randomness; it advances.
     difficulty: as in `sample`.
     hasty: probability that the author is hasty.
+    forget: how often carries are forgotten, see `carries.forgetful_sum`.
 
   Returns:
     The prompt "Q: EXPRESSION\nA: " and the completion, a solution.
 
   Raises:
-    ValueError: as in `sample`, or `hasty` outside [0, 1].
+    ValueError: as in `sample`, or probabilities outside [0, 1].
   """
-  author = _author(rng, hasty)
+  author = _author(rng, hasty, forget)
   problem = sample(rng, "train", difficulty)
   return f"Q: {problem}\nA: ", author(problem)
 
 
-def _author(rng: np.random.Generator, probability: float):
+def _author(
+  rng: np.random.Generator, probability: float, forget: tuple[float, float]
+) -> Callable[[str], str]:
   if not 0 <= probability <= 1:
     raise ValueError(f"hasty is a probability, got {probability}")
-  return hasty if rng.random() < probability else solution
+  check_forget(forget)
+  author = hasty if rng.random() < probability else solution
+  if forget[1] == 0:
+    return author
+  add = functools.partial(forgetful_sum, rng, forget=forget)
+  return functools.partial(author, add=add)
 
 
 def _draw(rng: np.random.Generator, operations: int) -> str:

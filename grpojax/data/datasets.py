@@ -22,12 +22,16 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpojax.data import arithmetic, gsm8k, jsonl
+from grpojax.data import arithmetic, gsm8k, huggingface, jsonl, parquet
+
+HUB = "huggingface"  # data.path is an id of the Hub
 
 DATASETS: dict[str, Callable[..., Any]] = {
   "arithmetic": arithmetic.load,
   "gsm8k": gsm8k.load,
+  HUB: huggingface.load,
   "jsonl": jsonl.load,
+  "parquet": parquet.load,
 }
 
 _OURS = ("split", "path", "seed")  # set by the run, not by data.options

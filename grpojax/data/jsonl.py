@@ -1,4 +1,4 @@
-"""Any data set in a JSONL file: one JSON object a line.
+"""Any data set in JSONL files: one JSON object a line.
 
     {"prompt": "What is 6 times 7?", "answer": "42", "level": 1}
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
@@ -14,25 +14,17 @@ import json
 import operator
 import os
 import pathlib
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 
+from grpojax.data import fields as fields_lib
+from grpojax.data import files
 from grpojax.data.examples import check_split
+from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
-
-Row = dict[str, Any]
-
-
-class Fields(NamedTuple):
-  """Names of the fields that `load` reads, as its arguments are called."""
-
-  prompt: str = "prompt"
-  answer: str = "answer"
-  messages: str = "messages"
 
 
 class Examples(Sequence):
@@ -43,7 +35,11 @@ class Examples(Sequence):
   """
 
   def __init__(
-    self, file: pathlib.Path, places: np.ndarray, size: int, fields: Fields
+    self,
+    file: pathlib.Path,
+    places: np.ndarray,
+    size: int,
+    fields: fields_lib.Fields,
   ):
     self._file, self._places, self._fields = file, places, fields
     self._size = size  # bytes of the file when it was opened
@@ -63,7 +59,7 @@ class Examples(Sequence):
         )
       file.seek(start)
       line = file.read(stop - start)
-    return _example(_object(line), self._fields)
+    return fields_lib.example(_object(line), self._fields)
 
 
 def rows(file: pathlib.Path) -> Iterator[tuple[str, int, int, Row]]:
@@ -100,104 +96,23 @@ def _object(line: bytes) -> Row:
   return row
 
 
-def _text(value: Any, what: str) -> str:
-  if not isinstance(value, str) or not value.strip():
-    raise ValueError(f"{what} must be a text that is not empty, not {value!r}")
-  value.encode()  # half a surrogate pair is in no vocabulary
-  return value
-
-
-def _messages(value: Any, what: str) -> list[dict[str, Any]]:
-  """Checks chat messages, of which the last asks for an answer."""
-  if not isinstance(value, list) or not value:
-    raise ValueError(f"{what} must be a text or a list of messages: {value!r}")
-  for message in value:
-    if not isinstance(message, dict):
-      raise ValueError(f"{what}: a message is an object, not {message!r}")
-    for key in ("role", "content"):
-      _text(message.get(key), f"{what}: a message's {key}")
-  if value[-1]["role"] == "assistant":
-    raise ValueError(
-      f"{what} ends with an assistant's message, but the model writes that: "
-      "leave it out, or move it to another field"
-    )
-  return value
-
-
-def _example(row: Row, fields: Fields) -> Row:
-  """A row with its prompt and its answer under their usual names."""
-  name = fields.prompt if fields.prompt in row else fields.messages
-  if name not in row:
-    raise ValueError(
-      f"no field {fields.prompt!r} and no field {fields.messages!r}: "
-      "data.options.prompt and data.options.messages name them; the fields are "
-      f"{sorted(row)}"
-    )
-  text = isinstance(row[name], str)
-  prompt = (_text if text else _messages)(row[name], name)
-  if not fields.answer:
-    return row | {"prompt": prompt}
-  answer = row.get(fields.answer)
-  if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-    if not abs(answer) < float("inf"):
-      raise ValueError(f"the answer {fields.answer!r} is {answer}: no number")
-    answer = json.dumps(answer)
-  if not isinstance(answer, str):
-    raise ValueError(
-      f"the answer {fields.answer!r} must be a text or a number, not "
-      f"{answer!r}; data.options.answer names its field, '' if there is none"
-    )
-  answer.encode()
-  return row | {"prompt": prompt, "answer": answer}
-
-
-def _held_out(prompt: Any, share: int | float) -> bool:
-  """Whether a prompt is held out: a property of the prompt alone."""
-  text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-  return zlib.crc32(text.encode()) < share * 2**32
-
-
-def _places(
-  file: pathlib.Path, fields: Fields, split: str, share: int | float
-) -> Iterator[tuple[int, int]]:
-  """Where the lines of a split's examples begin and end; all are checked."""
-  for where, start, stop, row in rows(file):
-    try:
-      prompt = _example(row, fields)["prompt"]
-    except ValueError as error:
-      raise ValueError(f"{where}: {error}") from error
-    if not share or _held_out(prompt, share) == (split == "test"):
-      yield start, stop
-
-
-def _file(
-  path: str | os.PathLike, split: str, share: int | float
-) -> pathlib.Path:
-  """The file that holds a split, alone or with the other one."""
-  if not str(path):
-    raise ValueError(
-      "data.name = 'jsonl' needs data.path: a file, or a directory with "
-      "train.jsonl and test.jsonl"
-    )
-  file = pathlib.Path(path)
-  if file.is_dir():
-    if share:
-      raise ValueError(
-        f"data.options.test = {share} is for a single file, and {file} is a "
-        "directory with a file a split: leave it out"
-      )
-    file = file / f"{split}.jsonl"
-  elif file.is_file() and not share and split == "test":
-    raise ValueError(
-      f"data.path = {str(path)!r} is a single file without held-out problems: "
-      "give a directory with train.jsonl and test.jsonl, or hold out a share "
-      "of the file's problems by data.options.test (0.05, say; 1 is all)"
-    )
-  if not file.is_file():
-    raise ValueError(f"data.path: {file} does not exist")
+def _opened(
+  file: pathlib.Path,
+  most: int | None,
+  fields: fields_lib.Fields,
+  split: str,
+  share: int | float,
+) -> Examples:
+  """A split's examples in one file, `most` of them; all lines are checked."""
   if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
     raise ValueError(f"{file} is compressed: uncompress it (random access)")
-  return file
+  lines = ((where, (i, j), row) for where, i, j, row in rows(file))
+  chosen = fields_lib.chosen(lines, fields, split, share)
+  places = array.array("q")  # begin and end of each line, in turn
+  for place in itertools.islice(chosen, most):
+    places.extend(place)
+  table = np.array(places, np.int64).reshape(-1, 2)
+  return Examples(file, table, os.path.getsize(file), fields)
 
 
 def load(
@@ -209,21 +124,22 @@ def load(
   prompt: str = "prompt",
   answer: str = "answer",
   messages: str = "messages",
+  answer_after: str = "",
   test: int | float = 0.0,
-) -> Examples:
+) -> Sequence[Row]:
   """The examples of one split, in the order of the file.
 
   Args:
     split: "train" or "test".
-    path: a directory with train.jsonl and test.jsonl, or one file.
+    path: a file, a pattern of files ("part-*.jsonl"), or a directory with
+      files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later lines are not read.
-    prompt: the field with the prompt, a text or a list of chat messages
-      {"role": ..., "content": ...}, of which the last is not the assistant's.
-    answer: the field with the answer, a text or a number; "" is for data
-      without answers, whose rewards need none or read other fields.
+    prompt: as answer, messages and answer_after see `fields.Fields`.
+    answer: the field with the answer.
     messages: the field with the prompt where there is no field `prompt`.
-    test: the share of a single file's examples that is held out as the test
+    answer_after: what the answer follows.
+    test: the share of one set of files' examples that is held out as the test
       split, about: whether an example is one of them depends on its prompt
       alone, so no prompt is in both splits.
 
@@ -237,13 +153,11 @@ def load(
   """
   del seed
   check_split(split)
-  if not 0 <= test <= 1:
-    raise ValueError(f"data.options.test = {test}: a share in 0..1")
-  fields, file = Fields(prompt, answer, messages), _file(path, split, test)
-  places = array.array("q")  # begin and end of each line, in turn
-  for place in itertools.islice(_places(file, fields, split, test), size):
-    places.extend(place)
-  if not places:
-    raise ValueError(f"{file} holds no example of the split {split!r}")
-  table = np.frombuffer(places, np.int64).reshape(-1, 2)
-  return Examples(file, table, os.path.getsize(file), fields)
+  fields_lib.check_share(test)
+  fields = fields_lib.Fields(prompt, answer, messages, answer_after)
+  return files.joined(
+    files.of_split(path, split, test, "jsonl", ".jsonl"),
+    lambda file, most: _opened(file, most, fields, split, test),
+    split,
+    size,
+  )

@@ -99,6 +99,7 @@ def arithmetic_texts(
   seed: int,
   difficulty: tuple[int, int],
   hasty: float,
+  forget: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Text]:
   """Arithmetic texts without end, each drawn anew.
 
@@ -109,9 +110,10 @@ def arithmetic_texts(
     seed: of all draws.
     difficulty: see `arithmetic.sample`.
     hasty: see `arithmetic.document`.
+    forget: likewise.
   """
   rng = np.random.default_rng(seed)
-  options = {"difficulty": difficulty, "hasty": hasty}
+  options = {"difficulty": difficulty, "hasty": hasty, "forget": forget}
   while True:
     prompt, text = "", ""
     if form == "dialogue":

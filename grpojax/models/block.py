@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import (
@@ -20,7 +21,7 @@ from grpojax.models.block_attention import block_attention
 from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
-from grpojax.models.moe import mixture
+from grpojax.models.moe import expert_load, mixture
 from grpojax.models.rope import rotate
 
 ACTIVATIONS = {
@@ -53,6 +54,8 @@ class TokenContext(NamedTuple):
     slot_mask: True on the slots that hold a token, or None without a cache.
     slot_positions: of what is in the slots, or None.
     segments: see `LM.extend`; read where there is no mask.
+    load_weights: how often each token counts in what is said of the routers;
+      None where nothing is.
   """
 
   tables: tuple[RotaryTable, ...]
@@ -62,6 +65,7 @@ class TokenContext(NamedTuple):
   slot_mask: Bool[Array, "C"] | None = None
   slot_positions: Int[Array, "B G C"] | None = None
   segments: Int[Array, "B G S"] | None = None
+  load_weights: Float[Array, "B G S"] | None = None
 
 
 def _project(
@@ -201,7 +205,7 @@ def block(
   context: TokenContext,
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
-) -> tuple[Float[Array, "B G S D"], KeysValues]:
+) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
   """One decoder layer.
 
   Matrices are multiplied in their own dtype, the dtype of computation; what
@@ -218,7 +222,8 @@ def block(
     slots: the blocks of this layer's cache, or None.
 
   Returns:
-    The new hidden states, and the keys and values of the tokens.
+    The new hidden states, the keys and values of the tokens, and what the
+    router did with them, if the context asks for it.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -226,8 +231,13 @@ def block(
   y, row = _attention(c, y, layer, local, context, prompt, slots)
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
   x = checkpoint_name(x, KEPT)
-  y = _mlp(c, norm(x, layer["mlp_norm"]), layer)
-  return x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y), row
+  y, load = norm(x, layer["mlp_norm"]), None
+  if context.load_weights is not None:
+    per_token = c.experts_per_token
+    load = expert_load(y, layer["router"], per_token, context.load_weights)
+  y = _mlp(c, y, layer)
+  x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
+  return x, row, load
 
 
 def block_of_both(
@@ -236,7 +246,9 @@ def block_of_both(
   layer: Layer,
   local: Local,
   contexts: tuple[TokenContext, TokenContext],
-) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
+) -> tuple[
+  tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
+]:
   """One decoder layer of prompts and of their whole completions.
 
   Args:
@@ -247,10 +259,10 @@ def block_of_both(
     contexts: of the prompts and of the completions.
 
   Returns:
-    As x.
+    As x; what the router did with both, if the contexts ask for it.
   """
-  prompts, row = block(config, x[0], layer, local, contexts[0], None, None)
+  run = functools.partial(block, config)
+  prompts, row, load = run(x[0], layer, local, contexts[0], None, None)
   prompt = cache.of_prompt(row)
-  return prompts, block(config, x[1], layer, local, contexts[1], prompt, None)[
-    0
-  ]
+  x, _, more = run(x[1], layer, local, contexts[1], prompt, None)
+  return (prompts, x), jax.tree.map(jnp.add, load, more)

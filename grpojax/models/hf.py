@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -91,6 +92,11 @@ _REFUSED = {
 ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
+def exists(path: str | pathlib.Path) -> bool:
+  """Whether there is anything by a path, or by an embedded model's name."""
+  return os.path.lexists(path) or (ASSETS / path).is_dir()
+
+
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
   """A model directory: a path, or an embedded model's name.
 
@@ -108,7 +114,8 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
   )
   raise ValueError(
     f"no model at {str(path)!r}: give a directory that holds config.json and "
-    f"model.safetensors, or the name of an embedded model ({embedded})"
+    f"model.safetensors, the name of an embedded model ({embedded}), or "
+    "ORG/NAME of the Hugging Face Hub"
   )
 
 

@@ -152,6 +152,10 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   def forward(adapters, *args, **where):
     return lm.forward(attach(base, adapters, scale), *args, **where)
 
+  def forward_with_load(adapters, *args, **where):
+    params = attach(base, adapters, scale)
+    return lm.forward_with_load(params, *args, **where)
+
   def unembed(adapters, hidden):
     return lm.unembed(base, hidden)
 
@@ -165,6 +169,7 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
     unembed=unembed,
     prepare=prepare,
     forward=lm.forward and forward,
+    forward_with_load=lm.forward_with_load and forward_with_load,
   )
 
 

@@ -15,11 +15,24 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from grpojax.core.load_balancing import ExpertLoad
 from grpojax.core.mesh import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
+
+
+def _probabilities(
+  x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
+) -> Float[Array, "*tokens X"]:
+  """A router's softmax over all experts, in float32."""
+  logits = jnp.matmul(
+    x.astype(jnp.float32),
+    router.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,  # else accelerators may round both
+  )
+  return jax.nn.softmax(logits, axis=-1)
 
 
 def route(
@@ -44,15 +57,43 @@ def route(
   Returns:
     `(weights, experts)`, each [N, count].
   """
-  logits = jnp.matmul(
-    x.astype(jnp.float32),
-    router.astype(jnp.float32),
-    precision=jax.lax.Precision.HIGHEST,  # else accelerators may round both
-  )
-  weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+  weights, experts = jax.lax.top_k(_probabilities(x, router), count)
   if normalize:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return weights, experts
+
+
+def expert_load(
+  x: Float[Array, "B G S D"],
+  router: Float[Array, "D X"],
+  count: int,
+  weights: Float[Array, "B G S"],
+) -> ExpertLoad:
+  """How a layer's router spreads tokens over the experts.
+
+  Its logits are computed again, apart from `mixture`: about X / (3 k F) of a
+  layer's work for k experts of F a token, and none where no loss asks for it.
+
+  Args:
+    x: tokens, as `mixture` gets them.
+    router: the layer's matrix.
+    count: experts a token.
+    weights: how often each token counts.
+  """
+  probs = _probabilities(x, router)
+  # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
+  # before which there are fewer than k others, of equal ones the first.
+  this, other = probs[..., :, None], probs[..., None, :]
+  index = jnp.arange(probs.shape[-1])
+  earlier = index < index[:, None]
+  before = (other > this) | ((other == this) & earlier)
+  chosen = jnp.sum(before, axis=-1) < count
+  weights = weights[..., None]
+  return ExpertLoad(
+    chosen=jnp.sum(jnp.where(chosen, weights, 0.0), axis=(0, 1, 2)),
+    probs=jnp.sum(weights * probs, axis=(0, 1, 2)),
+    count=jnp.sum(weights),
+  )
 
 
 def _experts(

@@ -8,9 +8,11 @@ makes for them. `transformer` makes an `LM` of these functions.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.types import Params, Prefix
 from grpojax.models import cache as cache_lib
@@ -139,7 +141,7 @@ def prefill(
   context = _prompt_context(config, prompt_mask)
 
   def body(x, local, layer):
-    x, row = layer_step(block, config, x, layer, local, context, None, None)
+    x, row, _ = layer_step(block, config, x, layer, local, context, None, None)
     return x, cache_lib.of_prompt(row)
 
   x = _embed(config, params, prompt_ids[:, None], dtype)
@@ -189,7 +191,7 @@ def _extend_rows(
   context = _rows_context(config, positions, segments, prompt_mask)
 
   def body(x, local, layer, prompt):
-    x, _ = layer_step(block, config, x, layer, local, context, prompt, None)
+    x, *_ = layer_step(block, config, x, layer, local, context, prompt, None)
     return x, None
 
   return layer_stacks.scan(config, body, x, params, keys_values)[0]
@@ -224,7 +226,7 @@ def _extend_cached(
   )
 
   def body(x, local, layer, prompt, slots):
-    return block(config, x, layer, local, context, prompt, slots)
+    return block(config, x, layer, local, context, prompt, slots)[:2]
 
   slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
   x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
@@ -276,8 +278,12 @@ def forward(
   segments: Int[Array, "B G S"] | None = None,
   *,
   unroll: bool,
-) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"]]:
-  """Prompts and whole completions layer by layer, see `LM.forward`."""
+  load_weights: tuple[Float[Array, "B P"], Float[Array, "B G S"]] | None = None,
+) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"], ExpertLoad | None]:
+  """Prompts and whole completions layer by layer, see `LM.forward`.
+
+  What the routers did is None unless `load_weights` asks for it.
+  """
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
   positions = _lengths(prompt_mask)[:, None, None] + positions
@@ -285,11 +291,20 @@ def forward(
     _prompt_context(config, prompt_mask),
     _rows_context(config, positions, segments, prompt_mask),
   )
+  if load_weights is not None:
+    of_prompts, of_rows = load_weights
+    each = of_prompts[:, None], of_rows
+    contexts = tuple(
+      context._replace(load_weights=x)
+      for context, x in zip(contexts, each, strict=True)
+    )
 
   def body(x, local, layer):
-    return layer_step(block_of_both, config, x, layer, local, contexts), None
+    return layer_step(block_of_both, config, x, layer, local, contexts)
 
   x = _embed_both(config, params, prompt_ids, ids, dtype)
-  (prompts, x), _ = layer_stacks.scan(config, body, x, params, unroll=unroll)
+  x, loads = layer_stacks.scan(config, body, x, params, unroll=unroll)
+  load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
+  prompts, x = x
   last = _last_hidden(config, params, prompts, prompt_mask, dtype)
-  return last, _final_norm(config, params, x, dtype)
+  return last, _final_norm(config, params, x, dtype), load

@@ -178,6 +178,16 @@ def _gathered(path: str, spec: P) -> P:
   return _kept(spec, set(AXES) - set(dropped))
 
 
+def _spec_of(
+  name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
+) -> P:
+  """`spec_for`, also of one layer's parameter: "layer/q" of "layers/q"."""
+  if not name.startswith("layer/"):
+    return spec_for(name, shape, mesh, rules)
+  stack = name.replace("layer/", "layers/", 1)
+  return P(*spec_for(stack, (1, *shape), mesh, rules)[1:])
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
   """A sharding constraint, and another one for the gradient."""
@@ -206,20 +216,14 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   if not set(AXES) & set(free):
     return params
 
-  def spec_of(name, shape, rules):
-    if not name.startswith("layer/"):
-      return spec_for(name, shape, mesh, rules)
-    path = name.replace("layer/", "layers/", 1)
-    return P(*spec_for(path, (1, *shape), mesh, rules)[1:])
-
   def one(path, x):
     name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
     name = re.sub(r"layers/\d+/", "layers/", name)  # one of several stacks
-    spec = spec_of(name, x.shape, RULES)
+    spec = _spec_of(name, x.shape, mesh)
     if gathered:
-      spec = _gathered(name.replace("layer/", "layers/"), spec)
+      spec = _gathered(name, spec)
       return jax.lax.with_sharding_constraint(x, _kept(spec, free))
-    of_gradient = spec_of(name, x.shape, GRADIENT_RULES)
+    of_gradient = _spec_of(name, x.shape, mesh, GRADIENT_RULES)
     return _lay_out(x, _kept(spec, free), _kept(of_gradient, free))
 
   return jax.tree_util.tree_map_with_path(one, params)
@@ -227,14 +231,9 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
 
 def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
   """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
-  path = f"layers/{name}"
-  spec = P(*spec_for(path, (1, *shape), mesh)[1:])
-  return P(
-    *(
-      axis if axis and mesh.shape[axis] > 1 else None
-      for axis in _gathered(path, spec)
-    )
-  )
+  path = f"layer/{name}"
+  spec = _gathered(path, _spec_of(path, shape, mesh))
+  return _kept(spec, [axis for axis, n in mesh.shape.items() if n > 1])
 
 
 def all_but_gathered(primitive, *_, **__) -> bool:

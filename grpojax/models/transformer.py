@@ -194,7 +194,7 @@ def transformer(
       params["head"] = row_parts.copies(params["head"])
     return lm, params
 
-  def forward(params, *args, **where):
+  def forward_with_load(params, *args, **where):
     return passes.forward(
       config,
       layer_step,
@@ -205,7 +205,12 @@ def transformer(
       unroll=remat_lib.unrolled(config, remat),
     )
 
+  def forward(*args, **where):
+    return forward_with_load(*args, **where)[:2]
+
   layer_step = remat_lib.layer_step(remat)
   lm = _functions(config, layer_step, dtype)
   lm = lm._replace(prepare=prepare, forward=forward)
+  if config.experts:
+    lm = lm._replace(forward_with_load=forward_with_load)
   return lm

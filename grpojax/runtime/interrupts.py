@@ -63,3 +63,30 @@ def wait() -> Iterator[None]:
     yield
   if came:
     signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+  """Ctrl-C and SIGTERM are heeded when the context ends.
+
+  Not SIGTERM where JAX listens to it, nor what is ignored (Ctrl-C, of a job in
+  the background), nor anything in threads but the main one.
+
+  Yields:
+    Signals that have come, for work that ends itself where there are any.
+  """
+  came: list[int] = []
+  ours = {}
+  if threading.current_thread() is threading.main_thread():
+    both = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    left = (None, signal.SIG_IGN)
+    ours = {s: old for s, old in both.items() if old not in left}
+  for number in ours:
+    signal.signal(number, lambda number, _: came.append(number))
+  try:
+    yield came
+  finally:
+    for number, old in ours.items():
+      signal.signal(number, old)
+    for number in dict.fromkeys(came):
+      signal.raise_signal(number)

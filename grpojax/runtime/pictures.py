@@ -1,16 +1,16 @@
 """Pictures of a run, drawn by matplotlib.
 
-Training rows have `reward_mean`, `completion_length_mean`, `entropy` and `kl`;
-evaluation rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95%
+Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
+`zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
+and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95%
 interval). See `records` for how they are kept.
 """
 
 import math
 import os
-import pathlib
 from typing import Any
 
-from grpojax.runtime.records import read_jsonl
+from grpojax.runtime import records
 
 _PANELS = (
   ("reward_mean", "mean reward (training)"),
@@ -18,6 +18,8 @@ _PANELS = (
   ("completion_length_mean", "completion length (tokens)"),
   ("entropy", "entropy (nats a token)"),
   ("kl", "KL to the reference (nats a token)"),
+  ("zero_variance_groups", "groups with equal rewards (share)"),
+  ("optimal_group_size", "best group size, 95% interval"),
 )
 
 
@@ -33,10 +35,8 @@ def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
 
 def save_figure(figure, path: str | os.PathLike) -> None:
   """Writes a figure as PNG, whole or not at all."""
-  path = pathlib.Path(path)
-  temporary = path.with_name(f".{path.name}.tmp")
-  figure.savefig(temporary, format="png")
-  os.replace(temporary, path)
+  with records.replacing(path) as temporary:
+    figure.savefig(temporary, format="png")
 
 
 def learning_curve(
@@ -51,13 +51,10 @@ def learning_curve(
   Raises:
     ValueError: no row has anything to draw.
   """
-  rows = read_jsonl(metrics_path)
+  rows = records.read_jsonl(metrics_path)
   rows = [row for row in rows if "step" in row]
   rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
-  series = {
-    key: [row for row in rows if isinstance(row.get(key), (int, float))]
-    for key, _ in _PANELS
-  }
+  series = {key: [row for row in rows if _has(row, key)] for key, _ in _PANELS}
   panels = [(key, title) for key, title in _PANELS if series[key]]
   if not panels:
     raise ValueError(f"{metrics_path} has no rows to draw")
@@ -73,11 +70,18 @@ def learning_curve(
   save_figure(figure, out_png)
 
 
+def _has(row: dict[str, Any], key: str) -> bool:
+  # The best size may be infinite, which is null in the file; its bound is not.
+  key = f"{key}_low" if key == "optimal_group_size" else key
+  return isinstance(row.get(key), (int, float))
+
+
 def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   steps = [row["step"] for row in rows]
-  axes.plot(
-    steps, [row[key] for row in rows], marker="." if len(rows) < 30 else ""
-  )
+  values = [math.nan if row[key] is None else row[key] for row in rows]
+  axes.plot(steps, values, marker="." if len(rows) < 30 else "")
+  if key == "optimal_group_size":
+    _draw_group_sizes(axes, rows, key)
   if key == "accuracy":
     axes.set_ylim(0, 1.02)
     band = [r for r in rows if r.get("accuracy_low") is not None]
@@ -89,3 +93,19 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
     )
   if key == "completion_length_mean":
     axes.set_ylim(bottom=0)
+
+
+def _draw_group_sizes(axes, rows: list[dict[str, Any]], key: str) -> None:
+  """The interval of each diagnosis, and the group size that the run has."""
+  steps = [row["step"] for row in rows]
+  axes.plot(steps, [r["group_size"] for r in rows], "--", label="of this run")
+  axes.legend(fontsize=8)
+  low, high = (
+    [row.get(f"{key}_{end}") for row in rows] for end in ("low", "high")
+  )
+  top = 4 * max(row["group_size"] for row in rows)
+  top = max([top, *(2 * row[key] for row in rows if row[key])])
+  axes.vlines(steps, low, [min(x or top, top) for x in high], alpha=0.4)
+  axes.set_yscale("log", base=2)
+  axes.set_ylim(1, top)
+  axes.yaxis.set_major_formatter("{x:.0f}")

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,11 +52,36 @@ def check_writable(path: str | os.PathLike) -> None:
     raise ValueError(f"{path} is a directory: give the name of a file")
   if path.exists() and not path.is_file():
     raise ValueError(f"{path} is no file: give the name of one")
-  # A name of its own: another process may be writing to the same file.
-  temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  temporary = _temporary(path)
   with open(temporary, "w"):
     pass
   temporary.unlink()
+
+
+def _temporary(path: pathlib.Path) -> pathlib.Path:
+  """A name beside a file's that nobody else takes, on another machine either.
+
+  Two processes that write the same file would fill one and the same other, and
+  the first to be done would take it away from the second.
+  """
+  return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """A path to write to that becomes the file's where the context ends well.
+
+  The file is there whole or not at all. Of several processes that write it, the
+  last one's stays.
+  """
+  target = _target(path)
+  temporary = _temporary(target)
+  try:
+    yield temporary
+    os.replace(temporary, target)
+  except BaseException:  # Ctrl-C, too
+    temporary.unlink(missing_ok=True)
+    raise
 
 
 @contextlib.contextmanager
@@ -69,19 +95,12 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-  """Writes a file whole or not at all, through .NAME.tmp beside it."""
-  target = _target(path)
-  temporary = target.with_name(f".{target.name}.tmp")
-  with _naming(path):
-    try:
-      with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-      os.replace(temporary, target)
-    except BaseException:  # Ctrl-C, too
-      temporary.unlink(missing_ok=True)
-      raise
+  """Writes a file whole or not at all, see `replacing`."""
+  with _naming(path), replacing(path) as temporary:
+    with open(temporary, "w", encoding="utf-8") as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
 
 
 def write_json(path: str | os.PathLike, obj: Any) -> None:

@@ -1,9 +1,13 @@
 """A 95% interval for the best group size, from noisy estimates of c1 and c3."""
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from grpojax.statistics.group_size import Components
+from grpojax.statistics.group_size import Components, optimal_group_size
+from grpojax.statistics.intervals import t_quantile
 
 _NORMAL = 1.959964  # the normal distribution's 97.5% quantile
 _C1, _C3 = Components._fields.index("c1"), Components._fields.index("c3")
@@ -16,12 +20,7 @@ def group_size_interval(
   prompts: int,
   tangents: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """95% interval of G* = 1 + sqrt(c3 / c1), by Fieller's for rho = c1 / c3.
-
-  Fieller's interval (E. C. Fieller, 1954, "Some problems in interval
-  estimation") holds all rho at which c1 - rho c3 is no further from 0 than t
-  standard errors. It needs no c1 away from 0: where rho may be 0 or less, G*
-  may be infinite.
+  """95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
   Args:
     components: estimates, scalars.
@@ -33,17 +32,66 @@ def group_size_interval(
   Returns:
     Lower and upper bound; 1 and inf where nothing is known.
   """
-  c1, c3 = components.c1, components.c3
   degrees = _degrees_of_freedom(
     components, over_prompts, over_tangents, prompts, tangents
   )
-  t_sq = _t_quantile(degrees) ** 2
-  covariance = over_prompts + over_tangents
+  chosen = jnp.array([_C1, _C3])
+  covariance = (over_prompts + over_tangents)[chosen][:, chosen]
+  return _fieller(
+    components.c1, components.c3, covariance, _t_quantile(degrees) ** 2
+  )
+
+
+def pooled_group_size(
+  c1: Float[np.ndarray, "D"], c3: Float[np.ndarray, "D"]
+) -> tuple[float, float, float]:
+  """G* of a whole run, from its diagnoses: what minimises their mean error.
+
+  Args:
+    c1: an estimate of each diagnosis, D >= 1; not all that exist are finite.
+    c3: likewise.
+
+  Returns:
+    G* = 1 + sqrt(mean c3 / mean c1), and the bounds of its 95% interval over
+    diagnoses: 1 and inf where there are fewer than three.
+
+  Raises:
+    ValueError: no diagnosis is finite.
+  """
+  both = np.stack([c1, c3]).astype(float)
+  both = both[:, np.isfinite(both).all(0)]
+  count = both.shape[1]
+  if not count:
+    raise ValueError("no diagnosis has a finite c1 and c3")
+  means = both.mean(1)
+  best = float(optimal_group_size(means[0], 0.0, means[1]))
+  if count < 3:
+    return best, 1.0, math.inf
+  t_sq = t_quantile(0.95, count - 1) ** 2
+  low, high = _fieller(
+    *jnp.asarray(means), jnp.asarray(np.cov(both)) / count, t_sq
+  )
+  return best, float(low), float(high)
+
+
+def _fieller(
+  c1: Float[Array, ""],
+  c3: Float[Array, ""],
+  covariance: Float[Array, "2 2"],
+  t_sq: Float[Array, ""] | float,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+  """Interval of G* by Fieller's for rho = c1 / c3.
+
+  Fieller's interval (E. C. Fieller, 1954, "Some problems in interval
+  estimation") holds all rho at which c1 - rho c3 is no further from 0 than t
+  standard errors. It needs no c1 away from 0: where rho may be 0 or less, G*
+  may be infinite.
+  """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
   # quadratic rho^2 - 2 linear rho + constant <= 0, with
-  quadratic = c3**2 - t_sq * covariance[_C3, _C3]
-  linear = c1 * c3 - t_sq * covariance[_C1, _C3]
-  constant = c1**2 - t_sq * covariance[_C1, _C1]
+  quadratic = c3**2 - t_sq * covariance[1, 1]
+  linear = c1 * c3 - t_sq * covariance[0, 1]
+  constant = c1**2 - t_sq * covariance[0, 0]
   # so rho is between the roots (linear -+ root) / quadratic,
   root = jnp.sqrt(jnp.maximum(linear**2 - quadratic * constant, 0.0))
   # if quadratic > 0, that is if c3 differs from 0 by t standard errors. Else

@@ -118,9 +118,8 @@ def collect(
         with command_line.usage_errors():
           bench = bench or mse.open_bench(config, name)
         pool = _sample(config, bench, name, index)
-        part = path.with_suffix(".part.npz")
-        np.savez(part, **pool._asdict())
-        part.rename(path)  # whole or not at all
+        with records.replacing(path) as part, open(part, "wb") as file:
+          np.savez(file, **pool._asdict())
         right = np.mean(pool.rewards)
         print(f"{name} {index + 1}/{config.num_prompts}: {right:.0%} right")
       with np.load(path, allow_pickle=False) as stored:

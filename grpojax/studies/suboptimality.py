@@ -15,7 +15,6 @@ after the last estimator it finished.
 """
 
 import itertools
-import os
 import pathlib
 import sys
 import time
@@ -213,10 +212,8 @@ def load_or_simulate(
     params = np.load(path)
   else:
     params = simulate(config, known, estimator, group_size)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
+    with records.replacing(path) as temporary, open(temporary, "wb") as file:
       np.save(file, params)
-    os.replace(temporary, path)
   gap = known.best - tabular.objective(known.problem, params)
   return gap * np.array(config.steps)[:, None]
 

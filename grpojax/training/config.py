@@ -8,6 +8,7 @@ its settings are stands in `grpojax.training.settings`.
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import config_file
 from grpojax.runtime import settings as settings_lib
 from grpojax.training import validation
 from grpojax.training.settings import SETTINGS
@@ -17,8 +18,14 @@ WORDS = settings_lib.words(SETTINGS)
 
 
 def default_config() -> ConfigDict:
-  """The embedded arithmetic job. Locked: an unknown key is an error."""
+  """What every config starts from. Locked: an unknown key is an error."""
   return settings_lib.to_config(SETTINGS)
+
+
+def default_job() -> ConfigDict:
+  """The config of a program that is given none: configs/arithmetic.py."""
+  file = config_file.packaged()["arithmetic"]
+  return config_file.load_file(file, default_config)
 
 
 def validate(config: ConfigDict) -> None:

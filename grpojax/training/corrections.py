@@ -4,14 +4,16 @@ A sampler that is not the policy, and completions that were cut off.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core import sampler_correction
+from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
 from grpojax.runtime.config import problem
 from grpojax.training.group_sizes import AUTO
@@ -42,6 +44,28 @@ def compared(
   if config.loss.truncated == "drop":
     rewarded &= mesh_lib.fetch(samples.finished)
   return rewarded
+
+
+def compared_rewards(
+  config: ConfigDict,
+  aggregate: Callable[..., Array] | None,
+  samples: Rollout,
+  rewards: Float[Array, "B G"],
+  values: Float[Array, "K B G"] | None,
+) -> Float[Array, "B G"]:
+  """What the completions of a group are compared by; nan where by nothing.
+
+  Args:
+    config: the run's.
+    aggregate: see `from_config.aggregation`.
+    samples: of a step.
+    rewards: one a completion.
+    values: of each reward function, where these are aggregated.
+  """
+  given = values if aggregate else rewards
+  # What is dropped has no part in the normalisation, either.
+  given, _ = TRUNCATED[config.loss.truncated](given, samples.finished)
+  return aggregate(given) if aggregate else given
 
 
 def read_by_training(
@@ -82,11 +106,26 @@ def problems(leaves: dict[str, Any]) -> list[str]:
       "correct: use loss.old_logprobs = 'scorer', or none"
     )
     wrong.append(problem("loss.correction", name, todo))
-  truncated = leaves["loss.truncated"]
-  if truncated != "keep" and leaves["group_size"] == AUTO:
-    todo = (
-      "group_size = 'auto' follows the error of a gradient of all completions: "
-      "use keep, or a number for group_size"
-    )
-    wrong.append(problem("loss.truncated", truncated, todo))
-  return wrong
+  return wrong + _auto(leaves)
+
+
+def _auto(leaves: dict[str, Any]) -> list[str]:
+  """What the best group size is not known for.
+
+  The diagnosis takes all completions of a group, and all of their scores, at
+  their full weight (`training.diagnosis`).
+  """
+  off = {
+    "loss.truncated": "keep",
+    "loss.correction": "none",
+    "loss.off_policy_threshold": 0,
+  }
+  todo = (
+    "group_size = 'auto' follows the error of a gradient of all completions, "
+    "at full weight: use {}, or a number for group_size"
+  )
+  return [
+    problem(field, leaves[field], todo.format(value))
+    for field, value in off.items()
+    if leaves["group_size"] == AUTO and leaves[field] != value
+  ]

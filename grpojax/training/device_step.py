@@ -48,6 +48,7 @@ def make_device_program(
       advantage=from_config.advantage(config),
       kl_in_reward=from_config.kl_in_reward(config),
       truncated=config.loss.truncated,
+      advantage_clip=config.loss.advantage_clip or None,
       rescore=from_config.rescore(config),
       diagnose=diagnose and functools.partial(diagnose, lm),
       decoding=from_config.decoding(config),

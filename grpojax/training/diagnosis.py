@@ -1,10 +1,23 @@
-"""How far off a step's gradient is, from a few of its prompts."""
+"""How far off a step's gradient is, from a few of its prompts; a run's too.
+
+The gradient is that of the policy that sampled, of all completions of a group,
+each at its full weight: of the first update of a step. What later updates of it
+see is off-policy, and is not in these numbers; nor are corrections of a sampler
+that is not the policy (`core.sampler_correction`): weights w make the scores of
+the theory w times as long, and truncated ones leave them a mean that is not 0.
+`importance_*` and `sampler_effective_samples` say how far from 1 they are. The
+rewards are the weighted sum of all functions, also where `reward.aggregation`
+compares something else.
+"""
 
 import functools
 import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 from ml_collections import ConfigDict
 
@@ -17,6 +30,7 @@ from grpojax.core.weighted_baselines import (
 )
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
+from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.training import from_config
 from grpojax.training import score_norms as norms_lib
 
@@ -93,3 +107,34 @@ def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
     return row
 
   return diagnose
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+  """The group size that the gradient's noise asked for, over a run.
+
+  Args:
+    rows: of its metrics, some of them with a diagnosis.
+
+  Returns:
+    `optimal_group_size` and `optimal_group_size_interval` (95%, over the
+    diagnoses), for summary.json; nothing without diagnoses.
+  """
+  found = [(row["c1"], row["c3"]) for row in rows if "c1" in row]
+  c1, c3 = np.array(found, float).reshape(-1, 2).T  # null becomes nan
+  if not np.isfinite(c1 + c3).any():
+    return {}
+  best, *interval = pooled_group_size(c1, c3)
+  return {
+    "optimal_group_size": best,
+    "optimal_group_size_interval": interval,
+  }
+
+
+def line(summary: Mapping[str, Any]) -> str:
+  """What `summary` found, to print; infinite bounds are null in a file."""
+  best, (low, high) = (
+    summary[f"optimal_group_size{end}"] for end in ("", "_interval")
+  )
+  sizes = best, low, high
+  each = ("inf" if x is None else f"{x:.1f}" for x in sizes)
+  return "the gradient's noise asked for groups of {} [{}, {}]".format(*each)

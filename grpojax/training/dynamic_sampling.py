@@ -35,6 +35,7 @@ class Filled(NamedTuple):
       met.
     drawn: the scores of all groups that were drawn, in their order.
     examples: of these groups.
+    places: [B], which of these groups the batch has.
     more_prompts: drawn beyond those of a step.
     scale: a factor of all advantages; None for 1.
     metrics: of all groups that were drawn, see `rollout_metrics`; none where
@@ -45,6 +46,7 @@ class Filled(NamedTuple):
   scores: groups.GroupScores
   drawn: groups.GroupScores
   examples: list[dict[str, Any]]
+  places: Int[np.ndarray, "B"]
   more_prompts: int
   scale: np.float32 | None
   metrics: dict[str, Any]
@@ -159,10 +161,19 @@ def make_fill(
   """
   settings = settings_of(config)
   replace = jax.jit(dynamic_sampling.replace_groups)
-  measure = jax.jit(rollout_metrics)
+  aggregate = from_config.aggregation(config)
+  compared = functools.partial(corrections.compared_rewards, config, aggregate)
 
-  def measured(samples: Rollout, rewards: Float[np.ndarray, "B G"]):
-    return measure(samples, mesh_lib.place(rewards, mesh, "batch", "group"))
+  @jax.jit
+  def measure(samples, rewards, values):
+    given = samples, rewards
+    return rollout_metrics(*given, compared(*given, values))
+
+  def measured(samples: Rollout, scores: groups.GroupScores):
+    rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
+    values = scoring.stacked(scores) if aggregate else None
+    values = mesh_lib.place(values, mesh, None, "batch", "group")
+    return measure(samples, rewards, values)
 
   def learned(samples: Rollout, scores, examples):
     return _varies(config, samples, scores, correctness(scores, examples))
@@ -172,7 +183,7 @@ def make_fill(
     size = total = len(scores.rewards)
     varied, asked = [learned(*first)], [*examples]
     places, kept = np.arange(size), varied[0].copy()
-    drawn, rows = [scores], [measured(samples, scores.rewards)]
+    drawn, rows = [scores], [measured(samples, scores)]
     while total < settings.limit * size and not kept.all():
       poll(together=True)
       times = [time.perf_counter()]
@@ -189,7 +200,7 @@ def make_fill(
         samples = replace(samples, more, mesh_lib.place(source, mesh))
       drawn.append(found)
       asked += given
-      rows.append(measured(more, found.rewards))
+      rows.append(measured(more, found))
       total += len(found.rewards)
       clock[-2] += times[1] - times[0]
     everything = _joined(drawn)
@@ -205,7 +216,8 @@ def make_fill(
     clock[-1] = time.perf_counter()
     scale = np.float32(accepted) if settings.rescale else None
     batch = batch._replace(rewards=rewards)
-    return Filled(samples, batch, everything, asked, total - size, scale, row)
+    more = total - size
+    return Filled(samples, batch, everything, asked, places, more, scale, row)
 
   return fill
 
@@ -235,7 +247,8 @@ def make_draw(
 
     def as_it_is(params, first, *_):
       samples, scores, examples = first
-      return Filled(samples, scores, scores, examples, 0, None, {})
+      places = np.arange(len(examples))
+      return Filled(samples, scores, scores, examples, places, 0, None, {})
 
     return draw, as_it_is
   again = draw if settings.parts == 1 else make_scored_samples(1)

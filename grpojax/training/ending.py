@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax.models import hf
 from grpojax.runtime import records
-from grpojax.training import run_directory
+from grpojax.training import diagnosis, run_directory, sources
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
@@ -36,6 +36,8 @@ def _gain(summary: dict[str, Any]) -> list[str]:
       last = name.removesuffix("before") + "after"
       data_set = name.rpartition("/")[0]
       lines.append(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
+  if "optimal_group_size" in summary:
+    lines.append(diagnosis.line(summary))
   for name, count in summary["steps_with"].items():
     if count:
       lines.append(f"steps with {name.replace('_', ' ')}: {count}")
@@ -51,7 +53,7 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
     where: the run directory or its URL, as it was given.
     config: the run's.
   """
-  where, start = os.fspath(where), config.model.path
+  where, start = os.fspath(where), sources.model(config)
   name = os.path.basename(where.rstrip("/")) or "run"
   words = {
     "look at it": ["report", where],
@@ -88,6 +90,7 @@ def lines(
     f"{run_directory.MODEL}/": (
       f"of step {summary['model_step']}, Hugging Face format"
     ),
+    run_directory.REPORT: "",
     run_directory.CURVE: "",
     run_directory.METRICS: "",
     run_directory.SAMPLES: "",

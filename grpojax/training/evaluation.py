@@ -4,13 +4,15 @@ Everything is computed from one value a prompt: prompts are what varies, and the
 samples of one prompt are not independent of each other.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
@@ -148,6 +150,28 @@ def per_prompt(
     labels = answer_labels(result.texts, answer)
     values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
   return values
+
+
+def outcomes(
+  result: Evaluation, accuracy: Float[np.ndarray, "B"]
+) -> dict[str, Any]:
+  """A row of evaluations.jsonl but for its step: which answers were right.
+
+  Args:
+    result: the completions.
+    accuracy: 0 or 1 a prompt, of `per_prompt`.
+
+  Returns:
+    `right`, a text of a 0 or 1 a prompt, and `problems`, a fingerprint of what
+    was asked in which order: evaluations that have the same one can be compared
+    prompt by prompt.
+  """
+  asked = [[e.get("prompt"), e.get("answer")] for e in result.examples]
+  text = json.dumps(asked, sort_keys=True, default=repr)
+  return {
+    "problems": hashlib.sha256(text.encode()).hexdigest()[:16],
+    "right": "".join(map(str, accuracy.astype(int).tolist())),
+  }
 
 
 def by_data_set(

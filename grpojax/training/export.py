@@ -6,8 +6,9 @@ import pathlib
 import jax
 
 from grpojax.models import hf, lora, merged
-from grpojax.runtime import disk
-from grpojax.training import run_directory, run_storage, trained
+from grpojax.runtime import disk, hub
+from grpojax.training import policy as policies
+from grpojax.training import run_directory, run_storage, sources, trained
 
 
 def host_device() -> jax.Device:
@@ -47,8 +48,6 @@ def export(
   where = run_storage.local(run)
   config = run_directory.read_config(where)
   run_directory.say_added(where)
-  there = run_storage.local(config.model.path)
-  source = run_directory.model_directory(there)
   rank = config.lora.rank
   if os.path.lexists(out):
     raise ValueError(f"--out={out} exists already; choose another directory")
@@ -67,6 +66,8 @@ def export(
     return f"the finished model of {run}"
   step, params = trained.load_params(where, config, step, host_device())
   what = f"step {step} of {run}"
+  needed = hub.WHOLE if rank else hub.TEXTS
+  source = policies.find_model(sources.model(config), needed)
   if adapter:
     lora.save_peft(out, params, source, config.lora.alpha, dtype=dtype)
     return f"the adapters of {what}"

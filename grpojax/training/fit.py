@@ -26,6 +26,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  interrupts,
   leaving,
   preemption,
   screen,
@@ -40,6 +41,7 @@ from grpojax.training import (
   profiling,
   prompt_choice,
   reference,
+  report,
   reporting,
   run_storage,
 )
@@ -197,6 +199,7 @@ def fit(
       goes_on = evaluate()
       step = int(state.step)
       is_best = config.checkpoint.best and best.step(record) == step
+      reporting.report_when_due(run, step)
       due = step % config.checkpoint.every == 0 or step == config.steps
       if due or is_best or not goes_on:
         save()
@@ -258,12 +261,14 @@ def run(
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
       return reporting.finish(run, state, progress, checkpointer, poll)
-    except Preempted as done:
+    except (Preempted, interrupts.Left) as done:
       publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)
-    except Stopped as reason:
+    except Stopped as reason:  # there is something to look into
+      if distributed.is_main():
+        report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
       print("interrupted; the same command resumes from the last checkpoint")

@@ -30,7 +30,13 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.training import corrections, group_sizes, score_norms
+from grpojax.training import (
+  corrections,
+  group_sizes,
+  loss_settings,
+  score_norms,
+  sources,
+)
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -51,10 +57,14 @@ def open_policy(config: ConfigDict) -> Policy:
   """The config's model, without its weights.
 
   Raises:
-    ValueError: the directory, its configuration or its tokenizer do not fit.
+    ValueError: the directory, its configuration or its tokenizer do not fit, or
+      a loss that is not for such a model.
   """
   model = config.model
-  return policies.open_policy(model.path, model.dtype, model.remat)
+  path = sources.model(config)
+  policy = policies.open_policy(path, model.dtype, model.remat)
+  loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
+  return policy
 
 
 def with_weights(
@@ -175,7 +185,6 @@ def loss(config: ConfigDict) -> Callable[..., Any]:
   offered |= {"dual_clip": given.dual_clip or None}
   surrogate = bind(SURROGATES[given.surrogate], **offered)
   options = {"ratio": RATIOS[given.ratio], "surrogate": surrogate}
-  options |= {"advantage_clip": given.advantage_clip or None}
   kl = PLACEMENTS[given.kl_placement].get(given.kl)  # any, where beta = 0
   if given.beta > 0 and given.kl_placement != "reward":
     correction = given.kl_placement == "ratio"
@@ -211,6 +220,7 @@ def update_options(config: ConfigDict) -> dict[str, Any]:
     "max_grad_norm": optim.max_grad_norm,
     "entropy_bonus": entropy_bonus(config),
     "top_entropy_quantile": config.loss.top_entropy_quantile,
+    "router_aux_coef": config.loss.router_aux_coef,
     "sampling": sampling(config),
     "chunk_size": config.logits_chunk,
   }
@@ -277,6 +287,25 @@ def sampler_program(
   return policies.jit(policy, sample)
 
 
+def laid_out(program: Callable[..., Any], mesh: jax.sharding.Mesh, *args: Any):
+  """A program of `sampler_program` whose results lie on the sampling mesh.
+
+  For parameters on another mesh: of the two that XLA (Shardy) is told of then,
+  it may take one for the other where a result's place is a constraint alone.
+
+  Args:
+    program: `(params, prompts, key, *first) -> Rollout`.
+    mesh: of sampling, in context.
+    *args: of the program; shapes will do.
+  """
+  places = mesh_lib.map_rows(
+    lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
+    jax.eval_shape(program, *args),
+  )
+  pinned = jax.jit(program.func, out_shardings=places)
+  return functools.partial(pinned, *program.args)
+
+
 def on_sampling_mesh(
   config: ConfigDict, program: Callable[..., Any], mesh: jax.sharding.Mesh
 ):
@@ -291,12 +320,18 @@ def on_sampling_mesh(
     mesh: of training; its arrays go in, and its arrays come out.
   """
   sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
+  programs = {}  # by how many prompts there are
 
   def sampler(params, prompts, key, *first):
     prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
     numbers = mesh_lib.place((key, *first), sampling_mesh)
+    args, rows = (params, prompts, *numbers), len(prompts.prompt_ids)
     with jax.set_mesh(sampling_mesh):
-      samples = program(params, prompts, *numbers)
+      if rows not in programs:
+        apart = sampling_mesh is not mesh
+        pinned = laid_out(program, sampling_mesh, *args) if apart else program
+        programs[rows] = pinned
+      samples = programs[rows](*args)
     return mesh_lib.map_rows(
       lambda x, *names: mesh_lib.place(x, mesh, *names), samples
     )

@@ -3,10 +3,9 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array
@@ -18,20 +17,21 @@ from grpojax.core.grpo_step import (
   make_batch,
   rollout_metrics,
 )
-from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
-from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import (
+  corrections,
   dynamic_sampling,
   from_config,
   mixtures,
   prompt_choice,
   reference,
+  sample_rows,
   sampling_parts,
   scoring,
 )
+from grpojax.training import diagnosis as diagnosis_lib
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -44,8 +44,8 @@ def make_compare(config: ConfigDict):
     values=None, scale=None, weights=None) -> (batch, metrics)`, to be jitted:
     advantages, and log-probabilities under the reference. The values [K, B, G]
     of the reward functions are needed where `reward.aggregation` compares more
-    than their sum; a scale is a factor of all advantages; the weights are the
-    prompts'.
+    than their sum; a scale is a factor of all advantages, once they are
+    bounded; the weights are the prompts'.
   """
   options = from_config.update_options(config)
   rescore = from_config.rescore(config)
@@ -64,10 +64,9 @@ def make_compare(config: ConfigDict):
     weights=None,
   ):
     on_policy = options["epochs"] * options["minibatches"] == 1
-    compared = rewards
-    if aggregate:  # what is dropped has no part in the normalisation, either
-      values, _ = TRUNCATED[config.loss.truncated](values, samples.finished)
-      compared = aggregate(values)
+    compared = corrections.compared_rewards(
+      config, aggregate, samples, rewards, values
+    )
     batch = make_batch(
       lm,
       samples,
@@ -78,6 +77,7 @@ def make_compare(config: ConfigDict):
       policy_params=params if rescore and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       truncated=config.loss.truncated,
+      advantage_clip=config.loss.advantage_clip or None,
       micro_batches=options["minibatches"] * options["micro_batches"],
       sampling=options["sampling"],
       chunk_size=options["chunk_size"],
@@ -85,11 +85,9 @@ def make_compare(config: ConfigDict):
       score_norms=score_norms,
       prompt_weights=weights,
     )
-    if scale is not None:  # outside of the bound that the loss has
-      most = config.loss.advantage_clip or jnp.inf
-      bounded = jnp.clip(batch.advantages, -most, most)
-      batch = batch.replace(advantages=scale * bounded)
-    return batch, rollout_metrics(samples, rewards)
+    if scale is not None:
+      batch = batch.replace(advantages=scale * batch.advantages)
+    return batch, rollout_metrics(samples, rewards, compared)
 
   return compare
 
@@ -140,19 +138,6 @@ def make_programs(
   )
 
 
-def _first_group(examples, texts, rewards) -> list[dict[str, Any]]:
-  """The completions of the first prompt, for people to read."""
-  return [
-    {
-      "prompt": examples[0]["prompt_text"],
-      "completion": text,
-      "answer": examples[0].get("answer"),
-      "reward": float(value) if np.isfinite(value) else None,
-    }
-    for text, value in zip(texts[0], rewards[0], strict=True)
-  ]
-
-
 def make_host_step(
   config: ConfigDict,
   policy: Policy,
@@ -186,8 +171,9 @@ def make_host_step(
     samples, failures)`. Where `diagnosed`, the metrics have those of
     `make_diagnose`, of the policy that sampled and of the prompts as they came.
     `take` gives more of them to dynamic sampling, see `dynamic_sampling.Take`.
-    The samples are `_first_group`'s; the failures are rewards that could not be
-    computed.
+    The metrics have `reward_counts` (`sample_rows.reward_counts`) beside their
+    scalars; the samples are rows of samples.jsonl, none where they are not due;
+    the failures are rewards that could not be computed.
   """
   programs = make_programs(config, policy, group_size, tx, places, budgets)
   mesh = mesh_lib.mesh_of(places)
@@ -232,9 +218,8 @@ def make_host_step(
     held, state = state.reference, state.replace(reference=None)
     key = jax.random.fold_in(state.key, state.step)
     given = state.params, prompts, examples, key, clock
-    samples, texts, scores = draw(*given)
+    samples, _, scores = draw(*given)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
-    shown = _first_group(examples, texts, scores.rewards) if texts else []
     poll(together=True)
     first = samples, scores, examples
     filled = fill(state.params, first, key, clock, take)
@@ -263,7 +248,12 @@ def make_host_step(
     if state.difficulty is not None:
       right = scoring.correctness(scorer, scores, examples)
       state = observe(state, examples, right)
+    due = sample_rows.is_due(config, int(mesh_lib.fetch(state.step)) + 1)
     state, of_update = programs.learn(state, batch)
+    # While the devices are at the update.
+    shown = sample_rows.of_batch(config, policy, filled, batch) if due else []
+    counts = sample_rows.reward_counts(filled.drawn.rewards)
+    score_metrics["reward_counts"] = counts
     state = consume(state, filled.more_prompts)
     row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpojax.core.types import LM
 from grpojax.runtime.config import problem
 from grpojax.training.group_sizes import AUTO
 
@@ -38,3 +39,14 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
       )
       wrong.append(problem(field, leaves[field], todo))
   return wrong
+
+
+def check_model(router_aux_coef: float, lm: LM) -> None:
+  """Whether the model has what the loss asks for.
+
+  Raises:
+    ValueError: it has no experts.
+  """
+  if router_aux_coef and lm.forward_with_load is None:
+    todo = "balances experts, and the model has none (model.path): use 0"
+    raise ValueError(problem("loss.router_aux_coef", router_aux_coef, todo))

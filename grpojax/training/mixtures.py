@@ -190,7 +190,8 @@ def metrics(
   Returns:
     `NAME/prompts`, a count; and, as the metrics of all, `NAME/reward_mean` (of
     the completions with a reward; left out where there is none) and
-    `NAME/zero_variance_groups`.
+    `NAME/zero_variance_groups`, of the rewards as they came, whatever is
+    compared of them.
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(config, examples).items():
@@ -201,5 +202,6 @@ def metrics(
     row[f"{name}/prompts"] = len(rows)
     if known.any():
       row[f"{name}/reward_mean"] = float(np.nanmean(some))
-    row[f"{name}/zero_variance_groups"] = float(np.mean(best <= worst))
+    equal = (best <= worst) & (rewards.shape[-1] > 1)
+    row[f"{name}/zero_variance_groups"] = float(np.mean(equal))
   return row

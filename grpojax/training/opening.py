@@ -16,6 +16,7 @@ import jax
 from ml_collections import ConfigDict
 
 from grpojax.data.examples import SPLITS
+from grpojax.models import hf
 from grpojax.models.file_checksums import fingerprint
 from grpojax.runtime import (
   bucket,
@@ -23,6 +24,7 @@ from grpojax.runtime import (
   command_line,
   disk,
   distributed,
+  hub,
   records,
   run_lock,
   tokenizer,
@@ -31,7 +33,14 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
-from grpojax.training import resume, run_directory, run_storage, scoring, start
+from grpojax.training import (
+  resume,
+  run_directory,
+  run_storage,
+  scoring,
+  sources,
+  start,
+)
 from grpojax.training.config import validate
 
 
@@ -76,10 +85,16 @@ def _check_shared(directory: pathlib.Path) -> None:
   disk.check_writable(directory, "--run_dir")
 
 
+def _model_files(path: str) -> str:
+  if hub.parse(path) and not hf.exists(path):
+    return "from the Hub"  # whose commits are the same for all
+  return fingerprint(policies.find_model(path))
+
+
 def _files(config: ConfigDict) -> dict[str, str]:
   """What each process reads from a disk that may be its own."""
   found = {
-    f"the model in {path}": fingerprint(policies.find_model(path))
+    f"the model in {path}": _model_files(path)
     for path in (config.model.path, config.reward.model)
     if path
   }
@@ -136,11 +151,12 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
 
   def settle():
     settled = run_directory.with_date(directory, config)
+    settled = run_directory.with_commits(directory, settled)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
     disk.check_writable(directory, "--run_dir")
-    return config_lib.to_json(settled)
+    return config_lib.to_json(sources.pin(settled))
 
   text = distributed.on_main(settle)
   return text and config_lib.from_json(text)

@@ -9,7 +9,7 @@ model without adapters, `params = {}`.
 import functools
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Key, PyTree
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import hf, lora, merged
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bucket, eos
+from grpojax.runtime import bucket, eos, hub
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import run_directory, run_storage
 
@@ -37,6 +37,7 @@ class Policy(NamedTuple):
     frozen: the base model's parameters where `params` are adapters, else None.
     lora_scale: of the adapters.
     vmappable: whether `jax.vmap` takes the model's functions.
+    name: on the Hub, with its commit; None where it is not from there.
   """
 
   directory: pathlib.Path
@@ -48,17 +49,37 @@ class Policy(NamedTuple):
   frozen: Params | None = None
   lora_scale: float = 0.0
   vmappable: bool = True
+  name: hub.Name | None = None
 
 
-def find_model(path: str | pathlib.Path) -> pathlib.Path:
-  """A model's directory: a path, a finished run, or an embedded model's name.
+def find_model(
+  path: str | pathlib.Path, files: Sequence[str] = hub.WHOLE
+) -> pathlib.Path:
+  """A model's directory.
+
+  Args:
+    path: of a directory or of a finished run, an embedded model's name, or,
+      where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of the
+      Hugging Face Hub.
+    files: which of them to download from there.
 
   Raises:
-    ValueError: there is none, see `hf.resolve`.
+    ValueError: there is none, see `hf.resolve` and `hub.fetch`.
   """
+  name = hub.parse(path)
+  if name and not hf.exists(path):
+    copy = hub.fetch(name, files)
+    with bucket.naming(copy, str(name)):
+      return hf.resolve(copy)
   copy = run_storage.local(path)
   with bucket.naming(copy, str(path)):
     return hf.resolve(run_directory.model_directory(copy))
+
+
+def pinned(path: str) -> str:
+  """A name of the Hub with the commit that it means now; a path as it is."""
+  name = None if hf.exists(path) else hub.parse(path)
+  return f"{name.id}@{hub.commit(name)}" if name else path
 
 
 def open_policy(
@@ -67,14 +88,15 @@ def open_policy(
   """Reads all of a model but its weights.
 
   Args:
-    path: a model directory, a finished run, or an embedded model's name.
+    path: see `find_model`.
     dtype: of computation, see `transformer`.
     remat: see `transformer`.
 
   Raises:
     ValueError: the directory, its configuration or its tokenizer do not fit.
   """
-  directory = find_model(path)
+  path = pinned(path)
+  directory = find_model(path, hub.TEXTS)
   tokenizer = tokenizer_lib.load(directory)
   config = hf.to_transformer_config(hf.read_config(directory))
   if max(tokenizer.get_vocab().values()) >= config.vocab_size:
@@ -95,6 +117,7 @@ def open_policy(
     eos.eos_ids(directory, tokenizer, config.vocab_size),
     eos.pad_id(tokenizer),
     vmappable=not config.experts,
+    name=None if hf.exists(path) else hub.parse(path),
   )
 
 
@@ -111,16 +134,20 @@ def with_weights(
     shardings: abstract parameters -> where to load them; None is one device.
 
   Raises:
-    ValueError: weights that do not fit, see `hf.load_params`.
+    ValueError: weights that do not fit, see `hf.load_params`, or that cannot
+      be downloaded.
   """
-  params = hf.load_params(policy.directory, jnp.dtype(dtype), shardings)
+  directory = policy.directory
+  if policy.name:
+    directory = hub.fetch(policy.name, hub.WHOLE)
+  params = hf.load_params(directory, jnp.dtype(dtype), shardings)
   return policy._replace(params=params)
 
 
 def load_policy(
   path: str, dtype: str = "float32", remat: str = "none"
 ) -> Policy:
-  """Reads a model directory, or an embedded model by its name.
+  """Reads a whole model.
 
   Args:
     path: see `open_policy`.

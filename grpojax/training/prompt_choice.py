@@ -2,8 +2,8 @@
 
 The success rates of all prompts are part of the state (`TrainState.difficulty`,
 see `statistics.success_rates`), by the number of the prompt among those that
-fit. They, the seed and the step decide what is drawn, so that a resumed run and
-all processes draw the same.
+fit. They, the seed and the step decide what is drawn, so that a resumed run
+draws the same; of several processes the first one draws for all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ from grpojax.core.types import Prompts, TrainState
 from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import distributed
 from grpojax.runtime.config import problem
 from grpojax.statistics import success_rates
 from grpojax.statistics.prompt_sampling import Stratum, draw
@@ -106,19 +107,25 @@ def make_draw(
     step = int(state.step)
     rates = mesh_lib.fetch(state.difficulty)
     seed = np.random.SeedSequence(config.seed, spawn_key=(step,))
-    drawn = draw(
-      priorities(config, rates, step, group_size),
-      strata,
-      np.random.default_rng(seed),
-      rows=samples // group_size,
-      uniform=given.uniform,
-      most=given.rows,
-    )
-    indices = drawn.indices.tolist()
+
+    def choose():
+      drawn = draw(
+        priorities(config, rates, step, group_size),
+        strata,
+        np.random.default_rng(seed),
+        rows=samples // group_size,
+        uniform=given.uniform,
+        most=given.rows,
+      )
+      return drawn.indices.tolist(), drawn.weights.tolist()
+
+    # Logarithms round differently on unlike hosts, and a priority that differs
+    # in its last bit may move a prompt out of a batch.
+    indices, weights = distributed.on_main(choose)
     args = config, policy, examples, indices
     prompts, rows = prompts_lib.prompts_of(*args)
     if given.importance_weights:
-      prompts = prompts.replace(weights=drawn.weights.astype(np.float32))
+      prompts = prompts.replace(weights=np.asarray(weights, np.float32))
     named = zip(rows, indices, strict=True)
     return prompts, [example | {INDEX: i} for example, i in named]
 

@@ -19,8 +19,9 @@ from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf
 from grpojax.rewards import exact_ids
 from grpojax.runtime import config as config_lib
+from grpojax.runtime import records
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import group_sizes, mixtures
+from grpojax.training import group_sizes, mixtures, sources
 from grpojax.training.policy import Policy
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
@@ -66,18 +67,21 @@ def load_examples(config: ConfigDict, split: str) -> Any:
     "train": {"seed": config.seed},
     "test": {"size": config.eval.num_prompts},
   }
-  load = functools.partial(datasets.load, split=split, **settings[split])
   data, parts = config.data, []
+
+  def load(name, path, options):
+    options = sources.data_options(config, name, path, options)
+    return datasets.load(name, split, path, options, **settings[split])
+
   for name, source in mixtures.sources(config).items():
     try:
-      some = load(source.name, path=source.path, options=source.options)
+      some = load(source.name, source.path, source.options)
     except ValueError as error:
       raise ValueError(f"{mixtures.SECTION}.{name}: {error}") from error
     parts.append(Part(name, source.weight, some))
   if parts:
     return Mixture(parts)
-  options = data.options.to_dict()
-  return load(data.name, path=data.path, options=options)
+  return load(data.name, data.path, data.options.to_dict())
 
 
 def encoder(config: ConfigDict, policy: Policy):
@@ -204,9 +208,8 @@ def save_lengths(file: pathlib.Path, splits: dict[str, Split]) -> None:
     each |= {} if whole.parts else {split: whole}
   arrays = {name: one.survey.lengths for name, one in each.items()}
   arrays |= {f"{name} key": np.array(one.key) for name, one in each.items()}
-  temporary = file.with_name(f".{file.name}")
-  np.savez(temporary, **arrays)
-  temporary.replace(file)
+  with records.replacing(file) as temporary, open(temporary, "wb") as whole:
+    np.savez(whole, **arrays)
 
 
 def _saved_lengths(file: pathlib.Path | None, split: str, key: str):

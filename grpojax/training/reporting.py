@@ -1,7 +1,8 @@
 """What a training run measures, writes into its directory, and prints.
 
 A step's row in metrics.jsonl has all of these; a metric that is new is made in
-one of these places, and needs no other:
+one of these places, and needs no other (but `reports.metric_groups` may give it
+a title):
 
 | metrics                              | made by                            |
 |--------------------------------------|------------------------------------|
@@ -9,7 +10,8 @@ one of these places, and needs no other:
 | zero_variance_groups, lengths, ...   |                                    |
 | loss, kl, entropy, ratio_*, norms,   | core.update.make_update; those of  |
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
-| clip_fraction_*, gradient_weight     |                                    |
+| router_aux_loss, clip_fraction_*,    |                                    |
+| gradient_weight                      |                                    |
 | sampler_*                            | core.sampler_mismatch              |
 | importance_*, off_policy_masked      | core.sampler_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
@@ -47,10 +49,12 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime.printable import printable
 from grpojax.training import (
   best,
+  diagnosis,
   evaluation,
   from_config,
   group_sizes,
   prompts,
+  report,
   run_directory,
 )
 from grpojax.training import pace as pace_lib
@@ -120,6 +124,8 @@ def evaluate_held_out(
     found = evaluation.numbers(some)
     row |= {f"{name}/{key}": value for key, value in found.items()}
   record(run, row)
+  right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
+  _append(run, run_directory.EVALUATIONS, right)
   log_failures(run, step, result.failures)
   print(
     f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
@@ -155,14 +161,17 @@ def log(run: Run, row: dict[str, Any], shown, pace: Pace) -> None:
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
     row.pop("kl")  # there is nothing to diverge from
+  counts = row.pop("reward_counts", None)
   record(run, row)
+  if counts is not None:
+    _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   due = step % config.log.every == 0 or step == config.steps
   left = pace_lib.left(pace, config.steps - step)
   seen = (shown_lib.line(config, row, pace), shown_lib.cells(row))
   run.screen.stepped(step, left, *(seen if due else (None, {})))
-  if shown and step % config.log.samples_every == 0:
-    for sample in shown:
-      _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  for sample in shown:
+    _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  if shown:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
@@ -229,6 +238,8 @@ def _summarize(
     "failed_rewards": progress.failed_rewards,
     "steps_with": progress.steps_with,
   }
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  summary |= diagnosis.summary(rows)
   if found := progress.evaluations.get("best"):
     accuracy, *interval = (found[name] for name in names)
     summary |= {"best_step": found["step"], "best_accuracy": accuracy}
@@ -239,5 +250,13 @@ def _summarize(
   model = run.file(run_directory.MODEL)
   of_model = {"step": model_step, "of_steps": steps}
   records.write_json(model / run_directory.OF_MODEL, of_model)
+  report.write(run.directory, summary)  # before the run is finished
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
+
+
+def report_when_due(run: Run, step: int) -> None:
+  """Writes the report after a step, every `log.report_every` of them."""
+  every = run.config.log.report_every
+  if every and step % every == 0 and distributed.is_main():
+    report.write(run.directory)

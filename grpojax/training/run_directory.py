@@ -12,22 +12,25 @@ from grpojax.runtime import bucket, checkpoint_files
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
-from grpojax.training import run_storage, validation
+from grpojax.training import run_storage, sources, validation
 from grpojax.training.config import WORDS, default_config
 
 CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
-SAMPLES = "samples.jsonl"  # completions with their rewards
+SAMPLES = "samples.jsonl"  # completions with their rewards: `sample_rows`
+REWARDS = "rewards.jsonl"  # how often which reward was given: `sample_rows`
+EVALUATIONS = "evaluations.jsonl"  # which held-out answers were right
 FAILURES = "failures.jsonl"  # rewards that could not be computed
 TENSORBOARD = "tensorboard"  # the metrics again
 MODEL = "model"  # the trained model, in Hugging Face format
 OF_MODEL = "step.json"  # in it: the step that it is of
 CURVE = "learning_curve.png"
+REPORT = "report.html"  # all of it, to look at in a browser
 SUMMARY = "summary.json"  # written last: the run is finished
 
-RECORDS = (METRICS, SAMPLES, FAILURES)
+RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
 CHANGEABLE = (
@@ -171,6 +174,17 @@ def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
   return config if date is None else pin_date(config, date)
 
 
+def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
+  """A config with the commits of the Hub that a run was started with.
+
+  Args:
+    path: a run directory, or none yet.
+    config: the resolved config.
+  """
+  saved = _saved_config(pathlib.Path(path))
+  return sources.with_commits(config, saved and saved[0])
+
+
 def pin_date(config: ConfigDict, date: str) -> ConfigDict:
   """A config whose chat template is given this date for today's."""
   config = config.copy_and_resolve_references()
@@ -227,8 +241,11 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       "run's config back, or give another --run_dir"
     )
   # A kill at the very start leaves temporary files.
-  ours = {f".{CONFIG}.tmp", f".{LENGTHS}", LOCK, bucket.ORIGIN}
-  if path.exists() and any(p.name not in ours for p in path.iterdir()):
+  ours = re.compile(
+    rf"\.({re.escape(CONFIG)}|{re.escape(LENGTHS)})\.\w+\.tmp"
+    rf"|{re.escape(LOCK)}|{re.escape(bucket.ORIGIN)}"
+  )
+  if path.exists() and not all(ours.fullmatch(p.name) for p in path.iterdir()):
     raise ValueError(
       f"{path} is not empty and has no {CONFIG} of a run, so it is not a "
       "run: give a new or an empty directory as --run_dir"

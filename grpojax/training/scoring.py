@@ -22,7 +22,7 @@ from grpojax.models import sharding
 from grpojax.rewards import groups, neural
 from grpojax.rewards.pool import Failure, Pool
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import mixtures
+from grpojax.training import mixtures, sources
 from grpojax.training import policy as policies
 
 MODEL = "model"  # the reward model's name among the functions'
@@ -70,7 +70,7 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   Raises:
     ValueError: it is no sequence classifier with one label.
   """
-  path = config.reward.model
+  path = sources.reward_model(config)
   if not path:
     return None
   directory = policies.find_model(path)

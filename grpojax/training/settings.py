@@ -75,6 +75,12 @@ _LOG = section(
   samples_every=setting(
     10, "steps between completions that are written", within=ONE
   ),
+  sample_groups=setting(
+    4, "groups of them that are written; 0 = none", within=NOT_NEGATIVE
+  ),
+  report_every=setting(
+    0, "steps between reports; 0 = only at the end", within=NOT_NEGATIVE
+  ),
   tensorboard=setting(True, "write the metrics for TensorBoard too"),
 )
 
@@ -130,6 +136,11 @@ SETTINGS = section(
     "arithmetic", "of the run; its directory is runs/NAME without --run_dir"
   ),
   seed=setting(0, "of all random numbers", within="[0, 2**32)"),
+  commits=setting(
+    (),
+    "of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the run "
+    "fills it in",
+  ),
   steps=setting(
     40, "training steps; a finished run goes on with more", within="[0, 2**31)"
   ),

@@ -19,7 +19,11 @@ _MODEL = section(
   "the policy, and the reference that it is held to",
   path=setting(
     "arithmetic-instruct",
-    "a Hugging Face directory, or the name of an embedded model",
+    "a Hugging Face directory, the name of an embedded model, or ORG/NAME of "
+    "the Hugging Face Hub",
+  ),
+  revision=setting(
+    "", 'of ORG/NAME on the Hub: a branch, a tag or a commit; "" = main'
   ),
   dtype=setting(
     "float32",
@@ -66,7 +70,11 @@ _LORA = section(
 _DATA = section(
   "the prompts",
   name=setting("arithmetic", "the data set", DATASETS),
-  path=setting("", "file or directory of a data set that is read from disk"),
+  path=setting(
+    "",
+    "of data in files: a file, a directory, or a pattern of files; of "
+    "huggingface: ORG/NAME of the Hub",
+  ),
   options=free_section("keyword arguments of the data set's load"),
   mixture=free_section(
     "several data sets in the place of that one: mixture.ANY.name, path, "
@@ -174,7 +182,9 @@ _REWARD = section(
   ),
   timeout=setting(10.0, "seconds a completion, in a worker", within=POSITIVE),
   model=setting(
-    "", 'directory of a reward model (sequence classifier); "" = none'
+    "",
+    "a reward model (sequence classifier): a directory, or ORG/NAME[@REVISION] "
+    'of the Hub; "" = none',
   ),
   model_weight=setting(1.0, "of the reward model, in the sum"),
   on_device=setting(

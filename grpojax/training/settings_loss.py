@@ -84,6 +84,11 @@ _LOSS = section(
   entropy_coef_max=setting(
     1.0, "largest adaptive coefficient", within=NOT_NEGATIVE
   ),
+  router_aux_coef=setting(
+    0.0,
+    "coefficient of the loss that keeps a mixture's experts in use; 0 = off",
+    within=NOT_NEGATIVE,
+  ),
   ratio=setting(
     "token_ratio",
     "of the policy to the one that sampled: by token, by completion (GSPO), or "

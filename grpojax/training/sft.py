@@ -4,7 +4,9 @@ import functools
 import itertools
 import json
 import pathlib
+import secrets
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -111,6 +113,7 @@ def texts(
       seed=config.seed,
       difficulty=(config.difficulty_low, config.difficulty_high),
       hasty=config.hasty,
+      forget=(config.forget_low, config.forget_high),
     )
   kept, dropped = texts_lib.encode_examples(
     examples,
@@ -248,6 +251,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
       disk.check_writable(out, "--out")
+      config.model.path = policies.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(
@@ -262,8 +266,14 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       "seconds": time.time() - began,
       "losses": losses,
     }
-    whole = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(whole, ignore_errors=True)
-    hf.save(whole, params, source)
-    records.write_json(whole / "sft.json", record)
+    # A name of its own: another process may be making the same directory.
+    whole = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+      hf.save(whole, params, source)
+      records.write_json(whole / "sft.json", record)
+    except BaseException:
+      shutil.rmtree(whole, ignore_errors=True)
+      raise
+    if out.exists():
+      sys.exit(f"{out} exists by now; what was trained here is in {whole}")
     whole.rename(out)

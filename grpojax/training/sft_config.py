@@ -16,7 +16,11 @@ _ONE, _POSITIVE = "[1, inf)", "(0, inf)"
 _DATA = section(
   "the texts",
   name=setting("arithmetic", "the data set; arithmetic is drawn anew"),
-  path=setting("", "file or directory of a data set that is read from disk"),
+  path=setting(
+    "",
+    "of data in files: a file, a directory, or a pattern of files; of "
+    "huggingface: ORG/NAME of the Hub",
+  ),
   options=free_section("other keyword arguments of the data set's load"),
   template=setting(
     "{prompt}\n", "what a plain prompt becomes, as in training by GRPO"
@@ -33,7 +37,9 @@ _DATA = section(
 _MODEL = section(
   "the model",
   path=setting(
-    "", 'directory, or embedded model, to start from; "" = from scratch'
+    "",
+    "directory, embedded model, or ORG/NAME[@REVISION] of the Hub, to start "
+    'from; "" = from scratch',
   ),
   width=setting(128, "from scratch: width", within=_ONE),
   layers=setting(4, "from scratch: layers", within=_ONE),
@@ -84,6 +90,14 @@ SETTINGS = section(
     "arithmetic: share of texts whose author writes no steps",
     within="[0, 1]",
   ),
+  forget_low=setting(
+    0.0,
+    "arithmetic: how often a carry is forgotten where the digits make 10",
+    within="[0, 1]",
+  ),
+  forget_high=setting(
+    0.0, "arithmetic: the same where they make 19", within="[0, 1]"
+  ),
   difficulty_low=setting(2, "arithmetic: fewest operations", within=_ONE),
   difficulty_high=setting(4, "arithmetic: most operations"),
   tokenizer=setting(
@@ -117,6 +131,9 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   low = leaves["difficulty_low"]
   todo = f"must not be below difficulty_low = {low}"
   need(leaves["difficulty_high"] >= low, "difficulty_high", todo)
+  low = leaves["forget_low"]
+  todo = f"must not be below forget_low = {low}"
+  need(leaves["forget_high"] >= low, "forget_high", todo)
   characters = leaves["tokenizer"] != "bpe"
   todo = "arithmetic is written in characters: use characters"
   arithmetic = leaves["data.name"] == "arithmetic"

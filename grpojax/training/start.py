@@ -15,7 +15,7 @@ from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.rewards import functions
-from grpojax.runtime import checkpoint, distributed, records, tokenizer
+from grpojax.runtime import checkpoint, distributed, hub, records, tokenizer
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen, in_lines
 from grpojax.training import (
@@ -28,6 +28,7 @@ from grpojax.training import (
   run_directory,
   run_storage,
   scoring,
+  sources,
 )
 from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
@@ -137,7 +138,8 @@ def _with_date(
     return config
   tokenizers = [policy.tokenizer]
   if config.reward.model:
-    tokenizers.append(tokenizer.load(find_model(config.reward.model)))
+    model = find_model(sources.reward_model(config), hub.TEXTS)
+    tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return config
   return run_directory.pin_date(config, today or tokenizer.today())

@@ -7,9 +7,15 @@ from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
 from grpojax.models import hf, lora
-from grpojax.runtime import checkpoint
+from grpojax.runtime import checkpoint, hub
 from grpojax.training import best as best_lib
-from grpojax.training import from_config, progress, run_directory, run_storage
+from grpojax.training import (
+  from_config,
+  progress,
+  run_directory,
+  run_storage,
+  sources,
+)
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -34,8 +40,8 @@ def load(
   """A policy and its parameters.
 
   Args:
-    model: a model directory, an embedded model's name, or a run with
-      checkpoints, of which the newest is read.
+    model: as `policy.find_model` takes it, or a run with checkpoints, of which
+      the newest is read.
     dtype: of computation; a run has its own.
     best: read the run's state of the highest held-out accuracy.
 
@@ -100,7 +106,7 @@ def load_params(
     ValueError: there is no such checkpoint, or it is damaged.
   """
   params = hf.abstract_params(
-    hf.read_config(policies.find_model(config.model.path))
+    hf.read_config(policies.find_model(sources.model(config), hub.CONFIG))
   )
 
   if config.lora.rank:

@@ -21,6 +21,7 @@ from grpojax.training import (
   profiling,
   reference,
   score_norms,
+  sources,
 )
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.settings import SETTINGS
@@ -53,7 +54,10 @@ def _names(leaves: dict[str, Any]) -> list[str]:
     todo = "names a directory: use letters, digits, '_', '-' and '.'"
     wrong.append(problem("name", leaves["name"], todo))
   if not leaves["model.path"]:
-    todo = "give a Hugging Face directory or the name of an embedded model"
+    todo = (
+      "give a Hugging Face directory, ORG/NAME of the Hub, or the name of an "
+      "embedded model"
+    )
     wrong.append(problem("model.path", "", todo))
   template = leaves["data.template"]
   try:
@@ -182,5 +186,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
   wrong += corrections.problems(leaves) + score_norms.problems(leaves)
   wrong += mixtures.problems(leaves) + difficulty.problems(leaves)
-  wrong += batch_sizes.problems(leaves) + group_sizes.problems(leaves)
-  return wrong + profiling.problems(leaves)
+  wrong += sources.problems(leaves) + profiling.problems(leaves)
+  return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

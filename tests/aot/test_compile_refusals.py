@@ -14,6 +14,7 @@ from grpojax import compile as program
 from grpojax.aot import parts, programs, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.parts import Part
+from grpojax.core.mesh import make_mesh
 from grpojax.training.config import default_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -151,6 +152,13 @@ def test_ends_of_completions_that_a_config_names(given, ids):
     default_config(), hf_config | {"eos_token_id": given}
   )
   assert found.eos_ids == ids
+
+
+def test_experts_to_balance_that_there_are_not():
+  config = default_config()
+  config.loss.router_aux_coef = 0.1
+  with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
+    programs.open_run(config, make_mesh())
 
 
 def test_models_of_a_strange_type(tmp_path):

@@ -222,3 +222,49 @@ def test_two_sums_a_layer_where_devices_share_weights(rollouts, platform, name):
 
 def test_sizes_are_those_of_the_programs():
   assert math.prod((32, 8)) == ROWS and Q == 8 * 64 and K == 4 * 64
+
+
+TWO_MESHES = """
+import sys
+from grpojax.aot import programs, topology
+from grpojax.training import from_config
+from grpojax.training.config import default_config
+config = default_config()
+config.model.path, config.optim.micro_batches = sys.argv[1], 1
+config.batch_size, config.data.max_prompt_length = 32, 8
+config.sampling.max_new_tokens, config.sampling.stages = 4, 1
+config.mesh.fsdp, config.mesh.expert, config.mesh.tensor = 8, 4, 2
+config.mesh.sampling_tensor = 4
+devices, _ = topology.devices("cpu:64")
+run = programs.open_run(config, from_config.mesh(config, devices))
+compiled = programs.lower(run, "rollout").compile()
+for name, place in vars(compiled.output_shardings).items():
+  print(name, *[x for x in place.spec if x])
+"""
+
+
+def test_what_is_sampled_on_another_mesh_lies_there(tmp_path):
+  """Of two meshes XLA took one for the other, and cut rows by 8 of 16."""
+  config = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+  }
+  (tmp_path / "model.json").write_text(json.dumps(config))
+  done = subprocess.run(
+    [sys.executable, "-c", TWO_MESHES, tmp_path / "model.json"],
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  places = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+  assert places == ["('fsdp', 'expert')"] * 6

@@ -54,6 +54,14 @@ def test_operations_of_a_step(case):
   assert report.model_flops(open_run(**changes)) == each * expected
 
 
+def test_the_load_of_all_parts_takes_a_pass():
+  run = open_run()
+  run.config.loss.router_aux_coef = 0.01
+  assert report.forward_passes(run) == (0, 1)
+  run.config.optim.micro_batches = 1
+  assert report.forward_passes(run) == (0, 0)
+
+
 def test_memory_of_each_program():
   """What is there beside a program's temporaries, once each."""
   run = open_run(**{"loss.beta": 0.1})

@@ -74,6 +74,9 @@ def test_the_config_of_each(name):
     assert optim.learning_rate == 3e-4 and loss.beta == 0
     assert (config.batch_size, config.group_size) == (32, 8)
     assert config.sampling.max_new_tokens == 80
+    # Whatever the default job becomes: others were timed on this.
+    assert config.model.path == "arithmetic-instruct"
+    assert config.diagnostics.every == 0 and not config.data.options
     return
   assert optim.learning_rate == 1e-6
   assert (loss.beta, loss.kl, loss.kl_placement) == (0.04, "k3", "loss")

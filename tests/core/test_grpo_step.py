@@ -233,6 +233,19 @@ def test_the_first_state_can_be_donated(tiny):
   assert int(donated(state).step) == 1
 
 
+def test_a_bound_that_is_none_is_refused(tabular):
+  step = make_grpo_step(
+    tabular.lm(2, 5),
+    optax.sgd(0.1),
+    share_of_target,
+    **SETTINGS,
+    advantage_clip=0.0,
+  )
+  state = init_state(tabular.lm(2, 5).init(KEY), optax.sgd(0.1), KEY)
+  with pytest.raises(ValueError, match="must be > 0, not 0.0; None turns it"):
+    jax.eval_shape(step, state, PROMPTS)
+
+
 def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
   """From `make_batch`, and inside the whole step; those bound already stay."""
   lm, asked = tabular.lm(2, 5), []
@@ -254,6 +267,9 @@ def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
   ):
     found = make_batch(lm, samples, rewards, f).advantages
     np.testing.assert_allclose(found, rewards * factor, rtol=1e-6)
+    bounded = make_batch(lm, samples, rewards, f, advantage_clip=0.3).advantages
+    np.testing.assert_allclose(bounded, np.clip(found, -0.3, 0.3), rtol=1e-6)
+    assert (bounded != found).any()
   tx = optax.sgd(0.1)
   step = make_grpo_step(
     lm,

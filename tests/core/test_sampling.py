@@ -49,6 +49,15 @@ def reference(row, sampling):
   return out
 
 
+def test_cuts_can_be_followed_step_by_step():
+  """Without compiling, as a debugger sees them."""
+  sampling = Sampling(top_k=7, top_p=0.9)
+  expected = transform_logits(LOGITS[:2], sampling)
+  with jax.disable_jit():
+    found = transform_logits(LOGITS[:2], sampling)
+  np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_distribution_is_the_sorted_and_counted_one(sampling):
   ours = softmax(transform_logits(LOGITS, sampling))

@@ -96,14 +96,6 @@ def test_the_trajectory_ratio_has_each_tokens_own_gradient():
   np.testing.assert_allclose(found, np.full(5, w), rtol=1e-5)
 
 
-def test_advantages_are_clipped_on_both_sides():
-  for advantage, bounded in ((2.0, 0.5), (-2.0, -0.5), (0.3, 0.3)):
-    found, _ = multiples(
-      advantage, "clipped", logs=np.zeros(5), advantage_clip=0.5
-    )
-    np.testing.assert_allclose(found * advantage, bounded, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
   "name, settings, text",
   [
@@ -113,7 +105,6 @@ def test_advantages_are_clipped_on_both_sides():
     ("sapo", {"sapo_temperature_pos": 0}, "must be > 0, not 0 and 1.05"),
     ("vespo", {"vespo_lambda_neg": 0}, "vespo_lambda > 0"),
     ("vespo", {"vespo_k_pos": -1}, "vespo_k must be >= 0"),
-    ("clipped", {"advantage_clip": 0.0}, "must be > 0, not 0.0; None"),
   ],
 )
 def test_useless_settings_are_refused(name, settings, text):

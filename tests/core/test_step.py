@@ -447,6 +447,11 @@ def test_rollout_metrics_are_numpys():
   assert set(metrics) == set(expected)
   for name, value in expected.items():
     np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+  # A group of one has nothing to differ from; without a baseline it teaches.
+  fields = "completion_ids completion_mask logprobs finished".split()
+  alone = samples.replace(**{f: getattr(samples, f)[:, :1] for f in fields})
+  metrics = rollout_metrics(alone, jnp.asarray(infinite)[:, :1])
+  assert metrics["zero_variance_groups"] == 0
 
 
 # What cannot be done is refused.

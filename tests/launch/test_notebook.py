@@ -12,7 +12,7 @@ import pytest
 
 from grpojax import train
 from grpojax.runtime import command_line
-from grpojax.training.config import default_config, validate
+from grpojax.training.config import default_job, validate
 from grpojax.training.settings import SETTINGS
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,9 +72,9 @@ def test_the_steps_that_it_shows_are_sampled():
   first, _, lora = trainings()
   text = "\n".join(CODE)
   assert "step=40, count=1" in text and "--config.steps=40" in lora
-  every = default_config().log.samples_every
+  every = default_job().log.samples_every
   assert f"step={every})" in text
-  assert default_config().steps % every == 0
+  assert default_job().steps % every == 0
 
 
 @pytest.mark.long  # it trains
@@ -109,8 +109,8 @@ def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
   text = "\n".join(texts)
   assert "is finished: nothing to do" in text
   accuracy = re.search(r"held-out accuracy: ([\d.]+)% -> ([\d.]+)%", text)
-  assert float(accuracy[1]) < 20 and float(accuracy[2]) > 90
-  assert "step 10, reward" in text and "step 40, reward" in text
+  assert float(accuracy[1]) < 40 and float(accuracy[2]) > 85
+  assert "step 10, reward" in text and "step 60, reward" in text
   assert "no accelerator on this runtime" in text
   assert texts[-1] == texts[-2] == ""
   assert seconds < 360

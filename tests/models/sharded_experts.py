@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpojax.core.mesh import activation_spec, batch_sharding, make_mesh
+from grpojax.core.load_balancing import load_balancing_loss
+from grpojax.core.mesh import (
+  activation_spec,
+  batch_sharding,
+  constrain,
+  make_mesh,
+)
 from grpojax.models import sharding
-from grpojax.models.moe import mixture
+from grpojax.models.moe import expert_load, mixture
 from grpojax.models.transformer import TransformerConfig, transformer
 
 MESHES = (
@@ -188,6 +194,27 @@ def check_decoding_exchanges():
   }, found
 
 
+def check_load_exchanges():
+  """Of tokens none: sums over all of them, and the router's gradient."""
+  (params, x), _ = on_one_device(CONFIG, G)[0]
+  router = {"layers": {"router": params["layers"]["router"]}}
+
+  def loss(params, x):
+    layer = sharding.gather({"router": params["layers"]["router"][0]}, "layer/")
+    weights = constrain(jnp.ones(x.shape[:3]), "batch", "group")
+    load = expert_load(x, layer["router"], 2, weights)
+    return load_balancing_loss(load)
+
+  both = jax.value_and_grad(loss, argnums=(0, 1))
+  program, places = compiled(both, make_mesh(1, 2, 4, 1), router, x)
+  arguments = jax.device_put((router, x), places)
+  check_equal(program(*arguments), jax.jit(both)(router, x))
+  for operation, shape in collectives(program.as_text()):
+    sizes = [int(n) for n in re.findall(r"\d+", shape.split("[")[1])]
+    assert np.prod(sizes) <= 16 * 8, (operation, shape)
+    assert 3 not in sizes and 24 not in sizes, (operation, shape)
+
+
 def check_models():
   """Whole models: training with each remat, and decoding."""
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
@@ -197,12 +224,16 @@ def check_models():
   batch = prompts, mask, ids
 
   def train(lm, params, prompts, mask, ids):
+    weights = mask * 1.0, jnp.ones(ids.shape)
+
     def hidden(params):
       model, params = lm.prepared(params, decoding=False)
-      return model.forward(params, prompts, mask, ids)[1]
+      forward = functools.partial(model.forward_with_load, load_weights=weights)
+      _, y, load = forward(params, prompts, mask, ids)
+      return y, load_balancing_loss(load)
 
     y, pull = jax.vjp(hidden, params)
-    return y, pull(jnp.cos(y))
+    return y, pull(jax.tree.map(jnp.cos, y))
 
   def decode(lm, params, prompts, mask, ids):
     model, params = lm.prepared(params, decoding=True)
@@ -283,6 +314,7 @@ def main():
       assert "f32[2,8,2,8]" in text and "f32[2,8,16,8]" not in text
   check_exchanges(check_mixtures((1, 2, 4, 1)))
   check_decoding_exchanges()
+  check_load_exchanges()
   # What cannot be cut is whole: groups of three, and F.
   check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, mlp=7), group_size=3)
 

@@ -45,3 +45,25 @@ def test_learning_curve(tmp_path, monkeypatch):
     "curve.png",
     "metrics.jsonl",
   ]
+
+
+def test_best_group_sizes_are_drawn_with_their_intervals(tmp_path, monkeypatch):
+  """null is infinite: only the lower bound is known then."""
+  path, drawn = tmp_path / "metrics.jsonl", []
+  monkeypatch.setattr(
+    pictures, "save_figure", lambda figure, _: drawn.append(figure)
+  )
+  best = "optimal_group_size"
+  for step, (value, low, high) in enumerate(
+    [(4.0, 2.0, 9.0), (20.0, 6.0, float("inf")), (float("inf"), 3.0, None)]
+  ):
+    row = {"step": step, "group_size": 8, best: value}
+    records.append_jsonl(path, row | {f"{best}_low": low, f"{best}_high": high})
+  pictures.learning_curve(path, tmp_path / "curve.png")
+  (axes,) = drawn[0].axes
+  sizes, of_run = (line.get_ydata() for line in axes.lines)
+  np.testing.assert_array_equal(sizes, [4, 20, np.nan])
+  np.testing.assert_array_equal(of_run, [8, 8, 8])
+  (intervals,) = axes.collections
+  ends = [segment[:, 1].tolist() for segment in intervals.get_segments()]
+  assert ends == [[2, 9], [6, 40], [3, 40]] and axes.get_ylim() == (1, 40)

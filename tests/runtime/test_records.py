@@ -128,10 +128,18 @@ def test_an_interrupt_leaves_no_part_of_a_file(tmp_path, monkeypatch):
   assert not os.listdir(tmp_path)
 
 
-def test_another_process_may_be_writing_the_file(tmp_path):
-  (tmp_path / ".file.tmp").write_text("half")
-  records.check_writable(tmp_path / "file")
-  assert (tmp_path / ".file.tmp").read_text() == "half"
+def test_two_may_be_writing_the_same_file(tmp_path):
+  """Each its own whole; what is there in the end is the last one's."""
+  path = tmp_path / "file"
+  with records.replacing(path) as one:
+    one.write_text("one")
+    records.check_writable(path)
+    with records.replacing(path) as two:
+      two.write_text("two")
+      records.write_text(path, "three")
+      assert one.read_text() == "one" and two.read_text() == "two"
+    assert path.read_text() == "two"
+  assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
 
 
 def test_progress_is_one_line_with_the_time_left():
@@ -189,4 +197,4 @@ def test_a_full_disk_is_said_of_the_file(tmp_path):
     text=True,
   )
   assert done.stdout == "file File too large\n" * 2, done.stderr
-  assert not (tmp_path / ".file.tmp").exists()
+  assert os.listdir(tmp_path) == ["file"]

@@ -63,3 +63,24 @@ def test_bounds_say_what_is_not_known(float64):
   # c3 may be 0, or is negative: any size.
   assert bounds(1.0, 3.0, np.diag([0.01, 9.0])) == (1, np.inf)
   assert bounds(1.0, -9.0, np.diag([0.01, 1.0])) == (1, np.inf)
+
+
+def test_a_runs_diagnoses_are_pooled():
+  """Both bounds are where a paired t-test of c1 - rho c3 just turns."""
+  rng = np.random.default_rng(0)
+  c1, c3 = rng.normal(1.0, 0.3, 12), rng.normal(30.0, 5.0, 12)
+  best, low, high = interval.pooled_group_size(
+    np.append(c1, [np.nan, 1.0]), np.append(c3, [1.0, np.inf])
+  )
+  assert best == pytest.approx(1 + np.sqrt(c3.mean() / c1.mean()))
+  assert 1 < low < best < high < np.inf
+  for size in (low, high):
+    test = stats.ttest_1samp(c1 - c3 / (size - 1) ** 2, 0.0)
+    assert test.pvalue == pytest.approx(0.05, rel=1e-3)
+
+
+def test_few_diagnoses_have_no_interval():
+  two = np.array([1.0, 1.0])
+  assert interval.pooled_group_size(two, 9 * two) == (4, 1, np.inf)
+  with pytest.raises(ValueError, match="no diagnosis"):
+    interval.pooled_group_size(two, np.nan * two)

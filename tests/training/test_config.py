@@ -126,6 +126,7 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
     ({"loss__entropy_coef": -0.1}, "loss.entropy_coef = -0.1"),
     ({"loss__entropy_target": float("nan")}, "loss.entropy_target = nan"),
     ({"loss__top_entropy_quantile": 20.0}, "share of the tokens"),
+    ({"loss__router_aux_coef": -0.1}, "loss.router_aux_coef = -0.1"),
     (
       {"loss__entropy_coef": 2.0, "loss__entropy_target": 0.1},
       "loss.entropy_coef = 2.0: starts above loss.entropy_coef_max = 1.0",
@@ -145,6 +146,22 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
         "diagnostics__every": 1,
       },
       "loss.advantage_clip = 2.0: group_size = 'auto'",
+    ),
+    (
+      {
+        "loss__off_policy_threshold": 0.1,
+        "group_size": "auto",
+        "diagnostics__every": 1,
+      },
+      "loss.off_policy_threshold = 0.1: group_size = 'auto'",
+    ),
+    (
+      {
+        "loss__correction": "token_truncate",
+        "group_size": "auto",
+        "diagnostics__every": 1,
+      },
+      "loss.correction = 'token_truncate': group_size = 'auto'",
     ),
     ({"advantage": "oracle"}, "true value of each prompt"),
     ({"group_size": 0}, "group_size = 0"),

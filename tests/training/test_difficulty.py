@@ -12,7 +12,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.data import arithmetic
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf, sharding
-from grpojax.runtime import records
+from grpojax.runtime import distributed, records
 from grpojax.training import policy as policies
 from grpojax.training import prompt_choice
 from grpojax.training.config import validate
@@ -134,6 +134,25 @@ def test_a_draw_depends_on_seed_and_step_alone(drawn):
     return [e[prompt_choice.INDEX] for e in draw(state.replace(step=step))[1]]
 
   assert asked(3) == asked(3) != asked(4)
+
+
+def test_all_processes_ask_what_the_first_one_chose(drawn, monkeypatch):
+  """Whatever this one, which is not the first, would have."""
+  state, _, draw = drawn
+  chosen = [7, 1, 19, 3], [0.5, 2.0, 0.1, 1.0]
+  said = iter([[None, None], [chosen, None]])  # nobody's error; the first's
+  monkeypatch.setattr(distributed, "several", lambda: True)
+  monkeypatch.setattr(distributed, "is_main", lambda: False)
+  monkeypatch.setattr(distributed, "gather", lambda _: next(said))
+  prompts, batch = draw(state)
+  assert [example[prompt_choice.INDEX] for example in batch] == chosen[0]
+  assert [example["prompt"] for example in batch] == [
+    "7+1",
+    "1+1",
+    "19+1",
+    "3+1",
+  ]
+  np.testing.assert_array_equal(prompts.weights, np.float32(chosen[1]))
 
 
 def test_a_curriculum_goes_from_easy_to_hard(config_with):

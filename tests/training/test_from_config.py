@@ -148,7 +148,6 @@ def scored():
       {"loss__ratio": "trajectory_ratio"},
       {"ratio": surrogates.trajectory_ratio},
     ),
-    ({"loss__advantage_clip": 0.5}, {"advantage_clip": 0.5}),
     (
       {
         "loss__surrogate": "cispo",
@@ -246,6 +245,15 @@ def test_entropy_in_the_loss(config_with):
   assert float(control.coefficient) == pytest.approx(0.1)
 
 
+def test_experts_are_balanced_only_where_there_are_some(config_with):
+  config = config_with(loss__router_aux_coef=0.01)
+  assert from_config.update_options(config)["router_aux_coef"] == 0.01
+  with pytest.raises(
+    ValueError, match=r"loss.router_aux_coef = 0.01: .* use 0"
+  ):
+    from_config.open_policy(config)
+
+
 def test_weightings(config_with):
   mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
   expected = {
@@ -312,7 +320,7 @@ def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
   loss = from_config.loss(config)
   assert loss.keywords["surrogate"].keywords == {"clip_high": 0.2, "tau": 5.0}
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
-  known |= {"old_logprobs", "advantage_clip", "top_entropy_quantile"}
+  known |= {"advantage_clip", "top_entropy_quantile", "router_aux_coef"}
   known |= {name for name in default_config().loss if "entropy_" in name}
   known |= {"old_logprobs", "truncated", "off_policy_threshold"}
   known |= {"correction", "correction_low", "correction_high"}

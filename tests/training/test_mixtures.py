@@ -125,6 +125,8 @@ def test_metrics_by_data_set(config_with):
     "b/zero_variance_groups": 1.0,
   }
   assert mixtures.metrics(default_config(), examples, rewards) == {}
+  alone = mixtures.metrics(config, examples, rewards[:, :1])
+  assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
   result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples)
   values = evaluation.per_prompt(result)
   each = evaluation.by_data_set(config, result, values)

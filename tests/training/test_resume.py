@@ -122,6 +122,7 @@ def test_a_run_without_rewards_ends_and_can_go_on(
     stopped.value.code,
   )
   assert "! 100% without reward" in capsys.readouterr().out
+  assert "step 2 of 9" in (run / "report.html").read_text()
   settings |= {"stop.rewards_missing": 0, "steps": 3}
   go(toy_task, toy_model, run, **settings)
   assert "resuming after step 2" in capsys.readouterr().out

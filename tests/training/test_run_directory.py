@@ -1,5 +1,8 @@
 """Whose a run directory is, and what its config says."""
 
+import os
+import pathlib
+
 import jax.numpy as jnp
 import pytest
 
@@ -53,8 +56,14 @@ def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
     run_directory.open_run(tmp_path, config)
 
 
-def test_open_run_after_a_kill_at_the_very_start(tmp_path):
-  (tmp_path / f".{run_directory.CONFIG}.tmp").write_text("{")
+def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
+  for name in (run_directory.CONFIG, run_directory.LENGTHS):
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as killed:
+      killed.setattr(pathlib.Path, "unlink", lambda *_, **__: None)
+      with records.replacing(tmp_path / name) as temporary:
+        temporary.write_text("{")
+        raise KeyboardInterrupt
+  assert len(os.listdir(tmp_path)) == 2
   assert run_directory.open_run(tmp_path, default_config()) is False
   assert run_directory.open_run(tmp_path, default_config()) is True
 

@@ -104,13 +104,62 @@ def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
   values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
   compare = host_step.make_compare(config)
   compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
-  batch, _ = compare(values.sum(0), None, None, None, values)
+  batch, row = compare(values.sum(0), None, None, None, values)
+  assert row["zero_variance_groups"] == 0
   left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
   normal = left - left.mean(-1, keepdims=True)
   normal = (normal / normal.std(-1, ddof=1, keepdims=True)).sum(0)
   found = np.asarray(batch.advantages[0])
   np.testing.assert_allclose(found[[0, 1, 3]], 1.5 * normal, rtol=1e-4)
   assert found[2] == 0
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, 1 / 3),  # as they came, by their sum: 1 in the last group
+    ({"loss__truncated": "drop"}, 2 / 3),
+    # By itself each varies in the last one.
+    ({"reward__aggregation": "normalize_then_sum"}, 0),
+    (
+      {
+        "reward__aggregation": "normalize_then_sum",
+        "loss__truncated": "drop",
+      },
+      1 / 3,
+    ),
+  ],
+)
+def test_groups_without_variance_are_those_that_teach_nothing(
+  changes, expected, tabular, config_with
+):
+  """Of three groups one differs in nothing but what was cut off."""
+  config = config_with(
+    reward__functions=("a", "b"),
+    reward__weights=(1.0, 2.0),
+    group_size=4,
+    batch_size=3,
+    **changes,
+  )
+  ones = jnp.ones((3, 4, 2), bool)
+  samples = Rollout(
+    *(jnp.ones((3, 1), bool),) * 2,
+    ones.astype(jnp.int32),
+    ones,
+    jnp.zeros((3, 4, 2)),
+    jnp.array([[True, True, True, False], [True] * 4, [True] * 4]),
+  )
+  values = jnp.array(
+    [
+      [[1.0, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
+      [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
+    ]
+  )
+  compare = host_step.make_compare(config)
+  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
+  total = values[0] + 2 * values[1]
+  _, row = compare(total, None, None, None, values)
+  np.testing.assert_allclose(row["zero_variance_groups"], expected, rtol=1e-6)
 
 
 def test_a_scale_is_of_advantages_that_are_bounded(tabular, config_with):

@@ -2,6 +2,7 @@
 
 import functools
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,18 @@ import optax
 from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
 from grpojax.runtime import tokenizer as tokenizers
-from grpojax.training import diagnosis, from_config, host_step, scoring
+from grpojax.training import (
+  device_step,
+  diagnosis,
+  from_config,
+  host_step,
+  scoring,
+)
 from grpojax.training import policy as policies
 from grpojax.training.config import default_config
 
@@ -39,6 +47,7 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   config.batch_size, config.group_size = B, G
   config.sampling.max_new_tokens = T
   config.optim.micro_batches, config.optim.minibatches = 1, 2
+  config.log.samples_every = config.log.sample_groups = 1
   tokenizer = ambiguous_tokenizer()
   vocab = len(tokenizer)
   lm = tabular.lm(1, vocab)
@@ -138,6 +147,30 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
       np.testing.assert_allclose(value, one[name], rtol=1e-4, err_msg=name)
   # It is that of the first three.
   np.testing.assert_allclose(diagnosed(3, 1, 1)["c1"], one["c1"], rtol=1e-4)
+
+
+def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
+  monkeypatch, config_with, tabular
+):
+  asked, tx = {}, optax.sgd(0.1)
+
+  def recorded(*_, **options):
+    asked.update(options)
+    return lambda *_: None
+
+  plain = {"device_reward": lambda *_: (None, None)}
+  monkeypatch.setattr(device_step, "make_grpo_step", recorded)
+  monkeypatch.setattr(
+    device_step, "prompts_lib", types.SimpleNamespace(**plain)
+  )
+  monkeypatch.setattr(device_step.policies, "jit", lambda _, f, **__: f)
+  policy = policies.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  state = init_state({}, tx, jax.random.key(0))
+  for bound in (0.0, 0.5):
+    config = config_with(loss__advantage_clip=bound)
+    step = device_step.make_device_program(config, policy, 2, tx, state)
+    step(policy.lm, state, None, None)
+    assert asked["advantage_clip"] == (bound or None)
 
 
 def test_what_has_a_reward_is_packed(config_with):

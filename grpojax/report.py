@@ -1,0 +1,66 @@
+"""Writes a report on runs: one HTML file, to be opened in any browser.
+
+    python -m grpojax.report RUN [RUN ...] [--out=FILE.html]
+
+RUN is the run directory of a training run, finished or not, or its URL in a
+bucket. The report has curves with intervals, the distribution of rewards,
+completions to browse, the noise of the gradient where it was diagnosed,
+failures, settings, and where the time went. Several runs are drawn over each
+other, and each is compared with the first: held-out answers prompt by prompt,
+metrics step by step. The file needs no network and nothing beside it.
+
+FILE is report.html, in the run directory of a single run on a disk, else here.
+"""
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from grpojax.runtime import bucket, command_line, disk, records
+from grpojax.runtime.settings import setting
+from grpojax.training import report, run_directory, run_storage
+
+FLAGS = {
+  "out": setting("", 'the file to write; "" = report.html, see above'),
+}
+SETTINGS = None
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The runs among the words of a command line, and the other words."""
+  runs, rest = [], []
+  for before, word in zip(["", *argv], argv, strict=False):
+    is_value = before in ("--out", "-out")
+    (rest if word.startswith("-") or is_value else runs).append(word)
+  return [command_line.expand_home(run) for run in runs], rest
+
+
+def _out(runs: Sequence[str], out: str) -> pathlib.Path:
+  """Where to write."""
+  if out:
+    return pathlib.Path(out)
+  if len(runs) == 1 and not bucket.is_url(runs[0]):
+    return pathlib.Path(runs[0]) / run_directory.REPORT
+  return pathlib.Path(run_directory.REPORT)
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  runs, rest = _split(argv)
+  with command_line.usage_errors(), disk.errors():
+    _, flags = command_line.parse(
+      rest, FLAGS, SETTINGS, "python -m grpojax.report"
+    )
+    if not runs:
+      raise ValueError("give the directory of a training run, or several")
+    paths = [run_storage.local(run) for run in runs]
+    in_buckets = any(map(bucket.is_url, runs))
+    text = report.report(paths, runs if in_buckets else None)
+    out = _out(runs, flags.out)
+    records.check_writable(out)
+    records.write_text(out, text)
+  print(f"{', '.join(runs)} -> {out}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

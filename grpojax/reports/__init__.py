@@ -1,0 +1,1 @@
+"""A run as one page of HTML: pure functions of its rows, and the page."""

@@ -1,0 +1,168 @@
+"""Which metrics stand together in a report, and what they are called there.
+
+A metric that no pattern knows is shown as well, in the last group.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Group(NamedTuple):
+  """Metrics that are looked at together.
+
+  Attributes:
+    title: of the group.
+    text: what to look for.
+    pattern: of the names of its metrics, in whole.
+  """
+
+  title: str
+  text: str
+  pattern: str
+
+
+GROUPS = (
+  Group(
+    "Learning",
+    "Is the policy getting better, and at what?",
+    r"accuracy|reward_mean|reward_std|rewards_missing|reward_failures",
+  ),
+  Group(
+    "Reward functions",
+    "Mean and spread of each function, over the completions it has a value "
+    "for.",
+    r"reward_\w+",
+  ),
+  Group(
+    "By data set",
+    "The same numbers, for each data set of the mixture.",
+    r".*/.*",
+  ),
+  Group(
+    "Groups and prompts",
+    "A group whose rewards are all equal teaches nothing.",
+    r"zero_variance_groups|group_acceptance|gen_batches|groups_kept"
+    r"|group_size|success_rate\w*|prompts_\w+|prompt_weight\w*",
+  ),
+  Group(
+    "Completions",
+    "Length, and what was cut off at the budget of tokens.",
+    r"completion_length\w*|truncated",
+  ),
+  Group(
+    "Policy",
+    "Entropy that collapses, or a KL divergence that runs away, ends learning.",
+    r"entropy\w*|kl|kl_\w+",
+  ),
+  Group(
+    "Update",
+    "Loss, gradient and clipping of the optimizer's updates.",
+    r"loss|\w*grad_norm|\w*gradient_weight|update_norm|clip_fraction\w*"
+    r"|ratio\w*|skipped_updates|learning_rate|\w*_loss",
+  ),
+  Group(
+    "Sampler and scorer",
+    "Both compute the same log-probabilities by different programs: how far "
+    "they are apart, and what the correction does.",
+    r"sampler_\w+|importance_\w+|off_policy_masked",
+  ),
+  Group(
+    "Noise of the gradient",
+    "The error of a step's gradient is c1 G/N + c2/N + c3/(N (G - 1)), and "
+    "smallest at G* = 1 + sqrt(c3/c1).",
+    r"(own_)?(c[123]|gradient_\w+|optimal_group_size)|own_\w+|score_norms\w*",
+  ),
+  Group(
+    "Speed",
+    "Where a step's time goes.",
+    r"seconds\w*|tokens_per_second|train_seconds",
+  ),
+  Group("Other", "", r".*"),
+)
+
+TITLES = {
+  "accuracy": ("Held-out accuracy", "share of prompts, greedy"),
+  "reward_mean": ("Reward", "mean over completions"),
+  "reward_std": ("Spread of rewards", "standard deviation"),
+  "rewards_missing": ("Without reward", "share of completions"),
+  "reward_failures": ("Rewards that failed", "count"),
+  "zero_variance_groups": ("Groups without variance", "share of groups"),
+  "group_acceptance": ("Groups that vary", "share of those drawn"),
+  "gen_batches": ("Batches drawn", "a step"),
+  "groups_kept": ("Groups kept", "share of the batch"),
+  "group_size": ("Group size", "completions a prompt"),
+  "completion_length_mean": ("Length, mean", "tokens"),
+  "completion_length_max": ("Length, longest", "tokens"),
+  "truncated": ("Truncated", "share of completions"),
+  "entropy": ("Entropy", "nats a token"),
+  "entropy_coefficient": ("Entropy coefficient", ""),
+  "kl": ("KL to the reference", "k3, nats a token"),
+  "loss": ("Loss", ""),
+  "grad_norm": ("Gradient norm", "before clipping"),
+  "update_norm": ("Update norm", ""),
+  "clip_fraction_low": ("Clipped below", "share of tokens"),
+  "clip_fraction_high": ("Clipped above", "share of tokens"),
+  "ratio_min": ("Smallest ratio", "new / old policy"),
+  "ratio_max": ("Largest ratio", "new / old policy"),
+  "skipped_updates": ("Skipped updates", "gradients not finite"),
+  "sampler_kl": ("KL, sampler to scorer", "k3, nats a token"),
+  "sampler_mismatch_mean": ("Mismatch, mean", "nats a token"),
+  "sampler_mismatch_max": ("Mismatch, largest", "nats a token"),
+  "sampler_effective_samples": ("Effective samples", "share"),
+  "optimal_group_size": ("Best group size G*", "completions a prompt"),
+  "gradient_snr": ("Signal to noise", "of a step's gradient"),
+  "gradient_mse": ("Error of the gradient", "squared length"),
+  "gradient_sq": ("Gradient", "squared length"),
+  "seconds_step": ("A step", "seconds"),
+  "seconds_rollout": ("Sampling", "seconds"),
+  "seconds_rewards": ("Rewards", "seconds"),
+  "seconds_reference": ("Comparison, reference", "seconds"),
+  "seconds_diagnosis": ("Diagnosis", "seconds"),
+  "seconds_update": ("Update", "seconds"),
+  "tokens_per_second": ("Tokens sampled", "a second"),
+  "train_seconds": ("Time", "seconds since the start"),
+}
+
+COMPARED = (
+  "reward_mean",
+  "completion_length_mean",
+  "truncated",
+  "zero_variance_groups",
+  "entropy",
+  "kl",
+  "grad_norm",
+  "seconds_step",
+)
+"""Metrics of steps of which the differences between runs are shown."""
+
+
+def part_of(name: str) -> int:
+  """Which of `GROUPS` a metric belongs to."""
+  return next(
+    i for i, group in enumerate(GROUPS) if re.fullmatch(group.pattern, name)
+  )
+
+
+def layout(names: Iterable[str]) -> list[dict[str, Any]]:
+  """Groups that have any of the metrics, in order, with their titles."""
+  known = list(TITLES)
+
+  def rank(name: str) -> tuple[int, str]:
+    return known.index(name) if name in known else len(known), name
+
+  found: dict[int, list[str]] = {}
+  for name in sorted(set(names), key=rank):
+    found.setdefault(part_of(name), []).append(name)
+  return [
+    {
+      "title": GROUPS[i].title,
+      "text": GROUPS[i].text,
+      "metrics": [
+        {"name": name, "title": title, "unit": unit}
+        for name in found[i]
+        for title, unit in [TITLES.get(name, (name, ""))]
+      ],
+    }
+    for i in sorted(found)
+  ]

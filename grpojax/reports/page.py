@@ -1,0 +1,67 @@
+"""The page: a template, a style and scripts, and data that are only ever text.
+
+What a run holds is hostile: a completion may be `</script><script>...`. It
+stands in the page as JSON in a block that no browser runs, with all that could
+end the block escaped; the scripts put it into the page as text alone; and a
+Content-Security-Policy allows these scripts and this style by their hashes, and
+nothing from anywhere else.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import pathlib
+from typing import Any
+
+HERE = pathlib.Path(__file__).parent / "page"
+SCRIPTS = ("basics", "charts", "overview", "tables", "completions", "main")
+_ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
+
+
+def embedded(data: Any) -> str:
+  """JSON that is safe inside of HTML: ASCII without <, > and &.
+
+  Raises:
+    ValueError: a number that is not finite.
+  """
+  text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+  for character, escape in _ESCAPED.items():
+    text = text.replace(character, escape)
+  return text
+
+
+def _source(text: str) -> str:
+  """A hash source of the policy."""
+  digest = hashlib.sha256(text.encode()).digest()
+  return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def page(title: str, data: Any) -> str:
+  """The whole page, which needs nothing else.
+
+  Args:
+    title: plain text.
+    data: of JSON's types, see `training.report`.
+  """
+  read = lambda name: (HERE / name).read_text(encoding="utf-8")
+  style = read("style.css")
+  parts = "\n".join(read(f"{name}.js") for name in SCRIPTS)
+  script = f'"use strict";\n(() => {{\n{parts}\n}})();\n'
+  policy = (
+    f"default-src 'none'; script-src {_source(script)}; "
+    f"style-src {_source(style)}; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+  )
+  filled = read("page.html")
+  values = {
+    "POLICY": html.escape(policy),
+    "TITLE": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
+    "STYLE": style,
+    "DATA": embedded(data),
+    "SCRIPT": script,
+  }
+  # One pass over the template: what is put in is not looked into again.
+  pieces = filled.split("@@")
+  pieces[1::2] = [values[name] for name in pieces[1::2]]
+  return "".join(pieces)

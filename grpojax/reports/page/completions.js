@@ -1,0 +1,279 @@
+// Completions: whole groups side by side, filtered, drawn on demand.
+const PAGE = 4; // groups drawn at a time
+const COLORS = [
+  ["", "nothing"],
+  ["logprobs", "log-probability"],
+  ["ref", "log-ratio to the reference"],
+  ["scorer", "log-ratio, scorer to sampler"],
+];
+
+const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run: i })));
+
+// The number that colours a token, and that the tooltip explains.
+function ratio(sample, name, i) {
+  const other = sample[name];
+  const own = (name === "ref_logprobs" && sample.scorer_logprobs) || sample.logprobs;
+  if (!own || !other || !known(own[i]) || !known(other[i])) return null;
+  return name === "ref_logprobs" ? own[i] - other[i] : other[i] - own[i];
+}
+
+function shade(sample, what, i) {
+  if (what === "logprobs") {
+    const value = sample.logprobs && sample.logprobs[i];
+    return known(value) ? `rgb(var(--low-rgb) / ${Math.min(0.6, -value / 6)})` : "";
+  }
+  const value = what && ratio(sample, `${what}_logprobs`, i);
+  if (!known(value) || value === 0) return "";
+  const side = value < 0 ? "low" : "high";
+  const scale = what === "ref" ? 2 : 0.2;
+  return `rgb(var(--${side}-rgb) / ${Math.min(0.6, Math.abs(value) / scale)})`;
+}
+
+function tokenTip(sample, i) {
+  const own = sample.logprobs && sample.logprobs[i];
+  const rows = [el("div.mono", null, `\u201c${visible(sample.tokens[i]).replaceAll("\n",
+    "\u21b5")}\u201d`), el("div.soft", null, `token ${i + 1} of ${sample.tokens.length}`)];
+  if (known(own)) {
+    rows.push(tipRow("log-probability", number(own)));
+    rows.push(tipRow("probability", percent(Math.exp(own))));
+  }
+  for (const [name, title] of [["scorer", "scorer\u2019s"], ["ref", "reference\u2019s"]]) {
+    const value = sample[`${name}_logprobs`] && sample[`${name}_logprobs`][i];
+    if (!known(value)) continue;
+    const gap = ratio(sample, `${name}_logprobs`, i);
+    rows.push(tipRow(`${title} log-probability`, number(value)));
+    rows.push(tipRow(name === "ref" ? "log-ratio, policy to reference" :
+      "log-ratio, scorer to sampler", signed(gap, number)));
+  }
+  return rows;
+}
+
+// A text with what is searched for marked.
+function marked(text, search) {
+  if (!search) return [visible(text)];
+  const found = [];
+  const low = text.toLowerCase();
+  let from = 0;
+  // Where lower case changes the length, positions would be wrong.
+  for (let at; low.length === text.length && (at = low.indexOf(search, from)) >= 0;) {
+    found.push(visible(text.slice(from, at)),
+      el("mark", null, visible(text.slice(at, at + search.length))));
+    from = at + search.length;
+  }
+  return [...found, visible(text.slice(from))];
+}
+
+function tokenSpans(sample, what) {
+  const length = sample.tokens.length;
+  let seen = 0;
+  return sample.tokens.map((text, i) => {
+    const end = i === length - 1 && !sample.truncated && seen >= sample.completion.length;
+    seen += text.length;
+    const node = el(`span.token${end ? ".special" : ""}`);
+    text.split("\n").forEach((piece, k) => {
+      if (k) append(node, [el("span.sign", null, "\u21b5"), "\n"]);
+      node.append(visible(piece));
+    });
+    node.dataset.token = i;
+    node.style.background = shade(sample, what, i);
+    return node;
+  });
+}
+
+// Arrow keys go from token to token, pointing shows what is known of one.
+function tokens(sample, what) {
+  const box = el("div.text", { tabindex: "0", role: "group", "aria-label":
+    "completion, token by token: arrow keys move" }, tokenSpans(sample, what));
+  let at = -1;
+  const show = (i) => {
+    const nodes = box.querySelectorAll(".token");
+    if (at >= 0) nodes[at].classList.remove("here");
+    at = Math.max(0, Math.min(nodes.length - 1, i));
+    nodes[at].classList.add("here");
+    nodes[at].scrollIntoView({ block: "nearest" });
+    const place = nodes[at].getBoundingClientRect();
+    showTip(tokenTip(sample, at), place.left, place.bottom - 8);
+  };
+  box.addEventListener("pointerover", (event) => {
+    const node = event.target.closest("[data-token]");
+    if (node) showTip(tokenTip(sample, +node.dataset.token), event.clientX, event.clientY);
+  });
+  box.addEventListener("pointerleave", hideTip);
+  box.addEventListener("blur", () => {
+    box.querySelectorAll(".here").forEach((node) => node.classList.remove("here"));
+    hideTip();
+  });
+  box.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") hideTip();
+    if (!move || !sample.tokens.length) return;
+    event.preventDefault();
+    show(at + move);
+  });
+  return box;
+}
+
+function leaning(sample, most) {
+  if (!known(sample.advantage)) return null;
+  const size = most > 0 ? (50 * Math.abs(sample.advantage)) / most : 0;
+  const piece = el("span");
+  piece.style.width = `${size}%`;
+  piece.style.left = sample.advantage < 0 ? `${50 - size}%` : "50%";
+  piece.style.background = sample.advantage < 0 ? "var(--bad)" : "var(--good)";
+  return el("div.lean", { title: `advantage ${number(sample.advantage)}` }, piece);
+}
+
+function sampleCard(sample, group, wanted, view) {
+  const side = sample.advantage > 0 ? ".up" : sample.advantage < 0 ? ".down" : "";
+  const most = Math.max(...group.samples.map((s) => Math.abs(s.advantage) || 0));
+  const sum = sample.logprobs && sample.logprobs.reduce((a, b) => a + (b || 0), 0);
+  const showsTokens = sample.tokens && !view.search;
+  return el(`article.sample${side}${wanted(sample) ? "" : ".dim"}`, null,
+    el("div.head", null, el("span.reward", null, `reward ${number(sample.reward)}`),
+      sample.truncated && el("span.pill.warn", null, "truncated"),
+      known(sample.advantage) && el("span.push.small.soft", null,
+        `advantage ${signed(sample.advantage, number)}`)),
+    leaning(sample, most),
+    el("div.small.soft", null, sample.tokens ? `${sample.tokens.length} tokens` : "",
+      known(sum) ? `, log p ${number(sum)}` : "",
+      sample.rewards ? ` \u00b7 ${Object.entries(sample.rewards).map(([name, value]) =>
+        `${visible(name)} ${number(value)}`).join(", ")}` : ""),
+    showsTokens ? tokens(sample, view.color) : el("div.text", { tabindex: "0" },
+      marked(sample.completion, view.search)));
+}
+
+function groupCard(group, wanted, view) {
+  const rewards = group.samples.map((s) => s.reward).filter(known);
+  const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  return el("section.card.family", null,
+    el("div.head", null, RUNS.length > 1 && dot(group.run),
+      el("h3", null, `Step ${group.step.toLocaleString("en")}`),
+      group.answer !== null && el("span.pill", null, `answer ${visible(group.answer)}`),
+      el("span.push.small.soft", null, `mean reward ${number(mean)} of ${
+        group.samples.length}`)),
+    el("div.text.prompt", { tabindex: "0", "aria-label": "prompt" },
+      marked(group.prompt, view.search)),
+    el("div.side", null, group.samples.map((s) => sampleCard(s, group, wanted, view))));
+}
+
+function field(title, node) {
+  return el("label", null, title, node);
+}
+
+function choice(options) {
+  return el("select", null, options.map(([value, text]) => el("option", { value }, text)));
+}
+
+function check(title) {
+  const node = el("input", { type: "checkbox" });
+  return [node, el("label.check", null, node, title)];
+}
+
+function filters() {
+  const steps = [...new Set(ALL.map((group) => group.step))].sort((a, b) => a - b);
+  const [truncated, truncatedBox] = check("truncated");
+  const [varies, variesBox] = check("groups that vary");
+  const has = (name) => ALL.some((g) => g.samples.some((s) => s[name]));
+  const colors = COLORS.filter(([name]) => !name || has(name === "logprobs" ? name :
+    `${name}_logprobs`));
+  const fields = {
+    run: choice([["", "all"], ...RUNS.map((run, i) => [i, visible(run.name)])]),
+    step: choice([["", "all"], ...steps.map((step) => [step, step])]),
+    low: el("input", { type: "number", step: "any", placeholder: "\u2212\u221e" }),
+    high: el("input", { type: "number", step: "any", placeholder: "\u221e" }),
+    search: el("input", { type: "search", placeholder: "in prompts and completions" }),
+    order: choice([["", "by step"], ["late", "latest first"], ["best", "best first"],
+      ["worst", "worst first"]]),
+    color: choice(colors), truncated, varies,
+  };
+  for (const [name, node] of Object.entries(fields)) node.name = name;
+  const form = el("form.filters.card", { "aria-label": "Filter completions" },
+    RUNS.length > 1 && field("Run", fields.run), field("Step", fields.step),
+    field("Reward from", fields.low), field("to", fields.high),
+    field("Text", fields.search), field("Order", fields.order),
+    colors.length > 1 && field("Colour of tokens", fields.color), truncatedBox, variesBox);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  return [form, fields];
+}
+
+function viewOf(fields) {
+  const limit = (node, otherwise) => (node.value === "" ? otherwise : +node.value);
+  return {
+    run: fields.run.value, step: fields.step.value, order: fields.order.value,
+    low: limit(fields.low, -Infinity), high: limit(fields.high, Infinity),
+    search: fields.search.value.trim().toLowerCase(), color: fields.color.value,
+    truncated: fields.truncated.checked, varies: fields.varies.checked,
+  };
+}
+
+function wantedBy(view) {
+  const any = view.low === -Infinity && view.high === Infinity;
+  return (sample, group) => (any || (known(sample.reward) && sample.reward >= view.low &&
+    sample.reward <= view.high)) && (!view.truncated || sample.truncated) &&
+    (!view.search || sample.completion.toLowerCase().includes(view.search) ||
+      group.prompt.toLowerCase().includes(view.search));
+}
+
+function meanReward(group) {
+  const rewards = group.samples.map((s) => s.reward).filter(known);
+  return rewards.reduce((a, b) => a + b, 0) / Math.max(rewards.length, 1);
+}
+
+function chosen(view) {
+  const wanted = wantedBy(view);
+  const found = ALL.filter((group) => (view.run === "" || group.run === +view.run) &&
+    (view.step === "" || group.step === +view.step) &&
+    (!view.varies || new Set(group.samples.map((s) => s.reward)).size > 1) &&
+    group.samples.some((sample) => wanted(sample, group)));
+  const by = { late: (a, b) => b.step - a.step, best: (a, b) => meanReward(b) -
+    meanReward(a), worst: (a, b) => meanReward(a) - meanReward(b) }[view.order];
+  return [by ? found.sort(by) : found, wanted];
+}
+
+function completions() {
+  const about = RUNS.map((run) => run.sampled);
+  const thin = about.some((one) => one.kept_steps < one.steps);
+  const section = part("completions", "Completions", "Groups side by side, as they were " +
+    "learned from; colours at the top say in which direction. Point at a token, or " +
+    "focus a completion and use the arrow keys.", thin && el("p.note.small", null,
+    "Samples of all steps would make this page too large: it has those of " +
+    about.map((one) => `${one.kept_steps} of ${one.steps}`).join(", ") +
+    " steps. samples.jsonl has all of them."));
+  if (!ALL.length) {
+    section.append(el("p.card.empty", null, "No samples: with reward.on_device they " +
+      "never reach the host, and log.sample_groups = 0 keeps none."));
+    return;
+  }
+  const [form, fields] = filters();
+  const count = el("p.soft.small", { role: "status" });
+  const list = el("div");
+  const more = el("button", { type: "button" });
+  let [view, found, wanted, shown] = [null, [], null, 0];
+  const draw = () => {
+    const next = found.slice(shown, shown + PAGE);
+    append(list, [next.map((g) => groupCard(g, (s) => wanted(s, g), view))]);
+    shown += next.length;
+    more.hidden = shown >= found.length;
+    more.textContent = `Show ${Math.min(PAGE, found.length - shown)} more`;
+    const total = found.reduce((sum, g) => sum + g.samples.filter(
+      (s) => wanted(s, g)).length, 0);
+    count.textContent = found.length ? `${total} completions in ${found.length} of ${
+      ALL.length} groups; ${shown} groups shown` : "Nothing fits these filters.";
+  };
+  const update = () => {
+    view = viewOf(fields);
+    [found, wanted] = chosen(view);
+    shown = 0;
+    list.replaceChildren();
+    hideTip();
+    draw();
+  };
+  let timer = 0;
+  form.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(update, 120);
+  });
+  more.addEventListener("click", draw);
+  append(section, [form, count, list, more]);
+  update();
+}

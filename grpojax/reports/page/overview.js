@@ -1,0 +1,219 @@
+// The head of the page, the curves, the rewards, and runs against each other.
+function last(run, name) {
+  const curve = run.curves[name];
+  return curve ? curve.last : null;
+}
+
+function ends(run, name) {
+  const curve = run.curves[name];
+  if (!curve || !curve.low) return null;
+  const at = (i) => [curve.y[i], curve.low[i], curve.high[i]];
+  return [at(0), at(curve.y.length - 1)];
+}
+
+function fact(name, value) {
+  return value === null ? null : el("div", null, el("dt", null, name),
+    el("dd", null, value));
+}
+
+// Accuracy before and after, prompt by prompt where that is known.
+function gain(run) {
+  const accuracy = ends(run, "accuracy");
+  if (!accuracy) return el("p.soft", null, "Not evaluated yet.");
+  const [before, after] = accuracy;
+  const paired = run.gain;
+  return [
+    el("div.head", null,
+      el("span.soft", null, "Held-out accuracy"),
+      el("span.big", null, before === after || run.curves.accuracy.y.length === 1 ?
+        percent(after[0]) : `${percent(before[0])} \u2192 ${percent(after[0])}`)),
+    el("div.soft.small", null, `95% ${interval(before[1], before[2], percent)} \u2192 ` +
+      interval(after[1], after[2], percent)),
+    paired && el("div.small", null, el(paired.low > 0 ? "span.good" : paired.high < 0 ?
+      "span.bad" : "span", null, signed(paired.difference, percent)),
+      ` ${interval(paired.low, paired.high, percent)} on the same ${paired.prompts} ` +
+      `prompts, p = ${number(paired.p_value)}`),
+  ];
+}
+
+function bestSize(run) {
+  const curve = run.curves.optimal_group_size;
+  if (!curve) return null;
+  const i = curve.y.length - 1;
+  return `${number(curve.y[i])} ${curve.low ? interval(curve.low[i], curve.high[i],
+    number) : ""}`;
+}
+
+function runCard(run, i) {
+  const failures = run.failures.total;
+  return el("article.card", null,
+    el("div.head", null, el("h3", null, dot(i), visible(run.name)),
+      el(`span.pill${run.finished ? "" : ".warn"}.push`, null, run.status)),
+    gain(run),
+    el("dl.facts", null,
+      fact("reward", run.curves.reward_mean ? number(last(run, "reward_mean")) : null),
+      fact("time of training", run.curves.train_seconds ?
+        seconds(last(run, "train_seconds")) : null),
+      fact("a step", run.speed.length ? `${number(run.speed[run.speed.length - 1].median)
+      } s` : null),
+      fact("best group size", bestSize(run)),
+      fact("truncated", run.curves.truncated ? percent(last(run, "truncated")) : null),
+      fact("groups without variance", run.curves.zero_variance_groups ?
+        percent(last(run, "zero_variance_groups")) : null),
+      fact("failed rewards", failures ? String(failures) : null)),
+    run.notes.map((note) => el("p.note.small", null, visible(note))));
+}
+
+function overview() {
+  document.getElementById("top").append(el("h1", null, RUNS.length === 1 ?
+    visible(RUNS[0].name) : `${RUNS.length} runs`));
+  const section = part("overview", "Overview", null,
+    el("div.grid.cards", null, RUNS.map(runCard)));
+  section.querySelector("h2").hidden = RUNS.length === 1;
+}
+
+function legend() {
+  return RUNS.length === 1 ? null : el("div.legend.small", null,
+    RUNS.map((run, i) => el("span", null, dot(i), visible(run.name))));
+}
+
+function seriesOf(name) {
+  return RUNS.flatMap((run, i) => run.curves[name] ?
+    [{ run: i, label: visible(run.name), ...run.curves[name] }] : []);
+}
+
+// A line that never moves is said in a few words.
+function isConstant(metric) {
+  const values = seriesOf(metric.name).flatMap((s) => [...s.y, ...(s.low || [])]);
+  return values.every((value) => value === values[0]);
+}
+
+function constants(metrics) {
+  return el("p.soft.small.constants", null, "All along: ", metrics.map((metric, i) => [
+    i ? ", " : "", el("span", { title: visible(metric.name) }, `${visible(metric.title
+    )} `, el("b", null, (isShare(metric.unit) ? percent : number)(
+      seriesOf(metric.name)[0].y[0])))]));
+}
+
+function curves() {
+  const section = part("curves", "Curves", "Faint: each step. Bold: means of blocks " +
+    "of steps with their 95% interval (Student's, steps as observations). Evaluations " +
+    "and diagnoses have intervals of their own. Point at a chart, or focus it and use " +
+    "the arrow keys.", legend());
+  if (!DATA.layout.length) section.append(el("p.card.empty", null, "No metrics yet."));
+  DATA.layout.forEach((group, i) => {
+    const box = el("details.group", { open: i < 5 }, el("summary", null,
+      el("h2", null, group.title)), group.text && el("p.soft", null, group.text));
+    const charts = el("div.grid.charts");
+    for (const metric of group.metrics.filter((one) => !isConstant(one))) {
+      charts.append(chart(visible(metric.title), metric.unit, seriesOf(metric.name),
+        { name: visible(metric.name) }));
+    }
+    box.append(charts);
+    const same = group.metrics.filter(isConstant);
+    if (same.length) box.append(constants(same));
+    section.append(box);
+  });
+}
+
+// Shares of rewards by step: the stronger the colour, the more completions.
+function heat(node, width, picture, run) {
+  const [left, right, top, bottom] = [64, 6, 6, 24];
+  const rows = picture.values.length;
+  const high = Math.max(110, Math.min(300, 18 * rows));
+  const w = (width - left - right) / picture.steps.length;
+  const h = high / rows;
+  const name = ([a, b]) => (a === b ? number(a) : `${number(a)} \u2026 ${number(b)}`);
+  const cells = picture.shares.flatMap((column, i) => column.map((share, j) => {
+    if (!share) return null;
+    const cell = svg("rect", { x: left + i * w, y: top + high - (j + 1) * h + 0.5,
+      width: Math.max(w - (w > 5 ? 1 : 0), 0.5), height: Math.max(h - 1, 1),
+      "fill-opacity": (0.07 + 0.93 * share ** 0.7).toFixed(3) });
+    cell.style.fill = color(run);
+    cell.dataset.at = `${i} ${j}`;
+    return cell;
+  }));
+  const every = Math.ceil(rows / Math.floor(high / 14));
+  const names = picture.values.map((value, j) => j % every ? null : svg("text", {
+    x: left - 8, y: top + high - (j + 0.5) * h + 4, "text-anchor": "end" },
+    number(value[0])));
+  const count = picture.steps.length;
+  const some = [...new Set([0, Math.floor((count - 1) / 2), count - 1])];
+  const steps = some.map((i) => svg("text", { x: left + (i + 0.5) * w,
+    y: top + high + 17, "text-anchor": i ? (i === count - 1 ? "end" : "middle") :
+    "start" }, `step ${picture.steps[i][i && i === count - 1 ? 1 : 0].toLocaleString("en")}`));
+  const image = svg("svg", { viewBox: `0 0 ${width} ${top + high + bottom}`,
+    role: "img", "aria-label": "Shares of rewards by step" }, cells, names, steps);
+  node.style.height = `${top + high + bottom}px`;
+  image.addEventListener("pointermove", (event) => {
+    const at = event.target.dataset && event.target.dataset.at;
+    if (!at) return hideTip();
+    const [i, j] = at.split(" ").map(Number);
+    const [a, b] = picture.steps[i];
+    showTip([el("div.soft", null, a === b ? `step ${a}` : `steps ${a} to ${b}`),
+      tipRow(`reward ${name(picture.values[j])}`, percent(picture.shares[i][j]))],
+      event.clientX, event.clientY);
+  });
+  image.addEventListener("pointerleave", hideTip);
+  node.replaceChildren(image);
+}
+
+function rewards() {
+  const cards = RUNS.map((run, i) => el("div.card.chart", null,
+    el("div.head", null, el("h3", null, RUNS.length > 1 && dot(i), visible(run.name)),
+      el("span.soft.small", null, run.rewards ? `${number(run.rewards.total)} rewards` +
+        (run.rewardsOfSamples ? ", of the sampled groups only" : "") : "")),
+    run.rewards ? drawn(el("div.plot"), (node, width) =>
+      heat(node, width, run.rewards, i)) :
+      el("p.empty", null, "No rewards reached the host (reward.on_device), or none " +
+        "were written yet.")));
+  part("rewards", "Rewards by step", "The stronger the colour, the more of a step's " +
+    "completions have that reward.", el("div.grid.cards", null, cards));
+}
+
+function differenceTable(compared, run) {
+  const rows = compared.steps.map((one) => {
+    const clear = one.low > 0 || one.high < 0;
+    return el("tr", null, el("td.mono", null, one.metric),
+      el("td.num", null, number(one.mean_a)), el("td.num", null, number(one.mean_b)),
+      el("td.num", null, clear ? el("b", null, signed(one.difference, number)) :
+        signed(one.difference, number), ` ${interval(one.low, one.high, number)}`),
+      el("td.num", null, number(one.p_value)), el("td.num", null, String(one.steps)));
+  });
+  return rows.length && el("div.card.scroll", null, el("table", null, el("thead", null,
+    el("tr", null, el("th", null, "metric"), el("th.num", null, visible(RUNS[0].name)),
+      el("th.num", null, visible(RUNS[run].name)),
+      el("th.num", null, "difference, 95%"), el("th.num", null, "p"),
+      el("th.num", null, "steps"))), el("tbody", null, rows)));
+}
+
+function differences() {
+  if (RUNS.length < 2) return;
+  const boxes = DATA.compared.map((compared, k) => {
+    const run = k + 1;
+    const along = compared.heldOut;
+    const label = visible(RUNS[run].name);
+    const cards = along.length ? [chart("Held-out accuracy", "share of prompts", [{
+      run, label, x: along.map((e) => e.step), y: along.map((e) => e.difference),
+      low: along.map((e) => e.low), high: along.map((e) => e.high) }], { zero: true })] :
+      [];
+    const same = (one) => one.blocks.low.every((low, i) => !low && !one.blocks.high[i]);
+    for (const one of compared.steps.filter((step) => !same(step))) {
+      const metric = DATA.layout.flatMap((g) => g.metrics).find(
+        (m) => m.name === one.metric);
+      cards.push(chart(metric.title, metric.unit, [{ run, label, blocks: one.blocks,
+        last: one.difference }], { zero: true, name: one.metric }));
+    }
+    const asked = along.length ? `${along[along.length - 1].prompts} held-out prompts, ` +
+      "the same for both" : "the two were not asked the same held-out prompts";
+    return [el("h3.family", null, dot(run), `${label} less ${visible(RUNS[0].name)}`,
+      el("span.soft.small", null, `  ${asked}`)),
+    el("div.grid.charts", null, cards), el("div.family", null,
+      differenceTable(compared, run)), !cards.length && el("p.card.empty", null,
+        "The runs have too little in common to be compared.")];
+  });
+  part("differences", "Differences", "Each run less the first, step by step and prompt " +
+    "by prompt, with 95% intervals: of held-out answers Agresti and Min's, of metrics " +
+    "Student's over blocks of steps. They are about these runs, and say nothing of " +
+    "other seeds.", boxes);
+}

@@ -1,0 +1,205 @@
+"""Data sets of the Hub, from a stand-in, by the real library."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet as pq
+
+from grpojax.data import datasets
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import hub_server  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LATER = "b" * 40
+README = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: other
+  data_files:
+  - {split: train, path: other/*}
+---
+"""
+
+
+def table(rows):
+  file = io.BytesIO()
+  pq.write_table(pyarrow.Table.from_pylist(rows), file)
+  return file.getvalue()
+
+
+def sums(count, plus):
+  return [
+    {"question": f"{i} + {plus}?", "answer": f"so\n#### {i + plus}", "n": i}
+    for i in range(count)
+  ]
+
+
+def served():
+  own = hub_server.Hub()
+  files = {
+    "README.md": README,
+    "main/train-00000-of-00002.parquet": table(sums(30, 1)),
+    "main/train-00001-of-00002.parquet": table(sums(10, 100)),
+    "main/test-00000-of-00001.parquet": table(sums(4, 2)),
+    "other/a.parquet": table([{"prompt": "x", "answer": None}]),
+  }
+  own.add("org/sums", files, kind="datasets")
+  lines = b'{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n'
+  own.add("org/lines", {"train.jsonl": lines}, kind="datasets")
+  lines = b'{"prompt": "other", "answer": 3}\n'
+  own.add("org/lines", {"train.jsonl": lines}, LATER, kind="datasets")
+  own.heads["datasets/org/lines"]["main"] = LATER
+  own.add("org/script", {"script.py": b"raise SystemExit"}, kind="datasets")
+  tar = {"data/train.tar": b"\0" * 10240}
+  own.add("org/tar", tar, kind="datasets")
+  return own
+
+
+# Its settings are read when it is loaded, so what is asked is asked elsewhere.
+ASK = """
+import json, sys
+from grpojax.data import datasets
+for line in sys.stdin:
+  split, path, options = json.loads(line)
+  try:
+    answer = list(datasets.load(datasets.HUB, split, path, options))
+  except ValueError as error:
+    answer = str(error)
+  print("> " + json.dumps(answer), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def asking(home, **environ):
+  environ = (
+    os.environ
+    | {
+      "HF_HOME": str(home),
+      "HF_HUB_DISABLE_XET": "1",
+      "PYTHONPATH": os.pathsep.join(
+        [str(pathlib.Path(__file__).parents[2]), *sys.path]
+      ),
+    }
+    | environ
+  )
+  with subprocess.Popen(
+    [sys.executable, "-c", ASK],
+    env=environ,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  ) as process:
+
+    def ask(split, path, **options):
+      process.stdin.write(json.dumps([split, path, options]) + "\n")
+      process.stdin.flush()
+      line = process.stdout.readline()
+      assert line.startswith("> "), line  # and nothing else is printed
+      return json.loads(line[2:])
+
+    yield ask
+    process.stdin.close()
+
+
+GSM8K = {"configuration": "main", "prompt": "question", "answer_after": "####"}
+
+
+@pytest.mark.slow
+def test_data_sets_of_the_hub(tmp_path):
+  pytest.importorskip("datasets")
+  own = served()
+  with (
+    hub_server.serve(own) as address,
+    asking(tmp_path, HF_ENDPOINT=address) as ask,
+  ):
+    train = ask("train", "org/sums", **GSM8K)
+    rows = [*sums(30, 1), *sums(10, 100)]
+    assert train == [
+      row
+      | {"prompt": row["question"], "solution": row["answer"]}
+      | {"answer": row["answer"].split()[-1]}
+      for row in rows
+    ]
+    assert len(ask("test", "org/sums", **GSM8K)) == 4
+    assert ask("train", "org/sums", **GSM8K, size=3) == train[:3]
+    held_out = ask("test", "org/sums", **GSM8K, test=0.3)
+    kept = ask("train", "org/sums", **GSM8K, test=0.3)
+    assert held_out and sorted(map(str, held_out + kept)) == sorted(
+      map(str, train)
+    )
+    few = ask("test", "org/sums", **GSM8K, columns=["question", "answer"])
+    assert few[0].keys() == {"question", "prompt", "answer", "solution"}
+    (row,) = ask("train", "org/lines")
+    assert row == {"prompt": "other", "answer": "3"}
+    old = ask("train", "org/lines", revision=hub_server.COMMIT)
+    assert [row["answer"] for row in old] == ["1", "2"]
+    for asked, text in REFUSED:
+      said = ask(**asked)
+      assert isinstance(said, str) and text in said, said
+      assert "\n" not in said
+  with asking(tmp_path, HF_HUB_OFFLINE="1") as ask:
+    old = ask("train", "org/lines", revision=hub_server.COMMIT)
+    assert isinstance(old, list), old
+    assert [row["answer"] for row in old] == ["1", "2"]
+    assert "HF_HUB_OFFLINE" in ask("train", "org/never")
+    assert "HF_HUB_OFFLINE" in ask("train", "org/lines", revision="c" * 40)
+    assert len(ask("test", "org/sums", **GSM8K)) == 4
+  assert not [path for _, path in own.log if path.endswith(".tar")]
+
+
+def asked(split, path, **options):
+  return {"split": split, "path": path} | options
+
+
+REFUSED = [
+  (asked("train", "org/sums"), "data.options.configuration names one"),
+  (asked("train", "org/sums", configuration="x"), "data.options.configuration"),
+  (asked("test", "org/lines"), "no split 'test', but ['train']: data.options"),
+  (asked("train", "org/none"), "no data set 'org/none' with a revision 'main'"),
+  (asked("train", "org/lines", revision="v9"), "with a revision 'v9'"),
+  (asked("train", "org/script"), "data set org/script"),
+  (asked("train", "org/tar"), "others may hold code"),
+  (
+    asked("train", "org/sums", configuration="main"),
+    "row 1: no field 'prompt'",
+  ),
+  (
+    asked("train", "org/sums", configuration="other"),
+    "org/sums, train split, row 1: the answer 'answer' must be",
+  ),
+  (
+    asked("train", "org/sums", **GSM8K, columns=["x"]),
+    "has no column 'x'; its columns are ['question'",
+  ),
+]
+
+
+@pytest.mark.parametrize("path", ["", "gsm8k", "json", "../x", "a/b/c", "/a/b"])
+def test_a_name_of_the_hub_is_needed(path):
+  with pytest.raises(ValueError, match="ORG/NAME of the Hub"):
+    datasets.load(datasets.HUB, "train", path, {"size": 3})
+
+
+def test_a_path_that_is_here_is_no_name_of_the_hub(tmp_path, monkeypatch):
+  (tmp_path / "org/sums").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match="is here: read it by data.name"):
+    datasets.load(datasets.HUB, "train", "org/sums")
+
+
+def test_without_the_library(monkeypatch):
+  monkeypatch.setitem(sys.modules, "datasets", None)
+  with pytest.raises(ValueError, match=r"pip install 'grpojax\[datasets\]'"):
+    datasets.load(datasets.HUB, "train", "org/sums")

@@ -1,0 +1,215 @@
+"""Parquet files: what they give, and that their mistakes are found at once."""
+
+import concurrent.futures
+import datetime
+import decimal
+import json
+import pathlib
+import random
+
+import pyarrow
+import pytest
+from pyarrow import parquet as pq
+
+from grpojax.data import datasets, jsonl, parquet
+from grpojax.data.examples import SPLITS
+
+VERL = [
+  {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": f"{i} + 1?"}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+    "extra_info": {"index": i, "split": "train"},
+  }
+  for i in range(5)
+]
+
+
+def write(file, rows, **options):
+  file.parent.mkdir(exist_ok=True, parents=True)
+  pq.write_table(pyarrow.Table.from_pylist(rows), file, **options)
+  return file
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def kind(request):
+  """Both kinds of files have the same options, rows and errors."""
+
+  def write_as(path, rows):
+    path = path.with_suffix(f".{request.param}")
+    if request.param == "parquet":
+      return write(path, rows)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+  write_as.load = datasets.DATASETS[request.param]
+  write_as.suffix = f".{request.param}"
+  return write_as
+
+
+def plain(count, start=0):
+  return [
+    {"prompt": f"{i}?", "answer": str(i)} for i in range(start, start + count)
+  ]
+
+
+def test_verl_s_columns_are_examples(kind, tmp_path):
+  file = kind(tmp_path / "train", VERL)
+  for path in (file, tmp_path):
+    rows = list(kind.load("train", path=path))
+    assert rows == [row | {"answer": str(i + 1)} for i, row in enumerate(VERL)]
+  named = kind.load("train", path=file, answer="extra_info.index")
+  assert [row["answer"] for row in named] == list("01234")
+  with pytest.raises(ValueError, match=r"row|line 1.*'extra_info.no'"):
+    kind.load("train", path=file, answer="extra_info.no")
+
+
+def test_files_of_a_split_in_a_directory(kind, tmp_path):
+  kind(tmp_path / "a/data/train-00000-of-00002", plain(3))
+  kind(tmp_path / "a/data/train-00001-of-00002", plain(4, 3))
+  kind(tmp_path / "a/data/validation-00000-of-00001", plain(2, 50))
+  kind(tmp_path / "b/train/x", plain(1))
+  kind(tmp_path / "b/train/y", plain(1, 1))
+  kind(tmp_path / "b/validation", plain(1, 7))
+  kind(tmp_path / "b/test", plain(1, 9))
+
+  def read(path, split="train", **options):
+    return list(kind.load(split, path=tmp_path / path, **options))
+
+  assert read("a") == plain(7)
+  assert read("a", "test") == plain(2, 50)
+  assert read("b") == plain(2)
+  assert read("b", "test") == plain(1, 9)
+  assert read("a", size=2) == plain(2)
+  assert read("a", size=5) == plain(5)
+  joined = kind.load("train", path=tmp_path / "a")
+  assert joined[3] == plain(1, 3)[0] and len(joined) == 7
+  for index in (-1, 7):
+    with pytest.raises(IndexError):
+      joined[index]
+
+
+def test_a_pattern_is_one_set_of_files(kind, tmp_path):
+  kind(tmp_path / "p1", plain(30))
+  kind(tmp_path / "p2", plain(30, 30))
+  kind(tmp_path / "deep/er/p3", plain(3, 60))
+  pattern = str(tmp_path / f"p*{kind.suffix}")
+  assert list(kind.load("train", path=pattern)) == plain(60)
+  whole = kind.load("train", path=f"{tmp_path}/**/*{kind.suffix}")
+  assert len(whole) == 63
+  halves = [
+    list(kind.load(split, path=pattern, test=0.3))
+    for split in ("train", "test")
+  ]
+  assert sorted(map(str, sum(halves, []))) == sorted(map(str, plain(60)))
+  assert all(halves)
+  with pytest.raises(ValueError, match="one set of files without held-out"):
+    kind.load("test", path=pattern)
+  with pytest.raises(ValueError, match="no file matches"):
+    kind.load("train", path=str(tmp_path / "q*"))
+  with pytest.raises(ValueError, match="2 files of data.path holds no example"):
+    kind.load("train", path=pattern, test=1)
+  with pytest.raises(ValueError, match=rf"train{kind.suffix} does not exist"):
+    kind.load("train", path=tmp_path)
+  with pytest.raises(ValueError, match="and data.options.test"):
+    kind.load("train", path=tmp_path)
+
+
+def test_the_answer_follows_a_mark(kind, tmp_path):
+  rows = [{"prompt": "6 * 7?", "answer": "6 * 7 = 42\n#### no #### 42 "}]
+  file = kind(tmp_path / "a", rows)
+  (row,) = kind.load("train", path=file, answer_after="####")
+  assert row == {
+    "prompt": "6 * 7?",
+    "answer": "42",
+    "solution": rows[0]["answer"],
+  }
+  with pytest.raises(ValueError, match="has no '@'.*answer_after"):
+    kind.load("train", path=file, answer_after="@")
+
+
+def test_rows_are_read_from_the_disk(tmp_path, monkeypatch):
+  monkeypatch.setattr(parquet, "_ROWS", 7)
+  rows = [row | {"text": "x" * i} for i, row in enumerate(plain(99))]
+  file = write(tmp_path / "a.parquet", rows, row_group_size=10)
+  examples = parquet.load("train", path=file)
+  for index in (-1, 99):
+    with pytest.raises(IndexError):
+      examples[index]
+  order = [random.Random(1).randrange(99) for _ in range(500)]
+  with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(examples.__getitem__, order))
+  assert found == [rows[i] for i in order]
+  allocated = pyarrow.total_allocated_bytes()
+  large = [{"prompt": "x" * 10_000, "answer": "1"}] * 300  # 3 MB
+  many = parquet.load("train", path=write(tmp_path / "b.parquet", large))
+  assert len(many) == 300 and many[299]["answer"] == "1"
+  assert pyarrow.total_allocated_bytes() - allocated < 100_000
+  file.unlink()
+  assert examples[98] == rows[98]
+
+
+def test_columns_that_are_not_of_json(tmp_path):
+  day = datetime.datetime(2026, 1, 2, 3)
+  row = plain(1)[0] | {"when": day, "cost": decimal.Decimal("1.5")}
+  file = write(tmp_path / "a.parquet", [row | {"image": b"\x89PNG"}])
+  with pytest.raises(ValueError, match="row 1: the column 'image' holds bytes"):
+    parquet.load("train", path=file)
+  columns = ("prompt", "answer", "when", "cost")
+  (found,) = parquet.load("train", path=file, columns=columns)
+  assert found == row | {"when": "2026-01-02T03:00:00", "cost": "1.5"}
+  json.dumps(found)
+  with pytest.raises(ValueError, match="no column 'x'; its columns are"):
+    parquet.load("train", path=file, columns=("x",))
+
+
+@pytest.mark.parametrize(
+  "bad, text",
+  [
+    ({"prompt": None}, "text or a list"),
+    ({"prompt": " "}, "not empty"),
+    ({"answer": None}, "text or a number, not None"),
+  ],
+)
+def test_a_bad_row_is_named(bad, text, tmp_path):
+  rows = [*plain(2), plain(1)[0] | bad, *plain(1)]
+  file = write(tmp_path / "a.parquet", rows)
+  with pytest.raises(ValueError, match=f"a.parquet, row 3: .*{text}"):
+    parquet.load("train", path=file)
+  assert len(parquet.load("train", path=file, size=2)) == 2
+
+
+def test_files_that_are_not_whole(tmp_path):
+  rows = [{"prompt": f"{random.random()}", "answer": "1"} for _ in range(500)]
+  content = write(tmp_path / "a.parquet", rows).read_bytes()
+  bad = tmp_path / "bad.parquet"
+  for part in (b"", b"prompt,answer", content[: len(content) // 2]):
+    bad.write_bytes(part)
+    with pytest.raises(ValueError, match="bad.parquet is no Parquet file"):
+      parquet.load("train", path=bad)
+  bad.write_bytes(content[:40] + bytes(2000) + content[2040:])
+  with pytest.raises(ValueError, match="bad.parquet"):
+    parquet.load("train", path=bad)
+
+
+def test_a_disk_without_room(tmp_path, monkeypatch):
+  file = write(tmp_path / "a.parquet", plain(2))
+
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(pyarrow.ipc, "new_file", full)
+  with pytest.raises(ValueError, match="No space left.*set TMPDIR to a disk"):
+    parquet.load("train", path=file)
+
+
+def test_both_kinds_give_the_same(tmp_path):
+  rows = [VERL[i % 5] | {"prompt": f"{i}?"} for i in range(40)]
+  file = tmp_path / "a.jsonl"
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  other = write(pathlib.Path(tmp_path, "a.parquet"), rows)
+  for split in SPLITS:
+    one = jsonl.load(split, path=file, test=0.5)
+    assert list(one) == list(parquet.load(split, path=other, test=0.5))

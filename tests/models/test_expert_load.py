@@ -1,0 +1,239 @@
+"""The load of a mixture's experts, and the loss that balances it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import packing_layout
+from grpojax.core.entropy import EntropyBonus
+from grpojax.core.grpo_step import init_state
+from grpojax.core.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.types import Batch
+from grpojax.core.update import make_update
+from grpojax.models import hf, lora
+from grpojax.models.moe import expert_load
+from grpojax.models.transformer import TransformerConfig, transformer
+
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(0)
+B, G, P, T, V = 4, 4, 3, 8, 11
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=8,
+  layers=1,
+  heads=2,
+  kv_heads=1,
+  head_dim=4,
+  mlp=6,
+  experts=5,
+  experts_per_token=2,
+)
+
+
+def test_value_and_gradient_are_those_of_transformers():
+  """Of random logits, with padding, layers and tokens together."""
+  torch = pytest.importorskip("torch")
+  qwen3_moe = pytest.importorskip(
+    "transformers.models.qwen3_moe.modeling_qwen3_moe"
+  )
+  layers, n, s, experts, count = 3, 2, 5, 6, 2
+  logits = RNG.normal(size=(layers, n, s, experts)).astype(np.float32)
+  mask = np.arange(s) < np.array([[5], [3]])
+  weights = jnp.asarray(mask, jnp.float32)[None]
+
+  def ours(logits):
+    # An identity for a router: the tokens are its logits.
+    each = [
+      expert_load(x[None], jnp.eye(experts), count, weights) for x in logits
+    ]
+    load = jax.tree.map(lambda *x: sum(x), *each)
+    return load_balancing_loss(load)
+
+  given = torch.tensor(logits.reshape(layers, n * s, experts))
+  given.requires_grad_(True)
+  theirs = qwen3_moe.load_balancing_loss_func(
+    tuple(given), experts, count, torch.tensor(mask.astype(np.int64))
+  )
+  theirs.backward()
+  value, gradient = jax.value_and_grad(ours)(jnp.asarray(logits))
+  np.testing.assert_allclose(value, float(theirs.detach()), rtol=1e-6)
+  np.testing.assert_allclose(
+    gradient.reshape(given.shape), given.grad.numpy(), atol=1e-7
+  )
+
+
+def test_the_loss_of_a_model_is_that_of_transformers(tmp_path):
+  """Of one row, prompt and completion."""
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  config = transformers.AutoConfig.for_model(
+    "qwen3_moe",
+    vocab_size=V,
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    moe_intermediate_size=8,
+    num_experts=5,
+    num_experts_per_tok=2,
+  )
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+  with torch.no_grad():  # unit norms would hide mistakes
+    for parameter in model.parameters():
+      parameter.add_(0.5 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    ids = RNG.integers(0, V, (1, P + T))
+    theirs = model(torch.tensor(ids), output_router_logits=True).aux_loss
+  lm, params = hf.load(tmp_path)
+  prompt, completion = jnp.asarray(ids[:, :P]), jnp.asarray(ids[:, None, P:])
+  *_, load = jax.jit(lm.forward_with_load)(
+    params,
+    prompt,
+    jnp.ones((1, P), bool),
+    completion,
+    load_weights=(jnp.ones((1, P)), jnp.ones((1, 1, T))),
+  )
+  np.testing.assert_allclose(load_balancing_loss(load), theirs, rtol=1e-5)
+
+
+def draw():
+  """A model and a batch with an empty sample and an empty group."""
+  lm = transformer(CONFIG)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(RNG.normal(size=x.shape) / 2, jnp.float32),
+    jax.eval_shape(lm.init, KEY),
+  )
+  lengths = RNG.integers(1, T // 2, (B, G))
+  lengths[0, 0], lengths[1, 1], lengths[3] = T, 0, 0
+  batch = Batch(
+    prompt_ids=jnp.asarray(RNG.integers(0, V, (B, P))),
+    prompt_mask=jnp.arange(P) < jnp.array([[3], [1], [2], [3]]),
+    completion_ids=jnp.asarray(RNG.integers(0, V, (B, G, T))),
+    completion_mask=jnp.arange(T) < lengths[..., None],
+    advantages=jnp.zeros((B, G)),  # the policy's gradient is none
+  )
+  return lm, params, batch, lengths
+
+
+def by_rows(lm, params, batch, lengths):
+  """The loss with each completion after its own copy of its prompt."""
+  learned = lengths.reshape(-1) > 0
+
+  def rows(x):
+    return jnp.repeat(x, G, axis=0)[learned]
+
+  prompts, prompt_mask = rows(batch.prompt_ids), rows(batch.prompt_mask)
+  ids = batch.completion_ids.reshape(B * G, 1, T)[learned]
+  mask = batch.completion_mask.reshape(B * G, 1, T)[learned]
+  weights = prompt_mask * 1.0, mask * 1.0
+  *_, load = lm.forward_with_load(
+    params, prompts, prompt_mask, ids, load_weights=weights
+  )
+  return load_balancing_loss(load)
+
+
+def make_descent(lm, params, lengths, parts, packed, **options):
+  """`(batch)` -> what plain gradient descent subtracts, and its metrics."""
+  tx, layout = optax.sgd(1.0), None
+  if packed:
+    layout = packing_layout.plan(lengths, T, P, 1, parts)
+    layout = jax.tree.map(jnp.asarray, layout)
+  update = make_update(lm, tx, micro_batches=parts, chunk_size=9, **options)
+  update = jax.jit(update)
+
+  def descend(batch):
+    state = init_state(params, tx, KEY)
+    state, metrics = update(state, batch.replace(packing=layout))
+    return jax.tree.map(jnp.subtract, params, state.params), metrics
+
+  return descend
+
+
+def assert_near(found, expected):
+  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale),
+    found,
+    expected,
+  )
+
+
+def test_a_prompt_counts_with_each_completion_that_is_learned_from():
+  """What a group shares is that of rows of prompt and completion."""
+  lm, params, batch, lengths = draw()
+
+  @jax.jit
+  def of_groups(params):
+    given = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
+    weights = load_weights(batch)
+    *_, load = lm.forward_with_load(params, *given, load_weights=weights)
+    return load_balancing_loss(load), load.count
+
+  value, count = of_groups(params)
+  learned = np.sum(lengths > 0, axis=1)
+  prompts = np.sum(np.asarray(batch.prompt_mask), axis=1)
+  assert count == CONFIG.layers * (learned @ prompts + lengths.sum())
+  rows = jax.jit(lambda x: by_rows(lm, x, batch, lengths))
+  np.testing.assert_allclose(value, rows(params), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "parts, packed, more",
+  [
+    (8, False, {}),  # groups are cut: there are more parts than prompts
+    (4, True, {"top_entropy_quantile": 0.5}),
+  ],
+)
+def test_how_a_batch_is_cut_changes_nothing(parts, packed, more):
+  """One update, against rows of prompt and completion, all at once."""
+  lm, params, batch, lengths = draw()
+  loss = lambda params: by_rows(lm, params, batch, lengths)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+  more = {"router_aux_coef": 0.5} | more
+  descend = make_descent(lm, params, lengths, parts, packed, **more)
+  moved, metrics = descend(batch)
+  np.testing.assert_allclose(metrics["router_aux_loss"], value, rtol=1e-5)
+  np.testing.assert_allclose(metrics["loss"], 0.5 * value, rtol=1e-5)
+  assert_near(moved, jax.tree.map(lambda x: 0.5 * x, gradient))
+  nothing = jnp.zeros_like(batch.completion_mask)
+  moved, metrics = descend(batch.replace(completion_mask=nothing))
+  assert float(metrics["router_aux_loss"]) == 0
+  assert all((x == 0).all() for x in jax.tree.leaves(moved))
+
+
+@pytest.mark.slow
+def test_adapters_and_a_bonus():
+  """The loss reaches adapters through a frozen router; terms add up."""
+  lm, base, batch, lengths = draw()
+  params = jax.tree.map(
+    lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32),
+    lora.init(base, KEY, 2, "layers/(q|o)"),
+  )
+  adapted = lora.adapt(lm, base, 0.5)
+  bonus = {"entropy_bonus": EntropyBonus(0.3)}
+  args = adapted, params, lengths, 2, True
+  both, metrics = make_descent(*args, router_aux_coef=5.0, **bonus)(batch)
+  alone, _ = make_descent(*args, **bonus)(batch)
+  loss = lambda x: by_rows(lm, lora.merge(base, x, 0.5), batch, lengths)
+  value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+  np.testing.assert_allclose(metrics["router_aux_loss"], value, rtol=1e-5)
+  assert_near(both, jax.tree.map(lambda a, g: a + 5 * g, alone, gradient))
+
+
+def test_without_the_loss_nothing_of_it_is_there():
+  lm, params, batch, _ = draw()
+  update = make_update(lm, optax.sgd(1.0), micro_batches=2)
+  state = init_state(params, optax.sgd(1.0), KEY)
+  _, metrics = jax.eval_shape(update, state, batch)
+  assert "router_aux_loss" not in metrics
+  text = jax.jit(update).lower(state, batch).as_text()
+  told = lm._replace(forward_with_load=None)
+  update = make_update(told, optax.sgd(1.0), micro_batches=2)
+  assert jax.jit(update).lower(state, batch).as_text() == text
+  with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
+    make_update(told, optax.sgd(1.0), router_aux_coef=0.1)

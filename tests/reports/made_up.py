@@ -1,0 +1,124 @@
+"""Run directories that no training wrote: the reports' tests read them."""
+
+import json
+import math
+import random
+
+HOSTILE = (
+  "</script><script>window.hacked = 1</script>",
+  "<img src=x onerror='window.hacked = 1'>",
+  "\x1b[31mred\x1b[0m \x07",
+  "\u202edlrow olleh\u202c \u200f",
+  "a & b &lt; c \u2028 next \u2029 end",
+  "<!-- <script> -->",
+  "]]> '\"` ${window.hacked = 1} {{x}} @@DATA@@",
+  "\ud800 half a pair",
+)
+"""Texts that would do something, were they more than text."""
+
+
+def _lines(path, rows):
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _step(rng, step, steps, better):
+  done = 1 - math.exp(-3 * step / steps)
+  row = {
+    "step": step,
+    "reward_mean": 0.1 + 0.8 * done * better + rng.gauss(0, 0.05),
+    "reward_std": 0.4,
+    "completion_length_mean": 20 + 30 * done + rng.gauss(0, 2),
+    "truncated": max(0.0, 0.1 - 0.1 * done),
+    "zero_variance_groups": done * 0.6,
+    "entropy": 0.5 - 0.4 * done,
+    "kl": 0.02 * done,
+    "loss": rng.gauss(0, 0.1),
+    "grad_norm": abs(rng.gauss(0.3, 0.1)) + 20 * (rng.random() < 0.01),
+    "clip_fraction_low": 0.01,
+    "seconds_rollout": 0.4,
+    "seconds_rewards": 0.01,
+    "seconds_update": 0.8,
+    "seconds_step": 1.25 + 8 * (step == 1),
+    "tokens_per_second": 900 + rng.gauss(0, 40),
+    "train_seconds": 1.25 * step,
+  }
+  if step % 10 == 1:
+    size = 6 + 4 * done
+    row |= {"optimal_group_size": size, "optimal_group_size_low": size / 2}
+    row |= {"optimal_group_size_high": 2 * size, "c1": 0.1, "c1_se": 0.02}
+  return row
+
+
+def _evaluation(rng, step, steps, better, prompts=60):
+  share = 0.1 + 0.85 * (1 - math.exp(-3 * step / steps)) * better
+  right = "".join("01"[rng.random() < share] for _ in range(prompts))
+  mean = right.count("1") / prompts
+  row = {"step": step, "accuracy": mean, "prompts": prompts}
+  row |= {"accuracy_low": max(mean - 0.1, 0), "accuracy_high": mean + 0.05}
+  return row, {"step": step, "problems": "asked", "right": right}
+
+
+def _samples(rng, step, groups, size, texts):
+  rows = []
+  for group in range(groups):
+    for number in range(size):
+      text = texts[(group * size + number) % len(texts)]
+      words = [text[i : i + 3] for i in range(0, len(text), 3)] + ["<|end|>"]
+      rows.append(
+        {
+          "step": step,
+          "group": group,
+          "prompt": f"{texts[group % len(texts)]} prompt {group}\n",
+          "completion": text,
+          "answer": "7",
+          "reward": float(number % 2),
+          "rewards": {"exact_answer": float(number % 2), "format": 0.5},
+          "advantage": 0.5 if number % 2 else -0.5,
+          "truncated": number == 3,
+          "tokens": words,
+          "logprobs": [-rng.random() * 3 for _ in words],
+          "ref_logprobs": [-rng.random() * 3 for _ in words],
+        }
+      )
+  return rows
+
+
+def make_run(
+  path,
+  *,
+  seed=0,
+  steps=60,
+  better=1.0,
+  every=10,
+  groups=2,
+  size=4,
+  texts=HOSTILE,
+  config=None,
+):
+  """Writes a run's files, from a seed: metrics, samples and the rest."""
+  rng = random.Random(seed)
+  path.mkdir(parents=True)
+  metrics, answers, counts, samples = [], [], [], []
+  for step in range(steps + 1):
+    if step:
+      metrics.append(_step(rng, step, steps, better))
+      high = round(64 * min(max(metrics[-1]["reward_mean"], 0), 1))
+      pairs = [[0.0, 64 - high], [1.0, high]]
+      counts.append({"step": step, "counts": pairs})
+    if step % every == 0:
+      row, right = _evaluation(rng, step, steps, better)
+      metrics.append(row)
+      answers.append(right)
+    if step and step % every == 0:
+      samples += _samples(rng, step, groups, size, texts)
+  _lines(path / "metrics.jsonl", metrics)
+  _lines(path / "evaluations.jsonl", answers)
+  _lines(path / "rewards.jsonl", counts)
+  _lines(path / "samples.jsonl", samples)
+  failure = {"step": 3, "function": texts[0], "reason": texts[1]}
+  failure |= {"prompt": texts[1], "completion": texts[-1]}
+  _lines(path / "failures.jsonl", [failure])
+  settings = {"name": "made-up", "seed": seed, "steps": steps}
+  text = json.dumps(settings | {"model": {"path": texts[0]}} | (config or {}))
+  (path / "config.json").write_text(text)
+  return path

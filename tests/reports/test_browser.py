@@ -1,0 +1,221 @@
+"""The page in a real browser: it opens, it can be used, and it is inert."""
+
+import contextlib
+import re
+import shutil
+
+import pytest
+
+from grpojax.training import report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+api = pytest.importorskip("playwright.sync_api")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(not BROWSER, reason="there is no Chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+  with api.sync_playwright() as playwright:
+    args = ["--no-sandbox", "--disable-gpu", "--headless"]
+    browser = playwright.chromium.launch(executable_path=BROWSER, args=args)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def files(made_up, tmp_path_factory):
+  """Reports: of two hostile runs, and of a long one."""
+  home = tmp_path_factory.mktemp("reports")
+  two = [
+    made_up.make_run(home / "<b>one"),
+    made_up.make_run(home / "two", seed=1, better=0.5),
+  ]
+  plain = ("12*3=36\n36+7=43\n#### 43" * 10, "#### 41")
+  long = made_up.make_run(
+    home / "long", steps=3_000, every=50, groups=4, size=8, texts=plain
+  )
+  for name, runs in {"two": two, "long": [long]}.items():
+    (home / f"{name}.html").write_text(report.report(runs))
+  return home
+
+
+@pytest.fixture
+def opened(browser, files):
+  """`(name, **options) -> page`; at the end nothing may have gone wrong."""
+  with contextlib.ExitStack() as stack:
+    wrong = []
+
+    def opened(name, **options):
+      page = browser.new_page(**options)
+      stack.callback(page.close)
+      page.set_default_timeout(20_000)
+      page.on("console", lambda said: wrong.append(said.text))
+      page.on("pageerror", lambda error: wrong.append(str(error)))
+      page.on("request", lambda asked: wrong.append(asked.url))
+      url = (files / f"{name}.html").as_uri()
+      page.goto(url)
+      assert wrong == [url]  # itself, and nothing else
+      wrong.clear()
+      return page
+
+    opened.wrong = wrong
+    yield opened
+    assert wrong == []
+
+
+def scroll_through(page):
+  """Down to the end, so that all is drawn; closed parts are opened."""
+  page.evaluate(
+    "document.querySelectorAll('details').forEach(d => d.open = true)"
+  )
+  height = page.evaluate("document.documentElement.scrollHeight")
+  for top in range(0, height + 1, 800):
+    page.evaluate(f"window.scrollTo({{top: {top}, behavior: 'instant'}})")
+    page.evaluate(
+      "new Promise(r => requestAnimationFrame(() => setTimeout(r)))"
+    )
+
+
+def test_hostile_runs_are_text(opened, made_up):
+  page = opened("two")
+  scroll_through(page)
+  while page.locator("#completions button").is_visible():
+    page.click("#completions button")
+  assert page.evaluate("window.hacked") is None
+  assert page.locator("img, iframe, b b, main script").count() == 0
+  text = page.evaluate("document.body.textContent")
+  for hostile in made_up.HOSTILE[:2]:
+    assert text.count(hostile) > 10
+  assert "<b>one" in page.inner_text("#overview")
+  body = page.inner_text("main")  # without the data
+  assert not re.search("[\x00-\x08\x1b\u200f\u202a-\u202e\u2066-\u2069]", body)
+  assert "\u27e8U+202E\u27e9dlrow" in body and "\u27e8U+001B\u27e9[31m" in body
+  # Even where a text became an element, the policy would stop it.
+  page.evaluate(
+    """() => {
+      const node = document.createElement("script");
+      node.textContent = "window.hacked = 2";
+      const image = document.createElement("img");
+      image.src = "http://127.0.0.1:9/x.png";
+      document.body.append(node, image);
+    }"""
+  )
+  page.wait_for_timeout(200)
+  assert page.evaluate("window.hacked") is None
+  refused = [x for x in opened.wrong if "Content Security Policy" in x]
+  assert len(refused) == 2
+  opened.wrong.clear()
+
+
+def test_everything_is_drawn_and_explains_itself(opened):
+  page = opened("two", viewport={"width": 1200, "height": 900})
+  scroll_through(page)
+  charts = page.locator(".chart .plot")
+  assert charts.count() >= 20
+  assert page.locator(".chart .plot > svg").count() == charts.count()
+  page.locator("#curves svg").nth(1).hover()
+  tip = page.locator(".tip")
+  assert re.match(r"step \d+\n.*one\n0\.\d+", tip.inner_text())
+  page.locator("#curves svg").first.focus()
+  page.keyboard.press("Home")
+  assert tip.inner_text().startswith("step 0\n")
+  page.keyboard.press("ArrowRight")
+  assert tip.inner_text().startswith("step 10\n")
+  page.keyboard.press("Escape")
+  assert tip.is_hidden()
+  rows = page.locator("#differences tbody tr")
+  assert rows.count() >= 6 and "reward_mean" in rows.first.inner_text()
+  assert "seed" in page.locator("#settings tbody tr").first.inner_text()
+  assert "\u2192" in page.locator("#overview .big").first.inner_text()
+
+
+def count(page, choose):
+  """What the page says to have found, after a filter is set."""
+  before = page.locator("#completions [role=status]")
+  choose()
+  page.wait_for_timeout(250)
+  said = before.inner_text()
+  found = re.match(r"(\d+) completions in (\d+) of", said)
+  return tuple(map(int, found.groups())) if found else said
+
+
+def test_filters_find_what_they_say(opened):
+  page = opened("two")
+  field = lambda name: page.locator(f"#completions [name={name}]")
+  assert count(page, lambda: None) == (96, 24)  # 2 runs, 6 steps, 2 groups of 4
+  step, run, low, search = map(field, ("step", "run", "low", "search"))
+  assert count(page, lambda: step.select_option("30")) == (16, 4)
+  heads = page.locator("#completions h3").all_inner_texts()
+  assert heads == ["Step 30"] * 4
+  assert count(page, lambda: run.select_option("1")) == (8, 2)
+  assert page.locator(".sample").count() == 8
+  assert count(page, lambda: low.fill("0.5")) == (4, 2)
+  assert page.locator(".sample.dim").count() == 4
+  cut = field("truncated")
+  assert count(page, lambda: cut.check()) == (2, 2)
+  cut.uncheck()
+  low.fill("")
+  assert count(page, lambda: search.fill("ONERROR")) == (5, 2)
+  marks = page.locator("#completions mark").all_inner_texts()
+  assert marks and set(marks) == {"onerror"}
+  said = count(page, lambda: search.fill("nobody says this"))
+  assert said == "Nothing fits these filters."
+  assert page.locator(".sample").count() == 0
+
+
+def test_tokens_say_how_likely_they_were(opened):
+  page = opened("two")
+  color = page.locator("[name=color]")
+  token = page.locator(".sample .token").first
+  plain = token.evaluate("node => getComputedStyle(node).backgroundColor")
+  assert plain == "rgba(0, 0, 0, 0)"
+  color.select_option("ref")
+  page.wait_for_timeout(250)
+  shades = page.locator(".sample .token").evaluate_all(
+    "nodes => nodes.map(n => getComputedStyle(n).backgroundColor)"
+  )
+  assert len(set(shades)) > 10
+  box = page.locator(".sample [role=group]").first
+  box.focus()
+  for number in (1, 2):
+    page.keyboard.press("ArrowRight")
+    tip = page.locator(".tip").inner_text()
+    assert f"token {number} of " in tip
+    assert "log-ratio, policy to reference" in tip
+  page.locator(".sample .token").nth(4).hover()
+  assert "token 5 of " in page.locator(".tip").inner_text()
+
+
+def test_a_long_run_is_drawn_bit_by_bit(opened):
+  page = opened("long")
+  assert page.locator(".sample").count() == 32  # four groups of eight
+  nodes = page.evaluate("document.querySelectorAll('*').length")
+  assert nodes < 25_000
+  page.click("#completions button")
+  assert page.locator(".sample").count() == 64
+  paths = page.locator("#curves path").evaluate_all(
+    "nodes => nodes.map(node => node.getAttribute('d').length)"
+  )
+  assert paths and max(paths) < 10_000  # some 400 points
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1400])
+def test_it_fits_and_can_be_read(opened, scheme, width):
+  page = opened(
+    "two", color_scheme=scheme, viewport={"width": width, "height": 800}
+  )
+  scroll_through(page)
+  assert page.evaluate("document.documentElement.scrollWidth") <= width
+  light = page.evaluate(
+    """() => ["color", "backgroundColor"].map(name => {
+      const rgb = getComputedStyle(document.body)[name].match(/[0-9]+/g);
+      return rgb.reduce((sum, x) => sum + +x, 0) / 765;
+    })"""
+  )
+  assert light[0] < 0.2 and light[1] > 0.9 or scheme == "dark"
+  assert light[0] > 0.8 and light[1] < 0.2 or scheme == "light"

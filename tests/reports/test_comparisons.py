@@ -1,0 +1,97 @@
+"""Runs against each other."""
+
+import numpy as np
+import pytest
+
+from grpojax.reports import comparisons
+from grpojax.statistics import intervals
+
+
+def test_answers_are_compared_prompt_by_prompt():
+  a = {5: ("q", "0011001100"), 10: ("q", "0011001101"), 15: ("q", "1")}
+  b = {5: ("q", "0111001111"), 10: ("other", "1" * 10), 20: ("q", "1")}
+  (found,) = comparisons.held_out(a, b)  # the other steps have other prompts
+  assert found["step"] == 5 and found["prompts"] == 10
+  assert found["difference"] == pytest.approx(0.3)
+  assert found["p_value"] == pytest.approx(
+    0.25
+  )  # three wins of three: 2 / 2**3
+  bits = [np.array(list(x[5][1])) == "1" for x in (b, a)]
+  expected = intervals.paired_proportions(*bits)
+  assert found["low"] == pytest.approx(expected.low, abs=1e-4)
+  assert found["low"] < 0.3 < found["high"]
+
+
+def test_before_and_after_are_the_first_and_last_evaluation():
+  found = {0: ("q", "0000"), 5: ("q", "0110"), 8: ("q", "1111")}
+  gain = comparisons.before_and_after(found)
+  assert (gain["first"], gain["last"], gain["difference"]) == (0, 8, 1.0)
+  assert comparisons.before_and_after({0: ("q", "1")}) is None
+  assert comparisons.before_and_after({0: ("q", "1"), 1: ("r", "1")}) is None
+
+
+def test_rows_without_answers_are_left_out():
+  rows = [
+    {"step": 0, "problems": "q", "right": "01"},
+    {"step": 1, "problems": "q", "right": "02"},
+    {"step": 2, "problems": 3, "right": "01"},
+    {"step": 3, "problems": "q", "right": ""},
+    {"step": 0, "problems": "q", "right": "11"},
+  ]
+  assert comparisons.answers(rows) == {0: ("q", "11")}
+
+
+def columns(steps, values):
+  return {"reward_mean": (list(steps), list(values)), "mine": ([1], [2.0])}
+
+
+def test_metrics_are_compared_on_the_steps_that_both_have():
+  rng = np.random.default_rng(0)
+  noise = rng.normal(size=200)
+  a = columns(range(1, 201), noise)
+  b = columns(range(101, 301), np.concatenate([noise[100:] + 0.5, noise[:100]]))
+  (found,) = comparisons.steps(a, b)
+  assert found["metric"] == "reward_mean" and found["steps"] == 100
+  # Pairs take the noise away: not only the mean, the interval is exact.
+  for name in ("difference", "low", "high"):
+    assert found[name] == pytest.approx(0.5, abs=1e-4)
+  assert found["mean_b"] - found["mean_a"] == pytest.approx(0.5, abs=1e-3)
+  assert found["p_value"] < 0.001
+  blocks = found["blocks"]
+  assert len(blocks["x"]) == 20 and blocks["x"][0] == 103
+  assert blocks["mean"] == pytest.approx([0.5] * 20, abs=1e-4)
+
+
+def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
+  """A slow wave without a trend: 25 waves of 40 steps are no 1000 draws."""
+  rng = np.random.default_rng(1)
+  wave = np.repeat(rng.normal(size=25), 40)
+  a = columns(range(1000), np.zeros(1000))
+  (found,) = comparisons.steps(a, columns(range(1000), wave))
+  naive = intervals.mean_interval(wave)
+  assert found["high"] - found["low"] > 3 * (naive[2] - naive[1])
+
+
+def test_few_steps_in_common_are_not_compared():
+  a, b = (columns(range(19), [0.0] * 19) for _ in range(2))
+  assert comparisons.steps(a, b) == [] and comparisons.steps({}, b) == []
+
+
+def test_speed_says_where_the_time_went():
+  found = {
+    "seconds_step": ([1, 2, 3], [10.0, 1.0, 1.0]),
+    "seconds_rollout": ([1, 2, 3], [5.0, 0.25, 0.25]),
+    "seconds_update": ([1, 2, 3], [4.0, 0.5, 0.5]),
+    "tokens_per_second": ([1], [3.0]),
+  }
+  rows = {row["name"]: row for row in comparisons.speed(found)}
+  medians = {name: row["median"] for name, row in rows.items()}
+  assert medians == {
+    "seconds_rollout": 0.25,
+    "seconds_update": 0.5,
+    "other": None,
+    "seconds_step": 1.0,
+  }
+  shares = [5.5 / 12, 5 / 12, 1.5 / 12, 1]
+  assert [row["share"] for row in rows.values()] == pytest.approx(shares, 1e-4)
+  assert comparisons.speed({}) == []

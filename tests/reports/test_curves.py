@@ -1,0 +1,91 @@
+"""Curves: what is drawn of a metric, against definitions written anew."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from grpojax.reports import curves
+from grpojax.reports.curves import BLOCKS, POINTS
+
+
+def rows_of(name, values):
+  return [{"step": i + 1, name: value} for i, value in enumerate(values)]
+
+
+def curve_of(values, **others):
+  rows = rows_of("m", values)
+  for name, column in others.items():
+    rows += rows_of(name, column)
+  return curves.curves(curves.columns(rows))["m"]
+
+
+def test_columns_keep_finite_numbers_and_the_last_of_a_step():
+  rows = [
+    {"step": 2, "a": 5, "text": "x", "flag": True, "list": [1]},
+    {"step": 1, "a": math.nan, "b": math.inf, "c": 10**400, "d": None},
+    {"step": 2, "a": 6.5},
+    {"step": 1, "a": 1},
+  ]
+  assert curves.columns(rows) == {"a": ([1, 2], [1.0, 6.5])}
+
+
+@pytest.mark.parametrize("count", [20, 21, 37, 40, 199, 200, 201, 5003])
+def test_blocks_are_all_steps_in_order_with_students_interval(count):
+  rng = np.random.default_rng(count)
+  values = rng.normal(size=count)
+  edges = curves.block_edges(count)
+  assert edges[0][0] == 0 and edges[-1][1] == count
+  assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+  assert len(edges) <= BLOCKS and min(b - a for a, b in edges) >= 2
+  found = curves.blocks(list(range(1, count + 1)), values.tolist())
+  for i, (a, b) in enumerate(edges):
+    part = values[a:b]
+    low, high = scipy.stats.t.interval(
+      0.95, b - a - 1, part.mean(), scipy.stats.sem(part)
+    )
+    expected = (a + 1 + b) / 2, part.mean(), low, high
+    got = [found[name][i] for name in ("x", "mean", "low", "high")]
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_few_steps_have_no_blocks():
+  assert curves.blocks(list(range(19)), [0.0] * 19) is None
+  assert curve_of([1.0, 2.0])["blocks"] is None
+
+
+def test_many_steps_keep_their_extremes():
+  values = np.random.default_rng(0).normal(size=20_000)
+  values[12_345], values[77] = 50, -50
+  made = curve_of(values.tolist())
+  assert len(made["x"]) <= POINTS + 2
+  assert made["y"][0] == pytest.approx(values[0], rel=1e-4)
+  assert made["x"][-1] == 20_000 and made["last"] == made["y"][-1]
+  assert max(made["y"]) == 50 and min(made["y"]) == -50
+  assert made["x"][made["y"].index(50)] == 12_346
+  assert made["x"] == sorted(set(made["x"]))
+
+
+def test_a_metric_with_bounds_has_these_for_its_interval():
+  made = curve_of([5, 6], m_low=[1, 2], m_high=[None, 9.0])
+  assert made["low"] == [1, 2] and made["high"] == [None, 9]  # infinite
+  assert "blocks" not in made
+  made = curve_of([5, 6], m_low=[1, 2], m_high=[math.inf, None])
+  assert made["low"] == [1, 2] and made["high"] == [None, None]
+  made = curve_of([5, 6], m_se=[1.0, 0.5])
+  assert made["low"] == pytest.approx([5 - 1.96, 6 - 0.98], abs=1e-3)
+  assert made["high"] == pytest.approx([5 + 1.96, 6 + 0.98], abs=1e-3)
+
+
+def test_bounds_are_no_metrics_of_their_own_but_clip_fractions_are():
+  names = "m", "m_low", "m_high", "n_se", "clip_fraction_low"
+  rows = [{"step": 1} | dict.fromkeys(names, 0.5)]
+  found = curves.curves(curves.columns(rows))
+  assert set(found) == {"m", "n_se", "clip_fraction_low"}
+
+
+def test_curves_are_json_without_nan():
+  rows = rows_of("m", [math.nan, 1.0, 1e308, -1e308] * 10)
+  json.dumps(curves.curves(curves.columns(rows)), allow_nan=False)

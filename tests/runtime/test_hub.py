@@ -1,0 +1,266 @@
+"""Repositories of the Hub: what is fetched, and what is said where it fails."""
+
+import errno
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import logging
+
+from grpojax.models import hf
+from grpojax.runtime import hub, interrupts
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import hub_server  # noqa: E402
+
+ID = "org/tiny-1.5B"
+NAME = hub.Name(ID)
+OLD = huggingface_hub.__version__.startswith("1.")
+COMMIT, LATER = hub_server.COMMIT, "b" * 40
+TOKEN = "hf_" + "s3cret" * 5
+FILES = {
+  "config.json": b'{"model_type": "qwen2"}',
+  "tokenizer.json": b"{}",
+  "model-00001-of-00002.safetensors": b"1" * 1000,
+  "model-00002-of-00002.safetensors": b"2" * 1000,
+  "model.safetensors.index.json": b"[]",
+}
+NEVER = {
+  "pytorch_model.bin": b"pickle",
+  "modeling_tiny.py": b"code",
+  "consolidated.safetensors": b"the same again",
+  "onnx/config.json": b"{}",
+  "onnx/model.safetensors": b"again",
+  "model-8bit/model.safetensors": b"and again",
+  "README.md": b"# tiny",
+}
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+  own = hub_server.Hub()
+  own.add(ID, FILES | NEVER)
+  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+    yield own
+
+
+def names_in(directory):
+  return {p.name for p in directory.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(
+  "text, name",
+  [
+    ("Qwen/Qwen2.5-0.5B-Instruct", ("Qwen/Qwen2.5-0.5B-Instruct", "main")),
+    ("a/b@v1.0", ("a/b", "v1.0")),
+    ("a/b@refs/pr/1", ("a/b", "refs/pr/1")),
+    ("runs/first", ("runs/first", "main")),
+    ("arithmetic-instruct", None),
+    ("a/b/c", None),
+    ("./a/b", None),
+    ("/a/b", None),
+    ("../b", None),
+    ("a/..", None),
+    ("a/b@../../x", None),
+    ("a/b@", None),
+    ("a/b--c", None),
+    ("a/b c", None),
+    ("gs://a/b", None),
+    ("ä/b", None),
+    ("a/b\n", None),
+    ("", None),
+  ],
+)
+def test_names(text, name):
+  assert hub.parse(text) == name
+  assert hub.parse(pathlib.Path(text)) == name or "//" in text or not name
+
+
+def test_only_what_is_asked_for_is_fetched_and_only_once(served, capsys):
+  shape = hub.fetch(NAME, hub.CONFIG)
+  assert names_in(shape) == {"config.json"} and shape.name == COMMIT
+  texts = hub.fetch(NAME, hub.TEXTS)
+  assert names_in(texts) == {"config.json", "tokenizer.json"}
+  whole = hub.fetch(NAME, hub.WHOLE)
+  assert shape == texts == whole and names_in(whole) == set(FILES)
+  for name, content in FILES.items():
+    assert (whole / name).read_bytes() == content
+  assert sorted(served.fetched()) == sorted(FILES)
+  before = len(served.log)
+  assert hub.fetch(hub.Name(ID, COMMIT), hub.WHOLE) == whole
+  assert len(served.log) == before or OLD  # a commit never asks again
+  assert capsys.readouterr() == ("", "")  # nor do small files say anything
+  assert set(hf.COMPANIONS) <= set(hub.WHOLE)
+
+
+def test_a_branch_moves_and_a_commit_does_not(served, monkeypatch):
+  assert hub.commit(NAME) == COMMIT
+  served.add(ID, FILES | {"config.json": b"new"}, LATER)
+  served.heads[f"models/{ID}"]["v2"] = LATER
+  assert hub.commit(NAME) == hub.commit(hub.Name(ID, "v2")) == LATER
+  old, new = (hub.fetch(hub.Name(ID, c), hub.CONFIG) for c in (COMMIT, LATER))
+  assert (old / "config.json").read_bytes() == FILES["config.json"]
+  assert (new / "config.json").read_bytes() == b"new"
+  before = len(served.log)
+  assert hub.commit(hub.Name("org/never", COMMIT)) == COMMIT
+  assert len(served.log) == before
+
+
+def refused(text, files=hub.WHOLE, name=NAME):
+  with pytest.raises(ValueError, match=text) as error:
+    hub.fetch(name, files)
+  message = str(error.value)
+  assert "\n" not in message and TOKEN not in message
+  assert "Request ID" not in message and "/resolve/" not in message
+  return message
+
+
+def test_what_the_hub_refuses_is_said_with_what_to_do(served, monkeypatch):
+  monkeypatch.setenv("HF_TOKEN", TOKEN)
+  refused("no such path here, and the Hub.*hf auth", name=hub.Name("runs/x"))
+  refused("no revision 'v9'", name=hub.Name(ID, "v9"))
+  refused("is no name of the Hub", name=hub.Name("../x"))
+  served.gated.add(ID)
+  refused("is gated: accept its terms at https://huggingface.co/org/tiny-1.5B")
+  served.gated.clear()
+  served.tokens[ID] = "another"
+  refused("if it is private, give its token by `hf auth login` or HF_TOKEN")
+  served.tokens[ID] = TOKEN
+  assert hub.commit(NAME) == COMMIT and TOKEN in served.seen
+  shutil.rmtree(constants.HF_HUB_CACHE)
+  for status, todo in (
+    (403, "may not read"),
+    (429, "too many"),
+    (500, "later"),
+  ):
+    served.status = status
+    refused(f"({todo}|cannot be reached)")
+
+
+def test_without_a_network(served, monkeypatch):
+  hub.fetch(NAME, hub.TEXTS)
+  monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+  assert hub.commit(NAME) == COMMIT  # as last asked
+  assert names_in(hub.fetch(NAME, hub.TEXTS)) == {
+    "config.json",
+    "tokenizer.json",
+  }
+  refused("http://127.0.0.1:9 cannot be reached", name=hub.Name("org/other"))
+
+
+def test_offline_mode_asks_nobody(served, monkeypatch):
+  hub.fetch(NAME, hub.TEXTS)
+  before = len(served.log)
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+  huggingface_hub.close_session()  # it remembers that it was online
+  assert names_in(hub.fetch(NAME, hub.TEXTS)) >= {"config.json"}
+  if not OLD:  # it takes a part for the whole
+    refused("not whole, in .*HF_HUB_OFFLINE is set.*hf download")
+  refused("HF_HUB_OFFLINE is set", name=hub.Name("org/other"))
+  assert len(served.log) == before
+  monkeypatch.undo()
+  huggingface_hub.close_session()
+
+
+def test_a_download_that_is_cut_off_goes_on(served, monkeypatch):
+  cut = "model-00002-of-00002.safetensors"
+  monkeypatch.setattr("time.sleep", lambda _: None)
+  served.broken[cut] = 100
+  refused("was cut off .*the same command goes on with what is missing")
+  assert served.broken.pop(cut) < 100
+  before = len(served.log)
+  assert names_in(hub.fetch(NAME, hub.WHOLE)) == set(FILES)
+  again = [p for m, p in served.log[before:] if "/resolve/" in p and m == "GET"]
+  assert {p.rpartition("/")[2] for p in again} == {cut}
+
+
+def test_a_disk_without_room(served, monkeypatch):
+  hub.commit(NAME)
+  full = shutil._ntuple_diskusage(0, 0, 1500)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+  refused("0.002 MB to download, and .*cache has room for 0.0015 MB.*HF_HOME")
+  assert served.fetched() == ["config.json"]
+  monkeypatch.undo()
+  monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_a_disk_that_fills_up_meanwhile(served, monkeypatch):
+  def full(*_, **__):
+    assert logging.get_verbosity() == logging.ERROR  # nothing is said twice
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+  refused(r"cannot be stored in .*cache \(No space left on device\).*HF_HOME")
+
+
+def test_progress_is_a_line_now_and_then(served, monkeypatch, capsys):
+  served.add(ID, {"model.safetensors": b"x" * 2_000_000})
+  monkeypatch.setattr(hub, "SAY_EVERY", 0.0)
+  hub.fetch(NAME, hub.WHOLE)
+  said, errors = capsys.readouterr()
+  first, *more = said.splitlines()
+  assert first.startswith(f"downloading {ID}@main: 2 MB to ") and not errors
+  assert more[-1] == f"downloading {ID}: 2 MB of 2 MB"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_at_once(number, served, monkeypatch):
+  served.add(ID, {"model.safetensors": b"x" * 2_000_000})
+  heard = []
+  old = signal.signal(number, lambda *_: heard.append(number))
+  file = hub_server.Hub.fetched
+  sent = threading.Event()
+
+  def display(*_, flush):
+    if not sent.is_set() and any(map(str, file(served))):
+      sent.set()
+      os.kill(os.getpid(), number)
+
+  monkeypatch.setattr(hub, "print", display, raising=False)
+  monkeypatch.setattr(hub, "SAY_EVERY", 0.0)
+  monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+  try:
+    with pytest.raises(interrupts.Left, match="was interrupted"):
+      hub.fetch(NAME, hub.WHOLE)
+  finally:
+    signal.signal(number, old)
+  assert heard == [number]  # by who listened before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+  old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with interrupts.noted() as came:
+      signal.raise_signal(signal.SIGINT)
+      assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and not came
+  finally:
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_host_fetch_each_file_once(served, tmp_path):
+  code = (
+    "import sys; from grpojax.runtime import hub\n"
+    f"print(hub.fetch(hub.Name('{ID}'), hub.WHOLE))"
+  )
+  environ = os.environ | {
+    "HF_ENDPOINT": constants.ENDPOINT,
+    "HF_HUB_CACHE": constants.HF_HUB_CACHE,
+    "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+  }
+  two = [
+    subprocess.Popen(
+      [sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE
+    )
+    for _ in range(2)
+  ]
+  said = [process.communicate(timeout=120)[0] for process in two]
+  assert said[0] == said[1] and said[0].strip().endswith(COMMIT.encode())
+  assert sorted(served.fetched()) == sorted(FILES)

@@ -1,0 +1,208 @@
+"""The documentation says what is there: blocks, settings, files, links.
+
+`tests/test_docs_run.py` runs its code; `mkdocs build --strict` builds it.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from grpojax.rewards import functions
+from grpojax.runtime import command_line
+from grpojax.runtime import config as config_lib
+from grpojax.training import config as train_config
+from grpojax.training.validation import CHOICES
+
+_spec = importlib.util.spec_from_file_location(
+  "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")
+)
+lib = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(lib)
+
+ids = lambda page: page.name
+every_page = pytest.mark.parametrize("page", lib.PAGES, ids=ids)
+SETTINGS = config_lib.flatten(train_config.default_config())
+SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
+# Sections whose keys are the user's or of what they name.
+FREE = ("data.options", "data.template_options", "data.mixture")
+FREE += ("reward.options",)
+# Pages whose tables have what other libraries call it, then what it is here.
+THEIRS = ("from-trl.md", "from-verl.md")
+# Programs that take the config of a training run.
+TRAINING = ("train", "compile", "evaluate", "bench")
+
+
+class _Accepted(BaseException):
+  """A program has read its command line."""
+
+
+@pytest.fixture
+def accept(monkeypatch):
+  """Runs a program until it has read its command line; returns its config,
+  None where it has none, or only wanted --help.
+  """
+  parse = command_line.parse
+
+  def stop(*args, **kwargs):
+    raise _Accepted(parse(*args, **kwargs)[0])
+
+  read = argparse.ArgumentParser.parse_args
+
+  def stop_argparse(self, args=None, namespace=None):
+    read(self, args, namespace)
+    raise _Accepted(None)
+
+  monkeypatch.setattr(command_line, "parse", stop)
+  monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop_argparse)
+
+  def run(program, *argv):
+    module = importlib.import_module(f"grpojax.{program}")
+    try:
+      module.main(list(argv))
+    except _Accepted as found:
+      return found.args[0]
+    except SystemExit as error:
+      if error.code:
+        raise
+      return None  # --help
+    raise AssertionError(f"{program} read no command line")
+
+  return run
+
+
+@every_page
+def test_every_block_says_what_it_is(page):
+  """None is run by accident, and none is left out without a word."""
+  text, blocks = lib.read(page), lib.blocks(page)
+  assert 2 * len(blocks) == text.count("```"), "a fence that is not understood"
+  for block in blocks:
+    where = f"{page.name}:{block.line}"
+    assert block.language in lib.LANGUAGES, where
+    assert block.language != "json" or block.title, f"{where}: a file's name?"
+    if block.title.endswith(".py"):
+      others = "".join(b.text for b in blocks if b != block)
+      name = block.title.removesuffix(".py")
+      assert re.search(rf"\b{name}\b", others), f"{where}: nothing reads it"
+    if block in lib.runs(page, "bash"):  # nothing else can be run by a test
+      ours = lib.commands(block)
+      assert len(ours) == len(lib.lines(block)), f"{where}: # needs ...?"
+  if any(lib.runs(page, language) for language in ("python", "bash")):
+    assert {*lib.when(page)} <= {"fast", "slow", "long"}
+
+
+@every_page
+def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
+  """All that a program can refuse before it reads a model or data."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").symlink_to(lib.ROOT / "configs")
+  lib.write_files(page, tmp_path)
+  for block in lib.blocks(page):
+    if block.language != "bash":
+      continue
+    for program, *argv in lib.commands(block):
+      config = accept(program, *argv) if program else None
+      if config is not None and program in TRAINING:
+        train_config.validate(config)
+        options = config.reward.options.to_dict()
+        functions.resolve_all(config.reward.functions, options)
+
+
+def test_a_wrong_command_is_not_accepted(accept):
+  with pytest.raises(SystemExit, match="did you mean --config.loss.beta"):
+    accept("train", "--config.loss.bta=1")
+  with pytest.raises(ValueError, match="loss.clip_low"):
+    train_config.validate(accept("train", "--config.loss.clip_low=2"))
+
+
+def ours(page):
+  """A page's prose, without the names that other libraries have.
+
+  Those stand in the first column of the tables of the pages about them, and
+  what differs is said in bold.
+  """
+  text = lib.prose(page)
+  if page.name == "settings.md":  # generated, of all programs
+    return ""
+  if page.name in THEIRS:
+    rows = [x.split("|") for x in text.splitlines() if x.startswith("| ")]
+    text = "\n".join(row[2] for row in rows)
+  return text
+
+
+@every_page
+def test_settings_exist(page):
+  """Each `section.key` in prose is a setting, or a section of them."""
+  names = re.findall(
+    rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+)[^`\n]*`", ours(page)
+  )
+  for name in names:
+    known = name in SETTINGS or name.startswith(FREE)
+    known |= any(key.startswith(f"{name}.") for key in SETTINGS)
+    assert known, f"{page.name}: {name}"
+
+
+PACKAGE = "\n".join(p.read_text() for p in (lib.ROOT / "grpojax").rglob("*.py"))
+
+
+@every_page
+def test_names_in_code_exist(page):
+  """Metrics, functions and options that prose names are words of the code."""
+  own = " ".join(b.text for b in lib.blocks(page))
+  for name in set(re.findall(r"`([a-z]\w*_\w+)`", ours(page))):
+    stem = re.sub(r"_(low|high|se|mean|std|max|min)$", "", name)
+    found = re.search(rf"\b({name}|{stem})\b", PACKAGE + own)
+    assert found, f"{page.name}: {name}"
+
+
+@every_page
+def test_values_of_settings_exist(page):
+  """`setting=value` in prose is one that a run may have."""
+  for code in re.findall(r"`([\w.]+=[^`\s]+)`", ours(page)):
+    name, _, value = code.partition("=")
+    if name in CHOICES:
+      assert value in CHOICES[name], f"{page.name}: {code}"
+    elif "." in name:
+      assert name in SETTINGS or name.startswith(FREE), f"{page.name}: {code}"
+
+
+@every_page
+def test_files_exist(page):
+  """Paths of the repository, in prose and in links."""
+  text = lib.prose(page)
+  places = "grpojax|configs|launch|tests|docs"
+  for path in re.findall(rf"`((?:{places})/[\w./-]+)`", text):
+    assert (lib.ROOT / path).exists(), f"{page.name}: {path}"
+  for module in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
+    assert importlib.util.find_spec(module), f"{page.name}: {module}"
+
+
+def anchors(page):
+  """The anchors of a page's headings, as mkdocs makes them."""
+  heads = re.findall(r"^#+ (.+)$", lib.prose(page), re.MULTILINE)
+  heads = [re.sub(r"[^\w\s-]", "", h).strip().lower() for h in heads]
+  return {re.sub(r"[-\s]+", "-", head) for head in heads}
+
+
+@every_page
+def test_links_lead_somewhere(page):
+  links = re.findall(r"\]\(([^)\s]+)\)", lib.prose(page))
+  for link in links:
+    if link.startswith("https://"):
+      continue
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    assert target.is_file(), f"{page.name}: {link}"
+    if target.suffix == ".png":
+      continue
+    assert target.parent == lib.DOCS, f"{page.name}: {link} is not in the site"
+    assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_navigation_once():
+  nav = (lib.ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+  nav = nav.split("\n\n")[0]
+  assert sorted(re.findall(r"[\w-]+\.md", nav)) == [p.name for p in lib.PAGES]

@@ -1,0 +1,96 @@
+"""The code of docs/*.md runs: Python as it stands, commands on a tiny model.
+
+Of a command are changed only the sizes that it does not give, and the model
+where it is not one that the page itself has made; `tests/test_docs.py` reads
+each of them as it stands.
+"""
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_spec = importlib.util.spec_from_file_location(
+  "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")
+)
+lib = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(lib)
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(lib.ROOT)}
+MARKS = {"fast": (), "slow": pytest.mark.slow, "long": pytest.mark.long}
+MODELS = ("arithmetic-base", "arithmetic-instruct")
+SIZES = {
+  "steps": 2,
+  "batch_size": 16,
+  "sampling.max_new_tokens": 8,
+  "logits_chunk": 64,
+  "eval.num_prompts": 8,
+  "eval.batch_size": 8,
+}
+
+
+def pages(language):
+  """The pages with such code, marked as they say."""
+  kind = ("python", "bash").index(language)
+  return [
+    pytest.param(page, marks=MARKS[lib.when(page)[kind]], id=page.name)
+    for page in lib.PAGES
+    if lib.runs(page, language)
+  ]
+
+
+@pytest.mark.parametrize("page", pages("python"))
+def test_python(page, tmp_path, monkeypatch):
+  """A page's blocks run in turn, with what the earlier ones have defined."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  lib.write_files(page, tmp_path)
+  for file in tmp_path.glob("*.py"):  # another page's of the same name
+    monkeypatch.delitem(sys.modules, file.stem, raising=False)
+  names = {}
+  for block in lib.runs(page, "python"):
+    text = "\n" * block.line + block.text  # errors name the page's line
+    exec(compile(text, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", pages("bash"))
+def test_commands(page, tmp_path, monkeypatch, toy_model, toy_task):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "configs").symlink_to(lib.ROOT / "configs")
+  lib.write_files(page, tmp_path)
+  for block in lib.runs(page, "bash"):
+    for program, *argv in lib.commands(block):
+      for name in MODELS:
+        argv = [a.replace(f"={name}", f"={toy_model}") for a in argv]
+      run(program, sizes(program, toy_model) + argv)
+
+
+def run(program, argv):
+  """Runs a program, here where what others have compiled is known."""
+  if program == "compile":  # it makes devices of its own
+    words = [sys.executable, "-m", f"grpojax.{program}", *argv]
+    subprocess.run(words, check=True, env=ENVIRONMENT)
+    return
+  module = importlib.import_module(f"grpojax.{program or '__main__'}")
+  if not program:
+    print(module.usage())
+    return
+  try:
+    code = module.main(argv)
+  except SystemExit as error:
+    code = error.code
+  assert not code, f"{program} {argv}: {code}"
+
+
+def sizes(program, model):
+  """What makes a command small, unless it says another size itself."""
+  settings = {}
+  if program in ("train", "bench", "compile"):
+    settings = SIZES | {"model.path": model}
+  elif program == "evaluate":
+    settings = {"eval.num_prompts": 8, "eval.batch_size": 8}
+  return [f"--config.{key}={value}" for key, value in settings.items()]

@@ -1,0 +1,87 @@
+"""The built documentation: pictures, formulas, and nothing from elsewhere."""
+
+import html.parser
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("material", reason="pip install 'grpojax[docs]'")
+pytest.importorskip("mkdocstrings")
+pytest.importorskip("latex2mathml")
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+  """Builds it; a warning is an error."""
+  path = tmp_path_factory.mktemp("site")
+  words = ["build", "--quiet", "--strict", "--site-dir", str(path)]
+  done = subprocess.run(
+    [sys.executable, "-m", "mkdocs", *words],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return path
+
+
+class _Sources(html.parser.HTMLParser):
+  """Addresses that a browser fetches by itself when it shows a page."""
+
+  def __init__(self):
+    super().__init__()
+    self.found, self.pictures = [], []
+
+  def handle_starttag(self, tag, attributes):
+    given = dict(attributes)
+    if tag in ("script", "img") and given.get("src"):
+      self.found.append(given["src"])
+    if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload"):
+      self.found.append(given["href"])
+    if tag == "img":
+      self.pictures.append(given)
+
+
+def sources(page):
+  parser = _Sources()
+  parser.feed(page.read_text())
+  return parser
+
+
+def test_all_that_a_page_shows_is_in_the_site(site):
+  pages = [p for p in site.rglob("*.html") if p.name != "404.html"]
+  assert len(pages) > 15
+  pictures = []
+  for page in pages:
+    parser = sources(page)
+    pictures += parser.pictures
+    for address in parser.found:
+      assert "//" not in address, f"{page}: {address} is fetched from elsewhere"
+      file = page.parent / address.split("?")[0]
+      assert file.exists(), f"{page}: {address}"
+  assert len(pictures) >= 5 and all(p.get("alt") for p in pictures)
+
+
+def test_formulas_are_mathml(site):
+  for name in ("theory", "group-size", "objectives"):
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    text = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", text)
+    rest, displayed = re.subn(r"(?s)\$\$.*?\$\$", "", text)
+    inline = len(re.findall(r"\$[^$]+\$", rest))
+    page = (site / name / "index.html").read_text()
+    assert inline > 0 and page.count("<math") == displayed + inline
+    assert page.count('display="block"') == displayed
+    assert "arithmatex" not in page
+
+
+def test_docstrings_come_in_and_what_is_not_merged_does_not(site):
+  text = (site / "getting-started" / "index.html").read_text()
+  assert "Hardware:" in text
+  for page in site.rglob("*.html"):
+    assert "<!-- with " not in page.read_text(), page

@@ -1,0 +1,80 @@
+"""Programs with models of the Hub: as with directories, and pinned."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax import export, train
+from grpojax.models import hf
+from grpojax.runtime import records
+from grpojax.training import trained
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+import hub_server  # noqa: E402
+
+pytestmark = pytest.mark.slow
+ID, TOKEN = "org/tiny", "hf_" + "s3cret" * 5
+LATER = "b" * 40
+
+
+@pytest.fixture
+def served(toy_model, tmp_path, monkeypatch):
+  """A private model."""
+  own = hub_server.Hub()
+  own.add(ID, hub_server.of_directory(toy_model))
+  own.tokens[ID] = TOKEN
+  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield own
+
+
+def rows(run):
+  """Metrics of the steps without what a clock measured."""
+  return [
+    {k: v for k, v in row.items() if "seconds" not in k and "per_sec" not in k}
+    for row in records.read_jsonl(pathlib.Path(run) / "metrics.jsonl")
+    if "loss" in row
+  ]
+
+
+def same(a, b):
+  a, b = hf.load_params(a), hf.load_params(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
+  toy_task, toy_model, served, tmp_path, capsys
+):
+  settings = {"lora.rank": 2, "loss.beta": 0.1, "eval.every": 9}
+  words = toy_task.arguments(ID, steps=2, **settings)
+  train.main([*words, "--run_dir=a"])
+  config = json.loads(pathlib.Path("a/config.json").read_text())
+  assert config["model"]["path"] == ID and config["model"]["revision"] == ""
+  assert config["commits"] == [f"model:{ID}@main={hub_server.COMMIT}"]
+  served.add(ID, {"config.json": b"{}"}, LATER)  # the branch moves
+  more = toy_task.arguments(ID, steps=3, **settings)
+  train.main([*more, "--run_dir=a"])
+  local = toy_task.arguments(toy_model, steps=3, **settings)
+  train.main([*local, "--run_dir=b"])
+  assert rows("a") == rows("b") and len(rows("a")) == 3
+  same("a/model", "b/model")
+  before = len(served.log)
+  train.main([*more, "--run_dir=a"])
+  assert len(served.log) == before and "is finished" in capsys.readouterr().out
+  with pytest.raises(SystemExit, match="model.revision: '' -> 'main'"):
+    train.main([*more, "--config.model.revision=main", "--run_dir=a"])
+  _, trained_ = trained.load("a")  # its base at the run's commit
+  jax.tree.map(np.testing.assert_array_equal, trained_, trained.load("b")[1])
+  export.main(["a", "--out=exported", "--step=3"])
+  same("exported", "a/model")
+  files = [p for p in tmp_path.rglob("*") if p.is_file()]
+  assert len(files) > 30 and TOKEN in served.seen
+  assert not [p for p in files if TOKEN.encode() in p.read_bytes()]
+  with pytest.raises(SystemExit, match="no model at 'org/tiny@bbb"):
+    train.main([*more, "--run_dir=c"])
+  assert not pathlib.Path("c").exists()

@@ -1,0 +1,14 @@
+"""configs/arithmetic.py, the job of a program that is given no config."""
+
+from grpojax.runtime import config as config_lib
+from grpojax.training.config import default_config, default_job, validate
+
+
+def test_other_configs_and_studies_do_not_follow_it():
+  job = config_lib.flatten(default_job())
+  base = config_lib.flatten(default_config())
+  assert job.keys() == base.keys()
+  paths = job["model.path"], base["model.path"]
+  assert paths == ("arithmetic-careless", "arithmetic-instruct")
+  assert (job["name"], job["data.name"]) == ("arithmetic", "arithmetic")
+  validate(default_job())

@@ -1,0 +1,207 @@
+"""Reports of whole run directories, however damaged."""
+
+import html
+import importlib.util
+import json
+import pathlib
+import re
+
+import pytest
+
+from grpojax import report as program
+from grpojax.training import report, reporting
+from grpojax.training.start import Run
+
+_spec = importlib.util.spec_from_file_location(
+  "made_up", pathlib.Path(__file__).parents[1] / "reports" / "made_up.py"
+)
+made_up = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(made_up)
+
+
+@pytest.fixture
+def run(tmp_path):
+  return made_up.make_run(tmp_path / "one")
+
+
+def data_of(text):
+  """What a page shows."""
+  found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+  return json.loads(found[1])
+
+
+def shown(*paths, **options):
+  return data_of(report.report(paths, **options))
+
+
+def test_a_report_has_what_the_run_has(run):
+  data = shown(run)
+  (one,) = data["runs"]
+  assert one["name"] == "one" and one["status"] == "step 60 of 60"
+  assert not one["finished"] and one["notes"] == []
+  metrics = [json.loads(x) for x in (run / "metrics.jsonl").open()]
+  rewards = [row["reward_mean"] for row in metrics if "reward_mean" in row]
+  curve = one["curves"]["reward_mean"]
+  assert curve["x"] == list(range(1, 61))
+  assert curve["y"] == pytest.approx(rewards, rel=1e-4)
+  last = [row for row in metrics if "accuracy" in row][-1]
+  assert one["curves"]["accuracy"]["low"][-1] == pytest.approx(
+    last["accuracy_low"], abs=1e-4
+  )
+  assert one["rewards"]["total"] == 60 * 64 and not one["rewardsOfSamples"]
+  assert one["failures"]["counts"] == [[*made_up.HOSTILE[:2], 1]]
+  texts = {s["completion"] for g in one["groups"] for s in g["samples"]}
+  assert texts == set(made_up.HOSTILE) and len(one["groups"]) == 12
+  assert one["gain"]["prompts"] == 60 and one["gain"]["difference"] > 0.5
+  assert one["speed"][-1] == {
+    "name": "seconds_step",
+    "median": 1.25,
+    "share": 1.0,
+  }
+  assert data["compared"] == []
+
+
+def test_what_differs_from_the_default_comes_first(run, tmp_path):
+  other = made_up.make_run(tmp_path / "two", seed=1)
+  rows = shown(run, other)["settings"]
+  assert [row["name"] for row in rows if row["differs"]] == ["seed"]
+  first = [row["name"] for row in rows[:4]]
+  assert first == ["seed", "model.path", "name", "steps"]
+  assert rows[0]["values"] == ["0", "1"] and rows[0]["default"] == "0"
+  assert rows[1]["values"][0] == repr(made_up.HOSTILE[0])
+  assert not any(row["changed"] or row["differs"] for row in rows[4:])
+  assert any(row["name"] == "optim.learning_rate" for row in rows[4:])
+
+
+def test_runs_are_compared_with_the_first(run, tmp_path):
+  worse = made_up.make_run(tmp_path / "two", seed=1, better=0.2)
+  data = shown(run, worse, run)
+  assert [one["name"] for one in data["runs"]] != ["one", "two", "one"]
+  against, itself = data["compared"]
+  names = [one["metric"] for one in against["steps"]]
+  assert names[0] == "reward_mean" and "seconds_step" in names
+  assert against["steps"][0]["high"] < 0
+  assert [e["step"] for e in against["heldOut"]] == list(range(0, 61, 10))
+  assert against["heldOut"][-1]["high"] < 0
+  assert itself["steps"][0]["difference"] == 0
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+  paths = [tmp_path / x / "run" for x in ("a", "b")]
+  for path in paths:
+    made_up.make_run(path, steps=10)
+  names = [one["name"] for one in shown(*paths)["runs"]]
+  assert names == ["a/run", "b/run"]
+
+
+def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
+  everything, about = report.read_samples(run / "samples.jsonl", [], 10**9)
+  assert len(everything) == 48 and about == {"steps": 6, "kept_steps": 6}
+  parsed, parse = [], report._json
+  monkeypatch.setattr(report, "_json", lambda x: parsed.append(x) or parse(x))
+  size = (run / "samples.jsonl").stat().st_size
+  some, about = report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
+  assert {row["step"] for row in some} == {10, 20, 40, 60}
+  assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
+  assert some == [row for row in everything if row["step"] in (10, 20, 40, 60)]
+
+
+def test_torn_and_broken_lines_are_left_out_and_counted(run):
+  before = shown(run)["runs"][0]
+  with (run / "metrics.jsonl").open("a") as file:
+    file.write("not json\n[1]\n" + '{"step": -1}\n{"step": true}\n')
+    file.write('{"step": 1e3}\n' + "[" * 100_000 + "\n")
+    file.write('{"step": 61, "reward_mean": NaN, "loss": Infinity}\n')
+    file.write('{"step": 62, "reward_me')  # being written
+  with (run / "samples.jsonl").open("a") as file:
+    file.write('{"step": 3}\n[1]\n{"step": 10, "prompt": 3}\n{"step": 10, \n')
+    file.write('{"step": 10, "prompt": "half')
+  (one,) = shown(run)["runs"]
+  assert one["notes"] == [
+    "metrics.jsonl: 6 lines are no rows, and are left out"
+  ]
+  assert one["curves"] == before["curves"]
+  assert one["groups"] == before["groups"]
+  assert one["status"] == "step 61 of 60"
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["samples", "rewards", "evaluations", "failures", "metrics", "config"],
+)
+def test_a_missing_or_useless_file_costs_its_part_only(run, name):
+  (path,) = run.glob(f"{name}.*")
+  for text in (None, b"\xff\x00\n[]", b'{"model": 3}\n'):
+    path.unlink() if text is None else path.write_bytes(text)
+    (one,) = shown(run)["runs"]
+    assert bool(one["curves"]) == (name != "metrics")
+    assert bool(one["groups"]) == (name != "samples")
+    assert bool(one["gain"]) == (name != "evaluations")
+    assert one["rewardsOfSamples"] == (name == "rewards")
+
+
+def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
+  for words in ([], ["--out=x.html"]):
+    with pytest.raises(SystemExit, match="error: give the directory"):
+      program.main(words)
+  with pytest.raises(SystemExit, match="error: no run at .*: give the run dir"):
+    program.main([str(tmp_path)])
+  with pytest.raises(SystemExit, match="no run at .*missing"):
+    program.main([str(tmp_path / "missing")])
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
+  program.main([str(run)])
+  text = (run / "report.html").read_text()
+  assert data_of(text)["runs"][0]["name"] == "one"
+  assert html.escape("one - grpojax") in text
+  assert str(run / "report.html") in capsys.readouterr().out
+  monkeypatch.chdir(tmp_path)
+  other = made_up.make_run(tmp_path / "two", steps=10)
+  program.main(["one", "two"])
+  assert len(data_of((tmp_path / "report.html").read_text())["runs"]) == 2
+  program.main(["--out", "three.html", str(other), "one"])
+  names = data_of((tmp_path / "three.html").read_text())["runs"]
+  assert [one["name"] for one in names] == ["two", "one"]
+  with pytest.raises(SystemExit, match="error: .*nowhere"):
+    program.main(["one", "--out=nowhere/x.html"])
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
+  (run / "report.html").mkdir()
+  report.write(run)
+  assert "report.html was not written: " in capsys.readouterr().out
+
+  def fail(*args, **options):
+    raise ZeroDivisionError("of all things")
+
+  monkeypatch.setattr(report, "report", fail)
+  report.write(run)
+  said = "report.html was not written: ZeroDivisionError: of all things\n"
+  assert capsys.readouterr().out == said
+  assert not list(run.glob(".*tmp"))
+
+
+def test_a_run_writes_reports_when_they_are_due(
+  tmp_path, monkeypatch, config_with
+):
+  written, main = [], [True]
+  monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
+  monkeypatch.setattr(report, "write", lambda path: written.append(path))
+  fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
+  for every, steps in ((3, 2), (0, 0)):
+    run = Run(**fields | {"config": config_with(log__report_every=every)})
+    for step in range(1, 9):
+      reporting.report_when_due(run, step)
+    assert written == [tmp_path] * steps
+    written.clear()
+  run = Run(**fields | {"config": config_with(log__report_every=1)})
+  main[0] = False  # one process writes
+  reporting.report_when_due(run, 1)
+  assert written == []
+
+
+def test_a_run_that_is_about_to_finish_is_finished(run):
+  (one,) = shown(run, summary={"steps": 60})["runs"]
+  assert one["finished"] and one["status"] == "finished, 60 of 60 steps"

@@ -1,0 +1,138 @@
+"""Rows of samples.jsonl and rewards.jsonl, from arrays made by hand."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from grpojax.core.types import Batch, Rollout
+from grpojax.rewards.groups import GroupScores
+from grpojax.training import dynamic_sampling, sample_rows
+from grpojax.training.policy import Policy
+
+B, G, T = 3, 2, 4
+
+
+class Spaced:
+  """Leaves out the space before a text's first word, as sentencepiece does."""
+
+  WORDS = ["<end>", "a", "b", "\ufffd", "!"]
+
+  def decode(self, ids, **_):
+    return " ".join(self.WORDS[i] for i in ids)
+
+
+@pytest.fixture
+def case(tiny):
+  ids = np.array([[[1, 2, 0, 4], [2, 1, 4, 4]]] * B)
+  mask = np.array([[[1, 1, 1, 0], [1, 1, 1, 1]]] * B, bool)
+  finished = np.array([[True, False]] * B)
+  logprobs = -np.arange(B * G * T, dtype=np.float32).reshape(B, G, T) / 7
+  rewards = np.array([[1, 0], [2, np.nan], [3, 3], [4, 5]], np.float32)
+  scores = GroupScores(
+    rewards, {"f": rewards / 2, "g": rewards}, rewards < 0, [[(), ()]] * 4
+  )
+  # Of four groups that were drawn, the batch has the first, last and third.
+  filled = dynamic_sampling.Filled(
+    samples=Rollout(
+      prompt_ids=None,
+      prompt_mask=None,
+      completion_ids=ids,
+      completion_mask=mask,
+      finished=finished,
+      logprobs=logprobs,
+    ),
+    scores=scores,
+    drawn=scores,
+    examples=[{"prompt_text": f"p{i}", "answer": str(i)} for i in range(4)],
+    places=np.array([0, 3, 2]),
+    more_prompts=1,
+    scale=None,
+    metrics={},
+  )
+  batch = Batch(
+    prompt_ids=None,
+    prompt_mask=None,
+    completion_ids=ids,
+    completion_mask=mask,
+    advantages=np.array([[0.5, -0.5], [1, -1], [0, 0]], np.float32),
+    ref_logprobs=logprobs - 1,
+    old_logprobs=logprobs + 2,
+  )
+  policy = Policy(pathlib.Path(), tiny.lm, Spaced(), (0,), 0)
+  return policy, filled, batch
+
+
+def test_rows_are_whole_groups_as_they_were_learned_from(case, config_with):
+  policy, filled, batch = case
+  rows = sample_rows.of_batch(config_with(log__sample_groups=2), *case)
+  assert [row["group"] for row in rows] == [0, 0, 1, 1]
+  assert [row["prompt"] for row in rows] == ["p0", "p0", "p3", "p3"]
+  assert [row["answer"] for row in rows] == ["0", "0", "3", "3"]
+  assert [row["reward"] for row in rows] == [1, 0, 4, 5]
+  assert [row["rewards"]["f"] for row in rows] == [0.5, 0, 2, 2.5]
+  assert [row["advantage"] for row in rows] == [0.5, -0.5, 1, -1]
+  assert [row["truncated"] for row in rows] == [False, True, False, True]
+  first, second = rows[:2]
+  assert first["completion"] == "a b" and second["completion"] == "b a ! !"
+  assert first["tokens"] == ["a", " b", " <end>"]  # the EOS has a probability
+  assert second["tokens"] == ["b", " a", " !", " !"]
+  assert first["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7], abs=1e-4)
+  assert first["ref_logprobs"] == pytest.approx([-1, -8 / 7, -9 / 7], abs=1e-4)
+  assert "scorer_logprobs" not in first  # they are the sampler's
+
+
+def test_what_is_at_hand_is_kept(case, config_with):
+  policy, filled, batch = case
+  config = config_with(
+    log__sample_groups=9, loss__old_logprobs="scorer", optim__minibatches=2
+  )
+  batch = batch.replace(ref_logprobs=None)
+  rows = sample_rows.of_batch(config, policy, filled, batch)
+  assert len(rows) == B * G
+  assert rows[0]["scorer_logprobs"] == pytest.approx(
+    [2, 2 - 1 / 7, 2 - 2 / 7], abs=1e-4
+  )
+  assert "ref_logprobs" not in rows[0]
+  assert rows[-1]["reward"] == 3 and rows[-1]["advantage"] == 0
+
+
+def test_what_is_not_finite_is_none(case, config_with):
+  policy, filled, batch = case
+  filled = filled._replace(places=np.array([1, 1, 1]))
+  rows = sample_rows.of_batch(config_with(), policy, filled, batch)
+  assert rows[1]["reward"] is None and rows[1]["rewards"] == {
+    "f": None,
+    "g": None,
+  }
+
+
+def test_samples_are_due_every_so_many_steps(config_with):
+  config = config_with(log__samples_every=4, log__sample_groups=1)
+  due = [step for step in range(1, 10) if sample_rows.is_due(config, step)]
+  assert due == [4, 8]
+  config = config_with(log__samples_every=4, log__sample_groups=0)
+  assert not any(sample_rows.is_due(config, step) for step in range(1, 10))
+
+
+def test_tokens_of_a_real_tokenizer_make_up_the_text():
+  from grpojax.runtime import tokenizer
+
+  characters = tokenizer.character_tokenizer()
+  ids = characters.encode("12 + 3\n\n= 15")
+  texts = sample_rows.token_texts(characters, ids)
+  assert "".join(texts) == "12 + 3\n\n= 15" and len(texts) == len(ids)
+  assert sample_rows.token_texts(characters, []) == []
+
+
+def test_rewards_are_counted_by_value():
+  rewards = np.array([[1, 0, 1], [0.25, np.nan, -np.inf]], np.float32)
+  assert sample_rows.reward_counts(rewards) == [(0, 1), (0.25, 1), (1, 2)]
+  assert sample_rows.reward_counts(np.full((2, 2), np.nan, np.float32)) == []
+
+
+def test_many_rewards_are_counted_in_intervals():
+  rewards = np.linspace(0, 8, 64, dtype=np.float32).reshape(8, 8)
+  found = sample_rows.reward_counts(rewards, bins=8)
+  assert [value for value, _ in found] == pytest.approx(np.arange(8) + 0.5)
+  assert [count for _, count in found] == [8] * 8

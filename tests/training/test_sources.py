@@ -1,0 +1,234 @@
+"""Models and data by names of the Hub: what is pinned, and read from there."""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from grpojax.aot import programs
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import hub, interrupts, preemption
+from grpojax.training import config as config_module
+from grpojax.training import (
+  fit,
+  opening,
+  policy,
+  scoring,
+  sft,
+  sft_config,
+  sources,
+  start,
+  trained,
+)
+
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import hub_server  # noqa: E402
+
+COMMIT, LATER = hub_server.COMMIT, "b" * 40
+ID = "org/tiny"
+
+
+@pytest.fixture(scope="module")
+def model():
+  """A model directory."""
+  return policy.find_model(config_module.default_config().model.path)
+
+
+@pytest.fixture
+def served(model, tmp_path, monkeypatch):
+  own = hub_server.Hub()
+  own.add(ID, hub_server.of_directory(model))
+  with hub_server.client_of(own, tmp_path / "cache", monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    yield own
+
+
+def move(served):
+  """The branch gets other files."""
+  served.add(ID, {"config.json": b"{}"}, LATER)
+
+
+def same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
+  opened = policy.open_policy(ID)
+  assert opened.name == (ID, COMMIT)
+  assert not [f for f in served.fetched() if f.endswith(".safetensors")]
+  move(served)
+  loaded = policy.with_weights(opened)
+  same(loaded.params, policy.load_policy(str(model)).params)
+  with pytest.raises(ValueError, match=f"no model at '{ID}@{LATER}'"):
+    policy.open_policy(ID)
+  same(policy.load_policy(f"{ID}@{COMMIT}").params, loaded.params)
+
+
+def test_a_shape_needs_no_more_than_config_json(served):
+  _, hf_config = programs.read_model(ID)
+  assert "model_type" in hf_config
+  assert served.fetched() == ["config.json"]
+
+
+def test_what_exists_here_is_no_name_of_the_hub(served, model):
+  pathlib.Path("org").mkdir()
+  pathlib.Path(ID).symlink_to(model)
+  assert policy.find_model(ID).samefile(model)
+  assert policy.find_model(model.name) == model
+  assert policy.open_policy(ID).name is None
+  assert not served.log
+  with pytest.raises(ValueError, match="is for models of the Hub, and there"):
+    sources.pin(made(model__path=ID, model__revision="v1"))
+
+
+def test_what_is_neither_is_said_with_both_readings(served):
+  with pytest.raises(ValueError, match="no such path here, and the Hub shows"):
+    policy.find_model("runs/nothing")
+  with pytest.raises(ValueError, match="a directory .*or ORG/NAME of the Hug"):
+    policy.find_model("nothing")
+  served.add("org/gguf", {"model.gguf": b"1", "README.md": b"2"})
+  with pytest.raises(ValueError, match="no model at 'org/gguf@main'"):
+    policy.find_model("org/gguf")
+  served.add("org/old", {"pytorch_model.bin": b"1"} | texts(served))
+  with pytest.raises(ValueError, match="get the model as safetensors"):
+    policy.load_policy("org/old")
+
+
+def texts(served):
+  files = served.files[f"models/{ID}"][COMMIT]
+  return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
+
+
+def test_a_name_with_its_commit(served, model):
+  assert policy.pinned(ID) == policy.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  for path in (model.name, str(model), "gs://a/b", "nothing"):
+    assert policy.pinned(path) == path
+
+
+def test_other_programs_take_names_too(served, model, tmp_path):
+  config = sft_config.default_config()
+  config.model.path, config.rows = ID, 1
+  (tmp_path / "source").mkdir()
+  _, params, _ = sft.start(config, tmp_path / "source")
+  whole = policy.load_policy(str(model)).params
+  same(params, whole)
+  _, params = trained.load(f"{ID}@{COMMIT}")
+  same(params, whole)
+
+
+def made(**changes):
+  config = config_module.default_config()
+  with config.unlocked():
+    for name, value in changes.items():
+      section, _, key = name.rpartition("__")
+      (config[section] if section else config)[key] = value
+  return config
+
+
+LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
+
+
+def test_a_config_is_pinned_once_and_for_all(served):
+  served.add("org/judge", texts(served), branch="v1")
+  config = made(model__path=ID, reward__model="org/judge@v1")
+  pinned = sources.pin(config)
+  assert pinned.commits == LINES and config.commits == ()
+  assert sources.model(config) == ID
+  assert sources.model(pinned) == f"{ID}@{COMMIT}"
+  assert sources.reward_model(pinned) == f"org/judge@{COMMIT}"
+  move(served)
+  before = len(served.log)
+  again = sources.with_commits(config, pinned)
+  assert again == pinned == sources.pin(again) and len(served.log) == before
+  assert sources.pin(config).commits[1] == f"model:{ID}@main={LATER}"
+  other = made(model__path=ID, model__revision=LATER)
+  assert sources.with_commits(other, pinned).commits == ()
+  assert sources.model(sources.pin(other)) == f"{ID}@{LATER}"
+  assert sources.with_commits(config, None) == config
+  saved = config_lib.from_json(config_lib.to_json(pinned))
+  assert sources.with_commits(config, saved) == pinned
+
+
+def test_a_config_without_names_of_the_hub_stays_as_it_is(served):
+  config = made()
+  assert sources.pin(config) is config and not served.log
+
+
+def test_data_of_the_hub_are_pinned_too(served):
+  served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
+  served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
+  config = made(data__name=sources.HUB, data__path="org/sums")
+  args = sources.HUB, "org/sums"
+  pinned = sources.pin(config)
+  assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
+  assert sources.data_options(config, *args, {}) == {}
+  assert sources.data_options(pinned, *args, {"size": 3}) == {
+    "size": 3,
+    "revision": COMMIT,
+  }
+  assert sources.data_options(pinned, "jsonl", "org/sums", {}) == {}
+  mixed = made()
+  with mixed.unlocked():
+    mixed.data.mixture.sums = {
+      "name": sources.HUB,
+      "path": "org/sums",
+      "options": {"revision": "v2"},
+    }
+  pinned = sources.pin(mixed)
+  assert pinned.commits == (f"dataset:org/sums@v2={LATER}",)
+  options = sources.data_options(pinned, *args, {"revision": "v2"})
+  assert options == {"revision": LATER}
+
+
+@pytest.mark.parametrize(
+  "changes, text",
+  [
+    ({"model__revision": "v1"}, "with model.path = ORG/NAME"),
+    ({"model__path": "/a/b", "model__revision": "v1"}, "with model.path = ORG"),
+    ({"model__path": "a/b", "model__revision": "../x"}, "a branch, a tag"),
+    ({"model__path": "a/b@v1", "model__revision": "v2"}, "one of the two"),
+    ({"model__path": "gs://a/b", "model__revision": "v2"}, "is a URL"),
+    ({"commits": ("x",)}, "commits = 'x': lines KIND:"),
+    ({"commits": (f"model:a/b={COMMIT}",)}, "a run fills it in"),
+    ({"commits": (f"space:a/b@main={COMMIT}",)}, "a run fills it in"),
+    ({"commits": (f"model:a/b@main={COMMIT[1:]}",)}, "a run fills it in"),
+    ({"commits": (3,)}, "commits = 3"),
+  ],
+)
+def test_settings_that_make_no_sense(changes, text):
+  with pytest.raises(ValueError, match=text):
+    config_module.validate(made(**changes))
+
+
+def test_processes_compare_files_of_paths_only(served, model):
+  assert opening._model_files(ID) == "from the Hub"
+  assert "config.json: " in opening._model_files(str(model))
+  config_module.validate(made(model__path=ID, model__revision="v1"))
+
+
+def test_the_reward_model_is_of_the_commit(monkeypatch):
+  config = made(reward__model="org/judge@v1", commits=LINES)
+
+  def find(path, files=hub.WHOLE):
+    raise ValueError(f"{path} {len(files)}")
+
+  monkeypatch.setattr(policy, "find_model", find)
+  monkeypatch.setattr(start, "find_model", find)
+  whole, part = len(hub.WHOLE), len(hub.TEXTS)
+  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
+    scoring.open_model(config, None)
+  with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
+    start._with_date(config, None)
+
+
+def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
+  def leave(*_):
+    raise interrupts.Left("the download of org/tiny was interrupted")
+
+  monkeypatch.setattr(opening, "settle", lambda config, _: config)
+  monkeypatch.setattr(opening, "open_all", leave)
+  with pytest.raises(SystemExit) as caught:
+    fit.run(made(), tmp_path)
+  assert caught.value.code == preemption.EXIT_PREEMPTED
