@@ -38,6 +38,7 @@ setuptools.setup(
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.4",
     "pyarrow>=15",  # before 14.0.1 a file could run code (CVE-2023-47248)
+    "pyyaml",  # configurations of other libraries
     "rich>=13",  # the table of steps on a terminal; flax needs it, too
     "safetensors",
     "scipy",
@@ -54,6 +55,9 @@ setuptools.setup(
     "math": ["math-verify"],  # symbolic answers
     "gcs": ["gcsfs", "google-cloud-storage"],  # run directories on gs://
     "s3": ["s3fs"],  # and on s3://
+    "wandb": ["wandb"],  # log.trackers
+    "mlflow": ["mlflow"],
+    "trackio": ["trackio"],
     "docs": [  # mkdocs build --strict
       "latex2mathml",  # formulas, without a script in the page
       "mkdocs-material>=9.7",

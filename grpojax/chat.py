@@ -25,11 +25,16 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.rewards import functions
 from grpojax.runtime import command_line
 from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import setting
-from grpojax.training import chatting, memory, scoring, trained
+from grpojax.training import (
+  chatting,
+  memory,
+  reward_inputs,
+  scoring,
+  trained,
+)
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import validate
 from grpojax.training.settings import SETTINGS
@@ -106,8 +111,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   config = _with_flags(config, flags)
   validate(config)
   if flags.example >= 0:
-    rewards = config.reward
-    functions.resolve_all(rewards.functions, rewards.options.to_dict())
+    reward_inputs.resolve(config)
   return config, flags
 
 
@@ -178,7 +182,9 @@ def _ask_once(
     _, answers = chatting.ask(speaker, example)
     print(*chatting.lines(answers), sep="\n")
     return
+  steps = speaker.config.steps  # of the run, which has ended
   with scoring.open_scorer(speaker.config) as scorer:
+    (example,) = reward_inputs.with_step(scorer.pool, [example], steps, steps)
     prompt, answers = chatting.ask(speaker, example, 0, scorer)
   print(printable(prompt).rstrip())
   print(*chatting.lines(answers), sep="\n")

@@ -31,7 +31,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
-from grpojax.rewards import functions
 from grpojax.runtime import command_line, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
@@ -42,6 +41,7 @@ from grpojax.training import (
   held_out,
   memory,
   mixtures,
+  reward_inputs,
   scoring,
   trained,
 )
@@ -127,9 +127,7 @@ def _parse(argv: list[str]):
       "Hub"
     )
   ks = _check_flags(config, flags)
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
+  reward_inputs.resolve(config)
   if flags.out:
     records.check_writable(flags.out)
   return config, flags, ks
@@ -195,6 +193,8 @@ def main(argv: list[str]) -> None:
   ):
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
       total = sum(len(examples) for _, examples in batches)
+      so_far = config.steps, config.steps  # of the run, which has ended
+      batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
       result = evaluation.evaluate(
         policy,
         params,

@@ -16,7 +16,8 @@ run directory, by default runs/NAME_OF_CONFIG, gets
                         with reward.on_device: they never reach the host)
     evaluations.jsonl   which held-out answers were right
     failures.jsonl      rewards that could not be computed, with the completions
-    tensorboard/        the same metrics for TensorBoard
+    tensorboard/        the same metrics for TensorBoard (log.trackers)
+    trackers.json       what other trackers call the run
     checkpoints/        the newest states, by Orbax
     model/              the trained model, in Hugging Face format
     learning_curve.png

@@ -84,7 +84,7 @@ def test_training_starts_from_it(name, tmp_path):
     "logits_chunk": 64,
     "eval.num_prompts": 2,
     "eval.batch_size": 2,
-    "log.tensorboard": False,
+    "log.trackers": "",
   }
   words = [f"--config.{key}={value}" for key, value in settings.items()]
   run = tmp_path / "run"

@@ -36,9 +36,11 @@ MAY_IMPORT["training"] |= {"rewards", "reports"}
 MAY_IMPORT["studies"] = {*MAY_IMPORT["training"], "training"}
 MAY_IMPORT["aot"] = MAY_IMPORT["studies"]
 MAY_IMPORT["benchmarks"] = {*MAY_IMPORT["studies"], "aot"}
+MAY_IMPORT["translation"] = MAY_IMPORT["studies"]
 PROGRAMS = {"train", "evaluate", "export", "chat", "sft", "compile", "bench"}
-PROGRAMS.add("report")
+PROGRAMS |= {"report", "translate"}
 MAY_IMPORT |= {name: MAY_IMPORT["studies"] for name in PROGRAMS}
+MAY_IMPORT["translate"] = {*MAY_IMPORT["studies"], "translation"}
 MAY_IMPORT["compile"] = {*MAY_IMPORT["studies"], "aot"}
 MAY_IMPORT["bench"] = {*MAY_IMPORT["benchmarks"], "benchmarks"}
 CORE_MAY_IMPORT = ("jax", "numpy", "optax", "flax.struct", "jaxtyping")
@@ -106,7 +108,8 @@ def test_import_grpojax_is_light():
 
 
 # Whoever takes plain arguments can be called by other people's programs.
-READ_CONFIGS = ("training", "studies", "aot", "benchmarks", *sorted(PROGRAMS))
+READ_CONFIGS = ("training", "studies", "aot", "benchmarks", "translation")
+READ_CONFIGS += tuple(sorted(PROGRAMS))
 HANDLE_CONFIGS = [
   f"runtime/{name}.py"
   for name in ("config", "config_file", "command_line", "settings")

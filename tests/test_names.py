@@ -6,6 +6,7 @@ import pathlib
 import pytest
 
 from grpojax.data import examples
+from grpojax.runtime import trackers
 from grpojax.training import run_directory, run_storage
 
 ROOT = pathlib.Path(__file__).resolve().parents[1] / "grpojax"
@@ -14,7 +15,8 @@ OWNERS = {
   run_directory.METRICS: "training/run_directory.py",
   run_directory.SAMPLES: "training/run_directory.py",
   run_directory.FAILURES: "training/run_directory.py",
-  run_directory.TENSORBOARD: "training/run_directory.py",
+  trackers.TENSORBOARD: "runtime/trackers.py",
+  run_directory.TRACKED: "training/run_directory.py",
   run_storage.CHECKPOINTS: "training/run_storage.py",
   run_storage.REFERENCE: "training/run_storage.py",
   run_directory.CURVE: "training/run_directory.py",

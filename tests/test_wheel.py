@@ -23,7 +23,7 @@ TINY = {
   "eval.num_prompts": 2,
   "eval.batch_size": 2,
   "reward.workers": 1,
-  "log.tensorboard": False,
+  "log.trackers": "",
 }
 
 

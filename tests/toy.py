@@ -76,7 +76,7 @@ def arguments(model: pathlib.Path, **changes):
     "eval.batch_size": 4,
     "checkpoint.every": 2,
     "log.samples_every": 2,
-    "log.tensorboard": False,
+    "log.trackers": "",
   }
   settings |= {k.replace("__", "."): v for k, v in changes.items()}
   return [f"--config.{key}={value}" for key, value in settings.items()]

@@ -104,7 +104,7 @@ def toy_run(toy, toy_model, tmp_path_factory):
 
   home = tmp_path_factory.mktemp("home")
   settings = {"group_size": "auto", "auto_group_size.largest": 16}
-  settings |= {"diagnostics.every": 3, "log.tensorboard": True}
+  settings |= {"diagnostics.every": 3, "log.trackers": "tensorboard"}
   argv = toy.arguments(toy_model, **settings)
   with pytest.MonkeyPatch.context() as patch, toy.task():
     patch.chdir(home)

@@ -28,6 +28,7 @@ from grpojax.training import (
   run_storage,
   scoring,
   start,
+  tracking,
 )
 from grpojax.training.progress import Progress
 
@@ -100,8 +101,7 @@ def default_job(config: ConfigDict) -> subject.Rows:
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
-    if run.writer is not None:
-      stack.callback(records.close_writer, run.writer)
+    run = tracking.tracked(run, -1, stack)
     args = state, tx, Progress(), lambda together=False: None
     for _ in fit.remaining_steps(run, *args):
       yield records.read_jsonl(run.file(run_directory.METRICS))[-1]

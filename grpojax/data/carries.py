@@ -20,7 +20,7 @@ def check_forget(forget: tuple[float, float]) -> None:
 def forgetful_sum(
   rng: np.random.Generator, a: int, b: int, forget: tuple[float, float]
 ) -> int:
-  """a + b in columns, as written by someone who forgets some of the carries.
+  """Adds a and b in columns, as someone would who forgets some of the carries.
 
   The more the digits of a column make, the more often its carry is forgotten.
   What the first column makes is written out: 95+7 is 102 or 92.

@@ -3,6 +3,8 @@
 A reward is a function `(prompt, completion, example) -> float | None`: prompt
 and completion are texts, the example is a dict, None abstains. A name is one of
 `BUILT_IN`, or "package.module:function", or "path/to/file.py:function".
+Functions of TRL's and verl's users are known by the names of their parameters:
+`conventions`.
 
 This module and those of the built-in rewards load without JAX, so that a worker
 process starts in a fraction of a second.
@@ -22,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from grpojax.data.examples import SOURCE
+from grpojax.rewards import conventions
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -49,9 +52,11 @@ def label(name: str) -> str:
   return name.rpartition(":")[2]
 
 
-def resolve(
-  name: str, options: Mapping[str, Any] | None = None
-) -> Callable[[str, str, dict[str, Any]], float | None]:
+Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
+"""What `resolve` finds: of a completion, or (TRL's) of all of a prompt."""
+
+
+def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """The reward function of a name, with its options bound.
 
   Args:
@@ -59,12 +64,14 @@ def resolve(
     options: keyword arguments.
 
   Returns:
-    `(prompt, completion, example) -> float | None`.
+    `(prompt, completion, example) -> float | None`, or with more to be logged
+    what `outcomes.of_value` reads; or one of TRL's convention, which has all
+    completions of a prompt at once: see `conventions`.
 
   Raises:
-    ValueError: there is no such function, its file cannot be loaded, it does
-      not take three arguments or not these options, or a built-in function
-      refuses an option's value.
+    ValueError: there is no such function, its file cannot be loaded, it
+      follows no convention, or more than one, it does not take these options,
+      or a built-in function refuses an option's value.
   """
   options = dict(options or {})
   module, attribute = _module(name), label(name)
@@ -72,6 +79,10 @@ def resolve(
   if not callable(function):
     hint = _nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
+  if name not in BUILT_IN:
+    followed = conventions.follow(name, function, options)
+    if followed is not None:
+      return followed
   try:
     signature = inspect.signature(function)
   except ValueError:  # some functions that are written in C
@@ -91,7 +102,7 @@ def resolve_all(
   names: Sequence[str],
   options: Mapping[str, Any] | None = None,
   sources: Mapping[str, Sequence[str]] | None = None,
-) -> list[Callable[[str, str, dict[str, Any]], float | None]]:
+) -> list[Reward]:
   """The functions of several names.
 
   Args:
@@ -127,11 +138,18 @@ def resolve_all(
   ]
   for i, short in enumerate(labels):
     if short in (sources or {}):
-      found[i] = functools.partial(_of_sources, found[i], sources[short])
+      found[i] = _of_sources(found[i], sources[short])
   return found
 
 
-def _of_sources(
+def _of_sources(reward: Reward, sources: Sequence[str]) -> Reward:
+  """A reward that abstains from the examples of other data sets."""
+  if isinstance(reward, conventions.Trl):
+    return reward._replace(sources=tuple(sources))
+  return functools.partial(_where_of, reward, sources)
+
+
+def _where_of(
   function: Callable[[str, str, dict[str, Any]], float | None],
   sources: Sequence[str],
   prompt: str,
@@ -237,7 +255,8 @@ def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):
   except TypeError as error:
     raise ValueError(
       f"reward {name!r} cannot be called with prompt, completion, example and"
-      f" the options {options}: {error}"
+      f" the options {options}: {error} (TRL's convention is known by a"
+      " parameter `completions`, verl's by one `solution_str`)"
     ) from error
 
 

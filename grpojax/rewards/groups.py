@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from grpojax.rewards.conventions import IDS
 from grpojax.rewards.pool import Failure, Job, Pool, Submission
 
 
@@ -19,12 +20,15 @@ class GroupScores(NamedTuple):
       otherwise, all functions abstain.
     failures: [B][G], the rewards that could not be computed, see
       `all_failures`.
+    extras: [B, G] of each other number that the functions gave, by
+      "FUNCTION/NAME"; NaN where it was not given.
   """
 
   rewards: Float[np.ndarray, "B G"]
   values: dict[str, Float[np.ndarray, "B G"]]
   failed: Bool[np.ndarray, "B G"]
   failures: list[list[Sequence[Failure]]]
+  extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
 class Pending(NamedTuple):
@@ -41,9 +45,16 @@ def submit_groups(
   lengths: Int[np.ndarray, "B G"],
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
+  ids: Int[np.ndarray, "B G T"] | None = None,
 ) -> Pending:
   """Starts to score groups and returns at once; see `score_groups`."""
-  size = lengths.shape[1]
+  prompts, size = len(examples), lengths.shape[1]
+  with_ids = ids is not None and pool.wants(IDS)
+
+  def given(b, g):
+    tokens = ids[b, g, : lengths[b, g]].tolist() if with_ids else None
+    return {IDS: tokens} if with_ids else {}
+
   # Neighbours are of different prompts: if one example makes a function hang,
   # its completions do not come one after the other (see `Pool`).
   jobs = [
@@ -55,12 +66,14 @@ def submit_groups(
         "completion_length": int(lengths[b, g]),
         "max_completion_length": max_length,
         "finished": bool(finished[b, g]),
+        **given(b, g),
       },
     )
     for g in range(size)
     for b, example in enumerate(examples)
   ]
-  return Pending(pool.submit(jobs), (len(examples), size))
+  together = [range(b, len(jobs), prompts) for b in range(prompts)]
+  return Pending(pool.submit(jobs, together), (prompts, size))
 
 
 def collect_groups(
@@ -105,7 +118,32 @@ def collect_groups(
     },
     grouped([bool(result.failures) for result in results], bool),
     [[x.failures for x in results[b::prompts]] for b in range(prompts)],
+    {
+      name: grouped([result.extras.get(name, np.nan) for result in results])
+      for name in sorted({key for result in results for key in result.extras})
+    },
   )
+
+
+def joined_extras(
+  parts: Sequence[tuple[int, dict[str, Float[np.ndarray, "b G"]]]], size: int
+) -> dict[str, Float[np.ndarray, "B G"]]:
+  """Extras of several parts of a batch; NaN where a part has none of a name.
+
+  Args:
+    parts: the prompts of each, and its extras.
+    size: G.
+  """
+  names = sorted({name for _, extras in parts for name in extras})
+  return {
+    name: np.concatenate(
+      [
+        extras.get(name, np.full((prompts, size), np.nan, np.float32))
+        for prompts, extras in parts
+      ]
+    )
+    for name in names
+  }
 
 
 def all_failures(scores: GroupScores) -> list[Failure]:
@@ -131,6 +169,7 @@ def score_groups(
   lengths: Int[np.ndarray, "B G"],
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
+  ids: Int[np.ndarray, "B G T"] | None = None,
 ) -> GroupScores:
   """Scores all completions of a batch.
 
@@ -142,9 +181,11 @@ def score_groups(
     lengths: [B, G], tokens, with the EOS.
     finished: [B, G], whether an EOS ended the completion.
     max_length: the limit on completions, T, tokens.
+    ids: of the completions' tokens, where a function may want them.
 
   Returns:
     Rewards, the values of each function, and what failed.
   """
-  pending = submit_groups(pool, examples, texts, lengths, finished, max_length)
+  given = examples, texts, lengths, finished, max_length, ids
+  pending = submit_groups(pool, *given)
   return collect_groups(pool, [pending])

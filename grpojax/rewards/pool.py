@@ -10,24 +10,15 @@ JSON, nothing that could run code; `worker` says what else a function may do.
 """
 
 import concurrent.futures
-import itertools
-import json
 import math
 import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpojax.rewards import functions, worker
+from grpojax.rewards import conventions, functions, tasks, worker
+from grpojax.rewards.outcomes import Outcome
 from grpojax.rewards.process import Lost, Process
-
-
-class Job(NamedTuple):
-  """What is scored: two texts, and the example (of JSON values)."""
-
-  prompt: str
-  completion: str
-  example: dict[str, Any]
+from grpojax.rewards.tasks import Job, Submission, Task
 
 
 class Failure(NamedTuple):
@@ -54,29 +45,17 @@ class Result(NamedTuple):
       function failed, or all abstain.
     values: of each function; None where it abstains or failed.
     failures: none if all went well.
+    extras: other numbers of the functions, by "FUNCTION/NAME".
   """
 
   reward: float
   values: tuple[float | None, ...]
   failures: tuple[Failure, ...]
+  extras: Mapping[str, float] = {}
 
 
 POLL = 0.5
 """Seconds between the calls of `poll` while the workers are at work."""
-
-
-class Submission:
-  """Jobs on their way; made by `Pool.submit`."""
-
-  def __init__(self, jobs: list[Job], lines: list[bytes]):
-    self.jobs, self.lines = jobs, lines
-    self.next = itertools.count().__next__  # atomic
-    self.results: list[Result | None] = [None] * len(jobs)
-    self.lost = 0  # workers in a row, without a result between them
-    self.lock = threading.Lock()
-    self.abandoned = False
-    self.futures: list[concurrent.futures.Future] = []
-    self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()  # one a worker
 
 
 class Pool:
@@ -96,7 +75,8 @@ class Pool:
     weights: of the functions; None is 1 for each.
     workers: processes. 0 computes in this process, when results are collected,
       and catches exceptions but neither limits time nor survives a crash.
-    timeout: seconds for a completion, all functions together.
+    timeout: seconds for a completion, all functions together; functions that
+      have those of a prompt at once have so many for each of them.
     memory: bytes of data that a worker may allocate.
     sources: which data sets a function scores, see `functions.resolve_all`.
 
@@ -134,7 +114,7 @@ class Pool:
     setup = {"names": list(names), "options": bound}
     setup |= {"timeout": timeout, "memory": memory, "sources": sources}
     self._timeout, self.patience = timeout, max(8, 4 * workers)
-    self._workers = [Process(_line(setup)) for _ in range(workers)]
+    self._workers = [Process(tasks.line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
     self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
     self._closed = False
@@ -155,15 +135,31 @@ class Pool:
     """Results in the order of the jobs."""
     return self.collect(self.submit(jobs))
 
-  def submit(self, jobs: Sequence[Job]) -> Submission:
+  def wants(self, name: str) -> bool:
+    """Whether a function is given this, see `conventions.wants`."""
+    return any(conventions.wants(f, name) for f in self._functions)
+
+  def submit(
+    self, jobs: Sequence[Job], groups: Sequence[Sequence[int]] | None = None
+  ) -> Submission:
     """Starts to compute rewards and returns at once.
+
+    Args:
+      jobs: the completions.
+      groups: numbers of those that are of one prompt, which some functions get
+        together (see `conventions`); None is each for itself.
 
     Raises:
       ValueError: an example has something that is no JSON.
     """
     jobs = list(jobs)
-    lines = [_line(job) for job in jobs] if self._workers else []
-    sent = Submission(jobs, lines)
+    groups = [[i] for i in range(len(jobs))] if groups is None else groups
+    planned = tasks.plan(self._functions, groups)
+    sent = Submission(jobs, planned, len(self.names))
+    if self._workers:
+      sent.lines = [
+        tasks.line([task.functions, sent.items(task)]) for task in planned
+      ]
     sent.futures = [
       self._threads.submit(self._drain, sent) for _ in self._workers
     ]
@@ -187,7 +183,9 @@ class Pool:
       Exception: what `poll` raises.
     """
     if not self._workers:
-      return [self._score_here(job, poll) for job in sent.jobs]
+      for task in sent.tasks:
+        self._score_here(sent, task, poll)
+      return self._results(sent)
     try:
       # Not by concurrent.futures.wait, which may keep the futures locked where
       # Ctrl-C interrupts it: then nothing could end.
@@ -198,7 +196,7 @@ class Pool:
       raise
     for future in sent.futures:
       future.result()
-    return list(sent.results)
+    return self._results(sent)
 
   def _wait_for_one(
     self, sent: Submission, poll: Callable[[], None] | None
@@ -231,17 +229,20 @@ class Pool:
 
     process = self._idle.get()
     try:
-      while not stop() and (index := sent.next()) < len(sent.jobs):
-        sent.results[index] = self._score(process, sent, index, stop)
+      while not stop() and (index := sent.next()) < len(sent.tasks):
+        self._score(process, sent, index, stop)
     finally:
       self._idle.put(process)
       sent.ended.put(None)
 
-  def _score_here(self, job: Job, poll: Callable[[], None] | None) -> Result:
+  def _score_here(
+    self, sent: Submission, task: Task, poll: Callable[[], None] | None
+  ) -> None:
     if poll:
       poll()
-    outcomes = [worker.evaluate(f, *job) for f in self._functions]
-    return self._result(job, outcomes)
+    items = sent.items(task)
+    found = [worker.evaluate(self._functions[i], items) for i in task.functions]
+    sent.keep(task, [outcome for some in found for outcome in some])
 
   def _score(
     self,
@@ -249,43 +250,40 @@ class Pool:
     sent: Submission,
     index: int,
     stop: Callable[[], bool],
-  ) -> Result:
-    line, outcomes = sent.lines[index], []
+  ) -> None:
+    task, outcomes, error = sent.tasks[index], [], None
     if sent.lost >= self.patience:
       error = f"not tried: {self.patience} workers were lost in a row"
     else:
-      error = None
+      count = len(task.functions) * len(task.jobs)
+      limit = self._timeout * len(task.jobs)
       try:
-        process.ask(line, len(self.names), self._timeout, outcomes, stop)
+        process.ask(sent.lines[index], count, limit, outcomes, stop)
       except Lost as lost:
         error = str(lost)
       with sent.lock:
         sent.lost = sent.lost + 1 if error else 0
-    if error:  # of the function that was at work; those after it have no value
-      outcomes.append((None, error))
-      outcomes += [(None, None)] * (len(self.names) - len(outcomes))
-    return self._result(sent.jobs[index], outcomes)
+    if error:
+      outcomes = tasks.cut_short(task, outcomes, error)
+    sent.keep(task, outcomes)
 
-  def _result(self, job: Job, outcomes: Sequence[Any]) -> Result:
-    values = tuple(value for value, _ in outcomes)
+  def _results(self, sent: Submission) -> list[Result]:
+    pairs = zip(sent.jobs, sent.outcomes, strict=True)
+    return [self._result(job, outcomes) for job, outcomes in pairs]
+
+  def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
+    named = list(zip(self.names, outcomes, strict=True))
+    values = tuple(outcome.value for outcome in outcomes)
     failures = tuple(
-      Failure(name, error, job.prompt, job.completion)
-      for name, (_, error) in zip(self.names, outcomes, strict=True)
-      if error is not None
+      Failure(name, outcome.error, job.prompt, job.completion)
+      for name, outcome in named
+      if outcome.error is not None
     )
     total = None if failures else functions.combine(values, self.weights)
-    return Result(math.nan if total is None else total, values, failures)
-
-
-def _line(message: Any) -> bytes:
-  def plain(value):
-    if hasattr(value, "tolist"):  # of NumPy
-      return value.tolist()
-    raise TypeError(f"{value!r} is of type {type(value).__name__}")
-
-  try:
-    return json.dumps(message, default=plain).encode() + b"\n"
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"only JSON reaches the reward workers (or use 0 workers): {error}"
-    ) from error
+    extras = {
+      f"{name}/{key}": number
+      for name, outcome in named
+      for key, number in outcome.extras.items()
+    }
+    reward = math.nan if total is None else total
+    return Result(reward, values, failures, extras)

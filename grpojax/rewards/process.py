@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from grpojax.rewards.outcomes import Outcome
+
 START = 120.0
 """Seconds that a worker has to load its functions."""
 
@@ -67,7 +69,7 @@ class Process:
     """Waits until the functions are loaded."""
     answers: list[Any] = []
     self._exchange(self._setup, 1, START, answers, stop)
-    ready, error = answers[0]
+    ready, error, _ = answers[0]
     if ready is None:
       self.kill()
       raise Lost(error)
@@ -86,7 +88,7 @@ class Process:
       line: JSON, with its newline.
       count: answers to wait for.
       timeout: seconds for all of them.
-      answers: is appended (value, error) for each.
+      answers: an `Outcome` is appended for each.
       stop: says whether to give up, every `STOP` seconds.
 
     Raises:
@@ -153,15 +155,16 @@ class Process:
         count -= len(found)
 
 
-def _answer(line: bytes, name: str) -> tuple[Any, str | None] | None:
-  """The answer [name, value, error] in a line; None if it has none."""
+def _answer(line: bytes, name: str) -> Outcome | None:
+  """The answer [name, value, error, extras] in a line; None if it has none."""
   try:
-    of, value, error = json.loads(line)
-  except (TypeError, ValueError, RecursionError):
+    of, value, error, extras = json.loads(line)
+    numbers = all(isinstance(x, float) for x in extras.values())
+  except (AttributeError, TypeError, ValueError, RecursionError):
     return None
   known = value is None or isinstance(value, float) or value == "ready"
-  if of == name and known and (error is None or isinstance(error, str)):
-    return value, error
+  if of == name and known and numbers and isinstance(error, str | None):
+    return Outcome(value, error, extras)
   return None
 
 

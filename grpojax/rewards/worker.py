@@ -1,9 +1,10 @@
 """A process that computes rewards: python -m grpojax.rewards.worker.
 
 It reads lines `ID JSON` from its standard input: the first says which
-functions, each other one is a completion to score. For each function it answers
-with a line [ID, value, error]; the ID is random, so no reply can be taken for
-one to another line. What the functions print goes to standard error.
+functions, each other one is a task: completions to score, and by which of them.
+For each function and completion it answers with a line [ID, value, error,
+extras]; the ID is random, so no reply can be taken for one to another line.
+What the functions print goes to standard error.
 
 Functions are trusted not to attack: one that forks, reads, prints, closes files
 or writes to all that are open does no harm to other completions, but one that
@@ -16,19 +17,15 @@ and if a function hangs then, the system's alarm ends it (see `LEEWAY`).
 
 import contextlib
 import json
-import math
-import numbers
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpojax.rewards import functions
-
-LARGEST = 1e30
-"""Largest absolute value of a reward: sums of them fit into float32."""
+from grpojax.rewards import conventions, functions, outcomes
+from grpojax.rewards.outcomes import Outcome
 
 LEEWAY = 2.0
 """Seconds beyond a completion's limit after which the system ends a worker. The
@@ -36,32 +33,35 @@ parent kills it at the limit; this is for a worker whose parent has died."""
 
 
 def evaluate(
-  function: Callable[[str, str, dict[str, Any]], float | None],
-  prompt: str,
-  completion: str,
-  example: dict[str, Any],
-) -> tuple[float | None, str | None]:
-  """The reward, or what went wrong: (value, None) or (None, error).
+  reward: functions.Reward, items: Sequence[conventions.Item]
+) -> list[Outcome]:
+  """The rewards of completions, or what went wrong.
 
   An error is an exception, also SystemExit, and a value that is neither None
-  nor a finite number. (None, None) abstains. Only this process returns, not one
-  that the function has forked.
+  nor a finite number; None abstains. Only this process returns, not one that
+  the function has forked.
+
+  Args:
+    reward: the function.
+    items: prompt, completion and example of each; all of one prompt where the
+      function has them together.
   """
+  if not isinstance(reward, conventions.Trl):
+    return [_try(lambda: [reward(*item)], 1)[0] for item in items]  # noqa: B023
+  return _try(lambda: reward(items), len(items))
+
+
+def _try(call: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
+  """What a call returns for so many completions."""
   try:
     with functions.one_process():
-      value = function(prompt, completion, example)
-    if value is None:
-      return None, None
-    if getattr(value, "shape", None) == ():  # a scalar array
-      value = value.item()
-    if not isinstance(value, numbers.Real):
-      return None, f"returned {type(value).__name__}, which is not a number"
-    value = float(value)
+      values = list(call())
+    if len(values) != count:
+      said = f"returned {len(values)} rewards for {count} completions"
+      return [Outcome(None, said)] * count
+    return list(map(outcomes.of_value, values))
   except (Exception, SystemExit) as error:
-    return None, f"raised {functions.describe(error)}"
-  if not math.isfinite(value) or abs(value) > LARGEST:
-    return None, f"returned {value}"
-  return value, None
+    return [outcomes.raised(error)] * count
 
 
 def _limit_memory(size: int) -> None:
@@ -82,9 +82,9 @@ def main() -> None:
   os.dup2(2, 1)
   sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
 
-  def reply(name: bytes, value: Any, error: str | None) -> None:
+  def reply(name: bytes, *outcome: Any) -> None:
     # Begins a line, in case that something else wrote half of one.
-    answer = json.dumps([name.decode(), value, error])
+    answer = json.dumps([name.decode(), *outcome])
     os.write(replies, f"\n{answer}\n".encode())
 
   name, _, line = requests.readline().partition(b" ")
@@ -94,21 +94,23 @@ def main() -> None:
     what = [setup[key] for key in ("names", "options", "sources")]
     rewards = functions.resolve_all(*what)
   except ValueError as error:
-    reply(name, None, str(error))
+    reply(name, None, str(error), {})
     return
   except BaseException as error:
-    reply(name, None, functions.describe(error))
+    reply(name, None, functions.describe(error), {})
     return
-  reply(name, "ready", None)
+  reply(name, "ready", None, {})
   for line in requests:
     # The default action ends the process whatever a function is doing; set
     # again each time, because a function may have set it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, setup["timeout"] + LEEWAY)
-    name, _, job = line.partition(b" ")
-    job = json.loads(job)
-    for function in rewards:
-      reply(name, *evaluate(function, *job))
+    name, _, task = line.partition(b" ")
+    which, items = json.loads(task)
+    limit = setup["timeout"] * len(items) + LEEWAY
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    for i in which:
+      for outcome in evaluate(rewards[i], items):
+        reply(name, *outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 

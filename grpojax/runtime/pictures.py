@@ -2,8 +2,9 @@
 
 Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
 `zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
-and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95%
-interval). See `records` for how they are kept.
+and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation
+rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95% interval). See
+`records` for how they are kept.
 """
 
 import math

@@ -202,7 +202,8 @@ def refusal(one: Setting, value: Any) -> str | None:
   """
   if value in one.words:
     return None
-  if one.choices and value not in one.choices:
+  values = value if isinstance(one.default, tuple) else (value,)
+  if one.choices and any(x not in one.choices for x in values):
     return f"use one of {', '.join(one.choices)} ({one.text})"
   if one.within and not allows(one.within, value):
     finite = "" if math.isfinite(value) else ", and finite"

@@ -20,13 +20,10 @@ along the automatic runs. DIR, by default runs/group_size, gets
     logs/             what the training runs printed
 """
 
-import contextlib
 import functools
 import itertools
 import json
-import pathlib
 import sys
-import time
 from typing import Any
 
 import jax
@@ -38,12 +35,11 @@ from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
 from grpojax.studies import run as study
+from grpojax.studies import training_runs
 from grpojax.training import config as train_config_lib
 from grpojax.training import (
-  fit,
   from_config,
   group_sizes,
-  run_directory,
   scored_text,
   scoring,
 )
@@ -79,7 +75,7 @@ SETTINGS = section(
       "optim.learning_rate": 5e-5,
       "eval.every": 4,
       "eval.num_prompts": 128,
-      "log.tensorboard": False,
+      "log.trackers": (),
       "checkpoint.every": 24,
       "auto_group_size.start": 32,  # too large, to see it move
       "auto_group_size.largest": 64,
@@ -202,47 +198,20 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   return row | {"reward_mean": float(np.mean(np.concatenate(rewards)))}
 
 
-def _train_all(config: ConfigDict, directory: pathlib.Path) -> None:
-  """Makes the training runs that are not finished yet."""
-  points = list(_points(config))
-  todo = [
-    train_config(config, budget, size, seed) for seed, budget, size in points
-  ]
-  todo = [
-    run
-    for run in todo
-    if not run_directory.is_finished(directory / "runs" / run.name)
-  ]
-  (directory / "logs").mkdir(exist_ok=True)
-  began = time.perf_counter()
-  for i, run in enumerate(todo):
-    with (
-      open(directory / "logs" / f"{run.name}.txt", "a") as log,
-      contextlib.redirect_stdout(log),
-    ):
-      summary = fit.run(run, directory / "runs" / run.name)
-    spent = time.perf_counter() - began
-    left = records.duration(spent / (i + 1) * (len(todo) - i - 1))
-    print(
-      f"run {i + 1}/{len(todo)}  {run.name}: accuracy "
-      f"{summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}  "
-      f"{left} left",
-      flush=True,
-    )
-
-
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   config, directory = study.open_study(argv, PROGRAM, SETTINGS, problems)
-  # The runs differ in few ways: most of their programs are compiled once.
-  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  training_runs.share_compilations(directory)
   path = directory / "prediction.json"
   with study.resumable():
     if not path.exists():
       records.write_json(path, predict(config))
     prediction = json.loads(path.read_text())
-    _train_all(config, directory)
+    runs = [
+      train_config(config, budget, size, seed)
+      for seed, budget, size in _points(config)
+    ]
+    training_runs.train_all(runs, directory)
   results.write(config, directory, prediction)
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from grpojax.runtime import pictures, records
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.training import run_directory
+from grpojax.studies import training_runs
 from grpojax.training.group_sizes import AUTO
 
 
@@ -21,11 +21,6 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
     for size in (*config.group_sizes, AUTO):
       for seed in range(config.seeds):
         name = f"N{budget}-G{size}-seed{seed}"
-        path = directory / "runs" / name / run_directory.METRICS
-        run_rows = records.read_jsonl(path)
-        accuracy = {
-          r["step"]: r["accuracy"] for r in run_rows if "accuracy" in r
-        }
         rows += [
           {
             "budget": budget,
@@ -34,13 +29,12 @@ def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
             "step": row["step"],
             "group_size": row["group_size"],
             "reward": row["reward_mean"],
-            "accuracy": accuracy.get(row["step"]),
+            "accuracy": row["accuracy"],
             "optimal_group_size": row.get("optimal_group_size"),
             "c1": row.get("c1"),
             "c3": row.get("c3"),
           }
-          for row in run_rows
-          if "reward_mean" in row
+          for row in training_runs.metrics(directory, name)
         ]
   return rows
 

@@ -107,7 +107,7 @@ SETTINGS = section(
       "checkpoint.every": 20,
       "log.every": 5,
       "log.samples_every": 20,
-      "log.tensorboard": False,
+      "log.trackers": (),
     },
   ),
 )

@@ -61,6 +61,7 @@ def _rows(
     {name: values[rows] for name, values in scores.values.items()},
     scores.failed[rows],
     [scores.failures[row] for row in rows],
+    {name: values[rows] for name, values in scores.extras.items()},
   )
 
 
@@ -74,6 +75,10 @@ def _joined(parts: Sequence[groups.GroupScores]) -> groups.GroupScores:
     },
     np.concatenate([part.failed for part in parts]),
     [group for part in parts for group in part.failures],
+    groups.joined_extras(
+      [(len(part.rewards), part.extras) for part in parts],
+      parts[0].rewards.shape[1],
+    ),
   )
 
 

@@ -43,6 +43,7 @@ from grpojax.training import (
   reference,
   report,
   reporting,
+  reward_inputs,
   run_storage,
 )
 from grpojax.training import pace as pace_lib
@@ -96,9 +97,11 @@ def remaining_steps(
 
   def take(count=1):
     try:
-      return prompts_lib.take(batches, count, run.mesh)
+      prompts, examples = prompts_lib.take(batches, count, run.mesh)
     except ValueError as error:  # an endless data set's, or data that changed
       raise Stopped(str(error)) from error
+    so_far = step - 1, config.steps
+    return prompts, reward_inputs.with_step(run.scorer.pool, examples, *so_far)
 
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from grpojax.core.types import Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.training import prompts as prompts_lib
+from grpojax.training import reward_inputs
 from grpojax.training.policy import Policy
 
 
@@ -89,12 +90,14 @@ def problems(
 
   Raises:
     ValueError: no problem fits all models; a prompt is too long and
-      `data.too_long` is "refuse"; or the data set is not the same twice.
+      `data.too_long` is "refuse"; the data lack what a reward function needs;
+      or the data set is not the same twice.
   """
   splits = [
     _named(name, prompts_lib.load_split, config, policy, "test")
     for name, policy in zip(names, policies, strict=True)
   ]
+  reward_inputs.check_columns(config, reward_inputs.resolve(config), splits[0])
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)

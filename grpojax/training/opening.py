@@ -25,7 +25,6 @@ from grpojax.runtime import (
   disk,
   distributed,
   hub,
-  records,
   run_lock,
   tokenizer,
 )
@@ -40,6 +39,7 @@ from grpojax.training import (
   scoring,
   sources,
   start,
+  tracking,
 )
 from grpojax.training.config import validate
 
@@ -232,9 +232,9 @@ def open_all(
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
     run = run._replace(screen=screen)
-  if run.writer is not None:
-    stack.callback(records.close_writer, run.writer)
   with command_line.usage_errors():
+    step = checkpoint.latest_step(checkpointer)
+    run = tracking.tracked(run, -1 if step is None else step, stack)
     state, progress = resume.resume(run, state, checkpointer, poll)
     if resumed:
       distributed.on_main(lambda: _go_on(directory, checked.config))

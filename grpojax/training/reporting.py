@@ -18,7 +18,8 @@ a title):
 | optimal_group_size*                  |                                    |
 | own_* (weighted baselines)           | statistics.advantage_errors        |
 | score_norms_*                        | training.score_norms               |
-| reward_failures, reward_NAME, _std   | training.scoring.metrics           |
+| reward_failures, reward_NAME, _std,  | training.scoring.metrics           |
+| reward_FUNCTION/NAME                 |                                    |
 | gen_batches, group_acceptance,       | training.dynamic_sampling          |
 | groups_kept                          |                                    |
 | seconds_rollout, _rewards,           | training.host_step                 |
@@ -55,6 +56,7 @@ from grpojax.training import (
   group_sizes,
   prompts,
   report,
+  reward_inputs,
   run_directory,
 )
 from grpojax.training import pace as pace_lib
@@ -74,10 +76,9 @@ def _append(run: Run, name: str, row: dict[str, Any]) -> None:
 
 
 def record(run: Run, row: dict[str, Any]) -> None:
-  """Writes one row to metrics.jsonl and TensorBoard."""
+  """Writes one row to metrics.jsonl, and hands it to the trackers."""
   _append(run, run_directory.METRICS, row)
-  if run.writer is not None:
-    records.write_scalars(run.writer, row["step"], row)
+  run.track(row["step"], row)
 
 
 def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
@@ -104,11 +105,13 @@ def evaluate_held_out(
       nothing is recorded then.
   """
   config = run.config
+  batches = prompts.held_out(config, run.policy, run.held_out.examples)
+  so_far = step, config.steps
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    prompts.held_out(config, run.policy, run.held_out.examples),
+    reward_inputs.batches_with_step(run.scorer.pool, batches, *so_far),
     run.scorer,
     jax.random.key(config.seed),
     config.eval.batch_size,

@@ -23,7 +23,7 @@ SAMPLES = "samples.jsonl"  # completions with their rewards: `sample_rows`
 REWARDS = "rewards.jsonl"  # how often which reward was given: `sample_rows`
 EVALUATIONS = "evaluations.jsonl"  # which held-out answers were right
 FAILURES = "failures.jsonl"  # rewards that could not be computed
-TENSORBOARD = "tensorboard"  # the metrics again
+TRACKED = "trackers.json"  # what trackers call the run
 MODEL = "model"  # the trained model, in Hugging Face format
 OF_MODEL = "step.json"  # in it: the step that it is of
 CURVE = "learning_curve.png"
@@ -267,6 +267,7 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
   if not resumed:
     run_storage.reference(path).rmtree(missing_ok=True)
     path.mkdir(parents=True, exist_ok=True)
+    (path / TRACKED).unlink(missing_ok=True)  # another run's
     write_text(path / CONFIG, config_lib.to_json(config))
   return resumed
 

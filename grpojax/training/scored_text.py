@@ -120,14 +120,23 @@ def _of_all(
     return scores
   names = list(scores.values)
   arrays = scores.rewards, scores.failed, *scores.values.values()
-  own = zip(scores.failures, *(x.tolist() for x in arrays), strict=True)
-  rows = gather_rows(list(own), sizes)
-  failures, rewards, failed, *values = zip(*rows, strict=True)
+  extras = [
+    {name: values[i].tolist() for name, values in scores.extras.items()}
+    for i in range(len(scores.rewards))
+  ]
+  lists = scores.failures, extras, *(x.tolist() for x in arrays)
+  rows = gather_rows(list(zip(*lists, strict=True)), sizes)
+  failures, extras, rewards, failed, *values = zip(*rows, strict=True)
+  found = [
+    (1, {name: np.array([x], np.float32) for name, x in row.items()})
+    for row in extras
+  ]
   return groups.GroupScores(
     np.array(rewards, np.float32),
     {n: np.array(x, np.float32) for n, x in zip(names, values, strict=True)},
     np.array(failed, bool),
     [[[Failure(*x) for x in some] for some in group] for group in failures],
+    groups.joined_extras(found, scores.rewards.shape[1]),
   )
 
 

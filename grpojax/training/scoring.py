@@ -160,7 +160,8 @@ def submit(
     samples: the rollout that they are from.
     rows: the prompts of it that they are of.
   """
-  mask, finished = jax.device_get((samples.completion_mask, samples.finished))
+  names = ("completion_ids", "completion_mask", "finished")
+  ids, mask, finished = jax.device_get([getattr(samples, x) for x in names])
   return groups.submit_groups(
     scorer.pool,
     examples,
@@ -168,6 +169,7 @@ def submit(
     mask[rows].sum(-1),
     finished[rows],
     mask.shape[-1],
+    ids[rows],
   )
 
 
@@ -241,7 +243,8 @@ def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
 
   `reward_failures`, a count, and where there are several functions
   `reward_NAME` and `reward_NAME_std`, the mean and standard deviation of each
-  over the completions that it has a value for.
+  over the completions that it has a value for; `reward_FUNCTION/NAME`, the mean
+  of another number that a function gave.
   """
   row: dict[str, int | float] = {
     "reward_failures": len(groups.all_failures(scores))
@@ -251,4 +254,6 @@ def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
       if not np.isnan(values).all():
         row[f"reward_{name}"] = float(np.nanmean(values))
         row[f"reward_{name}_std"] = float(np.nanstd(values))
+  for name, values in scores.extras.items():  # some have it
+    row[f"reward_{name}"] = float(np.nanmean(values))
   return row

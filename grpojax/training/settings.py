@@ -2,6 +2,7 @@
 
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.runtime.settings import section, setting
+from grpojax.runtime.trackers import TENSORBOARD, TRACKERS
 from grpojax.training import settings_input, settings_loss
 from grpojax.training.group_sizes import AUTO
 from grpojax.training.settings_input import NOT_NEGATIVE, ONE, POSITIVE
@@ -81,7 +82,9 @@ _LOG = section(
   report_every=setting(
     0, "steps between reports; 0 = only at the end", within=NOT_NEGATIVE
   ),
-  tensorboard=setting(True, "write the metrics for TensorBoard too"),
+  trackers=setting(
+    (TENSORBOARD,), "where the metrics go besides the run directory", TRACKERS
+  ),
 )
 
 _PROFILE = section(

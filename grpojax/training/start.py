@@ -14,8 +14,14 @@ from grpojax.core.types import Params, TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
-from grpojax.rewards import functions
-from grpojax.runtime import checkpoint, distributed, hub, records, tokenizer
+from grpojax.runtime import (
+  checkpoint,
+  distributed,
+  hub,
+  records,
+  tokenizer,
+  trackers,
+)
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen, in_lines
 from grpojax.training import (
@@ -25,6 +31,7 @@ from grpojax.training import (
   memory,
   prompt_choice,
   prompts,
+  reward_inputs,
   run_directory,
   run_storage,
   scoring,
@@ -64,12 +71,12 @@ class Run(NamedTuple):
   mesh: jax.sharding.Mesh
   places: TrainState  # shardings
   ref_params: Params | None  # where it is fixed
-  writer: Any
   scorer: scoring.Scorer
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: prompts.Split
   held_out: prompts.Split
   screen: Screen = in_lines()
+  track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
   def file(self, name: str) -> pathlib.Path:
     """A path inside the run directory."""
@@ -94,9 +101,8 @@ def check(
   Raises:
     ValueError: what would otherwise be found out after the run has started.
   """
-  functions.resolve_all(
-    config.reward.functions, config.reward.options.to_dict()
-  )
+  trackers.check(config.log.trackers)
+  rewards = reward_inputs.resolve(config)
   policy = from_config.open_policy(config)
   config = _with_date(config, policy, today)
   mesh = from_config.mesh(config)
@@ -108,6 +114,8 @@ def check(
   train, held_out = (
     prompts.load_split(config, policy, split, cache, poll) for split in SPLITS
   )
+  for split in (train, held_out):
+    reward_inputs.check_columns(config, rewards, split)
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
@@ -196,11 +204,6 @@ def start(
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
-  writer = None
-  if config.log.tensorboard and distributed.is_main():
-    writer = records.tensorboard_writer(
-      directory / run_directory.TENSORBOARD, -1 if step is None else step
-    )
   policy = policy._replace(params=None)  # the state has them
   run = Run(
     config=config,
@@ -209,7 +212,6 @@ def start(
     mesh=mesh,
     places=places,
     ref_params=ref_params,
-    writer=writer,
     scorer=scorer,
     greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0), mesh),
     train=train,

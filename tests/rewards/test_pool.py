@@ -39,13 +39,13 @@ def pool(request):
 def test_results_are_in_order(pool):
   results = pool.score(jobs(*map(str, range(40))))
   assert [r.reward for r in results] == [2.0 * i + 10 for i in range(40)]
-  assert results[3] == (16.0, (6.0, 1.0), ())
+  assert results[3] == (16.0, (6.0, 1.0), (), {})
   assert pool.score([]) == []
 
 
 def test_who_abstains_adds_nothing(pool):
   [result] = pool.score(jobs("none"))
-  assert result == (10.0, (None, 1.0), ())
+  assert result == (10.0, (None, 1.0), (), {})
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   [failure] = bad.failures
   assert failure._replace(reason="") == Failure("behave", "", "p", completion)
   assert failure.reason.startswith(reason)
-  assert good == (18.0, (8.0, 1.0), ())
+  assert good == (18.0, (8.0, 1.0), (), {})
 
 
 def test_batches_overlap(pool):
@@ -79,7 +79,7 @@ def test_batches_overlap(pool):
 def test_all_abstain_is_no_failure():
   with Pool([BEHAVE]) as pool:
     [result] = pool.score(jobs("none"))
-  assert math.isnan(result.reward) and result[1:] == ((None,), ())
+  assert math.isnan(result.reward) and result[1:] == ((None,), (), {})
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -139,12 +139,16 @@ def test_a_function_that_forks_or_writes_does_not_shift_rewards():
 def test_replies_are_told_apart():
   """A line counts if it has the question's name and makes sense."""
   for line, want in (
-    (b'["me", 1.0, null]', (1.0, None)),
-    (b'["me", null, "raised"]', (None, "raised")),
-    (b'["you", 1.0, null]', None),
+    (b'["me", 1.0, null, {}]', (1.0, None, {})),
+    (b'["me", 1.0, null, {"acc": 0.5}]', (1.0, None, {"acc": 0.5})),
+    (b'["me", null, "raised", {}]', (None, "raised", {})),
+    (b'["you", 1.0, null, {}]', None),
     (b"[1.0, null]", None),
-    (b'["me", [], null]', None),
-    (b'["me", 1.0, 3]', None),
+    (b'["me", 1.0, null]', None),
+    (b'["me", 1.0, null, {"acc": "1"}]', None),
+    (b'["me", 1.0, null, []]', None),
+    (b'["me", [], null, {}]', None),
+    (b'["me", 1.0, 3, {}]', None),
     (b"", None),
     (b"\xff", None),
     (b"[" * 10**5, None),

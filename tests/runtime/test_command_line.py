@@ -40,7 +40,7 @@ def test_overrides_take_the_type_of_the_default():
     "--config.loss.kl=k2",
     "--config.data.options.difficulty=1,3",
     "--config.reward.on_device",
-    "--noconfig.log.tensorboard",
+    "--noconfig.optim.packing",
     "--run_dir=/x=y",
     "--dry_run=true",
     "--config.seed=1",
@@ -50,7 +50,7 @@ def test_overrides_take_the_type_of_the_default():
   assert rate == 1.0 and isinstance(rate, float)
   assert config.steps == 7 and config.loss.kl == "k2" and config.seed == 2
   assert config.data.options.difficulty == (1, 3)
-  assert config.reward.on_device is True and config.log.tensorboard is False
+  assert config.reward.on_device is True and config.optim.packing is False
   assert flags.run_dir == "/x=y" and flags.dry_run is True
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpojax.runtime import records
-from grpojax.studies import group_size, group_size_results
+from grpojax.studies import group_size, group_size_results, training_runs
 from grpojax.studies import run as study
 from grpojax.training import fit, run_directory
 from grpojax.training.config import validate
@@ -157,7 +157,7 @@ def test_a_small_study(
   with monkeypatch.context() as patch:
     patch.setattr(fit, "run", killed)
     # Leave the session's compilation cache alone.
-    patch.setattr(group_size.jax.config, "update", lambda *args: None)
+    patch.setattr(training_runs.jax.config, "update", lambda *args: None)
     with pytest.raises(SystemExit) as caught:
       group_size.main(argv)
     assert caught.value.code == 130
@@ -204,7 +204,7 @@ def test_no_diagnosis_of_an_automatic_run(
     return summary
 
   monkeypatch.setattr(fit, "run", undiagnosed)
-  monkeypatch.setattr(group_size.jax.config, "update", lambda *args: None)
+  monkeypatch.setattr(training_runs.jax.config, "update", lambda *args: None)
   ends = ("", "_low", "_high")
   unknown = {f"optimal_group_size{end}": None for end in ends}
   monkeypatch.setattr(group_size, "predict", lambda config: unknown)

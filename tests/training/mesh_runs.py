@@ -48,7 +48,7 @@ SETTINGS = {
   "eval.num_prompts": 11,
   "eval.batch_size": 8,  # and then 3
   "checkpoint.every": 100,
-  "log.tensorboard": False,
+  "log.trackers": (),
   "mesh.data": 1,
 }
 MODELS = {

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from grpojax.core import kl, losses, surrogates
+from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.sampling import Sampling
 from grpojax.core.weighted_baselines import ScoreNorms
 from grpojax.runtime import config as config_lib
-from grpojax.training import from_config, validation
+from grpojax.training import from_config
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
@@ -296,7 +297,7 @@ def test_every_advantage_by_its_name(config_with):
   rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
   lengths = jnp.array([[3, 1, 5]] * 4)
   found = {}
-  for name in validation.ADVANTAGES:
+  for name in ADVANTAGES:
     f = from_config.advantage(config_with(advantage=name))
     options = {
       "length_weighted": {"lengths": lengths},

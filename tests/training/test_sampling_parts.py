@@ -121,7 +121,7 @@ def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
 
   with scoring.open_scorer(config) as scorer:
     submit = scorer.pool.submit
-    scorer.pool.submit = lambda jobs: sent.append(submit(jobs)) or sent[-1]
+    scorer.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
     with pytest.raises(KeyError):
       scored(tabular, config, scorer, poll)
   (submission,) = sent

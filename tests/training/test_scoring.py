@@ -116,19 +116,23 @@ def test_several_processes_say_what_one_says(monkeypatch):
   def failures(group):
     return [(Failure("f", "no", "p", str(x)),) * (x % 3) for x in group]
 
-  def scores(rows):
+  def scores(rows, others="ab"):
     of_rows = [failures(names[i]) for i in rows]
     values = {"f": rewards[rows], "g": rewards[rows] + 1}
-    return groups.GroupScores(rewards[rows], values, failed[rows], of_rows)
+    extras = {f"f/{name}": rewards[rows] * 2 for name in others}
+    given = rewards[rows], values, failed[rows], of_rows, extras
+    return groups.GroupScores(*given)
 
   said = []
   tell = lambda own: said.append(json.loads(json.dumps(own))) or said
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", tell)
-  scored_text._of_all(scores([0, 1, 3]), sizes)  # of process 0
+  scored_text._of_all(scores([0, 1, 3], "a"), sizes)  # of process 0
   found = scored_text._of_all(scores([2, 4]), sizes)
   whole = scores(list(range(5)))
   jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
+  whole.extras["f/b"][[0, 1, 3]] = np.nan  # nobody there said it
+  jax.tree.map(np.testing.assert_array_equal, found.extras, whole.extras)
   assert groups.all_failures(found) == groups.all_failures(whole)
   order = "".join(x.completion for x in groups.all_failures(whole))
   assert order == "224881557"  # first completions, then second ones

@@ -1,0 +1,259 @@
+"""Experiment trackers: the metrics of a run again, where people look at them.
+
+A tracker is one function of `TRACKERS`, which opens a run there. Where it lies,
+and with which account, say the tracker's own environment variables (and
+WANDB_MODE=offline, a sqlite MLFLOW_TRACKING_URI and trackio need no network).
+A tracker that fails is said and left out: no run ends for it.
+"""
+
+import contextlib
+import importlib.util
+import io
+import math
+import os
+import pathlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpojax.runtime import records
+
+TENSORBOARD = "tensorboard"
+PROJECT = "grpojax"
+"""The project or experiment of runs whose user names none."""
+
+
+class TrackedRun(NamedTuple):
+  """What a tracker is told of a run.
+
+  Attributes:
+    directory: of the run.
+    name: of the run, for people.
+    config: its settings by dotted path.
+    step: of the checkpoint that it goes on from; -1 where it starts.
+    id: by which the tracker knows it; "" where it does not yet.
+  """
+
+  directory: pathlib.Path
+  name: str
+  config: Mapping[str, Any]
+  step: int = -1
+  id: str = ""
+
+
+class Tracker(NamedTuple):
+  """An open run of a tracker.
+
+  Attributes:
+    log: `(step, numbers)`.
+    close: hands over what is left.
+    id: by which the run can be gone on with; "" where nothing is needed.
+  """
+
+  log: Callable[[int, Mapping[str, float]], None]
+  close: Callable[[], None]
+  id: str = ""
+
+
+def tensorboard(run: TrackedRun) -> Tracker:
+  """Files in the run's directory; what a lost run has written is hidden."""
+  writer = records.tensorboard_writer(run.directory / TENSORBOARD, run.step)
+
+  def log(step, numbers):
+    records.write_scalars(writer, step, numbers)
+
+  return Tracker(log, lambda: records.close_writer(writer))
+
+
+def wandb(run: TrackedRun) -> Tracker:
+  """Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
+
+  Curves are over "step"; steps that are done again are there twice.
+  """
+  import wandb as library
+
+  opened = library.init(
+    project=os.environ.get("WANDB_PROJECT", PROJECT),
+    name=run.name,
+    id=run.id or secrets.token_hex(8),
+    resume="allow",
+    dir=str(run.directory),
+    config=dict(run.config),
+    settings=library.Settings(console="off", silent=True),
+  )
+  opened.define_metric("*", step_metric="step")
+
+  def log(step, numbers):
+    opened.log({"step": step, **numbers})
+
+  return Tracker(log, opened.finish, opened.id)
+
+
+def mlflow(run: TrackedRun) -> Tracker:
+  """MLflow: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+  # Its own defaults wait for a server that is gone for many minutes.
+  os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+  os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+  from mlflow import entities, tracking
+
+  client = tracking.MlflowClient()
+  if run.id:
+    client.update_run(run.id, status="RUNNING")
+    name = run.id
+  else:
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    known = client.get_experiment_by_name(project)
+    experiment = known.experiment_id if known else None
+    experiment = experiment or client.create_experiment(project)
+    name = client.create_run(experiment, run_name=run.name).info.run_id
+    settings = [
+      entities.Param(key, str(value)[:500]) for key, value in run.config.items()
+    ]
+    for i in range(0, len(settings), 100):  # as many as it takes at once
+      client.log_batch(name, params=settings[i : i + 100])
+
+  def log(step, numbers):
+    now = int(time.time() * 1000)
+    metrics = [entities.Metric(k, x, now, step) for k, x in numbers.items()]
+    client.log_batch(name, metrics=metrics)
+
+  return Tracker(log, lambda: client.set_terminated(name), name)
+
+
+def trackio(run: TrackedRun) -> Tracker:
+  """Trackio: TRACKIO_DIR; `trackio show` shows it."""
+  import trackio as library
+
+  # It knows runs by their names.
+  name = run.id or f"{run.name}-{secrets.token_hex(3)}"
+  with _quiet():
+    opened = library.init(
+      project=PROJECT,
+      name=name,
+      config=dict(run.config),
+      resume="allow",
+      embed=False,
+    )
+
+  def log(step, numbers):
+    opened.log(dict(numbers), step=step)
+
+  def close():
+    with _quiet():
+      library.finish()  # of the run alone it would say it again at the end
+
+  return Tracker(log, close, name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Nothing is printed in here."""
+  with contextlib.redirect_stdout(io.StringIO()):
+    yield
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+  TENSORBOARD: tensorboard,
+  "wandb": wandb,
+  "mlflow": mlflow,
+  "trackio": trackio,
+}
+"""What opens a run, by the tracker's name."""
+
+PACKAGES = {TENSORBOARD: "tensorboardX"} | {
+  name: name for name in ("wandb", "mlflow", "trackio")
+}
+"""What a tracker imports."""
+
+
+def check(names: Sequence[str]) -> None:
+  """Whether the trackers can be imported.
+
+  Raises:
+    ValueError: a package is not there; the message says how to get it.
+  """
+  for name in names:
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+      raise ValueError(
+        f"log.trackers = {name!r}: {PACKAGES[name]} is not installed: pip"
+        f" install 'grpojax[{name}]'"
+      )
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+  """The finite numbers of a row but for its step, by name."""
+  found = {}
+  for name, value in row.items():
+    if name == "step" or isinstance(value, bool | str):
+      continue
+    with contextlib.suppress(TypeError, ValueError):  # it is no number
+      found[name] = float(value)
+  return {name: x for name, x in found.items() if math.isfinite(x)}
+
+
+def open_all(
+  names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
+) -> tuple[dict[str, Tracker], dict[str, str]]:
+  """Opens a run in all trackers.
+
+  Args:
+    names: of the trackers.
+    run: what they are told; its `id` is not read.
+    ids: of an earlier part of the same run, by tracker.
+
+  Returns:
+    The trackers by name, and the ids to remember.
+
+  Raises:
+    ValueError: one cannot be opened; the others are closed.
+  """
+  opened: dict[str, Tracker] = {}
+  try:
+    for name in names:
+      opened[name] = TRACKERS[name](run._replace(id=ids.get(name, "")))
+  except (Exception, SystemExit) as error:
+    close_all(opened)
+    hint = " (WANDB_MODE=offline needs no account)" * (name == "wandb")
+    raise ValueError(
+      f"log.trackers: {name} does not open: {_said(error)}{hint}"
+    ) from error
+  return opened, {k: one.id for k, one in opened.items() if one.id}
+
+
+def log_all(
+  opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
+) -> None:
+  """Hands a row's numbers to all trackers; says and drops one that fails.
+
+  Args:
+    opened: of `open_all`; what fails is taken out.
+    step: after which.
+    row: numbers, and things that are none.
+  """
+  numbers = numbers_of(row)
+  for name, tracker in list(opened.items()):
+    try:
+      tracker.log(step, numbers)
+    except (Exception, SystemExit) as error:
+      del opened[name]
+      print(
+        f"step {step}: {name} fails ({_said(error)}); it gets no more of this"
+        " run until it is resumed",
+        flush=True,
+      )
+
+
+def close_all(opened: Mapping[str, Tracker]) -> None:
+  """Closes all trackers; what fails then is said."""
+  for name, tracker in opened.items():
+    try:
+      tracker.close()
+    except (Exception, SystemExit) as error:
+      print(f"{name} does not close: {_said(error)}", flush=True)
+
+
+def _said(error: BaseException) -> str:
+  """An exception in one line."""
+  text = " ".join(str(error).split())[:300]
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,56 @@
+"""A run in experiment trackers: opened by one process, gone on with, closed."""
+
+import contextlib
+import functools
+import json
+
+from grpojax.runtime import config as config_lib
+from grpojax.runtime import distributed, records, trackers
+from grpojax.training import run_directory
+from grpojax.training.start import Run
+
+
+def _ids(run: Run) -> dict[str, str]:
+  """What trackers call the run, by the trackers' names.
+
+  Raises:
+    ValueError: the file that says so is damaged.
+  """
+  file = run.file(run_directory.TRACKED)
+  if not file.exists():
+    return {}
+  try:
+    return {str(k): str(v) for k, v in json.loads(file.read_text()).items()}
+  except (AttributeError, ValueError) as error:
+    raise ValueError(
+      f"{file} cannot be read: remove it, and trackers start the run anew"
+    ) from error
+
+
+def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
+  """The run with its trackers open, in the first process alone.
+
+  Args:
+    run: from `start.start`.
+    step: of the checkpoint that it goes on from; -1 where there is none.
+    stack: closes them.
+
+  Raises:
+    ValueError: in all processes, where one does not open.
+  """
+  config = run.config
+  opened: dict[str, trackers.Tracker] = {}
+
+  def open_here() -> None:
+    ids = _ids(run)
+    told = trackers.TrackedRun(
+      run.directory, config.name, config_lib.flatten(config), step
+    )
+    found, new = trackers.open_all(config.log.trackers, told, ids)
+    opened.update(found)
+    if new != ids and new:
+      records.write_json(run.file(run_directory.TRACKED), ids | new)
+
+  distributed.on_main(open_here)
+  stack.callback(trackers.close_all, opened)
+  return run._replace(track=functools.partial(trackers.log_all, opened))

@@ -1,0 +1,1 @@
+"""Configurations of TRL and verl as ours."""

@@ -1,0 +1,199 @@
+"""Trackers: what is handed to them, what happens where they fail.
+
+The real ones are tried where they are installed; they need no network.
+"""
+
+import importlib.util
+import json
+import math
+import pathlib
+import sqlite3
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from grpojax.runtime import trackers
+
+RUN = trackers.TrackedRun(
+  pathlib.Path("nowhere"), "mine", {"optim.learning_rate": 0.1, "x": (1, 2)}
+)
+
+
+class Recorder:
+  """Stands in for a tracker."""
+
+  def __init__(self, fails_at=None):
+    self.rows, self.closed, self.fails_at = [], 0, fails_at
+
+  def open(self, run):
+    self.run = run
+    return trackers.Tracker(self.log, self.close, run.id or "new")
+
+  def log(self, step, numbers):
+    if step == self.fails_at:
+      raise ConnectionError("no route\nto host")
+    self.rows.append((step, numbers))
+
+  def close(self):
+    self.closed += 1
+    if self.fails_at:
+      raise RuntimeError("gone")
+
+
+@pytest.fixture
+def two(monkeypatch):
+  found = {"good": Recorder(), "bad": Recorder(fails_at=2)}
+  table = {name: one.open for name, one in found.items()}
+  monkeypatch.setattr(trackers, "TRACKERS", table)
+  return found
+
+
+def test_numbers_of_a_row():
+  row = {"step": 3, "loss": np.float32(0.5), "n": 2, "flag": True, "text": "1"}
+  row |= {"bad": math.nan, "big": math.inf, "list": [1.0], "none": None}
+  assert trackers.numbers_of(row) == {"loss": 0.5, "n": 2.0}
+
+
+def test_a_tracker_that_fails_is_said_and_left_out(two, capsys):
+  opened, ids = trackers.open_all(["good", "bad"], RUN, {"good": "old"})
+  assert ids == {"good": "old", "bad": "new"}
+  assert two["good"].run.id == "old" and two["bad"].run.id == ""
+  for step in (1, 2, 3):
+    trackers.log_all(opened, step, {"step": step, "loss": step / 2})
+  assert [step for step, _ in two["good"].rows] == [1, 2, 3]
+  assert two["bad"].rows == [(1, {"loss": 0.5})]
+  said = capsys.readouterr().out
+  assert said.count("\n") == 1
+  assert "step 2: bad fails (ConnectionError: no route to host)" in said
+  trackers.close_all(opened)
+  assert (two["good"].closed, two["bad"].closed) == (1, 0)
+  trackers.close_all({"bad": trackers.Tracker(None, two["bad"].close)})
+  assert "bad does not close: RuntimeError: gone" in capsys.readouterr().out
+
+
+def test_one_that_does_not_open_is_an_error_and_closes_the_others(
+  two, monkeypatch
+):
+  def refuses(run):
+    raise SystemExit("no account")
+
+  monkeypatch.setitem(trackers.TRACKERS, "wandb", refuses)
+  with pytest.raises(ValueError, match="wandb does not open: .*=offline"):
+    trackers.open_all(["good", "wandb"], RUN, {})
+  assert two["good"].closed == 1
+
+
+def test_a_missing_package_is_said(monkeypatch):
+  trackers.check(["tensorboard"])
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  message = "log.trackers = 'mlflow': mlflow is not installed: pip install"
+  with pytest.raises(ValueError, match=f"{message} 'grpojax.mlflow.'"):
+    trackers.check(["mlflow"])
+
+
+def test_every_tracker_has_an_extra():
+  setup = (pathlib.Path(__file__).parents[2] / "setup.py").read_text()
+  for name in trackers.TRACKERS:
+    assert name in trackers.PACKAGES
+    if name != trackers.TENSORBOARD:
+      assert f'"{name}": [' in setup, name
+
+
+def test_what_wandb_is_called_with(monkeypatch, tmp_path):
+  calls = []
+  opened = types.SimpleNamespace(
+    id="abc",
+    define_metric=lambda *a, **k: calls.append((a, k)),
+    log=calls.append,
+    finish=lambda: calls.append("finish"),
+  )
+  library = types.SimpleNamespace(
+    init=lambda **keywords: calls.append(keywords) or opened,
+    Settings=lambda **keywords: keywords,
+  )
+  monkeypatch.setitem(sys.modules, "wandb", library)
+  monkeypatch.setenv("WANDB_PROJECT", "theirs")
+  run = RUN._replace(directory=tmp_path, id="abc")
+  tracker = trackers.wandb(run)
+  tracker.log(4, {"loss": 0.5})
+  tracker.close()
+  assert tracker.id == "abc"
+  given, steps, row, end = calls
+  assert given["project"] == "theirs" and given["dir"] == str(tmp_path)
+  assert (given["id"], given["resume"], given["name"]) == (
+    "abc",
+    "allow",
+    "mine",
+  )
+  assert given["config"] == RUN.config
+  assert steps == (("*",), {"step_metric": "step"})
+  assert row == {"step": 4, "loss": 0.5} and end == "finish"
+
+
+SECOND = """
+import pathlib, sys
+from grpojax.runtime import trackers
+name, folder, id = sys.argv[1:]
+run = trackers.TrackedRun(pathlib.Path(folder), "mine", {"a.b": 1}, -1, id)
+tracker = trackers.TRACKERS[name](run)
+tracker.log(1 if not id else 2, {"loss": 0.5 if not id else 0.25, "a/b": 1.0})
+tracker.close()
+print("id", tracker.id)
+"""
+
+
+def in_two_parts(name, folder, monkeypatch, **environ):
+  """A run in two processes, of which the second goes on with the first."""
+  pytest.importorskip(trackers.PACKAGES[name])
+  for key, value in environ.items():
+    monkeypatch.setenv(key, value)
+  known = ""
+  for _ in range(2):
+    words = [sys.executable, "-c", SECOND, name, str(folder), known]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("id "), done.stdout  # and nothing else
+    new = done.stdout.removeprefix("id ").strip()
+    assert known in ("", new)
+    known = new
+  return known
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path, monkeypatch):
+  known = in_two_parts("wandb", tmp_path, monkeypatch, WANDB_MODE="offline")
+  files = list(tmp_path.glob(f"wandb/offline-run-*-{known}/run-{known}.wandb"))
+  assert len(files) >= 1
+  assert b"loss" in files[0].read_bytes()
+
+
+@pytest.mark.slow
+def test_trackio_locally(tmp_path, monkeypatch):
+  folder = tmp_path / "trackio"
+  known = in_two_parts(
+    "trackio", tmp_path, monkeypatch, TRACKIO_DIR=str(folder)
+  )
+  [file] = folder.glob("*.db")
+  rows = sqlite3.connect(file).execute(
+    "select run_name, step, metrics from metrics order by step"
+  )
+  found = [(name, step, json.loads(row)["loss"]) for name, step, row in rows]
+  assert found == [(known, 1, 0.5), (known, 2, 0.25)]
+
+
+@pytest.mark.slow
+def test_mlflow_locally(tmp_path, monkeypatch):
+  pytest.importorskip("sqlalchemy")  # mlflow-skinny has no sqlite
+  uri = f"sqlite:///{tmp_path}/m.db"
+  known = in_two_parts("mlflow", tmp_path, monkeypatch, MLFLOW_TRACKING_URI=uri)
+  data = sqlite3.connect(tmp_path / "m.db")
+  rows = data.execute(
+    "select run_uuid, step, value from metrics where key='loss'"
+  )
+  assert sorted(rows) == [(known, 1, 0.5), (known, 2, 0.25)]
+  assert ("a.b", "1") in set(data.execute("select key, value from params"))
+  [(status,)] = data.execute("select status from runs")
+  assert status == "FINISHED"

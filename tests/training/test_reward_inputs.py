@@ -1,0 +1,102 @@
+"""What reward functions are given by a run: columns, tokens, the step."""
+
+import json
+
+import pytest
+
+from grpojax import train
+from grpojax.data.examples import SOURCE
+from grpojax.rewards.pool import Pool
+from grpojax.training import prompts, reward_inputs
+from grpojax.training.config import default_config
+
+REWARDS = """
+def how_far(prompts, completions, completion_ids, trainer_state, answer):
+  assert set(answer) == {"7"} and len(set(prompts)) == 1
+  assert all(len(ids) >= 1 for ids in completion_ids)
+  return [trainer_state.global_step / trainer_state.max_steps for _ in prompts]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+  right = solution_str.strip().endswith(ground_truth)
+  return {"score": float(right), "length": len(solution_str)}
+
+def of_level(completions, level, **kwargs):
+  return level
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(REWARDS)
+  return path
+
+
+def split(**columns):
+  return prompts.Split([{"prompt": "p"} | columns], 0, None, "")
+
+
+def test_the_step_is_said_where_it_is_asked_for(file):
+  examples = [{"prompt": "a"}, {"prompt": "b"}]
+  with Pool([f"{file}:how_far"]) as pool:
+    found = reward_inputs.with_step(pool, examples, 3, 10)
+    batches = reward_inputs.batches_with_step(pool, [("a", examples)], 3, 10)
+    assert list(batches) == [("a", found)]
+  state = {"global_step": 3, "max_steps": 10}
+  assert found == [e | {"trainer_state": state} for e in examples]
+  with Pool([f"{file}:compute_score"]) as pool:
+    assert reward_inputs.with_step(pool, examples, 3, 10) is examples
+
+
+def test_columns_of_each_data_set_of_a_mixture(file):
+  config = default_config()
+  config.reward.functions = (f"{file}:of_level", f"{file}:compute_score")
+  config.reward.weights = (1.0, 1.0)
+  config.data.mixture.easy = {"name": "jsonl", "rewards": "compute_score"}
+  config.data.mixture.hard = {"name": "jsonl", "rewards": "of_level"}
+  rewards = reward_inputs.resolve(config)
+
+  def check(**parts):
+    whole = prompts.Split(None, 0, None, "", parts)
+    reward_inputs.check_columns(config, rewards, whole)
+
+  # A mixture names the data set of each example, so verl's finds that.
+  check(easy=split(answer="1"), hard=split(level=1))
+  with pytest.raises(
+    ValueError, match=f"'hard' has only answer, {SOURCE}, pro"
+  ):
+    check(easy=split(answer="1"), hard=split(answer="1"))
+  with pytest.raises(ValueError, match="'ground_truth', and data set 'easy'"):
+    check(easy=split(), hard=split(level=1))
+
+
+def test_a_missing_column_is_found_before_a_run_starts(
+  toy_task, toy_model, file, tmp_path
+):
+  argv = toy_task.arguments(toy_model, reward__functions=f"{file}:of_level")
+  with pytest.raises(SystemExit, match="needs 'level', and data set 'arithm"):
+    train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_rewards_of_trl_and_verl(
+  toy_task, toy_model, file, tmp_path
+):
+  argv = toy_task.arguments(
+    toy_model,
+    reward__functions=f"{file}:compute_score,{file}:how_far",
+    reward__weights="1.0,1.0",
+    reward__options__compute_score__data_source="toy",
+    reward__workers=1,
+    steps=2,
+    eval__every=2,
+  )
+  train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
+  rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+  rows = [row for row in map(json.loads, rows) if "loss" in row]
+  assert [row["reward_how_far"] for row in rows] == [0.0, 0.5]
+  for row in rows:
+    assert row["reward_failures"] == 0
+    assert 1 < row["reward_compute_score/length"] < 9
+    assert 0 < row["reward_compute_score"] < 1

@@ -1,0 +1,69 @@
+"""A run in trackers: one run there, however often it is resumed here."""
+
+import json
+
+import pytest
+
+from grpojax import train
+from grpojax.runtime import trackers
+from grpojax.training import run_directory
+
+
+@pytest.fixture
+def tracked(monkeypatch):
+  """What a stand-in for a tracker was told, in the order of events."""
+  events = []
+
+  def opened(run):
+    events.append(("open", run.id, run.step, run.config["steps"], run.name))
+
+    def log(step, numbers):
+      if step == 3:
+        raise TimeoutError("slow")
+      events.append((step, *sorted({"loss", "accuracy"} & numbers.keys())))
+
+    return trackers.Tracker(log, lambda: events.append("close"), "the_run")
+
+  table = trackers.TRACKERS | {"wandb": opened}
+  monkeypatch.setattr(trackers, "TRACKERS", table)
+  monkeypatch.setattr(trackers, "check", lambda names: None)
+  return events
+
+
+@pytest.mark.slow  # two runs
+def test_a_resumed_run_is_the_same_run_there(
+  tracked, toy_task, toy_model, tmp_path, capsys
+):
+  run = tmp_path / "run"
+
+  def go(steps):
+    argv = toy_task.arguments(
+      toy_model, steps=steps, log__trackers="tensorboard,wandb", eval__every=2
+    )
+    train.main([*argv, f"--run_dir={run}"])
+
+  go(2)
+  first = [("open", "", -1, 2, "toy"), (0, "accuracy"), (1, "loss")]
+  first += [(2, "loss"), (2, "accuracy"), "close"]
+  assert tracked == first
+  saved = json.loads((run / run_directory.TRACKED).read_text())
+  assert saved == {"wandb": "the_run"}
+  assert (run / "tensorboard").is_dir()
+  tracked.clear()
+  capsys.readouterr()
+  go(4)  # the third step is one that it does not take
+  assert tracked == [("open", "the_run", 2, 4, "toy")]
+  said = capsys.readouterr().out
+  assert said.count("wandb fails (TimeoutError: slow)") == 1
+  rows = (run / "metrics.jsonl").read_text().splitlines()
+  assert sum("loss" in json.loads(row) for row in rows) == 4
+
+
+def test_a_missing_package_is_said_before_anything_is_written(
+  toy_task, toy_model, tmp_path, monkeypatch
+):
+  monkeypatch.setitem(trackers.PACKAGES, "mlflow", "no_such_package")
+  argv = toy_task.arguments(toy_model, log__trackers="mlflow")
+  with pytest.raises(SystemExit, match="pip install 'grpojax.mlflow.'"):
+    train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
+  assert not (tmp_path / "run").exists()

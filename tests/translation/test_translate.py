@@ -1,0 +1,520 @@
+"""Configurations of TRL and verl become ours, are valid, and run no code.
+
+What they should become was written down by hand from TRL 1.16's and verl
+0.9.1's sources.
+"""
+
+import json
+import pathlib
+
+import pytest
+
+from grpojax import translate
+from grpojax.runtime import config_file
+from grpojax.runtime.config import flatten
+from grpojax.training.config import default_config, validate
+from grpojax.translation import files, reading, shell_scripts, writing
+
+DATA = pathlib.Path(__file__).parent / "data"
+FILES = {
+  "trl_grpo.yaml": {"processes": 8},
+  "trl_script.py": {"examples": 10},
+  "verl_grpo.sh": {"examples": 14_976},
+  "verl_dapo.yaml": {},
+}
+EXPECTED = {
+  # 8 x 8 x 4 = 256 completions in groups of 16; one update, seen twice.
+  "trl_grpo.yaml": {
+    "batch_size": 16,
+    "group_size": 16,
+    "optim.minibatches": 1,
+    "optim.micro_batches": 4,
+    "optim.epochs": 2,
+    "steps": 250,
+    "optim.warmup_steps": 50,
+    "optim.schedule": "cosine",
+    "checkpoint.every": 50,
+    "eval.every": 25,
+    "advantage": "dr_grpo",
+    "loss.weighting": "fixed_length",
+    "loss.surrogate": "clipped",
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.28,
+    "loss.beta": 0.001,
+    "loss.kl": "k3",
+    "loss.kl_placement": "ratio",
+    "loss.truncated": "mask",
+    "loss.correction": "sequence_mask",
+    "loss.correction_high": 3.0,
+    "loss.old_logprobs": "scorer",
+    "optim.learning_rate": 1e-6,
+    "optim.b2": 0.999,
+    "sampling.temperature": 0.9,
+    "sampling.max_new_tokens": 2048,
+    "model.dtype": "bfloat16",
+    "reward.functions": (
+      "trl.rewards:accuracy_reward",
+      "trl.rewards:think_format_reward",
+    ),
+    "reward.weights": (1.0, 0.2),
+    "name": "Qwen2.5-1.5B-GRPO",
+    "mesh.fsdp": -1,
+    "sampling.compact": False,
+    "seed": 7,
+  },
+  # 8 x 4 = 32 completions in groups of 8, cut for two updates of 2 x 8.
+  "trl_script.py": {
+    "batch_size": 4,
+    "group_size": 8,
+    "optim.minibatches": 2,
+    "optim.micro_batches": 2,
+    "optim.epochs": 1,
+    "steps": 3,  # 10 / 4, rounded up
+    "advantage": "grpo",
+    "loss.weighting": "token_mean",
+    "loss.clip_high": 0.2,
+    "optim.schedule": "linear",
+    "lora.rank": 8,
+    "lora.alpha": 32.0,
+    "lora.targets": "layers/(q|o)",
+    "model.path": "Qwen/Qwen2-0.5B-Instruct",
+    "data.name": "huggingface",
+    "data.path": "trl-lib/tldr",
+    "reward.functions": (
+      f"{DATA / 'trl_script.py'}:reward_num_unique_letters",
+      "trl.rewards:think_format_reward",
+    ),
+    "seed": 42,
+  },
+  "verl_grpo.sh": {
+    "batch_size": 1024,
+    "group_size": 5,
+    "optim.minibatches": 4,
+    "optim.micro_batches": 10,  # 256 x 5 / (16 x 8)
+    "steps": 210,  # 14976 // 1024 = 14, 15 times
+    "advantage": "grpo",
+    "data.max_prompt_length": 1024,
+    "data.too_long": "drop",
+    "data.name": "parquet",
+    "data.path": "~/data/gsm8k/train.parquet",
+    "sampling.max_new_tokens": 2048,
+    "loss.beta": 0.001,
+    "loss.kl": "k3",
+    "loss.kl_placement": "loss",
+    "loss.dual_clip": 3.0,
+    "loss.weighting": "token_mean",
+    "model.reference": "host",
+    "optim.weight_decay": 0.01,
+    "eval.every": 5,
+    "checkpoint.every": 20,
+    "name": "qwen2_7b_function_rm",
+  },
+  "verl_dapo.yaml": {
+    "batch_size": 512,
+    "group_size": 16,
+    "optim.minibatches": 16,
+    "optim.warmup_steps": 160,  # ten steps of 16 updates
+    "optim.weight_decay": 0.1,
+    "optim.learning_rate": 1e-6,
+    "steps": 200,
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.28,
+    "loss.dual_clip": 10.0,
+    "loss.beta": 0.0,
+    "filter_groups.enable": True,
+    "filter_groups.metric": "acc",
+    "filter_groups.max_num_gen_batches": 10,
+    "reward.functions": ("rewards/dapo.py:compute_score", "overlong"),
+    "reward.options.compute_score.strict": True,
+    "reward.options.overlong.cache": 4096,
+    "sampling.max_new_tokens": 20480,
+  },
+}
+
+
+def become(text, tmp_path, suffix=".yaml", **options):
+  """The settings that a file becomes, by way of the file that is written."""
+  path = tmp_path / f"theirs{suffix}"
+  path.write_text(text)
+  library, found = files.translate(path, **options)
+  out = tmp_path / "ours.py"
+  out.write_text(writing.config_file(found, library, path.name))
+  config = config_file.load_file(str(out), default_config)
+  assert flatten(config) == flatten(writing.config_of(found))
+  return config, flatten(config), found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_real_files(name, tmp_path, capsys):
+  """And the program that translates them."""
+  out = tmp_path / "config.py"
+  flags = [f"--{key}={value}" for key, value in FILES[name].items()]
+  translate.main([str(DATA / name), f"--out={out}", *flags])
+  config = config_file.load_file(str(out), default_config)
+  validate(config)
+  leaves = flatten(config)
+  assert {key: leaves[key] for key in EXPECTED[name]} == EXPECTED[name]
+  said = capsys.readouterr().out
+  assert "means something else here" in said and "has no counterpart" in said
+  for line in said.splitlines()[1:]:
+    about = line.removeprefix("- ").split(" ")[0]
+    assert about in out.read_text()
+
+
+def test_what_a_file_does_not_say_is_said(tmp_path):
+  def missing(name):
+    _, found = files.translate(DATA / name)
+    return {note.theirs for note in found.missing}
+
+  assert missing("trl_script.py") == {"learning_rate", "num_train_epochs"}
+  assert {"use_vllm", "attn_implementation"} <= missing("trl_grpo.yaml")
+  assert "trainer.total_epochs" in missing("verl_grpo.sh")
+  assert "trainer.critic_warmup" in missing("verl_grpo.sh")
+  text = "num_generations: 8\nmy_own: 3\n"
+  _, _, found = become(text, tmp_path)
+  assert ("my_own", "not known here") in found.missing
+
+
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("loss_type: grpo", {"loss.weighting": "sequence_mean"}),
+    ("loss_type: bnpo", {"loss.weighting": "token_mean"}),
+    (
+      "loss_type: cispo\nepsilon_high: 5",
+      {"loss.surrogate": "cispo", "loss.cispo_max": 5.0},
+    ),
+    ("loss_type: cispo", {"loss.cispo_max": 1.0}),
+    (
+      "loss_type: sapo\nsapo_temperature_neg: 1.2",
+      {"loss.surrogate": "sapo", "loss.sapo_temperature_neg": 1.2}
+      | {"loss.weighting": "sequence_mean"},
+    ),
+    (
+      "loss_type: vespo\nvespo_k_pos: 1.5",
+      {"loss.surrogate": "vespo", "loss.vespo_k_pos": 1.5}
+      | {"loss.ratio": "trajectory_ratio"},
+    ),
+    (
+      "loss_type: luspo\nimportance_sampling_level: sequence",
+      {"loss.ratio": "sequence_ratio", "loss.weighting": "sequence_sum"},
+    ),
+    ("importance_sampling_level: sequence", {"loss.ratio": "sequence_ratio"}),
+    ("scale_rewards: batch", {"advantage": "batch_std"}),
+    ("scale_rewards: none", {"advantage": "dr_grpo"}),
+    ("scale_rewards: true", {"advantage": "grpo"}),
+    (
+      "multi_objective_aggregation: normalize_then_sum",
+      {"reward.aggregation": "normalize_then_sum", "advantage": "batch_std"},
+    ),
+    (
+      "beta: 0.1\nuse_bias_correction_kl: false",
+      {"loss.beta": 0.1, "loss.kl_placement": "loss", "loss.kl": "k3"},
+    ),
+    (
+      "beta: 0.1\nsync_ref_model: true\nnum_iterations: 4",
+      {"model.reference_every": 128, "model.reference_mix": 0.6},
+    ),
+    ("delta: 2.5", {"loss.dual_clip": 2.5}),
+    ("router_aux_loss_coef: 0.001", {"loss.router_aux_coef": 0.001}),
+    ("off_policy_mask_threshold: 0.5", {"loss.off_policy_threshold": 0.5}),
+    (
+      "use_adaptive_entropy: true\nentropy_coef: 0.01",
+      {"loss.entropy_target": 0.2, "loss.entropy_coef": 0.01},
+    ),
+    ("optim: adafactor", {"optim.name": "adafactor"}),
+    ("max_grad_norm: 0", {"optim.max_grad_norm": 1e9}),
+    ("generation_batch_size: 64", {"batch_size": 8, "optim.minibatches": 8}),
+    # Half a prompt a minibatch in TRL; groups stay whole here.
+    (
+      "num_generations: 16\nsteps_per_generation: 4",
+      {"batch_size": 2, "optim.minibatches": 2},
+    ),
+    (
+      "reward_funcs: [my.module.score, org/reward-model]\n"
+      "reward_weights: [2, 3]",
+      {"reward.functions": ("my.module:score",), "reward.weights": (2.0,)}
+      | {"reward.model": "org/reward-model", "reward.model_weight": 3.0},
+    ),
+    ("max_steps: 10\nwarmup_steps: 0.2", {"optim.warmup_steps": 2}),
+    ("dataset_name: openai/gsm8k", {"data.name": "gsm8k"}),
+    ("dataset_name: my/train.jsonl", {"data.name": "jsonl"}),
+    ("gradient_checkpointing: false", {"model.remat": "none"}),
+    ("max_steps: 5\nlearning_rate: 2e-5", {"optim.learning_rate": 2e-5}),
+    (
+      "chat_template_kwargs: {enable_thinking: false}",
+      {"data.template_options.enable_thinking": False},
+    ),
+    ("max_steps: 7\nsave_steps: 0.5", {"checkpoint.every": 4, "steps": 7}),
+  ],
+)
+def test_settings_of_trl(text, expected, tmp_path):
+  config, leaves, _ = become(f"temperature: 1\n{text}\n", tmp_path)
+  validate(config)
+  assert {key: leaves[key] for key in expected} == expected
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+  "text, expected",
+  [
+    ("algorithm.adv_estimator=rloo", {"advantage": "leave_one_out"}),
+    ("algorithm.adv_estimator=opo", {"advantage": "length_weighted"}),
+    ("algorithm.norm_adv_by_std_in_grpo=False", {"advantage": "dr_grpo"}),
+    (
+      "algorithm.adv_estimator=gdpo",
+      {"advantage": "batch_std", "reward.aggregation": "normalize_then_sum"},
+    ),
+    (
+      f"{ACTOR}.policy_loss.loss_mode=gspo"
+      f" {ACTOR}.loss_agg_mode=seq-mean-token-mean",
+      {"loss.ratio": "sequence_ratio", "loss.weighting": "sequence_mean"},
+    ),
+    (
+      f"{ACTOR}.policy_loss.loss_mode=cispo {ACTOR}.clip_ratio_high=4",
+      {"loss.cispo_min": 0.8, "loss.cispo_max": 5.0},
+    ),
+    (
+      f"{ACTOR}.policy_loss.loss_mode=geo_mean {ACTOR}.clip_ratio_low=0.4",
+      {"loss.surrogate": "gmpo", "loss.gmpo_clip_low": 0.4}
+      | {"loss.weighting": "sequence_mean"},
+    ),
+    (
+      f"{ACTOR}.policy_loss.loss_mode=sapo {ACTOR}.tau_neg=1.3",
+      {"loss.surrogate": "sapo", "loss.sapo_temperature_neg": 1.3},
+    ),
+    (
+      f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
+      {"loss.weighting": "fixed_length"},
+    ),
+    (
+      f"{ACTOR}.loss_agg_mode=seq-mean-token-sum",
+      {"loss.weighting": "sequence_sum"},
+    ),
+    (
+      f"{ACTOR}.clip_ratio_low=null {ACTOR}.clip_ratio=0.3",
+      {"loss.clip_low": 0.3, "loss.clip_high": 0.2},
+    ),
+    (
+      f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse"
+      f" {ACTOR}.kl_loss_coef=0.02",
+      {"loss.kl": "k2", "loss.kl_placement": "loss", "loss.beta": 0.02},
+    ),
+    (
+      f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl",
+      {"loss.kl": "k3", "loss.beta": 0.001},
+    ),
+    (
+      "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.05",
+      {"loss.kl": "k1", "loss.kl_placement": "reward", "loss.beta": 0.05},
+    ),
+    (
+      "algorithm.rollout_correction.rollout_is=token"
+      " algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+      {"loss.correction": "token_mask", "loss.correction_low": 0.5}
+      | {"loss.correction_high": 5.0, "loss.old_logprobs": "scorer"},
+    ),
+    (
+      "algorithm.rollout_correction.rollout_is=sequence",
+      {"loss.correction": "sequence_truncate", "loss.correction_high": 2.0},
+    ),
+    (
+      "algorithm.filter_groups.enable=True data.train_batch_size=512"
+      " +algorithm.filter_groups.metric=seq_final_reward",
+      {"filter_groups.metric": "reward"}
+      | {"filter_groups.max_num_gen_batches": 100},
+    ),
+    (
+      "+reward.reward_kwargs.overlong_buffer_cfg.enable=True"
+      " +reward.reward_kwargs.overlong_buffer_cfg.len=64"
+      " +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+      {"reward.functions": ("math_answer", "overlong")}
+      | {"reward.weights": (1.0, 0.5), "reward.options.overlong.cache": 64},
+    ),
+    (
+      "reward.reward_model.enable=True reward.reward_model.model_path=/m/rm",
+      {"reward.model": "/m/rm"},
+    ),
+    (
+      "+data.apply_chat_template_kwargs.enable_thinking=False",
+      {"data.template_options.enable_thinking": False},
+    ),
+    (
+      "data.train_batch_size=384",  # 256 does not divide it
+      {"batch_size": 384, "optim.minibatches": 2},
+    ),
+    (
+      "actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.top_p=0.9",
+      {"sampling.top_k": 50, "sampling.top_p": 0.9},
+    ),
+    (
+      "actor_rollout_ref.model.lora_rank=32"
+      " actor_rollout_ref.model.lora_alpha=64",
+      {"lora.rank": 32, "lora.alpha": 64.0},
+    ),
+  ],
+)
+def test_settings_of_verl(text, expected, tmp_path):
+  always = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
+  config, leaves, _ = become(f"run {always} {text}\n", tmp_path, ".sh")
+  validate(config)
+  assert {key: leaves[key] for key in expected} == expected
+
+
+def test_json_and_nested_yaml_are_the_same(tmp_path):
+  nested = "data:\n  train_batch_size: 64\nalgorithm: {adv_estimator: rloo}\n"
+  nested += f"{ACTOR}:\n  ppo_mini_batch_size: 32\n"
+  nested += "actor_rollout_ref.rollout.n: 4\n"
+  flat = '{"data.train_batch_size": 64, "algorithm": {"adv_estimator": "rloo"},'
+  flat += f'"{ACTOR}.ppo_mini_batch_size": 32,'
+  flat += '"actor_rollout_ref": {"rollout": {"n": 4}}}'
+  assert become(nested, tmp_path)[1] == become(flat, tmp_path, ".json")[1]
+
+
+@pytest.mark.parametrize(
+  "text, suffix, message",
+  [
+    ("a: 1\n", ".yaml", "none of its names is one of TRL's.*a$"),
+    ("- 1\n", ".yaml", "keys and values are needed, not list"),
+    ("a: !!python/object/apply:os.system [ls]", ".yaml", "cannot be read"),
+    ("a: [1", ".yaml", "cannot be read"),
+    ("{", ".json", "cannot be read"),
+    ("print(1)", ".py", r"it has no GRPOConfig\(...\)"),
+    ("def f(:", ".py", "theirs.py, line 1"),
+    ("echo no", ".sh", "no words KEY.KEY=VALUE"),
+    ("x", ".toml", "give a file ending in .yaml, .yml, .json, .py, .sh"),
+    (
+      "num_generations: eight",
+      ".yaml",
+      "num_generations = 'eight': TRL 1.16 has",
+    ),
+    ("temperature: .inf", ".yaml", "temperature = inf: TRL 1.16 has a number"),
+    ("loss_type: other", ".yaml", "loss_type = 'other': use one of grpo"),
+    ("scale_rewards: 3", ".yaml", "scale_rewards = 3: use one of"),
+    ("num_generations: 7", ".yaml", "multiple of num_generations = 7"),
+    (
+      "generation_batch_size: 8\nsteps_per_generation: 2",
+      ".yaml",
+      "TRL takes one of them",
+    ),
+    (
+      f"x {ACTOR}.ppo_mini_batch_size=4096",
+      ".sh",
+      "4096 is more than data.train_batch_size = 1024",
+    ),
+    ("run_name: 3\nmodel: {a: 1}\nbeta: 0", ".yaml", None),
+    ("temperature: 1\nreport_to: {a: [1]}", ".yaml", None),
+  ],
+)
+def test_bad_files_are_a_sentence(text, suffix, message, tmp_path):
+  path = tmp_path / f"theirs{suffix}"
+  path.write_text(text)
+  if message is None:  # odd, and no error
+    files.translate(path)
+    return
+  with pytest.raises(ValueError, match=message) as caught:
+    files.translate(path)
+  assert "\n" not in str(caught.value)
+
+
+def test_a_bomb_of_aliases_is_refused(tmp_path):
+  lines = ["a0: &a0 {x: 1, y: 2}"]
+  lines += [f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}" for i in range(1, 28)]
+  path = tmp_path / "bomb.yaml"
+  path.write_text("\n".join(lines))
+  with pytest.raises(ValueError, match="more keys than a configuration"):
+    reading.read(path)
+  path = tmp_path / "bomb.sh"
+  path.write_text("x=aaaaaaaaaa\n" + 'x="$x$x"\n' * 40 + "run data.a=$x\n")
+  with pytest.raises(ValueError, match="the variable x grows without end"):
+    reading.read(path)
+
+
+def test_nothing_of_a_file_is_run(tmp_path):
+  """Neither while it is read, nor by the config that is written."""
+  ran = tmp_path / "ran"
+  bad = f"__import__('pathlib').Path({str(ran)!r}).touch()"
+  script = f"{bad}\nfrom trl import GRPOConfig\n"
+  script += f"GRPOConfig(beta={bad}, run_name='x', num_generations=4)\n"
+  become(script, tmp_path, ".py")
+  shell = f"touch {ran}\n$(touch {ran})\nrun data.train_files=$(touch {ran}) "
+  shell += "actor_rollout_ref.rollout.n=4 data.prompt_key='x\"; import os #'"
+  become(shell, tmp_path, ".sh")
+  name = json.dumps(f'x"""\n{bad}\n"""')
+  yaml = f'run_name: {name}\nmodel: "a\\n{bad}"\n"k\\0\\n{bad}": 1\n'
+  yaml += f'output_dir: "\\u2028{bad}"\nreward_funcs: ["a:b\'; {bad}"]\n'
+  yaml += f'chat_template_kwargs: {{"x\'] = 1; {bad} #": "y"}}\n'
+  _, leaves, _ = become(yaml, tmp_path)
+  assert leaves["model.path"] == f"a\n{bad}"
+  assert not ran.exists()
+
+
+def test_values_in_shell_scripts():
+  assert shell_scripts.arithmetic("(1024 * 2) / 4 + 1") == 513
+  for text in ("2 ** 99", "x", "1 / 0", "__import__('os')", "1.5", ""):
+    with pytest.raises(ValueError):
+      shell_scripts.arithmetic(text)
+  text = """
+n=4  # a comment
+export B=$((n * 8))
+FILES="['/a b.parquet','/c']"
+args=(
+  data.train_batch_size=$B
+  data.train_files="$FILES"
+)
+run data.max_prompt_length=${LENGTH:-256} ++data.x=${OTHER} data.seed=null \\
+  'data.lr=1e-6' data.flag=True "${args[@]}" # data.no=1
+"""
+  found = shell_scripts.read(text, pathlib.Path("x.sh"))
+  assert found.settings == {
+    "data.train_batch_size": 32,
+    "data.train_files": ["/a b.parquet", "/c"],
+    "data.max_prompt_length": 256,
+    "data.seed": None,
+    "data.lr": 1e-6,
+    "data.flag": True,
+  }
+  assert found.unread == {"data.x": "${OTHER}"}
+
+
+def test_a_script_that_workers_would_start_is_said(tmp_path):
+  script = "from trl import GRPOConfig, GRPOTrainer\n"
+  script += "def mine(completions, **kwargs):\n  return []\n"
+  script += "args = GRPOConfig()\n"
+  script += "GRPOTrainer(model='m', reward_funcs=mine, args=args).train()\n"
+  _, leaves, found = become(script, tmp_path, ".py")
+  assert leaves["reward.functions"] == (f"{tmp_path / 'theirs.py'}:mine",)
+  assert any("would start its training" in n.text for n in found.differs)
+  _, found = files.translate(DATA / "trl_script.py")
+  assert not any("would start its training" in n.text for n in found.differs)
+
+
+def test_a_config_that_would_be_refused_is_said(tmp_path, capsys):
+  file = tmp_path / "theirs.sh"
+  file.write_text("run actor_rollout_ref.rollout.temperature=0\n")
+  out = tmp_path / "ours.py"
+  with pytest.raises(SystemExit, match="(?s)refuse this config:.*temperature"):
+    translate.main([str(file), f"--out={out}"])
+  assert out.is_file()
+
+
+@pytest.mark.parametrize(
+  "argv, message",
+  [
+    ([], "give --file"),
+    (["nowhere.yaml"], "nowhere.yaml: No such file"),
+    ([str(DATA / "trl_grpo.yaml"), "--processes=0"], "processes"),
+  ],
+)
+def test_wrong_command_lines(argv, message):
+  with pytest.raises(SystemExit, match=message):
+    translate.main(argv)
+
+
+def test_it_prints_a_config_file(tmp_path, capsys):
+  translate.main([str(DATA / "verl_dapo.yaml")])
+  out = tmp_path / "x.py"
+  out.write_text(capsys.readouterr().out)
+  assert config_file.load_file(str(out), default_config).batch_size == 512
