@@ -21,6 +21,7 @@ data.too_long=drop both are asked the problems that fit both. Both sample with
 the same random numbers.
 """
 
+import functools
 import pathlib
 import sys
 from typing import Any
@@ -30,7 +31,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
-from grpojax.runtime import command_line, records
+from grpojax.runtime import command_line, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
@@ -41,8 +42,6 @@ from grpojax.training import (
   memory,
   mixtures,
   reward_inputs,
-  run_directory,
-  run_storage,
   scoring,
   trained,
 )
@@ -57,6 +56,10 @@ FLAGS = {
   ),
   "compare": setting(
     "", 'a second model, on the data settings of the first one; "" = none'
+  ),
+  "best": setting(
+    False,
+    "of --model, the state of the highest held-out accuracy (checkpoint.best)",
   ),
   "samples": setting(
     0, "completions a prompt; 0 = one greedy completion", within="[0, inf)"
@@ -109,19 +112,6 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   return ks if flags.samples else []
 
 
-def _is_run(model: str) -> bool:
-  """Whether it has a config of its own, be its checkpoints gone or not."""
-  where = run_storage.local(model)
-  finished = run_directory.is_finished(where) and (
-    run_directory.model_directory(where) != where
-  )
-  return finished or run_directory.is_run(where)
-
-
-def _config(model: str) -> ConfigDict:
-  return run_directory.read_config(run_storage.local(model))
-
-
 def _parse(argv: list[str]):
   def parse(default=None):
     program = "python -m grpojax.evaluate"
@@ -130,8 +120,8 @@ def _parse(argv: list[str]):
     )
 
   config, flags = parse()
-  if _is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: _config(flags.model))
+  if trained.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: trained.read_config(flags.model))
   validate(config)
   if not flags.model:
     raise ValueError(
@@ -147,9 +137,9 @@ def _parse(argv: list[str]):
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
   """Says where a run is evaluated on other data than it was trained for."""
-  if not _is_run(compare):
+  if not trained.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, _config(compare)))
+  ours, theirs = map(config_lib.flatten, (config, trained.read_config(compare)))
   names = [
     name
     for name in sorted(ours.keys() | theirs.keys())
@@ -175,7 +165,8 @@ def _set_up(argv: list[str]):
   names = [flags.model] + [flags.compare] * bool(flags.compare)
   models = []
   for name in names:
-    policy, params = trained.load(name, config.model.dtype)
+    best = flags.best and not models
+    policy, params = trained.load(name, config.model.dtype, best)
     memory.check_evaluation(config, policy, flags.samples or 1)
     models.append((policy, params))
   asked = held_out.problems(config, names, [policy for policy, _ in models])
@@ -198,8 +189,12 @@ def main(argv: list[str]) -> None:
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values, each = [], []
-  with scoring.open_scorer(config) as scorer:
+  with (
+    screen.opened(0, config.log.every) as told,
+    scoring.open_scorer(config) as scorer,
+  ):
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
+      total = sum(len(examples) for _, examples in batches)
       so_far = config.steps, config.steps  # of the run, which has ended
       batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
       result = evaluation.evaluate(
@@ -210,6 +205,7 @@ def main(argv: list[str]) -> None:
         scorer,
         jax.random.key(config.seed),
         config.eval.batch_size,
+        told=functools.partial(told.evaluated, total=total),
       )
       if result.failures:
         print(evaluation.failed(result.failures))

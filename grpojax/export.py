@@ -33,6 +33,9 @@ FLAGS = {
   "step": setting(
     -1, "step of the checkpoint; -1 = the newest", within="[-1, inf)"
   ),
+  "best": setting(
+    False, "that of the highest held-out accuracy (checkpoint.best)"
+  ),
   "dtype": setting("", 'format of the weights; "" = as trained', DTYPES),
   "adapter": setting(
     False, "write the adapter of a LoRA run, without its base"
@@ -66,6 +69,7 @@ def main(argv: list[str]) -> None:
       None if flags.step < 0 else flags.step,
       flags.dtype or None,
       flags.adapter,
+      flags.best,
     )
   print(f"{what} -> {flags.out}/")
 

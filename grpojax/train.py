@@ -24,16 +24,21 @@ run directory, by default runs/NAME_OF_CONFIG, gets
     report.html         all of it, to look at in a browser
     summary.json        accuracy before and after, seconds, steps, the group
                         size that the gradient's noise asked for
+    profile/            a trace of some steps, where profile.steps asks for one
 
 DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
 
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
-run), log.*, eval.*, checkpoint.*, stop.*, data.too_long, reward.workers and
-timeout, mesh.*, optim.micro_batches, optim.packing, model.remat and
-model.reference. SIGTERM saves and exits with code 75: run the same command
-again to go on. A run that goes nowhere (`stop.*`) saves, says why, and exits
-with code 1.
+run), log.*, eval.*, checkpoint.*, stop.*, profile.*, data.too_long,
+reward.workers and timeout, mesh.*, optim.micro_batches, optim.packing,
+model.remat and model.reference. SIGTERM saves and exits with code 75: run the
+same command again to go on. A run that goes nowhere (`stop.*`) saves, says why,
+and exits with code 1; one whose held-out accuracy rises no more
+(`stop.no_improvement`) ends early, and is finished.
+
+On a terminal a table of the last steps is drawn anew; elsewhere each step is a
+line.
 """
 
 import contextlib
@@ -47,7 +52,7 @@ from grpojax.runtime import (
   preemption,
 )
 from grpojax.runtime.settings import setting
-from grpojax.training import fit, reporting, run_storage
+from grpojax.training import ending, fit, run_storage
 from grpojax.training.config import default_job
 from grpojax.training.settings import SETTINGS
 
@@ -92,8 +97,10 @@ def main(argv: list[str]) -> None:
       distributed.on_main(publish)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
+      lines = ending.todo(where, config)
     else:
-      reporting.print_summary(where, summary)
+      lines = ending.lines(where, directory, config, summary)
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def test_compared_on_what_fits_both(
   """Sums of five characters are too long for one, 3+ for the other."""
   seen = []
 
-  def asked(policy, params, sampler, batches, *args):  # nothing is sampled
+  def asked(policy, params, sampler, batches, *_, **__):  # nothing is sampled
     examples = [e for _, batch in batches for e in batch]
     seen.append([(e["prompt"], e["answer"]) for e in examples])
     rewards = np.zeros((len(examples), 2), np.float32)

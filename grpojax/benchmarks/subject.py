@@ -21,7 +21,7 @@ from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
-from grpojax.runtime import command_line, device_memory
+from grpojax.runtime import command_line, device_memory, quiet_imports
 from grpojax.training import (
   device_step,
   from_config,
@@ -58,13 +58,12 @@ class Subject(NamedTuple):
 def word_tokenizer(vocab_size: int) -> Any:
   """A tokenizer of one word a token, `workloads.word`, of any size."""
   import tokenizers
-  from transformers import PreTrainedTokenizerFast
 
   vocab = {workloads.word(i): i for i in range(vocab_size)}
   model = tokenizers.models.WordLevel(vocab, unk_token="<pad>")
   backend = tokenizers.Tokenizer(model)
   backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-  return PreTrainedTokenizerFast(
+  return quiet_imports.transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
   )
 

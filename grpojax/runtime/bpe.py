@@ -6,6 +6,7 @@ Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in GPT-2.
 from collections.abc import Iterable
 from typing import Any
 
+from grpojax.runtime import quiet_imports
 from grpojax.runtime.tokenizer import CHAT_TEMPLATE, EOS, PAD
 
 SPECIAL = (PAD, EOS)
@@ -42,7 +43,6 @@ def train_bpe(
     raise ValueError("no texts to train a tokenizer on")
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers, trainers
-  from transformers import PreTrainedTokenizerFast
 
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -59,7 +59,7 @@ def train_bpe(
     show_progress=False,
   )
   backend.train_from_iterator(texts, trainer)
-  tokenizer = PreTrainedTokenizerFast(
+  tokenizer = quiet_imports.transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend,
     pad_token=PAD,
     eos_token=EOS,

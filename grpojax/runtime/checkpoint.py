@@ -31,10 +31,23 @@ class Checkpointer(NamedTuple):
   Attributes:
     orbax: writes, lists and deletes them.
     in_flight: the save in the background, where there is one.
+    always: steps that stay, however old they are.
   """
 
   orbax: ocp.training.Checkpointer
   in_flight: list[Any]
+  always: list[int]
+
+
+class _Always:
+  """Orbax's policy for the steps of a list that changes; a class for Orbax."""
+
+  def __init__(self, steps: list[int]):
+    self._steps = steps
+
+  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    del context
+    return [info.step in self._steps for info in checkpoints]
 
 
 @contextlib.contextmanager
@@ -64,15 +77,19 @@ def open_checkpointer(
   keep_policies = ocp.training.preservation_policies
   if readonly and not path.is_dir():
     raise ValueError(f"{directory} does not exist: there are no checkpoints")
+  always = []
+  newest = keep_policies.LatestN(None if readonly else keep)
   orbax = ocp.training.Checkpointer(
     path,
     # Whoever calls `save` means it. Orbax's default policy skips a save while
     # another is in flight.
     save_decision_policy=save_policies.FixedIntervalPolicy(1),
-    preservation_policy=keep_policies.LatestN(None if readonly else keep),
+    preservation_policy=keep_policies.AnyPreservationPolicy(
+      [newest, _Always(always)]
+    ),
     cleanup_tmp_directories=not readonly,
   )
-  checkpointer = Checkpointer(orbax, [])
+  checkpointer = Checkpointer(orbax, [], always)
   try:
     yield checkpointer
   finally:
@@ -107,6 +124,7 @@ def save(
   step: int,
   state: TrainState,
   notes: dict[str, Any] | None = None,
+  always: int | None = None,
 ) -> None:
   """Saves `state` in the background, after any save still in flight.
 
@@ -118,12 +136,14 @@ def save(
     step: GRPO steps done; names the checkpoint.
     state: typed random keys are stored as their data.
     notes: JSON values to keep with it, see `read_notes`.
+    always: a step whose checkpoint stays beside the newest ones.
 
   Raises:
     disk.WriteFailed: this save could not be begun, or the one before it failed.
   """
   wait(checkpointer)
-  orbax, in_flight = checkpointer
+  orbax, in_flight, kept = checkpointer
+  kept[:] = [] if always is None else [always]
   if step in steps(checkpointer):
     return
   state = stored_arrays.plain(state)

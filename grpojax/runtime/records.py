@@ -218,6 +218,7 @@ def progress(
   step: int,
   steps: int,
   seconds: int | float | None,
+  left: int | float | None,
   metrics: Mapping[str, Any],
 ) -> str:
   """One line for the terminal.
@@ -227,6 +228,7 @@ def progress(
     steps: steps in all.
     seconds: what one step takes, as the caller averages it; None while that
       is not known.
+    left: seconds that the rest takes, with all that is between steps.
     metrics: shown in this order, numbers to three digits.
   """
   shown = [
@@ -234,6 +236,7 @@ def progress(
     for k, v in metrics.items()
   ]
   if seconds is not None:
-    left = duration(seconds * (steps - step))
-    shown += [f"{seconds:.2f} s/step", f"{left} left"]
+    shown.append(f"{seconds:.2f} s/step")
+  if left is not None:
+    shown.append(f"{duration(left)} left")
   return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *shown])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpojax.models.weights import read_json
+from grpojax.runtime import quiet_imports
 from grpojax.runtime import special_tokens as special_tokens_lib
 from grpojax.runtime.chat_template import DATE, set_messages, whole_chat
 from grpojax.runtime.chat_template import asks_for_date as asks_for_date
@@ -58,16 +59,15 @@ def load(path: str | os.PathLike) -> Any:
       f"no tokenizer in {path}: none of {', '.join(names)} is there. Copy the"
       " tokenizer files of the model into it"
     )
-  from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
+  transformers = quiet_imports.transformers()
   # A generic class says that tokenizer.json is the whole tokenizer. For some
   # model types (qwen2) AutoTokenizer would put the family's own in its place.
   settings = path / "tokenizer_config.json"
   kind = settings.is_file() and read_json(settings).get("tokenizer_class")
   generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
-  loader = PreTrainedTokenizerFast if generic else AutoTokenizer
+  name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
   try:
-    return loader.from_pretrained(
+    return getattr(transformers, name).from_pretrained(
       str(path), local_files_only=True, trust_remote_code=False
     )
   except Exception as error:  # transformers raises many kinds
@@ -277,7 +277,6 @@ def character_tokenizer(*, chat: bool = False) -> Any:
     A transformers tokenizer; `save_pretrained` writes its files.
   """
   import tokenizers
-  from transformers import PreTrainedTokenizerFast
 
   characters = ["\n", *map(chr, range(32, 127))]
   tokens = [PAD, EOS, UNK, *characters, "\n\n"]
@@ -288,7 +287,7 @@ def character_tokenizer(*, chat: bool = False) -> Any:
   )
   backend = tokenizers.Tokenizer(model)
   backend.decoder = tokenizers.decoders.Fuse()
-  tokenizer = PreTrainedTokenizerFast(
+  tokenizer = quiet_imports.transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend,
     pad_token=PAD,
     eos_token=EOS,

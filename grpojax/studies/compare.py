@@ -74,7 +74,7 @@ SETTINGS = section(
       "sampling.max_new_tokens": 56,
       "eval.every": 24,
       "eval.num_prompts": 256,
-      "log.tensorboard": False,
+      "log.trackers": (),
       "checkpoint.every": 24,
     },
   ),

@@ -73,6 +73,7 @@ def evaluate(
   batch_size: int,
   mesh: jax.sharding.Mesh | None = None,
   poll: Callable[..., None] = lambda together=False: None,
+  told: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
   """Samples and scores completions of every batch.
 
@@ -87,8 +88,10 @@ def evaluate(
     mesh: where to put the prompts; None is one device.
     poll: called before each batch, `together` with all processes; and see
       `policy.wait` and `scored_text.finish`.
+    told: called with how many prompts are done, at first with 0.
   """
   rewards, texts, seen, failures = [], [], [], []
+  told(0)
   for i, (prompts, examples) in enumerate(batches):
     poll(together=True)
     padded = _pad(prompts, batch_size)
@@ -101,6 +104,7 @@ def evaluate(
     texts += decoded
     seen += examples
     failures += groups.all_failures(scores)
+    told(len(seen))
   return Evaluation(np.concatenate(rewards), texts, seen, failures)
 
 

@@ -46,6 +46,7 @@ def export(
   step: int | None = None,
   dtype: str | None = None,
   adapter: bool = False,
+  best: bool = False,
 ) -> str:
   """Writes a run's model, or with `adapter` its adapters, into a new directory.
 
@@ -57,6 +58,7 @@ def export(
       where there are no checkpoints.
     dtype: of the stored weights; None is as they were trained.
     adapter: write LoRA's adapters in PEFT's format instead of the model.
+    best: write the state of the highest held-out accuracy.
 
   Returns:
     What was written, in words.
@@ -81,6 +83,10 @@ def export(
   disk.check_writable(out, "--out")
   if adapter and not rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
+  if best and step is not None:
+    raise ValueError("give --best or --step, not both")
+  if best:
+    step = trained.best_step(where)
   finished = run_directory.model_directory(where)
   if step is None and not run_directory.is_run(where) and finished != where:
     if adapter:

@@ -9,6 +9,7 @@ reward.on_device) the step, the reading of the weights, and with reward.workers
 """
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import sys
@@ -16,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from grpojax.core.types import TrainState
@@ -29,21 +29,24 @@ from grpojax.runtime import (
   interrupts,
   leaving,
   preemption,
+  screen,
 )
 from grpojax.training import (
+  adapting,
+  best,
   device_step,
   filter_groups,
-  from_config,
   host_step,
   opening,
+  profiling,
   prompt_choice,
   reference,
   report,
   reporting,
   reward_inputs,
   run_storage,
-  score_norms,
 )
+from grpojax.training import pace as pace_lib
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.progress import Progress
@@ -73,43 +76,21 @@ def _group_size(config: ConfigDict, state: TrainState) -> int:
   return config.group_size if chosen is None else int(chosen.group_size)
 
 
-def _make_adapt(run: Run):
-  """`(state, row) -> state`: what is learned from a step's diagnosis.
-
-  The group size, where it is chosen while training, and the scores' lengths,
-  where the advantage asks for them.
-  """
-  config, places = run.config, run.places
-  observe = jax.jit(
-    from_config.observe(config), out_shardings=places.group_size
-  )
-  observe_norms = jax.jit(
-    score_norms.observe(config), out_shardings=places.score_norms
-  )
-
-  def adapt(state: TrainState, row) -> TrainState:
-    old = state.group_size
-    if old is not None:
-      new = observe(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
-      sizes = int(old.group_size), int(new.group_size)
-      if sizes[0] != sizes[1]:
-        print("group size {} -> {}".format(*sizes), flush=True)
-      state = state.replace(group_size=new)
-    if state.score_norms is not None:
-      norms = observe_norms(state.score_norms, score_norms.from_row(row))
-      state = state.replace(score_norms=norms)
-    return state
-
-  return adapt
-
-
 def remaining_steps(
-  run: Run, state: TrainState, tx, progress: Progress, poll: Poll
+  run: Run,
+  state: TrainState,
+  tx,
+  progress: Progress,
+  poll: Poll,
+  around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """The remaining steps; what is after each of them, recorded and printed."""
-  config, seconds = run.config, []
+  """The remaining steps; what is after each of them, recorded and printed.
+
+  `around(step)` is a context for each.
+  """
+  config, pace = run.config, pace_lib.Pace()
   make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
-  adapt = _make_adapt(run)
+  adapt = adapting.make_adapt(run)
   follow = reference.make_follow(config, run.places)
   size, batches, choose = None, iter(()), None
   parts = filter_groups.draw_parts(config)
@@ -124,7 +105,7 @@ def remaining_steps(
 
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
-    print("the first step compiles, which takes a while", flush=True)
+    run.screen.busy("the first step compiles, which takes a while")
   began = time.perf_counter() - progress.train_seconds
   for step in range(first, config.steps + 1):
     poll(together=True)
@@ -142,22 +123,21 @@ def remaining_steps(
     given = take(parts)
     diagnosed = every > 0 and (step - 1) % every == 0
     step_ = make_step(size)
-    state, row, shown, failures = step_(state, *given, diagnosed, take)
+    with around(step):
+      state, row, shown, failures = step_(state, *given, diagnosed, take)
     state = follow(state)
     if diagnosed:
       state = adapt(state, row)
     now = time.perf_counter()
-    seconds.append(now - clock)
+    pace = pace_lib.after_step(pace, now - clock)
     row = {"step": step, "group_size": size, **row}
     row["train_seconds"] = now - began
-    row |= reporting.speed(config, row, seconds[-1])
+    row |= reporting.speed(config, row, now - clock)
     progress = progress_lib.after(progress, row)
-    # The first step compiles; the pace is that of the others.
-    others = seconds[1:]
-    pace = sum(others) / len(others) if others else None
     reporting.log(run, row, shown, pace)
     reporting.log_failures(run, step, failures)
     yield state, progress
+    pace = pace_lib.after_pause(pace, time.perf_counter() - now)
 
 
 def fit(
@@ -177,7 +157,9 @@ def fit(
       The state of the last whole step is saved in both cases.
     disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
-  config = run.config
+  config, record = run.config, progress.evaluations
+  if config.checkpoint.best:
+    record = best.kept(record, checkpoint.steps(checkpointer))
 
   def ask(together=False):
     saved = checkpoint.check(checkpointer)  # it may have failed
@@ -185,27 +167,47 @@ def fit(
     poll(together)
 
   def save():
-    notes = progress_lib.to_notes(progress)
+    notes = progress_lib.to_notes(with_record())
     publish()  # the rows of a step come before its checkpoint
     kept = reference.on_devices(state)
-    checkpoint.save(checkpointer, int(state.step), kept, notes)
+    always = best.step(record) if config.checkpoint.best else None
+    checkpoint.save(checkpointer, int(state.step), kept, notes, always)
+
+  def with_record():
+    return dataclasses.replace(progress, evaluations=record)
 
   def evaluate():
+    """Whether the run goes on."""
+    nonlocal record
     step = int(state.step)
-    due = step > 0 and (step % config.eval.every == 0 or step == config.steps)
-    done = functools.partial(reporting.evaluations, run, step)
-    if due and not distributed.on_main(done):
-      reporting.evaluate_held_out(run, state.params, step, ask)
+    if step > 0 and (step % config.eval.every == 0 or step == config.steps):
+      rows = distributed.on_main(lambda: reporting.evaluations(run, step))
+      if not rows:
+        rows = [reporting.evaluate_held_out(run, state.params, step, ask)]
+      record = best.after(record, progress.baseline, rows[-1])
+    why = best.stopping(record, config.stop.no_improvement)
+    if why and step < config.steps:
+      print(why, flush=True)
+      return False
+    return True
+
+  def steps():
+    with profiling.opened(config.profile.steps, run.directory) as around:
+      if evaluate():  # where the run was ended in the middle of it
+        yield from remaining_steps(run, state, tx, progress, ask, around)
 
   try:
-    evaluate()  # where the run was ended in the middle of it
-    for done in remaining_steps(run, state, tx, progress, ask):
+    for done in steps():
       state, progress = done
-      evaluate()
+      goes_on = evaluate()
       step = int(state.step)
+      is_best = config.checkpoint.best and best.step(record) == step
       reporting.report_when_due(run, step)
-      if step % config.checkpoint.every == 0 or step == config.steps:
+      due = step % config.checkpoint.every == 0 or step == config.steps
+      if due or is_best or not goes_on:
         save()
+      if not goes_on:
+        break
       limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
       why = progress_lib.hopeless(progress, limits)
       if why and step < config.steps:
@@ -220,7 +222,7 @@ def fit(
     raise
   finally:
     checkpoint.wait(checkpointer)
-  return state, progress
+  return state, with_record()
 
 
 def run(
@@ -249,6 +251,8 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
+    told = screen.opened(config.steps, config.log.every)
+    told = stack.enter_context(told)
 
     def poll(together=False):
       if requested(together):
@@ -256,10 +260,10 @@ def run(
 
     try:
       run, *state, checkpointer = opening.open_all(
-        config, directory, stack, poll, publish
+        config, directory, stack, poll, publish, told
       )
       state, progress = fit(run, *state, checkpointer, poll, publish)
-      return reporting.finish(run, state.params, progress, poll)
+      return reporting.finish(run, state, progress, checkpointer, poll)
     except (Preempted, interrupts.Left) as done:
       publish()  # before it says so
       done = str(done) or "no step since the start: nothing to save"

@@ -29,6 +29,7 @@ from grpojax.runtime import (
   tokenizer,
 )
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.screen import Screen
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import (
@@ -167,6 +168,7 @@ def open_all(
   stack: contextlib.ExitStack,
   poll: Callable[..., None],
   publish: Callable[..., None],
+  screen: Screen,
 ):
   """All that can be wrong is found, and all that a run holds is opened.
 
@@ -176,6 +178,7 @@ def open_all(
     stack: closes what is opened.
     poll: see `start.check` and `resume.resume`.
     publish: see `run_storage.opened`.
+    screen: says how far it is.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
@@ -228,6 +231,7 @@ def open_all(
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, scorer)
+    run = run._replace(screen=screen)
   with command_line.usage_errors():
     step = checkpoint.latest_step(checkpointer)
     run = tracking.tracked(run, -1 if step is None else step, stack)

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from grpojax.training import best
+
 Row = Mapping[str, Any]
 
 
@@ -73,6 +75,7 @@ class Progress:
     failed_rewards: that could not be computed, in all steps; evaluations do
       not count.
     data: fingerprints of the examples, by split.
+    evaluations: which of them was the best, see `training.best`.
   """
 
   baseline: dict[str, float] | None = None
@@ -81,6 +84,7 @@ class Progress:
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   failed_rewards: int = 0
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  evaluations: best.Record = dataclasses.field(default_factory=dict)
 
 
 def from_notes(notes: Mapping[str, Any] | None) -> Progress:

@@ -86,7 +86,8 @@ def load_examples(config: ConfigDict, split: str) -> Any:
   return load(data.name, data.path, data.options.to_dict())
 
 
-def _encode(config: ConfigDict, policy: Policy):
+def encoder(config: ConfigDict, policy: Policy):
+  """`(prompt) -> (text, ids)`: prompts in the policy's format."""
   data = config.data
   return functools.partial(
     tokenizer_lib.encode_prompt,
@@ -151,7 +152,7 @@ def _fitting_parts(
 
 def _fitting(config, policy, cache, poll, examples, name: str) -> Split:
   """The examples of one data set that fit; see `load_split`."""
-  encode, digest = _encode(config, policy), _digest(config, policy)
+  encode, digest = encoder(config, policy), _digest(config, policy)
   found = survey.survey(
     examples,
     encode,
@@ -231,7 +232,7 @@ def prompt_batches(
   """Batches of prompts in the policy's format, see `pipeline`."""
   return pipeline.prompt_batches(
     examples,
-    _encode(config, policy),
+    encoder(config, policy),
     max_prompt_length=config.data.max_prompt_length,
     pad_id=policy.pad_id,
     **options,
@@ -326,7 +327,7 @@ def prompts_of(
   return pipeline.prompts_of(
     examples,
     indices,
-    _encode(config, policy),
+    encoder(config, policy),
     max_prompt_length=config.data.max_prompt_length,
     pad_id=policy.pad_id,
   )

@@ -36,19 +36,20 @@ a title):
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.core.types import Params
+from grpojax.core.types import Params, TrainState
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
+from grpojax.runtime import checkpoint, distributed, pictures, records
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import distributed, pictures, records
+from grpojax.runtime.printable import printable
 from grpojax.training import (
+  best,
   diagnosis,
   evaluation,
   from_config,
@@ -58,18 +59,13 @@ from grpojax.training import (
   reward_inputs,
   run_directory,
 )
+from grpojax.training import pace as pace_lib
 from grpojax.training import policy as policies
-from grpojax.training.progress import Progress, troubles
+from grpojax.training import shown as shown_lib
+from grpojax.training.pace import Pace
+from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
-SHOWN = (
-  "reward_mean",
-  "group_acceptance",  # with dynamic sampling
-  "completion_length_mean",
-  "entropy",
-  "grad_norm",
-  "tokens_per_second",
-)
 KEPT_FAILURES = 20  # a step, in failures.jsonl
 
 
@@ -121,6 +117,7 @@ def evaluate_held_out(
     config.eval.batch_size,
     run.mesh,
     poll,
+    lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result)
   row = {"step": step} | evaluation.numbers(values)
@@ -148,7 +145,7 @@ def evaluate_held_out(
 
 
 def _show(prompt: str, completion: str, reward: float | None) -> None:
-  text = (prompt + completion).rstrip()
+  text = printable(prompt + completion).rstrip()
   print("\n".join(f"    | {line}" for line in text.splitlines()))
   print(f"    | -> reward {math.nan if reward is None else reward:g}")
 
@@ -162,7 +159,7 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
     _append(run, run_directory.FAILURES, row)
 
 
-def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
+def log(run: Run, row: dict[str, Any], shown, pace: Pace) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
@@ -171,13 +168,10 @@ def log(run: Run, row: dict[str, Any], shown, pace: float | None) -> None:
   record(run, row)
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
-  if step % config.log.every == 0 or step == config.steps:
-    line = {k: row[k] for k in SHOWN if k in row}
-    if "optimal_group_size" in row:
-      best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
-      line["best_group_size"] = "{:.0f} [{:.0f}, {:.0f}]".format(*best)
-    text = records.progress(step, config.steps, pace, line)
-    print("  ".join([text, *map("! {}".format, troubles(row))]), flush=True)
+  due = step % config.log.every == 0 or step == config.steps
+  left = pace_lib.left(pace, config.steps - step)
+  seen = (shown_lib.line(config, row, pace), shown_lib.cells(row))
+  run.screen.stepped(step, left, *(seen if due else (None, {})))
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:
@@ -193,29 +187,43 @@ def speed(config: ConfigDict, row, seconds: float) -> dict[str, float]:
 
 
 def finish(
-  run: Run, params: Params, progress: Progress, poll: Callable[[], None]
+  run: Run,
+  state: TrainState,
+  progress: Progress,
+  checkpointer: checkpoint.Checkpointer,
+  poll: Callable[[], None],
 ) -> dict[str, Any]:
-  """Writes the model, the picture and the summary."""
-  steps = run.config.steps
+  """Writes the model, the picture and the summary.
+
+  The model is the last state's or, with checkpoint.best, that of the highest
+  held-out accuracy.
+  """
+  steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, poll)
+  step = best.step(progress.evaluations) if run.config.checkpoint.best else None
+  step = steps if step is None else step
+  if step != steps:
+    params = checkpoint.restore_policy(checkpointer, params, step)
   model = run.file(run_directory.MODEL)
   if not distributed.on_main(functools.partial(file_checksums.intact, model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
     whole = policies.whole_params(run.policy, params)
     hf.save(model, whole, run.policy.directory, dtype="float32")
-  return distributed.on_main(functools.partial(_summarize, run, progress))
+  summarize = functools.partial(_summarize, run, progress, steps, step)
+  return distributed.on_main(summarize)
 
 
-def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
+def _summarize(
+  run: Run, progress: Progress, steps: int, model_step: int
+) -> dict[str, Any]:
   """Writes the picture and the summary, and returns that."""
-  steps = run.config.steps
   pictures.learning_curve(
     run.file(run_directory.METRICS), run.file(run_directory.CURVE)
   )
-  names = ("accuracy", "accuracy_low", "accuracy_high")
+  names = "accuracy", "accuracy_low", "accuracy_high"
   last = [progress.baseline, *evaluations(run, steps)][-1]
   before, after = (
     [test[name] for name in names] for test in (progress.baseline, last)
@@ -227,6 +235,7 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
     "accuracy_after_interval": after[1:],
     "train_seconds": progress.train_seconds,
     "steps": steps,
+    "model_step": model_step,
     "eval_prompts": len(run.held_out.examples),
     "dropped_prompts": run.train.dropped + run.held_out.dropped,
     "failed_rewards": progress.failed_rewards,
@@ -234,9 +243,16 @@ def _summarize(run: Run, progress: Progress) -> dict[str, Any]:
   }
   rows = records.read_jsonl(run.file(run_directory.METRICS))
   summary |= diagnosis.summary(rows)
+  if found := progress.evaluations.get("best"):
+    accuracy, *interval = (found[name] for name in names)
+    summary |= {"best_step": found["step"], "best_accuracy": accuracy}
+    summary |= {"best_accuracy_interval": interval}
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
     summary |= {f"{name}_{when}": value for name, value in each.items()}
+  model = run.file(run_directory.MODEL)
+  of_model = {"step": model_step, "of_steps": steps}
+  records.write_json(model / run_directory.OF_MODEL, of_model)
   report.write(run.directory, summary)  # before the run is finished
   records.write_json(run.file(run_directory.SUMMARY), summary)
   return summary
@@ -247,29 +263,3 @@ def report_when_due(run: Run, step: int) -> None:
   every = run.config.log.report_every
   if every and step % every == 0 and distributed.is_main():
     report.write(run.directory)
-
-
-def print_summary(where: str | os.PathLike, summary: dict[str, Any]) -> None:
-  """Accuracy before and after, and where everything is."""
-  for when in ("before", "after"):
-    low, high = summary[f"accuracy_{when}_interval"]
-    print(
-      f"accuracy {when:6} {summary[f'accuracy_{when}']:6.1%}  "
-      f"[{low:.1%}, {high:.1%}]"
-    )
-  for name in summary:
-    if name.endswith("/accuracy_before"):
-      last = name.removesuffix("before") + "after"
-      data_set = name.rpartition("/")[0]
-      print(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
-  if "optimal_group_size" in summary:
-    print(diagnosis.line(summary))
-  for name, count in summary["steps_with"].items():
-    if count:
-      print(f"steps with {name.replace('_', ' ')}: {count}")
-  if summary["failed_rewards"]:
-    print(f"rewards that failed: {summary['failed_rewards']}")
-  print(
-    f"{summary['steps']} steps in {records.duration(summary['train_seconds'])}"
-    f"; results, curve and model are in {where}/"
-  )

@@ -1,5 +1,6 @@
 """A training run's directory: its files, their names, and whose run it is."""
 
+import json
 import os
 import pathlib
 import re
@@ -24,6 +25,7 @@ EVALUATIONS = "evaluations.jsonl"  # which held-out answers were right
 FAILURES = "failures.jsonl"  # rewards that could not be computed
 TRACKED = "trackers.json"  # what trackers call the run
 MODEL = "model"  # the trained model, in Hugging Face format
+OF_MODEL = "step.json"  # in it: the step that it is of
 CURVE = "learning_curve.png"
 REPORT = "report.html"  # all of it, to look at in a browser
 SUMMARY = "summary.json"  # written last: the run is finished
@@ -32,7 +34,7 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
 
 CHANGEABLE = (
-  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|data\.too_long|"
+  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
   r"model\.(remat|reference)"
 )
@@ -60,7 +62,17 @@ def is_finished(
   if not (path / SUMMARY).exists():
     return False
   saved = _saved_config(path)
-  return config is None or (saved and saved[0].steps == config.steps)
+  return config is None or bool(saved) and not _more(path, saved[0], config)
+
+
+def _more(path: pathlib.Path, old: ConfigDict, new: ConfigDict) -> bool:
+  """Whether a run that finished by its old config goes on by a new one."""
+  try:
+    done = json.loads((path / SUMMARY).read_text())["steps"]
+  except (KeyError, TypeError, ValueError):
+    done = old.steps
+  limits = {config.stop.no_improvement for config in (old, new)}
+  return old.steps != new.steps or (done < old.steps and len(limits) > 1)
 
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
@@ -263,8 +275,9 @@ def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:
 def record_changes(path: str | os.PathLike, config: ConfigDict) -> None:
   """Makes a config that differs in what may change that of the run.
 
-  Where the number of steps differs, what a finished run has left at its end
-  goes away: call this when nothing can go wrong any more.
+  Where the number of steps differs, or what ends them early, what a finished
+  run has left at its end goes away: call this when nothing can go wrong any
+  more.
 
   Args:
     path: of a run that `open_run` goes on with.
@@ -272,7 +285,8 @@ def record_changes(path: str | os.PathLike, config: ConfigDict) -> None:
   """
   path = pathlib.Path(path)
   may, _ = changed(path, config)
-  remove_model(path, only_rest=not any(x.startswith("steps:") for x in may))
+  more = any(re.match(r"steps:|stop\.no_improvement:", x) for x in may)
+  remove_model(path, only_rest=not more)
   if may:
     row = {"after_step": steps_done(path), "changed": may}
     append_jsonl(path / CHANGES, row)

@@ -62,11 +62,19 @@ _CHECKPOINT = section(
   "the state, saved along the way",
   every=setting(10, "steps between checkpoints", within=ONE),
   keep=setting(2, "newest checkpoints on disk", within=ONE),
+  best=setting(
+    False,
+    "also keep the state of the highest held-out accuracy, and make it model/",
+  ),
 )
 
 _LOG = section(
   "what is written along the way",
-  every=setting(1, "steps between lines of metrics", within=ONE),
+  every=setting(
+    1,
+    "steps between lines of progress; in long evaluations, batches",
+    within=ONE,
+  ),
   samples_every=setting(
     10, "steps between completions that are written", within=ONE
   ),
@@ -79,6 +87,11 @@ _LOG = section(
   trackers=setting(
     (TENSORBOARD,), "where the metrics go besides the run directory", TRACKERS
   ),
+)
+
+_PROFILE = section(
+  "a trace of some steps, for xprof and TensorBoard",
+  steps=setting("", 'FIRST:LAST, the steps traced into RUN/profile; "" = none'),
 )
 
 _STOP = section(
@@ -96,6 +109,12 @@ _STOP = section(
   ),
   truncated=setting(
     0, "with most completions cut off; 0 = never", within=NOT_NEGATIVE
+  ),
+  no_improvement=setting(
+    0,
+    "evaluations, not steps, without a higher held-out accuracy: the run ends "
+    "early, with its model; 0 = never",
+    within=NOT_NEGATIVE,
   ),
 )
 
@@ -177,6 +196,7 @@ _ALL = section(
   eval=_EVAL,
   checkpoint=_CHECKPOINT,
   log=_LOG,
+  profile=_PROFILE,
   stop=_STOP,
   mesh=_MESH,
 )

@@ -23,6 +23,7 @@ from grpojax.runtime import (
   trackers,
 )
 from grpojax.runtime import config as config_lib
+from grpojax.runtime.screen import Screen, in_lines
 from grpojax.training import (
   batch_sizes,
   from_config,
@@ -74,6 +75,7 @@ class Run(NamedTuple):
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: prompts.Split
   held_out: prompts.Split
+  screen: Screen = in_lines()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
   def file(self, name: str) -> pathlib.Path:

@@ -8,34 +8,81 @@ from ml_collections import ConfigDict
 from grpojax.core.types import Params
 from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint, hub
-from grpojax.training import from_config, run_directory, run_storage, sources
+from grpojax.training import best as best_lib
+from grpojax.training import (
+  from_config,
+  progress,
+  run_directory,
+  run_storage,
+  sources,
+)
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
 
-def load(model: str, dtype: str = "float32") -> tuple[Policy, Params]:
+def is_run(model: str) -> bool:
+  """Whether it has a config of its own, be its checkpoints gone or not."""
+  where = run_storage.local(model)
+  finished = run_directory.is_finished(where) and (
+    run_directory.model_directory(where) != where
+  )
+  return finished or run_directory.is_run(where)
+
+
+def read_config(model: str) -> ConfigDict:
+  """The config of a run; ValueError where it has none."""
+  return run_directory.read_config(run_storage.local(model))
+
+
+def load(
+  model: str, dtype: str = "float32", best: bool = False
+) -> tuple[Policy, Params]:
   """A policy and its parameters.
 
   Args:
     model: as `policy.find_model` takes it, or a run with checkpoints, of which
       the newest is read.
     dtype: of computation; a run has its own.
+    best: read the run's state of the highest held-out accuracy.
 
   Raises:
     ValueError: there is no such model, or it is damaged.
   """
   where = run_storage.local(model)
   if not run_directory.is_run(where):
+    if best:
+      raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policies.load_policy(model, dtype)
     return policy, policy.params
   saved = run_directory.read_config(where)
   policy = from_config.open_policy(saved)
   if saved.lora.rank:  # adapters need their base
     policy = from_config.with_weights(saved, policy)
-  step, params = load_params(where, saved)
+  step = best_step(where) if best else None
+  step, params = load_params(where, saved, step)
   run_directory.say_added(where)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
+
+
+def best_step(run: str | pathlib.Path) -> int:
+  """The step of a run's state of the highest held-out accuracy.
+
+  Raises:
+    ValueError: it was not kept, or there is none yet.
+  """
+  with checkpoint.open_checkpointer(
+    run_storage.checkpoints(run), readonly=True
+  ) as checkpointer:
+    there = checkpoint.steps(checkpointer)
+    notes = checkpoint.read_notes(checkpointer, there[-1]) if there else {}
+  step = best_lib.step(progress.from_notes(notes).evaluations)
+  if step not in there:
+    raise ValueError(
+      f"--best: {run} has kept no best state (checkpoint.best), only those of "
+      f"steps {there}"
+    )
+  return step
 
 
 def load_params(

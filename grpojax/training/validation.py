@@ -18,6 +18,7 @@ from grpojax.training import (
   group_sizes,
   loss_settings,
   mixtures,
+  profiling,
   reference,
   score_norms,
   sources,
@@ -185,5 +186,5 @@ def problems(leaves: dict[str, Any]) -> list[str]:
   wrong += loss_settings.problems(leaves) + reference.problems(leaves)
   wrong += corrections.problems(leaves) + score_norms.problems(leaves)
   wrong += mixtures.problems(leaves) + difficulty.problems(leaves)
-  wrong += sources.problems(leaves)
+  wrong += sources.problems(leaves) + profiling.problems(leaves)
   return wrong + batch_sizes.problems(leaves) + group_sizes.problems(leaves)

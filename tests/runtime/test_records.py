@@ -144,9 +144,8 @@ def test_two_may_be_writing_the_same_file(tmp_path):
 
 def test_progress_is_one_line_with_the_time_left():
   line = records.progress(
-    9, 60, 2.5, {"reward": jnp.float32(0.51234), "note": "ok"}
+    9, 60, 2.5, 127.5, {"reward": jnp.float32(0.51234), "note": "ok"}
   )
-  # (60 - 9) x 2.5 s = 127.5 s
   assert line == "step  9/60  reward 0.512  note ok  2.50 s/step  2m08s left"
 
 

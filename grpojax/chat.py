@@ -1,0 +1,206 @@
+"""Asks a model, and shows what it answers.
+
+    python -m grpojax.chat --model=DIR [--prompt=TEXT | --example=N]
+                           [--samples=N] [--temperature=T] [--top_p=P] ...
+                           [--config.key=value ...]
+
+DIR is the run directory of a training run, finished or not, a Hugging Face
+directory, or the name of an embedded model. A run's prompts are set as it was
+trained on (data.template, data.system_prompt, ...), and it samples as it did in
+training; the flags change that. A prompt is set by the model's chat template,
+where it has one, and else continued as text.
+
+--prompt asks once. --example=N asks problem N of the held-out data, from 0, and
+shows each answer with its reward: of a run these are its own data and rewards,
+of a model those of --config.data.* and --config.reward.*. Without either, each
+line of standard input is a prompt; /new forgets what was said, /quit or Ctrl-D
+ends.
+
+Control characters of what the model writes are escaped.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from grpojax.runtime import command_line
+from grpojax.runtime.printable import printable
+from grpojax.runtime.settings import setting
+from grpojax.training import (
+  chatting,
+  memory,
+  reward_inputs,
+  scoring,
+  trained,
+)
+from grpojax.training import prompts as prompts_lib
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
+
+TURNS = ("auto", "all", "one")
+FLAGS = {
+  "model": setting("", "a run, a model directory, or an embedded model's name"),
+  "best": setting(
+    False,
+    "of a run, the state of the highest held-out accuracy (checkpoint.best)",
+  ),
+  "prompt": setting("", 'asked once; "" = each line of standard input'),
+  "example": setting(
+    -1,
+    "number of a held-out problem, from 0, asked once and scored; -1 = none",
+    within="[-1, inf)",
+  ),
+  "samples": setting(1, "answers to each prompt", within="[1, 1024]"),
+  "turns": setting(
+    "auto",
+    "what a chat's prompt is shown with: all that was said before, or that one "
+    "alone; auto = one for a run, which was trained so, and all for others",
+    choices=TURNS,
+  ),
+  "temperature": setting(
+    -1.0, "of the samples; 0 = greedy, -1 = as in training", within="[-1, inf)"
+  ),
+  "top_k": setting(
+    -1, "most probable tokens; 0 = all, -1 = as in training", within="[-1, inf)"
+  ),
+  "top_p": setting(
+    -1.0, "their probability; 1 = all, -1 = as in training", within="[-1, 1]"
+  ),
+  "min_p": setting(
+    -1.0,
+    "as a share of the most probable; -1 = as in training",
+    within="[-1, 1]",
+  ),
+  "max_new_tokens": setting(
+    -1, "of an answer at most; -1 = as in training", within="[-1, 2**31)"
+  ),
+  "seed": setting(-1, "of the samples; -1 = the run's", within="[-1, 2**32)"),
+}
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
+
+
+def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
+  """The config with the flags that are set in it."""
+  config = config.copy_and_resolve_references()
+  for name in _SAMPLING:
+    if -1 < flags[name] < 0:
+      raise ValueError(f"--{name}={flags[name]}: {FLAGS[name].text}")
+    if flags[name] >= 0 and (name, flags[name]) != ("temperature", 0):
+      config.sampling[name] = flags[name]
+  if flags.seed >= 0:
+    config.seed = flags.seed
+  return config
+
+
+def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
+  def parse(default=None):
+    program = "python -m grpojax.chat"
+    return command_line.parse(
+      argv, FLAGS, SETTINGS, program, default, positional="model"
+    )
+
+  config, flags = parse()
+  if not flags.model:
+    raise ValueError(f"give --model: {FLAGS['model'].text}")
+  if flags.prompt and flags.example >= 0:
+    raise ValueError("give --prompt or --example, not both")
+  if trained.is_run(flags.model):
+    config, flags = parse(lambda: trained.read_config(flags.model))
+  config = _with_flags(config, flags)
+  validate(config)
+  if flags.example >= 0:
+    reward_inputs.resolve(config)
+  return config, flags
+
+
+def _example(config: ConfigDict, number: int) -> dict[str, Any]:
+  """A held-out example.
+
+  Raises:
+    ValueError: there are fewer.
+  """
+  config = config.copy_and_resolve_references()
+  config.eval.num_prompts = max(config.eval.num_prompts, number + 1)
+  examples = prompts_lib.load_examples(config, "test")
+  if number >= len(examples):
+    raise ValueError(
+      f"--example={number}: there are {len(examples)} held-out problems, the "
+      f"last is {len(examples) - 1}"
+    )
+  return examples[number]
+
+
+def _set_up(
+  argv: list[str],
+) -> tuple[chatting.Speaker, dict[str, Any] | None, bool, bool]:
+  """All that can be wrong, before anything compiles.
+
+  Returns:
+    The model; the example to ask or None; whether it is scored; and whether a
+    prompt is shown with what was said before.
+  """
+  config, flags = _parse(argv)
+  policy, params = trained.load(flags.model, config.model.dtype, flags.best)
+  memory.check_evaluation(config, policy, flags.samples)
+  example = {"prompt": flags.prompt} if flags.prompt else None
+  if flags.example >= 0:
+    example = _example(config, flags.example)
+  if example:
+    prompts_lib.encoder(config, policy)(example["prompt"])
+  chats = bool(policy.tokenizer.chat_template)
+  if flags.turns == "all" and not chats:
+    raise ValueError("--turns=all: the model has no chat template; use one")
+  turns = flags.turns == "all"
+  if flags.turns == "auto":
+    turns = chats and not trained.is_run(flags.model)
+  greedy = flags.temperature == 0
+  speaker = chatting.speaker(config, policy, params, flags.samples, greedy)
+  return speaker, example, flags.example >= 0, turns
+
+
+def _lines() -> Iterator[str]:
+  """Lines of standard input, with a prompt where somebody types them."""
+  typed = sys.stdin.isatty()
+  if typed:
+    import readline  # noqa: F401  makes `input` edit lines
+
+    print(f"{chatting.HELP}; the first answer takes a while (it compiles)")
+  while True:
+    try:
+      yield input("> " if typed else "")
+    except EOFError:
+      return
+
+
+def _ask_once(
+  speaker: chatting.Speaker, example: dict[str, Any], scored: bool
+) -> None:
+  """Prints the answers to one prompt, with their rewards if they are wanted."""
+  if not scored:
+    _, answers = chatting.ask(speaker, example)
+    print(*chatting.lines(answers), sep="\n")
+    return
+  steps = speaker.config.steps  # of the run, which has ended
+  with scoring.open_scorer(speaker.config) as scorer:
+    (example,) = reward_inputs.with_step(scorer.pool, [example], steps, steps)
+    prompt, answers = chatting.ask(speaker, example, 0, scorer)
+  print(printable(prompt).rstrip())
+  print(*chatting.lines(answers), sep="\n")
+  if "answer" in example:
+    print(f"the right answer: {printable(str(example['answer']))}")
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    speaker, example, scored, turns = _set_up(argv)
+  if example:
+    _ask_once(speaker, example, scored)
+  else:
+    chatting.talk(speaker, _lines(), print, turns)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,89 @@
+"""A trace of some steps of a run, and what is in the devices' memory then."""
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from grpojax.runtime import distributed
+from grpojax.runtime.config import problem
+
+PROFILE = "profile"  # in the run directory
+MEMORY = "memory.prof"  # in that one; for pprof
+
+Around = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+def parse(text: str) -> range:
+  """The steps of profile.steps, "FIRST:LAST", with both ends; "" is none.
+
+  Raises:
+    ValueError: it is something else.
+  """
+  if not text:
+    return range(0)
+  parts = re.fullmatch(r"(\d+):(\d+)", text)
+  first, last = map(int, parts.groups()) if parts else (0, 0)
+  if not 1 <= first <= last:
+    raise ValueError("give FIRST:LAST, as 10:12 for steps 10, 11 and 12")
+  return range(first, last + 1)
+
+
+def problems(leaves: dict[str, Any]) -> list[str]:
+  """What is wrong with the settings, a line each."""
+  text = leaves["profile.steps"]
+  try:
+    steps = parse(text)
+  except ValueError as error:
+    return [problem("profile.steps", text, str(error))]
+  if steps and steps[-1] > leaves["steps"]:
+    todo = f"the last step is {leaves['steps']} (steps): profile earlier ones"
+    return [problem("profile.steps", text, todo)]
+  return []
+
+
+@contextlib.contextmanager
+def opened(text: str, directory: pathlib.Path) -> Iterator[Around]:
+  """Traces some steps with `jax.profiler`, for xprof and TensorBoard.
+
+  Args:
+    text: see `parse`.
+    directory: of the run; each process writes its own files there.
+
+  Yields:
+    `(step) -> context manager`, to put around each step: the trace begins with
+    the first of them and ends after the last, or where the context ends.
+  """
+  steps, folder, running = parse(text), directory / PROFILE, []
+
+  def stop():
+    running.clear()
+    jax.profiler.stop_trace()
+    name = MEMORY
+    if distributed.several():
+      name = f"{jax.process_index()}.{name}"
+    jax.profiler.save_device_memory_profile(folder / name)
+    print(f"profile: xprof {folder}; memory: pprof {folder / name}", flush=True)
+
+  @contextlib.contextmanager
+  def around(step):
+    if step not in steps:
+      yield
+      return
+    if not running:
+      folder.mkdir(exist_ok=True)
+      jax.profiler.start_trace(folder)
+      running.append(step)
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+      yield
+    if step == steps[-1]:
+      stop()
+
+  try:
+    yield around
+  finally:
+    if running:
+      stop()

@@ -1,0 +1,60 @@
+"""What of a step is shown: as a line of a file, and as a row of a table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from grpojax.runtime import records
+from grpojax.training import pace as pace_lib
+from grpojax.training.progress import troubles
+
+Row = Mapping[str, Any]
+
+SHOWN = {  # in lines by their own names; in the table by headings and formats
+  "reward_mean": ("reward", "{:.3f}"),
+  "group_acceptance": ("accepted", "{:.0%}"),  # with dynamic sampling
+  "completion_length_mean": ("length", "{:.1f}"),
+  "truncated": ("truncated", "{:.0%}"),
+  "zero_variance_groups": ("no variance", "{:.0%}"),
+  "entropy": ("entropy", "{:.3f}"),
+  "grad_norm": ("grad norm", "{:.2g}"),
+  "tokens_per_second": ("tokens/s", "{:.0f}"),
+}
+
+
+def _best_group_size(row: Row) -> str | None:
+  """With its interval, where the step was diagnosed."""
+  if "optimal_group_size" not in row:
+    return None
+  best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+  return "{:.0f} [{:.0f}, {:.0f}]".format(*best)
+
+
+def line(config: ConfigDict, row: Row, pace: pace_lib.Pace) -> str:
+  """A step for a file: names and numbers to grep, and the time that is left."""
+  metrics = {name: row[name] for name in SHOWN if name in row}
+  if best := _best_group_size(row):
+    metrics["best_group_size"] = best
+  text = records.progress(
+    row["step"],
+    config.steps,
+    pace_lib.step_seconds(pace),
+    pace_lib.left(pace, config.steps - row["step"]),
+    metrics,
+  )
+  return "  ".join([text, *map("! {}".format, troubles(row))])
+
+
+def cells(row: Row) -> dict[str, str]:
+  """A step for the table, by headings; what went wrong has none."""
+  found = {"step": f"{row['step']}"}
+  for name, (heading, form) in SHOWN.items():
+    if name in row:
+      found[heading] = form.format(float(row[name]))
+  found["seconds"] = f"{row['seconds_step']:.1f}"
+  if best := _best_group_size(row):
+    found["best group size"] = best
+  if wrong := troubles(row):
+    found[""] = ", ".join(wrong)
+  return found

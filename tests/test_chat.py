@@ -1,0 +1,80 @@
+"""The program that asks a model."""
+
+import io
+import re
+import shutil
+
+import pytest
+
+from grpojax import chat
+from grpojax.rewards import exact
+from grpojax.runtime import config as config_lib
+from grpojax.training import chatting
+
+
+@pytest.fixture
+def run(toy, toy_model, tmp_path, config_with):
+  """A run of the toy task that is finished, as far as others can see."""
+  words = dict(word[9:].split("=", 1) for word in toy.arguments(toy_model))
+  names = ("sampling.max_new_tokens", "data.max_prompt_length")
+  sizes = {name.replace(".", "__"): int(words[name]) for name in names}
+  config = config_with(**sizes, model__path=str(toy_model), eval__num_prompts=2)
+  (tmp_path / "config.json").write_text(config_lib.to_json(config))
+  (tmp_path / "summary.json").write_text("{}")
+  shutil.copytree(toy_model, tmp_path / "model")
+  return tmp_path
+
+
+def test_a_held_out_problem_is_answered_and_scored(run, toy_task, capsys):
+  chat.main([f"--model={run}", "--example=5", "--samples=16", "--seed=1"])
+  said = capsys.readouterr().out
+  problem = toy_task.load("test", size=6)[5]
+  prompt, _, said = said.partition("\n")
+  assert prompt == problem["prompt"]  # more of them than the run evaluates
+  answers = re.split(r"  \(\[\d+/16\], reward (\S+), \d+ tokens.*\)\n", said)
+  *pairs, last = answers
+  assert len(pairs) == 32 and last == "the right answer: 7\n"
+  rewards = set()
+  for text, reward in zip(pairs[::2], pairs[1::2], strict=True):
+    assert float(reward) == exact.exact_answer("", text, problem)
+    rewards.add(reward)
+  assert rewards == {"0", "1"}  # it answers 3, 5 or 7
+
+
+def test_a_line_is_a_prompt(toy_model, toy_task, capsys, monkeypatch):
+  monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n12+13+14+15\n1+1\n"))
+  size = "--config.data.max_prompt_length=8"  # the second is longer
+  chat.main([str(toy_model), "--temperature=0", "--max_new_tokens=8", size])
+  said = re.split(r"  \(\d tokens.*\)\n", capsys.readouterr().out)
+  assert len(said) == 4 and said[0] == said[2] and said[0].startswith("####")
+
+
+@pytest.mark.parametrize(
+  "words, hint",
+  [
+    ([], "give --model"),
+    (["--model=none_such"], "none_such"),
+    (["RUN", "--prompt=x", "--example=1"], "--prompt or --example, not both"),
+    (["RUN", "--example=-2"], "-1 or more"),
+    (["MODEL", "--example=60"], "there are 50 held-out problems, the last"),
+    (["RUN", "--temperature=-0.5"], "--temperature=-0.5: of the samples; 0"),
+    (["RUN", "--top_p=1.5"], "in [-1, 1]"),
+    (["RUN", "--max_new_tokens=0"], "sampling.max_new_tokens = 0"),
+    (["RUN", "--turns=all"], "no chat template"),
+    (["RUN", "--turns=some"], "one of auto, all, one"),
+    (["RUN", "--example=1", "--config.reward.functions=x"], "x"),
+  ],
+)
+def test_what_is_wrong_is_said_before_anything_compiles(
+  words, hint, run, toy_model, toy_task, monkeypatch
+):
+  monkeypatch.setattr(chatting, "speaker", None)
+  if "--example=60" in words:  # an endless data set ends nowhere
+    fifty = [toy_task.load("test")[i] for i in range(50)]
+    load = "grpojax.training.prompts.load_examples"
+    monkeypatch.setattr(load, lambda config, split: fifty)
+  places = {"RUN": str(run), "MODEL": str(toy_model)}
+  with pytest.raises(SystemExit) as caught:
+    chat.main([places.get(word, word) for word in words])
+  assert str(caught.value.code).startswith("error: ")
+  assert hint in str(caught.value.code)

@@ -1,0 +1,55 @@
+"""Programs say what they say, and no library adds a word."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+# One process for all of them: imports take most of the time. The output is
+# that of the file descriptors, which libraries in C++ write to as well.
+PROGRAMS = """
+import importlib.machinery, pathlib, runpy, sys
+
+class WithoutPyTorch(importlib.machinery.PathFinder):
+  @classmethod
+  def find_spec(cls, name, *args):
+    return None if name == "torch" else super().find_spec(name, *args)
+
+if sys.argv[1] == "without":
+  place = sys.meta_path.index(importlib.machinery.PathFinder)
+  sys.meta_path[place] = WithoutPyTorch
+toy = runpy.run_path(sys.argv[2])
+from grpojax import evaluate, export, train
+model, run = sys.argv[3:]
+short = dict(steps=1, eval__every=1, log__tensorboard=True)
+arguments = toy["arguments"](pathlib.Path(model), **short)
+with toy["task"]():
+  train.main([*arguments, "--run_dir=" + run])
+  evaluate.main(["--model=" + run, "--samples=2"])
+  export.main([run, "--out", run + "-exported"])
+"""
+
+
+@pytest.mark.parametrize(
+  "torch",
+  [
+    pytest.param("with", marks=pytest.mark.long),
+    pytest.param("without", marks=pytest.mark.slow),
+  ],
+)
+def test_no_library_adds_a_word(torch, toy_model, tmp_path):
+  run = tmp_path / "run"
+  done = subprocess.run(
+    [sys.executable, "-c", PROGRAMS, torch, HERE / "toy.py", toy_model, run],
+    env={**os.environ, "PYTHONPATH": str(HERE.parent), "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stderr == ""
+  first, *_, last = done.stdout.splitlines()
+  assert first.startswith(str(toy_model)) and last.startswith("step 1 of ")
+  assert "WARNING" not in done.stdout and "INFO" not in done.stdout

@@ -1,0 +1,76 @@
+"""Training on a terminal, to its end and interrupted."""
+
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def on_terminal(words, ending=None):
+  """Runs the toy on a terminal; after some steps it gets a signal.
+
+  Returns:
+    The exit code, and all that the terminal was sent.
+  """
+  ours, theirs = pty.openpty()
+  environ = {k: v for k, v in os.environ.items() if k != "JPY_PARENT_PID"}
+  environ |= {"PYTHONPATH": str(HERE.parent), "TERM": "xterm-256color"}
+  process = subprocess.Popen(
+    [sys.executable, str(HERE / "toy.py"), *words],
+    env=environ | {"COLUMNS": "100", "JAX_PLATFORMS": "cpu"},
+    stdin=theirs,
+    stdout=theirs,
+    stderr=theirs,
+    start_new_session=True,
+  )
+  os.close(theirs)
+  sent, end = "", time.monotonic() + 240
+  while time.monotonic() < end:
+    try:
+      data = os.read(ours, 4096)
+    except OSError:  # the other end is closed
+      break
+    sent += data.decode(errors="replace")
+    if ending and "no variance" in sent:  # the table: a step is done
+      process.send_signal(ending)
+      ending = None
+  os.close(ours)
+  return process.wait(timeout=30), sent
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_the_last_table_and_saves(toy, toy_model, tmp_path):
+  words = toy.arguments(toy_model, steps=100000, eval__every=1000)
+  code, sent = on_terminal([*words, f"--run_dir={tmp_path}"], signal.SIGTERM)
+  plain = MOVES.sub("", sent)
+  assert code == 75, plain[-2000:]
+  assert "the first step compiles" in plain and "evaluating 0/10" in plain
+  assert re.search(r"step +reward +length +truncated +no variance", plain)
+  assert "SIGTERM: saving, then exiting" in plain
+  assert re.search(r"saved step \d+; the same command resumes", plain)
+  assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")  # the cursor
+
+
+@pytest.mark.long
+def test_ctrl_c_and_the_end(toy, toy_model, tmp_path):
+  words = toy.arguments(toy_model, steps=100000, eval__every=1000)
+  code, sent = on_terminal([*words, f"--run_dir={tmp_path}"], signal.SIGINT)
+  assert code == 130 and "interrupted; the same command resumes" in sent
+  assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")
+  code, sent = on_terminal(
+    [*toy.arguments(toy_model, steps=3), f"--run_dir={tmp_path / 'whole'}"]
+  )
+  plain = MOVES.sub("", sent)
+  assert code == 0 and "Traceback" not in plain
+  last = plain[plain.rindex("no variance") :]
+  assert re.search(r"3/3 .*\n?.*accuracy before", last, re.DOTALL)
+  assert f"python -m grpojax.chat --model={tmp_path / 'whole'}" in last

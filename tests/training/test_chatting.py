@@ -1,0 +1,71 @@
+"""Conversations with a model, without one."""
+
+import pytest
+
+from grpojax.training import chatting
+from grpojax.training.chatting import Answer
+
+NOBODY = chatting.Speaker(*[None] * 5)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+  """All prompts; the n-th is answered by "answer n", and then by another."""
+  prompts, turns = [], set()
+
+  def ask(speaker, example, turn):
+    assert turn not in turns  # other samples each time
+    turns.add(turn)
+    prompts.append(example["prompt"])
+    if example["prompt"] == "too hard":
+      raise ValueError("no such role")
+    first = Answer(f"answer {len(prompts)}", 2, True)
+    return "", [first, Answer("another", 1, True)]
+
+  monkeypatch.setattr(chatting, "ask", ask)
+  return prompts
+
+
+def test_a_chat_remembers_what_was_said(asked):
+  said = []
+  lines = iter(["one ", "two", "three", "/quit", "never"])
+  chatting.talk(NOBODY, lines, said.append, turns=True)
+  first = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "answer 1"},
+    {"role": "user", "content": "two"},
+  ]
+  assert asked[:2] == ["one", first]
+  third = {"role": "assistant", "content": "answer 2"}
+  assert asked[2:] == [[*first, third, {"role": "user", "content": "three"}]]
+  assert said[0].splitlines()[0] == "answer 1"
+
+
+def test_new_forgets(asked):
+  chatting.talk(NOBODY, iter(["one", "/new", "two"]), print, turns=True)
+  assert asked == ["one", "two"]
+
+
+def test_one_turn_at_a_time(asked):
+  chatting.talk(NOBODY, iter(["one", "", "two"]), print, turns=False)
+  assert asked == ["one", "two"]
+
+
+def test_what_the_template_refuses_ends_no_chat(asked):
+  said = []
+  chatting.talk(NOBODY, iter(["too hard", "two"]), said.append, turns=True)
+  assert said[0] == "error: no such role" and asked == ["too hard", "two"]
+
+
+def test_answers_are_shown_without_control_characters():
+  answers = [
+    Answer("\x1b]0;mine\x07\nyes\n", 7, True, 1.0),
+    Answer("no", 80, False, float("nan")),
+  ]
+  assert chatting.lines(answers) == [
+    "\\x1b]0;mine\\x07\nyes",
+    "  ([1/2], reward 1, 7 tokens)",
+    "no",
+    "  ([2/2], reward nan, 80 tokens, cut off there)",
+  ]
+  assert chatting.lines([Answer("x", 1, True)]) == ["x", "  (1 tokens)"]

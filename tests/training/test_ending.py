@@ -1,0 +1,77 @@
+"""What a run says at its end."""
+
+import importlib.util
+import pathlib
+import shlex
+
+import pytest
+
+from grpojax.training import ending
+
+SUMMARY = {
+  "accuracy_before": 0.0625,
+  "accuracy_before_interval": [0.025, 0.15],
+  "accuracy_after": 0.984,
+  "accuracy_after_interval": [0.917, 0.997],
+  "train_seconds": 214.0,
+  "model_step": 40,
+  "steps": 40,
+  "eval_prompts": 64,
+  "dropped_prompts": 0,
+  "failed_rewards": 0,
+  "steps_with": {"truncated": 0, "skipped_updates": 0},
+}
+
+
+def test_the_end_says_the_gain_and_where_everything_is(tmp_path, config_with):
+  for name in ("model", "learning_curve.png", "metrics.jsonl"):
+    (tmp_path / name).mkdir()
+  config = config_with(model__path="some/model")
+  lines = ending.lines("runs/x", tmp_path, config, SUMMARY)
+  assert lines[:4] == [
+    "accuracy before   6.2%  [2.5%, 15.0%]",
+    "accuracy after   98.4%  [91.7%, 99.7%]"
+    "  (greedy, 64 held-out prompts, 95% intervals)",
+    "40 steps in 3m34s; results are in runs/x/:",
+    "  model/ (of step 40, Hugging Face format), learning_curve.png, "
+    "metrics.jsonl",
+  ]
+  assert lines[4:] == ending.todo("runs/x", config)
+  assert max(map(len, lines)) < 100
+
+
+def test_the_end_says_what_went_wrong_and_each_data_set(tmp_path, config_with):
+  summary = SUMMARY | {"failed_rewards": 3, "steps_with": {"truncated": 2}}
+  summary |= {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
+  lines = ending.lines("runs/x", tmp_path, config_with(), summary)
+  assert lines[2:5] == [
+    "  sums: 10.0% -> 75.0%",
+    "steps with truncated: 2",
+    "rewards that failed: 3",
+  ]
+
+
+@pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
+def test_commands_can_be_pasted_into_a_shell(where, config_with):
+  config = config_with(model__path="my model")
+  commands = ending.commands(where, config)
+  for command in commands.values():
+    python, m, module, first, *rest = shlex.split(command)
+    assert (python, m) == ("python", "-m")
+    assert importlib.util.find_spec(module)
+    assert where in (first, first.removeprefix("--model="))
+    assert all(word.startswith(("--compare=my m", "--out=")) for word in rest)
+  last = pathlib.PurePath(where).name
+  assert shlex.split(commands["export"])[-1] == f"--out={last}-model"
+
+
+def test_only_an_embedded_model_is_followed_by_a_real_one(config_with):
+  name = "a real model"
+  config = config_with(model__path="arithmetic-instruct")
+  real = ending.commands("runs/x", config)[name]
+  root = pathlib.Path(__file__).resolve().parents[2]
+  config_file = root / "configs" / f"{real.partition('--config=')[2]}.py"
+  assert config_file.is_file()
+  for path in ("Qwen2.5", "/", ".", "runs/x"):
+    config = config_with(model__path=path)
+    assert name not in ending.commands("runs/x", config)
