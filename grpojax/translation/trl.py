@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from grpojax.translation import common, trl_loss, trl_names
+from grpojax.translation import common, trl_loss, trl_names, trl_schedule
 from grpojax.translation.parts import (
   NOTHING,
   Theirs,
@@ -48,7 +48,7 @@ def translate(
   theirs = Theirs(LIBRARY, given, DEFAULTS)
   updates, batch = _batch(theirs, processes)
   prompts = dict((s.name, s.value) for s in batch.settings)["batch_size"]
-  steps = _steps_in_all(theirs, updates, prompts, examples)
+  steps = trl_schedule.steps(theirs, updates, prompts, examples)
   return total(
     _model(theirs),
     _data(theirs),
@@ -57,15 +57,10 @@ def translate(
     _steps(theirs, updates, steps),
     _sampling(theirs),
     trl_loss.translate(theirs, updates),
-    common.optimizer(theirs, _OPTIM),
-    _warmup(theirs, updates * (steps or 100)),
+    trl_schedule.translate(theirs, updates * (steps or 100)),
+    setting(theirs, "seed", "seed"),
     _unread(theirs),
   )
-
-
-_OPTIM = common.OptimizerNames(
-  "optim", "learning_rate", "lr_scheduler_type", "weight_decay", "max_grad_norm"
-)
 
 
 def _model(theirs: Theirs) -> Translation:
@@ -155,6 +150,10 @@ def _batch(theirs: Theirs, processes: int) -> tuple[int, Translation]:
       "generation_batch_size and steps_per_generation: TRL takes one of them"
     )
   samples = whole or micro * (count or cuts)
+  once = theirs["num_iterations"] == 1
+  if once and samples < micro * cuts and micro * cuts % samples == 0:
+    # Generations of one policy, whose gradients add up: one of their sum.
+    samples = micro * cuts
   if samples % size or samples % micro:
     raise ValueError(
       f"a generation of {samples} completions (per_device_train_batch_size,"
@@ -236,17 +235,6 @@ def _steps(
   return found + common.trackers(theirs, "report_to")
 
 
-def _steps_in_all(
-  theirs: Theirs, updates: int, prompts: int, examples: int | None
-) -> int | None:
-  """Steps of the run; None where that depends on the data."""
-  if theirs["max_steps"] > 0:
-    return max(math.ceil(theirs["max_steps"] / updates), 1)
-  if examples is None:
-    return None
-  return max(math.ceil(examples * theirs["num_train_epochs"] / prompts), 1)
-
-
 def _sampling(theirs: Theirs) -> Translation:
   found = setting(theirs, "sampling.max_new_tokens", "max_completion_length")
   for name in ("temperature", "top_p", "repetition_penalty"):
@@ -263,19 +251,6 @@ def _sampling(theirs: Theirs) -> Translation:
       " policy without them",
     )
   return found
-
-
-def _warmup(theirs: Theirs, updates: int) -> Translation:
-  steps, ratio = theirs["warmup_steps"], theirs["warmup_ratio"]
-  if isinstance(steps, float) and 0 < steps < 1:
-    steps, ratio = 0, steps
-  if ratio:
-    steps = math.ceil(ratio * updates)
-  said = theirs.said("warmup_ratio" if ratio else "warmup_steps")
-  found = also("optim.warmup_steps", int(steps or 0), said)
-  for ours, name in (("b1", "adam_beta1"), ("b2", "adam_beta2")):
-    found += setting(theirs, f"optim.{ours}", name, float(theirs[name]))
-  return found + setting(theirs, "seed", "seed")
 
 
 def _unread(theirs: Theirs) -> Translation:

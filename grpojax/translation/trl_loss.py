@@ -33,14 +33,14 @@ def translate(theirs: Theirs, updates: int) -> Translation:
   Raises:
     ValueError: a name that TRL does not know.
   """
-  found = _loss(theirs) + _advantage(theirs) + _kl(theirs, updates)
+  found = _loss(theirs, updates) + _advantage(theirs) + _kl(theirs, updates)
   name = "router_aux_loss_coef"
   if theirs[name]:
     found += setting(theirs, "loss.router_aux_coef", name, float(theirs[name]))
   return found + _entropy(theirs) + _mismatch(theirs)
 
 
-def _loss(theirs: Theirs) -> Translation:
+def _loss(theirs: Theirs, updates: int) -> Translation:
   kind = theirs["loss_type"]
   if kind not in _LOSSES:
     raise ValueError(f"loss_type = {kind!r}: use one of {', '.join(_LOSSES)}")
@@ -60,8 +60,14 @@ def _loss(theirs: Theirs) -> Translation:
     found += differs(
       "loss_type", "'bnpo' means over a micro-batch; here over the whole batch"
     )
-  if kind == "grpo" and theirs["mask_truncated_completions"]:
+  if weighting != "token_mean" and theirs["mask_truncated_completions"]:
     found += differs("loss_type", "TRL also counts completions masked whole")
+  if kind in ("dapo", "cispo", "vespo") and updates > theirs["num_iterations"]:
+    found += differs(
+      "loss_type",
+      "TRL divides by the mean number of tokens of a generation's updates; here"
+      " by the update's own",
+    )
   high = theirs["epsilon_high"]
   high = theirs["epsilon"] if high is None else high
   said = theirs.said("epsilon_high", "epsilon")
@@ -104,6 +110,13 @@ def _advantage(theirs: Theirs) -> Translation:
     found += also("advantage", "batch_std", "multi_objective_aggregation")
   else:
     found += also("advantage", names[scale], said)
+  if scale == "batch" and together == "sum_then_normalize":
+    found += differs(
+      "scale_rewards",
+      "'batch' divides by the deviation of all rewards in TRL; here by that of"
+      " rewards less their group's mean, which is smaller: advantages are"
+      " larger",
+    )
   if scale != "none":
     found += differs(
       "scale_rewards", "1e-6 is added to a deviation here, 1e-4 in TRL"

@@ -243,15 +243,15 @@ def _warmup(theirs: Theirs, steps: int, updates: int) -> Translation:
   """
   count = theirs[f"{ACTOR}.optim.lr_warmup_steps"]
   ratio = theirs[f"{ACTOR}.optim.lr_warmup_steps_ratio"]
-  named = "lr_warmup_steps" if count >= 0 else "lr_warmup_steps_ratio"
+  named = "lr_warmup_steps" if count > 0 else "lr_warmup_steps_ratio"
   name = f"{ACTOR}.optim.{named}"
-  count = int(count if count >= 0 else ratio * steps)
+  count = int(count if count > 0 else ratio * steps)
   found = also("optim.warmup_steps", count * updates, theirs.said(name))
-  if count and updates > 1:
+  if count:
     found += differs(
       name,
-      f"verl's rate changes once a step, here with each of a step's {updates}"
-      " updates",
+      "verl's rate changes once a step, and is 0 in the first one; here it"
+      f" rises with each of a step's {updates} updates, from the first on",
     )
   said = theirs.said(f"{ACTOR}.optim.betas")
   betas = zip(("b1", "b2"), theirs[f"{ACTOR}.optim.betas"], strict=True)

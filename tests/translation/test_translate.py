@@ -5,6 +5,7 @@ What they should become was written down by hand from TRL 1.16's and verl
 """
 
 import json
+import math
 import pathlib
 
 import pytest
@@ -69,7 +70,7 @@ EXPECTED = {
     "optim.minibatches": 2,
     "optim.micro_batches": 2,
     "optim.epochs": 1,
-    "steps": 3,  # 10 / 4, rounded up
+    "steps": 2,  # 10 // 4: TRL leaves out what does not fill a generation
     "advantage": "grpo",
     "loss.weighting": "token_mean",
     "loss.clip_high": 0.2,
@@ -237,6 +238,23 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
       | {"reward.model": "org/reward-model", "reward.model_weight": 3.0},
     ),
     ("max_steps: 10\nwarmup_steps: 0.2", {"optim.warmup_steps": 2}),
+    (
+      "max_steps: 10\nwarmup_ratio: 0.25\nlr_scheduler_type: cosine",
+      {"optim.warmup_steps": 3, "optim.schedule": "cosine"},
+    ),
+    (  # transformers' get_scheduler: constant takes no warm-up
+      "max_steps: 10\nwarmup_steps: 3\nlr_scheduler_type: constant",
+      {"optim.warmup_steps": 0, "optim.schedule": "constant"},
+    ),
+    (
+      "max_steps: 10\nwarmup_steps: 3\nlr_scheduler_type: constant_with_warmup",
+      {"optim.warmup_steps": 3, "optim.schedule": "constant"},
+    ),
+    # Four generations of one policy, and then an update of all of them.
+    (
+      "max_steps: 6\ngradient_accumulation_steps: 4\nsteps_per_generation: 1",
+      {"batch_size": 4, "steps": 6, "optim.minibatches": 1},
+    ),
     ("dataset_name: openai/gsm8k", {"data.name": "gsm8k"}),
     ("dataset_name: my/train.jsonl", {"data.name": "jsonl"}),
     ("gradient_checkpointing: false", {"model.remat": "none"}),
@@ -252,6 +270,44 @@ def test_settings_of_trl(text, expected, tmp_path):
   config, leaves, _ = become(f"temperature: 1\n{text}\n", tmp_path)
   validate(config)
   assert {key: leaves[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("epochs", [1, 3, 2.5])
+@pytest.mark.parametrize(
+  "text, prompts, cuts",  # prompts of a generation; its updates, then steps
+  [
+    ("gradient_accumulation_steps: 4", 4, 1),
+    ("steps_per_generation: 8\ngradient_accumulation_steps: 4", 8, 2),
+  ],
+)
+def test_epochs_of_trl(text, prompts, cuts, epochs, tmp_path):
+  """As transformers counts them over what RepeatSampler yields."""
+  chunks = [range(i, min(i + prompts, 50)) for i in range(0, 50, prompts)]
+  whole = [chunk for chunk in chunks if len(chunk) == prompts]
+  batches = len(whole) * 4 * cuts
+  an_epoch = batches // 4 + (batches % 4 > 0)
+  updates = math.ceil(epochs * an_epoch)
+  text = f"{text}\nnum_train_epochs: {epochs}\n"
+  _, leaves, _ = become(text, tmp_path, examples=50)
+  assert leaves["batch_size"] == prompts
+  assert leaves["optim.minibatches"] == cuts
+  assert leaves["steps"] == math.ceil(updates / cuts)
+
+
+def test_what_trl_does_otherwise_is_said(tmp_path):
+  def said(text):
+    return {note.theirs for note in become(text, tmp_path)[2].differs}
+
+  always = said("temperature: 1\n")
+  assert said("weight_decay: 0.1\n") - always == {"weight_decay"}
+  assert said("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
+  batch = become("scale_rewards: batch\n", tmp_path)[2].differs
+  assert any("less their group's mean" in note.text for note in batch)
+  masked = "mask_truncated_completions: true\nloss_type: {}\n"
+  assert "loss_type" not in said(masked.format("dapo"))
+  for kind in ("grpo", "dr_grpo", "luspo", "sapo"):
+    assert "loss_type" in said(masked.format(kind))
+  assert "loss_type" in said("steps_per_generation: 4\n")
 
 
 ACTOR = "actor_rollout_ref.actor"
@@ -332,6 +388,11 @@ ACTOR = "actor_rollout_ref.actor"
       " +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
       {"reward.functions": ("math_answer", "overlong")}
       | {"reward.weights": (1.0, 0.5), "reward.options.overlong.cache": 64},
+    ),
+    (  # none of its own: by the ratio
+      f"{ACTOR}.optim.lr_warmup_steps=0 trainer.total_training_steps=50"
+      f" {ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+      {"optim.warmup_steps": 5 * 4},
     ),
     (
       "reward.reward_model.enable=True reward.reward_model.model_path=/m/rm",
