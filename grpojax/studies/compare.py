@@ -29,11 +29,13 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line
+from grpojax.runtime.config import flatten
 from grpojax.runtime.settings import changed, section, setting
 from grpojax.studies import compare_results as results
 from grpojax.studies import run as study
 from grpojax.studies import training_runs
 from grpojax.training import config as train_config_lib
+from grpojax.training import group_sizes
 from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.settings_input import ONE
 
@@ -130,7 +132,21 @@ def problems(config: ConfigDict) -> list[str]:
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
         wrong.append(f"arm {arm!r}: {name} is set by the study")
-  return wrong
+  return wrong or _unequal(config)
+
+
+def _unequal(config: ConfigDict) -> list[str]:
+  """The arms that sample more or less than the first, a line each."""
+  runs = [arm_config(config, arm) for arm in config.arms]
+  samples = [
+    run.steps * group_sizes.samples_per_step(flatten(run)) for run in runs
+  ]
+  return [
+    f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first arm:"
+    " set batch_size (prompts a step) or steps for as many"
+    for arm, count in zip(config.arms, samples, strict=True)
+    if count != samples[0]
+  ]
 
 
 def tune(

@@ -117,13 +117,20 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
   Returns:
     `optimal_group_size` and `optimal_group_size_interval` (95%, over the
-    diagnoses), for summary.json; nothing without diagnoses.
+    diagnoses; of a single one, its own), for summary.json; nothing without
+    diagnoses.
   """
-  found = [(row["c1"], row["c3"]) for row in rows if "c1" in row]
+  rows = [row for row in rows if "c1" in row]
+  found = [(row["c1"], row["c3"]) for row in rows]
   c1, c3 = np.array(found, float).reshape(-1, 2).T  # null becomes nan
-  if not np.isfinite(c1 + c3).any():
+  known = np.flatnonzero(np.isfinite(c1 + c3))
+  if not len(known):
     return {}
   best, *interval = pooled_group_size(c1, c3)
+  if len(known) == 1:
+    row = rows[known[0]]
+    ends = row["optimal_group_size_low"], row["optimal_group_size_high"]
+    interval = [math.inf if end is None else end for end in ends]
   return {
     "optimal_group_size": best,
     "optimal_group_size_interval": interval,

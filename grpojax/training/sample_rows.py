@@ -11,8 +11,9 @@ rows of a group one after another.
 | prompt          | as the model read it                                      |
 | completion      | its text, without the EOS                                 |
 | answer          | of the example, or null                                   |
-| reward          | as it was compared with its group's; null where there is  |
-|                 | none                                                      |
+| reward          | weighted sum of what the functions gave; null where there |
+|                 | is none. What is compared may be another number: see      |
+|                 | reward.aggregation, loss.kl_placement and loss.truncated  |
 | rewards         | of each function, by name; null where it has none         |
 | advantage       | as the loss took it; 0 where it took none                 |
 | truncated       | cut off at its budget of tokens, without an EOS           |

@@ -43,6 +43,10 @@ def test_arms_differ_in_their_settings_only():
     ("--config.arms=advantage=grpo, advantage=nothing", "arm 'advantage=noth"),
     ("--config.arms=seed=1, advantage=grpo", "seed is set by the study"),
     ("--config.arms=steps=x, advantage=grpo", "type int"),
+    (
+      "--config.arms=group_size=8, group_size=4",
+      "1536 completions a run, and 3072 of the first",
+    ),
     ("--config.learning_rates=(0.0,)", "numbers above 0"),
     ("--config.learning_rates=(1e-4, 0.0001)", "the same"),
     ("--config.seeds=1", "an interval needs 2"),

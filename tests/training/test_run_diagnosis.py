@@ -39,6 +39,17 @@ def test_what_was_written_is_said_as_well(tmp_path):
   assert diagnosis.line(found).endswith("groups of 4.0 [1.0, inf]")
 
 
+@pytest.mark.parametrize("high, bound", [(7.5, 7.5), (None, math.inf)])
+def test_a_single_diagnosis_has_an_interval_of_its_own(high, bound):
+  rows = rows_of((1.0, 9.0), (None, None))
+  for row in rows[1::2]:
+    row["optimal_group_size_low"] = 1.5
+    row["optimal_group_size_high"] = high
+  found = diagnosis.summary(rows)
+  assert found["optimal_group_size"] == pytest.approx(4.0)
+  assert found["optimal_group_size_interval"] == [1.5, bound]
+
+
 @pytest.mark.parametrize("pairs", [(), ((None, None),), ((np.nan, 1.0),)])
 def test_nothing_is_said_without_a_diagnosis(pairs):
   assert diagnosis.summary(rows_of(*pairs)) == {}
