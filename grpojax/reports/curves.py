@@ -6,7 +6,6 @@ within a block they count as independent observations (what is learned meanwhile
 only makes the interval wider).
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxtyping import Float
 from grpojax.statistics.intervals import mean_interval
 
 POINTS = 400  # of a curve, at most
-BLOCKS = 40  # at most; of as many steps each
+BLOCKS = 40  # at most; of as many steps each, give or take one
 BLOCK = 5  # steps of a block, at least
 NORMAL = 1.959964  # standard errors on either side of 95%
 
@@ -70,14 +69,15 @@ def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
-  """Blocks of neighbouring steps, all but the last of one size, or none."""
+  """Blocks of neighbouring steps, alike in size, or none for few steps.
+
+  A last block of what is left over would have a mean of few steps: its interval
+  would be many times as wide as the others', and a curve's scale with it.
+  """
   if count < 4 * BLOCK:
     return []
-  size = math.ceil(count / min(BLOCKS, count // BLOCK))
-  starts = list(range(0, count, size))
-  if count - starts[-1] < 2:  # a mean of one has no interval
-    starts.pop()
-  return list(zip(starts, [*starts[1:], count], strict=True))
+  edges = np.linspace(0, count, min(BLOCKS, count // BLOCK) + 1, dtype=int)
+  return list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
 
 
 def blocks(
@@ -94,7 +94,7 @@ def blocks(
   return {
     name: [short(value) for value in column]
     for name, column in zip(names, zip(*found, strict=True), strict=True)
-  } | {"size": edges[0][1] - edges[0][0]}
+  }
 
 
 def _bounds(

@@ -142,7 +142,7 @@ def _unequal(config: ConfigDict) -> list[str]:
     run.steps * group_sizes.samples_per_step(flatten(run)) for run in runs
   ]
   return [
-    f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first arm:"
+    f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
     " set batch_size (prompts a step) or steps for as many"
     for arm, count in zip(config.arms, samples, strict=True)
     if count != samples[0]

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 
 from grpojax.reports import curves
-from grpojax.reports.curves import BLOCKS, POINTS
+from grpojax.reports.curves import BLOCK, BLOCKS, POINTS
 
 
 def rows_of(name, values):
@@ -32,14 +32,15 @@ def test_columns_keep_finite_numbers_and_the_last_of_a_step():
   assert curves.columns(rows) == {"a": ([1, 2], [1.0, 6.5])}
 
 
-@pytest.mark.parametrize("count", [20, 21, 37, 40, 199, 200, 201, 5003])
+@pytest.mark.parametrize("count", [20, 21, 37, 40, 62, 199, 200, 201, 5003])
 def test_blocks_are_all_steps_in_order_with_students_interval(count):
   rng = np.random.default_rng(count)
   values = rng.normal(size=count)
   edges = curves.block_edges(count)
   assert edges[0][0] == 0 and edges[-1][1] == count
   assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
-  assert len(edges) <= BLOCKS and min(b - a for a, b in edges) >= 2
+  assert len(edges) <= BLOCKS and min(b - a for a, b in edges) >= BLOCK
+  assert max(b - a for a, b in edges) - min(b - a for a, b in edges) <= 1
   found = curves.blocks(list(range(1, count + 1)), values.tolist())
   for i, (a, b) in enumerate(edges):
     part = values[a:b]
