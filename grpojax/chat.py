@@ -96,9 +96,14 @@ def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   def parse(default=None):
-    program = "python -m grpojax.chat"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, positional="model"
+      argv,
+      FLAGS,
+      SETTINGS,
+      "python -m grpojax.chat",
+      default,
+      positional="model",
+      about=__doc__,
     )
 
   config, flags = parse()

@@ -50,10 +50,10 @@ def main(argv: list[str]) -> None:
   program = "python -m grpojax.translate"
   with command_line.usage_errors():
     _, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, program, positional="file"
+      argv, FLAGS, SETTINGS, program, positional="file", about=__doc__
     )
     if not flags.file:
-      raise ValueError("give --file: a .yaml, .json, .py or .sh")
+      raise ValueError("give FILE: a .yaml, .json, .py or .sh of TRL or verl")
     file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
       records.check_writable(flags.out)
