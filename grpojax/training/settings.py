@@ -172,7 +172,8 @@ _ALL = section(
   batch_size=setting(32, "prompts a step", within=ONE),
   group_size=setting(
     8,
-    "completions a prompt; or auto: the best size is followed (auto_group_size)",
+    "completions a prompt, or auto, which follows the best size "
+    "(auto_group_size)",
     within=ONE,
     words=(AUTO,),
   ),
