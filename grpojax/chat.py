@@ -96,14 +96,9 @@ def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
 
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   def parse(default=None):
+    program = "python -m grpojax.chat"
     return command_line.parse(
-      argv,
-      FLAGS,
-      SETTINGS,
-      "python -m grpojax.chat",
-      default,
-      positional="model",
-      about=__doc__,
+      argv, FLAGS, SETTINGS, program, default, "model", __doc__
     )
 
   config, flags = parse()
