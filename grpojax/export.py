@@ -55,9 +55,9 @@ def main(argv: list[str]) -> None:
       positional="model",
       about=__doc__,
     )
-    for name in ("model", "out"):
+    for name, example in {"model": "RUN", "out": "--out=DIR"}.items():
       if not flags[name]:
-        raise ValueError(f"give --{name}: {FLAGS[name].text}")
+        raise ValueError(f"give {example}: {FLAGS[name].text}")
   with (
     command_line.usage_errors(),
     disk.errors(),

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
       argv, FLAGS, SETTINGS, program, positional="file", about=__doc__
     )
     if not flags.file:
-      raise ValueError("give --file: a .yaml, .json, .py or .sh")
+      raise ValueError("give FILE: a .yaml, .json, .py or .sh of TRL or verl")
     file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
       records.check_writable(flags.out)

@@ -183,7 +183,7 @@ def test_what_is_no_run_is_copied(tmp_path, capsys):
   [
     ([MODEL, "--step=3"], "are of a run, and arithmetic-instruct is none"),
     ([MODEL, "--adapter"], "are of a run, and arithmetic-instruct is none"),
-    ([], "give --model: a run directory"),
+    ([], "give RUN: a run directory"),
     (["--config=gsm8k", "RUN"], "reads no config file"),
     (["nowhere"], "no run at nowhere"),
     (["RUN", "--step=3"], r"no checkpoint of step 3, only \[2, 4\]"),

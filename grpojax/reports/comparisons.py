@@ -13,6 +13,7 @@ import numpy as np
 
 from grpojax.reports.curves import block_edges, is_number, short
 from grpojax.reports.metric_groups import COMPARED
+from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.statistics.intervals import (
   mean_interval,
   paired_difference,
@@ -107,6 +108,24 @@ def _blocked(xs, first, second, edges) -> dict[str, Any]:
   return numbers | {
     "blocks": {name: [short(x) for x in column] for name, column in columns}
   }
+
+
+def group_size(found: Columns) -> dict[str, float | None] | None:
+  """G* of all diagnoses together, as a run's end says it; None without any.
+
+  Returns:
+    `best`, `low` and `high`; None for what is infinite.
+  """
+  c1, c3 = (
+    dict(zip(*found.get(x, ((), ())), strict=True)) for x in ("c1", "c3")
+  )
+  both = sorted(c1.keys() & c3.keys())
+  if not both:
+    return None
+  sizes = pooled_group_size(*(np.array([c[i] for i in both]) for c in (c1, c3)))
+  names = ("best", "low", "high")
+  shown = [short(x) if is_number(x) else None for x in sizes]
+  return dict(zip(names, shown, strict=True))
 
 
 def speed(found: Columns) -> list[dict[str, Any]]:

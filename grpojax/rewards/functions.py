@@ -212,6 +212,8 @@ def _load(place: str) -> ModuleType:
   if not place.endswith(".py"):
     return importlib.import_module(place)
   path = pathlib.Path(place).resolve()
+  if not path.exists():
+    raise OSError(f"there is no file {path}")
   spec = importlib.util.spec_from_file_location(path.stem, path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

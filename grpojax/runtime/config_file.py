@@ -108,9 +108,9 @@ def _find(path: str) -> str:
   for file in pathlib.Path(folder or ".").glob("*.py"):
     near[file.stem] = str(file)
   guess = difflib.get_close_matches(name, near, n=1)
-  hint = f"; did you mean {near[guess[0]]}?" if guess else ""
+  hint = f"did you mean {near[guess[0]]}? " if guess else ""
   raise ValueError(
-    f"--config={path}: no such file (looked from {os.getcwd()}){hint}; "
+    f"--config={path}: no such file (looked from {os.getcwd()}); {hint}"
     f"grpojax has {', '.join(ours)}"
   )
 

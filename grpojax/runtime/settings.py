@@ -212,7 +212,8 @@ def described(one: Setting) -> str:
     parts.append(f"one of {', '.join(one.choices)}")
   if one.within and not re.match(r"\([0], inf|\[[01], (inf|2\*\*)", one.within):
     parts.append(say(one.within))
-  return "; ".join([*parts, *(f"or {word}" for word in one.words)])
+  said = set(re.findall(r"\w+", one.text))
+  return "; ".join([*parts, *(f"or {w}" for w in one.words if w not in said)])
 
 
 def refusal(one: Setting, value: Any) -> str | None:

@@ -143,5 +143,9 @@ def line(summary: Mapping[str, Any]) -> str:
     summary[f"optimal_group_size{end}"] for end in ("", "_interval")
   )
   sizes = best, low, high
-  each = ("inf" if x is None else f"{x:.1f}" for x in sizes)
-  return "the gradient's noise asked for groups of {} [{}, {}]".format(*each)
+  said = "{} [{}, {}]".format(
+    *("inf" if x is None else f"{x:.1f}" for x in sizes)
+  )
+  if low == 1 and high in (None, math.inf):
+    return f"the gradient's noise left the best group size open: {said}"
+  return f"the gradient's noise asked for groups of {said}"

@@ -185,6 +185,7 @@ def _read(
       "gain": comparisons.before_and_after(answers),
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
+      "groupSize": comparisons.group_size(columns),
       "changes": _changes(path, notes),
     },
   }

@@ -172,7 +172,8 @@ _ALL = section(
   batch_size=setting(32, "prompts a step", within=ONE),
   group_size=setting(
     8,
-    "completions a prompt; auto follows the best size (see auto_group_size)",
+    "completions a prompt, or auto, which follows the best size "
+    "(auto_group_size)",
     within=ONE,
     words=(AUTO,),
   ),

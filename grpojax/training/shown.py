@@ -1,5 +1,6 @@
 """What of a step is shown: as a line of a file, and as a row of a table."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +25,8 @@ SHOWN = {  # in lines by their own names; in the table by headings and formats
 
 
 def _best_group_size(row: Row) -> str | None:
-  """With its interval, where the step was diagnosed."""
-  if "optimal_group_size" not in row:
+  """With its interval, where the step was diagnosed and told something."""
+  if math.isnan(row.get("optimal_group_size", math.nan)):
     return None
   best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
   return "{:.0f} [{:.0f}, {:.0f}]".format(*best)

@@ -45,7 +45,12 @@ def _step(rng, step, steps, better):
   if step % 10 == 1:
     size = 6 + 4 * done
     row |= {"optimal_group_size": size, "optimal_group_size_low": size / 2}
-    row |= {"optimal_group_size_high": 2 * size, "c1": 0.1, "c1_se": 0.02}
+    row |= {
+      "optimal_group_size_high": 2 * size,
+      "c1": 0.1,
+      "c1_se": 0.02,
+      "c3": 3.6,
+    }
   return row
 
 

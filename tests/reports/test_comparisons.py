@@ -95,3 +95,13 @@ def test_speed_says_where_the_time_went():
   shares = [5.5 / 12, 5 / 12, 1.5 / 12, 1]
   assert [row["share"] for row in rows.values()] == pytest.approx(shares, 1e-4)
   assert comparisons.speed({}) == []
+
+
+def test_the_group_size_is_that_of_all_diagnoses_together():
+  found = {"c1": ([1, 11, 21], [0.5, 1.5, 9.0]), "c3": ([1, 11], [8.0, 10.0])}
+  assert comparisons.group_size(found) == {  # 1 + sqrt(9 / 1)
+    "best": 4.0,
+    "low": 1.0,
+    "high": None,
+  }
+  assert comparisons.group_size({"c1": ([1], [1.0])}) is None

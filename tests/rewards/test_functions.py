@@ -45,7 +45,7 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     ("math_anser", {}, "did you mean 'math_answer'.*package.module:function"),
     ("__import__", {}, "unknown reward"),
     ("no.such.package:f", {}, "No module named 'no'"),
-    ("no/such/file.py:f", {}, "No such file"),
+    ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
     (f"{USER}:behav", {}, "no such function; did you mean 'behave'"),
     (f"{USER}:not_a_function", {}, "no such function"),
     (f"{USER}:two_arguments", {}, "cannot be called"),

@@ -116,6 +116,7 @@ def test_a_wrong_value_is_refused_with_the_description():
   "one, text",
   [
     (setting(8, "size", within="[1, inf)", words=("auto",)), "size; or auto"),
+    (setting(8, "size, auto grows", words=("auto",)), "size, auto grows"),
     (setting(8, "size", within="[2, inf)"), "size; 2 or more"),
     (setting(8, "size", within="[0, 2**31)"), "size"),
     (setting(0.5, "rate", within="[0, 1)"), "rate; in [0, 1)"),

@@ -51,6 +51,13 @@ def test_the_end_says_what_went_wrong_and_each_data_set(tmp_path, config_with):
   ]
 
 
+@pytest.mark.parametrize("best, said", [(0.99, True), (0.984, False)])
+def test_a_best_step_is_named_where_it_was_better(best, said, config_with):
+  summary = SUMMARY | {"best_step": 35, "best_accuracy": best}
+  lines = ending.lines("runs/x", pathlib.Path("x"), config_with(), summary)
+  assert any("accuracy best" in line for line in lines) == said
+
+
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
 def test_commands_can_be_pasted_into_a_shell(where, config_with):
   config = config_with(model__path="my model")

@@ -36,7 +36,9 @@ def test_what_was_written_is_said_as_well(tmp_path):
   read = json.loads((tmp_path / "x.json").read_text())
   assert read["optimal_group_size_interval"] == [1.0, None]
   assert diagnosis.line(read) == diagnosis.line(found)
-  assert diagnosis.line(found).endswith("groups of 4.0 [1.0, inf]")
+  assert diagnosis.line(found) == (
+    "the gradient's noise left the best group size open: 4.0 [1.0, inf]"
+  )
 
 
 @pytest.mark.parametrize("high, bound", [(7.5, 7.5), (None, math.inf)])

@@ -1,5 +1,7 @@
 """What of a step is shown, in a file and on a terminal."""
 
+import math
+
 from grpojax.training import shown
 from grpojax.training.pace import Pace
 
@@ -35,6 +37,11 @@ def test_skipped_updates_are_there_when_there_are_any(config_with):
   assert line.endswith("  ! 2 updates skipped") and "left" not in line
   assert shown.cells(row)[""] == "2 updates skipped"
   assert "" not in shown.cells(ROW)
+
+
+def test_a_diagnosis_of_nothing_is_not_shown():
+  nothing = {f"optimal_group_size{x}": math.nan for x in ("", "_low", "_high")}
+  assert shown.cells(ROW | nothing) == shown.cells(ROW)
 
 
 def test_cells_are_for_people():

@@ -564,7 +564,7 @@ def test_a_config_that_would_be_refused_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
   "argv, message",
   [
-    ([], "give --file"),
+    ([], "give FILE: a .yaml"),
     (["nowhere.yaml"], "nowhere.yaml: No such file"),
     ([str(DATA / "trl_grpo.yaml"), "--processes=0"], "processes"),
   ],

@@ -149,8 +149,8 @@ function groupCard(group, wanted, view) {
     el("div.head", null, RUNS.length > 1 && dot(group.run),
       el("h3", null, `Step ${group.step.toLocaleString("en")}`),
       group.answer !== null && el("span.pill", null, `answer ${visible(group.answer)}`),
-      el("span.push.small.soft", null, `mean reward ${number(mean)} of ${
-        group.samples.length}`)),
+      el("span.push.small.soft", null, `${group.samples.length} completions, mean reward ${
+        number(mean)}`)),
     el("div.text.prompt", { tabindex: "0", "aria-label": "prompt" },
       marked(group.prompt, view.search)),
     el("div.side", null, group.samples.map((s) => sampleCard(s, group, wanted, view))));

@@ -36,12 +36,12 @@ function gain(run) {
   ];
 }
 
+// Of all diagnoses together, as the end of a run prints it.
 function bestSize(run) {
-  const curve = run.curves.optimal_group_size;
-  if (!curve) return null;
-  const i = curve.y.length - 1;
-  return `${number(curve.y[i])} ${curve.low ? interval(curve.low[i], curve.high[i],
-    number) : ""}`;
+  if (!run.groupSize) return null;
+  const { best, low, high } = run.groupSize;
+  const size = (value) => value.toFixed(1);
+  return `${known(best) ? size(best) : "\u221e"} ${interval(low, high, size)}`;
 }
 
 function runCard(run, i) {
