@@ -1,11 +1,13 @@
 """A trace of some steps of a run, and what is in the devices' memory then.
 
-A trace that cannot be written is said and left out: no run ends for it.
+A trace that cannot be written is said and left out: no run ends for it, nor for
+the room that half of it takes on a full disk.
 """
 
 import contextlib
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from grpojax.runtime import distributed
 from grpojax.runtime.config import problem
 
 PROFILE = "profile"  # in the run directory
+_TRACES = "plugins/profile/*"  # in it; each has the time of its beginning
 MEMORY = "memory.prof"  # in that one; for pprof
 
 Around = Callable[[int], contextlib.AbstractContextManager[None]]
@@ -67,7 +70,8 @@ def opened(
     the first of them and ends after the last, or where the context ends.
   """
   steps, folder, running = parse(text), directory / PROFILE, []
-  if steps and steps[-1] <= done and not folder.exists():
+  before = [*folder.glob(_TRACES)]
+  if steps and steps[-1] <= done:
     print(f"profile.steps = {text!r}: {done} steps are done, nothing is traced")
 
   @contextlib.contextmanager
@@ -77,6 +81,8 @@ def opened(
       yield
     except Exception as error:  # whatever it is, the run is worth more
       steps = range(0)
+      for half in {*folder.glob(_TRACES)} - {*before}:
+        shutil.rmtree(half, ignore_errors=True)
       said = f"{type(error).__name__}: {error}"
       print(f"profile: not written ({said}); the run goes on", flush=True)
 
