@@ -16,7 +16,6 @@ from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PICTURES = ("configs/*.png", "grpojax/studies/pictures/*.png")
-_LATER = r"(?ms)^<!-- with \w+\n.*?^-->\n"
 _DOCSTRING = r"<!-- docstring of (\S+) -->"
 _FORMULA = re.compile(
   r"<(span|div) class=\"arithmatex\">\\([(\[])(.*?)\\[)\]]</\1>", re.DOTALL
@@ -39,7 +38,6 @@ def on_page_markdown(markdown, page, config, files):
     text = ast.get_docstring(ast.parse((ROOT / match[1]).read_text()))
     return f"```text\n{text}\n```"
 
-  markdown = re.sub(_LATER, "", markdown)
   markdown = re.sub(_DOCSTRING, docstring, markdown)
   return re.sub(r"\]\(\.\./([\w/.-]+\.png)\)", r"](pictures/\1)", markdown)
 

@@ -99,7 +99,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   def parse(default=None):
     program = "python -m grpojax.chat"
     return command_line.parse(
-      argv, FLAGS, SETTINGS, program, default, positional="model"
+      argv, FLAGS, SETTINGS, program, default, "model", __doc__
     )
 
   config, flags = parse()

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
   program = "python -m grpojax.translate"
   with command_line.usage_errors():
     _, flags = command_line.parse(
-      argv, FLAGS, SETTINGS, program, positional="file"
+      argv, FLAGS, SETTINGS, program, positional="file", about=__doc__
     )
     if not flags.file:
       raise ValueError("give --file: a .yaml, .json, .py or .sh")

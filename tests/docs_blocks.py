@@ -18,11 +18,11 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
 LANGUAGES = ("python", "bash", "json", "text")
 _FENCE = re.compile(
   r"^```(\S*)(?: title=\"([\w./-]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-_LATER = re.compile(r"^<!-- with \w+\n.*?^-->\n", re.MULTILINE | re.DOTALL)
 _WHEN = re.compile(r"<!-- python: (\w+), commands: (\w+) -->")
 
 
@@ -42,13 +42,8 @@ class Block(NamedTuple):
     return found[1] if found else ""
 
 
-def read(page):
-  """A page, without what waits in comments for a branch to be merged."""
-  return _LATER.sub("", page.read_text())
-
-
 def blocks(page):
-  text = read(page)
+  text = page.read_text()
   return [
     Block(page, text.count("\n", 0, m.start()) + 1, m[1], m[2] or "", m[3])
     for m in _FENCE.finditer(text)
@@ -75,13 +70,13 @@ def runs(page, language):
 
 def when(page):
   """When the page's Python and its commands are run; None if it says not."""
-  found = _WHEN.search(read(page))
+  found = _WHEN.search(page.read_text())
   return (found[1], found[2]) if found else None
 
 
 def prose(page):
   """The page without its code blocks."""
-  return _FENCE.sub("", read(page))
+  return _FENCE.sub("", page.read_text())
 
 
 def commands(block):

@@ -21,7 +21,7 @@ WRONG = {
   "--workload=fixed --config.loss.beta=0.1": "is that work and no other",
   "--workload=tail --config.filter_groups.enable=True": "is that work and no",
   "--workload=fixed --config.optim.micro_batches=3": "micro_batches = 3",
-  "--config.model.path=no/model": "no model at 'no/model'",
+  "--config.model.path=no/such/model": "no model at 'no/such/model'",
   "--config.mesh.tensor=999": "999 devices",
   "--config.reward.on_device=True --config.data.max_prompt_length=2": "tokens",
   "--config.reward.on_device=True --config.data.path=no/data": "data.path",

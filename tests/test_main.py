@@ -61,7 +61,7 @@ def test_the_list_has_every_program_with_its_first_line(call, words, capsys):
     ("Evaluate", "did you mean evaluate?"),
     ("mse", "did you mean studies.mse?"),
     ("studies.mes", "did you mean studies.mse?"),
-    ("--config=gsm8k", "use bench, compile, evaluate"),
+    ("--config=gsm8k", "use bench, chat, compile, evaluate"),
     ("training", "did you mean train?"),  # a part, and no program
   ],
 )

@@ -24,7 +24,7 @@ if sys.argv[1] == "without":
 toy = runpy.run_path(sys.argv[2])
 from grpojax import evaluate, export, train
 model, run = sys.argv[3:]
-short = dict(steps=1, eval__every=1, log__tensorboard=True)
+short = dict(steps=1, eval__every=1, log__trackers="tensorboard")
 arguments = toy["arguments"](pathlib.Path(model), **short)
 with toy["task"]():
   train.main([*arguments, "--run_dir=" + run])

@@ -218,9 +218,9 @@ def test_equal_rewards_make_no_trouble(tmp_path):
     ({"group_sizes": "()"}, "whole numbers of 2 or more"),
     ({"group_sizes": "(3,4)"}, "each must divide the largest"),
     ({"shots": 0}, "shots = 0: must be 1 or more"),
-    ({"seed": -1}, "seed = -1: must be in 0..2**32 - 1"),
-    ({"instruct": "nowhere"}, "instruct: no model at 'nowhere'"),
-    ({"difficulty": "(4,2)"}, "difficulty: "),
+    ({"seed": -1}, "seed = -1: must be 0 or more, and less than 2**32"),
+    ({"instruct": "nowhere"}, "instruct = 'nowhere': no model at 'nowhere'"),
+    ({"difficulty": "(4,2)"}, "difficulty = (4, 2): "),
     ({"sample": 3}, "did you mean --config.samples"),
   ],
 )

@@ -77,7 +77,12 @@ def test_a_step(what):
 
 
 # Parts of others, in part.
-ALSO = ("adapters", "the reference on the host", "fresh prompts")
+ALSO = (
+  "adapters",
+  "the reference on the host",
+  "fresh prompts",
+  "local and global layers",
+)
 
 
 @pytest.mark.parametrize(  # each case is several whole runs

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpojax.data.survey import Survey
-from grpojax.runtime import distributed, tokenizer
+from grpojax.runtime import distributed, screen, tokenizer
 from grpojax.training import opening, prompts, start
 
 
@@ -51,7 +51,8 @@ def test_all_processes_have_the_first_ones_date(
   monkeypatch.setattr(start, "check", check)
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match="26 Jul 2024"):
-      opening.open_all(config_with(), tmp_path, stack, print, print)
+      quiet = screen.in_lines()
+      opening.open_all(config_with(), tmp_path, stack, print, print, quiet)
 
 
 def test_one_that_may_not_write_there_says_so(tmp_path, monkeypatch):
