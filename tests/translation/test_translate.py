@@ -404,6 +404,11 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       ".sh",
       "4096 is more than data.train_batch_size = 1024",
     ),
+    (
+      "x data.train_batch_size=2147483647",
+      ".sh",
+      "completions is over 1048576: check the sizes",
+    ),
     ("num_generations: 0\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
     ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
     ("run_name: 3\nmodel: {a: 1}\nbeta: 0", ".yaml", None),
