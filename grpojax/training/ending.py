@@ -26,7 +26,7 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   lines[-1] += (
     f"  (greedy, {summary['eval_prompts']} held-out prompts, 95% intervals)"
   )
-  if "best_step" in summary and summary["best_step"] != summary["steps"]:
+  if summary.get("best_accuracy", 0.0) > summary["accuracy_after"]:
     lines.append(
       f"accuracy best   {summary['best_accuracy']:6.1%}  after step "
       f"{summary['best_step']}, chosen by these prompts"
