@@ -19,6 +19,7 @@ ends.
 Control characters of what the model writes are escaped.
 """
 
+import io
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -106,6 +107,10 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
     raise ValueError(f"give --model: {FLAGS['model'].text}")
   if flags.prompt and flags.example >= 0:
     raise ValueError("give --prompt or --example, not both")
+  try:
+    flags.prompt.encode()
+  except UnicodeEncodeError as error:  # so Python hands on other bytes
+    raise ValueError("--prompt is no UTF-8 text: give it as such") from error
   if trained.is_run(flags.model):
     config, flags = parse(lambda: trained.read_config(flags.model))
   config = _with_flags(config, flags)
@@ -163,6 +168,8 @@ def _set_up(
 def _lines() -> Iterator[str]:
   """Lines of standard input, with a prompt where somebody types them."""
   typed = sys.stdin.isatty()
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8
   if typed:
     import readline  # noqa: F401  makes `input` edit lines
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from grpojax.runtime import bucket, command_line, disk, flag_values, records
+from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import setting
 from grpojax.training import report, run_directory, run_storage
 
@@ -57,9 +58,9 @@ def main(argv: list[str]) -> None:
     in_buckets = any(map(bucket.is_url, runs))
     text = report.report(paths, runs if in_buckets else None)
     out = _out(runs, flags.out)
-    records.check_writable(out)
+    disk.check_file(out, "--out")
     records.write_text(out, text)
-  print(f"{', '.join(runs)} -> {out}")
+  print(printable(f"{', '.join(runs)} -> {out}"))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import pathlib
 import sys
 
 from grpojax.runtime import command_line, records
+from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import setting
 from grpojax.training.config import validate
 from grpojax.translation import files, writing
@@ -42,7 +43,7 @@ def _say(found: Translation) -> None:
   }
   for title, notes in titles.items():
     for line in dict.fromkeys(f"{n.theirs} {title}: {n.text}" for n in notes):
-      print(f"- {line}")
+      print(printable(f"- {line}"))
 
 
 def main(argv: list[str]) -> None:

@@ -49,10 +49,17 @@ def test_a_line_is_a_prompt(toy_model, toy_task, capsys, monkeypatch):
   assert len(said) == 4 and said[0] == said[2] and said[0].startswith("####")
 
 
+def test_bytes_that_are_no_text_end_no_chat(monkeypatch):
+  stdin = io.TextIOWrapper(io.BytesIO(b"a\xffb\nc\n"), "utf-8", "strict")
+  monkeypatch.setattr("sys.stdin", stdin)
+  assert list(chat._lines()) == ["a\ufffdb", "c"]
+
+
 @pytest.mark.parametrize(
   "words, hint",
   [
     ([], "give --model"),
+    (["MODEL", "--prompt=a\udcffb"], "--prompt is no UTF-8 text"),
     (["--model=none_such"], "none_such"),
     (["RUN", "--prompt=x", "--example=1"], "--prompt or --example, not both"),
     (["RUN", "--example=-2"], "-1 or more"),

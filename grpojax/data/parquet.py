@@ -69,6 +69,27 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
   return reader
 
 
+def _rows(
+  reader: Any, columns: Sequence[str], file: pathlib.Path
+) -> Iterator[tuple[tuple[Any, int], Row]]:
+  """All rows, with their batch and their place in it."""
+  import pyarrow
+
+  batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
+  damages = pyarrow.ArrowException, OSError, OverflowError, UnicodeError
+  while True:
+    try:
+      batch = next(batches, None)
+      rows = [] if batch is None else batch.to_pylist()
+    except damages as error:
+      said = next(iter(str(error).splitlines()), type(error).__name__)
+      raise ValueError(f"{file} is damaged: {said}") from error
+    if batch is None:
+      return
+    for i, row in enumerate(rows):
+      yield (batch, i), row
+
+
 def _kept(places: Iterator[tuple[Any, int]], most: int | None) -> Iterator[Any]:
   """The chosen rows of each batch, as a batch, until there are `most`."""
   of, rows, count = None, [], 0
@@ -96,13 +117,7 @@ def _opened(
   import pyarrow
 
   reader = _reader(file, columns)
-  batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
-  rows = (
-    ((batch, i), row)
-    for batch in batches
-    for i, row in enumerate(batch.to_pylist())
-  )
-  rows = fields_lib.numbered(rows, str(file))
+  rows = fields_lib.numbered(_rows(reader, columns, file), str(file))
   places = fields_lib.chosen(rows, fields, split, share)
   with tempfile.NamedTemporaryFile(prefix="grpojax-", suffix=".arrow") as copy:
     try:
@@ -113,9 +128,6 @@ def _opened(
       if writer is None:
         return Examples([], fields)
       writer.close()
-    except pyarrow.ArrowException as error:
-      said = str(error).splitlines()[0]
-      raise ValueError(f"{file} is damaged: {said}") from error
     except OSError as error:
       raise ValueError(
         f"{file} could not be copied to {os.path.dirname(copy.name)} "

@@ -30,6 +30,7 @@ from grpojax.runtime.config import (
   sections,
 )
 from grpojax.runtime.config_file import load_file
+from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import (
   Section,
   Setting,
@@ -46,15 +47,17 @@ def usage_errors() -> Iterator[None]:
 
   These are ValueErrors, what the operating system says of a file, and
   MemoryErrors. Wrap only what reads the user's input (`parse`, `validate`,
-  `open_run`), so that a bug further in keeps its traceback.
+  `open_run`), so that a bug further in keeps its traceback. What the message
+  quotes of files is escaped, see `printable`.
   """
   try:
     yield
   except ValueError as error:
-    raise SystemExit(f"error: {error}") from None
+    raise SystemExit(printable(f"error: {error}")) from None
   except OSError as error:
     path = f"{error.filename}: " if error.filename else ""
-    raise SystemExit(f"error: {path}{error.strerror or error}") from None
+    said = f"error: {path}{error.strerror or error}"
+    raise SystemExit(printable(said)) from None
   except MemoryError as error:
     raise SystemExit(f"error: not enough memory: {error}") from None
 

@@ -12,6 +12,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,11 @@ def wandb(run: TrackedRun) -> Tracker:
   return Tracker(log, opened.finish, opened.id)
 
 
+_FORBIDDEN = re.compile(r"[^\w./ -]")
+"""What MLflow takes in no metric's name; reward functions name theirs freely.
+"""
+
+
 def mlflow(run: TrackedRun) -> Tracker:
   """MLflow: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
   # Its own defaults wait for a server that is gone for many minutes.
@@ -115,7 +121,8 @@ def mlflow(run: TrackedRun) -> Tracker:
 
   def log(step, numbers):
     now = int(time.time() * 1000)
-    metrics = [entities.Metric(k, x, now, step) for k, x in numbers.items()]
+    named = {_FORBIDDEN.sub("_", k)[:250]: x for k, x in numbers.items()}
+    metrics = [entities.Metric(k, x, now, step) for k, x in named.items()]
     client.log_batch(name, metrics=metrics)
 
   return Tracker(log, lambda: client.set_terminated(name), name)
@@ -216,7 +223,8 @@ def open_all(
     close_all(opened)
     hint = " (WANDB_MODE=offline needs no account)" * (name == "wandb")
     raise ValueError(
-      f"log.trackers: {name} does not open: {_said(error)}{hint}"
+      f"log.trackers: {name} does not open: {_said(error)}{hint}; without it:"
+      f" --config.log.trackers={','.join(x for x in names if x != name)}"
     ) from error
   return opened, {k: one.id for k, one in opened.items() if one.id}
 

@@ -19,6 +19,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
 from grpojax.rewards import exact, groups, math
 from grpojax.rewards.pool import Failure
+from grpojax.runtime.printable import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
   mean_interval,
@@ -111,9 +112,10 @@ def evaluate(
 def failed(failures: Sequence[Failure]) -> str:
   """A line about rewards that could not be computed."""
   first = failures[0]
+  reason = printable(first.reason)  # may quote the completion
   return (
     f"{len(failures)} rewards failed; the first: {first.function} "
-    f"({first.reason}) of {first.completion[:80]!r}"
+    f"({reason}) of {first.completion[:80]!r}"
   )
 
 

@@ -148,8 +148,11 @@ def fit(
   checkpointer,
   poll: Poll,
   publish: Poll,
+  around: profiling.Around,
 ) -> tuple[TrainState, Progress]:
   """Runs the remaining steps, evaluating and saving on the way.
+
+  `around(step)` is a context for each.
 
   Raises:
     Preempted: SIGTERM arrived.
@@ -192,9 +195,8 @@ def fit(
     return True
 
   def steps():
-    with profiling.opened(config.profile.steps, run.directory) as around:
-      if evaluate():  # where the run was ended in the middle of it
-        yield from remaining_steps(run, state, tx, progress, ask, around)
+    if evaluate():  # where the run was ended in the middle of it
+      yield from remaining_steps(run, state, tx, progress, ask, around)
 
   try:
     for done in steps():
@@ -259,10 +261,13 @@ def run(
         raise Preempted
 
     try:
-      run, *state, checkpointer = opening.open_all(
+      run, state, *rest = opening.open_all(
         config, directory, stack, poll, publish, told
       )
-      state, progress = fit(run, *state, checkpointer, poll, publish)
+      traced = config.profile.steps, directory, int(state.step)
+      with profiling.opened(*traced) as around:  # ends when all is saved
+        state, progress = fit(run, state, *rest, poll, publish, around)
+      checkpointer = rest[-1]
       return reporting.finish(run, state, progress, checkpointer, poll)
     except (Preempted, interrupts.Left) as done:
       publish()  # before it says so

@@ -1,8 +1,13 @@
-"""A trace of some steps of a run, and what is in the devices' memory then."""
+"""A trace of some steps of a run, and what is in the devices' memory then.
+
+A trace that cannot be written is said and left out: no run ends for it, nor for
+the room that half of it takes on a full disk.
+"""
 
 import contextlib
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +17,7 @@ from grpojax.runtime import distributed
 from grpojax.runtime.config import problem
 
 PROFILE = "profile"  # in the run directory
+_TRACES = "plugins/profile/*"  # in it; each has the time of its beginning
 MEMORY = "memory.prof"  # in that one; for pprof
 
 Around = Callable[[int], contextlib.AbstractContextManager[None]]
@@ -46,18 +52,44 @@ def problems(leaves: dict[str, Any]) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(text: str, directory: pathlib.Path) -> Iterator[Around]:
+def opened(
+  text: str, directory: pathlib.Path, done: int = 0
+) -> Iterator[Around]:
   """Traces some steps with `jax.profiler`, for xprof and TensorBoard.
+
+  Whatever fails, and writing what is large, comes after the step itself: close
+  this when the state is saved.
 
   Args:
     text: see `parse`.
     directory: of the run; each process writes its own files there.
+    done: steps that the run has done before.
 
   Yields:
     `(step) -> context manager`, to put around each step: the trace begins with
     the first of them and ends after the last, or where the context ends.
   """
   steps, folder, running = parse(text), directory / PROFILE, []
+  before = [*folder.glob(_TRACES)]
+  if steps and steps[-1] <= done:
+    print(f"profile.steps = {text!r}: {done} steps are done, nothing is traced")
+
+  @contextlib.contextmanager
+  def without_it():
+    nonlocal steps
+    try:
+      yield
+    except Exception as error:  # whatever it is, the run is worth more
+      steps = range(0)
+      for half in {*folder.glob(_TRACES)} - {*before}:
+        shutil.rmtree(half, ignore_errors=True)
+      said = f"{type(error).__name__}: {error}"
+      print(f"profile: not written ({said}); the run goes on", flush=True)
+
+  def start(step):
+    folder.mkdir(exist_ok=True)
+    jax.profiler.start_trace(folder)
+    running.append(step)
 
   def stop():
     running.clear()
@@ -70,20 +102,21 @@ def opened(text: str, directory: pathlib.Path) -> Iterator[Around]:
 
   @contextlib.contextmanager
   def around(step):
-    if step not in steps:
+    if step in steps and not running:
+      with without_it():
+        start(step)
+    if not running:
       yield
       return
-    if not running:
-      folder.mkdir(exist_ok=True)
-      jax.profiler.start_trace(folder)
-      running.append(step)
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       yield
     if step == steps[-1]:
-      stop()
+      with without_it():
+        stop()
 
   try:
     yield around
   finally:
     if running:
-      stop()
+      with without_it():
+        stop()

@@ -112,15 +112,21 @@ def _failures(rows: Rows) -> dict[str, Any]:
   for row in rows:
     kind = str(row.get("function")), str(row.get("reason"))
     counts[kind] = counts.get(kind, 0) + 1
-  names = ("step", "function", "reason", "prompt", "completion")
+  names = ("function", "reason", "prompt", "completion")
   order = sorted(counts.items(), key=lambda item: -item[1])
   return {
     "total": len(rows),
     "counts": [[*kind, count] for kind, count in order[:FAILURES]],
     "rows": [
-      {name: row.get(name) for name in names} for row in rows[:FAILURES]
+      {"step": row["step"]} | {name: _text(row.get(name)) for name in names}
+      for row in rows[:FAILURES]
     ],
   }
+
+
+def _text(value: Any) -> str | None:
+  """What a row holds where a text belongs: no number, which may be NaN."""
+  return value if value is None or isinstance(value, str) else str(value)
 
 
 def _status(summary: Mapping[str, Any] | None, last: int, steps: Any) -> str:
@@ -199,7 +205,10 @@ def _changes(path: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
     return []
   rows = [row for row in map(_json, lines) if row]
   return [
-    {"step": row.get("after_step"), "changed": list(map(str, row["changed"]))}
+    {
+      "step": _text(row.get("after_step")),
+      "changed": list(map(str, row["changed"])),
+    }
     for row in rows
     if isinstance(row.get("changed"), list)
   ]

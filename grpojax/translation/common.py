@@ -24,6 +24,9 @@ UNCLIPPED = 1e9
 """A bound of the gradient's norm that is none."""
 
 
+_MOST = 2**20  # completions of an update; published runs have thousands
+
+
 class OptimizerNames(NamedTuple):
   """What the settings of an optimizer are called."""
 
@@ -163,7 +166,16 @@ def trackers(theirs: Theirs, name: str) -> Translation:
 
 
 def micro_batches(prompts: int, group_size: int, wanted: int) -> int:
-  """The smallest number of parts, from the wanted one on, that can be cut."""
+  """The smallest number of parts, from the wanted one on, that can be cut.
+
+  Raises:
+    ValueError: so many completions that nobody means it: trying takes hours.
+  """
+  if prompts * group_size > _MOST:
+    raise ValueError(
+      f"an update of {prompts} prompts x {group_size} completions is over "
+      f"{_MOST}: check the sizes of batches"
+    )
   for parts in range(max(wanted, 1), prompts * group_size):
     try:
       micro_batches_lib.cuts(prompts, group_size, parts)

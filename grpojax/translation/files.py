@@ -53,7 +53,13 @@ def translate(
   module = library_of(source)
   theirs = Theirs(module.LIBRARY, source.settings, module.DEFAULTS)
   given = with_known_types(theirs)
-  found = module.translate(given, processes, examples)
+  try:
+    found = module.translate(given, processes, examples)
+  except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+    raise ValueError(
+      f"{path}: a value is of no kind that {module.LIBRARY} takes ({error}): "
+      "a list or 0 where there is a name or a size, or the like"
+    ) from error
   notes = [
     Note(
       name,

@@ -213,3 +213,21 @@ def test_both_kinds_give_the_same(tmp_path):
   for split in SPLITS:
     one = jsonl.load(split, path=file, test=0.5)
     assert list(one) == list(parquet.load(split, path=other, test=0.5))
+
+
+def test_damage_in_the_middle_is_said_of_the_file(tmp_path):
+  rows = [{"prompt": f"{i} " * 50, "answer": str(i)} for i in range(3000)]
+  file = write(tmp_path / "x.parquet", rows, compression="snappy")
+  data = bytearray(file.read_bytes())
+  data[100:2000] = bytes(1900)
+  file.write_bytes(data)
+  with pytest.raises(ValueError, match=f"{file} is damaged: "):
+    parquet.load("train", path=file)
+
+
+def test_a_date_that_python_does_not_have(tmp_path):
+  when = pyarrow.array([2**60], pyarrow.timestamp("ms"))
+  table = pyarrow.table({"prompt": ["a"], "answer": ["b"], "when": when})
+  pq.write_table(table, tmp_path / "x.parquet")
+  with pytest.raises(ValueError, match="x.parquet is damaged: "):
+    parquet.load("train", path=tmp_path / "x.parquet")

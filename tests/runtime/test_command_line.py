@@ -522,3 +522,11 @@ def test_only_names_and_configs_are_those_of_the_package(tmp_path):
   for path in (tmp_path / "gsm8k.py", "other/gsm8k.py", "../configs/gsm8k.py"):
     with pytest.raises(ValueError, match="no such file"):
       _parse(f"--config={path}")
+
+
+def test_what_an_error_quotes_does_not_act_on_the_terminal():
+  for error in (ValueError("bad \x1b]0;title\x07"), OSError(2, "no \x1b[2J")):
+    with pytest.raises(SystemExit) as ended:
+      with command_line.usage_errors():
+        raise error
+    assert "\x1b" not in str(ended.value) and "\\x1b" in str(ended.value)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from grpojax.rewards import exact
+from grpojax.rewards.pool import Failure
 from grpojax.statistics.intervals import paired_difference, wilson_interval
 from grpojax.training import evaluation
 
@@ -94,3 +95,9 @@ def test_comparisons_are_paired_and_signed():
   assert lines[1].endswith(f"   {found['pass@1'].p_value:.2g}")
   columns = [line.index("[", lines[0].index("compare")) for line in lines[1:]]
   assert columns[0] == columns[1]
+
+
+def test_what_a_failure_quotes_does_not_act_on_the_terminal():
+  failure = Failure("mine", "ValueError: \x1b[2Jgone", "prompt", "\x1b[2J")
+  said = evaluation.failed([failure])
+  assert "\x1b" not in said and "ValueError: \\x1b[2Jgone" in said

@@ -71,6 +71,65 @@ def test_nothing_is_traced_unless_asked(tmp_path):
   assert not list(tmp_path.iterdir())
 
 
+def refuse(*_):
+  raise RuntimeError("No space left on device")
+
+
+@pytest.mark.parametrize("name", ["start_trace", "stop_trace"])
+def test_no_run_ends_for_a_trace(name, tmp_path, capsys, monkeypatch):
+  done, stop = [], jax.profiler.stop_trace
+  traces = tmp_path / profiling.PROFILE / "plugins" / "profile"
+  (traces / "2026_01_01_00_00_00").mkdir(parents=True)  # an earlier one
+
+  def refuse(*_):
+    (traces / "2026_01_01_00_00_01").mkdir()
+    raise RuntimeError("No space left on device")
+
+  monkeypatch.setattr(jax.profiler, name, refuse)
+  try:
+    with profiling.opened("2:3", tmp_path) as around:
+      for step in range(1, 6):
+        with around(step):
+          done.append(step)
+  finally:
+    if name == "stop_trace":
+      stop()
+  assert done == [1, 2, 3, 4, 5]
+  assert "2026_01_01_00_00_00" in (left := [x.name for x in traces.iterdir()])
+  assert "2026_01_01_00_00_01" not in left  # half of one may fill a disk
+  said = capsys.readouterr().out
+  assert said.count("profile: not written") == said.count("\n") == 1
+  assert "No space left on device" in said and "the run goes on" in said
+
+
+def test_a_file_in_the_traces_place(tmp_path, capsys):
+  (tmp_path / profiling.PROFILE).write_text("of somebody")
+  with profiling.opened("1:2", tmp_path) as around:
+    with around(1):
+      pass
+  assert "File exists" in capsys.readouterr().out
+
+
+def test_a_trace_that_fails_keeps_what_ended_the_run(tmp_path, monkeypatch):
+  stop = jax.profiler.stop_trace
+  monkeypatch.setattr(jax.profiler, "stop_trace", refuse)
+  try:
+    with pytest.raises(KeyError, match="the reason"):
+      with profiling.opened("1:2", tmp_path) as around:
+        with around(1):
+          raise KeyError("the reason")
+  finally:
+    stop()
+
+
+def test_steps_that_are_done_are_not_traced_in_silence(tmp_path, capsys):
+  (tmp_path / profiling.PROFILE).mkdir()  # an earlier trace is there
+  for done, said in ((2, ""), (3, "3 steps are done, nothing is traced")):
+    with profiling.opened("2:3", tmp_path, done):
+      pass
+    assert said in (out := capsys.readouterr().out) and bool(out) == bool(said)
+
+
 @pytest.mark.slow
 def test_a_run_is_traced(toy, toy_task, toy_model, tmp_path):
   from grpojax import train

@@ -205,3 +205,21 @@ def test_a_run_writes_reports_when_they_are_due(
 def test_a_run_that_is_about_to_finish_is_finished(run):
   (one,) = shown(run, summary={"steps": 60})["runs"]
   assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
+
+
+def test_numbers_that_json_does_not_have_cost_no_report(run):
+  failure = '{"step": 1, "function": NaN, "reason": 1e999, "prompt": [NaN]}\n'
+  (run / "failures.jsonl").write_text(failure)
+  change = '{"after_step": -Infinity, "changed": ["seed: 0 -> 1"]}\n'
+  (run / "changes.jsonl").write_text(change)
+  (one,) = shown(run)["runs"]
+  (row,) = one["failures"]["rows"]
+  assert row["function"] == "nan" and row["reason"] == "inf"
+  assert row["prompt"] == "[nan]" and row["completion"] is None
+  assert one["changes"] == [{"step": "-inf", "changed": ["seed: 0 -> 1"]}]
+
+
+def test_a_report_into_no_directory_says_what_was_asked_for(run, tmp_path):
+  out = tmp_path / "none" / "x.html"
+  with pytest.raises(SystemExit, match=f"--out={out}: its directory does not"):
+    program.main([str(run), f"--out={out}"])

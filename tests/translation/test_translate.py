@@ -465,6 +465,13 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       ".sh",
       "4096 is more than data.train_batch_size = 1024",
     ),
+    (
+      "x data.train_batch_size=2147483647",
+      ".sh",
+      "completions is over 1048576: check the sizes",
+    ),
+    ("num_generations: 0\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
+    ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
     ("run_name: 3\nmodel: {a: 1}\nbeta: 0", ".yaml", None),
     ("temperature: 1\nreport_to: {a: [1]}", ".yaml", None),
   ],
@@ -579,3 +586,11 @@ def test_it_prints_a_config_file(tmp_path, capsys):
   out = tmp_path / "x.py"
   out.write_text(capsys.readouterr().out)
   assert config_file.load_file(str(out), default_config).batch_size == 512
+
+
+def test_what_a_file_says_does_not_act_on_the_terminal(tmp_path, capsys):
+  path = tmp_path / "theirs.yaml"
+  path.write_text('num_generations: 8\n"\\e]0;title\\a evil": 1\n')
+  translate.main([str(path), f"--out={tmp_path / 'ours.py'}"])
+  said = capsys.readouterr().out
+  assert "\x1b" not in said and r"\x1b]0;title\x07 evil has no" in said
