@@ -133,6 +133,11 @@ def everything(
   for name, part in rows.items():
     if part:
       lines += _heading(_title(name, declared)) + _entries(part)
+  if all_rows:  # the end of a long text is what a terminal shows
+    lines += _heading(
+      "That is all of it: --help=optim shows one section, --help=rate what has "
+      "that in its name."
+    )
   return "\n".join(lines)
 
 
