@@ -71,6 +71,7 @@ def arguments(model: pathlib.Path, **changes):
     "optim.learning_rate": 1e-2,
     "optim.warmup_steps": 0,
     "diagnostics.every": 0,
+    "diagnostics.share": 0.375,
     "eval.every": 3,
     "eval.num_prompts": 10,
     "eval.batch_size": 4,
