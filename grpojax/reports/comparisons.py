@@ -6,6 +6,7 @@ steps: neighbours are alike, blocks are less so. Such an interval is about these
 two runs; it says nothing about other seeds.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,13 +117,17 @@ def group_size(found: Columns) -> dict[str, float | None] | None:
   Returns:
     `best`, `low` and `high`; None for what is infinite.
   """
-  c1, c3 = (
-    dict(zip(*found.get(x, ((), ())), strict=True)) for x in ("c1", "c3")
+  names = ("c1", "c3", "optimal_group_size_low", "optimal_group_size_high")
+  c1, c3, low, high = (
+    dict(zip(*found.get(x, ((), ())), strict=True)) for x in names
   )
   both = sorted(c1.keys() & c3.keys())
   if not both:
     return None
-  sizes = pooled_group_size(*(np.array([c[i] for i in both]) for c in (c1, c3)))
+  own = [[low.get(i, 1.0), high.get(i, math.inf)] for i in both]
+  sizes = pooled_group_size(
+    *(np.array([c[i] for i in both]) for c in (c1, c3)), np.array(own)
+  )
   names = ("best", "low", "high")
   shown = [short(x) if is_number(x) else None for x in sizes]
   return dict(zip(names, shown, strict=True))

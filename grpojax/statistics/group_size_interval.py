@@ -43,28 +43,35 @@ def group_size_interval(
 
 
 def pooled_group_size(
-  c1: Float[np.ndarray, "D"], c3: Float[np.ndarray, "D"]
+  c1: Float[np.ndarray, "D"],
+  c3: Float[np.ndarray, "D"],
+  own: Float[np.ndarray, "D 2"] | None = None,
 ) -> tuple[float, float, float]:
   """G* of a whole run, from its diagnoses: what minimises their mean error.
 
   Args:
     c1: an estimate of each diagnosis, D >= 1; not all that exist are finite.
     c3: likewise.
+    own: each diagnosis' own interval (`group_size_interval`), or None.
 
   Returns:
     G* = 1 + sqrt(mean c3 / mean c1), and the bounds of its 95% interval over
-    diagnoses: 1 and inf where there are fewer than three.
+    diagnoses: where there is a single one its own, and 1 and inf where there
+    are fewer than three.
 
   Raises:
     ValueError: no diagnosis is finite.
   """
   both = np.stack([c1, c3]).astype(float)
-  both = both[:, np.isfinite(both).all(0)]
-  count = both.shape[1]
+  known = np.isfinite(both).all(0)
+  both, count = both[:, known], int(known.sum())
   if not count:
     raise ValueError("no diagnosis has a finite c1 and c3")
   means = both.mean(1)
   best = float(optimal_group_size(means[0], 0.0, means[1]))
+  if count == 1 and own is not None:
+    low, high = own[known][0]
+    return best, float(low), float(high)
   if count < 3:
     return best, 1.0, math.inf
   t_sq = t_quantile(0.95, count - 1) ** 2

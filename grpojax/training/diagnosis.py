@@ -34,6 +34,8 @@ from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.training import from_config
 from grpojax.training import score_norms as norms_lib
 
+_BOUNDS = ("optimal_group_size_low", "optimal_group_size_high")
+
 
 def make_diagnose(config: ConfigDict, shards: int, vectorized: bool = True):
   """`(lm, params, rollout, rewards, key, score_norms=None) -> metrics`.
@@ -123,14 +125,13 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   rows = [row for row in rows if "c1" in row]
   found = [(row["c1"], row["c3"]) for row in rows]
   c1, c3 = np.array(found, float).reshape(-1, 2).T  # null becomes nan
-  known = np.flatnonzero(np.isfinite(c1 + c3))
-  if not len(known):
+  if not np.isfinite(c1 + c3).any():
     return {}
-  best, *interval = pooled_group_size(c1, c3)
-  if len(known) == 1:
-    row = rows[known[0]]
-    ends = row["optimal_group_size_low"], row["optimal_group_size_high"]
-    interval = [math.inf if end is None else end for end in ends]
+  own = [  # an infinite bound is null
+    [math.inf if x is None else x for x in map(row.get, _BOUNDS)]
+    for row in rows
+  ]
+  best, *interval = pooled_group_size(c1, c3, np.array(own, float))
   return {
     "optimal_group_size": best,
     "optimal_group_size_interval": interval,

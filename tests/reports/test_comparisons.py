@@ -105,3 +105,12 @@ def test_the_group_size_is_that_of_all_diagnoses_together():
     "high": None,
   }
   assert comparisons.group_size({"c1": ([1], [1.0])}) is None
+
+
+def test_the_group_size_of_a_single_diagnosis_has_its_own_interval():
+  found = {"c1": ([1], [1.0]), "c3": ([1], [9.0])}
+  found["optimal_group_size_low"] = ([1], [1.5])
+  expected = {"best": 4.0, "low": 1.5, "high": None}
+  assert comparisons.group_size(found) == expected
+  found["optimal_group_size_high"] = ([1], [7.5])
+  assert comparisons.group_size(found) == expected | {"high": 7.5}
