@@ -15,15 +15,12 @@ from typing import Any
 _NAMES = {
   "grpojax.core": ("advantages", "losses"),
   "grpojax.core.arguments": ("prompts_from_left_padded",),
+  "grpojax.core.batch": ("make_batch",),
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.mesh": ("constrain", "make_mesh"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.sampling": ("Sampling",),
-  "grpojax.core.grpo_step": (
-    "init_state",
-    "make_batch",
-    "make_grpo_step",
-  ),
+  "grpojax.core.grpo_step": ("init_state", "make_grpo_step"),
   "grpojax.core.types": (
     "LM",
     "Batch",

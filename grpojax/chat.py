@@ -34,6 +34,7 @@ from grpojax.training import (
   memory,
   reward_inputs,
   scoring,
+  splits,
   trained,
 )
 from grpojax.training import prompts as prompts_lib
@@ -128,7 +129,7 @@ def _example(config: ConfigDict, number: int) -> dict[str, Any]:
   """
   config = config.copy_and_resolve_references()
   config.eval.num_prompts = max(config.eval.num_prompts, number + 1)
-  examples = prompts_lib.load_examples(config, "test")
+  examples = splits.load_examples(config, "test")
   if number >= len(examples):
     raise ValueError(
       f"--example={number}: there are {len(examples)} held-out problems, the "

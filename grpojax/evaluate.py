@@ -37,11 +37,11 @@ from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
   evaluation,
-  from_config,
   held_out,
   memory,
   mixtures,
   reward_inputs,
+  samplers,
   scoring,
   trained,
 )
@@ -200,7 +200,7 @@ def main(argv: list[str]) -> None:
       result = evaluation.evaluate(
         policy,
         params,
-        from_config.make_sampler(config, policy, flags.samples or 1, sampling),
+        samplers.make_sampler(config, policy, flags.samples or 1, sampling),
         batches,
         scorer,
         jax.random.key(config.seed),

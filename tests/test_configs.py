@@ -18,7 +18,13 @@ from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import batch_sizes, from_config, group_sizes, host_step
+from grpojax.training import (
+  batch_sizes,
+  from_config,
+  group_sizes,
+  host_step,
+  samplers,
+)
 from grpojax.training.config import default_config, validate
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
@@ -138,7 +144,7 @@ def test_a_step_traces_at_its_real_shapes(name):
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  sampler = from_config.make_sampler(
+  sampler = samplers.make_sampler(
     config, policy, size, from_config.sampling(config)
   )
   samples = jax.eval_shape(sampler, params, prompts, state.key)

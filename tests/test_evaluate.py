@@ -12,7 +12,13 @@ from grpojax import evaluate
 from grpojax.core.sampling import Sampling
 from grpojax.data import datasets
 from grpojax.runtime import records
-from grpojax.training import evaluation, from_config, prompts, scoring
+from grpojax.training import (
+  evaluation,
+  prompts,
+  samplers,
+  scoring,
+  splits,
+)
 from grpojax.training.config import default_config
 from grpojax.training.policy import load_policy
 
@@ -93,13 +99,13 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
       config.update_from_flattened_dict({path: int(value)})
   config.eval.num_prompts = 10
   config.eval.batch_size = batch_size
-  examples = prompts.load_examples(config, "test")
+  examples = splits.load_examples(config, "test")
   sampling = Sampling(temperature)
   with scoring.open_scorer(config) as scorer:
     return evaluation.evaluate(
       policy,
       policy.params,
-      from_config.make_sampler(config, policy, group_size, sampling),
+      samplers.make_sampler(config, policy, group_size, sampling),
       prompts.held_out(config, policy, examples),
       scorer,
       jax.random.key(0),

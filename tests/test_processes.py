@@ -327,7 +327,8 @@ def test_one_that_is_killed_ends_the_others(slow, tmp_path):
       codes = ended(processes, distributed.HEARTBEAT + 30)
     assert codes[1 - victim] not in (0, 75)
     said = told(directory, 1 - victim, "err")
-    assert "another process" in said or "another task died" in said
+    # By the connection between the two, or by JAX, whichever is first.
+    assert "of this run is gone" in said or "another task died" in said
   run(directory, 2, settings)
   same(whole, results(directory))
 

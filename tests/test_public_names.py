@@ -12,7 +12,7 @@ def test_every_public_name_is_found():
   for name in grpojax.__all__:
     assert getattr(grpojax, name).__name__.rpartition(".")[2] == name
   assert callable(grpojax.rollout) and callable(grpojax.losses.grpo_loss)
-  assert grpojax.core.grpo_step.make_batch is grpojax.make_batch
+  assert grpojax.core.batch.make_batch is grpojax.make_batch
   with pytest.raises(AttributeError, match="no attribute 'nothing'"):
     _ = grpojax.nothing
 

@@ -25,7 +25,9 @@ from grpojax.training import (
   loss_settings,
   prompts,
   reference,
+  samplers,
   sources,
+  splits,
 )
 from grpojax.training import policy as policies
 from grpojax.training.optimizer import optimizer
@@ -169,7 +171,7 @@ def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
 
 def _device_prompts(run: Run) -> Prompts:
   """As the data give them: with what the reward wants to know."""
-  examples = prompts.load_examples(run.config, "train")
+  examples = splits.load_examples(run.config, "train")
   batches = prompts.training_batches(
     run.config, run.policy, examples, run.group_size
   )
@@ -208,7 +210,7 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       asked = _prompts(run, sampling, parts)
       given = state.params, asked, key, *first
       if sampling is not run.mesh:
-        sample = from_config.laid_out(sample, sampling, *given)
+        sample = samplers.laid_out(sample, sampling, *given)
       return policies.lower(sample, *given)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)

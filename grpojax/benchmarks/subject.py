@@ -29,6 +29,7 @@ from grpojax.training import (
   memory,
   reference,
   scoring,
+  splits,
 )
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer
@@ -152,7 +153,7 @@ def host_steps(
   Args:
     subject: from `open_subject`, of a config whose reward that is.
     batches: the prompts, a step each.
-    budgets: see `from_config.sampler_program`.
+    budgets: see `samplers.sampler_program`.
   """
   run = subject.run
   places = jax.tree.map(lambda x: x.sharding, run.state)
@@ -181,7 +182,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
   run = subject.run
   config, policy = run.config, subject.policy
   places = jax.tree.map(lambda x: x.sharding, run.state)
-  examples = prompts_lib.load_examples(config, "train")
+  examples = splits.load_examples(config, "train")
   batches = prompts_lib.training_batches(
     config, policy, examples, run.group_size
   )

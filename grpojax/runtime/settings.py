@@ -64,15 +64,7 @@ class Section:
   first: tuple[str, ...] = ()
 
 
-def setting(
-  default: Any,
-  text: str,
-  choices: Collection[str] = (),
-  within: str = "",
-  words: tuple[str, ...] = (),
-) -> Setting:
-  """Declares a setting; see `Setting`."""
-  return Setting(default, text, choices, within, words)
+setting = Setting  # in lower case where it declares, as `section`
 
 
 def section(text: str, /, **fields: Setting | Section) -> Section:

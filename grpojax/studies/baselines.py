@@ -8,7 +8,9 @@ gradient with leave-one-out baselines that weigh the other samples in several
 ways, beside leave_one_out, vanilla, an oracle that knows the value V(x), and
 the best constant baseline E[|s|^2 Z] / E|s|^2. `norm_ratio` knows the scores'
 lengths from the other prompts. How: `studies.baseline_errors`. Intervals are
-over completions, with the prompts fixed.
+over completions, with the prompts fixed. With --config.gsm8k=RUN, a finished
+run of `grpojax.studies.gsm8k`, its model before GRPO on its training problems
+is a fourth configuration.
 
 The run directory has pools/, a file a prompt as soon as it is sampled (the same
 command goes on where it stopped), results.csv, summary.json and baselines.png.
@@ -27,7 +29,14 @@ from grpojax.core.weighted_baselines import logit_score_sq
 from grpojax.runtime import command_line, pictures, records
 from grpojax.runtime.config import problem
 from grpojax.runtime.settings import changed, section, setting, to_config
-from grpojax.studies import baseline_errors, errors, gram, mse, run
+from grpojax.studies import (
+  baseline_errors,
+  errors,
+  gram,
+  gsm8k_bench,
+  mse,
+  run,
+)
 from grpojax.studies.baseline_errors import Pool
 from grpojax.studies.mse_report import mean_over_prompts, ratio_of_means
 from grpojax.training import policy as policies
@@ -52,8 +61,11 @@ SETTINGS = section(
     8, "blocks of a prompt's completions, for the intervals", within="[3, inf)"
   ),
   powers=setting((1.0, 2.0, 3.0), "powers of score_weighted's weights"),
+  gsm8k=setting(
+    "", 'directory of a run of studies.gsm8k: its model too; "" = none'
+  ),
 )
-"""Those of `studies.mse` and two more; about eight minutes of CPU time."""
+"""Those of `studies.mse` and some more; about eight minutes of CPU time."""
 
 
 def default_config() -> ConfigDict:
@@ -74,7 +86,22 @@ def problems(config: ConfigDict) -> list[str]:
     wrong.append(problem("samples", config.samples, todo))
   if not all(power > 0 for power in config.powers):
     wrong.append(problem("powers", config.powers, "must be more than 0"))
+  why = config.gsm8k and gsm8k_bench.problems(config.gsm8k, config.num_prompts)
+  if why:
+    wrong.append(problem("gsm8k", config.gsm8k, why))
   return wrong
+
+
+def _configurations(config: ConfigDict) -> tuple[str, ...]:
+  return mse.CONFIGURATIONS + ("gsm8k",) * bool(config.gsm8k)
+
+
+def _open_bench(config: ConfigDict, name: str) -> mse.Bench:
+  """The model and the prompts of a configuration."""
+  if name != "gsm8k":
+    return mse.open_bench(config, name)
+  sizes = config.samples, config.num_prompts
+  return gsm8k_bench.open_bench(config.gsm8k, *sizes, config.seed)
 
 
 def _sample(
@@ -83,7 +110,7 @@ def _sample(
   """The pool of one prompt."""
   prompts, examples = bench.batches[index]
   key = jax.random.key(config.seed + _OTHER_SAMPLES)
-  for number in (mse.CONFIGURATIONS.index(name), index):
+  for number in (_configurations(config).index(name), index):
     key = jax.random.fold_in(key, number)
   samples = bench.sampler(bench.policy.params, prompts, key)
   texts = policies.decode(bench.policy, samples)
@@ -99,7 +126,7 @@ def _sample(
   unsure = logit_score_sq(samples.logprobs, samples.completion_mask)
   return Pool(
     products,
-    mse.rewards_of(examples[0], texts[0]),
+    bench.rewards(examples[0], texts[0]),
     mask.sum(-1).astype(np.float64),
     np.asarray(unsure[0], np.float64),
   )
@@ -111,13 +138,13 @@ def collect(
   """The pools of all prompts by configuration; samples those that lack."""
   pools: dict[str, list[Pool]] = {}
   directory.mkdir(exist_ok=True)
-  for name in mse.CONFIGURATIONS:
+  for name in _configurations(config):
     bench, pools[name] = None, []
     for index in range(config.num_prompts):
       path = directory / f"{name}-{index}.npz"
       if not path.is_file():
         with command_line.usage_errors():
-          bench = bench or mse.open_bench(config, name)
+          bench = bench or _open_bench(config, name)
         pool = _sample(config, bench, name, index)
         with records.replacing(path) as part, open(part, "wb") as file:
           np.savez(file, **pool._asdict())

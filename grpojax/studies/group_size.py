@@ -41,8 +41,10 @@ from grpojax.training import config as train_config_lib
 from grpojax.training import (
   from_config,
   group_sizes,
+  samplers,
   scored_text,
   scoring,
+  splits,
 )
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
@@ -162,7 +164,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     settings.group_size, settings.batch_size = p.group_size, p.batch
   policy = from_config.with_weights(settings, from_config.open_policy(settings))
   sampling = from_config.sampling(settings)
-  sampler = from_config.make_sampler(settings, policy, p.group_size, sampling)
+  sampler = samplers.make_sampler(settings, policy, p.group_size, sampling)
 
   project = policies.jit(
     policy,
@@ -177,7 +179,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   )
 
   sampling_key, tangents_key = jax.random.split(jax.random.key(settings.seed))
-  examples = prompts_lib.load_split(settings, policy, "train").examples
+  examples = splits.load_split(settings, policy, "train").examples
   batches = prompts_lib.training_batches(
     settings, policy, examples, p.group_size
   )

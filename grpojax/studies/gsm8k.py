@@ -48,9 +48,11 @@ from grpojax.training import (
   fit,
   from_config,
   prompts,
+  samplers,
   scoring,
   sft,
   sft_config,
+  splits,
 )
 from grpojax.training import policy as policies
 from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
@@ -190,7 +192,7 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
   batches = prompts.prompt_batches(
     run,
     policy,
-    prompts.load_examples(run, "train"),
+    splits.load_examples(run, "train"),
     batch_size=rows,
     shuffle=False,
     repeat=False,
@@ -199,7 +201,7 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     evaluated = evaluation.evaluate(
       policy,
       policy.params,
-      from_config.make_sampler(run, policy, config.samples, sampling),
+      samplers.make_sampler(run, policy, config.samples, sampling),
       batches,
       scorer,
       jax.random.key(run.seed + 1),

@@ -21,6 +21,7 @@ same command goes on where it stopped), results.csv, summary.json and mse.png.
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from grpojax.runtime.settings import section, setting, to_config
 from grpojax.studies import errors, gram, run
 from grpojax.studies import mse_report as report
 from grpojax.training import config as train_config
-from grpojax.training import from_config
+from grpojax.training import from_config, samplers, splits
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 
@@ -111,14 +112,16 @@ class Bench(NamedTuple):
   Attributes:
     policy: the model.
     batches: one prompt each, with its example.
-    sampler: of one pool, from `from_config.make_sampler`.
+    sampler: of one pool, from `samplers.make_sampler`.
     score: from `gram.make_score`.
+    rewards: `(example, texts) -> [G]`, of the completions of a prompt.
   """
 
   policy: policies.Policy
   batches: list
   sampler: Any
   score: Any
+  rewards: Callable[[dict[str, Any], Sequence[str]], np.ndarray]
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
@@ -144,13 +147,13 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
         f"--config.base = {path!r} has a chat template: the in-context "
         "configuration needs a model of plain text"
       )
-    examples = prompts_lib.load_examples(settings, "train")
+    examples = splits.load_examples(settings, "train")
     solved = [examples[i]["prompt"] for i in range(config.shots)]
     settings.data.template = (
       "".join(f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
       + settings.data.template
     )
-  held_out = prompts_lib.load_examples(settings, "test")
+  held_out = splits.load_examples(settings, "test")
   settings.data.max_prompt_length = max(
     len(_encode(policy, held_out[i]["prompt"], settings.data.template))
     for i in range(config.num_prompts)
@@ -162,8 +165,9 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   return Bench(
     policy,
     list(batches),
-    from_config.make_sampler(settings, policy, config.samples, sampling),
+    samplers.make_sampler(settings, policy, config.samples, sampling),
     gram.make_score(policy.lm, sampling),
+    rewards_of,
   )
 
 
@@ -189,7 +193,7 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
       bench.policy.params, prompts, jax.random.fold_in(key, pool)
     )
     texts = policies.decode(bench.policy, samples)
-    rewards.append(rewards_of(examples[0], texts[0]))
+    rewards.append(bench.rewards(examples[0], texts[0]))
     ids.append(np.asarray(samples.completion_ids[0]))
     mask.append(np.asarray(samples.completion_mask[0]))
   products, distinct = gram.score_gram(

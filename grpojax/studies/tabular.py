@@ -22,7 +22,8 @@ import optax
 from jaxtyping import Array, Float
 
 from grpojax.core import advantages, losses
-from grpojax.core.grpo_step import make_batch, make_grpo_step
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import make_grpo_step
 from grpojax.core.rollout import rollout
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.core.update import make_update

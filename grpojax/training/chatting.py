@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
 from grpojax.runtime.printable import printable
-from grpojax.training import from_config, scored_text
+from grpojax.training import from_config, samplers, scored_text
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
@@ -44,7 +44,7 @@ class Speaker(NamedTuple):
     config: its data, sampling and rewards.
     policy: the model.
     params: its parameters.
-    sampler: see `from_config.make_sampler`, of as many answers as are wanted.
+    sampler: see `samplers.make_sampler`, of as many answers as are wanted.
     key: of the samples.
   """
 
@@ -62,7 +62,7 @@ def speaker(
   sampling = from_config.sampling(config)
   if greedy:
     sampling = sampling._replace(temperature=0.0)
-  sampler = from_config.make_sampler(config, policy, samples, sampling)
+  sampler = samplers.make_sampler(config, policy, samples, sampling)
   return Speaker(config, policy, params, sampler, jax.random.key(config.seed))
 
 

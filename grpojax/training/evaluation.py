@@ -81,7 +81,7 @@ def evaluate(
   Args:
     policy: the model; its own parameters are not used.
     params: the parameters to evaluate.
-    sampler: from `from_config.make_sampler`.
+    sampler: from `samplers.make_sampler`.
     batches: of `(Prompts, examples)`, the last one may be shorter.
     scorer: of the rewards, the first of which says what is right.
     key: of the samples.

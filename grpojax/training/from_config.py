@@ -24,10 +24,9 @@ from grpojax.core.grpo_step import OLD_LOGPROBS, init_state
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.core.packing import Packing
-from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.types import Params, Prompts, Rollout, TrainState
+from grpojax.core.types import Params, Rollout, TrainState
 from grpojax.models import sharding
 from grpojax.statistics import group_size as group_size_lib
 from grpojax.training import (
@@ -249,111 +248,3 @@ def packing(
   sizes = mask.shape[-1], samples.prompt_ids.shape[-1]
   planned = packing_layout.plan(lengths, *sizes, *cuts)
   return mesh_lib.place(planned, mesh, "batch")
-
-
-def sampler_program(
-  config: ConfigDict,
-  policy: Policy,
-  group_size: int,
-  sampling: Sampling,
-  budgets: Callable[[Prompts], jax.Array] | None = None,
-):
-  """`(params, prompts, key, first=0) -> Rollout`, jitted; see `make_sampler`.
-
-  `first` is the `first_prompt` of `rollout`.
-
-  Args:
-    config: see `make_sampler`, as for the arguments that follow.
-    policy: likewise.
-    group_size: likewise.
-    sampling: likewise.
-    budgets: the prompts -> [B, G], tokens that each sample may spend; None is
-      `sampling.max_new_tokens` for all.
-  """
-  draw = functools.partial(
-    rollout,
-    group_size=group_size,
-    max_new_tokens=config.sampling.max_new_tokens,
-    eos_ids=policy.eos_ids,
-    pad_id=policy.pad_id,
-    sampling=sampling,
-    decoding=decoding(config),
-  )
-
-  def sample(lm, params, prompts, key, first=0):
-    options = {"budgets": budgets(prompts)} if budgets else {}
-    return draw(lm, params, prompts, key, first_prompt=first, **options)
-
-  return policies.jit(policy, sample)
-
-
-def laid_out(program: Callable[..., Any], mesh: jax.sharding.Mesh, *args: Any):
-  """A program of `sampler_program` whose results lie on the sampling mesh.
-
-  For parameters on another mesh: of the two that XLA (Shardy) is told of then,
-  it may take one for the other where a result's place is a constraint alone.
-
-  Args:
-    program: `(params, prompts, key, *first) -> Rollout`.
-    mesh: of sampling, in context.
-    *args: of the program; shapes will do.
-  """
-  places = mesh_lib.map_rows(
-    lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
-    jax.eval_shape(program, *args),
-  )
-  pinned = jax.jit(program.func, out_shardings=places)
-  return functools.partial(pinned, *program.args)
-
-
-def on_sampling_mesh(
-  config: ConfigDict, program: Callable[..., Any], mesh: jax.sharding.Mesh
-):
-  """A program of `sampler_program`, called with what lies on another mesh.
-
-  JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`).
-
-  Args:
-    config: of the run.
-    program: `(params, prompts, key, *first) -> Rollout`.
-    mesh: of training; its arrays go in, and its arrays come out.
-  """
-  sampling_mesh = mesh_lib.sampling_mesh(mesh, config.mesh.sampling_tensor)
-  programs = {}  # by how many prompts there are
-
-  def sampler(params, prompts, key, *first):
-    prompts = mesh_lib.place(prompts, sampling_mesh, "batch")
-    numbers = mesh_lib.place((key, *first), sampling_mesh)
-    args, rows = (params, prompts, *numbers), len(prompts.prompt_ids)
-    with jax.set_mesh(sampling_mesh):
-      if rows not in programs:
-        apart = sampling_mesh is not mesh
-        pinned = laid_out(program, sampling_mesh, *args) if apart else program
-        programs[rows] = pinned
-      samples = programs[rows](*args)
-    return mesh_lib.map_rows(
-      lambda x, *names: mesh_lib.place(x, mesh, *names), samples
-    )
-
-  return sampler
-
-
-def make_sampler(
-  config: ConfigDict,
-  policy: Policy,
-  group_size: int,
-  sampling: Sampling,
-  mesh: jax.sharding.Mesh | None = None,
-):
-  """`(params, prompts, key) -> Rollout`, jitted.
-
-  Args:
-    config: of the run or the evaluation.
-    policy: the model.
-    group_size: G.
-    sampling: the distribution to draw from.
-    mesh: of training; None is one device.
-  """
-  program = sampler_program(config, policy, group_size, sampling)
-  return program if mesh is None else on_sampling_mesh(config, program, mesh)

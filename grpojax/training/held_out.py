@@ -15,6 +15,7 @@ from grpojax.core.types import Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import reward_inputs
+from grpojax.training import splits as splits_lib
 from grpojax.training.policy import Policy
 
 
@@ -59,7 +60,7 @@ def _named(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _in_common(
-  names: Sequence[str], splits: Sequence[prompts_lib.Split]
+  names: Sequence[str], splits: Sequence[splits_lib.Split]
 ) -> list[Any]:
   """Of each model's examples, those that fit all models."""
   seen = [[_prompt(e) for e in _all(split.examples)] for split in splits]
@@ -94,7 +95,7 @@ def problems(
       or the data set is not the same twice.
   """
   splits = [
-    _named(name, prompts_lib.load_split, config, policy, "test")
+    _named(name, splits_lib.load_split, config, policy, "test")
     for name, policy in zip(names, policies, strict=True)
   ]
   reward_inputs.check_columns(config, reward_inputs.resolve(config), splits[0])

@@ -12,11 +12,8 @@ from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import (
-  diagnosis_key,
-  make_batch,
-  rollout_metrics,
-)
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import diagnosis_key, rollout_metrics
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
@@ -28,6 +25,7 @@ from grpojax.training import (
   prompt_choice,
   reference,
   sample_rows,
+  samplers,
   sampling_parts,
   scoring,
 )
@@ -127,7 +125,7 @@ def make_programs(
   """The programs of `make_host_step`, which see for the arguments."""
   sampling = from_config.sampling(config)
   return Programs(
-    from_config.sampler_program(config, policy, group_size, sampling, budgets),
+    samplers.sampler_program(config, policy, group_size, sampling, budgets),
     policies.jit(policy, make_compare(config)),
     policies.jit(
       policy,
@@ -164,7 +162,7 @@ def make_host_step(
       `preemption.install`) and all through them, but for the last, the update;
       may raise. Only that touches the state, so a step that
       it ends leaves no trace.
-    budgets: see `from_config.sampler_program`.
+    budgets: see `samplers.sampler_program`.
 
   Returns:
     `(state, prompts, examples, diagnosed, take=None) -> (state, metrics,

@@ -31,7 +31,6 @@ from grpojax.runtime import (
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen
 from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
 from grpojax.training import (
   resume,
   run_directory,
@@ -41,6 +40,7 @@ from grpojax.training import (
   start,
   tracking,
 )
+from grpojax.training import splits as splits_lib
 from grpojax.training.config import validate
 
 
@@ -200,7 +200,7 @@ def open_all(
       if resumed:
         run_directory.say_added(directory)
       splits = {"train": checked.train, "test": checked.held_out}
-      prompts_lib.save_lengths(directory / run_directory.LENGTHS, splits)
+      splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
       publish()
     except (OSError, disk.WriteFailed) as error:
       said = getattr(error, "strerror", None) or error

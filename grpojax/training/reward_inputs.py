@@ -30,7 +30,7 @@ def check_columns(
   Args:
     config: the run's.
     rewards: from `resolve`.
-    split: a `prompts.Split`; the first example of each data set is looked at.
+    split: a `splits.Split`; the first example of each data set is looked at.
 
   Raises:
     ValueError: one is missing.

@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.rewards import groups
-from grpojax.training import from_config, scored_text, scoring
 from grpojax.training import policy as policies
+from grpojax.training import samplers, scored_text, scoring
 from grpojax.training.policy import Policy
 
 Part = tuple[Prompts, Int[Array, ""]]
@@ -62,7 +62,7 @@ def make_scored_samples(
   Args:
     config: the run's.
     policy: the model.
-    program: of `from_config.sampler_program`.
+    program: of `samplers.sampler_program`.
     mesh: of training.
     scorer: of the rewards.
     poll: called while it waits; may raise. Rewards that are being computed then
@@ -76,7 +76,7 @@ def make_scored_samples(
     share the key, None for 0.
   """
   parts = parts or config.sampling.parts
-  sampler = from_config.on_sampling_mesh(config, program, mesh)
+  sampler = samplers.on_sampling_mesh(config, program, mesh)
   split = jax.jit(functools.partial(cut, parts=parts))
   whole = jax.jit(join)
 

@@ -34,8 +34,10 @@ from grpojax.training import (
   reward_inputs,
   run_directory,
   run_storage,
+  samplers,
   scoring,
   sources,
+  splits,
 )
 from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
@@ -57,8 +59,8 @@ class Checked(NamedTuple):
   config: ConfigDict
   policy: Policy
   mesh: jax.sharding.Mesh
-  train: prompts.Split
-  held_out: prompts.Split
+  train: splits.Split
+  held_out: splits.Split
   reward_model: scoring.Model | None
 
 
@@ -73,8 +75,8 @@ class Run(NamedTuple):
   ref_params: Params | None  # where it is fixed
   scorer: scoring.Scorer
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
-  train: prompts.Split
-  held_out: prompts.Split
+  train: splits.Split
+  held_out: splits.Split
   screen: Screen = in_lines()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
@@ -112,7 +114,7 @@ def check(
   sizes = group_sizes.group_sizes(config_lib.flatten(config))
   cache = directory / run_directory.LENGTHS
   train, held_out = (
-    prompts.load_split(config, policy, split, cache, poll) for split in SPLITS
+    splits.load_split(config, policy, split, cache, poll) for split in SPLITS
   )
   for split in (train, held_out):
     reward_inputs.check_columns(config, rewards, split)
@@ -124,7 +126,7 @@ def check(
   prompt_choice.init(config, train.examples)  # refuses what is not for it
   if config.reward.on_device:  # what it wants to know of each prompt
     batches = prompts.training_batches(config, policy, train.examples, sizes[0])
-    ahead = min(config.steps, prompts.MEASURED // config.batch_size + 1)
+    ahead = min(config.steps, splits.MEASURED // config.batch_size + 1)
     for _ in itertools.islice(batches, ahead):
       poll()
   policy = from_config.with_weights(config, policy, mesh)
@@ -213,7 +215,7 @@ def start(
     places=places,
     ref_params=ref_params,
     scorer=scorer,
-    greedy=from_config.make_sampler(config, policy, 1, Sampling(0.0), mesh),
+    greedy=samplers.make_sampler(config, policy, 1, Sampling(0.0), mesh),
     train=train,
     held_out=held_out,
   )

@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 from grpojax.core import losses, mesh, packing, packing_layout
+from grpojax.core.batch import make_batch
 from grpojax.core.entropy import EntropyBonus
-from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
 from grpojax.models import sharding

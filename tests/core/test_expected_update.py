@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from grpojax.core import advantages, losses
-from grpojax.core.grpo_step import init_state, make_batch, make_update
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state, make_update
 from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import Rollout
 

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from grpojax.core import advantages, losses
+from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import (
   init_state,
-  make_batch,
   make_grpo_step,
   make_update,
   rollout_metrics,

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from grpojax.core import losses, packing, packing_layout, surrogates
-from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update

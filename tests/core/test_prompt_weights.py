@@ -10,7 +10,8 @@ import pytest
 
 import grpojax
 from grpojax.core import losses, packing_layout
-from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts, Rollout
 from grpojax.core.update import make_update
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grpojax.core import packing_layout, repetition
+from grpojax.core.batch import make_batch
 from grpojax.core.decoding import Decoding
-from grpojax.core.grpo_step import make_batch
 from grpojax.core.logprobs import completion_hidden, token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling, sample, transform_logits

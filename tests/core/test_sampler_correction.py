@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.grpo_step import init_state, make_batch
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state
 from grpojax.core.sampler_correction import (
   CORRECTIONS,
   importance_weights,

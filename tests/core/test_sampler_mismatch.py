@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.grpo_step import init_state, make_batch, make_grpo_step
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state, make_grpo_step
 from grpojax.core.types import Prompts, Rollout
 from grpojax.core.update import make_update
 

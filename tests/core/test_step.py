@@ -9,12 +9,8 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.grpo_step import (
-  init_state,
-  make_batch,
-  make_update,
-  rollout_metrics,
-)
+from grpojax.core.batch import make_batch
+from grpojax.core.grpo_step import init_state, make_update, rollout_metrics
 from grpojax.core.minibatches import draw_orders
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Batch, Rollout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.grpo_step import make_batch
+from grpojax.core.batch import make_batch
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
 

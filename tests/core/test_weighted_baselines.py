@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import advantages, grpo_step
+from grpojax.core import advantages
+from grpojax.core.batch import make_batch
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
@@ -219,7 +220,7 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   """By the names of the parameters; without them, an error says what to do."""
   lm, table, samples = chain(tabular, 0.7)
   rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
-  make = functools.partial(grpo_step.make_batch, lm)
+  make = functools.partial(make_batch, lm)
   batch = make(samples, rewards, functools.partial(score_weighted, power=1.5))
   # The distributions that the tokens were drawn from, in closed form.
   kinds, before = tabular.rows(np.arange(3), samples.completion_ids)

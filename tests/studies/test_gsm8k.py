@@ -10,7 +10,7 @@ import pytest
 from grpojax.data import gsm8k as gsm8k_data
 from grpojax.models import hf
 from grpojax.rewards import exact, math
-from grpojax.studies import gsm8k, gsm8k_results
+from grpojax.studies import gsm8k, gsm8k_bench, gsm8k_results
 from grpojax.training import fit, sft, sft_config
 from grpojax.training.config import validate
 
@@ -177,3 +177,31 @@ def test_a_tiny_study(tmp_path, monkeypatch, capsys):
     atol=1e-6,
   )
   assert "held-out problems" in capsys.readouterr().out
+  _its_model_can_be_studied(study, monkeypatch)
+
+
+def _its_model_can_be_studied(study, monkeypatch):
+  """Prompts and rewards of a pool; what lacks is said."""
+  said = gsm8k_bench.problems(str(study), 5)
+  assert "fewer than num_prompts = 5" in said
+  monkeypatch.setattr(gsm8k_bench, "BETWEEN", (0, 1))  # all 4 of them
+  assert gsm8k_bench.problems(str(study), 4) == ""
+  bench = gsm8k_bench.open_bench(str(study), 6, 3, seed=1)
+  problems = gsm8k_data.load("train", path=study / "prompts")
+  assert [e["prompt"] for _, (e,) in bench.batches] == [
+    problems[i]["prompt"] for i in range(3)
+  ]
+  assert bench.batches[0][0].prompt_ids.shape[0] == 1
+  right = f"A note.\n#### {problems[0]['answer']}"
+  found = bench.rewards(problems[0], [right, "#### none"])
+  np.testing.assert_array_equal(found, [1, 0])
+
+
+def test_problems_that_are_sometimes_solved_are_studied(tmp_path):
+  shares = [0, 0.1, 0.5, 0.95, 1, 0.9]
+  (tmp_path / "before.json").write_text(json.dumps({"rewards": shares}))
+  assert list(gsm8k_bench._chosen(tmp_path)) == [1, 2, 5]
+  assert gsm8k_bench.problems(str(tmp_path), 3) == ""
+  assert "3 problems" in gsm8k_bench.problems(str(tmp_path), 4)
+  for directory in (tmp_path / "nowhere", tmp_path / "before.json"):
+    assert "before.json" in gsm8k_bench.problems(str(directory), 2)

@@ -127,6 +127,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
     batches=[(None, [{"prompt": "1+1"}])],
     sampler=lambda *args: sampled,
     score=None,
+    rewards=mse.rewards_of,
   )
   row = mse._measure(config, bench, "base", 0)
   assert row["success"] == 0.5 and row["best_baseline"] == 1

@@ -24,7 +24,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts
 from grpojax.models import hf
-from grpojax.training import fit, from_config, host_step
+from grpojax.training import fit, from_config, host_step, samplers
 from grpojax.training import policy as policies
 from grpojax.training.config import default_config
 
@@ -169,7 +169,7 @@ def programs(model, devices, changes, samples=None):
     everywhere = NamedSharding(mesh, P())
     key = jax.device_put(jax.random.key(1), everywhere)
     if samples is None:
-      sampler = from_config.make_sampler(
+      sampler = samplers.make_sampler(
         config, policy, G, from_config.sampling(config), mesh
       )
       samples = sampler(policy.params, prompts, key)

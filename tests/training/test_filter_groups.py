@@ -22,6 +22,7 @@ from grpojax.training import (
   filter_groups,
   from_config,
   host_step,
+  samplers,
   scoring,
 )
 from grpojax.training import policy as policies
@@ -139,7 +140,7 @@ def job(tabular, config_with):
 
 def whole_rollout(job, count):
   """All that can be drawn for the first step, by one program, and rewards."""
-  program = from_config.sampler_program(
+  program = samplers.sampler_program(
     job.config, job.policy, G, from_config.sampling(job.config)
   )
   prompts, _ = batch_of(0, count)

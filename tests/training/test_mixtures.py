@@ -11,7 +11,7 @@ from grpojax import evaluate
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
 from grpojax.runtime import config as config_lib
-from grpojax.training import evaluation, mixtures, scoring
+from grpojax.training import evaluation, mixtures, scoring, splits
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import default_config, validate
@@ -156,11 +156,11 @@ def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**files, data__max_prompt_length=14)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
-    prompts_lib.load_split(config, policy, "train")
+    splits.load_split(config, policy, "train")
   config.data.too_long = "drop"
   config.eval.num_prompts = 3  # of each
   found = {
-    split: prompts_lib.load_split(config, policy, split)
+    split: splits.load_split(config, policy, split)
     for split in ("train", "test")
   }
   whole = found["train"]
@@ -174,9 +174,9 @@ def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
   assert sum(e[SOURCE] == "ones" for e in batch) == 16
   # Measured once.
   file = tmp_path / "lengths.npz"
-  prompts_lib.save_lengths(file, found)
+  splits.save_lengths(file, found)
   monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
-  again = prompts_lib.load_split(config, policy, "train", file)
+  again = splits.load_split(config, policy, "train", file)
   assert again.survey.fingerprint == whole.survey.fingerprint
   np.testing.assert_array_equal(again.survey.lengths, whole.survey.lengths)
 
@@ -185,7 +185,7 @@ def test_an_error_says_which_data_set_it_is_of(files, config_with):
   config = config_with(**files)
   config.data.mixture.ones.path = "/nowhere"
   with pytest.raises(ValueError, match="data.mixture.ones: .*/nowhere"):
-    prompts_lib.load_examples(config, "train")
+    splits.load_examples(config, "train")
 
 
 @pytest.mark.slow

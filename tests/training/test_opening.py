@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.data.survey import Survey
 from grpojax.runtime import distributed, screen, tokenizer
-from grpojax.training import opening, prompts, start
+from grpojax.training import opening, splits, start
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
@@ -23,7 +23,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
 def test_processes_that_read_other_examples_are_refused(monkeypatch):
   def checked(count, fingerprint):
     found = Survey(fingerprint, np.ones(count, np.int32))
-    split = prompts.Split(["?"] * count, 0, found, "key")
+    split = splits.Split(["?"] * count, 0, found, "key")
     return start.Checked(None, None, None, split, split, None)
 
   said = []

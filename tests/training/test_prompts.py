@@ -9,6 +9,7 @@ import pytest
 from grpojax.core.types import Prompts
 from grpojax.training import policy as policies
 from grpojax.training import prompts as prompts_lib
+from grpojax.training import splits as splits_lib
 
 
 def test_problems_of_a_run(config_with):
@@ -17,7 +18,7 @@ def test_problems_of_a_run(config_with):
     return [examples[i]["prompt"] for i in range(count)]
 
   train, test = (
-    functools.partial(prompts_lib.load_examples, split=split)
+    functools.partial(splits_lib.load_examples, split=split)
     for split in ("train", "test")
   )
   assert prompts(train) == prompts(train) != prompts(train, seed=1)
@@ -46,15 +47,15 @@ def jsonl(tmp_path):
 def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}")
-  train = prompts_lib.load_examples(config, "train")
+  train = splits_lib.load_examples(config, "train")
   assert len(train) == 12
   with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
-    prompts_lib.load_split(config, policy, "train")
+    splits_lib.load_split(config, policy, "train")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
     list(prompts_lib.held_out(config, policy, train))
   config.data.too_long = "drop"
   for split in ("train", "test"):
-    found = prompts_lib.load_split(config, policy, split)
+    found = splits_lib.load_split(config, policy, split)
     batches = list(prompts_lib.held_out(config, policy, found.examples))
     answers = [e["answer"] for _, examples in batches for e in examples]
     assert answers == [str(n) for n in range(1, len(answers) + 1)]
@@ -62,14 +63,14 @@ def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
     lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
     assert max(lengths) == 12
   config.eval.num_prompts = 3
-  assert len(prompts_lib.load_split(config, policy, "test").examples) == 3
+  assert len(splits_lib.load_split(config, policy, "test").examples) == 3
 
 
 def test_the_config_sets_the_prompt(jsonl, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}+1")
   config.data.max_prompt_length = 32
-  examples = prompts_lib.load_split(config, policy, "train").examples
+  examples = splits_lib.load_split(config, policy, "train").examples
   prompts, (example, *_) = next(prompts_lib.held_out(config, policy, examples))
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
@@ -106,7 +107,7 @@ def test_the_config_says_what_special_tokens_are(
 def test_mistakes_are_refused(changes, hint, config_with):
   policy = policies.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
-    prompts_lib.load_split(config_with(**changes), policy, "train")
+    splits_lib.load_split(config_with(**changes), policy, "train")
 
 
 def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
@@ -124,11 +125,11 @@ def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
   def load(config, expected):
     measured.clear()
     splits = {
-      split: prompts_lib.load_split(config, policy, split, file)
+      split: splits_lib.load_split(config, policy, split, file)
       for split in ("train", "test")
     }
     assert len(measured) == expected
-    prompts_lib.save_lengths(file, splits)
+    splits_lib.save_lengths(file, splits)
     return splits["train"]
 
   first = load(config, 24)
@@ -163,6 +164,6 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
 def test_held_out_prompts_are_trimmed(config_with):
   policy = policies.open_policy("arithmetic-instruct")
   config = config_with(data__max_prompt_length=100, eval__num_prompts=3)
-  examples = prompts_lib.load_examples(config, "test")
+  examples = splits_lib.load_examples(config, "test")
   ((prompts, _),) = prompts_lib.held_out(config, policy, examples)
   assert prompts.prompt_ids.shape == prompts.prompt_mask.shape == (3, 25)

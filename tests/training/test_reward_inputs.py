@@ -7,7 +7,7 @@ import pytest
 from grpojax import train
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Pool
-from grpojax.training import prompts, reward_inputs
+from grpojax.training import reward_inputs, splits
 from grpojax.training.config import default_config
 
 REWARDS = """
@@ -33,7 +33,7 @@ def file(tmp_path):
 
 
 def split(**columns):
-  return prompts.Split([{"prompt": "p"} | columns], 0, None, "")
+  return splits.Split([{"prompt": "p"} | columns], 0, None, "")
 
 
 def test_the_step_is_said_where_it_is_asked_for(file):
@@ -57,7 +57,7 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   rewards = reward_inputs.resolve(config)
 
   def check(**parts):
-    whole = prompts.Split(None, 0, None, "", parts)
+    whole = splits.Split(None, 0, None, "", parts)
     reward_inputs.check_columns(config, rewards, whole)
 
   # A mixture names the data set of each example, so verl's finds that.

@@ -11,7 +11,13 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
-from grpojax.training import batch_sizes, from_config, sampling_parts, scoring
+from grpojax.training import (
+  batch_sizes,
+  from_config,
+  samplers,
+  sampling_parts,
+  scoring,
+)
 from grpojax.training import policy as policies
 
 B, G, T = 4, 3, 6
@@ -45,7 +51,7 @@ def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
   lm = tabular.lm(B, 7)
   policy = policies.Policy(pathlib.Path(), lm, Words(), (0,), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  program = from_config.sampler_program(
+  program = samplers.sampler_program(
     config, policy, G, from_config.sampling(config)
   )
 

@@ -1,0 +1,77 @@
+"""The model of `studies.gsm8k` before GRPO, for studies of its gradient."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpojax.rewards.math import math_answer
+from grpojax.runtime import config as config_lib
+from grpojax.studies import gram, gsm8k, mse
+from grpojax.training import from_config, prompts, samplers, splits
+from grpojax.training import policy as policies
+
+BETWEEN = 0.1, 0.9
+"""Shares of right answers of problems that have a gradient to speak of."""
+
+
+def problems(directory: str, num_prompts: int) -> str:
+  """Why a study cannot have problems of such a run; "" if it can."""
+  try:
+    found = len(_chosen(pathlib.Path(directory)))
+  except (OSError, KeyError, TypeError, ValueError) as error:
+    return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
+  if found < num_prompts:
+    low, high = BETWEEN
+    return (
+      f"has {found} problems that are solved {low:.0%} to {high:.0%} of the "
+      f"time, fewer than num_prompts = {num_prompts}"
+    )
+  return ""
+
+
+def _chosen(directory: pathlib.Path) -> np.ndarray:
+  """The problems with such shares, by the samples of before.json."""
+  stage = json.loads((directory / "before.json").read_text())
+  shares, (low, high) = np.array(stage["rewards"], np.float64), BETWEEN
+  return np.flatnonzero((low <= shares) & (shares <= high))
+
+
+def open_bench(
+  directory: str, samples: int, num_prompts: int, seed: int
+) -> mse.Bench:
+  """Loads the model after supervised fine-tuning, and training problems.
+
+  Args:
+    directory: the run of `studies.gsm8k`.
+    samples: completions of a pool.
+    num_prompts: problems, the first ones of `_chosen`. Other samples chose
+      them, so that theirs are as good as any.
+    seed: as `mse.open_bench` takes it.
+  """
+  root = pathlib.Path(directory)
+  study = config_lib.from_json((root / "config.json").read_text())
+  run = gsm8k.grpo_run(study, root)
+  with run.unlocked():
+    run.seed = seed
+  policy = policies.load_policy(run.model.path)
+  examples = splits.load_examples(run, "train")
+  batches = [
+    prompts.prompts_of(run, policy, examples, [i])
+    for i in _chosen(root)[:num_prompts]
+  ]
+  sampling = from_config.sampling(run)
+  return mse.Bench(
+    policy,
+    batches,
+    samplers.make_sampler(run, policy, samples, sampling),
+    gram.make_score(policy.lm, sampling),
+    rewards_of,
+  )
+
+
+def rewards_of(example: dict, texts: Sequence[str]) -> np.ndarray:
+  """Of the completions of one problem, [G]."""
+  rewards = [math_answer("", text, example) for text in texts]
+  return np.array(rewards, np.float32)

@@ -1,0 +1,116 @@
+"""Packed rows change no step, whatever is learned from: settings at random."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.grpo_step import OLD_LOGPROBS
+from grpojax.core.kl import PLACEMENTS
+from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.sampler_correction import CORRECTIONS
+from grpojax.core.surrogates import RATIOS, SURROGATES
+from grpojax.core.truncation import TRUNCATED
+from grpojax.core.types import Rollout
+from grpojax.core.weighted_baselines import ScoreNorms
+from grpojax.training import from_config, host_step
+from grpojax.training.config import validate
+
+B, G, P, T, V = 4, 6, 3, 16, 11
+CHOICES = {
+  "advantage": ADVANTAGES,
+  "loss.surrogate": SURROGATES,
+  "loss.ratio": RATIOS,
+  "loss.weighting": WEIGHTINGS,
+  "loss.truncated": TRUNCATED,
+  "loss.correction": CORRECTIONS,
+  "loss.off_policy_threshold": (0.0, 0.3),
+  "loss.old_logprobs": OLD_LOGPROBS,
+  "loss.beta": (0.0, 0.1),
+  "loss.kl_placement": PLACEMENTS,
+  "loss.kl": ("k1", "k2", "k3"),
+  "loss.advantage_clip": (0.0, 0.5),
+  "loss.dual_clip": (0.0, 3.0),
+  "loss.top_entropy_quantile": (1.0, 0.4),
+  "loss.entropy_coef": (0.0, 0.05),
+  "loss.entropy_target": (0.0, 1.0),
+  "optim.epochs": (1, 2),
+  "optim.minibatches": (1, 2),
+  "optim.micro_batches": (1, 2, 3),
+  "optim.max_grad_norm": (0.1, 1.0),
+  "sampling.temperature": (1.0, 0.7),
+  "sampling.repetition_penalty": (1.0, 1.3),
+}
+
+
+def draw_config(config_with, rng):
+  """Settings at random, of those that go together."""
+  for _ in range(500):
+    drawn = {k: list(v)[rng.integers(len(v))] for k, v in CHOICES.items()}
+    changes = {k.replace(".", "__"): v for k, v in drawn.items()}
+    sizes = {"batch_size": B, "group_size": G, "sampling__max_new_tokens": T}
+    rounds = {"diagnostics__every": 1, "optim__packing": True}
+    config = config_with(**changes, **sizes, **rounds)
+    try:
+      validate(config)
+    except ValueError:
+      continue
+    return drawn, config
+  raise AssertionError("no settings that go together")
+
+
+def draw_samples(rng):
+  lengths = np.minimum(rng.geometric(0.3, (B, G)), T)
+  mask = np.arange(T) < lengths[..., None]
+  logprobs = np.where(mask, -rng.uniform(1, 4, mask.shape), 0.0)
+  return Rollout(
+    prompt_ids=jnp.asarray(rng.integers(0, V, (B, P))),
+    prompt_mask=jnp.arange(P) < jnp.array([[3], [1], [2], [3]]),
+    completion_ids=jnp.asarray(rng.integers(0, V, (B, G, T))),
+    completion_mask=jnp.asarray(mask),
+    logprobs=jnp.asarray(logprobs, jnp.float32),
+    finished=jnp.asarray(rng.uniform(size=(B, G)) < 0.8),
+  )
+
+
+def step(config, lm, samples, rewards, packing):
+  """Parameters and metrics after a step, its advantages, as `train` does it."""
+  params = lm.init(jax.random.key(5))
+  tx = optax.sgd(0.1)
+  norms = ScoreNorms(*map(jnp.asarray, (2.0, 1.0, 1.5)))
+  ref_params = None
+  if from_config.needs_reference(config):
+    ref_params = jax.tree.map(lambda x: 0.9 * x, params)
+  compare = jax.jit(host_step.make_compare(config), static_argnums=0)
+  batch, _ = compare(lm, params, samples, rewards, ref_params, packing, norms)
+  state = from_config.first_state(config, tx, params)
+  learn = jax.jit(host_step.make_learn(config, tx), static_argnums=0)
+  state, metrics = learn(lm, state, batch)
+  moved = jax.tree.map(jnp.subtract, state.params, params)
+  return moved, metrics, batch.advantages
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_packed_is_unpacked(seed, tabular, config_with):
+  rng = np.random.default_rng(seed)
+  drawn, config = draw_config(config_with, rng)
+  samples = draw_samples(rng)
+  rewards = rng.integers(0, 2, (B, G)).astype(np.float32)
+  rewards[0, 2] = np.nan
+  lm = tabular.lm(V, V)
+  mesh = from_config.mesh(config, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    packing = from_config.packing(config, samples, rewards, mesh)
+    assert packing is not None, drawn
+    packed = step(config, lm, samples, jnp.asarray(rewards), packing)
+    plain = step(config, lm, samples, jnp.asarray(rewards), None)
+  scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain[0]))
+  for a, b in zip(*map(jax.tree.leaves, (packed[0], plain[0])), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale, err_msg=drawn)
+  np.testing.assert_allclose(packed[2], plain[2], 1e-5, 1e-6, err_msg=drawn)
+  assert packed[1].keys() == plain[1].keys()
+  for name, value in plain[1].items():
+    said = f"{name} of {drawn}"
+    np.testing.assert_allclose(packed[1][name], value, 1e-4, 1e-6, err_msg=said)
