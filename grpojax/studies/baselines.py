@@ -8,9 +8,9 @@ gradient with leave-one-out baselines that weigh the other samples in several
 ways, beside leave_one_out, vanilla, an oracle that knows the value V(x), and
 the best constant baseline E[|s|^2 Z] / E|s|^2. `norm_ratio` knows the scores'
 lengths from the other prompts. How: `studies.baseline_errors`. Intervals are
-over completions, with the prompts fixed. With --config.gsm8k=RUN, a finished
-run of `grpojax.studies.gsm8k`, its model before GRPO on its training problems
-is a fourth configuration.
+over completions, with the prompts fixed. --config.configurations=gsm8k
+--config.gsm8k=RUN, a run of `grpojax.studies.gsm8k`, measures its model before
+GRPO on training problems of its own.
 
 The run directory has pools/, a file a prompt as soon as it is sampled (the same
 command goes on where it stopped), results.csv, summary.json and baselines.png.
@@ -42,6 +42,7 @@ from grpojax.studies.mse_report import mean_over_prompts, ratio_of_means
 from grpojax.training import policy as policies
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
+CONFIGURATIONS = (*mse.CONFIGURATIONS, "gsm8k")
 
 
 FLAGS = run.FLAGS
@@ -61,8 +62,11 @@ SETTINGS = section(
     8, "blocks of a prompt's completions, for the intervals", within="[3, inf)"
   ),
   powers=setting((1.0, 2.0, 3.0), "powers of score_weighted's weights"),
+  configurations=setting(
+    mse.CONFIGURATIONS, "models, and how they are prompted", CONFIGURATIONS
+  ),
   gsm8k=setting(
-    "", 'directory of a run of studies.gsm8k: its model too; "" = none'
+    "", "for the configuration gsm8k: directory of a run of studies.gsm8k"
   ),
 )
 """Those of `studies.mse` and some more; about eight minutes of CPU time."""
@@ -86,14 +90,15 @@ def problems(config: ConfigDict) -> list[str]:
     wrong.append(problem("samples", config.samples, todo))
   if not all(power > 0 for power in config.powers):
     wrong.append(problem("powers", config.powers, "must be more than 0"))
-  why = config.gsm8k and gsm8k_bench.problems(config.gsm8k, config.num_prompts)
-  if why:
-    wrong.append(problem("gsm8k", config.gsm8k, why))
+  given = config.configurations
+  if not given or len(set(given)) < len(given):
+    wrong.append(
+      problem("configurations", given, "give one or more, each once")
+    )
+  if "gsm8k" in given:
+    why = gsm8k_bench.problems(config.gsm8k, config.num_prompts)
+    wrong += [problem("gsm8k", config.gsm8k, why)] if why else []
   return wrong
-
-
-def _configurations(config: ConfigDict) -> tuple[str, ...]:
-  return mse.CONFIGURATIONS + ("gsm8k",) * bool(config.gsm8k)
 
 
 def _open_bench(config: ConfigDict, name: str) -> mse.Bench:
@@ -110,7 +115,7 @@ def _sample(
   """The pool of one prompt."""
   prompts, examples = bench.batches[index]
   key = jax.random.key(config.seed + _OTHER_SAMPLES)
-  for number in (_configurations(config).index(name), index):
+  for number in (CONFIGURATIONS.index(name), index):
     key = jax.random.fold_in(key, number)
   samples = bench.sampler(bench.policy.params, prompts, key)
   texts = policies.decode(bench.policy, samples)
@@ -138,7 +143,7 @@ def collect(
   """The pools of all prompts by configuration; samples those that lack."""
   pools: dict[str, list[Pool]] = {}
   directory.mkdir(exist_ok=True)
-  for name in _configurations(config):
+  for name in config.configurations:
     bench, pools[name] = None, []
     for index in range(config.num_prompts):
       path = directory / f"{name}-{index}.npz"
@@ -214,20 +219,25 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
   names = list(dict.fromkeys(row["configuration"] for row in rows))
   largest = max(row["group_size"] for row in rows)
   labels = list(dict.fromkeys(row["estimator"] for row in rows))[::-1]
-  figure, axes = run.new_figure(1, len(names), width=3.6)
+  figure, axes = run.new_figure(1, len(names), width=3.6 + (len(names) == 1))
   for ax, name in zip(axes[0], names, strict=True):
-    for row in rows:
-      if (row["configuration"], row["group_size"]) != (name, largest):
-        continue
+    shown = [
+      row
+      for row in rows
+      if (row["configuration"], row["group_size"]) == (name, largest)
+    ]
+    for row in shown:
       mean = row["ratio_mean"]
       ends = [[mean - row["ratio_low"]], [row["ratio_high"] - mean]]
       at = labels.index(row["estimator"])
       ax.errorbar(mean, at, xerr=np.maximum(ends, 0), fmt="o", ms=4, capsize=2)
     ax.axvline(1, color="tab:gray", lw=0.8)
-    ax.set_xscale("log")
+    means = [row["ratio_mean"] for row in shown]
+    if max(means) > 5 * min(means):  # else ticks of a logarithmic axis collide
+      ax.set_xscale("log")
     ax.set_yticks(range(len(labels)), labels if name == names[0] else [])
-    ax.set_xlabel(f"error / leave_one_out's, G = {largest}")
-    ax.set_title(name, fontsize=10)
+    ax.set_xlabel("error / leave_one_out's")
+    ax.set_title(f"{name}, G = {largest}", fontsize=10)
     ax.grid(alpha=0.3, axis="x", which="both")
   pictures.save_figure(figure, path)
 

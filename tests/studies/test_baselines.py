@@ -82,6 +82,10 @@ def test_errors_are_those_of_all_groups():
     ({"samples": 100}, "samples = 100: each of blocks"),
     ({"powers": "(0.0,)"}, "powers = .*more than 0"),
     ({"group_sizes": "(1,)"}, "group_sizes = "),
+    ({"configurations": "()"}, "configurations = .*one or more"),
+    ({"configurations": "base,base"}, "configurations = .*each once"),
+    ({"configurations": "bass"}, "did you mean base"),
+    ({"configurations": "gsm8k"}, "gsm8k = '': no run of .*studies.gsm8k"),
   ],
 )
 def test_impossible_settings(tmp_path, changes, message, capsys):
