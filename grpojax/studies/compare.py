@@ -57,7 +57,7 @@ SETTINGS = section(
     "what is compared, with the first: settings with spaces between them",
   ),
   learning_rates=setting(
-    (2e-5, 5e-5, 1.25e-4), "of which each arm gets its best"
+    (1.25e-4, 3e-4, 7.5e-4), "of which each arm gets its best"
   ),
   tuning_seeds=setting(
     2, "runs of each arm and rate to find it, on seeds of their own", within=ONE
