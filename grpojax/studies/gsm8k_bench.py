@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from grpojax.rewards.math import math_answer
 from grpojax.runtime import config as config_lib
@@ -18,9 +19,11 @@ BETWEEN = 0.1, 0.9
 
 def problems(directory: str, num_prompts: int) -> str:
   """Why a study cannot have problems of such a run; "" if it can."""
+  root = pathlib.Path(directory)
   try:
-    found = len(_chosen(pathlib.Path(directory)))
-  except (OSError, KeyError, TypeError, ValueError) as error:
+    found = len(_chosen(root))
+    policies.find_model(_run(root).model.path)
+  except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
     return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
   if found < num_prompts:
     low, high = BETWEEN
@@ -38,6 +41,12 @@ def _chosen(directory: pathlib.Path) -> np.ndarray:
   return np.flatnonzero((low <= shares) & (shares <= high))
 
 
+def _run(directory: pathlib.Path) -> ConfigDict:
+  """The config of GRPO, which samples as before.json's samples were."""
+  study = config_lib.from_json((directory / "config.json").read_text())
+  return gsm8k.grpo_run(study, directory)
+
+
 def open_bench(
   directory: str, samples: int, num_prompts: int, seed: int
 ) -> mse.Bench:
@@ -51,8 +60,7 @@ def open_bench(
     seed: as `mse.open_bench` takes it.
   """
   root = pathlib.Path(directory)
-  study = config_lib.from_json((root / "config.json").read_text())
-  run = gsm8k.grpo_run(study, root)
+  run = _run(root)
   with run.unlocked():
     run.seed = seed
   policy = policies.load_policy(run.model.path)

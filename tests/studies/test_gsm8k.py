@@ -10,6 +10,7 @@ import pytest
 from grpojax.data import gsm8k as gsm8k_data
 from grpojax.models import hf
 from grpojax.rewards import exact, math
+from grpojax.runtime import config as config_lib
 from grpojax.studies import gsm8k, gsm8k_bench, gsm8k_results
 from grpojax.training import fit, sft, sft_config
 from grpojax.training.config import validate
@@ -197,11 +198,19 @@ def _its_model_can_be_studied(study, monkeypatch):
   np.testing.assert_array_equal(found, [1, 0])
 
 
-def test_problems_that_are_sometimes_solved_are_studied(tmp_path):
+def test_problems_that_are_sometimes_solved_are_studied(tmp_path, toy_model):
   shares = [0, 0.1, 0.5, 0.95, 1, 0.9]
   (tmp_path / "before.json").write_text(json.dumps({"rewards": shares}))
   assert list(gsm8k_bench._chosen(tmp_path)) == [1, 2, 5]
+  assert "config.json" in gsm8k_bench.problems(str(tmp_path), 3)
+  (tmp_path / "config.json").write_text(config_lib.to_json(config_with()))
+  assert "/sft" in gsm8k_bench.problems(str(tmp_path), 3)
+  (tmp_path / "sft").symlink_to(toy_model)
   assert gsm8k_bench.problems(str(tmp_path), 3) == ""
   assert "3 problems" in gsm8k_bench.problems(str(tmp_path), 4)
-  for directory in (tmp_path / "nowhere", tmp_path / "before.json"):
+  for other in ("{}", "[]", '{"rewards": "none"}', "nothing"):
+    (tmp_path / "config.json").write_text(other)
+    assert "no run of" in gsm8k_bench.problems(str(tmp_path), 3)
+    (tmp_path / "before.json").write_text(other)
+  for directory in (tmp_path, tmp_path / "nowhere", tmp_path / "before.json"):
     assert "before.json" in gsm8k_bench.problems(str(directory), 2)
