@@ -34,11 +34,11 @@ def problems(directory: str, num_prompts: int) -> str:
   return ""
 
 
-def _chosen(directory: pathlib.Path) -> np.ndarray:
+def _chosen(directory: pathlib.Path) -> list[int]:
   """The problems with such shares, by the samples of before.json."""
   stage = json.loads((directory / "before.json").read_text())
   shares, (low, high) = np.array(stage["rewards"], np.float64), BETWEEN
-  return np.flatnonzero((low <= shares) & (shares <= high))
+  return np.flatnonzero((low <= shares) & (shares <= high)).tolist()
 
 
 def _run(directory: pathlib.Path) -> ConfigDict:
