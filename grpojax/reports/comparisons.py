@@ -124,7 +124,8 @@ def group_size(found: Columns) -> dict[str, float | None] | None:
   both = sorted(c1.keys() & c3.keys())
   if not both:
     return None
-  own = [[low.get(i, 1.0), high.get(i, math.inf)] for i in both]
+  # Columns have no null, which an infinite bound is.
+  own = [[low.get(i, math.inf), high.get(i, math.inf)] for i in both]
   sizes = pooled_group_size(
     *(np.array([c[i] for i in both]) for c in (c1, c3)), np.array(own)
   )

@@ -66,7 +66,9 @@ SETTINGS = section(
     mse.CONFIGURATIONS, "models, and how they are prompted", CONFIGURATIONS
   ),
   gsm8k=setting(
-    "", "for the configuration gsm8k: directory of a run of studies.gsm8k"
+    "",
+    "for the configuration gsm8k: directory of a run of studies.gsm8k, whose "
+    "config says how its model is prompted and sampled",
   ),
 )
 """Those of `studies.mse` and some more; about eight minutes of CPU time."""
@@ -105,8 +107,9 @@ def _open_bench(config: ConfigDict, name: str) -> mse.Bench:
   """The model and the prompts of a configuration."""
   if name != "gsm8k":
     return mse.open_bench(config, name)
-  sizes = config.samples, config.num_prompts
-  return gsm8k_bench.open_bench(config.gsm8k, *sizes, config.seed)
+  return gsm8k_bench.open_bench(
+    config.gsm8k, config.samples, config.num_prompts
+  )
 
 
 def _sample(

@@ -19,12 +19,20 @@ BETWEEN = 0.1, 0.9
 
 def problems(directory: str, num_prompts: int) -> str:
   """Why a study cannot have problems of such a run; "" if it can."""
+  if not directory:
+    return "give the directory of a run of grpojax.studies.gsm8k"
   root = pathlib.Path(directory)
   try:
     found = len(_chosen(root))
-    policies.find_model(_run(root).model.path)
+    run = _run(root)
+    policies.find_model(run.model.path)
   except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
     return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
+  if run.reward.functions != (math_answer.__name__,):
+    return (
+      f"its problems were scored by {run.reward.functions}; this study scores "
+      f"with {math_answer.__name__} alone"
+    )
   if found < num_prompts:
     low, high = BETWEEN
     return (
@@ -44,25 +52,27 @@ def _chosen(directory: pathlib.Path) -> list[int]:
 def _run(directory: pathlib.Path) -> ConfigDict:
   """The config of GRPO, which samples as before.json's samples were."""
   study = config_lib.from_json((directory / "config.json").read_text())
-  return gsm8k.grpo_run(study, directory)
+  study, _ = config_lib.fill_in(study, gsm8k.default_config())
+  # Absolute: a relative one that is not there could be a name on the Hub.
+  return gsm8k.grpo_run(study, directory.absolute())
 
 
-def open_bench(
-  directory: str, samples: int, num_prompts: int, seed: int
-) -> mse.Bench:
+def open_bench(directory: str, samples: int, num_prompts: int) -> mse.Bench:
   """Loads the model after supervised fine-tuning, and training problems.
+
+  In float32, whatever the run trained in: the scores are to be exact.
 
   Args:
     directory: the run of `studies.gsm8k`.
     samples: completions of a pool.
     num_prompts: problems, the first ones of `_chosen`. Other samples chose
       them, so that theirs are as good as any.
-    seed: as `mse.open_bench` takes it.
+
+  Raises:
+    OSError, ValueError: of what `problems` says.
   """
   root = pathlib.Path(directory)
   run = _run(root)
-  with run.unlocked():
-    run.seed = seed
   policy = policies.load_policy(run.model.path)
   examples = splits.load_examples(run, "train")
   batches = [
@@ -80,6 +90,6 @@ def open_bench(
 
 
 def rewards_of(example: dict, texts: Sequence[str]) -> np.ndarray:
-  """Of the completions of one problem, [G]."""
+  """Of the completions of one problem, [S]."""
   rewards = [math_answer("", text, example) for text in texts]
   return np.array(rewards, np.float32)

@@ -114,7 +114,7 @@ class Bench(NamedTuple):
     batches: one prompt each, with its example.
     sampler: of one pool, from `samplers.make_sampler`.
     score: from `gram.make_score`.
-    rewards: `(example, texts) -> [G]`, of the completions of a prompt.
+    rewards: `(example, texts) -> [S]`, of a pool's completions.
   """
 
   policy: policies.Policy
@@ -175,8 +175,8 @@ def _encode(policy, prompt, template):
   return tokenizer_lib.encode_prompt(policy.tokenizer, prompt, template)[1]
 
 
-def rewards_of(example, texts) -> np.ndarray:
-  """Of the completions of one prompt, [G]."""
+def rewards_of(example: dict[str, Any], texts: Sequence[str]) -> np.ndarray:
+  """Of the completions of one prompt, [S]."""
   rewards = [exact.exact_answer("", text, example) for text in texts]
   return np.array(rewards, np.float32)
 

@@ -181,6 +181,27 @@ def test_a_prompt_counts_with_each_completion_that_is_learned_from():
   np.testing.assert_allclose(value, rows(params), rtol=1e-5)
 
 
+def test_tokens_in_bfloat16_are_counted_in_float32():
+  """Whose sums in bfloat16 would stop at 256."""
+  tokens, experts = 1000, 5
+  x = jnp.asarray(RNG.normal(size=(1, 1, tokens, 8)), jnp.bfloat16)
+  router = jnp.asarray(RNG.normal(size=(8, experts)), jnp.bfloat16)
+  weights = jnp.ones((1, 1, tokens))
+
+  def loss(x, router):
+    load = expert_load(x, router, 2, weights)
+    return load_balancing_loss(load), load
+
+  both = jax.jit(jax.value_and_grad(loss, argnums=1, has_aux=True))
+  (value, load), grad = both(x, router)
+  assert load.count == tokens and load.chosen.sum() == 2 * tokens
+  x, router = x.astype(jnp.float32), router.astype(jnp.float32)
+  (exact, _), exact_grad = both(x, router)
+  np.testing.assert_allclose(value, exact, rtol=1e-2)
+  scale = float(jnp.abs(exact_grad).max())
+  np.testing.assert_allclose(grad, exact_grad, atol=0.05 * scale)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "parts, packed, more",

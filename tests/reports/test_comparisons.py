@@ -114,3 +114,5 @@ def test_the_group_size_of_a_single_diagnosis_has_its_own_interval():
   assert comparisons.group_size(found) == expected
   found["optimal_group_size_high"] = ([1], [7.5])
   assert comparisons.group_size(found) == expected | {"high": 7.5}
+  del found["optimal_group_size_low"]  # null, which columns do not have
+  assert comparisons.group_size(found)["low"] is None

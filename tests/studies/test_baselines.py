@@ -85,7 +85,7 @@ def test_errors_are_those_of_all_groups():
     ({"configurations": "()"}, "configurations = .*one or more"),
     ({"configurations": "base,base"}, "configurations = .*each once"),
     ({"configurations": "bass"}, "did you mean base"),
-    ({"configurations": "gsm8k"}, "gsm8k = '': no run of .*studies.gsm8k"),
+    ({"configurations": "gsm8k"}, "gsm8k = '': give the directory of a run"),
   ],
 )
 def test_impossible_settings(tmp_path, changes, message, capsys):

@@ -11,7 +11,7 @@ from grpojax.data import gsm8k as gsm8k_data
 from grpojax.models import hf
 from grpojax.rewards import exact, math
 from grpojax.runtime import config as config_lib
-from grpojax.studies import gsm8k, gsm8k_bench, gsm8k_results
+from grpojax.studies import baselines, gsm8k, gsm8k_bench, gsm8k_results
 from grpojax.training import fit, sft, sft_config
 from grpojax.training.config import validate
 
@@ -182,20 +182,30 @@ def test_a_tiny_study(tmp_path, monkeypatch, capsys):
 
 
 def _its_model_can_be_studied(study, monkeypatch):
-  """Prompts and rewards of a pool; what lacks is said."""
-  said = gsm8k_bench.problems(str(study), 5)
-  assert "fewer than num_prompts = 5" in said
-  monkeypatch.setattr(gsm8k_bench, "BETWEEN", (0, 1))  # all 4 of them
-  assert gsm8k_bench.problems(str(study), 4) == ""
-  bench = gsm8k_bench.open_bench(str(study), 6, 3, seed=1)
-  problems = gsm8k_data.load("train", path=study / "prompts")
+  """Prompts and rewards of a pool, of the problems that are chosen."""
+  shares = {"rewards": [0.0, 0.5, 1.0, 0.5]}
+  (study / "before.json").write_text(json.dumps(shares))
+  assert "fewer than num_prompts = 3" in gsm8k_bench.problems(str(study), 3)
+  monkeypatch.chdir(study.parent)  # a relative path is one, too
+  assert gsm8k_bench.problems(study.name, 2) == ""
+  bench = gsm8k_bench.open_bench(study.name, 6, 2)
+  examples = gsm8k_data.load("train", path=study / "prompts")
   assert [e["prompt"] for _, (e,) in bench.batches] == [
-    problems[i]["prompt"] for i in range(3)
+    examples[i]["prompt"] for i in (1, 3)
   ]
   assert bench.batches[0][0].prompt_ids.shape[0] == 1
-  right = f"A note.\n#### {problems[0]['answer']}"
-  found = bench.rewards(problems[0], [right, "#### none"])
+  right = f"A note.\n#### {examples[1]['answer']}"
+  found = bench.rewards(examples[1], [right, "#### none"])
   np.testing.assert_array_equal(found, [1, 0])
+  config = baselines.default_config()
+  with config.unlocked():
+    config.configurations, config.gsm8k = ("gsm8k",), study.name
+    config.samples, config.num_prompts = 6, 2
+  pools = baselines.collect(config, study / "pools")["gsm8k"]
+  for pool in pools:
+    assert pool.gram.shape == (6, 6) and (pool.lengths <= 4).all()
+    assert np.linalg.eigvalsh(pool.gram).min() > -1e-4
+    assert set(pool.rewards) <= {0, 1}
 
 
 def test_problems_that_are_sometimes_solved_are_studied(tmp_path, toy_model):
@@ -208,9 +218,58 @@ def test_problems_that_are_sometimes_solved_are_studied(tmp_path, toy_model):
   (tmp_path / "sft").symlink_to(toy_model)
   assert gsm8k_bench.problems(str(tmp_path), 3) == ""
   assert "3 problems" in gsm8k_bench.problems(str(tmp_path), 4)
-  for other in ("{}", "[]", '{"rewards": "none"}', "nothing"):
-    (tmp_path / "config.json").write_text(other)
-    assert "no run of" in gsm8k_bench.problems(str(tmp_path), 3)
-    (tmp_path / "before.json").write_text(other)
-  for directory in (tmp_path, tmp_path / "nowhere", tmp_path / "before.json"):
-    assert "before.json" in gsm8k_bench.problems(str(directory), 2)
+  assert "directory" in gsm8k_bench.problems("", 3)  # not that one
+
+
+@pytest.fixture
+def study_run(tmp_path, toy_model):
+  """The directory of a run with three problems to choose, as far as needed."""
+  shares = json.dumps({"rewards": [0.5, 0.5, 0.5]})
+  (tmp_path / "before.json").write_text(shares)
+  (tmp_path / "config.json").write_text(config_lib.to_json(config_with()))
+  (tmp_path / "sft").symlink_to(toy_model)
+  return tmp_path
+
+
+@pytest.mark.parametrize(
+  "name, text, said",
+  [
+    ("config.json", "{}", "lacks"),
+    ("config.json", "[]", ""),
+    ("config.json", "nothing", "Expecting value"),
+    ("before.json", "{}", "'rewards'"),
+    ("before.json", "[]", "list indices"),
+    ("before.json", '{"rewards": "none"}', "could not convert"),
+    ("before.json", "nothing", "Expecting value"),
+  ],
+)
+def test_a_run_that_is_none(name, text, said, study_run):
+  """One file at a time, and what is wrong with it."""
+  assert gsm8k_bench.problems(str(study_run), 3) == ""
+  (study_run / name).write_text(text)
+  found = gsm8k_bench.problems(str(study_run), 3)
+  start, _, reason = found.partition("before.json (")
+  assert start == "no run of grpojax.studies.gsm8k with its " and reason
+  assert said in reason
+
+
+@pytest.mark.parametrize("directory", ["nowhere", "before.json"])
+def test_a_directory_that_is_none(directory, study_run):
+  found = gsm8k_bench.problems(str(study_run / directory), 3)
+  assert f"{directory}/before.json" in found
+
+
+def test_an_older_run_gets_the_defaults_that_it_lacks(study_run):
+  config = json.loads((study_run / "config.json").read_text())
+  del config["train"]["sampling"]["slots"]
+  (study_run / "config.json").write_text(json.dumps(config))
+  assert gsm8k_bench.problems(str(study_run), 3) == ""
+  assert gsm8k_bench._run(study_run).sampling.slots == 0
+
+
+def test_other_rewards_than_those_of_the_study_are_refused(study_run):
+  config = config_with()
+  config.train.reward.functions = ("exact_answer",)
+  (study_run / "config.json").write_text(config_lib.to_json(config))
+  said = gsm8k_bench.problems(str(study_run), 3)
+  assert "scored by ('exact_answer',)" in said

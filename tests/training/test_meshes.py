@@ -44,7 +44,7 @@ CASES = {
     {},
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
-  "experts": ("experts", {}, MESHES),
+  "experts": ("experts", {"loss.router_aux_coef": 0.1}, MESHES),
   "fresh prompts": (
     "llama",
     {

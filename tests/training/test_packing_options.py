@@ -107,6 +107,7 @@ def test_packed_is_unpacked(seed, tabular, config_with):
     packed = step(config, lm, samples, jnp.asarray(rewards), packing)
     plain = step(config, lm, samples, jnp.asarray(rewards), None)
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain[0]))
+  assert 0 < scale < np.inf, drawn
   for a, b in zip(*map(jax.tree.leaves, (packed[0], plain[0])), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale, err_msg=drawn)
   np.testing.assert_allclose(packed[2], plain[2], 1e-5, 1e-6, err_msg=drawn)
