@@ -273,3 +273,12 @@ def test_other_rewards_than_those_of_the_study_are_refused(study_run):
   (study_run / "config.json").write_text(config_lib.to_json(config))
   said = gsm8k_bench.problems(str(study_run), 3)
   assert "scored by ('exact_answer',)" in said
+
+
+def test_a_model_that_is_gone_is_not_looked_for_on_the_hub(
+  study_run, monkeypatch
+):
+  monkeypatch.chdir(study_run.parent)
+  (study_run / "sft").unlink()
+  said = gsm8k_bench.problems(study_run.name, 3)  # NAME/sft is a name there
+  assert f"{study_run}/sft" in said
