@@ -50,6 +50,7 @@ def flat(directory):
   return np.concatenate([np.ravel(x) for x in leaves])
 
 
+@pytest.mark.slow
 def test_the_best_state_is_kept_and_is_the_model(
   toy, toy_task, toy_model, tmp_path, accuracies, capsys
 ):

@@ -128,7 +128,22 @@ def policy_of(config):
   )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Of a family that another is of.
+ALSO = (
+  "gsm8k_qwen2_5_1_5b",
+  "gsm8k_qwen2_5_7b",
+  "gsm8k_qwen2_5_32b",
+  "figure5",
+)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in ALSO else ())
+    for name in CONFIGS
+  ],
+)
 def test_a_step_traces_at_its_real_shapes(name):
   config = training_config(name)
   policy = policy_of(config)

@@ -401,13 +401,8 @@ def test_the_variants_use_every_choice():
   assert pairs == {(p, kl) for p, kls in PLACEMENTS.items() for kl in kls}
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=() if name == "minibatches" else pytest.mark.slow)
-    for name in VARIANTS
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
   """Each learns; and without diagnostics, nothing of them is traced."""
 

@@ -60,7 +60,11 @@ def test_moments_are_unbiased(outputs, pool):
 
 @pytest.mark.parametrize(
   "outputs, group_size, groups, blocks",
-  [(3, 2, 3, 3), (2, 3, 3, 3), (2, 2, 6, 3)],
+  [
+    (3, 2, 3, 3),
+    (2, 3, 3, 3),
+    pytest.param(2, 2, 6, 3, marks=pytest.mark.slow),
+  ],
 )
 def test_measured_errors_are_the_exact_ones_on_average(
   outputs, group_size, groups, blocks

@@ -290,6 +290,7 @@ def test_gaps_are_those_of_the_parameters(finished):
   assert min(gaps) >= 0
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
   simulate, started = suboptimality.simulate, []
 

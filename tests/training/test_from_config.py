@@ -298,7 +298,7 @@ def test_every_advantage_by_its_name(config_with):
   lengths = jnp.array([[3, 1, 5]] * 4)
   found = {}
   for name in ADVANTAGES:
-    f = from_config.advantage(config_with(advantage=name))
+    f = jax.jit(from_config.advantage(config_with(advantage=name)))
     options = {
       "length_weighted": {"lengths": lengths},
       "score_weighted": {"logit_score_sq": lengths + 0.5},

@@ -92,7 +92,9 @@ def step(config, lm, samples, rewards, packing):
   return moved, metrics, batch.advantages
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+  "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 6))]
+)
 def test_packed_is_unpacked(seed, tabular, config_with):
   rng = np.random.default_rng(seed)
   drawn, config = draw_config(config_with, rng)

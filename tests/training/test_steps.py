@@ -126,6 +126,7 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
   assert jnp.isnan(few["c1"])  # which the automatic group size passes over
 
 
+@pytest.mark.slow
 def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
   tabular, config_with
 ):
