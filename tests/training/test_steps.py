@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import optax
 from jax.sharding import PartitionSpec
 
