@@ -7,8 +7,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import optax
+import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
