@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
@@ -86,7 +86,15 @@ def make_mesh(
     )
   # Auto, because the default axis type differs between versions of JAX.
   types = (AxisType.Auto,) * len(AXES)
-  return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+  try:
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+  except NotImplementedError:
+    # Of many chips (v4, v5p, v6e) it takes whole axes of the torus only, so
+    # that 8 x 8 chips could not be fsdp=32 tensor=2.
+    placed = mesh_utils.create_device_mesh(
+      sizes, devices, allow_split_physical_axes=True
+    )
+    return Mesh(placed, AXES, axis_types=types)
 
 
 def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
