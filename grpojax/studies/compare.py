@@ -115,8 +115,10 @@ def problems(config: ConfigDict) -> list[str]:
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
   rates = config.learning_rates
-  if not rates or not all(isinstance(r, (int, float)) and r > 0 for r in rates):
-    wrong.append(f"learning_rates = {rates!r}: give numbers above 0")
+  if not rates or not all(
+    type(r) in (int, float) and 0 < r < math.inf for r in rates
+  ):
+    wrong.append(f"learning_rates = {rates!r}: give finite numbers above 0")
   elif len({f"{r:g}" for r in rates}) < len(rates):
     wrong.append(f"learning_rates = {rates!r}: two of them are the same")
   most = 2**32 - config.seeds - config.tuning_seeds
@@ -136,8 +138,25 @@ def problems(config: ConfigDict) -> list[str]:
 
 
 def _unequal(config: ConfigDict) -> list[str]:
-  """The arms that sample more or less than the first, a line each."""
+  """The arms that cannot be compared with the first, a line each."""
   runs = [arm_config(config, arm) for arm in config.arms]
+  wrong = []
+  for arm, run in zip(config.arms, runs, strict=True):
+    if run.steps < 1:
+      wrong.append(f"arm {arm!r}: steps = {run.steps}: give 1 or more")
+    for name in ("filter_groups.enable", "stop.no_improvement"):
+      if flatten(run)[name]:
+        wrong.append(
+          f"arm {arm!r}: with {name} a run samples as much as it needs, and "
+          "arms are compared at equal samples"
+        )
+    if run.eval.num_prompts != runs[0].eval.num_prompts:
+      wrong.append(
+        f"arm {arm!r}: eval.num_prompts = {run.eval.num_prompts}, and "
+        f"{runs[0].eval.num_prompts} of the first: give all the same"
+      )
+  if wrong:
+    return wrong
   samples = [
     run.steps * group_sizes.samples_per_step(flatten(run)) for run in runs
   ]
@@ -159,11 +178,12 @@ def tune(
   runs = {x: [train_config(config, *x, seed) for seed in seeds] for x in points}
   if len(config.learning_rates) > 1:  # or there is nothing to choose from
     training_runs.train_all([*itertools.chain(*runs.values())], directory)
-    return {
-      x: sum(results.mean_reward(directory, run.name) for run in of_point)
-      / len(of_point)
-      for x, of_point in runs.items()
-    }
+    with command_line.usage_errors():
+      return {
+        x: sum(results.mean_reward(directory, run.name) for run in of_point)
+        / len(of_point)
+        for x, of_point in runs.items()
+      }
   return dict.fromkeys(points, 0.0)
 
 
@@ -201,7 +221,8 @@ def main(argv: list[str]) -> None:
     by_seed = zip(*runs, strict=True)
     training_runs.train_all([*itertools.chain(*by_seed)], directory)
   names = [[run.name for run in of_arm] for of_arm in runs]
-  results.write(config, directory, tuned, rates, names)
+  with command_line.usage_errors():
+    results.write(config, directory, tuned, rates, names)
 
 
 if __name__ == "__main__":

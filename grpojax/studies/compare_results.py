@@ -1,6 +1,5 @@
 """Tables and picture of the study `compare`."""
 
-import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from grpojax.runtime import pictures
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.studies import training_runs
-from grpojax.training import run_directory
 
 
 def mean_reward(directory: pathlib.Path, name: str) -> float:
@@ -23,8 +21,7 @@ def mean_reward(directory: pathlib.Path, name: str) -> float:
 
 
 def _accuracy(directory: pathlib.Path, name: str) -> float:
-  summary = training_runs.of(directory, name) / run_directory.SUMMARY
-  return json.loads(summary.read_text())["accuracy_after"]
+  return training_runs.summary(directory, name)["accuracy_after"]
 
 
 def table(

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import records
+from grpojax.runtime import command_line, records
 from grpojax.runtime.config import below, problem
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
@@ -219,7 +219,8 @@ def main(argv: list[str]) -> None:
       for seed, budget, size in _points(config)
     ]
     training_runs.train_all(runs, directory)
-  results.write(config, directory, prediction)
+  with command_line.usage_errors():
+    results.write(config, directory, prediction)
 
 
 if __name__ == "__main__":

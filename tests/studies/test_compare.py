@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from grpojax.runtime import config as config_lib
 from grpojax.runtime import records
 from grpojax.runtime.settings import to_config
 from grpojax.studies import compare, compare_results, training_runs
@@ -49,7 +50,19 @@ def test_arms_differ_in_their_settings_only():
       "1536 completions a run, and 3072 of the first",
     ),
     ("--config.learning_rates=(0.0,)", "numbers above 0"),
+    ("--config.learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
+    ("--config.learning_rates=(True, 1e-4)", "finite numbers above 0"),
     ("--config.learning_rates=(1e-4, 0.0001)", "the same"),
+    ("--config.train.steps=0", "steps = 0: give 1 or more"),
+    (
+      "--config.arms=advantage=grpo, filter_groups.enable=True",
+      "at equal samples",
+    ),
+    (
+      "--config.arms=advantage=grpo, stop.no_improvement=2",
+      "at equal samples",
+    ),
+    ("--config.arms=advantage=grpo, eval.num_prompts=3", "256 of the first"),
     ("--config.seeds=1", "an interval needs 2"),
     ("--config.tuning_seeds=0", "1 or more"),
     (f"--config.train.seed={2**32 - 1}", "train.seed"),
@@ -99,7 +112,9 @@ def made_up(config, directory):
   lines = [json.dumps(row) + "\n" for row in rows]
   lines.append(json.dumps({"step": 2, "accuracy": reward}) + "\n")
   (directory / run_directory.METRICS).write_text("".join(lines))
-  summary = {"accuracy_before": 0.0, "accuracy_after": reward}
+  text = config_lib.to_json(config)
+  (directory / run_directory.CONFIG).write_text(text)
+  summary = {"steps": 2, "accuracy_before": 0.0, "accuracy_after": reward}
   records.write_json(directory / run_directory.SUMMARY, summary)
   return summary
 
@@ -154,3 +169,48 @@ def test_a_small_comparison(
     assert [float(r["learning_rate"]) for r in rows] == [0.002, 0.002]
     np.testing.assert_allclose(float(rows[1]["reward_more"]), 0.1, atol=1e-6)
     assert "at the edge" in capsys.readouterr().out
+
+
+@pytest.fixture
+def study_of_one(tmp_path):
+  """A study's directory with one finished run, and its config."""
+  config = compare.train_config(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  made_up(config, training_runs.of(tmp_path, config.name))
+  return tmp_path, config
+
+
+@pytest.mark.parametrize(
+  "file, text",
+  [
+    ("metrics.jsonl", ""),
+    ("metrics.jsonl", "garbage"),
+    ("metrics.jsonl", '{"step": 1, "reward_mean": 1.0}\n'),
+    ("metrics.jsonl", '{"reward_mean": 1.0}\n'),
+    (
+      "metrics.jsonl",
+      '{"step": 1, "reward_mean": "x"}\n{"step": 2, "reward_mean": 1.0}\n',
+    ),
+    ("summary.json", ""),
+    ("summary.json", "[]"),
+    ("summary.json", "{}"),
+    ("summary.json", '{"steps": 2, "accuracy_after": null}'),
+  ],
+)
+def test_a_damaged_run_is_not_read(file, text, study_of_one):
+  directory, config = study_of_one
+  assert compare_results.mean_reward(directory, config.name) > 0
+  (training_runs.of(directory, config.name) / file).write_text(text)
+  with pytest.raises(ValueError, match=rf"{file} .*delete .*{config.name} and"):
+    training_runs.metrics(directory, config.name)
+    training_runs.summary(directory, config.name)
+
+
+def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
+  directory, config = study_of_one
+  monkeypatch.setattr(fit, "run", lambda *args: pytest.fail("it trains"))
+  training_runs.train_all([config], directory)  # finished
+  with config.unlocked():
+    config.seed += 1
+  fresh = compare.train_config(to_config(compare.SETTINGS), 1, 1e-4, 0)
+  with pytest.raises(SystemExit, match="another config"):
+    training_runs.train_all([fresh, config], directory)

@@ -8,6 +8,7 @@ import runpy
 import numpy as np
 import pytest
 
+from grpojax.runtime import config as config_lib
 from grpojax.runtime import records
 from grpojax.studies import group_size, group_size_results, training_runs
 from grpojax.studies import run as study
@@ -135,7 +136,9 @@ def made_up(config, directory):
       row |= {"reward_mean": 0.1 * step + 0.01 * config.seed}
       file.write(json.dumps(row) + "\n")
     file.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
-  summary = {"accuracy_before": 0.0, "accuracy_after": 0.5}
+  text = config_lib.to_json(config)
+  (directory / run_directory.CONFIG).write_text(text)
+  summary = {"steps": 2, "accuracy_before": 0.0, "accuracy_after": 0.5}
   records.write_json(directory / run_directory.SUMMARY, summary)
   return summary
 
