@@ -139,27 +139,25 @@ def problems(config: ConfigDict) -> list[str]:
 
 def _unequal(config: ConfigDict) -> list[str]:
   """The arms that cannot be compared with the first, a line each."""
-  runs = [arm_config(config, arm) for arm in config.arms]
-  wrong = []
+  runs = [flatten(arm_config(config, arm)) for arm in config.arms]
+  wrong, evaluated = [], "eval.num_prompts"
   for arm, run in zip(config.arms, runs, strict=True):
-    if run.steps < 1:
-      wrong.append(f"arm {arm!r}: steps = {run.steps}: give 1 or more")
+    if run["steps"] < 1:
+      wrong.append(f"arm {arm!r}: steps = {run['steps']}: give 1 or more")
     for name in ("filter_groups.enable", "stop.no_improvement"):
-      if flatten(run)[name]:
+      if run[name]:
         wrong.append(
           f"arm {arm!r}: with {name} a run samples as much as it needs, and "
           "arms are compared at equal samples"
         )
-    if run.eval.num_prompts != runs[0].eval.num_prompts:
+    if run[evaluated] != runs[0][evaluated]:
       wrong.append(
-        f"arm {arm!r}: eval.num_prompts = {run.eval.num_prompts}, and "
-        f"{runs[0].eval.num_prompts} of the first: give all the same"
+        f"arm {arm!r}: {evaluated} = {run[evaluated]}, and "
+        f"{runs[0][evaluated]} of the first: give all the same"
       )
   if wrong:
     return wrong
-  samples = [
-    run.steps * group_sizes.samples_per_step(flatten(run)) for run in runs
-  ]
+  samples = [run["steps"] * group_sizes.samples_per_step(run) for run in runs]
   return [
     f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
     " set batch_size (prompts a step) or steps for as many"

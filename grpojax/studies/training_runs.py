@@ -50,15 +50,16 @@ def train_all(runs: Sequence[ConfigDict], directory: pathlib.Path) -> None:
         open(directory / "logs" / f"{run.name}.txt", "a") as log,
         contextlib.redirect_stdout(log),
       ):
-        summary = fit.run(run, of(directory, run.name))
-    except SystemExit:  # what it said of it may be in the log
-      print(f"{run.name} did not end; the same command goes on from there")
+        found = fit.run(run, of(directory, run.name))
+    except SystemExit as stopped:
+      if not isinstance(stopped.code, str):  # no error: only the log says it
+        print(f"{run.name} did not end; the same command goes on from there")
       raise
     spent = time.perf_counter() - began
     left = records.duration(spent / (i + 1) * (len(todo) - i - 1))
     print(
       f"run {i + 1}/{len(todo)}  {run.name}: accuracy "
-      f"{summary['accuracy_before']:.1%} -> {summary['accuracy_after']:.1%}  "
+      f"{found['accuracy_before']:.1%} -> {found['accuracy_after']:.1%}  "
       f"{left} left",
       flush=True,
     )

@@ -214,3 +214,22 @@ def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
   fresh = compare.train_config(to_config(compare.SETTINGS), 1, 1e-4, 0)
   with pytest.raises(SystemExit, match="another config"):
     training_runs.train_all([fresh, config], directory)
+
+
+@pytest.mark.parametrize("code, said", [(130, True), (75, True), ("x", False)])
+def test_a_run_that_is_stopped_says_so_on_the_screen(
+  code, said, tmp_path, monkeypatch, capsys
+):
+  """What it prints itself is in its log."""
+
+  def stopped(config, directory):
+    print("in the log")
+    raise SystemExit(code)
+
+  monkeypatch.setattr(fit, "run", stopped)
+  config = compare.train_config(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  with pytest.raises(SystemExit):
+    training_runs.train_all([config], tmp_path)
+  shown = capsys.readouterr().out
+  assert "in the log" not in shown
+  assert (f"{config.name} did not end; the same command" in shown) == said
