@@ -111,8 +111,10 @@ def _score_with_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # What was cut away has weight 0 and a finite logit.
-  entropy = lse - jnp.sum(weights * logits, axis=-1) / total
+  # What was cut away has weight 0 and a finite logit. A product: XLA's CPU
+  # compiler takes four times as long for the sum of what is multiplied.
+  mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
+  entropy = lse - mean / total
   return (chosen - lse, entropy), lse
 
 

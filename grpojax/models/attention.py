@@ -9,9 +9,11 @@ from jaxtyping import Array, Bool, Float
 
 from grpojax.models import cache
 from grpojax.models.cache import PromptArray, RowArray
+from grpojax.models.products import float32_einsum
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
+_PROMPT_QUERY_AXES = "bkgrse"
 
 
 def rms_norm(
@@ -43,40 +45,31 @@ def rms_norm(
   return normalize(x, scale)
 
 
-def float32_einsum(product: str, x: Array, y: Array) -> Array:
-  """A product of two arrays of one dtype, summed and returned in float32.
-
-  Rounded to bfloat16, logits would differ between sampling and scoring. On CPUs
-  it is one of float32 copies, which gives the same: XLA's has no such product
-  of 16-bit floats for every order of axes, and would fail when it is run.
-  """
-
-  def widened(x, y):
-    return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
-
-  def as_it_is(x, y):
-    return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
-
-  if x.dtype == y.dtype == jnp.float32:
-    return as_it_is(x, y)
-  return jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
-
-
-def _softmax(
+def _exponentials(
   parts: list[Float[Array, "*queries _"]],
-) -> tuple[list[Float[Array, "*queries _"]], Float[Array, "*queries 1"]]:
-  """One softmax over the keys of all parts, and its log-sum-exp.
+) -> tuple[
+  list[Float[Array, "*queries _"]],
+  Float[Array, "*queries 1"],
+  Float[Array, "*queries 1"],
+]:
+  """Weights of one softmax over the keys of all parts, and what they sum to.
 
   The largest logit is subtracted before exp, which then cannot overflow. It
   cancels out of all results, so no gradient flows through it. A query that
   sees no key gets uniform weights and a log-sum-exp near `_NEGATIVE`: finite,
   and its share of a mixture is exactly 0.
+
+  Args:
+    parts: logits.
+
+  Returns:
+    The weights, largest 1, their sum, and the logits' log-sum-exp.
   """
   tops = [jnp.max(logits, axis=-1, keepdims=True) for logits in parts]
   top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, tops))
   weights = [jnp.exp(logits - top) for logits in parts]
   total = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
-  return [x / total for x in weights], top + jnp.log(total)
+  return weights, total, top + jnp.log(total)
 
 
 def _rounded(x: Float[Array, "*shape"], dtype: Any) -> Float[Array, "*shape"]:
@@ -123,30 +116,32 @@ def _attend(
   parts: list[_Part],
   scale: float,
   cap: float | None,
+  axes: str = _QUERY_AXES,
 ) -> tuple[Float[Array, "B G K R S E"], Float[Array, "B G K R S 1"]]:
   """Output over the keys of some parts, and its log-sum-exp.
 
   Weights are rounded to q's dtype, so they depend on what they are a softmax
-  over: not on how its keys are held in parts.
+  over: not on how its keys are held in parts. `axes` is the order of q's.
   """
-  (slot,) = set(parts[0].axes[0]) - set(_QUERY_AXES)
-  logits_axes = _QUERY_AXES.replace("e", slot)
+  (slot,) = set(parts[0].axes[0]) - set(axes)
+  logits_axes = axes.replace("e", slot)
 
   def logits_of(part):
-    product = f"{_QUERY_AXES},{part.axes[0]}->{logits_axes}"
+    product = f"{axes},{part.axes[0]}->{logits_axes}"
     logits = float32_einsum(product, q, part.keys)
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
-  weights, lse = _softmax([logits_of(part) for part in parts])
+  weights, total, lse = _exponentials([logits_of(part) for part in parts])
   outs = (
     float32_einsum(
-      f"{logits_axes},{part.axes[1]}->{_QUERY_AXES}",
+      f"{logits_axes},{part.axes[1]}->{axes}",
       _rounded(w, q.dtype),
       part.values,
     )
     for w, part in zip(weights, parts, strict=True)
   )
-  return _rounded(functools.reduce(jnp.add, outs), q.dtype), lse
+  # Divided here and not before, the backward pass has no sum over the keys.
+  return _rounded(functools.reduce(jnp.add, outs) / total, q.dtype), lse
 
 
 def _merge(part, other):
@@ -163,11 +158,18 @@ def _merge(part, other):
 
 
 def _attend_prompt(q, prompt, mask, scale, cap):
+  """`_attend` of one part: the prompts' keys, which have no axis of samples.
+
+  Samples come after the heads here, and are with them the rows of one product
+  for each key head: else logits and weights would be copied in another order.
+  """
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     mask = mask[:, None, None]
-  mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, P]
+  mask = mask[:, None, :, None]  # all heads: [B, 1, G, 1, S, P]
   part = _Part(*prompt, mask, (cache.PROMPT_AXES,) * 2)
-  return _attend(q, [part], scale, cap)
+  q = jnp.swapaxes(q, 1, 2)  # [B, K, G, R, S, E]
+  out, lse = _attend(q, [part], scale, cap, _PROMPT_QUERY_AXES)
+  return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
 def two_part_attention(

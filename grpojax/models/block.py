@@ -22,6 +22,7 @@ from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import expert_load, mixture
+from grpojax.models.products import matmul
 from grpojax.models.rope import rotate
 
 ACTIVATIONS = {
@@ -75,10 +76,10 @@ def _project(
 
   Not rounded to x's dtype where there is a bias; the caller does, where needed.
   """
-  y = x @ layer[name]
+  y = matmul(x, layer[name])
   a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
   if a is not None:
-    y = y + (x @ a) @ b
+    y = y + matmul(matmul(x, a), b)
   bias = layer.get(f"{name}_bias")
   if bias is None:
     return y

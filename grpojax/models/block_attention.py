@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from grpojax.core.mesh import constrain
-from grpojax.models.attention import float32_einsum, soft_cap
+from grpojax.models.attention import soft_cap
 from grpojax.models.block_masks import (
   Queries,
   Settings,
@@ -32,6 +32,7 @@ from grpojax.models.cache import (
   KeysValues,
   PromptKeysValues,
 )
+from grpojax.models.products import float32_einsum
 
 BLOCK = 128
 """Tokens of a block; rows of no more than that are attended to at once."""

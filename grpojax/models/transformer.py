@@ -27,6 +27,7 @@ from grpojax.models.config import TransformerConfig as TransformerConfig
 from grpojax.models.config import check, init
 from grpojax.models.config import parameter_shapes as parameter_shapes
 from grpojax.models.layer_stacks import last_layers as last_layers
+from grpojax.models.products import matmul
 
 
 def _in_float32(name: str) -> bool:
@@ -60,12 +61,12 @@ def _product(
   hidden: Float[Array, "*tokens D"], head: Array
 ) -> Float[Array, "*tokens V"]:
   """Logits of [D, V], or of a copy of it for each device's rows."""
-  multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
   if head.ndim == 2:
-    return multiply(hidden, head)
+    return matmul(hidden, head, jnp.float32)
   parts = row_parts.row_parts(*hidden.shape[:2])
   if parts is None:  # rows that devices share read the same copy
-    return multiply(hidden, head[0])
+    return matmul(hidden, head[0], jnp.float32)
+  multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
   return parts.join(jax.vmap(multiply)(parts.split(hidden), head))
 
 
