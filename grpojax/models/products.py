@@ -1,34 +1,44 @@
-"""Matrix products of tokens, and products summed in float32."""
+"""Matrix products, and of which axes.
+
+A gradient of a product is a product too, summed over the axes that the other
+factor has alone. Over several of them XLA's CPU compiler first copies both
+factors in another order, and computes again what they are made of; over one it
+reads them as they are. So axes that one factor has alone are merged, where no
+mesh cuts them: merged, what is cut would leave its devices.
+"""
+
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, Float
 
-from grpojax.core.mesh import sample_cuts
+
+def _whole() -> bool:
+  """Whether arrays are not cut, or by a `jax.shard_map` around this alone."""
+  mesh = jax.sharding.get_abstract_mesh()
+  axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+  return all(size == 1 or kind == AxisType.Manual for size, kind in axes)
 
 
 def matmul(
-  x: Float[Array, "B G S in"],
+  x: Float[Array, "*tokens in"],
   weight: Float[Array, "in out"],
   dtype: DTypeLike | None = None,
-) -> Float[Array, "B G S out"]:
-  """X W, as one product of all tokens where one device has all samples.
-
-  The weight's gradient is a sum over tokens. Over three axes of them, XLA's CPU
-  compiler first makes a transposed copy of the output's gradient, and computes
-  again what that is made of; over one it reads it as it is. Samples that a mesh
-  cuts keep their axes, or they would leave their devices.
+) -> Float[Array, "*tokens out"]:
+  """X W.
 
   Args:
     x: hidden states.
     weight: a matrix.
     dtype: of the sums and of what is returned; by default that of x and weight.
   """
-  lead = x.shape[:-1]
-  if x.ndim > 2 and sample_cuts(*lead[:2]) == (1, 1):
+  tokens = x.shape[:-1]
+  if _whole():
     x = x.reshape(-1, x.shape[-1])
   y = jnp.matmul(x, weight, preferred_element_type=dtype)
-  return y.reshape(*lead, weight.shape[-1])
+  return y.reshape(*tokens, weight.shape[-1])
 
 
 def float32_einsum(product: str, x: Array, y: Array) -> Array:
@@ -37,7 +47,20 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   Rounded to bfloat16, logits would differ between sampling and scoring. On CPUs
   it is one of float32 copies, which gives the same: XLA's has no such product
   of 16-bit floats for every order of axes, and would fail when it is run.
+
+  Args:
+    product: as `jnp.einsum` takes it. Axes that are x's alone, and of the
+      result, follow each other in both.
+    x: an array.
+    y: an array.
   """
+  of_x, of_y, out = product.replace("->", ",").split(",")
+  own = "".join(axis for axis in of_x if axis in out and axis not in of_y)
+  axes = {axis: size for axis, size in zip(of_x + of_y, x.shape + y.shape)}
+  if own and _whole():
+    product = product.replace(own, own[0])
+    merged = axes | {own[0]: math.prod(axes[axis] for axis in own)}
+    x = x.reshape([merged[axis] for axis in of_x.replace(own, own[0])])
 
   def widened(x, y):
     return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
@@ -46,5 +69,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
 
   if x.dtype == y.dtype == jnp.float32:
-    return as_it_is(x, y)
-  return jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
+    z = as_it_is(x, y)
+  else:
+    z = jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
+  return z.reshape([axes[axis] for axis in out])
