@@ -7,8 +7,6 @@ reads them as they are. So axes that one factor has alone are merged, where no
 mesh cuts them: merged, what is cut would leave its devices.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -49,18 +47,19 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   of 16-bit floats for every order of axes, and would fail when it is run.
 
   Args:
-    product: as `jnp.einsum` takes it. Axes that are x's alone, and of the
-      result, follow each other in both.
+    product: as `jnp.einsum` takes it. Axes that are x's alone are merged where
+      they follow each other, in x and in the result.
     x: an array.
     y: an array.
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
   own = "".join(axis for axis in of_x if axis in out and axis not in of_y)
-  axes = {axis: size for axis, size in zip(of_x + of_y, x.shape + y.shape)}
-  if own and _whole():
+  sizes = [x.shape[of_x.index(axis)] for axis in own]
+  merged = len(own) > 1 and own in of_x and own in out and _whole()
+  if merged:
     product = product.replace(own, own[0])
-    merged = axes | {own[0]: math.prod(axes[axis] for axis in own)}
-    x = x.reshape([merged[axis] for axis in of_x.replace(own, own[0])])
+    before = of_x.index(own)
+    x = x.reshape(*x.shape[:before], -1, *x.shape[before + len(own) :])
 
   def widened(x, y):
     return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
@@ -72,4 +71,7 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     z = as_it_is(x, y)
   else:
     z = jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
-  return z.reshape([axes[axis] for axis in out])
+  if merged:
+    before = out.index(own)
+    z = z.reshape(*z.shape[:before], *sizes, *z.shape[before + 1 :])
+  return z
