@@ -1,0 +1,111 @@
+"""Which axes of a product are merged, and what XLA makes of it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.models.config import TransformerConfig
+from grpojax.models.products import float32_einsum, matmul
+from grpojax.models.transformer import transformer
+
+SIZES = dict(b=2, g=3, k=2, r=2, s=5, e=4, c=7, p=6)
+RNG = np.random.default_rng(0)
+
+
+def normal(axes):
+  shape = [SIZES[axis] for axis in axes]
+  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "product, axes_multiplied",
+  [
+    ("bgkrse,bgkce->bgkrsc", 5),  # r and s are one
+    ("bkgrse,bkpe->bkgrsp", 4),  # g, r and s
+    ("bgkrse,bkpe->bgkrsp", 6),  # k is between g and r
+    ("bgrse,bgpe->bgsrp", 5),  # in another order
+    ("bgke,bgkce->bgkc", 4),  # there is none
+    ("bgse,bgce->bgsc", 4),  # there is one
+  ],
+)
+def test_products_with_merged_axes(product, axes_multiplied):
+  """Against NumPy's einsum, with both gradients."""
+  of_x, of_y, out = product.replace("->", ",").split(",")
+  x, y, toward = map(normal, (of_x, of_y, out))
+  function = lambda *args: float32_einsum(product, *args)
+  z, pull = jax.vjp(function, x, y)
+  dx, dy = pull(toward)
+  close = dict(rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(z, np.einsum(product, x, y), **close)
+  np.testing.assert_allclose(
+    dx, np.einsum(f"{out},{of_y}->{of_x}", toward, y), **close
+  )
+  np.testing.assert_allclose(
+    dy, np.einsum(f"{out},{of_x}->{of_y}", toward, x), **close
+  )
+  (dot,) = dots(function, x, y)
+  assert len(dot) == axes_multiplied
+
+
+def dots(function, *args):
+  """Of all products, the shape of the factor that has more axes."""
+  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+  return [
+    max((factor.aval.shape for factor in eqn.invars), key=len)
+    for eqn in jaxpr.eqns
+    if eqn.primitive.name == "dot_general"
+  ]
+
+
+@pytest.mark.parametrize(
+  "size, kind, merged",
+  [
+    (1, AxisType.Auto, True),
+    (2, AxisType.Auto, False),
+    (2, AxisType.Explicit, False),
+    (2, AxisType.Manual, True),
+  ],
+)
+def test_what_a_mesh_cuts_keeps_its_axes(size, kind, merged):
+  """Merged, samples that are cut would leave their devices."""
+  x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
+  q, keys = normal("bkgrse"), normal("bkpe")
+  mesh = AbstractMesh((size,), ("data",), axis_types=(kind,))
+  with jax.sharding.use_abstract_mesh(mesh):
+    (of_matmul,) = dots(matmul, x, w)
+    (of_einsum,) = dots(
+      lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args), q, keys
+    )
+  assert of_matmul == ((30, 4) if merged else (2, 3, 5, 4))
+  assert len(of_einsum) == (4 if merged else 6)
+
+
+def test_the_gradient_copies_no_large_array_in_another_order():
+  """Logits, weights of attention or the MLP's inner values.
+
+  XLA fuses such a copy with what it copies, which it then computes twice, once
+  of them in an order that is bad for caches: a quarter of an update's time.
+  """
+  vocab, mlp, new, prompt = 61, 37, 13, 7
+  config = TransformerConfig(vocab, 24, 2, 4, 2, 8, mlp)
+  lm = transformer(config)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  ids = jax.ShapeDtypeStruct((2, 3, new), jnp.int32)
+  prompts = jax.ShapeDtypeStruct((2, prompt), jnp.int32)
+
+  def total(params, prompts, ids):
+    mask = jnp.ones(prompts.shape, bool)
+    return jnp.sum(token_logprobs(lm, params, prompts, mask, ids)[0])
+
+  compiled = jax.jit(jax.grad(total)).lower(params, prompts, ids).compile()
+  shapes = re.findall(r" = f32\[([\d,]*)\]\S* transpose\(", compiled.as_text())
+  assert shapes  # of queries, keys and values: heads come before tokens
+  for shape in shapes:
+    axes = [int(n) for n in shape.split(",")]
+    assert not {vocab, mlp} & set(axes), shape
+    assert axes.count(new) + axes.count(prompt) < 2, shape
