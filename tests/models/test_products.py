@@ -29,7 +29,7 @@ def normal(axes):
     ("bkgrse,bkpe->bkgrsp", 4),  # g, r and s
     ("bgkrse,bkpe->bgkrsp", 6),  # k is between g and r
     ("bgrse,bgpe->bgsrp", 5),  # in another order
-    ("bgke,bgkce->bgkc", 4),  # there is none
+    ("bgke,bgkce->bgkc", 5),  # there is none
     ("bgse,bgce->bgsc", 4),  # there is one
   ],
 )
