@@ -3,9 +3,12 @@
 A gradient of a product is a product too, summed over the axes that the other
 factor has alone. Over several of them XLA's CPU compiler first copies both
 factors in another order, and computes again what they are made of; over one it
-reads them as they are. So axes that one factor has alone are merged, where no
-mesh cuts them: merged, what is cut would leave its devices.
+reads them as they are. So on CPUs axes that one factor has alone are merged,
+where no mesh cuts them: merged, what is cut would leave its devices.
 """
+
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +23,16 @@ def _whole() -> bool:
   return all(size == 1 or kind == AxisType.Manual for size, kind in axes)
 
 
+def _merge(x: Array, first: int, count: int) -> Array:
+  """One axis in the place of several."""
+  return x.reshape(*x.shape[:first], -1, *x.shape[first + count :])
+
+
+def _part(z: Array, at: int, sizes: Sequence[int]) -> Array:
+  """Several axes in the place of one."""
+  return z.reshape(*z.shape[:at], *sizes, *z.shape[at + 1 :])
+
+
 def matmul(
   x: Float[Array, "*tokens in"],
   weight: Float[Array, "in out"],
@@ -32,11 +45,15 @@ def matmul(
     weight: a matrix.
     dtype: of the sums and of what is returned; by default that of x and weight.
   """
-  tokens = x.shape[:-1]
-  if _whole():
-    x = x.reshape(-1, x.shape[-1])
-  y = jnp.matmul(x, weight, preferred_element_type=dtype)
-  return y.reshape(*tokens, weight.shape[-1])
+  multiply = functools.partial(jnp.matmul, preferred_element_type=dtype)
+
+  def merged(x, weight):
+    *tokens, _ = x.shape
+    return _part(multiply(_merge(x, 0, len(tokens)), weight), 0, tokens)
+
+  if x.ndim == 2 or x.shape[-2] == 1 or not _whole():
+    return multiply(x, weight)  # of one token each: no gradient is taken
+  return jax.lax.platform_dependent(x, weight, cpu=merged, default=multiply)
 
 
 def float32_einsum(product: str, x: Array, y: Array) -> Array:
@@ -54,24 +71,20 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
   own = "".join(axis for axis in of_x if axis in out and axis not in of_y)
-  sizes = [x.shape[of_x.index(axis)] for axis in own]
-  merged = len(own) > 1 and own in of_x and own in out and _whole()
-  if merged:
-    product = product.replace(own, own[0])
-    before = of_x.index(own)
-    x = x.reshape(*x.shape[:before], -1, *x.shape[before + len(own) :])
+  several = sum(x.shape[of_x.index(axis)] > 1 for axis in own) > 1
+  merge = several and own in of_x and own in out and _whole()
 
-  def widened(x, y):
-    return jnp.einsum(product, x.astype(jnp.float32), y.astype(jnp.float32))
+  def on_cpu(x, y):
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    if not merge:
+      return jnp.einsum(product, x, y)
+    first, count = of_x.index(own), len(own)
+    z = jnp.einsum(product.replace(own, own[0]), _merge(x, first, count), y)
+    return _part(z, out.index(own), x.shape[first : first + count])
 
   def as_it_is(x, y):
     return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
 
-  if x.dtype == y.dtype == jnp.float32:
-    z = as_it_is(x, y)
-  else:
-    z = jax.lax.platform_dependent(x, y, cpu=widened, default=as_it_is)
-  if merged:
-    before = out.index(own)
-    z = z.reshape(*z.shape[:before], *sizes, *z.shape[before + 1 :])
-  return z
+  if x.dtype == y.dtype == jnp.float32 and not merge:
+    return as_it_is(x, y)
+  return jax.lax.platform_dependent(x, y, cpu=on_cpu, default=as_it_is)

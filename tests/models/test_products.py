@@ -23,17 +23,17 @@ def normal(axes):
 
 
 @pytest.mark.parametrize(
-  "product, axes_multiplied",
+  "product, merged",
   [
-    ("bgkrse,bgkce->bgkrsc", 5),  # r and s are one
-    ("bkgrse,bkpe->bkgrsp", 4),  # g, r and s
-    ("bgkrse,bkpe->bgkrsp", 6),  # k is between g and r
-    ("bgrse,bgpe->bgsrp", 5),  # in another order
-    ("bgke,bgkce->bgkc", 5),  # there is none
-    ("bgse,bgce->bgsc", 4),  # there is one
+    ("bgkrse,bgkce->bgkrsc", "2x3x2x10x4"),  # r and s are one axis
+    ("bkgrse,bkpe->bkgrsp", "2x2x30x4"),  # g, r and s
+    ("bgkrse,bkpe->bgkrsp", None),  # k is between g and r
+    ("bgrse,bgpe->bgsrp", None),  # in another order
+    ("bgke,bgkce->bgkc", None),  # there is none
+    ("bgse,bgce->bgsc", None),  # there is one
   ],
 )
-def test_products_with_merged_axes(product, axes_multiplied):
+def test_products_with_merged_axes(product, merged):
   """Against NumPy's einsum, with both gradients."""
   of_x, of_y, out = product.replace("->", ",").split(",")
   x, y, toward = map(normal, (of_x, of_y, out))
@@ -48,18 +48,15 @@ def test_products_with_merged_axes(product, axes_multiplied):
   np.testing.assert_allclose(
     dy, np.einsum(f"{out},{of_x}->{of_y}", toward, x), **close
   )
-  (dot,) = dots(function, x, y)
-  assert len(dot) == axes_multiplied
+  assert merges(function, x, y) == (merged is not None)
+  text = jax.jit(function).lower(x, y).as_text()
+  factors = re.findall(r"dot_general .* : \(tensor<(.*?)x?f32>", text)
+  assert factors == [merged] or merged is None
 
 
-def dots(function, *args):
-  """Of all products, the shape of the factor that has more axes."""
-  jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-  return [
-    max((factor.aval.shape for factor in eqn.invars), key=len)
-    for eqn in jaxpr.eqns
-    if eqn.primitive.name == "dot_general"
-  ]
+def merges(function, *args):
+  """Whether it would merge axes on a CPU."""
+  return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
 @pytest.mark.parametrize(
@@ -77,12 +74,16 @@ def test_what_a_mesh_cuts_keeps_its_axes(size, kind, merged):
   q, keys = normal("bkgrse"), normal("bkpe")
   mesh = AbstractMesh((size,), ("data",), axis_types=(kind,))
   with jax.sharding.use_abstract_mesh(mesh):
-    (of_matmul,) = dots(matmul, x, w)
-    (of_einsum,) = dots(
-      lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args), q, keys
-    )
-  assert of_matmul == ((30, 4) if merged else (2, 3, 5, 4))
-  assert len(of_einsum) == (4 if merged else 6)
+    assert merges(matmul, x, w) == merged
+    einsum = lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args)
+    assert merges(einsum, q, keys) == merged
+
+
+def test_next_tokens_keep_their_axes():
+  """Decoding takes no gradient, and would be traced twice."""
+  assert not merges(matmul, jnp.ones((2, 3, 1, 4)), jnp.ones((4, 6)))
+  einsum = lambda *args: float32_einsum("bgkrse,bgkce->bgkrsc", *args)
+  assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
 
 
 def test_the_gradient_copies_no_large_array_in_another_order():
