@@ -132,16 +132,20 @@ def _attend(
     return jnp.where(part.mask, soft_cap(logits * scale, cap), _NEGATIVE)
 
   weights, total, lse = _exponentials([logits_of(part) for part in parts])
+  # In float32 the output is divided, not the weights: without a sum over keys
+  # in the backward pass. In 16 bits that sum is of rounded gradients, whose
+  # errors it cancels: what keys or values have in common adds none.
+  before = q.dtype != jnp.float32
   outs = (
     float32_einsum(
       f"{logits_axes},{part.axes[1]}->{axes}",
-      _rounded(w, q.dtype),
+      _rounded(w / total if before else w, q.dtype),
       part.values,
     )
     for w, part in zip(weights, parts, strict=True)
   )
-  # Divided here and not before, the backward pass has no sum over the keys.
-  return _rounded(functools.reduce(jnp.add, outs) / total, q.dtype), lse
+  out = functools.reduce(jnp.add, outs)
+  return _rounded(out if before else out / total, q.dtype), lse
 
 
 def _merge(part, other):

@@ -17,10 +17,15 @@ from jaxtyping import Array, DTypeLike, Float
 
 
 def _whole() -> bool:
-  """Whether arrays are not cut, or by a `jax.shard_map` around this alone."""
+  """Whether arrays are not cut, or by a `jax.shard_map` around this alone.
+
+  An explicit axis cuts whatever its size: it is part of an array's type.
+  """
   mesh = jax.sharding.get_abstract_mesh()
-  axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  return all(size == 1 or kind == AxisType.Manual for size, kind in axes)
+  return all(
+    kind == AxisType.Manual or (size == 1 and kind == AxisType.Auto)
+    for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+  )
 
 
 def _merge(x: Array, first: int, count: int) -> Array:
@@ -51,7 +56,7 @@ def matmul(
     *tokens, _ = x.shape
     return _part(multiply(_merge(x, 0, len(tokens)), weight), 0, tokens)
 
-  if x.ndim == 2 or x.shape[-2] == 1 or not _whole():
+  if x.ndim <= 2 or x.shape[-2] == 1 or not _whole():
     return multiply(x, weight)  # of one token each: no gradient is taken
   return jax.lax.platform_dependent(x, weight, cpu=merged, default=multiply)
 

@@ -214,6 +214,35 @@ def test_a_cache_changes_no_rounding():
   assert jnp.mean(sampled != scored) < 0.01
 
 
+def test_what_keys_have_in_common_adds_no_error():
+  """To the queries' gradient, in which it cancels: real keys have much of it.
+
+  Only the weights' gradients differ from their mean by what counts, and must be
+  rounded alike.
+  """
+  b, g, k, r, c, p, e = 2, 4, 2, 2, 64, 32, 16
+  shapes = [(b, g, k, r, c, e), *[(b, g, k, c, e)] * 2, *[(b, k, p, e)] * 2]
+  rng = np.random.default_rng(0)
+  arrays = [rng.normal(size=s) for s in shapes]
+  for own, of_prompt, size in ((1, 3, 20), (2, 4, 5)):  # keys, values
+    common = size * rng.normal(size=e)
+    arrays[own] += common
+    arrays[of_prompt] += common
+  toward = jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)
+  seen, causal = jnp.ones((b, p), bool), jnp.tril(jnp.ones((c, c), bool))
+
+  @jax.jit
+  @jax.grad
+  def gradient(q, keys, values, *prompt):
+    out = two_part_attention(q, (keys, values), causal, prompt, seen)
+    return jnp.sum(out.astype(jnp.float32) * toward)
+
+  half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+  exact = np.asarray(gradient(*(x.astype(jnp.float32) for x in half)))
+  error = gradient(*half).astype(np.float32) - exact
+  assert np.linalg.norm(error) < 0.05 * np.linalg.norm(exact)
+
+
 def test_a_router_multiplies_exactly():
   """By default accelerators round the factors of a float32 product."""
   x = jnp.ones((2, 3))

@@ -63,6 +63,7 @@ def merges(function, *args):
   "size, kind, merged",
   [
     (1, AxisType.Auto, True),
+    (1, AxisType.Explicit, False),  # part of an array's type at any size
     (2, AxisType.Auto, False),
     (2, AxisType.Explicit, False),
     (2, AxisType.Manual, True),
@@ -77,6 +78,15 @@ def test_what_a_mesh_cuts_keeps_its_axes(size, kind, merged):
     assert merges(matmul, x, w) == merged
     einsum = lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args)
     assert merges(einsum, q, keys) == merged
+
+
+def test_one_token():
+  """Without an axis of tokens, as in code that is vmapped over them."""
+  x, w = normal("e"), normal("ep")
+  want = np.asarray(x) @ np.asarray(w)
+  np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
+  found = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
+  np.testing.assert_allclose(found, [want, 2 * want], rtol=1e-6)
 
 
 def test_next_tokens_keep_their_axes():
