@@ -29,6 +29,8 @@ SETTINGS = {
   "eval.every": 100,
   "checkpoint.every": 2,
   "loss.beta": 0.01,  # with a reference
+  "sampling.stages": 1,  # half as much to compile
+  "sampling.compact": False,
 }
 
 

@@ -300,11 +300,19 @@ def wait_for(directory, step, processes):
   raise AssertionError("nothing happens")
 
 
-@pytest.mark.slow
-def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
+@pytest.mark.parametrize(
+  "counts",
+  [
+    pytest.param((2,), marks=pytest.mark.slow),
+    pytest.param((2, 4), marks=pytest.mark.long),
+  ],
+)
+def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(
+  slow, counts, tmp_path
+):
   settings, whole = slow
   directory = tmp_path / "run"
-  for count, after in ((2, 2), (4, 4)):
+  for after, count in zip((2, 4), counts, strict=False):
     with started(directory, count, settings) as processes:
       wait_for(directory, after, processes)
       processes[-1].send_signal(signal.SIGTERM)
@@ -316,11 +324,17 @@ def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(slow, tmp_path):
   same(whole, results(directory))
 
 
-@pytest.mark.slow
-def test_one_that_is_killed_ends_the_others(slow, tmp_path):
+@pytest.mark.parametrize(
+  "victims",
+  [
+    pytest.param((1,), marks=pytest.mark.slow),
+    pytest.param((1, 0), marks=pytest.mark.long),
+  ],
+)
+def test_one_that_is_killed_ends_the_others(slow, victims, tmp_path):
   settings, whole = slow
   directory = tmp_path / "run"
-  for victim in (1, 0):
+  for victim in victims:
     with started(directory, 2, settings) as processes:
       wait_for(directory, 4 if victim else 6, processes)
       processes[victim].kill()

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.decoding import Decoding
 from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Batch, Prompts
@@ -85,7 +86,14 @@ def sample(lm, mesh, params, tensor=0):
   places = sharding.shardings(params, mesh)
   mesh = mesh_lib.sampling_mesh(mesh, tensor)
   run = functools.partial(
-    rollout, lm, group_size=G, max_new_tokens=T, eos_ids=(1,)
+    rollout,
+    lm,
+    group_size=G,
+    max_new_tokens=T,
+    eos_ids=(1,),
+    decoding=Decoding(
+      stages=2
+    ),  # a second one, of fewer samples, is as a third
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(mesh):

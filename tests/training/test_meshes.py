@@ -78,6 +78,7 @@ def test_a_step(what):
 
 # Parts of others, in part.
 ALSO = (
+  "sampling on another mesh",  # test_a_step samples on one too
   "adapters",
   "the reference on the host",
   "fresh prompts",
