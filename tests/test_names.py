@@ -1,6 +1,7 @@
 """One place for each name: words that other files must import, not repeat."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -26,6 +27,7 @@ OWNERS = {
 }
 
 
+@functools.cache
 def texts(path):
   """All texts in a file's code, those of f-strings too; docstrings are none."""
   tree = ast.parse(path.read_text())

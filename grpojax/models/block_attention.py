@@ -35,7 +35,11 @@ from grpojax.models.cache import (
 from grpojax.models.products import float32_einsum
 
 BLOCK = 128
-"""Tokens of a block; rows of no more than that are attended to at once."""
+"""Tokens of a block."""
+
+WHOLE = 256
+"""Rows of no more tokens than that are attended to at once, without blocks:
+CPUs take a sixth less time for an update."""
 
 LONG = 2048
 """Rows of more tokens are cut into blocks of 2 BLOCK: a block of keys takes

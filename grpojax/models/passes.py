@@ -19,7 +19,7 @@ from grpojax.models import cache as cache_lib
 from grpojax.models import layer_stacks
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import TokenContext, block, block_of_both
-from grpojax.models.block_attention import BLOCK
+from grpojax.models.block_attention import WHOLE
 from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import rope_tables
@@ -96,7 +96,7 @@ def _rows_context(
 ) -> TokenContext:
   """Of whole rows; longer ones attend in blocks, and need no whole mask."""
   size = positions.shape[-1]
-  mask = _row_mask(size, segments) if size <= BLOCK else None
+  mask = _row_mask(size, segments) if size <= WHOLE else None
   context = _token_context(config, mask, positions, prompt_mask)
   return context._replace(segments=segments)
 

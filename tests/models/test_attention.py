@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.logprobs import token_logprobs
+from grpojax.models import passes
 from grpojax.models.attention import two_part_attention
-from grpojax.models.block_attention import block_attention
+from grpojax.models.block_attention import BLOCK, block_attention
 from grpojax.models.block_masks import Sight
 from grpojax.models.cache import KeysValues, PromptKeysValues
+from grpojax.models.config import TransformerConfig
+from grpojax.models.transformer import transformer
 
 B, G, K, R, P, E = 2, 3, 2, 2, 5, 4
 RNG = np.random.default_rng(0)
@@ -161,6 +165,54 @@ def test_bfloat16_with_prompts_in_blocks():
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
   np.testing.assert_allclose(out.astype(np.float32), expected, atol=2e-2)
+
+
+def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
+  """Long prompts and packed rows, local and global layers, and the gradient."""
+  config = TransformerConfig(
+    vocab_size=17,
+    width=8,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    mlp=8,
+    local_layers=(True, False),
+    window=70,  # shorter than a block
+  )
+  lm = transformer(config)
+  params = jax.tree.map(lambda x: x * 4, lm.init(jax.random.key(0)))
+  length, parts = 140, np.array([90, 50])
+  ids = jnp.asarray(RNG.integers(0, 17, (2, 2, length)))
+  mask = jnp.arange(length) < jnp.array([[length], [131]])
+  segments = jnp.broadcast_to(np.repeat(np.arange(2), parts), ids.shape)
+  places = np.concatenate([np.arange(n) for n in parts])
+
+  def total(params):
+    logprobs, _ = token_logprobs(
+      lm,
+      params,
+      ids[:, 0],  # any prompts
+      mask,
+      ids,
+      positions=jnp.broadcast_to(places, ids.shape),
+      segments=segments,
+      samples=ids,
+    )
+    return jnp.sum(logprobs**2), logprobs
+
+  def run():
+    return jax.jit(jax.grad(total, has_aux=True))(params)
+
+  assert passes.WHOLE >= length
+  whole = run()
+  monkeypatch.setattr(passes, "WHOLE", BLOCK)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
+    run(),
+    whole,
+  )
+  assert np.std(whole[1]) > 0.1
 
 
 def test_memory_at_8192_tokens_and_28_heads():

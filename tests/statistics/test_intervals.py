@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 
@@ -199,6 +200,17 @@ def test_agresti_min_worked_by_hand():
   assert -1 <= one.low < one.difference == one.high == 1
 
 
+@functools.cache
+def intervals_of_pairs(n):
+  """Of all counts of prompts that only the one, or the other, solves."""
+  pairs = [(i, j) for i in range(n + 1) for j in range(n + 1 - i)]
+  ends = [
+    paired_proportions(np.arange(n) < i, np.arange(n) >= n - j)[1:3]
+    for i, j in pairs
+  ]
+  return *np.array(pairs).T, *np.array(ends).T
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.4])
 def test_agresti_min_covers(share):
   """Summing the multinomial over the prompts that only one of the two solves.
@@ -206,14 +218,7 @@ def test_agresti_min_covers(share):
   Averaged over differences, as coverage oscillates; `share` of prompts differ.
   """
   n, coverage = 60, []
-  pairs = [(i, j) for i in range(n + 1) for j in range(n + 1 - i)]
-  wins, losses = np.array(pairs).T
-  low, high = np.array(
-    [
-      paired_proportions(np.arange(n) < i, np.arange(n) >= n - j)[1:3]
-      for i, j in pairs
-    ]
-  ).T
+  wins, losses, low, high = intervals_of_pairs(n)
   for split in np.linspace(0.2, 0.8, 13):
     rates = [share * split, share * (1 - split), 1 - share]
     weights = stats.multinomial.pmf(
