@@ -111,8 +111,8 @@ def _score_with_lse(logits, ids):
   lse = top[..., 0] + jnp.log(total)
   lse = checkpoint_name(lse, "log_sum_exp")
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  # What was cut away has weight 0 and a finite logit. A product: XLA's CPU
-  # compiler takes four times as long for the sum of what is multiplied.
+  # What was cut away has weight 0 and a finite logit. A product: what
+  # XLA makes for CPUs of the sum of what is multiplied is four times slower.
   mean = jnp.einsum("...v,...v->...", weights, logits, precision="highest")
   entropy = lse - mean / total
   return (chosen - lse, entropy), lse

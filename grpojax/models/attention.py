@@ -112,12 +112,12 @@ def _of_rows(row: tuple[RowArray, RowArray], mask: Array) -> _Part:
 
 
 def _attend(
-  q: Float[Array, "B G K R S E"],
+  q: Float[Array, "*queries E"],
   parts: list[_Part],
   scale: float,
   cap: float | None,
   axes: str = _QUERY_AXES,
-) -> tuple[Float[Array, "B G K R S E"], Float[Array, "B G K R S 1"]]:
+) -> tuple[Float[Array, "*queries E"], Float[Array, "*queries 1"]]:
   """Output over the keys of some parts, and its log-sum-exp.
 
   Weights are rounded to q's dtype, so they depend on what they are a softmax

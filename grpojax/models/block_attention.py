@@ -1,4 +1,4 @@
-"""Attention of whole rows in blocks of queries and keys: training's memory.
+"""Attention of long rows in blocks of queries and keys: training's memory.
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
 JAX: the logits of one block of queries and one of keys exist at a time, in the
@@ -38,8 +38,9 @@ BLOCK = 128
 """Tokens of a block."""
 
 WHOLE = 256
-"""Rows of no more tokens than that are attended to at once, without blocks:
-CPUs take a sixth less time for an update."""
+"""Rows of no more tokens than that are attended to at once, without blocks.
+It is faster on CPUs, and not measured on accelerators; the logits of a row and
+its prompt, [S, S + P] of each head, exist as a whole."""
 
 LONG = 2048
 """Rows of more tokens are cut into blocks of 2 BLOCK: a block of keys takes

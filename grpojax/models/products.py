@@ -3,8 +3,9 @@
 A gradient of a product is a product too, summed over the axes that the other
 factor has alone. Over several of them XLA's CPU compiler first copies both
 factors in another order, and computes again what they are made of; over one it
-reads them as they are. So on CPUs axes that one factor has alone are merged,
-where no mesh cuts them: merged, what is cut would leave its devices.
+reads them as they are. So on CPUs the axes that the first factor has alone are
+merged if they follow each other, and no mesh cuts arrays: merged, what is cut
+would leave its devices.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jaxtyping import Array, DTypeLike, Float
 def _whole() -> bool:
   """Whether arrays are not cut, or by a `jax.shard_map` around this alone.
 
+  As far as the mesh in context says; other arrays are right, and may be moved.
   An explicit axis cuts whatever its size: it is part of an array's type.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -57,7 +59,7 @@ def matmul(
     return _part(multiply(_merge(x, 0, len(tokens)), weight), 0, tokens)
 
   if x.ndim <= 2 or x.shape[-2] == 1 or not _whole():
-    return multiply(x, weight)  # of one token each: no gradient is taken
+    return multiply(x, weight)  # one token a row: decoding, of no gradient
   return jax.lax.platform_dependent(x, weight, cpu=merged, default=multiply)
 
 
@@ -69,8 +71,9 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   of 16-bit floats for every order of axes, and would fail when it is run.
 
   Args:
-    product: as `jnp.einsum` takes it. Axes that are x's alone are merged where
-      they follow each other, in x and in the result.
+    product: as `jnp.einsum` takes it. On CPUs, where no mesh cuts arrays, the
+      axes that are x's alone are merged if all of them follow each other, in x
+      and in the result.
     x: an array.
     y: an array.
   """

@@ -1,11 +1,14 @@
 """Attention in blocks: the same numbers, less memory."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.models import block as block_lib
 from grpojax.models import passes
 from grpojax.models.attention import two_part_attention
 from grpojax.models.block_attention import BLOCK, block_attention
@@ -207,12 +210,14 @@ def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
   assert passes.WHOLE >= length
   whole = run()
   monkeypatch.setattr(passes, "WHOLE", BLOCK)
+  spy = mock.Mock(wraps=block_lib.block_attention)
+  monkeypatch.setattr(block_lib, "block_attention", spy)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
     run(),
     whole,
   )
-  assert np.std(whole[1]) > 0.1
+  assert np.std(whole[1]) > 0.1 and spy.called
 
 
 def test_memory_at_8192_tokens_and_28_heads():

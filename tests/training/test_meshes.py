@@ -76,9 +76,9 @@ def test_a_step(what):
   on_eight_devices(what)
 
 
-# Parts of others, in part.
+# By hand, for the others have most of it.
 ALSO = (
-  "sampling on another mesh",  # test_a_step samples on one too
+  "sampling on another mesh",  # one step of it is in test_a_step
   "adapters",
   "the reference on the host",
   "fresh prompts",
