@@ -135,17 +135,17 @@ def _attend(
   # In float32 the output is divided, not the weights: without a sum over keys
   # in the backward pass. In 16 bits that sum is of rounded gradients, whose
   # errors it cancels: what keys or values have in common adds none.
-  before = q.dtype != jnp.float32
+  if q.dtype != jnp.float32:
+    weights, total = [w / total for w in weights], 1.0
   outs = (
     float32_einsum(
       f"{logits_axes},{part.axes[1]}->{axes}",
-      _rounded(w / total if before else w, q.dtype),
+      _rounded(w, q.dtype),
       part.values,
     )
     for w, part in zip(weights, parts, strict=True)
   )
-  out = functools.reduce(jnp.add, outs)
-  return _rounded(out if before else out / total, q.dtype), lse
+  return _rounded(functools.reduce(jnp.add, outs) / total, q.dtype), lse
 
 
 def _merge(part, other):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models.config import TransformerConfig
@@ -99,9 +100,9 @@ def test_under_shard_map():
     return jnp.sum(matmul(x, w) ** 2) + jnp.sum(of_prompt**2)
 
   gradient = jax.grad(total, range(4))
-  parts = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
-  specs = parts[0], parts[1], parts[0], parts[0]
+  specs = P("data"), P(), P("data"), P("data")
   there = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+  assert merges(there, x, w, q, keys)
   for a, b in zip(there(x, w, q, keys), gradient(x, w, q, keys), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5)
 
