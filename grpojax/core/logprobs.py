@@ -202,7 +202,7 @@ def token_logprobs(
   penalised, first = sampling.repetition_penalty != 1, None
   if penalised and segments is not None and samples is None:
     raise ValueError("a repetition penalty of packed rows needs `samples`")
-  lm, params = lm.prepared(params, decoding=False)
+  lm, params = lm.prepared(params, longest=None)
   where = positions, segments, load_weights
   hidden, load = _hidden_and_load(
     lm, params, prompt_ids, prompt_mask, ids, *where

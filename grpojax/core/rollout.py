@@ -112,7 +112,8 @@ def rollout(
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
-  lm, params = lm.prepared(params, decoding=True)
+  longest = prompts.prompt_ids.shape[1] + t_max
+  lm, params = lm.prepared(params, longest=longest)
   prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
   keys = _sample_keys(key, first_prompt, b, g)
   in_prompt = None

@@ -76,10 +76,12 @@ class LM(NamedTuple):
     map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
       [B, ...] mapped over all that a prefix has of its prompts, or None. With
       it, a rollout of one sample a prompt leaves out the prompts that are done.
-    prepare: `(params, decoding) -> (lm, params)`, or None: the model as a
-      rollout (decoding) or a forward pass over whole completions reads it, with
-      what would otherwise be repeated for each token done once: casts, and
-      gathering of parameters that are cut over a mesh.
+    prepare: `(params, longest) -> (lm, params)`, or None: the model as a
+      rollout reads it whose longest sequence, of prompt and completion, may
+      have so many tokens, or, where `longest` is None, a forward pass over
+      whole completions; with what would otherwise be repeated for each token
+      done once: casts, tables of positions, and gathering of parameters that
+      are cut over a mesh.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None) -> (last_hidden [B, D], hidden [B, G, S, D])`, or None:
       what `prefill` and `extend` (without a cache) give, computed together.
@@ -103,9 +105,11 @@ class LM(NamedTuple):
   forward: Callable[..., tuple[Array, Array]] | None = None
   forward_with_load: Callable[..., tuple[Array, Array, Any]] | None = None
 
-  def prepared(self, params: Params, *, decoding: bool) -> tuple["LM", Params]:
+  def prepared(
+    self, params: Params, *, longest: int | None
+  ) -> tuple["LM", Params]:
     """`prepare`, or the model as it is where it has none."""
-    return (self.prepare or (lambda p, _: (self, p)))(params, decoding)
+    return (self.prepare or (lambda p, _: (self, p)))(params, longest)
 
 
 @typing.no_type_check

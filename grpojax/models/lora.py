@@ -159,8 +159,8 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   def unembed(adapters, hidden):
     return lm.unembed(base, hidden)
 
-  def prepare(adapters, decoding):  # then of a plain model
-    return lm.prepared(attach(base, adapters, scale), decoding=decoding)
+  def prepare(adapters, longest):  # then of a plain model
+    return lm.prepared(attach(base, adapters, scale), longest=longest)
 
   return lm._replace(
     init=lambda key: {},

@@ -16,13 +16,11 @@ from grpojax.core.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.types import Params, Prefix
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks
+from grpojax.models import layer_stacks, token_contexts
 from grpojax.models.attention import rms_norm
-from grpojax.models.block import TokenContext, block, block_of_both
-from grpojax.models.block_attention import WHOLE
+from grpojax.models.block import block, block_of_both
 from grpojax.models.cache import Cache, PromptKeysValues
 from grpojax.models.config import TransformerConfig
-from grpojax.models.rope import rope_tables
 
 
 def _embed(
@@ -75,43 +73,6 @@ def _final_norm(
   return y.astype(dtype)
 
 
-def _token_context(
-  config: TransformerConfig,
-  mask: Bool[Array, "..."] | None,
-  positions: Int[Array, "B G S"],
-  prompt_mask: Bool[Array, "B P"] | None,
-) -> TokenContext:
-  """Adds the rotary tables, which are the same in all layers of a kind."""
-  tables = tuple(
-    rope_tables(positions, config.head_dim, rope) for rope in config.ropes
-  )
-  return TokenContext(tables, mask, positions, prompt_mask)
-
-
-def _rows_context(
-  config: TransformerConfig,
-  positions: Int[Array, "B G S"],
-  segments: Int[Array, "B G S"] | None,
-  prompt_mask: Bool[Array, "B P"] | None,
-) -> TokenContext:
-  """Of whole rows; longer ones attend in blocks, and need no whole mask."""
-  size = positions.shape[-1]
-  mask = _row_mask(size, segments) if size <= WHOLE else None
-  context = _token_context(config, mask, positions, prompt_mask)
-  return context._replace(segments=segments)
-
-
-def _prompt_context(
-  config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
-) -> TokenContext:
-  """Of the prompts, as rows of a group of one."""
-  b, p = prompt_mask.shape
-  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
-  # Causal alone: padding stands behind all real tokens, which do not see it,
-  # and what is computed of it is never read.
-  return _rows_context(config, positions, None, None)
-
-
 def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
   return jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
 
@@ -138,7 +99,7 @@ def prefill(
   prompt_mask: Bool[Array, "B P"],
 ) -> Prefix:
   """Runs the prompts as rows of a group of one, and keeps keys and values."""
-  context = _prompt_context(config, prompt_mask)
+  context = token_contexts.of_prompts(config, prompt_mask)
 
   def body(x, local, layer):
     x, row, _ = layer_step(block, config, x, layer, local, context, None, None)
@@ -163,17 +124,6 @@ def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
   )
 
 
-def _row_mask(
-  size: int, segments: Int[Array, "B G S"] | None
-) -> Bool[Array, "..."]:
-  """Causal along the row, and within a segment where there are several."""
-  mask = jnp.tril(jnp.ones((size, size), bool))
-  if segments is not None:
-    mask = mask & (segments[..., :, None] == segments[..., None, :])
-    mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, S]
-  return mask
-
-
 def _extend_rows(
   config: TransformerConfig,
   layer_step: Callable[..., Any],
@@ -188,7 +138,7 @@ def _extend_rows(
 
   The layers are scanned, so that the program does not grow with their number.
   """
-  context = _rows_context(config, positions, segments, prompt_mask)
+  context = token_contexts.of_rows(config, positions, segments, prompt_mask)
 
   def body(x, local, layer, prompt):
     x, *_ = layer_step(block, config, x, layer, local, context, prompt, None)
@@ -214,15 +164,8 @@ def _extend_cached(
   `lengths` says how many tokens each row has in the cache; None where all have
   as many as were written.
   """
-  size = x.shape[2]
-  slot_mask = cache_lib.filled(cache)
-  if lengths is not None:
-    slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
-  context = _token_context(
-    config, _row_mask(size, None), positions, prompt_mask
-  )._replace(
-    slot_mask=slot_mask,
-    slot_positions=cache_lib.slot_positions(cache, positions),
+  context = token_contexts.of_next(
+    config, params, cache, lengths, positions, prompt_mask
   )
 
   def body(x, local, layer, prompt, slots):
@@ -288,8 +231,8 @@ def forward(
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
   positions = _lengths(prompt_mask)[:, None, None] + positions
   contexts = (
-    _prompt_context(config, prompt_mask),
-    _rows_context(config, positions, segments, prompt_mask),
+    token_contexts.of_prompts(config, prompt_mask),
+    token_contexts.of_rows(config, positions, segments, prompt_mask),
   )
   if load_weights is not None:
     of_prompts, of_rows = load_weights

@@ -4,8 +4,8 @@ A gradient of a product is a product too, summed over the axes that the other
 factor has alone. Over several of them XLA's CPU compiler first copies both
 factors in another order, and computes again what they are made of; over one it
 reads them as they are. So on CPUs the axes that the first factor has alone are
-merged if they follow each other, and no mesh cuts arrays: merged, what is cut
-would leave its devices.
+merged if they follow each other, and no mesh cuts them but the first: merged,
+what is cut would leave its devices.
 """
 
 import functools
@@ -16,18 +16,21 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, Float
 
+from grpojax.core.mesh import ROWS, free_axes, sample_cuts
 
-def _whole() -> bool:
-  """Whether arrays are not cut, or by a `jax.shard_map` around this alone.
+
+def _mergeable(b: int, g: int) -> bool:
+  """Whether a mesh cuts nothing of [B, G, ...] but B, as it lies outermost.
 
   As far as the mesh in context says; other arrays are right, and may be moved.
-  An explicit axis cuts whatever its size: it is part of an array's type.
+  A `jax.shard_map` around this has cut its arrays already. An explicit axis
+  cuts whatever its size: it is part of an array's type.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  return all(
-    kind == AxisType.Manual or (size == 1 and kind == AxisType.Auto)
-    for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-  )
+  if AxisType.Explicit in mesh.axis_types:
+    return False
+  others = free_axes(mesh).keys() - set(ROWS)
+  return not others and sample_cuts(b, g)[1] == 1
 
 
 def _merge(x: Array, first: int, count: int) -> Array:
@@ -58,7 +61,7 @@ def matmul(
     *tokens, _ = x.shape
     return _part(multiply(_merge(x, 0, len(tokens)), weight), 0, tokens)
 
-  if x.ndim <= 2 or x.shape[-2] == 1 or not _whole():
+  if x.ndim <= 2 or x.shape[-2] == 1 or not _mergeable(*x.shape[:2]):
     return multiply(x, weight)  # one token a row: decoding, of no gradient
   return jax.lax.platform_dependent(x, weight, cpu=merged, default=multiply)
 
@@ -71,16 +74,18 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
   of 16-bit floats for every order of axes, and would fail when it is run.
 
   Args:
-    product: as `jnp.einsum` takes it. On CPUs, where no mesh cuts arrays, the
-      axes that are x's alone are merged if all of them follow each other, in x
-      and in the result.
+    product: as `jnp.einsum` takes it, with b and g for prompts and samples. On
+      CPUs, where no mesh cuts them, the axes that are x's alone are merged if
+      all of them follow each other, in x and in the result.
     x: an array.
     y: an array.
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
   own = "".join(axis for axis in of_x if axis in out and axis not in of_y)
   several = sum(x.shape[of_x.index(axis)] > 1 for axis in own) > 1
-  merge = several and own in of_x and own in out and _whole()
+  sizes = dict(zip(of_x, x.shape, strict=True))
+  free = _mergeable(sizes.get("b", 1), sizes.get("g", 1))
+  merge = several and own in of_x and own in out and free
 
   def on_cpu(x, y):
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)

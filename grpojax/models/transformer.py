@@ -20,7 +20,13 @@ from jaxtyping import Array, Float
 
 from grpojax.core.types import LM, Params
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, passes, row_parts, sharding
+from grpojax.models import (
+  layer_stacks,
+  passes,
+  row_parts,
+  sharding,
+  token_contexts,
+)
 from grpojax.models import remat as remat_lib
 from grpojax.models.attention import soft_cap
 from grpojax.models.config import TransformerConfig as TransformerConfig
@@ -72,9 +78,12 @@ def _product(
 
 def _cast(params: Params, dtype: Any) -> Params:
   """Parameters as the matrix products read them."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x if _in_float32(path[-1].key) else x.astype(dtype), params
-  )
+
+  def cast(path, x):
+    of_rope = path[0].key == token_contexts.ROPE  # tables, not parameters
+    return x if of_rope or _in_float32(path[-1].key) else x.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
@@ -89,14 +98,19 @@ def _decoding_stacks(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def _for_decoding(
-  config: TransformerConfig, params: Params, dtype: Any
+  config: TransformerConfig, params: Params, dtype: Any, longest: int
 ) -> Params:
   """Parameters as the token loop reads them: cast and laid out once.
 
   Whole along fsdp, so that no token waits for them; the output head apart from
-  a tied embedding, whose rows stay float32.
+  a tied embedding, whose rows stay float32. The rotary tables are with them:
+  in the loop, XLA would compute them again in all that reads them.
   """
   params = sharding.gather(sharding.cut(_cast(params, dtype)))
+  positions = jnp.arange(longest)
+  params |= {
+    token_contexts.ROPE: token_contexts.rope_of_kinds(config, positions)
+  }
   if config.labels:
     return params
   head = params["embed"].T if config.tied else params["head"]
@@ -182,9 +196,9 @@ def transformer(
   stacks = _decoding_stacks(config)
   decoder = _functions(config, _plain, dtype, stacks)
 
-  def prepare(params, decoding):
-    if decoding:
-      return decoder, _for_decoding(config, params, dtype)
+  def prepare(params, longest):
+    if longest is not None:
+      return decoder, _for_decoding(config, params, dtype, longest)
     params = sharding.cut(_cast(params, dtype))
     outer = {name: x for name, x in params.items() if name != "layers"}
     params |= sharding.gather(outer)

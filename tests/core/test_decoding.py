@@ -294,6 +294,14 @@ def test_what_cannot_be_is_refused(tabular, decoding, message):
     run(tabular.lm(3, 11), jnp.zeros((3, 12, 11)), decoding)
 
 
+def within(module, name):
+  """All instructions of a computation and of those that it calls."""
+  for i in module.computations[name].instructions.values():
+    yield i
+    for _, called in i.called:
+      yield from within(module, called)
+
+
 def test_a_token_copies_neither_cache_nor_weights():
   """Read in the compiled program: what stands in the loop is small."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))
@@ -332,3 +340,5 @@ def test_a_token_copies_neither_cache_nor_weights():
   ]
   # A layer's cache has 3 * 5 * 2 * 64 * 4 numbers, its smallest matrix 16 * 8.
   assert all(np.prod(i.shapes[0].dims) < 16 * 8 for i in moved), moved
+  # Rotations are read from tables, not computed again in each layer.
+  assert not {"cosine", "sine"} & {i.opcode for i in within(module, body)}

@@ -227,7 +227,7 @@ def check_models():
     weights = mask * 1.0, jnp.ones(ids.shape)
 
     def hidden(params):
-      model, params = lm.prepared(params, decoding=False)
+      model, params = lm.prepared(params, longest=None)
       forward = functools.partial(model.forward_with_load, load_weights=weights)
       _, y, load = forward(params, prompts, mask, ids)
       return y, load_balancing_loss(load)
@@ -236,7 +236,7 @@ def check_models():
     return y, pull(jax.tree.map(jnp.cos, y))
 
   def decode(lm, params, prompts, mask, ids):
-    model, params = lm.prepared(params, decoding=True)
+    model, params = lm.prepared(params, longest=prompts.shape[1] + S)
     prefix = model.prefill(params, prompts, mask)
 
     def step(carry):

@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import block as block_lib
-from grpojax.models import passes
+from grpojax.models import token_contexts
 from grpojax.models.attention import two_part_attention
 from grpojax.models.block_attention import BLOCK, block_attention
 from grpojax.models.block_masks import Sight
@@ -207,9 +207,9 @@ def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
   def run():
     return jax.jit(jax.grad(total, has_aux=True))(params)
 
-  assert passes.WHOLE >= length
+  assert token_contexts.WHOLE >= length
   whole = run()
-  monkeypatch.setattr(passes, "WHOLE", BLOCK)
+  monkeypatch.setattr(token_contexts, "WHOLE", BLOCK)
   spy = mock.Mock(wraps=block_lib.block_attention)
   monkeypatch.setattr(block_lib, "block_attention", spy)
   jax.tree.map(

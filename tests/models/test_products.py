@@ -61,20 +61,22 @@ def merges(function, *args):
 
 
 @pytest.mark.parametrize(
-  "size, kind, merged",
+  "axis, size, kind, merged",
   [
-    (1, AxisType.Auto, True),
-    (1, AxisType.Explicit, False),  # part of an array's type at any size
-    (2, AxisType.Auto, False),
-    (2, AxisType.Explicit, False),
-    (2, AxisType.Manual, True),
+    ("data", 1, AxisType.Auto, True),
+    ("data", 1, AxisType.Explicit, False),  # of an array's type at any size
+    ("data", 2, AxisType.Auto, True),  # cuts the two prompts, outermost
+    ("data", 3, AxisType.Auto, False),  # cuts the samples of each
+    ("tensor", 2, AxisType.Auto, False),
+    ("data", 2, AxisType.Explicit, False),
+    ("data", 2, AxisType.Manual, True),
   ],
 )
-def test_what_a_mesh_cuts_keeps_its_axes(size, kind, merged):
+def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
   """Merged, samples that are cut would leave their devices."""
   x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
   q, keys = normal("bkgrse"), normal("bkpe")
-  mesh = AbstractMesh((size,), ("data",), axis_types=(kind,))
+  mesh = AbstractMesh((size,), (axis,), axis_types=(kind,))
   with jax.sharding.use_abstract_mesh(mesh):
     assert merges(matmul, x, w) == merged
     einsum = lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args)

@@ -33,6 +33,7 @@ from grpojax.models import lora, row_parts
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
+from grpojax.models.products import float32_einsum, matmul
 
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
@@ -141,7 +142,7 @@ jax.tree.map(np.testing.assert_array_equal, cut, jax.jit(tx.update)(few, state))
 # Each device multiplies its own rows with its own copy of the head.
 def gradient(lm):
   def loss(params, hidden):
-    lm_, params = lm.prepared(params, decoding=False)
+    lm_, params = lm.prepared(params, longest=None)
     return jnp.sum(jnp.sin(lm_.unembed(params, hidden)))
   return jax.value_and_grad(loss, argnums=(0, 1))
 
@@ -172,6 +173,29 @@ for sizes, b, g in (
       assert (parts is None) == (b * g == 6 and 4 in sizes)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cut, alone)
+
+# Samples stay on their devices, also where axes of products are merged.
+def total(x, q, keys, w):
+  of_prompt = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
+  return jnp.sum(matmul(x, w) ** 2) + jnp.sum(of_prompt ** 2)
+
+mesh = mesh_lib.make_mesh(2, devices=jax.devices()[:2])
+for b, g in ((2, 3), (3, 2)):  # prompts are cut, or samples
+  shapes = (b, g, 5, 4), (b, 2, g, 2, 5, 4), (b, 2, 6, 4), (4, 6)
+  args = [jax.random.normal(jax.random.key(i), x) for i, x in enumerate(shapes)]
+  names = ("batch", "group"), ("batch", None, "group"), ("batch",), ()
+  with jax.set_mesh(mesh):
+    place = tuple(mesh_lib.activation_sharding(mesh, x.shape, *n)
+                  for x, n in zip(args, names))
+    program = jax.jit(
+      jax.grad(total, range(4)), in_shardings=place, out_shardings=place
+    )
+    text = program.lower(*args).compile().as_text()
+    assert not [name for name in sent[1:] if f" {name}" in text]
+    assert " all-reduce" in text  # of the gradient of w
+    cut = program(*jax.device_put(args, list(place)))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4),
+               cut, jax.grad(total, range(4))(*args))
 """
 
 
