@@ -11,7 +11,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
-from grpojax.training import from_config
+from grpojax.training import from_config, halves
 from grpojax.training import policy as policies
 from grpojax.training.policy import Policy
 
@@ -95,7 +95,7 @@ def on_sampling_mesh(
       if rows not in programs:
         apart = sampling_mesh is not mesh
         pinned = laid_out(program, sampling_mesh, *args) if apart else program
-        programs[rows] = pinned
+        programs[rows] = halves.at_once(pinned, sampling_mesh)
       samples = programs[rows](*args)
     return mesh_lib.map_rows(
       lambda x, *names: mesh_lib.place(x, mesh, *names), samples
@@ -121,4 +121,6 @@ def make_sampler(
     mesh: of training; None is one device.
   """
   program = sampler_program(config, policy, group_size, sampling)
-  return program if mesh is None else on_sampling_mesh(config, program, mesh)
+  if mesh is None:
+    return halves.at_once(program, None)
+  return on_sampling_mesh(config, program, mesh)

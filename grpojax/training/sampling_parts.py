@@ -5,44 +5,15 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.rewards import groups
+from grpojax.training import halves, samplers, scored_text, scoring
 from grpojax.training import policy as policies
-from grpojax.training import samplers, scored_text, scoring
 from grpojax.training.policy import Policy
-
-Part = tuple[Prompts, Int[Array, ""]]
-
-
-def cut(
-  prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
-) -> list[Part]:
-  """The parts of a batch, each with the number of its first prompt.
-
-  Args:
-    prompts: B of them.
-    first: number of the first of them.
-    parts: of equal size; divides B.
-  """
-  rows = prompts.prompt_ids.shape[0] // parts
-
-  def part(start):
-    some = jax.tree.map(lambda x: x[start : start + rows], prompts)
-    some = jax.tree.map(lambda x: mesh_lib.constrain(x, "batch"), some)
-    return some, jnp.int32(first + start)
-
-  return [part(i * rows) for i in range(parts)]
-
-
-def join(parts: list[Rollout]) -> Rollout:
-  """The samples of the whole batch."""
-  whole = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-  return mesh_lib.map_rows(mesh_lib.constrain, whole)
 
 
 def make_scored_samples(
@@ -77,8 +48,8 @@ def make_scored_samples(
   """
   parts = parts or config.sampling.parts
   sampler = samplers.on_sampling_mesh(config, program, mesh)
-  split = jax.jit(functools.partial(cut, parts=parts))
-  whole = jax.jit(join)
+  split = jax.jit(functools.partial(halves.cut, parts=parts))
+  whole = jax.jit(halves.join)
 
   def begun(params: Params, prompts: Prompts, key: Array, *first):
     if parts == 1:

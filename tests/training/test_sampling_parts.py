@@ -1,5 +1,6 @@
 """Samples in parts: the same ones, scored while the next part decodes."""
 
+import functools
 import pathlib
 import time
 
@@ -14,6 +15,7 @@ from grpojax.rewards import groups
 from grpojax.training import (
   batch_sizes,
   from_config,
+  halves,
   samplers,
   sampling_parts,
   scoring,
@@ -60,7 +62,7 @@ def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
     return program(*args)
 
   run = sampling_parts.make_scored_samples(
-    config, policy, called, mesh, scorer, poll
+    config, policy, functools.partial(called), mesh, scorer, poll
   )
   ids = jnp.arange(B)[:, None]
   prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
@@ -89,6 +91,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   name, begun = rewards
   config = config_of(config_with, 2, name)
   events, wait = [], policies.wait
+  monkeypatch.setattr(halves, "LARGEST", 0)  # a part is one program
 
   def wait_and_record(part, poll):
     """The second part is ready when a reward of the first has begun."""
