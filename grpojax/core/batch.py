@@ -75,7 +75,7 @@ def make_batch(
     advantage_clip: advantages are held within [-this, this], which biases the
       gradient towards what such advantages are of; None is off.
     micro_batches: parts in which the batch is scored, one after the other, see
-      `micro_batches.cuts`.
+      `micro_batches.cuts`; fewer where it is packed.
     sampling: what the rollout was sampled with.
     chunk_size: see `token_logprobs`.
     packing: of the completions (`packing_layout.plan`), which are then scored,
@@ -189,11 +189,13 @@ def _score(
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask
   ids, rows = rollout.completion_ids, None
-  if packing is not None:
-    prompts, ids = packing_lib.regroup((prompts, ids), packing)
+  if packing is None:
+    cut = parts_lib.cuts(*ids.shape[:2], micro_batches)
+  else:
     rows = packing_lib.merged_rows(packing)
-  cut = parts_lib.cuts(*ids.shape[:2], micro_batches)
-  packing_lib.check_cut(rows, cut)
+    sizes = ids.shape, rollout.prompt_ids.shape[-1]
+    cut = packing_lib.cuts(rows, *sizes, micro_batches)
+    prompts, ids = packing_lib.regroup((prompts, ids), packing)
   prompts = parts_lib.split_prompts(prompts, cut)
   samples = parts_lib.split_samples((ids, rows), cut)
   logprobs = jax.lax.map(of_part, (prompts, samples))

@@ -22,11 +22,13 @@ Metrics = dict[str, Array]
 
 
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
-  """Micro-batches of a minibatch: a leading axis of `parts`."""
-  if batch.packing is not None:
+  """Micro-batches of a minibatch, a leading axis: `parts`, or fewer packed."""
+  shape, length = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
+  if batch.packing is None:
+    cut = parts_lib.cuts(*shape[:2], parts)
+  else:
     batch, weights = packing_lib.regroup_batch(batch, weights)
-  cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
-  packing_lib.check_cut(batch.packing, cut)
+    cut = packing_lib.cuts(batch.packing, shape, length, parts)
   samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)
@@ -148,7 +150,7 @@ def make_gradient(
     Tokens of highest entropy and the load take a forward pass.
     """
     mask, kept = batch.completion_mask, None
-    if micro_batches == 1 or not (some or entropy_bonus or router_aux_coef):
+    if len(mask) == 1 or not (some or entropy_bonus or router_aux_coef):
       return None, None, None
     if not (some or router_aux_coef):
       return None, jnp.sum(mask), None

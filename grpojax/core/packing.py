@@ -36,6 +36,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from grpojax.core import logprobs as logprobs_lib
+from grpojax.core import micro_batches as parts_lib
+from grpojax.core.mesh import row_shards
 from grpojax.core.types import LM, Batch, Params
 
 
@@ -127,18 +129,32 @@ def regroup_batch(
   return taken.replace(completion_mask=mask, packing=rows), weights
 
 
-def check_cut(rows: Rows | None, cut: tuple[int, int]) -> None:
-  """Whether `micro_batches.cuts` leaves subgroups whole, as it must.
+def cuts(
+  rows: Rows, unpacked: tuple[int, int, int], prompt_length: int, parts: int
+) -> tuple[int, int]:
+  """`micro_batches.cuts` of packed rows: subgroups stay whole.
+
+  Args:
+    rows: of all subgroups, see `merged_rows`.
+    unpacked: B, G and T of their batch.
+    prompt_length: P.
+    parts: micro-batches of the batch as it is.
 
   Raises:
-    ValueError: it does not.
+    ValueError: there are not so many subgroups that they can be cut.
   """
-  if rows is not None and cut[1] > 1:
+  (b, g, t), (n, r, w) = unpacked, rows.segments.shape
+  shards = row_shards(jax.sharding.get_abstract_mesh())
+  on_device = n // shards if n % shards == 0 else n
+  tokens, whole = n * (prompt_length + r * w), b * (prompt_length + g * t)
+  found = parts_lib.packed_parts(tokens, whole, on_device, parts)
+  if found is None:
     raise ValueError(
-      f"{len(rows.lengths)} packed subgroups cannot be cut into "
-      f"{cut[0] * cut[1]} micro-batches: make the packing for as many (see "
+      f"{n} packed subgroups cannot be cut into {parts} micro-batches, or "
+      "fewer that are as small: make the packing for as many (see "
       "packing_layout.plan)"
     )
+  return found, 1
 
 
 def _take(x: Shaped[Array, "N n"], index: Int[Array, "N k m"]):

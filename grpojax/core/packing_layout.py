@@ -77,20 +77,31 @@ class _Shape(NamedTuple):
   rows: int
 
 
+class _Sizes(NamedTuple):
+  """Of a batch; see `layout`."""
+
+  group_size: int
+  prompt_length: int
+  whole: int
+  blocks: int
+  together: int
+  micro_batches: int
+
+
 def _shapes(
-  needed: Int[np.ndarray, "B"],
-  width: int,
-  group_size: int,
-  prompt_length: int,
-  blocks: int,
-  multiple: int,
+  needed: Int[np.ndarray, "B"], width: int, sizes: _Sizes
 ) -> Iterator[_Shape]:
   """What groups that need so many rows of a length could be cut into."""
-  for rows in row_counts(group_size):
+  blocks, together, parts = sizes[3:]
+  multiples = {n // math.gcd(n, together) for n in range(1, parts + 1)}
+  for rows in row_counts(sizes.group_size):
     of_block = np.sum(np.reshape(-(-needed // rows), (blocks, -1)), axis=1)
-    subgroups = subgroup_count(int(of_block.max()), multiple)
-    tokens = blocks * subgroups * (prompt_length + rows * width)
-    yield _Shape(tokens, width, subgroups, rows)
+    most = int(of_block.max())
+    for subgroups in {subgroup_count(most, n) for n in multiples}:
+      tokens = blocks * subgroups * (sizes.prompt_length + rows * width)
+      cut_up = tokens, sizes.whole, together * subgroups, parts
+      if parts_lib.packed_parts(*cut_up):
+        yield _Shape(tokens, width, subgroups, rows)
 
 
 def _tables(
@@ -118,7 +129,8 @@ def layout(
   length: int,
   prompt_length: int = 0,
   blocks: int = 1,
-  multiple: int = 1,
+  together: int = 1,
+  micro_batches: int = 1,
 ) -> Packing | None:
   """Cuts groups into subgroups, and packs their completions, on the host.
 
@@ -129,7 +141,9 @@ def layout(
     length: T.
     prompt_length: P, computed again for each subgroup.
     blocks: C, see `Packing`; divides B.
-    multiple: what divides the subgroups of a block.
+    together: blocks of a minibatch on a device; divides C.
+    micro_batches: of a minibatch as it is; the packed one has as many at most,
+      see `micro_batches.packed_parts`.
 
   Returns:
     Where they lie, as numpy arrays; None where prompts and rows of T, one a
@@ -145,13 +159,15 @@ def layout(
     wrong = shortest if shortest < 0 else longest
     raise ValueError(f"a completion has 0 to {length} tokens, not {wrong}")
 
+  whole = b * (prompt_length + g * length)
+  sizes = _Sizes(g, prompt_length, whole, blocks, together, micro_batches)
   places, shapes = {}, []
   for width in (w for w in row_lengths(length) if w >= longest):
     places[width] = first_fit(lengths, width)
     needed = 1 + np.max(np.where(lengths > 0, places[width][0], -1), axis=1)
-    shapes += _shapes(needed, width, g, prompt_length, blocks, multiple)
-  best = min(shapes)
-  if best.tokens >= b * (prompt_length + g * length):
+    shapes += _shapes(needed, width, sizes)
+  best = min(shapes, default=None)
+  if best is None or best.tokens >= whole:
     return None
   return _in_subgroups(lengths, *places[best.width], best, blocks)
 
@@ -227,5 +243,5 @@ def plan(
   blocks = shards if minibatches == 1 else b
   # Blocks of a minibatch on a device, whose subgroups become micro-batches.
   together = blocks // (minibatches * shards)
-  multiple = micro_batches // math.gcd(micro_batches, together)
-  return layout(lengths, length, prompt_length, blocks, multiple)
+  cut_up = blocks, together, micro_batches
+  return layout(lengths, length, prompt_length, *cut_up)

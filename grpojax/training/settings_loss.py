@@ -179,7 +179,10 @@ _OPTIM = section(
   epochs=setting(1, "passes over a step's completions", within="[1, 2**31)"),
   minibatches=setting(1, "optimizer updates a pass", within=ONE),
   micro_batches=setting(
-    4, "parts of a minibatch, whose gradients are added up", within=ONE
+    4,
+    "parts of a minibatch, whose gradients are added up; packed, it has as many "
+    "at most, none of them larger",
+    within=ONE,
   ),
   packing=setting(
     True,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import losses, mesh, packing, packing_layout
+from grpojax.core import losses, mesh, micro_batches, packing, packing_layout
 from grpojax.core.batch import make_batch
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state
@@ -22,13 +22,16 @@ from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T, V = 8, 6, 3, 16, 12
 CUTS = {
-  # Prompts are cut, or groups, to two prompts a device.
-  "prompts": {"minibatches": 1, "micro_batches": 2},
-  "groups": {"minibatches": 2, "micro_batches": 3},
+  # Into parts small enough that packed rows are cut as well.
+  "one minibatch": {"minibatches": 1, "micro_batches": 12},
+  "two minibatches": {"minibatches": 2, "micro_batches": 6},
 }
 ENTROPY = {
-  "prompts": {},
-  "groups": {"entropy_bonus": EntropyBonus(0.3), "top_entropy_quantile": 0.4},
+  "one minibatch": {},
+  "two minibatches": {
+    "entropy_bonus": EntropyBonus(0.3),
+    "top_entropy_quantile": 0.4,
+  },
 }
 MESHES = {
   "data=2 fsdp=2 tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -103,6 +106,12 @@ def main():
       with jax.set_mesh(mesh_):
         layout = packing_layout.plan(lengths, T, P, **cuts)
         assert layout is not None, (of_cuts, name)
+        n, r, w = packing.merged_rows(layout).segments.shape
+        tokens, whole = n * (P + r * w), B * (P + G * T)
+        on_device = n // 4 // cuts["minibatches"]
+        wanted = cuts["micro_batches"]
+        parts = micro_batches.packed_parts(tokens, whole, on_device, wanted)
+        assert 1 < parts < wanted, (of_cuts, name, parts)
         check_pack(mesh_, drawn, layout)
         placed = jax.device_put(params, sharding.shardings(params, mesh_))
         given = place(mesh_, (drawn, rewards, layout))

@@ -1,6 +1,7 @@
 """Packed rows: where tokens lie, and that nothing else depends on it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import losses, packing, packing_layout, surrogates
+from grpojax.core import (
+  losses,
+  micro_batches,
+  packing,
+  packing_layout,
+  surrogates,
+)
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state
 from grpojax.core.sampling import Sampling
@@ -78,25 +85,34 @@ def draw_lengths(rng, b=B, g=G, t=T):
 
 
 @pytest.mark.parametrize(
-  "prompt_length, blocks, multiple",
-  [(0, 1, 1), (3, 1, 3), (9, 4, 1), (3, 2, 2)],
+  "prompt_length, blocks, together, parts",
+  [(0, 1, 1, 1), (3, 1, 1, 3), (9, 4, 2, 1), (3, 2, 1, 2), (2, 4, 2, 4)],
 )
-def test_each_real_token_lies_somewhere_once(prompt_length, blocks, multiple):
+def test_each_real_token_lies_somewhere_once(
+  prompt_length, blocks, together, parts
+):
   rng, sizes = np.random.default_rng(blocks), set()
   ids = 1 + np.arange(B * G * T).reshape(B, G, T)
   for _ in range(100):
     lengths = draw_lengths(rng)
     mask = np.arange(T) < lengths[..., None]
     found = packing_layout.layout(
-      lengths, T, prompt_length, blocks=blocks, multiple=multiple
+      lengths, T, prompt_length, blocks, together, parts
     )
     if found is None:
       continue
     rows = found.rows
     c, m, r, w = rows.segments.shape
     sizes.add((m, r, w))
-    assert c * m * (prompt_length + r * w) < B * (prompt_length + G * T)
-    assert (c, m % multiple, w >= lengths.max()) == (blocks, 0, True)
+    whole = B * (prompt_length + G * T)
+    assert c * m * (prompt_length + r * w) < whole
+    assert c == blocks and w >= lengths.max()
+    # Cut up, no part has more tokens than one of the batch as it is.
+    assert any(
+      together * m % n == 0
+      and c * m * (prompt_length + r * w) / n <= whole / parts
+      for n in range(1, parts + 1)
+    )
     # Counted by token ids, whose prompt is that of the subgroup.
     prompt = found.prompts + (B // c) * np.arange(c)[:, None]
     tokens = ids[prompt[:, :, None, None], rows.segments, rows.positions]
@@ -140,8 +156,10 @@ def test_what_cannot_be_packed_is_refused():
   with pytest.raises(ValueError, match="3 samples cannot be cut into 2"):
     packing_layout.plan(np.ones((1, 3), int), 3, micro_batches=2)
   found = packing_layout.layout(np.ones((3, 4), int), 8, 8)
-  with pytest.raises(ValueError, match="3 packed subgroups .* into 6 micro-"):
-    packing.check_cut(packing.merged_rows(found), (3, 2))
+  rows = packing.merged_rows(found)
+  assert packing.cuts(rows, (3, 4, 8), 8, 6) == (3, 1)
+  with pytest.raises(ValueError, match="3 packed subgroups .* into 2 micro-"):
+    packing.cuts(rows, (3, 4, 2), 8, 2)  # 3 of 12 tokens, of 48 that were
 
 
 def test_unpacked_is_what_was_packed():
@@ -326,9 +344,9 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
   "minibatches, micro_batches, shape",
   [
     pytest.param(2, 6, (B, 3, 1, T // 2), marks=pytest.mark.slow),
-    pytest.param(1, 3, (1, 9, 1, T // 2), marks=pytest.mark.slow),
-    (2, 4, (B, 2, 1, T)),
-    (1, 2, (1, 4, 1, T)),
+    pytest.param(1, 6, (1, 4, 1, T), marks=pytest.mark.slow),
+    (2, 4, (B, 3, 1, T // 2)),
+    (1, 8, (1, 4, 1, T)),
   ],
 )
 def test_a_packed_step_is_an_unpacked_one(
@@ -376,3 +394,39 @@ def test_programs_are_few():
       sizes.add(layout.rows.segments.shape)
       program(layout)
   assert program._cache_size() == len(sizes) > 3
+
+
+@pytest.mark.parametrize(
+  "sizes, parts",
+  [
+    ((50, 100, 8, 4), 2),  # half as many tokens, in half as many parts
+    ((51, 100, 8, 4), 4),  # two would be too large, and three do not divide
+    ((51, 100, 9, 4), 3),
+    ((1, 100, 7, 4), 1),
+    ((100, 100, 8, 4), 4),
+    ((100, 100, 6, 4), None),
+    ((200, 100, 8, 4), None),  # no batch that is packed
+  ],
+)
+def test_packed_parts_are_few_and_no_larger(sizes, parts):
+  assert micro_batches.packed_parts(*sizes) == parts
+
+
+def test_a_packed_update_has_fewer_micro_batches(tabular):
+  lengths, samples = draw_samples(longest=T // 2)
+  layout = packing_layout.plan(lengths, T, P, 1, 4)
+  assert layout.rows.segments.shape == (1, 4, 1, T)
+  lm, tx = tabular.lm(11, 11), optax.sgd(0.1)
+  update = make_update(lm, tx, micro_batches=4)
+
+  @jax.make_jaxpr
+  def step(layout):
+    rewards = jnp.ones((B, G))
+    batch = make_batch(lm, samples, rewards, packing=layout)
+    return update(init_state(lm.init(KEY), tx, KEY), batch)
+
+  def loops(packed):
+    return set(re.findall(r"length=(\d+)", str(step(packed))))
+
+  assert loops(None) == {"4", "1"}
+  assert loops(layout) == {"1"}  # of 76 tokens; there were 99 in each of the 4
