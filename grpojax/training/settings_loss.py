@@ -180,8 +180,8 @@ _OPTIM = section(
   minibatches=setting(1, "optimizer updates a pass", within=ONE),
   micro_batches=setting(
     4,
-    "parts of a minibatch, whose gradients are added up; packed, it has as many "
-    "at most, none of them larger",
+    "parts of a minibatch, whose gradients are added up; packed, it has as "
+    "many at most, none of them larger",
     within=ONE,
   ),
   packing=setting(
