@@ -93,7 +93,9 @@ def _shapes(
 ) -> Iterator[_Shape]:
   """What groups that need so many rows of a length could be cut into."""
   blocks, together, parts = sizes[3:]
-  multiples = {n // math.gcd(n, together) for n in range(1, parts + 1)}
+  # Quarters of `parts`: with every number in between, counts would be any.
+  quarters = (-(-parts * k // 4) for k in (1, 2, 3, 4))
+  multiples = {n // math.gcd(n, together) for n in quarters}
   for rows in row_counts(sizes.group_size):
     of_block = np.sum(np.reshape(-(-needed // rows), (blocks, -1)), axis=1)
     most = int(of_block.max())

@@ -75,8 +75,8 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
 
   Args:
     product: as `jnp.einsum` takes it, with b and g for prompts and samples. On
-      CPUs, where no mesh cuts them, the axes that are x's alone are merged if
-      all of them follow each other, in x and in the result.
+      CPUs, where no mesh cuts more than the prompts, the axes that are x's
+      alone are merged if all of them follow each other, in x and in the result.
     x: an array.
     y: an array.
   """

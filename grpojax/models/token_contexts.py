@@ -20,13 +20,12 @@ ROPE = "rope"
 """Name of rotary tables of all positions, where they are with the parameters
 (see `LM.prepare`)."""
 
-
-Tables = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
+Table = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
 
 
 def rope_of_kinds(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
-) -> tuple[Tables, ...]:
+) -> tuple[Table, ...]:
   """The rotary tables of each kind of layers (`TransformerConfig.ropes`)."""
   return tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes

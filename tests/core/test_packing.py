@@ -142,6 +142,17 @@ def test_sizes_are_few():
   assert counts == {*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40}
 
 
+@pytest.mark.parametrize("parts", [4, 64])
+def test_shapes_are_few_as_lengths_drift(parts):
+  rng, shapes = np.random.default_rng(0), set()
+  for step in range(60):
+    mean = 128 + 30 * np.sin(step / 9)
+    lengths = np.clip(rng.normal(mean, mean / 3, (64, 16)), 1, 512).astype(int)
+    found = packing_layout.plan(lengths, 512, 128, micro_batches=parts)
+    shapes.add(found.rows.segments.shape)
+  assert 3 < len(shapes) < 12
+
+
 def test_no_packing_where_it_saves_nothing():
   assert packing_layout.layout(np.full((B, G), T), T) is None
   full = np.full((B, G), T // 2 + 1)  # no two share a row
