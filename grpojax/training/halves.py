@@ -63,10 +63,10 @@ def pays(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
   """
   one_cpu = [device.platform for device in devices] == ["cpu"]
   # Else one thread would wait for its half before the other begins.
-  at_once = jax.config.read("jax_cpu_enable_async_dispatch")
+  starts = jax.config.values.get("jax_cpu_enable_async_dispatch", True)
   size = sum(x.nbytes for x in jax.tree.leaves(weights))
   fits = rows % 2 == 0 and size <= LARGEST
-  return one_cpu and at_once and (os.cpu_count() or 1) > 1 and fits
+  return one_cpu and starts and (os.cpu_count() or 1) > 1 and fits
 
 
 def at_once(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
