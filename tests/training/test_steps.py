@@ -194,8 +194,10 @@ def test_what_has_a_reward_is_packed(config_with):
       found.rows.lengths, [[[0, 1, 2, 2], [0, 6, 0, 0], [1, 0, 1, 1]]]
     )
     assert found.rows.segments.shape == (1, 3, 1, T)
-    config.optim.micro_batches = 4  # a subgroup each, and one of padding
+    config.optim.micro_batches = 4  # three, of a subgroup each
     parts = from_config.packing(config, samples, rewards, mesh)
-    assert parts.rows.segments.shape == (1, 4, 1, T)
+    assert parts.rows.segments.shape == (1, 3, 1, T)
+    config.optim.micro_batches = 8  # no part of packed rows is as small
+    assert from_config.packing(config, samples, rewards, mesh) is None
     config.optim.micro_batches, config.optim.packing = 1, False
     assert from_config.packing(config, samples, rewards, mesh) is None
