@@ -189,13 +189,11 @@ def _score(
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask
   ids, rows = rollout.completion_ids, None
-  if packing is None:
-    cut = parts_lib.cuts(*ids.shape[:2], micro_batches)
-  else:
-    rows = packing_lib.merged_rows(packing)
-    sizes = ids.shape, rollout.prompt_ids.shape[-1]
-    cut = packing_lib.cuts(rows, *sizes, micro_batches)
+  sizes = ids.shape, rollout.prompt_ids.shape[-1]
+  if packing is not None:
     prompts, ids = packing_lib.regroup((prompts, ids), packing)
+    rows = packing_lib.merged_rows(packing)
+  cut = packing_lib.cuts(rows, *sizes, micro_batches)
   prompts = parts_lib.split_prompts(prompts, cut)
   samples = parts_lib.split_samples((ids, rows), cut)
   logprobs = jax.lax.map(of_part, (prompts, samples))

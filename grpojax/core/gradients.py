@@ -23,12 +23,10 @@ Metrics = dict[str, Array]
 
 def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   """Micro-batches of a minibatch, a leading axis: `parts`, or fewer packed."""
-  shape, length = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
-  if batch.packing is None:
-    cut = parts_lib.cuts(*shape[:2], parts)
-  else:
+  sizes = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
+  if batch.packing is not None:
     batch, weights = packing_lib.regroup_batch(batch, weights)
-    cut = packing_lib.cuts(batch.packing, shape, length, parts)
+  cut = packing_lib.cuts(batch.packing, *sizes, parts)
   samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)

@@ -15,6 +15,12 @@ from jaxtyping import PyTree
 from grpojax.core.mesh import row_shards
 
 
+def on_each_device(rows: int) -> int:
+  """How many of so many rows a device has; all where they do not divide."""
+  shards = row_shards(jax.sharding.get_abstract_mesh())
+  return rows // shards if rows % shards == 0 else rows
+
+
 def cuts(prompts: int, group_size: int, parts: int) -> tuple[int, int]:
   """Into how many parts prompts and groups are cut.
 
@@ -30,9 +36,7 @@ def cuts(prompts: int, group_size: int, parts: int) -> tuple[int, int]:
   Raises:
     ValueError: there is no such cut.
   """
-  shards = row_shards(jax.sharding.get_abstract_mesh())
-  spread = prompts // shards if prompts % shards == 0 else prompts
-  for rows in (spread, prompts):
+  for rows in (on_each_device(prompts), prompts):
     of_prompts = math.gcd(parts, rows)
     if group_size % (parts // of_prompts) == 0:
       return of_prompts, parts // of_prompts

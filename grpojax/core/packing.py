@@ -37,7 +37,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from grpojax.core import logprobs as logprobs_lib
 from grpojax.core import micro_batches as parts_lib
-from grpojax.core.mesh import row_shards
 from grpojax.core.types import LM, Batch, Params
 
 
@@ -130,22 +129,27 @@ def regroup_batch(
 
 
 def cuts(
-  rows: Rows, unpacked: tuple[int, int, int], prompt_length: int, parts: int
+  rows: Rows | None,
+  unpacked: tuple[int, int, int],
+  prompt_length: int,
+  parts: int,
 ) -> tuple[int, int]:
-  """`micro_batches.cuts` of packed rows: subgroups stay whole.
+  """`micro_batches.cuts` of a batch or its packed rows: subgroups stay whole.
 
   Args:
-    rows: of all subgroups, see `merged_rows`.
-    unpacked: B, G and T of their batch.
+    rows: of all subgroups, see `merged_rows`; None where nothing is packed.
+    unpacked: B, G and T of the batch.
     prompt_length: P.
     parts: micro-batches of the batch as it is.
 
   Raises:
-    ValueError: there are not so many subgroups that they can be cut.
+    ValueError: there is no such cut.
   """
-  (b, g, t), (n, r, w) = unpacked, rows.segments.shape
-  shards = row_shards(jax.sharding.get_abstract_mesh())
-  on_device = n // shards if n % shards == 0 else n
+  b, g, t = unpacked
+  if rows is None:
+    return parts_lib.cuts(b, g, parts)
+  n, r, w = rows.segments.shape
+  on_device = parts_lib.on_each_device(n)
   tokens, whole = n * (prompt_length + r * w), b * (prompt_length + g * t)
   found = parts_lib.packed_parts(tokens, whole, on_device, parts)
   if found is None:

@@ -92,7 +92,8 @@ def _shapes(
   needed: Int[np.ndarray, "B"], width: int, sizes: _Sizes
 ) -> Iterator[_Shape]:
   """What groups that need so many rows of a length could be cut into."""
-  blocks, together, parts = sizes[3:]
+  blocks, together = sizes.blocks, sizes.together
+  parts = sizes.micro_batches
   # Quarters of `parts`: with every number in between, counts would be any.
   quarters = (-(-parts * k // 4) for k in (1, 2, 3, 4))
   multiples = {n // math.gcd(n, together) for n in quarters}
@@ -245,5 +246,4 @@ def plan(
   blocks = shards if minibatches == 1 else b
   # Blocks of a minibatch on a device, whose subgroups become micro-batches.
   together = blocks // (minibatches * shards)
-  cut_up = blocks, together, micro_batches
-  return layout(lengths, length, prompt_length, *cut_up)
+  return layout(lengths, length, prompt_length, blocks, together, micro_batches)

@@ -102,8 +102,9 @@ def test_where_it_pays(monkeypatch):
   assert not halves.pays(small, 4, tpu)
   name = "jax_cpu_enable_async_dispatch"
   jax.config.update(name, False)
-  assert not halves.pays(small, 4, cpu)
+  waiting = halves.pays(small, 4, cpu)
   jax.config.update(name, True)
+  assert not waiting
   monkeypatch.setattr(os, "cpu_count", lambda: 1)
   assert not halves.pays(small, 4, cpu)
 
