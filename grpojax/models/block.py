@@ -23,7 +23,7 @@ from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import expert_load, mixture
 from grpojax.models.products import matmul
-from grpojax.models.rope import rotate
+from grpojax.models.rope import RotaryTable, rotate
 
 ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -36,7 +36,6 @@ Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
 """Whether a layer is local: traced where the layers of a scan differ in it, and
 a Python value elsewhere, so that nothing is computed that is not used."""
-RotaryTable = tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]]
 
 
 class TokenContext(NamedTuple):

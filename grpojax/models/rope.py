@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+RotaryTable = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
+"""Cosines and sines of the rotary angles of tokens."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -49,15 +52,14 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
 
 def rope_tables(
   positions: Int[Array, "*tokens"], dim: int, rope: Rope
-) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
+) -> RotaryTable:
   """Cosines and sines [..., dim / 2] of the rotary angles, float32."""
   angle = positions[..., None].astype(jnp.float32) * frequencies(rope, dim)
   return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(
-  x: Float[Array, "B G S heads E"],
-  tables: tuple[Float[Array, "B G S half"], Float[Array, "B G S half"]],
+  x: Float[Array, "B G S heads E"], tables: RotaryTable
 ) -> Float[Array, "B G S heads E"]:
   """Rotates the two halves of each head by the angles of `rope_tables`.
 

@@ -6,7 +6,7 @@ are the same in all layers of a kind.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from grpojax.core.types import Params
 from grpojax.models import cache as cache_lib
@@ -14,18 +14,16 @@ from grpojax.models.block import TokenContext
 from grpojax.models.block_attention import WHOLE
 from grpojax.models.cache import Cache
 from grpojax.models.config import TransformerConfig
-from grpojax.models.rope import rope_tables
+from grpojax.models.rope import RotaryTable, rope_tables
 
 ROPE = "rope"
 """Name of rotary tables of all positions, where they are with the parameters
 (see `LM.prepare`)."""
 
-Table = tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]
-
 
 def rope_of_kinds(
   config: TransformerConfig, positions: Int[Array, "*tokens"]
-) -> tuple[Table, ...]:
+) -> tuple[RotaryTable, ...]:
   """The rotary tables of each kind of layers (`TransformerConfig.ropes`)."""
   return tuple(
     rope_tables(positions, config.head_dim, rope) for rope in config.ropes
