@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
 from grpojax.core import (
   losses,
@@ -18,6 +19,7 @@ from grpojax.core import (
 )
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state
+from grpojax.core.mesh import AXES
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
@@ -421,6 +423,17 @@ def test_programs_are_few():
 )
 def test_packed_parts_are_few_and_no_larger(sizes, parts):
   assert micro_batches.packed_parts(*sizes) == parts
+
+
+@pytest.mark.parametrize("devices, parts", [(1, 4), (4, 6)])
+def test_packed_parts_stay_spread_over_devices(devices, parts):
+  """24 subgroups are cut into four, but the six of a device are not."""
+  of_rows, of_samples = jnp.zeros((24, 1, 8), int), jnp.zeros((24, G), int)
+  rows = packing.Rows(*[of_rows] * 2, *[of_samples] * 3)
+  mesh = AbstractMesh((devices, 1, 1, 1), AXES)
+  with jax.sharding.use_abstract_mesh(mesh):
+    # 24 * 10 tokens of 12 * (2 + 2 * 14): four of six parts are no larger.
+    assert packing.cuts(rows, (12, 2, 14), 2, 6) == (parts, 1)
 
 
 def test_a_packed_update_has_fewer_micro_batches(tabular):
