@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import block as block_lib
@@ -265,6 +266,18 @@ def test_a_norm_and_its_gradients_by_their_formulas(offset):
   np.testing.assert_allclose(
     dscale, (toward * x / root).sum((0, 1, 2)), **close
   )
+
+
+def test_a_norm_of_one_row_on_an_explicit_axis():
+  """Its type says where it lies, and so does that of its gradient."""
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+  with jax.set_mesh(mesh):
+    x = jax.device_put(
+      normal(1, 2, 3, 4), NamedSharding(mesh, PartitionSpec("data"))
+    )
+    norm = lambda x: x + rms_norm(x, jnp.ones(4), 0.1)
+    y, pull = jax.vjp(norm, x)
+    assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)
 
 
 def test_a_norm_is_summed_without_axes_of_size_1():
