@@ -160,7 +160,7 @@ def test_depth_decides_whether_layers_are_written_out():
     return str(jaxpr).count("dot_general")
 
   shallow = remat_lib.SHALLOW
-  one, two = size(1), size(2)
+  one, two = size(1), size(2)  # norms outside the layers have products too
   assert size(shallow) - one == (shallow - 1) * (two - one) > 0
   assert size(shallow + 1) == size(30) == one
 
