@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Real
 
-from grpojax.core import losses
+from grpojax.core import losses, packed_logprobs
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
 from grpojax.core.advantages import leave_one_out
@@ -182,22 +182,21 @@ def _score(
     )
     prompts = [constrain(x, "batch") for x in prompts]
     options = {"sampling": sampling, "chunk_size": chunk_size}
-    return packing_lib.completion_logprobs(
+    return packed_logprobs.completion_logprobs(
       lm, params, *prompts, ids, layout, **options
     )[0]
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask
-  ids, rows = rollout.completion_ids, None
-  sizes = ids.shape, rollout.prompt_ids.shape[-1]
+  ids = rollout.completion_ids
   if packing is not None:
-    prompts, ids = packing_lib.regroup((prompts, ids), packing)
-    rows = packing_lib.merged_rows(packing)
-  cut = packing_lib.cuts(rows, *sizes, micro_batches)
+    sizes = ids.shape, rollout.prompt_ids.shape[-1]
+    packing_lib.check_parts(packing, *sizes, micro_batches)
+    prompts, ids, _, rows = packing_lib.split(prompts, ids, packing)
+    logprobs = jax.lax.map(of_part, (prompts, (ids, rows)))
+    return packing_lib.join(logprobs, packing)
+  cut = parts_lib.cuts(*ids.shape[:2], micro_batches)
   prompts = parts_lib.split_prompts(prompts, cut)
-  samples = parts_lib.split_samples((ids, rows), cut)
+  samples = parts_lib.split_samples((ids, None), cut)
   logprobs = jax.lax.map(of_part, (prompts, samples))
-  logprobs = parts_lib.join_samples(logprobs, cut)
-  if packing is None:
-    return logprobs
-  return packing_lib.ungroup(logprobs, packing)
+  return parts_lib.join_samples(logprobs, cut)

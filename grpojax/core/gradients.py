@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from grpojax.core import entropy as entropy_lib
-from grpojax.core import load_balancing, sampler_mismatch
+from grpojax.core import load_balancing, packed_logprobs, sampler_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
 from grpojax.core.entropy import EntropyBonus
@@ -25,8 +25,9 @@ def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   """Micro-batches of a minibatch, a leading axis: `parts`, or fewer packed."""
   sizes = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
   if batch.packing is not None:
-    batch, weights = packing_lib.regroup_batch(batch, weights)
-  cut = packing_lib.cuts(batch.packing, *sizes, parts)
+    packing_lib.check_parts(batch.packing, *sizes, parts)
+    return packing_lib.split_batch(batch, weights)
+  cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
   samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
   samples, weights = parts_lib.split_samples((samples, weights), cut)
@@ -96,7 +97,7 @@ def make_gradient(
   def score(params, batch: Batch):
     """Log-probabilities, entropies and, for its loss, the routers' load."""
     weights = load_balancing.load_weights(batch) if router_aux_coef else None
-    return packing_lib.completion_logprobs(
+    return packed_logprobs.completion_logprobs(
       lm,
       params,
       batch.prompt_ids,

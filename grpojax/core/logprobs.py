@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core import repetition
+from grpojax.core import flat_tokens, repetition
 from grpojax.core.arguments import check_prompts
+from grpojax.core.flat_tokens import FlatTokens
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import LM, Params
@@ -36,22 +37,39 @@ def completion_hidden(
 
 
 def _hidden_and_load(
-  lm, params, prompt_ids, prompt_mask, ids, positions, segments, weights=None
+  lm,
+  params,
+  prompt_ids,
+  prompt_mask,
+  ids,
+  positions,
+  segments,
+  flat=None,
+  weights=None,
 ):
-  """`completion_hidden`, and with weights what the routers did, else None."""
+  """`completion_hidden`, and with weights what the routers did, else None.
+
+  With `flat` of the flat tokens of completions, [C, 1, N, D].
+  """
   where, load = dict(positions=positions, segments=segments), None
+  given = prompt_ids, prompt_mask, ids
+  if flat is not None:
+    where["flat"] = flat
   if weights is not None:
-    given = prompt_ids, prompt_mask, ids
     forward = functools.partial(lm.forward_with_load, load_weights=weights)
     last, hidden, load = forward(params, *given, **where)
   elif lm.forward is not None:
-    last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **where)
+    last, hidden = lm.forward(params, *given, **where)
   else:
     prefix = lm.prefill(params, prompt_ids, prompt_mask)
     last = prefix.last_hidden
     hidden, _ = lm.extend(params, prefix, ids, **where)
-  first = jnp.broadcast_to(last[:, None, None], hidden[:, :, :1].shape)
-  before = jnp.concatenate([first, hidden[:, :, :-1]], axis=2)
+  first = last[:, None, None]
+  if flat is not None:
+    first = flat.of_tokens(last)
+    positions = flat_tokens.flatten(positions, flat.rows)
+  start = jnp.broadcast_to(first[:, :, :1], hidden[:, :, :1].shape)
+  before = jnp.concatenate([start, hidden[:, :, :-1]], axis=2)
   if positions is None:
     return before, load
   return jnp.where((positions == 0)[..., None], first, before), load
@@ -156,14 +174,15 @@ def token_logprobs(
   params: Params,
   prompt_ids: Int[Array, "B P"],
   prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "B G S"],
+  ids: Int[Array, "n G S"],
   *,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
-  positions: Int[Array, "B G S"] | None = None,
-  segments: Int[Array, "B G S"] | None = None,
+  positions: Int[Array, "n G S"] | None = None,
+  segments: Int[Array, "n G S"] | None = None,
   entropy_gradient: bool = False,
-  samples: Int[Array, "B N T"] | None = None,
+  samples: Int[Array, "B samples T"] | None = None,
+  flat: FlatTokens | None = None,
   load_weights: tuple[Array, Array] | None = None,
 ) -> tuple[Any, ...]:
   """Log-probability (nats) of each completion token, and the entropy there.
@@ -177,7 +196,8 @@ def token_logprobs(
     params: its parameters.
     prompt_ids: right-padded prompts.
     prompt_mask: True on real prompt tokens.
-    ids: completion tokens; what stands on padding is scored too, mask it.
+    ids: completion tokens; what stands on padding is scored too, mask it. n is
+      B but with `flat`.
     sampling: the distribution to score under, the sampler's own.
     chunk_size: tokens whose logits are held at once, on each of the devices
       that rows are cut over; at least one of each row.
@@ -186,11 +206,14 @@ def token_logprobs(
     entropy_gradient: whether a gradient flows through the entropy too.
     samples: the completions that `segments` counts, where the rows of `ids` are
       packed of them; a repetition penalty reads them.
+    flat: where the real tokens of `ids` and of the prompts are, see
+      `LM.forward`, which the model must have. `segments` count the samples of
+      all prompts on a device.
     load_weights: see `LM.forward_with_load`, which the model must have.
 
   Returns:
-    `(logprobs, entropy)`, [B, G, S] and float32; with `load_weights` also a
-    `load_balancing.ExpertLoad`.
+    `(logprobs, entropy)`, float32 and [B, G, S], or [C, 1, N] of flat tokens;
+    with `load_weights` also a `load_balancing.ExpertLoad`.
 
   Raises:
     ValueError: chunk_size below 1, a repetition penalty of packed rows without
@@ -203,10 +226,14 @@ def token_logprobs(
   if penalised and segments is not None and samples is None:
     raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, longest=None)
-  where = positions, segments, load_weights
+  where = positions, segments, flat, load_weights
   hidden, load = _hidden_and_load(
     lm, params, prompt_ids, prompt_mask, ids, *where
   )
+  if flat is not None:
+    ids, positions, segments = (
+      flat_tokens.flatten(x, flat.rows) for x in (ids, positions, segments)
+    )
 
   of_logits = _score_with_slope if entropy_gradient else _score
   kept = ("log_sum_exp", *["entropy"] * entropy_gradient)
@@ -217,6 +244,8 @@ def token_logprobs(
       ids if samples is None else samples,
       jax.eval_shape(lm.unembed, params, hidden).shape[-1],
     )
+    if flat is not None:
+      first = first.reshape(len(ids), -1, first.shape[-1])
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
 

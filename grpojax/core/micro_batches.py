@@ -2,8 +2,8 @@
 
 Prompts are cut first. Where there are not enough of them, groups are cut too,
 and their prompts are computed again for each part; that changes no number, for
-advantages and weights are known before. Packed rows are not cut, and make fewer
-parts.
+advantages and weights are known before. A packed batch is cut as its layout
+says (`packing`).
 """
 
 import math
@@ -45,28 +45,6 @@ def cuts(prompts: int, group_size: int, parts: int) -> tuple[int, int]:
     f"equal parts (micro_batches): what is left of {parts} after the prompts, "
     f"{parts // math.gcd(parts, prompts)}, must divide the group size"
   )
-
-
-def packed_parts(
-  tokens: int, whole: int, subgroups: int, parts: int
-) -> int | None:
-  """Into how many parts packed rows are cut: the fewest that are small enough.
-
-  None has more tokens than a part of the batch as it is, so that what is
-  packed takes no more memory, and no more parts than it must.
-
-  Args:
-    tokens: of the packed rows and their prompts, padding included.
-    whole: of the batch as it is, likewise.
-    subgroups: on each device, none of which is cut.
-    parts: of the batch as it is.
-
-  Returns:
-    At most `parts`; None where so many subgroups have no such cut.
-  """
-  fewest = max(1, -(-tokens * parts // whole))
-  fitting = (n for n in range(fewest, parts + 1) if subgroups % n == 0)
-  return next(fitting, None)
 
 
 def split_rows(tree: PyTree, parts: int) -> PyTree:

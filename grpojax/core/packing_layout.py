@@ -1,42 +1,33 @@
 """Where the completions of a batch lie in packed rows, found on the host."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core import micro_batches as parts_lib
-from grpojax.core.packing import Packing, Rows
-
-
-def row_counts(group_size: int) -> list[int]:
-  """Rows that a subgroup may have: 1, 4, 16, ... and G.
-
-  Twice and thrice as many between these saved 1 to 4% of the tokens (8% where
-  prompts are few), and compiled nearly twice as many programs as lengths grew.
-  """
-  powers = (4**k for k in range(group_size.bit_length()))
-  return sorted({n for n in powers if n < group_size} | {group_size})
-
-
-def subgroup_count(most: int, multiple: int) -> int:
-  """The least number of subgroups that is compiled and not below `most`.
-
-  Up to eight times `multiple` all multiples of it, then those in steps of an
-  eighth to a quarter: 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
-  """
-  needed = -(-most // multiple)
-  step = 2 ** max(0, (max(needed, 1) - 1).bit_length() - 3)
-  return multiple * step * max(1, -(-needed // step))
+from grpojax.core.packing import Packing, Part, Rows
 
 
 def row_lengths(length: int) -> list[int]:
   """Tokens that a row may have: a quarter, a half, all of T (rounded up)."""
   return sorted({-(-length // k) for k in (4, 2, 1)})
+
+
+def size_of(most: int, steps: int) -> int:
+  """The least size that is compiled and not below `most`.
+
+  All up to 2 `steps`, then so many in each doubling: of 4 they are 1, 2, ...,
+  8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
+  """
+  most = max(most, 1)
+  step = 2 ** max(0, (most - 1).bit_length() - steps.bit_length())
+  return step * -(-most // step)
 
 
 def first_fit(
@@ -64,186 +55,269 @@ def first_fit(
   return rows, starts
 
 
-class _Shape(NamedTuple):
-  """Rows of one length, in subgroups of so many, and the tokens computed.
+class _Batch(NamedTuple):
+  """What is packed.
 
-  Of two with as many tokens the shorter rows, for attention is quadratic in
-  them, and then the fewer subgroups.
+  Attributes:
+    lengths: of the completions.
+    length: T.
+    prompts: lengths of the prompts.
+    prompt_length: P.
+    regions: of as many prompts each, whose rows share blocks.
   """
 
-  tokens: int
-  width: int
-  subgroups: int
-  rows: int
-
-
-class _Sizes(NamedTuple):
-  """Of a batch; see `layout`."""
-
-  group_size: int
+  lengths: Int[np.ndarray, "B G"]
+  length: int
+  prompts: Int[np.ndarray, "B"]
   prompt_length: int
-  whole: int
+  regions: int
+
+
+class _Cut(NamedTuple):
+  """The rows of each region, cut into blocks; a prompt's follow each other.
+
+  Attributes:
+    tokens: of each row that a prompt may have; 0 where it has no such row.
+    block: of the region, that each row is in.
+    place: of the row in its block.
+    there: whether a prompt of the region has a row in a block.
+  """
+
+  tokens: Int[np.ndarray, "regions rows"]
+  block: Int[np.ndarray, "regions rows"]
+  place: Int[np.ndarray, "regions rows"]
+  there: Bool[np.ndarray, "regions blocks prompts"]
+
+
+def _cut(batch: _Batch, rows: Int[np.ndarray, "B G"], blocks: int) -> _Cut:
+  """Cuts the rows of each region into blocks of about as many tokens."""
+  b, g = rows.shape
+  tokens = np.zeros((b, g), np.int64)
+  np.add.at(tokens, (np.arange(b)[:, None], rows), batch.lengths)
+  tokens = tokens.reshape(batch.regions, -1)
+  ends = np.cumsum(tokens, axis=1)
+  # The middle of a row says which block it is in.
+  block = (2 * ends - tokens) * blocks // np.maximum(2 * ends[:, -1:], 1)
+  block = np.minimum(block, blocks - 1)
+  here = block[:, None] == np.arange(blocks)[:, None]
+  here &= (tokens > 0)[:, None]  # [regions, blocks, rows]
+  place = np.sum(np.where(here, np.cumsum(here, axis=2) - 1, 0), axis=1)
+  there = here.reshape(*here.shape[:2], -1, g).any(axis=-1)
+  return _Cut(tokens, block, place, there)
+
+
+class _Shape(NamedTuple):
+  """Sizes that are compiled.
+
+  Attributes:
+    width: W.
+    blocks: of a region.
+    together: regions that a part has a block of, on a device.
+    rows: K, of a block.
+    prompts: U, of a block.
+    tokens: of completions, that a part has room for on a device.
+    prompt_tokens: likewise, of prompts.
+  """
+
+  width: int
   blocks: int
   together: int
-  micro_batches: int
+  rows: int
+  prompts: int
+  tokens: int
+  prompt_tokens: int
+
+
+def _most(values: Int[np.ndarray, "*any"], count: int) -> int:
+  """What so many of the values sum to at most."""
+  return int(np.sort(values, axis=None)[-count:].sum())
+
+
+def _shape(batch: _Batch, cut: _Cut, width: int, together: int) -> _Shape:
+  """The sizes of parts that have a block of so many regions on a device."""
+  regions, blocks, candidates = cut.there.shape
+  of_block, rows = np.zeros((2, regions, blocks), np.int64)
+  index = np.arange(regions)[:, None], cut.block
+  np.add.at(of_block, index, cut.tokens)
+  np.add.at(rows, index, cut.tokens > 0)
+  tokens = size_of(_most(of_block, together), 4)
+  # A row is four fifths, two thirds or half full: rows and tokens grow
+  # together then, and fewer pairs of them are compiled.
+  counts = (-(-tokens * k // (4 * width * together)) for k in (5, 6, 8))
+  most = max(1, int(rows.max()))
+  count = next((n for n in counts if n >= most), size_of(most, 4))
+  samples = batch.lengths.size // (regions * blocks)
+  prompts = min(size_of(int(cut.there.sum(axis=-1).max()), 2), candidates)
+  lengths = batch.prompts.reshape(regions, 1, -1)
+  real = _most(np.where(cut.there, lengths, 0).sum(axis=-1), together)
+  whole = max(1, together * prompts * batch.prompt_length)
+  half = -(-whole // 2)
+  return _Shape(
+    width=width,
+    blocks=blocks,
+    together=together,
+    rows=max(most, min(count, samples)),
+    prompts=prompts,
+    tokens=tokens,
+    prompt_tokens=half if real <= half else whole,
+  )
+
+
+def _places(batch: _Batch, s: _Shape) -> tuple[int, int]:
+  """Places in the rows and in the prompts of a part, padding included."""
+  rows, prompts = s.rows * s.width, s.prompts * batch.prompt_length
+  return s.together * rows, s.together * prompts
+
+
+def _cost(
+  batch: _Batch, real: int, rows: tuple[int, int], prompts: int
+) -> float:
+  """Tokens, and what attention does to places that are padding too.
+
+  Attention to as many keys as there may be is taken for half of what else is
+  done to a token: it is less in wide models, and more in narrow ones.
+
+  Args:
+    batch: see `_Batch`.
+    real: tokens.
+    rows: of completions, and tokens of each.
+    prompts: rows of P tokens.
+  """
+  (count, width), p = rows, batch.prompt_length
+  pairs = count * width * (width + p) + prompts * p * p
+  return real + pairs / (2 * (batch.length + p))
 
 
 def _shapes(
-  needed: Int[np.ndarray, "B"], width: int, sizes: _Sizes
-) -> Iterator[_Shape]:
-  """What groups that need so many rows of a length could be cut into."""
-  blocks, together = sizes.blocks, sizes.together
-  parts = sizes.micro_batches
-  # Quarters of `parts`: with every number in between, counts would be any.
-  quarters = (-(-parts * k // 4) for k in (1, 2, 3, 4))
-  multiples = {n // math.gcd(n, together) for n in quarters}
-  for rows in row_counts(sizes.group_size):
-    of_block = np.sum(np.reshape(-(-needed // rows), (blocks, -1)), axis=1)
-    most = int(of_block.max())
-    for subgroups in {subgroup_count(most, n) for n in multiples}:
-      tokens = blocks * subgroups * (sizes.prompt_length + rows * width)
-      cut_up = tokens, sizes.whole, together * subgroups, parts
-      if parts_lib.packed_parts(*cut_up):
-        yield _Shape(tokens, width, subgroups, rows)
-
-
-def _tables(
-  lengths: Int[np.ndarray, "N G"],
-  rows: Int[np.ndarray, "N G"],
-  starts: Int[np.ndarray, "N G"],
-  shape: tuple[int, int],
-) -> tuple[Int[np.ndarray, "N R W"], Int[np.ndarray, "N R W"]]:
-  """The sample and the position of the token in each place of rows [R, W]."""
-  n, g = lengths.shape
-  segments = np.full((n, *shape), -1, np.int32)
-  positions = np.zeros_like(segments)
-  # One entry a token of all groups: its sample among all, and its position.
-  ends, each = np.cumsum(lengths), lengths.ravel()
-  sample = np.repeat(np.arange(n * g), each)
-  position = np.arange(len(sample)) - np.repeat(ends - each, each)
-  start = starts.ravel()[sample]
-  place = sample // g, rows.ravel()[sample], start + position
-  segments[place], positions[place] = sample % g, position
-  return segments, positions
-
-
-def layout(
-  lengths: Int[np.ndarray, "B G"],
-  length: int,
-  prompt_length: int = 0,
-  blocks: int = 1,
-  together: int = 1,
-  micro_batches: int = 1,
-) -> Packing | None:
-  """Cuts groups into subgroups, and packs their completions, on the host.
-
-  A function of the lengths alone, so that a resumed run computes the same.
+  batch: _Batch, cuts: list[tuple[int, int]], largest: float
+) -> Iterator[tuple[float, _Shape]]:
+  """The shapes of each width, in as few parts as are not too large.
 
   Args:
-    lengths: of the completions, in tokens; 0 for those that nobody needs.
-    length: T.
-    prompt_length: P, computed again for each subgroup.
-    blocks: C, see `Packing`; divides B.
-    together: blocks of a minibatch on a device; divides C.
-    micro_batches: of a minibatch as it is; the packed one has as many at most,
-      see `micro_batches.packed_parts`.
-
-  Returns:
-    Where they lie, as numpy arrays; None where prompts and rows of T, one a
-    completion, are as few tokens.
-
-  Raises:
-    ValueError: lengths outside 0 to T.
+    batch: see `_Batch`.
+    cuts: blocks of a region, and regions of a part on a device; the fewest
+      parts first.
+    largest: places that a part may have on a device.
   """
-  lengths = np.asarray(lengths, np.int32)
-  b, g = lengths.shape
-  shortest, longest = lengths.min(), lengths.max()
-  if shortest < 0 or longest > length:
-    wrong = shortest if shortest < 0 else longest
-    raise ValueError(f"a completion has 0 to {length} tokens, not {wrong}")
-
-  whole = b * (prompt_length + g * length)
-  sizes = _Sizes(g, prompt_length, whole, blocks, together, micro_batches)
-  places, shapes = {}, []
-  for width in (w for w in row_lengths(length) if w >= longest):
-    places[width] = first_fit(lengths, width)
-    needed = 1 + np.max(np.where(lengths > 0, places[width][0], -1), axis=1)
-    shapes += _shapes(needed, width, sizes)
-  best = min(shapes, default=None)
-  if best is None or best.tokens >= whole:
-    return None
-  return _in_subgroups(lengths, *places[best.width], best, blocks)
+  for width in row_lengths(batch.length):
+    if width < batch.lengths.max():
+      continue
+    rows, _ = first_fit(batch.lengths, width)
+    found = (
+      _shape(batch, _cut(batch, rows, blocks), width, together)
+      for blocks, together in cuts
+    )
+    fitting = (s for s in found if sum(_places(batch, s)) <= largest)
+    for s in itertools.islice(fitting, 1):
+      blocks = batch.regions * s.blocks
+      real = blocks // s.together * (s.tokens + s.prompt_tokens)
+      rows = blocks * s.rows, s.width
+      yield _cost(batch, real, rows, blocks * s.prompts), s
 
 
-def _in_subgroups(
-  lengths: Int[np.ndarray, "B G"],
-  rows: Int[np.ndarray, "B G"],
-  starts: Int[np.ndarray, "B G"],
-  shape: _Shape,
-  blocks: int,
-) -> Packing:
-  """Each `shape.rows` rows that follow each other become a subgroup."""
-  b, g = lengths.shape
-  here = lengths > 0
-  of_prompt = rows // shape.rows
-  count = np.max(np.where(here, of_prompt + 1, 0), axis=1).reshape(blocks, -1)
-  first = np.reshape(np.cumsum(count, axis=1) - count, (b, 1))
-  subgroups = np.where(here, first + of_prompt, shape.subgroups)
+def _packed(batch: _Batch, s: _Shape, devices: int) -> Packing:
+  """The tables of a shape."""
+  lengths, (b, g) = batch.lengths, batch.lengths.shape
+  rows, starts = first_fit(lengths, s.width)
+  cut = _cut(batch, rows, s.blocks)
+  own = np.cumsum(cut.there, axis=-1) - 1  # of each prompt, in a block
+  per_region = b // batch.regions
+  prompts = np.zeros((batch.regions, s.blocks, s.prompts), np.int32)
+  region, block, prompt = np.nonzero(cut.there)
+  prompts[region, block, own[region, block, prompt]] = prompt
 
-  prompt, sample = np.nonzero(here)
-  block, within = np.divmod(prompt, b // blocks)
-  at = block, subgroups[here]
-  prompts = np.zeros((blocks, shape.subgroups), np.int32)
-  prompts[at] = within
-
-  def spread(x):  # [B, G] -> [C M, G], each where its subgroup is
-    found = np.zeros((blocks, shape.subgroups, g), np.int32)
-    found[*at, sample] = x[here]
-    return found.reshape(-1, g)
-
-  of_rows = spread(lengths), spread(rows % shape.rows), spread(starts)
-  segments, positions = _tables(*of_rows, (shape.rows, shape.width))
-  lengths, rows, starts = of_rows
-  found = Rows(segments, positions, rows, starts, lengths)
-  return Packing(
-    prompts=prompts,
-    subgroups=subgroups.astype(np.int32),
-    rows=jax.tree.map(lambda x: x.reshape(*prompts.shape, *x.shape[1:]), found),
+  # Of each sample that has tokens, and of each token of all of them.
+  prompt, sample = np.nonzero(lengths)
+  region, prompt_there = np.divmod(prompt, per_region)
+  row = prompt_there * g + rows[prompt, sample]
+  block, place = cut.block[region, row], cut.place[region, row]
+  u = own[region, block, prompt_there]
+  entries = np.full((b, g), s.blocks * s.prompts, np.int32)
+  entries[prompt, sample] = block * s.prompts + u
+  block = region * s.blocks + block
+  blocks = batch.regions * s.blocks
+  owners = np.zeros((blocks, s.rows), np.int32)
+  owners[block, place] = u
+  segments = np.full((blocks, s.rows, s.width), -1, np.int32)
+  positions = np.zeros_like(segments)
+  each = lengths[prompt, sample]
+  of = np.repeat(np.arange(len(each)), each)
+  position = np.arange(len(of)) - np.repeat(np.cumsum(each) - each, each)
+  at = block[of], place[of], starts[prompt, sample][of] + position
+  segments[at], positions[at] = sample[of], position
+  part = Part(
+    devices=devices,
+    regions=devices * s.together,
+    tokens=s.tokens,
+    prompt_tokens=s.prompt_tokens,
   )
+  tables = (
+    x.reshape(batch.regions, s.blocks, *x.shape[1:])
+    for x in (owners, segments, positions)
+  )
+  return Packing(prompts, entries, Rows(*tables, part))
 
 
 def plan(
   lengths: Int[np.ndarray, "B G"],
   length: int,
-  prompt_length: int = 0,
+  prompts: Int[np.ndarray, "B"],
+  prompt_length: int,
   minibatches: int = 1,
   micro_batches: int = 1,
 ) -> Packing | None:
-  """`layout`, for a batch that `make_batch` and `make_update` cut up.
+  """Packs the completions of a batch, and cuts it into parts, on the host.
 
-  The subgroups are of all prompts that a device has. Where there are several
-  minibatches, into which prompts are drawn, each prompt has as many subgroups.
+  A function of the lengths alone, so that a resumed run computes the same. The
+  prompts of a device are a region, whose rows are cut into the blocks that are
+  its parts. Where there are several minibatches, into which prompts are drawn,
+  each prompt is a region, and a part has blocks of several. There are as few
+  parts as are not larger than those of the batch as it is.
 
   Args:
-    lengths: see `layout`.
-    length: see `layout`.
-    prompt_length: see `layout`.
+    lengths: of the completions, in tokens; 0 for those that nobody needs.
+    length: T.
+    prompts: lengths of the prompts.
+    prompt_length: P.
     minibatches: see `make_update`.
-    micro_batches: see `make_update`.
+    micro_batches: see `make_update`; the packed batch has as many parts, or
+      fewer.
 
   Returns:
-    See `layout`. None also where the mesh in context cuts groups, for rows
-    would have to cross devices.
+    Where the tokens lie, as numpy arrays. None where the batch as it is costs
+    no more, where no part would be small enough, and where the mesh in context
+    cuts groups, for rows would have to cross devices.
 
   Raises:
-    ValueError: see `layout` and `micro_batches.cuts`.
+    ValueError: lengths outside 0 to T or to P, and see `micro_batches.cuts`.
   """
+  lengths = np.asarray(lengths, np.int32)
+  prompts = np.asarray(prompts, np.int32)
+  _check_lengths("completion", lengths, length)
+  _check_lengths("prompt", prompts, prompt_length)
   b, g = lengths.shape
   parts_lib.cuts(b // minibatches, g, micro_batches)
-  shards = mesh_lib.row_shards(jax.sharding.get_abstract_mesh())
-  if b % (minibatches * shards):
+  devices = mesh_lib.row_shards(jax.sharding.get_abstract_mesh())
+  if b % (minibatches * devices):
     return None
-  blocks = shards if minibatches == 1 else b
-  # Blocks of a minibatch on a device, whose subgroups become micro-batches.
-  together = blocks // (minibatches * shards)
-  return layout(lengths, length, prompt_length, blocks, together, micro_batches)
+  parts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+  if minibatches == 1:
+    regions, cuts = devices, [(n, 1) for n in parts]
+  else:
+    regions, on_device = b, b // (minibatches * devices)
+    of_prompts = {n: math.gcd(n, on_device) for n in parts}
+    cuts = [(n // of_prompts[n], on_device // of_prompts[n]) for n in parts]
+  batch = _Batch(lengths, length, prompts, prompt_length, regions)
+  whole = b * (prompt_length + g * length)
+  largest = whole / (devices * minibatches * micro_batches)
+  best = min(_shapes(batch, cuts, largest), default=None)
+  if best is None or best[0] >= _cost(batch, whole, (b * g, length), b):
+    return None
+  return _packed(batch, best[1], devices)
+
+
+def _check_lengths(of: str, lengths: Int[np.ndarray, "*any"], most: int):
+  shortest, longest = lengths.min(), lengths.max()
+  if shortest < 0 or longest > most:
+    wrong = shortest if shortest < 0 else longest
+    raise ValueError(f"a {of} has 0 to {most} tokens, not {wrong}")

@@ -83,10 +83,13 @@ class LM(NamedTuple):
       done once: casts, tables of positions, and gathering of parameters that
       are cut over a mesh.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
-      segments=None) -> (last_hidden [B, D], hidden [B, G, S, D])`, or None:
-      what `prefill` and `extend` (without a cache) give, computed together.
-      Scoring and training, which keep nothing of a prompt, then read each
-      layer's parameters once for prompts and completions.
+      segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
+      or None: what `prefill` and `extend` (without a cache) give, computed
+      together. Scoring and training, which keep nothing of a prompt, then read
+      each layer's parameters once for prompts and completions. `flat` (a
+      `flat_tokens.FlatTokens`) says where the real tokens are of prompts
+      [B, P] and of rows [n, 1, S], each of which is of one of the prompts;
+      `hidden` is of the rows' flat tokens then, [C, 1, N, D].
     forward_with_load: `forward` of a model with experts, or None. It takes
       `load_weights=(of_prompts [B, P], of_completions [B, G, S])`, how often
       each token counts, and gives `(last_hidden, hidden, load)`: besides, what

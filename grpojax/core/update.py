@@ -95,7 +95,7 @@ def make_update(
     micro_batches: parts of a minibatch whose gradients are added up by a scan;
       they cut prompts, and groups where these are too few (see
       `micro_batches.cuts`); packed rows are cut into fewer (see
-      `micro_batches.packed_parts`).
+      `packing_layout.plan`).
     max_grad_norm: clips the gradient's global norm; None does not.
     entropy_bonus: see `core.entropy`; with a target the state has its control.
     top_entropy_quantile: the share of a minibatch's tokens, those of highest

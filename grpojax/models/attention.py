@@ -1,10 +1,12 @@
 """Attention in two parts, own row and prompt, and RMSNorm."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float
 
 from grpojax.models import cache
@@ -14,6 +16,7 @@ from grpojax.models.products import float32_einsum
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
 _PROMPT_QUERY_AXES = "bkgrse"
+_NAMES = "abcdefgh"  # of axes, whatever they are
 
 
 def rms_norm(
@@ -38,15 +41,34 @@ def rms_norm(
   # Recomputed in the backward pass, so that no float32 copies of x are kept.
   @functools.partial(jax.checkpoint, prevent_cse=False)
   def normalize(x, scale):
-    y, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
-    factors = jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + eps)
-    # The gradient of a factor, a sum of products along D, is a dot. XLA drops
-    # its axes of size 1, without which its CPU code is ten times as fast.
-    rows = tuple(range(y.ndim - 1))
-    y = jax.lax.dot_general(y, factors, (((), ()), (rows, rows)), "highest")
-    return y * (1 + scale if offset else scale)
+    axes = _NAMES[: x.ndim]
+    y = _without(x, axes, _useless(x.shape[:-1], axes[:-1]))
+    y, scale = y.astype(jnp.float32), scale.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * (1 + scale if offset else scale)).reshape(x.shape)
 
   return normalize(x, scale)
+
+
+def _useless(shape: Sequence[int], axes: str) -> str:
+  """Those of the axes that have size 1, where these carry no sharding.
+
+  Gradients of norms and of softmax are sums of products, for which XLA's CPU
+  code is up to ten times as fast without them.
+  """
+  if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+    return ""
+  return "".join(a for a, n in zip(axes, shape, strict=True) if n == 1)
+
+
+def _left(axes: str, useless: str) -> str:
+  return "".join(axis for axis in axes if axis not in useless)
+
+
+def _without(x: Array, axes: str, useless: str) -> Array:
+  """An array without some axes of size 1."""
+  sizes = dict(zip(axes, x.shape, strict=True))
+  return x.reshape([sizes[axis] for axis in _left(axes, useless)])
 
 
 def _exponentials(
@@ -165,7 +187,7 @@ def _merge(part, other):
   return out + share * (other_out - out)
 
 
-def _attend_prompt(q, prompt, mask, scale, cap):
+def _attend_prompt(q, prompt, mask, scale, cap, useless=""):
   """`_attend` of one part: the prompts' keys, which have no axis of samples.
 
   Samples come after the heads here, and are with them the rows of one product
@@ -174,10 +196,15 @@ def _attend_prompt(q, prompt, mask, scale, cap):
   if mask.ndim == 2:  # the same for all queries: [B, 1, 1, P]
     mask = mask[:, None, None]
   mask = mask[:, None, :, None]  # all heads: [B, 1, G, 1, S, P]
-  part = _Part(*prompt, mask, (cache.PROMPT_AXES,) * 2)
-  q = jnp.swapaxes(q, 1, 2)  # [B, K, G, R, S, E]
-  out, lse = _attend(q, [part], scale, cap, _PROMPT_QUERY_AXES)
-  return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+  mask = _without(mask, "bkgrsp", useless)
+  axes = _left(_PROMPT_QUERY_AXES, useless)
+  keys_axes = _left(cache.PROMPT_AXES, useless)
+  part = _Part(*prompt, mask, (keys_axes,) * 2)
+  if "g" not in axes or "k" not in axes:
+    return _attend(q, [part], scale, cap, axes)
+  swap = lambda x: jnp.swapaxes(x, axes.index("g"), axes.index("k"))
+  out, lse = _attend(swap(q), [part], scale, cap, axes)
+  return swap(out), swap(lse)
 
 
 def two_part_attention(
@@ -210,11 +237,18 @@ def two_part_attention(
     Attention output [B, G, K, R, S, E].
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  part = _attend(q, [_of_rows(row, row_mask)], scale, cap)
+  shape, useless = q.shape, _useless(q.shape[:4], _QUERY_AXES[:4])
+  axes, row_axes = (_left(x, useless) for x in (_QUERY_AXES, cache.ROW_AXES))
+  q = _without(q, _QUERY_AXES, useless)
+  row = [_without(x, cache.ROW_AXES, useless) for x in row]
+  if row_mask.ndim == len(shape):
+    row_mask = _without(row_mask, "bgkrsc", useless)
+  part = _attend(q, [_Part(*row, row_mask, (row_axes,) * 2)], scale, cap, axes)
   if prompt is None:
-    return part[0]
-  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
-  return _merge(part, of_prompt).astype(q.dtype)
+    return part[0].reshape(shape)
+  prompt = [_without(x, cache.PROMPT_AXES, useless) for x in prompt]
+  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap, useless)
+  return _merge(part, of_prompt).astype(q.dtype).reshape(shape)
 
 
 def cached_attention(

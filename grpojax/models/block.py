@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,14 @@ def _project(
   return y + bias
 
 
+class Heads(NamedTuple):
+  """Queries, keys and values of tokens, rotated."""
+
+  q: Float[Array, "B G S H E"]
+  k: Float[Array, "B G S K E"]
+  v: Float[Array, "B G S K E"]
+
+
 class Masks(NamedTuple):
   """Which keys the tokens attend to in a layer.
 
@@ -125,7 +133,7 @@ def _masks(local: Local, window: int, context: TokenContext) -> Masks:
   return Masks(row, slots, prompt)
 
 
-def _rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
+def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
   """The rotary table of a layer, out of those of global and local layers."""
   if len(tables) == 1 or local is False:
     return tables[0]
@@ -136,16 +144,13 @@ def _rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
   )
 
 
-def _attention(
+def _heads(
   config: TransformerConfig,
   y: Float[Array, "B G S D"],
   layer: Layer,
-  local: Local,
-  context: TokenContext,
-  prompt: PromptKeysValues | None,
-  slots: tuple[Slots, ...] | None,
-) -> tuple[Float[Array, "B G S D"], KeysValues]:
-  """Attention of a layer; arguments and results as those of `block`."""
+  table: RotaryTable,
+) -> Heads:
+  """Queries, keys and values of tokens; heads are not transposed yet."""
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -154,14 +159,41 @@ def _attention(
   v = _project(y, layer, "v").reshape(b, g, s, c.kv_heads, c.head_dim)
   if c.qk_norm:  # before the rotation, which keeps norms as they are
     q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
-  table = _rotary_table(local, context.tables)
   q, k = (rotate(x, table).astype(y.dtype) for x in (q, k))
+  return Heads(q, k, v.astype(y.dtype))
+
+
+def attend(
+  config: TransformerConfig,
+  local: Local,
+  context: TokenContext,
+  prompt: PromptKeysValues | None,
+  slots: tuple[Slots, ...] | None,
+  heads: Heads,
+) -> tuple[Float[Array, "B G S HE"], KeysValues]:
+  """Attention of a layer, between its projections.
+
+  Args:
+    config: see `block`.
+    local: see `block`.
+    context: see `block`.
+    prompt: see `block`.
+    slots: see `block`.
+    heads: of the tokens.
+
+  Returns:
+    What each token takes from those that it attends to, heads last, and the
+    tokens' keys and values.
+  """
+  c = config
+  q, k, v = heads
+  b, g, s, *_ = q.shape
   # Query head h attends with key head h // R: H is split into [K, R], and
   # [B, G, S, K, R, E] becomes [B, G, K, R, S, E].
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
-  row = cache.constrain_row(cache.from_heads(k, v.astype(y.dtype)))
+  row = cache.constrain_row(cache.from_heads(k, v))
   q, row = checkpoint_name((q, row), KEPT)
   options = dict(scale=c.attention_scale, cap=c.attention_cap)
   if context.mask is None:
@@ -178,9 +210,7 @@ def _attention(
     else:
       out = cached_attention(q, row, slots, prompt, masks, **options)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
-  out = out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1)  # heads last
-  y = _project(checkpoint_name(out, KEPT), layer, "o")
-  return constrain(y, "batch", "group"), row
+  return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 
 
 def _mlp(
@@ -197,6 +227,49 @@ def _mlp(
   return constrain(_project(y, layer, "down"), "batch", "group")
 
 
+def layer_of(
+  config: TransformerConfig,
+  x: Float[Array, "B G S D"],
+  layer: Layer,
+  table: RotaryTable,
+  load_weights: Float[Array, "B G S"] | None,
+  attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
+) -> tuple[Float[Array, "B G S D"], Any, ExpertLoad | None]:
+  """One decoder layer, whatever the tokens attend to.
+
+  Matrices are multiplied in their own dtype, the dtype of computation; what
+  lies between them is float32. Above all the hidden states: rounded to bfloat16
+  in each layer, those of a sampled and of a scored token drift apart.
+
+  Args:
+    config: of the model.
+    x: hidden states, float32.
+    layer: the layer's parameters.
+    table: rotary, of the tokens.
+    load_weights: see `TokenContext`.
+    attention: `(heads) -> (out, kept)`, as `attend`.
+
+  Returns:
+    The new hidden states, what attention kept, and what the router did with
+    the tokens, if there are weights.
+  """
+  c = config
+  norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
+  y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
+  out, kept = attention(_heads(c, y, layer, table))
+  y = _project(checkpoint_name(out, KEPT), layer, "o")
+  y = constrain(y, "batch", "group")
+  x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
+  x = checkpoint_name(x, KEPT)
+  y, load = norm(x, layer["mlp_norm"]), None
+  if load_weights is not None:
+    per_token = c.experts_per_token
+    load = expert_load(y, layer["router"], per_token, load_weights)
+  y = _mlp(c, y, layer)
+  x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
+  return x, kept, load
+
+
 def block(
   config: TransformerConfig,
   x: Float[Array, "B G S D"],
@@ -207,10 +280,6 @@ def block(
   slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
   """One decoder layer.
-
-  Matrices are multiplied in their own dtype, the dtype of computation; what
-  lies between them is float32. Above all the hidden states: rounded to bfloat16
-  in each layer, those of a sampled and of a scored token drift apart.
 
   Args:
     config: of the model.
@@ -225,19 +294,9 @@ def block(
     The new hidden states, the keys and values of the tokens, and what the
     router did with them, if the context asks for it.
   """
-  c = config
-  norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
-  y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
-  y, row = _attention(c, y, layer, local, context, prompt, slots)
-  x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
-  x = checkpoint_name(x, KEPT)
-  y, load = norm(x, layer["mlp_norm"]), None
-  if context.load_weights is not None:
-    per_token = c.experts_per_token
-    load = expert_load(y, layer["router"], per_token, context.load_weights)
-  y = _mlp(c, y, layer)
-  x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
-  return x, row, load
+  attention = functools.partial(attend, config, local, context, prompt, slots)
+  table = rotary_table(local, context.tables)
+  return layer_of(config, x, layer, table, context.load_weights, attention)
 
 
 def block_of_both(

@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from grpojax.core import flat_tokens
+from grpojax.core.flat_tokens import FlatTokens
 from grpojax.core.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.types import Params, Prefix
 from grpojax.models import cache as cache_lib
-from grpojax.models import layer_stacks, token_contexts
+from grpojax.models import flat_pass, layer_stacks, token_contexts
 from grpojax.models.attention import rms_norm
 from grpojax.models.block import block, block_of_both
 from grpojax.models.cache import Cache, PromptKeysValues
@@ -216,23 +218,25 @@ def forward(
   params: Params,
   prompt_ids: Int[Array, "B P"],
   prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "B G S"],
-  positions: Int[Array, "B G S"] | None = None,
-  segments: Int[Array, "B G S"] | None = None,
+  ids: Int[Array, "n G S"],
+  positions: Int[Array, "n G S"] | None = None,
+  segments: Int[Array, "n G S"] | None = None,
+  flat: FlatTokens | None = None,
   *,
   unroll: bool,
-  load_weights: tuple[Float[Array, "B P"], Float[Array, "B G S"]] | None = None,
-) -> tuple[Float[Array, "B D"], Float[Array, "B G S D"], ExpertLoad | None]:
+  load_weights: tuple[Float[Array, "B P"], Float[Array, "n G S"]] | None = None,
+) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
   """Prompts and whole completions layer by layer, see `LM.forward`.
 
   What the routers did is None unless `load_weights` asks for it.
   """
   if positions is None:
     positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-  positions = _lengths(prompt_mask)[:, None, None] + positions
+  of_rows = prompt_mask if flat is None else flat.of_rows(prompt_mask)
+  positions = _lengths(of_rows)[:, None, None] + positions
   contexts = (
     token_contexts.of_prompts(config, prompt_mask),
-    token_contexts.of_rows(config, positions, segments, prompt_mask),
+    token_contexts.of_rows(config, positions, segments, of_rows),
   )
   if load_weights is not None:
     of_prompts, of_rows = load_weights
@@ -242,12 +246,28 @@ def forward(
       for context, x in zip(contexts, each, strict=True)
     )
 
-  def body(x, local, layer):
-    return layer_step(block_of_both, config, x, layer, local, contexts)
+  if flat is None:
+    x = _embed_both(config, params, prompt_ids, ids, dtype)
+    step, context = block_of_both, contexts
+  else:
+    x = _embed(
+      config, params, flat_pass.join(prompt_ids[:, None], ids, flat), dtype
+    )
+    step, context = (
+      flat_pass.block,
+      flat_pass.context_of(config, contexts, flat),
+    )
 
-  x = _embed_both(config, params, prompt_ids, ids, dtype)
+  def body(x, local, layer):
+    return layer_step(step, config, x, layer, local, context)
+
   x, loads = layer_stacks.scan(config, body, x, params, unroll=unroll)
   load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
-  prompts, x = x
+  if flat is None:
+    prompts, x = x
+  else:
+    prompts, x = flat_pass.split(x, flat)
+    shape = prompt_ids[:, None].shape
+    prompts = flat_tokens.unflatten(prompts, flat.prompts, shape)
   last = _last_hidden(config, params, prompts, prompt_mask, dtype)
   return last, _final_norm(config, params, x, dtype), load

@@ -245,6 +245,7 @@ def packing(
   read = corrections.read_by_training(config, samples, rewards)
   lengths = np.where(read, np.sum(mask, axis=-1), 0)
   cuts = config.optim.minibatches, config.optim.micro_batches
-  sizes = mask.shape[-1], samples.prompt_ids.shape[-1]
-  planned = packing_layout.plan(lengths, *sizes, *cuts)
+  prompt_mask = mesh_lib.fetch(samples.prompt_mask)
+  prompts = np.sum(prompt_mask, axis=-1), prompt_mask.shape[-1]
+  planned = packing_layout.plan(lengths, mask.shape[-1], *prompts, *cuts)
   return mesh_lib.place(planned, mesh, "batch")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import losses, mesh, micro_batches, packing, packing_layout
+from grpojax.core import losses, mesh, packed_logprobs, packing, packing_layout
 from grpojax.core.batch import make_batch
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state
@@ -23,9 +23,10 @@ from grpojax.models.transformer import TransformerConfig, transformer
 B, G, P, T, V = 8, 6, 3, 16, 12
 CUTS = {
   # Into parts small enough that packed rows are cut as well.
-  "one minibatch": {"minibatches": 1, "micro_batches": 12},
-  "two minibatches": {"minibatches": 2, "micro_batches": 6},
+  "one minibatch": {"minibatches": 1, "micro_batches": 6},
+  "two minibatches": {"minibatches": 2, "micro_batches": 4},
 }
+PARTS = {"one minibatch": 3, "two minibatches": 4}  # that are small enough
 ENTROPY = {
   "one minibatch": {},
   "two minibatches": {
@@ -78,12 +79,36 @@ def place(mesh_, tree):
 def check_pack(mesh_, drawn, layout):
   """Samples are regrouped, and taken back, where they lie."""
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
-  both = jax.jit(
-    lambda ids, layout: packing.ungroup(packing.regroup(ids, layout), layout)
-  )
+  split = lambda ids, layout: packing.split(ids[:, 0], ids, layout)[1]
+  both = jax.jit(lambda *x: packing.join(split(*x), x[1]))
   text = both.lower(ids, layout).compile().as_text()
   sent = re.findall(r"all-\w+|collective-\w+|reduce-scatter", text)
   assert not sent, set(sent)
+
+
+def check_forward(mesh_, lm, params, drawn, layout):
+  """Flat tokens and the rows that share prompts stay where they are."""
+  given = place(mesh_, (drawn.prompt_ids, drawn.prompt_mask))
+  ids, layout = place(mesh_, (drawn.completion_ids, layout))
+
+  @jax.jit
+  def gradient(params, prompts, ids, layout):
+    split = packing.split(prompts, ids, layout)
+    prompts, ids, _, rows = jax.tree.map(lambda x: x[0], split)
+
+    def total(params):
+      args = lm, params, *prompts, ids, rows
+      return jnp.sum(packed_logprobs.completion_logprobs(*args)[0])
+
+    return jax.grad(total)(params)
+
+  text = gradient.lower(params, given, ids, layout).compile().as_text()
+  sent = set(re.findall(r"all-\w+|collective-\w+|reduce-scatter", text))
+  assert sent == {"all-reduce"}, sent  # of the gradients
+  loops = re.findall(r"\n%?[\w.-]*body[^\n]*{\n(.*?)\n}", text, re.DOTALL)
+  inside = [line for body in loops for line in body.splitlines()]
+  sums = [line for line in inside if " all-reduce(" in line]
+  assert loops and not sums, sums
 
 
 def main():
@@ -104,14 +129,10 @@ def main():
     for name, sizes in MESHES.items():
       mesh_ = mesh.make_mesh(**sizes)
       with jax.set_mesh(mesh_):
-        layout = packing_layout.plan(lengths, T, P, **cuts)
+        layout = packing_layout.plan(lengths, T, np.full(B, P), P, **cuts)
         assert layout is not None, (of_cuts, name)
-        n, r, w = packing.merged_rows(layout).segments.shape
-        tokens, whole = n * (P + r * w), B * (P + G * T)
-        on_device = n // 4 // cuts["minibatches"]
-        wanted = cuts["micro_batches"]
-        parts = micro_batches.packed_parts(tokens, whole, on_device, wanted)
-        assert 1 < parts < wanted, (of_cuts, name, parts)
+        parts = layout.parts() // cuts["minibatches"]
+        assert parts == PARTS[of_cuts], (of_cuts, name, parts)
         check_pack(mesh_, drawn, layout)
         placed = jax.device_put(params, sharding.shardings(params, mesh_))
         given = place(mesh_, (drawn, rewards, layout))
@@ -125,10 +146,12 @@ def main():
       assert max(jax.tree.leaves(moved)) > 1e-3
       print("equal:", of_cuts, name, layout.rows.segments.shape)
   with jax.set_mesh(mesh.make_mesh(data=8)):
-    assert packing_layout.plan(lengths, T) is not None
+    prompts = np.full(B, P), P
+    layout = packing_layout.plan(lengths, T, *prompts)
+    check_forward(mesh.make_mesh(data=8), lm, params, drawn, layout)
     # A micro-batch of one prompt has its group cut over the devices.
     fewer = np.repeat(lengths[:1], 4, axis=1)
-    assert packing_layout.plan(fewer, T) is None
+    assert packing_layout.plan(fewer, T, prompts[0][:1], P) is None
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def test_how_a_batch_is_cut_changes_nothing(
   """One update, against autodiff of the whole batch at once."""
   lm, table, batch, lengths = make_case(tabular)
   if packed:
-    layout = packing_layout.plan(lengths, T, 1, 1, parts)
+    layout = packing_layout.plan(lengths, T, np.ones(B, int), 1, 1, parts)
     assert layout is not None
     batch = batch.replace(packing=jax.tree.map(jnp.asarray, layout))
   update = make_update(

@@ -38,7 +38,8 @@ def gradients(tabular, pack=False, beta=0.0, **options):
   micro_batches = options.get("micro_batches", 1)
   packing = None
   if pack:
-    packing = packing_layout.plan(lengths, T, P, micro_batches=micro_batches)
+    prompts = np.asarray(rollout.prompt_mask).sum(axis=-1), P
+    packing = packing_layout.plan(lengths, T, *prompts, 1, micro_batches)
   tx = optax.sgd(1.0)
   update = make_update(
     lm,

@@ -160,8 +160,9 @@ def test_stages_and_compaction_change_no_sample(tiny):
 def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   _, samples = drawn
   lengths = np.asarray(samples.completion_mask.sum(-1))
-  packing = packing_layout.plan(lengths, T, P, 1, 1)
-  assert packing.rows.segments.shape[2] < G  # something shares a row
+  prompts = np.asarray(samples.prompt_mask.sum(-1))
+  packing = packing_layout.plan(lengths, T, prompts, P)
+  assert packing.rows.segments.shape[1] < B * G  # something shares a row
 
   @jax.jit
   def score():

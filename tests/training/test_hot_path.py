@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
-from grpojax.core import packing_layout
 from grpojax.core.types import Prompts
 from grpojax.models import sharding
 from grpojax.training import from_config, host_step, scoring
@@ -94,7 +93,8 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
 
   def record(*args):
     packing = pack(*args)
-    shapes.append(packing and packing.rows.segments.shape)
+    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.part
+    shapes.append(str(sizes))
     return packing
 
   monkeypatch.setattr(from_config, "packing", record)
@@ -108,8 +108,6 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
   # Rows of another shape are two programs, reference and update.
   new = set(shapes) - {shapes[0]}
   assert len(compiled) - once == 2 * len(new)
-  counts, widths = packing_layout.row_counts(G), packing_layout.row_lengths(T)
-  assert all(s is None or s[-2] in counts and s[-1] in widths for s in shapes)
   # The guard guards.
   with (
     pytest.raises(Exception, match="Disallowed host-to-device transfer"),
