@@ -23,8 +23,8 @@ def get_config() -> ConfigDict:
   config.model.path = "arithmetic-careless"
   config.optim.learning_rate = 1.5e-4
   config.optim.warmup_steps = 10
-  # Its completions are of much the same length: packed, rows would be 5% fewer
-  # tokens, and two or three programs to compile in the place of one.
+  # Packed rows would be several programs to compile in the place of one, which
+  # so short a run does not earn back.
   config.optim.packing = False
   config.diagnostics.every = 10
   config.diagnostics.share = 1.0  # all of so few prompts

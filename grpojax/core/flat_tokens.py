@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int, Shaped
 
-from grpojax.core.mesh import constrain
+from grpojax.core.mesh import activation_spec, free_axes
 
 
 class Places(NamedTuple):
@@ -35,6 +36,20 @@ class Places(NamedTuple):
   place: Int[Array, "C N"]
 
 
+def _where_rows_are(x: Array) -> Array:
+  """Lays axis 0 out over the mesh in context; the others as they are.
+
+  Those may be cut: heads of keys and values, say.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not free_axes(mesh):
+    return x
+  (rows,) = activation_spec(mesh, x.shape, ("batch",))
+  rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+  spec = PartitionSpec(rows, *rest)
+  return jax.lax.with_sharding_constraint(x, spec)
+
+
 def places(real: Bool[Array, "B G S"], shards: int, size: int) -> Places:
   """Finds the real tokens.
 
@@ -43,7 +58,7 @@ def places(real: Bool[Array, "B G S"], shards: int, size: int) -> Places:
     shards: C, which divides B.
     size: N; as many as any shard has of them, or more.
   """
-  real = constrain(real.reshape(shards, -1), "batch")
+  real = _where_rows_are(real.reshape(shards, -1))
   count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
   token = jnp.where(real & (count <= size), count - 1, size)
   # The place of token n is the first with more than n of them up to there.
@@ -77,9 +92,9 @@ def flatten(
 ) -> Shaped[Array, "C 1 N *more"]:
   """The real tokens alone; 0 where there are fewer than N."""
   shards = len(places.token)
-  x = constrain(x.reshape(shards, -1, *x.shape[3:]), "batch")
+  x = _where_rows_are(x.reshape(shards, -1, *x.shape[3:]))
   x = _take(x, places.place, places.token)
-  return constrain(x[:, None], "batch")
+  return _where_rows_are(x[:, None])
 
 
 def unflatten(
@@ -93,7 +108,7 @@ def unflatten(
     shape: B, G and S.
   """
   x = _take(x[:, 0], places.token, places.place)
-  return constrain(x.reshape(*shape, *x.shape[2:]), "batch")
+  return _where_rows_are(x.reshape(*shape, *x.shape[2:]))
 
 
 @jax.custom_vjp
@@ -142,7 +157,7 @@ class FlatTokens(NamedTuple):
     """What is of each prompt, for its rows."""
     shards = len(self.owners)
     found = _share(x.reshape(shards, -1, *x.shape[1:]), self.owners)
-    return constrain(found.reshape(-1, *x.shape[1:]), "batch")
+    return _where_rows_are(found.reshape(-1, *x.shape[1:]))
 
   def of_tokens(
     self, x: Shaped[Array, "B *more"]
@@ -153,4 +168,4 @@ class FlatTokens(NamedTuple):
     row = jnp.minimum(self.rows.place // size, rows - 1)
     owners = jnp.take_along_axis(self.owners, row, axis=1)
     found = _share(x.reshape(shards, -1, *x.shape[1:]), owners)
-    return constrain(found[:, None], "batch")
+    return _where_rows_are(found[:, None])

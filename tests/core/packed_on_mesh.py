@@ -87,7 +87,8 @@ def check_pack(mesh_, drawn, layout):
 
 
 def check_forward(mesh_, lm, params, drawn, layout):
-  """Flat tokens and the rows that share prompts stay where they are."""
+  """Flat tokens, heads, and rows that share prompts stay where they are."""
+  params = jax.device_put(params, sharding.shardings(params, mesh_))
   given = place(mesh_, (drawn.prompt_ids, drawn.prompt_mask))
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
 
@@ -145,6 +146,9 @@ def main():
       moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
       assert max(jax.tree.leaves(moved)) > 1e-3
       print("equal:", of_cuts, name, layout.rows.segments.shape)
+  with jax.set_mesh(mesh.make_mesh(data=4, tensor=2)):
+    layout = packing_layout.plan(lengths, T, np.full(B, P), P)
+    check_forward(mesh.make_mesh(data=4, tensor=2), lm, params, drawn, layout)
   with jax.set_mesh(mesh.make_mesh(data=8)):
     prompts = np.full(B, P), P
     layout = packing_layout.plan(lengths, T, *prompts)
