@@ -350,6 +350,31 @@ def distance(tree, other):
   return float(sum(jax.tree.leaves(squares))) ** 0.5
 
 
+def test_prompts_that_nobody_needs_take_no_room(tiny):
+  """Of four prompts, in two minibatches, one has a completion."""
+  rng = np.random.default_rng(0)
+  lengths = np.array([[0, 0], [0, 0], [5, 0], [0, 0]])
+  layout = packing_layout.plan(lengths, 8, np.full(4, 4), 4, 2, 1)
+  # Half as many tokens as two prompts have.
+  assert layout.rows.part == packing.Part(1, 2, 5, 4)
+  prompts = jnp.asarray(rng.integers(0, 11, (4, 4))), jnp.ones((4, 4), bool)
+  ids = jnp.asarray(rng.integers(0, 11, (4, 2, 8)))
+
+  def of_part(part):
+    args = tiny.lm, tiny.params, *part
+    return packed_logprobs.completion_logprobs(*args)[0]
+
+  @jax.jit
+  def packed(layout):
+    prompts_, ids_, _, rows = packing.split(prompts, ids, layout)
+    found = jax.lax.map(of_part, (*prompts_, ids_, rows))
+    return packing.join(found, layout)
+
+  expected = jax.jit(of_part)((*prompts, ids))
+  found = packed(layout)[2, 0, :5]
+  np.testing.assert_allclose(found, expected[2, 0, :5], 1e-5, 1e-5)
+
+
 def test_packed_is_unpacked():
   """With windows, caps and adapters."""
   check_model("gemma2", jnp.float32, adapted=True)
