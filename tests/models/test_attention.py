@@ -280,13 +280,32 @@ def test_a_norm_of_one_row_on_an_explicit_axis():
     assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)
 
 
-def test_a_norm_is_summed_without_axes_of_size_1():
-  """With them, XLA's CPU code takes ten times as long for the gradient."""
-  x = normal(1, 4, 16, 32)
+def sums(function, *args):
+  """The shapes that the gradient of a function sums to, as compiled."""
 
-  def gradient(x):
-    return jax.vjp(lambda x: rms_norm(x, jnp.ones(32), 1e-6), x)[1](x)
+  def gradient(*args):
+    y, pull = jax.vjp(function, *args)
+    return pull(y)
 
-  text = jax.jit(gradient).lower(x).compile().as_text()
-  sums = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
-  assert sums.count("4,16") == 1  # the other one is of squares, and fast
+  text = jax.jit(gradient).lower(*args).compile().as_text()
+  found = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
+  return {tuple(map(int, shape.split(","))) for shape in found if shape}
+
+
+def test_norms_and_softmax_are_summed_without_axes_of_size_1():
+  """With them, XLA's CPU code takes up to ten times as long."""
+  norm = lambda x, scale: rms_norm(x, scale, 1e-6)
+  found = sums(norm, normal(1, 4, 16, 32), normal(32))
+  assert (4, 16) in found and (1, 4, 16) not in found
+  assert (32,) in found
+  b, k, r, s, e, p = 3, 2, 2, 8, 4, 5
+  row, prompt = normal(b, 1, k, s, e), normal(b, k, p, e)
+  mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
+
+  def attention(q, row, prompt):
+    keys, of_prompt = (row, row), (prompt, prompt)
+    return two_part_attention(q, keys, mask, of_prompt, prompt_mask)
+
+  found = sums(attention, normal(b, 1, k, r, s, e), row, prompt)
+  assert (b, k, r, s) in found
+  assert not any(1 in shape[:3] for shape in found), found
