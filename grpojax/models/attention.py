@@ -220,7 +220,7 @@ def two_part_attention(
   """Attention over a token's own row (its completion) and its group's prompt.
 
   The two parts are merged by their log-sum-exps, so the prompt's keys are never
-  copied to the samples.
+  copied to the samples of a group.
 
   Args:
     q: queries [B, G, K, R, S, E].

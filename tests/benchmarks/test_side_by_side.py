@@ -87,6 +87,7 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   config = workloads.config_of("arithmetic")
   config.batch_size, config.sampling.max_new_tokens = 8, 16
   config.eval.num_prompts = 8
+  config.optim.packing = False  # its sizes come as lengths do
   line = side_by_side.measure("arithmetic", config, 2, 1)
   assert {*KEYS} <= {*line} and line["steps"] == 2
   assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3

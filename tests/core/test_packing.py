@@ -24,7 +24,7 @@ from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
 from grpojax.models import hf, lora
-from grpojax.models.transformer import transformer
+from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T = 4, 6, 3, 16
 KEY = jax.random.key(5)
@@ -378,6 +378,40 @@ def test_prompts_that_nobody_needs_take_no_room(tiny):
 def test_packed_is_unpacked():
   """With windows, caps and adapters."""
   check_model("gemma2", jnp.float32, adapted=True)
+
+
+@pytest.mark.slow
+def test_long_rows_are_packed_too():
+  """Prompts and rows that are attended to in blocks, in one layer a window."""
+  config = TransformerConfig(
+    vocab_size=11,
+    width=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    mlp=24,
+    local_layers=(True, False),
+    window=37,
+  )
+  lm = transformer(config, remat="selective")
+  params = normal(jax.eval_shape(lm.init, KEY))
+  rng, b, g, p, t = np.random.default_rng(0), 3, 3, 280, 600
+  lengths, prompts = rng.integers(0, t // 2, (b, g)), np.array([280, 13, 7])
+  mask = jnp.asarray(np.arange(t) < lengths[..., None])
+  samples = Rollout(
+    prompt_ids=jnp.asarray(rng.integers(0, 11, (b, p))),
+    prompt_mask=jnp.asarray(np.arange(p) < prompts[:, None]),
+    completion_ids=jnp.asarray(rng.integers(0, 11, (b, g, t))),
+    completion_mask=mask,
+    logprobs=jnp.zeros(mask.shape),
+    finished=jnp.ones((b, g), bool),
+  )
+  layout = packing_layout.plan(lengths, t, prompts, p)
+  assert layout.rows.segments.shape[-1] > 256
+  run = jax.jit(lambda layout: score(lm, params, samples, layout))
+  for found, expected in zip(run(layout), run(None), strict=True):
+    assert_near(found, expected, 1e-5)
 
 
 @pytest.mark.slow
