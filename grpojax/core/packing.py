@@ -198,6 +198,19 @@ def split_batch(
   return Batch(**prompts, **fields, packing=rows), weights
 
 
+def size(tokens: int, places: int) -> float:
+  """How large a part is, in tokens of a batch as it is.
+
+  Queries, keys and values are kept for the backward pass in rows; the other
+  hidden states, of which there are more, of tokens alone.
+
+  Args:
+    tokens: that it has room for.
+    places: of its rows and of its prompts, padding included.
+  """
+  return (tokens + places) / 2
+
+
 def check_parts(
   packing: Packing,
   unpacked: tuple[int, int, int],
@@ -216,13 +229,13 @@ def check_parts(
     ValueError: they are.
   """
   b, g, t = unpacked
-  w = packing.rows.segments.shape[-1]
-  found, whole = packing.parts(), b * (prompt_length + g * t)
-  tokens = packing.prompts.size * prompt_length
-  tokens += packing.rows.owners.size * w
-  if tokens * parts > whole * found:
+  part, found = packing.rows.part, packing.parts()
+  places = packing.rows.segments.size + packing.prompts.size * prompt_length
+  tokens = found * part.devices * (part.tokens + part.prompt_tokens)
+  whole = b * (prompt_length + g * t)
+  if size(tokens, places) * parts > whole * found:
     raise ValueError(
-      f"packed in {found} micro-batches, each has more tokens than one of "
-      f"{parts} of the batch as it is: make the packing for as many (see "
+      f"packed in {found} micro-batches, each is larger than one of {parts} "
+      "of the batch as it is: make the packing for as many (see "
       "packing_layout.plan)"
     )

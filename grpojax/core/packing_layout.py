@@ -11,6 +11,7 @@ from jaxtyping import Bool, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core import micro_batches as parts_lib
+from grpojax.core import packing
 from grpojax.core.packing import Packing, Part, Rows
 
 
@@ -163,10 +164,10 @@ def _shape(batch: _Batch, cut: _Cut, width: int, together: int) -> _Shape:
   )
 
 
-def _places(batch: _Batch, s: _Shape) -> tuple[int, int]:
-  """Places in the rows and in the prompts of a part, padding included."""
-  rows, prompts = s.rows * s.width, s.prompts * batch.prompt_length
-  return s.together * rows, s.together * prompts
+def _size(batch: _Batch, s: _Shape) -> float:
+  """How large a part is on a device."""
+  places = s.together * (s.rows * s.width + s.prompts * batch.prompt_length)
+  return packing.size(s.tokens + s.prompt_tokens, places)
 
 
 def _cost(
@@ -197,7 +198,7 @@ def _shapes(
     batch: see `_Batch`.
     cuts: blocks of a region, and regions of a part on a device; the fewest
       parts first.
-    largest: places that a part may have on a device.
+    largest: size that a part may have on a device.
   """
   for width in row_lengths(batch.length):
     if width < batch.lengths.max():
@@ -207,7 +208,7 @@ def _shapes(
       _shape(batch, _cut(batch, rows, blocks), width, together)
       for blocks, together in cuts
     )
-    fitting = (s for s in found if sum(_places(batch, s)) <= largest)
+    fitting = (s for s in found if _size(batch, s) <= largest)
     for s in itertools.islice(fitting, 1):
       blocks = batch.regions * s.blocks
       real = blocks // s.together * (s.tokens + s.prompt_tokens)
