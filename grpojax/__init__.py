@@ -44,7 +44,7 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
   if not issubclass(kind, KeyboardInterrupt):
     return sys.__excepthook__(kind, error, traceback)
   print("interrupted", file=sys.stderr)
-  raise SystemExit(130)
+  importlib.import_module("grpojax.runtime.interrupts").exit_program()
 
 
 def _is_program() -> bool:

@@ -146,3 +146,30 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   if done:
     assert f"resuming after step {done}" in capfd.readouterr().out
   assert_same_run(run, uninterrupted)
+
+
+@pytest.mark.slow  # test_leaving.py hears Ctrl-C without a run
+def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
+  toy_task, toy_model, tmp_path, monkeypatch, capsys
+):
+  """As where Python runs a weak reference's callback."""
+  original, calls = scored_text.finish, []
+
+  def swallowed(*args, **options):
+    calls.append(1)
+    if len(calls) == 1:
+      try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+      except KeyboardInterrupt:
+        pass
+    return original(*args, **options)
+
+  monkeypatch.setattr(scored_text, "finish", swallowed)
+  with pytest.raises(SystemExit) as caught:
+    train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
+  assert caught.value.code == 130
+  assert (
+    "interrupted; there is no checkpoint yet; the same"
+    in capsys.readouterr().out
+  )

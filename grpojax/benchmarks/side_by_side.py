@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from grpojax.aot import programs
 from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core.types import Prompts
+from grpojax.models import hf
 from grpojax.runtime import checkpoint, command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.training import (
@@ -49,6 +50,17 @@ def _model_directory() -> pathlib.Path | None:
     raise ValueError(
       f"PEERS_MODEL_DIR={given} is no directory: give one, or unset it and the "
       "weights are drawn"
+    )
+  theirs, ours = (
+    vars(hf.to_transformer_config(x))
+    for x in (hf.read_config(given), workloads.MODEL)
+  )
+  wrong = [f"{k}={v}, not {ours[k]}" for k, v in theirs.items() if v != ours[k]]
+  if wrong:
+    raise ValueError(
+      f"PEERS_MODEL_DIR={given} is another model than all are timed with "
+      f"({', '.join(wrong)}): give that one, or unset it and the weights are "
+      "drawn"
     )
   return pathlib.Path(given)
 

@@ -4,11 +4,40 @@ Orbax joins its threads, and Python takes a thread for dead whose `join` was
 interrupted (bpo-45274): it would be left to fail while the interpreter ends.
 """
 
+import atexit
 import contextlib
+import os
 import signal
+import sys
 import threading
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def end(code: int) -> NoReturn:
+  """Ends this process, without what Python does at its end."""
+  for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+  os._exit(code)
+
+
+def exit_program() -> NoReturn:
+  """The exit after Ctrl-C; of a program, once what is open is closed.
+
+  XLA compiles in threads of its own, and goes on where Ctrl-C came meanwhile.
+  It crashes when Python takes down what it needs: a program leaves that out.
+
+  Raises:
+    SystemExit: always.
+  """
+  # The hook is set where Python was started as one of our programs.
+  if getattr(sys.excepthook, "__module__", "") == "grpojax":
+    atexit.register(end, INTERRUPTED)  # the last one is the first to run
+  raise SystemExit(INTERRUPTED)
 
 
 @contextlib.contextmanager
@@ -26,6 +55,44 @@ def become(action) -> Iterator[None]:
     yield
   finally:
     signal.signal(signal.SIGINT, old or signal.SIG_DFL)
+
+
+_UNHEARD = ("__del__", "_xla_gc_callback")
+"""Functions whose exceptions Python ignores: of JAX, when garbage is collected,
+which is often while it compiles."""
+
+
+def _is_unheard(frame: types.FrameType | None) -> bool:
+  while frame:
+    if frame.f_code.co_name in _UNHEARD:
+      return True
+    frame = frame.f_back
+  return False
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[int]]:
+  """Ctrl-C raises KeyboardInterrupt, later where Python would ignore it.
+
+  Yields:
+    Signals that have come, for work that ends where there are any: one that was
+    ignored all the same.
+  """
+  came: list[int] = []
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    if _is_unheard(frame):  # comes again
+      timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+      timer.daemon = True
+      return timer.start()
+    came.append(number)
+    raise KeyboardInterrupt
+
+  if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
+    yield came  # of a job in the background
+    return
+  with become(interrupt):
+    yield came
 
 
 class Left(Exception):

@@ -1,7 +1,6 @@
 """How one of several processes ends: with all others, or alone."""
 
 import contextlib
-import os
 import select
 import socket
 import sys
@@ -12,8 +11,7 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax._src import distributed as jax_distributed
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+from grpojax.runtime.interrupts import INTERRUPTED, end
 
 _OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 
@@ -33,14 +31,8 @@ def _leave(code: int, patience: int) -> None:
     # JAX's shutdown, of itself, aborts where another process does not come.
     client.wait_at_barrier("leaving", 1000 * patience)
   except jax.errors.JaxRuntimeError:
-    _end(code)
+    end(code)
   jax.distributed.shutdown()
-
-
-def _end(code: int) -> None:
-  for stream in (sys.stdout, sys.stderr):
-    stream.flush()
-  os._exit(code)
 
 
 def _of_another(error: BaseException) -> bool:
@@ -63,7 +55,7 @@ def _end_after_another(error: BaseException) -> None:
     f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
     file=sys.stderr,
   )
-  _end(1)
+  end(1)
 
 
 def _gone(peers: Mapping[int, socket.socket]) -> list[int]:
@@ -91,7 +83,7 @@ def _watch(
         flush=True,
       )
       if not leaving.wait(GRACE):
-        _end(1)
+        end(1)
       return
 
 
@@ -125,7 +117,7 @@ def together(
       yield
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
-    _end(INTERRUPTED)
+    end(INTERRUPTED)
   except SystemExit as error:
     if _of_another(error):
       _end_after_another(error)
@@ -134,7 +126,7 @@ def together(
       print(code, file=sys.stderr, flush=True)
       code = 1
     if code == INTERRUPTED:
-      _end(code)
+      end(code)
     # What all have refused, all have refused by now.
     _leave(code, min(patience, 10) if code == 1 else patience)
     sys.exit(code)
@@ -142,5 +134,5 @@ def together(
     if _of_another(error):
       _end_after_another(error)
     traceback.print_exc()
-    _end(1)
+    end(1)
   _leave(0, patience)

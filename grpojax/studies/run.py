@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, disk, pictures, records
+from grpojax.runtime import command_line, disk, interrupts, pictures, records
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import settings as settings_lib
 from grpojax.runtime.settings import Section, setting, to_config
@@ -69,7 +69,7 @@ def resumable() -> Iterator[None]:
     yield
   except KeyboardInterrupt:
     print("interrupted; the same command goes on with what is not done yet")
-    raise SystemExit(130) from None
+    interrupts.exit_program()
 
 
 def _open(

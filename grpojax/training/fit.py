@@ -27,7 +27,6 @@ from grpojax.runtime import (
   disk,
   distributed,
   interrupts,
-  leaving,
   preemption,
   screen,
 )
@@ -253,10 +252,13 @@ def run(
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
+    interrupted = stack.enter_context(interrupts.heard())
     told = screen.opened(config.steps, config.log.every)
     told = stack.enter_context(told)
 
     def poll(together=False):
+      if interrupted:  # and went unnoticed
+        raise KeyboardInterrupt
       if requested(together):
         raise Preempted
 
@@ -279,8 +281,9 @@ def run(
         report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
-      print("interrupted; the same command resumes from the last checkpoint")
-      sys.exit(leaving.INTERRUPTED)
+      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
+      print(f"interrupted; {last}; the same command resumes")
+      interrupts.exit_program()
     except OSError as error:
       if not disk.refuses(error):
         raise

@@ -71,6 +71,15 @@ def test_weights_that_others_are_timed_with(config, monkeypatch, tmp_path):
     assert (opened.state.params["embed"] != params["embed"]).all()
 
 
+def test_another_model_is_refused(config, monkeypatch, tmp_path):
+  changed = workloads.MODEL | {"num_hidden_layers": 5}
+  (tmp_path / "config.json").write_text(json.dumps(changed))
+  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path))
+  with pytest.raises(ValueError, match=r"another model .*\(layers=5, not 1\)"):
+    with side_by_side.open_workload("tail", config):
+      pass
+
+
 def test_a_config(config, monkeypatch, tmp_path):
   monkeypatch.setattr(machine, "measured", lambda dtype: (1e9, 2e9))
   file = tmp_path / "model.json"

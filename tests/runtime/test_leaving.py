@@ -3,8 +3,11 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 import types
+import weakref
 
 import jax
 import pytest
@@ -36,7 +39,7 @@ def leave(monkeypatch):
     monkeypatch.setattr(leaving.jax_distributed, "global_state", state)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
     monkeypatch.setattr(jax, "process_index", lambda: 0)
-    monkeypatch.setattr(leaving.os, "_exit", end)
+    monkeypatch.setattr(interrupts.os, "_exit", end)
     with pytest.raises((Ended, SystemExit)) as caught:
       with leaving.together(30, {}):
         raise error
@@ -93,7 +96,7 @@ def test_a_device_without_memory_is_nobody_elses_fault(leave, capsys):
 
 def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
   ended = []
-  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(leaving, "end", ended.append)
   monkeypatch.setattr(leaving, "GRACE", 0.01)
   monkeypatch.setattr(jax, "process_index", lambda: 0)
   here, there = socket.socketpair()
@@ -108,7 +111,7 @@ def test_one_that_is_killed_ends_this_one(monkeypatch, capsys):
 
 def test_one_that_leaves_first_ends_nobody_who_leaves_too(monkeypatch, capsys):
   ended = []
-  monkeypatch.setattr(leaving, "_end", ended.append)
+  monkeypatch.setattr(leaving, "end", ended.append)
   monkeypatch.setattr(jax, "process_index", lambda: 0)
   here, there = socket.socketpair()
   with here:
@@ -134,9 +137,11 @@ def test_nothing_is_said_where_all_leave(monkeypatch, capsys):
 class _Ended:
   """What is told of SIGTERM in its destructor, where no exception passes."""
 
+  signal = signal.SIGTERM
+
   def __del__(self):
-    os.kill(os.getpid(), signal.SIGTERM)
-    signal.getsignal(signal.SIGTERM)  # the handler has run by now
+    os.kill(os.getpid(), self.signal)
+    signal.getsignal(self.signal)  # the handler has run by now
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -151,3 +156,59 @@ def test_sigterm_is_heeded_where_exceptions_are_ignored():
     os.kill(os.getpid(), signal.SIGTERM)
     done.append(2)
   assert done == [1]
+
+
+class _Interrupted(_Ended):
+  signal = signal.SIGINT
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_is_heard_where_exceptions_are_ignored():
+  handler, done = signal.getsignal(signal.SIGINT), []
+  with interrupts.heard() as came:
+    with pytest.raises(KeyboardInterrupt):
+      _Interrupted()
+      done.append(1)  # not in the destructor, but soon after it
+      time.sleep(10)
+    assert done == [1] and came == [signal.SIGINT]
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)
+  assert signal.getsignal(signal.SIGINT) == handler
+  with interrupts.heard() as came:  # in what has no name that is known
+    thing = _Thing()
+    ref = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    del thing
+    assert ref() is None
+  assert came == [signal.SIGINT]
+
+
+class _Thing:
+  pass
+
+
+def test_ctrl_c_stays_ignored():
+  old = signal.signal(signal.SIGINT, signal.SIG_IGN)
+  try:
+    with interrupts.heard() as came:
+      os.kill(os.getpid(), signal.SIGINT)
+    assert came == [] and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+  finally:
+    signal.signal(signal.SIGINT, old)
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_a_program_skips_the_end_of_the_interpreter(program):
+  """Where XLA, which may be compiling still, would crash."""
+  lines = [
+    "import atexit, sys, grpojax",
+    "from grpojax.runtime import interrupts",
+    "sys.excepthook = grpojax._interrupted" if program else "",
+    "atexit.register(print, 'last')",
+    "print('first')",
+    "interrupts.exit_program()",
+  ]
+  done = subprocess.run(
+    [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True
+  )
+  said = "first\n" if program else "first\nlast\n"
+  assert (done.returncode, done.stdout, done.stderr) == (130, said, "")
