@@ -17,6 +17,9 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
+_LEFT = (None, signal.SIG_IGN)
+"""Handlers that stay: not Python's, or of a job in the background."""
+
 
 def end(code: int) -> NoReturn:
   """Ends this process, without what Python does at its end."""
@@ -88,8 +91,8 @@ def heard() -> Iterator[list[int]]:
     came.append(number)
     raise KeyboardInterrupt
 
-  if signal.getsignal(signal.SIGINT) in (None, signal.SIG_IGN):
-    yield came  # of a job in the background
+  if signal.getsignal(signal.SIGINT) in _LEFT:
+    yield came
     return
   with become(interrupt):
     yield came
@@ -146,8 +149,7 @@ def noted() -> Iterator[list[int]]:
   ours = {}
   if threading.current_thread() is threading.main_thread():
     both = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    left = (None, signal.SIG_IGN)
-    ours = {s: old for s, old in both.items() if old not in left}
+    ours = {s: old for s, old in both.items() if old not in _LEFT}
   for number in ours:
     signal.signal(number, lambda number, _: came.append(number))
   try:
