@@ -67,7 +67,9 @@ def pytest_configure(config):
   # Half as much work for XLA. A flag that it does not know ends the process.
   if cheap and jax.__version_info__ < (0, 11):
     # Set, not added: a device count of the caller's would change the tests.
-    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=0"
+    os.environ["XLA_FLAGS"] = (
+      "--xla_cpu_use_fusion_emitters=0 --xla_cpu_parallel_codegen_split_count=1"
+    )
 
 
 def pytest_collection_modifyitems(items):

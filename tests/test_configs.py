@@ -133,6 +133,8 @@ ALSO = (
   "gsm8k_qwen2_5_1_5b",
   "gsm8k_qwen2_5_7b",
   "gsm8k_qwen2_5_32b",
+  "gsm8k_qwen3_1_7b",
+  "gsm8k_llama3_2_1b",
   "figure5",
 )
 

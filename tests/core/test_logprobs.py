@@ -101,7 +101,9 @@ def test_closed_form_on_a_markov_chain(tabular, sampling):
   np.testing.assert_allclose(entropy, surprise.sum(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_size", [3, 100])
+@pytest.mark.parametrize(
+  "chunk_size", [3, pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_chunk_size_changes_nothing(scored, chunk_size):
   expected, gradient = scored(T)
   got, got_gradient = scored(chunk_size)

@@ -81,7 +81,14 @@ def fields(out):
 # Log-probabilities, cached and uncached.
 
 
-@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize(
+  "sampling",
+  [
+    SETTINGS[0],
+    *(pytest.param(x, marks=pytest.mark.slow) for x in SETTINGS[1:-1]),
+    SETTINGS[-1],
+  ],
+)
 def test_recorded_logprobs_are_those_recomputed(tiny, sampling):
   """Recorded token by token from the cache, recomputed without one."""
 

@@ -161,7 +161,11 @@ def test_gradients_add_up_in_float32():
 EXPERTS = {"experts": 8, "experts_per_token": 2, "normalize_experts": True}
 
 
-@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+  "experts",
+  [{}, pytest.param(EXPERTS, marks=pytest.mark.slow)],
+  ids=["dense", "experts"],
+)
 def test_sampler_and_scorer_agree(experts):
   """Two programs, one model: the ratio's denominator is the sampler's."""
   config = dataclasses.replace(SMALL, **experts)

@@ -281,7 +281,13 @@ def gradient_errors(pair):
   }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=() if name in WITH_GRADIENTS else pytest.mark.slow)
+    for name in CONFIGS
+  ],
+)
 def test_logits_agree_with_transformers(name):
   pair = compare(name, name in WITH_GRADIENTS)
   np.testing.assert_allclose(pair.first, pair.their_first, atol=1e-4)

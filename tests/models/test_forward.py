@@ -84,7 +84,13 @@ def apart():
   return with_gradient(transformer(CONFIG)._replace(forward=None))
 
 
-@pytest.mark.parametrize("remat", remat_lib.REMAT)
+@pytest.mark.parametrize(
+  "remat",
+  [
+    pytest.param(name, marks=() if name == "selective" else pytest.mark.slow)
+    for name in remat_lib.REMAT
+  ],
+)
 def test_one_pass_is_prefill_and_extend(apart, remat):
   assert_same(with_gradient(transformer(CONFIG, remat=remat)), apart)
 

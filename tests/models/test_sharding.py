@@ -199,6 +199,7 @@ for b, g in ((2, 3), (3, 2)):  # prompts are cut, or samples
 """
 
 
+@pytest.mark.slow
 def test_on_four_devices():
   env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
   done = subprocess.run(

@@ -82,7 +82,9 @@ def test_all_abstain_is_no_failure():
   assert math.isnan(result.reward) and result[1:] == ((None,), (), {})
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+  "workers", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_lost_workers_are_replaced(workers):
   bad = {
     "sleep": "no result after 1 s",
@@ -279,7 +281,9 @@ def started(completions, timeout):
     program.kill()
 
 
-@pytest.mark.parametrize("completion", ["sleep", "hang"])
+@pytest.mark.parametrize(
+  "completion", [pytest.param("sleep", marks=pytest.mark.slow), "hang"]
+)
 def test_no_worker_outlives_a_killed_parent(completion):
   with started([completion], timeout=1) as program:  # one worker is idle
     program.kill()

@@ -184,7 +184,12 @@ def directions(key, moving, count):
 
 
 @pytest.mark.parametrize(
-  "micro_batches, vectorized", [(1, True), (2, True), (2, False)]
+  "micro_batches, vectorized",
+  [
+    (2, True),
+    pytest.param(1, True, marks=pytest.mark.slow),
+    pytest.param(2, False, marks=pytest.mark.slow),
+  ],
 )
 def test_projections_equal_per_sample_gradients(
   tiny_decoder, sampled, micro_batches, vectorized

@@ -48,8 +48,9 @@ def program_of(lm):
   return functools.partial(jax.jit(sample))
 
 
-@pytest.mark.parametrize("first", [(), (jnp.int32(5),)])
-@pytest.mark.parametrize("mesh", [None, "one device"])
+@pytest.mark.parametrize(
+  "mesh, first", [(None, ()), ("one device", (jnp.int32(5),))]
+)
 def test_the_samples_are_those_of_the_whole(tiny, mesh, first):
   mesh = mesh and one_device()
   program = program_of(tiny.lm)
