@@ -36,7 +36,7 @@ RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 CHANGEABLE = (
   r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
   r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
-  r"model\.(remat|reference)"
+  r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)"
 )
 """The settings that a run may be resumed with other values of: they do not
 change what has been done."""

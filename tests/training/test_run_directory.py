@@ -162,12 +162,16 @@ CHANGED = {
   "reward.timeout": 3.0,
   "mesh.fsdp": 2,
   "optim.micro_batches": 2,
+  "sampling.stages": 2,
+  "sampling.compact": False,
+  "sampling.slots": 16,
+  "sampling.parts": 2,
 }
 
 
 def finished(path, steps=40):
   config = default_config()
-  config.steps = steps
+  config.steps, config.reward.workers = steps, 1
   run_directory.open_run(path, config)
   for name in (f"checkpoints/{steps}", "model"):
     (path / name).mkdir(parents=True)
