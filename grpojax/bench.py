@@ -113,10 +113,10 @@ def main(argv: list[str]) -> None:
   else:
     found = configured.measure(run, *counts)
     text = "\n".join(configured.lines(found))
-  print(text, flush=True)
-  if out:
+  if out:  # first: the screen may be gone
     with command_line.usage_errors():
       records.write_json(out, found)
+  print(text, flush=True)
 
 
 if __name__ == "__main__":

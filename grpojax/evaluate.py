@@ -21,6 +21,7 @@ data.too_long=drop both are asked the problems that fit both. Both sample with
 the same random numbers.
 """
 
+import contextlib
 import functools
 import pathlib
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
-from grpojax.runtime import command_line, records, screen
+from grpojax.runtime import command_line, disk, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
@@ -131,7 +132,7 @@ def _parse(argv: list[str]):
   ks = _check_flags(config, flags)
   reward_inputs.resolve(config)
   if flags.out:
-    records.check_writable(flags.out)
+    disk.check_file(flags.out, "--out")
   return config, flags, ks
 
 
@@ -189,10 +190,10 @@ def main(argv: list[str]) -> None:
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values, each = [], []
-  with (
-    screen.opened(0, config.log.every) as told,
-    scoring.open_scorer(config) as scorer,
-  ):
+  with contextlib.ExitStack() as stack:
+    with command_line.usage_errors():
+      scorer = stack.enter_context(scoring.open_scorer(config))
+    told = stack.enter_context(screen.opened(0, config.log.every))
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
       total = sum(len(examples) for _, examples in batches)
       so_far = config.steps, config.steps  # of the run, which has ended
@@ -211,34 +212,47 @@ def main(argv: list[str]) -> None:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
       each.append(evaluation.by_data_set(config, result, values[-1]))
-  results = _report(flags, values)
-  for name in each[0]:
+  by_data_set = {
+    name: [of_model[name] for of_model in each] for name in each[0]
+  }
+  if flags.out:  # first: the screen may be gone
+    results = _results(flags, values)
+    if by_data_set:
+      results["data_sets"] = {
+        name: _results(flags, of_one) for name, of_one in by_data_set.items()
+      }
+    with command_line.usage_errors():
+      records.write_json(flags.out, results)
+  _report(flags, values)
+  for name, of_one in by_data_set.items():
     print(f"\n{name}", end=", ")
-    of_one = _report(flags, [of_model[name] for of_model in each])
-    results.setdefault("data_sets", {})[name] = of_one
-  if flags.out:
-    records.write_json(flags.out, results)
+    _report(flags, of_one)
 
 
-def _report(
+def _results(
   flags: ConfigDict, values: list[dict[str, np.ndarray]]
 ) -> dict[str, Any]:
-  """Prints the numbers of one model, or of two, and returns them for JSON."""
+  """The numbers of one model, or of two, for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
-  count = len(next(iter(values[0].values())))
   if flags.compare:
-    print(f"{flags.model} (model) and {flags.compare} (compare):")
-    print(f"the same {count} held-out prompts", end="\n\n")
-    print(*evaluation.table(*values), sep="\n")
     results["compare"] = {"model": flags.compare} | evaluation.numbers(
       values[1]
     )
     differences = evaluation.compare(*values)
     results["difference"] = {k: v._asdict() for k, v in differences.items()}
+  return results
+
+
+def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
+  """Prints the numbers of one model, or of two."""
+  count = len(next(iter(values[0].values())))
+  if flags.compare:
+    print(f"{flags.model} (model) and {flags.compare} (compare):")
+    print(f"the same {count} held-out prompts", end="\n\n")
+    print(*evaluation.table(*values), sep="\n")
   else:
     print(f"{flags.model}: {count} held-out prompts")
     print(*evaluation.lines(values[0]), sep="\n")
-  return results
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Accuracy and pass@k of model directories and of runs."""
 
 import json
+import os
 import re
 import shutil
 
@@ -319,6 +320,33 @@ def test_too_few_fit_both(
   argv = [f"--model={toy_model}", f"--compare={other}", "--samples=2"]
   with pytest.raises(SystemExit, match=text):
     evaluate.main(argv + settings)
+
+
+def test_what_a_worker_cannot_load_is_said(
+  toy_model, toy_task, tmp_path, monkeypatch
+):
+  file = tmp_path / "here.py"
+  file.write_text(
+    "import os\n"
+    f"if os.getpid() != {os.getpid()}:\n  raise ImportError('only there')\n"
+    "def reward(prompt, completion, example):\n  return 1.0\n"
+  )
+  monkeypatch.setattr(evaluation, "evaluate", None)
+  settings = {"reward.functions": f"{file}:reward", "reward.workers": 1}
+  argv = [f"--model={toy_model}", *toy_task.arguments(toy_model, **settings)]
+  with pytest.raises(SystemExit, match="error: .*did not start.*only there"):
+    evaluate.main(argv)
+
+
+def test_numbers_are_written_before_they_are_printed(
+  toy_model, toy_task, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(evaluate, "_report", None)
+  out = tmp_path / "result.json"
+  argv = [f"--model={toy_model}", f"--out={out}"]
+  with pytest.raises(TypeError):
+    evaluate.main(argv + toy_task.arguments(toy_model))
+  assert "accuracy" in json.loads(out.read_text())
 
 
 def test_a_data_set_that_differs_from_one_time_to_the_next(

@@ -126,7 +126,8 @@ def of_split(
         f"--config.data.path = {str(path)!r}: no file matches it"
       )
   if not found:
-    raise ValueError(f"--config.data.path: {one} does not exist")
+    what = "is no file" if os.path.lexists(one) else "does not exist"
+    raise ValueError(f"--config.data.path: {one} {what}")
   if not share and split == "test":
     what = "a single file" if len(found) == 1 else "one set of files"
     raise ValueError(

@@ -77,6 +77,8 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
   if not callable(function):
+    if function is not None:
+      raise ValueError(f"reward {name!r} is no function: {type(function)}")
     hint = _nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
   if name not in BUILT_IN:
@@ -235,7 +237,9 @@ def describe(error: BaseException) -> str:
   """The exception in one line, with the place where it was raised."""
   try:
     message = str(error)[:_LONGEST_ERROR]
-  except Exception:
+  except KeyboardInterrupt:
+    raise
+  except BaseException:
     message = "(its message cannot be shown)"
   trace = error.__traceback__
   while trace.tb_next:

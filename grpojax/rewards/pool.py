@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.rewards import conventions, functions, tasks, worker
-from grpojax.rewards.outcomes import Outcome
+from grpojax.rewards.outcomes import LARGEST, Outcome
 from grpojax.rewards.process import Lost, Process
 from grpojax.rewards.tasks import Job, Submission, Task
 
@@ -280,6 +280,10 @@ class Pool:
       if outcome.error is not None
     )
     total = None if failures else functions.combine(values, self.weights)
+    if total is not None and abs(total) > LARGEST:
+      error = f"is {total:.3g}, more than {LARGEST:g}"
+      failures = (Failure("weighted sum", error, job.prompt, job.completion),)
+      total = None
     extras = {
       f"{name}/{key}": number
       for name, outcome in named

@@ -16,6 +16,7 @@ and if a function hangs then, the system's alarm ends it (see `LEEWAY`).
 """
 
 import contextlib
+import copy
 import json
 import os
 import resource
@@ -37,15 +38,16 @@ def evaluate(
 ) -> list[Outcome]:
   """The rewards of completions, or what went wrong.
 
-  An error is an exception, also SystemExit, and a value that is neither None
-  nor a finite number; None abstains. Only this process returns, not one that
-  the function has forked.
+  An error is an exception, but for Ctrl-C, and a value that is neither None nor
+  a finite number; None abstains. Only this process returns, not one that the
+  function has forked; and what it changes in an example, nobody else sees.
 
   Args:
     reward: the function.
     items: prompt, completion and example of each; all of one prompt where the
       function has them together.
   """
+  items = [(*texts, copy.deepcopy(example)) for *texts, example in items]
   if not isinstance(reward, conventions.Trl):
     return [_try(lambda: [reward(*item)], 1)[0] for item in items]  # noqa: B023
   return _try(lambda: reward(items), len(items))
@@ -60,7 +62,9 @@ def _try(call: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
       said = f"returned {len(values)} rewards for {count} completions"
       return [Outcome(None, said)] * count
     return list(map(outcomes.of_value, values))
-  except (Exception, SystemExit) as error:
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # asyncio's and pytest's, and SystemExit
     return [outcomes.raised(error)] * count
 
 

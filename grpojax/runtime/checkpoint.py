@@ -111,6 +111,7 @@ def _failures(checkpointer: Checkpointer) -> Iterator[None]:
   except disk.WriteFailed:
     raise
   except Exception as error:
+    interrupts.skip_end(1)
     folder = checkpointer.orbax.directory
     checkpoint_files.remove_torn(folder)
     raise disk.WriteFailed(

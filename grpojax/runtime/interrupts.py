@@ -4,7 +4,6 @@ Orbax joins its threads, and Python takes a thread for dead whose `join` was
 interrupted (bpo-45274): it would be left to fail while the interpreter ends.
 """
 
-import atexit
 import contextlib
 import os
 import signal
@@ -28,6 +27,21 @@ def end(code: int) -> NoReturn:
   os._exit(code)
 
 
+def skip_end(code: int) -> None:
+  """Leaves out what Python does at a program's end, whatever that will be.
+
+  There it waits for threads, and those of Orbax wait for each other for minutes
+  after a save that failed; and takes down what others still need.
+
+  Args:
+    code: the exit code, whichever the program ends with.
+  """
+  # The hook is set where Python was started as one of our programs.
+  if getattr(sys.excepthook, "__module__", "") == "grpojax":
+    # The last one is the first to run; those of `atexit` come after threads.
+    threading._register_atexit(end, code)
+
+
 def exit_program() -> NoReturn:
   """The exit after Ctrl-C; of a program, once what is open is closed.
 
@@ -37,9 +51,7 @@ def exit_program() -> NoReturn:
   Raises:
     SystemExit: always.
   """
-  # The hook is set where Python was started as one of our programs.
-  if getattr(sys.excepthook, "__module__", "") == "grpojax":
-    atexit.register(end, INTERRUPTED)  # the last one is the first to run
+  skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
 

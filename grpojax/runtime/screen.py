@@ -42,7 +42,8 @@ def is_live(file: Any, environ: Mapping[str, str] = os.environ) -> bool:
   takes its lines as they come.
   """
   dumb = environ.get("TERM", "dumb").lower() in ("dumb", "unknown", "")
-  return file.isatty() and not dumb and "JPY_PARENT_PID" not in environ
+  live = file is not None and file.isatty()  # None: it was closed
+  return live and not dumb and "JPY_PARENT_PID" not in environ
 
 
 @contextlib.contextmanager
@@ -63,6 +64,17 @@ def opened(
       yield Screen(busy, evaluated, stepped)
   else:
     yield in_lines(every, seconds)
+
+
+def _go_on_without(error: OSError) -> None:
+  """Where nobody reads what is printed any more, or it cannot be written."""
+  with open(os.devnull, "w") as nowhere:
+    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+  print(
+    f"the standard output cannot be written ({error.strerror}): going on "
+    "without it",
+    file=sys.stderr,
+  )
 
 
 def in_lines(
@@ -91,7 +103,10 @@ def in_lines(
       say(f"evaluated {done} of {total} held-out prompts, {left} left")
 
   def say(line):
-    print(line, flush=True)
+    try:
+      print(line, flush=True)
+    except OSError as error:
+      _go_on_without(error)
 
   def stepped(step, left, line, cells):
     del step, left, cells

@@ -97,7 +97,8 @@ def remaining_steps(
   def take(count=1):
     try:
       prompts, examples = prompts_lib.take(batches, count, run.mesh)
-    except ValueError as error:  # an endless data set's, or data that changed
+    # An endless data set's; and of files that changed, or are gone.
+    except (ValueError, OSError) as error:
       raise Stopped(str(error)) from error
     so_far = step - 1, config.steps
     return prompts, reward_inputs.with_step(run.scorer.pool, examples, *so_far)
@@ -185,7 +186,10 @@ def fit(
     if step > 0 and (step % config.eval.every == 0 or step == config.steps):
       rows = distributed.on_main(lambda: reporting.evaluations(run, step))
       if not rows:
-        rows = [reporting.evaluate_held_out(run, state.params, step, ask)]
+        try:
+          rows = [reporting.evaluate_held_out(run, state.params, step, ask)]
+        except FileNotFoundError as error:  # of the held-out problems
+          raise Stopped(str(error)) from error
       record = best.after(record, progress.baseline, rows[-1])
     why = best.stopping(record, config.stop.no_improvement)
     if why and step < config.steps:
@@ -285,6 +289,9 @@ def run(
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
+      if not directory.is_dir():
+        said = f"{directory} is gone: it was removed or renamed meanwhile"
+        raise disk.WriteFailed(said) from error
       if not disk.refuses(error):
         raise
       last = checkpoint_files.last_good(run_storage.checkpoints(directory))

@@ -199,6 +199,7 @@ def open_all(
       resumed = run_directory.open_run(directory, checked.config)
       if resumed:
         run_directory.say_added(directory)
+        run_directory.say_restart(directory)
       splits = {"train": checked.train, "test": checked.held_out}
       splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
       publish()

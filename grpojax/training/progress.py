@@ -75,6 +75,7 @@ class Progress:
     failed_rewards: that could not be computed, in all steps; evaluations do
       not count.
     data: fingerprints of the examples, by split.
+    frozen: of the weights that adapters are on; empty where all are trained.
     evaluations: which of them was the best, see `training.best`.
   """
 
@@ -84,6 +85,7 @@ class Progress:
   in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
   failed_rewards: int = 0
   data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  frozen: str = ""
   evaluations: best.Record = dataclasses.field(default_factory=dict)
 
 

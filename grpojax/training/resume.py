@@ -1,12 +1,14 @@
 """What a run goes on from: its newest checkpoint, if its data are the same."""
 
 import dataclasses
+import json
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
-from grpojax.runtime import checkpoint, distributed
+from grpojax.runtime import array_checksums, checkpoint, distributed
 from grpojax.training import reference, reporting
 from grpojax.training.progress import Progress, from_notes
 from grpojax.training.start import Run
@@ -31,14 +33,21 @@ def resume(
     The state to go on from, and the progress.
 
   Raises:
-    ValueError: other data than before, or a checkpoint that is damaged or of
-      another model.
+    ValueError: other data or frozen weights than before, or a checkpoint that
+      is damaged or of another model.
   """
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
   data = _fingerprints(run)
   _check_data(progress.data, data)
+  frozen = _frozen(run)
+  if progress.frozen not in ("", frozen):
+    raise ValueError(
+      f"the weights in {run.config.model.path} are not those that this run's "
+      "adapters were trained on: put those back, or export this run's model "
+      "with them (python -m grpojax.export) and start a new run"
+    )
   baseline, prompts = progress.baseline, len(run.held_out.examples)
   if baseline is None or baseline["prompts"] != prompts:
     # Of this run: it evaluates nothing else as step 0.
@@ -47,7 +56,9 @@ def resume(
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, poll)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
-  progress = dataclasses.replace(progress, baseline=baseline, data=data)
+  progress = dataclasses.replace(
+    progress, baseline=baseline, data=data, frozen=frozen
+  )
   if step is not None:
     state = reference.on_devices(state)
     state = checkpoint.restore(checkpointer, state, step)
@@ -62,6 +73,14 @@ def _fingerprints(run: Run) -> dict[str, Any]:
     name: [len(split.examples) + split.dropped, split.survey.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
   }
+
+
+def _frozen(run: Run) -> str:
+  """Of the weights that adapters are on: another model may fit them as well."""
+  if run.policy.frozen is None:
+    return ""
+  sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
+  return f"{zlib.crc32(sums.encode()):08x}"
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -116,6 +116,14 @@ def say_added(path: str | os.PathLike) -> None:
     print(f"{path} is older than these settings: {', '.join(saved[1])}")
 
 
+def say_restart(path: str | os.PathLike) -> None:
+  """Says where a run goes on that has no checkpoint: at its first step."""
+  path = pathlib.Path(path)
+  begun = any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
+  if begun and not checkpoint_files.complete(run_storage.checkpoints(path)):
+    print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
+
+
 def read_config(run: str | os.PathLike) -> ConfigDict:
   """The config of a run directory.
 
@@ -215,11 +223,13 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
 
   Raises:
     ValueError: the directory is a run of another config, has done more steps
-      than are asked for, or is no run directory.
+      than are asked for, has lost what more steps would go on from, or is no
+      run directory.
   """
   path = pathlib.Path(path)
-  if path.exists() and not path.is_dir():
-    raise ValueError(f"{path} is a file; give a directory as --run_dir")
+  for folder in (path, run_storage.checkpoints(path)):
+    if folder.exists() and not folder.is_dir():
+      raise ValueError(f"{folder} is a file, where a directory should be")
   if _saved_config(path) is not None:
     may, may_not = changed(path, config)
     trained = _has_trained(path)
@@ -234,6 +244,8 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
         f"--config.steps = {config.steps}: the run in {path} has done "
         f"{steps_done(path)} already; give as many or more"
       )
+    if not is_finished(path, config):
+      _check_checkpoints(path)
     return trained or not (may or may_not)
   if (path / CONFIG).exists() and is_run(path):
     raise ValueError(
@@ -251,6 +263,18 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
       "run: give a new or an empty directory as --run_dir"
     )
   return False
+
+
+def _check_checkpoints(path: pathlib.Path) -> None:
+  """Refuses a run that has come to its end, and cannot go on from there."""
+  left = run_storage.checkpoints(path)
+  ended = any((path / name).exists() for name in (SUMMARY, MODEL))
+  if ended and not checkpoint_files.complete(left):
+    raise ValueError(
+      f"{path} has a trained model, and no checkpoint that more steps could "
+      f"go on from: put {left} back, or train {path / MODEL} in another "
+      f"--run_dir (--config.model.path={path / MODEL})"
+    )
 
 
 def open_run(path: str | os.PathLike, config: ConfigDict) -> bool:

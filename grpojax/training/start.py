@@ -1,7 +1,9 @@
 """How a training run starts: what is checked, and the state it goes on from."""
 
 import itertools
+import os
 import pathlib
+import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from grpojax.data.examples import SPLITS
 from grpojax.models import sharding
 from grpojax.models.transformer import last_layers
 from grpojax.runtime import (
+  bucket,
   checkpoint,
   distributed,
   hub,
@@ -155,6 +158,20 @@ def _with_date(
   return run_directory.pin_date(config, today or tokenizer.today())
 
 
+def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
+  """Says where a checkpoint may not fit onto a disk; Orbax compresses a bit."""
+  if bucket.is_url(folder):
+    return
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  free = shutil.disk_usage(folder).free
+  if size > free:
+    print(
+      f"! a checkpoint has {memory.gigabytes(size)}, and {folder} has room for "
+      f"{memory.gigabytes(free)}",
+      flush=True,
+    )
+
+
 def start(
   directory: pathlib.Path,
   checked: Checked,
@@ -201,6 +218,7 @@ def start(
   if distributed.is_main():
     for name in run_directory.RECORDS:
       records.truncate_jsonl(directory / name, -1 if step is None else step)
+    _say_room(run_storage.checkpoints(directory), state)
   print(
     f"{config.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",

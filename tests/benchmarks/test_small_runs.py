@@ -5,11 +5,13 @@ They share what the reference and the update compile to.
 
 import json
 import statistics
+import sys
 
 import jax
 import numpy as np
 import pytest
 
+from grpojax import bench
 from grpojax.benchmarks import configured, machine, side_by_side, workloads
 from grpojax.models import hf
 from grpojax.models.transformer import transformer
@@ -105,3 +107,17 @@ def test_a_config(config, monkeypatch, tmp_path):
   assert "2 prompts x 2 completions, 3 + 6 tokens" in text
   assert f"{median['update']:.3f}" in text
   assert "peak: 1 GFLOP/s, 2 GB/s a device (measured, float32)" in text
+
+
+def test_numbers_are_written_before_they_are_printed(tmp_path, monkeypatch):
+  monkeypatch.setattr(side_by_side, "measure", lambda *_: {"steps": 1})
+  monkeypatch.setattr(sys, "stdout", None)
+  out = tmp_path / "out.json"
+
+  def gone(*words, **options):
+    raise BrokenPipeError
+
+  monkeypatch.setattr(bench, "print", gone, raising=False)
+  with pytest.raises(BrokenPipeError):
+    bench.main(["--workload=fixed", f"--out={out}"])
+  assert json.loads(out.read_text()) == {"steps": 1}

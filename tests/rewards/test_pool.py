@@ -53,6 +53,7 @@ def test_who_abstains_adds_nothing(pool):
   [
     ("raise", "raised RuntimeError: no idea\nreally (user_rewards.py:"),
     ("leave", "raised SystemExit: bye"),
+    ("base", "raised GeneratorExit: (its message cannot be shown)"),
     ("text", "returned str, which is not a number"),
     ("nan", "returned nan"),
     ("-inf", "returned -inf"),
@@ -67,6 +68,30 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   assert failure._replace(reason="") == Failure("behave", "", "p", completion)
   assert failure.reason.startswith(reason)
   assert good == (18.0, (8.0, 1.0), (), {})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sum_that_is_too_large_is_a_failure(workers):
+  with Pool([BEHAVE], weights=[1e9], workers=workers) as pool:
+    bad, good = pool.score(jobs("1e29", "4"))
+  assert math.isnan(bad.reward)
+  [failure] = bad.failures
+  assert (failure.function, failure.reason) == (
+    "weighted sum",
+    "is 1e+38, more than 1e+30",
+  )
+  assert good.reward == 4e9
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_example_that_is_changed_stays_for_the_others(workers):
+  given = {"seen": []}  # one list, in all of a prompt's examples
+  group = [Job("p", str(i), dict(given)) for i in range(3)]
+  functions = [f"{USER}:changes", f"{USER}:changes_all"]
+  with Pool(functions, workers=workers) as pool:
+    found = pool.collect(pool.submit(group, [range(3)]))
+  assert [result.values for result in found] == [(1.0, 1.0)] * 3
+  assert given == {"seen": []}
 
 
 def test_batches_overlap(pool):

@@ -8,6 +8,11 @@ import threading
 import time
 
 
+class Unspeakable:
+  def __str__(self):
+    raise GeneratorExit
+
+
 def behave(prompt, completion, example, *, scale=1.0):
   """A number is the reward; otherwise the completion says what happens."""
   if completion == "none":
@@ -16,6 +21,8 @@ def behave(prompt, completion, example, *, scale=1.0):
     raise RuntimeError("no idea\nreally")
   if completion == "leave":
     sys.exit("bye")
+  if completion == "base":
+    raise GeneratorExit(Unspeakable())
   if completion == "sleep":
     time.sleep(600)
   if completion == "hang":  # inside C, holding the interpreter
@@ -77,3 +84,16 @@ def two_arguments(prompt, completion):
 
 
 not_a_function = 3
+
+
+def changes(prompt, completion, example):
+  """Writes into its example; how much was there."""
+  example["seen"].append(completion)
+  return len(example["seen"])
+
+
+def changes_all(prompts, completions, seen, **kwargs):
+  """Likewise, of TRL's convention."""
+  for one in seen:
+    one.append(0)
+  return [len(one) for one in seen]

@@ -5,6 +5,7 @@ import io
 import os
 import pty
 import re
+import subprocess
 import sys
 import threading
 
@@ -62,6 +63,32 @@ def test_a_file_gets_the_lines_of_steps_that_are_shown(capsys):
   assert lines == ["the first step compiles", "step 1/2  reward 0.5"]
 
 
+def test_a_reader_that_goes_away_does_not_end_the_program():
+  lines = [
+    "import sys, time",
+    "from grpojax.runtime import screen",
+    "told = screen.in_lines()",
+    "for step in range(5):",
+    "  told.stepped(step, None, f'step {step}', {})",
+    "  sys.stdin.readline()",
+    "print('all steps', file=sys.stderr)",
+  ]
+  program = subprocess.Popen(
+    [sys.executable, "-c", "\n".join(lines)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert program.stdout.readline() == "step 0\n"
+  program.stdout.close()
+  _, said = program.communicate("\n" * 5, timeout=60)
+  assert program.returncode == 0 and said == (
+    "the standard output cannot be written (Broken pipe): going on without "
+    "it\nall steps\n"
+  )
+
+
 class Terminal(io.StringIO):
   def isatty(self):
     return True
@@ -74,6 +101,7 @@ class Terminal(io.StringIO):
     (io.StringIO(), {"TERM": "xterm-256color"}, False),
     (Terminal(), {"TERM": "dumb"}, False),
     (Terminal(), {}, False),
+    (None, {"TERM": "xterm-256color"}, False),
     (Terminal(), {"TERM": "xterm-color", "JPY_PARENT_PID": "7"}, False),
   ],
 )

@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+import shutil
 import time
 import types
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 from grpojax import train
 from grpojax.core.grpo_step import init_state
@@ -104,6 +106,64 @@ def test_other_data_are_refused(toy_task, toy_model, tmp_path, monkeypatch):
   with pytest.raises(SystemExit, match="train split is not that of this run"):
     go(toy_task, toy_model, run, steps=2)
   assert records.read_jsonl(run / "metrics.jsonl") == before
+
+
+@pytest.mark.slow  # two runs
+def test_adapters_of_other_weights_are_refused(toy_task, toy_model, tmp_path):
+  run, base = tmp_path / "run", tmp_path / "base"
+  shutil.copytree(toy_model, base)
+  (base / "checksums.json").unlink()  # as those of the Hub
+  go(toy_task, base, run, steps=1, **{"lora.rank": 2})
+  before = records.read_jsonl(run / "metrics.jsonl")
+  file = base / "model.safetensors"
+  weights = safetensors.numpy.load_file(file)
+  name = next(name for name in weights if "q_proj" in name)
+  weights[name] = weights[name][::-1].copy()
+  safetensors.numpy.save_file(weights, file)
+  with pytest.raises(SystemExit, match="not those that this run's adapters"):
+    go(toy_task, base, run, steps=2, **{"lora.rank": 2})
+  assert records.read_jsonl(run / "metrics.jsonl") == before
+  shutil.copy(toy_model / "model.safetensors", file)
+  go(toy_task, base, run, steps=2, **{"lora.rank": 2})
+
+
+@pytest.mark.slow  # a run
+@pytest.mark.parametrize(
+  "gone, text",
+  [
+    ("data", "stopped: .*train.jsonl.*saved step [2-4]$"),
+    ("run", "error: .*/run is gone: it was removed or renamed"),
+  ],
+)
+def test_what_is_removed_while_it_trains(
+  gone, text, toy_task, toy_model, tmp_path, monkeypatch
+):
+  run, data = tmp_path / "run", tmp_path / "train.jsonl"
+  rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(100)]
+  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  append = records.append_jsonl
+
+  def append_jsonl(path, row):
+    if row.get("step") == 2:
+      shutil.rmtree(run) if gone == "run" else data.unlink(missing_ok=True)
+    append(path, row)
+
+  monkeypatch.setattr(records, "append_jsonl", append_jsonl)
+  settings = {"data.name": "jsonl", "data.path": str(data), "steps": 4}
+  settings |= {"data.options.test": 0.5, "eval.every": 9, "checkpoint.every": 9}
+  with pytest.raises(SystemExit) as ended:
+    go(toy_task, toy_model, run, **settings)
+  assert re.match(text, ended.value.code)
+
+
+def test_a_disk_that_is_too_small_is_said(tmp_path, monkeypatch, capsys):
+  state = init_state({"x": jnp.zeros(1000)}, optax.sgd(1.0), jax.random.key(0))
+  start._say_room(tmp_path, state)
+  assert capsys.readouterr().out == ""
+  usage = types.SimpleNamespace(free=3000)
+  monkeypatch.setattr(start.shutil, "disk_usage", lambda path: usage)
+  start._say_room(tmp_path, state)
+  assert "has room for 3e-06 GB" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # two runs; see test_progress.py

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 
 import jax.numpy as jnp
 import pytest
@@ -68,10 +69,17 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
   assert run_directory.open_run(tmp_path, default_config()) is True
 
 
+def checkpointed(path, step):
+  """As if a run had a checkpoint."""
+  folder = path / "checkpoints" / str(step)
+  folder.mkdir(parents=True)
+  (folder / "_CHECKPOINT_METADATA").touch()
+
+
 def older_run(path, lacks, **changes):
   """A run that has trained, whose config.json lacks some settings."""
   run_directory.open_run(path, default_config())
-  (path / "model").mkdir()
+  checkpointed(path, 7)
   saved = default_config().to_dict() | changes
   for name in lacks:
     *parents, last = name.split(".")
@@ -173,9 +181,8 @@ def finished(path, steps=40):
   config = default_config()
   config.steps, config.reward.workers = steps, 1
   run_directory.open_run(path, config)
-  for name in (f"checkpoints/{steps}", "model"):
-    (path / name).mkdir(parents=True)
-  (path / "checkpoints" / str(steps) / "_CHECKPOINT_METADATA").touch()
+  checkpointed(path, steps)
+  (path / "model").mkdir()
   (path / "checkpoints" / "99").mkdir()  # none of ours
   (path / "summary.json").touch()
   return config
@@ -201,6 +208,32 @@ def test_what_does_not_change_the_past_may_change(name, tmp_path):
   # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
     assert (tmp_path / trace).exists() == (name != "steps")
+
+
+def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
+  config = finished(tmp_path)
+  shutil.rmtree(tmp_path / "checkpoints" / "40")
+  assert run_directory.open_run(tmp_path, config) is True  # nothing is to do
+  config.steps = 50
+  with pytest.raises(ValueError, match="no checkpoint that more steps .* back"):
+    run_directory.open_run(tmp_path, config)
+  shutil.rmtree(tmp_path / "checkpoints")
+  (tmp_path / "checkpoints").touch()
+  with pytest.raises(ValueError, match="/checkpoints is a file"):
+    run_directory.open_run(tmp_path, config)
+
+
+def test_a_run_that_starts_again_says_so(tmp_path, capsys):
+  run_directory.open_run(tmp_path, default_config())
+  records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
+  run_directory.say_restart(tmp_path)
+  assert capsys.readouterr().out == ""
+  records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 3})
+  run_directory.say_restart(tmp_path)
+  assert "has no checkpoint: it starts again" in capsys.readouterr().out
+  checkpointed(tmp_path, 3)
+  run_directory.say_restart(tmp_path)
+  assert capsys.readouterr().out == ""
 
 
 NOT_CHANGED = {
@@ -242,7 +275,7 @@ def test_the_date_of_a_run_stays(tmp_path):
   run_directory.open_run(
     tmp_path, run_directory.pin_date(config, "26 Jul 2024")
   )
-  (tmp_path / "model").mkdir()
+  checkpointed(tmp_path, 7)
   same = run_directory.with_date(tmp_path, config)
   assert same.data.template_options.date_string == "26 Jul 2024"
   assert run_directory.check(tmp_path, same)
