@@ -9,7 +9,13 @@ from ml_collections import ConfigDict
 from grpojax.models import hf, lora, merged
 from grpojax.runtime import disk, hub
 from grpojax.training import policy as policies
-from grpojax.training import run_directory, run_storage, sources, trained
+from grpojax.training import (
+  run_config,
+  run_directory,
+  run_storage,
+  sources,
+  trained,
+)
 
 
 def host_device() -> jax.Device:
@@ -77,8 +83,8 @@ def export(
       raise ValueError(f"--adapter and --step are of a run, and {run} is none")
     hf.save(out, hf.load_params(model), model, dtype=dtype)
     return f"the model {run}"
-  config = run_directory.read_config(where)
-  run_directory.say_added(where)
+  config = run_config.read_config(where)
+  run_config.say_added(where)
   rank = config.lora.rank
   disk.check_writable(out, "--out")
   if adapter and not rank:

@@ -33,6 +33,7 @@ from grpojax.runtime.screen import Screen
 from grpojax.training import policy as policies
 from grpojax.training import (
   resume,
+  run_config,
   run_directory,
   run_storage,
   scoring,
@@ -58,7 +59,7 @@ def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
 
 def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
   """Says and records with which other settings a run goes on."""
-  changed, _ = run_directory.changed(directory, config)
+  changed, _ = run_config.changed(directory, config)
   _say_changed(config, changed)
   run_directory.record_changes(directory, config)
 
@@ -74,7 +75,7 @@ def _check_shared(directory: pathlib.Path) -> None:
   It writes its part of the checkpoints.
   """
   end = time.monotonic() + SEEN_WITHIN
-  config = bucket.origin(directory) / run_directory.CONFIG
+  config = bucket.origin(directory) / run_config.CONFIG
   while not config.is_file():
     if time.monotonic() > end:
       raise ValueError(
@@ -150,8 +151,8 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
     distributed.check_same(**files)
 
   def settle():
-    settled = run_directory.with_date(directory, config)
-    settled = run_directory.with_commits(directory, settled)
+    settled = run_config.with_date(directory, config)
+    settled = run_config.with_commits(directory, settled)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
@@ -189,7 +190,7 @@ def open_all(
   """
 
   def begun() -> bool:
-    return (directory / run_directory.CONFIG).is_file()
+    return (directory / run_config.CONFIG).is_file()
 
   def hold() -> None:
     stack.enter_context(run_lock.hold(directory))
@@ -198,7 +199,7 @@ def open_all(
     try:
       resumed = run_directory.open_run(directory, checked.config)
       if resumed:
-        run_directory.say_added(directory)
+        run_config.say_added(directory)
         run_directory.say_restart(directory)
       splits = {"train": checked.train, "test": checked.held_out}
       splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)

@@ -12,10 +12,9 @@ from grpojax.runtime import bucket, checkpoint_files
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
-from grpojax.training import run_storage, sources, validation
-from grpojax.training.config import WORDS, default_config
+from grpojax.training import run_config, run_storage
+from grpojax.training.run_config import CONFIG
 
-CONFIG = "config.json"  # the resolved config
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
 METRICS = "metrics.jsonl"  # one row a step, and one an evaluation
@@ -32,16 +31,6 @@ SUMMARY = "summary.json"  # written last: the run is finished
 
 RECORDS = (METRICS, SAMPLES, REWARDS, EVALUATIONS, FAILURES)
 """Files of rows that each say their step: cut where a run is resumed."""
-
-CHANGEABLE = (
-  r"steps|log\..*|eval\..*|checkpoint\..*|stop\..*|profile\..*|data\.too_long|"
-  r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
-  r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)"
-)
-"""The settings that a run may be resumed with other values of: they do not
-change what has been done."""
-
-_DATE = "data.template_options.date_string"
 
 
 def is_run(path: str | os.PathLike) -> bool:
@@ -61,7 +50,7 @@ def is_finished(
   path = pathlib.Path(path)
   if not (path / SUMMARY).exists():
     return False
-  saved = _saved_config(path)
+  saved = run_config.saved(path)
   return config is None or bool(saved) and not _more(path, saved[0], config)
 
 
@@ -91,114 +80,12 @@ def _has_trained(path: pathlib.Path) -> bool:
   )
 
 
-def _saved_config(path: pathlib.Path) -> tuple[ConfigDict, list[str]] | None:
-  """The config of a run directory, None where it holds none of ours.
-
-  A setting that did not exist when the run was started has its default: new
-  settings cost older runs nothing.
-
-  Returns:
-    The config, and "key = value" for each such setting.
-  """
-  try:
-    saved = config_lib.from_json((path / CONFIG).read_text())
-    if "path" not in (saved.get("model") or {}):
-      return None
-    return config_lib.fill_in(saved, default_config())
-  except (OSError, TypeError, ValueError):
-    return None
-
-
-def say_added(path: str | os.PathLike) -> None:
-  """Says which settings are younger than a run, and what they are for it."""
-  saved = _saved_config(pathlib.Path(path))
-  if saved and saved[1]:
-    print(f"{path} is older than these settings: {', '.join(saved[1])}")
-
-
 def say_restart(path: str | os.PathLike) -> None:
   """Says where a run goes on that has no checkpoint: at its first step."""
   path = pathlib.Path(path)
   begun = any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
   if begun and not checkpoint_files.complete(run_storage.checkpoints(path)):
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
-
-
-def read_config(run: str | os.PathLike) -> ConfigDict:
-  """The config of a run directory.
-
-  Raises:
-    ValueError: it has none, or one with wrong keys or values.
-  """
-  saved = _saved_config(pathlib.Path(run))
-  if saved is None:
-    raise ValueError(
-      f"no run at {run}: give the run directory of a training run, the one "
-      f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
-    )
-  problems = config_lib.check_keys(
-    saved[0], default_config(), WORDS
-  ) or validation.problems(config_lib.flatten(saved[0]))
-  if problems:
-    lines = "\n  ".join(problems)
-    raise ValueError(f"{pathlib.Path(run) / CONFIG} is not valid:\n  {lines}")
-  return saved[0]
-
-
-def changed(
-  path: str | os.PathLike, config: ConfigDict
-) -> tuple[list[str], list[str]]:
-  """How a config differs from the one that a run was started with.
-
-  Args:
-    path: a run directory, or none yet.
-    config: the resolved config.
-
-  Returns:
-    What a run may be resumed with, and what it may not: lines "key: its value
-    -> yours".
-  """
-  saved = _saved_config(pathlib.Path(path))
-  if not saved:
-    return [], []
-  lines = config_lib.difference(saved[0], config)
-  if config_lib.check_keys(saved[0], default_config(), WORDS):
-    return [], lines  # no run of ours has written that
-  may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
-  return may, [x for x in lines if x not in may]
-
-
-def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
-  """A config with the date that a run's chat template was first given.
-
-  Args:
-    path: a run directory, or none yet.
-    config: the resolved config; a date of its own stays.
-  """
-  saved = _saved_config(pathlib.Path(path))
-  if not saved or _DATE in config_lib.flatten(config):
-    return config
-  date = config_lib.flatten(saved[0]).get(_DATE)
-  return config if date is None else pin_date(config, date)
-
-
-def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
-  """A config with the commits of the Hub that a run was started with.
-
-  Args:
-    path: a run directory, or none yet.
-    config: the resolved config.
-  """
-  saved = _saved_config(pathlib.Path(path))
-  return sources.with_commits(config, saved and saved[0])
-
-
-def pin_date(config: ConfigDict, date: str) -> ConfigDict:
-  """A config whose chat template is given this date for today's."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.data.template_options.date_string = date
-  return config
 
 
 def steps_done(path: str | os.PathLike) -> int:
@@ -230,8 +117,8 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
   for folder in (path, run_storage.checkpoints(path)):
     if folder.exists() and not folder.is_dir():
       raise ValueError(f"{folder} is a file, where a directory should be")
-  if _saved_config(path) is not None:
-    may, may_not = changed(path, config)
+  if run_config.saved(path) is not None:
+    may, may_not = run_config.changed(path, config)
     trained = _has_trained(path)
     if may_not and trained:
       raise ValueError(
@@ -308,7 +195,7 @@ def record_changes(path: str | os.PathLike, config: ConfigDict) -> None:
     config: the resolved config.
   """
   path = pathlib.Path(path)
-  may, _ = changed(path, config)
+  may, _ = run_config.changed(path, config)
   more = any(re.match(r"steps:|stop\.no_improvement:", x) for x in may)
   remove_model(path, only_rest=not more)
   if may:

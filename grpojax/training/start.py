@@ -35,6 +35,7 @@ from grpojax.training import (
   prompt_choice,
   prompts,
   reward_inputs,
+  run_config,
   run_directory,
   run_storage,
   samplers,
@@ -155,7 +156,7 @@ def _with_date(
     tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
     return config
-  return run_directory.pin_date(config, today or tokenizer.today())
+  return run_config.pin_date(config, today or tokenizer.today())
 
 
 def _say_room(folder: str | os.PathLike, state: TrainState) -> None:

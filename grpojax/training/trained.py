@@ -12,6 +12,7 @@ from grpojax.training import best as best_lib
 from grpojax.training import (
   from_config,
   progress,
+  run_config,
   run_directory,
   run_storage,
   sources,
@@ -31,7 +32,7 @@ def is_run(model: str) -> bool:
 
 def read_config(model: str) -> ConfigDict:
   """The config of a run; ValueError where it has none."""
-  return run_directory.read_config(run_storage.local(model))
+  return run_config.read_config(run_storage.local(model))
 
 
 def load(
@@ -54,13 +55,13 @@ def load(
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policies.load_policy(model, dtype)
     return policy, policy.params
-  saved = run_directory.read_config(where)
+  saved = run_config.read_config(where)
   policy = from_config.open_policy(saved)
   if saved.lora.rank:  # adapters need their base
     policy = from_config.with_weights(saved, policy)
   step = best_step(where) if best else None
   step, params = load_params(where, saved, step)
-  run_directory.say_added(where)
+  run_config.say_added(where)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 

@@ -12,7 +12,7 @@ from grpojax.runtime import records
 from grpojax.runtime.settings import to_config
 from grpojax.studies import compare, compare_results, training_runs
 from grpojax.training import config as train_config_lib
-from grpojax.training import fit, run_directory
+from grpojax.training import fit, run_config, run_directory
 
 
 def test_arms_differ_in_their_settings_only():
@@ -113,7 +113,7 @@ def made_up(config, directory):
   lines.append(json.dumps({"step": 2, "accuracy": reward}) + "\n")
   (directory / run_directory.METRICS).write_text("".join(lines))
   text = config_lib.to_json(config)
-  (directory / run_directory.CONFIG).write_text(text)
+  (directory / run_config.CONFIG).write_text(text)
   summary = {"steps": 2, "accuracy_before": 0.0, "accuracy_after": reward}
   records.write_json(directory / run_directory.SUMMARY, summary)
   return summary

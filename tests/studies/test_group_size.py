@@ -12,7 +12,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import records
 from grpojax.studies import group_size, group_size_results, training_runs
 from grpojax.studies import run as study
-from grpojax.training import fit, run_directory
+from grpojax.training import fit, run_config, run_directory
 from grpojax.training.config import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -137,7 +137,7 @@ def made_up(config, directory):
       file.write(json.dumps(row) + "\n")
     file.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
   text = config_lib.to_json(config)
-  (directory / run_directory.CONFIG).write_text(text)
+  (directory / run_config.CONFIG).write_text(text)
   summary = {"steps": 2, "accuracy_before": 0.0, "accuracy_after": 0.5}
   records.write_json(directory / run_directory.SUMMARY, summary)
   return summary

@@ -10,7 +10,7 @@ import pytest
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
 from grpojax.runtime import config as config_lib
-from grpojax.training import policy, run_directory
+from grpojax.training import policy, run_config, run_directory
 from grpojax.training.config import default_config, validate
 
 
@@ -58,7 +58,7 @@ def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
 
 
 def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
-  for name in (run_directory.CONFIG, run_directory.LENGTHS):
+  for name in (run_config.CONFIG, run_directory.LENGTHS):
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as killed:
       killed.setattr(pathlib.Path, "unlink", lambda *_, **__: None)
       with records.replacing(tmp_path / name) as temporary:
@@ -94,11 +94,11 @@ def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
   lacks = ("loss.dual_clip", "lora", "data.options", "reward.options")
   older_run(tmp_path, lacks)
   config = default_config()
-  run_directory.say_added(tmp_path)
+  run_config.say_added(tmp_path)
   said = capsys.readouterr().out
   assert "loss.dual_clip = 0.0" in said and "lora.rank = 0" in said
   assert "data.options = {}" in said and "loss.clip_low" not in said
-  read = run_directory.read_config(tmp_path)
+  read = run_config.read_config(tmp_path)
   validate(read)
   assert read.data.options.to_dict() == {} and read.is_locked
   assert config_lib.difference(read, config) == []
@@ -109,7 +109,7 @@ def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
     run_directory.open_run(tmp_path, config)
   capsys.readouterr()
   run_directory.open_run(tmp_path / "new", config)
-  run_directory.say_added(tmp_path / "new")
+  run_config.say_added(tmp_path / "new")
   assert capsys.readouterr().out == ""
 
 
@@ -128,7 +128,7 @@ def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
     tmp_path, ("loss.dual_clip",) if "loss" not in changes else (), **changes
   )
   with pytest.raises(ValueError) as error:
-    run_directory.read_config(tmp_path)
+    run_config.read_config(tmp_path)
   assert text in str(error.value) and "config.json" in str(error.value)
   with pytest.raises(ValueError, match="another config"):
     run_directory.check(tmp_path, default_config())
@@ -141,7 +141,7 @@ def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
 def test_what_is_no_config_is_no_run(text, tmp_path):
   (tmp_path / "config.json").write_text(text)
   with pytest.raises(ValueError, match="no run at"):
-    run_directory.read_config(tmp_path)
+    run_config.read_config(tmp_path)
   with pytest.raises(ValueError, match="no config.json of a run"):
     run_directory.check(tmp_path, default_config())
 
@@ -198,7 +198,7 @@ def test_what_does_not_change_the_past_may_change(name, tmp_path):
   after = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
   assert before == after
   run_directory.record_changes(tmp_path, config)
-  saved = run_directory.read_config(tmp_path)
+  saved = run_config.read_config(tmp_path)
   assert config_lib.difference(saved, config) == []
   (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
   (line,) = row["changed"]
@@ -271,17 +271,15 @@ def test_a_run_has_done_what_it_has_done(tmp_path):
 
 def test_the_date_of_a_run_stays(tmp_path):
   config = default_config()
-  assert run_directory.with_date(tmp_path, config) == config
-  run_directory.open_run(
-    tmp_path, run_directory.pin_date(config, "26 Jul 2024")
-  )
+  assert run_config.with_date(tmp_path, config) == config
+  run_directory.open_run(tmp_path, run_config.pin_date(config, "26 Jul 2024"))
   checkpointed(tmp_path, 7)
-  same = run_directory.with_date(tmp_path, config)
+  same = run_config.with_date(tmp_path, config)
   assert same.data.template_options.date_string == "26 Jul 2024"
   assert run_directory.check(tmp_path, same)
   assert "date_string" not in config.data.template_options
-  other = run_directory.pin_date(config, "27 Jul 2024")
-  assert run_directory.with_date(tmp_path, other) == other
+  other = run_config.pin_date(config, "27 Jul 2024")
+  assert run_config.with_date(tmp_path, other) == other
   with pytest.raises(ValueError, match="date_string"):
     run_directory.check(tmp_path, other)
 
