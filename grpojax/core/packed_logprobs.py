@@ -77,6 +77,15 @@ def _flat(prompt_mask: Bool[Array, "U P"], rows: Rows) -> FlatTokens:
   )
 
 
+def _fit(
+  prompt_mask: Bool[Array, "U P"], rows: Rows
+) -> Bool[Array, "devices 1"]:
+  """Whether prompts are as short as the layout was told, or tokens are lost."""
+  prompts = _by_device(prompt_mask, rows).reshape(rows.part.devices, -1)
+  count = jnp.sum(prompts, axis=1, keepdims=True)
+  return count <= rows.part.prompt_tokens
+
+
 def completion_logprobs(
   lm: LM,
   params: Params,
@@ -101,7 +110,9 @@ def completion_logprobs(
       `token_logprobs`.
 
   Returns:
-    What `token_logprobs` does, [B, G, T]; packed, 0 on padding.
+    What `token_logprobs` does, [B, G, T]; packed, 0 on padding, and NaN where
+    prompts are longer than the layout was told. Packed, there is no forward
+    mode (`jax.jvp`) through them.
   """
   score = functools.partial(logprobs_lib.token_logprobs, lm, params, **options)
   if rows is None:
@@ -114,6 +125,7 @@ def completion_logprobs(
     of_tokens = jnp.where(segments >= 0, pack(of_tokens, rows), 0.0)
     given["load_weights"] = of_prompts, of_tokens
   prompts = prompt_ids, _read(prompt_mask, rows)
+  fit = _fit(prompts[1], rows)
   if lm.forward is None:  # all that it can share is a row's prompt
     prompts, given["samples"] = jax.tree.map(
       lambda x: _of_rows(x, rows), (prompts, ids)
@@ -130,7 +142,7 @@ def completion_logprobs(
     places = jnp.where(real, found, -1)
   logprobs, entropy, *load = score(*prompts, pack(ids, rows), **given)
   each = (
-    _unpack(x.reshape(places.shape), places, ids.shape)
+    _unpack(jnp.where(fit, x.reshape(places.shape), jnp.nan), places, ids.shape)
     for x in (logprobs, entropy)
   )
   return *each, *load

@@ -101,6 +101,11 @@ class Packing:
     regions, blocks, _ = self.prompts.shape
     return regions // self.rows.part.regions * blocks
 
+  def packed(self) -> Bool[Array, "B G"]:
+    """Which samples are in a row; nothing is computed of the others."""
+    _, blocks, u = self.prompts.shape
+    return self.entries < blocks * u
+
 
 def _regroup(tree: PyTree, packing: Packing) -> PyTree:
   """[B, ...] -> [regions, blocks, U, ...], for the prompts of each block."""

@@ -21,7 +21,8 @@ rows of a group one after another.
 | logprobs        | of the sampler, a number a token, in nats                 |
 | scorer_logprobs | of the policy before the update, as the training program  |
 |                 | computes them; with loss.old_logprobs="scorer" and several|
-|                 | updates a step                                            |
+|                 | updates a step. Null, as those of the reference, where    |
+|                 | they were not computed, for nothing is learned from it    |
 | ref_logprobs    | of the reference policy, where there is one               |
 
 rewards.jsonl has, for every step, `counts`: pairs of a reward and how many of
@@ -102,6 +103,8 @@ def of_batch(
   }
   if from_config.rescore(config):
     arrays["scorer_logprobs"] = batch.old_logprobs
+  if batch.packing is not None:
+    arrays["packed"] = batch.packing.packed()
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():  # which writes them
     return []
@@ -119,6 +122,10 @@ def _row(policy: Policy, filled: Filled, arrays, b: int, g: int):
   example = filled.examples[place]
   one = {name: values[b, g] for name, values in arrays.items()}
   ids, mask = one["ids"], one["mask"]
+  if not one.get("packed", True):
+    none = np.full(mask.shape, np.nan)
+    of_training = {"scorer_logprobs", "ref_logprobs"} & one.keys()
+    one |= dict.fromkeys(of_training, none)
   text = tokenizer_lib.decode_completion(
     policy.tokenizer, ids, mask, policy.eos_ids
   )

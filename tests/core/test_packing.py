@@ -375,6 +375,25 @@ def test_prompts_that_nobody_needs_take_no_room(tiny):
   np.testing.assert_allclose(found, expected[2, 0, :5], 1e-5, 1e-5)
 
 
+def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
+  lengths, told = np.array([[3, 1], [2, 2]]), np.array([2, 1])
+  layout = packing_layout.plan(lengths, 8, told, 8)
+  prompts, ids = jnp.ones((2, 8), int), jnp.ones((2, 2, 8), int)
+
+  @jax.jit
+  def packed(layout, mask):
+    parts = packing.split((prompts, mask), ids, layout)
+    (of_prompts, mask), of_ids, _, rows = jax.tree.map(lambda x: x[0], parts)
+    args = tiny.lm, tiny.params, of_prompts, mask, of_ids, rows
+    return packed_logprobs.completion_logprobs(*args)[0]
+
+  real = np.arange(8) < lengths[..., None]
+  for longest, fit in ((told, True), (told + 7, False)):
+    found = packed(layout, jnp.arange(8) < longest[:, None])
+    assert np.isfinite(found)[real].all() == fit
+    assert np.isnan(found)[real].all() != fit
+
+
 def test_packed_is_unpacked():
   """With windows, caps and adapters."""
   check_model("gemma2", jnp.float32, adapted=True)

@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from grpojax.core import packing_layout
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupScores
 from grpojax.training import dynamic_sampling, sample_rows
@@ -95,6 +96,22 @@ def test_what_is_at_hand_is_kept(case, config_with):
   )
   assert "ref_logprobs" not in rows[0]
   assert rows[-1]["reward"] == 3 and rows[-1]["advantage"] == 0
+
+
+def test_what_was_not_computed_is_none(case, config_with):
+  policy, filled, batch = case
+  lengths = np.array([[3, 0], [3, 1], [0, 0]])
+  layout = packing_layout.plan(lengths, T, np.ones(B, int), 1)
+  rows = sample_rows.of_batch(
+    config_with(log__sample_groups=9),
+    policy,
+    filled,
+    batch.replace(packing=layout),
+  )
+  told = [None not in row["ref_logprobs"] for row in rows]
+  assert told == [True, False, True, True, False, False]
+  assert rows[1]["ref_logprobs"] == [None] * 4
+  assert None not in rows[1]["logprobs"]  # the sampler's
 
 
 def test_what_is_not_finite_is_none(case, config_with):
