@@ -113,10 +113,12 @@ def main(argv: list[str]) -> None:
   else:
     found = configured.measure(run, *counts)
     text = "\n".join(configured.lines(found))
-  if out:  # first: the screen may be gone
-    with command_line.usage_errors():
-      records.write_json(out, found)
-  print(text, flush=True)
+  try:  # first, for the screen may be gone; and so may the disk
+    if out:
+      with command_line.usage_errors():
+        records.write_json(out, found)
+  finally:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -215,18 +215,29 @@ def main(argv: list[str]) -> None:
   by_data_set = {
     name: [of_model[name] for of_model in each] for name in each[0]
   }
-  if flags.out:  # first: the screen may be gone
-    results = _results(flags, values)
-    if by_data_set:
-      results["data_sets"] = {
-        name: _results(flags, of_one) for name, of_one in by_data_set.items()
-      }
-    with command_line.usage_errors():
-      records.write_json(flags.out, results)
-  _report(flags, values)
-  for name, of_one in by_data_set.items():
-    print(f"\n{name}", end=", ")
-    _report(flags, of_one)
+  try:  # first, for the screen may be gone; and so may the disk
+    if flags.out:
+      _write(flags, values, by_data_set)
+  finally:
+    _report(flags, values)
+    for name, of_one in by_data_set.items():
+      print(f"\n{name}", end=", ")
+      _report(flags, of_one)
+
+
+def _write(
+  flags: ConfigDict,
+  values: list[dict[str, np.ndarray]],
+  by_data_set: dict[str, list[dict[str, np.ndarray]]],
+) -> None:
+  """Writes --out."""
+  results = _results(flags, values)
+  if by_data_set:
+    results["data_sets"] = {
+      name: _results(flags, of_one) for name, of_one in by_data_set.items()
+    }
+  with command_line.usage_errors():
+    records.write_json(flags.out, results)
 
 
 def _results(

@@ -1,5 +1,6 @@
 """Accuracy and pass@k of model directories and of runs."""
 
+import errno
 import json
 import os
 import re
@@ -347,6 +348,19 @@ def test_numbers_are_written_before_they_are_printed(
   with pytest.raises(TypeError):
     evaluate.main(argv + toy_task.arguments(toy_model))
   assert "accuracy" in json.loads(out.read_text())
+
+
+def test_numbers_are_printed_whatever_the_disk_says(
+  toy_model, toy_task, tmp_path, monkeypatch, capsys
+):
+  def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "result.json")
+
+  monkeypatch.setattr(records, "write_json", full)
+  argv = [f"--model={toy_model}", f"--out={tmp_path / 'result.json'}"]
+  with pytest.raises(SystemExit, match="error: result.json: No space left"):
+    evaluate.main(argv + toy_task.arguments(toy_model))
+  assert "greedy accuracy" in capsys.readouterr().out
 
 
 def test_a_data_set_that_differs_from_one_time_to_the_next(

@@ -1,5 +1,6 @@
 """How a process ends, by what it ends with; the others are stand-ins."""
 
+import gc
 import os
 import signal
 import socket
@@ -162,8 +163,17 @@ class _Interrupted(_Ended):
   signal = signal.SIGINT
 
 
+@pytest.fixture
+def no_garbage():
+  """No garbage is collected meanwhile, where exceptions are ignored as well."""
+  gc.collect()
+  gc.disable()
+  yield
+  gc.enable()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_heard_where_exceptions_are_ignored():
+def test_ctrl_c_is_heard_where_exceptions_are_ignored(no_garbage):
   handler, done = signal.getsignal(signal.SIGINT), []
   with interrupts.heard() as came:
     with pytest.raises(KeyboardInterrupt):
