@@ -1,6 +1,5 @@
 """How a process ends, by what it ends with; the others are stand-ins."""
 
-import gc
 import os
 import signal
 import socket
@@ -164,16 +163,15 @@ class _Interrupted(_Ended):
 
 
 @pytest.fixture
-def no_garbage():
-  """No garbage is collected meanwhile, where exceptions are ignored as well."""
-  gc.collect()
-  gc.disable()
+def not_ignored():
+  """Ctrl-C is Python's, also where the tests are a job in the background."""
+  old = signal.signal(signal.SIGINT, signal.default_int_handler)
   yield
-  gc.enable()
+  signal.signal(signal.SIGINT, old)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_heard_where_exceptions_are_ignored(no_garbage):
+def test_ctrl_c_is_heard_where_exceptions_are_ignored(not_ignored):
   handler, done = signal.getsignal(signal.SIGINT), []
   with interrupts.heard() as came:
     with pytest.raises(KeyboardInterrupt):
