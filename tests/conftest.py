@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import signal
 import tempfile
 import types
 
@@ -75,6 +76,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
   """Long files first, so that no process is left alone with one at the end."""
   items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.fixture
+def ctrl_c():
+  """Ctrl-C is not ignored, as shells have it for a job in the background."""
+  old = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, old)
 
 
 @pytest.fixture(scope="session")

@@ -162,16 +162,8 @@ class _Interrupted(_Ended):
   signal = signal.SIGINT
 
 
-@pytest.fixture
-def not_ignored():
-  """Ctrl-C is Python's, also where the tests are a job in the background."""
-  old = signal.signal(signal.SIGINT, signal.default_int_handler)
-  yield
-  signal.signal(signal.SIGINT, old)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_is_heard_where_exceptions_are_ignored(not_ignored):
+def test_ctrl_c_is_heard_where_exceptions_are_ignored(ctrl_c):
   handler, done = signal.getsignal(signal.SIGINT), []
   with interrupts.heard() as came:
     with pytest.raises(KeyboardInterrupt):
