@@ -19,6 +19,7 @@ import pytest
 
 from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
+from grpojax.runtime import interrupts
 
 _spec = importlib.util.spec_from_file_location(
   "toy_fixtures", pathlib.Path(__file__).with_name("toy_fixtures.py")
@@ -81,9 +82,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def ctrl_c():
   """Ctrl-C is not ignored, as shells have it for a job in the background."""
-  old = signal.signal(signal.SIGINT, signal.default_int_handler)
-  yield
-  signal.signal(signal.SIGINT, old)
+  with interrupts.become(signal.default_int_handler):
+    yield
 
 
 @pytest.fixture(scope="session")

@@ -81,8 +81,8 @@ def _fit(
   prompt_mask: Bool[Array, "U P"], rows: Rows
 ) -> Bool[Array, "devices 1"]:
   """Whether prompts are as short as the layout was told, or tokens are lost."""
-  prompts = _by_device(prompt_mask, rows).reshape(rows.part.devices, -1)
-  count = jnp.sum(prompts, axis=1, keepdims=True)
+  on_device = prompt_mask.reshape(rows.part.devices, -1)
+  count = jnp.sum(on_device, axis=1, keepdims=True)
   return count <= rows.part.prompt_tokens
 
 

@@ -70,21 +70,27 @@ def model_directory(path: str | os.PathLike) -> pathlib.Path:
   return model if (model / "config.json").is_file() else pathlib.Path(path)
 
 
+def _has_begun(path: pathlib.Path) -> bool:
+  """Whether a run has taken a step."""
+  return any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
+
+
+def _has_ended(path: pathlib.Path) -> bool:
+  """Whether there is anything of what a run leaves at its end."""
+  return any((path / name).exists() for name in (SUMMARY, MODEL))
+
+
 def _has_trained(path: pathlib.Path) -> bool:
   """Whether anything of a run would be lost by starting over."""
-  rows = read_jsonl(path / METRICS)
-  return (
-    any(run_storage.checkpoints(path).glob("[0-9]*"))
-    or any((path / name).exists() for name in (SUMMARY, MODEL))
-    or any(row.get("step", 0) > 0 for row in rows)
-  )
+  kept = run_storage.checkpoints(path).glob("[0-9]*")
+  return any(kept) or _has_ended(path) or _has_begun(path)
 
 
 def say_restart(path: str | os.PathLike) -> None:
   """Says where a run goes on that has no checkpoint: at its first step."""
   path = pathlib.Path(path)
-  begun = any(row.get("step", 0) > 0 for row in read_jsonl(path / METRICS))
-  if begun and not checkpoint_files.complete(run_storage.checkpoints(path)):
+  kept = run_storage.checkpoints(path)
+  if _has_begun(path) and not checkpoint_files.complete(kept):
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
@@ -155,8 +161,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
 def _check_checkpoints(path: pathlib.Path) -> None:
   """Refuses a run that has come to its end, and cannot go on from there."""
   left = run_storage.checkpoints(path)
-  ended = any((path / name).exists() for name in (SUMMARY, MODEL))
-  if ended and not checkpoint_files.complete(left):
+  if _has_ended(path) and not checkpoint_files.complete(left):
     raise ValueError(
       f"{path} has a trained model, and no checkpoint that more steps could "
       f"go on from: put {left} back, or train {path / MODEL} in another "

@@ -5,7 +5,6 @@ They share what the reference and the update compile to.
 
 import json
 import statistics
-import sys
 
 import jax
 import numpy as np
@@ -111,7 +110,6 @@ def test_a_config(config, monkeypatch, tmp_path):
 
 def test_numbers_are_written_before_they_are_printed(tmp_path, monkeypatch):
   monkeypatch.setattr(side_by_side, "measure", lambda *_: {"steps": 1})
-  monkeypatch.setattr(sys, "stdout", None)
   out = tmp_path / "out.json"
 
   def gone(*words, **options):

@@ -65,7 +65,7 @@ def test_a_file_gets_the_lines_of_steps_that_are_shown(capsys):
 
 def test_a_reader_that_goes_away_does_not_end_the_program():
   lines = [
-    "import sys, time",
+    "import sys",
     "from grpojax.runtime import screen",
     "told = screen.in_lines()",
     "for step in range(5):",
