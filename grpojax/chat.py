@@ -191,9 +191,11 @@ def _ask_once(
     print(*chatting.lines(answers), sep="\n")
     return
   steps = speaker.config.steps  # of the run, which has ended
-  with scoring.open_scorer(speaker.config) as scorer:
-    (example,) = reward_inputs.with_step(scorer.pool, [example], steps, steps)
-    prompt, answers = chatting.ask(speaker, example, 0, scorer)
+  with scoring.open_reward_pool(speaker.config) as reward_pool:
+    (example,) = reward_inputs.with_step(
+      reward_pool.pool, [example], steps, steps
+    )
+    prompt, answers = chatting.ask(speaker, example, 0, reward_pool)
   print(printable(prompt).rstrip())
   print(*chatting.lines(answers), sep="\n")
   if "answer" in example:

@@ -192,18 +192,20 @@ def main(argv: list[str]) -> None:
   values, each = [], []
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
-      scorer = stack.enter_context(scoring.open_scorer(config))
+      reward_pool = stack.enter_context(scoring.open_reward_pool(config))
     told = stack.enter_context(screen.opened(0, config.log.every))
     for (policy, params), (batches, _) in zip(models, asked, strict=True):
       total = sum(len(examples) for _, examples in batches)
       so_far = config.steps, config.steps  # of the run, which has ended
-      batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
+      batches = reward_inputs.batches_with_step(
+        reward_pool.pool, batches, *so_far
+      )
       result = evaluation.evaluate(
         policy,
         params,
         samplers.make_sampler(config, policy, flags.samples or 1, sampling),
         batches,
-        scorer,
+        reward_pool,
         jax.random.key(config.seed),
         config.eval.batch_size,
         told=functools.partial(told.evaluated, total=total),

@@ -88,13 +88,13 @@ def main(argv: list[str]) -> None:
       with command_line.usage_errors():
         stack.enter_context(join)
         stack.enter_context(disk.errors())
-        directory, publish = stack.enter_context(run_storage.opened(where))
+        directory, sync = stack.enter_context(run_storage.opened(where))
     except interrupts.Left as why:
       print(f"{why}; the same command starts it", file=sys.stderr)
       sys.exit(preemption.EXIT_PREEMPTED)
-    summary = fit.run(config, directory, publish)
+    summary = fit.run(config, directory, sync)
     with command_line.usage_errors():
-      distributed.on_main(publish)  # the others wait while it is copied
+      distributed.on_main(sync)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
       lines = ending.todo(where, config)

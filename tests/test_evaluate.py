@@ -103,13 +103,13 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
   config.eval.batch_size = batch_size
   examples = splits.load_examples(config, "test")
   sampling = Sampling(temperature)
-  with scoring.open_scorer(config) as scorer:
+  with scoring.open_reward_pool(config) as reward_pool:
     return evaluation.evaluate(
       policy,
       policy.params,
       samplers.make_sampler(config, policy, group_size, sampling),
       prompts.held_out(config, policy, examples),
-      scorer,
+      reward_pool,
       jax.random.key(0),
       batch_size,
     )

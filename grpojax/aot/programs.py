@@ -29,7 +29,7 @@ from grpojax.training import (
   sources,
   splits,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 
@@ -79,7 +79,7 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     if not isinstance(hf_config, dict) or "model_type" not in hf_config:
       raise ValueError(f"--config.model.path = {path!r}: has no model_type")
     return file.parent, hf_config
-  directory = policies.find_model(path, hub.CONFIG)
+  directory = policy_lib.find_model(path, hub.CONFIG)
   return directory, hf.read_config(directory)
 
 
@@ -193,13 +193,13 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
     name: of `names`.
   """
   config, policy, state = run.config, run.policy, run.state
-  places = jax.tree.map(lambda x: x.sharding, state)
-  args = config, policy, run.group_size, optimizer(config), places
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  args = config, policy, run.group_size, optimizer(config), shardings
   if name == "step":
     with jax.set_mesh(run.mesh):
       program = device_step.make_device_program(*args)
       given = state, _device_prompts(run), run.ref_params
-      return policies.lower(program, *given)
+      return policy_lib.lower(program, *given)
   sample, compare, learn = host_step.make_programs(*args)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
   parts, key = config.sampling.parts, jax.eval_shape(_key)
@@ -211,7 +211,7 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       given = state.params, asked, key, *first
       if sampling is not run.mesh:
         sample = samplers.laid_out(sample, sampling, *given)
-      return policies.lower(sample, *given)
+      return policy_lib.lower(sample, *given)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
   shape = run.prompts, run.group_size
@@ -225,9 +225,9 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   given = *given, None, state.score_norms, values
   with jax.set_mesh(run.mesh):
     if name == "reference":
-      return policies.lower(compare, *given)
+      return policy_lib.lower(compare, *given)
     batch, _ = jax.eval_shape(compare, *given)
-    return policies.lower(learn, state, _as_rows(batch, run.mesh))
+    return policy_lib.lower(learn, state, _as_rows(batch, run.mesh))
 
 
 def _key() -> jax.Array:

@@ -47,7 +47,7 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   config, optim = run.config, run.config.optim
   off_policy = optim.epochs * optim.minibatches > 1
   scored = run.ref_params is not None
-  scored += from_config.rescore(config) and off_policy
+  scored += from_config.recompute_logprobs(config) and off_policy
   found = config.loss.top_entropy_quantile < 1 or config.loss.router_aux_coef
   return int(scored), int(bool(found) and optim.micro_batches > 1)
 

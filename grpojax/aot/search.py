@@ -33,7 +33,7 @@ from grpojax.training import (
 )
 
 LARGEST_TENSOR = 16
-KEPT = {"full": 1, "selective": 4, "none": 10}
+SAVED = {"full": 1, "selective": 4, "none": 10}
 """Activations kept of a layer, in sizes of its input; there are more."""
 
 
@@ -102,7 +102,7 @@ def _least(config: ConfigDict, mesh: jax.sharding.Mesh):
   phases = memory.training(config, model, mesh)
   return {
     phase: [
-      part._replace(bytes=KEPT[config.model.remat] * part.bytes)
+      part._replace(bytes=SAVED[config.model.remat] * part.bytes)
       if part.what == "activations"
       else part
       for part in found

@@ -108,11 +108,11 @@ def default_job(config: ConfigDict) -> subject.Rows:
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
-    scorer = stack.enter_context(
-      scoring.open_scorer(checked.config, checked.reward_model)
+    reward_pool = stack.enter_context(
+      scoring.open_reward_pool(checked.config, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, scorer)
+    run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
     run = tracking.tracked(run, -1, stack)
     args = state, tx, Progress(), lambda together=False: None
     for _ in fit.remaining_steps(run, *args):

@@ -87,8 +87,8 @@ def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
     params = run.policy.lm.init(key)
     return jax.tree.map(lambda x, s: x.astype(s.dtype), params, shapes)
 
-  places = jax.tree.map(lambda x: x.sharding, shapes)
-  return jax.jit(init, out_shardings=places)(key)
+  shardings = jax.tree.map(lambda x: x.sharding, shapes)
+  return jax.jit(init, out_shardings=shardings)(key)
 
 
 def open_subject(
@@ -107,7 +107,7 @@ def open_subject(
   policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
-  key, places = jax.random.key(config.seed), run.state
+  key, shardings = jax.random.key(config.seed), run.state
   shapes = run.state.params if policy.frozen is None else policy.frozen
   if weights is None:
     params = _random(run, shapes, key)
@@ -118,14 +118,14 @@ def open_subject(
   if policy.frozen is not None:
     policy = policy._replace(frozen=params)
     params = lora.init(shapes, key, config.lora.rank, config.lora.targets)
-  places = jax.tree.map(lambda x: x.sharding, run.state)
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
   ref_params = run.ref_params
   if ref_params:
     ref_params = jax.tree.map(jnp.copy, params)
     ref_params = reference.stored(ref_params, config.model.reference)
   tx = optimizer(config)
   fresh = jax.jit(
-    lambda p: from_config.first_state(config, tx, p), out_shardings=places
+    lambda p: from_config.first_state(config, tx, p), out_shardings=shardings
   )
   return Subject(run, policy, fresh(params), ref_params, tx)
 
@@ -156,18 +156,21 @@ def host_steps(
     budgets: see `samplers.sampler_program`.
   """
   run = subject.run
-  places = jax.tree.map(lambda x: x.sharding, run.state)
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
-  with scoring.open_scorer(run.config) as scorer, jax.set_mesh(run.mesh):
+  with (
+    scoring.open_reward_pool(run.config) as reward_pool,
+    jax.set_mesh(run.mesh),
+  ):
     step = host_step.make_host_step(
       run.config,
       subject.policy,
       run.group_size,
       subject.tx,
       subject.ref_params,
-      places,
-      scorer,
+      shardings,
+      reward_pool,
       lambda together=False: None,
       budgets,
     )
@@ -181,7 +184,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
   """Steps of a config with reward.on_device, with its prompts and reward."""
   run = subject.run
   config, policy = run.config, subject.policy
-  places = jax.tree.map(lambda x: x.sharding, run.state)
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
   examples = splits.load_examples(config, "train")
   batches = prompts_lib.training_batches(
     config, policy, examples, run.group_size
@@ -191,7 +194,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
   state = subject.state
   with jax.set_mesh(run.mesh):
     step = device_step.make_device_step(
-      config, policy, run.group_size, subject.tx, subject.ref_params, places
+      config, policy, run.group_size, subject.tx, subject.ref_params, shardings
     )
     for prompts, given in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")

@@ -138,7 +138,7 @@ def make_batch(
     advantages=advantages,
     old_logprobs=None if on_policy else own,
     ref_logprobs=ref_logprobs,
-    sampler_logprobs=rollout.logprobs,
+    rollout_logprobs=rollout.logprobs,
     packing=packing,
     sample_weights=weights,
   )

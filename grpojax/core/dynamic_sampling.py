@@ -60,11 +60,12 @@ def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
 def acceptance(varied: Bool[np.ndarray, "M"], wanted: int) -> float:
   """The probability that a group varies, without bias.
 
-  Prompts were drawn until `wanted` groups varied, or up to a limit. Filled by
-  the group of number m, the estimate is (wanted - 1) / (m - 1) (Haldane, 1945);
-  not filled, the share of the groups that vary. (The share is too large where
-  drawing stopped at a group that varies. Both are one formula: the paths of
-  acceptances to where it stopped that begin with one, over all of them;
+  Prompts were drawn until `wanted` groups varied, or up to a limit.
+  Filled by the group of number m, the estimate is (wanted - 1) / (m -
+  1) (Haldane, 1945); not filled, the share of the groups that vary. (The share
+  is too large where drawing stopped at a group that varies. Both are one
+  formula: the paths of acceptances to where it stopped that begin with one,
+    over all of them;
   Girshick, Mosteller and Savage, 1946.) The groups that are kept are
   independent of it.
 

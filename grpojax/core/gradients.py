@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from grpojax.core import entropy as entropy_lib
-from grpojax.core import load_balancing, packed_logprobs, sampler_mismatch
+from grpojax.core import load_balancing, packed_logprobs, rollout_mismatch
 from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.mesh import constrain, map_rows
-from grpojax.core.sampler_correction import Correct
+from grpojax.core.rollout_correction import Correct
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, OF_PROMPTS, Batch
 
@@ -35,19 +35,17 @@ def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
   return Batch(**samples, **prompts), weights
 
 
-def _token_metrics(
-  monitored: dict[str, Array], mask: Array
-) -> dict[str, Metrics]:
+def _token_metrics(aux: dict[str, Array], mask: Array) -> dict[str, Metrics]:
   """Means over real tokens, and of the ratios the extremes."""
   count = jnp.maximum(jnp.sum(mask), 1)
 
   def mean(values):
     return jnp.sum(jnp.where(mask, values, 0)) / count
 
-  ratios = monitored["ratio"]  # 1 on padding, taken where there is no token
+  ratios = aux["ratio"]  # 1 on padding, taken where there is no token
   shown = mask | ~jnp.any(mask)
   return {
-    "mean": {k: mean(v) for k, v in monitored.items() if k != "ratio"},
+    "mean": {k: mean(v) for k, v in aux.items() if k != "ratio"},
     "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=shown)},
     "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=shown)},
   }
@@ -119,8 +117,8 @@ def make_gradient(
       kept = keep(jax.lax.stop_gradient(entropy), mask)
     given, of_correction = {"kept": kept} if some else {}, {}
     if correction is not None:
-      given["factors"], of_correction = correction(logprobs, batch)
-    value, monitored = loss(
+      given["is_weights"], of_correction = correction(logprobs, batch)
+    value, aux = loss(
       logprobs,
       batch.advantages,
       weights,
@@ -138,10 +136,10 @@ def make_gradient(
     if router_aux_coef:
       balance = load_balancing.load_balancing_loss(*load, all_load)
       value += router_aux_coef * balance
-    monitored |= of_correction
-    of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
-    monitored = monitored | {"entropy": entropy}
-    return value, (monitored, of_sampler, mean_entropy, balance)
+    aux |= of_correction
+    of_sampler = rollout_mismatch.of_tokens(loss, logprobs, batch, weights)
+    aux = aux | {"entropy": entropy}
+    return value, (aux, of_sampler, mean_entropy, balance)
 
   def of_all_parts(params, batch: Batch):
     """What no part of a minibatch knows: its tokens kept, how many, its load.
@@ -171,10 +169,10 @@ def make_gradient(
       out = jax.value_and_grad(micro_loss, has_aux=True)(
         params, factor, *part, tokens, load
       )
-      (value, monitored), grads = out
+      (value, aux), grads = out
       # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
       added = jax.tree.map(jnp.add, total, (value, in_float32(grads)))
-      return added, monitored
+      return added, aux
 
     weights = weighting(batch.completion_mask)
     if batch.sample_weights is not None:
@@ -184,10 +182,10 @@ def make_gradient(
     kept, tokens, load = of_all_parts(params, parts[0])
     zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
     (value, grads), aux = jax.lax.scan(add, zero, (*parts, kept))
-    monitored, of_sampler, mean_entropy, balance = aux
+    aux, of_sampler, mean_entropy, balance = aux
     mask = parts[0].completion_mask
-    first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
-    metrics = _token_metrics(monitored, mask) | first
+    first = {"first": rollout_mismatch.metrics(of_sampler, mask)}
+    metrics = _token_metrics(aux, mask) | first
     if router_aux_coef:
       metrics["mean"]["router_aux_loss"] = jnp.sum(balance)
     return value, grads, metrics, mean_entropy

@@ -51,9 +51,9 @@ def diagnosis_key(state: TrainState) -> Key[Array, ""]:
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
-OLD_LOGPROBS = {"sampler": False, "scorer": True}
+OLD_LOGPROBS = {"rollout": False, "trainer": True}
 """Who computes the old log-probabilities, the denominators of the importance
-ratios, and whether that is to `rescore` (see `make_grpo_step`)."""
+ratios, and whether that is to `recompute_logprobs` (see `make_grpo_step`)."""
 
 
 def make_grpo_step(
@@ -69,7 +69,7 @@ def make_grpo_step(
   kl_in_reward: float = 0.0,
   truncated: str = "keep",
   advantage_clip: float | None = None,
-  rescore: bool = False,
+  recompute_logprobs: bool = False,
   sampling: Sampling = Sampling(),
   decoding: Decoding = Decoding(),
   epochs: int = 1,
@@ -99,9 +99,10 @@ def make_grpo_step(
     kl_in_reward: see `make_batch`.
     truncated: see `make_batch`.
     advantage_clip: see `make_batch`.
-    rescore: where there are several updates, compute the old log-probabilities
-      anew before the first of them (`make_batch`'s policy_params); False takes
-      the sampler's. A single update is exactly on-policy and needs neither.
+    recompute_logprobs: where there are several updates, compute the old
+      log-probabilities anew before the first of them (`make_batch`'s
+      policy_params); False takes the sampler's. A single update is exactly
+      on-policy and needs neither.
     sampling: the distribution to sample and to score with.
     decoding: see `rollout`.
     epochs: see `make_update`.
@@ -152,7 +153,9 @@ def make_grpo_step(
       advantage,
       ref_params,
       on_policy=on_policy,
-      policy_params=state.params if rescore and not on_policy else None,
+      policy_params=state.params
+      if recompute_logprobs and not on_policy
+      else None,
       kl_in_reward=kl_in_reward,
       truncated=truncated,
       advantage_clip=advantage_clip,

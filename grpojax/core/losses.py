@@ -113,7 +113,7 @@ def grpo_loss(
   mask: Bool[Array, "B G T"],
   old_logprobs: Float[Array, "B G T"] | None = None,
   ref_logprobs: Float[Array, "B G T"] | None = None,
-  factors: Float[Array, "B G T"] | None = None,
+  is_weights: Float[Array, "B G T"] | None = None,
   *,
   ratio: RatioFn = token_ratio,
   surrogate: SurrogateFn = clipped,
@@ -140,9 +140,9 @@ def grpo_loss(
     old_logprobs: under the policy that sampled; None means exactly on-policy,
       the ratio is exactly 1.
     ref_logprobs: under the reference policy; needed when beta > 0, otherwise
-      only monitored.
-    factors: constants that the surrogate of each token is multiplied by, and
-      the KL term is not (see `core.sampler_correction`); None means 1.
+      only logged.
+    is_weights: constants that the surrogate of each token is multiplied by, and
+      the KL term is not (see `core.rollout_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
@@ -166,7 +166,7 @@ def grpo_loss(
   _check_shapes(
     mask,
     advantages,
-    (logprobs, weights, old_logprobs, ref_logprobs, kept, factors),
+    (logprobs, weights, old_logprobs, ref_logprobs, kept, is_weights),
   )
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
@@ -176,12 +176,12 @@ def grpo_loss(
 
   ratios = ratio(logprobs, old, mask)
   surrogate = bind(surrogate, mask=mask)
-  per_token, monitored = surrogate(ratios, logprobs, advantages, **settings)
-  _check_surrogate(per_token, monitored, mask)
+  per_token, aux = surrogate(ratios, logprobs, advantages, **settings)
+  _check_surrogate(per_token, aux, mask)
   if kept is not None:
     per_token = jnp.where(kept, per_token, 0.0)
-  if factors is not None:
-    per_token *= jax.lax.stop_gradient(factors)
+  if is_weights is not None:
+    per_token *= jax.lax.stop_gradient(is_weights)
   monitored_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
@@ -189,10 +189,10 @@ def grpo_loss(
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
-  monitored = {"ratio": ratios, "kl": monitored_kl} | monitored
+  aux = {"ratio": ratios, "kl": monitored_kl} | aux
   return (
     jnp.sum(weights * jnp.where(mask, per_token, 0.0)),
-    jax.tree.map(jax.lax.stop_gradient, monitored),
+    jax.tree.map(jax.lax.stop_gradient, aux),
   )
 
 
@@ -233,17 +233,15 @@ def _check_shapes(
     )
 
 
-def _check_surrogate(
-  per_token: Any, monitored: dict[str, Any], mask: Array
-) -> None:
-  shapes = {name: jnp.shape(x) for name, x in monitored.items()}
+def _check_surrogate(per_token: Any, aux: dict[str, Any], mask: Array) -> None:
+  shapes = {name: jnp.shape(x) for name, x in aux.items()}
   wrong = {name: s for name, s in shapes.items() if s != mask.shape}
   if jnp.shape(per_token) != mask.shape or wrong:
     raise ValueError(
       f"a surrogate returns arrays {mask.shape}, one number a token: got the "
       f"loss {jnp.shape(per_token)} and to be logged {shapes}"
     )
-  taken = sorted({"ratio", "kl", "entropy"} & set(monitored))
+  taken = sorted({"ratio", "kl", "entropy"} & set(aux))
   if taken:
     raise ValueError(
       f"a surrogate must not log {taken}: these are logged anyway"

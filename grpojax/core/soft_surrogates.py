@@ -47,11 +47,11 @@ def cispo(
       f"<= cispo_min <= 1 <= cispo_max, not {cispo_min} and {cispo_max}"
     )
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
-  monitored = {
+  aux = {
     "clip_fraction_low": ratios < cispo_min,
     "clip_fraction_high": ratios > cispo_max,
   }
-  return _reinforce(weights, logprobs, advantages), monitored
+  return _reinforce(weights, logprobs, advantages), aux
 
 
 def gmpo(
@@ -100,8 +100,8 @@ def gmpo(
   bounded = jnp.where(high, gmpo_clip_high, bounded)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
   total = jnp.sum(jnp.where(mask, bounded, 0.0), -1, keepdims=True)
-  monitored = {"clip_fraction_low": low, "clip_fraction_high": high}
-  return -jnp.exp(total / length) * advantages, monitored
+  aux = {"clip_fraction_low": low, "clip_fraction_high": high}
+  return -jnp.exp(total / length) * advantages, aux
 
 
 def sapo(
@@ -141,8 +141,8 @@ def sapo(
     )
   tau = jnp.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
   gate = jax.nn.sigmoid(tau * (ratios - 1))
-  monitored = {"gradient_weight": 4 * ratios * gate * (1 - gate)}
-  return -4 / tau * gate * advantages, monitored
+  aux = {"gradient_weight": 4 * ratios * gate * (1 - gate)}
+  return -4 / tau * gate * advantages, aux
 
 
 def vespo(

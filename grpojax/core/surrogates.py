@@ -4,10 +4,10 @@ What plugs in here, each by its name in a dict at the end of this file:
 
 - a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding.
 - a surrogate (`SURROGATES`): (ratios, logprobs, advantages, **settings) ->
-  (per_token, monitored), all [B, G, T]. Advantages are constants, one a token,
+  (per_token, aux), all [B, G, T]. Advantages are constants, one a token,
   0 on padding; ratios and log-probabilities carry the gradient, on padding they
   are 1 and 0. `per_token` is what each token adds to the loss, to be minimised;
-  what it says on padding is not used. `monitored` maps names to arrays, which
+  what it says on padding is not used. `aux` maps names to arrays, which
   are logged by these names ("ratio", "kl" and "entropy" are taken), as means
   over real tokens. Settings are keyword-only: a run gives each surrogate those
   keys of its config's section `loss` that it has a parameter for; a setting
@@ -175,8 +175,8 @@ def clipped(
   if dual_clip is not None:
     dual = (ratios > dual_clip) & (advantages < 0)
     bounded = jnp.where(dual, dual_clip, bounded)
-  monitored = {"clip_fraction_low": low, "clip_fraction_high": high}
-  return -bounded * advantages, monitored
+  aux = {"clip_fraction_low": low, "clip_fraction_high": high}
+  return -bounded * advantages, aux
 
 
 def _check_clipping(low: float, high: float, dual: float | None) -> None:

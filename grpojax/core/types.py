@@ -175,11 +175,11 @@ class Batch:
       where what was cut off is not learned from (`core.truncation`).
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, as the
-      sampler computed them or the scorer (see `make_batch`); None means
+      sampler computed them or the trainer (see `make_batch`); None means
       exactly on-policy (the ratio is 1 and no memory is spent on it).
     ref_logprobs: log-probabilities under the reference policy, or None where no
       KL term is wanted.
-    sampler_logprobs: as in `Rollout`, to be compared with the scorer's; None
+    rollout_logprobs: as in `Rollout`, to be compared with the trainer's; None
       leaves that out.
     packing: a `packing.Packing` of the completions, so that what is computed
       are their real tokens; None computes all of them, [B, G, T].
@@ -194,7 +194,7 @@ class Batch:
   advantages: Float[Array, "B G"]
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
-  sampler_logprobs: Float[Array, "B G T"] | None = None
+  rollout_logprobs: Float[Array, "B G T"] | None = None
   packing: Any = None
   sample_weights: Float[Array, "B G"] | None = None
 

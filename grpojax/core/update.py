@@ -14,7 +14,7 @@ from grpojax.core import micro_batches as parts_lib
 from grpojax.core.entropy import EntropyBonus
 from grpojax.core.gradients import Metrics, in_float32, make_gradient
 from grpojax.core.minibatches import draw_orders, reorder_rows
-from grpojax.core.sampler_correction import Correct
+from grpojax.core.rollout_correction import Correct
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Batch, TrainState
 
@@ -86,9 +86,9 @@ def make_update(
     loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
       what it returns to be logged becomes metrics by the same names.
     weighting: mask [B, G, T] -> weights, see `core.losses`.
-    correction: from `sampler_correction.make_correction`, for a sampler that is
+    correction: from `rollout_correction.make_correction`, for a sampler that is
       not the policy being trained; None corrects nothing. The loss gets what
-      it makes as `factors`.
+      it makes as `is_weights`.
     epochs: passes over the rollout; each but the first draws its minibatches
       anew, from the state's key and step (see `draw_orders`).
     minibatches: optimizer updates a pass; divides B (groups stay whole).
@@ -118,11 +118,11 @@ def make_update(
     bonus, `router_aux_loss` with that (not times its coefficient), and what the
     loss monitors (`clip_fraction_low`, `_high`). Of the
     first update alone, whose policy is the one that sampled:
-    `sampler_mismatch_mean` and `_max`, how far its log-probabilities are from
-    the sampler's (nats a token), `sampler_kl` (k3 of KL(sampler || scorer),
-    nats a token), `sampler_effective_samples` (share of the samples that are
-    left when each weighs pi / pi_sampler), and what the loss would have
-    monitored with the sampler's as the old ones (`sampler_clip_fraction_low`,
+    `rollout_mismatch_mean` and `_max`, how far its log-probabilities are from
+    the sampler's (nats a token), `rollout_kl` (k3 of KL(rollout || trainer),
+    nats a token), `rollout_effective_samples` (share of the samples that are
+    left when each weighs pi / pi_rollout), and what the loss would have
+    logged with the sampler's as the old ones (`rollout_clip_fraction_low`,
     `_high`). The update raises ValueError where B does not divide, or where a
     batch without old log-probabilities meets several updates; `make_update`
     does so where router_aux_coef asks for what the model does not have.

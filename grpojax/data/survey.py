@@ -40,7 +40,7 @@ def survey(
   *,
   most: int = ENDLESS,
   cached: Callable[[str], Int[np.ndarray, "n"] | None] = lambda _: None,
-  poll: Callable[[], None] = lambda: None,
+  check_signals: Callable[[], None] = lambda: None,
 ) -> Survey:
   """Reads all examples, or the first `most` of an endless data set.
 
@@ -50,7 +50,7 @@ def survey(
     most: examples of an endless data set whose prompts are measured.
     cached: fingerprint -> lengths of a finite data set's prompts, where they
       are known already, else None.
-    poll: called for each example; may raise.
+    check_signals: called for each example; may raise.
 
   Raises:
     ValueError: a prompt that cannot be encoded, or that has no token.
@@ -59,14 +59,14 @@ def survey(
   endless = total >= ENDLESS
   digest = hashlib.sha256()
   read = min(total, FINGERPRINTED) if endless else total
-  for i in _watched(read, "read", poll):
+  for i in _watched(read, "read", check_signals):
     digest.update(_line(examples[i]))
   fingerprint = digest.hexdigest()
   lengths = None if endless else cached(fingerprint)
   if lengths is None:
     count = min(total, most) if endless else total
     lengths = np.empty(count, np.int32)
-    for i in _watched(count, "measured", poll):
+    for i in _watched(count, "measured", check_signals):
       lengths[i] = len(encode(examples[i]["prompt"])[1])
   empty = np.flatnonzero(lengths == 0)
   if len(empty):
@@ -80,11 +80,13 @@ def _line(example: dict[str, Any]) -> bytes:
   return text.encode() + b"\n"
 
 
-def _watched(count: int, did: str, poll: Callable[[], None]) -> Iterator[int]:
+def _watched(
+  count: int, did: str, check_signals: Callable[[], None]
+) -> Iterator[int]:
   """0, 1, ..., and from time to time a line that says how far it is."""
   last = time.monotonic()
   for i in range(count):
-    poll()
+    check_signals()
     if time.monotonic() - last > _SAY_EVERY:
       last = time.monotonic()
       print(f"{did} {i} of {count} prompts", flush=True)

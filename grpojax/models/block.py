@@ -30,7 +30,7 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
-KEPT = "kept"
+SAVED = "kept"
 """Name of what `transformer.REMAT`'s "partial" keeps of a layer."""
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
@@ -194,7 +194,7 @@ def attend(
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
   row = cache.constrain_row(cache.from_heads(k, v))
-  q, row = checkpoint_name((q, row), KEPT)
+  q, row = checkpoint_name((q, row), SAVED)
   options = dict(scale=c.attention_scale, cap=c.attention_cap)
   if context.mask is None:
     sight = Sight(
@@ -257,10 +257,10 @@ def layer_of(
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
   out, kept = attention(_heads(c, y, layer, table))
-  y = _project(checkpoint_name(out, KEPT), layer, "o")
+  y = _project(checkpoint_name(out, SAVED), layer, "o")
   y = constrain(y, "batch", "group")
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
-  x = checkpoint_name(x, KEPT)
+  x = checkpoint_name(x, SAVED)
   y, load = norm(x, layer["mlp_norm"]), None
   if load_weights is not None:
     per_token = c.experts_per_token

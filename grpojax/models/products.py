@@ -95,9 +95,9 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     z = jnp.einsum(product.replace(own, own[0]), _merge(x, first, count), y)
     return _part(z, out.index(own), x.shape[first : first + count])
 
-  def as_it_is(x, y):
+  def keep_groups(x, y):
     return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)
 
   if x.dtype == y.dtype == jnp.float32 and not merge:
-    return as_it_is(x, y)
-  return jax.lax.platform_dependent(x, y, cpu=on_cpu, default=as_it_is)
+    return keep_groups(x, y)
+  return jax.lax.platform_dependent(x, y, cpu=on_cpu, default=keep_groups)

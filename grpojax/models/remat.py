@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from grpojax.models import sharding
-from grpojax.models.block import KEPT
+from grpojax.models.block import SAVED
 from grpojax.models.config import TransformerConfig
 
 REMAT = {
   "none": sharding.all_but_gathered,
-  "selective": jax.checkpoint_policies.save_only_these_names(KEPT),
+  "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What is kept of a layer besides its input, as policies of `jax.checkpoint`:

@@ -13,7 +13,7 @@ _TEXTS = ("prompt", "completion")
 _LARGE = (
   1e9  # log-probabilities are less; so are finite numbers, and NaN is not
 )
-_LOGPROBS = ("logprobs", "scorer_logprobs", "ref_logprobs")
+_LOGPROBS = ("logprobs", "trainer_logprobs", "ref_logprobs")
 
 
 def _numbers(values: Any, count: int) -> list[float | None] | None:

@@ -62,10 +62,10 @@ GROUPS = (
     r"|ratio\w*|skipped_updates|learning_rate|\w*_loss",
   ),
   Group(
-    "Sampler and scorer",
+    "Rollout and trainer",
     "Both compute the same log-probabilities by different programs: how far "
     "they are apart, and what the correction does.",
-    r"sampler_\w+|importance_\w+|off_policy_masked",
+    r"rollout_\w+|is_weight\w*|off_policy_masked",
   ),
   Group(
     "Noise of the gradient",
@@ -107,10 +107,10 @@ TITLES = {
   "ratio_min": ("Smallest ratio", "new / old policy"),
   "ratio_max": ("Largest ratio", "new / old policy"),
   "skipped_updates": ("Skipped updates", "gradients not finite"),
-  "sampler_kl": ("KL, sampler to scorer", "k3, nats a token"),
-  "sampler_mismatch_mean": ("Mismatch, mean", "nats a token"),
-  "sampler_mismatch_max": ("Mismatch, largest", "nats a token"),
-  "sampler_effective_samples": ("Effective samples", "share"),
+  "rollout_kl": ("KL, rollout to trainer", "k3, nats a token"),
+  "rollout_mismatch_mean": ("Mismatch, mean", "nats a token"),
+  "rollout_mismatch_max": ("Mismatch, largest", "nats a token"),
+  "rollout_effective_samples": ("Effective samples", "share"),
   "optimal_group_size": ("Best group size G*", "completions a prompt"),
   "gradient_snr": ("Signal to noise", "of a step's gradient"),
   "gradient_mse": ("Error of the gradient", "squared length"),

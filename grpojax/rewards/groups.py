@@ -10,7 +10,7 @@ from grpojax.rewards.conventions import IDS
 from grpojax.rewards.pool import Failure, Job, Pool, Submission
 
 
-class GroupScores(NamedTuple):
+class GroupRewards(NamedTuple):
   """Rewards of all completions.
 
   Attributes:
@@ -47,7 +47,7 @@ def submit_groups(
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
 ) -> Pending:
-  """Starts to score groups and returns at once; see `score_groups`."""
+  """Starts to score groups and returns at once; see `reward_groups`."""
   prompts, size = len(examples), lengths.shape[1]
   with_ids = ids is not None and pool.wants(IDS)
 
@@ -79,15 +79,15 @@ def submit_groups(
 def collect_groups(
   pool: Pool,
   pending: Sequence[Pending],
-  poll: Callable[[], None] | None = None,
-) -> GroupScores:
+  check_signals: Callable[[], None] | None = None,
+) -> GroupRewards:
   """Waits for groups that `submit_groups` has sent off.
 
   Args:
     pool: the one that they were sent to.
     pending: the groups, one part of a batch after another; all of one size.
-    poll: called while it waits, see `Pool.collect`; where it raises, they are
-      abandoned.
+    check_signals: called while it waits, see `Pool.collect`; where it raises,
+      they are abandoned.
 
   Returns:
     What there would be, had all of them been sent at once.
@@ -95,7 +95,7 @@ def collect_groups(
   parts = []
   try:
     for part in pending:
-      results = pool.collect(part.submission, poll)
+      results = pool.collect(part.submission, check_signals)
       prompts, size = part.shape
       parts.append([results[g * prompts :][:prompts] for g in range(size)])
   except BaseException:
@@ -110,7 +110,7 @@ def collect_groups(
   def grouped(values, dtype=np.float32):
     return np.array(values, dtype).reshape(size, prompts).T.copy()
 
-  return GroupScores(
+  return GroupRewards(
     grouped([result.reward for result in results]),
     {
       name: grouped([result.values[i] for result in results])
@@ -146,7 +146,7 @@ def joined_extras(
   }
 
 
-def all_failures(scores: GroupScores) -> list[Failure]:
+def all_failures(scores: GroupRewards) -> list[Failure]:
   """Of a batch: of the first completions of all prompts, then the second."""
   return [
     failure
@@ -162,7 +162,7 @@ def abandon(pending: Sequence[Pending]) -> None:
     part.submission.abandoned = True
 
 
-def score_groups(
+def reward_groups(
   pool: Pool,
   examples: Sequence[dict[str, Any]],
   texts: Sequence[Sequence[str]],
@@ -170,7 +170,7 @@ def score_groups(
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
-) -> GroupScores:
+) -> GroupRewards:
   """Scores all completions of a batch.
 
   Args:

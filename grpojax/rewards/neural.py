@@ -2,8 +2,8 @@
 
 The score is the classifier's one logit at the last real token, as in
 transformers' `AutoModelForSequenceClassification`. `score` is a pure function
-of token ids and may stand inside a compiled step; `make_scorer` takes texts or
-chats, on the host.
+of token ids and may stand inside a compiled step; `make_reward_model` takes
+texts or chats, on the host.
 """
 
 import os
@@ -90,7 +90,7 @@ def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
       yield indices, ids, np.arange(length) < used[:, None]
 
 
-def make_scorer(
+def make_reward_model(
   lm: LM,
   params: Params,
   encode: Callable[[str | Chat], list[int]],
@@ -132,7 +132,7 @@ def make_scorer(
     raise ValueError(f'too_long={too_long!r} must be "refuse" or "cut"')
   run = jax.jit(lambda params, ids, mask: score(lm, params, ids, mask))
 
-  def scorer(samples: Sequence[str | Chat]) -> np.ndarray:
+  def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
     rows = [encode(sample) for sample in samples]
     rows = _fit(rows, lengths[-1], too_long)
     rewards = np.zeros(len(rows), np.float32)
@@ -145,4 +145,4 @@ def make_scorer(
       rewards[indices] = mesh_lib.fetch(values)[: len(indices)]
     return rewards
 
-  return scorer
+  return reward_model

@@ -55,7 +55,8 @@ class Result(NamedTuple):
 
 
 POLL = 0.5
-"""Seconds between the calls of `poll` while the workers are at work."""
+"""Seconds between the calls of `check_signals` while the workers are at
+work."""
 
 
 class Pool:
@@ -166,31 +167,31 @@ class Pool:
     return sent
 
   def collect(
-    self, sent: Submission, poll: Callable[[], None] | None = None
+    self, sent: Submission, check_signals: Callable[[], None] | None = None
   ) -> list[Result]:
     """Waits for the results of a submission, in the order of its jobs.
 
     Args:
       sent: from `submit`.
-      poll: called while it waits: every `POLL` seconds or, without workers,
-        before each completion; the longest time without a call is then that of
-        one completion's reward. It may raise, say because the run is to end.
-        Then the submission is abandoned: none of its other jobs are tried, and
-        workers that are at one are killed (new ones start when they are
+      check_signals: called while it waits: every `POLL` seconds or, without
+        workers, before each completion; the longest time without a call is then
+        that of one completion's reward. It may raise, say because the run is to
+        end. Then the submission is abandoned: none of its other jobs are tried,
+        and workers that are at one are killed (new ones start when they are
         needed), so nothing keeps `close` or the next submission waiting.
 
     Raises:
-      Exception: what `poll` raises.
+      Exception: what `check_signals` raises.
     """
     if not self._workers:
       for task in sent.tasks:
-        self._score_here(sent, task, poll)
+        self._score_here(sent, task, check_signals)
       return self._results(sent)
     try:
       # Not by concurrent.futures.wait, which may keep the futures locked where
       # Ctrl-C interrupts it: then nothing could end.
       for _ in sent.futures:
-        self._wait_for_one(sent, poll)
+        self._wait_for_one(sent, check_signals)
     except BaseException:
       sent.abandoned = True
       raise
@@ -199,14 +200,14 @@ class Pool:
     return self._results(sent)
 
   def _wait_for_one(
-    self, sent: Submission, poll: Callable[[], None] | None
+    self, sent: Submission, check_signals: Callable[[], None] | None
   ) -> None:
     """Waits until one more worker has nothing left to do."""
     while True:
       try:
-        return sent.ended.get(timeout=poll and POLL)
+        return sent.ended.get(timeout=check_signals and POLL)
       except queue.Empty:
-        poll()
+        check_signals()
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
@@ -236,10 +237,10 @@ class Pool:
       sent.ended.put(None)
 
   def _score_here(
-    self, sent: Submission, task: Task, poll: Callable[[], None] | None
+    self, sent: Submission, task: Task, check_signals: Callable[[], None] | None
   ) -> None:
-    if poll:
-      poll()
+    if check_signals:
+      check_signals()
     items = sent.items(task)
     found = [worker.evaluate(self._functions[i], items) for i in task.functions]
     sent.keep(task, [outcome for some in found for outcome in some])

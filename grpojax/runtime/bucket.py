@@ -145,10 +145,10 @@ def opened(
       bucket_files.pull(bucket, _find_run(bucket, stays))
     if straight:
       (local / ORIGIN).write_text(url)
-    publish = _publisher(bucket, is_held)
+    sync = _publisher(bucket, is_held)
     if is_main:
-      stack.push(_leaver(bucket, is_held, publish, kept))
-    yield local, publish if is_main else lambda lazily=False: None
+      stack.push(_leaver(bucket, is_held, sync, kept))
+    yield local, sync if is_main else lambda lazily=False: None
 
 
 def _publisher(
@@ -164,7 +164,7 @@ def _publisher(
         f"{run_lock.LOCK} was removed"
       )
 
-  def publish(lazily: bool = False) -> None:
+  def sync(lazily: bool = False) -> None:
     if lazily and time.monotonic() - last[0] < PUSH:
       return
     check()
@@ -176,15 +176,15 @@ def _publisher(
         raise
       print(f"{error}; trying again", file=sys.stderr, flush=True)
 
-  return publish
+  return sync
 
 
-def _leaver(bucket, is_held, publish, kept: list[bool]):
+def _leaver(bucket, is_held, sync, kept: list[bool]):
   """The last copy, as an exit callback; keeps what the bucket does not take."""
 
   def leave(kind, error, traceback) -> None:
     try:
-      publish()
+      sync()
     except disk.WriteFailed as refused:
       if is_held():
         kept.append(True)

@@ -34,7 +34,7 @@ from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import (
   Section,
   Setting,
-  leaves,
+  flat_settings,
   refusal,
   to_config,
   words,
@@ -212,7 +212,7 @@ def _define(
     define = flag_values.DEFINE[type(one.default)]
     define(name, one.default, one.text, flag_values=values)
   texts = _define_settings(values, config, words(declared))
-  for name, one in leaves(declared):
+  for name, one in flat_settings(declared):
     if f"config.{name}" in values:
       values[f"config.{name}"].help = one.text
   return values, texts

@@ -84,37 +84,43 @@ def check_keys(
     default: has all the keys, and a value of the right type for each.
     words: for some keys, texts that may stand in the place of a number.
   """
-  allowed, leaves, problems = flatten(default), flatten(config), []
+  allowed, flat_config, config_errors = flatten(default), flatten(config), []
   free, needed = free_sections(default), sections(default)
-  for name, value in leaves.items():
+  for name, value in flat_config.items():
     if name in needed:
-      problems.append(
-        problem(name, value, "is a section, with keys of its own")
+      config_errors.append(
+        config_error(name, value, "is a section, with keys of its own")
       )
     elif name not in allowed and not is_free(name, free):
       guess = nearest(name, list(allowed))
       hint = f"; did you mean --config.{guess}?" if guess else ""
-      problems.append(problem(name, value, f"unknown key{hint}"))
+      config_errors.append(config_error(name, value, f"unknown key{hint}"))
   given = sections(config)
   for name in free:
-    if name not in given and name not in leaves:
-      problems.append(f"--config.{name}: missing; start from default_config()")
+    if name not in given and name not in flat_config:
+      config_errors.append(
+        f"--config.{name}: missing; start from default_config()"
+      )
   for name, value in allowed.items():
     if is_free(name, free):
       continue
-    if name not in leaves:
-      problems.append(f"--config.{name}: missing; start from default_config()")
-    elif leaves[name] in (words or {}).get(name, ()):
+    if name not in flat_config:
+      config_errors.append(
+        f"--config.{name}: missing; start from default_config()"
+      )
+    elif flat_config[name] in (words or {}).get(name, ()):
       continue
-    elif not _same_type(value, leaves[name]):
+    elif not _same_type(value, flat_config[name]):
       kind = type(value).__name__
-      problems.append(problem(name, leaves[name], f"must be of type {kind}"))
-  return problems
+      config_errors.append(
+        config_error(name, flat_config[name], f"must be of type {kind}")
+      )
+  return config_errors
 
 
-def problem(field: str, value: Any, todo: str) -> str:
+def config_error(field: str, value: Any, remedy: str) -> str:
   """A line about a setting that cannot be: field, value, what to do."""
-  return f"--config.{field} = {value!r}: {todo}"
+  return f"--config.{field} = {value!r}: {remedy}"
 
 
 def below(section: str, text: str) -> str:
@@ -122,18 +128,18 @@ def below(section: str, text: str) -> str:
   return text.replace("--config.", f"--config.{section}.")
 
 
-def name_problems(name: str) -> list[str]:
+def name_errors(name: str) -> list[str]:
   """What is wrong with a config's name, which names a directory."""
   if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
     return []
-  todo = "names a directory: use letters, digits, '_', '-' and '.'"
-  return [problem("name", name, todo)]
+  remedy = "names a directory: use letters, digits, '_', '-' and '.'"
+  return [config_error("name", name, remedy)]
 
 
-def refuse(problems: Sequence[str]) -> None:
-  """Raises ValueError with all problems, a line each, if there are any."""
-  if problems:
-    raise ValueError("\n  ".join(["the config is not valid:", *problems]))
+def refuse(config_errors: Sequence[str]) -> None:
+  """Raises ValueError with all errors, a line each, if there are any."""
+  if config_errors:
+    raise ValueError("\n  ".join(["the config is not valid:", *config_errors]))
 
 
 def _same_type(expected: Any, value: Any) -> bool:

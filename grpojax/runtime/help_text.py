@@ -15,7 +15,7 @@ from grpojax.runtime.settings import (
   Section,
   Setting,
   described,
-  leaves,
+  flat_settings,
   sections,
   setting,
   value_text,
@@ -71,7 +71,7 @@ def _by_section(
   A free section is a part of the one that it is in. A key that a config file
   has added has the description of its section.
   """
-  known, there = dict(leaves(declared)), sections(declared)
+  known, there = dict(flat_settings(declared)), sections(declared)
   free = [name for name, one in there.items() if one.free]
   found = {"": []} | {name: [] for name in there if name not in free}
   values = flatten(config)

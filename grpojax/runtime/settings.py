@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +99,13 @@ def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
   return dataclasses.replace(declared, fields=fields)
 
 
-def leaves(
+def flat_settings(
   declared: Section, prefix: str = ""
 ) -> Iterator[tuple[str, Setting]]:
   """All settings with their dotted paths, in the order of declaration."""
   for name, field in declared.fields.items():
     if isinstance(field, Section):
-      yield from leaves(field, f"{prefix}{name}.")
+      yield from flat_settings(field, f"{prefix}{name}.")
     else:
       yield f"{prefix}{name}", field
 
@@ -122,13 +122,15 @@ def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
 
 def words(declared: Section) -> dict[str, tuple[str, ...]]:
   """Of the numbers that may also be words, these words by dotted path."""
-  return {name: one.words for name, one in leaves(declared) if one.words}
+  return {name: one.words for name, one in flat_settings(declared) if one.words}
 
 
 def choices(declared: Section) -> dict[str, tuple[str, ...]]:
   """Of the settings that name something, all names by dotted path."""
   return {
-    name: tuple(one.choices) for name, one in leaves(declared) if one.choices
+    name: tuple(one.choices)
+    for name, one in flat_settings(declared)
+    if one.choices
   }
 
 
@@ -221,8 +223,8 @@ def refusal(one: Setting, value: Any) -> str | None:
   if value in one.words:
     return None
   values = value if isinstance(one.default, tuple) else (value,)
-  if one.choices and (wrong := [x for x in values if x not in one.choices]):
-    near = difflib.get_close_matches(str(wrong[0]), one.choices, n=1)
+  if one.choices and (errors := [x for x in values if x not in one.choices]):
+    near = difflib.get_close_matches(str(errors[0]), one.choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{hint}use one of {', '.join(one.choices)} ({one.text})"
   if one.within and not allows(one.within, value):
@@ -232,15 +234,15 @@ def refusal(one: Setting, value: Any) -> str | None:
   return None
 
 
-def problems(declared: Section, values: Mapping[str, Any]) -> list[str]:
+def config_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
   """Values that their settings cannot have, a line each.
 
   Args:
     declared: the settings.
     values: by dotted path, each of its default's type.
   """
-  wrong = []
-  for name, one in leaves(declared):
+  errors = []
+  for name, one in flat_settings(declared):
     if name in values and (why := refusal(one, values[name])):
-      wrong.append(problem(name, values[name], why))
-  return wrong
+      errors.append(config_error(name, values[name], why))
+  return errors

@@ -7,7 +7,7 @@ from grpojax.runtime.settings import (
   Section,
   Setting,
   described,
-  leaves,
+  flat_settings,
   sections,
   value_text,
 )
@@ -36,10 +36,10 @@ def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:
 
 def _changed(declared: Section, known: Section) -> list[tuple[str, Setting]]:
   """The settings whose defaults are not those of the same, known ones."""
-  before = dict(leaves(known))
+  before = dict(flat_settings(known))
   return [
     (name, one)
-    for name, one in leaves(declared)
+    for name, one in flat_settings(declared)
     if name not in before or one.default != before[name].default
   ]
 

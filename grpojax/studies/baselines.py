@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.weighted_baselines import logit_score_sq
 from grpojax.runtime import command_line, pictures, records
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import (
   baseline_errors,
@@ -39,7 +39,7 @@ from grpojax.studies import (
 )
 from grpojax.studies.baseline_errors import Pool
 from grpojax.studies.mse_report import mean_over_prompts, ratio_of_means
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
 CONFIGURATIONS = (*mse.CONFIGURATIONS, "gsm8k")
@@ -86,20 +86,20 @@ def problems(config: ConfigDict) -> list[str]:
   wrong = mse.problems(trial)
   if config.num_prompts < 2:
     todo = "norm_ratio learns from the other prompts: give 2 or more"
-    wrong.append(problem("num_prompts", config.num_prompts, todo))
+    wrong.append(config_error("num_prompts", config.num_prompts, todo))
   if any(config.samples % (config.blocks * g) for g in config.group_sizes):
     todo = "each of blocks must have whole groups of each size"
-    wrong.append(problem("samples", config.samples, todo))
+    wrong.append(config_error("samples", config.samples, todo))
   if not all(power > 0 for power in config.powers):
-    wrong.append(problem("powers", config.powers, "must be more than 0"))
+    wrong.append(config_error("powers", config.powers, "must be more than 0"))
   given = config.configurations
   if not given or len(set(given)) < len(given):
     wrong.append(
-      problem("configurations", given, "give one or more, each once")
+      config_error("configurations", given, "give one or more, each once")
     )
   if "gsm8k" in given:
     why = gsm8k_bench.problems(config.gsm8k, config.num_prompts)
-    wrong += [problem("gsm8k", config.gsm8k, why)] if why else []
+    wrong += [config_error("gsm8k", config.gsm8k, why)] if why else []
   return wrong
 
 
@@ -121,7 +121,7 @@ def _sample(
   for number in (CONFIGURATIONS.index(name), index):
     key = jax.random.fold_in(key, number)
   samples = bench.sampler(bench.policy.params, prompts, key)
-  texts = policies.decode(bench.policy, samples)
+  texts = policy_lib.decode(bench.policy, samples)
   mask = np.asarray(samples.completion_mask[0])
   products, _ = gram.score_gram(
     bench.score,

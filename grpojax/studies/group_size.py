@@ -31,7 +31,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line, records
-from grpojax.runtime.config import below, problem
+from grpojax.runtime.config import below, config_error
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.studies import group_size_results as results
@@ -46,7 +46,7 @@ from grpojax.training import (
   scoring,
   splits,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
 
@@ -134,17 +134,18 @@ def problems(config: ConfigDict) -> list[str]:
   for field in ("budgets", "group_sizes"):
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      wrong.append(problem(field, values, "give whole numbers of 2 or more"))
+      remedy = "give whole numbers of 2 or more"
+      wrong.append(config_error(field, values, remedy))
   p = config.predict
   if p.prompts % p.batch:
     todo = f"must be a multiple of predict.batch = {p.batch}"
-    wrong.append(problem("predict.prompts", p.prompts, todo))
+    wrong.append(config_error("predict.prompts", p.prompts, todo))
   if wrong:
     return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
     if budget % size:
       todo = f"{size} does not divide the budget {budget}"
-      wrong.append(problem("group_sizes", config.group_sizes, todo))
+      wrong.append(config_error("group_sizes", config.group_sizes, todo))
   if wrong:
     return wrong
   for seed, budget, size in _points(config):
@@ -166,7 +167,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   sampling = from_config.sampling(settings)
   sampler = samplers.make_sampler(settings, policy, p.group_size, sampling)
 
-  project = policies.jit(
+  project = policy_lib.jit(
     policy,
     functools.partial(
       diagnostics.score_projections,
@@ -184,12 +185,12 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     settings, policy, examples, p.group_size
   )
   projections, rewards = [], []
-  with scoring.open_scorer(settings) as scorer:
+  with scoring.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       samples = sampler(policy.params, jax.device_put(prompts), key)
-      _, scores = scored_text.score(policy, scorer, examples, samples)
+      _, scores = scored_text.score(policy, reward_pool, examples, samples)
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are what is wanted.
       projected = project(policy.params, samples, tangents_key)

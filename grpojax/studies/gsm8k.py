@@ -38,7 +38,7 @@ from ml_collections import ConfigDict
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import records
-from grpojax.runtime.config import below, problem
+from grpojax.runtime.config import below, config_error
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.studies import gsm8k_results as results
 from grpojax.studies import run as study
@@ -54,7 +54,7 @@ from grpojax.training import (
   sft_config,
   splits,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
@@ -158,7 +158,7 @@ def problems(config: ConfigDict) -> list[str]:
     for split in SPLITS:
       gsm8k.load(split, path=config.data.path)
   except ValueError as error:
-    wrong.append(problem("data.path", config.data.path, f"{error}"))
+    wrong.append(config_error("data.path", config.data.path, f"{error}"))
   return wrong
 
 
@@ -186,7 +186,7 @@ def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
 def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
   """Samples a model's completions of the training problems of GRPO."""
   began = time.perf_counter()
-  policy = policies.load_policy(model, run.model.dtype)
+  policy = policy_lib.load_policy(model, run.model.dtype)
   sampling = from_config.sampling(run)
   rows = max(run.eval.batch_size // config.samples, 1)
   batches = prompts.prompt_batches(
@@ -197,13 +197,13 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     shuffle=False,
     repeat=False,
   )
-  with scoring.open_scorer(run) as scorer:
+  with scoring.open_reward_pool(run) as reward_pool:
     evaluated = evaluation.evaluate(
       policy,
       policy.params,
       samplers.make_sampler(run, policy, config.samples, sampling),
       batches,
-      scorer,
+      reward_pool,
       jax.random.key(run.seed + 1),
       rows,
     )

@@ -11,7 +11,7 @@ from grpojax.rewards.math import math_answer
 from grpojax.runtime import config as config_lib
 from grpojax.studies import gram, gsm8k, mse
 from grpojax.training import from_config, prompts, samplers, splits
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 BETWEEN = 0.1, 0.9
 """Shares of right answers of problems that have a gradient to speak of."""
@@ -25,7 +25,7 @@ def problems(directory: str, num_prompts: int) -> str:
   try:
     found = len(_chosen(root))
     run = _run(root)
-    policies.find_model(run.model.path)
+    policy_lib.find_model(run.model.path)
   except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
     return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
   if run.reward.functions != (math_answer.__name__,):
@@ -73,7 +73,7 @@ def open_bench(directory: str, samples: int, num_prompts: int) -> mse.Bench:
   """
   root = pathlib.Path(directory)
   run = _run(root)
-  policy = policies.load_policy(run.model.path)
+  policy = policy_lib.load_policy(run.model.path)
   examples = splits.load_examples(run, "train")
   batches = [
     prompts.prompts_of(run, policy, examples, [i])

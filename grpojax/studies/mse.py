@@ -32,13 +32,13 @@ from grpojax.data import arithmetic
 from grpojax.rewards import exact
 from grpojax.runtime import command_line, records
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.runtime.settings import section, setting, to_config
 from grpojax.studies import errors, gram, run
 from grpojax.studies import mse_report as report
 from grpojax.training import config as train_config
 from grpojax.training import from_config, samplers, splits
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
@@ -85,24 +85,24 @@ def problems(config: ConfigDict) -> list[str]:
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
     wrong.append(
-      problem("group_sizes", sizes, "give whole numbers of 2 or more")
+      config_error("group_sizes", sizes, "give whole numbers of 2 or more")
     )
   elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
     wrong.append(
-      problem("group_sizes", sizes, "each must divide the largest, once")
+      config_error("group_sizes", sizes, "each must divide the largest, once")
     )
   elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
     todo = f"must be a multiple of {max(sizes)}, the largest group, at least 3"
-    wrong.append(problem("samples", config.samples, f"{todo} times"))
+    wrong.append(config_error("samples", config.samples, f"{todo} times"))
   for name in ("base", "instruct"):
     try:
-      policies.find_model(config[name])
+      policy_lib.find_model(config[name])
     except ValueError as error:
-      wrong.append(problem(name, config[name], f"{error}"))
+      wrong.append(config_error(name, config[name], f"{error}"))
   try:
     arithmetic.load("test", difficulty=config.difficulty)
   except (TypeError, ValueError) as error:
-    wrong.append(problem("difficulty", config.difficulty, f"{error}"))
+    wrong.append(config_error("difficulty", config.difficulty, f"{error}"))
   return wrong
 
 
@@ -117,7 +117,7 @@ class Bench(NamedTuple):
     rewards: `(example, texts) -> [S]`, of a pool's completions.
   """
 
-  policy: policies.Policy
+  policy: policy_lib.Policy
   batches: list
   sampler: Any
   score: Any
@@ -135,7 +135,7 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     ValueError: the model cannot be read, or takes no examples in its prompt.
   """
   path = config.instruct if name == "instruct" else config.base
-  policy = policies.load_policy(path)
+  policy = policy_lib.load_policy(path)
   settings = train_config.default_config().unlock()
   settings.seed = config.seed
   settings.eval.num_prompts = config.num_prompts
@@ -192,7 +192,7 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
     samples = bench.sampler(
       bench.policy.params, prompts, jax.random.fold_in(key, pool)
     )
-    texts = policies.decode(bench.policy, samples)
+    texts = policy_lib.decode(bench.policy, samples)
     rewards.append(bench.rewards(examples[0], texts[0]))
     ids.append(np.asarray(samples.completion_ids[0]))
     mask.append(np.asarray(samples.completion_mask[0]))

@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts, TrainState
 from grpojax.runtime import records, settings
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.studies import asymptotics, run, suboptimality_report, tabular
 
 ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
@@ -90,7 +90,7 @@ def problems(config: ConfigDict) -> list[str]:
 
   def need(holds: bool, name: str, todo: str):
     if not holds:
-      wrong.append(problem(name, config[name], todo))
+      wrong.append(config_error(name, config[name], todo))
 
   def increasing(values, least):
     whole = values and all(type(x) is int for x in values)
@@ -111,7 +111,7 @@ def problems(config: ConfigDict) -> list[str]:
       setting(config)
     except ValueError as error:
       seed = config.problem.seed
-      wrong.append(problem("problem.seed", seed, f"{error}"))
+      wrong.append(config_error("problem.seed", seed, f"{error}"))
   return wrong
 
 

@@ -7,18 +7,18 @@ from grpojax.training import from_config, score_norms
 from grpojax.training.start import Run
 
 
-def make_adapt(run: Run):
+def make_update_group_size(run: Run):
   """`(state, row) -> state`: what is learned from a step's diagnosis.
 
   The group size, where it is chosen while training, and the scores' lengths,
   where the advantage asks for them.
   """
-  config, places = run.config, run.places
+  config, shardings = run.config, run.shardings
   observe = jax.jit(
-    from_config.observe(config), out_shardings=places.group_size
+    from_config.observe(config), out_shardings=shardings.group_size
   )
   observe_norms = jax.jit(
-    score_norms.observe(config), out_shardings=places.score_norms
+    score_norms.observe(config), out_shardings=shardings.score_norms
   )
 
   def adapt(state: TrainState, row) -> TrainState:

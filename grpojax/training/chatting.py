@@ -10,10 +10,10 @@ from ml_collections import ConfigDict
 from grpojax.core.types import Params
 from grpojax.runtime.printable import printable
 from grpojax.training import from_config, samplers, scored_text
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
-from grpojax.training.scoring import Scorer
+from grpojax.training.scoring import RewardPool
 
 NEW, QUIT = "/new", "/quit"
 HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
@@ -79,15 +79,15 @@ def ask(
   speaker: Speaker,
   example: dict[str, Any],
   turn: int = 0,
-  scorer: Scorer | None = None,
+  reward_pool: RewardPool | None = None,
 ) -> tuple[str, list[Answer]]:
   """What a model answers.
 
   Args:
     speaker: the model.
-    example: with its "prompt", and for a scorer what that reads.
+    example: with its "prompt", and for a reward model what that reads.
     turn: another one draws other samples.
-    scorer: of the rewards; None for none.
+    reward_pool: of the rewards; None for none.
 
   Returns:
     The prompt as the model reads it, and the answers.
@@ -101,10 +101,10 @@ def ask(
   prompts, examples = prompts_lib.prompts_of(config, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
   samples = speaker.sampler(speaker.params, prompts_lib.trim(prompts), key)
-  if scorer is None:
-    texts, rewards = policies.decode(policy, samples), None
+  if reward_pool is None:
+    texts, rewards = policy_lib.decode(policy, samples), None
   else:
-    texts, scores = scored_text.score(policy, scorer, examples, samples)
+    texts, scores = scored_text.score(policy, reward_pool, examples, samples)
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()

@@ -32,9 +32,9 @@ def validate(config: ConfigDict) -> None:
   """Checks a whole training config before anything compiles.
 
   Raises:
-    ValueError: with every problem, a line each: field, value, what to do.
+    ValueError: with every error, a line each: field, value, what to do.
   """
   wrong_keys = config_lib.check_keys(config, default_config(), WORDS)
   config_lib.refuse(
-    wrong_keys or validation.problems(config_lib.flatten(config))
+    wrong_keys or validation.config_errors(config_lib.flatten(config))
   )

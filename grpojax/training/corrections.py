@@ -12,17 +12,17 @@ from jaxtyping import Array, Bool, Float
 from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core import sampler_correction
+from grpojax.core import rollout_correction
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.training.group_sizes import AUTO
 
 
-def correction(config: ConfigDict) -> sampler_correction.Correct | None:
+def correction(config: ConfigDict) -> rollout_correction.Correct | None:
   """What `make_update` corrects its losses by; None where all is off."""
   given = config.loss
-  return sampler_correction.make_correction(
+  return rollout_correction.make_correction(
     given.correction,
     given.correction_low,
     given.correction_high or math.inf,
@@ -86,30 +86,30 @@ def read_by_training(
   return read
 
 
-def problems(leaves: dict[str, Any]) -> list[str]:
+def config_errors(flat_config: dict[str, Any]) -> list[str]:
   """What is wrong with these settings, a line each.
 
   Args:
-    leaves: all settings by dotted path, each in its own range.
+    flat_config: all settings by dotted path, each in its own range.
   """
-  wrong, name = [], leaves["loss.correction"]
-  high = leaves["loss.correction_high"]
+  errors, name = [], flat_config["loss.correction"]
+  high = flat_config["loss.correction_high"]
   if 0 < high < 1:
-    todo = "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
-    wrong.append(problem("loss.correction_high", high, todo))
-  updates = leaves["optim.epochs"] * leaves["optim.minibatches"]
-  old = leaves["loss.old_logprobs"]
-  if name != "none" and updates > 1 and old == "sampler":
-    todo = (
+    remedy = "must be 1 or more: a weight is 1 where nothing differs; 0 is off"
+    errors.append(config_error("loss.correction_high", high, remedy))
+  updates = flat_config["optim.epochs"] * flat_config["optim.minibatches"]
+  old = flat_config["loss.old_logprobs"]
+  if name != "none" and updates > 1 and old == "rollout":
+    remedy = (
       f"with {updates} updates a step and loss.old_logprobs = 'sampler' the "
       "ratios are to the sampler already, and there is nothing left to "
-      "correct: use loss.old_logprobs = 'scorer', or none"
+      "correct: use loss.old_logprobs = 'trainer', or none"
     )
-    wrong.append(problem("loss.correction", name, todo))
-  return wrong + _auto(leaves)
+    errors.append(config_error("loss.correction", name, remedy))
+  return errors + _auto(flat_config)
 
 
-def _auto(leaves: dict[str, Any]) -> list[str]:
+def _auto(flat_config: dict[str, Any]) -> list[str]:
   """What the best group size is not known for.
 
   The diagnosis takes all completions of a group, and all of their scores, at
@@ -120,12 +120,12 @@ def _auto(leaves: dict[str, Any]) -> list[str]:
     "loss.correction": "none",
     "loss.off_policy_threshold": 0,
   }
-  todo = (
+  remedy = (
     "group_size = 'auto' follows the error of a gradient of all completions, "
     "at full weight: use {}, or a number for group_size"
   )
   return [
-    problem(field, leaves[field], todo.format(value))
+    config_error(field, flat_config[field], remedy.format(value))
     for field, value in off.items()
-    if leaves["group_size"] == AUTO and leaves[field] != value
+    if flat_config["group_size"] == AUTO and flat_config[field] != value
   ]

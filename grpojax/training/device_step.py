@@ -11,7 +11,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.grpo_step import make_grpo_step
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.training import diagnosis, from_config, reference
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
 
@@ -21,7 +21,7 @@ def make_device_program(
   policy: Policy,
   group_size: int,
   tx: optax.GradientTransformation,
-  places: TrainState,
+  shardings: TrainState,
   diagnose: Callable[..., Any] | None = None,
 ):
   """`(state, prompts, ref_params) -> (state, metrics)`, a step in one program.
@@ -31,7 +31,7 @@ def make_device_program(
     policy: the model.
     group_size: G.
     tx: the optimizer.
-    places: shardings of the state, which is donated.
+    shardings: shardings of the state, which is donated.
     diagnose: from `diagnosis.make_diagnose`, or None.
   """
   _, reward = prompts_lib.device_reward(config, policy)
@@ -49,15 +49,15 @@ def make_device_program(
       kl_in_reward=from_config.kl_in_reward(config),
       truncated=config.loss.truncated,
       advantage_clip=config.loss.advantage_clip or None,
-      rescore=from_config.rescore(config),
+      recompute_logprobs=from_config.recompute_logprobs(config),
       diagnose=diagnose and functools.partial(diagnose, lm),
       decoding=from_config.decoding(config),
       **from_config.update_options(config),
     )
     return run(state, prompts, ref_params)
 
-  return policies.jit(
-    policy, step, donate_argnums=1, out_shardings=(places, None)
+  return policy_lib.jit(
+    policy, step, donate_argnums=1, out_shardings=(shardings, None)
   )
 
 
@@ -67,16 +67,16 @@ def make_device_step(
   group_size: int,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
-  places: TrainState,
+  shardings: TrainState,
 ):
   """The same step as one XLA program, with the reward on ids.
 
   It returns neither samples nor failures: completions never reach the host,
   which could pack them for the reference and the update.
   """
-  args = config, policy, group_size, tx, places
+  args = config, policy, group_size, tx, shardings
   plain = make_device_program(*args)
-  shards = mesh_lib.row_shards(mesh_lib.mesh_of(places))
+  shards = mesh_lib.row_shards(mesh_lib.mesh_of(shardings))
   with_diagnosis = make_device_program(
     *args, diagnosis.make_diagnose(config, shards, policy.vmappable)
   )
@@ -87,7 +87,7 @@ def make_device_step(
     del examples, take
     run = with_diagnosis if diagnosed else plain
     held, state = state.reference, state.replace(reference=None)
-    ref = reference.at_hand(ref_params if held is None else held)
+    ref = reference.to_device(ref_params if held is None else held)
     state, row = run(state, prompts, ref)
     state = state.replace(reference=held)
     return state, mesh_lib.fetch(row), [], []

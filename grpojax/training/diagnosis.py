@@ -3,9 +3,9 @@
 The gradient is that of the policy that sampled, of all completions of a group,
 each at its full weight: of the first update of a step. What later updates of it
 see is off-policy, and is not in these numbers; nor are corrections of a sampler
-that is not the policy (`core.sampler_correction`): weights w make the scores of
+that is not the policy (`core.rollout_correction`): weights w make the scores of
 the theory w times as long, and truncated ones leave them a mean that is not 0.
-`importance_*` and `sampler_effective_samples` say how far from 1 they are. The
+`importance_*` and `rollout_effective_samples` say how far from 1 they are. The
 rewards are the weighted sum of all functions, also where `reward.aggregation`
 compares something else.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 OFF = "none"
 
@@ -24,18 +24,18 @@ def settings(config: ConfigDict) -> dict[str, Any]:
   return {name: config.difficulty[name] for name in config.difficulty}
 
 
-def problems(leaves: Mapping[str, Any]) -> list[str]:
+def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
   """What is wrong with the section, a line each: field, value, what to do.
 
   Args:
-    leaves: all settings by dotted path.
+    flat_config: all settings by dotted path.
   """
-  wrong = []
+  errors = []
 
-  def need(key, holds, todo):
+  def need(key, holds, remedy):
     field = f"difficulty.{key}"
-    if not holds(leaves[field]):
-      wrong.append(problem(field, leaves[field], todo))
+    if not holds(flat_config[field]):
+      errors.append(config_error(field, flat_config[field], remedy))
 
   def pair(value, good):
     numbers = len(value) == 2 and all(
@@ -47,25 +47,28 @@ def problems(leaves: Mapping[str, Any]) -> list[str]:
   need("band", order, "must be two numbers, 0 <= low < high <= 1")
   inside = lambda x: pair(x, lambda a, b: 0 < min(a, b) <= max(a, b) < 1)
   need("target", inside, "must be two numbers inside (0, 1)")
-  if leaves["difficulty.priority"] == OFF:
-    if leaves["difficulty.importance_weights"]:
-      todo = "nothing is to be undone without difficulty.priority: use False"
-      wrong.append(problem("difficulty.importance_weights", True, todo))
-    return wrong
-  if leaves["reward.on_device"]:
-    todo = "reward.on_device keeps rewards from the host, which counts them"
-    need("priority", lambda _: False, f"{todo}: use {OFF}")
-  if leaves["filter_groups.enable"]:
-    todo = (
+  if flat_config["difficulty.priority"] == OFF:
+    if flat_config["difficulty.importance_weights"]:
+      remedy = "nothing is to be undone without difficulty.priority: use False"
+      errors.append(config_error("difficulty.importance_weights", True, remedy))
+    return errors
+  if flat_config["reward.on_device"]:
+    remedy = "reward.on_device keeps rewards from the host, which counts them"
+    need("priority", lambda _: False, f"{remedy}: use {OFF}")
+  if flat_config["filter_groups.enable"]:
+    remedy = (
       "groups that do not vary are replaced by prompts of the stream, and with "
       "difficulty.priority there is none: use False, or difficulty.priority = "
       f"{OFF!r}"
     )
-    wrong.append(problem("filter_groups.enable", True, todo))
-  if leaves["difficulty.importance_weights"] and leaves["diagnostics.every"]:
-    todo = (
+    errors.append(config_error("filter_groups.enable", True, remedy))
+  if (
+    flat_config["difficulty.importance_weights"]
+    and flat_config["diagnostics.every"]
+  ):
+    remedy = (
       "the diagnosis (and group_size = 'auto') is of a gradient without "
       "importance weights: use diagnostics.every = 0, or no weights"
     )
-    wrong.append(problem("difficulty.importance_weights", True, todo))
-  return wrong
+    errors.append(config_error("difficulty.importance_weights", True, remedy))
+  return errors

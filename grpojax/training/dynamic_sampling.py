@@ -26,7 +26,7 @@ Take = Callable[[], tuple[Prompts, list[dict[str, Any]]]]
 """The next prompts of the stream, as many as a draw has."""
 
 
-class Filled(NamedTuple):
+class ResampledBatch(NamedTuple):
   """A batch whose groups vary, and all that was drawn for it.
 
   Attributes:
@@ -35,7 +35,7 @@ class Filled(NamedTuple):
       met.
     drawn: the scores of all groups that were drawn, in their order.
     examples: of these groups.
-    places: [B], which of these groups the batch has.
+    drawn_groups: [B], which of these groups the batch has.
     more_prompts: drawn beyond those of a step.
     scale: a factor of all advantages; None for 1.
     metrics: of all groups that were drawn, see `rollout_metrics`; none where
@@ -43,20 +43,20 @@ class Filled(NamedTuple):
   """
 
   samples: Rollout
-  scores: groups.GroupScores
-  drawn: groups.GroupScores
+  scores: groups.GroupRewards
+  drawn: groups.GroupRewards
   examples: list[dict[str, Any]]
-  places: Int[np.ndarray, "B"]
+  drawn_groups: Int[np.ndarray, "B"]
   more_prompts: int
   scale: np.float32 | None
   metrics: dict[str, Any]
 
 
 def _rows(
-  scores: groups.GroupScores, rows: Int[np.ndarray, "B"]
-) -> groups.GroupScores:
+  scores: groups.GroupRewards, rows: Int[np.ndarray, "B"]
+) -> groups.GroupRewards:
   """Some of the groups."""
-  return groups.GroupScores(
+  return groups.GroupRewards(
     scores.rewards[rows],
     {name: values[rows] for name, values in scores.values.items()},
     scores.failed[rows],
@@ -65,9 +65,9 @@ def _rows(
   )
 
 
-def _joined(parts: Sequence[groups.GroupScores]) -> groups.GroupScores:
+def _joined(parts: Sequence[groups.GroupRewards]) -> groups.GroupRewards:
   """All groups, one part after another."""
-  return groups.GroupScores(
+  return groups.GroupRewards(
     np.concatenate([part.rewards for part in parts]),
     {
       name: np.concatenate([part.values[name] for part in parts])
@@ -113,7 +113,7 @@ def _pooled(
 def _varies(
   config: ConfigDict,
   samples: Rollout,
-  scores: groups.GroupScores,
+  scores: groups.GroupRewards,
   right: Float[np.ndarray, "B G"],
 ) -> Bool[np.ndarray, "B"]:
   """Which groups are learned from.
@@ -138,31 +138,31 @@ def _varies(
   return varied
 
 
-def make_fill(
+def make_resample(
   config: ConfigDict,
-  draw: Callable[..., tuple[Rollout, Any, groups.GroupScores]],
+  draw: Callable[..., tuple[Rollout, Any, groups.GroupRewards]],
   mesh: jax.sharding.Mesh,
-  poll: Callable[..., None],
+  check_signals: Callable[..., None],
   correctness: Callable[..., Float[np.ndarray, "B G"]],
 ):
   """Replaces the groups of a batch that do not vary, as far as the limit goes.
 
-  The groups of a draw take the free places in the order of their prompts, so
+  The groups of a draw take the free rows in the order of their prompts, so
   that a batch whose groups all vary stays as it is, and the batch depends on
   nothing but the state and the stream.
 
   Args:
     config: the run's.
-    draw: of `sampling_parts.make_scored_samples`, for the prompts of a draw.
+    draw: of `sampling_parts.make_rewarded_samples`, for the prompts of a draw.
     mesh: of training.
-    poll: called before each draw; may raise.
+    check_signals: called before each draw; may raise.
     correctness: `(scores, examples) -> [B, G]`, see `scoring.correctness`.
 
   Returns:
-    `(params, first, key, clock, take) -> Filled`; `first` are the samples,
-    scores and examples of all prompts of a step. Of the clock's last two times,
-    when all samples were there and all rewards, the first moves by the seconds
-    of sampling, the second to the end.
+    `(params, first, key, clock, take) -> ResampledBatch`; `first` are the
+    samples, scores and examples of all prompts of a step. Of the clock's last
+    two times, when all samples were there and all rewards, the first moves by
+    the seconds of sampling, the second to the end.
   """
   settings = settings_of(config)
   replace = jax.jit(dynamic_sampling.replace_groups)
@@ -174,7 +174,7 @@ def make_fill(
     given = samples, rewards
     return rollout_metrics(*given, compared(*given, values))
 
-  def measured(samples: Rollout, scores: groups.GroupScores):
+  def measured(samples: Rollout, scores: groups.GroupRewards):
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
     values = scoring.stacked(scores) if aggregate else None
     values = mesh_lib.place(values, mesh, None, "batch", "group")
@@ -183,14 +183,14 @@ def make_fill(
   def learned(samples: Rollout, scores, examples):
     return _varies(config, samples, scores, correctness(scores, examples))
 
-  def fill(params: Params, first, key, clock, take):
+  def resample_groups(params: Params, first, key, clock, take):
     samples, scores, examples = first
     size = total = len(scores.rewards)
     varied, asked = [learned(*first)], [*examples]
-    places, kept = np.arange(size), varied[0].copy()
+    drawn_groups, kept = np.arange(size), varied[0].copy()
     drawn, rows = [scores], [measured(samples, scores)]
     while total < settings.limit * size and not kept.all():
-      poll(together=True)
+      check_signals(together=True)
       times = [time.perf_counter()]
       prompts, given = take()
       number = np.int32(total)
@@ -200,7 +200,7 @@ def make_fill(
       pairs = list(zip(free, good, strict=False))
       source = np.full(size, -1, np.int32)
       for place, row in pairs:
-        source[place], places[place], kept[place] = row, total + row, True
+        source[place], drawn_groups[place], kept[place] = row, total + row, True
       if pairs:
         samples = replace(samples, more, mesh_lib.place(source, mesh))
       drawn.append(found)
@@ -209,7 +209,7 @@ def make_fill(
       total += len(found.rewards)
       clock[-2] += times[1] - times[0]
     everything = _joined(drawn)
-    batch = _rows(everything, places)
+    batch = _rows(everything, drawn_groups)
     rewards = np.where(kept[:, None], batch.rewards, np.float32(np.nan))
     sizes = [len(part.rewards) for part in drawn]
     accepted = dynamic_sampling.acceptance(np.concatenate(varied), size)
@@ -222,59 +222,64 @@ def make_fill(
     scale = np.float32(accepted) if settings.rescale else None
     batch = batch._replace(rewards=rewards)
     more = total - size
-    return Filled(samples, batch, everything, asked, places, more, scale, row)
+    return ResampledBatch(
+      samples, batch, everything, asked, drawn_groups, more, scale, row
+    )
 
-  return fill
+  return resample_groups
 
 
 def make_draw(
   config: ConfigDict,
-  make_scored_samples: Callable[..., Callable[..., Any]],
+  make_rewarded_samples: Callable[..., Callable[..., Any]],
   mesh: jax.sharding.Mesh,
-  poll: Callable[..., None],
+  check_signals: Callable[..., None],
   correctness: Callable[..., Float[np.ndarray, "B G"]],
 ):
   """How a step's prompts are sampled, and how groups of them are replaced.
 
   Args:
     config: the run's.
-    make_scored_samples: `sampling_parts.make_scored_samples`, given the parts.
+    make_rewarded_samples: `sampling_parts.make_rewarded_samples`, given the
+      parts.
     mesh: of training.
-    poll: see `make_fill`.
+    check_signals: see `make_resample`.
     correctness: likewise.
 
   Returns:
-    What that makes for the prompts of a step; and what `make_fill` makes, or
-    where dynamic sampling is off, the same of no consequence.
+    What that makes for the prompts of a step; and what `make_resample` makes,
+    or where dynamic sampling is off, the same of no consequence.
   """
-  settings, draw = settings_of(config), make_scored_samples()
+  settings, draw = settings_of(config), make_rewarded_samples()
   if settings is None:
 
-    def as_it_is(params, first, *_):
+    def keep_groups(params, first, *_):
       samples, scores, examples = first
-      places = np.arange(len(examples))
-      return Filled(samples, scores, scores, examples, places, 0, None, {})
+      drawn_groups = np.arange(len(examples))
+      return ResampledBatch(
+        samples, scores, scores, examples, drawn_groups, 0, None, {}
+      )
 
-    return draw, as_it_is
-  again = draw if settings.parts == 1 else make_scored_samples(1)
+    return draw, keep_groups
+  again = draw if settings.parts == 1 else make_rewarded_samples(1)
   # Numbered from the start: a later draw is by the same program.
   first = functools.partial(draw, first=np.int32(0))
-  return first, make_fill(config, again, mesh, poll, correctness)
+  return first, make_resample(config, again, mesh, check_signals, correctness)
 
 
-def make_consume(places: Any):
+def make_advance_stream(shardings: Any):
   """`(state, prompts) -> state`: so many more were taken from the stream.
 
   Args:
-    places: shardings of the state.
+    shardings: shardings of the state.
   """
-  place = places.prompts_consumed
+  place = shardings.prompts_consumed
   add = jax.jit(lambda count, more: count + more, out_shardings=place)
 
-  def consume(state: TrainState, prompts: int) -> TrainState:
+  def advance_stream(state: TrainState, prompts: int) -> TrainState:
     if not prompts:
       return state
     more = mesh_lib.place(np.int32(prompts), place.mesh)
     return state.replace(prompts_consumed=add(state.prompts_consumed, more))
 
-  return consume
+  return advance_stream

@@ -29,7 +29,7 @@ from grpojax.statistics.intervals import (
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
 from grpojax.training import mixtures, scored_text, scoring
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 CORRECT = 1.0  # a completion with at least this reward is right
@@ -69,11 +69,11 @@ def evaluate(
   params: Params,
   sampler: Callable[..., Any],
   batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  scorer: scoring.Scorer,
+  reward_pool: scoring.RewardPool,
   key: jax.Array,
   batch_size: int,
   mesh: jax.sharding.Mesh | None = None,
-  poll: Callable[..., None] = lambda together=False: None,
+  check_signals: Callable[..., None] = lambda together=False: None,
   told: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
   """Samples and scores completions of every batch.
@@ -83,25 +83,27 @@ def evaluate(
     params: the parameters to evaluate.
     sampler: from `samplers.make_sampler`.
     batches: of `(Prompts, examples)`, the last one may be shorter.
-    scorer: of the rewards, the first of which says what is right.
+    reward_pool: of the rewards, the first of which says what is right.
     key: of the samples.
     batch_size: rows that a shorter batch is padded to.
     mesh: where to put the prompts; None is one device.
-    poll: called before each batch, `together` with all processes; and see
-      `policy.wait` and `scored_text.finish`.
+    check_signals: called before each batch, `together` with all processes; and
+      see `policy.wait` and `scored_text.finish`.
     told: called with how many prompts are done, at first with 0.
   """
   rewards, texts, seen, failures = [], [], [], []
   told(0)
   for i, (prompts, examples) in enumerate(batches):
-    poll(together=True)
+    check_signals(together=True)
     padded = _pad(prompts, batch_size)
     if mesh is not None:
       padded = mesh_lib.place(padded, mesh, "batch")
     samples = sampler(params, padded, jax.random.fold_in(key, i))
-    policies.wait(samples, poll)
-    decoded, scores = scored_text.score(policy, scorer, examples, samples, poll)
-    rewards.append(scoring.correctness(scorer, scores, examples))
+    policy_lib.wait(samples, check_signals)
+    decoded, scores = scored_text.score(
+      policy, reward_pool, examples, samples, check_signals
+    )
+    rewards.append(scoring.correctness(reward_pool, scores, examples))
     texts += decoded
     seen += examples
     failures += groups.all_failures(scores)

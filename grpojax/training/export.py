@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from grpojax.models import hf, lora, merged
 from grpojax.runtime import disk, hub
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import (
   run_config,
   run_directory,
@@ -102,7 +102,7 @@ def export(
   step, params = trained.load_params(where, config, step, host_device())
   what = f"step {step} of {run}"
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
-  source = policies.find_model(sources.model(config), needed)
+  source = policy_lib.find_model(sources.model(config), needed)
   if adapter:
     base = _base(config)
     lora.save_peft(out, params, source, config.lora.alpha, dtype, *base)

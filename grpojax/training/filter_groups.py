@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from grpojax.core.advantages import ADVANTAGES, ZERO_IN_EQUAL_GROUPS
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 METRICS = ("reward", "acc")
 """What has to vary in a group: `reward`, what its completions are compared by;
 `acc`, the function that says what a right answer is. With several rewards `acc`
-leaves groups out that would teach something, and the objective is another."""
+leaves groups out that would teach something, and the objective is
+another."""
 
 
 class Settings(NamedTuple):
@@ -49,44 +50,49 @@ def draw_parts(config: ConfigDict) -> int:
   return settings.parts if settings else 1
 
 
-def problems(leaves: Mapping[str, Any]) -> list[str]:
+def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
   """What keeps a run from dynamic sampling, a line each.
 
   Args:
-    leaves: all settings by dotted path, each in its own range.
+    flat_config: all settings by dotted path, each in its own range.
   """
-  if not leaves["filter_groups.enable"]:
+  if not flat_config["filter_groups.enable"]:
     return []
-  refuse = functools.partial(problem, "filter_groups.enable", True)
-  wrong, advantage = [], leaves["advantage"]
-  if leaves["reward.on_device"]:
-    wrong.append(
+  refuse = functools.partial(config_error, "filter_groups.enable", True)
+  errors, advantage = [], flat_config["advantage"]
+  if flat_config["reward.on_device"]:
+    errors.append(
       refuse(
         "reward.on_device is one program, which draws once: use "
         "reward.on_device = False"
       )
     )
   if advantage in ADVANTAGES and advantage not in ZERO_IN_EQUAL_GROUPS:
-    wrong.append(
+    errors.append(
       refuse(
         f"advantage = {advantage!r} learns from groups of equal rewards too: "
         f"use one of {', '.join(ZERO_IN_EQUAL_GROUPS)}"
       )
     )
-  if leaves["loss.beta"] > 0 and leaves["loss.kl_placement"] == "reward":
-    wrong.append(
+  if (
+    flat_config["loss.beta"] > 0
+    and flat_config["loss.kl_placement"] == "reward"
+  ):
+    errors.append(
       refuse(
         "with a KL penalty in the reward (loss.kl_placement = 'reward') groups "
         "of equal rewards teach something: use loss.kl_placement = 'ratio'"
       )
     )
-  several = len(leaves["reward.functions"]) > 1 or leaves["reward.model"]
-  acc = leaves["filter_groups.metric"] == "acc"
-  if acc and several and leaves["filter_groups.rescale"]:
-    todo = (
+  several = (
+    len(flat_config["reward.functions"]) > 1 or flat_config["reward.model"]
+  )
+  acc = flat_config["filter_groups.metric"] == "acc"
+  if acc and several and flat_config["filter_groups.rescale"]:
+    remedy = (
       "groups of equal filter_groups.metric = 'acc' may still differ in other "
       "rewards, so that no factor gives the gradient of all back: use False, "
       "or metric = 'reward'"
     )
-    wrong.append(problem("filter_groups.rescale", True, todo))
-  return wrong
+    errors.append(config_error("filter_groups.rescale", True, remedy))
+  return errors

@@ -1,11 +1,12 @@
 """A training run: its steps, evaluations and checkpoints, to the end.
 
-SIGTERM is answered where `poll` is called: between the parts of a step, while
-the device samples or diagnoses, between batches of an evaluation, at least once
-a second while rewards are computed, and for each prompt that is read before the
-start. What runs on in between is one compilation, the update of a step or (with
-reward.on_device) the step, the reading of the weights, and with reward.workers
-= 0 the reward of one completion; on s3:// also the copying of a checkpoint.
+SIGTERM is answered where `check_signals` is called: between the parts of a
+step, while the device samples or diagnoses, between batches of an evaluation,
+at least once a second while rewards are computed, and for each prompt that is
+read before the start. What runs on in between is one compilation, the update of
+a step or (with reward.on_device) the step, the reading of the weights, and with
+reward.workers = 0 the reward of one completion; on s3:// also the copying of a
+checkpoint.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ from grpojax.training import (
   reward_inputs,
   run_storage,
 )
-from grpojax.training import pace as pace_lib
+from grpojax.training import eta as eta_lib
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.progress import Progress
@@ -62,11 +63,11 @@ class Stopped(Exception):
   """The run cannot or should not go on; the message says why."""
 
 
-def _make_step(run: Run, tx, poll: Poll, group_size: int):
-  args = (run.config, run.policy, group_size, tx, run.ref_params, run.places)
+def _make_step(run: Run, tx, check_signals: Poll, group_size: int):
+  args = (run.config, run.policy, group_size, tx, run.ref_params, run.shardings)
   if run.config.reward.on_device:
     return device_step.make_device_step(*args)
-  return host_step.make_host_step(*args, run.scorer, poll)
+  return host_step.make_host_step(*args, run.reward_pool, check_signals)
 
 
 def _group_size(config: ConfigDict, state: TrainState) -> int:
@@ -80,17 +81,19 @@ def remaining_steps(
   state: TrainState,
   tx,
   progress: Progress,
-  poll: Poll,
+  check_signals: Poll,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
   """The remaining steps; what is after each of them, recorded and printed.
 
   `around(step)` is a context for each.
   """
-  config, pace = run.config, pace_lib.Pace()
-  make_step = functools.cache(functools.partial(_make_step, run, tx, poll))
-  adapt = adapting.make_adapt(run)
-  follow = reference.make_follow(config, run.places)
+  config, eta = run.config, eta_lib.Eta()
+  make_step = functools.cache(
+    functools.partial(_make_step, run, tx, check_signals)
+  )
+  adapt = adapting.make_update_group_size(run)
+  follow = reference.make_update_reference(config, run.shardings)
   size, batches, choose = None, iter(()), None
   parts = filter_groups.draw_parts(config)
 
@@ -101,14 +104,16 @@ def remaining_steps(
     except (ValueError, OSError) as error:
       raise Stopped(str(error)) from error
     so_far = step - 1, config.steps
-    return prompts, reward_inputs.with_step(run.scorer.pool, examples, *so_far)
+    return prompts, reward_inputs.with_step(
+      run.reward_pool.pool, examples, *so_far
+    )
 
   first, every = int(state.step) + 1, config.diagnostics.every
   if first <= config.steps:
     run.screen.busy("the first step compiles, which takes a while")
   began = time.perf_counter() - progress.train_seconds
   for step in range(first, config.steps + 1):
-    poll(together=True)
+    check_signals(together=True)
     clock = time.perf_counter()
     if size != _group_size(config, state):
       size = _group_size(config, state)
@@ -129,15 +134,15 @@ def remaining_steps(
     if diagnosed:
       state = adapt(state, row)
     now = time.perf_counter()
-    pace = pace_lib.after_step(pace, now - clock)
+    eta = eta_lib.after_step(eta, now - clock)
     row = {"step": step, "group_size": size, **row}
     row["train_seconds"] = now - began
     row |= reporting.speed(config, row, now - clock)
     progress = progress_lib.after(progress, row)
-    reporting.log(run, row, shown, pace)
+    reporting.log(run, row, shown, eta)
     reporting.log_failures(run, step, failures)
     yield state, progress
-    pace = pace_lib.after_pause(pace, time.perf_counter() - now)
+    eta = eta_lib.after_pause(eta, time.perf_counter() - now)
 
 
 def fit(
@@ -146,8 +151,8 @@ def fit(
   tx,
   progress: Progress,
   checkpointer,
-  poll: Poll,
-  publish: Poll,
+  check_signals: Poll,
+  sync: Poll,
   around: profiling.Around,
 ) -> tuple[TrainState, Progress]:
   """Runs the remaining steps, evaluating and saving on the way.
@@ -166,12 +171,12 @@ def fit(
 
   def ask(together=False):
     saved = checkpoint.check(checkpointer)  # it may have failed
-    publish(lazily=not saved)
-    poll(together)
+    sync(lazily=not saved)
+    check_signals(together)
 
   def save():
     notes = progress_lib.to_notes(with_record())
-    publish()  # the rows of a step come before its checkpoint
+    sync()  # the rows of a step come before its checkpoint
     kept = reference.on_devices(state)
     always = best.step(record) if config.checkpoint.best else None
     checkpoint.save(checkpointer, int(state.step), kept, notes, always)
@@ -213,8 +218,10 @@ def fit(
         save()
       if not goes_on:
         break
-      limits = {name: config.stop[name] for name in progress_lib.TROUBLES}
-      why = progress_lib.hopeless(progress, limits)
+      limits = {
+        name: config.stop[name] for name in progress_lib.STOP_CONDITIONS
+      }
+      why = progress_lib.stop_reason(progress, limits)
       if why and step < config.steps:
         raise Stopped(why)
     if config.steps == 0:  # a baseline: evaluated, saved, not trained
@@ -233,14 +240,14 @@ def fit(
 def run(
   config: ConfigDict,
   directory: pathlib.Path,
-  publish: Callable[..., None] = lambda lazily=False: None,
+  sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
   """A whole training run, from where it stands to its end.
 
   Args:
     config: the resolved config.
     directory: the run's; resumed where it holds a part of the same run.
-    publish: see `run_storage.opened`.
+    sync: see `run_storage.opened`.
 
   Returns:
     The summary, None where the run had been finished before.
@@ -260,7 +267,7 @@ def run(
     told = screen.opened(config.steps, config.log.every)
     told = stack.enter_context(told)
 
-    def poll(together=False):
+    def check_signals(together=False):
       if interrupted:  # and went unnoticed
         raise KeyboardInterrupt
       if requested(together):
@@ -268,15 +275,15 @@ def run(
 
     try:
       run, state, *rest = opening.open_all(
-        config, directory, stack, poll, publish, told
+        config, directory, stack, check_signals, sync, told
       )
       traced = config.profile.steps, directory, int(state.step)
       with profiling.opened(*traced) as around:  # ends when all is saved
-        state, progress = fit(run, state, *rest, poll, publish, around)
+        state, progress = fit(run, state, *rest, check_signals, sync, around)
       checkpointer = rest[-1]
-      return reporting.finish(run, state, progress, checkpointer, poll)
+      return reporting.finish(run, state, progress, checkpointer, check_signals)
     except (Preempted, interrupts.Left) as done:
-      publish()  # before it says so
+      sync()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
       sys.exit(preemption.EXIT_PREEMPTED)

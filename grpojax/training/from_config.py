@@ -36,7 +36,7 @@ from grpojax.training import (
   score_norms,
   sources,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
@@ -61,7 +61,7 @@ def open_policy(config: ConfigDict) -> Policy:
   """
   model = config.model
   path = sources.model(config)
-  policy = policies.open_policy(path, model.dtype, model.remat)
+  policy = policy_lib.open_policy(path, model.dtype, model.remat)
   loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
   return policy
 
@@ -82,11 +82,11 @@ def with_weights(
   place = mesh and functools.partial(sharding.shardings, mesh=mesh)
   rank, alpha, targets = (config.lora[k] for k in ("rank", "alpha", "targets"))
   if not rank:
-    return policies.with_weights(policy, "float32", place)
+    return policy_lib.with_weights(policy, "float32", place)
   # Nothing is added to frozen weights, so they need no more digits than what is
   # computed with them.
-  policy = policies.with_weights(policy, config.model.dtype, place)
-  return policies.with_adapters(
+  policy = policy_lib.with_weights(policy, config.model.dtype, place)
+  return policy_lib.with_adapters(
     policy,
     jax.random.key(config.seed),
     rank=rank,
@@ -172,8 +172,8 @@ def kl_in_reward(config: ConfigDict) -> float:
   return config.loss.beta if config.loss.kl_placement == "reward" else 0.0
 
 
-def rescore(config: ConfigDict) -> bool:
-  """Whether the scorer computes the old log-probabilities."""
+def recompute_logprobs(config: ConfigDict) -> bool:
+  """Whether the trainer computes the old log-probabilities."""
   return OLD_LOGPROBS[config.loss.old_logprobs]
 
 

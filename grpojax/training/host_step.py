@@ -30,7 +30,7 @@ from grpojax.training import (
   scoring,
 )
 from grpojax.training import diagnosis as diagnosis_lib
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
@@ -46,7 +46,7 @@ def make_compare(config: ConfigDict):
     bounded; the weights are the prompts'.
   """
   options = from_config.update_options(config)
-  rescore = from_config.rescore(config)
+  recompute_logprobs = from_config.recompute_logprobs(config)
   aggregate = from_config.aggregation(config)
 
   def compare(
@@ -72,7 +72,7 @@ def make_compare(config: ConfigDict):
       from_config.advantage(config),
       ref_params,
       on_policy=on_policy,
-      policy_params=params if rescore and not on_policy else None,
+      policy_params=params if recompute_logprobs and not on_policy else None,
       kl_in_reward=from_config.kl_in_reward(config),
       truncated=config.loss.truncated,
       advantage_clip=config.loss.advantage_clip or None,
@@ -119,19 +119,19 @@ def make_programs(
   policy: Policy,
   group_size: int,
   tx: optax.GradientTransformation,
-  places: TrainState,
+  shardings: TrainState,
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
   """The programs of `make_host_step`, which see for the arguments."""
   sampling = from_config.sampling(config)
   return Programs(
     samplers.sampler_program(config, policy, group_size, sampling, budgets),
-    policies.jit(policy, make_compare(config)),
-    policies.jit(
+    policy_lib.jit(policy, make_compare(config)),
+    policy_lib.jit(
       policy,
       make_learn(config, tx),
       donate_argnums=1,
-      out_shardings=(places, None),
+      out_shardings=(shardings, None),
     ),
   )
 
@@ -142,9 +142,9 @@ def make_host_step(
   group_size: int,
   tx: optax.GradientTransformation,
   ref_params: Params | None,
-  places: TrainState,
-  scorer: scoring.Scorer,
-  poll: Callable[..., None],
+  shardings: TrainState,
+  reward_pool: scoring.RewardPool,
+  check_signals: Callable[..., None],
   budgets: Callable[[Prompts], Array] | None = None,
 ):
   """A step whose rewards are computed on the host, from text.
@@ -156,11 +156,11 @@ def make_host_step(
     tx: the optimizer.
     ref_params: the reference policy, or None; where it follows the policy, the
       state has it.
-    places: shardings of the state, the same before and after each step.
-    scorer: of the rewards.
-    poll: called between the parts of a step (`together` with all processes, see
-      `preemption.install`) and all through them, but for the last, the update;
-      may raise. Only that touches the state, so a step that
+    shardings: shardings of the state, the same before and after each step.
+    reward_pool: of the rewards.
+    check_signals: called between the parts of a step (`together` with all
+      processes, see `preemption.install`) and all through them, but for the
+      last, the update; may raise. Only that touches the state, so a step that
       it ends leaves no trace.
     budgets: see `samplers.sampler_program`.
 
@@ -173,27 +173,27 @@ def make_host_step(
     scalars; the samples are rows of samples.jsonl, none where they are not due;
     the failures are rewards that could not be computed.
   """
-  programs = make_programs(config, policy, group_size, tx, places, budgets)
-  mesh = mesh_lib.mesh_of(places)
+  programs = make_programs(config, policy, group_size, tx, shardings, budgets)
+  mesh = mesh_lib.mesh_of(shardings)
   draw, fill = dynamic_sampling.make_draw(
     config,
     functools.partial(
-      sampling_parts.make_scored_samples,
+      sampling_parts.make_rewarded_samples,
       config,
       policy,
       programs.sample,
       mesh,
-      scorer,
-      poll,
+      reward_pool,
+      check_signals,
     ),
     mesh,
-    poll,
-    functools.partial(scoring.correctness, scorer),
+    check_signals,
+    functools.partial(scoring.correctness, reward_pool),
   )
-  consume = dynamic_sampling.make_consume(places)
-  observe = prompt_choice.make_learn(config, places)
+  advance_stream = dynamic_sampling.make_advance_stream(shardings)
+  observe = prompt_choice.make_learn(config, shardings)
   aggregated = from_config.aggregation(config) is not None
-  diagnose = policies.jit(
+  diagnose = policy_lib.jit(
     policy,
     diagnosis_lib.make_diagnose(
       config, mesh_lib.row_shards(mesh), policy.vmappable
@@ -218,7 +218,7 @@ def make_host_step(
     given = state.params, prompts, examples, key, clock
     samples, _, scores = draw(*given)
     rewards = mesh_lib.place(scores.rewards, mesh, "batch", "group")
-    poll(together=True)
+    check_signals(together=True)
     first = samples, scores, examples
     filled = fill(state.params, first, key, clock, take)
     score_metrics = scoring.metrics(filled.drawn) | filled.metrics
@@ -230,21 +230,21 @@ def make_host_step(
       diagnosis = diagnose(
         state.params, samples, rewards, key, state.score_norms
       )
-      policies.wait(diagnosis, poll)
+      policy_lib.wait(diagnosis, check_signals)
       score_metrics |= mesh_lib.fetch(diagnosis)
       clock.append(time.perf_counter())
-      poll(together=True)
+      check_signals(together=True)
     batch = filled.samples, filled.scores
     if filled.scores is not scores:
       rewards = filled.scores.rewards
       rewards = mesh_lib.place(rewards, mesh, "batch", "group")
-    ref = reference.at_hand(ref_params if held is None else held)
+    ref = reference.to_device(ref_params if held is None else held)
     args = ref, filled.scale, prompts.weights
     batch, row = compared(state, *batch, rewards, *args)
-    policies.wait(batch, poll)
+    policy_lib.wait(batch, check_signals)
     clock.append(time.perf_counter())
     if state.difficulty is not None:
-      right = scoring.correctness(scorer, scores, examples)
+      right = scoring.correctness(reward_pool, scores, examples)
       state = observe(state, examples, right)
     due = sample_rows.is_due(config, int(mesh_lib.fetch(state.step)) + 1)
     state, of_update = programs.learn(state, batch)
@@ -252,7 +252,7 @@ def make_host_step(
     shown = sample_rows.of_batch(config, policy, filled, batch) if due else []
     counts = sample_rows.reward_counts(filled.drawn.rewards)
     score_metrics["reward_counts"] = counts
-    state = consume(state, filled.more_prompts)
+    state = advance_stream(state, filled.more_prompts)
     row = mesh_lib.fetch(row | of_update) | score_metrics
     clock.append(time.perf_counter())
     names = ["seconds_rollout", "seconds_rewards"]

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from grpojax.data.datasets import DATASETS
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.functions import label
-from grpojax.runtime.config import nearest, problem
+from grpojax.runtime.config import config_error, nearest
 
 SECTION = "data.mixture"
 
@@ -83,42 +83,46 @@ def judges(config: ConfigDict) -> dict[str, str]:
   }
 
 
-def problems(leaves: Mapping[str, Any]) -> list[str]:
+def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
   """What is wrong with a mixture, a line each: field, value, what to do.
 
   Args:
-    leaves: all settings by dotted path.
+    flat_config: all settings by dotted path.
   """
   prefix = f"{SECTION}."
   flat = {
     name.removeprefix(prefix): value
-    for name, value in leaves.items()
+    for name, value in flat_config.items()
     if name.startswith(prefix)
   }
-  parts, wrong = flax.traverse_util.unflatten_dict(flat, sep="."), []
+  parts, errors = flax.traverse_util.unflatten_dict(flat, sep="."), []
   if not parts:
     return []
-  for field in leaves:
+  for field in flat_config:
     if field.startswith("data.options.") or (
-      field == "data.path" and leaves[field]
+      field == "data.path" and flat_config[field]
     ):
-      todo = (
+      remedy = (
         f"is of one data set: write {prefix}NAME.{field[5:]}, or no mixture"
       )
-      wrong.append(problem(field, leaves[field], todo))
-  labels = [label(x) for x in leaves["reward.functions"] if isinstance(x, str)]
+      errors.append(config_error(field, flat_config[field], remedy))
+  labels = [
+    label(x) for x in flat_config["reward.functions"] if isinstance(x, str)
+  ]
   for part, given in parts.items():
-    wrong += _part(f"{prefix}{part}", part, given, labels)
-  if wrong:
-    return wrong
+    errors += _part(f"{prefix}{part}", part, given, labels)
+  if errors:
+    return errors
   asked = [
     _source(part, given).rewards or labels for part, given in parts.items()
   ]
   idle = sorted(set(labels) - {name for some in asked for name in some})
   if idle:
-    todo = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
-    wrong.append(problem("reward.functions", leaves["reward.functions"], todo))
-  return wrong
+    remedy = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
+    errors.append(
+      config_error("reward.functions", flat_config["reward.functions"], remedy)
+    )
+  return errors
 
 
 def _part(
@@ -126,13 +130,13 @@ def _part(
 ) -> list[str]:
   """What is wrong with one data set of a mixture."""
   if not isinstance(given, Mapping):
-    todo = f"is a section: {field}.name, .path, .options, .weight, .rewards"
-    return [problem(field, given, todo)]
-  wrong = []
+    remedy = f"is a section: {field}.name, .path, .options, .weight, .rewards"
+    return [config_error(field, given, remedy)]
+  errors = []
 
-  def need(key, holds, todo):
+  def need(key, holds, remedy):
     if not holds:
-      wrong.append(problem(f"{field}.{key}", given[key], todo))
+      errors.append(config_error(f"{field}.{key}", given[key], remedy))
 
   for key in given:
     if key not in Source._fields:
@@ -140,16 +144,16 @@ def _part(
       hint = f"; did you mean {guess}?" if guess else ""
       need(key, False, f"unknown: use {', '.join(Source._fields)}{hint}")
   if not re.fullmatch(r"[\w-]+", part):
-    todo = "names metrics: use letters, digits, '_' and '-'"
-    wrong.append(problem(SECTION, part, todo))
+    remedy = "names metrics: use letters, digits, '_' and '-'"
+    errors.append(config_error(SECTION, part, remedy))
   source = {"name": part, "path": "", "options": {}, "weight": 1.0} | given
   if source["name"] not in DATASETS:
-    todo = f"use one of {', '.join(DATASETS)}"
-    wrong.append(problem(f"{field}.name", source["name"], todo))
+    remedy = f"use one of {', '.join(DATASETS)}"
+    errors.append(config_error(f"{field}.name", source["name"], remedy))
   weight = source["weight"]
   number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-  todo = "must be a number more than 0"
-  need("weight", number and 0 < weight < math.inf, todo)
+  remedy = "must be a number more than 0"
+  need("weight", number and 0 < weight < math.inf, remedy)
   need("path", isinstance(source["path"], str), "must be a text")
   need("options", isinstance(source["options"], Mapping), "is a section")
   rewards = given.get("rewards", ())
@@ -158,11 +162,11 @@ def _part(
     isinstance(x, str) for x in texts
   ):
     need("rewards", False, "must be names of reward.functions")
-    return wrong
+    return errors
   names = _source(part, {"rewards": rewards}).rewards
   good = len(set(names)) == len(names) and set(names) <= set(labels)
   need("rewards", good, f"names, each once, among reward.functions: {labels}")
-  return wrong
+  return errors
 
 
 def by_source(

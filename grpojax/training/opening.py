@@ -30,7 +30,7 @@ from grpojax.runtime import (
 )
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import (
   resume,
   run_config,
@@ -89,7 +89,7 @@ def _check_shared(directory: pathlib.Path) -> None:
 def _model_files(path: str) -> str:
   if hub.parse(path) and not hf.exists(path):
     return "from the Hub"  # whose commits are the same for all
-  return fingerprint(policies.find_model(path))
+  return fingerprint(policy_lib.find_model(path))
 
 
 def _files(config: ConfigDict) -> dict[str, str]:
@@ -167,8 +167,8 @@ def open_all(
   config: ConfigDict,
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
-  poll: Callable[..., None],
-  publish: Callable[..., None],
+  check_signals: Callable[..., None],
+  sync: Callable[..., None],
   screen: Screen,
 ):
   """All that can be wrong is found, and all that a run holds is opened.
@@ -177,8 +177,8 @@ def open_all(
     config: from `settle`.
     directory: the run's.
     stack: closes what is opened.
-    poll: see `start.check` and `resume.resume`.
-    publish: see `run_storage.opened`.
+    check_signals: see `start.check` and `resume.resume`.
+    sync: see `run_storage.opened`.
     screen: says how far it is.
 
   Returns:
@@ -203,7 +203,7 @@ def open_all(
         run_directory.say_restart(directory)
       splits = {"train": checked.train, "test": checked.held_out}
       splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
-      publish()
+      sync()
     except (OSError, disk.WriteFailed) as error:
       said = getattr(error, "strerror", None) or error
       raise ValueError(f"{directory} cannot be written: {said}") from error
@@ -215,7 +215,7 @@ def open_all(
       distributed.on_main(hold)
     today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
-      checked = start.check(config, directory, poll, today)
+      checked = start.check(config, directory, check_signals, today)
     _check_data(checked)
     if first:  # what cannot run leaves no directory
       distributed.on_main(hold)
@@ -228,16 +228,16 @@ def open_all(
     )
   )
   with command_line.usage_errors():
-    scorer = stack.enter_context(
-      scoring.open_scorer(checked.config, checked.reward_model)
+    reward_pool = stack.enter_context(
+      scoring.open_reward_pool(checked.config, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, scorer)
+    run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
     run = run._replace(screen=screen)
   with command_line.usage_errors():
     step = checkpoint.latest_step(checkpointer)
     run = tracking.tracked(run, -1 if step is None else step, stack)
-    state, progress = resume.resume(run, state, checkpointer, poll)
+    state, progress = resume.resume(run, state, checkpointer, check_signals)
     if resumed:
       distributed.on_main(lambda: _go_on(directory, checked.config))
   return run, state, tx, progress, checkpointer

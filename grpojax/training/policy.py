@@ -211,20 +211,20 @@ def lower(program: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
   return program.func.lower(*program.args, *args)
 
 
-def wait(arrays: PyTree, poll: Callable[[], None]) -> None:
-  """Waits for the devices, and calls `poll`, which may raise, in the meantime.
+def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
+  """Waits for the devices, calling `check_signals`, which may raise.
 
   Args:
     arrays: results that are being computed.
-    poll: called at least once, and then about 20 times a second.
+    check_signals: called at least once, and then about 20 times a second.
   """
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
-    poll()
+    check_signals()
     while not array.is_ready():
       # Little of what was waited for so far: a short wait ends in time.
       time.sleep(min(0.05, 1e-4 + (time.monotonic() - began) / 100))
-      poll()
+      check_signals()
 
 
 def whole_params(policy: Policy, params: Params) -> Params:

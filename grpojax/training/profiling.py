@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from grpojax.runtime import distributed
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 PROFILE = "profile"  # in the run directory
 _TRACES = "plugins/profile/*"  # in it; each has the time of its beginning
@@ -38,16 +38,18 @@ def parse(text: str) -> range:
   return range(first, last + 1)
 
 
-def problems(leaves: dict[str, Any]) -> list[str]:
+def config_errors(flat_config: dict[str, Any]) -> list[str]:
   """What is wrong with the settings, a line each."""
-  text = leaves["profile.steps"]
+  text = flat_config["profile.steps"]
   try:
     steps = parse(text)
   except ValueError as error:
-    return [problem("profile.steps", text, str(error))]
-  if steps and steps[-1] > leaves["steps"]:
-    todo = f"the last step is {leaves['steps']} (steps): profile earlier ones"
-    return [problem("profile.steps", text, todo)]
+    return [config_error("profile.steps", text, str(error))]
+  if steps and steps[-1] > flat_config["steps"]:
+    remedy = (
+      f"the last step is {flat_config['steps']} (steps): profile earlier ones"
+    )
+    return [config_error("profile.steps", text, remedy)]
   return []
 
 

@@ -31,7 +31,7 @@ class Trouble(NamedTuple):
 
 _SOME = 1e-9  # more than none
 
-TROUBLES = {
+STOP_CONDITIONS = {
   "skipped_updates": Trouble(
     shown=1,
     whole=1,
@@ -70,7 +70,7 @@ class Progress:
       number of prompts; None where it is not known yet.
     train_seconds: spent on steps, and on evaluations and saves between them,
       over all the times the run was started.
-    steps_with: for each of `TROUBLES`, in how many steps it happened.
+    steps_with: for each of `STOP_CONDITIONS`, in how many steps it happened.
     in_a_row: for each, how many of the last steps were wholly of that kind.
     failed_rewards: that could not be computed, in all steps; evaluations do
       not count.
@@ -103,7 +103,7 @@ def to_notes(progress: Progress) -> dict[str, Any]:
 def after(progress: Progress, row: Row) -> Progress:
   """After one more step, of which `row` has the metrics."""
   steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
-  for name, trouble in TROUBLES.items():
+  for name, trouble in STOP_CONDITIONS.items():
     shown, whole = row[name] >= trouble.shown, row[name] >= trouble.whole
     steps_with[name] = steps_with.get(name, 0) + bool(shown)
     in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
@@ -120,19 +120,19 @@ def troubles(row: Row) -> list[str]:
   """What of it a step's metrics show, in words."""
   return [
     trouble.words.format(row[name])
-    for name, trouble in TROUBLES.items()
+    for name, trouble in STOP_CONDITIONS.items()
     if row[name] >= trouble.shown
   ]
 
 
-def hopeless(progress: Progress, limits: Mapping[str, int]) -> str | None:
+def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
   """Why a run should end, or None.
 
   Args:
     progress: so far.
-    limits: steps in a row by `TROUBLES`' names; 0 is no limit.
+    limits: steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
   """
-  for name, trouble in TROUBLES.items():
+  for name, trouble in STOP_CONDITIONS.items():
     count = progress.in_a_row.get(name, 0)
     if 0 < limits[name] <= count:
       return (

@@ -21,7 +21,7 @@ from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.statistics import success_rates
 from grpojax.statistics.prompt_sampling import Stratum, draw
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
@@ -42,25 +42,25 @@ def init(config: ConfigDict, examples: Any) -> SuccessRates | None:
   """
   if not difficulty.on(config):
     return None
-  count, leaves = len(examples), config_lib.flatten(config)
+  count, flat_config = len(examples), config_lib.flatten(config)
   field = "difficulty.priority"
   if count >= ENDLESS:
-    todo = (
+    remedy = (
       "a data set without end asks no prompt twice, so that none has a success "
       "rate: give it a size (data.options.size), or use none"
     )
-    raise ValueError(problem(field, config.difficulty.priority, todo))
-  size = min(group_sizes.group_sizes(leaves))
-  prompts = group_sizes.samples_per_step(leaves) // size
+    raise ValueError(config_error(field, config.difficulty.priority, remedy))
+  size = min(group_sizes.group_sizes(flat_config))
+  prompts = group_sizes.samples_per_step(flat_config) // size
   strata = _strata(examples)
   for size, weight in strata:
     share = prompts * weight / sum(stratum.weight for stratum in strata)
     if size * config.difficulty.rows < share - 1e-6:
-      todo = (
+      remedy = (
         f"a step takes {share:g} prompts of a data set, and there are {size}: "
         "use a smaller batch_size, more difficulty.rows, or none"
       )
-      raise ValueError(problem(field, config.difficulty.priority, todo))
+      raise ValueError(config_error(field, config.difficulty.priority, remedy))
   return success_rates.unknown(count)
 
 
@@ -132,18 +132,18 @@ def make_draw(
   return next_prompts
 
 
-def make_learn(config: ConfigDict, places: TrainState):
+def make_learn(config: ConfigDict, shardings: TrainState):
   """`(state, examples, correctness [B, G]) -> state` after a step's rewards.
 
   Args:
     config: the run's.
-    places: shardings of the state.
+    shardings: shardings of the state.
   """
   observe = jax.jit(
     bind(success_rates.observe, **difficulty.settings(config)),
-    out_shardings=places.difficulty,
+    out_shardings=shardings.difficulty,
   )
-  mesh = mesh_lib.mesh_of(places)
+  mesh = mesh_lib.mesh_of(shardings)
 
   def learn(
     state: TrainState,

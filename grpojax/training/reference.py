@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 from ml_collections import ConfigDict
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}
 """JAX's kind of memory, by the name in a config."""
@@ -40,8 +40,8 @@ def check(where: str, mesh: Mesh) -> None:
   device, kind = mesh.local_devices[0], REFERENCE_MEMORY[where]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kind is not None and kind not in kinds:
-    todo = f"{device.platform} has no memory of the kind {kind}: use device"
-    raise ValueError(problem("model.reference", where, todo))
+    remedy = f"{device.platform} has no memory of the kind {kind}: use device"
+    raise ValueError(config_error("model.reference", where, remedy))
 
 
 def stored(params: Params, where: str) -> Params:
@@ -59,7 +59,7 @@ def stored(params: Params, where: str) -> Params:
   )
 
 
-def at_hand(params: Params | None) -> PyTree:
+def to_device(params: Params | None) -> PyTree:
   """The reference on the devices, for a pass; None and {} as they are."""
 
   def back(x):
@@ -81,20 +81,20 @@ def mixed(reference: Params, params: Params, mix: float | int) -> Params:
   )
 
 
-def first(params: Params, places: PyTree) -> Params:
+def first(params: Params, shardings: PyTree) -> Params:
   """A reference that follows, before the first step: a copy of the policy."""
-  copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=places)
+  copy = jax.jit(lambda p: jax.tree.map(jnp.copy, p), out_shardings=shardings)
   return copy(params)
 
 
-def make_follow(
-  config: ConfigDict, places: TrainState
+def make_update_reference(
+  config: ConfigDict, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
   """What a step ends with: the state, with the reference that the next one has.
 
   Args:
     config: the run's.
-    places: shardings of the state.
+    shardings: shardings of the state.
   """
   every, mix = config.model.reference_every, config.model.reference_mix
   where = config.model.reference
@@ -103,13 +103,13 @@ def make_follow(
   move = jax.jit(
     lambda old, params: mixed(old, params, mix),
     donate_argnums=0,
-    out_shardings=places.params,
+    out_shardings=shardings.params,
   )
 
   def follow(state):
     if int(state.step) % every:
       return state
-    new = move(at_hand(state.reference), state.params)
+    new = move(to_device(state.reference), state.params)
     return state.replace(reference=stored(new, where))
 
   return follow
@@ -117,32 +117,37 @@ def make_follow(
 
 def on_devices(state: TrainState) -> TrainState:
   """The state as it is saved and loaded, wherever its reference is kept."""
-  return state.replace(reference=at_hand(state.reference))
+  return state.replace(reference=to_device(state.reference))
 
 
-def put_away(state: TrainState, config: ConfigDict) -> TrainState:
+def to_host(state: TrainState, config: ConfigDict) -> TrainState:
   """The state as a run holds it: `on_devices`'s, the reference in its place."""
   kept = stored(state.reference, config.model.reference)
   return state.replace(reference=kept)
 
 
-def problems(leaves: dict[str, Any]) -> list[str]:
+def config_errors(flat_config: dict[str, Any]) -> list[str]:
   """What is wrong with the settings of a reference, a line each.
 
   Args:
-    leaves: all settings by dotted path, each in its own range.
+    flat_config: all settings by dotted path, each in its own range.
   """
-  where, wrong = leaves["model.reference"], []
-  if where != "device" and leaves["reward.on_device"]:
-    todo = (
+  where, errors = flat_config["model.reference"], []
+  if where != "device" and flat_config["reward.on_device"]:
+    remedy = (
       "reward.on_device is one program, which holds it all along: use device"
     )
-    wrong.append(problem("model.reference", where, todo))
-  every, mix = leaves["model.reference_every"], leaves["model.reference_mix"]
-  if every and not leaves["loss.beta"]:
-    todo = "there is no reference without a KL term: use 0, or loss.beta > 0"
-    wrong.append(problem("model.reference_every", every, todo))
+    errors.append(config_error("model.reference", where, remedy))
+  every, mix = (
+    flat_config["model.reference_every"],
+    flat_config["model.reference_mix"],
+  )
+  if every and not flat_config["loss.beta"]:
+    remedy = "there is no reference without a KL term: use 0, or loss.beta > 0"
+    errors.append(config_error("model.reference_every", every, remedy))
   if mix != 1 and not every:
-    todo = "a fixed reference is not mixed: use 1, or model.reference_every > 0"
-    wrong.append(problem("model.reference_mix", mix, todo))
-  return wrong
+    remedy = (
+      "a fixed reference is not mixed: use 1, or model.reference_every > 0"
+    )
+    errors.append(config_error("model.reference_mix", mix, remedy))
+  return errors

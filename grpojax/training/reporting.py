@@ -12,8 +12,8 @@ a title):
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
 | router_aux_loss, clip_fraction_*,    |                                    |
 | gradient_weight                      |                                    |
-| sampler_*                            | core.sampler_mismatch              |
-| importance_*, off_policy_masked      | core.sampler_correction            |
+| sampler_*                            | core.rollout_mismatch              |
+| importance_*, off_policy_masked      | core.rollout_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
 | own_* (weighted baselines)           | statistics.advantage_errors        |
@@ -59,10 +59,10 @@ from grpojax.training import (
   reward_inputs,
   run_directory,
 )
-from grpojax.training import pace as pace_lib
-from grpojax.training import policy as policies
+from grpojax.training import eta as eta_lib
+from grpojax.training import policy as policy_lib
 from grpojax.training import shown as shown_lib
-from grpojax.training.pace import Pace
+from grpojax.training.eta import Eta
 from grpojax.training.progress import Progress
 from grpojax.training.start import Run
 
@@ -93,7 +93,7 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def evaluate_held_out(
-  run: Run, params: Params, step: int, poll: Callable[[], None]
+  run: Run, params: Params, step: int, check_signals: Callable[[], None]
 ) -> dict[str, Any]:
   """Greedy held-out accuracy; recorded, printed and returned.
 
@@ -101,8 +101,8 @@ def evaluate_held_out(
     run: the run.
     params: to evaluate.
     step: after which.
-    poll: called between batches and while rewards are computed; may raise, and
-      nothing is recorded then.
+    check_signals: called between batches and while rewards are computed; may
+      raise, and nothing is recorded then.
   """
   config = run.config
   batches = prompts.held_out(config, run.policy, run.held_out.examples)
@@ -111,12 +111,12 @@ def evaluate_held_out(
     run.policy,
     params,
     run.greedy,
-    reward_inputs.batches_with_step(run.scorer.pool, batches, *so_far),
-    run.scorer,
+    reward_inputs.batches_with_step(run.reward_pool.pool, batches, *so_far),
+    run.reward_pool,
     jax.random.key(config.seed),
     config.eval.batch_size,
     run.mesh,
-    poll,
+    check_signals,
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
   )
   values = evaluation.per_prompt(result)
@@ -159,7 +159,7 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
     _append(run, run_directory.FAILURES, row)
 
 
-def log(run: Run, row: dict[str, Any], shown, pace: Pace) -> None:
+def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
   config, step = run.config, row["step"]
   if not from_config.needs_reference(config):
@@ -169,8 +169,8 @@ def log(run: Run, row: dict[str, Any], shown, pace: Pace) -> None:
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
   due = step % config.log.every == 0 or step == config.steps
-  left = pace_lib.left(pace, config.steps - step)
-  seen = (shown_lib.line(config, row, pace), shown_lib.cells(row))
+  left = eta_lib.left(eta, config.steps - step)
+  seen = (shown_lib.line(config, row, eta), shown_lib.cells(row))
   run.screen.stepped(step, left, *(seen if due else (None, {})))
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
@@ -191,7 +191,7 @@ def finish(
   state: TrainState,
   progress: Progress,
   checkpointer: checkpoint.Checkpointer,
-  poll: Callable[[], None],
+  check_signals: Callable[[], None],
 ) -> dict[str, Any]:
   """Writes the model, the picture and the summary.
 
@@ -201,7 +201,7 @@ def finish(
   steps, params = int(state.step), state.params
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost
-    evaluate_held_out(run, params, steps, poll)
+    evaluate_held_out(run, params, steps, check_signals)
   step = best.step(progress.evaluations) if run.config.checkpoint.best else None
   step = steps if step is None else step
   if step != steps:
@@ -210,7 +210,7 @@ def finish(
   if not distributed.on_main(functools.partial(file_checksums.intact, model)):
     if distributed.is_main():  # it may have been killed after this
       run_directory.remove_model(run.directory)
-    whole = policies.whole_params(run.policy, params)
+    whole = policy_lib.whole_params(run.policy, params)
     hf.save(model, whole, run.policy.directory, dtype="float32")
   summarize = functools.partial(_summarize, run, progress, steps, step)
   return distributed.on_main(summarize)

@@ -18,7 +18,7 @@ def resume(
   run: Run,
   state: TrainState,
   checkpointer: checkpoint.Checkpointer,
-  poll: Callable[[], None],
+  check_signals: Callable[[], None],
 ) -> tuple[TrainState, Progress]:
   """The newest state, and what the run remembers.
 
@@ -27,7 +27,7 @@ def resume(
     state: of the starting weights. They are evaluated where that accuracy is
       not known yet, or is of another number of prompts.
     checkpointer: of the run's checkpoints.
-    poll: called in the evaluation; may raise.
+    check_signals: called in the evaluation; may raise.
 
   Returns:
     The state to go on from, and the progress.
@@ -54,7 +54,7 @@ def resume(
     evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
     baseline = next(iter(evaluated), None)
   if baseline is None:
-    baseline = reporting.evaluate_held_out(run, state.params, 0, poll)
+    baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
   progress = dataclasses.replace(
     progress, baseline=baseline, data=data, frozen=frozen
@@ -62,7 +62,7 @@ def resume(
   if step is not None:
     state = reference.on_devices(state)
     state = checkpoint.restore(checkpointer, state, step)
-    state = reference.put_away(state, run.config)
+    state = reference.to_host(state, run.config)
     print(f"resuming after step {step}", flush=True)
   return state, progress
 

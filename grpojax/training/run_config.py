@@ -60,11 +60,11 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
       f"no run at {run}: give the run directory of a training run, the one "
       f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
     )
-  problems = config_lib.check_keys(
+  config_errors = config_lib.check_keys(
     found[0], default_config(), WORDS
-  ) or validation.problems(config_lib.flatten(found[0]))
-  if problems:
-    lines = "\n  ".join(problems)
+  ) or validation.config_errors(config_lib.flatten(found[0]))
+  if config_errors:
+    lines = "\n  ".join(config_errors)
     raise ValueError(f"{pathlib.Path(run) / CONFIG} is not valid:\n  {lines}")
   return found[0]
 

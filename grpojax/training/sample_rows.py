@@ -19,8 +19,8 @@ rows of a group one after another.
 | truncated       | cut off at its budget of tokens, without an EOS           |
 | tokens          | texts of the tokens, the EOS among them                   |
 | logprobs        | of the sampler, a number a token, in nats                 |
-| scorer_logprobs | of the policy before the update, as the training program  |
-|                 | computes them; with loss.old_logprobs="scorer" and several|
+| trainer_logprobs | of the policy before the update, as the training program  |
+|                 | computes them; with loss.old_logprobs="trainer" and several|
 |                 | updates a step. Null, as those of the reference, where    |
 |                 | they were not computed, for nothing is learned from it    |
 | ref_logprobs    | of the reference policy, where there is one               |
@@ -42,7 +42,7 @@ from grpojax.core.types import Batch
 from grpojax.runtime import distributed
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import from_config
-from grpojax.training.dynamic_sampling import Filled
+from grpojax.training.dynamic_sampling import ResampledBatch
 from grpojax.training.policy import Policy
 
 BINS = 32
@@ -80,7 +80,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def of_batch(
-  config: ConfigDict, policy: Policy, filled: Filled, batch: Batch
+  config: ConfigDict, policy: Policy, filled: ResampledBatch, batch: Batch
 ) -> list[dict[str, Any]]:
   """Rows of samples.jsonl but for their step; see the module.
 
@@ -101,14 +101,14 @@ def of_batch(
     "logprobs": samples.logprobs,
     "ref_logprobs": batch.ref_logprobs,
   }
-  if from_config.rescore(config):
-    arrays["scorer_logprobs"] = batch.old_logprobs
+  if from_config.recompute_logprobs(config):
+    arrays["trainer_logprobs"] = batch.old_logprobs
   if batch.packing is not None:
     arrays["packed"] = batch.packing.packed()
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():  # which writes them
     return []
-  groups = min(config.log.sample_groups, len(filled.places))
+  groups = min(config.log.sample_groups, len(filled.drawn_groups))
   return [
     {"group": b} | _row(policy, filled, arrays, b, g)
     for b in range(groups)
@@ -116,15 +116,15 @@ def of_batch(
   ]
 
 
-def _row(policy: Policy, filled: Filled, arrays, b: int, g: int):
+def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
   """One completion of `of_batch`."""
-  drawn, place = filled.drawn, filled.places[b]
+  drawn, place = filled.drawn, filled.drawn_groups[b]
   example = filled.examples[place]
   one = {name: values[b, g] for name, values in arrays.items()}
   ids, mask = one["ids"], one["mask"]
   if not one.get("packed", True):
     none = np.full(mask.shape, np.nan)
-    of_training = {"scorer_logprobs", "ref_logprobs"} & one.keys()
+    of_training = {"trainer_logprobs", "ref_logprobs"} & one.keys()
     one |= dict.fromkeys(of_training, none)
   text = tokenizer_lib.decode_completion(
     policy.tokenizer, ids, mask, policy.eos_ids

@@ -12,7 +12,7 @@ from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
 from grpojax.training import from_config, halves
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
@@ -49,7 +49,7 @@ def sampler_program(
     options = {"budgets": budgets(prompts)} if budgets else {}
     return draw(lm, params, prompts, key, first_prompt=first, **options)
 
-  return policies.jit(policy, sample)
+  return policy_lib.jit(policy, sample)
 
 
 def laid_out(program: Callable[..., Any], mesh: jax.sharding.Mesh, *args: Any):
@@ -63,11 +63,11 @@ def laid_out(program: Callable[..., Any], mesh: jax.sharding.Mesh, *args: Any):
     mesh: of sampling, in context.
     *args: of the program; shapes will do.
   """
-  places = mesh_lib.map_rows(
+  shardings = mesh_lib.map_rows(
     lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
     jax.eval_shape(program, *args),
   )
-  pinned = jax.jit(program.func, out_shardings=places)
+  pinned = jax.jit(program.func, out_shardings=shardings)
   return functools.partial(pinned, *program.args)
 
 

@@ -12,17 +12,17 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.rewards import groups
 from grpojax.training import halves, samplers, scored_text, scoring
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
-def make_scored_samples(
+def make_rewarded_samples(
   config: ConfigDict,
   policy: Policy,
   program: Callable[..., Rollout],
   mesh: jax.sharding.Mesh,
-  scorer: scoring.Scorer,
-  poll: Callable[[], None],
+  reward_pool: scoring.RewardPool,
+  check_signals: Callable[[], None],
   parts: int | None = None,
 ):
   """A step's samples with their rewards, in `sampling.parts`.
@@ -35,9 +35,9 @@ def make_scored_samples(
     policy: the model.
     program: of `samplers.sampler_program`.
     mesh: of training.
-    scorer: of the rewards.
-    poll: called while it waits; may raise. Rewards that are being computed then
-      are abandoned.
+    reward_pool: of the rewards.
+    check_signals: called while it waits; may raise. Rewards that are being
+      computed then are abandoned.
     parts: in which they are sampled; None is `sampling.parts`.
 
   Returns:
@@ -62,15 +62,17 @@ def make_scored_samples(
     rows = len(examples) // parts
     try:
       for i, part in enumerate(drawn):
-        policies.wait(part, poll)
+        policy_lib.wait(part, check_signals)
         ready = time.perf_counter()
         of_part = examples[i * rows :][:rows]
-        scored.append(scored_text.begin(policy, scorer, of_part, part))
+        scored.append(scored_text.begin(policy, reward_pool, of_part, part))
     except BaseException:
       groups.abandon([part.pending for part in scored])
       raise
     clock.append(ready)
-    texts, scores = scored_text.finish(scorer, examples, scored, poll)
+    texts, scores = scored_text.finish(
+      reward_pool, examples, scored, check_signals
+    )
     clock.append(time.perf_counter())
     return drawn[0] if parts == 1 else whole(drawn), texts, scores
 

@@ -20,7 +20,7 @@ from grpojax.core.weighted_baselines import (
   observe_score_norms,
   score_norm_sums,
 )
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 
 _COLUMN = "score_norms_{}"  # of a diagnosis' metrics
 
@@ -31,20 +31,20 @@ def wanted(advantage: str) -> bool:
   return known and asks_for(ADVANTAGES[advantage], "score_norms")
 
 
-def problems(leaves: Mapping[str, Any]) -> list[str]:
+def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
   """What is missing to know them, a line each.
 
   Args:
-    leaves: all settings by dotted path.
+    flat_config: all settings by dotted path.
   """
-  name, every = leaves["advantage"], leaves["diagnostics.every"]
+  name, every = flat_config["advantage"], flat_config["diagnostics.every"]
   if every or not wanted(name):
     return []
-  todo = (
+  remedy = (
     f"advantage = {name!r} knows the scores' lengths from the diagnostics: "
     "give 1 or more"
   )
-  return [problem("diagnostics.every", every, todo)]
+  return [config_error("diagnostics.every", every, remedy)]
 
 
 def first(config: ConfigDict) -> ScoreNorms | None:

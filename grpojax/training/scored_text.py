@@ -16,7 +16,7 @@ from grpojax.core.types import Rollout
 from grpojax.rewards import groups
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import distributed
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import scoring
 from grpojax.training.policy import Policy
 
@@ -39,7 +39,7 @@ class Begun(NamedTuple):
 
 def begin(
   policy: Policy,
-  scorer: scoring.Scorer,
+  reward_pool: scoring.RewardPool,
   examples: Sequence[dict[str, Any]],
   samples: Rollout,
 ) -> Begun:
@@ -47,7 +47,7 @@ def begin(
 
   Args:
     policy: whose tokenizer decodes them.
-    scorer: of the rewards.
+    reward_pool: of the rewards.
     examples: of the part's prompts; the samples may be of more, which only pad
       the batch.
     samples: that are there; in every process the same part of the batch.
@@ -55,25 +55,26 @@ def begin(
   names = ("completion_ids", "completion_mask", "finished")
   on_host = mesh_lib.fetch({name: getattr(samples, name) for name in names})
   samples, mine = samples.replace(**on_host), distributed.my_rows(len(examples))
-  texts = policies.decode(policy, samples, mine)
-  pending = scoring.submit(scorer, examples[mine], texts, samples, mine)
+  texts = policy_lib.decode(policy, samples, mine)
+  pending = scoring.submit(reward_pool, examples[mine], texts, samples, mine)
   return Begun(len(examples), texts, pending)
 
 
 def finish(
-  scorer: scoring.Scorer,
+  reward_pool: scoring.RewardPool,
   examples: Sequence[dict[str, Any]],
   parts: Sequence[Begun],
-  poll: Callable[[], None],
+  check_signals: Callable[[], None],
   every_text: bool = False,
-) -> tuple[Texts, groups.GroupScores]:
+) -> tuple[Texts, groups.GroupRewards]:
   """Waits for the rewards of a batch.
 
   Args:
-    scorer: of the rewards.
+    reward_pool: of the rewards.
     examples: [B], of the whole batch.
     parts: of it, one after another.
-    poll: called while the functions compute, see `Pool.collect`; may raise.
+    check_signals: called while the functions compute, see `Pool.collect`; may
+      raise.
     every_text: return all texts, and not this process's only.
 
   Returns:
@@ -82,15 +83,15 @@ def finish(
   """
   texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
-  if every_text or scorer.model:
+  if every_text or reward_pool.model:
     texts = gather_rows(texts, sizes)
-  by_model = scorer.model(examples, texts) if scorer.model else None
+  by_model = reward_pool.model(examples, texts) if reward_pool.model else None
   with distributed.agreed():
     pending = [part.pending for part in parts]
-    scores = groups.collect_groups(scorer.pool, pending, poll)
+    scores = groups.collect_groups(reward_pool.pool, pending, check_signals)
   scores = _of_all(scores, sizes)
   if by_model is not None:
-    scores = scoring.with_model(scorer, scores, by_model, examples, texts)
+    scores = scoring.with_model(reward_pool, scores, by_model, examples, texts)
   return texts, scores
 
 
@@ -113,8 +114,8 @@ def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
 
 
 def _of_all(
-  scores: groups.GroupScores, sizes: Sequence[int]
-) -> groups.GroupScores:
+  scores: groups.GroupRewards, sizes: Sequence[int]
+) -> groups.GroupRewards:
   """The scores of all processes, from this one's."""
   if not distributed.several():
     return scores
@@ -131,7 +132,7 @@ def _of_all(
     (1, {name: np.array([x], np.float32) for name, x in row.items()})
     for row in extras
   ]
-  return groups.GroupScores(
+  return groups.GroupRewards(
     np.array(rewards, np.float32),
     {n: np.array(x, np.float32) for n, x in zip(names, values, strict=True)},
     np.array(failed, bool),
@@ -142,11 +143,11 @@ def _of_all(
 
 def score(
   policy: Policy,
-  scorer: scoring.Scorer,
+  reward_pool: scoring.RewardPool,
   examples: Sequence[dict[str, Any]],
   samples: Rollout,
-  poll: Callable[[], None] = lambda: None,
-) -> tuple[Texts, groups.GroupScores]:
+  check_signals: Callable[[], None] = lambda: None,
+) -> tuple[Texts, groups.GroupRewards]:
   """All texts of a batch in one part and their scores, see `finish`."""
-  begun = begin(policy, scorer, examples, samples)
-  return finish(scorer, examples, [begun], poll, every_text=True)
+  begun = begin(policy, reward_pool, examples, samples)
+  return finish(reward_pool, examples, [begun], check_signals, every_text=True)

@@ -23,7 +23,7 @@ from grpojax.rewards import groups, neural
 from grpojax.rewards.pool import Failure, Pool
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import mixtures, sources
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 MODEL = "model"  # the reward model's name among the functions'
 
@@ -34,7 +34,7 @@ ROWS = 8  # sequences that each device scores at once
 Model = Callable[[list[dict[str, Any]], list[list[str]]], np.ndarray]
 
 
-class Scorer(NamedTuple):
+class RewardPool(NamedTuple):
   """What computes rewards.
 
   Attributes:
@@ -73,7 +73,7 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   path = sources.reward_model(config)
   if not path:
     return None
-  directory = policies.find_model(path)
+  directory = policy_lib.find_model(path)
   lm, params = neural.load(
     directory,
     dtype=jnp.dtype(config.model.dtype),
@@ -85,7 +85,7 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   limit = config.data.max_prompt_length + config.sampling.max_new_tokens
   while lengths[-1] < limit + SHORTEST:  # room for turns' markers
     lengths.append(2 * lengths[-1])
-  scorer = neural.make_scorer(
+  reward_model = neural.make_reward_model(
     lm,
     params,
     functools.partial(
@@ -111,20 +111,20 @@ def open_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> Model | None:
   def model(examples, texts):
     pairs = zip(examples, texts, strict=True)
     samples = [conversation(e, text) for e, group in pairs for text in group]
-    return scorer(samples).reshape(len(examples), -1)
+    return reward_model(samples).reshape(len(examples), -1)
 
   return model
 
 
 @contextlib.contextmanager
-def open_scorer(
+def open_reward_pool(
   config: ConfigDict, model: Model | None = None
-) -> Iterator[Scorer]:
+) -> Iterator[RewardPool]:
   """Starts the config's reward functions, and ends their processes.
 
   Args:
     config: the run's.
-    model: see `Scorer`.
+    model: see `RewardPool`.
 
   Raises:
     ValueError: a function that does not exist, or options that it lacks.
@@ -139,11 +139,11 @@ def open_scorer(
     sources=mixtures.scored_by(config),
   ) as pool:
     judges = mixtures.judges(config)
-    yield Scorer(pool, model, settings.model_weight, judges)
+    yield RewardPool(pool, model, settings.model_weight, judges)
 
 
 def submit(
-  scorer: Scorer,
+  reward_pool: RewardPool,
   examples: Sequence[dict[str, Any]],
   texts: Sequence[Sequence[str]],
   samples: Rollout,
@@ -154,7 +154,7 @@ def submit(
   Nothing is asked of the devices, which may be at the next samples.
 
   Args:
-    scorer: from `open_scorer`.
+    reward_pool: from `open_reward_pool`.
     examples: [rows], with their "prompt_text".
     texts: [rows][G] completions.
     samples: the rollout that they are from.
@@ -163,7 +163,7 @@ def submit(
   names = ("completion_ids", "completion_mask", "finished")
   ids, mask, finished = jax.device_get([getattr(samples, x) for x in names])
   return groups.submit_groups(
-    scorer.pool,
+    reward_pool.pool,
     examples,
     texts,
     mask[rows].sum(-1),
@@ -174,16 +174,16 @@ def submit(
 
 
 def with_model(
-  scorer: Scorer,
-  scores: groups.GroupScores,
+  reward_pool: RewardPool,
+  scores: groups.GroupRewards,
   by_model: Float[np.ndarray, "B G"],
   examples: Sequence[dict[str, Any]],
   texts: Sequence[Sequence[str]],
-) -> groups.GroupScores:
+) -> groups.GroupRewards:
   """Adds a reward model's rewards, also where all functions abstain.
 
   Args:
-    scorer: whose model it is.
+    reward_pool: whose model it is.
     scores: of the functions.
     by_model: what the model says.
     examples: [B], for the failures.
@@ -204,7 +204,7 @@ def with_model(
   rows, columns = map(range, by_model.shape)
   by_functions = np.where(np.isnan(scores.rewards), 0, scores.rewards)
   failed = scores.failed | ~finite
-  total = by_functions + scorer.model_weight * by_model
+  total = by_functions + reward_pool.model_weight * by_model
   return scores._replace(
     rewards=np.where(failed, np.nan, total).astype(np.float32),
     values=scores.values | {MODEL: np.where(finite, by_model, np.nan)},
@@ -213,7 +213,7 @@ def with_model(
   )
 
 
-def stacked(scores: groups.GroupScores) -> Float[np.ndarray, "K B G"]:
+def stacked(scores: groups.GroupRewards) -> Float[np.ndarray, "K B G"]:
   """Values of each function, and last of a reward model, before any sum.
 
   NaN where a function has none, and for all of them where the completion has no
@@ -225,20 +225,20 @@ def stacked(scores: groups.GroupScores) -> Float[np.ndarray, "K B G"]:
 
 
 def correctness(
-  scorer: Scorer,
-  scores: groups.GroupScores,
+  reward_pool: RewardPool,
+  scores: groups.GroupRewards,
   examples: Sequence[Mapping[str, Any]],
 ) -> Float[np.ndarray, "B G"]:
   """What the first function says: 1 or more is a right answer.
 
   In a mixture it is the first of those that score the example's data set.
   """
-  first = scorer.pool.names[0]
-  names = [scorer.judges.get(e.get(SOURCE), first) for e in examples]
+  first = reward_pool.pool.names[0]
+  names = [reward_pool.judges.get(e.get(SOURCE), first) for e in examples]
   return np.stack([scores.values[name][i] for i, name in enumerate(names)])
 
 
-def metrics(scores: groups.GroupScores) -> dict[str, int | float]:
+def metrics(scores: groups.GroupRewards) -> dict[str, int | float]:
   """Scalars for a log.
 
   `reward_failures`, a count, and where there are several functions

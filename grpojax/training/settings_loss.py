@@ -3,7 +3,7 @@
 from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
-from grpojax.core.sampler_correction import CORRECTIONS
+from grpojax.core.rollout_correction import CORRECTIONS
 from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.truncation import TRUNCATED
 from grpojax.runtime.settings import section, setting
@@ -96,14 +96,14 @@ _LOSS = section(
     RATIOS,
   ),
   old_logprobs=setting(
-    "sampler",
+    "rollout",
     "whose log-probabilities are the ratio's denominator when a step has "
-    "several updates; scorer is one more forward pass",
+    "several updates; trainer is one more forward pass",
     OLD_LOGPROBS,
   ),
   correction=setting(
     "none",
-    "weigh losses by pi_scorer / pi_sampler, truncated or masked, by token or "
+    "weigh losses by pi_trainer / pi_rollout, truncated or masked, by token or "
     "sequence",
     CORRECTIONS,
   ),

@@ -26,7 +26,7 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime import bpe, command_line, disk, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import memory
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.sft_config import validate
 
 
@@ -214,7 +214,7 @@ def start(config: ConfigDict, source: pathlib.Path):
   """
   examples = load_examples(config)
   if config.model.path:
-    directory = policies.find_model(config.model.path)
+    directory = policy_lib.find_model(config.model.path)
     hf.copy_files(directory, source)
   else:
     directory = source
@@ -251,7 +251,7 @@ def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
       if out.exists():
         raise ValueError(f"{out} exists already; remove it, or use another")
       disk.check_writable(out, "--out")
-      config.model.path = policies.pinned(config.model.path)  # for the record
+      config.model.path = policy_lib.pinned(config.model.path)  # for the record
       lm, params, stream = start(config, source)
     count = sum(x.size for x in jax.tree.leaves(params))
     print(

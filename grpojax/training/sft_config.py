@@ -118,36 +118,36 @@ def default_config() -> ConfigDict:
   return settings_lib.to_config(SETTINGS)
 
 
-def problems(leaves: dict[str, Any]) -> list[str]:
+def config_errors(flat_config: dict[str, Any]) -> list[str]:
   """What is wrong with the values, a line each.
 
   Args:
-    leaves: all settings by dotted path.
+    flat_config: all settings by dotted path.
   """
-  wrong = settings_lib.problems(SETTINGS, leaves)
-  wrong += config_lib.name_problems(leaves["name"])
+  errors = settings_lib.config_errors(SETTINGS, flat_config)
+  errors += config_lib.name_errors(flat_config["name"])
 
-  def need(holds, name, todo):
+  def need(holds, name, remedy):
     if not holds:
-      wrong.append(config_lib.problem(name, leaves[name], todo))
+      errors.append(config_lib.config_error(name, flat_config[name], remedy))
 
-  low = leaves["difficulty_low"]
-  todo = f"must not be below difficulty_low = {low}"
-  need(leaves["difficulty_high"] >= low, "difficulty_high", todo)
-  low = leaves["forget_low"]
-  todo = f"must not be below forget_low = {low}"
-  need(leaves["forget_high"] >= low, "forget_high", todo)
-  characters = leaves["tokenizer"] != "bpe"
-  todo = "arithmetic is written in characters: use characters"
-  arithmetic = leaves["data.name"] == "arithmetic"
-  need(characters or not arithmetic, "tokenizer", todo)
-  todo = f"must be below steps = {leaves['steps']}"
-  warmup = leaves["optim.warmup_steps"]
-  need(warmup < max(leaves["steps"], 1), "optim.warmup_steps", todo)
-  return wrong
+  low = flat_config["difficulty_low"]
+  remedy = f"must not be below difficulty_low = {low}"
+  need(flat_config["difficulty_high"] >= low, "difficulty_high", remedy)
+  low = flat_config["forget_low"]
+  remedy = f"must not be below forget_low = {low}"
+  need(flat_config["forget_high"] >= low, "forget_high", remedy)
+  characters = flat_config["tokenizer"] != "bpe"
+  remedy = "arithmetic is written in characters: use characters"
+  arithmetic = flat_config["data.name"] == "arithmetic"
+  need(characters or not arithmetic, "tokenizer", remedy)
+  remedy = f"must be below steps = {flat_config['steps']}"
+  warmup = flat_config["optim.warmup_steps"]
+  need(warmup < max(flat_config["steps"], 1), "optim.warmup_steps", remedy)
+  return errors
 
 
 def validate(config: ConfigDict) -> None:
   """Raises ValueError with all that is wrong with `config`, a line each."""
   wrong_keys = config_lib.check_keys(config, default_config())
-  config_lib.refuse(wrong_keys or problems(config_lib.flatten(config)))
+  config_lib.refuse(wrong_keys or config_errors(config_lib.flatten(config)))

@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.runtime import records
-from grpojax.training import pace as pace_lib
+from grpojax.training import eta as eta_lib
 from grpojax.training.progress import troubles
 
 Row = Mapping[str, Any]
@@ -32,7 +32,7 @@ def _best_group_size(row: Row) -> str | None:
   return "{:.0f} [{:.0f}, {:.0f}]".format(*best)
 
 
-def line(config: ConfigDict, row: Row, pace: pace_lib.Pace) -> str:
+def line(config: ConfigDict, row: Row, eta: eta_lib.Eta) -> str:
   """A step for a file: names and numbers to grep, and the time that is left."""
   metrics = {name: row[name] for name in SHOWN if name in row}
   if best := _best_group_size(row):
@@ -40,8 +40,8 @@ def line(config: ConfigDict, row: Row, pace: pace_lib.Pace) -> str:
   text = records.progress(
     row["step"],
     config.steps,
-    pace_lib.step_seconds(pace),
-    pace_lib.left(pace, config.steps - row["step"]),
+    eta_lib.step_seconds(eta),
+    eta_lib.left(eta, config.steps - row["step"]),
     metrics,
   )
   return "  ".join([text, *map("! {}".format, troubles(row))])

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from grpojax.data.datasets import HUB
 from grpojax.models import hf
 from grpojax.runtime import bucket, hub
-from grpojax.runtime.config import problem
+from grpojax.runtime.config import config_error
 from grpojax.training import mixtures
 
 
@@ -123,33 +123,37 @@ def pin(config: ConfigDict) -> ConfigDict:
       commits[key] = hub.commit(name, kind)
   path, revision = config.model.path, config.model.revision
   if revision and hf.exists(path):
-    todo = f"is for models of the Hub, and there is a directory {path}: use ''"
-    raise ValueError(problem("model.revision", revision, todo))
+    remedy = (
+      f"is for models of the Hub, and there is a directory {path}: use ''"
+    )
+    raise ValueError(config_error("model.revision", revision, remedy))
   return config if commits == _commits(config) else _with(config, commits)
 
 
-def problems(leaves: Mapping[str, Any]) -> list[str]:
+def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
   """What is wrong with names of the Hub, a line each.
 
   Args:
-    leaves: all settings by dotted path.
+    flat_config: all settings by dotted path.
   """
-  wrong = []
-  path, revision = leaves["model.path"], leaves["model.revision"]
+  errors = []
+  path, revision = flat_config["model.path"], flat_config["model.revision"]
   if revision and "@" in os.fspath(path):
-    todo = f"model.path = {path!r} has one: give one of the two"
-    wrong.append(problem("model.revision", revision, todo))
+    remedy = f"model.path = {path!r} has one: give one of the two"
+    errors.append(config_error("model.revision", revision, remedy))
   elif revision and bucket.is_url(path):
-    todo = f"is for models of the Hub, and model.path = {path!r} is a URL"
-    wrong.append(problem("model.revision", revision, todo))
+    remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
+    errors.append(config_error("model.revision", revision, remedy))
   elif revision and hub.parse(f"{path}@{revision}") is None:
-    todo = "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
-    wrong.append(problem("model.revision", revision, todo))
-  for line in leaves["commits"]:
+    remedy = (
+      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
+    )
+    errors.append(config_error("model.revision", revision, remedy))
+  for line in flat_config["commits"]:
     key, _, commit = str(line).partition("=")
     kind, _, name = key.partition(":")
     good = kind in hub.KINDS and hub.parse(name) and "@" in name
     if not (good and hub.is_commit(commit)):
-      todo = "lines KIND:ORG/NAME@REVISION=COMMIT; a run fills it in: use ()"
-      wrong.append(problem("commits", line, todo))
-  return wrong
+      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; a run fills it in: use ()"
+      errors.append(config_error("commits", line, remedy))
+  return errors

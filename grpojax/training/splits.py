@@ -83,7 +83,7 @@ def load_split(
   policy: Policy,
   split: str,
   cache: pathlib.Path | None = None,
-  poll: Callable[[], None] = lambda: None,
+  check_signals: Callable[[], None] = lambda: None,
 ) -> Split:
   """The examples of a split, all of which have been read and do fit.
 
@@ -92,26 +92,31 @@ def load_split(
     policy: its tokenizer measures the prompts.
     split: "train" or "test".
     cache: a file of `save_lengths`, which may be missing.
-    poll: called between examples; may raise.
+    check_signals: called between examples; may raise.
 
   Raises:
     ValueError: as `load_examples` and `survey.survey`, or prompts that are too
       long (data.too_long).
   """
   examples = load_examples(config, split)
-  args = config, policy, cache, poll
+  args = config, policy, cache, check_signals
   if isinstance(examples, Mixture):
     return _fitting_parts(*args, examples, split)
   return _fitting(*args, examples, split)
 
 
 def _fitting_parts(
-  config, policy, cache, poll, mixture: Mixture, split: str
+  config, policy, cache, check_signals, mixture: Mixture, split: str
 ) -> Split:
   """The examples of a mixture that fit; see `load_split`."""
   found = {
     part.name: _fitting(
-      config, policy, cache, poll, part.examples, f"{split} {part.name}"
+      config,
+      policy,
+      cache,
+      check_signals,
+      part.examples,
+      f"{split} {part.name}",
     )
     for part in mixture.parts
   }
@@ -129,7 +134,9 @@ def _fitting_parts(
   )
 
 
-def _fitting(config, policy, cache, poll, examples, name: str) -> Split:
+def _fitting(
+  config, policy, cache, check_signals, examples, name: str
+) -> Split:
   """The examples of one data set that fit; see `load_split`."""
   encode, digest = prompts.encoder(config, policy), _digest(config, policy)
   found = survey.survey(
@@ -137,7 +144,7 @@ def _fitting(config, policy, cache, poll, examples, name: str) -> Split:
     encode,
     most=min(_prompts_of_run(config), MEASURED),
     cached=lambda f: _saved_lengths(cache, name, f"{f} {digest}"),
-    poll=poll,
+    check_signals=check_signals,
   )
   choose = survey.TOO_LONG[config.data.too_long]
   limit, endless = config.data.max_prompt_length, len(examples) >= ENDLESS

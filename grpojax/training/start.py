@@ -75,9 +75,9 @@ class Run(NamedTuple):
   directory: pathlib.Path
   policy: Policy
   mesh: jax.sharding.Mesh
-  places: TrainState  # shardings
+  shardings: TrainState  # its shardings
   ref_params: Params | None  # where it is fixed
-  scorer: scoring.Scorer
+  reward_pool: scoring.RewardPool
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: splits.Split
   held_out: splits.Split
@@ -92,7 +92,7 @@ class Run(NamedTuple):
 def check(
   config: ConfigDict,
   directory: pathlib.Path,
-  poll: Callable[[], None],
+  check_signals: Callable[[], None],
   today: str | None = None,
 ) -> Checked:
   """Loads what the config names and reads all prompts of finite data sets.
@@ -100,7 +100,7 @@ def check(
   Args:
     config: the run's.
     directory: the run's, which may not exist yet; written to only later.
-    poll: called while much is read; may raise.
+    check_signals: called while much is read; may raise.
     today: the date, where a chat template asks for it: the same in all
       processes, whose clocks may differ. None is this process's.
 
@@ -118,7 +118,8 @@ def check(
   sizes = group_sizes.group_sizes(config_lib.flatten(config))
   cache = directory / run_directory.LENGTHS
   train, held_out = (
-    splits.load_split(config, policy, split, cache, poll) for split in SPLITS
+    splits.load_split(config, policy, split, cache, check_signals)
+    for split in SPLITS
   )
   for split in (train, held_out):
     reward_inputs.check_columns(config, rewards, split)
@@ -132,9 +133,9 @@ def check(
     batches = prompts.training_batches(config, policy, train.examples, sizes[0])
     ahead = min(config.steps, splits.MEASURED // config.batch_size + 1)
     for _ in itertools.islice(batches, ahead):
-      poll()
+      check_signals()
   policy = from_config.with_weights(config, policy, mesh)
-  poll()
+  check_signals()
   if config.diagnostics.every and config.diagnostics.last_layers:
     last_layers(policy.params, config.diagnostics.last_layers)
   reward_model = scoring.open_model(config, mesh)
@@ -177,7 +178,7 @@ def start(
   directory: pathlib.Path,
   checked: Checked,
   checkpointer: checkpoint.Checkpointer,
-  scorer: scoring.Scorer,
+  reward_pool: scoring.RewardPool,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """The state before the first step; cleans up after a run that was cut short.
 
@@ -185,7 +186,7 @@ def start(
     directory: the run's.
     checked: from `check`; its parameters become the state's.
     checkpointer: of the run's checkpoints.
-    scorer: of the rewards.
+    reward_pool: of the rewards.
 
   Returns:
     The run, the state, and the optimizer.
@@ -200,12 +201,12 @@ def start(
     state = from_config.first_state(config, tx, params)
     return state.replace(difficulty=prompt_choice.init(config, train.examples))
 
-  places = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
-  params = jax.device_put(policy.params, places.params)
+  shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
+  params = jax.device_put(policy.params, shardings.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
   ref_params = following = None
   if reference_lib.follows(config):
-    following = reference_lib.first(params, places.params)
+    following = reference_lib.first(params, shardings.params)
   elif from_config.needs_reference(config) and policy.frozen is not None:
     ref_params = {}  # the base model, without adapters
   elif from_config.needs_reference(config):
@@ -213,8 +214,8 @@ def start(
     checkpoint.save_params(reference, params)
     ref_params = checkpoint.restore_params(reference, params)
     ref_params = reference_lib.stored(ref_params, config.model.reference)
-  state = jax.jit(fresh, out_shardings=places, donate_argnums=0)(params)
-  state = reference_lib.put_away(state.replace(reference=following), config)
+  state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
+  state = reference_lib.to_host(state.replace(reference=following), config)
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:
@@ -231,9 +232,9 @@ def start(
     directory=directory,
     policy=policy,
     mesh=mesh,
-    places=places,
+    shardings=shardings,
     ref_params=ref_params,
-    scorer=scorer,
+    reward_pool=reward_pool,
     greedy=samplers.make_sampler(config, policy, 1, Sampling(0.0), mesh),
     train=train,
     held_out=held_out,

@@ -17,7 +17,7 @@ from grpojax.training import (
   run_storage,
   sources,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
@@ -53,7 +53,7 @@ def load(
   if not run_directory.is_run(where):
     if best:
       raise ValueError(f"--best: {model} is no run with checkpoints")
-    policy = policies.load_policy(model, dtype)
+    policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
   saved = run_config.read_config(where)
   policy = from_config.open_policy(saved)
@@ -107,7 +107,7 @@ def load_params(
     ValueError: there is no such checkpoint, or it is damaged.
   """
   params = hf.abstract_params(
-    hf.read_config(policies.find_model(sources.model(config), hub.CONFIG))
+    hf.read_config(policy_lib.find_model(sources.model(config), hub.CONFIG))
   )
 
   if config.lora.rank:

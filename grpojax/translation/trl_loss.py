@@ -189,4 +189,4 @@ def _mismatch(theirs: Theirs) -> Translation:
     name = f"vllm_importance_sampling_{name}"
     value = float(theirs[name] or 0)
     found += also(f"loss.correction_{ours}", value, theirs.said(name))
-  return found + also("loss.old_logprobs", "scorer", "as TRL does with vLLM")
+  return found + also("loss.old_logprobs", "trainer", "as TRL does with vLLM")

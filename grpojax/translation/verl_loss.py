@@ -182,7 +182,7 @@ def _correction(theirs: Theirs) -> Translation:
   found += also("loss.correction", f"{level}_{kind}", theirs.said(name))
   found += also("loss.correction_low", float(low or 0), theirs.said(limit))
   found += also("loss.correction_high", float(high), theirs.said(limit))
-  return found + also("loss.old_logprobs", "scorer", "as verl does")
+  return found + also("loss.old_logprobs", "trainer", "as verl does")
 
 
 def _filter(theirs: Theirs) -> Translation:

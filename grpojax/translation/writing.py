@@ -34,7 +34,7 @@ def settled(translation: Translation) -> dict[str, Setting]:
     if not config_lib.is_free(one.name, free):
       value = _typed(one, known[one.name])
     found[one.name] = one._replace(value=_literal(one, value))
-  order = [path for path, _ in settings_lib.leaves(SETTINGS)]
+  order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   order += [name for name in found if name not in order]
   return {
     name: found[name]

@@ -69,7 +69,7 @@ def test_bytes_by_part(config):
   whole = 4 * PARAMETERS
   assert 0 <= found["update"] - (4 + 5 + 6) * whole <= 2 * 16
   more = {"loss.top_entropy_quantile": 0.2, "optim.minibatches": 2}
-  more |= {"loss.old_logprobs": "scorer"}
+  more |= {"loss.old_logprobs": "reward_pool"}
   # Both minibatches: twice scored before, and once more in each update.
   again = traffic.least_bytes(open_run(config, **more))
   assert again["reference"] == 2 * 2 * 2 * whole

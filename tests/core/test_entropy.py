@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
   prompts = jnp.asarray(rng.integers(0, V, (B, 1)))
   ids = jnp.asarray(rng.integers(0, V, (B, G, T)))
   rows = tabular.rows(prompts[:, 0], ids)
-  factors = rng.standard_normal((2, B, G, T)).astype(np.float32)
+  is_weights = rng.standard_normal((2, B, G, T)).astype(np.float32)
 
   def chunked(table):
     both = token_logprobs(
@@ -72,7 +72,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
       chunk_size=3,
       entropy_gradient=True,
     )
-    return sum(jnp.sum(f * x) for f, x in zip(factors, both, strict=True))
+    return sum(jnp.sum(f * x) for f, x in zip(is_weights, both, strict=True))
 
   def dense(table):
     logits = table[rows] / 0.7
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
     log_p = jax.nn.log_softmax(logits)
     logprobs = jnp.sum(jnp.where(one_hot, log_p, 0), -1)
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-    return jnp.sum(factors[0] * logprobs + factors[1] * entropy)
+    return jnp.sum(is_weights[0] * logprobs + is_weights[1] * entropy)
 
   value, gradient = jax.jit(jax.value_and_grad(chunked))(table)
   expected, wanted = jax.jit(jax.value_and_grad(dense))(table)

@@ -194,7 +194,7 @@ reward = lambda samples, _: jnp.sum(
   samples.completion_mask * jnp.sin(samples.completion_ids), -1)
 step = make_grpo_step(
   lm, tx, reward, group_size=2, max_new_tokens=4, eos_ids=(0,), epochs=2,
-  minibatches=2, micro_batches=2, rescore=True)
+  minibatches=2, micro_batches=2, recompute_logprobs=True)
 alone, metrics = jax.jit(step)(state, prompts)
 assert metrics["grad_norm"] > 0.1
 mesh = mesh_lib.make_mesh(1, 2, 1, 2)  # Rows and parameters are cut by fsdp.

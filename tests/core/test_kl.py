@@ -150,7 +150,7 @@ def test_under_cuts():
       return jnp.sum(jnp.where(kept, terms, 0))
 
     def expected(logits, kl, correction):
-      loss, monitored = losses.grpo_loss(
+      loss, aux = losses.grpo_loss(
         cut(logits)[0][:, None, None],
         jnp.zeros((4, 1)),
         jnp.exp(frozen)[:, None, None],
@@ -161,7 +161,7 @@ def test_under_cuts():
         beta=1.0,
         kl_correction=correction,
       )
-      return loss, jnp.exp(frozen) @ monitored["kl"][:, 0, 0]
+      return loss, jnp.exp(frozen) @ aux["kl"][:, 0, 0]
 
     truth, gradient = jax.value_and_grad(divergence)(policy)
     assert truth > -jnp.log(mass) and mass < 0.9

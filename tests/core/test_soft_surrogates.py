@@ -21,7 +21,7 @@ LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
 
 
 def multiples(advantage, name, ratio="token_ratio", logs=LOGS, **settings):
-  """Of -A grad log pi, at each token of one completion; what is monitored."""
+  """Of -A grad log pi, at each token of one completion; what is logged."""
   old, ones = jnp.full((1, 1, len(logs)), -5.0), jnp.ones((1, 1, len(logs)))
 
   def loss(x):
@@ -37,28 +37,28 @@ def multiples(advantage, name, ratio="token_ratio", logs=LOGS, **settings):
     )
 
   new = old + jnp.asarray(logs, jnp.float32)
-  gradient, monitored = jax.grad(loss, has_aux=True)(new)
-  monitored = {k: np.asarray(v[0, 0]) for k, v in monitored.items()}
-  return np.asarray(gradient[0, 0]) / -advantage, monitored
+  gradient, aux = jax.grad(loss, has_aux=True)(new)
+  aux = {k: np.asarray(v[0, 0]) for k, v in aux.items()}
+  return np.asarray(gradient[0, 0]) / -advantage, aux
 
 
 def test_cispo_bounds_the_weights_and_cuts_nobody_off():
   for advantage in (2.0, -2.0):
-    found, monitored = multiples(advantage, "cispo", cispo_min=0.1, cispo_max=3)
+    found, aux = multiples(advantage, "cispo", cispo_min=0.1, cispo_max=3)
     np.testing.assert_allclose(found, np.exp(LOGS).clip(0.1, 3), rtol=1e-5)
-    np.testing.assert_array_equal(monitored["clip_fraction_low"], LOGS < -2.5)
-    np.testing.assert_array_equal(monitored["clip_fraction_high"], LOGS > 1.5)
+    np.testing.assert_array_equal(aux["clip_fraction_low"], LOGS < -2.5)
+    np.testing.assert_array_equal(aux["clip_fraction_high"], LOGS > 1.5)
 
 
 @pytest.mark.parametrize("advantage, tau", [(2.0, 0.7), (-2.0, 1.5)])
 def test_sapo_fades_on_both_sides(advantage, tau):
   temperatures = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.5}
-  found, monitored = multiples(advantage, "sapo", **temperatures)
+  found, aux = multiples(advantage, "sapo", **temperatures)
   r = np.exp(LOGS)
   expected = r / np.cosh(tau * (r - 1) / 2) ** 2
   np.testing.assert_allclose(found, expected, rtol=1e-5, atol=3e-6)
   np.testing.assert_allclose(
-    monitored["gradient_weight"], expected, rtol=1e-5, atol=3e-6
+    aux["gradient_weight"], expected, rtol=1e-5, atol=3e-6
   )
 
 
@@ -66,33 +66,31 @@ def test_sapo_fades_on_both_sides(advantage, tau):
 def test_vespo_weighs_whole_completions(advantage, k, rate):
   settings = {"vespo_k_pos": 2, "vespo_lambda_pos": 3}
   settings |= {"vespo_k_neg": 1, "vespo_lambda_neg": 0.5}
-  found, monitored = multiples(
-    advantage, "vespo", "trajectory_ratio", **settings
-  )
+  found, aux = multiples(advantage, "vespo", "trajectory_ratio", **settings)
   w = np.exp(LOGS.sum())
   expected = np.full(5, w**k * np.exp(rate * (1 - w)))
   np.testing.assert_allclose(found, expected, rtol=1e-4)
-  np.testing.assert_allclose(monitored["gradient_weight"], expected, rtol=1e-4)
+  np.testing.assert_allclose(aux["gradient_weight"], expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_gmpo_clips_tokens_and_takes_their_geometric_mean(advantage):
   settings = {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.3}
-  found, monitored = multiples(advantage, "gmpo", **settings)
+  found, aux = multiples(advantage, "gmpo", **settings)
   cut = LOGS > 0.3 if advantage > 0 else LOGS < -0.4
   bound = 0.3 if advantage > 0 else -0.4
   mean = np.exp(np.where(cut, bound, LOGS).mean())
   np.testing.assert_allclose(found, np.where(cut, 0, mean), rtol=1e-5)
   side = "high" if advantage > 0 else "low"
-  np.testing.assert_array_equal(monitored[f"clip_fraction_{side}"], cut)
+  np.testing.assert_array_equal(aux[f"clip_fraction_{side}"], cut)
 
 
 def test_the_trajectory_ratio_has_each_tokens_own_gradient():
-  found, monitored = multiples(
+  found, aux = multiples(
     -2.0, "clipped", "trajectory_ratio", logs=LOGS + 0.5, clip_low=0.9
   )
   w = np.exp((LOGS + 0.5).sum())
-  np.testing.assert_allclose(monitored["ratio"], np.full(5, w), rtol=1e-5)
+  np.testing.assert_allclose(aux["ratio"], np.full(5, w), rtol=1e-5)
   np.testing.assert_allclose(found, np.full(5, w), rtol=1e-5)
 
 

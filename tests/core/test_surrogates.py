@@ -24,8 +24,8 @@ ADVANTAGES = jnp.array([[2.0, -1.0], [-3.0, 5.0]])
 def log_surrogate(ratios, logprobs, advantages, *, scale=1.0):
   """REINFORCE, which needs no ratio, and something to look at."""
   assert ratios.shape == logprobs.shape == advantages.shape
-  monitored = {"small_ratio": ratios < 1, "surprise": -logprobs}
-  return -scale * logprobs * advantages, monitored
+  aux = {"small_ratio": ratios < 1, "surprise": -logprobs}
+  return -scale * logprobs * advantages, aux
 
 
 def case():
@@ -45,12 +45,12 @@ def test_it_is_the_loss_of_each_token():
     )
 
   f = jax.jit(jax.value_and_grad(loss, has_aux=True))
-  (value, monitored), gradient = f(logprobs)
+  (value, aux), gradient = f(logprobs)
   signed = np.where(MASK, ADVANTAGES[..., None], 0) / np.sum(MASK)
   expected = -2 * np.sum(np.where(MASK, logprobs, 0) * signed)
   np.testing.assert_allclose(value, expected, rtol=1e-6)
   np.testing.assert_allclose(gradient, -2 * signed, rtol=1e-6)
-  assert monitored.keys() == {"ratio", "kl", "small_ratio", "surprise"}
+  assert aux.keys() == {"ratio", "kl", "small_ratio", "surprise"}
 
 
 def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):

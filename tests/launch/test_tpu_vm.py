@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "tpu_vm.sh"
-OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--poll=0")
+OPTIONS = ("--zone=us-west4-a", "--type=v5litepod-16", "--check_signals=0")
 RUN = ("run", "my-run", *OPTIONS, "--", "--run_dir=gs://mine/run")
 
 # What it was asked stands in `calls`, a line each. The resource is in `state`;

@@ -45,14 +45,14 @@ def test_what_does_not_fit_is_left_out():
       tokens=["a", "b"],
       logprobs=[-1.0, math.nan],
       ref_logprobs=[-1.0],
-      scorer_logprobs="x",
+      trainer_logprobs="x",
     ),
     row(tokens=["a", 3], logprobs=[-1.0, -2.0]),
   ]
   ((first, second),) = (g["samples"] for g in completions.groups(given))
   assert first["reward"] is None and "rewards" not in first
   assert first["logprobs"] == [-1.0, None]
-  assert not {"ref_logprobs", "scorer_logprobs"} & first.keys()
+  assert not {"ref_logprobs", "trainer_logprobs"} & first.keys()
   assert not {"tokens", "logprobs"} & second.keys()
   json.dumps(completions.groups(given), allow_nan=False)
 

@@ -156,7 +156,7 @@ def scored(names, examples, texts, workers=0, options=None, **keywords):
   examples = [{"prompt_text": "text"} | e for e in examples]
   given = examples, texts, lengths, lengths > 0, 9, ids
   with Pool(names, options, workers=workers, **keywords) as pool:
-    scores = groups.score_groups(pool, *given)
+    scores = groups.reward_groups(pool, *given)
   return list(scores.values.values()), scores
 
 

@@ -21,7 +21,7 @@ def test_groups_are_scored_and_failures_masked(workers):
   finished = np.array([[True] * 3, [False, True, True]])
   names = [f"{USER}:behave", f"{USER}:length_of_prompt", "length", "unfinished"]
   with Pool(names, weights=(1, 100, 1000, 0.25), workers=workers) as pool:
-    scores = groups.score_groups(pool, examples, texts, lengths, finished, 10)
+    scores = groups.reward_groups(pool, examples, texts, lengths, finished, 10)
   assert scores.rewards.dtype == np.float32
   expected = [
     [1 + 200 - 100, 2 + 200 - 200, 200 - 300],
@@ -44,7 +44,7 @@ def test_groups_are_scored_and_failures_masked(workers):
 
 
 def test_groups_are_abandoned_where_poll_raises():
-  def poll():
+  def check_signals():
     raise KeyError
 
   shape = np.ones((1, 2), np.int32)
@@ -54,7 +54,7 @@ def test_groups_are_abandoned_where_poll_raises():
     )
     assert groups.collect_groups(pool, [pending]).rewards.tolist() == [[1, 2]]
     with pytest.raises(KeyError):
-      groups.collect_groups(pool, [pending], poll)
+      groups.collect_groups(pool, [pending], check_signals)
 
 
 def test_neighbouring_jobs_are_of_different_prompts():
@@ -75,7 +75,7 @@ def test_neighbouring_jobs_are_of_different_prompts():
 
 def test_abstaining_is_no_failure():
   with Pool([f"{USER}:behave"]) as pool:
-    scores = groups.score_groups(
+    scores = groups.reward_groups(
       pool,
       [{"prompt_text": "", "answer": ""}],
       [["none", "none"]],

@@ -209,14 +209,14 @@ def test_a_submission_is_abandoned_where_poll_raises(tmp_path):
   start = time.monotonic()
   done = tmp_path / "done"
 
-  def poll():
+  def check_signals():
     if time.monotonic() > start + 0.7:
       raise Enough
 
   with Pool([BEHAVE], workers=2, timeout=40) as pool:
     first = pool.submit(jobs("sleep", "hang", f"touch {done}"))
     with pytest.raises(Enough):
-      pool.collect(first, poll)
+      pool.collect(first, check_signals)
     assert [r.reward for r in pool.score(jobs("1", "2", "3"))] == [1, 2, 3]
     pool.submit(jobs(*["hang"] * 9))
     time.sleep(0.2)
@@ -232,14 +232,14 @@ def test_poll_is_called_while_it_waits_and_between_completions():
   assert [r.reward for r in results] == [1] * 12
   assert len(calls) >= 2 and max(np.diff(calls)) < 1
 
-  def poll():
+  def check_signals():
     calls.append(0)
     if len(calls) == 3:
       raise Enough
 
   calls.clear()
   with Pool([BEHAVE]) as pool, pytest.raises(Enough):
-    pool.collect(pool.submit(jobs(*"12345")), poll)
+    pool.collect(pool.submit(jobs(*"12345")), check_signals)
   assert len(calls) == 3
 
 

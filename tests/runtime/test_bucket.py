@@ -54,17 +54,17 @@ def read(url, name):
 
 
 def test_what_is_written_is_there_the_next_time(url):
-  with opened(url) as (first, publish):
+  with opened(url) as (first, sync):
     write(first, metrics="1\n", model__weights="w", _tmp="0")
     write(first, **{"config.json": "{}"})
     write(first, **{".hidden": "no", "checkpoints__2.orbax-checkpoint-tmp": ""})
-    publish()
+    sync()
     assert read(url, "metrics") == "1\n"
     (first / "_tmp").unlink()
     write(first, metrics="1\n2\n")
   assert not first.exists()
   assert names(url) == ["config.json", "metrics", "model/weights"]
-  with opened(url) as (second, publish):
+  with opened(url) as (second, sync):
     assert (second / "metrics").read_text() == "1\n2\n"
     assert (second / "model" / "weights").read_text() == "w"
     assert names(url)[0] == ".lock" and len(names(url)) == 4
@@ -98,10 +98,10 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
     CHECKPOINT: "{}",
     "checkpoints/2/state/z": "z",
   }
-  with opened(url) as (local, publish):
+  with opened(url) as (local, sync):
     for name, text in files.items():
       write(local, **{name: text})
-    publish()
+    sync()
     order = [name for method, name in done if method == "put_file"]
     assert sorted(order) == sorted(files)
     assert order[0] == "config.json"
@@ -149,25 +149,25 @@ def steps(url):
 def test_there_is_always_a_checkpoint(with_checkpoint, monkeypatch):
   url = with_checkpoint
   fs, _ = fsspec.core.url_to_fs(url)
-  with opened(url) as (local, publish):
+  with opened(url) as (local, sync):
     (local / "checkpoints" / "2" / "_CHECKPOINT_METADATA").unlink()
     (local / "checkpoints" / "2" / "data").unlink()
     checkpoint(local, 4)
     with monkeypatch.context() as killed:
       killed.setattr(type(fs), "put_file", None)
       with pytest.raises(disk.WriteFailed):
-        publish()
+        sync()
     assert steps(url) == {"2"}
-    publish()
+    sync()
     assert steps(url) == {"4"}
 
 
 def test_a_checkpoint_that_is_being_removed_is_none(with_checkpoint):
   url = with_checkpoint
-  with opened(url) as (local, publish):
+  with opened(url) as (local, sync):
     (local / "checkpoints" / "2" / "data").unlink()  # its account comes later
     checkpoint(local, 4)
-    publish()
+    sync()
     assert steps(url) == {"4"}
 
 
@@ -260,24 +260,24 @@ def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, capsys):
 def test_who_was_taken_over_writes_no_more(url):
   fs, root = fsspec.core.url_to_fs(url)
   with pytest.raises(disk.WriteFailed, match="taken over"):
-    with opened(url) as (local, publish):
+    with opened(url) as (local, sync):
       write(local, metrics="1")
-      publish()
+      sync()
       fs.pipe_file(f"{root}/.lock", json.dumps({"token": "other"}).encode())
       threading.Event().wait(10 * bucket_lock.BEAT)
       write(local, metrics="2")
-      publish()
+      sync()
   assert read(url, "metrics") == "1"
   assert "other" in read(url, ".lock")  # not removed
 
 
 def test_lazily(url, monkeypatch, capsys):
-  with opened(url) as (local, publish):
+  with opened(url) as (local, sync):
     write(local, metrics="1")
-    publish(lazily=True)
+    sync(lazily=True)
     assert names(url) == [".lock"]
     monkeypatch.setattr(bucket, "PUSH", 0.0)
-    publish(lazily=True)
+    sync(lazily=True)
     assert names(url) == [".lock", "metrics"]
     fs, _ = fsspec.core.url_to_fs(url)
 
@@ -287,10 +287,10 @@ def test_lazily(url, monkeypatch, capsys):
     with monkeypatch.context() as broken:
       broken.setattr(type(fs), "put_file", refuse)
       write(local, metrics="2")
-      publish(lazily=True)
+      sync(lazily=True)
       assert "no network; trying again" in capsys.readouterr().err
       with pytest.raises(disk.WriteFailed, match="cannot be written.*no net"):
-        publish()
+        sync()
   assert read(url, "metrics") == "2"
 
 

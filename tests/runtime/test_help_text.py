@@ -37,7 +37,7 @@ def test_help_of_every_program_has_every_setting(name, monkeypatch):
   text = printed(program, "--help")
   words, lines = squeezed(text), text.splitlines()
   declared = program.SETTINGS or Section("", {})
-  rows = {f"--config.{k}": v for k, v in settings.leaves(declared)}
+  rows = {f"--config.{k}": v for k, v in settings.flat_settings(declared)}
   rows |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
   job = (
     flatten(program.default_job()) if hasattr(program, "default_job") else {}
@@ -73,7 +73,7 @@ def test_what_most_people_change_comes_first():
   first = train.SETTINGS.first
   assert tuple(names[: len(first)]) == first and 10 <= len(first) <= 20
   # Then all of them, the sections in the order of their declaration.
-  every = [name for name, _ in settings.leaves(train.SETTINGS)]
+  every = [name for name, _ in settings.flat_settings(train.SETTINGS)]
   rest = [name for name in names[len(first) :] if not name.endswith(".KEY")]
   assert sorted(rest) == sorted(every)
   parts = [name.partition(".")[0] for name in rest if "." in name]

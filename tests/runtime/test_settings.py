@@ -36,7 +36,7 @@ TREE = section(
 def test_every_setting_of_every_program_has_a_description(name):
   program = importlib.import_module(f"grpojax.{name}")
   declared = program.SETTINGS or Section("", {})
-  found = dict(settings_lib.leaves(declared))
+  found = dict(settings_lib.flat_settings(declared))
   found |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
   assert found
   for path, one in found.items():
@@ -98,18 +98,20 @@ def test_what_is_no_interval(within):
 def test_every_interval_and_every_default_is_one():
   for name in entry.programs():
     program = importlib.import_module(f"grpojax.{name}")
-    for path, one in settings_lib.leaves(program.SETTINGS or Section("", {})):
+    for path, one in settings_lib.flat_settings(
+      program.SETTINGS or Section("", {})
+    ):
       assert settings_lib.refusal(one, one.default) is None, path
 
 
 def test_a_wrong_value_is_refused_with_the_description():
   values = {"size": 0, "kind": "c", "part.rate": 1.0}
-  assert settings_lib.problems(TREE, values) == [
+  assert settings_lib.config_errors(TREE, values) == [
     "--config.size = 0: must be 1 or more, or auto (of it)",
     "--config.kind = 'c': use one of a, b (which)",
     "--config.part.rate = 1.0: must be in [0, 1) (how much)",
   ]
-  assert not settings_lib.problems(TREE, {"size": "auto", "part.rate": 0})
+  assert not settings_lib.config_errors(TREE, {"size": "auto", "part.rate": 0})
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_the_page_has_all_settings_and_repeats_none():
     found = {f"--{flag}" for flag in program.FLAGS}
     if not name.startswith("studies."):
       declared = program.SETTINGS or Section("", {})
-      found |= {path for path, _ in settings_lib.leaves(declared)}
+      found |= {path for path, _ in settings_lib.flat_settings(declared)}
     assert found <= {*rows}, found - {*rows}
   assert "train.optim.learning_rate" in rows  # of studies.group_size
   assert "train.optim.b1" not in rows and "sft.rows" not in rows

@@ -10,7 +10,7 @@ import pytest
 
 from grpojax.statistics import u_statistics
 from grpojax.studies import mse, mse_report
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 
 def arguments(model, directory, **changes):
@@ -81,7 +81,7 @@ def test_resumes_to_the_same_results(
   def load(*args):
     raise AssertionError("a finished study only draws")
 
-  monkeypatch.setattr(policies, "load_policy", load)
+  monkeypatch.setattr(policy_lib, "load_policy", load)
   (directory / "mse.png").unlink()
   mse.main(arguments(toy_model, directory))
   assert (directory / "mse.png").exists()
@@ -114,7 +114,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
     completion_ids=np.zeros((1, 6, 1), np.int32),
     completion_mask=np.ones((1, 6, 1), bool),
   )
-  monkeypatch.setattr(policies, "decode", lambda *args: [None])
+  monkeypatch.setattr(policy_lib, "decode", lambda *args: [None])
   monkeypatch.setattr(
     mse, "rewards_of", lambda *args: np.full(6, next(pools), np.float32)
   )

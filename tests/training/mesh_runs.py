@@ -25,7 +25,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts
 from grpojax.models import hf
 from grpojax.training import fit, from_config, host_step, samplers
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config
 
 STEPS, B, G, T = 3, 4, 16, 6
@@ -118,19 +118,19 @@ def config_of(model, changes):
 def run(model, directory, devices, changes):
   """What a run samples, all of it in order, and the parameters it exports."""
   config = config_of(model, changes)
-  sampled, decode, mesh = [], policies.decode, from_config.mesh
+  sampled, decode, mesh = [], policy_lib.decode, from_config.mesh
 
   def spy(policy, samples, *rows):
     sampled.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  policies.decode = spy
+  policy_lib.decode = spy
   from_config.mesh = functools.partial(mesh, devices=jax.devices()[:devices])
   try:
     with contextlib.redirect_stdout(io.StringIO()):
       fit.run(config, directory)
   finally:
-    policies.decode, from_config.mesh = decode, mesh
+    policy_lib.decode, from_config.mesh = decode, mesh
   return sampled, hf.load_params(directory / "model")
 
 
@@ -176,7 +176,7 @@ def programs(model, devices, changes, samples=None):
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
-    score = policies.jit(policy, host_step.make_compare(config))
+    score = policy_lib.jit(policy, host_step.make_compare(config))
     batch, _ = score(policy.params, samples, rewards, policy.params)
 
     def gradient(lm, params, batch):
@@ -189,7 +189,7 @@ def programs(model, devices, changes, samples=None):
       learn = host_step.make_learn(config, tx)
       return learn(lm, state, batch)[0].opt_state
 
-    grads = policies.jit(policy, gradient)(policy.params, batch)
+    grads = policy_lib.jit(policy, gradient)(policy.params, batch)
   return jax.device_get((samples, batch, grads))
 
 

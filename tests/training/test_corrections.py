@@ -11,7 +11,7 @@ from grpojax.core.types import Batch, Rollout
 from grpojax.training import corrections, from_config
 from grpojax.training.config import validate
 
-SCORER = {"optim__epochs": 2, "loss__old_logprobs": "scorer"}
+SCORER = {"optim__epochs": 2, "loss__old_logprobs": "reward_pool"}
 
 
 def test_settings_reach_the_correction(config_with):

@@ -13,7 +13,7 @@ from grpojax.data import arithmetic
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf, sharding
 from grpojax.runtime import distributed, records
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompt_choice
 from grpojax.training.config import validate
 from grpojax.training.optimizer import optimizer
@@ -83,13 +83,13 @@ def drawn(config_with):
     difficulty__uniform=0.1,
     difficulty__importance_weights=True,
   )
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   tx = optimizer(config)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
   state = state.replace(difficulty=prompt_choice.init(config, EXAMPLES))
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  places = sharding.shardings(jax.eval_shape(lambda: state), mesh)
-  learn = prompt_choice.make_learn(config, places)
+  shardings = sharding.shardings(jax.eval_shape(lambda: state), mesh)
+  learn = prompt_choice.make_learn(config, shardings)
   draw = prompt_choice.make_draw(config, policy, EXAMPLES, 8)
   return state, learn, draw
 

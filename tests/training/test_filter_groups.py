@@ -25,7 +25,7 @@ from grpojax.training import (
   samplers,
   scoring,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.config import validate
 
 B, G, T, VOCAB = 4, 4, 3, 5
@@ -65,11 +65,11 @@ def batch_of(first, count):
 class Job:
   """Steps of a chain of three kinds; the first always says the same."""
 
-  def __init__(self, tabular, config, scorer):
+  def __init__(self, tabular, config, reward_pool):
     self.lm = tabular.lm(3, VOCAB)
     table = self.lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
-    self.policy = policies.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
+    self.policy = policy_lib.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
     self.mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
     self.config = config
     tx = optax.sgd(0.1)
@@ -82,7 +82,7 @@ class Job:
     self.state = jax.jit(first, out_shardings=places)(self.table)
     self.taken = 0
     self.step = host_step.make_host_step(
-      config, self.policy, G, tx, None, places, scorer, lambda **_: None
+      config, self.policy, G, tx, None, places, reward_pool, lambda **_: None
     )
 
   def take(self, count=None):
@@ -120,9 +120,9 @@ def job(tabular, config_with):
 
     def make(**changes):
       config = config_of(config_with, **changes)
-      scorer = scoring.open_scorer(config)
-      made.append(scorer)
-      job = Job(tabular, config, scorer.__enter__())
+      reward_pool = scoring.open_reward_pool(config)
+      made.append(reward_pool)
+      job = Job(tabular, config, reward_pool.__enter__())
       job.compared = []
       pack = from_config.packing
 
@@ -134,8 +134,8 @@ def job(tabular, config_with):
       return job
 
     yield make
-    for scorer in made:
-      scorer.__exit__(None, None, None)
+    for reward_pool in made:
+      reward_pool.__exit__(None, None, None)
 
 
 def whole_rollout(job, count):
@@ -322,7 +322,7 @@ def test_which_reward_has_to_vary(config_with):
     "a": np.array([[0.0, 1], [1, 1], [1, 0], [0, 1]], np.float32),
     "b": np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32),
   }
-  scores = groups.GroupScores(rewards, values, rewards < 0, [[], [], [], []])
+  scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
   ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
   samples = Rollout(*[None] * 5, finished=jnp.asarray(ends))
 

@@ -18,7 +18,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import sharding
 from grpojax.training import from_config, host_step, scoring
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 
 B, G, T, P = 4, 4, 8, 8
@@ -45,21 +45,21 @@ def stepper(tiny, config_with):
     loss__beta=0.1,
     reward__functions=(f"{pathlib.Path(__file__)}:of_length",),
   )
-  policy = policies.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
+  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   tx = optax.adam(1e-3)
 
   def first(params):
     return from_config.first_state(config, tx, params)
 
-  places = sharding.shardings(
+  shardings = sharding.shardings(
     jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
   )
-  held = [jax.jit(first, out_shardings=places)(tiny.params)]
+  held = [jax.jit(first, out_shardings=shardings)(tiny.params)]
   rng = np.random.default_rng(0)
-  with scoring.open_scorer(config) as scorer, jax.set_mesh(mesh):
+  with scoring.open_reward_pool(config) as reward_pool, jax.set_mesh(mesh):
     reference = jax.device_put(
-      jax.tree.map(jnp.copy, tiny.params), places.params
+      jax.tree.map(jnp.copy, tiny.params), shardings.params
     )
     step = host_step.make_host_step(
       config,
@@ -67,8 +67,8 @@ def stepper(tiny, config_with):
       G,
       tx,
       reference,
-      places,
-      scorer,
+      shardings,
+      reward_pool,
       lambda together=False: None,
     )
 

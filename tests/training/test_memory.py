@@ -216,8 +216,8 @@ def test_compiled_programs_take_more(name, config_with):
   update = learn.lower(state, batch).compile()
   # The new state takes the place of the old one.
   stored = state.replace(key=jax.eval_shape(jax.random.key_data, state.key))
-  places = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
-  assert update.memory_analysis().alias_size_in_bytes == places
+  shardings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+  assert update.memory_analysis().alias_size_in_bytes == shardings
   phases = memory.training(config, model, mesh())
   # Nothing of this narrow model is factored: one second moment of each weight.
   moments = {"adamw": 8, "adafactor": 4}[name] * (WEIGHTS + 350 * 12)

@@ -12,7 +12,7 @@ from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
 from grpojax.runtime import config as config_lib
 from grpojax.training import evaluation, mixtures, scoring, splits
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import default_config, validate
 
@@ -98,15 +98,15 @@ def test_a_right_answer_is_what_its_data_set_says():
   class Names:
     names = ("f", "g")
 
-  scores = scoring.groups.GroupScores(
+  scores = scoring.groups.GroupRewards(
     rewards=None,
     values={"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])},
     failed=None,
     failures=[],
   )
-  scorer = scoring.Scorer(Names, judges={"a": "f", "b": "g"})
+  reward_pool = scoring.RewardPool(Names, judges={"a": "f", "b": "g"})
   examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
-  found = scoring.correctness(scorer, scores, examples)
+  found = scoring.correctness(reward_pool, scores, examples)
   np.testing.assert_array_equal(found, [[4], [2], [3]])
 
 
@@ -153,7 +153,7 @@ def files(tmp_path):
 
 
 def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(**files, data__max_prompt_length=14)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
     splits.load_split(config, policy, "train")

@@ -10,7 +10,7 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.grpo_step import OLD_LOGPROBS
 from grpojax.core.kl import PLACEMENTS
 from grpojax.core.losses import WEIGHTINGS
-from grpojax.core.sampler_correction import CORRECTIONS
+from grpojax.core.rollout_correction import CORRECTIONS
 from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Prompts
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import splits as splits_lib
 
@@ -45,7 +45,7 @@ def jsonl(tmp_path):
 
 
 def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}")
   train = splits_lib.load_examples(config, "train")
   assert len(train) == 12
@@ -67,7 +67,7 @@ def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
 
 
 def test_the_config_sets_the_prompt(jsonl, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__template="{prompt}+1")
   config.data.max_prompt_length = 32
   examples = splits_lib.load_split(config, policy, "train").examples
@@ -81,7 +81,7 @@ def test_the_config_sets_the_prompt(jsonl, config_with):
 def test_the_config_says_what_special_tokens_are(
   kind, count, jsonl, config_with
 ):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__special_tokens=kind)
   config.data.max_prompt_length = 32
   examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
@@ -105,13 +105,13 @@ def test_the_config_says_what_special_tokens_are(
   ],
 )
 def test_mistakes_are_refused(changes, hint, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
     splits_lib.load_split(config_with(**changes), policy, "train")
 
 
 def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(**jsonl, data__too_long="drop")
   file, measured = tmp_path / "lengths.npz", []
   encode = prompts_lib.tokenizer_lib.encode_prompt
@@ -162,7 +162,7 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
 
 
 def test_held_out_prompts_are_trimmed(config_with):
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   config = config_with(data__max_prompt_length=100, eval__num_prompts=3)
   examples = splits_lib.load_examples(config, "test")
   ((prompts, _),) = prompts_lib.held_out(config, policy, examples)

@@ -26,8 +26,10 @@ def state_of(params, mesh, **fields):
   """On a mesh, with its shardings."""
   state = TrainState(params, (), *[jnp.zeros((), jnp.int32)] * 4)
   whole = ((r"params.*", jax.sharding.PartitionSpec()),)
-  places = sharding.shardings(jax.eval_shape(lambda: state), mesh, rules=whole)
-  return jax.device_put(state, places).replace(**fields), places
+  shardings = sharding.shardings(
+    jax.eval_shape(lambda: state), mesh, rules=whole
+  )
+  return jax.device_put(state, shardings).replace(**fields), shardings
 
 
 @pytest.mark.parametrize("where", reference.REFERENCE_MEMORY)
@@ -41,15 +43,15 @@ def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
   )
   rng = np.random.default_rng(0)
   params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
-  state, places = state_of(params, mesh)
-  first = reference.first(state.params, places.params)
-  state = reference.put_away(state.replace(reference=first), config)
-  follow = reference.make_follow(config, places)
+  state, shardings = state_of(params, mesh)
+  first = reference.first(state.params, shardings.params)
+  state = reference.to_host(state.replace(reference=first), config)
+  follow = reference.make_update_reference(config, shardings)
   expected = np.asarray(params["w"])
   kinds = set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
-    new = jax.device_put({"w": w}, places.params)
+    new = jax.device_put({"w": w}, shardings.params)
     state = state.replace(params=new, step=jnp.int32(step))
     state = follow(state)
     if step % every == 0:
@@ -70,10 +72,10 @@ def test_a_fixed_one_is_no_part_of_the_state(config_with, mesh):
     config_with(loss__beta=0.1),
     config_with(model__reference_every=1),  # without a KL term, refused
   ):
-    state, places = state_of({"w": jnp.ones(2)}, mesh)
+    state, shardings = state_of({"w": jnp.ones(2)}, mesh)
     assert not reference.follows(config)
-    assert reference.make_follow(config, places)(state) is state
-    assert reference.put_away(state, config).reference is None
+    assert reference.make_update_reference(config, shardings)(state) is state
+    assert reference.to_host(state, config).reference is None
 
 
 def test_a_state_from_before_there_were_such_references(tmp_path, mesh):

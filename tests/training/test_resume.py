@@ -20,7 +20,7 @@ from grpojax.data import datasets
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
 from grpojax.training import opening, reporting, scoring, start
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
 SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
@@ -233,7 +233,7 @@ def test_the_date_is_pinned_where_it_is_asked_for(
 ):
   options = {"data__template_options__date_string": given} if given else {}
   tokenizer = types.SimpleNamespace(chat_template=template)
-  policy = policies.open_policy("arithmetic-instruct")
+  policy = policy_lib.open_policy("arithmetic-instruct")
   policy = policy._replace(tokenizer=tokenizer)
   config = start._with_date(config_with(**options), policy)
   date = config.data.template_options.get("date_string")
@@ -289,24 +289,24 @@ def test_a_wait_for_the_device_asks_all_the_time():
   policy.wait([Array()], lambda: times.append(time.monotonic()))
   assert len(times) == 5 and max(np.diff(times)) < 1
 
-  def poll():
+  def check_signals():
     raise Asked
 
   with pytest.raises(Asked):
-    policy.wait([Array()], poll)
+    policy.wait([Array()], check_signals)
 
 
 def test_an_infinite_reward_of_the_model_is_a_failure():
-  scores = scoring.groups.GroupScores(
+  scores = scoring.groups.GroupRewards(
     np.array([[1.0, 2.0]], np.float32),
     {"f": np.array([[1.0, 2.0]], np.float32)},
     np.zeros((1, 2), bool),
     [[[], []]],
   )
   by_model = np.array([[np.inf, 0.5]])
-  scorer = scoring.Scorer(None, model_weight=2.0)
+  reward_pool = scoring.RewardPool(None, model_weight=2.0)
   examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
-  got = scoring.with_model(scorer, scores, by_model, examples, texts)
+  got = scoring.with_model(reward_pool, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = scoring.groups.all_failures(got)
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"

@@ -7,7 +7,7 @@ import pytest
 
 from grpojax.core import packing_layout
 from grpojax.core.types import Batch, Rollout
-from grpojax.rewards.groups import GroupScores
+from grpojax.rewards.groups import GroupRewards
 from grpojax.training import dynamic_sampling, sample_rows
 from grpojax.training.policy import Policy
 
@@ -30,11 +30,11 @@ def case(tiny):
   finished = np.array([[True, False]] * B)
   logprobs = -np.arange(B * G * T, dtype=np.float32).reshape(B, G, T) / 7
   rewards = np.array([[1, 0], [2, np.nan], [3, 3], [4, 5]], np.float32)
-  scores = GroupScores(
+  scores = GroupRewards(
     rewards, {"f": rewards / 2, "g": rewards}, rewards < 0, [[(), ()]] * 4
   )
   # Of four groups that were drawn, the batch has the first, last and third.
-  filled = dynamic_sampling.Filled(
+  filled = dynamic_sampling.ResampledBatch(
     samples=Rollout(
       prompt_ids=None,
       prompt_mask=None,
@@ -46,7 +46,7 @@ def case(tiny):
     scores=scores,
     drawn=scores,
     examples=[{"prompt_text": f"p{i}", "answer": str(i)} for i in range(4)],
-    places=np.array([0, 3, 2]),
+    drawn_groups=np.array([0, 3, 2]),
     more_prompts=1,
     scale=None,
     metrics={},
@@ -80,18 +80,18 @@ def test_rows_are_whole_groups_as_they_were_learned_from(case, config_with):
   assert second["tokens"] == ["b", " a", " !", " !"]
   assert first["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7], abs=1e-4)
   assert first["ref_logprobs"] == pytest.approx([-1, -8 / 7, -9 / 7], abs=1e-4)
-  assert "scorer_logprobs" not in first  # they are the sampler's
+  assert "trainer_logprobs" not in first  # they are the sampler's
 
 
 def test_what_is_at_hand_is_kept(case, config_with):
   policy, filled, batch = case
   config = config_with(
-    log__sample_groups=9, loss__old_logprobs="scorer", optim__minibatches=2
+    log__sample_groups=9, loss__old_logprobs="reward_pool", optim__minibatches=2
   )
   batch = batch.replace(ref_logprobs=None)
   rows = sample_rows.of_batch(config, policy, filled, batch)
   assert len(rows) == B * G
-  assert rows[0]["scorer_logprobs"] == pytest.approx(
+  assert rows[0]["trainer_logprobs"] == pytest.approx(
     [2, 2 - 1 / 7, 2 - 2 / 7], abs=1e-4
   )
   assert "ref_logprobs" not in rows[0]
@@ -116,7 +116,7 @@ def test_what_was_not_computed_is_none(case, config_with):
 
 def test_what_is_not_finite_is_none(case, config_with):
   policy, filled, batch = case
-  filled = filled._replace(places=np.array([1, 1, 1]))
+  filled = filled._replace(drawn_groups=np.array([1, 1, 1]))
   rows = sample_rows.of_batch(config_with(), policy, filled, batch)
   assert rows[1]["reward"] is None and rows[1]["rewards"] == {
     "f": None,

@@ -20,7 +20,7 @@ from grpojax.training import (
   sampling_parts,
   scoring,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
@@ -48,10 +48,12 @@ def rewards(tmp_path):
   return f"{file}:count", begun
 
 
-def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
+def scored(
+  tabular, config, reward_pool, check_signals=lambda: None, on_call=lambda: None
+):
   """Samples, texts and scores of prompts of kinds 0 to 3."""
   lm = tabular.lm(B, 7)
-  policy = policies.Policy(pathlib.Path(), lm, Words(), (0,), 0)
+  policy = policy_lib.Policy(pathlib.Path(), lm, Words(), (0,), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   program = samplers.sampler_program(
     config, policy, G, from_config.sampling(config)
@@ -61,8 +63,8 @@ def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
     on_call()
     return program(*args)
 
-  run = sampling_parts.make_scored_samples(
-    config, policy, functools.partial(called), mesh, scorer, poll
+  run = sampling_parts.make_rewarded_samples(
+    config, policy, functools.partial(called), mesh, reward_pool, check_signals
   )
   ids = jnp.arange(B)[:, None]
   prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
@@ -90,26 +92,26 @@ def test_rewards_begin_before_the_next_part_is_sampled(
 ):
   name, begun = rewards
   config = config_of(config_with, 2, name)
-  events, wait = [], policies.wait
+  events, wait = [], policy_lib.wait
   monkeypatch.setattr(halves, "LARGEST", 0)  # a part is one program
 
-  def wait_and_record(part, poll):
+  def wait_and_record(part, check_signals):
     """The second part is ready when a reward of the first has begun."""
     until = time.monotonic() + 20
     while "ready" in events and not begun.exists():
       assert time.monotonic() < until, "no reward has begun"
       time.sleep(0.01)
-    wait(part, poll)
+    wait(part, check_signals)
     events.append("ready")
 
-  with scoring.open_scorer(config) as scorer:
-    monkeypatch.setattr(policies, "wait", wait_and_record)
+  with scoring.open_reward_pool(config) as reward_pool:
+    monkeypatch.setattr(policy_lib, "wait", wait_and_record)
     parts = scored(
-      tabular, config, scorer, on_call=lambda: events.append("sampling")
+      tabular, config, reward_pool, on_call=lambda: events.append("sampling")
     )
     monkeypatch.undo()
     config.sampling.parts = 1
-    whole = scored(tabular, config, scorer)
+    whole = scored(tabular, config, reward_pool)
   assert events == ["sampling", "sampling", "ready", "ready"]
   # Nothing else changed: samples, texts, rewards, failures and their order.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
@@ -124,15 +126,15 @@ def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
   config = config_of(config_with, 2, name)
   sent = []
 
-  def poll():
+  def check_signals():
     if sent:  # the first part is with the workers
       raise KeyError
 
-  with scoring.open_scorer(config) as scorer:
-    submit = scorer.pool.submit
-    scorer.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
+  with scoring.open_reward_pool(config) as reward_pool:
+    submit = reward_pool.pool.submit
+    reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
     with pytest.raises(KeyError):
-      scored(tabular, config, scorer, poll)
+      scored(tabular, config, reward_pool, check_signals)
   (submission,) = sent
   assert submission.abandoned
 

@@ -61,10 +61,10 @@ def rollout(rows, length):
   )
 
 
-def score(scorer, samples):
-  pending = scoring.submit(scorer, EXAMPLES, TEXTS, samples, slice(2))
+def score(reward_pool, samples):
+  pending = scoring.submit(reward_pool, EXAMPLES, TEXTS, samples, slice(2))
   begun = scored_text.Begun(2, TEXTS, pending)
-  return scored_text.finish(scorer, EXAMPLES, [begun], lambda: None)[1]
+  return scored_text.finish(reward_pool, EXAMPLES, [begun], lambda: None)[1]
 
 
 EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
@@ -73,15 +73,15 @@ TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 def test_weighted_functions(rewards):
   config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
-  with scoring.open_scorer(config) as scorer:
+  with scoring.open_reward_pool(config) as reward_pool:
     # A batch may have more rows: they only pad it.
-    found = score(scorer, rollout(3, 4))
+    found = score(reward_pool, rollout(3, 4))
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
   np.testing.assert_allclose(found.rewards, expected)
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
   (failure,) = groups.all_failures(found)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = scoring.correctness(scorer, found, EXAMPLES)
+  right = scoring.correctness(reward_pool, found, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
   row = scoring.metrics(found)
   assert row == {
@@ -99,8 +99,8 @@ def test_a_reward_model_beside_functions(rewards):
   config = rewards({"picky": 1.0})
   config.reward.model_weight = -2.0
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
-  with scoring.open_scorer(config, model) as scorer:
-    found = score(scorer, rollout(2, 3))
+  with scoring.open_reward_pool(config, model) as reward_pool:
+    found = score(reward_pool, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
   assert scoring.metrics(found)["reward_model"] == 2.5
@@ -121,7 +121,7 @@ def test_several_processes_say_what_one_says(monkeypatch):
     values = {"f": rewards[rows], "g": rewards[rows] + 1}
     extras = {f"f/{name}": rewards[rows] * 2 for name in others}
     given = rewards[rows], values, failed[rows], of_rows, extras
-    return groups.GroupScores(*given)
+    return groups.GroupRewards(*given)
 
   said = []
   tell = lambda own: said.append(json.loads(json.dumps(own))) or said

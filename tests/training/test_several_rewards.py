@@ -35,7 +35,7 @@ def scores_of(weights):
     w * np.nan_to_num(v) for w, v in zip(weights, VALUES.values(), strict=True)
   )
   total = np.where(FAILED, NAN, total).astype(np.float32)
-  return groups.GroupScores(total, VALUES, FAILED, [[[]] * 3] * 2)
+  return groups.GroupRewards(total, VALUES, FAILED, [[[]] * 3] * 2)
 
 
 def test_a_failure_takes_no_part_by_any_function():

@@ -24,7 +24,7 @@ from grpojax.training import (
   host_step,
   scoring,
 )
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config
 
 B, G, T = 2, 4, 6
@@ -53,16 +53,16 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   vocab = len(tokenizer)
   lm = tabular.lm(1, vocab)
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
-  policy = policies.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
+  policy = policy_lib.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
 
   tx = optax.sgd(0.0)
-  places = sharding.shardings(
+  shardings = sharding.shardings(
     jax.eval_shape(lambda p: from_config.first_state(config, tx, p), params),
     mesh,
     rules=((r"params", PartitionSpec()),),
   )
-  state = jax.device_put(from_config.first_state(config, tx, params), places)
+  state = jax.device_put(from_config.first_state(config, tx, params), shardings)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
   prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
 
@@ -72,17 +72,24 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
   seen = []
-  decode = policies.decode
+  decode = policy_lib.decode
 
   def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  monkeypatch.setattr(policies, "decode", spy)
+  monkeypatch.setattr(policy_lib, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
-  with scoring.open_scorer(config) as scorer:
+  with scoring.open_reward_pool(config) as reward_pool:
     step = host_step.make_host_step(
-      config, policy, G, tx, None, places, scorer, lambda together=False: None
+      config,
+      policy,
+      G,
+      tx,
+      None,
+      shardings,
+      reward_pool,
+      lambda together=False: None,
     )
     _, row, shown, _ = step(state, prompts, examples, False)
   monkeypatch.undo()
@@ -165,8 +172,8 @@ def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
   monkeypatch.setattr(
     device_step, "prompts_lib", types.SimpleNamespace(**plain)
   )
-  monkeypatch.setattr(device_step.policies, "jit", lambda _, f, **__: f)
-  policy = policies.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  monkeypatch.setattr(device_step.policy_lib, "jit", lambda _, f, **__: f)
+  policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
   state = init_state({}, tx, jax.random.key(0))
   for bound in (0.0, 0.5):
     config = config_with(loss__advantage_clip=bound)

@@ -47,7 +47,7 @@ EXPECTED = {
     "loss.truncated": "mask",
     "loss.correction": "sequence_mask",
     "loss.correction_high": 3.0,
-    "loss.old_logprobs": "scorer",
+    "loss.old_logprobs": "trainer",
     "optim.learning_rate": 1e-6,
     "optim.b2": 0.999,
     "sampling.temperature": 0.9,
@@ -370,7 +370,7 @@ ACTOR = "actor_rollout_ref.actor"
       "algorithm.rollout_correction.rollout_is=token"
       " algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
       {"loss.correction": "token_mask", "loss.correction_low": 0.5}
-      | {"loss.correction_high": 5.0, "loss.old_logprobs": "scorer"},
+      | {"loss.correction_high": 5.0, "loss.old_logprobs": "trainer"},
     ),
     (
       "algorithm.rollout_correction.rollout_is=sequence",

@@ -4,7 +4,7 @@ const COLORS = [
   ["", "nothing"],
   ["logprobs", "log-probability"],
   ["ref", "log-ratio to the reference"],
-  ["scorer", "log-ratio, scorer to sampler"],
+  ["trainer", "log-ratio, trainer to rollout"],
 ];
 
 const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run: i })));
@@ -12,7 +12,7 @@ const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run:
 // The number that colours a token, and that the tooltip explains.
 function ratio(sample, name, i) {
   const other = sample[name];
-  const own = (name === "ref_logprobs" && sample.scorer_logprobs) || sample.logprobs;
+  const own = (name === "ref_logprobs" && sample.trainer_logprobs) || sample.logprobs;
   if (!own || !other || !known(own[i]) || !known(other[i])) return null;
   return name === "ref_logprobs" ? own[i] - other[i] : other[i] - own[i];
 }
@@ -37,13 +37,13 @@ function tokenTip(sample, i) {
     rows.push(tipRow("log-probability", number(own)));
     rows.push(tipRow("probability", percent(Math.exp(own))));
   }
-  for (const [name, title] of [["scorer", "scorer\u2019s"], ["ref", "reference\u2019s"]]) {
+  for (const [name, title] of [["trainer", "trainer\u2019s"], ["ref", "reference\u2019s"]]) {
     const value = sample[`${name}_logprobs`] && sample[`${name}_logprobs`][i];
     if (!known(value)) continue;
     const gap = ratio(sample, `${name}_logprobs`, i);
     rows.push(tipRow(`${title} log-probability`, number(value)));
     rows.push(tipRow(name === "ref" ? "log-ratio, policy to reference" :
-      "log-ratio, scorer to sampler", signed(gap, number)));
+      "log-ratio, trainer to rollout", signed(gap, number)));
   }
   return rows;
 }

@@ -1,10 +1,10 @@
-"""How far the scorer is from the sampler, on the policy that sampled.
+"""How far the trainer is from the sampler, on the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
 different programs (with and without a cache, perhaps in another engine), whose
 rounding differs, above all in low precision. Where the old log-probabilities
 are the sampler's, the importance ratio is not 1 before the first update, but
-the mismatch; where they are the scorer's, the mismatch is in no ratio, and the
+the mismatch; where they are the trainer's, the mismatch is in no ratio, and the
 gradient is off-policy by as much. Either way it should be small.
 """
 
@@ -31,24 +31,24 @@ def of_tokens(
 
   Args:
     loss: as `make_update` takes it.
-    logprobs: the scorer's, of the policy that sampled.
-    batch: with `sampler_logprobs`, or nothing is returned.
+    logprobs: the trainer's, of the policy that sampled.
+    batch: with `rollout_logprobs`, or nothing is returned.
     weights: see `loss`.
 
   Returns:
-    "log_ratio", log(pi_scorer / pi_sampler) in nats, and "kl", k3 of
-    KL(sampler || scorer), whose tokens these are (both 0 on padding), and what
+    "log_ratio", log(pi_trainer / pi_rollout) in nats, and "kl", k3 of
+    KL(rollout || trainer), whose tokens these are (both 0 on padding), and what
     the loss monitors where the sampler's log-probabilities are the old ones
     ("clip_fraction_low", say).
   """
-  if batch.sampler_logprobs is None:
+  if batch.rollout_logprobs is None:
     return {}
   logprobs = jax.lax.stop_gradient(logprobs)
-  mask, sampled = batch.completion_mask, batch.sampler_logprobs
-  _, monitored = loss(
+  mask, sampled = batch.completion_mask, batch.rollout_logprobs
+  _, aux = loss(
     logprobs, batch.advantages, weights, mask, sampled, batch.ref_logprobs
   )
-  clipping = {k: v for k, v in monitored.items() if k not in _OF_THE_LOSS}
+  clipping = {k: v for k, v in aux.items() if k not in _OF_THE_LOSS}
   return {
     "log_ratio": masked_log_ratio(logprobs, sampled, mask),
     "kl": k3(clean_logprobs(sampled, mask), clean_logprobs(logprobs, mask)),
@@ -60,8 +60,8 @@ def effective_samples(
 ) -> Float[Array, ""]:
   """Effective sample size of sequence importance weights, as a share.
 
-  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_scorer / pi_sampler of a
-  sequence, N those that have a token (Kong, 1992): 1 where sampler and scorer
+  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_trainer / pi_rollout of a
+  sequence, N those that have a token (Kong, 1992): 1 where rollout and trainer
   agree, 1 / N where one sequence has all the weight.
 
   Args:
@@ -91,6 +91,6 @@ def metrics(
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
   return {
-    "sampler_mismatch_max": jnp.max(mismatch),
-    "sampler_effective_samples": effective_samples(log_ratio, mask),
+    "rollout_mismatch_max": jnp.max(mismatch),
+    "rollout_effective_samples": effective_samples(log_ratio, mask),
   } | {f"sampler_{name}": value for name, value in means.items()}

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Pace(NamedTuple):
+class Eta(NamedTuple):
   """What has been measured since the program was started.
 
   Attributes:
@@ -19,26 +19,26 @@ class Pace(NamedTuple):
   paused: float = 0.0
 
 
-def after_step(pace: Pace, seconds: float) -> Pace:
+def after_step(eta: Eta, seconds: float) -> Eta:
   """After one more step."""
-  if pace.steps < 0:
-    return pace._replace(steps=0)
-  return pace._replace(steps=pace.steps + 1, seconds=pace.seconds + seconds)
+  if eta.steps < 0:
+    return eta._replace(steps=0)
+  return eta._replace(steps=eta.steps + 1, seconds=eta.seconds + seconds)
 
 
-def after_pause(pace: Pace, seconds: float) -> Pace:
+def after_pause(eta: Eta, seconds: float) -> Eta:
   """After what was between this step and the next."""
-  return pace._replace(pauses=pace.pauses + 1, paused=pace.paused + seconds)
+  return eta._replace(pauses=eta.pauses + 1, paused=eta.paused + seconds)
 
 
-def step_seconds(pace: Pace) -> float | None:
+def step_seconds(eta: Eta) -> float | None:
   """Seconds of a step; None before the second one."""
-  return pace.seconds / pace.steps if pace.steps > 0 else None
+  return eta.seconds / eta.steps if eta.steps > 0 else None
 
 
-def left(pace: Pace, steps: int) -> float | None:
+def left(eta: Eta, steps: int) -> float | None:
   """Seconds that so many more steps take, with their share of the pauses."""
-  step = step_seconds(pace)
+  step = step_seconds(eta)
   if step is None:
     return None
-  return steps * (step + pace.paused / max(pace.pauses, 1))
+  return steps * (step + eta.paused / max(eta.pauses, 1))

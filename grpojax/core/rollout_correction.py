@@ -1,8 +1,8 @@
 """Corrections for a sampler that is not the policy being trained.
 
-Tokens are drawn from the sampler mu, whose numbers differ from the scorer's
+Tokens are drawn from the sampler mu, whose numbers differ from the trainer's
 (another program, engine or precision), and an update trains pi, which may have
-moved since. The scorer's log-probabilities of the policy that sampled, pi_old,
+moved since. The trainer's log-probabilities of the policy that sampled, pi_old,
 stand between: the surrogate has pi / pi_old, and what is left, pi_old / mu, is
 a constant weight of each token's loss here.
 
@@ -94,7 +94,7 @@ CORRECTIONS = {
 """By name: the weights, and what becomes of those out of bounds."""
 
 
-def importance_weights(
+def is_weights(
   log_ratio: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
   correction: str,
@@ -121,7 +121,7 @@ def importance_weights(
 
 def off_policy_sequences(
   logprobs: Float[Array, "B G T"],
-  sampler_logprobs: Float[Array, "B G T"],
+  rollout_logprobs: Float[Array, "B G T"],
   advantages: Float[Array, "B G"],
   mask: Bool[Array, "B G T"],
   threshold: float,
@@ -134,7 +134,7 @@ def off_policy_sequences(
 
   Args:
     logprobs: under pi, the policy being trained.
-    sampler_logprobs: under mu: what is found is the drift of the updates and
+    rollout_logprobs: under mu: what is found is the drift of the updates and
       the mismatch of the sampler together, as in TRL.
     advantages: one a completion.
     mask: True on real tokens.
@@ -143,7 +143,7 @@ def off_policy_sequences(
   Returns:
     True for a sequence to be left out.
   """
-  drift = -jnp.sum(masked_log_ratio(logprobs, sampler_logprobs, mask), axis=-1)
+  drift = -jnp.sum(masked_log_ratio(logprobs, rollout_logprobs, mask), axis=-1)
   mean = drift / jnp.maximum(jnp.sum(mask, axis=-1), 1)
   return (advantages < 0) & (mean > threshold)
 
@@ -163,28 +163,26 @@ def _corrected(
   threshold: float | None,
 ) -> tuple[Float[Array, "B G T"], dict[str, Shaped[Array, "B G T"]]]:
   """See `make_correction`."""
-  sampled, mask = batch.sampler_logprobs, batch.completion_mask
+  sampled, mask = batch.rollout_logprobs, batch.completion_mask
   if sampled is None:
     raise ValueError(
       "a correction compares with the sampler's log-probabilities, and the "
-      "batch has none: give sampler_logprobs, as make_batch does"
+      "batch has none: give rollout_logprobs, as make_batch does"
     )
   logprobs = jax.lax.stop_gradient(logprobs)
-  factors, monitored = jnp.ones_like(logprobs), {}
+  is_weights, aux = jnp.ones_like(logprobs), {}
   if CORRECTIONS[correction] is not None:
     old = logprobs if batch.old_logprobs is None else batch.old_logprobs
     log_ratio = masked_log_ratio(old, sampled, mask)
-    factors, outside = importance_weights(
-      log_ratio, mask, correction, low, high
-    )
-    monitored |= {"importance_weight": factors, "importance_bounded": outside}
+    is_weights, outside = is_weights(log_ratio, mask, correction, low, high)
+    aux |= {"is_weight": is_weights, "is_weight_bounded": outside}
   if threshold is not None:
     left_out = off_policy_sequences(
       logprobs, sampled, batch.advantages, mask, threshold
     )[..., None]
-    factors = jnp.where(left_out, 0.0, factors)
-    monitored["off_policy_masked"] = left_out & mask
-  return factors, monitored
+    is_weights = jnp.where(left_out, 0.0, is_weights)
+    aux["off_policy_masked"] = left_out & mask
+  return is_weights, aux
 
 
 def make_correction(
@@ -197,20 +195,20 @@ def make_correction(
 
   Where there is a single update, pi_old is what the update itself computes: no
   pass is added. Where there are several, the old log-probabilities have to be
-  the scorer's (`make_batch`'s policy_params): with the sampler's, the ratios of
-  the surrogate are to mu already, and these weights are 1.
+  the trainer's (`make_batch`'s policy_params): with the sampler's, the ratios
+  of the surrogate are to mu already, and these weights are 1.
 
   Args:
     correction: a name of `CORRECTIONS`.
-    low: see `importance_weights`.
+    low: see `is_weights`.
     high: likewise.
     threshold: of `off_policy_sequences`, whose losses are left out; None leaves
       none out.
 
   Returns:
-    `(logprobs, batch) -> (factors [B, G, T], monitored)`, or None where there
-    is nothing to correct. The factors are constants; monitored are
-    `importance_weight`, `importance_bounded` (out of bounds) and
+    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there
+    is nothing to correct. The is_weights are constants; aux are
+    `is_weight`, `is_weight_bounded` (out of bounds) and
     `off_policy_masked`, to be logged as means over tokens.
 
   Raises:

@@ -17,10 +17,10 @@ from grpojax.core.update import make_update
 KEY = jax.random.key(5)
 B, G, T, VOCAB = 4, 3, 5, 4
 NAMES = [
-  "sampler_mismatch_mean",
-  "sampler_mismatch_max",
-  "sampler_clip_fraction_low",
-  "sampler_clip_fraction_high",
+  "rollout_mismatch_mean",
+  "rollout_mismatch_max",
+  "rollout_clip_fraction_low",
+  "rollout_clip_fraction_high",
 ]
 
 
@@ -48,22 +48,22 @@ def case(tabular):
 
 
 def numpys(noise, mask, advantages):
-  """The metrics of some rows; noise is log(pi_scorer / pi_sampler)."""
+  """The metrics of some rows; noise is log(pi_trainer / pi_rollout)."""
   ratio = np.exp(noise[mask])
   a = np.broadcast_to(np.asarray(advantages)[..., None], mask.shape)[mask]
   return {
-    "sampler_mismatch_mean": np.abs(noise[mask]).mean(),
-    "sampler_mismatch_max": np.abs(noise[mask]).max(),
-    "sampler_clip_fraction_low": ((ratio < 0.9) & (a < 0)).mean(),
-    "sampler_clip_fraction_high": ((ratio > 1.2) & (a > 0)).mean(),
+    "rollout_mismatch_mean": np.abs(noise[mask]).mean(),
+    "rollout_mismatch_max": np.abs(noise[mask]).max(),
+    "rollout_clip_fraction_low": ((ratio < 0.9) & (a < 0)).mean(),
+    "rollout_clip_fraction_high": ((ratio > 1.2) & (a > 0)).mean(),
   }
 
 
 # Name: (updates, whose log-probabilities are the old ones).
 WAYS = {
   "on-policy": (1, None),
-  "sampler": (2, "sampler"),
-  "scorer": (2, "scorer"),
+  "rollout": (2, "rollout"),
+  "trainer": (2, "trainer"),
 }
 
 
@@ -82,7 +82,7 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
       samples,
       rewards,
       on_policy=updates == 1,
-      policy_params=table if old == "scorer" else None,
+      policy_params=table if old == "trainer" else None,
       micro_batches=2,
     )
     return batch, *update(init_state(table, tx, KEY), batch)
@@ -91,13 +91,13 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
   mask = np.asarray(samples.completion_mask)
   first = slice(None, None, updates)  # rows of the first minibatch
   expected = numpys(noise[first], mask[first], batch.advantages[first])
-  assert expected["sampler_clip_fraction_low"] > 0
-  assert expected["sampler_clip_fraction_high"] > 0
+  assert expected["rollout_clip_fraction_low"] > 0
+  assert expected["rollout_clip_fraction_high"] > 0
   for name in NAMES:
     np.testing.assert_allclose(
       metrics[name], expected[name], rtol=1e-4, err_msg=name
     )
-  own = {"scorer": exact, "sampler": exact - noise}
+  own = {"trainer": exact, "rollout": exact - noise}
   if old is None:
     assert batch.old_logprobs is None
     np.testing.assert_array_equal(metrics["ratio_max"], 1)
@@ -113,13 +113,13 @@ def test_the_first_ratio_is_one_with_the_scorers(case):
   update = make_update(lm, tx, epochs=2)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def ratios(rescore):
+  def ratios(recompute_logprobs):
     batch = make_batch(
       lm,
       samples,
       rewards,
       on_policy=False,
-      policy_params=table if rescore else None,
+      policy_params=table if recompute_logprobs else None,
     )
     _, metrics = update(init_state(table, tx, KEY), batch)
     return jnp.stack([metrics["ratio_min"], metrics["ratio_max"]])
@@ -147,7 +147,7 @@ def test_a_penalty_is_taken_between_two_scores_of_the_scorer(case):
 
 
 def test_a_whole_step_can_rescore(tabular):
-  """Against its parts; and on-policy there is nothing to rescore."""
+  """Against its parts; and on-policy there is nothing to recompute_logprobs."""
   lm, tx = tabular.lm(2, VOCAB), optax.sgd(0.5)
   passes = []
 
@@ -175,8 +175,8 @@ def test_a_whole_step_can_rescore(tabular):
     return len(passes)
 
   once, several = traced(), traced(epochs=2)
-  assert traced(rescore=True) == once
-  assert traced(rescore=True, epochs=2) > several
+  assert traced(recompute_logprobs=True) == once
+  assert traced(recompute_logprobs=True, epochs=2) > several
 
 
 def test_policy_params_without_a_use_are_refused(case):

@@ -13,9 +13,9 @@ import pytest
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state
-from grpojax.core.sampler_correction import (
+from grpojax.core.rollout_correction import (
   CORRECTIONS,
-  importance_weights,
+  is_weights,
   make_correction,
 )
 from grpojax.core.types import Batch, Rollout
@@ -47,8 +47,8 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
     batch = Batch(
       None, None, None, mask, advantages, given["old"], None, given["sampler"]
     )
-    factors = correct(logprobs, batch)[:1] if correct else ()
-    args = advantages, weights, mask, given["old"], given["ref"], *factors
+    is_weights = correct(logprobs, batch)[:1] if correct else ()
+    args = advantages, weights, mask, given["old"], given["ref"], *is_weights
     return losses.grpo_loss(logprobs, *args, beta=0.1)[0]
 
   cases = [case for case in TRL["cases"] if case["loss_type"] == loss_type]
@@ -125,8 +125,8 @@ def expected_gradient(policies, correction, **bounds):
     batch = Batch(
       None, None, None, mask, jnp.asarray(rewards)[None], None, None, sampled
     )
-    factors, _ = correct(scored, batch)
-    args = batch.advantages, share * mask, mask, None, None, factors
+    is_weights, _ = correct(scored, batch)
+    args = batch.advantages, share * mask, mask, None, None, is_weights
     return losses.grpo_loss(scored, *args)[0]
 
   return -jax.jit(jax.grad(loss))(p)
@@ -161,11 +161,11 @@ def test_bounds(float64):
   }
   assert expected.keys() == CORRECTIONS.keys() - {"none"}
   for name, weights in expected.items():
-    found, outside = importance_weights(log_ratio, mask, name, 0.6, 1.4)
+    found, outside = is_weights(log_ratio, mask, name, 0.6, 1.4)
     np.testing.assert_allclose(found, [weights], rtol=1e-9)
     np.testing.assert_array_equal(outside, mask)
   huge = jnp.full((1, 1, 9), 20.0)
-  found, _ = importance_weights(huge, huge > 0, "sequence_truncate")
+  found, _ = is_weights(huge, huge > 0, "sequence_truncate")
   assert np.isfinite(found).all()
 
 
@@ -229,11 +229,11 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
   expected = -np.sum(weight * ~left_out[..., None] * advantages) / mask.sum()
   sums = {
     "loss": expected * mask.sum(),
-    "importance_weight": weight.sum(),
-    "importance_bounded": out.sum(),
+    "is_weight": weight.sum(),
+    "is_weight_bounded": out.sum(),
     "off_policy_masked": (left_out[..., None] & mask).sum(),
-    "sampler_kl": (np.exp(noise) - 1 - noise)[mask].sum(),
-    "sampler_mismatch_mean": np.abs(noise).sum(),
+    "rollout_kl": (np.exp(noise) - 1 - noise)[mask].sum(),
+    "rollout_mismatch_mean": np.abs(noise).sum(),
   }
   weights = ratios[..., 0]
   share = weights.sum() ** 2 / (weights.size * (weights**2).sum())
@@ -241,7 +241,7 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
     np.testing.assert_allclose(
       row[name], value / mask.sum(), rtol=1e-4, err_msg=name
     )
-  found = row["sampler_effective_samples"]
+  found = row["rollout_effective_samples"]
   np.testing.assert_allclose(found, share, rtol=1e-4)
 
 
