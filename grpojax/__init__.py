@@ -19,6 +19,8 @@ _NAMES = {
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.mesh": ("constrain", "make_mesh"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
+  "grpojax.core.decoding": ("Decoding",),
+  "grpojax.core.objective": ("Objective",),
   "grpojax.core.sampling": ("Sampling",),
   "grpojax.core.grpo_step": ("init_state", "make_grpo_step"),
   "grpojax.core.types": (
@@ -29,7 +31,7 @@ _NAMES = {
     "Rollout",
     "TrainState",
   ),
-  "grpojax.core.update": ("make_update",),
+  "grpojax.core.update": ("UpdateOptions", "make_update"),
   "grpojax.statistics": ("diagnostics",),
   "grpojax.models.adapters": ("from_apply", "from_linen", "from_nnx"),
   "grpojax.models.transformer": ("TransformerConfig", "transformer"),

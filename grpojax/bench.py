@@ -37,8 +37,7 @@ from grpojax.benchmarks import configured, side_by_side, workloads
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import SETTINGS, validate
 
 PROGRAM = "python -m grpojax.bench"
 FLAGS = {

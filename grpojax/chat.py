@@ -38,8 +38,7 @@ from grpojax.training import (
   trained,
 )
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import SETTINGS, validate
 
 TURNS = ("auto", "all", "one")
 FLAGS = {

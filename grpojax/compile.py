@@ -34,8 +34,7 @@ from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime.settings import setting
 from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import default_job, validate
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import SETTINGS, default_job, validate
 
 DOES_NOT_FIT = 3
 """Exit code; 1 is any error's."""

@@ -46,9 +46,8 @@ from grpojax.training import (
   scoring,
   trained,
 )
-from grpojax.training.config import validate
+from grpojax.training.config import SETTINGS, validate
 from grpojax.training.held_out import HeldOut
-from grpojax.training.settings import SETTINGS
 
 FLAGS = {
   "model": setting(

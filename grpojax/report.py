@@ -16,7 +16,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from grpojax.runtime import bucket, command_line, disk, flag_values, records
+from grpojax.runtime import bucket, command_line, disk, records
 from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import setting
 from grpojax.training import report, run_directory, run_storage
@@ -33,7 +33,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
     (rest if word.startswith("-") or is_value else runs).append(word)
-  return [flag_values.expand_home(run) for run in runs], rest
+  return [command_line.expand_home(run) for run in runs], rest
 
 
 def _out(runs: Sequence[str], out: str) -> pathlib.Path:

@@ -53,8 +53,11 @@ from grpojax.runtime import (
 )
 from grpojax.runtime.settings import setting
 from grpojax.training import ending, fit, run_storage
-from grpojax.training.config import default_job
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import (
+  SETTINGS,
+  default_job,
+  from_config,
+)
 
 FLAGS = {
   "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
@@ -79,7 +82,8 @@ def main(argv: list[str]) -> None:
       default_job,
       about=__doc__,
     )
-  where = flags.run_dir or f"runs/{config.name}"
+    settings = from_config(config)
+  where = flags.run_dir or f"runs/{settings.name}"
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
@@ -92,14 +96,14 @@ def main(argv: list[str]) -> None:
     except interrupts.Left as why:
       print(f"{why}; the same command starts it", file=sys.stderr)
       sys.exit(preemption.EXIT_PREEMPTED)
-    summary = fit.run(config, directory, sync)
+    summary = fit.run(settings, directory, sync)
     with command_line.usage_errors():
       distributed.on_main(sync)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
-      lines = ending.todo(where, config)
+      lines = ending.todo(where, settings)
     else:
-      lines = ending.lines(where, directory, config, summary)
+      lines = ending.lines(where, directory, settings, summary)
     print(*lines, sep="\n")
 
 

@@ -16,28 +16,38 @@ from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 from grpojax.core import compaction, repetition
 from grpojax.core.compaction import Compaction
 from grpojax.core.mesh import constrain
+from grpojax.core.options import (
+  NOT_NEGATIVE,
+  ONE_OR_MORE,
+  frozen_options,
+  option,
+)
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Cache, Params, Prefix
 
 
-class Decoding(NamedTuple):
-  """How the samples are computed.
+@frozen_options
+class Decoding:
+  """Shape of the decoding loop, which changes no sample.
 
-  Attributes:
-    stages: lengths that the cache takes, one after another, each of 16 tokens
-      at least; attention reads what has been begun. Each is compiled.
-    compact: at the start of each stage but the first, take the samples that are
-      not done together, in a batch of a half, a quarter or an eighth of the
-      group (where no group has more of them); where a group is one sample, of
-      a quarter of the prompts. Each is compiled, in long stages only (see
-      `compaction.WORTH`).
-    slots: samples of each prompt that are in memory at once; the next begins
-      where one is done. 0 is all of them; with fewer there are no stages.
+  A stage has 16 tokens at least, and attention reads the stages that have
+  begun. Compaction, at the start of each stage but the first, takes the samples
+  that are not done in a batch of a half, a quarter or an eighth of the group
+  (where no group has more of them); where a group is one sample, of a quarter
+  of the prompts. It is done in long stages only (`compaction.WORTH`). In a slot
+  the next sample begins where one is done; with fewer slots than samples there
+  are no stages.
   """
 
-  stages: int = 4
-  compact: bool = True
-  slots: int = 0
+  stages: int = option(
+    4,
+    "lengths that the cache takes on the way, each compiled",
+    within=ONE_OR_MORE,
+  )
+  compact: bool = option(True, "put the samples that are not done together")
+  slots: int = option(
+    0, "samples of each prompt in memory at once; 0 = all", within=NOT_NEGATIVE
+  )
 
 
 class Samples(NamedTuple):

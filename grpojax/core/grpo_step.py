@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import Ids, random_key, read_rewards
 from grpojax.core.batch import make_batch
 from grpojax.core.binding import bind
 from grpojax.core.decoding import Decoding
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
 from grpojax.core.sampling import Sampling
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
-from grpojax.core.update import Metrics, make_update
+from grpojax.core.update import Metrics, UpdateOptions, make_update
 
 
 def init_state(
@@ -51,11 +51,6 @@ def diagnosis_key(state: TrainState) -> Key[Array, ""]:
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
-OLD_LOGPROBS = {"rollout": False, "trainer": True}
-"""Who computes the old log-probabilities, the denominators of the importance
-ratios, and whether that is to `recompute_logprobs` (see `make_grpo_step`)."""
-
-
 def make_grpo_step(
   lm: LM,
   tx: optax.GradientTransformation,
@@ -65,70 +60,40 @@ def make_grpo_step(
   max_new_tokens: int,
   eos_ids: Ids,
   pad_id: int = 0,
-  advantage: Callable[..., Array] = leave_one_out,
-  kl_in_reward: float = 0.0,
-  truncated: str = "keep",
-  advantage_clip: float | None = None,
-  recompute_logprobs: bool = False,
+  objective: Objective = Objective(),
+  update: UpdateOptions = UpdateOptions(),
   sampling: Sampling = Sampling(),
   decoding: Decoding = Decoding(),
-  epochs: int = 1,
-  minibatches: int = 1,
-  micro_batches: int = 1,
-  chunk_size: int = 256,
   diagnose: Callable[..., Metrics] | None = None,
-  **update_options: Any,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-  """A whole GRPO step as one pure function: sample, score, compare, update.
+  """Makes a whole GRPO step as one pure function: sample, reward, update.
 
   Jit it (donating the state), scan it over prompts, vmap it over states with
-  different keys, or compile it ahead of time. Completions are scored and
-  learned from at their full length: they could be packed only by who knows
-  their lengths before compiling (see `core.packing`).
+  different keys, or compile it ahead of time. Log-probabilities are computed at
+  the completions' full length: rows could be packed only by who knows the
+  lengths before compiling (see `core.packing`).
 
   Args:
-    lm: the model.
-    tx: the optimizer.
-    reward_fn: jittable `(rollout, targets) -> rewards [B, G]`; the targets are
+    lm: Model.
+    tx: Optimizer.
+    reward_fn: Jittable `(rollout, targets) -> rewards [B, G]`; the targets are
       those of the prompts.
-    group_size: G.
-    max_new_tokens: T, see `rollout`.
-    eos_ids: see `rollout`.
-    pad_id: see `rollout`.
-    advantage: see `make_batch`.
-    kl_in_reward: see `make_batch`.
-    truncated: see `make_batch`.
-    advantage_clip: see `make_batch`.
-    recompute_logprobs: where there are several updates, compute the old
-      log-probabilities anew before the first of them (`make_batch`'s
-      policy_params); False takes the sampler's. A single update is exactly
-      on-policy and needs neither.
-    sampling: the distribution to sample and to score with.
-    decoding: see `rollout`.
-    epochs: see `make_update`.
-    minibatches: see `make_update`.
-    micro_batches: see `make_update`; the reference takes as many rows at once.
-    chunk_size: see `token_logprobs`.
+    group_size: Completions a prompt, G.
+    max_new_tokens: Longest completion, T tokens with its EOS.
+    eos_ids: Ids that end a completion, one or several.
+    pad_id: Id that is written after the end.
+    objective: Objective of the update.
+    update: Division of the update into minibatches and micro-batches.
+    sampling: Distribution to sample from, which the loss is of.
+    decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled, to be returned with the others (see `statistics.diagnostics`);
-      a parameter `score_norms` gets those of the state.
-    **update_options: `loss`, `weighting`, `correction`, `max_grad_norm`,
-      `entropy_bonus`, `top_entropy_quantile` and `router_aux_coef` of
-      `make_update`.
+      sampled, to be returned with the others (see `statistics.diagnostics`); a
+      parameter `score_norms` gets those of the state.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.
   """
-  update = make_update(
-    lm,
-    tx,
-    epochs=epochs,
-    minibatches=minibatches,
-    micro_batches=micro_batches,
-    sampling=sampling,
-    chunk_size=chunk_size,
-    **update_options,
-  )
+  update_policy = make_update(lm, tx, objective, update, sampling)
 
   def step(state: TrainState, prompts: Prompts, ref_params=None):
     samples = rollout(
@@ -145,32 +110,25 @@ def make_grpo_step(
     )
     rewards = reward_fn(samples, prompts.targets)
     rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
-    on_policy = epochs * minibatches == 1
     batch = make_batch(
       lm,
       samples,
       rewards,
-      advantage,
-      ref_params,
-      on_policy=on_policy,
-      policy_params=state.params
-      if recompute_logprobs and not on_policy
-      else None,
-      kl_in_reward=kl_in_reward,
-      truncated=truncated,
-      advantage_clip=advantage_clip,
-      micro_batches=minibatches * micro_batches,
+      objective,
+      options=update,
       sampling=sampling,
-      chunk_size=chunk_size,
+      policy_params=state.params,
+      ref_params=ref_params,
       score_norms=state.score_norms,
       prompt_weights=prompts.weights,
     )
-    compared, _ = TRUNCATED[truncated](rewards, samples.finished)
-    row = rollout_metrics(samples, rewards, compared)
+    in_baseline, _ = TRUNCATED[objective.truncated](rewards, samples.finished)
+    metrics = rollout_metrics(samples, rewards, in_baseline)
     if diagnose is not None:
-      diagnose_ = bind(diagnose, score_norms=state.score_norms)
-      row |= diagnose_(state.params, samples, rewards, diagnosis_key(state))
-    state, metrics = update(state, batch)
-    return state, row | metrics
+      metrics |= bind(diagnose, score_norms=state.score_norms)(
+        state.params, samples, rewards, diagnosis_key(state)
+      )
+    state, update_metrics = update_policy(state, batch)
+    return state, metrics | update_metrics
 
   return step

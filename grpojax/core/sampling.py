@@ -5,54 +5,52 @@ from it and the loss scores with it, so both speak of the same policy.
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt32
 
 from grpojax.core import repetition
+from grpojax.core.options import NOT_NEGATIVE, POSITIVE, frozen_options, option
 
 _NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
 
 
-class Sampling(NamedTuple):
-  """Settings of the sampling distribution, applied in this order.
+@frozen_options
+class Sampling:
+  """Distribution that tokens are sampled from, its settings in their order.
 
-  Attributes:
-    temperature: divides the logits; 0 is greedy decoding.
-    top_k: keep the k most likely tokens; 0 keeps all.
-    top_p: keep the smallest set of most likely tokens whose probability
-      reaches p (Holtzman et al., arXiv 1904.09751); 1 keeps all.
-    min_p: keep tokens with at least min_p times the probability of the most
-      likely one (arXiv 2407.01082); 0 keeps all.
-    repetition_penalty: before all others, divides the logits of tokens that
-      are in the prompt or the completion already, see `core.repetition`; 1 is
-      off.
+  `repetition_penalty` comes before all others (`core.repetition`), then
+  `temperature` divides the logits (0 is greedy decoding), then tokens are cut:
+  `top_p` after Holtzman et al., arXiv 1904.09751, `min_p` after arXiv
+  2407.01082.
   """
 
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  repetition_penalty: float = 1.0
-
-
-def validate(sampling: Sampling) -> None:
-  """Raises ValueError where a setting is out of its range."""
-  temperature, top_k, top_p, min_p, penalty = sampling
-  if temperature < 0:
-    raise ValueError(f"temperature={temperature} must be 0 (greedy) or more")
-  if top_k < 0:
-    raise ValueError(f"top_k={top_k} must be 0 (off) or more")
-  if not 0 < top_p <= 1:
-    raise ValueError(f"top_p={top_p} must lie in (0, 1]")
-  if not 0 <= min_p <= 1:
-    raise ValueError(f"min_p={min_p} must lie in [0, 1]")
-  if not 0 < penalty < math.inf:
-    raise ValueError(
-      f"repetition_penalty={penalty} must be more than 0; 1 is off"
-    )
+  temperature: float = option(
+    1.0,
+    "temperature of the samples; greedy sampling (0) has no policy gradient",
+    within=NOT_NEGATIVE,
+  )
+  top_k: int = option(
+    0, "draw from so many likeliest tokens; 0 = off", within=NOT_NEGATIVE
+  )
+  top_p: float = option(
+    1.0,
+    "draw from the likeliest tokens of this mass; 1 is off",
+    within="(0, 1]",
+  )
+  min_p: float = option(
+    0.0,
+    "draw from tokens of at least this share of the likeliest one's "
+    "probability; 0 is off",
+    within="[0, 1]",
+  )
+  repetition_penalty: float = option(
+    1.0,
+    "logits of tokens that have been there, in the prompt too, are divided by "
+    "it where positive (multiplied where not); 1 = off",
+    within=POSITIVE,
+  )
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
@@ -123,7 +121,6 @@ def transform_logits(
   Raises:
     ValueError: a setting out of range, or a penalty of nothing.
   """
-  validate(sampling)
   logits = _penalised(logits.astype(jnp.float32), sampling, seen)
   vocab = jnp.arange(logits.shape[-1])
   if sampling.temperature == 0:
@@ -219,7 +216,6 @@ def sample(
     The tokens, and their log-probabilities under the transformed distribution
     (0 for greedy decoding, whose distribution is a point mass).
   """
-  validate(sampling)
   if sampling.temperature == 0:
     logits = _penalised(logits.astype(jnp.float32), sampling, seen)
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -4,16 +4,16 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from grpojax.core.options import Option
 from grpojax.runtime.config import flatten, nearest
 from grpojax.runtime.config_file import packaged
 from grpojax.runtime.settings import (
   Section,
-  Setting,
   described,
   flat_settings,
   sections,
@@ -24,11 +24,37 @@ from grpojax.runtime.settings import (
 _MARGIN = 36  # columns of a name, beside which its description stands
 
 
-def show(text: str) -> None:
-  """Prints a text, as far as who reads it wants: `--help | head`."""
+def print_help(
+  topic: str,
+  program: str,
+  about: str,
+  flags: Mapping[str, Option],
+  declared: Section,
+  config: ConfigDict,
+) -> None:
+  """Prints the text of --help=TOPIC, or all of it for the topic "".
+
+  Args:
+    topic: Section, or part of a name: "optim", "optim.", "rate",
+      "--config.optim.learning_rate"; or of texts, where no name has it.
+    program: Command that calls the program.
+    about: Docstring of the program.
+    flags: Flags of the program.
+    declared: Settings of the config; without fields if it has no config.
+    config: Values to show, those of a --config file.
+
+  Raises:
+    ValueError: Nothing is called so.
+  """
+  rows = _by_section(declared, config)
+  text = (
+    _topic(topic, rows, flags, declared)
+    if topic
+    else _everything(program, about, rows, flags, declared)
+  )
   try:
     print(text, flush=True)
-  except BrokenPipeError:  # nor may Python complain about it at its end
+  except BrokenPipeError:  # `--help | head`: Python may not complain, either
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -51,7 +77,7 @@ def _entry(name: str, text: str) -> list[str]:
   return [f"{head:{margin}}{first}", *rest]
 
 
-def _entries(rows: Iterable[tuple[str, Any, Setting]]) -> list[str]:
+def _entries(rows: Iterable[tuple[str, Any, Option]]) -> list[str]:
   """Settings or flags: name as typed, value, declaration."""
   lines = []
   for name, value, one in rows:
@@ -65,7 +91,7 @@ def _heading(text: str) -> list[str]:
 
 def _by_section(
   declared: Section, config: ConfigDict
-) -> dict[str, list[tuple[str, Any, Setting]]]:
+) -> dict[str, list[tuple[str, Any, Option]]]:
   """The rows of `_entries` by the dotted name of their section.
 
   A free section is a part of the one that it is in. A key that a config file
@@ -73,7 +99,7 @@ def _by_section(
   """
   known, there = dict(flat_settings(declared)), sections(declared)
   free = [name for name, one in there.items() if one.free]
-  found = {"": []} | {name: [] for name in there if name not in free}
+  by_name = {"": []} | {name: [] for name in there if name not in free}
   values = flatten(config)
   in_order = {name: values[name] for name in known if name in values}
   for name, value in (in_order | values).items():
@@ -81,11 +107,11 @@ def _by_section(
     place = (inside or [name])[0].rpartition(".")[0]
     text = there[inside[0]].text if inside else "a setting of this config"
     one = known.get(name, setting(value, text))
-    found.setdefault(place, []).append((f"config.{name}", value, one))
+    by_name.setdefault(place, []).append((f"config.{name}", value, one))
   for name in free:
     row = f"config.{name}.KEY", "...", setting("...", there[name].text)
-    found[name.rpartition(".")[0]].append(row)
-  return found
+    by_name[name.rpartition(".")[0]].append(row)
+  return by_name
 
 
 def _title(name: str, declared: Section) -> str:
@@ -93,23 +119,14 @@ def _title(name: str, declared: Section) -> str:
   return f"{name or 'general'}: {there[name].text}" if name in there else name
 
 
-def everything(
+def _everything(
   program: str,
   about: str,
-  flags: Mapping[str, Setting],
+  rows: Mapping[str, Any],
+  flags: Mapping[str, Option],
   declared: Section,
-  config: ConfigDict,
 ) -> str:
-  """The whole text: what is changed most, then all by section.
-
-  Args:
-    program: how it is called.
-    about: what it does: its docstring.
-    flags: the program's own.
-    declared: the config's settings; without fields if it has no config.
-    config: with the values to show, those of a --config file.
-  """
-  rows = _by_section(declared, config)
+  """The settings that are changed most, then all by section."""
   all_rows = {name: row for part in rows.values() for name, *row in part}
   lines = about.strip().splitlines() or [f"usage: {program} [--flag=value ...]"]
   if all_rows:
@@ -141,26 +158,14 @@ def everything(
   return "\n".join(lines)
 
 
-def about(
+def _topic(
   topic: str,
-  flags: Mapping[str, Setting],
+  rows: Mapping[str, Any],
+  flags: Mapping[str, Option],
   declared: Section,
-  config: ConfigDict,
 ) -> str:
-  """The text of --help=TOPIC.
-
-  Args:
-    topic: a section, or a part of a name: "optim", "optim.", "rate",
-      "--config.optim.learning_rate"; or of descriptions, where no name has it.
-    flags: the program's own.
-    declared: the config's settings.
-    config: with the values to show.
-
-  Raises:
-    ValueError: nothing is called so.
-  """
+  """The sections of this name, or the settings that have it in theirs."""
   word = topic.strip("-").removeprefix("config.").rstrip(".").lower()
-  rows = _by_section(declared, config)
   chosen = [n for n in rows if word and f"{n}.".startswith(f"{word}.")]
   if chosen:
     lines = []
@@ -171,27 +176,22 @@ def about(
   every = [(name, one.default, one) for name, one in flags.items()]
   every += [row for part in rows.values() for row in part]
   for text in (_short_name, _description):
-    found = [row for row in every if word and word in text(row).lower()]
-    if found:
-      return "\n".join(_entries(found))
-  raise ValueError(_nothing(topic, word, [row[0] for row in every], list(rows)))
+    matching = [row for row in every if word and word in text(row).lower()]
+    if matching:
+      return "\n".join(_entries(matching))
+  names = [row[0].removeprefix("config.") for row in every]
+  parts = list(filter(None, rows))
+  guess = nearest(word, parts) or nearest(word, names)
+  hint = f"did you mean --help={guess}? " if guess else ""
+  raise ValueError(
+    f"--help={topic}: no setting, flag or section is called so; {hint}"
+    f"sections: {', '.join(parts)}"
+  )
 
 
-def _short_name(row: tuple[str, Any, Setting]) -> str:
+def _short_name(row: tuple[str, Any, Option]) -> str:
   return row[0].removeprefix("config.")
 
 
-def _description(row: tuple[str, Any, Setting]) -> str:
+def _description(row: tuple[str, Any, Option]) -> str:
   return described(row[2])
-
-
-def _nothing(
-  topic: str, word: str, names: Sequence[str], parts: Sequence[str]
-) -> str:
-  known = [name.removeprefix("config.") for name in names]
-  guess = nearest(word, list(filter(None, parts))) or nearest(word, known)
-  hint = f"did you mean --help={guess}? " if guess else ""
-  return (
-    f"--help={topic}: no setting, flag or section is called so; {hint}"
-    f"sections: {', '.join(part for part in parts if part)}"
-  )

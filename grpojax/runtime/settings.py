@@ -1,49 +1,34 @@
-"""Settings as they are declared: default, description, values they may have.
+"""Settings as they are declared: a tree of sections, made of dataclasses.
 
-    SETTINGS = section(
-      "a training run",
-      steps=setting(40, "training steps", within="[0, 2**31)"),
-      optim=section(
-        "the optimizer",
-        name=setting("adamw", "its name", choices=OPTIMIZERS),
-      ),
-    )
+    @frozen_options
+    class EvalSettings:
+      every: int = option(5, "steps between evaluations", within="[1, inf)")
+
+    @frozen_options
+    class TrainSettings:
+      steps: int = option(40, "training steps", within="[0, 2**31)")
+      eval: EvalSettings = section_field(EvalSettings)
+
+    SETTINGS = section_of(TrainSettings)
+    settings = build(TrainSettings, config)  # from config.eval.every, ...
 
 One declaration is the source of a program's default config, of its --help, of
-the errors for wrong values and of docs/settings.md.
+the errors for wrong values and of docs/settings.md. The values themselves check
+their ranges (`core.options`).
 """
 
 import dataclasses
-import difflib
-import math
+import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
+from grpojax.core.options import Option, interval_text, refusal
 from grpojax.runtime.config import config_error
 
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-  """One setting of a config, or one flag of a program.
-
-  Attributes:
-    default: the setting has its type.
-    text: what it is: a phrase without a full stop, with the unit and what 0 or
-      "" mean.
-    choices: the names that it may have; () is any.
-    within: an interval that a number must be in, as "[0, 1)" or "(0, inf)";
-      "" is any.
-    words: texts that may stand in the place of a number.
-  """
-
-  default: Any
-  text: str
-  choices: Collection[str] = ()
-  within: str = ""
-  words: tuple[str, ...] = ()
+setting = Option  # a flag, or a setting of a config that no dataclass has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,24 +36,21 @@ class Section:
   """Settings under one name.
 
   Attributes:
-    text: what they are about: a phrase, a heading of --help.
-    fields: settings and sections by name, in the order of --help.
-    free: whether it takes any key: keyword arguments of what the config names
-      elsewhere, or things that a user names.
-    first: dotted names of the settings that most people change.
+    text: Phrase that says what they are about: a heading of --help.
+    fields: Settings and sections by name, in the order of --help.
+    free: True where it takes any key: keyword arguments of what the config
+      names elsewhere, or things that a user names.
+    first: Dotted names of the settings that most people change.
   """
 
   text: str
-  fields: Mapping[str, "Setting | Section"]
+  fields: Mapping[str, "Option | Section"]
   free: bool = False
   first: tuple[str, ...] = ()
 
 
-setting = Setting  # in lower case where it declares, as `section`
-
-
-def section(text: str, /, **fields: Setting | Section) -> Section:
-  """Declares settings under one name; see `Section`."""
+def section(text: str, /, **fields: Option | Section) -> Section:
+  """Declares settings under one name, without a dataclass."""
   return Section(text, fields)
 
 
@@ -77,15 +59,110 @@ def free_section(text: str) -> Section:
   return Section(text, {}, free=True)
 
 
-def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
-  """The same settings with other defaults.
+def section_field(kind: type) -> Any:
+  """Declares a dataclass's field as a section: another dataclass."""
+  return dataclasses.field(default_factory=kind, metadata={"section": kind})
+
+
+def inline_field(kind: type, **defaults: Any) -> Any:
+  """Declares a field whose settings stand in the section that it is in.
 
   Args:
-    declared: the settings.
-    defaults: by dotted path; below a free section they may be new.
+    kind: Dataclass of the field.
+    **defaults: Defaults that differ from the dataclass's own.
+  """
+  return dataclasses.field(
+    default_factory=lambda: kind(**defaults),
+    metadata={"inline": kind, "defaults": defaults},
+  )
+
+
+def free_field(text: str) -> Any:
+  """Declares a field as a section that takes any key."""
+  return dataclasses.field(default_factory=dict, metadata={"free": text})
+
+
+def section_of(kind: type, **defaults: Any) -> Section:
+  """Returns the declarations of a dataclass's fields as a section.
+
+  Its text is the first line of the dataclass's docstring.
+  """
+  text = inspect.getdoc(kind).splitlines()[0].rstrip(".")
+  text = text if text[1].isupper() else text[0].lower() + text[1:]
+  fields: dict[str, Option | Section] = {}
+  for field in dataclasses.fields(kind):
+    meta = field.metadata
+    if "option" in meta:
+      fields[field.name] = meta["option"]
+    elif "section" in meta:
+      fields[field.name] = section_of(meta["section"])
+    elif "inline" in meta:
+      fields |= section_of(meta["inline"], **meta["defaults"]).fields
+    elif "free" in meta:
+      fields[field.name] = free_section(meta["free"])
+  return changed(Section(text, fields), defaults)
+
+
+def build(kind: type, config: Mapping[str, Any], prefix: str = "") -> Any:
+  """Builds a dataclass from a config with its keys.
+
+  Args:
+    kind: The dataclass.
+    config: Values by field name, sections as mappings.
+    prefix: Dotted name of the section, with a dot at its end, for errors.
 
   Raises:
-    KeyError: there is no such setting.
+    ValueError: Values out of range, one line "SETTING = VALUE: ..." each, of
+      all sections.
+  """
+  values, errors = {}, []
+  for field in dataclasses.fields(kind):
+    meta = field.metadata
+    try:
+      if "section" in meta:
+        values[field.name] = build(
+          meta["section"], config[field.name], f"{prefix}{field.name}."
+        )
+      elif "inline" in meta:
+        values[field.name] = build(meta["inline"], config, prefix)
+      elif "free" in meta:
+        value = config[field.name]
+        is_config = isinstance(value, ConfigDict)
+        values[field.name] = value.to_dict() if is_config else dict(value)
+      else:
+        values[field.name] = config[field.name]
+    except ValueError as error:
+      errors += str(error).split("\n  ")
+  try:
+    if not errors:
+      return kind(**values)
+    kind(**{name: x for name, x in values.items() if name in config})
+  except ValueError as error:
+    errors += [f"{prefix}{line}" for line in str(error).split("\n  ")]
+  raise ValueError("\n  ".join(errors))
+
+
+def values_of(settings: Any) -> dict[str, Any]:
+  """Returns the values that `build` makes such a dataclass of."""
+  values = {}
+  for field in dataclasses.fields(settings):
+    value, meta = getattr(settings, field.name), field.metadata
+    if "inline" in meta:
+      values |= values_of(value)
+    else:
+      values[field.name] = values_of(value) if "section" in meta else value
+  return values
+
+
+def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
+  """Returns the same settings with other defaults.
+
+  Args:
+    declared: The settings.
+    defaults: Defaults by dotted path; below a free section they may be new.
+
+  Raises:
+    KeyError: There is no such setting.
   """
   fields = dict(declared.fields)
   for path, value in defaults.items():
@@ -101,8 +178,8 @@ def changed(declared: Section, defaults: Mapping[str, Any]) -> Section:
 
 def flat_settings(
   declared: Section, prefix: str = ""
-) -> Iterator[tuple[str, Setting]]:
-  """All settings with their dotted paths, in the order of declaration."""
+) -> Iterator[tuple[str, Option]]:
+  """Yields all settings with their dotted paths, as they were declared."""
   for name, field in declared.fields.items():
     if isinstance(field, Section):
       yield from flat_settings(field, f"{prefix}{name}.")
@@ -111,22 +188,22 @@ def flat_settings(
 
 
 def sections(declared: Section, prefix: str = "") -> dict[str, Section]:
-  """All sections below this one by their dotted paths."""
-  found = {}
+  """Returns all sections below this one by their dotted paths."""
+  below = {}
   for name, field in declared.fields.items():
     if isinstance(field, Section):
-      found[f"{prefix}{name}"] = field
-      found |= sections(field, f"{prefix}{name}.")
-  return found
+      below[f"{prefix}{name}"] = field
+      below |= sections(field, f"{prefix}{name}.")
+  return below
 
 
 def words(declared: Section) -> dict[str, tuple[str, ...]]:
-  """Of the numbers that may also be words, these words by dotted path."""
+  """Returns the words that some numbers may also be, by dotted path."""
   return {name: one.words for name, one in flat_settings(declared) if one.words}
 
 
 def choices(declared: Section) -> dict[str, tuple[str, ...]]:
-  """Of the settings that name something, all names by dotted path."""
+  """Returns the names that some settings choose from, by dotted path."""
   return {
     name: tuple(one.choices)
     for name, one in flat_settings(declared)
@@ -147,7 +224,7 @@ def _values(declared: Section) -> ConfigDict:
 
 
 def to_config(declared: Section) -> ConfigDict:
-  """The defaults as a config. Locked, but for the free sections."""
+  """Returns the defaults as a config, locked but for its free sections."""
   config = _values(declared).lock()
   for name, one in sections(declared).items():
     if one.free:
@@ -158,91 +235,35 @@ def to_config(declared: Section) -> ConfigDict:
   return config
 
 
-def _bound(text: str) -> float:
-  base, power, exponent = text.partition("**")
-  return float(base) ** float(exponent) if power else float(base)
-
-
-def _interval(text: str) -> tuple[str, str, str, str]:
-  """The brackets and bounds of "[0, 1)"; ValueError where it is none."""
-  parts = re.fullmatch(r"([\[(])([^, ]+), ([^, ]+)([\])])", text)
-  if not parts:
-    raise ValueError(f"{text!r} is no interval like '[0, 1)'")
-  return parts.groups()
-
-
-def allows(within: str, value: float | int) -> bool:
-  """Whether a number is in an interval like "[0, 1)"; NaN is in none."""
-  left, low, high, right = _interval(within)
-  above = value >= _bound(low) if left == "[" else value > _bound(low)
-  below = value <= _bound(high) if right == "]" else value < _bound(high)
-  return above and below
-
-
-def say(within: str) -> str:
-  """An interval in words: "0 or more", "more than 0", "in [0, 1)".
-
-  A power is the bound of an integer type: `[0, 2**31)`.
-  """
-  left, low, high, _ = _interval(within)
-  if "**" in high:
-    return f"{low} or more, and less than {high}"
-  if high != "inf":
-    return f"in {within}"
-  return f"{low} or more" if left == "[" else f"more than {low}"
-
-
 def value_text(value: Any) -> str:
-  """A value as it is typed; "" where it is the empty text."""
+  """Returns a value as it is typed; "" for the empty text."""
   if isinstance(value, tuple):
     return ",".join(map(str, value))
   return value.replace("\n", "\\n") if isinstance(value, str) else str(value)
 
 
-def described(one: Setting) -> str:
-  """What a setting is, and which values it may have; no plain bounds."""
+def described(one: Option) -> str:
+  """Returns the text of a setting with its choices, and bounds not plain."""
   parts = [one.text]
   if one.choices:
     parts.append(f"one of {', '.join(one.choices)}")
-  if one.within and not re.match(r"\([0], inf|\[[01], (inf|2\*\*)", one.within):
-    parts.append(say(one.within))
-  said = set(re.findall(r"\w+", one.text))
-  return "; ".join([*parts, *(f"or {w}" for w in one.words if w not in said)])
-
-
-def refusal(one: Setting, value: Any) -> str | None:
-  """Why a setting cannot have this value; None where it can.
-
-  Args:
-    one: the setting.
-    value: of its type.
-
-  Returns:
-    What the value must be, with the setting's description.
-  """
-  if value in one.words:
-    return None
-  values = value if isinstance(one.default, tuple) else (value,)
-  if one.choices and (errors := [x for x in values if x not in one.choices]):
-    near = difflib.get_close_matches(str(errors[0]), one.choices, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{hint}use one of {', '.join(one.choices)} ({one.text})"
-  if one.within and not allows(one.within, value):
-    finite = "" if math.isfinite(value) else ", and finite"
-    either = "".join(f", or {word}" for word in one.words)
-    return f"must be {say(one.within)}{either}{finite} ({one.text})"
-  return None
+  plain = r"\([0], inf[)\]]|\[[01], (inf|2\*\*)"
+  if one.within and not re.match(plain, one.within):
+    parts.append(interval_text(one.within))
+  in_text = set(re.findall(r"\w+", one.text))
+  words = (f"or {word}" for word in one.words if word not in in_text)
+  return "; ".join([*parts, *words])
 
 
 def config_errors(declared: Section, values: Mapping[str, Any]) -> list[str]:
-  """Values that their settings cannot have, a line each.
+  """Returns a line for each value that its setting cannot have.
 
   Args:
-    declared: the settings.
-    values: by dotted path, each of its default's type.
+    declared: The settings.
+    values: Values by dotted path, each of its default's type.
   """
-  errors = []
-  for name, one in flat_settings(declared):
-    if name in values and (why := refusal(one, values[name])):
-      errors.append(config_error(name, values[name], why))
-  return errors
+  return [
+    config_error(name, values[name], reason)
+    for name, one in flat_settings(declared)
+    if name in values and (reason := refusal(one, values[name]))
+  ]

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 
+from grpojax.core.options import Option
 from grpojax.runtime.settings import (
   Section,
-  Setting,
   described,
   flat_settings,
   sections,
@@ -20,7 +20,7 @@ take `configs/arithmetic.py`, which changes some of these defaults.
 """
 
 
-def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:
+def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
   lines = ["| setting | default | what it is |", "|---|---|---|"]
   for name, one in rows:
     default = value_text(one.default)
@@ -34,7 +34,7 @@ def _table(rows: Iterable[tuple[str, Setting]]) -> list[str]:
   return [*lines, ""]
 
 
-def _changed(declared: Section, known: Section) -> list[tuple[str, Setting]]:
+def _changed(declared: Section, known: Section) -> list[tuple[str, Option]]:
   """The settings whose defaults are not those of the same, known ones."""
   before = dict(flat_settings(known))
   return [
@@ -55,14 +55,14 @@ def _sections(
   plain = [
     (f"{prefix}{name}", one)
     for name, one in declared.fields.items()
-    if isinstance(one, Setting)
+    if isinstance(one, Option)
   ]
   lines = _table(plain) if plain else []
   for name, one in sections(declared).items():
     if one.free and "." not in name:
       lines += [f"`{prefix}{name}.KEY`: {one.text}.", ""]
   for name, one in declared.fields.items():
-    if isinstance(one, Setting) or one.free:
+    if isinstance(one, Option) or one.free:
       continue
     path = f"{prefix}{name}."
     same = [k for k, v in known.items() if {*v.fields} <= {*one.fields}]

@@ -36,7 +36,7 @@ from grpojax.studies import run as study
 from grpojax.studies import training_runs
 from grpojax.training import config as train_config_lib
 from grpojax.training import group_sizes
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.settings_input import ONE
 
 PROGRAM = "python -m grpojax.studies.compare"

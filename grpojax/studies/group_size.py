@@ -48,7 +48,7 @@ from grpojax.training import (
 )
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 
 PROGRAM = "python -m grpojax.studies.group_size"
 

@@ -55,7 +55,7 @@ from grpojax.training import (
   splits,
 )
 from grpojax.training import policy as policy_lib
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
 _NOTE = re.compile(r"<<[^<>]*>>")

@@ -5,11 +5,11 @@ import pathlib
 import shlex
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.models import hf
 from grpojax.runtime import records
-from grpojax.training import diagnosis, run_directory, sources
+from grpojax.training import run_directory, sources
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import diagnosis
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
@@ -46,14 +46,16 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   return lines
 
 
-def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
+def commands(
+  where: str | os.PathLike, settings: TrainSettings
+) -> dict[str, str]:
   """What to do with a finished run: words for a shell, by what they do.
 
   Args:
     where: the run directory or its URL, as it was given.
-    config: the run's.
+    settings: the run's.
   """
-  where, start = os.fspath(where), sources.model(config)
+  where, start = os.fspath(where), sources.model(settings)
   name = os.path.basename(where.rstrip("/")) or "run"
   words = {
     "look at it": ["report", where],
@@ -61,7 +63,7 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
     "ask it": ["chat", f"--model={where}"],
     "export": ["export", f"--model={where}", f"--out={name}-model"],
   }
-  if config.checkpoint.best:
+  if settings.checkpoint.best:
     for what in ("evaluate", "ask it", "export"):
       words[what].append("--best")
   if start in os.listdir(hf.ASSETS):
@@ -75,7 +77,7 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
 def lines(
   where: str | os.PathLike,
   directory: pathlib.Path,
-  config: ConfigDict,
+  settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
   """What to print when a run has come to its end.
@@ -83,7 +85,7 @@ def lines(
   Args:
     where: the run directory or its URL, as it was given.
     directory: the same, on a disk.
-    config: the run's.
+    settings: the run's.
     summary: see `reporting.finish`.
   """
   names = {
@@ -106,12 +108,12 @@ def lines(
     *_gain(summary),
     f"{steps} steps in {records.duration(seconds)}; results are in {where}/:",
     f"  {', '.join(there)}",
-    *todo(where, config),
+    *todo(where, settings),
   ]
 
 
-def todo(where: str | os.PathLike, config: ConfigDict) -> list[str]:
+def todo(where: str | os.PathLike, settings: TrainSettings) -> list[str]:
   """The commands to print; see `commands`."""
-  found = commands(where, config)
+  found = commands(where, settings)
   width = max(map(len, found))
   return [f"{what:{width}}  {command}" for what, command in found.items()]

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
@@ -28,9 +27,11 @@ from grpojax.statistics.intervals import (
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
-from grpojax.training import mixtures, scored_text, scoring
+from grpojax.training import mixtures
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
 
 CORRECT = 1.0  # a completion with at least this reward is right
 ANSWERS = {  # of rewards of which the votes for an answer can be counted
@@ -69,7 +70,7 @@ def evaluate(
   params: Params,
   sampler: Callable[..., Any],
   batches: Iterable[tuple[Prompts, list[dict[str, Any]]]],
-  reward_pool: scoring.RewardPool,
+  reward_pool: rewards_lib.RewardPool,
   key: jax.Array,
   batch_size: int,
   mesh: jax.sharding.Mesh | None = None,
@@ -88,7 +89,7 @@ def evaluate(
     batch_size: rows that a shorter batch is padded to.
     mesh: where to put the prompts; None is one device.
     check_signals: called before each batch, `together` with all processes; and
-      see `policy.wait` and `scored_text.finish`.
+      see `policy.wait` and `rewards_lib.collect_rewards`.
     told: called with how many prompts are done, at first with 0.
   """
   rewards, texts, seen, failures = [], [], [], []
@@ -100,10 +101,10 @@ def evaluate(
       padded = mesh_lib.place(padded, mesh, "batch")
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     policy_lib.wait(samples, check_signals)
-    decoded, scores = scored_text.score(
+    decoded, scores = rewards_lib.compute_rewards(
       policy, reward_pool, examples, samples, check_signals
     )
-    rewards.append(scoring.correctness(reward_pool, scores, examples))
+    rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
     texts += decoded
     seen += examples
     failures += groups.all_failures(scores)
@@ -179,10 +180,10 @@ def outcomes(
 
 
 def by_data_set(
-  config: ConfigDict, result: Evaluation, values: Mapping[str, np.ndarray]
+  settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
   """The values of `per_prompt` by data set; empty where nothing is mixed."""
-  rows = mixtures.by_source(config, result.examples)
+  rows = mixtures.by_source(settings, result.examples)
   return {
     name: {key: value[some] for key, value in values.items()}
     for name, some in rows.items()

@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
@@ -32,27 +30,24 @@ from grpojax.runtime import (
   screen,
 )
 from grpojax.training import (
-  adapting,
   best,
-  device_step,
-  filter_groups,
-  host_step,
   opening,
   profiling,
-  prompt_choice,
-  reference,
   report,
   reporting,
-  reward_inputs,
   run_storage,
 )
 from grpojax.training import eta as eta_lib
 from grpojax.training import progress as progress_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.progress import Progress
+from grpojax.training.settings.batches import draw_parts
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.start import Run
+from grpojax.training.step import device, difficulty, host, reference, rewards
+from grpojax.training.step.diagnosis import make_update_group_size
 
-Poll = Callable[..., None]
+CheckSignals = Callable[..., None]
 
 
 class Preempted(Exception):
@@ -63,17 +58,85 @@ class Stopped(Exception):
   """The run cannot or should not go on; the message says why."""
 
 
-def _make_step(run: Run, tx, check_signals: Poll, group_size: int):
-  args = (run.config, run.policy, group_size, tx, run.ref_params, run.shardings)
-  if run.config.reward.on_device:
-    return device_step.make_device_step(*args)
-  return host_step.make_host_step(*args, run.reward_pool, check_signals)
+def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
+  options = {
+    "group_size": group_size,
+    "tx": tx,
+    "ref_params": run.ref_params,
+    "shardings": run.shardings,
+  }
+  if run.settings.reward.on_device:
+    return device.make_device_step(run.settings, run.policy, **options)
+  return host.make_host_step(
+    run.settings,
+    run.policy,
+    **options,
+    reward_pool=run.reward_pool,
+    check_signals=check_signals,
+  )
 
 
-def _group_size(config: ConfigDict, state: TrainState) -> int:
-  """Of the next step."""
-  chosen = state.group_size
-  return config.group_size if chosen is None else int(chosen.group_size)
+def _make_after_step(run: Run):
+  """`(state, metrics, diagnosed) -> state`: the reference, the group size."""
+  settings, shardings = run.settings, run.shardings
+  update_group_size = make_update_group_size(settings, shardings)
+  update_reference = None
+  if reference.follows_policy(settings):
+    update_reference = reference.make_update_reference(settings, shardings)
+
+  def after_step(state: TrainState, metrics, diagnosed: bool) -> TrainState:
+    if update_reference is not None:
+      state = update_reference(state)
+    return update_group_size(state, metrics) if diagnosed else state
+
+  return after_step
+
+
+class _PromptStream:
+  """Prompts of the steps: in the order of the stream, or by difficulty.
+
+  It is opened anew for each group size, from what the state says was consumed.
+  """
+
+  def __init__(self, run: Run):
+    self._run, self._group_size, self._batches = run, None, iter(())
+    self._draw_prompts = None
+
+  def open(self, state: TrainState, group_size: int) -> None:
+    """Goes to where the state is, for groups of this size."""
+    run, settings = self._run, self._run.settings
+    if self._group_size != group_size:
+      self._group_size = group_size
+      examples = run.train.examples
+      if state.difficulty is not None:
+        self._draw_prompts = difficulty.make_draw_prompts(
+          settings, run.policy, examples, group_size
+        )
+      else:
+        self._batches = prompts_lib.training_batches(
+          settings,
+          run.policy,
+          examples,
+          group_size,
+          start=int(state.prompts_consumed),
+          parts=draw_parts(settings),
+        )
+    if self._draw_prompts is not None:  # when taken, which says what is wrong
+      self._batches = map(self._draw_prompts, [state])
+
+  def take(self, step: int, count: int = 1):
+    """The next prompts and their examples, of so many parts.
+
+    Raises:
+      Stopped: An endless data set's error; or files that changed, or are gone.
+    """
+    run = self._run
+    try:
+      prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
+    except (ValueError, OSError) as error:
+      raise Stopped(str(error)) from error
+    pool, steps = run.reward_pool.pool, run.settings.steps
+    return prompts, rewards.with_step(pool, examples, step - 1, steps)
 
 
 def remaining_steps(
@@ -81,66 +144,45 @@ def remaining_steps(
   state: TrainState,
   tx,
   progress: Progress,
-  check_signals: Poll,
+  check_signals: CheckSignals,
   around: profiling.Around = lambda step: contextlib.nullcontext(),
 ) -> Iterator[tuple[TrainState, Progress]]:
-  """The remaining steps; what is after each of them, recorded and printed.
+  """Yields the state and progress after each of the remaining steps.
 
-  `around(step)` is a context for each.
+  Each is recorded and printed. `around(step)` is a context for each.
   """
-  config, eta = run.config, eta_lib.Eta()
+  settings, eta, stream = run.settings, eta_lib.Eta(), _PromptStream(run)
   make_step = functools.cache(
     functools.partial(_make_step, run, tx, check_signals)
   )
-  adapt = adapting.make_update_group_size(run)
-  follow = reference.make_update_reference(config, run.shardings)
-  size, batches, choose = None, iter(()), None
-  parts = filter_groups.draw_parts(config)
-
-  def take(count=1):
-    try:
-      prompts, examples = prompts_lib.take(batches, count, run.mesh)
-    # An endless data set's; and of files that changed, or are gone.
-    except (ValueError, OSError) as error:
-      raise Stopped(str(error)) from error
-    so_far = step - 1, config.steps
-    return prompts, reward_inputs.with_step(
-      run.reward_pool.pool, examples, *so_far
-    )
-
-  first, every = int(state.step) + 1, config.diagnostics.every
-  if first <= config.steps:
+  after_step = _make_after_step(run)
+  first, every = int(state.step) + 1, settings.diagnostics.every
+  if first <= settings.steps:
     run.screen.busy("the first step compiles, which takes a while")
   began = time.perf_counter() - progress.train_seconds
-  for step in range(first, config.steps + 1):
+  for number in range(first, settings.steps + 1):
     check_signals(together=True)
-    clock = time.perf_counter()
-    if size != _group_size(config, state):
-      size = _group_size(config, state)
-      consumed = int(state.prompts_consumed)
-      args = config, run.policy, run.train.examples, size
-      if state.difficulty is None:
-        batches = prompts_lib.training_batches(*args, consumed, parts)
-      else:
-        choose = prompt_choice.make_draw(*args)
-    if choose is not None:
-      batches = map(choose, [state])  # in `take`, which says what is wrong
-    given = take(parts)
-    diagnosed = every > 0 and (step - 1) % every == 0
-    step_ = make_step(size)
-    with around(step):
-      state, row, shown, failures = step_(state, *given, diagnosed, take)
-    state = follow(state)
-    if diagnosed:
-      state = adapt(state, row)
+    start = time.perf_counter()
+    group_size = settings.group_size
+    if state.group_size is not None:
+      group_size = int(state.group_size.group_size)
+    stream.open(state, group_size)
+    prompts, examples = stream.take(number, draw_parts(settings))
+    diagnosed = every > 0 and (number - 1) % every == 0
+    step, take = make_step(group_size), functools.partial(stream.take, number)
+    with around(number):
+      state, metrics, samples, failures = step(
+        state, prompts, examples, diagnosed, take
+      )
+    state = after_step(state, metrics, diagnosed)
     now = time.perf_counter()
-    eta = eta_lib.after_step(eta, now - clock)
-    row = {"step": step, "group_size": size, **row}
+    eta = eta_lib.after_step(eta, now - start)
+    row = {"step": number, "group_size": group_size, **metrics}
     row["train_seconds"] = now - began
-    row |= reporting.speed(config, row, now - clock)
+    row |= reporting.speed(settings, row, now - start)
     progress = progress_lib.after(progress, row)
-    reporting.log(run, row, shown, eta)
-    reporting.log_failures(run, step, failures)
+    reporting.log(run, row, samples, eta)
+    reporting.log_failures(run, number, failures)
     yield state, progress
     eta = eta_lib.after_pause(eta, time.perf_counter() - now)
 
@@ -151,8 +193,8 @@ def fit(
   tx,
   progress: Progress,
   checkpointer,
-  check_signals: Poll,
-  sync: Poll,
+  check_signals: CheckSignals,
+  sync: CheckSignals,
   around: profiling.Around,
 ) -> tuple[TrainState, Progress]:
   """Runs the remaining steps, evaluating and saving on the way.
@@ -165,11 +207,11 @@ def fit(
       The state of the last whole step is saved in both cases.
     disk.WriteFailed, OSError: a checkpoint or a record could not be written.
   """
-  config, record = run.config, progress.evaluations
-  if config.checkpoint.best:
+  settings, record = run.settings, progress.evaluations
+  if settings.checkpoint.best:
     record = best.kept(record, checkpoint.steps(checkpointer))
 
-  def ask(together=False):
+  def check_all(together=False):
     saved = checkpoint.check(checkpointer)  # it may have failed
     sync(lazily=not saved)
     check_signals(together)
@@ -177,9 +219,9 @@ def fit(
   def save():
     notes = progress_lib.to_notes(with_record())
     sync()  # the rows of a step come before its checkpoint
-    kept = reference.on_devices(state)
-    always = best.step(record) if config.checkpoint.best else None
-    checkpoint.save(checkpointer, int(state.step), kept, notes, always)
+    saved = reference.state_to_device(state)
+    always = best.step(record) if settings.checkpoint.best else None
+    checkpoint.save(checkpointer, int(state.step), saved, notes, always)
 
   def with_record():
     return dataclasses.replace(progress, evaluations=record)
@@ -188,43 +230,43 @@ def fit(
     """Whether the run goes on."""
     nonlocal record
     step = int(state.step)
-    if step > 0 and (step % config.eval.every == 0 or step == config.steps):
+    if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
       rows = distributed.on_main(lambda: reporting.evaluations(run, step))
       if not rows:
         try:
-          rows = [reporting.evaluate_held_out(run, state.params, step, ask)]
+          rows = [
+            reporting.evaluate_held_out(run, state.params, step, check_all)
+          ]
         except FileNotFoundError as error:  # of the held-out problems
           raise Stopped(str(error)) from error
       record = best.after(record, progress.baseline, rows[-1])
-    why = best.stopping(record, config.stop.no_improvement)
-    if why and step < config.steps:
+    why = best.stopping(record, settings.stop.no_improvement)
+    if why and step < settings.steps:
       print(why, flush=True)
       return False
     return True
 
   def steps():
     if evaluate():  # where the run was ended in the middle of it
-      yield from remaining_steps(run, state, tx, progress, ask, around)
+      yield from remaining_steps(run, state, tx, progress, check_all, around)
 
   try:
     for done in steps():
       state, progress = done
       goes_on = evaluate()
       step = int(state.step)
-      is_best = config.checkpoint.best and best.step(record) == step
+      is_best = settings.checkpoint.best and best.step(record) == step
       reporting.report_when_due(run, step)
-      due = step % config.checkpoint.every == 0 or step == config.steps
+      due = step % settings.checkpoint.every == 0 or step == settings.steps
       if due or is_best or not goes_on:
         save()
       if not goes_on:
         break
-      limits = {
-        name: config.stop[name] for name in progress_lib.STOP_CONDITIONS
-      }
+      limits = dataclasses.asdict(settings.stop)
       why = progress_lib.stop_reason(progress, limits)
-      if why and step < config.steps:
+      if why and step < settings.steps:
         raise Stopped(why)
-    if config.steps == 0:  # a baseline: evaluated, saved, not trained
+    if settings.steps == 0:  # a baseline: evaluated, saved, not trained
       save()
   except (Preempted, Stopped) as reason:
     if int(state.step):  # before the first step there is nothing to keep
@@ -238,14 +280,14 @@ def fit(
 
 
 def run(
-  config: ConfigDict,
+  settings: TrainSettings,
   directory: pathlib.Path,
   sync: Callable[..., None] = lambda lazily=False: None,
 ) -> dict[str, Any] | None:
   """A whole training run, from where it stands to its end.
 
   Args:
-    config: the resolved config.
+    settings: the resolved settings.
     directory: the run's; resumed where it holds a part of the same run.
     sync: see `run_storage.opened`.
 
@@ -257,14 +299,14 @@ def run(
       on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
   """
   with command_line.usage_errors():
-    config = opening.settle(config, directory)
-    if config is None:
+    settings = opening.settle(settings, directory)
+    if settings is None:
       return None
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
     interrupted = stack.enter_context(interrupts.heard())
-    told = screen.opened(config.steps, config.log.every)
+    told = screen.opened(settings.steps, settings.log.every)
     told = stack.enter_context(told)
 
     def check_signals(together=False):
@@ -275,9 +317,9 @@ def run(
 
     try:
       run, state, *rest = opening.open_all(
-        config, directory, stack, check_signals, sync, told
+        settings, directory, stack, check_signals, sync, told
       )
-      traced = config.profile.steps, directory, int(state.step)
+      traced = settings.profile.steps, directory, int(state.step)
       with profiling.opened(*traced) as around:  # ends when all is saved
         state, progress = fit(run, state, *rest, check_signals, sync, around)
       checkpointer = rest[-1]

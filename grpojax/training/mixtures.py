@@ -14,15 +14,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax.traverse_util
 import numpy as np
 from jaxtyping import Float
-from ml_collections import ConfigDict
 
 from grpojax.data.datasets import DATASETS
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.functions import label
 from grpojax.runtime.config import config_error, nearest
+from grpojax.training.settings.run import TrainSettings
 
 SECTION = "data.mixture"
 
@@ -54,20 +53,20 @@ def _source(part: str, settings: Mapping[str, Any]) -> Source:
   return Source(**given | {"rewards": tuple(map(label, rewards))})
 
 
-def sources(config: ConfigDict) -> dict[str, Source]:
+def sources(settings: TrainSettings) -> dict[str, Source]:
   """The data sets of a valid config's mixture by their names in it, sorted."""
-  section = sorted(config.data.mixture.to_dict().items())
+  section = sorted(settings.data.mixture.items())
   return {part: _source(part, given) for part, given in section}
 
 
-def scored_by(config: ConfigDict) -> dict[str, list[str]]:
+def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
   """Which data sets a reward function is for, by its label.
 
   Functions that score all of them are not in it: none are where nothing is
   mixed.
   """
-  named = sources(config)
-  labels = list(map(label, config.reward.functions))
+  named = sources(settings)
+  labels = list(map(label, settings.reward.functions))
   found = {
     name: [s for s, one in named.items() if name in (one.rewards or labels)]
     for name in labels
@@ -75,27 +74,25 @@ def scored_by(config: ConfigDict) -> dict[str, list[str]]:
   return {name: some for name, some in found.items() if len(some) < len(named)}
 
 
-def judges(config: ConfigDict) -> dict[str, str]:
+def judges(settings: TrainSettings) -> dict[str, str]:
   """The function that says what a right answer is, by data set."""
-  default = label(config.reward.functions[0])
+  default = label(settings.reward.functions[0])
   return {
-    part: (*one.rewards, default)[0] for part, one in sources(config).items()
+    part: (*one.rewards, default)[0] for part, one in sources(settings).items()
   }
 
 
-def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
-  """What is wrong with a mixture, a line each: field, value, what to do.
+def errors(
+  settings: TrainSettings, flat_config: Mapping[str, Any]
+) -> list[str]:
+  """Returns a line for each error of a mixture: setting, value, what to do.
 
   Args:
-    flat_config: all settings by dotted path.
+    settings: Settings of the run.
+    flat_config: The same by dotted path.
   """
   prefix = f"{SECTION}."
-  flat = {
-    name.removeprefix(prefix): value
-    for name, value in flat_config.items()
-    if name.startswith(prefix)
-  }
-  parts, errors = flax.traverse_util.unflatten_dict(flat, sep="."), []
+  parts, lines = settings.data.mixture, []
   if not parts:
     return []
   for field in flat_config:
@@ -105,24 +102,24 @@ def config_errors(flat_config: Mapping[str, Any]) -> list[str]:
       remedy = (
         f"is of one data set: write {prefix}NAME.{field[5:]}, or no mixture"
       )
-      errors.append(config_error(field, flat_config[field], remedy))
+      lines.append(config_error(field, flat_config[field], remedy))
   labels = [
     label(x) for x in flat_config["reward.functions"] if isinstance(x, str)
   ]
   for part, given in parts.items():
-    errors += _part(f"{prefix}{part}", part, given, labels)
-  if errors:
-    return errors
+    lines += _part(f"{prefix}{part}", part, given, labels)
+  if lines:
+    return lines
   asked = [
     _source(part, given).rewards or labels for part, given in parts.items()
   ]
   idle = sorted(set(labels) - {name for some in asked for name in some})
   if idle:
     remedy = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
-    errors.append(
+    lines.append(
       config_error("reward.functions", flat_config["reward.functions"], remedy)
     )
-  return errors
+  return lines
 
 
 def _part(
@@ -170,24 +167,24 @@ def _part(
 
 
 def by_source(
-  config: ConfigDict, examples: Sequence[Mapping[str, Any]]
+  settings: TrainSettings, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
   """Which examples are of which data set; empty where nothing is mixed."""
-  found: dict[str, list[int]] = {name: [] for name in sources(config)}
+  found: dict[str, list[int]] = {name: [] for name in sources(settings)}
   for i, example in enumerate(examples if found else ()):
     found[example[SOURCE]].append(i)
   return {name: np.array(rows) for name, rows in found.items() if rows}
 
 
 def metrics(
-  config: ConfigDict,
+  settings: TrainSettings,
   examples: Sequence[Mapping[str, Any]],
   rewards: Float[np.ndarray, "B G"],
 ) -> dict[str, int | float]:
   """A step's numbers by data set: none where nothing is mixed.
 
   Args:
-    config: the run's.
+    settings: the run's.
     examples: [B].
     rewards: not finite where there is none.
 
@@ -198,7 +195,7 @@ def metrics(
     compared of them.
   """
   row: dict[str, int | float] = {}
-  for name, rows in by_source(config, examples).items():
+  for name, rows in by_source(settings, examples).items():
     some = np.where(np.isfinite(rewards[rows]), rewards[rows], np.nan)
     known = ~np.isnan(some)
     best = np.max(some, -1, where=known, initial=-np.inf)

@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import jax
-from ml_collections import ConfigDict
 
 from grpojax.data.examples import SPLITS
 from grpojax.models import hf
@@ -36,16 +35,17 @@ from grpojax.training import (
   run_config,
   run_directory,
   run_storage,
-  scoring,
   sources,
   start,
   tracking,
 )
 from grpojax.training import splits as splits_lib
-from grpojax.training.config import validate
+from grpojax.training.config import from_config, to_config
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards
 
 
-def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
+def _say_changed(config: TrainSettings, changed: Sequence[str]) -> None:
   """Says with which other settings a run goes on."""
   for line in changed:
     print(f"changed: {line}")
@@ -57,11 +57,11 @@ def _say_changed(config: ConfigDict, changed: Sequence[str]) -> None:
     )
 
 
-def _go_on(directory: pathlib.Path, config: ConfigDict) -> None:
+def _go_on(directory: pathlib.Path, config: TrainSettings) -> None:
   """Says and records with which other settings a run goes on."""
-  changed, _ = run_config.changed(directory, config)
+  changed, _ = run_config.changed(directory, to_config(config))
   _say_changed(config, changed)
-  run_directory.record_changes(directory, config)
+  run_directory.record_changes(directory, to_config(config))
 
 
 SEEN_WITHIN = 60
@@ -92,7 +92,7 @@ def _model_files(path: str) -> str:
   return fingerprint(policy_lib.find_model(path))
 
 
-def _files(config: ConfigDict) -> dict[str, str]:
+def _files(config: TrainSettings) -> dict[str, str]:
   """What each process reads from a disk that may be its own."""
   found = {
     f"the model in {path}": _model_files(path)
@@ -133,13 +133,15 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
   )
 
 
-def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
+def settle(
+  settings: TrainSettings, directory: pathlib.Path
+) -> TrainSettings | None:
   """The config that the run goes on with; None where it is finished.
 
   Raises:
     ValueError: it cannot be run, there, or by all processes alike.
   """
-  validate(config)
+  config = to_config(settings)
   if distributed.several():
     distributed.check_same(
       configuration=config_lib.to_json(config),
@@ -147,7 +149,7 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
       code=_code(),
     )
     with distributed.agreed():
-      files = _files(config)
+      files = _files(settings)
     distributed.check_same(**files)
 
   def settle():
@@ -157,14 +159,15 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
     if run_directory.is_finished(directory, settled):
       return None
     disk.check_writable(directory, "--run_dir")
-    return config_lib.to_json(sources.pin(settled))
+    pinned = sources.pin(from_config(settled))
+    return config_lib.to_json(to_config(pinned))
 
   text = distributed.on_main(settle)
-  return text and config_lib.from_json(text)
+  return text and from_config(config_lib.from_json(text))
 
 
 def open_all(
-  config: ConfigDict,
+  settings: TrainSettings,
   directory: pathlib.Path,
   stack: contextlib.ExitStack,
   check_signals: Callable[..., None],
@@ -174,7 +177,7 @@ def open_all(
   """All that can be wrong is found, and all that a run holds is opened.
 
   Args:
-    config: from `settle`.
+    settings: Settings, from `settle`.
     directory: the run's.
     stack: closes what is opened.
     check_signals: see `start.check` and `resume.resume`.
@@ -197,7 +200,7 @@ def open_all(
 
   def open_directory() -> bool:
     try:
-      resumed = run_directory.open_run(directory, checked.config)
+      resumed = run_directory.open_run(directory, to_config(checked.settings))
       if resumed:
         run_config.say_added(directory)
         run_directory.say_restart(directory)
@@ -215,7 +218,7 @@ def open_all(
       distributed.on_main(hold)
     today = distributed.on_main(tokenizer.today)
     with distributed.agreed():
-      checked = start.check(config, directory, check_signals, today)
+      checked = start.check(settings, directory, check_signals, today)
     _check_data(checked)
     if first:  # what cannot run leaves no directory
       distributed.on_main(hold)
@@ -224,12 +227,12 @@ def open_all(
       _check_shared(directory)
   checkpointer = stack.enter_context(
     checkpoint.open_checkpointer(
-      run_storage.checkpoints(directory), checked.config.checkpoint.keep
+      run_storage.checkpoints(directory), checked.settings.checkpoint.keep
     )
   )
   with command_line.usage_errors():
     reward_pool = stack.enter_context(
-      scoring.open_reward_pool(checked.config, checked.reward_model)
+      rewards.open_reward_pool(checked.settings, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
@@ -239,5 +242,5 @@ def open_all(
     run = tracking.tracked(run, -1 if step is None else step, stack)
     state, progress = resume.resume(run, state, checkpointer, check_signals)
     if resumed:
-      distributed.on_main(lambda: _go_on(directory, checked.config))
+      distributed.on_main(lambda: _go_on(directory, checked.settings))
   return run, state, tx, progress, checkpointer

@@ -3,12 +3,11 @@
 A schedule plugs in by its name in `SCHEDULES`: (peak learning rate, updates
 after the warm-up) -> an optax schedule of the updates since the warm-up. What
 scales gradients plugs in by its name in `OPTIMIZERS`: (the `optim` section of a
-config, the run's seed) -> an optax transformation.
+settings, the run's seed) -> an optax transformation.
 """
 
 import jax
 import optax
-from ml_collections import ConfigDict
 
 from grpojax.core import stochastic_rounding
 from grpojax.core.factored_rms import scale_by_factored_rms
@@ -45,14 +44,14 @@ Hutter 2019, arXiv 1711.05101); Adafactor less than a hundredth of one, where
 matrices are wide (Shazeer and Stern 2018, arXiv 1804.04235)."""
 
 
-def optimizer(config: ConfigDict) -> optax.GradientTransformation:
+def optimizer(settings) -> optax.GradientTransformation:
   """The config's optimizer and schedule, after a linear warm-up.
 
   The learning rate is absolute, and decays weights by `weight_decay` times
   itself, whatever scales the gradients.
   """
-  optim = config.optim
-  updates = config.steps * optim.epochs * optim.minibatches
+  optim = settings.optim
+  updates = settings.steps * optim.update.epochs * optim.update.minibatches
   decay = max(updates - optim.warmup_steps, 1)
   peak = optim.learning_rate
   schedule = SCHEDULES[optim.schedule](peak, decay)
@@ -61,7 +60,7 @@ def optimizer(config: ConfigDict) -> optax.GradientTransformation:
     warmup = optax.linear_schedule(first, peak, optim.warmup_steps)
     schedule = optax.join_schedules([warmup, schedule], [optim.warmup_steps])
   return optax.chain(
-    OPTIMIZERS[optim.name](optim, config.seed),
+    OPTIMIZERS[optim.name](optim, settings.seed),
     optax.add_decayed_weights(optim.weight_decay),
     optax.scale_by_learning_rate(schedule),
   )

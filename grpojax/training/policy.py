@@ -195,20 +195,22 @@ def jit(
     `(*args) -> function(lm, *args)`.
   """
 
-  def call(frozen, *args):
+  def call(frozen, *args, **kwargs):
     lm = policy.lm
     if frozen is not None:
       lm = lora.adapt(lm, frozen, policy.lora_scale)
-    return function(lm, *args)
+    return function(lm, *args, **kwargs)
 
   # For logs and profiles; a partial function has no name of its own.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
 
 
-def lower(program: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
-  """Lowers what `jit` returned, for arguments that may be shapes only."""
-  return program.func.lower(*program.args, *args)
+def lower(
+  program: Callable[..., Any], *args: Any, **kwargs: Any
+) -> jax.stages.Lowered:
+  """Lowers a program of `jit`, for arguments that may be shapes only."""
+  return program.func.lower(*program.args, *args, **kwargs)
 
 
 def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:

@@ -6,41 +6,40 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.data import pipeline
 from grpojax.rewards import exact_ids
-from grpojax.runtime import config as config_lib
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import group_sizes
 from grpojax.training.policy import Policy
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 
 Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
 
 
-def encoder(config: ConfigDict, policy: Policy):
+def encoder(settings: TrainSettings, policy: Policy):
   """`(prompt) -> (text, ids)`: prompts in the policy's format."""
-  data = config.data
+  data = settings.data
   return functools.partial(
     tokenizer_lib.encode_prompt,
     policy.tokenizer,
     template=data.template,
     system_prompt=data.system_prompt,
-    template_options=data.template_options.to_dict(),
+    template_options=data.template_options,
     special_tokens=data.special_tokens,
   )
 
 
 def prompt_batches(
-  config: ConfigDict, policy: Policy, examples, **options: Any
+  settings: TrainSettings, policy: Policy, examples, **options: Any
 ) -> Batches:
   """Batches of prompts in the policy's format, see `pipeline`."""
   return pipeline.prompt_batches(
     examples,
-    encoder(config, policy),
-    max_prompt_length=config.data.max_prompt_length,
+    encoder(settings, policy),
+    max_prompt_length=settings.data.max_prompt_length,
     pad_id=policy.pad_id,
     **options,
   )
@@ -65,13 +64,13 @@ def trim(prompts: Prompts) -> Prompts:
   )
 
 
-def held_out(config: ConfigDict, policy: Policy, examples) -> Batches:
+def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
   """One pass over held-out examples, in their order, each batch trimmed."""
   batches = prompt_batches(
-    config,
+    settings,
     policy,
     examples,
-    batch_size=config.eval.batch_size,
+    batch_size=settings.eval.batch_size,
     shuffle=False,
     repeat=False,
   )
@@ -101,7 +100,7 @@ def take(
 
 
 def training_batches(
-  config: ConfigDict,
+  settings: TrainSettings,
   policy: Policy,
   examples,
   group_size: int,
@@ -112,35 +111,35 @@ def training_batches(
 
   Each batch has one of `parts` equal parts of a step's prompts.
   """
-  samples = group_sizes.samples_per_step(config_lib.flatten(config))
+  samples = batches_lib.samples_per_step(settings)
   target = None
-  if config.reward.on_device:
-    target, _ = device_reward(config, policy)
+  if settings.reward.on_device:
+    target, _ = device_reward(settings, policy)
   return prompt_batches(
-    config,
+    settings,
     policy,
     examples,
     batch_size=samples // group_size // parts,
     target=target,
-    seed=config.seed,
+    seed=settings.seed,
     start=start,
   )
 
 
 def prompts_of(
-  config: ConfigDict, policy: Policy, examples, indices: Sequence[int]
+  settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
   """A batch of chosen examples; see `pipeline.prompts_of`."""
   return pipeline.prompts_of(
     examples,
     indices,
-    encoder(config, policy),
-    max_prompt_length=config.data.max_prompt_length,
+    encoder(settings, policy),
+    max_prompt_length=settings.data.max_prompt_length,
     pad_id=policy.pad_id,
   )
 
 
-def device_reward(config: ConfigDict, policy: Policy):
+def device_reward(settings: TrainSettings, policy: Policy):
   """`(target, reward)`: the reward on ids, see `rewards.exact_ids`."""
-  (name,) = config.reward.functions
+  (name,) = settings.reward.functions
   return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

@@ -40,23 +40,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from grpojax.core.types import Params, TrainState
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint, distributed, pictures, records
-from grpojax.runtime import config as config_lib
 from grpojax.runtime.printable import printable
 from grpojax.training import (
   best,
-  diagnosis,
   evaluation,
-  from_config,
-  group_sizes,
   prompts,
   report,
-  reward_inputs,
   run_directory,
 )
 from grpojax.training import eta as eta_lib
@@ -64,7 +58,11 @@ from grpojax.training import policy as policy_lib
 from grpojax.training import shown as shown_lib
 from grpojax.training.eta import Eta
 from grpojax.training.progress import Progress
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.start import Run
+from grpojax.training.step import diagnosis
+from grpojax.training.step import rewards as rewards_lib
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
 
@@ -104,17 +102,17 @@ def evaluate_held_out(
     check_signals: called between batches and while rewards are computed; may
       raise, and nothing is recorded then.
   """
-  config = run.config
-  batches = prompts.held_out(config, run.policy, run.held_out.examples)
-  so_far = step, config.steps
+  settings = run.settings
+  batches = prompts.held_out(settings, run.policy, run.held_out.examples)
+  so_far = step, settings.steps
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    reward_inputs.batches_with_step(run.reward_pool.pool, batches, *so_far),
+    rewards_lib.batches_with_step(run.reward_pool.pool, batches, *so_far),
     run.reward_pool,
-    jax.random.key(config.seed),
-    config.eval.batch_size,
+    jax.random.key(settings.seed),
+    settings.eval.batch_size,
     run.mesh,
     check_signals,
     lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
@@ -122,7 +120,7 @@ def evaluate_held_out(
   values = evaluation.per_prompt(result)
   row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
-  each = evaluation.by_data_set(config, result, values)
+  each = evaluation.by_data_set(settings, result, values)
   for name, some in each.items():
     found = evaluation.numbers(some)
     row |= {f"{name}/{key}": value for key, value in found.items()}
@@ -137,9 +135,11 @@ def evaluate_held_out(
   )
   for name, some in each.items():
     print(f"  {name}:", *evaluation.lines(some), flush=True)
-  if step in (0, config.steps):
+  if step in (0, settings.steps):
     shown = zip(result.examples, result.texts, result.rewards, strict=True)
-    for example, texts, rewards in itertools.islice(shown, config.eval.samples):
+    for example, texts, rewards in itertools.islice(
+      shown, settings.eval.samples
+    ):
       _show(example["prompt_text"], texts[0], float(rewards[0]))
   return row
 
@@ -161,16 +161,16 @@ def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
 
 def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   """Writes a step's metrics, and shows progress and samples when due."""
-  config, step = run.config, row["step"]
-  if not from_config.needs_reference(config):
+  settings, step = run.settings, row["step"]
+  if not settings.loss.needs_reference:
     row.pop("kl")  # there is nothing to diverge from
   counts = row.pop("reward_counts", None)
   record(run, row)
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
-  due = step % config.log.every == 0 or step == config.steps
-  left = eta_lib.left(eta, config.steps - step)
-  seen = (shown_lib.line(config, row, eta), shown_lib.cells(row))
+  due = step % settings.log.every == 0 or step == settings.steps
+  left = eta_lib.left(eta, settings.steps - step)
+  seen = (shown_lib.line(settings, row, eta), shown_lib.cells(row))
   run.screen.stepped(step, left, *(seen if due else (None, {})))
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
@@ -178,9 +178,9 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
     _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
 
 
-def speed(config: ConfigDict, row, seconds: float) -> dict[str, float]:
+def speed(settings: TrainSettings, row, seconds: float) -> dict[str, float]:
   """Seconds of the step that just ended, and tokens sampled in each."""
-  samples = group_sizes.samples_per_step(config_lib.flatten(config))
+  samples = batches_lib.samples_per_step(settings)
   samples *= row.get("gen_batches", 1)
   tokens = samples * float(row["completion_length_mean"])
   return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
@@ -202,7 +202,9 @@ def finish(
   known = functools.partial(evaluations, run, steps)
   if steps and not distributed.on_main(known):  # metrics.jsonl was lost
     evaluate_held_out(run, params, steps, check_signals)
-  step = best.step(progress.evaluations) if run.config.checkpoint.best else None
+  step = (
+    best.step(progress.evaluations) if run.settings.checkpoint.best else None
+  )
   step = steps if step is None else step
   if step != steps:
     params = checkpoint.restore_policy(checkpointer, params, step)
@@ -260,6 +262,6 @@ def _summarize(
 
 def report_when_due(run: Run, step: int) -> None:
   """Writes the report after a step, every `log.report_every` of them."""
-  every = run.config.log.report_every
+  every = run.settings.log.report_every
   if every and step % every == 0 and distributed.is_main():
     report.write(run.directory)

@@ -9,9 +9,10 @@ from typing import Any
 from grpojax.core.types import TrainState
 from grpojax.data.examples import SPLITS
 from grpojax.runtime import array_checksums, checkpoint, distributed
-from grpojax.training import reference, reporting
+from grpojax.training import reporting
 from grpojax.training.progress import Progress, from_notes
 from grpojax.training.start import Run
+from grpojax.training.step import reference
 
 
 def resume(
@@ -44,7 +45,7 @@ def resume(
   frozen = _frozen(run)
   if progress.frozen not in ("", frozen):
     raise ValueError(
-      f"the weights in {run.config.model.path} are not those that this run's "
+      f"the weights in {run.settings.model.path} are not those that this run's "
       "adapters were trained on: put those back, or export this run's model "
       "with them (python -m grpojax.export) and start a new run"
     )
@@ -60,9 +61,9 @@ def resume(
     progress, baseline=baseline, data=data, frozen=frozen
   )
   if step is not None:
-    state = reference.on_devices(state)
+    state = reference.state_to_device(state)
     state = checkpoint.restore(checkpointer, state, step)
-    state = reference.to_host(state, run.config)
+    state = reference.state_to_memory(state, run.settings)
     print(f"resuming after step {step}", flush=True)
   return state, progress
 

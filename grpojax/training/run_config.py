@@ -7,8 +7,12 @@ import re
 from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
-from grpojax.training import run_storage, sources, validation
-from grpojax.training.config import WORDS, default_config
+from grpojax.training import run_storage, sources
+from grpojax.training.config import (
+  WORDS,
+  default_config,
+  from_config,
+)
 
 CONFIG = "config.json"  # the resolved config
 
@@ -60,12 +64,10 @@ def read_config(run: str | os.PathLike) -> ConfigDict:
       f"no run at {run}: give the run directory of a training run, the one "
       f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
     )
-  config_errors = config_lib.check_keys(
-    found[0], default_config(), WORDS
-  ) or validation.config_errors(config_lib.flatten(found[0]))
-  if config_errors:
-    lines = "\n  ".join(config_errors)
-    raise ValueError(f"{pathlib.Path(run) / CONFIG} is not valid:\n  {lines}")
+  try:
+    from_config(found[0])
+  except ValueError as error:
+    raise ValueError(f"{pathlib.Path(run) / CONFIG}: {error}") from None
   return found[0]
 
 
@@ -114,7 +116,13 @@ def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
     config: the resolved config.
   """
   found = saved(pathlib.Path(path))
-  return sources.with_commits(config, found and found[0])
+  if not found or not found[0].get("commits"):
+    return config
+  settings = sources.with_commits(from_config(config), from_config(found[0]))
+  config = config.copy_and_resolve_references()
+  with config.unlocked():
+    config.commits = settings.commits
+  return config
 
 
 def pin_date(config: ConfigDict, date: str) -> ConfigDict:

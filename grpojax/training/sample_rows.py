@@ -35,23 +35,24 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Batch
 from grpojax.runtime import distributed
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import from_config
-from grpojax.training.dynamic_sampling import ResampledBatch
 from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step.resampling import ResampledBatch
 
 BINS = 32
 DIGITS = 4  # of log-probabilities, after the point
 
 
-def is_due(config: ConfigDict, step: int) -> bool:
+def is_due(settings: TrainSettings, step: int) -> bool:
   """Whether samples of a step, counted from 1, are kept."""
-  return config.log.sample_groups > 0 and step % config.log.samples_every == 0
+  return (
+    settings.log.sample_groups > 0 and step % settings.log.samples_every == 0
+  )
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -80,19 +81,19 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def of_batch(
-  config: ConfigDict, policy: Policy, filled: ResampledBatch, batch: Batch
+  settings: TrainSettings, policy: Policy, filled: ResampledBatch, batch: Batch
 ) -> list[dict[str, Any]]:
   """Rows of samples.jsonl but for their step; see the module.
 
   All processes must call this.
 
   Args:
-    config: the run's.
+    settings: the run's.
     policy: whose tokenizer decodes the completions.
     filled: the samples with their rewards.
     batch: what the loss was given of them.
   """
-  samples = filled.samples
+  samples = filled.rollout
   arrays = {
     "ids": samples.completion_ids,
     "mask": samples.completion_mask,
@@ -101,14 +102,14 @@ def of_batch(
     "logprobs": samples.logprobs,
     "ref_logprobs": batch.ref_logprobs,
   }
-  if from_config.recompute_logprobs(config):
+  if settings.loss.old_logprobs == "trainer":
     arrays["trainer_logprobs"] = batch.old_logprobs
   if batch.packing is not None:
     arrays["packed"] = batch.packing.packed()
   arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
   if not distributed.is_main():  # which writes them
     return []
-  groups = min(config.log.sample_groups, len(filled.drawn_groups))
+  groups = min(settings.log.sample_groups, len(filled.drawn_groups))
   return [
     {"group": b} | _row(policy, filled, arrays, b, g)
     for b in range(groups)

@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.runtime import records
 from grpojax.training import eta as eta_lib
 from grpojax.training.progress import troubles
+from grpojax.training.settings.run import TrainSettings
 
 Row = Mapping[str, Any]
 
@@ -32,16 +31,16 @@ def _best_group_size(row: Row) -> str | None:
   return "{:.0f} [{:.0f}, {:.0f}]".format(*best)
 
 
-def line(config: ConfigDict, row: Row, eta: eta_lib.Eta) -> str:
+def line(settings: TrainSettings, row: Row, eta: eta_lib.Eta) -> str:
   """A step for a file: names and numbers to grep, and the time that is left."""
   metrics = {name: row[name] for name in SHOWN if name in row}
   if best := _best_group_size(row):
     metrics["best_group_size"] = best
   text = records.progress(
     row["step"],
-    config.steps,
+    settings.steps,
     eta_lib.step_seconds(eta),
-    eta_lib.left(eta, config.steps - row["step"]),
+    eta_lib.left(eta, settings.steps - row["step"]),
     metrics,
   )
   return "  ".join([text, *map("! {}".format, troubles(row))])

@@ -1,5 +1,6 @@
 """A data set's examples, of training and held-out, whose prompts fit."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -7,16 +8,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from grpojax.data import datasets, pipeline, survey
 from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf
-from grpojax.runtime import config as config_lib
 from grpojax.runtime import records
-from grpojax.training import group_sizes, mixtures, prompts, sources
+from grpojax.training import mixtures, prompts, sources
 from grpojax.training.policy import Policy
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 
 MEASURED = 4096
 """Prompts of an endless data set that are read before a run starts, at most."""
@@ -40,11 +41,11 @@ class Split(NamedTuple):
   parts: dict[str, Any] = {}
 
 
-def load_examples(config: ConfigDict, split: str) -> Any:
+def load_examples(settings: TrainSettings, split: str) -> Any:
   """All examples of a split.
 
   Args:
-    config: the run's.
+    settings: the run's.
     split: "train", seeded by the run's seed, or "test", of which the first
       `eval.num_prompts` are read, whatever the seed.
 
@@ -55,17 +56,17 @@ def load_examples(config: ConfigDict, split: str) -> Any:
   Raises:
     ValueError: as `datasets.load`.
   """
-  settings = {
-    "train": {"seed": config.seed},
-    "test": {"size": config.eval.num_prompts},
+  options_of_split = {
+    "train": {"seed": settings.seed},
+    "test": {"size": settings.eval.num_prompts},
   }
-  data, parts = config.data, []
+  data, parts = settings.data, []
 
   def load(name, path, options):
-    options = sources.data_options(config, name, path, options)
-    return datasets.load(name, split, path, options, **settings[split])
+    options = sources.data_options(settings, name, path, options)
+    return datasets.load(name, split, path, options, **options_of_split[split])
 
-  for name, source in mixtures.sources(config).items():
+  for name, source in mixtures.sources(settings).items():
     try:
       some = load(source.name, source.path, source.options)
     except ValueError as error:
@@ -75,11 +76,11 @@ def load_examples(config: ConfigDict, split: str) -> Any:
     parts.append(Part(name, source.weight, some))
   if parts:
     return Mixture(parts)
-  return load(data.name, data.path, data.options.to_dict())
+  return load(data.name, data.path, data.options)
 
 
 def load_split(
-  config: ConfigDict,
+  settings: TrainSettings,
   policy: Policy,
   split: str,
   cache: pathlib.Path | None = None,
@@ -88,7 +89,7 @@ def load_split(
   """The examples of a split, all of which have been read and do fit.
 
   Args:
-    config: the run's.
+    settings: the run's.
     policy: its tokenizer measures the prompts.
     split: "train" or "test".
     cache: a file of `save_lengths`, which may be missing.
@@ -98,20 +99,20 @@ def load_split(
     ValueError: as `load_examples` and `survey.survey`, or prompts that are too
       long (data.too_long).
   """
-  examples = load_examples(config, split)
-  args = config, policy, cache, check_signals
+  examples = load_examples(settings, split)
+  args = settings, policy, cache, check_signals
   if isinstance(examples, Mixture):
     return _fitting_parts(*args, examples, split)
   return _fitting(*args, examples, split)
 
 
 def _fitting_parts(
-  config, policy, cache, check_signals, mixture: Mixture, split: str
+  settings, policy, cache, check_signals, mixture: Mixture, split: str
 ) -> Split:
   """The examples of a mixture that fit; see `load_split`."""
   found = {
     part.name: _fitting(
-      config,
+      settings,
       policy,
       cache,
       check_signals,
@@ -135,19 +136,19 @@ def _fitting_parts(
 
 
 def _fitting(
-  config, policy, cache, check_signals, examples, name: str
+  settings, policy, cache, check_signals, examples, name: str
 ) -> Split:
   """The examples of one data set that fit; see `load_split`."""
-  encode, digest = prompts.encoder(config, policy), _digest(config, policy)
+  encode, digest = prompts.encoder(settings, policy), _digest(settings, policy)
   found = survey.survey(
     examples,
     encode,
-    most=min(_prompts_of_run(config), MEASURED),
+    most=min(_prompts_of_run(settings), MEASURED),
     cached=lambda f: _saved_lengths(cache, name, f"{f} {digest}"),
     check_signals=check_signals,
   )
-  choose = survey.TOO_LONG[config.data.too_long]
-  limit, endless = config.data.max_prompt_length, len(examples) >= ENDLESS
+  choose = survey.TOO_LONG[settings.data.too_long]
+  limit, endless = settings.data.max_prompt_length, len(examples) >= ENDLESS
   try:
     kept = choose(found.lengths, limit, endless)
   except ValueError as error:
@@ -159,27 +160,30 @@ def _fitting(
   return Split(pipeline.Subset(examples, kept), dropped, found, key)
 
 
-def _prompts_of_run(config: ConfigDict) -> int:
+def _prompts_of_run(settings: TrainSettings) -> int:
   """Prompts that a run takes at most."""
-  leaves = config_lib.flatten(config)
-  samples = group_sizes.samples_per_step(leaves)
-  batches = config.steps
-  if config.filter_groups.enable:
-    batches *= config.filter_groups.max_num_gen_batches
+  samples = batches_lib.samples_per_step(settings)
+  batches = settings.steps
+  if settings.filter_groups.enable:
+    batches *= settings.filter_groups.max_num_gen_batches
   return batches * max(
-    samples // size for size in group_sizes.group_sizes(leaves)
+    samples // size for size in batches_lib.group_sizes(settings)
   )
 
 
-def _digest(config: ConfigDict, policy: Policy) -> str:
+def _digest(settings: TrainSettings, policy: Policy) -> str:
   """Of all but the examples that decides how long prompts are."""
   digest = hashlib.sha256()
   for name in hf.COMPANIONS:
     file = policy.directory / name
     digest.update(file.read_bytes() if file.is_file() else b"")
   limits = ("max_prompt_length", "too_long")
-  settings = {k: v for k, v in config.data.to_dict().items() if k not in limits}
-  digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+  data = {
+    k: v
+    for k, v in dataclasses.asdict(settings.data).items()
+    if k not in limits
+  }
+  digest.update(json.dumps(data, sort_keys=True, default=str).encode())
   return digest.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """How a training run starts: what is checked, and the state it goes on from."""
 
+import dataclasses
 import itertools
 import os
 import pathlib
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
-from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, TrainState
@@ -25,34 +25,31 @@ from grpojax.runtime import (
   tokenizer,
   trackers,
 )
-from grpojax.runtime import config as config_lib
 from grpojax.runtime.screen import Screen, in_lines
 from grpojax.training import (
-  batch_sizes,
-  from_config,
-  group_sizes,
   memory,
-  prompt_choice,
   prompts,
-  reward_inputs,
-  run_config,
   run_directory,
   run_storage,
-  samplers,
-  scoring,
+  setup,
   sources,
   splits,
 )
-from grpojax.training import reference as reference_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy, find_model
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import difficulty
+from grpojax.training.step import reference as reference_lib
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.sampling import make_sampler
 
 
 class Checked(NamedTuple):
-  """What a config names, loaded and found to be in order.
+  """What a settings names, loaded and found to be in order.
 
   Attributes:
-    config: with what the start of the run has decided.
+    settings: with what the start of the run has decided.
     policy: with the weights that the run starts from.
     mesh: of all devices.
     train: examples of the training split.
@@ -60,24 +57,24 @@ class Checked(NamedTuple):
     reward_model: or None.
   """
 
-  config: ConfigDict
+  settings: TrainSettings
   policy: Policy
   mesh: jax.sharding.Mesh
   train: splits.Split
   held_out: splits.Split
-  reward_model: scoring.Model | None
+  reward_model: rewards_lib.Model | None
 
 
 class Run(NamedTuple):
   """What stays the same all through a run."""
 
-  config: ConfigDict
+  settings: TrainSettings
   directory: pathlib.Path
   policy: Policy
   mesh: jax.sharding.Mesh
   shardings: TrainState  # its shardings
   ref_params: Params | None  # where it is fixed
-  reward_pool: scoring.RewardPool
+  reward_pool: rewards_lib.RewardPool
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: splits.Split
   held_out: splits.Split
@@ -90,15 +87,15 @@ class Run(NamedTuple):
 
 
 def check(
-  config: ConfigDict,
+  settings: TrainSettings,
   directory: pathlib.Path,
   check_signals: Callable[[], None],
   today: str | None = None,
 ) -> Checked:
-  """Loads what the config names and reads all prompts of finite data sets.
+  """Loads what the settings names and reads all prompts of finite data sets.
 
   Args:
-    config: the run's.
+    settings: the run's.
     directory: the run's, which may not exist yet; written to only later.
     check_signals: called while much is read; may raise.
     today: the date, where a chat template asks for it: the same in all
@@ -107,57 +104,63 @@ def check(
   Raises:
     ValueError: what would otherwise be found out after the run has started.
   """
-  trackers.check(config.log.trackers)
-  rewards = reward_inputs.resolve(config)
-  policy = from_config.open_policy(config)
-  config = _with_date(config, policy, today)
-  mesh = from_config.mesh(config)
-  memory.check(config, policy, mesh)
-  batch_sizes.check(config, mesh)
-  reference_lib.check(config.model.reference, mesh)
-  sizes = group_sizes.group_sizes(config_lib.flatten(config))
+  trackers.check(settings.log.trackers)
+  rewards = rewards_lib.resolve_functions(settings)
+  policy = setup.open_policy(settings)
+  settings = _with_date(settings, policy, today)
+  mesh = setup.make_mesh(settings)
+  memory.check(settings, policy, mesh)
+  batches_lib.check_mesh(settings, mesh)
+  reference_lib.check_memory(settings.model.reference, mesh)
+  sizes = batches_lib.group_sizes(settings)
   cache = directory / run_directory.LENGTHS
   train, held_out = (
-    splits.load_split(config, policy, split, cache, check_signals)
+    splits.load_split(settings, policy, split, cache, check_signals)
     for split in SPLITS
   )
   for split in (train, held_out):
-    reward_inputs.check_columns(config, rewards, split)
+    rewards_lib.check_columns(settings, rewards, split)
   if train.dropped or held_out.dropped:
     print(
       f"dropped {train.dropped} training and {held_out.dropped} held-out "
-      f"prompts of more than {config.data.max_prompt_length} tokens"
+      f"prompts of more than {settings.data.max_prompt_length} tokens"
     )
-  prompt_choice.init(config, train.examples)  # refuses what is not for it
-  if config.reward.on_device:  # what it wants to know of each prompt
-    batches = prompts.training_batches(config, policy, train.examples, sizes[0])
-    ahead = min(config.steps, splits.MEASURED // config.batch_size + 1)
+  difficulty.init_rates(settings, train.examples)  # refuses what is not for it
+  if settings.reward.on_device:  # what it wants to know of each prompt
+    batches = prompts.training_batches(
+      settings, policy, train.examples, sizes[0]
+    )
+    ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
     for _ in itertools.islice(batches, ahead):
       check_signals()
-  policy = from_config.with_weights(config, policy, mesh)
+  policy = setup.with_weights(settings, policy, mesh)
   check_signals()
-  if config.diagnostics.every and config.diagnostics.last_layers:
-    last_layers(policy.params, config.diagnostics.last_layers)
-  reward_model = scoring.open_model(config, mesh)
-  return Checked(config, policy, mesh, train, held_out, reward_model)
+  if settings.diagnostics.every and settings.diagnostics.last_layers:
+    last_layers(policy.params, settings.diagnostics.last_layers)
+  reward_model = rewards_lib.open_model(settings, mesh)
+  return Checked(settings, policy, mesh, train, held_out, reward_model)
 
 
 def _with_date(
-  config: ConfigDict, policy: Policy, today: str | None = None
-) -> ConfigDict:
+  settings: TrainSettings, policy: Policy, today: str | None = None
+) -> TrainSettings:
   """Pins the date where a chat template asks for today's.
 
   Prompts would be other ones tomorrow: on resume, and in evaluations.
   """
-  if "date_string" in config.data.template_options:
-    return config
+  if "date_string" in settings.data.template_options:
+    return settings
   tokenizers = [policy.tokenizer]
-  if config.reward.model:
-    model = find_model(sources.reward_model(config), hub.TEXTS)
+  if settings.reward.model:
+    model = find_model(sources.reward_model(settings), hub.TEXTS)
     tokenizers.append(tokenizer.load(model))
   if not any(map(tokenizer.asks_for_date, tokenizers)):
-    return config
-  return run_config.pin_date(config, today or tokenizer.today())
+    return settings
+  options = settings.data.template_options | {
+    "date_string": today or tokenizer.today()
+  }
+  data = dataclasses.replace(settings.data, template_options=options)
+  return dataclasses.replace(settings, data=data)
 
 
 def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
@@ -178,7 +181,7 @@ def start(
   directory: pathlib.Path,
   checked: Checked,
   checkpointer: checkpoint.Checkpointer,
-  reward_pool: scoring.RewardPool,
+  reward_pool: rewards_lib.RewardPool,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
   """The state before the first step; cleans up after a run that was cut short.
 
@@ -194,48 +197,52 @@ def start(
   Raises:
     ValueError: a reference that is damaged or of another model.
   """
-  config, policy, mesh, train, held_out, _ = checked
-  tx = optimizer(config)
+  settings, policy, mesh, train, held_out, _ = checked
+  tx = optimizer(settings)
 
   def fresh(params):
-    state = from_config.first_state(config, tx, params)
-    return state.replace(difficulty=prompt_choice.init(config, train.examples))
+    state = setup.first_state(settings, tx, params)
+    return state.replace(
+      difficulty=difficulty.init_rates(settings, train.examples)
+    )
 
   shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
   params = jax.device_put(policy.params, shardings.params)
   count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
   ref_params = following = None
-  if reference_lib.follows(config):
-    following = reference_lib.first(params, shardings.params)
-  elif from_config.needs_reference(config) and policy.frozen is not None:
+  if reference_lib.follows_policy(settings):
+    following = reference_lib.copy_policy(params, shardings.params)
+  elif settings.loss.needs_reference and policy.frozen is not None:
     ref_params = {}  # the base model, without adapters
-  elif from_config.needs_reference(config):
+  elif settings.loss.needs_reference:
     reference = run_storage.reference(directory)
     checkpoint.save_params(reference, params)
     ref_params = checkpoint.restore_params(reference, params)
-    ref_params = reference_lib.stored(ref_params, config.model.reference)
+    ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
   state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
-  state = reference_lib.to_host(state.replace(reference=following), config)
+  state = reference_lib.state_to_memory(
+    state.replace(reference=following), settings
+  )
   step = checkpoint.latest_step(checkpointer)
   if distributed.is_main():
     for name in run_directory.RECORDS:
       records.truncate_jsonl(directory / name, -1 if step is None else step)
     _say_room(run_storage.checkpoints(directory), state)
   print(
-    f"{config.model.path}: {count / 1e6:.3g} million parameters on "
+    f"{settings.model.path}: {count / 1e6:.3g} million parameters on "
     f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
     flush=True,
   )
   policy = policy._replace(params=None)  # the state has them
   run = Run(
-    config=config,
+    settings=settings,
     directory=directory,
     policy=policy,
     mesh=mesh,
     shardings=shardings,
     ref_params=ref_params,
     reward_pool=reward_pool,
-    greedy=samplers.make_sampler(config, policy, 1, Sampling(0.0), mesh),
+    greedy=make_sampler(settings, policy, 1, Sampling(0.0), mesh),
     train=train,
     held_out=held_out,
   )

@@ -9,15 +9,16 @@ from grpojax.core.types import Params
 from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint, hub
 from grpojax.training import best as best_lib
+from grpojax.training import policy as policy_lib
 from grpojax.training import (
-  from_config,
   progress,
   run_config,
   run_directory,
   run_storage,
+  setup,
   sources,
 )
-from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
 from grpojax.training.policy import Policy
 
 
@@ -55,10 +56,10 @@ def load(
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
-  saved = run_config.read_config(where)
-  policy = from_config.open_policy(saved)
+  saved = from_config(run_config.read_config(where))
+  policy = setup.open_policy(saved)
   if saved.lora.rank:  # adapters need their base
-    policy = from_config.with_weights(saved, policy)
+    policy = setup.with_weights(saved, policy)
   step = best_step(where) if best else None
   step, params = load_params(where, saved, step)
   run_config.say_added(where)

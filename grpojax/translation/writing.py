@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import settings as settings_lib
-from grpojax.training.config import default_config
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import SETTINGS, default_config
 from grpojax.translation.parts import Note, Setting, Translation
 
 WIDTH = 80

@@ -84,15 +84,15 @@ def test_changed_defaults():
   ],
 )
 def test_intervals(within, inside, outside, words):
-  assert all(settings_lib.allows(within, x) for x in inside)
-  assert not any(settings_lib.allows(within, x) for x in outside)
-  assert settings_lib.say(within) == words
+  assert all(options.in_interval(within, x) for x in inside)
+  assert not any(options.in_interval(within, x) for x in outside)
+  assert options.interval_text(within) == words
 
 
 @pytest.mark.parametrize("within", ["0, 1", "[0 1]", "[a, 1]", "[0, 1] ", ""])
 def test_what_is_no_interval(within):
   with pytest.raises(ValueError):
-    settings_lib.allows(within, 0.5)
+    options.in_interval(within, 0.5)
 
 
 def test_every_interval_and_every_default_is_one():

@@ -1,4 +1,4 @@
-"""Which training prompts a step asks, where the section difficulty says so.
+"""Prompts drawn by their success rates, and the rates learned from a step.
 
 The success rates of all prompts are part of the state (`TrainState.difficulty`,
 see `statistics.success_rates`), by the number of the prompt among those that
@@ -6,61 +6,64 @@ fit. They, the seed and the step decide what is drawn, so that a resumed run
 draws the same; of several processes the first one draws for all.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture
-from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed
 from grpojax.runtime.config import config_error
 from grpojax.statistics import success_rates
 from grpojax.statistics.prompt_sampling import Stratum, draw
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
-from grpojax.training import difficulty, group_sizes
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.evaluation import CORRECT
 from grpojax.training.policy import Policy
+from grpojax.training.settings.batches import group_sizes, samples_per_step
+from grpojax.training.settings.inputs import DIFFICULTY_OFF
+from grpojax.training.settings.run import TrainSettings
 
 INDEX = "prompt_index"  # of an example, among the training prompts that fit
 
 
-def init(config: ConfigDict, examples: Any) -> SuccessRates | None:
-  """The state before the first step; None where it is off.
+def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
+  """Returns the rates before the first step; None where prompts are not drawn.
 
   Raises:
-    ValueError: an endless data set, or one (of a mixture: any) with fewer
+    ValueError: An endless data set, or one (of a mixture: any) with fewer
       prompts than its share of a step's.
   """
-  if not difficulty.on(config):
+  if settings.difficulty.priority == DIFFICULTY_OFF:
     return None
-  count, flat_config = len(examples), config_lib.flatten(config)
+  count = len(examples)
   field = "difficulty.priority"
   if count >= ENDLESS:
     remedy = (
       "a data set without end asks no prompt twice, so that none has a success "
       "rate: give it a size (data.options.size), or use none"
     )
-    raise ValueError(config_error(field, config.difficulty.priority, remedy))
-  size = min(group_sizes.group_sizes(flat_config))
-  prompts = group_sizes.samples_per_step(flat_config) // size
+    raise ValueError(config_error(field, settings.difficulty.priority, remedy))
+  size = min(group_sizes(settings))
+  prompts = samples_per_step(settings) // size
   strata = _strata(examples)
   for size, weight in strata:
     share = prompts * weight / sum(stratum.weight for stratum in strata)
-    if size * config.difficulty.rows < share - 1e-6:
+    if size * settings.difficulty.rows < share - 1e-6:
       remedy = (
         f"a step takes {share:g} prompts of a data set, and there are {size}: "
         "use a smaller batch_size, more difficulty.rows, or none"
       )
-      raise ValueError(config_error(field, config.difficulty.priority, remedy))
+      raise ValueError(
+        config_error(field, settings.difficulty.priority, remedy)
+      )
   return success_rates.unknown(count)
 
 
@@ -70,61 +73,61 @@ def _strata(examples: Any) -> list[Stratum]:
   return [Stratum(len(examples), 1.0)]
 
 
-def _aim(config: ConfigDict, step: int) -> float:
-  """The success rate that the priority `target` asks for at a step."""
-  first, last = config.difficulty.target
-  return first + (last - first) * min(step / max(config.steps - 1, 1), 1.0)
+def _aim(settings: TrainSettings, step: int) -> float:
+  """Success rate that the priority `target` asks for at a step."""
+  first, last = settings.difficulty.target
+  return first + (last - first) * min(step / max(settings.steps - 1, 1), 1.0)
 
 
 def priorities(
-  config: ConfigDict, rates: SuccessRates, step: int, group_size: int
+  settings: TrainSettings, rates: SuccessRates, step: int, group_size: int
 ) -> Float[np.ndarray, "n"]:
-  """How much each prompt is wanted after `step` steps."""
-  function = PRIORITIES[config.difficulty.priority]
-  options = difficulty.settings(config) | {"target": _aim(config, step)}
+  """Returns the priority of each prompt after `step` steps."""
+  function = PRIORITIES[settings.difficulty.priority]
+  options = dataclasses.asdict(settings.difficulty)
+  options["target"] = _aim(settings, step)
   priority = bind(function, group_size=group_size, **options)
   return priority(*success_rates.posterior(rates))
 
 
-def make_draw(
-  config: ConfigDict, policy: Policy, examples: Any, group_size: int
+def make_draw_prompts(
+  settings: TrainSettings, policy: Policy, examples: Any, group_size: int
 ) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
-  """`(state) -> (prompts, examples)` of the next step.
+  """Makes `state -> (prompts, examples)` of the next step.
 
   The examples have their number as `INDEX`; the prompts have importance weights
   where difficulty.importance_weights asks for them.
 
   Args:
-    config: the run's.
-    policy: whose format the prompts have.
-    examples: random access to all that fit.
-    group_size: G.
+    settings: Settings of the run.
+    policy: Model, whose format the prompts have.
+    examples: Random access to all examples that fit.
+    group_size: Completions a prompt, G.
   """
-  samples = group_sizes.samples_per_step(config_lib.flatten(config))
-  given, strata = config.difficulty, _strata(examples)
+  samples = samples_per_step(settings)
+  strata = _strata(examples)
 
   def next_prompts(state: TrainState):
     step = int(state.step)
     rates = mesh_lib.fetch(state.difficulty)
-    seed = np.random.SeedSequence(config.seed, spawn_key=(step,))
+    seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
 
     def choose():
       drawn = draw(
-        priorities(config, rates, step, group_size),
+        priorities(settings, rates, step, group_size),
         strata,
         np.random.default_rng(seed),
         rows=samples // group_size,
-        uniform=given.uniform,
-        most=given.rows,
+        uniform=settings.difficulty.uniform,
+        most=settings.difficulty.rows,
       )
       return drawn.indices.tolist(), drawn.weights.tolist()
 
     # Logarithms round differently on unlike hosts, and a priority that differs
     # in its last bit may move a prompt out of a batch.
     indices, weights = distributed.on_main(choose)
-    args = config, policy, examples, indices
-    prompts, rows = prompts_lib.prompts_of(*args)
-    if given.importance_weights:
+    prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
+    if settings.difficulty.importance_weights:
       prompts = prompts.replace(weights=np.asarray(weights, np.float32))
     named = zip(rows, indices, strict=True)
     return prompts, [example | {INDEX: i} for example, i in named]
@@ -132,20 +135,20 @@ def make_draw(
   return next_prompts
 
 
-def make_learn(config: ConfigDict, shardings: TrainState):
-  """`(state, examples, correctness [B, G]) -> state` after a step's rewards.
+def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
+  """Makes `(state, examples, correctness [B, G]) -> state`, after the rewards.
 
   Args:
-    config: the run's.
-    shardings: shardings of the state.
+    settings: Settings of the run.
+    shardings: Shardings of the state.
   """
   observe = jax.jit(
-    bind(success_rates.observe, **difficulty.settings(config)),
+    bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
     out_shardings=shardings.difficulty,
   )
   mesh = mesh_lib.mesh_of(shardings)
 
-  def learn(
+  def update_success_rates(
     state: TrainState,
     examples: Sequence[Mapping[str, Any]],
     correctness: Float[np.ndarray, "B G"],
@@ -157,13 +160,13 @@ def make_learn(config: ConfigDict, shardings: TrainState):
     seen = mesh_lib.place((indices, right), mesh)
     return state.replace(difficulty=observe(state.difficulty, *seen))
 
-  return learn
+  return update_success_rates
 
 
 def metrics(
   state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, int | float]:
-  """What a step's draw was; none where it is off.
+  """Returns the metrics of a step's draw; none where prompts are not drawn.
 
   Returns:
     `success_rate_mean`, `success_rate_std`, over all prompts as they are known;
@@ -175,12 +178,12 @@ def metrics(
     return {}
   rates = mesh_lib.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)
-  asked = {example[INDEX] for example in examples}
+  numbers = {example[INDEX] for example in examples}
   row: dict[str, int | float] = {
     "success_rate_mean": float(np.mean(a / (a + b))),
     "success_rate_std": float(np.std(a / (a + b))),
     "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
-    "prompts_asked": len(asked),
+    "prompts_asked": len(numbers),
   }
   if prompts.weights is not None:
     w = np.asarray(mesh_lib.fetch(prompts.weights), np.float64)
