@@ -65,7 +65,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
   Returns:
     `(prompt, completion, example) -> float | None`, or with more to be logged
-    what `outcomes.of_value` reads; or one of TRL's convention, which has all
+    what `worker.evaluate` reads; or one of TRL's convention, which has all
     completions of a prompt at once: see `conventions`.
 
   Raises:

@@ -156,7 +156,8 @@ def scored(names, examples, texts, workers=0, options=None, **keywords):
   examples = [{"prompt_text": "text"} | e for e in examples]
   given = examples, texts, lengths, lengths > 0, 9, ids
   with Pool(names, options, workers=workers, **keywords) as pool:
-    scores = groups.reward_groups(pool, *given)
+    pending = groups.submit_groups(pool, *given)
+    scores = groups.collect_groups(pool, [pending])
   return list(scores.values.values()), scores
 
 
@@ -374,6 +375,6 @@ def test_trls_own_functions():
   texts = ["<think>\nI.\n</think>\nA.", "<think>\nI.\nA."]
   with Pool(["trl.rewards:think_format_reward"]) as pool:
     jobs = [Job("?", text, {"prompt": prompt}) for text in texts]
-    found = [r.reward for r in pool.score(jobs)]
+    found = [r.reward for r in pool.compute(jobs)]
   assert found == think_format_reward([[{"content": t}] for t in texts])
   assert "trl" in sys.modules

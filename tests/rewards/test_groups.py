@@ -10,6 +10,10 @@ from grpojax.rewards.pool import Pool
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 
 
+def compute(pool, *args):
+  return groups.collect_groups(pool, [groups.submit_groups(pool, *args)])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_groups_are_scored_and_failures_masked(workers):
   examples = [
@@ -21,7 +25,7 @@ def test_groups_are_scored_and_failures_masked(workers):
   finished = np.array([[True] * 3, [False, True, True]])
   names = [f"{USER}:behave", f"{USER}:length_of_prompt", "length", "unfinished"]
   with Pool(names, weights=(1, 100, 1000, 0.25), workers=workers) as pool:
-    scores = groups.reward_groups(pool, examples, texts, lengths, finished, 10)
+    scores = compute(pool, examples, texts, lengths, finished, 10)
   assert scores.rewards.dtype == np.float32
   expected = [
     [1 + 200 - 100, 2 + 200 - 200, 200 - 300],
@@ -75,7 +79,7 @@ def test_neighbouring_jobs_are_of_different_prompts():
 
 def test_abstaining_is_no_failure():
   with Pool([f"{USER}:behave"]) as pool:
-    scores = groups.reward_groups(
+    scores = compute(
       pool,
       [{"prompt_text": "", "answer": ""}],
       [["none", "none"]],

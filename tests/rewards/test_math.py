@@ -267,7 +267,7 @@ def test_hostile_text_takes_no_time():
     texts += ["answer is " + many, f"{many}5"]
   example = {"answer": "7777777"}  # too long a one, and no text would be read
   with Pool(["math_answer"], workers=1, timeout=30) as pool:
-    results = pool.score([Job("", text, example) for text in texts])
+    results = pool.compute([Job("", text, example) for text in texts])
   assert [result.failures for result in results if result.failures] == []
   assert all(result.reward == 0.0 for result in results)
 
