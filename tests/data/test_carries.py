@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpojax.data import arithmetic
-from grpojax.data.carries import forgetful_sum
+from grpojax.data.arithmetic import forgetful_sum
 
 ALWAYS, NEVER = (1.0, 1.0), (0.0, 0.0)
 

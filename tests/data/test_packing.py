@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from grpojax.data.packing import pack
+from grpojax.data.texts import pack
 
 
 def random_texts(count, seed=0, most=6):
