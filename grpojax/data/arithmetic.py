@@ -238,7 +238,7 @@ def forgetful_sum(
   Args:
     rng: source of randomness; one draw for each carry.
     a: a whole number, not negative.
-    b: likewise.
+    b: another one.
     forget: probabilities that a carry is forgotten where the digits make 10,
       and where they make 19; linear between them.
 

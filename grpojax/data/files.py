@@ -61,16 +61,16 @@ def _files(
       f"--config.data.name = {kind!r} needs data.path: a file, a pattern of "
       f"files, or a directory with train.{kind} and test.{kind}"
     )
-  one = pathlib.Path(path)
-  if one.is_dir():
+  place = pathlib.Path(path)
+  if place.is_dir():
     if share:
       raise ValueError(
         f"--config.data.options.test = {share} is for a single file or a "
-        f"pattern of files, and {one} is a directory with files of each split: "
-        f"leave it out, or write '{one}/*.{kind}'"
+        f"pattern of files, and {place} is a directory with files of each "
+        f"split: leave it out, or write '{place}/*.{kind}'"
       )
-    return _in_directory(one, split, f".{kind}")
-  files = [one] if one.is_file() else []
+    return _in_directory(place, split, f".{kind}")
+  files = [place] if place.is_file() else []
   if not files and glob.has_magic(str(path)):
     matches = map(pathlib.Path, glob.glob(str(path), recursive=True))
     files = sorted(file for file in matches if file.is_file())
@@ -79,8 +79,8 @@ def _files(
         f"--config.data.path = {str(path)!r}: no file matches it"
       )
   if not files:
-    problem = "is no file" if os.path.lexists(one) else "does not exist"
-    raise ValueError(f"--config.data.path: {one} {problem}")
+    problem = "is no file" if os.path.lexists(place) else "does not exist"
+    raise ValueError(f"--config.data.path: {place} {problem}")
   if not share and split == "test":
     kind_of_path = "a single file" if len(files) == 1 else "one set of files"
     raise ValueError(
@@ -97,9 +97,9 @@ def _in_directory(
   """SPLIT.jsonl, SPLIT-00-of-02.jsonl, SPLIT/*.jsonl, or such in data/."""
   for name in _NAMES[split]:
     for folder in (path, path / "data"):
-      one = folder / f"{name}{suffix}"
-      if one.is_file():
-        return [one]
+      single = folder / f"{name}{suffix}"
+      if single.is_file():
+        return [single]
       several = [
         *folder.glob(f"{name}[-_.]*{suffix}"),
         *folder.glob(f"{name}/*{suffix}"),

@@ -150,10 +150,10 @@ def load(
     revision: a branch, a tag or a commit; "" is main.
     train_split: the Hub's name of the training split.
     test_split: its name of the test split; not used with `test`.
-    prompt: one of the four names in `fields.Fields`.
-    answer: likewise.
-    messages: likewise.
-    answer_after: likewise.
+    prompt: name of the column with the prompt (`fields.Fields` has all four).
+    answer: name of the column with the answer.
+    messages: name of the column with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
     columns: those to read; () is all. Bytes (images) cannot be read.
     test: share of train_split that is held out, as in `jsonl.load`.
 

@@ -111,10 +111,10 @@ def load(
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later lines are not read.
-    prompt: one of the four names in `fields.Fields`.
-    answer: likewise.
-    messages: likewise.
-    answer_after: likewise.
+    prompt: name of the field with the prompt (`fields.Fields` has all four).
+    answer: name of the field with the answer.
+    messages: name of the field with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
     test: share of one set of files' examples that is held out as the test
       split, about; which examples depends on their prompts alone.
 

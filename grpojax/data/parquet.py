@@ -135,10 +135,10 @@ def load(
     path: a file, a pattern of files, or a directory, as for `jsonl.load`.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later rows are not read.
-    prompt: one of the four names in `fields.Fields`.
-    answer: likewise.
-    messages: likewise.
-    answer_after: likewise.
+    prompt: name of the column with the prompt (`fields.Fields` has all four).
+    answer: name of the column with the answer.
+    messages: name of the column with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
     columns: those to read; () is all. Bytes (images) cannot be read.
     test: share that is held out, as in `jsonl.load`.
 

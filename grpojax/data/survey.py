@@ -44,7 +44,7 @@ def survey(
   """Reads all examples, or the first `most` of an endless data set.
 
   Args:
-    examples: random access to dicts with a "prompt", see `data.examples`.
+    examples: random access to dicts with a "prompt" (`data.examples`).
     encode: `(prompt) -> (text, ids)`.
     most: examples of an endless data set whose prompts are measured.
     cached: fingerprint -> lengths of a finite data set's prompts, or None where

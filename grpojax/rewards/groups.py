@@ -18,7 +18,7 @@ class GroupRewards(NamedTuple):
     values: [B, G] for each function, by short name; NaN where it has none.
     failed: [B, G], True where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
-    failures: [B][G], reasons for that, see `all_failures`.
+    failures: [B][G], reasons for that; `all_failures` lists them.
     extras: [B, G] for each other number that the functions returned, by
       "FUNCTION/NAME"; NaN where it was not returned.
   """
@@ -94,7 +94,7 @@ def collect_groups(
   Args:
     pool: the one that they were sent to.
     pending: the groups, one part of a batch after another; all of one size.
-    check_signals: called while it waits, see `Pool.collect`; where it raises,
+    check_signals: called while it waits, as by `Pool.collect`; where it raises,
       all of them are abandoned.
 
   Returns:

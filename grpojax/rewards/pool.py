@@ -42,7 +42,7 @@ class Failure(NamedTuple):
 
   Attributes:
     function: short name of the function.
-    reason: what it did.
+    reason: its mistake, in words.
     prompt: the prompt.
     completion: the completion.
   """
@@ -114,7 +114,7 @@ class Pool:
   seconds each, on average.
 
   Args:
-    names: names of the reward functions, see `functions.resolve`.
+    names: names of the reward functions, for `functions.resolve`.
     options: their keyword arguments, by short name.
     weights: a weight for each; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
@@ -122,11 +122,11 @@ class Pool:
     timeout: seconds for a completion, all functions together; functions that
       take those of a prompt at once have so many for each of them.
     memory: bytes of data that a worker may allocate.
-    sources: data sets that a function is for, see `functions.resolve_all`.
+    sources: data sets that each function is for, by short name.
 
   Raises:
-    ValueError: see `functions.resolve_all`; a number is out of range; or
-      a worker did not start.
+    ValueError: functions that `functions.resolve_all` refuses, a number out
+      of range, or a worker that did not start.
   """
 
   def __init__(
@@ -215,7 +215,7 @@ class Pool:
     """Waits for the results of a submission, in the order of its jobs.
 
     Args:
-      sent: from `submit`.
+      sent: result of `submit`.
       check_signals: called while it waits: every `POLL` seconds or, without
         workers, before each completion; the longest time without a call is then
         that of one completion's reward. It may raise, say because the run is to
@@ -224,7 +224,7 @@ class Pool:
         needed), so nothing keeps `close` or the next submission waiting.
 
     Raises:
-      Exception: what `check_signals` raises.
+      Exception: that of `check_signals`.
     """
     outcomes: list[list] = [[None] * len(self.names) for _ in sent.jobs]
     next_done = self._next_done if self._workers else self._next_here
@@ -267,16 +267,16 @@ class Pool:
     """Waits for the tasks that threads have done, in any order."""
     last = time.monotonic()
     for _ in sent.tasks:
-      done = None
-      while done is None:
+      message = None
+      while message is None:
         with contextlib.suppress(queue.Empty):
-          done = sent.done.get(timeout=check_signals and POLL)
+          message = sent.done.get(timeout=check_signals and POLL)
         if check_signals and time.monotonic() - last >= POLL:
           check_signals()
           last = time.monotonic()
-      if isinstance(done, BaseException):
-        raise done
-      yield done
+      if isinstance(message, BaseException):
+        raise message
+      yield message
 
   def _run(self, sent: Submission, task: _Task, line: bytes) -> None:
     """Has one worker do a task, in a thread."""

@@ -85,19 +85,13 @@ class Process:
     answers: list[Outcome],
     stop: Callable[[], bool],
   ) -> None:
-    """Sends a line and appends `count` answers; starts a process if none is.
+    """Sends a line and appends `count` answers, within so many seconds.
 
-    Answers that came are there also where some are missing in the end.
-
-    Args:
-      line: JSON, with its newline.
-      count: answers to wait for.
-      timeout: seconds for all of them.
-      answers: list to append to.
-      stop: asked every `_STOP` seconds; True gives up.
+    Starts a process if there is none. Answers that came are in the list also
+    where some are missing in the end. `stop` is asked every `_STOP` seconds.
 
     Raises:
-      Lost: no answer in time, it was stopped, or the process has died. It is
+      Lost: no answer in time, `stop` said True, or the process has died. It is
         killed.
     """
     if self._process is not None and self._process.poll() is not None:

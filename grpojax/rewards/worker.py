@@ -12,7 +12,7 @@ looks for the present ID in this process can answer in its own favour. Who runs
 code that a model wrote must do it in a sandbox of its own.
 
 It ends when its input does, so also when its parent was killed; the system's
-alarm ends it then if a function hangs (see `LEEWAY`).
+alarm ends it then if a function hangs, after `LEEWAY`.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     value: the reward; None where the function abstains, or failed.
-    error: what went wrong; None where nothing did.
+    error: the failure, in words; None where nothing failed.
     extras: other numbers that the function returned, by name, for logs.
   """
 
