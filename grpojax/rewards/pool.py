@@ -121,7 +121,6 @@ class Pool:
       and catches exceptions but neither limits time nor survives a crash.
     timeout: seconds for a completion, all functions together; functions that
       take those of a prompt at once have so many for each of them.
-    memory: bytes of data that a worker may allocate.
     sources: data sets that each function is for, by short name.
 
   Raises:
@@ -136,7 +135,6 @@ class Pool:
     weights: Sequence[int | float] | None = None,
     workers: int = 0,
     timeout: int | float = 10.0,
-    memory: int = 2**33,
     sources: Mapping[str, Sequence[str]] | None = None,
   ):
     self.names = [functions.label(name) for name in names]
@@ -156,7 +154,7 @@ class Pool:
       )
     keywords = {name: dict(each) for name, each in (options or {}).items()}
     setup = {"names": list(names), "options": keywords, "sources": sources}
-    setup |= {"timeout": timeout, "memory": memory}
+    setup["timeout"] = timeout
     self._timeout, self.patience = timeout, max(8, 4 * workers)
     self._workers = [Process(to_line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
@@ -284,43 +282,30 @@ class Pool:
     def stop() -> bool:
       return self._closed or sent.abandoned
 
-    if stop():
-      return
+    size = len(task.jobs)
+    count = len(task.functions) * size
+    outcomes: list[Outcome] = []  # function by function
     process = self._idle.get()
     try:
-      sent.done.put((task, self._outcomes(process, sent, task, line, stop)))
+      if stop():
+        raise Lost("stopped")
+      if sent.lost >= self.patience:
+        raise Lost(f"not tried: {self.patience} workers were lost in a row")
+      process.ask(line, count, self._timeout * size, outcomes, stop)
+      sent.lost = 0
+      sent.done.put((task, outcomes))
+    except Lost as error:
+      sent.lost += 1
+      # The error is that of the function that was at work, and of all of its
+      # completions; those after it have no value.
+      outcomes = outcomes[: len(outcomes) // size * size]
+      outcomes += [Outcome(None, str(error))] * size
+      outcomes += [Outcome(None)] * (count - len(outcomes))
+      sent.done.put((task, outcomes))
     except BaseException as error:
       sent.done.put(error)
     finally:
       self._idle.put(process)
-
-  def _outcomes(
-    self,
-    process: Process,
-    sent: Submission,
-    task: _Task,
-    line: bytes,
-    stop: Callable[[], bool],
-  ) -> list[Outcome]:
-    """Outcomes of a task, function by function, also if its worker is lost."""
-    outcomes: list[Outcome] = []
-    size = len(task.jobs)
-    count = len(task.functions) * size
-    if sent.lost >= self.patience:
-      error = f"not tried: {self.patience} workers were lost in a row"
-    else:
-      try:
-        process.ask(line, count, self._timeout * size, outcomes, stop)
-        sent.lost = 0
-        return outcomes
-      except Lost as lost:
-        error = str(lost)
-        sent.lost += 1
-    # The error is that of the function that was at work, and of all of its
-    # completions; those after it have no value.
-    del outcomes[len(outcomes) // size * size :]
-    outcomes += [Outcome(None, error)] * size
-    return outcomes + [Outcome(None)] * (count - len(outcomes))
 
   def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
     """The reward of a completion, from what each function made of it."""

@@ -36,6 +36,7 @@ LEEWAY = 2.0
 """Seconds beyond a task's limit after which the system ends a worker. Its
 parent kills it at the limit; this is for a worker whose parent has died."""
 
+_MEMORY = 2**33  # bytes of data that a worker may allocate
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
 _REWARD = "score"  # the key of the reward where a function returns a dict
 
@@ -125,11 +126,11 @@ def _is_finite(value: Any) -> bool:
   return number and math.isfinite(value) and abs(value) <= LARGEST
 
 
-def _limit_memory(size: int) -> None:
+def _limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   _, most = resource.getrlimit(resource.RLIMIT_DATA)
-  if most != resource.RLIM_INFINITY:
-    size = min(size, most)
+  unlimited = most == resource.RLIM_INFINITY
+  size = _MEMORY if unlimited else min(_MEMORY, most)
   resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
@@ -150,7 +151,7 @@ def main() -> None:
   name, _, line = requests.readline().partition(b" ")
   setup = json.loads(line)
   try:
-    _limit_memory(setup["memory"])
+    _limit_memory()
     rewards = functions.resolve_all(
       setup["names"], setup["options"], setup["sources"]
     )
