@@ -9,6 +9,7 @@ asked for, so a file may be larger than memory.
 """
 
 import array
+import functools
 import itertools
 import json
 import os
@@ -128,8 +129,5 @@ def load(
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-
-  def opened(file: pathlib.Path, most: int | None) -> Examples:
-    return _opened(file, most, fields, split, test)
-
+  opened = functools.partial(_opened, fields=fields, split=split, share=test)
   return files.load("jsonl", opened, split, path, test, size)

@@ -11,6 +11,7 @@ asked for is in memory. That file is gone when the program ends, however it
 ends.
 """
 
+import functools
 import itertools
 import os
 import pathlib
@@ -151,8 +152,7 @@ def load(
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-
-  def opened(file: pathlib.Path, most: int | None) -> Examples:
-    return _opened(file, most, columns, fields, split, test)
-
+  opened = functools.partial(
+    _opened, columns=columns, fields=fields, split=split, share=test
+  )
   return files.load("parquet", opened, split, path, test, size)

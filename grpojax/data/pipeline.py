@@ -107,14 +107,9 @@ def prompts_of(
   pad_id: int = 0,
 ) -> tuple[Prompts, list[Example]]:
   """Makes a batch of chosen examples; arguments as in `prompt_batches`."""
-  row = functools.partial(
-    _row,
-    encode=encode,
-    max_prompt_length=max_prompt_length,
-    pad_id=pad_id,
-    target=None,
+  return _collate(
+    [_row(examples[int(i)], encode, max_prompt_length, pad_id) for i in indices]
   )
-  return _collate([row(examples[int(i)]) for i in indices])
 
 
 def _stream(
@@ -131,11 +126,10 @@ def _stream(
 
 def _row(
   example: Example,
-  *,
   encode: Encode,
   max_prompt_length: int,
   pad_id: int,
-  target: Callable[[Example], dict[str, np.ndarray]] | None,
+  target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
   text, ids = encode(example["prompt"])
   if not 1 <= len(ids) <= max_prompt_length:

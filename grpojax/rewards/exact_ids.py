@@ -119,11 +119,13 @@ def _token_texts(tokenizer: Any) -> list[str]:
   """Text of each token in the middle of others; ValueError if unfit."""
   special = set(tokenizer.all_special_ids)
   texts = []
-  sharp = _sharp(tokenizer)
+  ids = tokenizer.encode("#", add_special_tokens=False)
+  if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+    raise ValueError(_refusal('"#" is not one token'))
   for token in range(max(tokenizer.get_vocab().values()) + 1):
     # Between two others, so that no decoder trims it as a text's first or last.
     around = tokenizer.decode(
-      [sharp, token, sharp],
+      [*ids, token, *ids],
       skip_special_tokens=False,
       clean_up_tokenization_spaces=False,
     )
@@ -140,13 +142,6 @@ def _token_texts(tokenizer: Any) -> list[str]:
   if missing := set("#0123456789") - set(texts):
     raise ValueError(_refusal(f"no token writes {min(missing)!r}"))
   return texts
-
-
-def _sharp(tokenizer: Any) -> int:
-  ids = tokenizer.encode("#", add_special_tokens=False)
-  if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-    raise ValueError(_refusal('"#" is not one token'))
-  return ids[0]
 
 
 def _refusal(reason: str) -> str:
