@@ -65,11 +65,11 @@ def _fit(rows: list[list[int]], limit: int, too_long: str) -> list[list[int]]:
   """Rows of 1 to `limit` tokens."""
   for row in rows:
     if not row:
-      raise ValueError("a text to score has no tokens at all")
+      raise ValueError("a text to judge has no tokens at all")
     if len(row) > limit and too_long == "refuse":
       raise ValueError(
-        f"a text to score has {len(row)} tokens, more than {limit}: give a "
-        'larger length, or too_long="cut" to score its last tokens only'
+        f"a text to judge has {len(row)} tokens, more than {limit}: give a "
+        'larger length, or too_long="cut" to read its last tokens only'
       )
   return [row[-limit:] for row in rows]
 

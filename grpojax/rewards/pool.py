@@ -8,9 +8,8 @@ finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
 
-    submit -> tasks -> a thread a worker: its process asked, killed, restarted
-                                         |
-    collect <- (task, outcomes) in Submission.done <-+
+    submit   jobs -> tasks, each done by a thread with one idle worker
+    collect  (task, outcomes), from `Submission.done` in any order -> results
 """
 
 import concurrent.futures
@@ -258,7 +257,9 @@ class Pool:
       if check_signals:
         check_signals()
       items = sent.items(task)
-      results = [worker.evaluate(self._functions[i], items) for i in task[0]]
+      results = [
+        worker.evaluate(self._functions[i], items) for i in task.functions
+      ]
       yield task, [outcome for of_items in results for outcome in of_items]
 
   def _next_done(self, sent: Submission, check_signals):
