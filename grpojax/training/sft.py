@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from grpojax.core.logprobs import token_logprobs
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
-from grpojax.data.packing import Rows, pack
+from grpojax.data.texts import Rows, pack
 from grpojax.models import fresh, hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import bpe, command_line, disk, records

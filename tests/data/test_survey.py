@@ -77,7 +77,7 @@ def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
     if next(calls) == 14:  # in the middle of the second pass
       raise Ended
 
-  monkeypatch.setattr(survey, "_SAY_EVERY", -1)
+  monkeypatch.setattr(survey, "_REPORT_EVERY", -1)
   with pytest.raises(Ended):
     survey.survey(EXAMPLES, encode, check_signals=check_signals)
   said = capsys.readouterr().out.splitlines()

@@ -57,7 +57,7 @@ def make_checkpoint(kind, path, labels=1):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_agree_with_transformers(kind, tmp_path):
+def test_rewards_agree_with_transformers(kind, tmp_path):
   model = make_checkpoint(kind, tmp_path / "model")
   import torch
 
@@ -81,7 +81,7 @@ def test_scores_agree_with_transformers(kind, tmp_path):
 
 @pytest.fixture(scope="module")
 def last_token():
-  """A model whose score is 100 times the number of tokens, plus the last id."""
+  """A model whose reward is 100 times the tokens, plus the last id."""
   from grpojax.core.types import LM, Prefix
 
   shapes = []
@@ -96,7 +96,7 @@ def last_token():
   return lm, shapes
 
 
-def test_a_scorer_compiles_once_a_length(last_token):
+def test_a_reward_model_compiles_once_a_length(last_token):
   lm, shapes = last_token
   reward_model = neural.make_reward_model(
     lm, 1.0, letters, lengths=(8, 3), batch_size=3
@@ -112,7 +112,7 @@ def test_a_scorer_compiles_once_a_length(last_token):
   assert sorted(shapes) == [(3, 3), (3, 8)]
 
 
-def test_chats_are_scored_like_texts(last_token):
+def test_chats_have_rewards_like_texts(last_token):
   lm, _ = last_token
   reward_model = neural.make_reward_model(lm, 1.0, letters, lengths=(8,))
   chat = [

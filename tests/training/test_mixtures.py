@@ -89,7 +89,7 @@ def test_functions_score_their_data_sets(workers):
   options = {"workers": workers, "sources": {"format": ["b"]}, "timeout": 60}
   with Pool(["exact_answer", "format"], **options) as pool:
     jobs = [Job("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
-    one, two = pool.score([*jobs])
+    one, two = pool.compute([*jobs])
   assert one.values[1] is None and one.reward == one.values[0]
   assert two.values[1] is not None and not (one.failures or two.failures)
 
