@@ -170,19 +170,19 @@ def _corrected(
       "batch has none: give rollout_logprobs, as make_batch does"
     )
   logprobs = jax.lax.stop_gradient(logprobs)
-  is_weights, aux = jnp.ones_like(logprobs), {}
+  weights, aux = jnp.ones_like(logprobs), {}
   if CORRECTIONS[correction] is not None:
     old = logprobs if batch.old_logprobs is None else batch.old_logprobs
     log_ratio = masked_log_ratio(old, sampled, mask)
-    is_weights, outside = is_weights(log_ratio, mask, correction, low, high)
-    aux |= {"is_weight": is_weights, "is_weight_bounded": outside}
+    weights, outside = is_weights(log_ratio, mask, correction, low, high)
+    aux |= {"is_weight": weights, "is_weight_bounded": outside}
   if threshold is not None:
     left_out = off_policy_sequences(
       logprobs, sampled, batch.advantages, mask, threshold
     )[..., None]
-    is_weights = jnp.where(left_out, 0.0, is_weights)
+    weights = jnp.where(left_out, 0.0, weights)
     aux["off_policy_masked"] = left_out & mask
-  return is_weights, aux
+  return weights, aux
 
 
 def make_correction(

@@ -81,7 +81,7 @@ def effective_samples(
 def metrics(
   arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens and extremes: `sampler_...`."""
+  """Means over real tokens and extremes: `rollout_...`."""
   if not arrays:
     return {}
   arrays = dict(arrays)
@@ -93,4 +93,4 @@ def metrics(
   return {
     "rollout_mismatch_max": jnp.max(mismatch),
     "rollout_effective_samples": effective_samples(log_ratio, mask),
-  } | {f"sampler_{name}": value for name, value in means.items()}
+  } | {f"rollout_{name}": value for name, value in means.items()}
