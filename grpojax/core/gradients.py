@@ -115,7 +115,7 @@ def make_gradient(
     mask = batch.completion_mask
     if some and kept is None:  # there is no other part
       kept = keep(jax.lax.stop_gradient(entropy), mask)
-    given, of_correction = {"kept": kept} if some else {}, {}
+    given, of_correction = {"token_mask": kept} if some else {}, {}
     if correction is not None:
       given["is_weights"], of_correction = correction(logprobs, batch)
     value, aux = loss(
