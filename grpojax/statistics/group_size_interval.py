@@ -1,4 +1,4 @@
-"""A 95% interval for the best group size, from noisy estimates of c1 and c3."""
+"""Intervals for the best group size, from noisy estimates of c1 and c3."""
 
 import math
 
@@ -20,7 +20,7 @@ def group_size_interval(
   prompts: int,
   tangents: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
+  """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
   Args:
     components: estimates, scalars.
@@ -47,10 +47,10 @@ def pooled_group_size(
   c3: Float[np.ndarray, "D"],
   own: Float[np.ndarray, "D 2"] | None = None,
 ) -> tuple[float, float, float]:
-  """G* of a whole run, from its diagnoses: what minimises their mean error.
+  """G* of a whole run, from its diagnoses: the size of least mean error.
 
   Args:
-    c1: an estimate of each diagnosis, D >= 1; not all that exist are finite.
+    c1: estimates of D >= 1 diagnoses; some may not be finite.
     c3: likewise.
     own: each diagnosis' own interval (`group_size_interval`), or None.
 
@@ -122,7 +122,7 @@ def _degrees_of_freedom(
   prompts: int,
   tangents: int,
 ) -> Float[Array, ""]:
-  """Those of the variance of c1 - rho c3, at the estimate of rho.
+  """Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho.
 
   The variance is a sum of two, with B - 1 and V - 1 degrees of freedom; a sum
   w1 + w2 has (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from grpojax.statistics import intervals, sign_flip
+from grpojax.statistics import intervals
 from grpojax.statistics.intervals import (
   mean_interval,
   paired_difference,
@@ -150,7 +150,7 @@ def test_chunks_of_draws_are_all_drawn(monkeypatch):
   rng = np.random.default_rng(2)
   a = rng.normal(size=50) + 0.2
   whole = paired_difference(a, np.zeros(50), draws=4000).p_value
-  monkeypatch.setattr(sign_flip, "_CHUNK", 50 * 300)
+  monkeypatch.setattr(intervals, "_CHUNK", 50 * 300)
   parts = paired_difference(a, np.zeros(50), draws=4000).p_value
   assert abs(parts - whole) < 4 * math.sqrt(2 * whole * (1 - whole) / 4000)
   assert (parts * 4001) % 1 == pytest.approx(0, abs=1e-6)
