@@ -56,11 +56,11 @@ def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
   return best > worst
 
 
-def acceptance(varied: Bool[np.ndarray, "M"], wanted: int) -> float:
+def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   """Estimates the probability that a group varies, without bias.
 
-  Prompts were drawn until `wanted` groups varied, or up to a limit. Filled by
-  the group of number m, the estimate is (wanted - 1) / (m - 1) (Haldane, 1945);
+  Prompts were drawn until `size` groups varied, or up to a limit. Filled by
+  the group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945);
   not filled, the share of the groups that vary. (The share is too large where
   drawing stopped at a group that varies. Both are one formula: the paths of
   acceptances to where it stopped that begin with one, over all of them;
@@ -70,18 +70,18 @@ def acceptance(varied: Bool[np.ndarray, "M"], wanted: int) -> float:
   Args:
     varied: True for groups that vary, of all in the order of their prompts,
       those too that were drawn beyond the last one needed.
-    wanted: B.
+    size: B, number of groups that the batch needs.
 
   Returns:
-    A number in [0, 1]; 1 where the first `wanted` groups vary.
+    A number in [0, 1]; 1 where the first `size` groups vary.
   """
   places = np.flatnonzero(varied)
-  if len(places) < wanted:
+  if len(places) < size:
     return len(places) / len(varied)
-  drawn = int(places[wanted - 1]) + 1
-  if wanted == 1:
+  drawn = int(places[size - 1]) + 1
+  if size == 1:
     return float(drawn == 1)
-  return (wanted - 1) / (drawn - 1)
+  return (size - 1) / (drawn - 1)
 
 
 def replace_groups(
@@ -108,7 +108,8 @@ def replace_groups(
     )
 
   def chosen(old: Array, new: Array) -> Array:
-    replaced = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
+    axes = tuple(range(1, old.ndim))
+    replaced = jnp.expand_dims(source >= 0, axes)
     return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
 
   whole = jax.tree.map(chosen, padded(batch), padded(drawn))

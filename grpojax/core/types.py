@@ -177,7 +177,7 @@ class Batch:
       where what was cut off is not learned from (`core.truncation`).
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, as the
-      rollout computed them or the trainer (see `make_batch`); None means
+      rollout computed them or the trainer (`make_batch` chooses); None means
       exactly on-policy (the ratio is 1 and no memory is spent on it).
     ref_logprobs: log-probabilities under the reference policy, or None without
       a KL term.

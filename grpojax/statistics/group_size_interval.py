@@ -45,19 +45,18 @@ def group_size_interval(
 def pooled_group_size(
   c1: Float[np.ndarray, "D"],
   c3: Float[np.ndarray, "D"],
-  own: Float[np.ndarray, "D 2"] | None = None,
+  intervals: Float[np.ndarray, "D 2"] | None = None,
 ) -> tuple[float, float, float]:
   """G* of a whole run, from its diagnoses: the size of least mean error.
 
   Args:
     c1: estimates of D >= 1 diagnoses; some may not be finite.
     c3: likewise.
-    own: each diagnosis' own interval (`group_size_interval`), or None.
+    intervals: each diagnosis' own interval (`group_size_interval`), or None.
 
   Returns:
     G* = 1 + sqrt(mean c3 / mean c1), and the bounds of its 95% interval over
-    diagnoses: where there is a single one its own, and 1 and inf where there
-    are fewer than three.
+    diagnoses. A single one has its own, and fewer than three have 1 and inf.
 
   Raises:
     ValueError: no diagnosis is finite.
@@ -69,8 +68,8 @@ def pooled_group_size(
     raise ValueError("no diagnosis has a finite c1 and c3")
   means = both.mean(1)
   best = float(optimal_group_size(means[0], 0.0, means[1]))
-  if count == 1 and own is not None:
-    low, high = own[known][0]
+  if count == 1 and intervals is not None:
+    low, high = intervals[known][0]
     return best, float(low), float(high)
   if count < 3:
     return best, 1.0, math.inf

@@ -76,10 +76,12 @@ def expected_rows(
   """
   total, expected, start = sum(stratum.weight for stratum in strata), [], 0
   for size, weight in strata:
-    own = priorities[start : start + size]
+    of_stratum = priorities[start : start + size]
     start += size
     even = np.full(size, 1 / size)
-    by_priority = own / np.sum(own) if np.sum(own) > 0 else even
+    by_priority = (
+      of_stratum / np.sum(of_stratum) if np.sum(of_stratum) > 0 else even
+    )
     q = uniform * even + (1 - uniform) * by_priority
     expected.append(_at_most(most, rows * weight / total, q))
   return np.concatenate(expected)
