@@ -41,21 +41,21 @@ their scores' squared lengths [B, G] (`weighted_baselines.logit_score_sq`);
 by ValueError, from the shapes alone: a run is refused by the same error before
 it starts.
 
-Common to all: integer, boolean and half-precision rewards become float32; a
-group of equal rewards gives exactly 0 wherever only the group's own rewards are
-subtracted (not in shrinkage and beta_binomial, which pool prompts), and finite
-gradients with respect to the rewards; a group smaller than the estimator needs
-is a ValueError. A reward that is not finite (nan, inf or -inf) means that there
-is none (it failed, or nobody could judge): the advantages are those of the
-group without that sample, whose own is 0; so are those of a group with too few
-left.
+Common to all: rewards are one a sample, of any real dtype; integer, boolean and
+half-precision ones become float32. Advantages are in units of the reward unless
+the function says otherwise. A group of equal rewards gives exactly 0 wherever
+only the group's own rewards are subtracted (not in shrinkage and beta_binomial,
+which pool prompts), and finite gradients with respect to the rewards; a group
+smaller than the estimator needs is a ValueError. A reward that is not finite
+(nan, inf or -inf) means that there is none (it failed, or nobody could judge):
+the advantages are those of the group without that sample, whose own is 0; so
+are those of a group with too few left.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from grpojax.core.baselines import beta_binomial as beta_binomial
-from grpojax.core.baselines import shrinkage as shrinkage
+from grpojax.core.baselines import beta_binomial, shrinkage
 from grpojax.core.group_axis import (
   as_float,
   centred,
@@ -63,28 +63,24 @@ from grpojax.core.group_axis import (
   minus_others,
   present,
 )
-from grpojax.core.subset_advantages import max_at_k as max_at_k
-from grpojax.core.subset_advantages import min_at_k as min_at_k
-from grpojax.core.subset_advantages import pairwise_rank as pairwise_rank
 from grpojax.core.subset_advantages import (
-  subset_advantages as subset_advantages,
+  max_at_k,
+  min_at_k,
+  pairwise_rank,
+  subset_advantages,  # noqa: F401
 )
-from grpojax.core.weighted_baselines import length_weighted as length_weighted
-from grpojax.core.weighted_baselines import norm_ratio as norm_ratio
-from grpojax.core.weighted_baselines import score_weighted as score_weighted
+from grpojax.core.weighted_baselines import (
+  length_weighted,
+  norm_ratio,
+  score_weighted,
+)
 
 
 def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """The reward itself: REINFORCE without a baseline.
+  """Rewards as they are: REINFORCE without a baseline.
 
   A_i = Z_i. Unbiased for g, with the largest variance of the family,
-  tr Var(s Z) / G (arXiv 2603.01162; Williams, 1992).
-
-  Args:
-    rewards: one a sample.
-
-  Returns:
-    Advantages, in units of the reward.
+  tr Var(s Z) / G (arXiv 2603.01162; Williams, 1992). G >= 1.
   """
   rewards = as_float(rewards, "vanilla", least=1)
   return jnp.where(present(rewards), rewards, 0)
@@ -101,11 +97,8 @@ def oracle(
   (arXiv 2603.01162, Theorem 2).
 
   Args:
-    rewards: one a sample.
+    rewards: one a sample, G >= 1.
     values: expected reward of each prompt; the group axis is left out.
-
-  Returns:
-    Advantages, in units of the reward.
 
   Raises:
     ValueError: if values do not have the shape of rewards without the last
@@ -127,16 +120,7 @@ def leave_one_out(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   A_i = Z_i - mean_{j != i} Z_j = G / (G - 1) (Z_i - mean_j Z_j).
   Unbiased for g: the estimator is exactly the second-order U-statistic with
   kernel h(i, j) = (s_i - s_j)(Z_i - Z_j) / 2 (arXiv 2603.01162, Lemma 1). The
-  same advantage is RLOO's (arXiv 2402.14740).
-
-  Args:
-    rewards: one a sample, G >= 2.
-
-  Returns:
-    Advantages, in units of the reward; each group sums to 0.
-
-  Raises:
-    ValueError: if G < 2.
+  same advantage is RLOO's (arXiv 2402.14740). G >= 2; each group sums to 0.
   """
   return minus_others(as_float(rewards, "leave_one_out", least=2))
 
@@ -146,16 +130,8 @@ def dr_grpo(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 
   A_i = Z_i - mean_j Z_j. A sample's own reward is part of its baseline, so the
   estimator is (G - 1)/G times the one of `leave_one_out`: biased by -g/G, in
-  length only (arXiv 2503.20783; arXiv 2603.01162, Lemma 1).
-
-  Args:
-    rewards: one a sample, G >= 2.
-
-  Returns:
-    Advantages, in units of the reward; each group sums to 0.
-
-  Raises:
-    ValueError: if G < 2.
+  length only (arXiv 2503.20783; arXiv 2603.01162, Lemma 1). G >= 2; each group
+  sums to 0.
   """
   return centred(as_float(rewards, "dr_grpo", least=2))
 
@@ -177,9 +153,6 @@ def grpo(
 
   Returns:
     Advantages, without unit; each group sums to 0.
-
-  Raises:
-    ValueError: if G < 2.
   """
   rewards = as_float(rewards, "grpo", least=2)
   deviations = centred(rewards)
@@ -207,9 +180,6 @@ def batch_std(
 
   Returns:
     Advantages, without unit; each group sums to 0.
-
-  Raises:
-    ValueError: if G < 2.
   """
   rewards = as_float(rewards, "batch_std", least=2)
   deviations = centred(rewards)
@@ -243,10 +213,11 @@ ADVANTAGES = {
   "min_at_k": min_at_k,
   "pairwise_rank": pairwise_rank,
 }
-"""Those that a training run can compute: `oracle` needs the true values."""
+"""Advantages by name, those that a training run can compute: `oracle` needs the
+true values."""
 
 SCALED_LEAVE_ONE_OUT = ("leave_one_out", "dr_grpo", "batch_std")
-"""Those that are `leave_one_out` times one number for the whole batch.
+"""Advantages that are `leave_one_out` times one number for the whole batch.
 
 Their gradient has its direction, and so the error that `statistics.group_size`
 knows the best group size for. All others have another: `vanilla` does not
@@ -266,5 +237,5 @@ ZERO_IN_EQUAL_GROUPS = (
   "min_at_k",
   "pairwise_rank",
 )
-"""Those that are exactly 0 in a group of equal rewards, whatever the other
+"""Advantages that are exactly 0 in a group of equal rewards, whatever the other
 groups are: such a group can be left out (`core.dynamic_sampling`)."""

@@ -28,7 +28,7 @@ _BETA = np.outer(1 - _MEANS, _CONCENTRATIONS).ravel()
 
 
 def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """Leave-one-out mean, shrunk towards the mean of the other prompts.
+  """Reward minus the leave-one-out mean, shrunk towards the other prompts'.
 
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
   w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise between
@@ -89,12 +89,9 @@ def _of_other_prompts(
   counts: Float[Array, "B"],
   squares: Float[Array, "B"],
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-  """What the other prompts say to each: s2, t2 and their mean.
+  """Estimates for each prompt from all others: s2, t2 and their mean.
 
-  Args:
-    means: of each prompt's rewards.
-    counts: how many rewards each has.
-    squares: sums of their squared deviations.
+  `squares` are the sums of squared deviations of each prompt's rewards.
   """
   known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
   spread_out = (counts > 1).astype(counts.dtype)  # and a variance
@@ -143,15 +140,14 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   Returns:
     Advantages, in units of the reward. Even for a batch of equal rewards they
     are not quite 0: a Bayesian never is certain.
-
-  Raises:
-    ValueError: if G < 2.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
   rows = rewards.reshape(-1, group_size)
   rewarded, counts = present(rows), jnp.sum(present(rows), -1)
   rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
+  # Log-likelihoods by trials, successes and prior; a group may have any number
+  # of rewards up to G.
   table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
   for trials in range(1, group_size + 1):
     table[trials, : trials + 1] = _log_marginals(trials)

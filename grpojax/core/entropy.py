@@ -14,19 +14,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class EntropyBonus(NamedTuple):
-  """What is subtracted from the loss: coefficient * mean entropy of a token.
+  """Settings of the bonus, coefficient * mean entropy of a token.
 
-  The mean is over the tokens that the surrogate is of, in the whole optimizer
-  batch, whatever the loss's weighting: the coefficient means the same for all.
+  It is subtracted from the loss. The mean is over the tokens that the surrogate
+  is of, in the whole optimizer batch, whatever the loss's weighting: the
+  coefficient means the same for all.
 
   Attributes:
-    coefficient: of the bonus; where there is a target, the first one.
+    coefficient: factor of the mean; where there is a target, the first one.
     target: nats a token, below which the bonus stands; None for always, with a
       coefficient that is fixed.
-    step: what the coefficient moves by after each optimizer update: up where
-      the entropy is the target or less, else down (Skywork-OR1, arXiv
-      2505.22312, section 4).
-    largest: coefficient; the least one is 0.
+    step: change of the coefficient after each optimizer update: up where the
+      entropy is the target or less, else down (Skywork-OR1, arXiv 2505.22312,
+      section 4).
+    largest: largest coefficient; the least one is 0.
   """
 
   coefficient: float
@@ -38,11 +39,11 @@ class EntropyBonus(NamedTuple):
 @typing.no_type_check
 @struct.dataclass
 class EntropyControl:
-  """What an adaptive bonus remembers from one optimizer update to the next.
+  """State of an adaptive bonus, from one optimizer update to the next.
 
   Attributes:
-    coefficient: the next one.
-    entropy: of the update before, nats a token; infinity before the first.
+    coefficient: coefficient of the next update.
+    entropy: mean of the update before, nats a token; infinity before the first.
   """
 
   coefficient: Float[Array, ""]
@@ -50,7 +51,7 @@ class EntropyControl:
 
 
 def init_control(bonus: EntropyBonus | None) -> EntropyControl | None:
-  """Before the first update; None where nothing adapts."""
+  """Returns the state before the first update; None where nothing adapts."""
   if bonus is None or bonus.target is None:
     return None
   return EntropyControl(
@@ -62,7 +63,7 @@ def init_control(bonus: EntropyBonus | None) -> EntropyControl | None:
 def coefficient(
   bonus: EntropyBonus | None, control: EntropyControl | None
 ) -> float | Float[Array, ""]:
-  """Of the bonus in this update: 0 while the entropy is above its target.
+  """Coefficient in this update: 0 while the entropy is above its target.
 
   The entropy is that of the update before, for this one's gradient needs it.
 
@@ -87,13 +88,14 @@ def adapt(
   entropy: Float[Array, ""],
   skipped: Bool[Array, ""],
 ) -> EntropyControl | None:
-  """After an update.
+  """Returns the state after an update; None where nothing adapts.
 
   Args:
     bonus: its settings.
-    control: before the update; None where nothing adapts.
+    control: state before the update.
     entropy: mean over the update's tokens.
-    skipped: the update was none, or of no token: the control stays as it is.
+    skipped: True for an update that was none, or of no token: the control
+      stays as it is.
   """
   if control is None:
     return None
@@ -107,38 +109,35 @@ def adapt(
 
 def mean_entropy(
   entropy: Float[Array, "*S"],
-  kept: Bool[Array, "*S"],
+  token_mask: Bool[Array, "*S"],
   tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
   """Mean over tokens, or the part of it that a part of the tokens makes up.
 
   Args:
-    entropy: of each token; anything on padding.
-    kept: the tokens that it is of.
-    tokens: how many these are with those of all other parts; None where there
-      are no others.
+    entropy: nats of each token; anything on padding.
+    token_mask: True on the tokens that the mean is of.
+    tokens: number of these with those of all other parts; None where there are
+      no others.
   """
-  count = jnp.sum(kept) if tokens is None else tokens
-  total = jnp.sum(jnp.where(kept, entropy, 0.0))
+  count = jnp.sum(token_mask) if tokens is None else tokens
+  total = jnp.sum(jnp.where(token_mask, entropy, 0.0))
   return total / jnp.maximum(count, 1).astype(total.dtype)
 
 
 def highest_entropy(
   entropy: Float[Array, "*S"], mask: Bool[Array, "*S"], share: float | int
 ) -> Bool[Array, "*S"]:
-  """The tokens of highest entropy: those at which a completion may fork.
+  """True on the tokens of highest entropy, at which a completion may fork.
 
   Of n tokens the floor(share (n - 1)) + 1 of highest entropy, and those that
   tie with the last of them: all that reach the quantile 1 - share of the
   entropies (arXiv 2506.01939, equation 5, with share 0.2).
 
   Args:
-    entropy: of each token; anything on padding.
-    mask: True on real tokens.
-    share: in [0, 1]; 0 keeps the highest one.
-
-  Returns:
-    Which tokens these are; none on padding.
+    entropy: nats of each token; anything on padding.
+    mask: True on real tokens; the result is False on all others.
+    share: share of the tokens, in [0, 1]; 0 selects the highest one.
 
   Raises:
     ValueError: a share that is none.

@@ -8,21 +8,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-SMALLEST = (
-  128  # width of a matrix from which on it is worth factoring, as optax
-)
+SMALLEST = 128  # least width of a matrix worth factoring, as in optax
 EPS = 1e-30  # added to the square of a gradient
 CLIP = 1.0  # the most that the root mean square of a matrix's update may be
 
 
 class FactoredState(NamedTuple):
-  """What `scale_by_factored_rms` remembers.
+  """State of `scale_by_factored_rms`.
 
   Attributes:
     count: updates so far.
-    v: for a factored matrix [..., in, out] a dict of `row` [..., in] and `col`
-      [..., out], means of squared gradients along the other axis; for anything
-      else the mean of its squared gradient, of its own shape.
+    v: means of squared gradients: for a factored matrix [..., in, out] a dict
+      of `row` [..., in] and `col` [..., out], which are means along the other
+      axis too; for anything else an array of its own shape.
   """
 
   count: Int[Array, ""]
@@ -32,7 +30,7 @@ class FactoredState(NamedTuple):
 def scale_by_factored_rms(
   b2: float, stacks: Sequence[str] = ()
 ) -> optax.GradientTransformation:
-  """Divides by a factored root mean square of the gradients (Adafactor).
+  """Divides gradients by their factored root mean square (Adafactor).
 
   Algorithm 4 of Shazeer and Stern 2018, arXiv 1804.04235, without the two parts
   that make its learning rate a relative one: updates are not scaled by their
@@ -44,8 +42,8 @@ def scale_by_factored_rms(
 
   Unlike `optax.scale_by_factored_rms`, which reduces the two largest axes of an
   array, a matrix here is always the last two axes: layers and experts that are
-  stacked before them are matrices of their own, and what is a row is one
-  whatever its length, so that it can be cut over a mesh like its matrix.
+  stacked before them are matrices of their own, and a row is one whatever its
+  length, so that it can be cut over a mesh like its matrix.
 
   Args:
     b2: bound of the second moment's decay, in [0, 1).
@@ -58,7 +56,7 @@ def scale_by_factored_rms(
   """
 
   def rank(path, x):
-    """Axes of one of the vectors or matrices that an array is a stack of."""
+    """Number of axes of the vectors or matrices that an array is a stack of."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     stacked = any(name in stacks for name in names)
     return min(x.ndim - stacked, 2)
@@ -95,21 +93,21 @@ def _zeros(x: Array, rank: int) -> PyTree:
 def _scale(
   g: Float[Array, "..."], v: PyTree, decay: Float[Array, ""], rank: int
 ) -> tuple[Array, PyTree]:
-  """The update of one array, and its new statistics."""
+  """Returns the update of one array, and its new statistics."""
   square = jnp.square(g) + EPS
 
-  def follow(old, new):
+  def average(old, new):
     return decay * old + (1 - decay) * new
 
   if isinstance(v, dict):
-    row = follow(v["row"], jnp.mean(square, -1))
-    col = follow(v["col"], jnp.mean(square, -2))
+    row = average(v["row"], jnp.mean(square, -1))
+    col = average(v["col"], jnp.mean(square, -2))
     v = {"row": row, "col": col}
     # Rows relative to their mean, so that no product leaves float32's range.
     row = jax.lax.rsqrt(row / jnp.mean(row, -1, keepdims=True))
     g = g * row[..., None] * jax.lax.rsqrt(col)[..., None, :]
   else:
-    v = follow(v, square)
+    v = average(v, square)
     g = g * jax.lax.rsqrt(v)
   axes = tuple(range(-rank, 0))
   rms = jnp.sqrt(jnp.mean(jnp.square(g), axes, keepdims=True))

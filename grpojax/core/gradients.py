@@ -206,7 +206,7 @@ def micro_batch_loss(
       token_mask = entropy_lib.highest_entropy(
         jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
       )
-    optional["kept"] = token_mask
+    optional["token_mask"] = token_mask
   correction_aux = {}
   if terms.correction is not None:
     optional["is_weights"], correction_aux = terms.correction(logprobs, batch)

@@ -1,7 +1,8 @@
 """Estimators of the KL divergence between the policy and its reference.
 
-Each maps log-probabilities of sampled tokens to nats a token. An estimator has
-a value and, put in the loss, a gradient, and the two need not agree:
+Each maps log-probabilities of sampled tokens, under the policy and under the
+reference, to nats a token. An estimator has a value and, put in the loss, a
+gradient, and the two need not agree:
 
 | in the loss | expected value, on-policy | expected gradient, on-policy |
 |-------------|---------------------------|------------------------------|
@@ -14,6 +15,7 @@ a value and, put in the loss, a gradient, and the two need not agree:
 rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
 All of it is about a token's conditional distribution given a sampled prefix;
 that the prefix itself depends on the policy only `kl_penalty` accounts for.
+Beyond a log-ratio log(ref / pi) of -1e4 or 20 all of them are constant.
 
 Where top-k, top-p or min-p cut the policy to a set S of tokens, the reference
 is not cut: two policies are cut to different sets, between which a divergence
@@ -43,19 +45,12 @@ _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """The log-ratio log(pi / ref), an estimator of KL(pi || ref).
+  """Log-ratio log(pi / ref), an estimator of KL(pi || ref).
 
   Value: unbiased on-policy, can be negative, high variance.
   Gradient in the loss: E[grad log pi] = 0 on-policy, only noise. It belongs in
   the reward (`kl_penalty`), or in the loss times the ratio: rho * k1 has the
   gradient of the reverse KL(pi || ref), also off-policy.
-
-  Args:
-    logprobs: of sampled tokens under the policy.
-    ref_logprobs: of the same tokens under the reference.
-
-  Returns:
-    Nats a token, held within [-20, 1e4].
   """
   return -log_ratio(ref_logprobs, logprobs)
 
@@ -70,13 +65,6 @@ def k2(
   Gradient in the loss: log(pi / ref) grad log pi, on-policy exactly that of
   the reverse KL(pi || ref). No ratio correction: rho * k2 would add the
   gradient of the ratio and minimise E[k2] instead.
-
-  Args:
-    logprobs: of sampled tokens under the policy.
-    ref_logprobs: of the same tokens under the reference.
-
-  Returns:
-    Nats a token. Beyond a log-ratio log(ref / pi) of -1e4 or 20 it is constant.
   """
   return 0.5 * log_ratio(ref_logprobs, logprobs) ** 2
 
@@ -91,13 +79,6 @@ def k3(
   *forward* KL(ref || pi), not of the KL that the value estimates. Corrected by
   the ratio, rho * k3 has the gradient of the reverse KL(pi || ref), also
   off-policy.
-
-  Args:
-    logprobs: of sampled tokens under the policy.
-    ref_logprobs: of the same tokens under the reference.
-
-  Returns:
-    Nats a token. Beyond a log-ratio log(ref / pi) of -1e4 or 20 it is constant.
   """
   difference = log_ratio(ref_logprobs, logprobs)
   # expm1, because near ref = pi the terms cancel to second order.
@@ -109,20 +90,12 @@ def kl_penalty(
   ref_logprobs: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
 ) -> Float[Array, "B G"]:
-  """The log-ratio of a whole completion, log(pi / ref), for its reward.
+  """Log-ratio of a whole completion, log(pi / ref), for its reward.
 
-  Sum over tokens of k1. With rewards - beta * kl_penalty and an unbiased
-  advantage the policy gradient is that of E[reward] - beta KL(pi || ref), the
-  KL of whole sequences: the one way here that also accounts for the prefix's
-  dependence on the policy.
-
-  Args:
-    logprobs: under the policy that sampled.
-    ref_logprobs: under the reference.
-    mask: True on real tokens.
-
-  Returns:
-    Nats a completion; 0 for a row without tokens.
+  Sum of k1 over tokens, in nats; 0 for a row without tokens. With rewards -
+  beta * kl_penalty and an unbiased advantage the policy gradient is that of
+  E[reward] - beta KL(pi || ref), the KL of whole sequences: the one way here
+  that also accounts for the prefix's dependence on the policy.
   """
   return -jnp.sum(masked_log_ratio(ref_logprobs, logprobs, mask), -1)
 
@@ -146,7 +119,7 @@ def log_ratio(numerator: Array, denominator: Array) -> Array:
 def masked_log_ratio(
   numerator: Array, denominator: Array, mask: Array
 ) -> Array:
-  """`log_ratio` on real tokens; 0, with zero gradient, on padding."""
+  """Log-ratio on real tokens; 0, with zero gradient, on padding."""
   return log_ratio(
     clean_logprobs(numerator, mask), clean_logprobs(denominator, mask)
   )
@@ -157,6 +130,6 @@ PLACEMENTS = {
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
-"""Where a KL term may stand, and the estimators of use there: as a term of the
+"""Placements of a KL term, and the estimators of use there: as a term of the
 loss, as one times the ratio (`grpo_loss`'s kl_correction), or as a penalty
 taken from the reward (`make_batch`'s kl_in_reward)."""

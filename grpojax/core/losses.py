@@ -5,6 +5,16 @@ Weights are computed once for a whole optimizer batch, so micro-batches and
 devices only add. Masked positions (padding) may hold anything, nan included:
 they reach neither the value nor the gradient.
 
+| weighting     | w_{i,t}         | sum of all weights   |
+|---------------|-----------------|----------------------|
+| token_mean    | 1 / sum_j |o_j| | 1                    |
+| sequence_mean | 1 / (N |o_i|)   | 1                    |
+| sequence_sum  | 1 / N           | mean length          |
+| fixed_length  | 1 / (N length)  | mean length / length |
+
+|o_i| are the tokens of sequence i, N is the number of sequences that have one:
+a row without any is padding. Where there is no token at all, weights are 0.
+
 A weighting plugs in by its name in `WEIGHTINGS`: (mask) -> weights; one with a
 parameter `length` gets the longest completion allowed, in tokens. Ratios and
 surrogates plug in at `core.surrogates`, KL terms at `core.kl`.
@@ -20,8 +30,8 @@ from jaxtyping import Array, Bool, Float
 from grpojax.core.binding import bind
 from grpojax.core.kl import clean_logprobs, k1, k2, k3
 from grpojax.core.kl import kl_penalty as kl_penalty
-from grpojax.core.soft_surrogates import Monitored
 from grpojax.core.surrogates import (
+  Aux,
   RatioFn,
   SurrogateFn,
   clipped,
@@ -34,15 +44,8 @@ KLFn = Callable[[Array, Array], Array]
 def sequence_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Mean over a sequence's tokens, then over sequences: GRPO's weighting.
 
-  w_{i,t} = 1 / (N |o_i|), N the number of sequences that have a token, so every
-  sequence counts the same and long ones get less weight a token (arXiv
+  Every sequence counts the same, and long ones get less weight a token (arXiv
   2402.03300, equation 3).
-
-  Args:
-    mask: True on real tokens; a row without any is padding and does not count.
-
-  Returns:
-    Weights that sum to 1; all 0 when there is no token at all.
   """
   length = jnp.sum(mask, -1, keepdims=True)
   return mask / _at_least_one(length) / _at_least_one(_sequences(mask))
@@ -51,14 +54,8 @@ def sequence_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
 def token_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Mean over all tokens of the batch: DAPO's weighting.
 
-  w_{i,t} = 1 / sum_i |o_i| (arXiv 2503.14476, equation 12): every token counts
-  the same, and long sequences more.
-
-  Args:
-    mask: True on real tokens.
-
-  Returns:
-    Weights that sum to 1; all 0 when there is no token at all.
+  Every token counts the same, and long sequences more (arXiv 2503.14476,
+  equation 12).
   """
   return mask / _at_least_one(jnp.sum(mask))
 
@@ -68,18 +65,14 @@ def fixed_length(
 ) -> Float[Array, "B G T"]:
   """Sum over tokens divided by a constant: Dr. GRPO's weighting.
 
-  w_{i,t} = 1 / (N length), N the number of sequences that have a token. The
-  normaliser does not depend on what was sampled, so with `leave_one_out`
+  The normaliser does not depend on what was sampled, so with `leave_one_out`
   advantages the gradient is unbiased for 1/length times the true one (arXiv
   2503.20783, section 3.2).
 
   Args:
-    mask: True on real tokens; a row without any is padding and does not count.
+    mask: True on real tokens.
     length: tokens, commonly the largest completion length allowed. With 1 the
       loss is the plain policy gradient's sum over tokens.
-
-  Returns:
-    Weights; all 0 when there is no token at all.
 
   Raises:
     ValueError: if length is not positive.
@@ -92,16 +85,9 @@ def fixed_length(
 def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Sum over a sequence's tokens, then mean over sequences: LUSPO's weighting.
 
-  w_{i,t} = 1 / N, N the number of sequences that have a token. With
-  `sequence_ratio` each sequence's clipped ratio is multiplied by its length
-  (arXiv 2602.05261), so that every token counts the same, as with
+  With `sequence_ratio` each sequence's clipped ratio is multiplied by its
+  length (arXiv 2602.05261), so that every token counts the same, as with
   `fixed_length`, of which it is max_new_tokens times as much.
-
-  Args:
-    mask: True on real tokens; a row without any is padding and does not count.
-
-  Returns:
-    Weights that sum to the mean length; all 0 when there is no token at all.
   """
   return mask / _at_least_one(_sequences(mask))
 
@@ -120,9 +106,9 @@ def grpo_loss(
   kl: KLFn = k3,
   beta: float = 0.0,
   kl_correction: bool = False,
-  kept: Bool[Array, "B G T"] | None = None,
+  token_mask: Bool[Array, "B G T"] | None = None,
   **settings: Any,
-) -> tuple[Float[Array, ""], Monitored]:
+) -> tuple[Float[Array, ""], Aux]:
   """A surrogate of the policy gradient, with an optional KL term.
 
   loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
@@ -132,42 +118,41 @@ def grpo_loss(
   (their table stands in `core.surrogates`). Only `logprobs` is differentiated.
 
   Args:
-    logprobs: of the sampled tokens under the policy being trained.
+    logprobs: log-probabilities of the sampled tokens under the policy being
+      trained.
     advantages: one a completion.
     weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
       the other arguments may be a part.
     mask: True on real tokens.
-    old_logprobs: under the policy that sampled; None means exactly on-policy,
-      the ratio is exactly 1.
-    ref_logprobs: under the reference policy; needed when beta > 0, otherwise
-      only logged.
-    is_weights: constants that the surrogate of each token is multiplied by, and
-      the KL term is not (see `core.rollout_correction`); None means 1.
+    old_logprobs: log-probabilities under the policy that sampled; None means
+      exactly on-policy, the ratio is exactly 1.
+    ref_logprobs: log-probabilities under the reference policy; needed when
+      beta > 0, otherwise only logged.
+    is_weights: importance-sampling weights, constants that the surrogate of
+      each token is multiplied by, and the KL term is not
+      (`core.rollout_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio, so that k1 and
       k3 have the gradient of the reverse KL, also off-policy.
-    kept: the tokens that the surrogate is of, and the KL term is not; None is
-      all of them. Weights stay what they are.
-    **settings: of the surrogate (`clip_low`, say).
+    token_mask: True on the tokens that the surrogate is of (the KL term is of
+      all); None is all of them. Weights stay what they are.
+    **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:
     The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (k3 in nats
-    whatever `kl` is; 0 on padding and without a reference), and what the
-    surrogate monitors.
+    whatever `kl` is; 0 on padding and without a reference), and those of the
+    surrogate.
 
   Raises:
     ValueError: for a setting or a combination that cannot mean what it says, or
       for arrays whose shapes do not fit.
   """
   _check_kl(kl, beta, kl_correction, ref_logprobs)
-  _check_shapes(
-    mask,
-    advantages,
-    (logprobs, weights, old_logprobs, ref_logprobs, kept, is_weights),
-  )
+  others = (logprobs, weights, old_logprobs, ref_logprobs)
+  _check_shapes(mask, advantages, (*others, token_mask, is_weights))
   logprobs = clean_logprobs(logprobs, mask)
   old = logprobs if old_logprobs is None else clean_logprobs(old_logprobs, mask)
   old = jax.lax.stop_gradient(old)
@@ -176,24 +161,22 @@ def grpo_loss(
 
   ratios = ratio(logprobs, old, mask)
   surrogate = bind(surrogate, mask=mask)
-  per_token, aux = surrogate(ratios, logprobs, advantages, **settings)
-  _check_surrogate(per_token, aux, mask)
-  if kept is not None:
-    per_token = jnp.where(kept, per_token, 0.0)
+  per_token, surrogate_aux = surrogate(ratios, logprobs, advantages, **settings)
+  _check_surrogate(per_token, surrogate_aux, mask)
+  if token_mask is not None:
+    per_token = jnp.where(token_mask, per_token, 0.0)
   if is_weights is not None:
     per_token *= jax.lax.stop_gradient(is_weights)
-  monitored_kl = jnp.zeros_like(ratios)
+  logged_kl = jnp.zeros_like(ratios)
   if ref_logprobs is not None:
     ref = jax.lax.stop_gradient(clean_logprobs(ref_logprobs, mask))
-    monitored_kl = k3(jax.lax.stop_gradient(logprobs), ref)
+    logged_kl = k3(jax.lax.stop_gradient(logprobs), ref)
     if beta:
       correction = token_ratio(logprobs, old, mask) if kl_correction else 1.0
       per_token += beta * correction * kl(logprobs, ref)
-  aux = {"ratio": ratios, "kl": monitored_kl} | aux
-  return (
-    jnp.sum(weights * jnp.where(mask, per_token, 0.0)),
-    jax.tree.map(jax.lax.stop_gradient, aux),
-  )
+  loss = jnp.sum(weights * jnp.where(mask, per_token, 0.0))
+  aux = {"ratio": ratios, "kl": logged_kl} | surrogate_aux
+  return loss, jax.tree.map(jax.lax.stop_gradient, aux)
 
 
 def _check_kl(

@@ -1,6 +1,6 @@
-"""Several rewards for one completion, and what is compared of them.
+"""Aggregation of several rewards for one completion.
 
-| aggregation        | what a completion's group compares                    |
+| aggregation        | reward that a group compares                          |
 |--------------------|-------------------------------------------------------|
 | sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
 | normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
@@ -29,7 +29,7 @@ def normalize_then_sum(
   *,
   epsilon: float = 1e-6,
 ) -> Float[Array, "*B G"]:
-  """Each reward normalised in its group, then the weighted sum.
+  """Weighted sum of rewards, each of which is normalised in its group.
 
   R_i = sum_k w_k (Z_ki - mean_j Z_kj) / (std_j Z_kj + epsilon) (GDPO, arXiv
   2601.05242, before its batch normalisation; TRL's "normalize_then_sum" before
@@ -37,8 +37,8 @@ def normalize_then_sum(
   those that it has one for: it takes no side. Every group sums to 0.
 
   Args:
-    values: of K reward functions; nan where a function has none.
-    weights: of the functions.
+    values: rewards of K functions; nan where a function has none.
+    weights: weights of the functions.
     epsilon: added to the standard deviations, in units of the rewards.
 
   Returns:
@@ -62,4 +62,4 @@ AGGREGATIONS = {
   "sum_then_normalize": None,
   "normalize_then_sum": normalize_then_sum,
 }
-"""Names as in TRL; None is the sum that the reward functions' pool returns."""
+"""Names as in TRL; None is the sum that the pool of reward functions makes."""

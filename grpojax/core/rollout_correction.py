@@ -1,10 +1,10 @@
-"""Corrections for a sampler that is not the policy being trained.
+"""Corrections for a rollout policy that is not the policy being trained.
 
-Tokens are drawn from the sampler mu, whose numbers differ from the trainer's
-(another program, engine or precision), and an update trains pi, which may have
-moved since. The trainer's log-probabilities of the policy that sampled, pi_old,
-stand between: the surrogate has pi / pi_old, and what is left, pi_old / mu, is
-a constant weight of each token's loss here.
+Tokens are drawn from the rollout policy mu, whose numbers differ from the
+trainer's (another program, engine or precision), and an update trains pi, which
+may have moved since. The trainer's log-probabilities of the policy that
+sampled, pi_old, stand between: the surrogate has pi / pi_old, and what is left,
+pi_old / mu, is a constant weight of each token's loss here.
 
 | correction          | w, a factor of a token's loss           | also called |
 |---------------------|-----------------------------------------|-------------|
@@ -41,46 +41,32 @@ from grpojax.core.types import Batch
 
 _LARGEST = 20.0  # log of the largest weight there is: exp may not overflow
 
-Bounded = Callable[..., Array]
+Aux = dict[str, Shaped[Array, "B G T"]]
+Correct = Callable[[Array, Batch], tuple[Array, Aux]]
 
 
-def token_weights(
-  log_ratio: Float[Array, "B G T"], mask: Bool[Array, "B G T"]
-) -> Float[Array, "B G T"]:
-  """r_t = pi_old / mu of each token.
-
-  Args:
-    log_ratio: log r_t, 0 on padding.
-    mask: True on real tokens.
-  """
-  del mask
+def token_weights(log_ratio: Float[Array, "B G T"]) -> Float[Array, "B G T"]:
+  """Weight r_t = pi_old / mu of each token."""
   return jnp.exp(log_ratio)
 
 
-def sequence_weights(
-  log_ratio: Float[Array, "B G T"], mask: Bool[Array, "B G T"]
-) -> Float[Array, "B G T"]:
-  """prod_t r_t of each sequence, at each of its tokens; 1 on padding.
-
-  Args:
-    log_ratio: log r_t, 0 on padding.
-    mask: True on real tokens.
-  """
+def sequence_weights(log_ratio: Float[Array, "B G T"]) -> Float[Array, "B G 1"]:
+  """Weight prod_t r_t of each sequence."""
   total = jnp.sum(log_ratio, axis=-1, keepdims=True)
-  return jnp.where(mask, jnp.exp(jnp.minimum(total, _LARGEST)), 1.0)
+  return jnp.exp(jnp.minimum(total, _LARGEST))
 
 
 def truncated(
   weights: Float[Array, "*S"], low: float, high: float
 ) -> Float[Array, "*S"]:
-  """Weights held within [low, high]."""
+  """Holds weights within [low, high]."""
   return jnp.clip(weights, low, high)
 
 
 def masked(
   weights: Float[Array, "*S"], low: float, high: float
 ) -> Float[Array, "*S"]:
-  """Weights; 0 outside of [low, high]."""
+  """Makes weights outside of [low, high] 0."""
   return jnp.where((weights < low) | (weights > high), 0.0, weights)
 
 
@@ -91,7 +77,7 @@ CORRECTIONS = {
   "sequence_truncate": (sequence_weights, truncated),
   "sequence_mask": (sequence_weights, masked),
 }
-"""By name: the weights, and what becomes of those out of bounds."""
+"""Corrections by name: the weights, and what becomes of those out of bounds."""
 
 
 def is_weights(
@@ -101,7 +87,7 @@ def is_weights(
   low: float = 0.0,
   high: float = float("inf"),
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
-  """What each token's loss is multiplied by, see the module's table.
+  """Importance-sampling weights of the tokens' losses, by the module's table.
 
   Args:
     log_ratio: log(pi_old / mu) of the sampled tokens, 0 on padding.
@@ -111,10 +97,10 @@ def is_weights(
     high: likewise; inf is none.
 
   Returns:
-    The weights, and where a bound was passed.
+    The weights, 1 on padding, and True where a bound was passed.
   """
   weigh, bound = CORRECTIONS[correction]
-  weights = weigh(log_ratio, mask)
+  weights = weigh(log_ratio)
   outside = mask & ((weights < low) | (weights > high))
   return jnp.where(mask, bound(weights, low, high), 1.0), outside
 
@@ -126,31 +112,23 @@ def off_policy_sequences(
   mask: Bool[Array, "B G T"],
   threshold: float,
 ) -> Bool[Array, "B G"]:
-  """Sequences that are worse than their group, and no longer the policy's own.
+  """True for sequences that are worse than their group, and off-policy.
 
   Those with A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold (DeepSeek-V3.2,
   arXiv 2512.02556, equation 9, where the mask keeps the others). Pushing down
   what the policy would not write any more teaches little, and disturbs much.
 
   Args:
-    logprobs: under pi, the policy being trained.
-    rollout_logprobs: under mu: what is found is the drift of the updates and
-      the mismatch of the sampler together, as in TRL.
+    logprobs: log-probabilities under pi, the policy being trained.
+    rollout_logprobs: log-probabilities under mu: the drift of the updates and
+      the mismatch of the rollout count together, as in TRL.
     advantages: one a completion.
     mask: True on real tokens.
     threshold: nats a token.
-
-  Returns:
-    True for a sequence to be left out.
   """
   drift = -jnp.sum(masked_log_ratio(logprobs, rollout_logprobs, mask), axis=-1)
   mean = drift / jnp.maximum(jnp.sum(mask, axis=-1), 1)
   return (advantages < 0) & (mean > threshold)
-
-
-Correct = Callable[
-  [Array, Batch], tuple[Array, dict[str, Shaped[Array, "B G T"]]]
-]
 
 
 def _corrected(
@@ -161,28 +139,28 @@ def _corrected(
   low: float,
   high: float,
   threshold: float | None,
-) -> tuple[Float[Array, "B G T"], dict[str, Shaped[Array, "B G T"]]]:
-  """See `make_correction`."""
-  sampled, mask = batch.rollout_logprobs, batch.completion_mask
-  if sampled is None:
+) -> tuple[Float[Array, "B G T"], Aux]:
+  """Correction of a batch, with the arguments of `make_correction`."""
+  rollout_logprobs, mask = batch.rollout_logprobs, batch.completion_mask
+  if rollout_logprobs is None:
     raise ValueError(
       "a correction compares with the sampler's log-probabilities, and the "
       "batch has none: give rollout_logprobs, as make_batch does"
     )
   logprobs = jax.lax.stop_gradient(logprobs)
-  is_weights, aux = jnp.ones_like(logprobs), {}
+  weights, aux = jnp.ones_like(logprobs), {}
   if CORRECTIONS[correction] is not None:
     old = logprobs if batch.old_logprobs is None else batch.old_logprobs
-    log_ratio = masked_log_ratio(old, sampled, mask)
-    is_weights, outside = is_weights(log_ratio, mask, correction, low, high)
-    aux |= {"is_weight": is_weights, "is_weight_bounded": outside}
+    log_ratio = masked_log_ratio(old, rollout_logprobs, mask)
+    weights, outside = is_weights(log_ratio, mask, correction, low, high)
+    aux |= {"is_weight": weights, "is_weight_bounded": outside}
   if threshold is not None:
     left_out = off_policy_sequences(
-      logprobs, sampled, batch.advantages, mask, threshold
+      logprobs, rollout_logprobs, batch.advantages, mask, threshold
     )[..., None]
-    is_weights = jnp.where(left_out, 0.0, is_weights)
+    weights = jnp.where(left_out, 0.0, weights)
     aux["off_policy_masked"] = left_out & mask
-  return is_weights, aux
+  return weights, aux
 
 
 def make_correction(
@@ -191,25 +169,25 @@ def make_correction(
   high: float = float("inf"),
   threshold: float | None = None,
 ) -> Correct | None:
-  """What `make_update` corrects its losses by.
+  """Makes the correction that `make_update` applies to its losses.
 
   Where there is a single update, pi_old is what the update itself computes: no
   pass is added. Where there are several, the old log-probabilities have to be
-  the trainer's (`make_batch`'s policy_params): with the sampler's, the ratios
+  the trainer's (`make_batch`'s policy_params): with the rollout's, the ratios
   of the surrogate are to mu already, and these weights are 1.
 
   Args:
     correction: a name of `CORRECTIONS`.
-    low: see `is_weights`.
-    high: likewise.
-    threshold: of `off_policy_sequences`, whose losses are left out; None leaves
-      none out.
+    low: bound of the weights; 0 is none.
+    high: likewise; inf is none.
+    threshold: nats a token, from which on `off_policy_sequences` are left out;
+      None leaves none out.
 
   Returns:
     `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there
-    is nothing to correct. The is_weights are constants; aux are
-    `is_weight`, `is_weight_bounded` (out of bounds) and
-    `off_policy_masked`, to be logged as means over tokens.
+    is nothing to correct. The weights are constants; aux are `is_weight`,
+    `is_weight_bounded` (out of bounds) and `off_policy_masked`, to be logged as
+    means over tokens.
 
   Raises:
     ValueError: a name or a bound that means nothing.

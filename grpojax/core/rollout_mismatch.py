@@ -1,9 +1,9 @@
-"""How far the trainer is from the sampler, on the policy that sampled.
+"""Distance of the trainer from the rollout, on the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
 different programs (with and without a cache, perhaps in another engine), whose
 rounding differs, above all in low precision. Where the old log-probabilities
-are the sampler's, the importance ratio is not 1 before the first update, but
+are the rollout's, the importance ratio is not 1 before the first update, but
 the mismatch; where they are the trainer's, the mismatch is in no ratio, and the
 gradient is off-policy by as much. Either way it should be small.
 """
@@ -18,8 +18,6 @@ from jaxtyping import Array, Bool, Float, Shaped
 from grpojax.core.kl import clean_logprobs, k3, masked_log_ratio
 from grpojax.core.types import Batch
 
-_OF_THE_LOSS = ("ratio", "kl")  # always logged, and not about clipping
-
 
 def of_tokens(
   loss: Callable[..., Any],
@@ -27,18 +25,18 @@ def of_tokens(
   batch: Batch,
   weights: Float[Array, "B G T"],
 ) -> dict[str, Shaped[Array, "B G T"]]:
-  """The mismatch of each token, and what the loss would say to it.
+  """Mismatch of each token, and what the loss would log for it.
 
   Args:
-    loss: as `make_update` takes it.
+    loss: the loss as `make_update` takes it.
     logprobs: the trainer's, of the policy that sampled.
-    batch: with `rollout_logprobs`, or nothing is returned.
-    weights: see `loss`.
+    batch: a batch with `rollout_logprobs`; without, nothing is returned.
+    weights: weights of the loss's tokens.
 
   Returns:
     "log_ratio", log(pi_trainer / pi_rollout) in nats, and "kl", k3 of
     KL(rollout || trainer), whose tokens these are (both 0 on padding), and what
-    the loss monitors where the sampler's log-probabilities are the old ones
+    the loss logs with the rollout's log-probabilities as the old ones
     ("clip_fraction_low", say).
   """
   if batch.rollout_logprobs is None:
@@ -48,7 +46,8 @@ def of_tokens(
   _, aux = loss(
     logprobs, batch.advantages, weights, mask, sampled, batch.ref_logprobs
   )
-  clipping = {k: v for k, v in aux.items() if k not in _OF_THE_LOSS}
+  # Always logged, and not about clipping.
+  clipping = {k: v for k, v in aux.items() if k not in ("ratio", "kl")}
   return {
     "log_ratio": masked_log_ratio(logprobs, sampled, mask),
     "kl": k3(clean_logprobs(sampled, mask), clean_logprobs(logprobs, mask)),
@@ -65,7 +64,7 @@ def effective_samples(
   agree, 1 / N where one sequence has all the weight.
 
   Args:
-    log_ratio: of each token, 0 on padding.
+    log_ratio: nats of each token, 0 on padding.
     mask: True on real tokens.
   """
   real = jnp.any(mask, axis=-1)
@@ -81,7 +80,7 @@ def effective_samples(
 def metrics(
   arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens and extremes: `sampler_...`."""
+  """Means over real tokens and extremes: `rollout_...`."""
   if not arrays:
     return {}
   arrays = dict(arrays)
@@ -93,4 +92,4 @@ def metrics(
   return {
     "rollout_mismatch_max": jnp.max(mismatch),
     "rollout_effective_samples": effective_samples(log_ratio, mask),
-  } | {f"sampler_{name}": value for name, value in means.items()}
+  } | {f"rollout_{name}": value for name, value in means.items()}

@@ -1,11 +1,12 @@
-"""Adam whose moments rest in bfloat16, rounded at random so that none stalls.
+"""Adam whose moments are stored in bfloat16, rounded at random.
 
-bfloat16 has 8 significant bits. With b2 = 0.999 the second moment moves by a
-thousandth of what is missing, less than half the distance between two numbers:
-rounded to the nearest, it stops far from its limit. Rounded up or down at
-random, with probabilities that make the mean right, the moment in bfloat16
-follows the one in float32 on average (Gupta et al. 2015, arXiv 1502.02551,
-section 3.1; for training in bfloat16, Zamirai et al. 2020, arXiv 2010.06192).
+bfloat16 has 8 significant bits: rounded to the nearest, moments stall. With
+b2 = 0.999 the second moment moves by a thousandth of what is missing, less than
+half the distance between two numbers, and stops far from its limit. Rounded up
+or down at random, with probabilities that make the mean right, the moment in
+bfloat16 follows the one in float32 on average (Gupta et al. 2015, arXiv
+1502.02551, section 3.1; for training in bfloat16, Zamirai et al. 2020, arXiv
+2010.06192).
 """
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float, Key, PyTree, UInt16
 
-_INFINITY = 0x7F80  # bits of bfloat16's, without the sign
+_INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
 
 
 def stochastic_round(
@@ -22,11 +23,16 @@ def stochastic_round(
   """Rounds to one of the two neighbours in bfloat16, right on average.
 
   bfloat16 is the upper half of float32, so that random bits added to the lower
-  half carry into the upper with just the probability that is wanted.
+  half carry into the upper with just the probability that is wanted:
+
+    x      0 01111111 0000000|0000000011010001
+    bits                     |1111111100110000
+    sum    0 01111111 0000001|0000000000000001   rounded up
 
   Args:
-    x: taken as float32. What bfloat16 represents stays as it is; what lies
-      beyond its largest number becomes that, not an infinity; nan stays nan.
+    x: numbers, taken as float32. What bfloat16 represents stays as it is; what
+      lies beyond its largest number becomes that, not an infinity; nan stays
+      nan.
     bits: random and uniform, one number an element.
   """
   x = x.astype(jnp.float32)
@@ -51,7 +57,7 @@ def scale_by_adam(
   Args:
     b1: decay of the first moment.
     b2: decay of the second.
-    key: of the random bits.
+    key: key of the random bits.
 
   Returns:
     A transformation whose state is optax's `ScaleByAdamState`.

@@ -35,14 +35,14 @@ def subset_advantages(
 ) -> Float[Array, "*B G"]:
   """Advantages for any symmetric f of k rewards, by enumerating all subsets.
 
-  A_i = k (mean of f over the k-subsets with i - mean over those without i):
-  the module's formula as it stands. Takes C(G, k) evaluations of f a group;
-  where f is the maximum or the minimum, use `max_at_k` or `min_at_k`.
+  A_i = k (mean of f over the k-subsets with i - mean over those without i),
+  as it stands in the module's docstring. Takes C(G, k) evaluations of f a
+  group; where f is the maximum or the minimum, use `max_at_k` or `min_at_k`.
 
   Args:
     rewards: one a sample, G > k.
     f: jittable `[..., k] -> [...]`, the same for any order of its k rewards.
-    k: rewards that f compares.
+    k: number of rewards that f compares.
 
   Returns:
     Advantages, in units of f; each group sums to 0. Groups of equal rewards
@@ -76,28 +76,26 @@ def subset_advantages(
   values = values - jnp.take_along_axis(values, first, -1)
 
   def sums(x):
-    """Of each sample, over the subsets with it and over those without."""
+    """Sums for each sample, over the subsets with it and over those without."""
     x = jnp.where(complete, x, 0)
     each = jnp.broadcast_to(x[..., None], (*x.shape, k))
     within = jnp.zeros(rewards.shape, x.dtype).at[..., subsets].add(each)
     return within, jnp.sum(x, -1, keepdims=True) - within
 
-  (within, without), counts = sums(values), sums(jnp.ones_like(values))
-  means = (
-    within / jnp.maximum(counts[0], 1),
-    without / jnp.maximum(counts[1], 1),
-  )
+  within, without = sums(values)
+  count_within, count_without = sums(jnp.ones_like(values))
+  worth = within / jnp.maximum(count_within, 1)
+  baseline = without / jnp.maximum(count_without, 1)
   enough = rewarded & (count(rewards) > k)
-  return jnp.where(enough, k * (means[0] - means[1]), 0)
+  return jnp.where(enough, k * (worth - baseline), 0)
 
 
 def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for the best of k samples: the max@k objective.
 
   Unbiased for the gradient of E max(Z_1, ..., Z_k). For binary rewards this is
-  the gradient of pass@k, with a leave-one-out baseline. A member of the
-  U-statistic family of arXiv 2603.01162 (see the module); arXiv 2505.15201
-  (PKPO) optimizes max@k by transformed rewards too.
+  the gradient of pass@k, with a leave-one-out baseline. arXiv 2505.15201 (PKPO)
+  optimizes max@k by transformed rewards too.
 
   Closed form: let z_(1) <= ... <= z_(G) be the group in order, and
   gap_r = z_(r) - z_(r-1). A maximum is z_(1) plus the gaps below it, so for
@@ -112,7 +110,7 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
 
   Args:
     rewards: one a sample, G > k.
-    k: samples of which the best counts; 1 is `leave_one_out`.
+    k: number of samples of which the best counts; 1 is `leave_one_out`.
 
   Returns:
     Advantages, in units of the reward; each group sums to 0, exactly 0 where
@@ -123,25 +121,20 @@ def max_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """
   rewards = _checked(rewards, "max_at_k", k)
   rewarded, n = present(rewards), jnp.sum(present(rewards), -1)
-  # At the end, without a gap before it, a missing one has no influence.
+  # A missing reward goes to the end, equal to the best: without a gap before
+  # it, it has no influence.
   best = jnp.max(jnp.where(rewarded, rewards, -jnp.inf), -1, keepdims=True)
   order = jnp.argsort(jnp.where(rewarded, rewards, jnp.inf), -1)
   filled = jnp.where(rewarded, rewards, jnp.where(n[..., None] > 0, best, 0))
   ascending = jnp.take_along_axis(filled, order, -1)
   gaps = ascending[..., 1:] - ascending[..., :-1]
-  below, above = (
-    jnp.asarray(table, gaps.dtype)[n]
-    for table in _weights(rewards.shape[-1], k)
-  )
+  tables = _weights(rewards.shape[-1], k)
+  below, above = (jnp.asarray(table, gaps.dtype)[n] for table in tables)
   axis, end = gaps.ndim - 1, jnp.zeros_like(ascending[..., :1])
-  gain = jax.lax.cumsum(gaps * below, axis)
+  gain = jnp.concatenate([end, jax.lax.cumsum(gaps * below, axis)], -1)
   loss = jax.lax.cumsum(gaps * above, axis, reverse=True)
-  sorted_advantages = jnp.concatenate([end, gain], -1) + jnp.concatenate(
-    [loss, end], -1
-  )
-  advantages = jnp.take_along_axis(
-    sorted_advantages, jnp.argsort(order, -1), -1
-  )
+  by_rank = gain + jnp.concatenate([loss, end], -1)
+  advantages = jnp.take_along_axis(by_rank, jnp.argsort(order, -1), -1)
   return jnp.where(rewarded, advantages, 0)
 
 
@@ -149,18 +142,8 @@ def min_at_k(rewards: Shaped[Array, "*B G"], *, k: int) -> Float[Array, "*B G"]:
   """Advantages for the worst of k samples: reliability.
 
   Unbiased for the gradient of E min(Z_1, ..., Z_k); for binary rewards, of the
-  probability that k samples are all right. A = -max_at_k(-Z).
-
-  Args:
-    rewards: one a sample, G > k.
-    k: samples of which the worst counts; 1 is `leave_one_out`.
-
-  Returns:
-    Advantages, in units of the reward; each group sums to 0, exactly 0 where
-    its rewards are all equal.
-
-  Raises:
-    ValueError: if k < 1 or G <= k.
+  probability that k samples are all right. A = -max_at_k(-Z), of which
+  arguments, results and errors are those of `max_at_k`.
   """
   return -max_at_k(-_checked(rewards, "min_at_k", k), k=k)
 
@@ -175,17 +158,9 @@ def pairwise_rank(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   count for neither side).
 
   Any increasing transformation of the rewards leaves it as it is, so no outlier
-  can dominate a group. For binary rewards it equals `leave_one_out`.
-
-  Args:
-    rewards: one a sample, G >= 2. Their gradient is 0 everywhere.
-
-  Returns:
-    Advantages in [-1, 1]; each group sums to 0, exactly 0 where its rewards
-    are all equal.
-
-  Raises:
-    ValueError: if G < 2.
+  can dominate a group. For binary rewards it equals `leave_one_out`. G >= 2.
+  Advantages are in [-1, 1]; each group sums to 0, exactly 0 where its rewards
+  are all equal. Their gradient by the rewards is 0 everywhere.
   """
   rewards = as_float(rewards, "pairwise_rank", least=2)
   mine, theirs = rewards[..., :, None], rewards[..., None, :]

@@ -2,7 +2,8 @@
 
 What plugs in here, each by its name in a dict at the end of this file:
 
-- a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding.
+- a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding:
+  of the policy being trained to the policy that sampled.
 - a surrogate (`SURROGATES`): (ratios, logprobs, advantages, **settings) ->
   (per_token, aux), all [B, G, T]. Advantages are constants, one a token,
   0 on padding; ratios and log-probabilities carry the gradient, on padding they
@@ -44,46 +45,39 @@ these names, c(x) for x within the bounds and s for a sequence:
 | sapo: every token fades, faster where A < 0               | arXiv 2511.20347 |
 | vespo: whole completions fade, with their length too      | arXiv 2602.10693 |
 
-LUSPO (arXiv 2602.05261) is `clipped` with `sequence_ratio` and the weighting
-`sequence_sum`. Any surrogate takes any ratio.
+sg stops the gradient. LUSPO (arXiv 2602.05261) is `clipped` with
+`sequence_ratio` and the weighting `sequence_sum`. Any surrogate takes any
+ratio. `clipped`, `gmpo` and `sapo` do not use the log-probabilities: their
+gradient flows through the ratios.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax.scipy.special import xlogy
+from jaxtyping import Array, Bool, Float, Shaped
 
 from grpojax.core.kl import masked_log_ratio
-from grpojax.core.soft_surrogates import Monitored, cispo, gmpo, sapo, vespo
 
+Tokens = Float[Array, "B G T"]
+Mask = Bool[Array, "B G T"]
+Aux = dict[str, Shaped[Array, "B G T"]]
 RatioFn = Callable[[Array, Array, Array], Array]
-SurrogateFn = Callable[..., tuple[Array, Monitored]]
+SurrogateFn = Callable[..., tuple[Array, Aux]]
 
 
-def token_ratio(
-  logprobs: Float[Array, "B G T"],
-  old_logprobs: Float[Array, "B G T"],
-  mask: Bool[Array, "B G T"],
-) -> Float[Array, "B G T"]:
+def token_ratio(logprobs: Tokens, old_logprobs: Tokens, mask: Mask) -> Tokens:
   """Importance ratio of each token, pi / pi_old: PPO's and GRPO's.
 
-  Args:
-    logprobs: under the policy being trained.
-    old_logprobs: under the policy that sampled.
-    mask: True on real tokens.
-
-  Returns:
-    Ratios; 1 on padding. Log-ratios above 20 count as 20.
+  Log-ratios above 20 count as 20.
   """
   return jnp.exp(masked_log_ratio(logprobs, old_logprobs, mask))
 
 
 def sequence_ratio(
-  logprobs: Float[Array, "B G T"],
-  old_logprobs: Float[Array, "B G T"],
-  mask: Bool[Array, "B G T"],
-) -> Float[Array, "B G T"]:
+  logprobs: Tokens, old_logprobs: Tokens, mask: Mask
+) -> Tokens:
   """Length-normalised importance ratio of a sequence, at each token: GSPO's.
 
   s_i = exp((1 / |o_i|) sum_t log(pi_t / pi_old_t)) (arXiv 2507.18071, equation
@@ -91,14 +85,6 @@ def sequence_ratio(
   sequence's weights sum to 1/N, so the loss is (1/N) sum_i f(s_i), exactly
   GSPO's, value and gradient. Its clip bounds are much closer to 1 than
   those of token ratios (3e-4 and 4e-4 in the paper).
-
-  Args:
-    logprobs: under the policy being trained.
-    old_logprobs: under the policy that sampled.
-    mask: True on real tokens.
-
-  Returns:
-    Ratios; 1 on padding.
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
@@ -107,25 +93,15 @@ def sequence_ratio(
 
 
 def trajectory_ratio(
-  logprobs: Float[Array, "B G T"],
-  old_logprobs: Float[Array, "B G T"],
-  mask: Bool[Array, "B G T"],
-) -> Float[Array, "B G T"]:
+  logprobs: Tokens, old_logprobs: Tokens, mask: Mask
+) -> Tokens:
   """Importance ratio of a whole completion, at each token: VESPO's.
 
   w_i = prod_t pi_t / pi_old_t, the ratio of the probabilities of what was
   sampled, whose logarithm's variance grows with the length (`sequence_ratio`
   takes the root). The value at each token is w_i; its gradient is w_i grad log
   pi_t, of that token alone, as in GSPO-token (arXiv 2507.18071, equation 14):
-  summed over the tokens, that of w_i.
-
-  Args:
-    logprobs: under the policy being trained.
-    old_logprobs: under the policy that sampled.
-    mask: True on real tokens.
-
-  Returns:
-    Ratios; 1 on padding. Log-ratios above 20 count as 20.
+  summed over the tokens, that of w_i. Log-ratios above 20 count as 20.
   """
   log_ratio = masked_log_ratio(logprobs, old_logprobs, mask)
   value = jax.lax.stop_gradient(log_ratio)
@@ -136,14 +112,14 @@ def trajectory_ratio(
 
 
 def clipped(
-  ratios: Float[Array, "B G T"],
-  logprobs: Float[Array, "B G T"],
-  advantages: Float[Array, "B G T"],
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
   *,
   clip_low: float | int = 0.2,
   clip_high: float | int = 0.2,
   dual_clip: float | int | None = None,
-) -> tuple[Float[Array, "B G T"], Monitored]:
+) -> tuple[Tokens, Aux]:
   """PPO's clipped surrogate, with a bound of its own on either side.
 
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
@@ -152,22 +128,31 @@ def clipped(
   1912.09729).
 
   Args:
-    ratios: see the module.
-    logprobs: not used: the gradient flows through the ratios.
-    advantages: see the module.
+    ratios: importance ratios.
+    logprobs: not used.
+    advantages: one a token.
     clip_low: ratios below 1 - clip_low are clipped where A < 0.
     clip_high: ratios above 1 + clip_high are clipped where A > 0; inf is off.
     dual_clip: bound > 1 on the ratio where A < 0; None is off.
 
   Returns:
-    The loss of each token; `clip_fraction_low` and `clip_fraction_high`: where
-    that bound cuts the gradient.
+    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
+    where that bound cuts the gradient.
 
   Raises:
     ValueError: for a bound out of its range.
   """
   del logprobs
-  _check_clipping(clip_low, clip_high, dual_clip)
+  if not (clip_low >= 0 and clip_high >= 0):
+    raise ValueError(
+      "clip_low and clip_high are distances from ratio 1 and must be >= 0, not "
+      f"{clip_low} and {clip_high}"
+    )
+  if dual_clip is not None and not dual_clip > 1:
+    raise ValueError(
+      "dual_clip bounds the ratio from above and must be > 1, not "
+      f"{dual_clip}; None turns it off"
+    )
   low = (ratios < 1 - clip_low) & (advantages < 0)
   high = (ratios > 1 + clip_high) & (advantages > 0)
   bounded = jnp.where(low, 1 - clip_low, ratios)
@@ -179,17 +164,190 @@ def clipped(
   return -bounded * advantages, aux
 
 
-def _check_clipping(low: float, high: float, dual: float | None) -> None:
-  if not (low >= 0 and high >= 0):
+def cispo(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  cispo_min: float | int = 0.0,
+  cispo_max: float | int = 5.0,
+) -> tuple[Tokens, Aux]:
+  """CISPO: REINFORCE with importance weights that are clipped.
+
+  -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
+  5). No token loses its gradient, however far it has moved; only its weight is
+  bounded. With `sequence_ratio` or `trajectory_ratio` all tokens of a
+  completion have the same weight.
+
+  Args:
+    ratios: importance ratios.
+    logprobs: log-probabilities under the policy being trained.
+    advantages: one a token.
+    cispo_min: the least weight; 0 bounds nothing, as the paper has it.
+    cispo_max: the largest one, of the ratio itself and not of its distance from
+      1, as the paper's 1 + epsilon_high.
+
+  Returns:
+    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
+    where that bound stands in for the ratio.
+
+  Raises:
+    ValueError: for bounds that would rescale the gradient on-policy.
+  """
+  if not 0 <= cispo_min <= 1 <= cispo_max:
     raise ValueError(
-      "clip_low and clip_high are distances from ratio 1 and must be >= 0, not "
-      f"{low} and {high}"
+      "cispo_min and cispo_max bound the ratio, which is 1 on-policy: need 0 "
+      f"<= cispo_min <= 1 <= cispo_max, not {cispo_min} and {cispo_max}"
     )
-  if dual is not None and not dual > 1:
+  weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
+  aux = {
+    "clip_fraction_low": ratios < cispo_min,
+    "clip_fraction_high": ratios > cispo_max,
+  }
+  return _reinforce(weights, logprobs, advantages), aux
+
+
+def gmpo(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  mask: Mask,
+  gmpo_clip_low: float | int = 0.4,
+  gmpo_clip_high: float | int = 0.4,
+) -> tuple[Tokens, Aux]:
+  """GMPO: the geometric mean of a completion's clipped token ratios.
+
+  -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
+  equations 4 and 5). c is PPO's clip in logarithms: log r is at most
+  gmpo_clip_high where A > 0, and at least -gmpo_clip_low where A < 0. With
+  `sequence_mean` weights it is the paper's mean over completions. Of a
+  `sequence_ratio`, whose tokens have one ratio, it is GSPO's clip.
+
+  Args:
+    ratios: importance ratios.
+    logprobs: not used.
+    advantages: one a token.
+    mask: True on real tokens.
+    gmpo_clip_low: bound in nats, as the next; 0.4 in the paper.
+    gmpo_clip_high: likewise.
+
+  Returns:
+    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
+    where that bound cuts a token's gradient.
+
+  Raises:
+    ValueError: for a negative bound.
+  """
+  del logprobs
+  if not (gmpo_clip_low >= 0 and gmpo_clip_high >= 0):
     raise ValueError(
-      f"dual_clip bounds the ratio from above and must be > 1, not {dual}; "
-      "None turns it off"
+      "gmpo_clip_low and gmpo_clip_high bound the log-ratio and must be >= 0, "
+      f"not {gmpo_clip_low} and {gmpo_clip_high}"
     )
+  # A ratio that has underflowed counts as the least normal number (-87 nats).
+  log_ratios = jnp.log(jnp.maximum(ratios, jnp.finfo(ratios.dtype).tiny))
+  low = (log_ratios < -gmpo_clip_low) & (advantages < 0)
+  high = (log_ratios > gmpo_clip_high) & (advantages > 0)
+  bounded = jnp.where(low, -gmpo_clip_low, log_ratios)
+  bounded = jnp.where(high, gmpo_clip_high, bounded)
+  length = jnp.maximum(jnp.sum(mask, -1, keepdims=True), 1)
+  total = jnp.sum(jnp.where(mask, bounded, 0.0), -1, keepdims=True)
+  aux = {"clip_fraction_low": low, "clip_fraction_high": high}
+  return -jnp.exp(total / length) * advantages, aux
+
+
+def sapo(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  sapo_temperature_pos: float | int = 1.0,
+  sapo_temperature_neg: float | int = 1.05,
+) -> tuple[Tokens, Aux]:
+  """SAPO: a sigmoid in the place of the clip.
+
+  -A (4 / tau) sigmoid(tau (r - 1)), with one tau for positive advantages and
+  one for the others (arXiv 2511.20347, equations 5 and 6). Its slope by r is
+  -A sech^2(tau (r - 1) / 2): 1 on-policy, and the larger tau is, the sooner it
+  fades. (The value on-policy is -2 A / tau, not -A.)
+
+  Args:
+    ratios: importance ratios.
+    logprobs: not used.
+    advantages: one a token.
+    sapo_temperature_pos: tau where A > 0.
+    sapo_temperature_neg: tau where A <= 0.
+
+  Returns:
+    The loss of each token; `gradient_weight`, r sech^2(tau (r - 1) / 2): the
+    multiple of REINFORCE's gradient, 1 on-policy.
+
+  Raises:
+    ValueError: for a temperature that is not positive.
+  """
+  del logprobs
+  if not (sapo_temperature_pos > 0 and sapo_temperature_neg > 0):
+    raise ValueError(
+      "sapo_temperature_pos and sapo_temperature_neg must be > 0, not "
+      f"{sapo_temperature_pos} and {sapo_temperature_neg}"
+    )
+  tau = jnp.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
+  gate = jax.nn.sigmoid(tau * (ratios - 1))
+  aux = {"gradient_weight": 4 * ratios * gate * (1 - gate)}
+  return -4 / tau * gate * advantages, aux
+
+
+def vespo(
+  ratios: Tokens,
+  logprobs: Tokens,
+  advantages: Tokens,
+  *,
+  vespo_k_pos: float | int = 2.0,
+  vespo_lambda_pos: float | int = 3.0,
+  vespo_k_neg: float | int = 3.0,
+  vespo_lambda_neg: float | int = 2.0,
+) -> tuple[Tokens, Aux]:
+  """VESPO: REINFORCE weighted by a gamma kernel of the importance ratio.
+
+  -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)) (arXiv 2602.10693).
+  phi(1) = 1, and phi is largest at w = k / lambda. The paper's w is the ratio
+  of whole completions, `trajectory_ratio`; with the other ratios the kernel is
+  one of theirs.
+
+  Args:
+    ratios: importance ratios.
+    logprobs: log-probabilities under the policy being trained.
+    advantages: one a token.
+    vespo_k_pos: k where A >= 0: how fast small ratios fade.
+    vespo_lambda_pos: lambda where A >= 0: how fast large ratios fade.
+    vespo_k_neg: k where A < 0.
+    vespo_lambda_neg: lambda where A < 0.
+
+  Returns:
+    The loss of each token; `gradient_weight`, phi: the multiple of REINFORCE's
+    gradient, 1 on-policy.
+
+  Raises:
+    ValueError: for a negative k, or a lambda that is not positive.
+  """
+  ks, lambdas = (vespo_k_pos, vespo_k_neg), (vespo_lambda_pos, vespo_lambda_neg)
+  if not (min(ks) >= 0 and min(lambdas) > 0):
+    raise ValueError(
+      f"vespo_k must be >= 0 and vespo_lambda > 0, not {ks} and {lambdas}: "
+      "large ratios would not be bounded"
+    )
+  ratios, positive = jax.lax.stop_gradient(ratios), advantages >= 0
+  k = jnp.where(positive, vespo_k_pos, vespo_k_neg)
+  rate = jnp.where(positive, vespo_lambda_pos, vespo_lambda_neg)
+  phi = jnp.exp(xlogy(k, ratios) + rate * (1 - ratios))
+  loss = _reinforce(phi, logprobs, advantages)
+  return loss, {"gradient_weight": phi}
+
+
+def _reinforce(weights: Array, logprobs: Array, advantages: Array) -> Array:
+  # What a policy excludes has a value that is finite, and no gradient.
+  return -weights * advantages * jnp.maximum(logprobs, -1e4)
 
 
 RATIOS = {

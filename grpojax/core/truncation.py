@@ -1,4 +1,4 @@
-"""What completions that were cut off at their token budget count for.
+"""Treatment of completions that were cut off at their token budget.
 
 With p the probability that a completion ends by itself, V the mean reward of
 all completions and V_e of those that end, the expected gradient of a prompt's
@@ -25,31 +25,25 @@ divides both by about p.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+Rewards = Float[Array, "*K B G"]
+Samples = Bool[Array, "B G"]
 
-def keep(
-  rewards: Float[Array, "*K B G"],
-  finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
-  """In the baseline and in the loss."""
+
+def keep(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Keeps cut off completions in the baseline and in the loss."""
   return rewards, jnp.ones_like(finished)
 
 
-def mask(
-  rewards: Float[Array, "*K B G"],
-  finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
-  """In the baseline, not in the loss."""
+def mask(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Keeps them in the baseline, but not in the loss."""
   return rewards, finished
 
 
-def drop(
-  rewards: Float[Array, "*K B G"],
-  finished: Bool[Array, "B G"],
-) -> tuple[Float[Array, "*K B G"], Bool[Array, "B G"]]:
-  """In neither: like a completion without a reward."""
+def drop(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Takes them out of both, like completions without a reward."""
   return jnp.where(finished, rewards, jnp.nan), finished
 
 
 TRUNCATED = {"keep": keep, "mask": mask, "drop": drop}
-"""(rewards, finished) -> the rewards to compare, of one function or of each of
-K, and what is in the loss."""
+"""Treatments by name: (rewards, finished) -> the rewards to compare, of one
+function or of each of K, and True for samples in the loss."""

@@ -17,11 +17,16 @@ of its baseline: unbiased for g(x).
 | length_weighted | tokens                            | nothing              |
 | score_weighted  | (sum over tokens of (1 - p)^2)^2  | nothing              |
 | norm_ratio      | E[|s|^2 given Z_j], earlier steps | a diagnosis at times |
+
+All of them need G >= 2, give advantages in units of the reward, exactly 0 in a
+group of equal rewards, and groups that do not sum to 0. Where the weights of
+all the others are 0, their plain mean is the baseline.
 """
 
 import typing
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Shaped
@@ -36,20 +41,18 @@ from grpojax.core.group_axis import (
 )
 from grpojax.core.types import Rollout
 
+# No reward weighs less than this part of a prompt's mean reward: a line that is
+# fitted to few samples may be 0 or less somewhere.
+_LEAST = 0.01
+
 
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
   """Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j; 0 where there is no reward.
 
-  Args:
-    rewards: of `as_float`.
-    weights: not negative. Where all the others' are 0, so is their comparison:
-      their plain mean is the baseline.
-    name: of the weights, for the message.
-
-  Raises:
-    ValueError: weights of another shape.
+  `rewards` are those of `as_float`; `name` is that of the weights, for the
+  message where their shape is another.
   """
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
@@ -81,12 +84,7 @@ def length_weighted(
 
   Args:
     rewards: one a sample, G >= 2.
-    lengths: of the completions, in tokens, at least 0. Where all the others'
-      are 0, their plain mean is the baseline.
-
-  Returns:
-    Advantages, in units of the reward; exactly 0 in a group of equal rewards.
-    Groups do not sum to 0.
+    lengths: lengths of the completions, in tokens, at least 0.
 
   Raises:
     ValueError: if G < 2, or lengths do not have the shape of rewards.
@@ -98,7 +96,7 @@ def length_weighted(
 def logit_score_sq(
   logprobs: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
 ) -> Float[Array, "*B G"]:
-  """sum_t (1 - p_t)^2: how unsure the policy was of its completions.
+  """Sum over tokens of (1 - p_t)^2: how unsure the policy was of them.
 
   1 - p_t is the derivative of log p_t by the logit of token t itself; the
   derivatives by all logits add sum_{v != t} p_v^2, which is less and says less
@@ -106,7 +104,8 @@ def logit_score_sq(
   has the log-probabilities.
 
   Args:
-    logprobs: of each token, under the distribution that it was sampled from.
+    logprobs: log-probability of each token under the distribution that it was
+      sampled from.
     mask: True on the completions' tokens.
   """
   return jnp.sum(jnp.where(mask, jnp.expm1(logprobs) ** 2, 0), axis=-1)
@@ -127,12 +126,8 @@ def score_weighted(
 
   Args:
     rewards: one a sample, G >= 2.
-    logit_score_sq: of each sample, see the function of this name.
+    logit_score_sq: results of the function of this name.
     power: at least 0.
-
-  Returns:
-    Advantages, in units of the reward; exactly 0 in a group of equal rewards.
-    Groups do not sum to 0.
 
   Raises:
     ValueError: if G < 2, or the weights do not have the shape of rewards.
@@ -145,16 +140,16 @@ def score_weighted(
 @typing.no_type_check
 @struct.dataclass
 class ScoreNorms:
-  """How a score's squared length depends on the reward, over earlier steps.
+  """Squared lengths of scores as a function of the reward, from earlier steps.
 
   E[|s|^2 | Z, x] = c_x (level + slope Z), with a constant c_x for each prompt.
   All three are discounted sums over prompts, of `score_norm_sums`; zeros mean
   that nothing is known.
 
   Attributes:
-    level: at Z = 0.
-    slope: by the reward.
-    middle: at the prompts' mean rewards; positive once anything is known.
+    level: value at Z = 0.
+    slope: derivative by the reward.
+    middle: value at the prompts' mean rewards; positive once anything is known.
   """
 
   level: Float[Array, ""]
@@ -163,14 +158,14 @@ class ScoreNorms:
 
 
 def init_score_norms() -> ScoreNorms:
-  """Before the first observation."""
-  return ScoreNorms(*(jnp.zeros(()) for _ in range(3)))
+  """Returns the norms before the first observation."""
+  return ScoreNorms(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
 
 def score_norm_sums(
   score_sq: Float[Array, "B G"], rewards: Shaped[Array, "B G"]
 ) -> ScoreNorms:
-  """What a batch says about score lengths and rewards, within its prompts.
+  """Relation of score lengths to rewards in a batch, within its prompts.
 
   Under the model, |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i)
   have the same mean for two samples of a prompt, whatever its c_x. Summed over
@@ -198,28 +193,23 @@ def score_norm_sums(
   slope = jnp.sum(score_sq * z, -1)
   middle = jnp.sum(score_sq, -1) * jnp.mean(z**2, -1)
   level = middle - slope * mean[..., 0]
-  return ScoreNorms(*(jnp.sum(x) for x in (level, slope, middle)))
+  return ScoreNorms(jnp.sum(level), jnp.sum(slope), jnp.sum(middle))
 
 
 def observe_score_norms(
   norms: ScoreNorms, sums: ScoreNorms, decay: float
 ) -> ScoreNorms:
-  """The norms after one more diagnosis.
+  """Returns the norms after one more diagnosis.
 
   Args:
-    norms: so far.
-    sums: of `score_norm_sums`; one that is not finite is left out.
+    norms: those so far.
+    sums: results of `score_norm_sums`; left out where one is not finite.
     decay: weight of the past at each observation, within [0, 1).
   """
-  added = jnp.stack([sums.level, sums.slope, sums.middle])
-  past = jnp.stack([norms.level, norms.slope, norms.middle])
-  finite = jnp.all(jnp.isfinite(added))
-  return ScoreNorms(*jnp.where(finite, decay * past + added, past))
-
-
-_LEAST = 0.01
-"""No reward weighs less than this part of a prompt's mean reward: a line that
-is fitted to few samples may be 0 or less somewhere."""
+  finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(sums))))
+  return jax.tree.map(
+    lambda past, new: jnp.where(finite, decay * past + new, past), norms, sums
+  )
 
 
 def norm_ratio(
@@ -240,15 +230,8 @@ def norm_ratio(
 
   Args:
     rewards: one a sample, G >= 2.
-    score_norms: of earlier steps; where they know nothing, this is
+    score_norms: those of earlier steps; where they know nothing, this is
       `leave_one_out`.
-
-  Returns:
-    Advantages, in units of the reward; exactly 0 in a group of equal rewards.
-    Groups do not sum to 0.
-
-  Raises:
-    ValueError: if G < 2.
   """
   rewards = as_float(rewards, "norm_ratio", least=2)
   z = jnp.where(present(rewards), rewards, 0)
@@ -262,26 +245,22 @@ def norm_ratio(
 def sample_weights(
   advantage: Callable[..., Array], rollout: Rollout
 ) -> dict[str, Shaped[Array, "B G"]]:
-  """What an advantage asks for of each sample, by its parameters' names."""
+  """Weights of samples that an advantage has parameters for, by their names."""
   mask = rollout.completion_mask
-  known = {
+  weights = {
     "lengths": lambda: jnp.sum(mask, axis=-1),
     "logit_score_sq": lambda: logit_score_sq(rollout.logprobs, mask),
   }
-  return {k: make() for k, make in known.items() if asks_for(advantage, k)}
+  return {k: f() for k, f in weights.items() if asks_for(advantage, k)}
 
 
 def bind_norms(
   advantage: Callable[..., Array], score_norms: ScoreNorms | None
 ) -> Callable[..., Array]:
-  """Gives an advantage the scores' lengths if it asks for them.
-
-  Args:
-    advantage: any.
-    score_norms: of the state, or None.
+  """Gives any advantage the state's score norms if it has a parameter for them.
 
   Raises:
-    ValueError: it asks for them and there are none.
+    ValueError: it has and there are none.
   """
   if asks_for(advantage, "score_norms") and score_norms is None:
     raise ValueError(

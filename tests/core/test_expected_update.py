@@ -87,7 +87,6 @@ def expected_step(
   ("advantage", "group_size", "factor"),
   [
     (advantages.vanilla, 1, 1),
-    (advantages.leave_one_out, 2, 1),
     (advantages.leave_one_out, 3, 1),
     (advantages.dr_grpo, 3, 2 / 3),
   ],

@@ -67,14 +67,6 @@ def test_trls_sum_then_normalize_is_the_weighted_sum():
   np.testing.assert_allclose(found, TRL["dr_grpo"], atol=2e-5)
 
 
-def test_by_hand():
-  values = jnp.array([[[0.0, 1, 1]], [[300.0, 100, 200]]])
-  found = normalize_then_sum(values, jnp.array([2.0, 0.5]), epsilon=0.0)
-  root = 3**0.5  # 0, 1, 1 have the mean 2/3 and the standard deviation 1/root
-  expected = [2 * -2 / root + 0.5, 2 / root - 0.5, 2 / root]
-  np.testing.assert_allclose(found[0], expected, rtol=1e-5)
-
-
 def test_who_has_nothing_to_say_takes_no_side():
   values = jnp.array([[[1.0, NAN, 0, NAN]], [[5.0, 5, 5, NAN]]])
   found = normalize_then_sum(values, jnp.array([1.0, 3.0]))

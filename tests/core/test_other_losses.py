@@ -114,7 +114,7 @@ def ours(
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)
     kept = entropy_lib.highest_entropy(entropies, mask, share)
-    settings["kept"] = kept
+    settings["token_mask"] = kept
   value, _ = losses.grpo_loss(
     logprobs,
     of["advantages"],

@@ -1,4 +1,4 @@
-"""Weights for a sampler that is not the policy, against TRL and by listing."""
+"""Weights for a rollout policy that is another, against TRL and by listing."""
 
 import itertools
 import json
@@ -29,27 +29,27 @@ INF = float("inf")
 
 def arrays():
   """TRL's case, as one group; padding may hold anything."""
-  given = {name: np.array(TRL[name]) for name in TRL if name != "cases"}
-  mask = given.pop("mask") > 0
-  advantages = given.pop("advantages")
-  given = {
-    k: jnp.asarray(np.where(mask, x, np.nan))[None] for k, x in given.items()
+  stored = {name: np.array(TRL[name]) for name in TRL if name != "cases"}
+  mask = stored.pop("mask") > 0
+  advantages = stored.pop("advantages")
+  logprobs = {
+    k: jnp.asarray(np.where(mask, x, np.nan))[None] for k, x in stored.items()
   }
-  return given, jnp.asarray(advantages)[None], jnp.asarray(mask)[None]
+  return logprobs, jnp.asarray(advantages)[None], jnp.asarray(mask)[None]
 
 
 @pytest.mark.parametrize("loss_type", WEIGHTINGS)
 def test_values_and_gradients_are_those_of_trl(loss_type, float64):
-  given, advantages, mask = arrays()
+  stored, advantages, mask = arrays()
   weights = WEIGHTINGS[loss_type](mask)
+  old, ref, rollout = (stored[k] for k in ("old", "ref", "sampler"))
+  batch = Batch(None, None, None, mask, advantages, old, None, rollout)
 
   def value(logprobs, correct):
-    batch = Batch(
-      None, None, None, mask, advantages, given["old"], None, given["sampler"]
-    )
-    is_weights = correct(logprobs, batch)[:1] if correct else ()
-    args = advantages, weights, mask, given["old"], given["ref"], *is_weights
-    return losses.grpo_loss(logprobs, *args, beta=0.1)[0]
+    is_weights = correct(logprobs, batch)[0] if correct else None
+    return losses.grpo_loss(
+      logprobs, advantages, weights, mask, old, ref, is_weights, beta=0.1
+    )[0]
 
   cases = [case for case in TRL["cases"] if case["loss_type"] == loss_type]
   assert len({case["value"] for case in cases}) > len(cases) / 2
@@ -67,7 +67,7 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
       for case in cases
     ]
     both = jax.value_and_grad(value)
-    return [both(given["logprobs"], correct) for correct in corrections]
+    return [both(stored["logprobs"], correct) for correct in corrections]
 
   for case, (found, gradient) in zip(cases, of_all(), strict=True):
     name = str({k: v for k, v in case.items() if k != "gradient"})
@@ -78,28 +78,15 @@ def test_values_and_gradients_are_those_of_trl(loss_type, float64):
     )
 
 
-def listed(lm, table, eos, length):
-  """All completions of a chain, their masks, log-probabilities and tables."""
-  del lm
-  vocab = table.shape[-1]
-  ids = []
-  for row in itertools.product(range(vocab), repeat=length):
-    end = row.index(eos) + 1 if eos in row else length
-    row = (*row[:end], *[eos] * (length - end))
-    if row not in ids:
-      ids.append(row)
-  return np.array(ids)
-
-
 @pytest.fixture(scope="module")
 def policies(tabular):
-  """A chain, a sampler that is another, and all that they can write."""
-  lm, eos, length = tabular.lm(1, 3), 0, 3
-  p = lm.init(jax.random.key(0))
+  """A chain, a rollout policy that is another, and all that they can write."""
+  p = tabular.lm(1, 3).init(jax.random.key(0))
   q = p + 0.4 * jax.random.normal(jax.random.key(1), p.shape)
-  ids = listed(lm, p, eos, length)
-  ended = np.cumsum(ids == eos, -1) - (ids == eos)
-  mask = ended == 0
+  ids = np.array(list(itertools.product(range(3), repeat=3)))  # 0 ends
+  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
+  ids = np.unique(np.where(mask, ids, 0), axis=0)
+  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
   kinds = tabular.rows(np.zeros(1), ids[None])
   rewards = np.random.default_rng(2).normal(size=len(ids))
 
@@ -113,7 +100,7 @@ def policies(tabular):
 
 
 def expected_gradient(policies, correction, **bounds):
-  """Of the loss, on-policy for the scorer, over what the sampler writes."""
+  """Of the loss, on-policy for the trainer, over what the rollout writes."""
   p, q, mask, rewards, logprobs = policies
   sampled = logprobs(q)
   share = jnp.exp(sampled.sum(-1))[..., None]  # probability of each
@@ -126,8 +113,9 @@ def expected_gradient(policies, correction, **bounds):
       None, None, None, mask, jnp.asarray(rewards)[None], None, None, sampled
     )
     is_weights, _ = correct(scored, batch)
-    args = batch.advantages, share * mask, mask, None, None, is_weights
-    return losses.grpo_loss(scored, *args)[0]
+    return losses.grpo_loss(
+      scored, batch.advantages, share * mask, mask, is_weights=is_weights
+    )[0]
 
   return -jax.jit(jax.grad(loss))(p)
 
@@ -169,29 +157,24 @@ def test_bounds(float64):
   assert np.isfinite(found).all()
 
 
-def rollout_of(tabular, table, noise, mask, ids):
-  rows = tabular.rows(np.arange(len(ids)) % 2, ids)
-  log_p = tabular.log_table(table)[rows]
-  exact = np.take_along_axis(log_p, ids[..., None], -1)[..., 0]
-  return Rollout(
-    jnp.arange(len(ids))[:, None] % 2,
-    jnp.ones((len(ids), 1), bool),
-    jnp.asarray(ids),
-    jnp.asarray(mask),
-    jnp.asarray(np.where(mask, exact - noise, 0), jnp.float32),
-    jnp.ones(mask.shape[:2], bool),
-  )
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_the_update_corrects_however_it_is_cut(tabular, several):
-  """Against the same loss written out, where the sampler is `noise` off."""
+  """Against the same loss written out, where the rollout is `noise` off."""
   lm, rng = tabular.lm(2, 4), np.random.default_rng(3)
   table = lm.init(jax.random.key(5))
   shape = (4, 3, 5)
   ids, noise = rng.integers(0, 4, shape), 0.4 * rng.normal(size=shape)
   mask = np.arange(5) < rng.integers(1, 6, (4, 3, 1))
-  samples = rollout_of(tabular, table, noise, mask, ids)
+  log_p = tabular.log_table(table)[tabular.rows(np.arange(4) % 2, ids)]
+  exact = np.take_along_axis(log_p, ids[..., None], -1)[..., 0]
+  samples = Rollout(
+    jnp.arange(4)[:, None] % 2,
+    jnp.ones((4, 1), bool),
+    jnp.asarray(ids),
+    jnp.asarray(mask),
+    jnp.asarray(np.where(mask, exact - noise, 0), jnp.float32),
+    jnp.ones((4, 3), bool),
+  )
   rewards = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
   noise = np.where(mask, noise, 0)
   ratios = np.exp(noise.sum(-1, keepdims=True))
@@ -245,12 +228,6 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
   np.testing.assert_allclose(found, share, rtol=1e-4)
 
 
-def test_off_it_is_not_there():
-  assert make_correction() is None
-  assert make_correction("none", 0.5, 2.0) is None
-  assert make_correction(threshold=0.1) is not None
-
-
 @pytest.mark.parametrize(
   "settings, text",
   [
@@ -262,11 +239,12 @@ def test_off_it_is_not_there():
   ],
 )
 def test_what_means_nothing_is_refused(settings, text):
+  assert make_correction("none", 0.5, 2.0) is None
   with pytest.raises(ValueError, match=text):
     make_correction(**settings)
 
 
-def test_a_batch_without_a_sampler_is_refused():
+def test_a_batch_without_rollout_logprobs_is_refused():
   mask = jnp.ones((1, 1, 1), bool)
   batch = Batch(None, None, None, mask, jnp.ones((1, 1)))
   with pytest.raises(ValueError, match="the batch has none"):

@@ -1,4 +1,4 @@
-"""A sampler whose log-probabilities are not the scorer's."""
+"""Rollouts whose log-probabilities are not the trainer's."""
 
 import functools
 
@@ -26,7 +26,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def case(tabular):
-  """A rollout of a chain, whose sampler was wrong by `noise` nats."""
+  """A rollout of a chain, whose log-probabilities are wrong by `noise` nats."""
   lm, rng = tabular.lm(2, VOCAB), np.random.default_rng(0)
   table = lm.init(KEY)
   ids = rng.integers(0, VOCAB, (B, G, T))
@@ -47,8 +47,8 @@ def case(tabular):
   return lm, table, samples, rewards, exact, noise
 
 
-def numpys(noise, mask, advantages):
-  """The metrics of some rows; noise is log(pi_trainer / pi_rollout)."""
+def metrics_of(noise, mask, advantages):
+  """Metrics of some rows; noise is log(pi_trainer / pi_rollout)."""
   ratio = np.exp(noise[mask])
   a = np.broadcast_to(np.asarray(advantages)[..., None], mask.shape)[mask]
   return {
@@ -90,7 +90,7 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
   batch, state, metrics = learn()
   mask = np.asarray(samples.completion_mask)
   first = slice(None, None, updates)  # rows of the first minibatch
-  expected = numpys(noise[first], mask[first], batch.advantages[first])
+  expected = metrics_of(noise[first], mask[first], batch.advantages[first])
   assert expected["rollout_clip_fraction_low"] > 0
   assert expected["rollout_clip_fraction_high"] > 0
   for name in NAMES:
@@ -106,31 +106,7 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
     np.testing.assert_allclose(found, own[old][mask], atol=1e-5)
 
 
-def test_the_first_ratio_is_one_with_the_scorers(case):
-  """With a learning rate of 0 so are all others; with the sampler's, none."""
-  lm, table, samples, rewards, _, noise = case
-  tx = optax.sgd(0.0)
-  update = make_update(lm, tx, epochs=2)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def ratios(recompute_logprobs):
-    batch = make_batch(
-      lm,
-      samples,
-      rewards,
-      on_policy=False,
-      policy_params=table if recompute_logprobs else None,
-    )
-    _, metrics = update(init_state(table, tx, KEY), batch)
-    return jnp.stack([metrics["ratio_min"], metrics["ratio_max"]])
-
-  np.testing.assert_allclose(ratios(True), 1, atol=1e-6)
-  seen = noise[np.asarray(samples.completion_mask)]
-  extremes = np.exp([seen.min(), seen.max()])
-  np.testing.assert_allclose(ratios(False), extremes, rtol=1e-4)
-
-
-def test_a_penalty_is_taken_between_two_scores_of_the_scorer(case):
+def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
   lm, table, samples, rewards, *_ = case
 
   def advantages(**options):
@@ -142,12 +118,12 @@ def test_a_penalty_is_taken_between_two_scores_of_the_scorer(case):
   penalised = advantages(
     ref_params=table, policy_params=table, kl_in_reward=0.5
   )
-  # The policy is the reference: its KL is 0, and was not with the sampler's.
+  # The policy is the reference: its KL is 0, and was not with the rollout's.
   np.testing.assert_allclose(penalised, plain, atol=1e-5)
 
 
-def test_a_whole_step_can_rescore(tabular):
-  """Against its parts; and on-policy there is nothing to recompute_logprobs."""
+def test_a_whole_step_can_recompute_logprobs(tabular):
+  """One more pass; and on-policy there is nothing to recompute."""
   lm, tx = tabular.lm(2, VOCAB), optax.sgd(0.5)
   passes = []
 
