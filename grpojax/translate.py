@@ -69,17 +69,14 @@ def translate_file(
     for name, text in source.unread.items()
   )
   translation = translation._replace(missing=unread + translation.missing)
-  functions = {one.name: one.value for one in translation.settings}
-  is_own = [f.startswith(f"{path}:") for f in functions["reward.functions"]]
-  if any(is_own) and not source.guarded:
-    note = rules.Differs(
-      "reward_funcs",
-      f"workers import {path}, which would start its training: move the"
-      " functions to a file of their own, or what starts it under"
-      " `if __name__ == '__main__'`",
-    )
-    translation = translation._replace(differs=(*translation.differs, note))
-  return translation
+  if not any(f"{path}:" in str(one.value) for one in translation.settings):
+    return translation
+  note = rules.Differs(
+    "reward_funcs",
+    f"workers import {path}: what starts its training has to stand under"
+    " `if __name__ == '__main__'`, or the functions in a file of their own",
+  )
+  return translation._replace(differs=(*translation.differs, note))
 
 
 def _print_notes(translation: rules.Translation) -> None:

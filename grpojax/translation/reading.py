@@ -30,13 +30,10 @@ class Source(NamedTuple):
   Attributes:
     settings: Values by name; nested ones by dotted path.
     unread: Expressions that are no literals, by the name of their setting.
-    guarded: True where importing the file runs nothing: a Python script that
-      starts its training under `if __name__ == "__main__"`, or no script.
   """
 
   settings: dict[str, Any]
   unread: dict[str, str]
-  guarded: bool = True
 
 
 def read(path: str | os.PathLike) -> Source:
@@ -130,7 +127,7 @@ def _read_script(text: str, path: pathlib.Path) -> Source:
           settings[name] = _literal(node, constants)
       except ValueError:
         unread[name] = ast.unparse(node)[:80]
-  return Source(_flatten(settings), unread, _runs_nothing(tree))
+  return Source(_flatten(settings), unread)
 
 
 def _called(node: ast.Call) -> str:
@@ -188,16 +185,3 @@ def _reward_functions(
     else str(_literal(one, {}))
     for one in nodes
   ]
-
-
-def _runs_nothing(tree: ast.Module) -> bool:
-  """True where a module's top only defines, imports and sets constants."""
-  quiet = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.If
-  return all(
-    isinstance(node, quiet)
-    or isinstance(node, ast.Assign | ast.AnnAssign)
-    and not any(isinstance(x, ast.Call) for x in ast.walk(node))
-    or isinstance(node, ast.Expr)
-    and isinstance(node.value, ast.Constant)
-    for node in tree.body
-  )

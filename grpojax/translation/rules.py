@@ -9,7 +9,7 @@ the functions that both have need of stand below.
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from grpojax.core import micro_batches as micro_batches_lib
@@ -72,13 +72,15 @@ class Rule(NamedTuple):
     to: Name of the setting of ours that takes the value; or a function of all
       of their settings and this one's name that yields items; or None, where
       the rule of another setting reads this one.
-    value: With a name, a function of the same arguments that makes our value
-      from theirs. None as a value sets nothing.
+    value: With a name, our value for each of theirs, or a function of the same
+      arguments that makes it. None as a value sets nothing.
+    differs: Sentence about what a value of the file's means here.
   """
 
   default: Any = None
   to: "str | Callable[[Theirs, str], Items] | None" = None
-  value: "Callable[[Theirs, str], Any] | None" = None
+  value: "Mapping[Any, Any] | Callable[[Theirs, str], Any] | None" = None
+  differs: str = ""
 
 
 class Library(NamedTuple):
@@ -87,8 +89,9 @@ class Library(NamedTuple):
   Attributes:
     name: Name and version.
     table: Rules by their names.
-    ignored: Reasons why nothing is translated, by patterns of names ("*" is
-      any text); the first that fits counts, and "" is not worth a word.
+    ignored: Reasons why nothing is translated, and patterns of names, with
+      spaces between, for each ("*" is any text); the first that fits counts,
+      and "" is not worth a word.
     nullable: Names of numbers that may be null.
   """
 
@@ -99,8 +102,10 @@ class Library(NamedTuple):
 
   def reason(self, name: str) -> str | None:
     """The reason why a name is ignored; None where no pattern fits."""
-    fits = (p for p in self.ignored if fnmatch.fnmatchcase(name, p))
-    return self.ignored.get(next(fits, None))
+    for reason, patterns in self.ignored.items():
+      if any(fnmatch.fnmatchcase(name, one) for one in patterns.split()):
+        return reason
+    return None
 
   def knows(self, name: str) -> bool:
     """True for a name of the library's."""
@@ -178,13 +183,23 @@ def translate(
   )
 
 
-def _apply(rule: Rule, theirs: Theirs, name: str) -> Iterable:
+def _apply(rule: Rule, theirs: Theirs, name: str) -> Items:
+  value = theirs[name]
+  if rule.differs and value and name in theirs.given:
+    yield Differs(name, rule.differs)
   if callable(rule.to):
-    return rule.to(theirs, name)
-  value = rule.value(theirs, name) if rule.value else theirs[name]
-  if rule.to is None or value is None:
-    return ()
-  return (theirs.setting(rule.to, value, name),)
+    yield from rule.to(theirs, name)
+  elif rule.to is not None:
+    if callable(rule.value):
+      value = rule.value(theirs, name)
+    elif rule.value is not None and value in rule.value:
+      value = rule.value[value]
+    elif rule.value is not None:
+      names = ", ".join(map(str, rule.value))
+      yield Missing(name, f"{value!r} has no counterpart; there are {names}")
+      return
+    if value is not None:
+      yield theirs.setting(rule.to, value, name)
 
 
 def _checked(library: Library, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,17 +226,9 @@ def _is_number(value: Any) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Values that both libraries have alike.
+# What both libraries have alike: values, and then items.
 
-
-def remat(theirs: Theirs, name: str) -> str:
-  """The value of model.remat."""
-  return "full" if theirs[name] else "none"
-
-
-def at_least_0(theirs: Theirs, name: str) -> int:
-  """A number that is negative, or none, where it is off."""
-  return max(theirs[name] or 0, 0)
+REMAT = {True: "full", False: "none"}
 
 
 def none_for_0(theirs: Theirs, name: str) -> Any:
@@ -232,9 +239,6 @@ def none_for_0(theirs: Theirs, name: str) -> Any:
 def max_grad_norm(theirs: Theirs, name: str) -> float:
   """A bound of the gradient's norm; with 0 one that is never reached."""
   return theirs[name] or 1e9
-
-
-# Items that both libraries have alike.
 
 
 def optimizer(theirs: Theirs, name: str) -> Items:
@@ -262,6 +266,36 @@ def schedule(theirs: Theirs, name: str) -> Items:
     )
     ours = "constant"
   yield theirs.setting("optim.schedule", ours, name)
+
+
+def sampling_filter(theirs: Theirs, name: str) -> Items:
+  """Top-k and the like, which are off at none, 0, -1 or 1."""
+  value = max(theirs[name] or 0, 0)
+  yield theirs.setting(f"sampling.{name.rpartition('.')[2]}", value, name)
+  if value not in (0, 1):
+    yield Differs(
+      name,
+      "the loss is of the distribution that was sampled from;"
+      f" {theirs.library.name} scores the policy without it",
+    )
+
+
+def unknown_steps(name: str, remedy: str) -> Missing:
+  """A note that epochs cannot be counted."""
+  return Missing(
+    name,
+    "epochs are steps here, and how many is not known without the data: give"
+    f" --examples=N, or {remedy}",
+  )
+
+
+def own_advantage(name: str) -> Differs:
+  """A note that the default is another advantage."""
+  return Differs(
+    name,
+    "grpojax's own default is advantage = 'leave_one_out', the unbiased"
+    " gradient",
+  )
 
 
 def model(theirs: Theirs, name: str) -> Items:

@@ -22,25 +22,15 @@ from grpojax.translation.rules import (
 
 
 class Sizes(NamedTuple):
-  """Sizes of batches, and lengths of a run.
+  """Sizes of batches in TRL and here, where a step is one generation."""
 
-  Attributes:
-    prompts: Number of prompts in one generation, which is a step here.
-    samples: Number of completions in one generation.
-    per_update: Number of completions in one optimizer update of TRL.
-    cuts: Number of updates that TRL cuts a generation into.
-    minibatches: Number that it is cut into here, into whole groups.
-    updates: Number of optimizer updates in a step here, over all epochs.
-    steps: Number of steps; None where it depends on the data.
-  """
-
-  prompts: int
-  samples: int
-  per_update: int
-  cuts: int
-  minibatches: int
-  updates: int
-  steps: int | None
+  prompts: int  # of a generation
+  samples: int  # completions of a generation
+  per_update: int  # completions of an optimizer update of TRL
+  cuts: int  # updates that TRL cuts a generation into
+  minibatches: int  # the same here, where groups stay whole
+  updates: int  # optimizer updates of a step, over all epochs
+  steps: int | None  # of the run; None where it depends on the data
 
 
 def _sizes(theirs: Theirs) -> Sizes:
@@ -124,11 +114,7 @@ def _steps(theirs: Theirs, name: str) -> Items:
   name = name if theirs["max_steps"] > 0 else "num_train_epochs"
   yield theirs.setting("steps", sizes.steps or 100, name)
   if sizes.steps is None:
-    yield Missing(
-      "num_train_epochs",
-      "epochs are steps here, and how many is not known without the data: give"
-      " --examples=N, or max_steps",
-    )
+    yield rules.unknown_steps("num_train_epochs", "max_steps")
   if sizes.updates > 1:
     yield Differs(
       name, f"TRL counts updates, {sizes.updates} of which are one step here"
@@ -153,10 +139,8 @@ def _evaluations(theirs: Theirs, name: str) -> Items:
 
 
 def _dtype(theirs: Theirs, name: str) -> Items:
-  if theirs["fp16"]:
-    yield theirs.setting("model.dtype", "bfloat16", "fp16")
-    yield Differs("fp16", "there is no float16: bfloat16 needs no scaling")
-  elif theirs[name] in (None, True):
+  if theirs["fp16"] or theirs[name] is not False:
+    name = "fp16" if theirs["fp16"] else name
     yield theirs.setting("model.dtype", "bfloat16", name)
 
 
@@ -222,17 +206,6 @@ def _qualified(name: str) -> str:
   """TRL's reward functions run as they are: "f" is "trl.rewards:f" here."""
   module, _, function = name.rpartition(".")
   return f"{module or 'trl.rewards'}:{function}"
-
-
-def _filters(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("sampling.top_p", theirs[name], name)
-  filters = (name, "top_k", "min_p", "repetition_penalty")
-  if any(theirs[one] not in (None, 0, 1.0) for one in filters):
-    yield Differs(
-      ", ".join(filters),
-      "the loss is of the distribution that was sampled from; TRL scores the"
-      " policy without them",
-    )
 
 
 _LOSSES = {  # surrogate, weighting, ratio
@@ -316,11 +289,7 @@ def _advantage(theirs: Theirs, name: str) -> Items:
       )
   if scale != "none":
     yield Differs(name, "1e-6 is added to a deviation here, 1e-4 in TRL")
-  yield Differs(
-    name,
-    "grpojax's own default is advantage = 'leave_one_out', the unbiased"
-    " gradient",
-  )
+  yield rules.own_advantage(name)
 
 
 def _kl(theirs: Theirs, name: str) -> Items:
@@ -396,16 +365,6 @@ def _warmup(theirs: Theirs, name: str) -> Items:
     )
 
 
-def _weight_decay(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("optim.weight_decay", theirs[name], name)
-  if theirs[name]:
-    yield Differs(name, "TRL leaves norms and biases out; here all parameters")
-
-
-def _mask_truncated(theirs: Theirs, name: str) -> str | None:
-  return "mask" if theirs[name] else None
-
-
 TABLE = {
   # Model, data and rewards.
   "model": Rule(),
@@ -413,8 +372,8 @@ TABLE = {
   "run_name": Rule(None, rules.run_name),
   "output_dir": Rule(),
   "bf16": Rule(None, _dtype),
-  "fp16": Rule(False),
-  "gradient_checkpointing": Rule(True, "model.remat", rules.remat),
+  "fp16": Rule(False, differs="there is no float16: bfloat16 needs no scaling"),
+  "gradient_checkpointing": Rule(True, "model.remat", rules.REMAT),
   "use_peft": Rule(False, _lora),
   "lora_r": Rule(16),
   "lora_alpha": Rule(32),
@@ -447,10 +406,10 @@ TABLE = {
   # Sampling.
   "max_completion_length": Rule(512, "sampling.max_new_tokens"),
   "temperature": Rule(1.0, "sampling.temperature"),
-  "top_p": Rule(1.0, _filters),
-  "top_k": Rule(0, "sampling.top_k", rules.at_least_0),
-  "min_p": Rule(None, "sampling.min_p"),
-  "repetition_penalty": Rule(1.0, "sampling.repetition_penalty"),
+  "top_p": Rule(1.0, rules.sampling_filter),
+  "top_k": Rule(0, rules.sampling_filter),
+  "min_p": Rule(None, rules.sampling_filter),
+  "repetition_penalty": Rule(1.0, rules.sampling_filter),
   # Advantages and loss.
   "scale_rewards": Rule("group", _advantage),
   "multi_objective_aggregation": Rule(
@@ -467,7 +426,9 @@ TABLE = {
   "vespo_lambda_pos": Rule(3.0, _of_loss_type),
   "vespo_k_neg": Rule(3.0, _of_loss_type),
   "vespo_lambda_neg": Rule(2.0, _of_loss_type),
-  "mask_truncated_completions": Rule(False, "loss.truncated", _mask_truncated),
+  "mask_truncated_completions": Rule(
+    False, "loss.truncated", {True: "mask", False: None}
+  ),
   "beta": Rule(0.0, _kl),
   "use_bias_correction_kl": Rule(True),
   "sync_ref_model": Rule(False),
@@ -494,44 +455,40 @@ TABLE = {
   "lr_scheduler_type": Rule("linear", rules.schedule),
   "warmup_steps": Rule(0, _warmup),
   "warmup_ratio": Rule(),
-  "weight_decay": Rule(0.0, _weight_decay),
+  "weight_decay": Rule(
+    0.0,
+    "optim.weight_decay",
+    differs="TRL leaves norms and biases out; here all parameters",
+  ),
   "adam_beta1": Rule(0.9, "optim.b1"),
   "adam_beta2": Rule(0.999, "optim.b2"),
   "max_grad_norm": Rule(1.0, "optim.max_grad_norm", rules.max_grad_norm),
 }
 
 IGNORED = {
-  "chat_template_kwargs.*": "",
-  "vllm_*": "there is no vLLM: sampling is part of the program",
-  "shuffle_dataset": "prompts are always shuffled, each epoch anew",
-  "remove_unused_columns": "rewards get all columns of the data",
-  "disable_dropout": "models have no dropout here",
-  "pad_to_multiple_of": "shapes are fixed: data.max_prompt_length and"
-  " sampling.max_new_tokens",
-  "cache_implementation": "there is one cache",
-  "ds3_gather_for_generation": "weights are laid out anew for each rollout",
-  "num_generations_eval": "evaluations are greedy: one completion a prompt",
-  "adam_epsilon": "AdamW's epsilon is 1e-8",
-  "gradient_checkpointing_kwargs*": "see model.remat",
-  "per_device_eval_batch_size": "eval.batch_size is of all devices",
-  "do_train": "a program trains or evaluates",
-  "do_eval": "accuracy is measured before, in between, and at the end",
-  "logging_strategy": "metrics have a row for every step",
-  "logging_first_step": "metrics have a row for every step",
-  "save_strategy": "checkpoints are saved every checkpoint.every steps",
-  "attn_implementation": "there is one, exact attention",
-  "torch_dtype": "see model.dtype",
-  "model_init_kwargs*": "see model.dtype",
-  "dtype": "see model.dtype",
-  "trust_remote_code": "no code of a model's directory is ever run",
-  "push_to_hub": "grpojax.export writes a directory to upload",
-  "deepspeed": "mesh.fsdp and mesh.tensor shard parameters",
-  "fsdp": "mesh.fsdp shards parameters",
-  "generation_kwargs*": "sampling.* has all there is",
-  "tf32": "model.dtype says what is computed",
-  "entropy_coef_min": "it is 0 here",
-  "dataloader_num_workers": "one thread reads ahead",
-  "ddp_timeout": "there is no such limit",
+  "": "chat_template_kwargs.*",
+  "there is no vLLM: sampling is part of the program": "vllm_*",
+  "prompts are always shuffled, each epoch anew": "shuffle_dataset",
+  "rewards get all columns of the data": "remove_unused_columns",
+  "models have no dropout here": "disable_dropout",
+  "shapes are fixed: data.max_prompt_length and sampling.max_new_tokens": (
+    "pad_to_multiple_of"
+  ),
+  "evaluations are greedy: one completion a prompt": "num_generations_eval",
+  "AdamW's epsilon is 1e-8": "adam_epsilon",
+  "see model.remat": "gradient_checkpointing_kwargs*",
+  "eval.batch_size is of all devices": "per_device_eval_batch_size",
+  "accuracy is measured before, in between, and at the end": "do_train do_eval",
+  "metrics have a row for every step": "logging_strategy logging_first_step",
+  "checkpoints are saved every checkpoint.every steps": "save_strategy",
+  "there is one, exact attention": "attn_implementation cache_implementation",
+  "see model.dtype": "dtype torch_dtype model_init_kwargs* tf32",
+  "no code of a model's directory is ever run": "trust_remote_code",
+  "grpojax.export writes a directory to upload": "push_to_hub",
+  "mesh.fsdp and mesh.tensor shard parameters": "deepspeed fsdp ds3_gather_*",
+  "sampling.* has all there is": "generation_kwargs*",
+  "it is 0 here": "entropy_coef_min",
+  "nothing here does that": "dataloader_num_workers ddp_timeout",
 }
 
 LIBRARY = Library("TRL 1.16", TABLE, IGNORED)

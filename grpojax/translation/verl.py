@@ -6,7 +6,6 @@ says which numbers agree.
 """
 
 import math
-from typing import Any
 
 from grpojax.translation import rules
 from grpojax.translation.rules import (
@@ -59,20 +58,6 @@ def _prompt_key(theirs: Theirs, name: str) -> str | None:
   files = files[0] if isinstance(files, list) and files else files
   is_default = theirs[name] == "prompt" or rules.is_gsm8k(files)
   return None if is_default else theirs[name]
-
-
-def _held_out(theirs: Theirs, name: str) -> Items:
-  if theirs[name]:
-    yield Differs(name, "held-out problems are the test split of the same data")
-
-
-def _too_long(theirs: Theirs, name: str) -> str:
-  return "drop" if theirs[name] else "refuse"
-
-
-def _truncation(theirs: Theirs, name: str) -> Items:
-  if theirs[name] != "error" and not theirs["data.filter_overlong_prompts"]:
-    yield Missing(name, "prompts are never cut")
 
 
 def _seed(theirs: Theirs, name: str) -> int:
@@ -178,11 +163,7 @@ def _steps(theirs: Theirs, name: str) -> Items:
   comment = name if theirs[name] else epochs
   yield theirs.setting("steps", steps or 100, comment)
   if steps is None:
-    yield Missing(
-      epochs,
-      "epochs are steps here, and how many is not known without the data: give"
-      " --examples=N, or trainer.total_training_steps",
-    )
+    yield rules.unknown_steps(epochs, name)
 
 
 def _every(theirs: Theirs, name: str) -> int:
@@ -211,16 +192,6 @@ def _betas(theirs: Theirs, name: str) -> Items:
     yield theirs.setting(f"optim.{ours}", beta, name)
 
 
-def _filters(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("sampling.top_p", theirs[name], name)
-  if theirs[f"{ROLLOUT}.top_k"] > 0 or theirs[name] != 1:
-    yield Differs(
-      f"{name}, top_k",
-      "the loss is of the distribution that was sampled from; verl scores the"
-      " policy without them",
-    )
-
-
 _ADVANTAGES = {
   "rloo": "leave_one_out",
   "rloo_vectorized": "leave_one_out",
@@ -234,11 +205,7 @@ def _advantage(theirs: Theirs, name: str) -> Items:
   if kind in ("grpo", "grpo_vectorized"):
     ours = "grpo" if theirs[by_std] else "dr_grpo"
     yield theirs.setting("advantage", ours, name, by_std)
-    yield Differs(
-      name,
-      "grpojax's own default is advantage = 'leave_one_out', the unbiased"
-      " gradient",
-    )
+    yield rules.own_advantage(name)
   elif kind in _ADVANTAGES:
     yield theirs.setting("advantage", _ADVANTAGES[kind], name)
     if kind == "gdpo":
@@ -268,6 +235,9 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.ratio", ratio, name)
+  if mode in ("geo_mean", "sapo"):
+    comment = f"{mode} always takes it"
+    yield Setting("loss.weighting", "sequence_mean", comment)
   if mode not in _SURROGATES:
     yield Missing(name, f"{mode!r}: the clipped loss is taken")
   if mode == "gspo":
@@ -279,12 +249,6 @@ def _bounds(theirs: Theirs, surrogate: str) -> Items:
   """How far ratios count."""
   both = f"{ACTOR}.clip_ratio"
   low_name, high_name = f"{both}_low", f"{both}_high"
-  if both in theirs.given:
-    yield Differs(
-      both,
-      "verl takes clip_ratio_low and clip_ratio_high, and this only where they"
-      " are null",
-    )
   if surrogate == "sapo":
     for sign in ("pos", "neg"):
       tau = f"{ACTOR}.tau_{sign}"
@@ -305,32 +269,6 @@ def _bounds(theirs: Theirs, surrogate: str) -> Items:
   if surrogate == "clipped":
     dual = f"{both}_c"
     yield theirs.setting("loss.dual_clip", theirs[dual], dual)
-
-
-_WEIGHTINGS = {
-  "token-mean": "token_mean",
-  "seq-mean-token-mean": "sequence_mean",
-  "seq-mean-token-sum": "sequence_sum",
-  "seq-mean-token-sum-norm": "fixed_length",
-}
-
-
-def _weighting(theirs: Theirs, name: str) -> Items:
-  mean, mode = theirs[name], theirs[f"{ACTOR}.policy_loss.loss_mode"]
-  if mean not in _WEIGHTINGS:
-    yield Missing(name, f"{mean!r}: token_mean is taken")
-    return
-  if mode in ("geo_mean", "sapo") and mean != "seq-mean-token-mean":
-    comment = f"{mode} always takes it"
-    yield Setting("loss.weighting", "sequence_mean", comment)
-  else:
-    yield theirs.setting("loss.weighting", _WEIGHTINGS[mean], name)
-  scale = f"{ACTOR}.loss_scale_factor"
-  if mean == "seq-mean-token-sum-norm" and theirs[scale]:
-    yield Differs(
-      scale,
-      "sums are divided by sampling.max_new_tokens: scale the learning rate",
-    )
 
 
 def _entropy(theirs: Theirs, name: str) -> Items:
@@ -366,30 +304,17 @@ def _kl(theirs: Theirs, name: str) -> Items:
 
 
 def _kl_in_reward(theirs: Theirs, name: str) -> Items:
-  control, penalty = "algorithm.kl_ctrl", "algorithm.kl_penalty"
-  coefficient = f"{control}.kl_coef"
+  coefficient, penalty = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
   yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
   yield theirs.setting("loss.kl", "k1", penalty)
   yield theirs.setting("loss.kl_placement", "reward", name)
-  yield Differs(
-    name, "the penalty is of the whole completion here, in verl of each token"
-  )
   if theirs[penalty] not in ("kl", "k1"):
     yield Missing(penalty, "k1 is taken")
-  if theirs[f"{control}.type"] != "fixed":
-    yield Missing(f"{control}.type", "loss.beta is fixed")
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
   """Corrections for a sampler that is not the policy."""
-  rejection, limit = f"{CORRECTION}.rollout_rs", f"{name}_threshold"
-  if theirs[rejection]:
-    yield Missing(
-      rejection,
-      "loss.correction has token_mask and sequence_mask, which leave the tokens"
-      " in the mean",
-    )
-  level = theirs[name]
+  level, limit = theirs[name], f"{name}_threshold"
   if level not in ("token", "sequence"):
     return
   low, _, high = str(theirs[limit]).rpartition("_")  # "0.5_5.0" or "2.0"
@@ -408,118 +333,38 @@ def _filter_groups(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("filter_groups.enable", theirs[name], name)
   ours = "acc" if theirs[metric] == "acc" else "reward"
   yield theirs.setting("filter_groups.metric", ours, metric)
-  batches = theirs[limit]
-  if batches <= 0:
-    batches = 100
-    yield Differs(limit, f"0 is no limit in verl: {batches} batches here")
+  batches = theirs[limit] if theirs[limit] > 0 else 100
   yield theirs.setting("filter_groups.max_num_gen_batches", batches, limit)
   yield Differs(
     limit,
-    "a limit that is met ends verl's run; here the rest of the batch is free",
+    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
+    " verl's run, and here the rest of the batch is free",
   )
-  drawn = "data.gen_batch_size"
-  if theirs[drawn] and theirs[drawn] != theirs["data.train_batch_size"]:
-    yield Differs(
-      drawn,
-      "a step's first draw is a whole batch here (filter_groups.gen_parts cuts"
-      " the later ones)",
-    )
 
 
-def _below(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
-  """A table of names below a prefix."""
-  return {f"{prefix}.{name}": value for name, value in table.items()}
-
-
-TABLE: dict[str, Rule] = {}
-TABLE |= _below(
-  "algorithm",
-  {
-    "adv_estimator": Rule("gae", _advantage),
-    "norm_adv_by_std_in_grpo": Rule(True),
-    "use_kl_in_reward": Rule(False),
-    "kl_penalty": Rule("kl"),
-    "kl_ctrl.type": Rule("fixed"),
-    "kl_ctrl.kl_coef": Rule(0.001),
-    "rollout_correction.rollout_is": Rule(None, _correction),
-    "rollout_correction.rollout_is_threshold": Rule("2.0"),
-    "rollout_correction.rollout_rs": Rule(),
-    "filter_groups.enable": Rule(False, _filter_groups),
-    "filter_groups.metric": Rule(),
-    "filter_groups.max_num_gen_batches": Rule(0),
-  },
-)
-TABLE |= _below(
-  ACTOR,
-  {
-    "policy_loss.loss_mode": Rule("vanilla", _surrogate),
-    "clip_ratio": Rule(0.2),
-    "clip_ratio_low": Rule(0.2),
-    "clip_ratio_high": Rule(0.2),
-    "clip_ratio_c": Rule(3.0),
-    "tau_pos": Rule(1.0),
-    "tau_neg": Rule(1.05),
-    "loss_agg_mode": Rule("token-mean", _weighting),
-    "loss_scale_factor": Rule(),
-    "entropy_coeff": Rule(0.0, _entropy),
-    "use_kl_loss": Rule(False, _kl),
-    "kl_loss_coef": Rule(0.001),
-    "kl_loss_type": Rule("low_var_kl"),
-    "ppo_mini_batch_size": Rule(256, _minibatches),
-    "ppo_micro_batch_size_per_gpu": Rule(None, _micro_batches),
-    "ppo_epochs": Rule(1, "optim.epochs"),
-    "optim.optimizer": Rule("AdamW", rules.optimizer),
-    "optim.lr": Rule(1e-6, "optim.learning_rate"),
-    "optim.lr_warmup_steps": Rule(-1, _warmup),
-    "optim.lr_warmup_steps_ratio": Rule(0.0),
-    "optim.lr_scheduler_type": Rule("constant", rules.schedule),
-    "optim.weight_decay": Rule(0.01, "optim.weight_decay"),
-    "optim.clip_grad": Rule(1.0, "optim.max_grad_norm", rules.max_grad_norm),
-    "optim.betas": Rule((0.9, 0.999), _betas),
-    "grad_clip": Rule(1.0, "optim.max_grad_norm", _max_norm_of_actor),
-  },
-)
-TABLE |= _below(
-  MODEL,
-  {
-    "path": Rule(None, _model),
-    "lora_rank": Rule(0, _lora),
-    "lora_alpha": Rule(16),
-    "target_modules": Rule("all-linear"),
-    "enable_gradient_checkpointing": Rule(True, "model.remat", rules.remat),
-  },
-)
-TABLE |= _below(
-  ROLLOUT,
-  {
-    "n": Rule(1, _group_size),
-    "temperature": Rule(1.0, "sampling.temperature"),
-    "top_k": Rule(-1, "sampling.top_k", rules.at_least_0),
-    "top_p": Rule(1.0, _filters),
-  },
-)
-TABLE |= {
+TABLE = {
+  # Model, data and rewards.
+  f"{MODEL}.path": Rule(None, _model),
+  f"{MODEL}.lora_rank": Rule(0, _lora),
+  f"{MODEL}.lora_alpha": Rule(16),
+  f"{MODEL}.target_modules": Rule("all-linear"),
+  f"{MODEL}.enable_gradient_checkpointing": Rule(
+    True, "model.remat", rules.REMAT
+  ),
   "actor_rollout_ref.ref.fsdp_config.param_offload": Rule(
     False, "model.reference", _offload
-  )
-}
-TABLE |= _below(
-  "data",
-  {
-    "train_files": Rule(None, rules.data),
-    "val_files": Rule(None, _held_out),
-    "prompt_key": Rule("prompt", "data.options.prompt", _prompt_key),
-    "max_prompt_length": Rule(512, "data.max_prompt_length"),
-    "max_response_length": Rule(512, "sampling.max_new_tokens"),
-    "train_batch_size": Rule(1024, "batch_size"),
-    "gen_batch_size": Rule(),
-    "truncation": Rule("error", _truncation),
-    "filter_overlong_prompts": Rule(False, "data.too_long", _too_long),
-    "apply_chat_template_kwargs": Rule(None, rules.template_options),
-    "seed": Rule(None, "seed", _seed),
-  },
-)
-TABLE |= {
+  ),
+  "data.train_files": Rule(None, rules.data),
+  "data.val_files": Rule(
+    differs="held-out problems are the test split of the same data"
+  ),
+  "data.prompt_key": Rule("prompt", "data.options.prompt", _prompt_key),
+  "data.max_prompt_length": Rule(512, "data.max_prompt_length"),
+  "data.max_response_length": Rule(512, "sampling.max_new_tokens"),
+  "data.filter_overlong_prompts": Rule(
+    False, "data.too_long", {True: "drop", False: "refuse"}
+  ),
+  "data.apply_chat_template_kwargs": Rule(None, rules.template_options),
   f"{REWARD}.path": Rule(None, _rewards),
   f"{REWARD}.name": Rule("compute_score"),
   "custom_reward_function.path": Rule(),
@@ -531,64 +376,125 @@ TABLE |= {
   "reward_model.model.path": Rule(),
   "reward.reward_model.enable": Rule(False, _reward_model),
   "reward.reward_model.model_path": Rule(),
+  # Batches and length of the run.
+  "data.seed": Rule(None, "seed", _seed),
+  "data.train_batch_size": Rule(1024, "batch_size"),
+  "data.gen_batch_size": Rule(
+    differs="a step's first draw is a whole batch here (filter_groups.gen_parts"
+    " cuts the later ones)"
+  ),
+  f"{ROLLOUT}.n": Rule(1, _group_size),
+  f"{ACTOR}.ppo_mini_batch_size": Rule(256, _minibatches),
+  f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(None, _micro_batches),
+  f"{ACTOR}.ppo_epochs": Rule(1, "optim.epochs"),
+  "trainer.n_gpus_per_node": Rule(8),
+  "trainer.nnodes": Rule(1),
+  "trainer.total_training_steps": Rule(None, _steps),
+  "trainer.total_epochs": Rule(30),
+  "trainer.project_name": Rule("verl_examples"),
+  "trainer.experiment_name": Rule("gsm8k", rules.run_name),
+  "trainer.logger": Rule(("console", "wandb"), rules.trackers),
+  "trainer.save_freq": Rule(-1, "checkpoint.every", _every),
+  "trainer.test_freq": Rule(-1, "eval.every", _every),
+  "trainer.max_actor_ckpt_to_keep": Rule(
+    None, "checkpoint.keep", rules.none_for_0
+  ),
+  # Sampling.
+  f"{ROLLOUT}.temperature": Rule(1.0, "sampling.temperature"),
+  f"{ROLLOUT}.top_k": Rule(-1, rules.sampling_filter),
+  f"{ROLLOUT}.top_p": Rule(1.0, rules.sampling_filter),
+  # Advantages and loss.
+  "algorithm.adv_estimator": Rule("gae", _advantage),
+  "algorithm.norm_adv_by_std_in_grpo": Rule(True),
+  f"{ACTOR}.loss_agg_mode": Rule(
+    "token-mean",
+    "loss.weighting",
+    {
+      "token-mean": "token_mean",
+      "seq-mean-token-mean": "sequence_mean",
+      "seq-mean-token-sum": "sequence_sum",
+      "seq-mean-token-sum-norm": "fixed_length",
+    },
+  ),
+  f"{ACTOR}.loss_scale_factor": Rule(
+    differs="with loss_agg_mode = seq-mean-token-sum-norm sums are divided by"
+    " sampling.max_new_tokens: scale the learning rate"
+  ),
+  f"{ACTOR}.policy_loss.loss_mode": Rule("vanilla", _surrogate),
+  f"{ACTOR}.clip_ratio": Rule(
+    0.2,
+    differs="verl takes clip_ratio_low and clip_ratio_high, and this only where"
+    " they are null",
+  ),
+  f"{ACTOR}.clip_ratio_low": Rule(0.2),
+  f"{ACTOR}.clip_ratio_high": Rule(0.2),
+  f"{ACTOR}.clip_ratio_c": Rule(3.0),
+  f"{ACTOR}.tau_pos": Rule(1.0),
+  f"{ACTOR}.tau_neg": Rule(1.05),
+  f"{ACTOR}.entropy_coeff": Rule(0.0, _entropy),
+  f"{ACTOR}.use_kl_loss": Rule(False, _kl),
+  f"{ACTOR}.kl_loss_coef": Rule(0.001),
+  f"{ACTOR}.kl_loss_type": Rule("low_var_kl"),
+  "algorithm.use_kl_in_reward": Rule(
+    False,
+    differs="the penalty is of the whole completion here, there of each token",
+  ),
+  "algorithm.kl_penalty": Rule("kl"),
+  "algorithm.kl_ctrl.kl_coef": Rule(0.001),
+  f"{CORRECTION}.rollout_is": Rule(None, _correction),
+  f"{CORRECTION}.rollout_is_threshold": Rule("2.0"),
+  f"{FILTER}.enable": Rule(False, _filter_groups),
+  f"{FILTER}.metric": Rule(),
+  f"{FILTER}.max_num_gen_batches": Rule(0),
+  # Optimizer.
+  f"{ACTOR}.optim.optimizer": Rule("AdamW", rules.optimizer),
+  f"{ACTOR}.optim.lr": Rule(1e-6, "optim.learning_rate"),
+  f"{ACTOR}.optim.lr_warmup_steps": Rule(-1, _warmup),
+  f"{ACTOR}.optim.lr_warmup_steps_ratio": Rule(0.0),
+  f"{ACTOR}.optim.lr_scheduler_type": Rule("constant", rules.schedule),
+  f"{ACTOR}.optim.weight_decay": Rule(0.01, "optim.weight_decay"),
+  f"{ACTOR}.optim.betas": Rule((0.9, 0.999), _betas),
+  f"{ACTOR}.optim.clip_grad": Rule(
+    1.0, "optim.max_grad_norm", rules.max_grad_norm
+  ),
+  f"{ACTOR}.grad_clip": Rule(1.0, "optim.max_grad_norm", _max_norm_of_actor),
 }
-TABLE |= _below(
-  "trainer",
-  {
-    "total_training_steps": Rule(None, _steps),
-    "total_epochs": Rule(30),
-    "project_name": Rule("verl_examples"),
-    "experiment_name": Rule("gsm8k", rules.run_name),
-    "logger": Rule(("console", "wandb"), rules.trackers),
-    "save_freq": Rule(-1, "checkpoint.every", _every),
-    "test_freq": Rule(-1, "eval.every", _every),
-    "max_actor_ckpt_to_keep": Rule(None, "checkpoint.keep", rules.none_for_0),
-    "n_gpus_per_node": Rule(8),
-    "nnodes": Rule(1),
-  },
-)
 
-_NOTHING = "nothing here does that"
 IGNORED = {
-  "defaults*": "",
-  "hydra*": "",
-  "*_target_": "",
-  "data.apply_chat_template_kwargs*": "",
-  "*custom_reward_function.reward_kwargs.*": "",
-  "critic.*": "there is no critic: advantages come from groups",
-  "algorithm.gamma*": "rewards are of whole completions",
-  "algorithm.lam*": "rewards are of whole completions",
-  "algorithm.*": _NOTHING,
-  f"{ROLLOUT}.val_kwargs*": "evaluations are greedy: grpojax.evaluate has more",
-  f"{ROLLOUT}.log_prob*": "see logits_chunk and optim.micro_batches",
-  f"{ROLLOUT}.multi_turn*": "one turn a completion",
-  f"{ROLLOUT}.calculate_log_probs": "they are always known",
-  f"{ROLLOUT}.do_sample": "training always samples",
-  f"{ROLLOUT}.*": "there is no inference engine: sampling is in the program",
-  "actor_rollout_ref.ref.*": "see model.reference, mesh and logits_chunk",
-  f"{ACTOR}.fsdp_config*": "mesh.fsdp shards parameters and optimizer state",
-  f"{ACTOR}.megatron*": "see mesh.tensor and mesh.expert",
-  f"{ACTOR}.strategy": "see mesh",
-  f"{ACTOR}.ulysses*": "sequences are not cut over devices",
-  f"{ACTOR}.use_dynamic_bsz": "optim.packing puts short completions together",
-  f"{ACTOR}.ppo_max_token_len*": "see optim.micro_batches and optim.packing",
-  f"{MODEL}.use_remove_padding": "optim.packing does that",
-  "actor_rollout_ref.*": _NOTHING,
-  "data.shuffle*": "prompts are always shuffled, each epoch anew",
-  "data.return_raw_chat": "rewards get the messages",
-  "data.reward_fn_key": "reward functions find it in data_source",
-  "data.*": _NOTHING,
-  "reward.*": "see reward.*",
-  "reward_*.*": "see reward.*",
-  "custom_reward_function.*": "see reward.*",
-  "trainer.val_before_train": "accuracy is always measured before",
-  "trainer.resume_mode": "the same command resumes",
-  "trainer.default_local_dir": "--run_dir says where",
-  "trainer.critic_warmup": "there is no critic",
-  "trainer.balance_batch": "completions are packed",
-  "trainer.*": _NOTHING,
-  "ray_kwargs*": "there is no Ray: one program on all devices",
-  "ray_init*": "there is no Ray: one program on all devices",
+  "": "defaults* hydra* *_target_ data.apply_chat_template_kwargs*"
+  " *custom_reward_function.reward_kwargs.*",
+  "there is no critic: advantages come from groups": (
+    "critic.* trainer.critic_warmup"
+  ),
+  "rewards are of whole completions": "algorithm.gamma* algorithm.lam*",
+  "loss.beta is fixed": "algorithm.kl_ctrl.type",
+  "loss.correction has token_mask and sequence_mask, which leave the tokens in"
+  " the mean": f"{CORRECTION}.rollout_rs*",
+  "evaluations are greedy: grpojax.evaluate has more": f"{ROLLOUT}.val_kwargs*",
+  "one turn a completion": f"{ROLLOUT}.multi_turn*",
+  "they are always known": f"{ROLLOUT}.calculate_log_probs",
+  "training always samples": f"{ROLLOUT}.do_sample",
+  "see logits_chunk, optim.micro_batches and optim.packing": (
+    f"{ROLLOUT}.log_prob* {ACTOR}.ppo_max_token_len* {ACTOR}.use_dynamic_bsz"
+    f" {MODEL}.use_remove_padding trainer.balance_batch"
+  ),
+  "there is no inference engine: sampling is in the program": f"{ROLLOUT}.*",
+  "see model.reference, mesh and logits_chunk": "actor_rollout_ref.ref.*",
+  "see mesh.fsdp, mesh.tensor and mesh.expert": (
+    f"{ACTOR}.fsdp_config* {ACTOR}.megatron* {ACTOR}.strategy"
+  ),
+  "sequences are not cut over devices": f"{ACTOR}.ulysses*",
+  "prompts are never cut: see data.too_long": "data.truncation",
+  "prompts are always shuffled, each epoch anew": "data.shuffle*",
+  "rewards get the messages, and data_source": (
+    "data.return_raw_chat data.reward_fn_key"
+  ),
+  "see reward.*": "reward.* reward_*.* custom_reward_function.*",
+  "accuracy is always measured before": "trainer.val_before_train",
+  "the same command resumes": "trainer.resume_mode",
+  "--run_dir says where": "trainer.default_local_dir",
+  "there is no Ray: one program on all devices": "ray_kwargs* ray_init*",
+  "nothing here does that": "algorithm.* actor_rollout_ref.* data.* trainer.*",
 }
 
 LIBRARY = Library(
