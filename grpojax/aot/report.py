@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -223,6 +223,16 @@ def _gib(size: float) -> str:
   return f"{size / GIB:.2f}"
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+  """Writes rows of a title and cells as lines, in columns."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = []
+  for title, *cells in rows:
+    padded = (f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
+    lines.append("  ".join([f"{title:<{widths[0]}}", *padded]))
+  return lines
+
+
 def lines(found: dict[str, Any]) -> list[str]:
   """A report for people."""
   every = found["parts"]
@@ -256,11 +266,7 @@ def lines(found: dict[str, Any]) -> list[str]:
   row("  if all overlaps", lambda p: f"{p['overlapped_seconds']:.3g}")
   row("  of the token loop", lambda p: f"{p['token_loop_seconds']:.3g}")
   row("seconds to compile", lambda p: f"{p['compile_seconds']:.0f}")
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  for title, *cells in rows:
-    padded = (f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True))
-    out.append("  ".join([f"{title:<{widths[0]}}", *padded]))
-  return [*out, "", *_verdict(found)]
+  return [*out, *table(rows), "", *_verdict(found)]
 
 
 def _sent(size: float) -> str:
