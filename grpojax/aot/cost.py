@@ -75,17 +75,11 @@ class Cost(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """All collectives of one kind.
-
-  Attributes:
-    instructions: Number of them in the program.
-    runs: Number of their runs.
-    bytes: Bytes that each device sends in all runs.
-  """
+  """Sums over all collectives of one kind."""
 
   instructions: int
   runs: int
-  bytes: int
+  bytes: int  # that each device sends in all runs
 
 
 def by_kind(cost: Cost) -> dict[str, Kind]:
@@ -103,25 +97,15 @@ def heaviest(cost: Cost, count: int = 10) -> list[InstructionCost]:
 
 
 class _Walk(NamedTuple):
-  """State of the walk through a program, at one computation.
-
-  Attributes:
-    module: Program.
-    token_loop_trips: Number of trips for loops of which none is known.
-    trips: Number of runs of the computation.
-    in_token_loop: True where the token loop runs it.
-    constants: Known elements of the state of the loop that it is the body of.
-    op_name: op_name of its caller, for instructions that have none.
-    token_loops: op_names of the token loops, added to.
-  """
+  """State of the walk through a program, at one computation."""
 
   module: Module
-  token_loop_trips: int
-  trips: int
+  token_loop_trips: int  # for loops of which no count is known
+  trips: int  # of the computation
   in_token_loop: bool
-  constants: trips.Constants
-  op_name: str
-  token_loops: list[str]
+  constants: trips.Constants  # of the loop that it is the body of
+  op_name: str  # of the caller, for instructions that have none
+  token_loops: list[str]  # op_names, added to
 
 
 def _loop(

@@ -17,20 +17,12 @@ class _State(NamedTuple):
 
 
 class _Scope(NamedTuple):
-  """Computation in which values are looked up.
-
-  Attributes:
-    module: Program.
-    computation: Computation of the values.
-    arguments: Functions that give the values of a fused computation's
-      parameters.
-    constants: Known elements of the state of a loop's body.
-  """
+  """Computation in which values are looked up."""
 
   module: Module
   computation: Computation
-  arguments: tuple[Callable[[], Any], ...] = ()
-  constants: Constants = {}
+  arguments: tuple[Callable[[], Any], ...] = ()  # of a fused computation
+  constants: Constants = {}  # of a loop's body
 
 
 def _inside(scope: _Scope, fusion: Instruction) -> _Scope:

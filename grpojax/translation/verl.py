@@ -246,7 +246,7 @@ def _surrogate(theirs: Theirs, name: str) -> Items:
 
 
 def _bounds(theirs: Theirs, surrogate: str) -> Items:
-  """How far ratios count."""
+  """Bounds of the importance ratios, or temperatures in their place."""
   both = f"{ACTOR}.clip_ratio"
   low_name, high_name = f"{both}_low", f"{both}_high"
   if surrogate == "sapo":
