@@ -74,9 +74,9 @@ def find(kind: str, count: int, dtype: Any) -> Machine:
   """
   chip = chips.of_kind(kind)
   if chip:
-    one = chips.device(chip)
+    device = chips.device(chip)
     source = f"bfloat16, {chip.source}"
-    return Machine(kind, count, one.flops, one.hbm_bandwidth, source)
+    return Machine(kind, count, device.flops, device.hbm_bandwidth, source)
   # One device of a CPU can have all its cores, which the others share.
   share = count if kind == "cpu" else 1
   flops, bandwidth = (peak / share for peak in measured(dtype))
