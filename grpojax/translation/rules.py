@@ -394,13 +394,12 @@ def trackers(theirs: Theirs, name: str) -> Items:
   """Places for metrics besides the run directory."""
   value = theirs[name]
   names = [value] if isinstance(value, str) else list(value or ())
-  known = tuple(one for one in names if one in TRACKERS)
+  known = tuple(tracker for tracker in names if tracker in TRACKERS)
   yield theirs.setting("log.trackers", known, name)
-  for one in names:
-    if one not in (*TRACKERS, "console", "none", "all"):
-      yield Missing(
-        name, f"{one!r}: the trackers here are {', '.join(TRACKERS)}"
-      )
+  for other in sorted({*names} - {*TRACKERS, "console", "none", "all"}):
+    yield Missing(
+      name, f"{other!r}: the trackers here are {', '.join(TRACKERS)}"
+    )
 
 
 MAX_COMPLETIONS = 2**20  # of an update; published runs have thousands

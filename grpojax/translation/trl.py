@@ -190,12 +190,12 @@ def _rewards(theirs: Theirs, name: str) -> Items:
   } or {"math_answer": 1.0}
   yield Setting("reward.functions", tuple(ours), name)
   yield theirs.setting("reward.weights", tuple(ours.values()), "reward_weights")
-  for one in models[:1]:
-    yield Setting("reward.model", one, name)
-    yield Setting("reward.model_weight", float(weight_of.get(one, 1.0)))
-    yield Differs(name, f"{one!r}: a directory, by its path")
-  for one in models[1:]:
-    yield Missing(name, f"{one!r}: there is one reward model")
+  for model in models[:1]:
+    yield Setting("reward.model", model, name)
+    yield Setting("reward.model_weight", float(weight_of.get(model, 1.0)))
+    yield Differs(name, f"{model!r}: a directory, by its path")
+  for model in models[1:]:
+    yield Missing(name, f"{model!r}: there is one reward model")
   yield Differs(
     name,
     f"the first, {next(iter(ours))}, says what evaluations count as right",

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import sys
 
 import pytest
 
