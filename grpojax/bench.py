@@ -53,7 +53,7 @@ FLAGS = {
 
 
 def _check_workload(name: str, argv: list[str]) -> None:
-  """Refuses a workload that there is not, or beside a config."""
+  """Refuses a command line with neither workload nor config, or with both."""
   names = ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
@@ -105,17 +105,17 @@ def main(argv: list[str]) -> None:
     validate(config)
     if not flags.workload:
       run = configured.open_run(config)
-  counts = flags.steps, flags.warmup
+  steps, warmup = flags.steps, flags.warmup
   if flags.workload:
-    found = side_by_side.measure(flags.workload, config, *counts)
-    text = json.dumps(found)
+    report = side_by_side.measure(flags.workload, config, steps, warmup)
+    text = json.dumps(report)
   else:
-    found = configured.measure(run, *counts)
-    text = "\n".join(configured.lines(found))
+    report = configured.measure(run, steps, warmup)
+    text = "\n".join(configured.lines(report))
   try:  # first, for the screen may be gone; and so may the disk
     if out:
       with command_line.usage_errors():
-        records.write_json(out, found)
+        records.write_json(out, report)
   finally:
     print(text, flush=True)
 

@@ -75,16 +75,16 @@ def main(argv: list[str]) -> int:
       batch_sizes.check(config, mesh)
       run = programs.open_run(config, mesh)
   if flags.search:
-    found = search.search(config, devices, flags.topology, chip, _say)
-    text = search.lines(found)
+    result = search.search(config, devices, flags.topology, chip, _say)
+    text = search.lines(result)
   else:
-    found = report.report(run, flags.topology, chip, _say)
-    text = report.lines(found)
+    result = report.report(run, flags.topology, chip, _say)
+    text = report.lines(result)
   print("\n".join(text), flush=True)
   if out:
     with command_line.usage_errors():
-      records.write_json(out, found)
-  return 0 if found["fits"] else DOES_NOT_FIT
+      records.write_json(out, result)
+  return 0 if result["fits"] else DOES_NOT_FIT
 
 
 if __name__ == "__main__":

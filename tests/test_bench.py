@@ -73,15 +73,6 @@ def test_one_json_line(monkeypatch, tmp_path, capsys):
   assert config.model.remat == "none" and config.loss.beta == 0.04
 
 
-def test_help(capsys):
-  with pytest.raises(SystemExit) as exit_:
-    bench.main(["--help"])
-  assert exit_.value.code == 0
-  text = capsys.readouterr().out
-  for word in ("--workload=fixed|tail|long_prompt|arithmetic", "--warmup=2"):
-    assert word in text
-
-
 UNFIT = {
   "--workload=fixed --config.mesh.tensor=999": "multiple of 999",
   "--workload=arithmetic --config.mesh.tensor=999": "multiple of 999",
@@ -99,16 +90,6 @@ def test_weights_that_are_not_there(monkeypatch, tmp_path):
   monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "none"))
   with pytest.raises(SystemExit, match="error: PEERS_MODEL_DIR=.*/none is no"):
     bench.main(["--workload=fixed"])
-
-
-def test_parts_can_be_timed(monkeypatch):
-  given = []
-  monkeypatch.setattr(
-    side_by_side, "measure", lambda *args: given.append(args[1]) or {}
-  )
-  words = "--config.sampling.parts=2 --config.reward.workers=2"
-  bench.main(["--workload=arithmetic", *words.split()])
-  assert given[0].sampling.parts == given[0].reward.workers == 2
 
 
 def test_what_was_measured_is_printed_whatever_the_disk_says(

@@ -35,17 +35,17 @@ from grpojax.training.policy import Policy
 
 
 class Run(NamedTuple):
-  """A training run as shapes.
+  """Training run as shapes.
 
   Attributes:
-    config: the run's.
-    model: the shape of its model.
-    policy: its functions, with abstract parameters.
-    mesh: of training.
-    state: abstract, with shardings.
-    ref_params: abstract, {} with adapters, or None.
-    group_size: G.
-    prompts: B.
+    config: Config of the run.
+    model: Shape of its model.
+    policy: Functions of the model, with abstract parameters.
+    mesh: Mesh of training.
+    state: Abstract state, with shardings.
+    ref_params: Abstract parameters of the reference, {} with adapters, or None.
+    group_size: Number of completions a prompt, G.
+    prompts: Number of prompts a step, B.
   """
 
   config: ConfigDict
@@ -59,11 +59,11 @@ class Run(NamedTuple):
 
 
 def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
-  """A model's directory and its config.json.
+  """Reads a model's directory and its config.json.
 
   Args:
-    path: as `policy.find_model` takes it, or a config.json by itself, of any
-      name.
+    path: Path or name, as `policy.find_model` takes it, or a config.json by
+      itself, of any name.
 
   Raises:
     ValueError: there is none, or it is not of a model.
@@ -105,15 +105,15 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 
-  def one(x):
-    place = mesh_lib.activation_sharding(mesh, x.shape, *names)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+  def laid_out(x):
+    sharding = mesh_lib.activation_sharding(mesh, x.shape, *names)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  return jax.tree.map(one, x)
+  return jax.tree.map(laid_out, x)
 
 
 def open_run(config: ConfigDict, mesh: Mesh) -> Run:
-  """What `training.start` opens, without weights, data or tokenizer.
+  """Opens a run as `training.start` does, without weights, data or tokenizer.
 
   Raises:
     ValueError: a model or targets of adapters that do not fit; with
@@ -144,33 +144,32 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   )
   leaves = config_lib.flatten(config)
   auto = config.group_size == group_sizes.AUTO
-  size = config.auto_group_size.start if auto else config.group_size
+  group_size = config.auto_group_size.start if auto else config.group_size
   run = Run(
-    config,
-    hf.to_transformer_config(hf_config),
-    policy,
-    mesh,
-    sharding.placed(state, mesh),
-    ref_params,
-    size,
-    group_sizes.samples_per_step(leaves) // size,
+    config=config,
+    model=hf.to_transformer_config(hf_config),
+    policy=policy,
+    mesh=mesh,
+    state=sharding.placed(state, mesh),
+    ref_params=ref_params,
+    group_size=group_size,
+    prompts=group_sizes.samples_per_step(leaves) // group_size,
   )
   if config.reward.on_device:
-    _device_prompts(run)  # what they are refused for is said here
+    _device_prompts(run)  # refuses data that cannot be read
   return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Of a step, or of one of the parts in which it is sampled."""
+  """Prompts of a step, or of one of the parts in which it is sampled."""
   shape = run.prompts // parts, run.config.data.max_prompt_length
-  both = Prompts(
-    jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
-  )
-  return _rows(both, mesh, "batch")
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+  mask = jax.ShapeDtypeStruct(shape, bool)
+  return _rows(Prompts(ids, mask), mesh, "batch")
 
 
 def _device_prompts(run: Run) -> Prompts:
-  """As the data give them: with what the reward wants to know."""
+  """Prompts as the data give them, with the targets of the reward."""
   examples = splits.load_examples(run.config, "train")
   batches = prompts.training_batches(
     run.config, run.policy, examples, run.group_size
@@ -179,59 +178,73 @@ def _device_prompts(run: Run) -> Prompts:
 
 
 def names(config: ConfigDict) -> tuple[str, ...]:
-  """The programs of a step, in their order."""
+  """Names of the programs of a step, in their order."""
   if config.reward.on_device:
     return ("step",)
   return ("rollout", "reference", "update")
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """One of the programs of a step, on its mesh.
-
-  Args:
-    run: from `open_run`.
-    name: of `names`.
-  """
-  config, policy, state = run.config, run.policy, run.state
-  shardings = jax.tree.map(lambda x: x.sharding, state)
-  args = config, policy, run.group_size, optimizer(config), shardings
+  """Lowers the program of a step that is called `name`, on its mesh."""
+  config, state = run.config, run.state
+  options = {
+    "config": config,
+    "policy": run.policy,
+    "group_size": run.group_size,
+    "tx": optimizer(config),
+    "shardings": jax.tree.map(lambda x: x.sharding, state),
+  }
   if name == "step":
     with jax.set_mesh(run.mesh):
-      program = device_step.make_device_program(*args)
-      given = state, _device_prompts(run), run.ref_params
-      return policy_lib.lower(program, *given)
-  sample, compare, learn = host_step.make_programs(*args)
+      program = device_step.make_device_program(**options)
+      prompts_of_step = _device_prompts(run)
+      return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
+  sample, make_batch, update = host_step.make_programs(**options)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  parts, key = config.sampling.parts, jax.eval_shape(_key)
+  key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(sampling):
     if name == "rollout":
-      numbered = parts > 1 or config.filter_groups.enable
-      first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
-      asked = _prompts(run, sampling, parts)
-      given = state.params, asked, key, *first
-      if sampling is not run.mesh:
-        sample = samplers.laid_out(sample, sampling, *given)
-      return policy_lib.lower(sample, *given)
+      return _lower_rollout(run, sample, sampling, key)
     whole = _prompts(run, sampling)
     samples = jax.eval_shape(sample, state.params, whole, key)
-  shape = run.prompts, run.group_size
-  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  rows, values = _as_rows(samples, run.mesh), None
+  arguments = _batch_arguments(run, samples)
+  with jax.set_mesh(run.mesh):
+    if name == "reference":
+      return policy_lib.lower(make_batch, *arguments)
+    batch, _ = jax.eval_shape(make_batch, *arguments)
+    return policy_lib.lower(update, state, _as_rows(batch, run.mesh))
+
+
+def _lower_rollout(
+  run: Run, sample: Any, mesh: Mesh, key: jax.ShapeDtypeStruct
+) -> jax.stages.Lowered:
+  """Lowers the sampler, for one of the parts in which a step is sampled."""
+  parts = run.config.sampling.parts
+  arguments = [run.state.params, _prompts(run, mesh, parts), key]
+  if parts > 1 or run.config.filter_groups.enable:
+    arguments.append(jax.ShapeDtypeStruct((), jnp.int32))  # the first sample's
+  if mesh is not run.mesh:
+    sample = samplers.laid_out(sample, mesh, *arguments)
+  return policy_lib.lower(sample, *arguments)
+
+
+def _batch_arguments(run: Run, samples: PyTree) -> tuple[Any, ...]:
+  """Arguments of the program that makes a batch of samples and rewards."""
+  config, shape = run.config, (run.prompts, run.group_size)
+  values = None  # of each reward function, where they are normalised
   if from_config.aggregation(config):
     functions = len(config.reward.functions) + bool(config.reward.model)
     values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
     values = _rows(values, run.mesh, None, "batch", "group")
-  given = state.params, rows, rewards, run.ref_params
-  given = *given, None, state.score_norms, values
-  with jax.set_mesh(run.mesh):
-    if name == "reference":
-      return policy_lib.lower(compare, *given)
-    batch, _ = jax.eval_shape(compare, *given)
-    return policy_lib.lower(learn, state, _as_rows(batch, run.mesh))
-
-
-def _key() -> jax.Array:
-  return jax.random.key(0)
+  return (
+    run.state.params,
+    _as_rows(samples, run.mesh),
+    jax.ShapeDtypeStruct(shape, jnp.float32),  # rewards
+    run.ref_params,
+    None,
+    run.state.score_norms,
+    values,
+  )
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

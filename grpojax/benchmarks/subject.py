@@ -39,14 +39,14 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Subject(NamedTuple):
-  """What is timed.
+  """Run that is timed.
 
   Attributes:
-    run: its shapes.
-    policy: with its frozen weights, if there are any.
-    state: before the first step.
-    ref_params: as of `host_step.make_host_step`.
-    tx: the optimizer.
+    run: Shapes of the run.
+    policy: Policy with its frozen weights, if there are any.
+    state: State before the first step.
+    ref_params: Reference, as `host_step.make_host_step` takes it.
+    tx: Optimizer.
   """
 
   run: programs.Run
@@ -70,18 +70,14 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 
 def check_memory(run: programs.Run) -> None:
-  """Refuses what cannot fit, as a training run does.
-
-  Raises:
-    ValueError: the parts, and what to change.
-  """
+  """Refuses by a ValueError what cannot fit, as a training run does."""
   phases = memory.training(run.config, run.model, run.mesh)
   limit = device_memory.device_bytes(run.mesh.local_devices[0])
   memory.refuse(phases, limit)
 
 
 def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
-  """Fresh weights, each where it belongs."""
+  """Fresh weights of these shapes and shardings."""
 
   def init(key):
     params = run.policy.lm.init(key)
@@ -94,11 +90,11 @@ def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
 def open_subject(
   run: programs.Run, weights: pathlib.Path | None = None
 ) -> Subject:
-  """Weights, optimizer state and reference of a run on shapes.
+  """Opens weights, optimizer state and reference of a run on shapes.
 
   Args:
-    run: from `programs.open_run`.
-    weights: a model directory to read them from; None draws them.
+    run: Run, from `programs.open_run`.
+    weights: Model directory to read them from; None draws them.
 
   Raises:
     ValueError: weights that do not fit.
@@ -107,7 +103,7 @@ def open_subject(
   policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
-  key, shardings = jax.random.key(config.seed), run.state
+  key = jax.random.key(config.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   if weights is None:
     params = _random(run, shapes, key)
@@ -131,7 +127,7 @@ def open_subject(
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
-  """Prompts of the configured length, whose ids are uniform."""
+  """Yields prompts of the configured length, whose ids are uniform."""
   rng, vocab = np.random.default_rng(run.config.seed), run.model.vocab_size
   shape = run.prompts, run.config.data.max_prompt_length
   while True:
@@ -148,12 +144,13 @@ def host_steps(
   batches: Iterable[Prompts],
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Rows:
-  """Steps with the reward `workloads.count_a`; the metrics of each.
+  """Yields the metrics of steps with the reward `workloads.count_a`.
 
   Args:
-    subject: from `open_subject`, of a config whose reward that is.
-    batches: the prompts, a step each.
-    budgets: see `samplers.sampler_program`.
+    subject: Subject, from `open_subject`, of a config with that reward.
+    batches: Prompts of each step.
+    budgets: Function from prompts to the greatest lengths of their
+      completions, see `samplers.sampler_program`.
   """
   run = subject.run
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
@@ -181,7 +178,7 @@ def host_steps(
 
 
 def device_steps(subject: Subject, count: int) -> Rows:
-  """Steps of a config with reward.on_device, with its prompts and reward."""
+  """Yields the metrics of `count` steps of a config with reward.on_device."""
   run = subject.run
   config, policy = run.config, subject.policy
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
@@ -196,7 +193,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
     step = device_step.make_device_step(
       config, policy, run.group_size, subject.tx, subject.ref_params, shardings
     )
-    for prompts, given in batches:
+    for prompts, examples in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = step(state, prompts, given, False)
+      state, row, *_ = step(state, prompts, examples, False)
       yield row

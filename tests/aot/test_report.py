@@ -31,7 +31,7 @@ FLOPS = {
   "a reference": ({"loss.beta": 0.1}, 2 + 2 + 6),
   "epochs": ({"optim.epochs": 3, "loss.old_logprobs": "rollout"}, 2 + 3 * 6),
   "rescored": (
-    {"optim.minibatches": 2, "loss.old_logprobs": "reward_pool"},
+    {"optim.minibatches": 2, "loss.old_logprobs": "trainer"},
     2 + 2 + 6,
   ),
   "tokens of highest entropy": (
@@ -42,7 +42,7 @@ FLOPS = {
     {"loss.top_entropy_quantile": 0.2, "optim.micro_batches": 1},
     2 + 6,
   ),
-  "on-policy": ({"loss.old_logprobs": "reward_pool"}, 2 + 6),
+  "on-policy": ({"loss.old_logprobs": "trainer"}, 2 + 6),
   "adapters": ({"lora.rank": 4, "loss.beta": 0.1}, 2 + 2 + 4),
 }
 

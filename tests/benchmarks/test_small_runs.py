@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpojax import bench
-from grpojax.benchmarks import configured, machine, side_by_side, workloads
+from grpojax.benchmarks import configured, limits, side_by_side, workloads
 from grpojax.models import hf
 from grpojax.models.transformer import transformer
 
@@ -82,7 +82,7 @@ def test_another_model_is_refused(config, monkeypatch, tmp_path):
 
 
 def test_a_config(config, monkeypatch, tmp_path):
-  monkeypatch.setattr(machine, "measured", lambda dtype: (1e9, 2e9))
+  monkeypatch.setattr(limits, "measured", lambda dtype: (1e9, 2e9))
   file = tmp_path / "model.json"
   file.write_text(json.dumps(workloads.MODEL))
   config.model.path = str(file)
