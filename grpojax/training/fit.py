@@ -23,7 +23,6 @@ from ml_collections import ConfigDict
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
-  checkpoint_files,
   command_line,
   disk,
   distributed,
@@ -292,7 +291,7 @@ def run(
         report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
-      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
@@ -301,5 +300,5 @@ def run(
         raise disk.WriteFailed(said) from error
       if not disk.refuses(error):
         raise
-      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
       raise disk.WriteFailed(f"{error}; {last}") from error

@@ -8,7 +8,7 @@ import shutil
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import bucket, checkpoint_files
+from grpojax.runtime import bucket, checkpoint
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
@@ -90,15 +90,13 @@ def say_restart(path: str | os.PathLike) -> None:
   """Says where a run goes on that has no checkpoint: at its first step."""
   path = pathlib.Path(path)
   kept = run_storage.checkpoints(path)
-  if _has_begun(path) and not checkpoint_files.complete(kept):
+  if _has_begun(path) and not checkpoint.complete(kept):
     print(f"{path} has no checkpoint: it starts again at step 1", flush=True)
 
 
 def steps_done(path: str | os.PathLike) -> int:
   """Steps of the newest checkpoint; 0 where there is none."""
-  return max(
-    checkpoint_files.complete(run_storage.checkpoints(path)), default=0
-  )
+  return max(checkpoint.complete(run_storage.checkpoints(path)), default=0)
 
 
 def check(path: str | os.PathLike, config: ConfigDict) -> bool:
@@ -161,7 +159,7 @@ def check(path: str | os.PathLike, config: ConfigDict) -> bool:
 def _check_checkpoints(path: pathlib.Path) -> None:
   """Refuses a run that has come to its end, and cannot go on from there."""
   left = run_storage.checkpoints(path)
-  if _has_ended(path) and not checkpoint_files.complete(left):
+  if _has_ended(path) and not checkpoint.complete(left):
     raise ValueError(
       f"{path} has a trained model, and no checkpoint that more steps could "
       f"go on from: put {left} back, or train {path / MODEL} in another "

@@ -12,7 +12,7 @@ import uuid
 import fsspec
 import pytest
 
-from grpojax.runtime import bucket, bucket_lock, disk
+from grpojax.runtime import bucket, disk
 
 CHECKPOINT = "checkpoints/2/_CHECKPOINT_METADATA"
 
@@ -24,14 +24,14 @@ def url():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-  monkeypatch.setattr(bucket_lock, "BEAT", 0.04)
-  monkeypatch.setattr(bucket_lock, "LEASE", 0.4)
+  monkeypatch.setattr(bucket, "BEAT", 0.04)
+  monkeypatch.setattr(bucket, "LEASE", 0.4)
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   bucket.local.cache_clear()
 
 
 def opened(url, **changes):
-  settings = {"stays": (), "is_main": True, "several": False} | changes
+  settings = {"by_orbax": (), "is_main": True, "several": False} | changes
   return bucket.opened(url, **settings)
 
 
@@ -121,7 +121,7 @@ def test_a_part_of_a_checkpoint_is_none(url):
   steps = "checkpoints/2/state/d", "checkpoints/3/state/d"
   for name in ("config.json", CHECKPOINT, *steps):
     fs.pipe_file(f"{root}/{name}", b"0")
-  with opened(url, stays=("checkpoints",)) as (local, _):
+  with opened(url, by_orbax=("checkpoints",)) as (local, _):
     found = [str(x.relative_to(local)) for x in local.rglob("*")]
     assert "checkpoints/2/state/d" in found and CHECKPOINT in found
     assert not any("checkpoints/3" in name for name in found)
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_is_being_removed_is_none(with_checkpoint):
 def test_what_a_cut_upload_left_is_removed(with_checkpoint):
   fs, root = fsspec.core.url_to_fs(with_checkpoint)
   fs.pipe_file(f"{root}/checkpoints/3/data", b"0")
-  with opened(with_checkpoint, stays=("checkpoints",)) as (local, _):
+  with opened(with_checkpoint, by_orbax=("checkpoints",)) as (local, _):
     assert not (local / "checkpoints" / "3").exists()
   assert steps(with_checkpoint) == {"2"}
 
@@ -183,11 +183,11 @@ def test_checkpoints_without_a_config_are_somebody_elses(url):
   fs, root = fsspec.core.url_to_fs(url)
   fs.pipe_file(f"{root}/checkpoints/100/data", b"0")
   with pytest.raises(ValueError, match="is not a run"):
-    with opened(url, stays=("checkpoints",)):
+    with opened(url, by_orbax=("checkpoints",)):
       pass
-  here = bucket.Bucket(url, fs, root, None, ("checkpoints",), {})
+  here = bucket._Bucket(url, fs, root, ("checkpoints",), True, None, {})
   with pytest.raises(ValueError, match="is not a run"):
-    bucket._find_run(here, ("checkpoints",))  # where they are not copied
+    bucket._find_run(here)  # where they are not copied
 
 
 @pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
@@ -217,7 +217,7 @@ def test_a_lock_that_is_gone_is_lost(url):
   with pytest.raises(disk.WriteFailed, match="was removed"):
     with opened(url) as (local, _):
       fs.rm_file(f"{root}/.lock")
-      threading.Event().wait(10 * bucket_lock.BEAT)
+      threading.Event().wait(10 * bucket.BEAT)
       write(local, metrics="1")
   assert names(url) == []
 
@@ -264,7 +264,7 @@ def test_who_was_taken_over_writes_no_more(url):
       write(local, metrics="1")
       sync()
       fs.pipe_file(f"{root}/.lock", json.dumps({"token": "other"}).encode())
-      threading.Event().wait(10 * bucket_lock.BEAT)
+      threading.Event().wait(10 * bucket.BEAT)
       write(local, metrics="2")
       sync()
   assert read(url, "metrics") == "1"

@@ -18,7 +18,7 @@ from grpojax import train
 from grpojax.core.grpo_step import init_state
 from grpojax.data import datasets
 from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
+from grpojax.runtime import records
 from grpojax.training import opening, reporting, scoring, start
 from grpojax.training import policy as policy_lib
 
@@ -189,24 +189,6 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   summary = summary_of(run)
   assert summary["steps_with"]["rewards_missing"] == 3
   assert summary["failed_rewards"] == 3 * 4 * 8
-
-
-def test_notes_are_kept_with_a_state(tmp_path):
-  state = init_state({"x": jnp.zeros(2)}, optax.sgd(1.0), jax.random.key(0))
-  notes = {"baseline": {"accuracy": 0.25}, "data": {"train": [3, "abc"]}}
-  with checkpoint.open_checkpointer(tmp_path) as saved:
-    checkpoint.save(saved, 1, state, notes)
-    checkpoint.save(saved, 2, state)
-    checkpoint.wait(saved)
-    assert checkpoint.read_notes(saved, 1) == notes
-    assert checkpoint.read_notes(saved, 2) == {}
-    with pytest.raises(ValueError, match="no checkpoint of step 3"):
-      checkpoint.read_notes(saved, 3)
-  account = tmp_path / "1" / "_CHECKPOINT_METADATA"
-  account.write_text(account.read_text().replace("0.25", "0.35"))
-  with checkpoint.open_checkpointer(tmp_path, readonly=True) as saved:
-    with pytest.raises(ValueError, match="damaged.*its notes are not those"):
-      checkpoint.read_notes(saved, 1)
 
 
 def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
