@@ -151,8 +151,7 @@ def settle(config: ConfigDict, directory: pathlib.Path) -> ConfigDict | None:
     distributed.check_same(**files)
 
   def settle():
-    settled = run_config.with_date(directory, config)
-    settled = run_config.with_commits(directory, settled)
+    settled = run_config.with_pins(directory, config)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None

@@ -44,11 +44,7 @@ def opened(
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """Returns a model or a run to read: of a disk itself, of a bucket a copy.
-
-  Raises:
-    ValueError: the bucket cannot be read.
-  """
+  """Returns a model or a run to read: of a disk itself, of a bucket a copy."""
   if not bucket.is_url(path):
     return pathlib.Path(path)
   return bucket.local(os.fspath(path), _BY_ORBAX)
