@@ -15,7 +15,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.models import hf
@@ -101,14 +101,16 @@ def fetch(
   with _errors(name, kind), _quiet(), interrupts.noted() as came:
     try:
       missing = huggingface_hub.snapshot_download(
-        name.id, **request, dry_run=True, tqdm_class=_bar(lambda *_: None)
+        name.id, **request, dry_run=True, tqdm_class=_bar(name, 0, came)
       )
     except huggingface_hub.errors.DryRunError:
       missing = []  # no network; what is in the cache may do
     size = sum(f.file_size or 0 for f in missing if f.will_download)
     _check_room(name, size)
+    if size >= 1e6:
+      print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
     directory = huggingface_hub.snapshot_download(
-      name.id, **request, tqdm_class=_bar(_progress(name, size, came))
+      name.id, **request, tqdm_class=_bar(name, size, came)
     )
   return pathlib.Path(directory)
 
@@ -135,33 +137,14 @@ def _check_room(name: Name, size: int) -> None:
     )
 
 
-def _progress(
-  name: Name, size: int, came: Sequence[int]
-) -> Callable[[int], None]:
-  """Returns a function of the bytes so far that prints a line now and then.
+def _bar(name: Name, size: int, came: Sequence[int]) -> type:
+  """Returns a class for the library's progress bars: a line now and then.
 
   It raises `interrupts.Left` where a signal has come.
   """
-  last = [time.monotonic()]
-  if size >= 1e6:
-    print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
-
-  def say(done: int) -> None:
-    if came:
-      raise interrupts.Left(f"the download of {name.id} was interrupted")
-    if time.monotonic() - last[0] > SAY_EVERY:
-      last[0] = time.monotonic()
-      print(
-        f"downloading {name.id}: {_amount(done)} of {_amount(size)}",
-        flush=True,
-      )
-
-  return say
-
-
-def _bar(say: Callable[[int], None]) -> type:
-  """Returns a class for the library's progress bars that draws nothing."""
   from tqdm import tqdm
+
+  last = time.monotonic()
 
   class Bar(tqdm):
     monitor_interval = 0
@@ -171,12 +154,17 @@ def _bar(say: Callable[[int], None]) -> type:
       super().__init__(*args, **kwargs | {"disable": False})
 
     def display(self, *args: Any, **kwargs: Any) -> Any:
-      return True
+      return True  # nothing is drawn
 
     def update(self, n: Any = 1) -> Any:
+      nonlocal last
       is_drawn = super().update(n)
-      if self.unit == "B":
-        say(int(self.n))
+      if self.unit == "B" and came:
+        raise interrupts.Left(f"the download of {name.id} was interrupted")
+      if self.unit == "B" and size and time.monotonic() - last > SAY_EVERY:
+        last = time.monotonic()
+        done = f"{_amount(int(self.n))} of {_amount(size)}"
+        print(f"downloading {name.id}: {done}", flush=True)
       return is_drawn
 
     def close(self) -> None:
