@@ -136,7 +136,7 @@ def _connect(
   return _Bucket(url, fs, root.rstrip("/"), by_orbax, straight, local, {})
 
 
-# Files there and here.
+# Files in the bucket and in the copy.
 
 
 def _rank(name: str) -> int:
@@ -154,7 +154,7 @@ def _whole(names: Iterable[str]) -> tuple[str, ...]:
   )
 
 
-def _files_there(bucket: _Bucket) -> dict[str, Any]:
+def _remote_files(bucket: _Bucket) -> dict[str, Any]:
   """Lists the files in the bucket, with fsspec's information on each."""
   bucket.fs.invalidate_cache()
   with _errors(bucket.url, "read", ValueError):
@@ -166,12 +166,12 @@ def _files_there(bucket: _Bucket) -> dict[str, Any]:
   return {n: i for n, i in names.items() if n and not _NOT_COPIED.search(n)}
 
 
-def _to_copy(bucket: _Bucket, there: dict[str, Any]) -> dict[str, Any]:
+def _to_copy(bucket: _Bucket, remote: dict[str, Any]) -> dict[str, Any]:
   """Leaves out what Orbax has not finished, or writes there itself."""
-  whole = () if bucket.straight else _whole(there)
+  whole = () if bucket.straight else _whole(remote)
   return {
     name: info
-    for name, info in there.items()
+    for name, info in remote.items()
     if name.split("/")[0] not in bucket.by_orbax or name.startswith(whole)
   }
 
@@ -181,7 +181,7 @@ def _state(path: pathlib.Path) -> tuple[int, int]:
   return about.st_size, about.st_mtime_ns
 
 
-def _files_here(bucket: _Bucket) -> dict[str, tuple[int, int]]:
+def _local_files(bucket: _Bucket) -> dict[str, tuple[int, int]]:
   """Lists the files of the copy that belong into the bucket."""
   states = {}
   for folder, _, files in os.walk(bucket.local):
@@ -220,17 +220,17 @@ def _push(bucket: _Bucket, check: Callable[[], None]) -> None:
   Old checkpoints go when new ones have come: there is always one. `check` is
   called before each file, and may raise.
   """
-  now, old = _files_here(bucket), _whole(bucket.copied)
-  # A checkpoint that is being removed here may still have its last file.
-  gone = bucket.copied.keys() - now.keys()
+  files, old = _local_files(bucket), _whole(bucket.copied)
+  # A checkpoint that is being removed may still have its last file: it is none.
+  gone = bucket.copied.keys() - files.keys()
   ruins = tuple(x for x in old if any(name.startswith(x) for name in gone))
-  now = {n: state for n, state in now.items() if not n.startswith(ruins)}
-  gone = bucket.copied.keys() - now.keys()
+  files = {n: state for n, state in files.items() if not n.startswith(ruins)}
+  gone = bucket.copied.keys() - files.keys()
   old_checkpoints = {name for name in gone if name.startswith(old)}
   with _errors(bucket.url, "written", disk.WriteFailed):
     _remove(bucket, gone - old_checkpoints)
-    for name in sorted(now, key=lambda name: (_rank(name), name)):
-      if bucket.copied.get(name) != now[name]:
+    for name in sorted(files, key=lambda name: (_rank(name), name)):
+      if bucket.copied.get(name) != files[name]:
         check()
         try:
           bucket.fs.put_file(str(bucket.local / name), f"{bucket.root}/{name}")
@@ -238,7 +238,7 @@ def _push(bucket: _Bucket, check: Callable[[], None]) -> None:
           if (bucket.local / name).exists():
             raise
           continue  # it has just been removed
-        bucket.copied[name] = now[name]
+        bucket.copied[name] = files[name]
     _remove(bucket, old_checkpoints)
 
 
@@ -270,10 +270,10 @@ def _wait_until_left(bucket: _Bucket) -> None:
   )
   while time.monotonic() < end:
     time.sleep(min(BEAT / 4, 3))
-    now = _read_lock(bucket)
-    if now is None:
+    text = _read_lock(bucket)
+    if text is None:
       return
-    if now != first:
+    if text != first:
       raise run_lock.refusal(bucket.url, first)
   with contextlib.suppress(FileNotFoundError):
     bucket.fs.rm_file(f"{bucket.root}/{LOCK}")
@@ -336,15 +336,15 @@ def _locked(bucket: _Bucket) -> Iterator[Callable[[], None]]:
 
 def _find_run(bucket: _Bucket) -> dict[str, Any]:
   """Lists the files of the run that is there; ValueError if it is no run."""
-  there = _files_there(bucket)
-  if there and _BEGUN not in there:  # it may be terabytes
+  remote = _remote_files(bucket)
+  if remote and _BEGUN not in remote:  # it may be terabytes
     raise ValueError(
       f"{bucket.url} is not empty and has no {_BEGUN} of a run, so "
       "it is not a run: give a new or an empty directory as --run_dir"
     )
-  files = _to_copy(bucket, there)
+  files = _to_copy(bucket, remote)
   if not bucket.straight:  # uploads that were cut short are removed
-    cut_short = there.keys() - files.keys()
+    cut_short = remote.keys() - files.keys()
     bucket.copied.update(dict.fromkeys(cut_short, (0, 0)))
   return files
 
@@ -448,22 +448,22 @@ def _last_copy(
 
 def _refresh(bucket: _Bucket, versions_file: pathlib.Path) -> None:
   """Makes a copy what the bucket is; the file says what of it is there."""
-  there = _to_copy(bucket, _files_there(bucket))
-  if _BEGUN not in there:
+  remote = _to_copy(bucket, _remote_files(bucket))
+  if _BEGUN not in remote:
     raise ValueError(f"there is no model and no run at {bucket.url}")
   versions = {
     name: fsspec.utils.tokenize(info)
-    for name, info in there.items()
+    for name, info in remote.items()
     if not name.endswith(_NOT_READ)
   }
   try:
     known = json.loads(versions_file.read_text())
   except (OSError, ValueError):
     known = {}
-  here = _files_here(bucket)
-  for name in here.keys() - versions.keys():
+  present = _local_files(bucket)
+  for name in present.keys() - versions.keys():
     (bucket.local / name).unlink()
-  same = {n for n in here if known.get(n) == versions.get(n)}
+  same = {n for n in present if known.get(n) == versions.get(n)}
   _pull(bucket, [name for name in versions if name not in same])
   records.write_json(versions_file, versions)
 

@@ -89,9 +89,9 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
-    where = "" if parent == path else f" ({parent} is what there is of it)"
+    part = "" if parent == path else f" ({parent} is what there is of it)"
     raise ValueError(
-      f"{flag}={path} cannot be written: {error.strerror}{where}"
+      f"{flag}={path} cannot be written: {error.strerror}{part}"
     ) from error
 
 

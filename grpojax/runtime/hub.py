@@ -64,7 +64,7 @@ def commit(name: Name, kind: str = "model") -> str:
   """Returns the commit of a name now; without a network, when last asked.
 
   Raises:
-    ValueError: as `fetch`.
+    ValueError: it cannot be had, as in `fetch`.
   """
   if is_commit(name.revision):
     return name.revision
@@ -163,8 +163,8 @@ def _bar(name: Name, size: int, came: Sequence[int]) -> type:
         raise interrupts.Left(f"the download of {name.id} was interrupted")
       if self.unit == "B" and size and time.monotonic() - last > SAY_EVERY:
         last = time.monotonic()
-        done = f"{_amount(int(self.n))} of {_amount(size)}"
-        print(f"downloading {name.id}: {done}", flush=True)
+        amount = f"{_amount(int(self.n))} of {_amount(size)}"
+        print(f"downloading {name.id}: {amount}", flush=True)
       return is_drawn
 
     def close(self) -> None:
