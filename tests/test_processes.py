@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from grpojax.models import hf
-from grpojax.runtime import checkpoint_files, distributed, records, rendezvous
+from grpojax.runtime import checkpoint, distributed, records, rendezvous
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
@@ -317,7 +317,7 @@ def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(
       wait_for(directory, after, processes)
       processes[-1].send_signal(signal.SIGTERM)
       assert ended(processes, 60) == [75] * count, told(directory, 0, "err")
-    saved = checkpoint_files.complete(directory / "checkpoints")[-1]
+    saved = checkpoint.complete(directory / "checkpoints")[-1]
     assert f"saved step {saved}" in told(directory)
     assert saved >= after
   run(directory, 1, settings)

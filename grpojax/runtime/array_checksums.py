@@ -1,10 +1,9 @@
 """Checksums of arrays, the same on any machine however an array is laid out.
 
-Orbax writes an array's chunks as they come, without a checksum: a bit that
-flips on the disk comes back as another weight. A checkpoint therefore carries
-the checksums of its arrays, taken where they are before they are saved, and
-they are taken again of what was loaded: no file is read a second time, and the
-whole way to the disk and back is covered, not only the disk.
+Orbax writes an array's chunks without a checksum: a bit that flips on the disk
+comes back as another weight. So checksums are taken of the arrays before they
+are saved, and again of what was loaded. No file is read a second time, and the
+whole way to the disk and back is covered.
 
 An array is read as 32-bit words w_i (smaller elements make a word each), and
 its checksum is the sum of mix(w_i) c_i mod 2^32 over odd numbers c_i, where mix
@@ -28,7 +27,7 @@ def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def _words(x: Array) -> UInt32[Array, "..."]:
-  """The bits of an array, in unsigned words of 32 bits."""
+  """Returns the bits of an array in unsigned words of 32 bits."""
   if x.dtype == jnp.bool_:
     return x.astype(jnp.uint32)
   bits = 8 * min(x.dtype.itemsize, 4)
@@ -38,9 +37,9 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 
 @jax.jit
 def checksum(x: Array) -> UInt32[Array, ""]:
-  """The checksum of one array of numbers, of any shape and dtype."""
+  """Returns the checksum of one array of numbers, of any shape and dtype."""
   words = _words(x)
-  position = jnp.uint32(0)
+  position = jnp.uint32(0)  # i of w_i, made of iotas that shard as `words` do
   for axis in range(words.ndim):
     stride = math.prod(words.shape[axis + 1 :]) % 2**32
     index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
@@ -49,19 +48,16 @@ def checksum(x: Array) -> UInt32[Array, ""]:
 
 
 @jax.jit
-def checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
-  """The checksum of each array.
-
-  In one program: some dozens at once, each waiting for other devices, are more
-  than the threads of XLA's CPU backend, which then all wait for each other.
-  """
+def _checksums(arrays: list[Array]) -> list[UInt32[Array, ""]]:
+  # One program: dozens at once, each waiting for other devices, are more than
+  # the threads of XLA's CPU backend, which then all wait for each other.
   return [checksum(x) for x in arrays]
 
 
 def by_path(tree: PyTree) -> dict[str, str]:
-  """The checksum of each array of a tree, in hexadecimal, by its path."""
+  """Returns each array's checksum by its path in a tree, in hexadecimal."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-  sums = jax.device_get(checksums([leaf for _, leaf in leaves]))
+  sums = jax.device_get(_checksums([leaf for _, leaf in leaves]))
   return {
     jax.tree_util.keystr(path, simple=True, separator="/"): f"{int(value):08x}"
     for (path, _), value in zip(leaves, sums, strict=True)

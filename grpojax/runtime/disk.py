@@ -1,4 +1,4 @@
-"""What a disk refuses, said in a sentence: before a run, and in one."""
+"""Errors of a disk, in a sentence: before a run, and in one."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ class WriteFailed(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-  """Whether an error is of the disk, and none of the program."""
+  """Returns True where an error is of the disk, and none of the program."""
   return isinstance(error, WriteFailed) or (
     isinstance(error, OSError) and error.errno in _REFUSALS
   )
@@ -45,17 +45,14 @@ def errors() -> Iterator[None]:
 
 
 def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
-  """Removes directories, while others may still be writing to them.
+  """Removes directories of a folder, while others may still be writing to them.
 
-  Args:
-    folder: that they are in.
-    pattern: of their names.
-    seconds: how long to try. Of a write that failed, other threads may go on,
-      and make again what is removed under them.
+  After a write that failed, other threads may go on, and make again what is
+  removed under them: so it is tried for some seconds.
   """
   until = time.monotonic() + seconds
-  while found := list(folder.glob(pattern)):
-    for path in found:
+  while paths := list(folder.glob(pattern)):
+    for path in paths:
       shutil.rmtree(path, ignore_errors=True)
     if time.monotonic() > until:
       return
@@ -63,7 +60,7 @@ def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
 
 
 def check_no_url(path: str | os.PathLike, flag: str) -> None:
-  """Whether it is a path; see `check_writable`."""
+  """Raises ValueError for a URL; `flag` is the flag that named it: "--out"."""
   if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
     raise ValueError(
       f"{flag}={path} is not a path of the file system; only models and the "
@@ -72,11 +69,11 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:
-  """Whether a directory can be made and written to; leaves nothing behind.
+  """Checks that a directory can be made and written; leaves nothing behind.
 
   Args:
-    path: of the directory, which need not exist.
-    flag: that gave it, for the message: "--out".
+    path: directory, which need not exist.
+    flag: flag that named it, for the message: "--out".
 
   Raises:
     ValueError: says what is wrong with it.
@@ -92,21 +89,16 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
         pathlib.Path(probe, f"{name}.partial").mkdir()
       pathlib.Path(probe, "file").write_bytes(b"0")
   except OSError as error:
-    where = "" if parent == path else f" ({parent} is what there is of it)"
+    part = "" if parent == path else f" ({parent} is what there is of it)"
     raise ValueError(
-      f"{flag}={path} cannot be written: {error.strerror}{where}"
+      f"{flag}={path} cannot be written: {error.strerror}{part}"
     ) from error
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:
-  """Whether a file can be written, in a directory that exists.
+  """Checks that a file can be written, in a directory that exists.
 
-  Args:
-    path: of the file.
-    flag: that gave it, for the message: "--out".
-
-  Raises:
-    ValueError: says what is wrong with it.
+  Takes and raises what `check_writable` does.
   """
   check_no_url(path, flag)
   path = pathlib.Path(path)

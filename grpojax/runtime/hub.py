@@ -15,7 +15,7 @@ import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.models import hf
@@ -24,7 +24,7 @@ from grpojax.runtime import interrupts
 CONFIG = ("config.json",)
 TEXTS = hf.COMPANIONS
 WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
-"""What of a model to fetch: its shape alone, all but the weights, or all."""
+"""Files of a model to fetch: its shape alone, all but the weights, or all."""
 
 BRANCH = "main"
 _SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to ask for a commit
@@ -37,7 +37,7 @@ _LOGIN = "give its token by `hf auth login` or HF_TOKEN"
 
 
 class Name(NamedTuple):
-  """What a repository of the Hub is called; a revision names its state."""
+  """Name of a repository of the Hub; the revision names its state."""
 
   id: str
   revision: str = BRANCH
@@ -47,24 +47,24 @@ class Name(NamedTuple):
 
 
 def parse(text: str | os.PathLike) -> Name | None:
-  """A name of the Hub's form, None where it is of another one."""
+  """Returns a name of the Hub's form, None where the text has another one."""
   text = os.fspath(text)
-  found = re.fullmatch(_NAME, text, re.ASCII)
-  if not found or "--" in found[1] or ".." in text:
+  match = re.fullmatch(_NAME, text, re.ASCII)
+  if not match or "--" in match[1] or ".." in text:
     return None
-  return Name(found[1], found[2] or BRANCH)
+  return Name(match[1], match[2] or BRANCH)
 
 
 def is_commit(revision: str) -> bool:
-  """Whether a revision is a whole commit hash, and so never moves."""
+  """Returns True for a whole commit hash, which never moves."""
   return re.fullmatch(_COMMIT, revision) is not None
 
 
 def commit(name: Name, kind: str = "model") -> str:
-  """The commit that a name means now; without a network, when last asked.
+  """Returns the commit of a name now; without a network, when last asked.
 
   Raises:
-    ValueError: as `fetch`.
+    ValueError: it cannot be had, as in `fetch`.
   """
   if is_commit(name.revision):
     return name.revision
@@ -74,19 +74,19 @@ def commit(name: Name, kind: str = "model") -> str:
 def fetch(
   name: Name, files: Sequence[str], kind: str = "model"
 ) -> pathlib.Path:
-  """A directory with files of a repository, as its state `name` has them.
+  """Returns a directory with files of a repository, in the state of `name`.
 
   What is in the cache is not fetched again; several processes of a host wait
   for each other, file by file. Ctrl-C and SIGTERM end it with the piece that is
   coming (10 MB), and files that are whole stay.
 
   Args:
-    name: of the repository.
-    files: names or patterns, of its top directory.
+    name: name of the repository.
+    files: names or patterns of files in its top directory.
     kind: one of `KINDS`.
 
   Returns:
-    Read-only, named after the commit.
+    The directory, to be read only; its name is the commit.
 
   Raises:
     ValueError: it cannot be had; says why, and what to do.
@@ -94,23 +94,25 @@ def fetch(
   """
   import huggingface_hub
 
-  said: dict[str, Any] = {"repo_type": kind, "revision": name.revision}
-  said |= {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
+  request: dict[str, Any] = {"repo_type": kind, "revision": name.revision}
+  request |= {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
   if parse(name.id) is None:  # nothing else goes into addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
   with _errors(name, kind), _quiet(), interrupts.noted() as came:
     try:
       missing = huggingface_hub.snapshot_download(
-        name.id, **said, dry_run=True, tqdm_class=_bar(lambda *_: None)
+        name.id, **request, dry_run=True, tqdm_class=_bar(name, 0, came)
       )
     except huggingface_hub.errors.DryRunError:
       missing = []  # no network; what is in the cache may do
     size = sum(f.file_size or 0 for f in missing if f.will_download)
     _check_room(name, size)
-    found = huggingface_hub.snapshot_download(
-      name.id, **said, tqdm_class=_bar(_sayer(name, size, came))
+    if size >= 1e6:
+      print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
+    directory = huggingface_hub.snapshot_download(
+      name.id, **request, tqdm_class=_bar(name, size, came)
     )
-  return pathlib.Path(found)
+  return pathlib.Path(directory)
 
 
 def _cache() -> pathlib.Path:
@@ -125,9 +127,9 @@ def _amount(size: int) -> str:
 
 
 def _check_room(name: Name, size: int) -> None:
-  """Whether the disk has room, before a download fills it."""
-  there = (_cache(), *_cache().parents)
-  free = shutil.disk_usage(next(x for x in there if x.exists())).free
+  """Raises ValueError where the disk has no room for a download."""
+  folders = (_cache(), *_cache().parents)
+  free = shutil.disk_usage(next(x for x in folders if x.exists())).free
   if size > free:
     raise ValueError(
       f"{name.id}: {_amount(size)} to download, and {_cache()} has room for "
@@ -135,28 +137,14 @@ def _check_room(name: Name, size: int) -> None:
     )
 
 
-def _sayer(name: Name, size: int, came: Sequence[int]) -> Callable[..., None]:
-  """`(bytes so far)`: a line now and then; raises where a signal has come."""
-  last = [time.monotonic()]
-  if size >= 1e6:
-    print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
+def _bar(name: Name, size: int, came: Sequence[int]) -> type:
+  """Returns a class for the library's progress bars: a line now and then.
 
-  def say(done: int) -> None:
-    if came:
-      raise interrupts.Left(f"the download of {name.id} was interrupted")
-    if time.monotonic() - last[0] > SAY_EVERY:
-      last[0] = time.monotonic()
-      print(
-        f"downloading {name.id}: {_amount(done)} of {_amount(size)}",
-        flush=True,
-      )
-
-  return say
-
-
-def _bar(say: Callable[[int], None]) -> type:
-  """A class that the Hub's library takes for its progress bars, and tells."""
+  It raises `interrupts.Left` where a signal has come.
+  """
   from tqdm import tqdm
+
+  last = time.monotonic()
 
   class Bar(tqdm):
     monitor_interval = 0
@@ -169,10 +157,15 @@ def _bar(say: Callable[[int], None]) -> type:
       return True  # nothing is drawn
 
     def update(self, n: Any = 1) -> Any:
-      shown = super().update(n)
-      if self.unit == "B":
-        say(int(self.n))
-      return shown
+      nonlocal last
+      is_drawn = super().update(n)
+      if self.unit == "B" and came:
+        raise interrupts.Left(f"the download of {name.id} was interrupted")
+      if self.unit == "B" and size and time.monotonic() - last > SAY_EVERY:
+        last = time.monotonic()
+        amount = f"{_amount(int(self.n))} of {_amount(size)}"
+        print(f"downloading {name.id}: {amount}", flush=True)
+      return is_drawn
 
     def close(self) -> None:
       self.disable = True  # nor wiped away
@@ -182,7 +175,7 @@ def _bar(say: Callable[[int], None]) -> type:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """The library's warnings name signed addresses, and are in what is raised."""
+  """Silences the library's warnings: they name signed addresses."""
   from huggingface_hub.utils import logging
 
   before = logging.get_verbosity()
@@ -195,34 +188,54 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors(name: Name, kind: str) -> Iterator[None]:
-  """What the library raises, in a sentence of ours with what to do."""
-  from huggingface_hub import errors
-
-  page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
+  """Turns the library's errors into a sentence of ours with what to do."""
   try:
     yield
   except (ValueError, interrupts.Left):
     raise
-  except errors.GatedRepoError as error:
-    raise ValueError(
-      f"{name.id} is gated: accept its terms at {page}, and then {_LOGIN}"
-    ) from error
-  except errors.RepositoryNotFoundError as error:
-    raise ValueError(
-      f"no {kind} {name.id!r}: there is no such path here, and the Hub shows "
-      f"no {kind} of that name (if it is private, {_LOGIN})"
-    ) from error
-  except errors.RevisionNotFoundError as error:
-    raise ValueError(
-      f"{name.id} has no revision {name.revision!r}: give a branch, a tag or "
-      f"a commit of {page}"
-    ) from error
-  except errors.LocalEntryNotFoundError as error:
-    raise ValueError(_not_reached(name, kind)) from error
-  except errors.HfHubHTTPError as error:
-    raise ValueError(_answered(name, error)) from error
   except Exception as error:
-    raise ValueError(_stopped(name, error)) from error
+    raise ValueError(_in_words(error, name, kind)) from error
+
+
+def _in_words(error: Exception, name: Name, kind: str) -> str:
+  """Says what is wrong, not in the error's words: they may hold an address."""
+  from huggingface_hub import errors
+
+  page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
+  match error:
+    case errors.GatedRepoError():
+      return (
+        f"{name.id} is gated: accept its terms at {page}, and then {_LOGIN}"
+      )
+    case errors.RepositoryNotFoundError():
+      return (
+        f"no {kind} {name.id!r}: there is no such path here, and the Hub shows "
+        f"no {kind} of that name (if it is private, {_LOGIN})"
+      )
+    case errors.RevisionNotFoundError():
+      return (
+        f"{name.id} has no revision {name.revision!r}: give a branch, a tag or "
+        f"a commit of {page}"
+      )
+    case errors.LocalEntryNotFoundError():
+      return _not_reached(name, kind)
+    case errors.HfHubHTTPError():
+      status = error.response.status_code
+      remedy = {
+        401: f"the token is not valid: {_LOGIN}",
+        403: f"your account may not read it: {_LOGIN}",
+        429: f"too many requests: wait some minutes; without a token, {_LOGIN}",
+      }.get(status, "try again later")
+      return f"{name.id}: the Hub answered {status}; {remedy}"
+    case OSError(strerror=reason) if reason:
+      return (
+        f"{name.id} cannot be stored in {_cache()} ({reason}): free some room "
+        "there, or set HF_HOME to a directory that can be written"
+      )
+  return (
+    f"the download of {name.id} was cut off ({type(error).__name__}): the same "
+    "command goes on with what is missing"
+  )
 
 
 def _not_reached(name: Name, kind: str) -> str:
@@ -240,27 +253,4 @@ def _not_reached(name: Name, kind: str) -> str:
   return (
     f"{missing}, and {constants.ENDPOINT} cannot be reached: check the network "
     "(HTTPS_PROXY, HF_ENDPOINT), or give a directory"
-  )
-
-
-def _answered(name: Name, error: Any) -> str:
-  status = error.response.status_code
-  todo = {
-    401: f"the token is not valid: {_LOGIN}",
-    403: f"your account may not read it: {_LOGIN}",
-    429: f"too many requests: wait some minutes; without a token, {_LOGIN}",
-  }.get(status, "try again later")
-  return f"{name.id}: the Hub answered {status}; {todo}"
-
-
-def _stopped(name: Name, error: Exception) -> str:
-  """Not in the error's own words, which may hold a signed address."""
-  if isinstance(error, OSError) and error.strerror:
-    return (
-      f"{name.id} cannot be stored in {_cache()} ({error.strerror}): free some "
-      "room there, or set HF_HOME to a directory that can be written"
-    )
-  return (
-    f"the download of {name.id} was cut off ({type(error).__name__}): the same "
-    "command goes on with what is missing"
   )

@@ -20,22 +20,17 @@ LOCK = ".lock"  # in the run directory
 
 
 def me() -> dict[str, str | int]:
-  """What a lock says of this process, which holds it."""
-  now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+  """Returns a lock's account of this process, which holds it."""
   return {
     "pid": os.getpid(),
     "host": socket.gethostname(),
-    "since": now,
+    "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
     "command": " ".join(sys.argv)[:200],
   }
 
 
 def holder(text: bytes) -> str:
-  """Who holds a lock, in words.
-
-  Args:
-    text: JSON of its `me`, or anything.
-  """
+  """Names the holder of a lock, whose file should hold JSON of its `me`."""
   try:
     held = json.loads(text)
     return (
@@ -46,28 +41,16 @@ def holder(text: bytes) -> str:
     return "another process"  # it has not written who it is yet
 
 
-def refusal(where: str | os.PathLike, text: bytes) -> ValueError:
-  """The error for a directory that another process holds; see `holder`."""
+def refusal(directory: str | os.PathLike, text: bytes) -> ValueError:
+  """Returns the error for a directory that another process holds."""
   return ValueError(
-    f"{where} is in use by {holder(text)}; wait for it, end it, or give "
+    f"{directory} is in use by {holder(text)}; wait for it, end it, or give "
     "another directory"
   )
 
 
-def _read(file: int) -> bytes:
-  try:
-    return os.pread(file, 2**16, 0)
-  except OSError:
-    return b""
-
-
-def _write(file: int) -> None:
-  os.ftruncate(file, 0)
-  os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
-
-
 def _is_there(file: int, path: pathlib.Path) -> bool:
-  """Whether an open file is still the one of that name."""
+  """Returns True where an open file is still the one of that name."""
   try:
     return os.path.samestat(os.fstat(file), os.stat(path))
   except FileNotFoundError:
@@ -78,7 +61,7 @@ def _lock(file: int, directory: pathlib.Path) -> None:
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
-    raise refusal(directory, _read(file)) from None
+    raise refusal(directory, os.pread(file, 2**16, 0)) from None
   except OSError as error:
     if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
       raise
@@ -101,7 +84,7 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
   nothing is locked.
 
   Args:
-    directory: of the run; made where it does not exist.
+    directory: run directory; made where it does not exist.
 
   Raises:
     ValueError: another process holds it; says which.
@@ -116,7 +99,8 @@ def hold(directory: str | os.PathLike) -> Iterator[None]:
       _lock(file, directory)
       if not _is_there(file, path):  # its holder was just ending
         continue
-      _write(file)
+      os.ftruncate(file, 0)
+      os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
       try:
         yield
       finally:

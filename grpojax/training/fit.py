@@ -21,7 +21,6 @@ from typing import Any
 from grpojax.core.types import TrainState
 from grpojax.runtime import (
   checkpoint,
-  checkpoint_files,
   command_line,
   disk,
   distributed,
@@ -334,7 +333,7 @@ def run(
         report.write(directory)
       sys.exit(f"stopped: {reason}")
     except KeyboardInterrupt:
-      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
       print(f"interrupted; {last}; the same command resumes")
       interrupts.exit_program()
     except OSError as error:
@@ -343,5 +342,5 @@ def run(
         raise disk.WriteFailed(said) from error
       if not disk.refuses(error):
         raise
-      last = checkpoint_files.last_good(run_storage.checkpoints(directory))
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
       raise disk.WriteFailed(f"{error}; {last}") from error

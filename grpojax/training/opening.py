@@ -45,23 +45,23 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards
 
 
-def _say_changed(config: TrainSettings, changed: Sequence[str]) -> None:
+def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
   """Says with which other settings a run goes on."""
   for line in changed:
     print(f"changed: {line}")
-  schedule = config.optim.schedule
+  schedule = settings.optim.schedule
   if schedule != "constant" and any(x.startswith("steps:") for x in changed):
     print(
       f"optim.schedule = {schedule!r} is of the whole run: from here on the "
-      f"learning rate is that of a run of {config.steps} steps"
+      f"learning rate is that of a run of {settings.steps} steps"
     )
 
 
-def _go_on(directory: pathlib.Path, config: TrainSettings) -> None:
+def _go_on(directory: pathlib.Path, settings: TrainSettings) -> None:
   """Says and records with which other settings a run goes on."""
-  changed, _ = run_config.changed(directory, to_config(config))
-  _say_changed(config, changed)
-  run_directory.record_changes(directory, to_config(config))
+  changed, _ = run_config.changed(directory, settings)
+  _say_changed(settings, changed)
+  run_directory.record_changes(directory, settings)
 
 
 SEEN_WITHIN = 60
@@ -92,14 +92,14 @@ def _model_files(path: str) -> str:
   return fingerprint(policy_lib.find_model(path))
 
 
-def _files(config: TrainSettings) -> dict[str, str]:
+def _files(settings: TrainSettings) -> dict[str, str]:
   """What each process reads from a disk that may be its own."""
   found = {
     f"the model in {path}": _model_files(path)
-    for path in (config.model.path, config.reward.model)
+    for path in (settings.model.path, settings.reward.model)
     if path
   }
-  for function in config.reward.functions:
+  for function in settings.reward.functions:
     file = pathlib.Path(function.rpartition(":")[0])
     if file.suffix == ".py":
       found[str(file)] = file.read_text()
@@ -141,10 +141,9 @@ def settle(
   Raises:
     ValueError: it cannot be run, there, or by all processes alike.
   """
-  config = to_config(settings)
   if distributed.several():
     distributed.check_same(
-      configuration=config_lib.to_json(config),
+      configuration=config_lib.to_json(to_config(settings)),
       packages=f"grpojax {_version('grpojax')}\njax {jax.__version__}",
       code=_code(),
     )
@@ -153,13 +152,12 @@ def settle(
     distributed.check_same(**files)
 
   def settle():
-    settled = run_config.with_date(directory, config)
-    settled = run_config.with_commits(directory, settled)
+    settled = run_config.with_pins(directory, settings)
     run_directory.check(directory, settled)
     if run_directory.is_finished(directory, settled):
       return None
     disk.check_writable(directory, "--run_dir")
-    pinned = sources.pin(from_config(settled))
+    pinned = sources.pin(settled)
     return config_lib.to_json(to_config(pinned))
 
   text = distributed.on_main(settle)

@@ -1,4 +1,4 @@
-"""What a run goes on from: its newest checkpoint, if its data are the same."""
+"""Resuming: the newest checkpoint, if the run's data are the same."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ def resume(
   checkpointer: checkpoint.Checkpointer,
   check_signals: Callable[[], None],
 ) -> tuple[TrainState, Progress]:
-  """The newest state, and what the run remembers.
+  """Loads the newest state, and what the run remembers beside it.
 
   Args:
-    run: from `start`.
-    state: of the starting weights. They are evaluated where that accuracy is
-      not known yet, or is of another number of prompts.
-    checkpointer: of the run's checkpoints.
+    run: the run that `start` has made.
+    state: state of the starting weights. They are evaluated where that accuracy
+      is not known yet, or is of another number of prompts.
+    checkpointer: the run's checkpoints.
     check_signals: called in the evaluation; may raise.
 
   Returns:
@@ -40,20 +40,18 @@ def resume(
   step = checkpoint.latest_step(checkpointer)
   notes = {} if step is None else checkpoint.read_notes(checkpointer, step)
   progress = from_notes(notes)
-  data = _fingerprints(run)
+  data, frozen = _fingerprints(run), _frozen(run)
   _check_data(progress.data, data)
-  frozen = _frozen(run)
   if progress.frozen not in ("", frozen):
     raise ValueError(
       f"the weights in {run.settings.model.path} are not those that this run's "
       "adapters were trained on: put those back, or export this run's model "
       "with them (python -m grpojax.export) and start a new run"
     )
-  baseline, prompts = progress.baseline, len(run.held_out.examples)
-  if baseline is None or baseline["prompts"] != prompts:
-    # Of this run: it evaluates nothing else as step 0.
+  baseline = progress.baseline
+  if baseline is None or baseline["prompts"] != len(run.held_out.examples):
     evaluated = distributed.on_main(lambda: reporting.evaluations(run, 0))
-    baseline = next(iter(evaluated), None)
+    baseline = next(iter(evaluated), None)  # of the starting weights
   if baseline is None:
     baseline = reporting.evaluate_held_out(run, state.params, 0, check_signals)
   baseline = {k: v for k, v in baseline.items() if k != "step"}
@@ -69,7 +67,7 @@ def resume(
 
 
 def _fingerprints(run: Run) -> dict[str, Any]:
-  """Of both splits: how many examples there are, and which."""
+  """Returns the number of examples of each split, and a hash of them."""
   return {
     name: [len(split.examples) + split.dropped, split.survey.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
@@ -77,7 +75,7 @@ def _fingerprints(run: Run) -> dict[str, Any]:
 
 
 def _frozen(run: Run) -> str:
-  """Of the weights that adapters are on: another model may fit them as well."""
+  """Returns a hash of the weights under adapters, which fit others as well."""
   if run.policy.frozen is None:
     return ""
   sums = json.dumps(array_checksums.by_path(run.policy.frozen), sort_keys=True)
@@ -85,7 +83,7 @@ def _frozen(run: Run) -> str:
 
 
 def _check_data(before: dict[str, Any], now: dict[str, Any]) -> None:
-  """Refuses training examples that have changed, and held-out ones."""
+  """Raises ValueError where training or held-out examples have changed."""
   for split, (count, fingerprint) in now.items():
     old, old_fingerprint = before.get(split, (count, fingerprint))
     # eval.num_prompts may have been changed: then there is nothing to compare.

@@ -1,8 +1,10 @@
 """The config of a run directory, and what it may be resumed with."""
 
+import dataclasses
 import os
 import pathlib
 import re
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -12,7 +14,9 @@ from grpojax.training.config import (
   WORDS,
   default_config,
   from_config,
+  to_config,
 )
+from grpojax.training.settings.run import TrainSettings
 
 CONFIG = "config.json"  # the resolved config
 
@@ -21,113 +25,99 @@ CHANGEABLE = (
   r"reward\.(workers|timeout)|mesh\..*|optim\.(micro_batches|packing)|"
   r"model\.(remat|reference)|sampling\.(stages|compact|slots|parts)"
 )
-"""The settings that a run may be resumed with other values of: they do not
-change what has been done."""
+"""Settings that a run may be resumed with other values of: they do not change
+what has been done."""
 
-_DATE = "data.template_options.date_string"
+DATE = "date_string"  # of data.template_options
 
 
-def saved(path: pathlib.Path) -> tuple[ConfigDict, list[str]] | None:
-  """The config of a run directory, None where it holds none of ours.
+class SavedConfig(NamedTuple):
+  """The config of a run, with the defaults of settings younger than it."""
 
-  A setting that did not exist when the run was started has its default: new
-  settings cost older runs nothing.
+  config: ConfigDict
+  added: list[str]  # lines "key = value" of those settings
 
-  Returns:
-    The config, and "key = value" for each such setting.
-  """
+
+def saved(path: str | os.PathLike) -> SavedConfig | None:
+  """Reads the config of a run directory, None where it holds none of ours."""
   try:
-    found = config_lib.from_json((path / CONFIG).read_text())
-    if "path" not in (found.get("model") or {}):
+    config = config_lib.from_json((pathlib.Path(path) / CONFIG).read_text())
+    if "path" not in (config.get("model") or {}):
       return None
-    return config_lib.fill_in(found, default_config())
+    config, added = config_lib.fill_in(config, default_config())
+    return SavedConfig(config, added)
   except (OSError, TypeError, ValueError):
     return None
 
 
 def say_added(path: str | os.PathLike) -> None:
-  """Says which settings are younger than a run, and what they are for it."""
-  found = saved(pathlib.Path(path))
-  if found and found[1]:
-    print(f"{path} is older than these settings: {', '.join(found[1])}")
+  """Prints which settings are younger than a run, and their values for it."""
+  run = saved(path)
+  if run and run.added:
+    print(f"{path} is older than these settings: {', '.join(run.added)}")
 
 
-def read_config(run: str | os.PathLike) -> ConfigDict:
-  """The config of a run directory.
+def read_config(path: str | os.PathLike) -> ConfigDict:
+  """Returns the config of a run directory.
 
   Raises:
     ValueError: it has none, or one with wrong keys or values.
   """
-  found = saved(pathlib.Path(run))
-  if found is None:
+  run = saved(path)
+  if run is None:
     raise ValueError(
-      f"no run at {run}: give the run directory of a training run, the one "
+      f"no run at {path}: give the run directory of a training run, the one "
       f"with its {CONFIG} and {run_storage.CHECKPOINTS}/"
     )
   try:
-    from_config(found[0])
+    from_config(run.config)
   except ValueError as error:
-    raise ValueError(f"{pathlib.Path(run) / CONFIG}: {error}") from None
-  return found[0]
+    raise ValueError(f"{pathlib.Path(path) / CONFIG}: {error}") from None
+  return run.config
 
 
 def changed(
-  path: str | os.PathLike, config: ConfigDict
+  path: str | os.PathLike, settings: TrainSettings
 ) -> tuple[list[str], list[str]]:
-  """How a config differs from the one that a run was started with.
-
-  Args:
-    path: a run directory, or none yet.
-    config: the resolved config.
+  """Compares settings with those that a run was started with.
 
   Returns:
-    What a run may be resumed with, and what it may not: lines "key: its value
-    -> yours".
+    Lines "key: its value -> yours": those that a run may be resumed with, and
+    those that it may not.
   """
-  found = saved(pathlib.Path(path))
-  if not found:
+  run = saved(path)
+  if not run:
     return [], []
-  lines = config_lib.difference(found[0], config)
-  if config_lib.check_keys(found[0], default_config(), WORDS):
+  lines = config_lib.difference(run.config, to_config(settings))
+  if config_lib.check_keys(run.config, default_config(), WORDS):
     return [], lines  # no run of ours has written that
   may = [x for x in lines if re.match(rf"({CHANGEABLE}): ", x)]
   return may, [x for x in lines if x not in may]
 
 
-def with_date(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
-  """A config with the date that a run's chat template was first given.
+def pin_date(settings: TrainSettings, date: str) -> TrainSettings:
+  """Returns settings whose chat template is given this date for today's."""
+  options = settings.data.template_options | {DATE: date}
+  data = dataclasses.replace(settings.data, template_options=options)
+  return dataclasses.replace(settings, data=data)
+
+
+def with_pins(
+  path: str | os.PathLike, settings: TrainSettings
+) -> TrainSettings:
+  """Returns settings with what a run was started with: its date and commits.
+
+  They are the date that its chat template was given, and the commits of models
+  and data on the Hub. A date of the settings' own stays.
 
   Args:
-    path: a run directory, or none yet.
-    config: the resolved config; a date of its own stays.
+    path: A run directory, or none yet.
+    settings: Settings of the run.
   """
-  found = saved(pathlib.Path(path))
-  if not found or _DATE in config_lib.flatten(config):
-    return config
-  date = config_lib.flatten(found[0]).get(_DATE)
-  return config if date is None else pin_date(config, date)
-
-
-def with_commits(path: str | os.PathLike, config: ConfigDict) -> ConfigDict:
-  """A config with the commits of the Hub that a run was started with.
-
-  Args:
-    path: a run directory, or none yet.
-    config: the resolved config.
-  """
-  found = saved(pathlib.Path(path))
-  if not found or not found[0].get("commits"):
-    return config
-  settings = sources.with_commits(from_config(config), from_config(found[0]))
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.commits = settings.commits
-  return config
-
-
-def pin_date(config: ConfigDict, date: str) -> ConfigDict:
-  """A config whose chat template is given this date for today's."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.data.template_options.date_string = date
-  return config
+  run = saved(path)
+  if run is None:
+    return settings
+  date = run.config.data.template_options.get(DATE)
+  if date is not None and DATE not in settings.data.template_options:
+    settings = pin_date(settings, date)
+  return sources.with_commits(settings, run.config.get("commits") or ())

@@ -1,4 +1,4 @@
-"""Where a run directory is: on a disk, or in a bucket with a copy on a disk."""
+"""Place of a run directory: on a disk, or in a bucket with a copy on a disk."""
 
 import contextlib
 import os
@@ -11,19 +11,18 @@ from grpojax.runtime import bucket, distributed, interrupts
 
 REFERENCE = "reference_params"  # the reference policy, saved once
 CHECKPOINTS = "checkpoints"  # STEP/, a `TrainState` each, the newest few
-IN_BUCKET = (REFERENCE, CHECKPOINTS)
-"""What Orbax reads and writes in a bucket itself, where it can."""
+_BY_ORBAX = (REFERENCE, CHECKPOINTS)  # what Orbax reads and writes
 
 
 @contextlib.contextmanager
 def opened(
   path: str | os.PathLike,
 ) -> Iterator[tuple[pathlib.Path, Callable[..., None]]]:
-  """A run directory to write to: of a disk itself, of a bucket a copy.
+  """Opens a run directory to write to: of a disk itself, of a bucket a copy.
 
   Yields:
-    The directory; and a function to call when something in it should be seen by
-    others, see `bucket.opened`.
+    The directory, and a function to call when something in it should be seen by
+    others: it copies to the bucket (at most now and then, with `lazily=True`).
 
   Raises:
     ValueError: in all processes, where one cannot use it.
@@ -38,27 +37,24 @@ def opened(
     # In several processes JAX listens to SIGTERM, to which it is passed on.
     leaving = contextlib.nullcontext() if several else interrupts.leaving()
     with distributed.agreed(), leaving:
-      copy = bucket.opened(os.fspath(path), IN_BUCKET, is_main, several)
-      copy = stack.enter_context(copy)
+      copy = stack.enter_context(
+        bucket.opened(os.fspath(path), _BY_ORBAX, is_main, several)
+      )
     yield copy
 
 
 def local(path: str | os.PathLike) -> pathlib.Path:
-  """A model or a run to read: on a disk itself, in a bucket a copy.
-
-  Raises:
-    ValueError: the bucket cannot be read.
-  """
+  """Returns a model or a run to read: of a disk itself, of a bucket a copy."""
   if not bucket.is_url(path):
     return pathlib.Path(path)
-  return bucket.local(os.fspath(path), IN_BUCKET)
+  return bucket.local(os.fspath(path), _BY_ORBAX)
 
 
 def checkpoints(path: str | os.PathLike) -> epath.Path:
-  """Where a run's checkpoints are, in it or in the bucket that it is of."""
+  """Returns the place of a run's checkpoints: in it, or in its bucket."""
   return bucket.origin(path) / CHECKPOINTS
 
 
 def reference(path: str | os.PathLike) -> epath.Path:
-  """Where a run's reference policy is."""
+  """Returns the place of a run's reference policy."""
   return bucket.origin(path) / REFERENCE

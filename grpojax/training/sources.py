@@ -7,7 +7,7 @@ is evaluated and exported with the same files, whatever has become of a branch.
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpojax.data.datasets import HUB
@@ -95,22 +95,24 @@ def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
 
 
 def with_commits(
-  settings: TrainSettings, saved: TrainSettings | None
+  settings: TrainSettings, commits: Sequence[str]
 ) -> TrainSettings:
-  """A settings with the commits that a run was started with.
+  """Returns settings with the commits that a run was started with.
 
   Args:
-    settings: the resolved settings.
-    saved: the run's; None where there is none yet.
+    settings: Settings of the run.
+    commits: Lines of the run's own settings; those of other repositories than
+      these settings ask for are left out.
   """
-  if saved is None or not saved.commits:
+  if not commits:
     return settings
-  kept = {k: c for k, c in _commits(saved).items() if k in _wanted(settings)}
-  return _with(settings, kept | _commits(settings))
+  pinned = dict(line.split("=") for line in commits)
+  pinned = {k: c for k, c in pinned.items() if k in _wanted(settings)}
+  return _with(settings, pinned | _commits(settings))
 
 
 def pin(settings: TrainSettings) -> TrainSettings:
-  """A settings with the commits of all that it takes from the Hub, as of now.
+  """Returns settings with the commits of all they take from the Hub, as of now.
 
   Raises:
     ValueError: the Hub does not tell; or model.revision is of a path.

@@ -15,30 +15,27 @@ from grpojax.training.config import default_config, validate
 
 
 @pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
-def test_open_run(trace, tmp_path):
+def test_a_run_that_has_trained_keeps_its_config(trace, tmp_path):
   run, config = tmp_path / "runs" / "x", default_config()
   assert run_directory.open_run(run, config) is False
   assert run_directory.open_run(run, config) is True
   (run / trace).mkdir(parents=True)
   before = config.optim.learning_rate
   config.optim.learning_rate = 0.5
-  with pytest.raises(ValueError) as error:
+  with pytest.raises(ValueError, match="another config") as error:
     run_directory.open_run(run, config)
   assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
-  model = tmp_path / "model"
-  model.mkdir()
-  (model / "config.json").write_text('{"model_type": "llama"}')
-  with pytest.raises(ValueError, match="no config.json of a run"):
-    run_directory.open_run(model, config)
-  assert (model / "config.json").read_text() == '{"model_type": "llama"}'
-  stranger = tmp_path / "stranger"
-  stranger.mkdir()
-  (stranger / "notes.txt").touch()
-  with pytest.raises(ValueError, match="not empty"):
-    run_directory.open_run(stranger, config)
+
+
+def test_what_is_no_run_is_left_alone(tmp_path):
+  config, model = default_config(), '{"model_type": "llama"}'
+  (tmp_path / "config.json").write_text(model)
+  with pytest.raises(ValueError, match="not empty and has no config.json of a"):
+    run_directory.open_run(tmp_path, config)
   with pytest.raises(ValueError, match="is a file"):
-    run_directory.open_run(stranger / "notes.txt", config)
-  assert [p.name for p in stranger.iterdir()] == ["notes.txt"]
+    run_directory.open_run(tmp_path / "config.json", config)
+  assert os.listdir(tmp_path) == ["config.json"]
+  assert (tmp_path / "config.json").read_text() == model
 
 
 def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
@@ -160,7 +157,6 @@ def test_a_run_is_resolved_to_its_model(tmp_path):
 
 
 CHANGED = {
-  "steps": 50,
   "log.every": 3,
   "eval.num_prompts": 17,
   "checkpoint.keep": 5,
@@ -175,6 +171,14 @@ CHANGED = {
   "sampling.slots": 16,
   "sampling.parts": 2,
 }
+NOT_CHANGED = {
+  "optim.learning_rate": 0.5,
+  "optim.name": "adafactor",
+  "optim.moments_dtype": "bfloat16",
+  "data.template": "{prompt}",
+  "seed": 3,
+  "reward.weights": (2.0,),
+}
 
 
 def finished(path, steps=40):
@@ -188,26 +192,43 @@ def finished(path, steps=40):
   return config
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_what_does_not_change_the_past_may_change(name, tmp_path):
+def keys(lines):
+  return {line.partition(": ")[0] for line in lines}
+
+
+def contents(path):
+  return {p: p.is_file() and p.read_bytes() for p in path.rglob("*")}
+
+
+@pytest.mark.parametrize("more_steps", [False, True])
+def test_what_does_not_change_the_past_may_change(more_steps, tmp_path):
   config = finished(tmp_path)
-  config.update_from_flattened_dict({name: CHANGED[name]})
-  before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
+  changes = CHANGED | ({"steps": 50} if more_steps else {})
+  config.update_from_flattened_dict(changes)
+  before = contents(tmp_path)
   assert run_directory.open_run(tmp_path, config) is True
   # Nothing is touched before all is found to be well.
-  after = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
-  assert before == after
+  assert contents(tmp_path) == before
   run_directory.record_changes(tmp_path, config)
   saved = run_config.read_config(tmp_path)
   assert config_lib.difference(saved, config) == []
   (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
-  (line,) = row["changed"]
-  assert row["after_step"] == 40 and line.startswith(f"{name}: ")
+  assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
   run_directory.record_changes(tmp_path, config)
   assert len(records.read_jsonl(tmp_path / "changes.jsonl")) == 1
   # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
-    assert (tmp_path / trace).exists() == (name != "steps")
+    assert (tmp_path / trace).exists() != more_steps
+
+
+def test_what_changes_the_past_may_not(tmp_path):
+  config = finished(tmp_path)
+  config.update_from_flattened_dict(NOT_CHANGED | {"steps": 50})
+  may, may_not = run_config.changed(tmp_path, config)
+  assert keys(may) == {"steps"} and keys(may_not) == NOT_CHANGED.keys()
+  with pytest.raises(ValueError, match="(?s)another config.*seed: 0 -> 3"):
+    run_directory.check(tmp_path, config)
+  assert (tmp_path / "summary.json").exists()
 
 
 def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
@@ -236,28 +257,6 @@ def test_a_run_that_starts_again_says_so(tmp_path, capsys):
   assert capsys.readouterr().out == ""
 
 
-NOT_CHANGED = {
-  "optim.learning_rate": 0.5,
-  "optim.name": "adafactor",
-  "optim.moments_dtype": "bfloat16",
-  "data.template": "{prompt}",
-  "seed": 3,
-  "reward.weights": (2.0,),
-}
-
-
-@pytest.mark.parametrize("name", NOT_CHANGED)
-def test_what_changes_the_past_may_not(name, tmp_path):
-  config = finished(tmp_path)
-  config.update_from_flattened_dict({name: NOT_CHANGED[name], "steps": 50})
-  with pytest.raises(
-    ValueError, match=f"(?s)another config.*{name}: "
-  ) as error:
-    run_directory.check(tmp_path, config)
-  assert "steps" not in str(error.value).replace(f"{tmp_path}", "")
-  assert (tmp_path / "summary.json").exists()
-
-
 def test_a_run_has_done_what_it_has_done(tmp_path):
   config = finished(tmp_path)
   assert run_directory.is_finished(tmp_path, config)
@@ -271,15 +270,15 @@ def test_a_run_has_done_what_it_has_done(tmp_path):
 
 def test_the_date_of_a_run_stays(tmp_path):
   config = default_config()
-  assert run_config.with_date(tmp_path, config) == config
+  assert run_config.with_pins(tmp_path, config) == config
   run_directory.open_run(tmp_path, run_config.pin_date(config, "26 Jul 2024"))
   checkpointed(tmp_path, 7)
-  same = run_config.with_date(tmp_path, config)
+  same = run_config.with_pins(tmp_path, config)
   assert same.data.template_options.date_string == "26 Jul 2024"
   assert run_directory.check(tmp_path, same)
   assert "date_string" not in config.data.template_options
   other = run_config.pin_date(config, "27 Jul 2024")
-  assert run_config.with_date(tmp_path, other) == other
+  assert run_config.with_pins(tmp_path, other) == other
   with pytest.raises(ValueError, match="date_string"):
     run_directory.check(tmp_path, other)
 
