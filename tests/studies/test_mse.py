@@ -8,8 +8,9 @@ import types
 import numpy as np
 import pytest
 
+from grpojax.runtime.settings import to_config
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse, mse_report
+from grpojax.studies import mse
 from grpojax.training import policy as policy_lib
 
 
@@ -73,8 +74,7 @@ def test_resumes_to_the_same_results(
   (directory / "results.csv").unlink()
   mse.main(arguments(toy_model, directory))
   for name in ("results.csv", "summary.json", "rows.jsonl"):
-    found, expected = (d / name for d in (directory, finished))
-    assert found.read_text() == expected.read_text()
+    assert (directory / name).read_text() == (finished / name).read_text()
   printed = capsys.readouterr().out
   assert "prompt 4/6" in printed and "prompt 3/6" not in printed
 
@@ -88,7 +88,7 @@ def test_resumes_to_the_same_results(
 
 
 def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
-  config = mse.default_config().unlock()
+  config = to_config(mse.SETTINGS).unlock()
   config.base = str(toy_model)
   config.num_prompts = 2
   plain = mse.open_bench(config, "base").batches
@@ -107,7 +107,7 @@ def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
 
 def test_the_curve_comes_from_the_second_pool(monkeypatch):
   """Pools of reward 0 and 1: only the second has a mean reward."""
-  config = mse.default_config().unlock()
+  config = to_config(mse.SETTINGS).unlock()
   config.samples, config.group_sizes = 6, (2,)
   pools = iter([0.0, 1.0])
   sampled = types.SimpleNamespace(
@@ -120,7 +120,7 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   )
   scores = np.arange(12.0)[:, None]
   monkeypatch.setattr(
-    mse.gram, "score_gram", lambda *args: (scores @ scores.T, 12)
+    mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
   )
   bench = mse.Bench(
     policy=types.SimpleNamespace(params=None),
@@ -168,8 +168,8 @@ def test_table_of_known_rows():
     dict(gradient_sq=3.0, oracle_trace=4.0, vanilla_trace=8.0, remainder=12.0),
   ]
   rows = [row_of(0, 5.0, 2.0, moments[0]), row_of(1, 3.0, 2.0, moments[1])]
-  found = mse_report.table(rows, [4])
-  by_name = {row["estimator"]: row for row in found}
+  results = mse.table(rows, [4])
+  by_name = {row["estimator"]: row for row in results}
   theory = {name: row["theory"] for name, row in by_name.items()}
   # Of the mean moments 2, 6, 12, 18 at G = 4; 9/16 * 3 + 2/16 for own means.
   assert theory == {
@@ -191,7 +191,7 @@ def test_table_of_known_rows():
   # At G = 4 the replicates of the theory are -+ (0.1/4 + 0.1/12).
   spread = np.hypot(error, error / 3)
   assert row["deviation"] == pytest.approx((4 - 3) / spread, rel=1e-4)
-  summary = mse_report.summary(rows, found)["base"]
+  summary = mse.summary(rows, results)["base"]
   assert summary["moments"]["remainder"]["mean"] == 18
   assert summary["largest_deviation"]["leave_one_out"] == row["deviation"]
 
@@ -202,40 +202,12 @@ def test_equal_rewards_make_no_trouble(tmp_path):
   row = row_of(0, 0.0, 0.0, moments)
   row["errors_without"] = {k: [[0.0]] * 4 for k in row["errors_without"]}
   row["moments_without"] = {k: [0.0] * 4 for k in row["moments_without"]}
-  found = mse_report.table([row], [2])
-  assert all(r["deviation"] == r["mse_high"] == 0 for r in found)
-  config = mse.default_config().unlock()
+  results = mse.table([row], [2])
+  assert all(r["deviation"] == r["mse_high"] == 0 for r in results)
+  config = to_config(mse.SETTINGS).unlock()
   config.group_sizes = (2,)
-  mse_report.draw(found, config, tmp_path / "mse.png")
+  mse.draw(results, config, tmp_path / "mse.png")
   assert (tmp_path / "mse.png").exists()
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"samples": 22}, "samples = 22: must be a multiple of 4"),
-    ({"samples": 8}, "at least 3 times"),
-    ({"group_sizes": "(1,4)"}, "whole numbers of 2 or more"),
-    ({"group_sizes": "()"}, "whole numbers of 2 or more"),
-    ({"group_sizes": "(3,4)"}, "each must divide the largest"),
-    ({"shots": 0}, "shots = 0: must be 1 or more"),
-    ({"seed": -1}, "seed = -1: must be 0 or more, and less than 2**32"),
-    ({"instruct": "nowhere"}, "instruct = 'nowhere': no model at 'nowhere'"),
-    ({"difficulty": "(4,2)"}, "difficulty = (4, 2): "),
-    ({"sample": 3}, "did you mean --config.samples"),
-  ],
-)
-def test_impossible_settings(toy_model, tmp_path, changes, message):
-  with pytest.raises(SystemExit) as error:
-    mse.main(arguments(toy_model, tmp_path / "mse", **changes))
-  assert message in str(error.value)
-  assert not (tmp_path / "mse").exists()
-
-
-@pytest.mark.slow
-def test_another_study_in_the_directory(finished, toy_model):
-  with pytest.raises(SystemExit, match="holds results of another config"):
-    mse.main(arguments(toy_model, finished, seed=1))
 
 
 def test_a_base_model_that_chats(toy_model, tmp_path):
