@@ -1,4 +1,4 @@
-"""What a run says at its end: what it has gained, and what to do with it."""
+"""Text at the end of a run: its gain, and commands to go on with."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
 
 def _gain(summary: dict[str, Any]) -> list[str]:
-  """Accuracy before and after, and what went wrong on the way."""
+  """Lines of the accuracy before and after, and of trouble on the way."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -47,11 +47,11 @@ def _gain(summary: dict[str, Any]) -> list[str]:
 
 
 def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
-  """What to do with a finished run: words for a shell, by what they do.
+  """Shell commands to go on with a finished run, by what they do.
 
   Args:
-    where: the run directory or its URL, as it was given.
-    config: the run's.
+    where: the run directory or its URL, as the user gave it.
+    config: the run's config.
   """
   where, start = os.fspath(where), sources.model(config)
   name = os.path.basename(where.rstrip("/")) or "run"
@@ -62,13 +62,13 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
     "export": ["export", f"--model={where}", f"--out={name}-model"],
   }
   if config.checkpoint.best:
-    for what in ("evaluate", "ask it", "export"):
-      words[what].append("--best")
+    for purpose in ("evaluate", "ask it", "export"):
+      words[purpose].append("--best")
   if start in os.listdir(hf.ASSETS):
     words["a real model"] = ["train", f"--config={REAL}"]
   return {
-    what: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
-    for what, (program, *rest) in words.items()
+    purpose: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
+    for purpose, (program, *rest) in words.items()
   }
 
 
@@ -78,13 +78,13 @@ def lines(
   config: ConfigDict,
   summary: dict[str, Any],
 ) -> list[str]:
-  """What to print when a run has come to its end.
+  """Lines to print when a run has come to its end.
 
   Args:
-    where: the run directory or its URL, as it was given.
-    directory: the same, on a disk.
-    config: the run's.
-    summary: see `reporting.finish`.
+    where: the run directory or its URL, as the user gave it.
+    directory: the run directory on a disk.
+    config: the run's config.
+    summary: the run's summary, of `reporting.finish`.
   """
   names = {
     f"{run_directory.MODEL}/": (
@@ -96,22 +96,22 @@ def lines(
     run_directory.SAMPLES: "",
     run_directory.FAILURES: "rewards that could not be computed",
   }
-  there = [
-    f"{name} ({what})" if what else name
-    for name, what in names.items()
+  files = [
+    f"{name} ({about})" if about else name
+    for name, about in names.items()
     if (directory / name).exists()
   ]
   steps, seconds = summary["steps"], summary["train_seconds"]
   return [
     *_gain(summary),
     f"{steps} steps in {records.duration(seconds)}; results are in {where}/:",
-    f"  {', '.join(there)}",
+    f"  {', '.join(files)}",
     *todo(where, config),
   ]
 
 
 def todo(where: str | os.PathLike, config: ConfigDict) -> list[str]:
-  """The commands to print; see `commands`."""
-  found = commands(where, config)
-  width = max(map(len, found))
-  return [f"{what:{width}}  {command}" for what, command in found.items()]
+  """Lines of the commands to go on with."""
+  by_purpose = commands(where, config)
+  width = max(map(len, by_purpose))
+  return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]
