@@ -30,7 +30,7 @@ from grpojax.rewards.math import math_answer
 from grpojax.runtime import command_line, pictures, records
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.config import config_error
-from grpojax.runtime.settings import changed, section, setting, to_config
+from grpojax.runtime.settings import changed, section, setting
 from grpojax.studies import baseline_errors, errors, gsm8k, mse, run
 from grpojax.studies.baseline_errors import Pool
 from grpojax.training import from_config, prompts, samplers, splits
@@ -68,11 +68,6 @@ SETTINGS = section(
   ),
 )
 """Those of `studies.mse` and some more; about eight minutes of CPU time."""
-
-
-def default_config() -> ConfigDict:
-  """Makes the config of the embedded study."""
-  return to_config(SETTINGS)
 
 
 def config_errors(config: ConfigDict) -> list[str]:

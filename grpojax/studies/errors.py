@@ -112,14 +112,10 @@ def score_moments(
   Products of expectations are averages over distinct samples, in closed form:
   ||g||^2 of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2,
   E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k), over all distinct indices.
-  Like any unbiased estimate of a square they may be negative.
-
-  Raises:
-    ValueError: fewer than 4 samples.
+  Like any unbiased estimate of a square they may be negative. A pool has at
+  least 4 samples.
   """
   n = len(rewards)
-  if n < 4:
-    raise ValueError(f"moments need a pool of 4 samples or more, not {n}")
   z, norms = rewards.astype(np.float64), np.diag(gram)
   first, second = z.sum(), (z**2).sum()
   # Without sample i: sum, mean, unbiased V^2 and unbiased sigma^2.
@@ -270,20 +266,8 @@ def group_errors(
   Returns:
     The errors at each group size, [len(group_sizes)], and the same without
     each of the blocks, [b, len(group_sizes)].
-
-  Raises:
-    ValueError: the sizes do not fit, or fewer than 3 blocks.
   """
   size = len(rewards) // blocks
-  if blocks < 3 or size * blocks != len(rewards):
-    raise ValueError(
-      f"a pool of {len(rewards)} cannot be cut into {blocks} blocks: 3 or more,"
-      " of the same size"
-    )
-  if any(size % g for g in group_sizes):
-    raise ValueError(
-      f"blocks of {size} samples cannot be cut into groups of {group_sizes}"
-    )
   rewards = rewards.astype(np.float64)
   subsets = [np.arange(blocks), *_without_each(blocks)]
   errors = []

@@ -34,7 +34,7 @@ from grpojax.rewards import exact
 from grpojax.runtime import command_line, pictures, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.runtime.config import config_error
-from grpojax.runtime.settings import section, setting, to_config
+from grpojax.runtime.settings import section, setting
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Estimators, Moments
 from grpojax.studies import errors, run
@@ -92,11 +92,6 @@ SETTINGS = section(
   ),
 )
 """About seven minutes of CPU time."""
-
-
-def default_config() -> ConfigDict:
-  """Makes the config of the embedded study."""
-  return to_config(SETTINGS)
 
 
 def config_errors(config: ConfigDict) -> list[str]:

@@ -19,7 +19,7 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -81,11 +81,6 @@ SETTINGS = settings.section(
   ),
 )
 """The embedded study."""
-
-
-def default_config() -> ConfigDict:
-  """Makes the config of the embedded study."""
-  return settings.to_config(SETTINGS)
 
 
 def config_errors(config: ConfigDict) -> list[str]:
@@ -292,39 +287,39 @@ def best_group_size(config: ConfigDict, known: Setting) -> float:
 def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
   """Rows of the CSV files, by file name."""
   rows = {"results": [], "quantiles": [], "distances": []}
-  for (estimator, g), one in outcomes.items():
+  for (estimator, g), result in outcomes.items():
     label = {"estimator": estimator, "group_size": g}
     oracle = outcomes["oracle", g].limit
     for i, n in enumerate(steps):
-      gaps = one.gaps[i]
+      gaps = result.gaps[i]
       mean, low, high = mean_interval(gaps)
-      ks, w1 = asymptotics.distances(gaps, one.limit)
+      ks, w1 = asymptotics.distances(gaps, result.limit)
       ks_to_oracle, w1_to_oracle = asymptotics.distances(gaps, oracle)
       numbers = {
         "mean": mean,
         "low": low,
         "high": high,
-        "limit_mean": one.limit_mean,
-        "linear_mean": one.linear_mean[i],
+        "limit_mean": result.limit_mean,
+        "linear_mean": result.linear_mean[i],
         "ks": ks,
-        "ks_band": one.bands[0],
+        "ks_band": result.bands[0],
         "w1": w1,
-        "w1_band": one.bands[1],
+        "w1_band": result.bands[1],
         "ks_to_oracle_limit": ks_to_oracle,
         "w1_to_oracle_limit": w1_to_oracle,
       }
       rows["results"].append(label | {"n": n} | run.rounded(numbers, 5))
     for level in LEVELS:
       numbers = {
-        "runs": np.quantile(one.gaps[-1], level),
-        "limit": np.quantile(one.limit, level),
+        "runs": np.quantile(result.gaps[-1], level),
+        "limit": np.quantile(result.limit, level),
       }
       rows["quantiles"].append(
         label | {"level": level} | run.rounded(numbers, 5)
       )
-  for (a, one), (b, other) in itertools.combinations(outcomes.items(), 2):
-    ks_runs, w1_runs = asymptotics.distances(one.gaps[-1], other.gaps[-1])
-    ks_limits, w1_limits = asymptotics.distances(one.limit, other.limit)
+  for (a, result), (b, other) in itertools.combinations(outcomes.items(), 2):
+    ks_runs, w1_runs = asymptotics.distances(result.gaps[-1], other.gaps[-1])
+    ks_limits, w1_limits = asymptotics.distances(result.limit, other.limit)
     numbers = {
       "ks_runs": ks_runs,
       "ks_limits": ks_limits,
@@ -334,33 +329,6 @@ def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
     label = {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"}
     rows["distances"].append(label | run.rounded(numbers, 5))
   return rows
-
-
-def text(rows: Mapping[str, Sequence[Mapping]], best: float) -> str:
-  """Writes the last n's results for people."""
-  last = rows["results"][-1]["n"]
-  lines = [
-    f"n x gap after n = {last} steps and its distance to the limit",
-    f"{'estimator':15}{'G':>3}{'mean':>8}{'95% interval':>17}{'(limit)':>9}"
-    f"{'KS':>8}{'(band)':>8}{'W1':>8}{'(band)':>8}",
-  ]
-  lines += [
-    "{estimator:15}{group_size:3}{mean:8.4f} [{low:.4f}, {high:.4f}]"
-    " ({limit_mean:.4f}){ks:8.4f}{ks_band:8.4f}{w1:8.4f}{w1_band:8.4f}".format(
-      **row
-    )
-    for row in rows["results"]
-    if row["n"] == last
-  ]
-  lines.append("KS distance of GRPO's and the oracle's runs (of their limits):")
-  for row in rows["distances"]:
-    (a, g), (b, other_size) = row["a"].split(), row["b"].split()
-    if (a, b) == ("leave_one_out", "oracle") and g == other_size:
-      lines.append(
-        f"{'':15}{g:>3}{row['ks_runs']:8.4f} ({row['ks_limits']:.4f})"
-      )
-  lines.append(f"GRPO's limit is smallest at G = {best:.2f}")
-  return "\n".join(lines)
 
 
 def draw(
@@ -378,10 +346,10 @@ def draw(
 def _distributions(axis, g, n, outcomes) -> None:
   """Draws the share of runs above each gap: theory a line, runs points."""
   for name, colour in _COLOURS.items():
-    one = outcomes[name, g]
-    tail = 1 - (np.arange(len(one.limit)) + 0.5) / len(one.limit)
-    axis.plot(one.limit, tail, colour, lw=1)
-    gaps = np.sort(one.gaps[-1])
+    result = outcomes[name, g]
+    tail = 1 - (np.arange(len(result.limit)) + 0.5) / len(result.limit)
+    axis.plot(result.limit, tail, colour, lw=1)
+    gaps = np.sort(result.gaps[-1])
     tail = 1 - (np.arange(len(gaps)) + 0.5) / len(gaps)
     points = np.unique(
       np.searchsorted(-tail, -np.geomspace(1, 0.5 / len(gaps), 40))
@@ -409,8 +377,8 @@ def _intervals(axis, x, gaps, colour, label) -> None:
 def _means(axis, sizes, n, outcomes) -> None:
   for name, colour in _COLOURS.items():
     of_size = [outcomes[name, g] for g in sizes]
-    axis.plot(sizes, [one.limit_mean for one in of_size], colour, lw=1)
-    gaps = np.array([one.gaps[-1] for one in of_size])
+    axis.plot(sizes, [result.limit_mean for result in of_size], colour, lw=1)
+    gaps = np.array([result.gaps[-1] for result in of_size])
     _intervals(axis, sizes, gaps, colour, _NAMES[name])
   axis.set_xscale("log", base=2)
   axis.set_xticks(sizes, map(str, sizes))
@@ -429,11 +397,11 @@ def _convergence(axis, steps, outcomes) -> None:
     (0.93, 1, 1.07), _COLOURS.items(), strict=True
   ):
     of_size = [
-      one for (estimator, _), one in outcomes.items() if estimator == name
+      result for (estimator, _), result in outcomes.items() if estimator == name
     ]
-    ratio = np.array([one.gaps / one.limit_mean for one in of_size])
+    ratio = np.array([result.gaps / result.limit_mean for result in of_size])
     _intervals(axis, steps * shift, ratio.mean(0), colour, None)
-    linear = [one.linear_mean / one.limit_mean for one in of_size]
+    linear = [result.linear_mean / result.limit_mean for result in of_size]
     axis.plot(steps * shift, np.mean(linear, 0), f"{colour}--", lw=1)
   axis.axhline(1, color="black", lw=1)
   axis.set(
@@ -473,7 +441,13 @@ def main(argv: list[str]) -> None:
   }
   records.write_json(directory / "summary.json", summary)
   draw(directory / "suboptimality.png", config.steps, outcomes)
-  print(text(rows, best))
+  for row in summary["results"]:
+    print(
+      "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
+      "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance {ks_band:.4f}),"
+      " W1 {w1:.4f} ({w1_band:.4f})".format(**row)
+    )
+  print(f"GRPO's limit is smallest at G = {best:.2f}")
   seconds = int(time.perf_counter() - start)
   print(f"{directory}, {records.duration(seconds)}")
 

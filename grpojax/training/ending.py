@@ -46,20 +46,20 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   return lines
 
 
-def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
+def commands(run: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
   """Shell commands to go on with a finished run, by what they do.
 
   Args:
-    where: the run directory or its URL, as the user gave it.
+    run: the run directory or its URL, as the user gave it.
     config: the run's config.
   """
-  where, start = os.fspath(where), sources.model(config)
-  name = os.path.basename(where.rstrip("/")) or "run"
+  run, start = os.fspath(run), sources.model(config)
+  name = os.path.basename(run.rstrip("/")) or "run"
   words = {
-    "look at it": ["report", where],
-    "evaluate": ["evaluate", f"--model={where}", f"--compare={start}"],
-    "ask it": ["chat", f"--model={where}"],
-    "export": ["export", f"--model={where}", f"--out={name}-model"],
+    "look at it": ["report", run],
+    "evaluate": ["evaluate", f"--model={run}", f"--compare={start}"],
+    "ask it": ["chat", f"--model={run}"],
+    "export": ["export", f"--model={run}", f"--out={name}-model"],
   }
   if config.checkpoint.best:
     for purpose in ("evaluate", "ask it", "export"):
@@ -73,7 +73,7 @@ def commands(where: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
 
 
 def lines(
-  where: str | os.PathLike,
+  run: str | os.PathLike,
   directory: pathlib.Path,
   config: ConfigDict,
   summary: dict[str, Any],
@@ -81,7 +81,7 @@ def lines(
   """Lines to print when a run has come to its end.
 
   Args:
-    where: the run directory or its URL, as the user gave it.
+    run: the run directory or its URL, as the user gave it.
     directory: the run directory on a disk.
     config: the run's config.
     summary: the run's summary, of `reporting.finish`.
@@ -104,14 +104,14 @@ def lines(
   steps, seconds = summary["steps"], summary["train_seconds"]
   return [
     *_gain(summary),
-    f"{steps} steps in {records.duration(seconds)}; results are in {where}/:",
+    f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
     f"  {', '.join(files)}",
-    *todo(where, config),
+    *todo(run, config),
   ]
 
 
-def todo(where: str | os.PathLike, config: ConfigDict) -> list[str]:
+def todo(run: str | os.PathLike, config: ConfigDict) -> list[str]:
   """Lines of the commands to go on with."""
-  by_purpose = commands(where, config)
+  by_purpose = commands(run, config)
   width = max(map(len, by_purpose))
   return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]

@@ -158,6 +158,18 @@ def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
   return {str(name): repr(value) for name, value in flat.items()}
 
 
+def _status(
+  config: Mapping[str, Any] | None,
+  summary: Mapping[str, Any] | None,
+  last: int,
+) -> str:
+  steps = (config or {}).get("steps")
+  of = f" of {steps}" if isinstance(steps, int) else ""
+  return (
+    f"step {last}{of}" if summary is None else f"finished, {last}{of} steps"
+  )
+
+
 def _read(
   path: pathlib.Path,
   name: str,
@@ -181,9 +193,6 @@ def _read(
     notes.append(f"{run_config.CONFIG} is missing or cannot be read")
   summary = summary or _object(path / run_directory.SUMMARY)
   last = max((row["step"] for row in metrics), default=0)
-  steps = (config or {}).get("steps")
-  of = f" of {steps}" if isinstance(steps, int) else ""
-  done = f"finished, {last}{of} steps"
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
   picture = curves.reward_picture(curves.reward_counts(counts))
@@ -193,7 +202,7 @@ def _read(
     "settings": _flat(config),
     "shown": {
       "name": name,
-      "status": f"step {last}{of}" if summary is None else done,
+      "status": _status(config, summary, last),
       "finished": summary is not None,
       "lastStep": last,
       "notes": notes,

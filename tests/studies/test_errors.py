@@ -156,19 +156,6 @@ def test_no_other_baseline_errs_less():
   assert errors.best_baseline(np.zeros((3, 3)), np.ones(3)) == 0
 
 
-@float64
-def test_pools_that_do_not_fit_are_refused():
-  gram, rewards = pool(12)
-  with pytest.raises(ValueError, match="cannot be cut into 5 blocks"):
-    errors.group_errors(gram, rewards, [2], 5)
-  with pytest.raises(ValueError, match="3 or more"):
-    errors.group_errors(gram, rewards, [2], 2)
-  with pytest.raises(ValueError, match="groups of"):
-    errors.group_errors(gram, rewards, [2, 3], 3)
-  with pytest.raises(ValueError, match="4 samples or more"):
-    errors.score_moments(gram[:3, :3], rewards[:3])
-
-
 PROMPT = np.array([[3, 7, 1, 0, 0]])
 IDS = np.array(
   [
