@@ -22,7 +22,7 @@ Control characters of what the model writes are escaped.
 import io
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -134,25 +134,15 @@ def _example(config: ConfigDict, number: int) -> dict[str, Any]:
   return examples[number]
 
 
-class _Task(NamedTuple):
-  """A model, and what it is asked.
+def _set_up(
+  config: ConfigDict, flags: ConfigDict
+) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
+  """Loads the model, and checks all that can be wrong before it compiles.
 
-  Attributes:
-    speaker: the model.
-    example: the only example to ask; None asks lines of standard input.
-    scored: True shows the rewards of the answers.
-    turns: True shows the model the lines and answers before.
+  Returns:
+    The model; the only example that it is asked, or None; and True if it is
+    shown the lines and answers before.
   """
-
-  speaker: chatting.Speaker
-  example: dict[str, Any] | None
-  scored: bool
-  turns: bool
-
-
-def _set_up(argv: list[str]) -> _Task:
-  """Checks all that can be wrong, before anything compiles."""
-  config, flags = _parse(argv)
   policy, params = trained.load(flags.model, config.model.dtype, flags.best)
   memory.check_evaluation(config, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
@@ -168,7 +158,7 @@ def _set_up(argv: list[str]) -> _Task:
     turns = chats and not trained.is_run(flags.model)
   greedy = flags.temperature == 0
   speaker = chatting.speaker(config, policy, params, flags.samples, greedy)
-  return _Task(speaker, example, scored=flags.example >= 0, turns=turns)
+  return speaker, example, turns
 
 
 def _lines() -> Iterator[str]:
@@ -204,14 +194,15 @@ def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    task = _set_up(argv)
-  if task.scored:
-    _ask_scored(task.speaker, task.example)
-  elif task.example:
-    _, answers = chatting.ask(task.speaker, task.example)
+    config, flags = _parse(argv)
+    speaker, example, turns = _set_up(config, flags)
+  if flags.example >= 0:
+    _ask_scored(speaker, example)
+  elif example:
+    _, answers = chatting.ask(speaker, example)
     print(*chatting.lines(answers), sep="\n")
   else:
-    chatting.talk(task.speaker, _lines(), print, task.turns)
+    chatting.talk(speaker, _lines(), print, turns)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import pathlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,22 +82,7 @@ _Values = list[dict[str, np.ndarray]]
 """Values of each model, by name: one a prompt."""
 
 
-class _Task(NamedTuple):
-  """All that is evaluated; models and problems are in the order of the flags.
-
-  Attributes:
-    config: settings of both models.
-    flags: the flags.
-    ks: numbers k of pass@k; [] if greedy.
-    models: policies with their parameters.
-    problems: problems that each model is asked.
-  """
-
-  config: ConfigDict
-  flags: ConfigDict
-  ks: list[int]
-  models: list[tuple[policy_lib.Policy, Params]]
-  problems: list[evaluation.HeldOut]
+_Models = list[tuple[policy_lib.Policy, Params]]
 
 
 def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
@@ -187,9 +172,10 @@ def _note_left_out(
     print(f"compared on the {count} held-out prompts that fit both")
 
 
-def _set_up(argv: list[str]) -> _Task:
-  """Checks all that can be wrong, before anything compiles."""
-  config, flags, ks = _parse(argv)
+def _load(
+  config: ConfigDict, flags: ConfigDict
+) -> tuple[_Models, list[evaluation.HeldOut]]:
+  """Loads the models, and the problems that each of them is asked."""
   names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
@@ -208,12 +194,17 @@ def _set_up(argv: list[str]) -> _Task:
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
   _note_settings(config, flags.compare)
-  return _Task(config, flags, ks, models, problems)
+  return models, problems
 
 
-def _evaluate(task: _Task) -> tuple[_Values, dict[str, _Values]]:
+def _evaluate(
+  config: ConfigDict,
+  flags: ConfigDict,
+  ks: list[int],
+  models: _Models,
+  held_out: list[evaluation.HeldOut],
+) -> tuple[_Values, dict[str, _Values]]:
   """Evaluates each model; returns its values, in all and by data set."""
-  config, flags = task.config, task.flags
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
@@ -222,9 +213,7 @@ def _evaluate(task: _Task) -> tuple[_Values, dict[str, _Values]]:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(scoring.open_reward_pool(config))
     shown = stack.enter_context(screen.opened(0, config.log.every))
-    for (policy, params), problems in zip(
-      task.models, task.problems, strict=True
-    ):
+    for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
       batches = reward_inputs.batches_with_step(
         reward_pool.pool, problems.batches, config.steps, config.steps
@@ -241,7 +230,7 @@ def _evaluate(task: _Task) -> tuple[_Values, dict[str, _Values]]:
       )
       if result.failures:
         print(evaluation.failed(result.failures))
-      values.append(evaluation.per_prompt(result, task.ks, answer))
+      values.append(evaluation.per_prompt(result, ks, answer))
       each = evaluation.by_data_set(config, result, values[-1])
       for name, of_data_set in each.items():
         by_data_set.setdefault(name, []).append(of_data_set)
@@ -251,9 +240,9 @@ def _evaluate(task: _Task) -> tuple[_Values, dict[str, _Values]]:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    task = _set_up(argv)
-  flags = task.flags
-  values, by_data_set = _evaluate(task)
+    config, flags, ks = _parse(argv)
+    models, problems = _load(config, flags)
+  values, by_data_set = _evaluate(config, flags, ks, models, problems)
   try:  # first, for the screen may be gone; and so may the disk
     if flags.out:
       results = _results(flags, values)

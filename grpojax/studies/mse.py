@@ -30,13 +30,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.data import arithmetic
-from grpojax.rewards import exact
+from grpojax.rewards.exact import exact_answer
 from grpojax.runtime import command_line, pictures, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.runtime.config import config_error
 from grpojax.runtime.settings import section, setting
 from grpojax.statistics import u_statistics
-from grpojax.statistics.u_statistics import Estimators, Moments
+from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run
 from grpojax.training import config as train_config
 from grpojax.training import from_config, samplers, splits
@@ -194,7 +194,7 @@ def _encode(policy, prompt, template):
 
 def rewards_of(example: dict[str, Any], texts: Sequence[str]) -> np.ndarray:
   """Rewards [S] of the completions of one prompt."""
-  rewards = [exact.exact_answer("", text, example) for text in texts]
+  rewards = [exact_answer("", text, example) for text in texts]
   return np.array(rewards, np.float32)
 
 
@@ -274,30 +274,22 @@ def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
   return {n: [r for r in rows if r["configuration"] == n] for n in names}
 
 
-def _array(rows: Sequence[Mapping], field: str, name: str) -> np.ndarray:
-  return np.array([row[field][name] for row in rows])
-
-
-def _moments(rows: Sequence[Mapping], field: str) -> Moments:
-  return Moments(*(_array(rows, field, name) for name in Moments._fields))
+def _stack(rows: Sequence[Mapping], field: str) -> dict[str, np.ndarray]:
+  """Arrays of a field's values by name, with a leading axis of prompts."""
+  names = rows[0][field]
+  return {name: np.array([row[field][name] for row in rows]) for name in names}
 
 
 def _numbers(rows: Sequence[Mapping], index: int, group_size: int):
   """Returns errors by estimator at one group size: measured, and of theory."""
-  measured = {
-    name: (
-      _array(rows, "errors", name)[:, index],
-      _array(rows, "errors_without", name)[:, :, index],
-    )
-    for name in Estimators._fields
-  }
-  values, without = (
-    u_statistics.mse(_moments(rows, field), group_size)._asdict()
+  values, without = _stack(rows, "errors"), _stack(rows, "errors_without")
+  measured = {x: (values[x][:, index], without[x][..., index]) for x in values}
+  exact = [
+    u_statistics.mse(Moments(**_stack(rows, field)), group_size)._asdict()
     for field in ("moments", "moments_without")
-  )
+  ]
   theory = {
-    name: tuple(np.asarray(x[name], np.float64) for x in (values, without))
-    for name in Estimators._fields
+    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in values
   }
   return measured, theory
 
@@ -371,12 +363,10 @@ def summary(
       key: float(np.mean([r[key] for r in of_configuration]))
       for key in ("success", "distinct", "best_baseline")
     }
+    without = _stack(of_configuration, "moments_without")
     moments = {
-      key: errors.mean_over_prompts(
-        _array(of_configuration, "moments", key),
-        _array(of_configuration, "moments_without", key),
-      )
-      for key in Moments._fields
+      key: errors.mean_over_prompts(values, without[key])
+      for key, values in _stack(of_configuration, "moments").items()
     }
     deviations = {
       x: [r["deviation"] for r in lines[name] if r["estimator"] == x]

@@ -106,23 +106,6 @@ def test_replicates_leave_one_block_out():
     np.testing.assert_allclose(found, errors.score_moments(*part), rtol=1e-10)
 
 
-@float64
-@pytest.mark.slow  # many draws
-def test_intervals_cover():
-  """Means over 3 prompts, from pools of 8 blocks; 200 of them."""
-  truth = np.array(u.mse(exact(4), 4))
-  covered = []
-  for study in range(200):
-    pools = [pool(64, 3 * study + prompt) for prompt in range(3)]
-    found = [errors.group_errors(*p, [4], 8, baseline=0.5) for p in pools]
-    mean = np.mean([w for w, _ in found], 0)[:, 0]
-    variances = errors.jackknife(np.array([r for _, r in found])[..., 0])
-    half = [errors.mean_half_width(v, 7) for v in variances.T]
-    covered.append(np.abs(mean - truth) <= half)
-  share = np.mean(covered, 0)
-  assert np.all(share > 0.9) and np.all(share < 0.99), share
-
-
 def test_jackknife_of_a_mean_is_its_variance():
   x = np.random.default_rng(1).normal(size=9)
   without = [np.delete(x, i).mean() for i in range(9)]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import shutil
 import types
 
 import numpy as np
@@ -31,60 +30,43 @@ def arguments(model, directory, **changes):
   ]
 
 
-@pytest.fixture(scope="module")
-def finished(toy, toy_model, tmp_path_factory):
-  directory = tmp_path_factory.mktemp("studies") / "mse"
-  with toy.task():
-    mse.main(arguments(toy_model, directory))
-  return directory
-
-
-def read(directory):
-  with open(directory / "results.csv") as file:
-    return list(csv.DictReader(file))
-
-
 @pytest.mark.slow
-def test_a_whole_run(finished):
-  rows = read(finished)
-  assert len(rows) == 3 * 2 * 4
-  assert [r["configuration"] for r in rows[::8]] == list(mse.CONFIGURATIONS)
-  assert {r["estimator"] for r in rows} == set(u_statistics.Estimators._fields)
-  summary = json.loads((finished / "summary.json").read_text())
-  for name in mse.CONFIGURATIONS:
-    assert 0 < summary[name]["success"] < 1
+def test_a_whole_run_resumes_to_the_same_results(
+  toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  directory = tmp_path / "mse"
+  argv = arguments(toy_model, directory)
+  mse.main(argv)
+  with open(directory / "results.csv") as file:
+    results = list(csv.DictReader(file))
+  assert len(results) == 3 * 2 * 4
+  assert [r["configuration"] for r in results[::8]] == [*mse.CONFIGURATIONS]
+  assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
+  summary = json.loads((directory / "summary.json").read_text())
+  for of_configuration in summary.values():
+    assert 0 < of_configuration["success"] < 1
     # Of the 48 samples many are the same: the toy answers are short.
-    assert 2 <= summary[name]["distinct"] < 40
+    assert 2 <= of_configuration["distinct"] < 40
   # The model of plain text answers the same whether it is called instruct; the
   # samples are others.
   base, instruct = (summary[name]["success"] for name in ("base", "instruct"))
   assert base != instruct and abs(base - instruct) < 0.4
-  assert (finished / "mse.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow  # a whole study again
-def test_resumes_to_the_same_results(
-  finished, toy_model, toy_task, tmp_path, capsys, monkeypatch
-):
-  directory = tmp_path / "mse"
-  shutil.copytree(finished, directory)
-  rows = directory / "rows.jsonl"
-  lines = rows.read_text().splitlines(keepends=True)
-  rows.write_text("".join(lines[:3]) + lines[3][:50])  # killed while writing
+  names = ("results.csv", "summary.json", "rows.jsonl")
+  texts = [(directory / name).read_text() for name in names]
+  # Killed while it wrote a row.
+  lines = texts[-1].splitlines(keepends=True)
+  (directory / "rows.jsonl").write_text("".join(lines[:3]) + lines[3][:50])
   (directory / "results.csv").unlink()
-  mse.main(arguments(toy_model, directory))
-  for name in ("results.csv", "summary.json", "rows.jsonl"):
-    assert (directory / name).read_text() == (finished / name).read_text()
+  capsys.readouterr()
+  mse.main(argv)
+  assert [(directory / name).read_text() for name in names] == texts
   printed = capsys.readouterr().out
   assert "prompt 4/6" in printed and "prompt 3/6" not in printed
-
-  def load(*args):
-    raise AssertionError("a finished study only draws")
-
-  monkeypatch.setattr(policy_lib, "load_policy", load)
+  # A finished study only draws.
+  monkeypatch.setattr(policy_lib, "load_policy", None)
   (directory / "mse.png").unlink()
-  mse.main(arguments(toy_model, directory))
-  assert (directory / "mse.png").exists()
+  mse.main(argv)
+  assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
