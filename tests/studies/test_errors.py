@@ -58,8 +58,8 @@ def test_moments_are_unbiased(outputs, pool):
   def estimate(gram, rewards):
     return np.array(errors.score_moments(gram, rewards))
 
-  found = expectation(outputs, pool, 1, estimate)
-  np.testing.assert_allclose(found, exact(outputs), rtol=1e-10)
+  moments = expectation(outputs, pool, 1, estimate)
+  np.testing.assert_allclose(moments, exact(outputs), rtol=1e-10)
 
 
 @float64
@@ -75,14 +75,14 @@ def test_measured_errors_are_the_exact_ones_on_average(
   outputs, group_size, groups, blocks
 ):
   def measure(gram, rewards):
-    found, _ = errors.group_errors(
+    measured, _ = errors.group_errors(
       gram, rewards, [group_size], blocks, baseline=0.7
     )
-    return np.concatenate(found)
+    return np.concatenate(measured)
 
-  found = expectation(outputs, group_size, groups, measure)
+  mean = expectation(outputs, group_size, groups, measure)
   expected = u.mse(exact(outputs), group_size)
-  np.testing.assert_allclose(found, expected, rtol=1e-10)
+  np.testing.assert_allclose(mean, expected, rtol=1e-10)
 
 
 def pool(size, seed=0, outputs=4):
@@ -100,10 +100,10 @@ def test_replicates_leave_one_block_out():
     keep = np.delete(np.arange(20), np.arange(4 * block, 4 * block + 4))
     part = gram[np.ix_(keep, keep)], rewards[keep]
     expected, _ = errors.group_errors(*part, [2, 4], 4, baseline=0.3)
-    found = [x[block] for x in without]
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-    found = [x[block] for x in moments]
-    np.testing.assert_allclose(found, errors.score_moments(*part), rtol=1e-10)
+    own = [x[block] for x in without]
+    np.testing.assert_allclose(own, expected, rtol=1e-10)
+    own = [x[block] for x in moments]
+    np.testing.assert_allclose(own, errors.score_moments(*part), rtol=1e-10)
 
 
 def test_jackknife_of_a_mean_is_its_variance():
