@@ -1,4 +1,4 @@
-"""Asks a model, and shows what it answers.
+"""Asks a model, and shows its answers.
 
     python -m grpojax.chat --model=DIR [--prompt=TEXT | --example=N]
                            [--samples=N] [--temperature=T] [--top_p=P] ...
@@ -83,7 +83,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
 def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
-  """The config with the flags that are set in it."""
+  """Puts the flags that are set into the config."""
   config = config.copy_and_resolve_references()
   for name in _SAMPLING:
     if -1 < flags[name] < 0:
@@ -121,11 +121,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
 
 
 def _example(config: ConfigDict, number: int) -> dict[str, Any]:
-  """A held-out example.
-
-  Raises:
-    ValueError: there are fewer.
-  """
+  """Loads a held-out example; ValueError where there are fewer."""
   config = config.copy_and_resolve_references()
   config.eval.num_prompts = max(config.eval.num_prompts, number + 1)
   examples = splits.load_examples(config, "test")
@@ -138,15 +134,14 @@ def _example(config: ConfigDict, number: int) -> dict[str, Any]:
 
 
 def _set_up(
-  argv: list[str],
-) -> tuple[chatting.Speaker, dict[str, Any] | None, bool, bool]:
-  """All that can be wrong, before anything compiles.
+  config: ConfigDict, flags: ConfigDict
+) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
+  """Loads the model, and checks all that can be wrong before it compiles.
 
   Returns:
-    The model; the example to ask or None; whether it is scored; and whether a
-    prompt is shown with what was said before.
+    The model; the only example that it is asked, or None; and True if it is
+    shown the lines and answers before.
   """
-  config, flags = _parse(argv)
   policy, params = trained.load(flags.model, config.model.dtype, flags.best)
   memory.check_evaluation(config, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
@@ -162,11 +157,11 @@ def _set_up(
     turns = chats and not trained.is_run(flags.model)
   greedy = flags.temperature == 0
   speaker = chatting.speaker(config, policy, params, flags.samples, greedy)
-  return speaker, example, flags.example >= 0, turns
+  return speaker, example, turns
 
 
 def _lines() -> Iterator[str]:
-  """Lines of standard input, with a prompt where somebody types them."""
+  """Yields lines of standard input, with a prompt where somebody types them."""
   typed = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8
@@ -181,14 +176,8 @@ def _lines() -> Iterator[str]:
       return
 
 
-def _ask_once(
-  speaker: chatting.Speaker, example: dict[str, Any], scored: bool
-) -> None:
-  """Prints the answers to one prompt, with their rewards if they are wanted."""
-  if not scored:
-    _, answers = chatting.ask(speaker, example)
-    print(*chatting.lines(answers), sep="\n")
-    return
+def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
+  """Prints a prompt, and the answers to it with their rewards."""
   steps = speaker.config.steps  # of the run, which has ended
   with scoring.open_reward_pool(speaker.config) as reward_pool:
     (example,) = reward_inputs.with_step(
@@ -204,9 +193,13 @@ def _ask_once(
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    speaker, example, scored, turns = _set_up(argv)
-  if example:
-    _ask_once(speaker, example, scored)
+    config, flags = _parse(argv)
+    speaker, example, turns = _set_up(config, flags)
+  if flags.example >= 0:
+    _ask_scored(speaker, example)
+  elif example:
+    _, answers = chatting.ask(speaker, example)
+    print(*chatting.lines(answers), sep="\n")
   else:
     chatting.talk(speaker, _lines(), print, turns)
 

@@ -32,13 +32,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.sampling import Sampling
+from grpojax.core.types import Params
 from grpojax.runtime import command_line, disk, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import (
   evaluation,
-  held_out,
   memory,
   mixtures,
   reward_inputs,
@@ -46,8 +46,9 @@ from grpojax.training import (
   scoring,
   trained,
 )
-from grpojax.training.config import SETTINGS, validate
-from grpojax.training.held_out import HeldOut
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import validate
+from grpojax.training.settings import SETTINGS
 
 FLAGS = {
   "model": setting(
@@ -75,6 +76,13 @@ FLAGS = {
 }
 # Settings that two models have in common when they are compared.
 SHARED = ("data.", "reward.", "sampling.max_new_tokens")
+
+
+_Values = list[dict[str, np.ndarray]]
+"""Values of each model, by name: one a prompt."""
+
+
+_Models = list[tuple[policy_lib.Policy, Params]]
 
 
 def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
@@ -112,7 +120,9 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   return ks if flags.samples else []
 
 
-def _parse(argv: list[str]):
+def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict, list[int]]:
+  """Reads the command line: the config, the flags and the ks."""
+
   def parse(default=None):
     program = "python -m grpojax.evaluate"
     return command_line.parse(
@@ -136,68 +146,77 @@ def _parse(argv: list[str]):
 
 
 def _note_settings(config: ConfigDict, compare: str) -> None:
-  """Says where a run is evaluated on other data than it was trained for."""
+  """Tells of a run that is evaluated on other data than it was trained for."""
   if not trained.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, trained.read_config(compare)))
+  own = config_lib.flatten(trained.read_config(compare))
+  used = config_lib.flatten(config)
   names = [
     name
-    for name in sorted(ours.keys() | theirs.keys())
-    if name.startswith(SHARED) and ours.get(name) != theirs.get(name)
+    for name in sorted(used.keys() | own.keys())
+    if name.startswith(SHARED) and used.get(name) != own.get(name)
   ]
   if names:
     print(f"{compare} has other {', '.join(names)}; those of --model are used")
 
 
-def _say_left_out(names: list[str], asked: list[HeldOut]) -> None:
-  """Says how many problems are not asked, and because of which model."""
-  for name, one in zip(names, asked, strict=True):
+def _note_left_out(
+  names: list[str], problems: list[evaluation.HeldOut]
+) -> None:
+  """Prints how many problems are left out, and because of which model."""
+  for name, one in zip(names, problems, strict=True):
     if one.too_long:
       print(f"{name}: {one.too_long} held-out prompts are too long")
-  if len(names) > 1 and any(one.too_long for one in asked):
-    count = sum(len(examples) for _, examples in asked[0].batches)
+  if len(names) > 1 and any(one.too_long for one in problems):
+    count = problems[0].count
     print(f"compared on the {count} held-out prompts that fit both")
 
 
-def _set_up(argv: list[str]):
-  """All that can be wrong, before anything compiles."""
-  config, flags, ks = _parse(argv)
-  names = [flags.model] + [flags.compare] * bool(flags.compare)
+def _load(
+  config: ConfigDict, flags: ConfigDict
+) -> tuple[_Models, list[evaluation.HeldOut]]:
+  """Loads the models, and the problems that each of them is asked."""
+  names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
     best = flags.best and not models
     policy, params = trained.load(name, config.model.dtype, best)
     memory.check_evaluation(config, policy, flags.samples or 1)
     models.append((policy, params))
-  asked = held_out.problems(config, names, [policy for policy, _ in models])
-  _say_left_out(names, asked)
-  count = sum(len(examples) for _, examples in asked[0].batches)
+  problems = evaluation.held_out_problems(
+    config, names, [policy for policy, _ in models]
+  )
+  _note_left_out(names, problems)
+  count = problems[0].count
   if flags.samples and count < 2:
     raise ValueError(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
   _note_settings(config, flags.compare)
-  return config, flags, ks, models, asked
+  return models, problems
 
 
-def main(argv: list[str]) -> None:
-  """Runs the program with `argv`, the words after its name."""
-  with command_line.usage_errors():
-    config, flags, ks, models, asked = _set_up(argv)
+def _evaluate(
+  config: ConfigDict,
+  flags: ConfigDict,
+  ks: list[int],
+  models: _Models,
+  held_out: list[evaluation.HeldOut],
+) -> tuple[_Values, dict[str, _Values]]:
+  """Evaluates each model; returns its values, in all and by data set."""
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
   first = config.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
-  values, each = [], []
+  values, by_data_set = [], {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(scoring.open_reward_pool(config))
-    told = stack.enter_context(screen.opened(0, config.log.every))
-    for (policy, params), (batches, _) in zip(models, asked, strict=True):
-      total = sum(len(examples) for _, examples in batches)
-      so_far = config.steps, config.steps  # of the run, which has ended
+    shown = stack.enter_context(screen.opened(0, config.log.every))
+    for (policy, params), problems in zip(models, held_out, strict=True):
+      # The step that rewards may ask for is the run's last.
       batches = reward_inputs.batches_with_step(
-        reward_pool.pool, batches, *so_far
+        reward_pool.pool, problems.batches, config.steps, config.steps
       )
       result = evaluation.evaluate(
         policy,
@@ -207,55 +226,51 @@ def main(argv: list[str]) -> None:
         reward_pool,
         jax.random.key(config.seed),
         config.eval.batch_size,
-        told=functools.partial(told.evaluated, total=total),
+        on_progress=functools.partial(shown.evaluated, total=problems.count),
       )
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
-      each.append(evaluation.by_data_set(config, result, values[-1]))
-  by_data_set = {
-    name: [of_model[name] for of_model in each] for name in each[0]
-  }
+      each = evaluation.by_data_set(config, result, values[-1])
+      for name, of_data_set in each.items():
+        by_data_set.setdefault(name, []).append(of_data_set)
+  return values, by_data_set
+
+
+def main(argv: list[str]) -> None:
+  """Runs the program with `argv`, the words after its name."""
+  with command_line.usage_errors():
+    config, flags, ks = _parse(argv)
+    models, problems = _load(config, flags)
+  values, by_data_set = _evaluate(config, flags, ks, models, problems)
   try:  # first, for the screen may be gone; and so may the disk
     if flags.out:
-      _write(flags, values, by_data_set)
+      results = _results(flags, values)
+      if by_data_set:
+        results["data_sets"] = {
+          name: _results(flags, x) for name, x in by_data_set.items()
+        }
+      with command_line.usage_errors():
+        records.write_json(flags.out, results)
   finally:
     _report(flags, values)
-    for name, of_one in by_data_set.items():
+    for name, of_data_set in by_data_set.items():
       print(f"\n{name}", end=", ")
-      _report(flags, of_one)
+      _report(flags, of_data_set)
 
 
-def _write(
-  flags: ConfigDict,
-  values: list[dict[str, np.ndarray]],
-  by_data_set: dict[str, list[dict[str, np.ndarray]]],
-) -> None:
-  """Writes --out."""
-  results = _results(flags, values)
-  if by_data_set:
-    results["data_sets"] = {
-      name: _results(flags, of_one) for name, of_one in by_data_set.items()
-    }
-  with command_line.usage_errors():
-    records.write_json(flags.out, results)
-
-
-def _results(
-  flags: ConfigDict, values: list[dict[str, np.ndarray]]
-) -> dict[str, Any]:
-  """The numbers of one model, or of two, for JSON."""
+def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
+  """Makes the numbers of one model, or of two, for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
-    results["compare"] = {"model": flags.compare} | evaluation.numbers(
-      values[1]
-    )
+    numbers = evaluation.numbers(values[1])
+    results["compare"] = {"model": flags.compare} | numbers
     differences = evaluation.compare(*values)
     results["difference"] = {k: v._asdict() for k, v in differences.items()}
   return results
 
 
-def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
+def _report(flags: ConfigDict, values: _Values) -> None:
   """Prints the numbers of one model, or of two."""
   count = len(next(iter(values[0].values())))
   if flags.compare:

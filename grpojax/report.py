@@ -28,21 +28,12 @@ SETTINGS = None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The runs among the words of a command line, and the other words."""
+  """Separates the runs in a command line's words from the other words."""
   runs, rest = [], []
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
     (rest if word.startswith("-") or is_value else runs).append(word)
   return [command_line.expand_home(run) for run in runs], rest
-
-
-def _out(runs: Sequence[str], out: str) -> pathlib.Path:
-  """Where to write."""
-  if out:
-    return pathlib.Path(out)
-  if len(runs) == 1 and not bucket.is_url(runs[0]):
-    return pathlib.Path(runs[0]) / run_directory.REPORT
-  return pathlib.Path(run_directory.REPORT)
 
 
 def main(argv: list[str]) -> None:
@@ -57,7 +48,9 @@ def main(argv: list[str]) -> None:
     paths = [run_storage.local(run) for run in runs]
     in_buckets = any(map(bucket.is_url, runs))
     text = report.report(paths, runs if in_buckets else None)
-    out = _out(runs, flags.out)
+    beside = len(runs) == 1 and not in_buckets
+    default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT
+    out = pathlib.Path(flags.out) if flags.out else default
     disk.check_file(out, "--out")
     records.write_text(out, text)
   print(printable(f"{', '.join(runs)} -> {out}"))

@@ -50,7 +50,7 @@ DEVICES = dict.fromkeys(  # else one
 def training_config(name):
   config = config_file.load_file(str(CONFIGS[name]), default_config)
   if name == "figure5":
-    assert figure5.problems(config) == []
+    assert figure5.config_errors(config) == []
     config = figure5.train_config(config, config.budgets[0], 128, 0)
   return config
 

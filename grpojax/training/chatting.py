@@ -1,4 +1,4 @@
-"""A model is asked, and what it answers is shown."""
+"""Answers of a model to prompts, and talks with it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,10 +25,10 @@ class Answer(NamedTuple):
   """A completion.
 
   Attributes:
-    text: as the model wrote it.
-    tokens: that it took, with the one that ends it.
-    finished: whether it came to its end within sampling.max_new_tokens.
-    reward: nan where it could not be computed; None where nobody asks.
+    text: text as the model wrote it.
+    tokens: number of its tokens, with the one that ends it.
+    finished: True if it came to its end within sampling.max_new_tokens.
+    reward: its reward, nan where it could not be computed; None without.
   """
 
   text: str
@@ -41,11 +41,11 @@ class Speaker(NamedTuple):
   """A model that answers.
 
   Attributes:
-    config: its data, sampling and rewards.
+    config: settings of its data, sampling and rewards.
     policy: the model.
     params: its parameters.
-    sampler: see `samplers.make_sampler`, of as many answers as are wanted.
-    key: of the samples.
+    sampler: sampler of its answers, from `samplers.make_sampler`.
+    key: random key of the samples.
   """
 
   config: ConfigDict
@@ -58,7 +58,7 @@ class Speaker(NamedTuple):
 def speaker(
   config: ConfigDict, policy: Policy, params: Params, samples: int, greedy: bool
 ) -> Speaker:
-  """A model that gives so many answers; `greedy`, the most probable tokens."""
+  """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
   sampling = from_config.sampling(config)
   if greedy:
     sampling = sampling._replace(temperature=0.0)
@@ -66,8 +66,8 @@ def speaker(
   return Speaker(config, policy, params, sampler, jax.random.key(config.seed))
 
 
-def _roomy(config: ConfigDict, tokens: int) -> ConfigDict:
-  """A config whose prompts may have so many tokens; few sizes compile."""
+def _with_room(config: ConfigDict, tokens: int) -> ConfigDict:
+  """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
   config = config.copy_and_resolve_references()
   with config.unlocked():
     while config.data.max_prompt_length < tokens:
@@ -81,49 +81,50 @@ def ask(
   turn: int = 0,
   reward_pool: RewardPool | None = None,
 ) -> tuple[str, list[Answer]]:
-  """What a model answers.
+  """Asks a model.
 
   Args:
     speaker: the model.
-    example: with its "prompt", and for a reward model what that reads.
-    turn: another one draws other samples.
-    reward_pool: of the rewards; None for none.
+    example: an example with its "prompt", and columns that its rewards read.
+    turn: number of the question; another one draws other samples.
+    reward_pool: the rewards; None for none.
 
   Returns:
     The prompt as the model reads it, and the answers.
 
   Raises:
-    ValueError: what the model's chat template does not take.
+    ValueError: the model's chat template does not take the prompt.
   """
   config, policy = speaker.config, speaker.policy
   _, ids = prompts_lib.encoder(config, policy)(example["prompt"])
-  config = _roomy(config, len(ids))
+  config = _with_room(config, len(ids))
   prompts, examples = prompts_lib.prompts_of(config, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
   samples = speaker.sampler(speaker.params, prompts_lib.trim(prompts), key)
   if reward_pool is None:
-    texts, rewards = policy_lib.decode(policy, samples), None
+    texts = policy_lib.decode(policy, samples)
+    rewards = [None] * len(texts[0])
   else:
     texts, scores = scored_text.score(policy, reward_pool, examples, samples)
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()
-  rewards = rewards or [None] * len(tokens)
-  found = map(Answer, texts[0], tokens, finished, rewards)
-  return examples[0]["prompt_text"], list(found)
+  answers = map(Answer, texts[0], tokens, finished, rewards)
+  return examples[0]["prompt_text"], list(answers)
 
 
 def lines(answers: list[Answer]) -> list[str]:
-  """Answers, to print: control characters are escaped."""
-  shown = []
+  """Lines of answers, to print: control characters are escaped."""
+  texts = []
   for i, answer in enumerate(answers, 1):
-    words = [f"[{i}/{len(answers)}]"] * (len(answers) > 1)
+    about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
     if answer.reward is not None:
-      words.append(f"reward {answer.reward:g}")
-    words.append(f"{answer.tokens} tokens")
-    words += ["cut off there"] * (not answer.finished)
-    shown += [printable(answer.text).rstrip(), f"  ({', '.join(words)})"]
-  return shown
+      about.append(f"reward {answer.reward:g}")
+    about.append(f"{answer.tokens} tokens")
+    if not answer.finished:
+      about.append("cut off there")
+    texts += [printable(answer.text).rstrip(), f"  ({', '.join(about)})"]
+  return texts
 
 
 def talk(
@@ -132,22 +133,22 @@ def talk(
   """Answers one line after another, to their end or `QUIT`.
 
   Args:
-    speaker: with several answers a prompt, the first of them is remembered.
+    speaker: the model; of several answers the first is remembered.
     read: the lines.
-    say: prints.
-    turns: whether the model is shown what was said before; needs a chat
+    say: function that prints.
+    turns: True shows the model the lines and answers before; needs a chat
       template.
   """
-  said: list[dict[str, str]] = []
+  history: list[dict[str, str]] = []
   for turn, line in enumerate(read):
     text = line.strip()
     if text == QUIT:
       return
     if text == NEW:
-      said = []
+      history = []
     elif text:
       user = {"role": "user", "content": text}
-      prompt: Prompt = [*said, user] if said else text
+      prompt: Prompt = [*history, user] if history else text
       try:
         _, answers = ask(speaker, {"prompt": prompt}, turn)
       except ValueError as error:
@@ -155,5 +156,5 @@ def talk(
         continue
       say("\n".join(lines(answers)))
       if turns:
-        mine = {"role": "assistant", "content": answers[0].text}
-        said = [*(said or []), user, mine]
+        answer = {"role": "assistant", "content": answers[0].text}
+        history = [*history, user, answer]

@@ -1,21 +1,21 @@
-"""What a run says at its end: what it has gained, and what to do with it."""
+"""Text at the end of a run: its gain, and commands to go on with."""
 
 import os
 import pathlib
 import shlex
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from grpojax.models import hf
 from grpojax.runtime import records
-from grpojax.training import run_directory, sources
-from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import diagnosis
+from grpojax.training import diagnosis, run_directory, sources
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
 
 def _gain(summary: dict[str, Any]) -> list[str]:
-  """Accuracy before and after, and what went wrong on the way."""
+  """Lines of the accuracy before and after, and of trouble on the way."""
   lines = []
   for when in ("before", "after"):
     low, high = summary[f"accuracy_{when}_interval"]
@@ -46,47 +46,45 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   return lines
 
 
-def commands(
-  where: str | os.PathLike, settings: TrainSettings
-) -> dict[str, str]:
-  """What to do with a finished run: words for a shell, by what they do.
+def commands(run: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
+  """Shell commands to go on with a finished run, by what they do.
 
   Args:
-    where: the run directory or its URL, as it was given.
-    settings: the run's.
+    run: the run directory or its URL, as the user gave it.
+    config: the run's config.
   """
-  where, start = os.fspath(where), sources.model(settings)
-  name = os.path.basename(where.rstrip("/")) or "run"
+  run, start = os.fspath(run), sources.model(config)
+  name = os.path.basename(run.rstrip("/")) or "run"
   words = {
-    "look at it": ["report", where],
-    "evaluate": ["evaluate", f"--model={where}", f"--compare={start}"],
-    "ask it": ["chat", f"--model={where}"],
-    "export": ["export", f"--model={where}", f"--out={name}-model"],
+    "look at it": ["report", run],
+    "evaluate": ["evaluate", f"--model={run}", f"--compare={start}"],
+    "ask it": ["chat", f"--model={run}"],
+    "export": ["export", f"--model={run}", f"--out={name}-model"],
   }
-  if settings.checkpoint.best:
-    for what in ("evaluate", "ask it", "export"):
-      words[what].append("--best")
+  if config.checkpoint.best:
+    for purpose in ("evaluate", "ask it", "export"):
+      words[purpose].append("--best")
   if start in os.listdir(hf.ASSETS):
     words["a real model"] = ["train", f"--config={REAL}"]
   return {
-    what: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
-    for what, (program, *rest) in words.items()
+    purpose: shlex.join(["python", "-m", f"grpojax.{program}", *rest])
+    for purpose, (program, *rest) in words.items()
   }
 
 
 def lines(
-  where: str | os.PathLike,
+  run: str | os.PathLike,
   directory: pathlib.Path,
-  settings: TrainSettings,
+  config: ConfigDict,
   summary: dict[str, Any],
 ) -> list[str]:
-  """What to print when a run has come to its end.
+  """Lines to print when a run has come to its end.
 
   Args:
-    where: the run directory or its URL, as it was given.
-    directory: the same, on a disk.
-    settings: the run's.
-    summary: see `reporting.finish`.
+    run: the run directory or its URL, as the user gave it.
+    directory: the run directory on a disk.
+    config: the run's config.
+    summary: the run's summary, of `reporting.finish`.
   """
   names = {
     f"{run_directory.MODEL}/": (
@@ -98,22 +96,22 @@ def lines(
     run_directory.SAMPLES: "",
     run_directory.FAILURES: "rewards that could not be computed",
   }
-  there = [
-    f"{name} ({what})" if what else name
-    for name, what in names.items()
+  files = [
+    f"{name} ({about})" if about else name
+    for name, about in names.items()
     if (directory / name).exists()
   ]
   steps, seconds = summary["steps"], summary["train_seconds"]
   return [
     *_gain(summary),
-    f"{steps} steps in {records.duration(seconds)}; results are in {where}/:",
-    f"  {', '.join(there)}",
-    *todo(where, settings),
+    f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
+    f"  {', '.join(files)}",
+    *todo(run, config),
   ]
 
 
-def todo(where: str | os.PathLike, settings: TrainSettings) -> list[str]:
-  """The commands to print; see `commands`."""
-  found = commands(where, settings)
-  width = max(map(len, found))
-  return [f"{what:{width}}  {command}" for what, command in found.items()]
+def todo(run: str | os.PathLike, config: ConfigDict) -> list[str]:
+  """Lines of the commands to go on with."""
+  by_purpose = commands(run, config)
+  width = max(map(len, by_purpose))
+  return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]

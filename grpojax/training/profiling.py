@@ -1,4 +1,4 @@
-"""A trace of some steps of a run, and what is in the devices' memory then.
+"""Trace of some steps of a run, and of the devices' memory after them.
 
 A trace that cannot be written is said and left out: no run ends for it, nor for
 the room that half of it takes on a full disk.
@@ -24,7 +24,7 @@ Around = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
 def parse(text: str) -> range:
-  """The steps of profile.steps, "FIRST:LAST", with both ends; "" is none.
+  """Parses profile.steps: "10:12" is the steps 10, 11 and 12, "" is none.
 
   Raises:
     ValueError: it is something else.
@@ -39,7 +39,7 @@ def parse(text: str) -> range:
 
 
 def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """What is wrong with the settings, a line each."""
+  """Lists what is wrong with the settings."""
   text = flat_config["profile.steps"]
   try:
     steps = parse(text)
@@ -63,9 +63,9 @@ def opened(
   this when the state is saved.
 
   Args:
-    text: see `parse`.
-    directory: of the run; each process writes its own files there.
-    done: steps that the run has done before.
+    text: the setting profile.steps.
+    directory: directory of the run; each process writes its own files there.
+    done: number of steps that the run has done before.
 
   Yields:
     `(step) -> context manager`, to put around each step: the trace begins with
@@ -77,7 +77,7 @@ def opened(
     print(f"profile.steps = {text!r}: {done} steps are done, nothing is traced")
 
   @contextlib.contextmanager
-  def without_it():
+  def errors_end_the_trace():
     nonlocal steps
     try:
       yield
@@ -85,8 +85,8 @@ def opened(
       steps = range(0)
       for half in {*folder.glob(_TRACES)} - {*before}:
         shutil.rmtree(half, ignore_errors=True)
-      said = f"{type(error).__name__}: {error}"
-      print(f"profile: not written ({said}); the run goes on", flush=True)
+      reason = f"{type(error).__name__}: {error}"
+      print(f"profile: not written ({reason}); the run goes on", flush=True)
 
   def start(step):
     folder.mkdir(exist_ok=True)
@@ -105,7 +105,7 @@ def opened(
   @contextlib.contextmanager
   def around(step):
     if step in steps and not running:
-      with without_it():
+      with errors_end_the_trace():
         start(step)
     if not running:
       yield
@@ -113,12 +113,12 @@ def opened(
     with jax.profiler.StepTraceAnnotation("train", step_num=step):
       yield
     if step == steps[-1]:
-      with without_it():
+      with errors_end_the_trace():
         stop()
 
   try:
     yield around
   finally:
     if running:
-      with without_it():
+      with errors_end_the_trace():
         stop()

@@ -1,16 +1,17 @@
-"""A report on runs, from what their directories hold: one page of HTML.
+"""Reports on runs, from their directories' files: one page of HTML.
 
 A report is about what is there. Files may be missing, lines half-written or
 broken, a run unfinished: the page says so, and shows the rest.
 """
 
+import collections
 import json
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpojax.reports import comparisons, completions, curves, rewards
+from grpojax.reports import comparisons, completions, curves
 from grpojax.reports.metric_groups import layout
 from grpojax.reports.page import page
 from grpojax.runtime import config as config_lib
@@ -25,7 +26,7 @@ Rows = list[dict[str, Any]]
 
 
 def _json(text: str | bytes) -> dict[str, Any] | None:
-  """The object that a text holds, or None."""
+  """Parses a text that holds an object; None if it does not."""
   try:
     value = json.loads(text)
   except (RecursionError, ValueError):
@@ -40,13 +41,20 @@ def _object(path: pathlib.Path) -> dict[str, Any] | None:
     return None
 
 
+def _has_step(row: Mapping[str, Any]) -> bool:
+  step = row.get("step")
+  whole = isinstance(step, int) and not isinstance(step, bool)
+  return whole and 0 <= step < _LARGEST
+
+
 def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
-  """Rows of a file that say their step; none where there is no file.
+  """Reads the rows of a file that have a step; none where there is no file.
 
   Args:
     path: a JSON lines file. A last line without an end is being written, and is
-      left out; of others that are no such rows, the notes say how many.
-    notes: added to.
+      left out.
+    notes: texts for the page; the number of lines that are no such rows is
+      added.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -65,58 +73,58 @@ def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
 def read_samples(
   path: pathlib.Path, notes: list[str], budget: int
 ) -> tuple[Rows, dict[str, int]]:
-  """Rows of samples.jsonl, of as many steps as fit; others are not parsed.
+  """Reads rows of samples.jsonl, of as many steps as fit into a page.
 
   Args:
-    path: the file, which may be larger than what fits into memory.
-    notes: added to.
-    budget: bytes, see `completions.steps_within`.
+    path: the file, which may be larger than memory: other steps' rows are not
+      parsed.
+    notes: texts for the page, to which errors are added.
+    budget: bytes of rows that fit.
 
   Returns:
-    The rows; of how many `steps` there are any, and of how many of them the
-    rows are (`kept_steps`).
+    The rows; the number of `steps` that have any, and of those that the rows
+    are of (`kept_steps`).
   """
+  sizes: dict[int, int] = collections.defaultdict(int)
+  steps, rows = set(), []
   try:
     with open(path, "rb") as file:
-      sizes: dict[int, int] = {}
       for line in file:
         if (step := _step_of(line)) is not None:
-          sizes[step] = sizes.get(step, 0) + len(line)
-      kept = set(completions.steps_within(sizes, budget))
+          sizes[step] += len(line)
+      chosen = set(completions.steps_within(sizes, budget))
       file.seek(0)
-      rows = [_json(line) for line in file if _step_of(line) in kept]
+      rows = [_json(line) for line in file if _step_of(line) in chosen]
+      steps = chosen
   except FileNotFoundError:
-    rows, kept, sizes = [], set(), {}
+    pass
   except OSError as error:
     notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-    rows, kept, sizes = [], set(), {}
-  about = {"steps": len(sizes), "kept_steps": len(kept)}
+    sizes.clear()
+  about = {"steps": len(sizes), "kept_steps": len(steps)}
   return [row for row in rows if row and _has_step(row)], about
 
 
 def _step_of(line: bytes) -> int | None:
-  """The step of a row that was written by a run: it stands first."""
-  found = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
-  return int(found[1]) if found else None
+  """Step of a row that was written by a run: there it stands first."""
+  match = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
+  return int(match[1]) if match else None
 
 
-def _has_step(row: Mapping[str, Any]) -> bool:
-  step = row.get("step")
-  whole = isinstance(step, int) and not isinstance(step, bool)
-  return whole and 0 <= step < _LARGEST
+def _text(value: Any) -> str | None:
+  """Makes a text of anything but null: numbers may be NaN."""
+  return value if value is None or isinstance(value, str) else str(value)
 
 
 def _failures(rows: Rows) -> dict[str, Any]:
-  """Rewards that could not be computed: how many of each kind, and some."""
-  counts: dict[tuple[str, str], int] = {}
-  for row in rows:
-    kind = str(row.get("function")), str(row.get("reason"))
-    counts[kind] = counts.get(kind, 0) + 1
+  """Counts rewards that could not be computed, by kind; and the first rows."""
+  counts = collections.Counter(
+    (str(row.get("function")), str(row.get("reason"))) for row in rows
+  )
   names = ("function", "reason", "prompt", "completion")
-  order = sorted(counts.items(), key=lambda item: -item[1])
   return {
     "total": len(rows),
-    "counts": [[*kind, count] for kind, count in order[:FAILURES]],
+    "counts": [[*kind, n] for kind, n in counts.most_common(FAILURES)],
     "rows": [
       {"step": row["step"]} | {name: _text(row.get(name)) for name in names}
       for row in rows[:FAILURES]
@@ -124,27 +132,42 @@ def _failures(rows: Rows) -> dict[str, Any]:
   }
 
 
-def _text(value: Any) -> str | None:
-  """What a row holds where a text belongs: no number, which may be NaN."""
-  return value if value is None or isinstance(value, str) else str(value)
-
-
-def _status(summary: Mapping[str, Any] | None, last: int, steps: Any) -> str:
-  """Where a run stands, in words."""
-  of = f" of {steps}" if isinstance(steps, int) else ""
-  if summary is None:
-    return f"step {last}{of}"
-  return f"finished, {last}{of} steps"
+def _changes(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Reads the settings that were changed when the run was resumed."""
+  try:
+    lines = path.read_bytes().split(b"\n")
+  except OSError:
+    return []
+  return [
+    {
+      "step": _text(row.get("after_step")),
+      "changed": list(map(str, row["changed"])),
+    }
+    for row in map(_json, lines)
+    if row and isinstance(row.get("changed"), list)
+  ]
 
 
 def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
   """Settings by dotted name, as texts."""
   try:
     whole = config_lib.from_json(json.dumps(config or {}))
-    leaves = config_lib.flatten(whole)
+    flat = config_lib.flatten(whole)
   except (AttributeError, KeyError, TypeError, ValueError):
     return {}
-  return {str(name): repr(value) for name, value in leaves.items()}
+  return {str(name): repr(value) for name, value in flat.items()}
+
+
+def _status(
+  config: Mapping[str, Any] | None,
+  summary: Mapping[str, Any] | None,
+  last: int,
+) -> str:
+  steps = (config or {}).get("steps")
+  of = f" of {steps}" if isinstance(steps, int) else ""
+  return (
+    f"step {last}{of}" if summary is None else f"finished, {last}{of} steps"
+  )
 
 
 def _read(
@@ -153,16 +176,16 @@ def _read(
   summary: Mapping[str, Any] | None,
   budget: int,
 ) -> dict[str, Any]:
-  """What a run directory says, and the columns to compare it by."""
+  """Reads a run directory: what the page shows, and what it compares."""
   notes: list[str] = []
-  files = (
-    run_directory.METRICS,
-    run_directory.REWARDS,
-    run_directory.EVALUATIONS,
-    run_directory.FAILURES,
-  )
   metrics, counts, evaluations, failures = (
-    read_rows(path / file, notes) for file in files
+    read_rows(path / file, notes)
+    for file in (
+      run_directory.METRICS,
+      run_directory.REWARDS,
+      run_directory.EVALUATIONS,
+      run_directory.FAILURES,
+    )
   )
   samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
   config = _object(path / run_config.CONFIG)
@@ -172,19 +195,20 @@ def _read(
   last = max((row["step"] for row in metrics), default=0)
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
-  picture = rewards.picture(rewards.counted(counts))
+  picture = curves.reward_picture(curves.reward_counts(counts))
   return {
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
     "shown": {
       "name": name,
-      "status": _status(summary, last, (config or {}).get("steps")),
+      "status": _status(config, summary, last),
       "finished": summary is not None,
       "lastStep": last,
       "notes": notes,
       "curves": curves.curves(columns),
-      "rewards": picture or rewards.picture(rewards.of_samples(samples)),
+      "rewards": picture
+      or curves.reward_picture(curves.sample_counts(samples)),
       "rewardsOfSamples": picture is None,
       "groups": completions.groups(samples),
       "sampled": about,
@@ -192,53 +216,35 @@ def _read(
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
       "groupSize": comparisons.group_size(columns),
-      "changes": _changes(path, notes),
+      "changes": _changes(path / run_directory.CHANGES),
     },
   }
-
-
-def _changes(path: pathlib.Path, notes: list[str]) -> list[dict[str, Any]]:
-  """Settings that were changed when the run was resumed."""
-  try:
-    lines = (path / run_directory.CHANGES).read_bytes().split(b"\n")
-  except OSError:
-    return []
-  rows = [row for row in map(_json, lines) if row]
-  return [
-    {
-      "step": _text(row.get("after_step")),
-      "changed": list(map(str, row["changed"])),
-    }
-    for row in rows
-    if isinstance(row.get("changed"), list)
-  ]
 
 
 def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
   """All settings: first those in which runs differ, then those changed."""
   default = _flat(default_config().to_dict())
-  names = sorted(default.keys() | set().union(*runs))
   rows = []
-  for name in names:
+  for name in sorted(default.keys() | set().union(*runs)):
     values = [run.get(name) for run in runs]
-    given = [value for value in values if value is not None]
+    own = {value for value in values if value is not None}
     rows.append(
       {
         "name": name,
         "default": default.get(name),
         "values": values,
         "differs": len(set(values)) > 1,
-        "changed": any(value != default.get(name) for value in given),
+        "changed": bool(own - {default.get(name)}),
       }
     )
   return sorted(rows, key=lambda row: (not row["differs"], not row["changed"]))
 
 
 def _names(paths: Sequence[pathlib.Path]) -> list[str]:
-  """What the runs are called: as much of their paths as tells them apart."""
+  """Names of runs: as much of their paths as tells them apart."""
   parts = [path.absolute().parts for path in paths]
   for count in range(1, max(map(len, parts)) + 1):
-    names = ["/".join(some[-count:]) for some in parts]
+    names = ["/".join(of_path[-count:]) for of_path in parts]
     if len(set(names)) == len(names):
       break
   return names
@@ -249,12 +255,12 @@ def report(
   names: Sequence[str] | None = None,
   summary: Mapping[str, Any] | None = None,
 ) -> str:
-  """The page about runs.
+  """Makes the page about runs.
 
   Args:
-    paths: their directories.
-    names: what to call them; None is by their directories.
-    summary: of a single run that is about to write it.
+    paths: directories of the runs.
+    names: names of the runs; None is by their directories.
+    summary: summary of a single run that is about to write it.
 
   Raises:
     ValueError: a directory is no run's.
@@ -297,12 +303,12 @@ def write(
   Nothing that goes wrong here ends a run.
 
   Args:
-    directory: the run's.
-    summary: of a run that is about to write it.
+    directory: the run's directory.
+    summary: summary of a run that is about to write it.
   """
   try:
     text = report([directory], summary=summary)
     records.write_text(directory / run_directory.REPORT, text)
   except Exception as error:  # whatever it is, the run is worth more
-    said = f"{type(error).__name__}: {error}"
-    print(f"{run_directory.REPORT} was not written: {said}", flush=True)
+    reason = f"{type(error).__name__}: {error}"
+    print(f"{run_directory.REPORT} was not written: {reason}", flush=True)

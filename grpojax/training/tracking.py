@@ -7,16 +7,11 @@ import json
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, records, trackers
 from grpojax.training import run_directory
-from grpojax.training.config import to_config
 from grpojax.training.start import Run
 
 
 def _ids(run: Run) -> dict[str, str]:
-  """What trackers call the run, by the trackers' names.
-
-  Raises:
-    ValueError: the file that says so is damaged.
-  """
+  """Reads the run's ids by the trackers' names; ValueError if damaged."""
   file = run.file(run_directory.TRACKED)
   if not file.exists():
     return {}
@@ -29,29 +24,26 @@ def _ids(run: Run) -> dict[str, str]:
 
 
 def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
-  """The run with its trackers open, in the first process alone.
+  """Opens a run's trackers, in the first process alone.
 
   Args:
-    run: from `start.start`.
-    step: of the checkpoint that it goes on from; -1 where there is none.
-    stack: closes them.
+    run: the run, from `start.start`.
+    step: step of the checkpoint that it goes on from; -1 where there is none.
+    stack: context that closes the trackers.
 
   Raises:
     ValueError: in all processes, where one does not open.
   """
-  settings = run.settings
+  config = run.config
   opened: dict[str, trackers.Tracker] = {}
 
   def open_here() -> None:
     ids = _ids(run)
-    told = trackers.TrackedRun(
-      run.directory,
-      settings.name,
-      config_lib.flatten(to_config(settings)),
-      step,
+    tracked_run = trackers.TrackedRun(
+      run.directory, config.name, config_lib.flatten(config), step
     )
-    found, new = trackers.open_all(settings.log.trackers, told, ids)
-    opened.update(found)
+    own, new = trackers.open_all(config.log.trackers, tracked_run, ids)
+    opened.update(own)
     if new != ids and new:
       records.write_json(run.file(run_directory.TRACKED), ids | new)
 

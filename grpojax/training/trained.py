@@ -1,74 +1,74 @@
-"""What other programs read of training runs: their models."""
+"""Models of training runs: read, and exported for other programs."""
 
+import os
 import pathlib
 
 import jax
 from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
-from grpojax.models import hf, lora
-from grpojax.runtime import checkpoint, hub
+from grpojax.models import hf, lora, merged
+from grpojax.runtime import checkpoint, disk, hub
 from grpojax.training import best as best_lib
-from grpojax.training import policy as policy_lib
 from grpojax.training import (
+  from_config,
   progress,
   run_config,
   run_directory,
   run_storage,
-  setup,
   sources,
 )
-from grpojax.training.config import from_config
+from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
 def is_run(model: str) -> bool:
-  """Whether it has a config of its own, be its checkpoints gone or not."""
-  where = run_storage.local(model)
-  finished = run_directory.is_finished(where) and (
-    run_directory.model_directory(where) != where
+  """True for a run, which has a config, be its checkpoints gone or not."""
+  path = run_storage.local(model)
+  finished = run_directory.is_finished(path) and (
+    run_directory.model_directory(path) != path
   )
-  return finished or run_directory.is_run(where)
+  return finished or run_directory.is_run(path)
 
 
 def read_config(model: str) -> ConfigDict:
-  """The config of a run; ValueError where it has none."""
+  """Reads the config of a run; ValueError where it has none."""
   return run_config.read_config(run_storage.local(model))
 
 
 def load(
   model: str, dtype: str = "float32", best: bool = False
 ) -> tuple[Policy, Params]:
-  """A policy and its parameters.
+  """Loads a policy and its parameters.
 
   Args:
-    model: as `policy.find_model` takes it, or a run with checkpoints, of which
-      the newest is read.
-    dtype: of computation; a run has its own.
-    best: read the run's state of the highest held-out accuracy.
+    model: name or path as `policy.find_model` takes it, or a run with
+      checkpoints, of which the newest is read.
+    dtype: format of computation; a run has its own.
+    best: True reads the run's state of the highest held-out accuracy.
 
   Raises:
     ValueError: there is no such model, or it is damaged.
   """
-  where = run_storage.local(model)
-  if not run_directory.is_run(where):
+  path = run_storage.local(model)
+  if not run_directory.is_run(path):
     if best:
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
-  saved = from_config(run_config.read_config(where))
-  policy = setup.open_policy(saved)
-  if saved.lora.rank:  # adapters need their base
-    policy = setup.with_weights(saved, policy)
-  step = best_step(where) if best else None
-  step, params = load_params(where, saved, step)
-  run_config.say_added(where)
+  config = run_config.read_config(path)
+  policy = from_config.open_policy(config)
+  if config.lora.rank:  # adapters need their base
+    policy = from_config.with_weights(config, policy)
+  step = best_step(path) if best else None
+  step, params = load_params(path, config, step)
+  run_config.say_added(path)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
 
 
 def best_step(run: str | pathlib.Path) -> int:
-  """The step of a run's state of the highest held-out accuracy.
+  """Step of a run's state of the highest held-out accuracy.
 
   Raises:
     ValueError: it was not kept, or there is none yet.
@@ -76,13 +76,13 @@ def best_step(run: str | pathlib.Path) -> int:
   with checkpoint.open_checkpointer(
     run_storage.checkpoints(run), readonly=True
   ) as checkpointer:
-    there = checkpoint.steps(checkpointer)
-    notes = checkpoint.read_notes(checkpointer, there[-1]) if there else {}
+    steps = checkpoint.steps(checkpointer)
+    notes = checkpoint.read_notes(checkpointer, steps[-1]) if steps else {}
   step = best_lib.step(progress.from_notes(notes).evaluations)
-  if step not in there:
+  if step not in steps:
     raise ValueError(
       f"--best: {run} has kept no best state (checkpoint.best), only those of "
-      f"steps {there}"
+      f"steps {steps}"
     )
   return step
 
@@ -93,13 +93,13 @@ def load_params(
   step: int | None = None,
   device: jax.Device | None = None,
 ) -> tuple[int, Params]:
-  """What a run has trained, from a checkpoint.
+  """Loads what a run has trained, from a checkpoint.
 
   Args:
     run: the run directory.
-    config: its config.
-    step: None is the newest.
-    device: where to load it; None is the first.
+    config: the run's config.
+    step: step of the checkpoint; None is the newest.
+    device: device that holds the parameters; None is the first.
 
   Returns:
     The checkpoint's step, and what was trained: the model, or LoRA's adapters.
@@ -110,15 +110,14 @@ def load_params(
   params = hf.abstract_params(
     hf.read_config(policy_lib.find_model(sources.model(config), hub.CONFIG))
   )
-
   if config.lora.rank:
     key, targets = jax.random.key(0), config.lora.targets
     params = jax.eval_shape(
       lambda params: lora.init(params, key, config.lora.rank, targets), params
     )
-  place = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
+  sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params
   )
   if not run_directory.is_run(run):
     raise ValueError(f"{run} has no checkpoints")
@@ -129,3 +128,110 @@ def load_params(
     if step is None:
       raise ValueError(f"{run} has no complete checkpoint yet")
     return step, checkpoint.restore_policy(checkpointer, like, step)
+
+
+def host_device() -> jax.Device:
+  """The host: a model that was trained on many devices may not fit on one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return jax.local_devices()[0]
+
+
+def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
+  """Returns the directory of a model; None for a run, or for neither."""
+  a_run = run_directory.model_directory(path) != pathlib.Path(path)
+  if a_run or run_directory.is_run(path):
+    return None
+  try:
+    return hf.resolve(path)
+  except ValueError:
+    return None
+
+
+def _base(config: ConfigDict) -> tuple[str, str | None]:
+  """Returns adapters' name of their base model, and its commit on the Hub."""
+  name = None if hf.exists(config.model.path) else hub.parse(config.model.path)
+  if name is None:
+    path = run_storage.local(config.model.path)
+    return str(run_directory.model_directory(path)), None
+  return name.id, hub.parse(sources.model(config)).revision
+
+
+def export(
+  run: str | pathlib.Path,
+  out: pathlib.Path,
+  step: int | None = None,
+  dtype: str | None = None,
+  adapter: bool = False,
+  best: bool = False,
+) -> str:
+  """Writes a run's model, or with `adapter` its adapters, into a new directory.
+
+  Args:
+    run: the run directory, or its URL in a bucket; or a model directory, or
+      the name of an embedded model, which is copied.
+    out: the directory to make; nothing stands there until all is written.
+    step: step of the checkpoint; None is the newest, or a finished run's model/
+      where there are no checkpoints.
+    dtype: format of the stored weights; None is as they were trained.
+    adapter: True writes LoRA's adapters in PEFT's format, not the model.
+    best: True writes the state of the highest held-out accuracy.
+
+  Returns:
+    A description of what was written.
+
+  Raises:
+    ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
+      `adapter` of a run without LoRA.
+  """
+  path = run_storage.local(run)
+  model = _plain_model(path)
+  if os.path.lexists(out):
+    raise ValueError(f"--out={out} exists already; choose another directory")
+  if model:
+    disk.check_writable(out, "--out")
+    if adapter or step is not None:
+      raise ValueError(f"--adapter and --step are of a run, and {run} is none")
+    hf.save(out, hf.load_params(model), model, dtype=dtype)
+    return f"the model {run}"
+  config = run_config.read_config(path)
+  run_config.say_added(path)
+  disk.check_writable(out, "--out")
+  if adapter and not config.lora.rank:
+    raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
+  if best and step is not None:
+    raise ValueError("give --best or --step, not both")
+  if best:
+    step = best_step(path)
+  finished = run_directory.model_directory(path)
+  if step is None and not run_directory.is_run(path) and finished != path:
+    if adapter:
+      raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
+    hf.save(out, hf.load_params(finished), finished, dtype=dtype)
+    return f"the finished model of {run}"
+  step = _export_checkpoint(path, config, out, step, dtype, adapter)
+  return f"{'the adapters of ' if adapter else ''}step {step} of {run}"
+
+
+def _export_checkpoint(
+  path: pathlib.Path,
+  config: ConfigDict,
+  out: pathlib.Path,
+  step: int | None,
+  dtype: str | None,
+  adapter: bool,
+) -> int:
+  """Writes a checkpoint's model or adapters; returns its step."""
+  rank, alpha = config.lora.rank, config.lora.alpha
+  step, params = load_params(path, config, step, host_device())
+  needed = hub.WHOLE if rank and not adapter else hub.TEXTS
+  source = policy_lib.find_model(sources.model(config), needed)
+  if adapter:
+    base, revision = _base(config)
+    lora.save_peft(out, params, source, alpha, dtype, base, revision)
+    return step
+  if rank:
+    params = merged.merged(hf.load_params(source), params, alpha / rank)
+  hf.save(out, params, source, dtype=dtype)
+  return step

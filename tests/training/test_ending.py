@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""Text at the end of a run."""
 
 import importlib.util
 import pathlib
@@ -51,11 +51,11 @@ def test_the_end_says_what_went_wrong_and_each_data_set(tmp_path, config_with):
   ]
 
 
-@pytest.mark.parametrize("best, said", [(0.99, True), (0.984, False)])
-def test_a_best_step_is_named_where_it_was_better(best, said, config_with):
+@pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
+def test_a_best_step_is_named_where_it_was_better(best, shown, config_with):
   summary = SUMMARY | {"best_step": 35, "best_accuracy": best}
   lines = ending.lines("runs/x", pathlib.Path("x"), config_with(), summary)
-  assert any("accuracy best" in line for line in lines) == said
+  assert any("accuracy best" in line for line in lines) == shown
 
 
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
@@ -82,13 +82,3 @@ def test_only_an_embedded_model_is_followed_by_a_real_one(config_with):
   for path in ("Qwen2.5", "/", ".", "runs/x"):
     config = config_with(model__path=path)
     assert name not in ending.commands("runs/x", config)
-
-
-def test_the_best_is_said_where_it_is_better_than_the_last():
-  summary = {"accuracy_before": 0.1, "accuracy_before_interval": [0.0, 0.2]}
-  summary |= {"accuracy_after": 0.5, "accuracy_after_interval": [0.4, 0.6]}
-  summary |= {"eval_prompts": 9, "steps_with": {}, "failed_rewards": 0}
-  for accuracy, said in ((0.5, 0), (0.7, 1)):
-    better = summary | {"steps": 5, "best_step": 3, "best_accuracy": accuracy}
-    lines = [x for x in ending._gain(better) if "accuracy best" in x]
-    assert len(lines) == said
