@@ -6,7 +6,7 @@ import pathlib
 import jax
 from ml_collections import ConfigDict
 
-from grpojax.models import hf, lora, merged
+from grpojax.models import hf, lora
 from grpojax.runtime import disk, hub
 from grpojax.training import policy as policy_lib
 from grpojax.training import (
@@ -109,6 +109,6 @@ def export(
     return f"the adapters of {what}"
   if rank:
     base = hf.load_params(source)
-    params = merged.merged(base, params, config.lora.alpha / rank)
+    params = lora.merge_lazily(base, params, config.lora.alpha / rank)
   hf.save(out, params, source, dtype=dtype)
   return what

@@ -4,7 +4,7 @@ from grpojax.core.multi_reward import AGGREGATIONS
 from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
-from grpojax.models.remat import REMAT
+from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.settings import free_section, section, setting
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES

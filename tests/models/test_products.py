@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models.config import TransformerConfig
-from grpojax.models.products import float32_einsum, matmul
+from grpojax.models.cpu import float32_einsum, matmul
 from grpojax.models.transformer import transformer
 
 SIZES = dict(b=2, g=3, k=2, r=2, s=5, e=4, c=7, p=6)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.models import finite, hf, sharding, weights, weights_out
+from grpojax.models import hf, sharding, weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {
@@ -271,12 +271,12 @@ def test_finite_numbers_are_told_from_others(dtype):
   largest = jnp.finfo(dtype).max
   for value in (largest, -largest, jnp.finfo(dtype).smallest_subnormal, -0.0):
     block[1, 2] = value
-    assert finite.is_finite(block) and finite.is_finite(block.T[:, 1:])
+    assert weights.is_finite(block) and weights.is_finite(block.T[:, 1:])
   for value in (np.inf, -np.inf, np.nan):
     block[1, 2] = value
-    assert not finite.is_finite(block) and not finite.is_finite(block.T[1:])
-    assert finite.is_finite(block[2:])
-  assert finite.is_finite(block[:0])
+    assert not weights.is_finite(block) and not weights.is_finite(block.T[1:])
+    assert weights.is_finite(block[2:])
+  assert weights.is_finite(block[:0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
