@@ -163,13 +163,13 @@ def _attend_prompt(q, prompt, mask, scale, cap, unit=""):
   return swap(out), swap(lse)
 
 
-def _merge(own, prompt):
+def _merge(row, prompt):
   """Merges attention over two sets of keys, each an output and a log-sum-exp.
 
   softmax over the union of two key sets equals the two separate softmaxes mixed
   by the sigmoid of the difference of their log-sum-exps.
   """
-  (out, lse), (prompt_out, prompt_lse) = own, prompt
+  (out, lse), (prompt_out, prompt_lse) = row, prompt
   # exp(prompt_lse) / (exp(prompt_lse) + exp(lse)): the part of the whole
   # softmax's mass that lies on the prompt's keys.
   share = jax.nn.sigmoid(prompt_lse - lse)
@@ -212,11 +212,11 @@ def two_part_attention(
   if row_mask.ndim == len(shape):
     row_mask = cpu.squeeze(row_mask, "bgkrsc", unit)
   part = _Keys(keys, values, row_mask, (cpu.without(cache.ROW_AXES, unit),) * 2)
-  own = _attend(q, [part], scale, cap, cpu.without(_QUERY_AXES, unit))
+  of_row = _attend(q, [part], scale, cap, cpu.without(_QUERY_AXES, unit))
   if prompt is None:
-    return own[0].reshape(shape)
+    return of_row[0].reshape(shape)
   of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap, unit)
-  return _merge(own, of_prompt).astype(q.dtype).reshape(shape)
+  return _merge(of_row, of_prompt).astype(q.dtype).reshape(shape)
 
 
 def cached_attention(
@@ -250,8 +250,8 @@ def cached_attention(
     _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
   ]
   parts.append(_Keys(row.keys, row.values, masks.row, (cache.ROW_AXES,) * 2))
-  own = _attend(q, parts, scale, cap)
+  of_row = _attend(q, parts, scale, cap)
   if prompt is None:
-    return own[0]
+    return of_row[0]
   of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
-  return _merge(own, of_prompt).astype(q.dtype)
+  return _merge(of_row, of_prompt).astype(q.dtype)

@@ -220,10 +220,11 @@ def _forward(settings, q, row, prompt, visibility):
       jnp.zeros((*q.shape[:-1], 1), jnp.float32),
       jnp.zeros(q.shape, jnp.float32),
     )
-    for axes, mask_of, blocks in parts:
+
+    def add_part(carry, axes, mask_of, blocks):
       logits_of, out_of = _products(axes)
 
-      def add(carry, keys, values, mask, logits_of=logits_of, out_of=out_of):
+      def add(carry, keys, values, mask):
         top, total, out = carry
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
         logits = jnp.where(mask, logits, _NEGATIVE)
@@ -235,12 +236,15 @@ def _forward(settings, q, row, prompt, visibility):
         out = out * rescale + out_of(weights.astype(q.dtype), values)
         return new_top, total, out
 
-      def step(carry, block, mask_of=mask_of, add=add):
+      def step(carry, block):
         keys, values, masked_by = block
         mask, seen = mask_of(settings, queries, masked_by)
         return _add_if(seen, add, carry, keys, values, mask), None
 
-      carry, _ = jax.lax.scan(step, carry, blocks)
+      return jax.lax.scan(step, carry, blocks)[0]
+
+    for part in parts:
+      carry = add_part(carry, *part)
     top, total, out = carry
     return None, ((out / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
 
@@ -264,50 +268,47 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
   queries, masked_by = _query_blocks(settings, q, visibility)
   split = functools.partial(_split, axis=4, size=settings.block)
 
-  def make_add(axes, q, lse):
-    """Returns the function that adds a block of keys to (d out, d total)."""
-    logits_of, out_of = _products(axes)
-
-    def add(carry, dq, keys, values, dkeys, dvalues, mask):
-      dout, dtotal = carry
-      dq, dkeys, dvalues = (x.astype(q.dtype) for x in (dq, dkeys, dvalues))
-      logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
-      dlogits = logits_of(dq, keys) + logits_of(q, dkeys)
-      slope = settings.scale
-      if settings.cap is not None:
-        slope = slope * (1 - (logits / settings.cap) ** 2)
-      weights = jnp.where(mask, jnp.exp(logits - lse), 0)
-      dweights = weights * slope * dlogits
-      dtotal += jnp.sum(dweights, axis=-1, keepdims=True)
-      dout += out_of(dweights.astype(q.dtype), values)
-      dout += out_of(weights.astype(q.dtype), dvalues)
-      return dout, dtotal
-
-    return add
-
   @_recomputed
   def of_queries(block):
     q, dq, out, lse, queries = block
     q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
     lse = lse[..., None]
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
-    for (axes, mask_of, blocks), (_, _, dblocks) in zip(
-      parts, tangent_parts, strict=True
-    ):
-      add = make_add(axes, q, lse)
+
+    def add_part(carry, part, tangent_part):
+      axes, mask_of, blocks = part
+      logits_of, out_of = _products(axes)
+
+      def add(carry, dq, keys, values, dkeys, dvalues, mask):
+        dout, dtotal = carry
+        dq, dkeys, dvalues = (x.astype(q.dtype) for x in (dq, dkeys, dvalues))
+        logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
+        dlogits = logits_of(dq, keys) + logits_of(q, dkeys)
+        slope = settings.scale
+        if settings.cap is not None:
+          slope = slope * (1 - (logits / settings.cap) ** 2)
+        weights = jnp.where(mask, jnp.exp(logits - lse), 0)
+        dweights = weights * slope * dlogits
+        dtotal += jnp.sum(dweights, axis=-1, keepdims=True)
+        dout += out_of(dweights.astype(q.dtype), values)
+        dout += out_of(weights.astype(q.dtype), dvalues)
+        return dout, dtotal
 
       @_recomputed
-      def step(carry, dq, block, mask_of=mask_of, add=add):
+      def step(carry, dq, block):
         (keys, values, masked_by), (dkeys, dvalues, _) = block
         mask, seen = mask_of(settings, queries, masked_by)
         operands = dq, keys, values, dkeys, dvalues, mask
         return _add_if(seen, add, carry, *operands)
 
-      carry, _ = jax.lax.scan(
-        lambda carry, block, step=step: (step(carry, dq, block), None),
+      return jax.lax.scan(
+        lambda carry, block: (step(carry, dq, block), None),
         carry,
-        (blocks, dblocks),
-      )
+        (blocks, tangent_part[2]),
+      )[0]
+
+    for part, tangent_part in zip(parts, tangent_parts, strict=True):
+      carry = add_part(carry, part, tangent_part)
     dout, dtotal = carry
     return (dout - dtotal * out.astype(jnp.float32)).astype(q.dtype)
 

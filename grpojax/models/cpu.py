@@ -88,19 +88,20 @@ def float32_einsum(product: str, x: Array, y: Array) -> Array:
     y: an array.
   """
   of_x, of_y, out = product.replace("->", ",").split(",")
-  own = "".join(axis for axis in of_x if axis in out and axis not in of_y)
-  several = sum(x.shape[of_x.index(axis)] > 1 for axis in own) > 1
+  # Letters of the axes that x has alone: they could be one axis.
+  alone = "".join(axis for axis in of_x if axis in out and axis not in of_y)
+  several = sum(x.shape[of_x.index(axis)] > 1 for axis in alone) > 1
   sizes = dict(zip(of_x, x.shape, strict=True))
   free = _mergeable(sizes.get("b", 1), sizes.get("g", 1))
-  merge = several and own in of_x and own in out and free
+  merge = several and alone in of_x and alone in out and free
 
   def on_cpu(x, y):
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     if not merge:
       return jnp.einsum(product, x, y)
-    first, count = of_x.index(own), len(own)
-    z = jnp.einsum(product.replace(own, own[0]), _merge(x, first, count), y)
-    return _split(z, out.index(own), x.shape[first : first + count])
+    first, count = of_x.index(alone), len(alone)
+    z = jnp.einsum(product.replace(alone, alone[0]), _merge(x, first, count), y)
+    return _split(z, out.index(alone), x.shape[first : first + count])
 
   def elsewhere(x, y):
     return jnp.einsum(product, x, y, preferred_element_type=jnp.float32)

@@ -201,13 +201,13 @@ def _flat_block(
   flat = context.flat
   attend = functools.partial(block_lib.attend, config, local)
 
+  def padded(heads, places, part):
+    return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
+
   def attention(heads):
-    apart = zip(*(_split_flat(x, flat) for x in heads), strict=True)
-    places = flat.prompts, flat.rows
-    prompts, rows = (
-      Heads(*(unflatten(x, where, part.positions.shape) for x in of_part))
-      for of_part, where, part in zip(apart, places, context.parts, strict=True)
-    )
+    prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
+    prompts = padded(prompts, flat.prompts, of_prompts)
+    rows = padded(rows, flat.rows, of_rows)
     prompt_out, row = attend(of_prompts, None, None, prompts)
     prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
     out, _ = attend(of_rows, prompt, None, rows)

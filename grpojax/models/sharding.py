@@ -72,8 +72,8 @@ REDUCED = {"row": -1, "col": -2}
 
 def _divided(spec, shape: Sequence[int], mesh: Mapping[str, int]) -> P:
   """Returns a rule's axes that divide their dimensions, each of them once."""
-  wanted = ((x,) if isinstance(x, str) else x or () for x in spec)
-  taken = divide(shape, tuple(wanted), mesh)
+  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
+  taken = divide(shape, tuple(entries), mesh)
   return P(*(axes[0] if len(axes) == 1 else axes or None for axes in taken))
 
 
@@ -367,9 +367,9 @@ class RowShards(NamedTuple):
 def row_shards(prompts: int, group_size: int) -> RowShards | None:
   """Returns the layout of [B, G, ...]; None where an axis divides neither."""
   axes, size = _row_axes(), (prompts, group_size)
-  wanted = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
+  rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
   shape, index = [], {}
-  for count, names in zip(size, divide(size, wanted, axes), strict=True):
+  for count, names in zip(size, divide(size, rules, axes), strict=True):
     for axis in names:
       index[axis] = len(shape)
       shape.append(axes[axis])

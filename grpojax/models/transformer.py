@@ -114,17 +114,13 @@ def _lm(
   """
   model = passes.Passes(config, dtype, remat)
 
-  def init_cache(batch, group_size, capacity):
-    return cache_lib.create(
-      batch,
-      group_size,
-      capacity,
-      layers=stacks,
-      kv_heads=config.kv_heads,
-      head_dim=config.head_dim,
-      dtype=dtype,
-    )
-
+  init_cache = functools.partial(
+    cache_lib.create,
+    layers=stacks,
+    kv_heads=config.kv_heads,
+    head_dim=config.head_dim,
+    dtype=dtype,
+  )
   has_load = remat and config.experts
   return LM(
     init=functools.partial(init, config),

@@ -95,7 +95,7 @@ def test_one_pass_is_prefill_and_extend(apart, remat):
 
 
 def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
-  """What a deep model does; the stacks' windows stay theirs."""
+  """As in a deep model; the stacks' windows stay theirs."""
   monkeypatch.setattr(layer_stacks, "SHALLOW", 0)
   moving, merge = last_layers(PARAMS, 1)
   hidden, grads = with_gradient(transformer(CONFIG), moving, merge)

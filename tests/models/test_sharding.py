@@ -162,13 +162,13 @@ for sizes, b, g in (
     with jax.set_mesh(mesh):
       place = sharding.shardings(params, mesh)
       rows = mesh_lib.activation_sharding(mesh, hidden.shape, "batch", "group")
-      given = jax.device_put((params, hidden), (place, rows))
-      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*given)
+      args = jax.device_put((params, hidden), (place, rows))
+      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
       parts = sharding.row_shards(b, g)
       if parts is not None:
-        there = jax.jit(parts.split).lower(given[1]).compile().as_text()
+        there = jax.jit(parts.split).lower(args[1]).compile().as_text()
         assert not [name for name in sent if name in there]
-        back = jax.jit(lambda x: parts.join(parts.split(x)))(given[1])
+        back = jax.jit(lambda x: parts.join(parts.split(x)))(args[1])
         np.testing.assert_array_equal(back, hidden)
       assert (parts is None) == (b * g == 6 and 4 in sizes)
     jax.tree.map(
