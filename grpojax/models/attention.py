@@ -31,11 +31,7 @@ def rms_norm(
   scale already, but for gemma). So the scale's gradient, a sum over all tokens,
   is a float32 sum.
 
-  Args:
-    x: [..., D].
-    scale: [D].
-    eps: added to the mean square.
-    offset: True where the scale is 1 + `scale` (gemma).
+  With `offset` the scale is 1 + `scale` (gemma).
   """
 
   # Recomputed in the backward pass, so that no float32 copies of x are kept.
@@ -238,11 +234,11 @@ def cached_attention(
     q: queries of the new tokens.
     row: keys and values of the new tokens, C = S.
     slots: keys and values in the cache, in its blocks.
-    prompt: keys and values of the prompt, or None.
+    prompt: as in `two_part_attention`, and so are `scale` and `cap`.
     masks: `row`, `slots` and `prompt`, each of the keys of that name; a query
       may see no slot.
-    scale: factor of the logits; default 1 / sqrt(E).
-    cap: soft cap of the logits, before they are masked.
+    scale: factor of the logits.
+    cap: their soft cap.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   of_slots = zip(slots, cache.split(masks.slots, slots), strict=True)

@@ -235,17 +235,8 @@ def layer_of(
   lies between them is float32. Above all the hidden states: rounded to bfloat16
   in each layer, those of a token in rollout and in training drift apart.
 
-  Args:
-    config: shape of the model.
-    x: hidden states, float32.
-    layer: the layer's parameters.
-    table: rotary table of the tokens.
-    load_weights: times that each token counts in the router's load, or None.
-    attention: `(heads) -> (out, aux)`, as `attend`.
-
-  Returns:
-    The new hidden states, `aux` as it is, and the router's load, if there are
-    weights.
+  `attention` is `(heads) -> (out, aux)`, as `attend`. Returns the new hidden
+  states, `aux` as it is, and the router's load, if there are `load_weights`.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -277,7 +268,7 @@ def block(
 
   Args:
     config: shape of the model.
-    x: hidden states [B, G, S, D], float32.
+    x: hidden states, float32.
     layer: the layer's parameters.
     local: True for a layer with a window.
     context: positions and masks of the tokens.

@@ -360,9 +360,6 @@ def block_attention(
     scale: factor of the logits; default 1 / sqrt(E).
     cap: soft cap of the logits, before they are masked.
     block: queries, and keys, of a block; by default as many as suit S.
-
-  Returns:
-    Attention output, in q's dtype.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:

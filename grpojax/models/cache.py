@@ -95,16 +95,9 @@ def create(
   head_dim: int,
   dtype: Any,
 ) -> Cache:
-  """Returns an empty cache.
+  """Returns an empty cache for C = `capacity` completion tokens a row.
 
-  Args:
-    batch: B.
-    group_size: G.
-    capacity: C, completion tokens that a row has room for.
-    layers: number of layers in each stack; L in all.
-    kv_heads: K.
-    head_dim: E.
-    dtype: type of keys and values.
+  `layers` has the number of layers of each stack.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
 
@@ -194,12 +187,7 @@ def capacity(cache: Cache) -> int:
 def split(
   x: Shaped[Array, "*axes C"], blocks: tuple[Slots, ...]
 ) -> list[Array]:
-  """Splits an array whose last axis is all slots into one of each block.
-
-  Args:
-    x: array with an entry for each slot.
-    blocks: slots of one layer.
-  """
+  """Splits an array whose last axis is all slots into one of each block."""
   ends = list(itertools.accumulate(map(_size, blocks)))
   return jnp.split(x, ends[:-1], axis=-1)
 

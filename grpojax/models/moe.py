@@ -47,15 +47,8 @@ def route(
   rounding error would send the token to another expert, and change its hidden
   state by far more than a rounding error.
 
-  Args:
-    x: tokens.
-    router: its matrix.
-    count: experts a token.
-    normalize: True where the weights of a token sum to 1; else they are the
-      chosen experts' part of the softmax over all.
-
-  Returns:
-    `(weights, experts)`, each [N, count].
+  With `normalize` the weights of a token sum to 1; else they are the chosen
+  experts' part of the softmax over all.
   """
   weights, experts = jax.lax.top_k(_probabilities(x, router), count)
   if normalize:

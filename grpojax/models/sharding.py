@@ -215,10 +215,7 @@ def _lay_out_jvp(spec, gradient_spec, primals, tangents):
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   """Lays parameters out over the mesh in context, if there is one.
 
-  Args:
-    params: a part of a `transformer`'s parameters.
-    prefix: path of the part; "layer/" means one layer of a stack.
-    gathered: True for whole along fsdp, False for split as the table says.
+  They are split as the table says, or `gathered`: whole along fsdp.
   """
   mesh = jax.sharding.get_abstract_mesh()
   free = free_axes(mesh)

@@ -301,9 +301,6 @@ def read(
     dtype: type of the result.
     sharding: sharding of the result; None is the default device.
 
-  Returns:
-    The array, of shape `leaf.shape`, when it has arrived.
-
   Raises:
     ValueError: a tensor with values that are not finite.
   """

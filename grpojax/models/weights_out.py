@@ -141,10 +141,10 @@ def write(
   Args:
     directory: exists.
     layout: our leaves by path.
-    arrays: arrays by the same paths; NumPy's or JAX's, sharded or not.
+    arrays: NumPy's or JAX's, sharded or not, by the same paths.
     dtype: type to store; None is that of each array.
-    max_shard_size: bytes of a file; a larger tensor has one of its own. None
-      is one file.
+    max_shard_size: bytes of a file (a larger tensor has one of its own), or
+      None.
     single: name of the file where there is one only.
   """
   entries = {
