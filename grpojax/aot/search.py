@@ -22,7 +22,7 @@ from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
 from grpojax.models import hf
 from grpojax.models.config import TransformerConfig
-from grpojax.models.remat import REMAT
+from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.config import flatten
 from grpojax.training import (
   batch_sizes,

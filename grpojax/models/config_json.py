@@ -1,4 +1,4 @@
-"""What the families read alike from a Hugging Face config.json.
+"""Keys of a Hugging Face config.json that the families read alike.
 
 Each key is read, must have one value, or does not change what the model
 computes; any other key is refused by its name, and never ignored. Defaults of
@@ -18,31 +18,20 @@ ROPE = {
   "rope_parameters": None,  # transformers 5's place for both
   "max_position_embeddings": 8192,
 }
+_LLAMA3 = "low_freq_factor high_freq_factor original_max_position_embeddings"
 ROPE_KINDS = {
   "default": (),
   "linear": ("factor",),
-  "llama3": (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-  ),
+  "llama3": ("factor", *_LLAMA3.split()),
 }
 _SIZES = (
-  "vocab_size",
-  "hidden_size",
-  "num_hidden_layers",
-  "num_attention_heads",
-  "intermediate_size",
-)
+  "vocab_size hidden_size num_hidden_layers num_attention_heads "
+  "intermediate_size"
+).split()
 _OPTIONAL_SIZES = (
-  "num_key_value_heads",
-  "head_dim",
-  "moe_intermediate_size",
-  "num_experts",
-  "num_local_experts",
-  "num_experts_per_tok",
-)
+  "num_key_value_heads head_dim moe_intermediate_size num_experts "
+  "num_local_experts num_experts_per_tok"
+).split()
 _FIXED = {
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
@@ -80,11 +69,11 @@ def complete(
   fixed: dict[str, Any] | None = None,
   unused: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """A config.json with the defaults of what it does not say.
+  """Returns a config.json with the defaults of absent keys.
 
   Args:
     hf_config: the config.json.
-    read: the keys that the family reads, besides sizes, and their defaults.
+    read: keys that the family reads, besides sizes, and their defaults.
     fixed: keys that must be absent, null or have the one value that is known.
     unused: keys that change nothing in this family.
 
@@ -112,7 +101,7 @@ def complete(
 
 
 def _check_numbers(hf_config: dict[str, Any]) -> None:
-  """Refuses sizes that are no sizes; absent ones are named where they lack."""
+  """Refuses sizes that are no sizes; absent ones are left to their readers."""
   for key in (*_SIZES, *_OPTIONAL_SIZES):
     value = hf_config.get(key, 1)
     absent = value is None and key in _OPTIONAL_SIZES
@@ -127,16 +116,15 @@ def _check_numbers(hf_config: dict[str, Any]) -> None:
 
 
 def labels(hf_config: dict[str, Any]) -> int:
-  """Outputs of a sequence classifier, or 0 for a language model.
+  """Returns the outputs of a sequence classifier, 0 for a language model.
 
   Raises:
     ValueError: an architecture that is neither.
   """
   name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
   if name.endswith("ForSequenceClassification"):
-    return (
-      len(hf_config.get("id2label") or {}) or hf_config.get("num_labels") or 2
-    )
+    names = hf_config.get("id2label") or {}
+    return len(names) or hf_config.get("num_labels") or 2
   if not name.endswith("ForCausalLM"):
     raise ValueError(
       f"config.json has the architecture {name}; only ...ForCausalLM and "
@@ -146,14 +134,13 @@ def labels(hf_config: dict[str, Any]) -> int:
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Fields of `TransformerConfig` that all families have.
+  """Returns the fields of `TransformerConfig` that all families have.
 
   Raises:
     ValueError: an activation or architecture that is not supported.
   """
-  name = (
-    "hidden_activation" if "hidden_activation" in hf_config else "hidden_act"
-  )
+  gemma = "hidden_activation" in hf_config
+  name = "hidden_activation" if gemma else "hidden_act"
   activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
   if hf_config[name] not in activations:
     raise ValueError(
@@ -179,13 +166,12 @@ def common(hf_config: dict[str, Any]) -> dict[str, Any]:
 def window(
   hf_config: dict[str, Any], size: int | None, default: list[bool]
 ) -> dict[str, Any]:
-  """Which layers are local, and their window.
+  """Returns `local_layers` and their `window`, or {} where all are global.
 
   Args:
-    hf_config: a complete config.json; where it says `layer_types`, `default`
-      is not asked.
+    hf_config: a complete config.json; its `layer_types` go before `default`.
     size: tokens that a local layer sees, None where windows are not used.
-    default: whether each layer is local where `layer_types` is not said.
+    default: True for each layer that is local without `layer_types`.
 
   Raises:
     ValueError: a type of layer that is not known, or a local layer without a
@@ -214,7 +200,7 @@ def refuse_others(name: str, values: Iterable[str], known) -> None:
 
 
 def rope(hf_config: dict[str, Any]) -> Rope:
-  """The one rotary embedding of a model, in the old style or the new."""
+  """Reads the one rotary embedding of a model, in the old style or the new."""
   scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
   parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
   return parse_rope(parameters, hf_config["max_position_embeddings"])
@@ -224,7 +210,7 @@ def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
   """Reads rope parameters.
 
   Args:
-    parameters: with `rope_theta`, `rope_type` (or `type`) and what it needs.
+    parameters: `rope_theta`, `rope_type` (or `type`) and those of its type.
     length: default of `original_max_position_embeddings`.
 
   Raises:

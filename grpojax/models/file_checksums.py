@@ -15,7 +15,7 @@ _BLOCK = 2**22  # bytes read at once
 
 
 def _of_file(path: pathlib.Path) -> str:
-  """A file's size and CRC-32, in words that compare."""
+  """Returns a file's size and CRC-32, in words that compare."""
   size = crc = 0
   buffer = bytearray(_BLOCK)
   with open(path, "rb", buffering=0) as file:
@@ -37,7 +37,7 @@ def write(directory: pathlib.Path) -> None:
 
 
 def verify(directory: pathlib.Path) -> None:
-  """Whether a directory's files are those that were written.
+  """Refuses a directory whose files are not those that were written.
 
   A directory that others made has no checksums, and passes. Files may be added
   to one that has them.
@@ -55,20 +55,20 @@ def verify(directory: pathlib.Path) -> None:
       f"{listed} is damaged ({error}): write the model again, or delete that "
       "file to read the others unverified"
     ) from error
-  for name, wanted in sums:
+  for name, expected in sums:
     # A name, not a path: the list must not reach outside its directory.
     path = directory / pathlib.PurePath(name).name
-    found = _of_file(path) if path.is_file() else "missing"
-    if found != wanted:
+    actual = _of_file(path) if path.is_file() else "missing"
+    if actual != expected:
       raise ValueError(
-        f"{directory / name} is damaged or was edited ({found} instead of "
-        f"{wanted}): write the model again, or, after an edit of your own, "
+        f"{directory / name} is damaged or was edited ({actual} instead of "
+        f"{expected}): write the model again, or, after an edit of your own, "
         f"delete {CHECKSUMS} there"
       )
 
 
 def intact(directory: pathlib.Path) -> bool:
-  """Whether a directory has checksums, and all its files are as they say."""
+  """Returns True for a directory with checksums that all its files have."""
   try:
     verify(directory)
   except ValueError:
@@ -77,7 +77,7 @@ def intact(directory: pathlib.Path) -> bool:
 
 
 def fingerprint(directory: pathlib.Path) -> str:
-  """What tells a model directory from another, without reading all of it.
+  """Returns a text that differs between models, from a part of their bytes.
 
   Lines "NAME: size and CRC-32"; of a large file 64 blocks that are spread over
   it are read, which training changes all of.

@@ -33,7 +33,7 @@ FIXED = {
 
 
 def common(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Fields that gemma2 and gemma3 read alike."""
+  """Returns the fields that gemma2 and gemma3 read alike."""
   return config_json.common(hf_config) | {
     "qkv_bias": hf_config["attention_bias"],
     "o_bias": hf_config["attention_bias"],

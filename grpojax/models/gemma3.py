@@ -19,7 +19,7 @@ FIXED = gemma2.FIXED | {"attn_logit_softcapping": None}
 
 
 def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Two bases; only the one of the global layers may be scaled."""
+  """Reads two bases; only the one of the global layers may be scaled."""
   by_type = hf_config["rope_parameters"] or {}
   config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
   ropes = {

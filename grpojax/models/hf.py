@@ -40,7 +40,7 @@ FAMILIES = {
   "gemma3_text": gemma3,
   "qwen3_moe": qwen3_moe,
 }
-"""The module of each family, by config.json's model_type.
+"""Module of each family, by config.json's model_type.
 
 To add a family is to add a module here that has
 
@@ -93,12 +93,12 @@ ASSETS = pathlib.Path(__file__).parent.parent / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:
-  """Whether there is anything by a path, or by an embedded model's name."""
+  """Returns True where a path, or an embedded model of that name, exists."""
   return os.path.lexists(path) or (ASSETS / path).is_dir()
 
 
 def resolve(path: str | pathlib.Path) -> pathlib.Path:
-  """A model directory: a path, or an embedded model's name.
+  """Returns the directory of a path, or of an embedded model's name.
 
   Raises:
     ValueError: neither exists, or the directory holds no config.json.
@@ -120,7 +120,7 @@ def resolve(path: str | pathlib.Path) -> pathlib.Path:
 
 
 def read_config(path: str | pathlib.Path) -> dict[str, Any]:
-  """The config.json of a model directory, as it stands."""
+  """Reads the config.json of a model directory, as it stands."""
   return weights.read_json(resolve(path) / "config.json")
 
 
@@ -134,15 +134,15 @@ def _family(hf_config: dict[str, Any]):
 
 
 def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
-  """Our view of a config.json.
+  """Returns our view of a config.json.
 
   Raises:
     ValueError: an unsupported architecture, or a value that is not supported.
   """
   # What a directory says of code of its own is not run, nor passed over.
-  for name, why in _REFUSED.items():
+  for name, reason in _REFUSED.items():
     if hf_config.get(name):
-      raise ValueError(f"config.json has {name}: {why}")
+      raise ValueError(f"config.json has {name}: {reason}")
   try:
     return _family(hf_config).config(hf_config)
   except KeyError as error:
@@ -150,14 +150,7 @@ def to_transformer_config(hf_config: dict[str, Any]) -> TransformerConfig:
 
 
 def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
-  """How each array of a model is stored, by our path.
-
-  Args:
-    hf_config: a config.json.
-
-  Raises:
-    ValueError: as `to_transformer_config`.
-  """
+  """Returns the stored tensors of each array of a model, by our path."""
   config = to_transformer_config(hf_config)
   shapes = flatten_dict(parameter_shapes(config), sep="/")
   keys, leaves = _family(hf_config).KEYS, {}
@@ -165,22 +158,18 @@ def layout(hf_config: dict[str, Any]) -> dict[str, weights.Leaf]:
     name, transposed = keys[path]
     axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
     names = tuple(
-      name.format(**dict(zip(axes, place, strict=True)))
-      for place in np.ndindex(shape[: len(axes)])
+      name.format(**dict(zip(axes, index, strict=True)))
+      for index in np.ndindex(shape[: len(axes)])
     )
     leaves[path] = weights.Leaf(names, shape, len(axes), transposed)
   return leaves
 
 
 def abstract_params(hf_config: dict[str, Any], dtype=jnp.float32) -> Params:
-  """Shapes and dtypes of a model's parameters, in our layout."""
-  return unflatten_dict(
-    {
-      path: jax.ShapeDtypeStruct(leaf.shape, dtype)
-      for path, leaf in layout(hf_config).items()
-    },
-    sep="/",
-  )
+  """Returns shapes and dtypes of a model's parameters, in our layout."""
+  leaves = layout(hf_config).items()
+  shapes = {p: jax.ShapeDtypeStruct(x.shape, dtype) for p, x in leaves}
+  return unflatten_dict(shapes, sep="/")
 
 
 def load_params(
@@ -189,8 +178,8 @@ def load_params(
   """Reads a directory's weights into our layout.
 
   Args:
-    path: directory or embedded name, see `resolve`.
-    dtype: of the returned arrays.
+    path: directory or embedded name.
+    dtype: type of the returned arrays.
     shardings: a `jax.sharding.Sharding` for each of them: a tree, or a function
       `(abstract params) -> tree`. None is the default device.
 
@@ -212,12 +201,12 @@ def load_params(
   weights.check(directory, leaves, tensors, ignored)
   if callable(shardings):
     shardings = shardings(abstract_params(hf_config, dtype))
-  places = dict.fromkeys(leaves)
+  by_path = dict.fromkeys(leaves)
   if shardings is not None:
-    places = flatten_dict(shardings, sep="/")
+    by_path = flatten_dict(shardings, sep="/")
   # The largest first: while it is read, little else is in memory.
   order = sorted(leaves, key=lambda p: math.prod(leaves[p].shape), reverse=True)
-  flat = {p: weights.read(leaves[p], tensors, dtype, places[p]) for p in order}
+  flat = {p: weights.read(leaves[p], tensors, dtype, by_path[p]) for p in order}
   return unflatten_dict({p: flat[p] for p in leaves}, sep="/")
 
 
@@ -232,11 +221,11 @@ def load(
   """Reads a model directory: the model's functions and its parameters.
 
   Args:
-    path: directory or embedded name, see `resolve`.
-    dtype: of computation, see `transformer`.
-    remat: see `transformer`.
-    param_dtype: of the parameters.
-    shardings: of the parameters, see `load_params`.
+    path: directory or embedded name.
+    dtype: type of computation.
+    remat: name in `layer_stacks.REMAT`.
+    param_dtype: type of the parameters.
+    shardings: shardings of the parameters, as `load_params` takes them.
 
   Raises:
     ValueError: an unsupported architecture, or weights that do not fit.
@@ -247,7 +236,7 @@ def load(
 
 
 def copy_files(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies what a model directory holds besides its weights."""
+  """Copies the files of a model directory besides its weights."""
   for name in COMPANIONS:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
@@ -270,7 +259,7 @@ def save(
     params: parameters in our layout, on any devices.
     source: the directory that the model came from; its configuration,
       generation configuration and tokenizer files are copied.
-    dtype: to store; None is that of each array.
+    dtype: type to store; None is that of each array.
     max_shard_size: bytes of a file of weights.
 
   Raises:
@@ -293,3 +282,56 @@ def save(
     copy_files(source, partial)
     (partial / "config.json").write_text(text)
     weights_out.write(partial, leaves, flat, dtype, max_shard_size)
+
+
+def write_config(
+  path: str | os.PathLike,
+  *,
+  vocab_size: int,
+  pad_id: int,
+  eos_id: int,
+  width: int,
+  layers: int,
+  heads: int,
+  kv_heads: int,
+  mlp: int,
+) -> None:
+  """Writes the config.json of a new Llama decoder with tied embeddings.
+
+  Args:
+    path: a directory that exists.
+    vocab_size: V, the tokenizer's tokens.
+    pad_id: its padding token.
+    eos_id: its token that ends a completion.
+    width: D, a multiple of `heads`.
+    layers: L.
+    heads: H, query heads.
+    kv_heads: K, key and value heads.
+    mlp: F, hidden width of the MLP.
+
+  Raises:
+    ValueError: widths and heads that do not fit.
+  """
+  if width % heads:
+    raise ValueError(f"width = {width}: must be a multiple of heads = {heads}")
+  hf_config = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": vocab_size,
+    "hidden_size": width,
+    "intermediate_size": mlp,
+    "num_hidden_layers": layers,
+    "num_attention_heads": heads,
+    "num_key_value_heads": kv_heads,
+    "head_dim": width // heads,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": pad_id,
+    "eos_token_id": eos_id,
+  }
+  to_transformer_config(hf_config)
+  text = json.dumps(hf_config, indent=2)
+  (pathlib.Path(path) / "config.json").write_text(text)

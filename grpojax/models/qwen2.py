@@ -25,7 +25,7 @@ READ = (
 
 
 def window(hf_config: dict[str, Any]) -> dict[str, Any]:
-  """Sliding windows: from layer `max_window_layers` on, if they are used."""
+  """Reads windows: from layer `max_window_layers` on, if they are used."""
   size = (
     hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
   )

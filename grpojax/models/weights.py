@@ -22,8 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from grpojax.models.finite import is_finite
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
@@ -33,16 +31,28 @@ STORED_DTYPES = {  # safetensors' names, and NumPy's with ml_dtypes
   "BF16": np.dtype(jnp.bfloat16),
 }
 _BLOCK = 2**20  # bytes of a file that are mapped at once: they count as memory
+# The bits of the exponent: all are set in an infinity and in a NaN.
+_EXPONENTS = {
+  np.dtype(np.float64): np.uint64(0x7FF0_0000_0000_0000),
+  np.dtype(np.float32): np.uint32(0x7F80_0000),
+  np.dtype(np.float16): np.uint16(0x7C00),
+  np.dtype(jnp.bfloat16): np.uint16(0x7F80),
+}
 
 
 class Leaf(NamedTuple):
-  """How an array of ours is stored.
+  """Tensors of a file that an array of ours is stored as.
+
+      "layers/q" [2, D, H E]: model.layers.0.self_attn.q_proj.weight [H E, D]
+      (stacked = 1,           model.layers.1.self_attn.q_proj.weight [H E, D]
+      transposed)
 
   Attributes:
-    names: of its tensors, in the order of the stacked axes (the last fastest).
+    names: names of its tensors, in the order of the stacked axes (the last
+      fastest).
     shape: ours.
-    stacked: how many leading axes of `shape` count tensors.
-    transposed: each tensor is stored as [out, in], ours is [in, out].
+    stacked: number of leading axes of `shape` that count tensors.
+    transposed: True where a tensor is stored as [out, in]; ours is [in, out].
   """
 
   names: tuple[str, ...]
@@ -58,7 +68,7 @@ class Leaf(NamedTuple):
 
 
 class Stored(NamedTuple):
-  """Where a tensor lies; `dtype` is safetensors' name, `offset` in bytes."""
+  """Place of a tensor; `dtype` is safetensors' name, `offset` in bytes."""
 
   file: pathlib.Path
   dtype: str
@@ -67,7 +77,7 @@ class Stored(NamedTuple):
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object.
+  """Reads a JSON object.
 
   Raises:
     ValueError: the file is missing, or holds something else.
@@ -84,7 +94,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def header(file: pathlib.Path) -> dict[str, Stored]:
-  """The tensors of one file, after safetensors has checked all of its header.
+  """Returns one file's tensors, after safetensors has checked its header.
 
   The header is read again here because safetensors opens a file by mapping all
   of it, and the pages that are read stay in memory until it is closed.
@@ -119,7 +129,7 @@ def header(file: pathlib.Path) -> dict[str, Stored]:
 
 
 def _indexed_files(directory: pathlib.Path) -> tuple[dict[str, str], list]:
-  """The index's map of tensors to files, and its files."""
+  """Returns the index's map of tensors to files, and its files."""
   index = directory / INDEX
   file_of = read_json(index).get("weight_map")
   if not isinstance(file_of, dict) or not file_of:
@@ -141,7 +151,7 @@ def _indexed_files(directory: pathlib.Path) -> tuple[dict[str, str], list]:
 
 
 def find(directory: pathlib.Path) -> dict[str, Stored]:
-  """All the tensors of a model directory, by name; reads only headers.
+  """Returns the tensors of a model directory, by name; reads only headers.
 
   Args:
     directory: holds model.safetensors, or model.safetensors.index.json and the
@@ -184,13 +194,13 @@ def check(
   tensors: Mapping[str, Stored],
   ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
-  """Whether the stored tensors are those of the layout.
+  """Refuses stored tensors that are not those of the layout.
 
   Args:
-    directory: for the message.
+    directory: path for the message.
     layout: our leaves by path.
     tensors: from `find`.
-    ignored: of a tensor that the layout lacks, whether it may be there.
+    ignored: `(name)` -> True for a tensor that may be there without a leaf.
 
   Raises:
     ValueError: lists all that is missing, surplus, of another shape, or no
@@ -222,12 +232,18 @@ def check(
     )
 
 
-def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
-  """Fills `target` with a part of a tensor, in the dtype of `target`.
+def is_finite(block: np.ndarray) -> bool:
+  """Returns `np.isfinite(block).all()`, fast in bfloat16 too.
 
-  Returns:
-    Whether all of it is finite.
+  It makes a copy of the block.
   """
+  exponent = _EXPONENTS[block.dtype]
+  bits = block.view(exponent.dtype) & exponent
+  return not bits.size or bool(bits.max() != exponent)
+
+
+def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
+  """Fills `target` with a part of a tensor; returns True if it is finite."""
   dtype, (rows, *others) = STORED_DTYPES[stored.dtype], index
   row = math.prod(stored.shape[1:])
   step = max(1, _BLOCK // (row * dtype.itemsize))
@@ -249,7 +265,7 @@ def _copy(stored: Stored, index: tuple[slice, ...], target: np.ndarray) -> bool:
 
 
 def _read_part(leaf: Leaf, tensors, index, dtype) -> np.ndarray:
-  """A part of a leaf: `index` has a slice for each axis of `leaf.shape`."""
+  """Reads a part of a leaf; `index` has a slice for each of its axes."""
   index = tuple(
     slice(*s.indices(size)) for s, size in zip(index, leaf.shape, strict=True)
   )
@@ -280,13 +296,10 @@ def read(
   """Reads one leaf; each process reads what its own devices hold.
 
   Args:
-    leaf: fits `tensors`, see `check`.
+    leaf: fits `tensors` (`check`).
     tensors: from `find`.
-    dtype: of the result.
-    sharding: of the result; None is the default device.
-
-  Returns:
-    The array, of shape `leaf.shape`, when it has arrived.
+    dtype: type of the result.
+    sharding: sharding of the result; None is the default device.
 
   Raises:
     ValueError: a tensor with values that are not finite.

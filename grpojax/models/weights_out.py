@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 def _shards(
   sizes: Mapping[str, int], max_shard_size: int | None
 ) -> list[list[str]]:
-  """Names in their order, cut into files of at most so many bytes."""
+  """Splits names in their order into files of at most so many bytes."""
   shards, used = [[]], 0
   for name, size in sizes.items():
     if shards[-1] and max_shard_size and used + size > max_shard_size:
@@ -59,7 +59,7 @@ def _write_header(
 
 
 def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
-  """The tensors of a leaf as they are stored, one after another."""
+  """Yields the tensors of a leaf as they are stored."""
   if isinstance(array, jax.Array) and not leaf.stacked:
     array = array.copy()  # an array keeps the host's copy of its values
   for place in np.ndindex(leaf.shape[: leaf.stacked]):
@@ -68,7 +68,7 @@ def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _lock(directory: pathlib.Path) -> int:
-  """An open file that keeps others from writing to a directory, see flock.
+  """Opens a file that keeps others from writing to a directory (flock).
 
   Raises:
     ValueError: another process is writing to it.
@@ -89,9 +89,9 @@ def _lock(directory: pathlib.Path) -> int:
 
 @contextlib.contextmanager
 def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
-  """A directory to fill; it gets its name when the context ends well.
+  """Yields a directory to fill; it gets its name when the context ends well.
 
-  By then it also has the checksums of its files, see `file_checksums`.
+  By then it also has the checksums of its files (`file_checksums`).
 
   Raises:
     ValueError: `path` exists already, or another process is about to make it.
@@ -119,9 +119,9 @@ def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
-  """What a process that does not write does while another calls `write`.
+  """Takes part in another process's `write`, where arrays are spread out.
 
-  It has parts of the arrays, which the writer asks for one after another.
+  The writer asks for parts of the arrays one after another.
   """
   for path, leaf in layout.items():
     for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
@@ -141,10 +141,10 @@ def write(
   Args:
     directory: exists.
     layout: our leaves by path.
-    arrays: of the same paths; NumPy's or JAX's, sharded or not.
-    dtype: to store; None is that of each array.
-    max_shard_size: bytes of a file; a larger tensor has one of its own. None
-      is one file.
+    arrays: NumPy's or JAX's, sharded or not, by the same paths.
+    dtype: type to store; None is that of each array.
+    max_shard_size: bytes of a file (a larger tensor has one of its own), or
+      None.
     single: name of the file where there is one only.
   """
   entries = {

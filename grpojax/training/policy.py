@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
-from grpojax.models import hf, lora, merged
+from grpojax.models import hf, lora
 from grpojax.models.transformer import transformer
 from grpojax.runtime import bucket, eos, hub
 from grpojax.runtime import tokenizer as tokenizer_lib
@@ -232,11 +232,11 @@ def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
 def whole_params(policy: Policy, params: Params) -> Params:
   """What `hf.save` takes of the whole model, adapters merged into its weights.
 
-  Merged is float32, see `models.merged`.
+  Merged is float32, see `lora.Merged`.
   """
   if policy.frozen is None:
     return params
-  return merged.merged(policy.frozen, params, policy.lora_scale)
+  return lora.merge_lazily(policy.frozen, params, policy.lora_scale)
 
 
 def decode(

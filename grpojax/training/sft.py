@@ -21,7 +21,7 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.data import datasets
 from grpojax.data import texts as texts_lib
 from grpojax.data.texts import Rows, pack
-from grpojax.models import fresh, hf
+from grpojax.models import hf
 from grpojax.models.transformer import transformer
 from grpojax.runtime import bpe, command_line, disk, records
 from grpojax.runtime import tokenizer as tokenizer_lib
@@ -47,7 +47,7 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
     tokenizer.chat_template = None
   tokenizer.save_pretrained(str(path))
   shape = {k: v for k, v in config.model.items() if k != "path"}
-  fresh.write_config(
+  hf.write_config(
     path,
     vocab_size=len(tokenizer),
     pad_id=tokenizer.pad_token_id,

@@ -23,7 +23,7 @@ from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Batch, Prompts
 from grpojax.core.update import make_update
-from grpojax.models import sharding, token_contexts
+from grpojax.models import passes, sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CONFIG = TransformerConfig(
@@ -36,7 +36,7 @@ CONFIG = TransformerConfig(
   mlp=1024,
 )
 B, G, PROMPT, T = 32, 8, 64, 256
-token_contexts.WHOLE = 128  # T is a long row, which attends in blocks
+passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
   "update data": ("update", {"data": 2, "fsdp": 4}),

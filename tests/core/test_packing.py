@@ -603,7 +603,7 @@ def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
   config = TransformerConfig(
     vocab_size=256,
     width=128,
-    layers=9,  # scanned, see `remat.SHALLOW`
+    layers=9,  # scanned, see `layer_stacks.SHALLOW`
     heads=8 if wide_heads else 4,
     kv_heads=4,
     head_dim=32,

@@ -1,4 +1,4 @@
-"""What bfloat16 compute does to gradients and to sampled log-probabilities.
+"""Errors of bfloat16 compute: gradients, and sampled log-probabilities.
 
 Run as a program, this prints the largest relative error of a gradient by kind
 of leaf for each family, at 32,768 tokens.
@@ -62,6 +62,7 @@ EXAMPLES = {
   "qwen3_moe": BIASES
   | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 4},
 }
+
 KINDS = {
   "embedding": "embed",
   "norms": ".*(attn|mlp|final|post)_norm",

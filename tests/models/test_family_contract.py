@@ -1,4 +1,4 @@
-"""What the comment beside hf.FAMILIES asks of a family's module."""
+"""Rules for a family's module, as the comment beside hf.FAMILIES has them."""
 
 import jax
 import jax.numpy as jnp

@@ -11,8 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from grpojax.core.logprobs import completion_hidden
 from grpojax.core.mesh import AXES
-from grpojax.models import lora
-from grpojax.models import remat as remat_lib
+from grpojax.models import layer_stacks, lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope
 from grpojax.models.transformer import last_layers, transformer
@@ -88,7 +87,7 @@ def apart():
   "remat",
   [
     pytest.param(name, marks=() if name == "selective" else pytest.mark.slow)
-    for name in remat_lib.REMAT
+    for name in layer_stacks.REMAT
   ],
 )
 def test_one_pass_is_prefill_and_extend(apart, remat):
@@ -96,8 +95,8 @@ def test_one_pass_is_prefill_and_extend(apart, remat):
 
 
 def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
-  """What a deep model does; the stacks' windows stay theirs."""
-  monkeypatch.setattr(remat_lib, "SHALLOW", 0)
+  """As in a deep model; the stacks' windows stay theirs."""
+  monkeypatch.setattr(layer_stacks, "SHALLOW", 0)
   moving, merge = last_layers(PARAMS, 1)
   hidden, grads = with_gradient(transformer(CONFIG), moving, merge)
   want = apart[0], {name: apart[1][name] for name in grads}
@@ -165,7 +164,7 @@ def test_depth_decides_whether_layers_are_written_out():
     jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, PROMPTS, MASK, IDS))(params)
     return str(jaxpr).count("dot_general")
 
-  shallow = remat_lib.SHALLOW
+  shallow = layer_stacks.SHALLOW
   one, two = size(1), size(2)  # norms outside the layers have products too
   assert size(shallow) - one == (shallow - 1) * (two - one) > 0
   assert size(shallow + 1) == size(30) == one

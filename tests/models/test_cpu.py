@@ -1,4 +1,4 @@
-"""Which axes of a product are merged, and what XLA makes of it."""
+"""Axes that are merged or left out on CPUs, and the programs XLA makes then."""
 
 import re
 
@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core.logprobs import token_logprobs
+from grpojax.models.attention import rms_norm, two_part_attention
 from grpojax.models.config import TransformerConfig
-from grpojax.models.products import float32_einsum, matmul
+from grpojax.models.cpu import float32_einsum, matmul
 from grpojax.models.transformer import transformer
 
 SIZES = dict(b=2, g=3, k=2, r=2, s=5, e=4, c=7, p=6)
@@ -56,7 +57,7 @@ def test_products_with_merged_axes(product, merged):
 
 
 def merges(function, *args):
-  """Whether it would merge axes on a CPU."""
+  """Returns True where a function would merge axes on a CPU."""
   return "platform_index" in str(jax.make_jaxpr(function)(*args))
 
 
@@ -88,8 +89,8 @@ def test_one_token():
   x, w = normal("e"), normal("ep")
   want = np.asarray(x) @ np.asarray(w)
   np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
-  found = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
-  np.testing.assert_allclose(found, [want, 2 * want], rtol=1e-6)
+  rows = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
+  np.testing.assert_allclose(rows, [want, 2 * want], rtol=1e-6)
 
 
 def test_under_shard_map():
@@ -141,3 +142,34 @@ def test_the_gradient_copies_no_large_array_in_another_order():
     assert not {vocab, mlp} & set(axes), shape
     of_tokens = [n for n in axes if n % new == 0 or n % prompt == 0]
     assert len(of_tokens) < 2, shape
+
+
+def sums(function, *args):
+  """Returns the shapes that the gradient of a function sums to, compiled."""
+
+  def gradient(*args):
+    y, pull = jax.vjp(function, *args)
+    return pull(y)
+
+  text = jax.jit(gradient).lower(*args).compile().as_text()
+  shapes = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
+  return {tuple(map(int, shape.split(","))) for shape in shapes if shape}
+
+
+def test_norms_and_softmax_are_summed_without_axes_of_size_1():
+  """With them, XLA's CPU code takes up to ten times as long."""
+  norm = lambda x, scale: rms_norm(x, scale, 1e-6)
+  shapes = sums(norm, jnp.ones((1, 4, 16, 32)), jnp.ones(32))
+  assert (4, 16) in shapes and (1, 4, 16) not in shapes
+  assert (32,) in shapes
+  b, k, r, s, e, p = 3, 2, 2, 8, 4, 5
+  row, prompt = jnp.ones((b, 1, k, s, e)), jnp.ones((b, k, p, e))
+  mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
+
+  def attention(q, row, prompt):
+    keys, of_prompt = (row, row), (prompt, prompt)
+    return two_part_attention(q, keys, mask, of_prompt, prompt_mask)
+
+  shapes = sums(attention, jnp.ones((b, 1, k, r, s, e)), row, prompt)
+  assert (b, k, r, s) in shapes
+  assert not any(1 in shape[:3] for shape in shapes), shapes
