@@ -29,16 +29,10 @@ from ml_collections import ConfigDict
 from grpojax.runtime import command_line
 from grpojax.runtime.printable import printable
 from grpojax.runtime.settings import setting
-from grpojax.training import (
-  chatting,
-  memory,
-  reward_inputs,
-  scoring,
-  splits,
-  trained,
-)
+from grpojax.training import chatting, memory, splits, trained
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import SETTINGS, validate
+from grpojax.training.step import rewards as rewards_lib
 
 TURNS = ("auto", "all", "one")
 FLAGS = {
@@ -116,7 +110,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   config = _with_flags(config, flags)
   validate(config)
   if flags.example >= 0:
-    reward_inputs.resolve(config)
+    rewards_lib.resolve_functions(config)
   return config, flags
 
 
@@ -179,8 +173,8 @@ def _lines() -> Iterator[str]:
 def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
   """Prints a prompt, and the answers to it with their rewards."""
   steps = speaker.config.steps  # of the run, which has ended
-  with scoring.open_reward_pool(speaker.config) as reward_pool:
-    (example,) = reward_inputs.with_step(
+  with rewards_lib.open_reward_pool(speaker.config) as reward_pool:
+    (example,) = rewards_lib.with_step(
       reward_pool.pool, [example], steps, steps
     )
     prompt, answers = chatting.ask(speaker, example, 0, reward_pool)

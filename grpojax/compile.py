@@ -33,8 +33,9 @@ import sys
 from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime.settings import setting
-from grpojax.training import batch_sizes, from_config
+from grpojax.training import setup
 from grpojax.training.config import SETTINGS, default_job, validate
+from grpojax.training.settings import batches as batches_lib
 
 DOES_NOT_FIT = 3
 """Exit code; 1 is any error's."""
@@ -71,8 +72,8 @@ def main(argv: list[str]) -> int:
     if flags.search:
       search.check(config)
     else:
-      mesh = from_config.mesh(config, devices)
-      batch_sizes.check(config, mesh)
+      mesh = setup.make_mesh(config, devices)
+      batches_lib.check_mesh(config, mesh)
       run = programs.open_run(config, mesh)
   if flags.search:
     result = search.search(config, devices, flags.topology, chip, _say)

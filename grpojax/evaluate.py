@@ -37,18 +37,12 @@ from grpojax.runtime import command_line, disk, records, screen
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
-from grpojax.training import (
-  evaluation,
-  memory,
-  mixtures,
-  reward_inputs,
-  samplers,
-  scoring,
-  trained,
-)
+from grpojax.training import evaluation, memory, mixtures, trained
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import validate
 from grpojax.training.settings import SETTINGS
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 FLAGS = {
   "model": setting(
@@ -139,7 +133,7 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict, list[int]]:
       "Hub"
     )
   ks = _check_flags(config, flags)
-  reward_inputs.resolve(config)
+  rewards_lib.resolve_functions(config)
   if flags.out:
     disk.check_file(flags.out, "--out")
   return config, flags, ks
@@ -211,17 +205,17 @@ def _evaluate(
   values, by_data_set = [], {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
-      reward_pool = stack.enter_context(scoring.open_reward_pool(config))
+      reward_pool = stack.enter_context(rewards_lib.open_reward_pool(config))
     shown = stack.enter_context(screen.opened(0, config.log.every))
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
-      batches = reward_inputs.batches_with_step(
+      batches = rewards_lib.batches_with_step(
         reward_pool.pool, problems.batches, config.steps, config.steps
       )
       result = evaluation.evaluate(
         policy,
         params,
-        samplers.make_sampler(config, policy, flags.samples or 1, sampling),
+        sampling_lib.make_sampler(config, policy, flags.samples or 1, sampling),
         batches,
         reward_pool,
         jax.random.key(config.seed),

@@ -18,16 +18,14 @@ from grpojax.models import hf
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  group_sizes,
-  host_step,
-  samplers,
-)
+from grpojax.training import setup
 from grpojax.training.config import default_config, validate
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import AUTO
+from grpojax.training.step import host
+from grpojax.training.step import sampling as sampling_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted(ROOT.glob("configs/*.py"))}
@@ -95,8 +93,8 @@ def test_a_config_is_valid(name):
     assert config.name == name
   # Batches can be cut over the devices that the file speaks of.
   devices = jax.devices()[:1] * DEVICES.get(name, 1)
-  mesh = from_config.mesh(config, devices)
-  batch_sizes.check(config, mesh)
+  mesh = setup.make_mesh(config, devices)
+  batches_lib.check_mesh(config, mesh)
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "gsm8k" in n])
@@ -151,28 +149,28 @@ def test_a_step_traces_at_its_real_shapes(name):
   policy = policy_of(config)
   params = jax.eval_shape(policy.lm.init, jax.random.key(0))
   state = jax.eval_shape(
-    lambda params: from_config.first_state(config, optimizer(config), params),
+    lambda params: setup.first_state(config, optimizer(config), params),
     params,
   )
   b = config.batch_size
   size = config.group_size
-  assert size != group_sizes.AUTO
+  assert size != AUTO
   shape = (b, config.data.max_prompt_length)
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  sampler = samplers.make_sampler(
-    config, policy, size, from_config.sampling(config)
+  sampler = sampling_lib.make_sampler(
+    config, policy, size, config.sampling.distribution
   )
   samples = jax.eval_shape(sampler, params, prompts, state.key)
   t = config.sampling.max_new_tokens
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
-  ref_params = params if from_config.needs_reference(config) else None
-  compare = functools.partial(host_step.make_compare(config), policy.lm)
+  ref_params = params if config.loss.needs_reference else None
+  compare = functools.partial(host.make_compare(config), policy.lm)
   batch, row = jax.eval_shape(compare, params, samples, rewards, ref_params)
   learn = functools.partial(
-    host_step.make_learn(config, optimizer(config)), policy.lm
+    host.make_learn(config, optimizer(config)), policy.lm
   )
   new, metrics = jax.eval_shape(learn, state, batch)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(

@@ -10,12 +10,12 @@ import pathlib
 import re
 
 import pytest
+from grpojax.training.validation import CHOICES
 
 from grpojax.rewards import functions
 from grpojax.runtime import command_line
 from grpojax.runtime import config as config_lib
 from grpojax.training import config as train_config
-from grpojax.training.validation import CHOICES
 
 _spec = importlib.util.spec_from_file_location(
   "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")

@@ -7,7 +7,6 @@ import pytest
 
 from grpojax.models import hf
 from grpojax.rewards import functions
-from grpojax.training import validation
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

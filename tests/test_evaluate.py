@@ -14,9 +14,11 @@ from grpojax import evaluate
 from grpojax.core.sampling import Sampling
 from grpojax.data import datasets
 from grpojax.runtime import records
-from grpojax.training import evaluation, prompts, samplers, scoring, splits
+from grpojax.training import evaluation, prompts, splits
 from grpojax.training.config import default_config
 from grpojax.training.policy import load_policy
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 
 def result_of(argv, tmp_path):
@@ -90,11 +92,11 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
   config.eval.batch_size = batch_size
   examples = splits.load_examples(config, "test")
   sampling = Sampling(temperature)
-  with scoring.open_reward_pool(config) as reward_pool:
+  with rewards_lib.open_reward_pool(config) as reward_pool:
     return evaluation.evaluate(
       policy,
       policy.params,
-      samplers.make_sampler(config, policy, group_size, sampling),
+      sampling_lib.make_sampler(config, policy, group_size, sampling),
       prompts.held_out(config, policy, examples),
       reward_pool,
       jax.random.key(0),

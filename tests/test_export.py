@@ -17,7 +17,7 @@ from grpojax import export
 from grpojax.models import hf, lora, weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import from_config, run_directory
+from grpojax.training import run_directory, setup
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
@@ -44,7 +44,7 @@ def make_run(path, trained, rank=0):
     path / "checkpoints", keep=9
   ) as checkpointer:
     for step, params in trained.items():
-      state = from_config.first_state(config, tx, params)
+      state = setup.first_state(config, tx, params)
       checkpoint.save(checkpointer, step, state)
   return path
 

@@ -15,7 +15,7 @@ import pytest
 from grpojax import train
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, records
-from grpojax.training import scored_text
+from grpojax.training.step import rewards as rewards_lib
 
 HERE = pathlib.Path(__file__).parent
 
@@ -102,9 +102,9 @@ def test_kill_at_any_moment(
 # whole steps done by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("scored_text.finish", 3 + 1, 0),
-  "rewards": ("scored_text.finish", 3 + 4, 3),
-  "evaluation": ("scored_text.finish", 3 + 5 + 1, 5),
+  "first step": ("rewards_lib.collect_rewards", 3 + 1, 0),
+  "rewards": ("rewards_lib.collect_rewards", 3 + 4, 3),
+  "evaluation": ("rewards_lib.collect_rewards", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 
@@ -153,7 +153,7 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):
   """As where Python runs a weak reference's callback."""
-  original, calls = scored_text.finish, []
+  original, calls = rewards_lib.collect_rewards, []
 
   def swallowed(*args, **options):
     calls.append(1)

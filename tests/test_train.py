@@ -21,7 +21,7 @@ from grpojax.rewards import exact
 from grpojax.runtime import checkpoint, records
 from grpojax.runtime import config as config_lib
 from grpojax.statistics import diagnostics
-from grpojax.training import fit, from_config, halves
+from grpojax.training import fit, setup
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
@@ -232,7 +232,7 @@ def test_every_step_is_measured_once(toy_run):
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
   tx = optimizer(config)
-  like = from_config.first_state(config, tx, hf.load_params(toy_model))
+  like = setup.first_state(config, tx, hf.load_params(toy_model))
   with checkpoint.open_checkpointer(
     toy_run.directory / "checkpoints", readonly=True
   ) as saved:

@@ -18,20 +18,21 @@ from grpojax.models.transformer import transformer
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import hub
 from grpojax.training import (
-  device_step,
-  from_config,
-  group_sizes,
-  host_step,
   loss_settings,
   prompts,
   reference,
-  samplers,
+  setup,
   sources,
   splits,
 )
 from grpojax.training import policy as policy_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import AUTO
+from grpojax.training.step import device, host, reference
+from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step.batch import aggregation
 
 
 class Run(NamedTuple):
@@ -121,7 +122,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   """
   _, hf_config = read_model(sources.model(config))
   if config.reward.on_device:  # its reward is one on the tokenizer's ids
-    policy = from_config.open_policy(config)
+    policy = setup.open_policy(config)
   else:
     policy = _policy(config, hf_config)
     loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
@@ -129,21 +130,21 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
   dtype = config.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
-  if from_config.needs_reference(config):
+  if config.loss.needs_reference:
     ref_params = {} if adapted else params
   if adapted:
     adapters = lora.abstract(whole, config.lora.rank, config.lora.targets)
     scale = config.lora.alpha / config.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
     params = sharding.placed(adapters, mesh)
-    if reference.follows(config):
+    if reference.follows_policy(config):
       ref_params = params
   tx = optimizer(config)
   state = jax.eval_shape(
-    lambda p: from_config.first_state(config, tx, p), params
+    lambda p: setup.first_state(config, tx, p), params
   )
   leaves = config_lib.flatten(config)
-  auto = config.group_size == group_sizes.AUTO
+  auto = config.group_size == AUTO
   group_size = config.auto_group_size.start if auto else config.group_size
   run = Run(
     config=config,
@@ -153,7 +154,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     state=sharding.placed(state, mesh),
     ref_params=ref_params,
     group_size=group_size,
-    prompts=group_sizes.samples_per_step(leaves) // group_size,
+    prompts=batches_lib.samples_per_step(leaves) // group_size,
   )
   if config.reward.on_device:
     _device_prompts(run)  # refuses data that cannot be read
@@ -196,10 +197,10 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
   }
   if name == "step":
     with jax.set_mesh(run.mesh):
-      program = device_step.make_device_program(**options)
+      program = device.make_device_program(**options)
       prompts_of_step = _device_prompts(run)
       return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
-  sample, make_batch, update = host_step.make_programs(**options)
+  sample, make_batch, update = host.make_programs(**options)
   sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(sampling):
@@ -224,7 +225,7 @@ def _lower_rollout(
   if parts > 1 or run.config.filter_groups.enable:
     arguments.append(jax.ShapeDtypeStruct((), jnp.int32))  # the first sample's
   if mesh is not run.mesh:
-    sample = samplers.laid_out(sample, mesh, *arguments)
+    sample = sampling_lib.laid_out(sample, mesh, *arguments)
   return policy_lib.lower(sample, *arguments)
 
 
@@ -232,7 +233,7 @@ def _batch_arguments(run: Run, samples: PyTree) -> tuple[Any, ...]:
   """Arguments of the program that makes a batch of samples and rewards."""
   config, shape = run.config, (run.prompts, run.group_size)
   values = None  # of each reward function, where they are normalised
-  if from_config.aggregation(config):
+  if aggregation(config.reward):
     functions = len(config.reward.functions) + bool(config.reward.model)
     values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
     values = _rows(values, run.mesh, None, "batch", "group")

@@ -15,7 +15,6 @@ from grpojax.aot.parts import Part
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.sharding import shard_bytes
-from grpojax.training import from_config
 
 Say = Callable[[str], None]
 GIB = 2**30
@@ -48,7 +47,7 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   config, optim = run.config, run.config.optim
   off_policy = optim.epochs * optim.minibatches > 1
   before = int(run.ref_params is not None)
-  before += int(from_config.recompute_logprobs(config) and off_policy)
+  before += int((config.loss.old_logprobs == "trainer") and off_policy)
   of_all = config.loss.top_entropy_quantile < 1 or config.loss.router_aux_coef
   return before, int(bool(of_all) and optim.micro_batches > 1)
 

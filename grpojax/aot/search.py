@@ -23,14 +23,8 @@ from grpojax.aot.report import Say
 from grpojax.models import hf
 from grpojax.models.config import TransformerConfig
 from grpojax.models.layer_stacks import REMAT
-from grpojax.runtime.config import flatten
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  group_sizes,
-  memory,
-  sources,
-)
+from grpojax.training import memory, setup, sources
+from grpojax.training.settings import batches as batches_lib
 
 LARGEST_TENSOR = 16
 SAVED = {"full": 1, "selective": 4, "none": 10}
@@ -112,8 +106,8 @@ def _try(
   config = with_settings(config, settings)
   words = " ".join(f"{k.split('.')[-1]}={v}" for k, v in settings.items())
   try:
-    mesh = from_config.mesh(config, machine.devices)
-    batch_sizes.check(config, mesh)
+    mesh = setup.make_mesh(config, machine.devices)
+    batches_lib.check_mesh(config, mesh)
     least = _least_memory(config, mesh)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:
@@ -168,7 +162,7 @@ def _updates(
   config: ConfigDict, shapes: list[dict[str, int]], machine: Machine
 ) -> list[Update]:
   """The first micro-batches that fit, for each mesh; the fastest first."""
-  fitting, samples = [], group_sizes.samples_per_step(flatten(config))
+  fitting, samples = [], batches_lib.samples_per_step(config)
   for mesh, remat in itertools.product(shapes, REMAT):
     for micro_batches in _powers(samples // config.optim.minibatches):
       settings = _mesh_settings(mesh)
@@ -234,7 +228,7 @@ def search(
   ranking.sort(key=lambda layout: layout["step_seconds"])
   for layout in ranking:
     best = with_settings(config, layout["settings"])
-    run = programs.open_run(best, from_config.mesh(best, devices))
+    run = programs.open_run(best, setup.make_mesh(best, devices))
     whole = report.report(run, machine, chip, say)
     if whole["fits"]:
       return whole | {"ranking": ranking, "settings": layout["settings"]}

@@ -11,7 +11,8 @@ from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, limits, subject, workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.runtime import config as config_lib
-from grpojax.training import batch_sizes, from_config, reference
+from grpojax.training import reference, setup
+from grpojax.training.settings import batches as batches_lib
 
 PARTS = ("rollout", "rewards", "reference", "update")
 
@@ -35,8 +36,8 @@ def open_run(config: ConfigDict) -> programs.Run:
 
 def open_shapes(config: ConfigDict) -> programs.Run:
   """Opens a run as shapes; ValueError where it does not fit the devices."""
-  mesh = from_config.mesh(config)
-  batch_sizes.check(config, mesh)
+  mesh = setup.make_mesh(config)
+  batches_lib.check_mesh(config, mesh)
   reference.check(config.model.reference, mesh)
   run = programs.open_run(config, mesh)
   subject.check_memory(run)

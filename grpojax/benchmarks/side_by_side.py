@@ -19,15 +19,9 @@ from grpojax.benchmarks import clock, configured, subject, workloads
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, command_line, records
 from grpojax.runtime import config as config_lib
-from grpojax.training import (
-  fit,
-  run_directory,
-  run_storage,
-  scoring,
-  start,
-  tracking,
-)
+from grpojax.training import fit, run_directory, run_storage, start, tracking
 from grpojax.training.progress import Progress
+from grpojax.training.step import rewards as rewards_lib
 
 PARTS = {
   "rollout": "seconds_rollout",
@@ -108,7 +102,7 @@ def default_job(config: ConfigDict) -> subject.Rows:
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
     reward_pool = stack.enter_context(
-      scoring.open_reward_pool(checked.config, checked.reward_model)
+      rewards_lib.open_reward_pool(checked.config, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, reward_pool)

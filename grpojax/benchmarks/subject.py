@@ -22,18 +22,12 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
 from grpojax.runtime import command_line, device_memory, quiet_imports
-from grpojax.training import (
-  device_step,
-  from_config,
-  host_step,
-  memory,
-  reference,
-  scoring,
-  splits,
-)
+from grpojax.training import memory, reference, setup, splits
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.step import device, host
+from grpojax.training.step import rewards as rewards_lib
 
 Rows = Iterator[dict[str, Any]]
 
@@ -45,7 +39,7 @@ class Subject(NamedTuple):
     run: Shapes of the run.
     policy: Policy with its frozen weights, if there are any.
     state: State before the first step.
-    ref_params: Reference, as `host_step.make_host_step` takes it.
+    ref_params: Reference, as `host.make_host_step` takes it.
     tx: Optimizer.
   """
 
@@ -121,7 +115,7 @@ def open_subject(
     ref_params = reference.stored(ref_params, config.model.reference)
   tx = optimizer(config)
   fresh = jax.jit(
-    lambda p: from_config.first_state(config, tx, p), out_shardings=shardings
+    lambda p: setup.first_state(config, tx, p), out_shardings=shardings
   )
   return Subject(run, policy, fresh(params), ref_params, tx)
 
@@ -150,17 +144,17 @@ def host_steps(
     subject: Subject, from `open_subject`, of a config with that reward.
     batches: Prompts of each step.
     budgets: Function from prompts to the greatest lengths of their
-      completions, see `samplers.sampler_program`.
+      completions, see `sampling_lib.sampler_program`.
   """
   run = subject.run
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
   with (
-    scoring.open_reward_pool(run.config) as reward_pool,
+    rewards_lib.open_reward_pool(run.config) as reward_pool,
     jax.set_mesh(run.mesh),
   ):
-    step = host_step.make_host_step(
+    step = host.make_host_step(
       run.config,
       subject.policy,
       run.group_size,
@@ -190,7 +184,7 @@ def device_steps(subject: Subject, count: int) -> Rows:
     batches = list(itertools.islice(batches, count))
   state = subject.state
   with jax.set_mesh(run.mesh):
-    step = device_step.make_device_step(
+    step = device.make_device_step(
       config, policy, run.group_size, subject.tx, subject.ref_params, shardings
     )
     for prompts, examples in batches:

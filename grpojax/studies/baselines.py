@@ -33,8 +33,9 @@ from grpojax.runtime.config import config_error
 from grpojax.runtime.settings import changed, section, setting
 from grpojax.studies import baseline_errors, errors, gsm8k, mse, run
 from grpojax.studies.baseline_errors import Pool
-from grpojax.training import from_config, prompts, samplers, splits
 from grpojax.training import policy as policy_lib
+from grpojax.training import prompts, splits
+from grpojax.training.step import sampling as sampling_lib
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
 CONFIGURATIONS = (*mse.CONFIGURATIONS, "gsm8k")
@@ -158,11 +159,11 @@ def open_gsm8k(directory: str, samples: int, num_prompts: int) -> mse.Bench:
     prompts.prompts_of(train, policy, examples, [i])
     for i in _gsm8k_problems(root)[:num_prompts]
   ]
-  sampling = from_config.sampling(train)
+  sampling = train.sampling.distribution
   return mse.Bench(
     policy,
     batches,
-    samplers.make_sampler(train, policy, samples, sampling),
+    sampling_lib.make_sampler(train, policy, samples, sampling),
     errors.make_score(policy.lm, sampling),
     _gsm8k_rewards,
   )

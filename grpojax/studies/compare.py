@@ -36,8 +36,8 @@ from grpojax.runtime.settings import changed, section, setting
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training import config as train_config_lib
-from grpojax.training import group_sizes
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings_input import ONE
 
 PROGRAM = "python -m grpojax.studies.compare"
@@ -161,7 +161,7 @@ def _incomparable(config: ConfigDict) -> list[str]:
       )
   if wrong:
     return wrong
-  samples = [run["steps"] * group_sizes.samples_per_step(run) for run in runs]
+  samples = [run["steps"] * batches_lib.samples_per_step(run) for run in runs]
   return [
     f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
     " set batch_size (prompts a step) or steps for as many"

@@ -40,17 +40,13 @@ from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training import config as train_config_lib
-from grpojax.training import (
-  from_config,
-  samplers,
-  scored_text,
-  scoring,
-  splits,
-)
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.group_sizes import AUTO
+from grpojax.training import setup, splits
 from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.settings.run import AUTO
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 PROGRAM = "python -m grpojax.studies.group_size"
 
@@ -165,9 +161,9 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   settings = config.train.copy_and_resolve_references()
   with settings.unlocked(), settings.ignore_type():
     settings.group_size, settings.batch_size = p.group_size, p.batch
-  policy = from_config.with_weights(settings, from_config.open_policy(settings))
-  sampling = from_config.sampling(settings)
-  sampler = samplers.make_sampler(settings, policy, p.group_size, sampling)
+  policy = setup.with_weights(settings, setup.open_policy(settings))
+  sampling = settings.sampling.distribution
+  sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
 
   project = policy_lib.jit(
     policy,
@@ -187,12 +183,12 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     settings, policy, examples, p.group_size
   )
   projections, rewards = [], []
-  with scoring.open_reward_pool(settings) as reward_pool:
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       samples = sampler(policy.params, jax.device_put(prompts), key)
-      _, scores = scored_text.score(policy, reward_pool, examples, samples)
+      _, scores = rewards_lib.compute_rewards(policy, reward_pool, examples, samples)
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are to be compared.
       projected = project(policy.params, samples, tangents_key)

@@ -47,17 +47,16 @@ from grpojax.training import config as train_config_lib
 from grpojax.training import (
   evaluation,
   fit,
-  from_config,
   prompts,
   run_directory,
-  samplers,
-  scoring,
   sft,
   sft_config,
   splits,
 )
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
 _NOTE = re.compile(r"<<[^<>]*>>")
@@ -189,7 +188,7 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
   """Samples a model's completions of the training problems of GRPO."""
   began = time.perf_counter()
   policy = policy_lib.load_policy(model, run.model.dtype)
-  sampling = from_config.sampling(run)
+  sampling = run.sampling.distribution
   rows = max(run.eval.batch_size // config.samples, 1)
   batches = prompts.prompt_batches(
     run,
@@ -199,11 +198,11 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     shuffle=False,
     repeat=False,
   )
-  with scoring.open_reward_pool(run) as reward_pool:
+  with rewards_lib.open_reward_pool(run) as reward_pool:
     evaluated = evaluation.evaluate(
       policy,
       policy.params,
-      samplers.make_sampler(run, policy, config.samples, sampling),
+      sampling_lib.make_sampler(run, policy, config.samples, sampling),
       batches,
       reward_pool,
       jax.random.key(run.seed + 1),

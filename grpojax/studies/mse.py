@@ -39,9 +39,10 @@ from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run
 from grpojax.training import config as train_config
-from grpojax.training import from_config, samplers, splits
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
+from grpojax.training import splits
+from grpojax.training.step import sampling as sampling_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
 _TITLES = {
@@ -129,7 +130,7 @@ class Bench(NamedTuple):
   Attributes:
     policy: the model.
     batches: one prompt each, with its example.
-    sampler: sampler of one pool, from `samplers.make_sampler`.
+    sampler: sampler of one pool, from `sampling_lib.make_sampler`.
     score: function from `errors.make_score`.
     rewards: `(example, texts) -> [S]`, the rewards of a pool's completions.
   """
@@ -178,11 +179,11 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling = from_config.sampling(settings)
+  sampling = settings.sampling.distribution
   return Bench(
     policy,
     list(batches),
-    samplers.make_sampler(settings, policy, config.samples, sampling),
+    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
     errors.make_score(policy.lm, sampling),
     rewards_of,
   )

@@ -9,11 +9,12 @@ from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
 from grpojax.runtime.printable import printable
-from grpojax.training import from_config, samplers, scored_text
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
 from grpojax.training.scoring import RewardPool
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 NEW, QUIT = "/new", "/quit"
 HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
@@ -44,7 +45,7 @@ class Speaker(NamedTuple):
     config: settings of its data, sampling and rewards.
     policy: the model.
     params: its parameters.
-    sampler: sampler of its answers, from `samplers.make_sampler`.
+    sampler: sampler of its answers, from `sampling_lib.make_sampler`.
     key: random key of the samples.
   """
 
@@ -59,10 +60,10 @@ def speaker(
   config: ConfigDict, policy: Policy, params: Params, samples: int, greedy: bool
 ) -> Speaker:
   """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
-  sampling = from_config.sampling(config)
+  sampling = config.sampling.distribution
   if greedy:
     sampling = sampling._replace(temperature=0.0)
-  sampler = samplers.make_sampler(config, policy, samples, sampling)
+  sampler = sampling_lib.make_sampler(config, policy, samples, sampling)
   return Speaker(config, policy, params, sampler, jax.random.key(config.seed))
 
 
@@ -105,7 +106,7 @@ def ask(
     texts = policy_lib.decode(policy, samples)
     rewards = [None] * len(texts[0])
   else:
-    texts, scores = scored_text.score(policy, reward_pool, examples, samples)
+    texts, scores = rewards_lib.compute_rewards(policy, reward_pool, examples, samples)
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()

@@ -33,11 +33,12 @@ from grpojax.statistics.intervals import (
   wilson_interval,
 )
 from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
-from grpojax.training import mixtures, reward_inputs, scored_text, scoring
+from grpojax.training import mixtures
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import splits as splits_lib
 from grpojax.training.policy import Policy
+from grpojax.training.step import rewards as rewards_lib
 
 CORRECT = 1.0  # a completion with at least this reward is right
 ANSWERS = {  # the answer in a completion, for rewards that read one
@@ -140,7 +141,7 @@ def held_out_problems(
     return results
 
   splits = for_each(lambda p, i: splits_lib.load_split(config, p, "test"))
-  reward_inputs.check_columns(config, reward_inputs.resolve(config), splits[0])
+  rewards_lib.check_columns(config, rewards_lib.resolve_functions(config), splits[0])
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
@@ -175,7 +176,7 @@ def evaluate(
   params: Params,
   sampler: Callable[..., Any],
   batches: Batches,
-  reward_pool: scoring.RewardPool,
+  reward_pool: rewards_lib.RewardPool,
   key: jax.Array,
   batch_size: int,
   mesh: jax.sharding.Mesh | None = None,
@@ -187,7 +188,7 @@ def evaluate(
   Args:
     policy: the model; its own parameters are not used.
     params: the parameters to evaluate.
-    sampler: sampler from `samplers.make_sampler`.
+    sampler: sampler from `sampling_lib.make_sampler`.
     batches: prompts and examples; the last batch may be shorter.
     reward_pool: the rewards, of which the first decides what is right.
     key: random key of the samples.
@@ -207,10 +208,10 @@ def evaluate(
       padded = mesh_lib.place(padded, mesh, "batch")
     samples = sampler(params, padded, jax.random.fold_in(key, i))
     policy_lib.wait(samples, check_signals)
-    decoded, scores = scored_text.score(
+    decoded, scores = rewards_lib.compute_rewards(
       policy, reward_pool, examples, samples, check_signals
     )
-    rewards.append(scoring.correctness(reward_pool, scores, examples))
+    rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
     texts += decoded
     evaluated += examples
     failures += groups.all_failures(scores)

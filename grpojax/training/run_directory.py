@@ -5,12 +5,15 @@ import os
 import pathlib
 import re
 import shutil
+from typing import Any
 
 from grpojax.runtime import bucket, checkpoint
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
 from grpojax.training import run_config, run_storage
+from grpojax.training.config import to_config
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.run_config import CONFIG
 
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed

@@ -7,18 +7,18 @@ import jax
 from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
-from grpojax.models import hf, lora, merged
+from grpojax.models import hf, lora
 from grpojax.runtime import checkpoint, disk, hub
 from grpojax.training import best as best_lib
+from grpojax.training import policy as policy_lib
 from grpojax.training import (
-  from_config,
   progress,
   run_config,
   run_directory,
   run_storage,
+  setup,
   sources,
 )
-from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy
 
 
@@ -57,9 +57,9 @@ def load(
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
   config = run_config.read_config(path)
-  policy = from_config.open_policy(config)
+  policy = setup.open_policy(config)
   if config.lora.rank:  # adapters need their base
-    policy = from_config.with_weights(config, policy)
+    policy = setup.with_weights(config, policy)
   step = best_step(path) if best else None
   step, params = load_params(path, config, step)
   run_config.say_added(path)
@@ -232,6 +232,6 @@ def _export_checkpoint(
     lora.save_peft(out, params, source, alpha, dtype, base, revision)
     return step
   if rank:
-    params = merged.merged(hf.load_params(source), params, alpha / rank)
+    params = lora.merge_lazily(hf.load_params(source), params, alpha / rank)
   hf.save(out, params, source, dtype=dtype)
   return step

@@ -14,8 +14,7 @@ import yaml
 
 from grpojax import train
 from grpojax.runtime import command_line
-from grpojax.training.config import validate
-from grpojax.training.config import SETTINGS
+from grpojax.training.config import SETTINGS, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"

@@ -12,8 +12,7 @@ import pytest
 
 from grpojax import train
 from grpojax.runtime import command_line
-from grpojax.training.config import default_job, validate
-from grpojax.training.config import SETTINGS
+from grpojax.training.config import SETTINGS, default_job, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = ROOT / "launch" / "colab_grpo.ipynb"

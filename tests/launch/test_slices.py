@@ -9,8 +9,7 @@ import pytest
 
 from grpojax.models import hf
 from grpojax.runtime import command_line
-from grpojax.training.config import validate
-from grpojax.training.config import SETTINGS
+from grpojax.training.config import SETTINGS, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = sorted((ROOT / "tests/data/model_configs").glob("*.json"))

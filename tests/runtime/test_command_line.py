@@ -10,8 +10,7 @@ from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line, config_file
 from grpojax.runtime.settings import setting
-from grpojax.training.config import default_config
-from grpojax.training.config import SETTINGS
+from grpojax.training.config import SETTINGS, default_config
 
 FLAGS = {
   "run_dir": setting("", "where to write"),

@@ -10,7 +10,6 @@ import pytest
 
 from grpojax.models import file_checksums
 from grpojax.runtime import distributed
-from grpojax.training import scored_text
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.grpo_step import init_state
 from grpojax.core.types import Prompts
 from grpojax.models import hf
-from grpojax.training import fit, from_config, host_step, samplers
+from grpojax.training import fit, setup
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config
+from grpojax.training.step import host
+from grpojax.training.step import sampling as sampling_lib
 
 STEPS, B, G, T = 3, 4, 16, 6
 SETTINGS = {
@@ -158,9 +160,9 @@ def compare(name, one, other, start):
 def programs(model, devices, changes, samples=None):
   """Samples, what is learned from them, and its gradient, of one step."""
   config = config_of(model, changes)
-  mesh = from_config.mesh(config, jax.devices()[:devices])
-  policy = from_config.open_policy(config)
-  policy = from_config.with_weights(config, policy, mesh)
+  mesh = setup.make_mesh(config, jax.devices()[:devices])
+  policy = setup.open_policy(config)
+  policy = setup.with_weights(config, policy, mesh)
   prompts = Prompts(
     jnp.arange(8 * B).reshape(B, 8) % 90, jnp.ones((B, 8), bool)
   )
@@ -169,14 +171,14 @@ def programs(model, devices, changes, samples=None):
     everywhere = NamedSharding(mesh, P())
     key = jax.device_put(jax.random.key(1), everywhere)
     if samples is None:
-      sampler = samplers.make_sampler(
-        config, policy, G, from_config.sampling(config), mesh
+      sampler = sampling_lib.make_sampler(
+        config, policy, G, config.sampling.distribution, mesh
       )
       samples = sampler(policy.params, prompts, key)
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
-    score = policy_lib.jit(policy, host_step.make_compare(config))
+    score = policy_lib.jit(policy, host.make_compare(config))
     batch, _ = score(policy.params, samples, rewards, policy.params)
 
     def gradient(lm, params, batch):
@@ -186,7 +188,7 @@ def programs(model, devices, changes, samples=None):
         lambda grads, _, params: (jax.tree.map(jnp.zeros_like, params), grads),
       )
       state = init_state(params, tx, key)
-      learn = host_step.make_learn(config, tx)
+      learn = host.make_learn(config, tx)
       return learn(lm, state, batch)[0].opt_state
 
     grads = policy_lib.jit(policy, gradient)(policy.params, batch)

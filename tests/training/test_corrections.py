@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Batch, Rollout
-from grpojax.training import corrections, from_config
 from grpojax.training.config import validate
 
 SCORER = {"optim__epochs": 2, "loss__old_logprobs": "reward_pool"}

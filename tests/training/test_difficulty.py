@@ -14,7 +14,6 @@ from grpojax.data.mixture import Mixture, Part
 from grpojax.models import hf, sharding
 from grpojax.runtime import distributed, records
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompt_choice
 from grpojax.training.config import validate
 from grpojax.training.optimizer import optimizer
 

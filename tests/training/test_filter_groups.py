@@ -17,16 +17,13 @@ from grpojax.core.types import Prompts, Rollout
 from grpojax.models import hf, sharding
 from grpojax.rewards import groups
 from grpojax.runtime import records
-from grpojax.training import (
-  dynamic_sampling,
-  filter_groups,
-  from_config,
-  host_step,
-  samplers,
-  scoring,
-)
+from grpojax.training import dynamic_sampling, setup
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import validate
+from grpojax.training.settings.run import AUTO
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 B, G, T, VOCAB = 4, 4, 3, 5
 REWARD = f"{pathlib.Path(__file__)}:three"
@@ -73,7 +70,7 @@ class Job:
     self.mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
     self.config = config
     tx = optax.sgd(0.1)
-    first = lambda p: from_config.first_state(config, tx, p)
+    first = lambda p: setup.first_state(config, tx, p)
     places = sharding.shardings(
       jax.eval_shape(first, self.table),
       self.mesh,
@@ -81,7 +78,7 @@ class Job:
     )
     self.state = jax.jit(first, out_shardings=places)(self.table)
     self.taken = 0
-    self.step = host_step.make_host_step(
+    self.step = host.make_host_step(
       config, self.policy, G, tx, None, places, reward_pool, lambda **_: None
     )
 
@@ -120,7 +117,7 @@ def job(tabular, config_with):
 
     def make(**changes):
       config = config_of(config_with, **changes)
-      reward_pool = scoring.open_reward_pool(config)
+      reward_pool = rewards_lib.open_reward_pool(config)
       made.append(reward_pool)
       job = Job(tabular, config, reward_pool.__enter__())
       job.compared = []
@@ -140,8 +137,8 @@ def job(tabular, config_with):
 
 def whole_rollout(job, count):
   """All that can be drawn for the first step, by one program, and rewards."""
-  program = samplers.sampler_program(
-    job.config, job.policy, G, from_config.sampling(job.config)
+  program = sampling_lib.sampler_program(
+    job.config, job.policy, G, job.config.sampling.distribution
   )
   prompts, _ = batch_of(0, count)
   key = jax.random.fold_in(jax.random.key(job.config.seed), 0)
@@ -160,7 +157,7 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(
     of_data_sets.append(given)
     return {}
 
-  monkeypatch.setattr(host_step.mixtures, "metrics", spy)
+  monkeypatch.setattr(host.mixtures, "metrics", spy)
   run = job(filter_groups__gen_parts=parts)
   whole, rewards = whole_rollout(run, 10 * B)
   varied = np.ptp(rewards, -1) > 0

@@ -14,7 +14,7 @@ from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.sampling import Sampling
 from grpojax.core.weighted_baselines import ScoreNorms
 from grpojax.runtime import config as config_lib
-from grpojax.training import from_config
+from grpojax.training import setup
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
@@ -223,7 +223,7 @@ def test_the_loss_is_the_one_that_was_asked_for(changes, expected, config_with):
   assert (float(wanted) == float(plain)) == same
   placed = config.loss.kl_placement == "reward"
   assert from_config.kl_in_reward(config) == (0.3 if placed else 0.0)
-  assert from_config.needs_reference(config) == (config.loss.beta > 0)
+  assert config.loss.needs_reference == (config.loss.beta > 0)
 
 
 def test_entropy_in_the_loss(config_with):
@@ -234,7 +234,7 @@ def test_entropy_in_the_loss(config_with):
   assert found["entropy_bonus"][:2] == (0.1, None)
   assert found["top_entropy_quantile"] == 0.2
   tx, params = optimizer(config), jnp.zeros(3)
-  assert from_config.first_state(config, tx, params).entropy is None
+  assert setup.first_state(config, tx, params).entropy is None
   config = config_with(
     loss__entropy_coef=0.1,
     loss__entropy_target=0.3,
@@ -242,7 +242,7 @@ def test_entropy_in_the_loss(config_with):
     loss__entropy_coef_max=0.5,
   )
   assert from_config.entropy_bonus(config) == (0.1, 0.3, 0.02, 0.5)
-  control = from_config.first_state(config, tx, params).entropy
+  control = setup.first_state(config, tx, params).entropy
   assert float(control.coefficient) == pytest.approx(0.1)
 
 
@@ -252,7 +252,7 @@ def test_experts_are_balanced_only_where_there_are_some(config_with):
   with pytest.raises(
     ValueError, match=r"loss.router_aux_coef = 0.01: .* use 0"
   ):
-    from_config.open_policy(config)
+    setup.open_policy(config)
 
 
 def test_weightings(config_with):

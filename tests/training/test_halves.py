@@ -13,7 +13,6 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.training import halves
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +30,7 @@ def prompts_of(rows):
 
 
 def program_of(lm):
-  """As `samplers.sampler_program` makes it; without weights of its own."""
+  """As `sampling_lib.sampler_program` makes it; without weights of its own."""
 
   def sample(params, prompts, key, first=0):
     return rollout(

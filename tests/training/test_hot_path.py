@@ -17,9 +17,11 @@ from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import sharding
-from grpojax.training import from_config, host_step, scoring
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
+from grpojax.training import setup
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
 
 B, G, T, P = 4, 4, 8, 8
 EXAMPLES = [{"prompt_text": "", "answer": "1"}] * B
@@ -50,18 +52,18 @@ def stepper(tiny, config_with):
   tx = optax.adam(1e-3)
 
   def first(params):
-    return from_config.first_state(config, tx, params)
+    return setup.first_state(config, tx, params)
 
   shardings = sharding.shardings(
     jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
   )
   held = [jax.jit(first, out_shardings=shardings)(tiny.params)]
   rng = np.random.default_rng(0)
-  with scoring.open_reward_pool(config) as reward_pool, jax.set_mesh(mesh):
+  with rewards_lib.open_reward_pool(config) as reward_pool, jax.set_mesh(mesh):
     reference = jax.device_put(
       jax.tree.map(jnp.copy, tiny.params), shardings.params
     )
-    step = host_step.make_host_step(
+    step = host.make_host_step(
       config,
       policy,
       G,

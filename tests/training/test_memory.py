@@ -13,8 +13,9 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import device_memory
-from grpojax.training import from_config, host_step, memory
+from grpojax.training import memory, setup
 from grpojax.training.optimizer import optimizer
+from grpojax.training.step import host
 
 B, G, P, T = 8, 4, 24, 48
 SIZES = {
@@ -195,7 +196,7 @@ def test_compiled_programs_take_more(name, config_with):
   )
   lm, tx = transformer(model, remat="full"), optimizer(config)
   state = jax.eval_shape(
-    lambda key: from_config.first_state(config, tx, lm.init(key)),
+    lambda key: setup.first_state(config, tx, lm.init(key)),
     jax.random.key(0),
   )
   prompts = Prompts(
@@ -207,11 +208,11 @@ def test_compiled_programs_take_more(name, config_with):
   args = state.params, prompts, state.key
   sampler = jax.jit(sample).lower(*args).compile()
   learn = jax.jit(
-    functools.partial(host_step.make_learn(config, tx), lm), donate_argnums=0
+    functools.partial(host.make_learn(config, tx), lm), donate_argnums=0
   )
   samples = jax.eval_shape(sample, *args)
   rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
-  compare = functools.partial(host_step.make_compare(config), lm)
+  compare = functools.partial(host.make_compare(config), lm)
   batch, _ = jax.eval_shape(compare, state.params, samples, rewards, None)
   update = learn.lower(state, batch).compile()
   # The new state takes the place of the old one.

@@ -11,10 +11,11 @@ from grpojax import evaluate
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
 from grpojax.runtime import config as config_lib
-from grpojax.training import evaluation, mixtures, scoring, splits
+from grpojax.training import evaluation, mixtures, splits
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import default_config, validate
+from grpojax.training.step import rewards as rewards_lib
 
 TWO = {
   "reward__functions": ("exact_answer", "math_answer", "format"),
@@ -98,15 +99,15 @@ def test_a_right_answer_is_what_its_data_set_says():
   class Names:
     names = ("f", "g")
 
-  scores = scoring.groups.GroupRewards(
+  scores = rewards_lib.groups.GroupRewards(
     rewards=None,
     values={"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])},
     failed=None,
     failures=[],
   )
-  reward_pool = scoring.RewardPool(Names, judges={"a": "f", "b": "g"})
+  reward_pool = rewards_lib.RewardPool(Names, judges={"a": "f", "b": "g"})
   examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
-  found = scoring.correctness(reward_pool, scores, examples)
+  found = rewards_lib.correctness(reward_pool, scores, examples)
   np.testing.assert_array_equal(found, [[4], [2], [3]])
 
 

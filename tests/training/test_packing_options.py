@@ -15,8 +15,9 @@ from grpojax.core.surrogates import RATIOS, SURROGATES
 from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
 from grpojax.core.weighted_baselines import ScoreNorms
-from grpojax.training import from_config, host_step
+from grpojax.training import setup
 from grpojax.training.config import validate
+from grpojax.training.step import host
 
 B, G, P, T, V = 4, 6, 3, 16, 11
 CHOICES = {
@@ -81,12 +82,12 @@ def step(config, lm, samples, rewards, packing):
   tx = optax.sgd(0.1)
   norms = ScoreNorms(*map(jnp.asarray, (2.0, 1.0, 1.5)))
   ref_params = None
-  if from_config.needs_reference(config):
+  if config.loss.needs_reference:
     ref_params = jax.tree.map(lambda x: 0.9 * x, params)
-  compare = jax.jit(host_step.make_compare(config), static_argnums=0)
+  compare = jax.jit(host.make_compare(config), static_argnums=0)
   batch, _ = compare(lm, params, samples, rewards, ref_params, packing, norms)
-  state = from_config.first_state(config, tx, params)
-  learn = jax.jit(host_step.make_learn(config, tx), static_argnums=0)
+  state = setup.first_state(config, tx, params)
+  learn = jax.jit(host.make_learn(config, tx), static_argnums=0)
   state, metrics = learn(lm, state, batch)
   moved = jax.tree.map(jnp.subtract, state.params, params)
   return moved, metrics, batch.advantages
@@ -102,7 +103,7 @@ def test_packed_is_unpacked(seed, tabular, config_with):
   rewards = rng.integers(0, 2, (B, G)).astype(np.float32)
   rewards[0, 2] = np.nan
   lm = tabular.lm(V, V)
-  mesh = from_config.mesh(config, jax.devices()[:1])
+  mesh = setup.make_mesh(config, jax.devices()[:1])
   with jax.set_mesh(mesh):
     packing = from_config.packing(config, samples, rewards, mesh)
     assert packing is not None, drawn

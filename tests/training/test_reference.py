@@ -13,6 +13,7 @@ from grpojax.core.types import TrainState
 from grpojax.models import hf, sharding
 from grpojax.runtime import checkpoint, records
 from grpojax.training import memory, reference, run_storage
+from grpojax.training.step import reference
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_fixed_one_is_no_part_of_the_state(config_with, mesh):
     config_with(model__reference_every=1),  # without a KL term, refused
   ):
     state, shardings = state_of({"w": jnp.ones(2)}, mesh)
-    assert not reference.follows(config)
+    assert not reference.follows_policy(config)
     assert reference.make_update_reference(config, shardings)(state) is state
     assert reference.to_host(state, config).reference is None
 

@@ -18,8 +18,9 @@ from grpojax import train
 from grpojax.core.grpo_step import init_state
 from grpojax.models import hf
 from grpojax.runtime import records
-from grpojax.training import opening, reporting, resume, scoring, start
+from grpojax.training import opening, reporting, resume, start
 from grpojax.training import policy as policy_lib
+from grpojax.training.step import rewards as rewards_lib
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
 SHORT |= {"eval.num_prompts": 4, "log.samples_every": 1}
@@ -267,16 +268,16 @@ def test_a_wait_for_the_device_asks_all_the_time():
 
 
 def test_an_infinite_reward_of_the_model_is_a_failure():
-  scores = scoring.groups.GroupRewards(
+  scores = rewards_lib.groups.GroupRewards(
     np.array([[1.0, 2.0]], np.float32),
     {"f": np.array([[1.0, 2.0]], np.float32)},
     np.zeros((1, 2), bool),
     [[[], []]],
   )
   by_model = np.array([[np.inf, 0.5]])
-  reward_pool = scoring.RewardPool(None, model_weight=2.0)
+  reward_pool = rewards_lib.RewardPool(None, model_weight=2.0)
   examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
-  got = scoring.with_model(reward_pool, scores, by_model, examples, texts)
+  got = rewards_lib.with_model(reward_pool, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
-  (failure,) = scoring.groups.all_failures(got)
+  (failure,) = rewards_lib.groups.all_failures(got)
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"

@@ -12,15 +12,10 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  halves,
-  samplers,
-  sampling_parts,
-  scoring,
-)
 from grpojax.training import policy as policy_lib
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
@@ -55,8 +50,8 @@ def scored(
   lm = tabular.lm(B, 7)
   policy = policy_lib.Policy(pathlib.Path(), lm, Words(), (0,), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  program = samplers.sampler_program(
-    config, policy, G, from_config.sampling(config)
+  program = sampling_lib.sampler_program(
+    config, policy, G, config.sampling.distribution
   )
 
   def called(*args):
@@ -104,7 +99,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
     wait(part, check_signals)
     events.append("ready")
 
-  with scoring.open_reward_pool(config) as reward_pool:
+  with rewards_lib.open_reward_pool(config) as reward_pool:
     monkeypatch.setattr(policy_lib, "wait", wait_and_record)
     parts = scored(
       tabular, config, reward_pool, on_call=lambda: events.append("sampling")
@@ -130,7 +125,7 @@ def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
     if sent:  # the first part is with the workers
       raise KeyError
 
-  with scoring.open_reward_pool(config) as reward_pool:
+  with rewards_lib.open_reward_pool(config) as reward_pool:
     submit = reward_pool.pool.submit
     reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
     with pytest.raises(KeyError):
@@ -165,7 +160,7 @@ def test_a_part_must_fit_the_mesh(config_with):
     np.array([jax.devices()[0]] * 2).reshape(2, 1, 1, 1), mesh_lib.AXES
   )
   config.group_size = 2
-  batch_sizes.check(config, mesh)  # groups can be cut
+  batches_lib.check_mesh(config, mesh)  # groups can be cut
   config.group_size = 3
   with pytest.raises(ValueError, match="rollout: 1 prompts x 3 samples"):
-    batch_sizes.check(config, mesh)
+    batches_lib.check_mesh(config, mesh)

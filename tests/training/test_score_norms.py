@@ -8,7 +8,6 @@ import pytest
 
 from grpojax import train
 from grpojax.core.weighted_baselines import score_norm_sums
-from grpojax.training import from_config, score_norms
 from grpojax.training.config import validate
 
 

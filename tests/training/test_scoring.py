@@ -15,8 +15,8 @@ from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import distributed, records
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import scored_text, scoring
 from grpojax.training.config import default_config
+from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """
 def length(prompt, completion, example):
@@ -62,9 +62,9 @@ def rollout(rows, length):
 
 
 def score(reward_pool, samples):
-  pending = scoring.submit(reward_pool, EXAMPLES, TEXTS, samples, slice(2))
+  pending = rewards_lib.submit(reward_pool, EXAMPLES, TEXTS, samples, slice(2))
   begun = scored_text.Begun(2, TEXTS, pending)
-  return scored_text.finish(reward_pool, EXAMPLES, [begun], lambda: None)[1]
+  return rewards_lib.collect_rewards(reward_pool, EXAMPLES, [begun], lambda: None)[1]
 
 
 EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
@@ -73,7 +73,7 @@ TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 def test_weighted_functions(rewards):
   config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
-  with scoring.open_reward_pool(config) as reward_pool:
+  with rewards_lib.open_reward_pool(config) as reward_pool:
     # A batch may have more rows: they only pad it.
     found = score(reward_pool, rollout(3, 4))
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
@@ -81,9 +81,9 @@ def test_weighted_functions(rewards):
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
   (failure,) = groups.all_failures(found)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = scoring.correctness(reward_pool, found, EXAMPLES)
+  right = rewards_lib.correctness(reward_pool, found, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
-  row = scoring.metrics(found)
+  row = rewards_lib.metrics(found)
   assert row == {
     "reward_failures": 1,
     "reward_length": 3.5,
@@ -99,11 +99,11 @@ def test_a_reward_model_beside_functions(rewards):
   config = rewards({"picky": 1.0})
   config.reward.model_weight = -2.0
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
-  with scoring.open_reward_pool(config, model) as reward_pool:
+  with rewards_lib.open_reward_pool(config, model) as reward_pool:
     found = score(reward_pool, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
-  assert scoring.metrics(found)["reward_model"] == 2.5
+  assert rewards_lib.metrics(found)["reward_model"] == 2.5
 
 
 def test_several_processes_say_what_one_says(monkeypatch):

@@ -12,8 +12,10 @@ from grpojax.core import advantages, multi_reward
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
 from grpojax.rewards import groups
-from grpojax.training import from_config, host_step, scoring
 from grpojax.training.config import validate
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.batch import aggregation
 
 NAN = np.nan
 VALUES = {
@@ -39,13 +41,13 @@ def scores_of(weights):
 
 
 def test_a_failure_takes_no_part_by_any_function():
-  found = scoring.stacked(scores_of((1.0, 2.0)))
+  found = rewards_lib.stacked(scores_of((1.0, 2.0)))
   expected = [[[1, 0, 1], [0, 0, NAN]], [[3, NAN, 9], [5, 1, NAN]]]
   np.testing.assert_array_equal(found, expected)
 
 
 def test_each_is_logged_by_its_name():
-  row = scoring.metrics(scores_of((1.0, 2.0)))
+  row = rewards_lib.metrics(scores_of((1.0, 2.0)))
   assert row["reward_right"] == 0.5 and row["reward_short"] == pytest.approx(
     3.8
   )
@@ -67,10 +69,10 @@ def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
     group_size=3,
     batch_size=2,
   )
-  compare = host_step.make_compare(config)
+  compare = host.make_compare(config)
   compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
   scores = scores_of(weights)
-  values = scoring.stacked(scores)
+  values = rewards_lib.stacked(scores)
   scale = scale and np.float32(scale)
   batch, row = compare(scores.rewards, None, None, None, values, scale)
   compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
@@ -102,7 +104,7 @@ def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
     jnp.array([[True, True, False, True]]),
   )
   values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
-  compare = host_step.make_compare(config)
+  compare = host.make_compare(config)
   compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
   batch, row = compare(values.sum(0), None, None, None, values)
   assert row["zero_variance_groups"] == 0
@@ -155,7 +157,7 @@ def test_groups_without_variance_are_those_that_teach_nothing(
       [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
     ]
   )
-  compare = host_step.make_compare(config)
+  compare = host.make_compare(config)
   compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
   total = values[0] + 2 * values[1]
   _, row = compare(total, None, None, None, values)
@@ -167,7 +169,7 @@ def test_a_scale_is_of_advantages_that_are_bounded(tabular, config_with):
     loss__advantage_clip=2.0, group_size=3, batch_size=2, reward__weights=(1.0,)
   )
   rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
-  compare = host_step.make_compare(config)
+  compare = host.make_compare(config)
   compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
   batch, _ = compare(rewards, None, scale=np.float32(0.5))
   expected = [[1.0, -0.75, -0.75], [0.5, -0.25, -0.25]]
@@ -181,9 +183,9 @@ def test_the_reward_model_has_the_last_weight(config_with):
     reward__model_weight=3.0,
     reward__aggregation="normalize_then_sum",
   )
-  assert from_config.aggregation(config).keywords["weights"] == [2.0, 3.0]
+  assert aggregation(config.reward).keywords["weights"] == [2.0, 3.0]
   config.reward.aggregation = "sum_then_normalize"
-  assert from_config.aggregation(config) is None
+  assert aggregation(config.reward) is None
 
 
 @pytest.mark.parametrize(

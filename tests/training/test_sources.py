@@ -13,10 +13,8 @@ from grpojax.runtime import hub, interrupts, preemption
 from grpojax.training import config as config_module
 from grpojax.training import (
   fit,
-  from_config,
   opening,
   policy,
-  scoring,
   sft,
   sft_config,
   sources,
@@ -26,6 +24,9 @@ from grpojax.training import (
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402
+
+from grpojax.training import setup
+from grpojax.training.step import rewards as rewards_lib
 
 COMMIT, LATER = hub_server.COMMIT, "b" * 40
 ID = "org/tiny"
@@ -220,7 +221,7 @@ def test_the_reward_model_is_of_the_commit(model, monkeypatch):
   monkeypatch.setattr(start, "find_model", find)
   whole, part = len(hub.WHOLE), len(hub.TEXTS)
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
-    scoring.open_model(config, from_config.mesh(config))
+    rewards_lib.open_model(config, setup.make_mesh(config))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
     start._with_date(config, opened)
 

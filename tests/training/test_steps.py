@@ -17,15 +17,11 @@ from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
 from grpojax.runtime import tokenizer as tokenizers
-from grpojax.training import (
-  device_step,
-  diagnosis,
-  from_config,
-  host_step,
-  scoring,
-)
+from grpojax.training import diagnosis, setup
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config
+from grpojax.training.step import device, host
+from grpojax.training.step import rewards as rewards_lib
 
 B, G, T = 2, 4, 6
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
@@ -58,11 +54,11 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
 
   tx = optax.sgd(0.0)
   shardings = sharding.shardings(
-    jax.eval_shape(lambda p: from_config.first_state(config, tx, p), params),
+    jax.eval_shape(lambda p: setup.first_state(config, tx, p), params),
     mesh,
     rules=((r"params", PartitionSpec()),),
   )
-  state = jax.device_put(from_config.first_state(config, tx, params), shardings)
+  state = jax.device_put(setup.first_state(config, tx, params), shardings)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
   prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
 
@@ -80,8 +76,8 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
 
   monkeypatch.setattr(policy_lib, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
-  with scoring.open_reward_pool(config) as reward_pool:
-    step = host_step.make_host_step(
+  with rewards_lib.open_reward_pool(config) as reward_pool:
+    step = host.make_host_step(
       config,
       policy,
       G,
@@ -172,12 +168,12 @@ def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
   monkeypatch.setattr(
     device_step, "prompts_lib", types.SimpleNamespace(**plain)
   )
-  monkeypatch.setattr(device_step.policy_lib, "jit", lambda _, f, **__: f)
+  monkeypatch.setattr(device.policy_lib, "jit", lambda _, f, **__: f)
   policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
   state = init_state({}, tx, jax.random.key(0))
   for bound in (0.0, 0.5):
     config = config_with(loss__advantage_clip=bound)
-    step = device_step.make_device_program(config, policy, 2, tx, state)
+    step = device.make_device_program(config, policy, 2, tx, state)
     step(policy.lm, state, None, None)
     assert asked["advantage_clip"] == (bound or None)
 

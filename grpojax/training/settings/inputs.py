@@ -16,7 +16,7 @@ from grpojax.core.sampling import Sampling
 from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
-from grpojax.models.remat import REMAT
+from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.settings import free_field, inline_field
 from grpojax.runtime.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES
