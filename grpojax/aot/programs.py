@@ -140,9 +140,7 @@ def open_run(config: ConfigDict, mesh: Mesh) -> Run:
     if reference.follows_policy(config):
       ref_params = params
   tx = optimizer(config)
-  state = jax.eval_shape(
-    lambda p: setup.first_state(config, tx, p), params
-  )
+  state = jax.eval_shape(lambda p: setup.first_state(config, tx, p), params)
   leaves = config_lib.flatten(config)
   auto = config.group_size == AUTO
   group_size = config.auto_group_size.start if auto else config.group_size

@@ -188,7 +188,9 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       samples = sampler(policy.params, jax.device_put(prompts), key)
-      _, scores = rewards_lib.compute_rewards(policy, reward_pool, examples, samples)
+      _, scores = rewards_lib.compute_rewards(
+        policy, reward_pool, examples, samples
+      )
       rewards.append(scores.rewards)
       # The same directions for all prompts: their products are to be compared.
       projected = project(policy.params, samples, tangents_key)

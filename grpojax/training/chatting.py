@@ -1,18 +1,18 @@
 """Answers of a model to prompts, and talks with it."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
 from grpojax.runtime.printable import printable
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy
-from grpojax.training.scoring import RewardPool
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
@@ -42,14 +42,14 @@ class Speaker(NamedTuple):
   """A model that answers.
 
   Attributes:
-    config: settings of its data, sampling and rewards.
+    settings: settings of its data, sampling and rewards.
     policy: the model.
     params: its parameters.
     sampler: sampler of its answers, from `sampling_lib.make_sampler`.
     key: random key of the samples.
   """
 
-  config: ConfigDict
+  settings: TrainSettings
   policy: Policy
   params: Params
   sampler: Callable[..., Any]
@@ -57,30 +57,36 @@ class Speaker(NamedTuple):
 
 
 def speaker(
-  config: ConfigDict, policy: Policy, params: Params, samples: int, greedy: bool
+  settings: TrainSettings,
+  policy: Policy,
+  params: Params,
+  samples: int,
+  greedy: bool,
 ) -> Speaker:
   """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
-  sampling = config.sampling.distribution
+  sampling = settings.sampling.distribution
   if greedy:
-    sampling = sampling._replace(temperature=0.0)
-  sampler = sampling_lib.make_sampler(config, policy, samples, sampling)
-  return Speaker(config, policy, params, sampler, jax.random.key(config.seed))
+    sampling = dataclasses.replace(sampling, temperature=0.0)
+  sampler = sampling_lib.make_sampler(settings, policy, samples, sampling)
+  return Speaker(
+    settings, policy, params, sampler, jax.random.key(settings.seed)
+  )
 
 
-def _with_room(config: ConfigDict, tokens: int) -> ConfigDict:
+def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
   """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    while config.data.max_prompt_length < tokens:
-      config.data.max_prompt_length *= 2
-  return config
+  length = settings.data.max_prompt_length
+  while length < tokens:
+    length *= 2
+  data = dataclasses.replace(settings.data, max_prompt_length=length)
+  return dataclasses.replace(settings, data=data)
 
 
 def ask(
   speaker: Speaker,
   example: dict[str, Any],
   turn: int = 0,
-  reward_pool: RewardPool | None = None,
+  reward_pool: rewards_lib.RewardPool | None = None,
 ) -> tuple[str, list[Answer]]:
   """Asks a model.
 
@@ -96,17 +102,19 @@ def ask(
   Raises:
     ValueError: the model's chat template does not take the prompt.
   """
-  config, policy = speaker.config, speaker.policy
-  _, ids = prompts_lib.encoder(config, policy)(example["prompt"])
-  config = _with_room(config, len(ids))
-  prompts, examples = prompts_lib.prompts_of(config, policy, [example], [0])
+  settings, policy = speaker.settings, speaker.policy
+  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
+  settings = _with_room(settings, len(ids))
+  prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
   key = jax.random.fold_in(speaker.key, turn)
   samples = speaker.sampler(speaker.params, prompts_lib.trim(prompts), key)
   if reward_pool is None:
     texts = policy_lib.decode(policy, samples)
     rewards = [None] * len(texts[0])
   else:
-    texts, scores = rewards_lib.compute_rewards(policy, reward_pool, examples, samples)
+    texts, scores = rewards_lib.compute_rewards(
+      policy, reward_pool, examples, samples
+    )
     rewards = scores.rewards[0].tolist()
   tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
   finished = np.asarray(samples.finished[0]).tolist()

@@ -1,8 +1,8 @@
 """Entrance of a training run's config: defaults, checks, and typed values.
 
 A config is an `ml_collections.ConfigDict`, as config files and command lines
-have it. `from_config` checks it once and returns `TrainSettings`; nothing behind
-it sees a ConfigDict or a dotted name.
+have it. `from_config` checks it once and returns `TrainSettings`; nothing
+behind it sees a ConfigDict or a dotted name.
 """
 
 import dataclasses

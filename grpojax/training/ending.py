@@ -5,11 +5,11 @@ import pathlib
 import shlex
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.models import hf
 from grpojax.runtime import records
-from grpojax.training import diagnosis, run_directory, sources
+from grpojax.training import run_directory, sources
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import diagnosis
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
@@ -46,14 +46,14 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   return lines
 
 
-def commands(run: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
+def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
   """Shell commands to go on with a finished run, by what they do.
 
   Args:
     run: the run directory or its URL, as the user gave it.
-    config: the run's config.
+    settings: the run's settings.
   """
-  run, start = os.fspath(run), sources.model(config)
+  run, start = os.fspath(run), sources.model(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
     "look at it": ["report", run],
@@ -61,7 +61,7 @@ def commands(run: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
     "ask it": ["chat", f"--model={run}"],
     "export": ["export", f"--model={run}", f"--out={name}-model"],
   }
-  if config.checkpoint.best:
+  if settings.checkpoint.best:
     for purpose in ("evaluate", "ask it", "export"):
       words[purpose].append("--best")
   if start in os.listdir(hf.ASSETS):
@@ -75,7 +75,7 @@ def commands(run: str | os.PathLike, config: ConfigDict) -> dict[str, str]:
 def lines(
   run: str | os.PathLike,
   directory: pathlib.Path,
-  config: ConfigDict,
+  settings: TrainSettings,
   summary: dict[str, Any],
 ) -> list[str]:
   """Lines to print when a run has come to its end.
@@ -83,7 +83,7 @@ def lines(
   Args:
     run: the run directory or its URL, as the user gave it.
     directory: the run directory on a disk.
-    config: the run's config.
+    settings: the run's settings.
     summary: the run's summary, of `reporting.finish`.
   """
   names = {
@@ -106,12 +106,12 @@ def lines(
     *_gain(summary),
     f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
     f"  {', '.join(files)}",
-    *todo(run, config),
+    *todo(run, settings),
   ]
 
 
-def todo(run: str | os.PathLike, config: ConfigDict) -> list[str]:
+def todo(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
   """Lines of the commands to go on with."""
-  by_purpose = commands(run, config)
+  by_purpose = commands(run, settings)
   width = max(map(len, by_purpose))
   return [f"{name:{width}}  {text}" for name, text in by_purpose.items()]

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
@@ -38,6 +37,7 @@ from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import splits as splits_lib
 from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
 CORRECT = 1.0  # a completion with at least this reward is right
@@ -103,7 +103,7 @@ def _in_common(
   if not common:
     raise ValueError(
       f"no held-out prompt fits both {' and '.join(names)}: raise "
-      "--config.data.max_prompt_length"
+      "--settings.data.max_prompt_length"
     )
   return [
     Subset(split.examples, [i for i, p in enumerate(own) if p in common])
@@ -112,12 +112,12 @@ def _in_common(
 
 
 def held_out_problems(
-  config: ConfigDict, names: Sequence[str], policies: Sequence[Policy]
+  settings: TrainSettings, names: Sequence[str], policies: Sequence[Policy]
 ) -> list[HeldOut]:
   """Held-out problems that fit all models, in each model's format.
 
   Args:
-    config: settings `data` and `eval` for all models.
+    settings: settings `data` and `eval` for all models.
     names: names of the models, for errors.
     policies: the models.
 
@@ -140,13 +140,15 @@ def held_out_problems(
         raise ValueError(f"{name}: {error}") from error
     return results
 
-  splits = for_each(lambda p, i: splits_lib.load_split(config, p, "test"))
-  rewards_lib.check_columns(config, rewards_lib.resolve_functions(config), splits[0])
+  splits = for_each(lambda p, i: splits_lib.load_split(settings, p, "test"))
+  rewards_lib.check_columns(
+    settings, rewards_lib.resolve_functions(settings), splits[0]
+  )
   examples = [split.examples for split in splits]
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
   batches = for_each(
-    lambda p, i: list(prompts_lib.held_out(config, p, examples[i]))
+    lambda p, i: list(prompts_lib.held_out(settings, p, examples[i]))
   )
   first, *others = (
     [_key(e, "prompt", "answer") for _, of_batch in one for e in of_batch]
@@ -154,7 +156,7 @@ def held_out_problems(
   )
   if any(other != first for other in others):
     raise ValueError(
-      f"the data set {config.data.name} gave {' and '.join(names)} different "
+      f"the data set {settings.data.name} gave {' and '.join(names)} different "
       "problems: its load must return the same for the same arguments"
     )
   return [
@@ -286,12 +288,12 @@ def outcomes(
 
 
 def by_data_set(
-  config: ConfigDict, result: Evaluation, values: Mapping[str, np.ndarray]
+  settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, np.ndarray]]:
   """Values of `per_prompt` by data set; empty where nothing is mixed."""
   return {
     name: {key: value[rows] for key, value in values.items()}
-    for name, rows in mixtures.by_source(config, result.examples).items()
+    for name, rows in mixtures.by_source(settings, result.examples).items()
   }
 
 

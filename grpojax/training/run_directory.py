@@ -13,8 +13,8 @@ from grpojax.runtime.records import append_jsonl, read_jsonl, write_text
 from grpojax.runtime.run_lock import LOCK
 from grpojax.training import run_config, run_storage
 from grpojax.training.config import to_config
-from grpojax.training.settings.run import TrainSettings
 from grpojax.training.run_config import CONFIG
+from grpojax.training.settings.run import TrainSettings
 
 CHANGES = "changes.jsonl"  # settings that were changed when it was resumed
 LENGTHS = "lengths.npz"  # of all prompts: they are measured once
@@ -48,8 +48,8 @@ def is_run(path: str | os.PathLike) -> bool:
 def is_finished(
   path: str | os.PathLike, settings: TrainSettings | None = None
 ) -> bool:
-  """Returns True where a run has come to its end: its own, or that of settings."""
-  path = pathlib.Path(path)
+  """Returns True where a run has come to its end: its own, or that of
+  settings.""" path = pathlib.Path(path)
   if not (path / SUMMARY).exists():
     return False
   run = run_config.saved(path)

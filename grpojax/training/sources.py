@@ -1,8 +1,9 @@
 """What a settings takes from the Hugging Face Hub, pinned to its commits.
 
 `commits` has a line KIND:ORG/NAME@REVISION=COMMIT for each repository. A run
-fills it in when it starts and keeps it in its settings.json, so that it goes on,
-is evaluated and exported with the same files, whatever has become of a branch.
+fills it in when it starts and keeps it in its settings.json, so that it goes
+on, is evaluated and exported with the same files, whatever has become of a
+branch.
 """
 
 import dataclasses

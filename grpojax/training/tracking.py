@@ -7,6 +7,7 @@ import json
 from grpojax.runtime import config as config_lib
 from grpojax.runtime import distributed, records, trackers
 from grpojax.training import run_directory
+from grpojax.training.config import to_config
 from grpojax.training.start import Run
 
 
@@ -34,15 +35,18 @@ def tracked(run: Run, step: int, stack: contextlib.ExitStack) -> Run:
   Raises:
     ValueError: in all processes, where one does not open.
   """
-  config = run.config
+  settings = run.settings
   opened: dict[str, trackers.Tracker] = {}
 
   def open_here() -> None:
     ids = _ids(run)
     tracked_run = trackers.TrackedRun(
-      run.directory, config.name, config_lib.flatten(config), step
+      run.directory,
+      settings.name,
+      config_lib.flatten(to_config(settings)),
+      step,
     )
-    own, new = trackers.open_all(config.log.trackers, tracked_run, ids)
+    own, new = trackers.open_all(settings.log.trackers, tracked_run, ids)
     opened.update(own)
     if new != ids and new:
       records.write_json(run.file(run_directory.TRACKED), ids | new)

@@ -56,12 +56,12 @@ def load(
       raise ValueError(f"--best: {model} is no run with checkpoints")
     policy = policy_lib.load_policy(model, dtype)
     return policy, policy.params
-  config = run_config.read_config(path)
-  policy = setup.open_policy(config)
-  if config.lora.rank:  # adapters need their base
-    policy = setup.with_weights(config, policy)
+  settings = from_config(run_config.read_config(path))
+  policy = setup.open_policy(settings)
+  if settings.lora.rank:  # adapters need their base
+    policy = setup.with_weights(settings, policy)
   step = best_step(path) if best else None
-  step, params = load_params(path, config, step)
+  step, params = load_params(path, settings, step)
   run_config.say_added(path)
   print(f"{model}: checkpoint of step {step}")
   return policy, params
@@ -89,7 +89,7 @@ def best_step(run: str | pathlib.Path) -> int:
 
 def load_params(
   run: str | pathlib.Path,
-  config: ConfigDict,
+  settings: TrainSettings,
   step: int | None = None,
   device: jax.Device | None = None,
 ) -> tuple[int, Params]:
@@ -97,7 +97,7 @@ def load_params(
 
   Args:
     run: the run directory.
-    config: the run's config.
+    settings: the run's settings.
     step: step of the checkpoint; None is the newest.
     device: device that holds the parameters; None is the first.
 
@@ -108,12 +108,12 @@ def load_params(
     ValueError: there is no such checkpoint, or it is damaged.
   """
   params = hf.abstract_params(
-    hf.read_config(policy_lib.find_model(sources.model(config), hub.CONFIG))
+    hf.read_config(policy_lib.find_model(sources.model(settings), hub.CONFIG))
   )
-  if config.lora.rank:
-    key, targets = jax.random.key(0), config.lora.targets
+  if settings.lora.rank:
+    key, targets = jax.random.key(0), settings.lora.targets
     params = jax.eval_shape(
-      lambda params: lora.init(params, key, config.lora.rank, targets), params
+      lambda params: lora.init(params, key, settings.lora.rank, targets), params
     )
   sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
   like = jax.tree.map(
@@ -149,13 +149,15 @@ def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def _base(config: ConfigDict) -> tuple[str, str | None]:
+def _base(settings: TrainSettings) -> tuple[str, str | None]:
   """Returns adapters' name of their base model, and its commit on the Hub."""
-  name = None if hf.exists(config.model.path) else hub.parse(config.model.path)
+  name = (
+    None if hf.exists(settings.model.path) else hub.parse(settings.model.path)
+  )
   if name is None:
-    path = run_storage.local(config.model.path)
+    path = run_storage.local(settings.model.path)
     return str(run_directory.model_directory(path)), None
-  return name.id, hub.parse(sources.model(config)).revision
+  return name.id, hub.parse(sources.model(settings)).revision
 
 
 def export(
@@ -195,10 +197,10 @@ def export(
       raise ValueError(f"--adapter and --step are of a run, and {run} is none")
     hf.save(out, hf.load_params(model), model, dtype=dtype)
     return f"the model {run}"
-  config = run_config.read_config(path)
+  settings = from_config(run_config.read_config(path))
   run_config.say_added(path)
   disk.check_writable(out, "--out")
-  if adapter and not config.lora.rank:
+  if adapter and not settings.lora.rank:
     raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
   if best and step is not None:
     raise ValueError("give --best or --step, not both")
@@ -210,25 +212,25 @@ def export(
       raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
     hf.save(out, hf.load_params(finished), finished, dtype=dtype)
     return f"the finished model of {run}"
-  step = _export_checkpoint(path, config, out, step, dtype, adapter)
+  step = _export_checkpoint(path, settings, out, step, dtype, adapter)
   return f"{'the adapters of ' if adapter else ''}step {step} of {run}"
 
 
 def _export_checkpoint(
   path: pathlib.Path,
-  config: ConfigDict,
+  settings: TrainSettings,
   out: pathlib.Path,
   step: int | None,
   dtype: str | None,
   adapter: bool,
 ) -> int:
   """Writes a checkpoint's model or adapters; returns its step."""
-  rank, alpha = config.lora.rank, config.lora.alpha
-  step, params = load_params(path, config, step, host_device())
+  rank, alpha = settings.lora.rank, settings.lora.alpha
+  step, params = load_params(path, settings, step, host_device())
   needed = hub.WHOLE if rank and not adapter else hub.TEXTS
-  source = policy_lib.find_model(sources.model(config), needed)
+  source = policy_lib.find_model(sources.model(settings), needed)
   if adapter:
-    base, revision = _base(config)
+    base, revision = _base(settings)
     lora.save_peft(out, params, source, alpha, dtype, base, revision)
     return step
   if rank:

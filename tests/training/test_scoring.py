@@ -64,7 +64,9 @@ def rollout(rows, length):
 def score(reward_pool, samples):
   pending = rewards_lib.submit(reward_pool, EXAMPLES, TEXTS, samples, slice(2))
   begun = scored_text.Begun(2, TEXTS, pending)
-  return rewards_lib.collect_rewards(reward_pool, EXAMPLES, [begun], lambda: None)[1]
+  return rewards_lib.collect_rewards(
+    reward_pool, EXAMPLES, [begun], lambda: None
+  )[1]
 
 
 EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2

@@ -1,1 +1,2 @@
-"""Settings of a training run: dataclasses, conflicts, and the way from a config."""
+"""Settings of a training run: dataclasses, conflicts, and the way from a
+config."""
