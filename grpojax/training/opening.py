@@ -198,7 +198,7 @@ def open_all(
 
   def open_directory() -> bool:
     try:
-      resumed = run_directory.open_run(directory, to_config(checked.settings))
+      resumed = run_directory.open_run(directory, checked.settings)
       if resumed:
         run_config.say_added(directory)
         run_directory.say_restart(directory)

@@ -48,8 +48,8 @@ def is_run(path: str | os.PathLike) -> bool:
 def is_finished(
   path: str | os.PathLike, settings: TrainSettings | None = None
 ) -> bool:
-  """Returns True where a run has come to its end: its own, or that of
-  settings.""" path = pathlib.Path(path)
+  """Returns True where a run has come to its end, or to that of settings."""
+  path = pathlib.Path(path)
   if not (path / SUMMARY).exists():
     return False
   run = run_config.saved(path)

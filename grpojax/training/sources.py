@@ -138,6 +138,7 @@ def errors(
   """What is wrong with names of the Hub, a line each.
 
   Args:
+    settings: Settings of the run.
     flat_config: all settings by dotted path.
   """
   lines = []

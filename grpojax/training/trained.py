@@ -19,7 +19,9 @@ from grpojax.training import (
   setup,
   sources,
 )
+from grpojax.training.config import from_config
 from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
 
 
 def is_run(model: str) -> bool:

@@ -332,8 +332,7 @@ def test_valid_combinations(changes, config_with):
     (
       8,
       {"batch_size": 4, "sampling__slots": 4},
-      "sampling.slots = 4: 8 devices share 4 prompts, and so split their
-      groups",
+      "sampling.slots = 4: 8 devices share 4 prompts, and so split",
     ),
     (
       8,

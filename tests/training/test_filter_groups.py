@@ -20,7 +20,6 @@ from grpojax.runtime import records
 from grpojax.training import dynamic_sampling, setup
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import validate
-from grpojax.training.settings.run import AUTO
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib

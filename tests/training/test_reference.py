@@ -12,7 +12,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
 from grpojax.models import hf, sharding
 from grpojax.runtime import checkpoint, records
-from grpojax.training import memory, reference, run_storage
+from grpojax.training import memory, run_storage
 from grpojax.training.step import reference
 
 

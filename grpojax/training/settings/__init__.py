@@ -1,2 +1,1 @@
-"""Settings of a training run: dataclasses, conflicts, and the way from a
-config."""
+"""Settings of a training run: dataclasses, conflicts, sizes of batches."""
