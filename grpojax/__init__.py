@@ -50,7 +50,7 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
 
 
 def _is_program() -> bool:
-  """Whether Python was started as `python -m grpojax[.NAME]`, or `grpojax`."""
+  """True for `python -m grpojax[.NAME]`, and for `grpojax`."""
   words = sys.orig_argv
   if "-m" in words:
     module = words[words.index("-m") + 1 :][:1]

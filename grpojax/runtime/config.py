@@ -35,7 +35,7 @@ def free_sections(config: ConfigDict, prefix: str = "") -> list[str]:
 
 
 def is_free(name: str, free: Sequence[str]) -> bool:
-  """Whether a dotted name is below one of the free sections."""
+  """Returns True for a dotted name below one of the free sections."""
   return name.startswith(tuple(f"{section}." for section in free))
 
 
@@ -61,10 +61,10 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
     return difflib.SequenceMatcher(None, a, b).ratio()
 
   def score(candidate):
-    given, element = name.split(".")[-1], candidate.split(".")[-1]
+    typed, element = name.split(".")[-1], candidate.split(".")[-1]
     initials = "".join(word[:1] for word in element.split("_"))
-    short = len(given) > 1 and given == initials
-    last = 0.9 if short else likeness(given, element)
+    short = len(typed) > 1 and typed == initials
+    last = 0.9 if short else likeness(typed, element)
     whole = likeness(name, candidate)
     return max(last, whole), whole
 
@@ -95,9 +95,9 @@ def check_keys(
       guess = nearest(name, list(allowed))
       hint = f"; did you mean --config.{guess}?" if guess else ""
       config_errors.append(config_error(name, value, f"unknown key{hint}"))
-  given = sections(config)
+  present = sections(config)
   for name in free:
-    if name not in given and name not in flat_config:
+    if name not in present and name not in flat_config:
       config_errors.append(
         f"--config.{name}: missing; start from default_config()"
       )
@@ -129,7 +129,7 @@ def below(section: str, text: str) -> str:
 
 
 def name_errors(name: str) -> list[str]:
-  """What is wrong with a config's name, which names a directory."""
+  """Returns a line where a config's name cannot name a directory."""
   if re.fullmatch(r"[\w.-]*[\w-][\w.-]*", name):
     return []
   remedy = "names a directory: use letters, digits, '_', '-' and '.'"
@@ -203,16 +203,16 @@ def fill_in(
   """
   filled = config.copy_and_resolve_references().unlock()
   _fill(filled, default.copy_and_resolve_references())
-  given = {*flatten(config), *sections(config)}
+  present = {*flatten(config), *sections(config)}
   whole = flatten(filled) | {name: {} for name in free_sections(filled)}
-  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in given]
+  added = [f"{k} = {v!r}" for k, v in sorted(whole.items()) if k not in present]
   if 2 * len(added) > len(whole):
     raise ValueError(f"it lacks {len(added)} of {len(whole)} keys")
   return filled.lock(), added
 
 
 def difference(old: ConfigDict, new: ConfigDict) -> list[str]:
-  """What changed, as lines "key: old -> new", sorted by key."""
+  """Returns what changed, as lines "key: old -> new", sorted by key."""
   a, b = flatten(from_json(to_json(old))), flatten(from_json(to_json(new)))
   missing = "(none)"
   return [

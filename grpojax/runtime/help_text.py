@@ -1,4 +1,4 @@
-"""What --help prints: settings by section, or those that are asked for."""
+"""Text of --help: settings by section, or those of a topic."""
 
 import os
 import shutil

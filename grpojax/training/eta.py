@@ -1,16 +1,16 @@
-"""How long the rest of a run will take, from what its steps have taken."""
+"""Time that the rest of a run will take, from the time of its steps."""
 
 from typing import NamedTuple
 
 
 class Eta(NamedTuple):
-  """What has been measured since the program was started.
+  """Times that were measured since the program was started.
 
   Attributes:
-    steps: that were timed; the first compiles, and does not count.
-    seconds: that they took.
-    pauses: between steps, that were timed.
-    paused: seconds of evaluations, saving and all else there.
+    steps: Number of timed steps; the first compiles, and does not count.
+    seconds: Seconds that they took.
+    pauses: Number of timed pauses between steps.
+    paused: Seconds of these, for evaluations, saving and all else.
   """
 
   steps: int = -1
@@ -20,24 +20,24 @@ class Eta(NamedTuple):
 
 
 def after_step(eta: Eta, seconds: float) -> Eta:
-  """After one more step."""
+  """Adds a step."""
   if eta.steps < 0:
     return eta._replace(steps=0)
   return eta._replace(steps=eta.steps + 1, seconds=eta.seconds + seconds)
 
 
 def after_pause(eta: Eta, seconds: float) -> Eta:
-  """After what was between this step and the next."""
+  """Adds the time between this step and the next."""
   return eta._replace(pauses=eta.pauses + 1, paused=eta.paused + seconds)
 
 
 def step_seconds(eta: Eta) -> float | None:
-  """Seconds of a step; None before the second one."""
+  """Returns the seconds of a step; None before the second one."""
   return eta.seconds / eta.steps if eta.steps > 0 else None
 
 
 def left(eta: Eta, steps: int) -> float | None:
-  """Seconds that so many more steps take, with their share of the pauses."""
+  """Returns the seconds of so many more steps, with their pauses."""
   step = step_seconds(eta)
   if step is None:
     return None

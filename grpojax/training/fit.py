@@ -226,7 +226,7 @@ def fit(
     return dataclasses.replace(progress, evaluations=record)
 
   def evaluate():
-    """Whether the run goes on."""
+    """Evaluates when it is due; returns True where the run goes on."""
     nonlocal record
     step = int(state.step)
     if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
@@ -288,7 +288,7 @@ def run(
   Args:
     settings: the resolved settings.
     directory: the run's; resumed where it holds a part of the same run.
-    sync: see `run_storage.opened`.
+    sync: Function that copies the directory, of `run_storage.opened`.
 
   Returns:
     The summary, None where the run had been finished before.
@@ -305,8 +305,9 @@ def run(
     stack.enter_context(disk.errors())
     requested = stack.enter_context(preemption.install())
     interrupted = stack.enter_context(interrupts.heard())
-    told = screen.opened(settings.steps, settings.log.every)
-    told = stack.enter_context(told)
+    progress_screen = stack.enter_context(
+      screen.opened(settings.steps, settings.log.every)
+    )
 
     def check_signals(together=False):
       if interrupted:  # and went unnoticed
@@ -316,7 +317,7 @@ def run(
 
     try:
       run, state, *rest = opening.open_all(
-        settings, directory, stack, check_signals, sync, told
+        settings, directory, stack, check_signals, sync, progress_screen
       )
       traced = settings.profile.steps, directory, int(state.step)
       with profiling.opened(*traced) as around:  # ends when all is saved
@@ -338,8 +339,8 @@ def run(
       interrupts.exit_program()
     except OSError as error:
       if not directory.is_dir():
-        said = f"{directory} is gone: it was removed or renamed meanwhile"
-        raise disk.WriteFailed(said) from error
+        reason = f"{directory} is gone: it was removed or renamed meanwhile"
+        raise disk.WriteFailed(reason) from error
       if not disk.refuses(error):
         raise
       last = checkpoint.last_good(run_storage.checkpoints(directory))

@@ -30,8 +30,8 @@ class Source(NamedTuple):
   """A data set of a mixture, as the config has it.
 
   Attributes:
-    name: of the data set.
-    path: of its files, or "".
+    name: Kind of data set.
+    path: Path of its files, or "".
     options: keyword arguments of its load.
     weight: its share, up to a factor.
     rewards: labels of the functions that score it, the first of which says what
@@ -46,32 +46,32 @@ class Source(NamedTuple):
 
 
 def _source(part: str, settings: Mapping[str, Any]) -> Source:
-  given = {"name": part} | dict(settings)
-  rewards = given.get("rewards", ())
+  options = {"name": part} | dict(settings)
+  rewards = options.get("rewards", ())
   if isinstance(rewards, str):  # from a command line
     rewards = tuple(x.strip() for x in rewards.split(",") if x.strip())
-  return Source(**given | {"rewards": tuple(map(label, rewards))})
+  return Source(**options | {"rewards": tuple(map(label, rewards))})
 
 
 def sources(settings: TrainSettings) -> dict[str, Source]:
   """The data sets of a valid config's mixture by their names in it, sorted."""
   section = sorted(settings.data.mixture.items())
-  return {part: _source(part, given) for part, given in section}
+  return {part: _source(part, options) for part, options in section}
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Which data sets a reward function is for, by its label.
+  """Returns the data sets that a reward function is for, by its label.
 
   Functions that score all of them are not in it: none are where nothing is
   mixed.
   """
   named = sources(settings)
   labels = list(map(label, settings.reward.functions))
-  found = {
+  data_sets = {
     name: [s for s, one in named.items() if name in (one.rewards or labels)]
     for name in labels
   }
-  return {name: some for name, some in found.items() if len(some) < len(named)}
+  return {k: x for k, x in data_sets.items() if len(x) < len(named)}
 
 
 def judges(settings: TrainSettings) -> dict[str, str]:
@@ -106,14 +106,16 @@ def errors(
   labels = [
     label(x) for x in flat_config["reward.functions"] if isinstance(x, str)
   ]
-  for part, given in parts.items():
-    lines += _part(f"{prefix}{part}", part, given, labels)
+  for part, options in parts.items():
+    lines += _part(f"{prefix}{part}", part, options, labels)
   if lines:
     return lines
-  asked = [
-    _source(part, given).rewards or labels for part, given in parts.items()
+  rewards_of_parts = [
+    _source(part, options).rewards or labels for part, options in parts.items()
   ]
-  idle = sorted(set(labels) - {name for some in asked for name in some})
+  idle = sorted(
+    set(labels) - {name for names in rewards_of_parts for name in names}
+  )
   if idle:
     remedy = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
     lines.append(
@@ -123,19 +125,19 @@ def errors(
 
 
 def _part(
-  field: str, part: str, given: Any, labels: Sequence[str]
+  field: str, part: str, options: Any, labels: Sequence[str]
 ) -> list[str]:
-  """What is wrong with one data set of a mixture."""
-  if not isinstance(given, Mapping):
+  """Returns a line for each error of one data set of a mixture."""
+  if not isinstance(options, Mapping):
     remedy = f"is a section: {field}.name, .path, .options, .weight, .rewards"
-    return [config_error(field, given, remedy)]
+    return [config_error(field, options, remedy)]
   errors = []
 
   def need(key, holds, remedy):
     if not holds:
-      errors.append(config_error(f"{field}.{key}", given[key], remedy))
+      errors.append(config_error(f"{field}.{key}", options[key], remedy))
 
-  for key in given:
+  for key in options:
     if key not in Source._fields:
       guess = nearest(key, Source._fields)
       hint = f"; did you mean {guess}?" if guess else ""
@@ -143,7 +145,7 @@ def _part(
   if not re.fullmatch(r"[\w-]+", part):
     remedy = "names metrics: use letters, digits, '_' and '-'"
     errors.append(config_error(SECTION, part, remedy))
-  source = {"name": part, "path": "", "options": {}, "weight": 1.0} | given
+  source = {"name": part, "path": "", "options": {}, "weight": 1.0} | options
   if source["name"] not in DATASETS:
     remedy = f"use one of {', '.join(DATASETS)}"
     errors.append(config_error(f"{field}.name", source["name"], remedy))
@@ -153,7 +155,7 @@ def _part(
   need("weight", number and 0 < weight < math.inf, remedy)
   need("path", isinstance(source["path"], str), "must be a text")
   need("options", isinstance(source["options"], Mapping), "is a section")
-  rewards = given.get("rewards", ())
+  rewards = options.get("rewards", ())
   texts = [rewards] if isinstance(rewards, str) else rewards
   if not isinstance(texts, Sequence) or not all(
     isinstance(x, str) for x in texts
@@ -169,11 +171,11 @@ def _part(
 def by_source(
   settings: TrainSettings, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-  """Which examples are of which data set; empty where nothing is mixed."""
-  found: dict[str, list[int]] = {name: [] for name in sources(settings)}
-  for i, example in enumerate(examples if found else ()):
-    found[example[SOURCE]].append(i)
-  return {name: np.array(rows) for name, rows in found.items() if rows}
+  """Returns the examples' rows by data set; empty where nothing is mixed."""
+  rows_of: dict[str, list[int]] = {name: [] for name in sources(settings)}
+  for i, example in enumerate(examples if rows_of else ()):
+    rows_of[example[SOURCE]].append(i)
+  return {name: np.array(rows) for name, rows in rows_of.items() if rows}
 
 
 def metrics(
@@ -196,13 +198,13 @@ def metrics(
   """
   row: dict[str, int | float] = {}
   for name, rows in by_source(settings, examples).items():
-    some = np.where(np.isfinite(rewards[rows]), rewards[rows], np.nan)
-    known = ~np.isnan(some)
-    best = np.max(some, -1, where=known, initial=-np.inf)
-    worst = np.min(some, -1, where=known, initial=np.inf)
+    own = np.where(np.isfinite(rewards[rows]), rewards[rows], np.nan)
+    known = ~np.isnan(own)
+    best = np.max(own, -1, where=known, initial=-np.inf)
+    worst = np.min(own, -1, where=known, initial=np.inf)
     row[f"{name}/prompts"] = len(rows)
     if known.any():
-      row[f"{name}/reward_mean"] = float(np.nanmean(some))
+      row[f"{name}/reward_mean"] = float(np.nanmean(own))
     equal = (best <= worst) & (rewards.shape[-1] > 1)
     row[f"{name}/zero_variance_groups"] = float(np.mean(equal))
   return row

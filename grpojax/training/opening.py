@@ -1,7 +1,7 @@
-"""How a run directory is opened, by one process or by several.
+"""Opening of a run directory, by one process or by several.
 
-What can be wrong is found before anything is written, and is said by all
-processes: the first of them looks into the directory and writes there, each
+Errors are found before anything is written, and are said by all processes: the
+first of them looks into the directory and writes there, each
 looks at what it reads itself.
 """
 
@@ -46,7 +46,7 @@ from grpojax.training.step import rewards
 
 
 def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
-  """Says with which other settings a run goes on."""
+  """Prints the other settings that a run goes on with."""
   for line in changed:
     print(f"changed: {line}")
   schedule = settings.optim.schedule
@@ -58,7 +58,7 @@ def _say_changed(settings: TrainSettings, changed: Sequence[str]) -> None:
 
 
 def _go_on(directory: pathlib.Path, settings: TrainSettings) -> None:
-  """Says and records with which other settings a run goes on."""
+  """Prints and records the other settings that a run goes on with."""
   changed, _ = run_config.changed(directory, settings)
   _say_changed(settings, changed)
   run_directory.record_changes(directory, settings)
@@ -70,7 +70,7 @@ such file."""
 
 
 def _check_shared(directory: pathlib.Path) -> None:
-  """Whether this process sees what the first one has written, and may write.
+  """Checks that this process sees and may write what the first one wrote.
 
   It writes its part of the checkpoints.
   """
@@ -93,8 +93,8 @@ def _model_files(path: str) -> str:
 
 
 def _files(settings: TrainSettings) -> dict[str, str]:
-  """What each process reads from a disk that may be its own."""
-  found = {
+  """Files that each process reads from a disk that may be its own."""
+  files = {
     f"the model in {path}": _model_files(path)
     for path in (settings.model.path, settings.reward.model)
     if path
@@ -102,12 +102,12 @@ def _files(settings: TrainSettings) -> dict[str, str]:
   for function in settings.reward.functions:
     file = pathlib.Path(function.rpartition(":")[0])
     if file.suffix == ".py":
-      found[str(file)] = file.read_text()
-  return found
+      files[str(file)] = file.read_text()
+  return files
 
 
 def _check_data(checked: start.Checked) -> None:
-  """Whether all processes have read the same examples."""
+  """Checks that all processes have read the same examples."""
   splits = zip(SPLITS, (checked.train, checked.held_out), strict=True)
   distributed.check_same(
     **{
@@ -136,10 +136,10 @@ def _code(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
 def settle(
   settings: TrainSettings, directory: pathlib.Path
 ) -> TrainSettings | None:
-  """The config that the run goes on with; None where it is finished.
+  """Returns the settings that the run goes on with; None for a finished one.
 
   Raises:
-    ValueError: it cannot be run, there, or by all processes alike.
+    ValueError: It cannot be run, there, or by all processes alike.
   """
   if distributed.several():
     distributed.check_same(
@@ -172,22 +172,22 @@ def open_all(
   sync: Callable[..., None],
   screen: Screen,
 ):
-  """All that can be wrong is found, and all that a run holds is opened.
+  """Finds all errors of a run, and opens all that it holds.
 
   Args:
     settings: Settings, from `settle`.
-    directory: the run's.
-    stack: closes what is opened.
-    check_signals: see `start.check` and `resume.resume`.
-    sync: see `run_storage.opened`.
-    screen: says how far it is.
+    directory: Directory of the run.
+    stack: Context that closes what is opened.
+    check_signals: Function that is called in between; may raise.
+    sync: Function that copies the directory, of `run_storage.opened`.
+    screen: Screen that shows the progress.
 
   Returns:
     The run, the state to go on from, the optimizer, the progress, and the
     checkpointer.
 
   Raises:
-    SystemExit: with a message, where the run cannot be started.
+    SystemExit: With a message, where the run cannot be started.
   """
 
   def begun() -> bool:
@@ -206,8 +206,8 @@ def open_all(
       splits_lib.save_lengths(directory / run_directory.LENGTHS, splits)
       sync()
     except (OSError, disk.WriteFailed) as error:
-      said = getattr(error, "strerror", None) or error
-      raise ValueError(f"{directory} cannot be written: {said}") from error
+      reason = getattr(error, "strerror", None) or error
+      raise ValueError(f"{directory} cannot be written: {reason}") from error
     return resumed
 
   with command_line.usage_errors():

@@ -28,16 +28,16 @@ class Policy(NamedTuple):
   """A model with its tokenizer.
 
   Attributes:
-    directory: where it was read from.
-    lm: functions of the whole model's parameters.
-    tokenizer: a transformers tokenizer.
-    eos_ids: ids that end a completion.
-    pad_id: id to pad with.
-    params: what is trained; None before `with_weights`.
-    frozen: the base model's parameters where `params` are adapters, else None.
-    lora_scale: of the adapters.
-    vmappable: whether `jax.vmap` takes the model's functions.
-    name: on the Hub, with its commit; None where it is not from there.
+    directory: Directory that it was read from.
+    lm: Functions of the whole model's parameters.
+    tokenizer: A transformers tokenizer.
+    eos_ids: Ids that end a completion.
+    pad_id: Id to pad with.
+    params: Trained parameters; None before `with_weights`.
+    frozen: The base model's parameters where `params` are adapters, else None.
+    lora_scale: Scale of the adapters.
+    vmappable: True where `jax.vmap` takes the model's functions.
+    name: Name on the Hub, with its commit; None where it is not from there.
   """
 
   directory: pathlib.Path
@@ -58,10 +58,10 @@ def find_model(
   """A model's directory.
 
   Args:
-    path: of a directory or of a finished run, an embedded model's name, or,
-      where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of the
+    path: Directory of a model or of a finished run, an embedded model's name,
+      or, where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of the
       Hugging Face Hub.
-    files: which of them to download from there.
+    files: Names of the files to download from there.
 
   Raises:
     ValueError: there is none, see `hf.resolve` and `hub.fetch`.
@@ -88,9 +88,9 @@ def open_policy(
   """Reads all of a model but its weights.
 
   Args:
-    path: see `find_model`.
-    dtype: of computation, see `transformer`.
-    remat: see `transformer`.
+    path: Path or name as `find_model` takes it.
+    dtype: Format of computation.
+    remat: Name of what the backward pass computes again.
 
   Raises:
     ValueError: the directory, its configuration or its tokenizer do not fit.
@@ -130,8 +130,8 @@ def with_weights(
 
   Args:
     policy: from `open_policy`.
-    dtype: of the parameters.
-    shardings: abstract parameters -> where to load them; None is one device.
+    dtype: Format of the parameters.
+    shardings: Abstract parameters -> where to load them; None is one device.
 
   Raises:
     ValueError: weights that do not fit, see `hf.load_params`, or that cannot
@@ -150,9 +150,9 @@ def load_policy(
   """Reads a whole model.
 
   Args:
-    path: see `open_policy`.
-    dtype: of computation; the parameters are float32.
-    remat: see `transformer`.
+    path: Path or name as `find_model` takes it.
+    dtype: Format of computation; the parameters are float32.
+    remat: Name of what the backward pass computes again.
 
   Raises:
     ValueError: the directory, its weights or its tokenizer do not fit.
@@ -167,9 +167,9 @@ def with_adapters(
 
   Args:
     policy: with weights.
-    key: of the adapters' random half; the policy is unchanged at first.
-    rank: of each adapter.
-    alpha: the adapters are scaled by alpha / rank.
+    key: Key of the adapters' random half; the policy is unchanged at first.
+    rank: Rank of each adapter.
+    alpha: The adapters are scaled by alpha / rank.
     targets: pattern of the paths of the adapted matrices, see `lora.init`.
 
   Raises:
@@ -230,7 +230,7 @@ def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
 
 
 def whole_params(policy: Policy, params: Params) -> Params:
-  """What `hf.save` takes of the whole model, adapters merged into its weights.
+  """Returns the whole model for `hf.save`, adapters merged into its weights.
 
   Merged is float32, see `lora.Merged`.
   """

@@ -1,4 +1,4 @@
-"""What a run remembers beside its state, and signs that it goes nowhere.
+"""Progress of a run beside its state, and signs that it goes nowhere.
 
 It is in every checkpoint, so that a summary does not depend on metrics.jsonl,
 which may be lost or cut.
@@ -75,8 +75,8 @@ class Progress:
     failed_rewards: that could not be computed, in all steps; evaluations do
       not count.
     data: fingerprints of the examples, by split.
-    frozen: of the weights that adapters are on; empty where all are trained.
-    evaluations: which of them was the best, see `training.best`.
+    frozen: Checksum of the weights that adapters are on; empty without any.
+    evaluations: Record of the best evaluation (`training.best`).
   """
 
   baseline: dict[str, float] | None = None
@@ -90,18 +90,18 @@ class Progress:
 
 
 def from_notes(notes: Mapping[str, Any] | None) -> Progress:
-  """What a checkpoint says; what it does not say is not known."""
+  """Returns the progress of a checkpoint's notes; the rest is not known."""
   names = {field.name for field in dataclasses.fields(Progress)}
   return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
 
 
 def to_notes(progress: Progress) -> dict[str, Any]:
-  """For a checkpoint."""
+  """Returns the notes of a checkpoint."""
   return dataclasses.asdict(progress)
 
 
 def after(progress: Progress, row: Row) -> Progress:
-  """After one more step, of which `row` has the metrics."""
+  """Returns the progress after one more step with these metrics."""
   steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
   for name, trouble in STOP_CONDITIONS.items():
     shown, whole = row[name] >= trouble.shown, row[name] >= trouble.whole
@@ -117,7 +117,7 @@ def after(progress: Progress, row: Row) -> Progress:
 
 
 def troubles(row: Row) -> list[str]:
-  """What of it a step's metrics show, in words."""
+  """Describes the troubles that a step's metrics show."""
   return [
     trouble.words.format(row[name])
     for name, trouble in STOP_CONDITIONS.items()
@@ -126,7 +126,7 @@ def troubles(row: Row) -> list[str]:
 
 
 def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
-  """Why a run should end, or None.
+  """Returns the reason why a run should end, or None.
 
   Args:
     progress: so far.

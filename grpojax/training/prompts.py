@@ -83,19 +83,19 @@ def take(
   """The next batches as one, trimmed, on a mesh.
 
   Args:
-    batches: of equal size.
-    count: of them.
-    mesh: of training.
+    batches: Batches of equal size.
+    count: Number of batches to join.
+    mesh: Mesh of training.
 
   Raises:
-    ValueError: as `pipeline.prompt_batches`.
+    ValueError: An error of `pipeline.prompt_batches`.
   """
-  some = [next(batches) for _ in range(count)]
-  prompts = some[0][0]
+  taken = [next(batches) for _ in range(count)]
+  prompts = taken[0][0]
   if count > 1:
-    of_all = [prompts for prompts, _ in some]
-    prompts = jax.tree.map(lambda *x: np.concatenate(x), *of_all)
-  examples = [example for _, batch in some for example in batch]
+    all_prompts = [prompts for prompts, _ in taken]
+    prompts = jax.tree.map(lambda *x: np.concatenate(x), *all_prompts)
+  examples = [example for _, batch in taken for example in batch]
   return mesh_lib.place(trim(prompts), mesh, "batch"), examples
 
 

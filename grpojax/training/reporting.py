@@ -1,4 +1,4 @@
-"""What a training run measures, writes into its directory, and prints.
+"""Metrics of a training run: written into its directory, and printed.
 
 A step's row in metrics.jsonl has all of these; a metric that is new is made in
 one of these places, and needs no other (but `reports.metric_groups` may give it
@@ -12,21 +12,21 @@ a title):
 | skipped_updates, entropy_coefficient,| the loss by what it monitors       |
 | router_aux_loss, clip_fraction_*,    |                                    |
 | gradient_weight                      |                                    |
-| sampler_*                            | core.rollout_mismatch              |
-| importance_*, off_policy_masked      | core.rollout_correction            |
+| rollout_*                            | core.rollout_mismatch              |
+| is_weight*, off_policy_masked        | core.rollout_correction            |
 | c1, c2, c3, gradient_*,              | statistics.diagnostics.metrics     |
 | optimal_group_size*                  |                                    |
 | own_* (weighted baselines)           | statistics.advantage_errors        |
-| score_norms_*                        | training.score_norms               |
-| reward_failures, reward_NAME, _std,  | training.scoring.metrics           |
+| score_norms_*                        | training.step.diagnosis            |
+| reward_failures, reward_NAME, _std,  | training.step.rewards.metrics      |
 | reward_FUNCTION/NAME                 |                                    |
-| gen_batches, group_acceptance,       | training.dynamic_sampling          |
+| gen_batches, group_acceptance,       | training.step.resampling           |
 | groups_kept                          |                                    |
-| seconds_rollout, _rewards,           | training.host_step                 |
+| seconds_rollout, _rewards,           | training.step.host                 |
 | seconds_reference, _update           |                                    |
 | seconds_step, tokens_per_second      | `speed`                            |
 | step, group_size, train_seconds      | training.fit                       |
-| success_rate_*, prompts_seen, ...    | training.prompt_choice.metrics     |
+| success_rate_*, prompts_seen, ...    | training.step.difficulty.metrics   |
 | DATA_SET/...                         | training.mixtures.metrics; those   |
 |                                      | of evaluations `evaluate_held_out` |
 | accuracy, accuracy_low, _high (rows  | training.evaluation.numbers        |
@@ -98,12 +98,13 @@ def evaluate_held_out(
   """
   settings = run.settings
   batches = prompts.held_out(settings, run.policy, run.held_out.examples)
-  so_far = step, settings.steps
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    rewards_lib.batches_with_step(run.reward_pool.pool, batches, *so_far),
+    rewards_lib.batches_with_step(
+      run.reward_pool.pool, batches, step, settings.steps
+    ),
     run.reward_pool,
     jax.random.key(settings.seed),
     settings.eval.batch_size,
@@ -115,9 +116,8 @@ def evaluate_held_out(
   row = {"step": step} | evaluation.numbers(values)
   row |= {"prompts": len(result.rewards)}
   each = evaluation.by_data_set(settings, result, values)
-  for name, some in each.items():
-    found = evaluation.numbers(some)
-    row |= {f"{name}/{key}": value for key, value in found.items()}
+  for name, own in each.items():
+    row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
   record(run, row)
   right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
   _append(run, run_directory.EVALUATIONS, right)
@@ -127,8 +127,8 @@ def evaluate_held_out(
     f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
     flush=True,
   )
-  for name, some in each.items():
-    print(f"  {name}:", *evaluation.lines(some), flush=True)
+  for name, own in each.items():
+    print(f"  {name}:", *evaluation.lines(own), flush=True)
   if step in (0, settings.steps):
     shown = zip(result.examples, result.texts, result.rewards, strict=True)
     for example, texts, rewards in itertools.islice(
@@ -239,9 +239,9 @@ def _summarize(
   }
   rows = records.read_jsonl(run.file(run_directory.METRICS))
   summary |= diagnosis.summary(rows)
-  if found := progress.evaluations.get("best"):
-    accuracy, *interval = (found[name] for name in names)
-    summary |= {"best_step": found["step"], "best_accuracy": accuracy}
+  if best_row := progress.evaluations.get("best"):
+    accuracy, *interval = (best_row[name] for name in names)
+    summary |= {"best_step": best_row["step"], "best_accuracy": accuracy}
     summary |= {"best_accuracy_interval": interval}
   for when, row in {"before": progress.baseline, "after": last}.items():
     each = {k: v for k, v in row.items() if k.endswith("/accuracy")}

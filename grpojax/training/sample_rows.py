@@ -1,4 +1,4 @@
-"""What samples.jsonl and rewards.jsonl say of a step.
+"""Rows of samples.jsonl and rewards.jsonl for a step.
 
 samples.jsonl has the first `log.sample_groups` groups of a step's batch, as
 they were learned from, every `log.samples_every` steps: a row a completion, the
@@ -49,7 +49,7 @@ DIGITS = 4  # of log-probabilities, after the point
 
 
 def is_due(settings: TrainSettings, step: int) -> bool:
-  """Whether samples of a step, counted from 1, are kept."""
+  """Returns True for a step, counted from 1, whose samples are written."""
   return (
     settings.log.sample_groups > 0 and step % settings.log.samples_every == 0
   )
@@ -64,12 +64,12 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """
   known: dict[tuple[int, ...], str] = {}
 
-  def decode(*some: int) -> str:
-    if some not in known:
-      known[some] = tokenizer.decode(
-        [*some], skip_special_tokens=False, clean_up_tokenization_spaces=False
+  def decode(*tokens: int) -> str:
+    if tokens not in known:
+      known[tokens] = tokenizer.decode(
+        [*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
       )
-    return known[some]
+    return known[tokens]
 
   def after(before: int, token: int) -> str:
     first, both = decode(before), decode(before, token)
@@ -91,7 +91,7 @@ def of_batch(
     settings: the run's.
     policy: whose tokenizer decodes the completions.
     filled: the samples with their rewards.
-    batch: what the loss was given of them.
+    batch: Batch of the update.
   """
   samples = filled.rollout
   arrays = {
@@ -155,7 +155,7 @@ def _number(value: Any, digits: int = 6) -> float | None:
 def reward_counts(
   rewards: Float[np.ndarray, "B G"], bins: int = BINS
 ) -> list[tuple[float, int]]:
-  """How often which reward was given; see the module.
+  """Counts how often each reward was given (the module has a table).
 
   Args:
     rewards: those that are not finite are none.

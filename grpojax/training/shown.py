@@ -1,4 +1,4 @@
-"""What of a step is shown: as a line of a file, and as a row of a table."""
+"""Step of a run as a line of text, and as a row of a table."""
 
 import math
 from collections.abc import Mapping
@@ -48,13 +48,13 @@ def line(settings: TrainSettings, row: Row, eta: eta_lib.Eta) -> str:
 
 def cells(row: Row) -> dict[str, str]:
   """A step for the table, by headings; what went wrong has none."""
-  found = {"step": f"{row['step']}"}
+  cells = {"step": f"{row['step']}"}
   for name, (heading, form) in SHOWN.items():
     if name in row:
-      found[heading] = form.format(float(row[name]))
-  found["seconds"] = f"{row['seconds_step']:.1f}"
+      cells[heading] = form.format(float(row[name]))
+  cells["seconds"] = f"{row['seconds_step']:.1f}"
   if best := _best_group_size(row):
-    found["best group size"] = best
+    cells["best group size"] = best
   if wrong := troubles(row):
-    found[""] = ", ".join(wrong)
-  return found
+    cells[""] = ", ".join(wrong)
+  return cells

@@ -1,4 +1,4 @@
-"""What a settings takes from the Hugging Face Hub, pinned to its commits.
+"""Repositories of the Hugging Face Hub, pinned to their commits.
 
 `commits` has a line KIND:ORG/NAME@REVISION=COMMIT for each repository. A run
 fills it in when it starts and keeps it in its settings.json, so that it goes
@@ -42,8 +42,8 @@ def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
   texts = [("model", _model(settings)), ("model", settings.reward.model)]
   for path, options in _data(settings):
     texts.append(("dataset", _with_revision(path, options.get("revision"))))
-  found = [(kind, hub.parse(text)) for kind, text in texts]
-  return {f"{kind}:{name}": (kind, name) for kind, name in found if name}
+  names = [(kind, hub.parse(text)) for kind, text in texts]
+  return {f"{kind}:{name}": (kind, name) for kind, name in names if name}
 
 
 def _with_revision(text: str, revision: Any) -> str:
@@ -62,12 +62,12 @@ def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
 
 
 def model(settings: TrainSettings) -> str:
-  """What `policy.find_model` finds the config's model by."""
+  """Returns the name or path by which `policy.find_model` finds the model."""
   return _pinned(settings, "model", _model(settings))
 
 
 def reward_model(settings: TrainSettings) -> str:
-  """The same of its reward model; "" where there is none."""
+  """Returns that of the reward model; "" where there is none."""
   return _pinned(settings, "model", settings.reward.model)
 
 
@@ -78,9 +78,9 @@ def data_options(
 
   Args:
     settings: the run's.
-    name: of the data set, as `data.name`.
-    path: its `data.path`.
-    options: its `data.options`.
+    name: Kind of data set, as `data.name`.
+    path: Path or name, as `data.path`.
+    options: Options, as `data.options`.
   """
   if name != HUB:
     return dict(options)
@@ -135,11 +135,11 @@ def pin(settings: TrainSettings) -> TrainSettings:
 def errors(
   settings: TrainSettings, flat_config: Mapping[str, Any]
 ) -> list[str]:
-  """What is wrong with names of the Hub, a line each.
+  """Returns a line for each error of the names of the Hub.
 
   Args:
     settings: Settings of the run.
-    flat_config: all settings by dotted path.
+    flat_config: The same by dotted path.
   """
   lines = []
   path, revision = flat_config["model.path"], flat_config["model.revision"]

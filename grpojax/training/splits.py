@@ -28,10 +28,10 @@ class Split(NamedTuple):
 
   Attributes:
     examples: random access to them.
-    dropped: how many do not fit; 0 where they are refused (data.too_long).
-    survey: of all examples.
-    key: of what the survey's lengths depend on, see `save_lengths`.
-    parts: of a mixture, the same of each data set, by its name.
+    dropped: Number of those that do not fit; 0 where they are refused.
+    survey: Survey of all examples.
+    key: Fingerprint of all that the survey's lengths depend on.
+    parts: Splits of a mixture's data sets, by name.
   """
 
   examples: Any
@@ -54,7 +54,7 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
     sets, of each of which there are `eval.num_prompts` held-out ones.
 
   Raises:
-    ValueError: as `datasets.load`.
+    ValueError: An error of `datasets.load`.
   """
   options_of_split = {
     "train": {"seed": settings.seed},
@@ -68,12 +68,12 @@ def load_examples(settings: TrainSettings, split: str) -> Any:
 
   for name, source in mixtures.sources(settings).items():
     try:
-      some = load(source.name, source.path, source.options)
+      loaded = load(source.name, source.path, source.options)
     except ValueError as error:
       part = f"--config.{mixtures.SECTION}.{name}"
       why = str(error).replace("--config.data.", f"{part}.")
       raise ValueError(f"{part}: {why}") from error
-    parts.append(Part(name, source.weight, some))
+    parts.append(Part(name, source.weight, loaded))
   if parts:
     return Mixture(parts)
   return load(data.name, data.path, data.options)
@@ -96,8 +96,8 @@ def load_split(
     check_signals: called between examples; may raise.
 
   Raises:
-    ValueError: as `load_examples` and `survey.survey`, or prompts that are too
-      long (data.too_long).
+    ValueError: An error of `load_examples` or `survey.survey`, or prompts that
+      are too long (data.too_long).
   """
   examples = load_examples(settings, split)
   args = settings, policy, cache, check_signals
@@ -110,7 +110,7 @@ def _fitting_parts(
   settings, policy, cache, check_signals, mixture: Mixture, split: str
 ) -> Split:
   """The examples of a mixture that fit; see `load_split`."""
-  found = {
+  fitting = {
     part.name: _fitting(
       settings,
       policy,
@@ -121,17 +121,17 @@ def _fitting_parts(
     )
     for part in mixture.parts
   }
-  parts = [p._replace(examples=found[p.name].examples) for p in mixture.parts]
-  prints = {name: one.survey.fingerprint for name, one in found.items()}
-  lengths = np.concatenate([one.survey.lengths for one in found.values()])
+  parts = [p._replace(examples=fitting[p.name].examples) for p in mixture.parts]
+  prints = {name: one.survey.fingerprint for name, one in fitting.items()}
+  lengths = np.concatenate([one.survey.lengths for one in fitting.values()])
   return Split(
     Mixture(parts),
-    sum(one.dropped for one in found.values()),
+    sum(one.dropped for one in fitting.values()),
     survey.Survey(
       hashlib.sha256(json.dumps(prints).encode()).hexdigest(), lengths
     ),
     "",
-    found,
+    fitting,
   )
 
 
@@ -140,7 +140,7 @@ def _fitting(
 ) -> Split:
   """The examples of one data set that fit; see `load_split`."""
   encode, digest = prompts.encoder(settings, policy), _digest(settings, policy)
-  found = survey.survey(
+  surveyed = survey.survey(
     examples,
     encode,
     most=min(_prompts_of_run(settings), MEASURED),
@@ -150,14 +150,14 @@ def _fitting(
   choose = survey.TOO_LONG[settings.data.too_long]
   limit, endless = settings.data.max_prompt_length, len(examples) >= ENDLESS
   try:
-    kept = choose(found.lengths, limit, endless)
+    fits = choose(surveyed.lengths, limit, endless)
   except ValueError as error:
     raise ValueError(f"{name} split: {error}") from error
-  key = f"{found.fingerprint} {digest}"
-  if kept is None:
-    return Split(examples, 0, found, key)
-  dropped = len(examples) - len(kept)
-  return Split(pipeline.Subset(examples, kept), dropped, found, key)
+  key = f"{surveyed.fingerprint} {digest}"
+  if fits is None:
+    return Split(examples, 0, surveyed, key)
+  dropped = len(examples) - len(fits)
+  return Split(pipeline.Subset(examples, fits), dropped, surveyed, key)
 
 
 def _prompts_of_run(settings: TrainSettings) -> int:

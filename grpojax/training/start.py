@@ -1,4 +1,4 @@
-"""How a training run starts: what is checked, and the state it goes on from."""
+"""Start of a training run: its checks, and the state that it goes on from."""
 
 import dataclasses
 import itertools
@@ -46,15 +46,15 @@ from grpojax.training.step.sampling import make_sampler
 
 
 class Checked(NamedTuple):
-  """What a settings names, loaded and found to be in order.
+  """Things that the settings name, loaded and checked.
 
   Attributes:
-    settings: with what the start of the run has decided.
-    policy: with the weights that the run starts from.
-    mesh: of all devices.
-    train: examples of the training split.
-    held_out: examples of the test split.
-    reward_model: or None.
+    settings: Settings, with what the start of the run has decided.
+    policy: Model with the weights that the run starts from.
+    mesh: Mesh of all devices.
+    train: Examples of the training split.
+    held_out: Examples of the test split.
+    reward_model: Reward model, or None.
   """
 
   settings: TrainSettings
@@ -66,7 +66,7 @@ class Checked(NamedTuple):
 
 
 class Run(NamedTuple):
-  """What stays the same all through a run."""
+  """Things that stay the same all through a run."""
 
   settings: TrainSettings
   directory: pathlib.Path
@@ -92,17 +92,18 @@ def check(
   check_signals: Callable[[], None],
   today: str | None = None,
 ) -> Checked:
-  """Loads what the settings names and reads all prompts of finite data sets.
+  """Loads what the settings name, and reads all prompts of finite data sets.
 
   Args:
-    settings: the run's.
-    directory: the run's, which may not exist yet; written to only later.
-    check_signals: called while much is read; may raise.
-    today: the date, where a chat template asks for it: the same in all
+    settings: Settings of the run.
+    directory: Directory of the run, which may not exist yet; written to only
+      later.
+    check_signals: Function that is called while much is read; may raise.
+    today: Date, where a chat template asks for it: the same in all
       processes, whose clocks may differ. None is this process's.
 
   Raises:
-    ValueError: what would otherwise be found out after the run has started.
+    ValueError: An error that would otherwise be found after the run's start.
   """
   trackers.check(settings.log.trackers)
   rewards = rewards_lib.resolve_functions(settings)
@@ -164,7 +165,7 @@ def _with_date(
 
 
 def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
-  """Says where a checkpoint may not fit onto a disk; Orbax compresses a bit."""
+  """Warns of a checkpoint that may not fit; Orbax compresses a bit."""
   if bucket.is_url(folder):
     return
   size = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -183,13 +184,13 @@ def start(
   checkpointer: checkpoint.Checkpointer,
   reward_pool: rewards_lib.RewardPool,
 ) -> tuple[Run, TrainState, optax.GradientTransformation]:
-  """The state before the first step; cleans up after a run that was cut short.
+  """Makes the state before the first step; cleans up after a run cut short.
 
   Args:
-    directory: the run's.
-    checked: from `check`; its parameters become the state's.
-    checkpointer: of the run's checkpoints.
-    reward_pool: of the rewards.
+    directory: Directory of the run.
+    checked: Result of `check`; its parameters become the state's.
+    checkpointer: Checkpointer of the run.
+    reward_pool: Functions and model that compute rewards.
 
   Returns:
     The run, the state, and the optimizer.

@@ -56,8 +56,8 @@ def _chosen_prompts(
   each = shards if trained_rows % shards == 0 else 1
   most = max(trained_rows // diagnostics_.tangents, each)
   rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
-  wanted = math.ceil(max(3, diagnostics_.share * prompts))
-  return wanted, min(math.ceil(wanted / rows), prompts // rows), rows
+  count = math.ceil(max(3, diagnostics_.share * prompts))
+  return count, min(math.ceil(count / rows), prompts // rows), rows
 
 
 def make_diagnose(
@@ -98,7 +98,7 @@ def make_diagnose(
     score_norms: ScoreNorms | None = None,
   ):
     prompts = rewards.shape[0]
-    wanted, parts, rows = _chosen_prompts(settings, prompts, shards)
+    count, parts, rows = _chosen_prompts(settings, prompts, shards)
     missing = ~jnp.all(present(rewards), axis=-1)
     chosen = jnp.argsort(missing, stable=True)[: parts * rows]
     projections = diagnostics.score_projections(
@@ -111,7 +111,7 @@ def make_diagnose(
     )
     # Rows that only fill the devices would make the estimates better, and the
     # group size that they choose another one on another mesh.
-    projections, chosen = projections[:, :wanted], chosen[:wanted]
+    projections, chosen = projections[:, :count], chosen[:count]
     rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
     row = diagnostics.metrics(
       diagnostics.diagnose(projections, rewards, prompts)
