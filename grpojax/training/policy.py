@@ -59,8 +59,8 @@ def find_model(
 
   Args:
     path: Directory of a model or of a finished run, an embedded model's name,
-      or, where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of the
-      Hugging Face Hub.
+      or, where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of
+      the Hugging Face Hub.
     files: Names of the files to download from there.
 
   Raises:
