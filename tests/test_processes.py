@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from grpojax.models import hf
-from grpojax.runtime import checkpoint_files, distributed, records, rendezvous
+from grpojax.runtime import checkpoint_files, distributed, records
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
@@ -61,33 +61,43 @@ def words(runs, model):
   return of
 
 
-@contextlib.contextmanager
-def started(directory, count, words, devices=8, **others):
-  """Starts the processes of a run; kills what is left of them."""
+def free_address():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def started(directory, count, words, devices=8, of_1=(), program=None):
+  """Starts the processes of a run; kills what is left of them.
+
+  Args:
+    directory: run directory; what a process prints is in files beside it.
+    count: number of processes.
+    words: command line of all of them.
+    devices: number of devices of all of them.
+    of_1: more words for process 1.
+    program: Python code to run instead of a training.
+  """
   env = os.environ | {
     "JAX_NUM_CPU_DEVICES": str(devices // count),
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(HERE.parent),
   }
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  processes = []
+  command = [sys.executable, "-c", program] if program else command
+  address, processes = free_address(), []
   for i in range(count):
-    told = [f"--coordinator={address}", f"--num_processes={count}"]
-    told = [*told, f"--process_id={i}"] if count > 1 else []
-    more = others.get(f"of_{i}", [])
-    with contextlib.ExitStack() as files:
-      out, err = (
-        files.enter_context(open(log(directory, i, kind), "w"))
-        for kind in ("out", "err")
-      )
-      processes.append(
-        subprocess.Popen(
-          [*command, *words, *told, *more], env=env, stdout=out, stderr=err
-        )
-      )
+    own = [f"--coordinator={address}", f"--num_processes={count}"]
+    own = [*own, f"--process_id={i}"] if count > 1 else []
+    own += of_1 if i == 1 else []
+    with (
+      open(log(directory, i, "out"), "w") as out,
+      open(log(directory, i, "err"), "w") as err,
+    ):
+      command_line = [*command, *words, *own]
+      process = subprocess.Popen(command_line, env=env, stdout=out, stderr=err)
+      processes.append(process)
   try:
     yield processes
   finally:
@@ -227,7 +237,7 @@ import jax, numpy as np
 from grpojax.core import mesh as mesh_lib
 from grpojax.runtime import distributed
 
-with distributed.joined(sys.argv[1], "2", sys.argv[2]):
+with distributed.joined(*(word.split("=")[1] for word in sys.argv[1:])):
   mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)
   other = mesh_lib.sampling_mesh(mesh, 1)
   key = jax.random.key(3)
@@ -241,22 +251,8 @@ with distributed.joined(sys.argv[1], "2", sys.argv[2]):
 
 
 @pytest.mark.slow
-def test_arrays_and_keys_move_to_another_mesh():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  env = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-  env = os.environ | env | {"PYTHONPATH": str(HERE.parent)}
-  processes = [
-    subprocess.Popen([sys.executable, "-c", PLACE, address, str(i)], env=env)
-    for i in range(2)
-  ]
-  try:
-    assert ended(processes, 120) == [0, 0]
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+def test_arrays_and_keys_move_to_another_mesh(tmp_path):
+  run(tmp_path / "place", 2, [], devices=4, program=PLACE)
 
 
 SLOW = """
@@ -364,23 +360,6 @@ def test_what_differs_is_refused(words, tmp_path, of_1, message):
   assert not directory.exists()
 
 
-@pytest.mark.slow
-def test_wrong_arguments_are_said(tmp_path):
-  for wrong, message in (
-    (["--coordinator=here"], "--coordinator=here: expected HOST:PORT"),
-    (["--coordinator=here:1"], "give --num_processes=N"),
-    (["--process_id=1"], "need --coordinator"),
-  ):
-    command = [sys.executable, "-m", "grpojax.train", *wrong]
-    done = subprocess.run(
-      [*command, f"--run_dir={tmp_path / 'run'}"],
-      capture_output=True,
-      text=True,
-      env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-    )
-    assert done.returncode == 1 and message in done.stderr
-
-
 # What happens to a run: (signal, to all of its processes or to one).
 BLOWS = [
   (signal.SIGTERM, False),
@@ -441,7 +420,7 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
     with started(directory, count, settings, devices=devices) as processes:
       blow = strike(rng, blows[i], directory, processes, steps)
       # Until one gives up another that was ended before they met.
-      codes = ended(processes, rendezvous.PATIENCE + 60)
+      codes = ended(processes, distributed.PATIENCE + 60)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
     said = "".join(told(directory, j, "err") for j in range(count))
     # Python passes over a Ctrl-C that comes in some callbacks, and says so.

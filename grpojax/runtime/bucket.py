@@ -38,7 +38,7 @@ from grpojax.runtime import (
   bucket_files,
   bucket_lock,
   disk,
-  preemption,
+  interrupts,
   run_lock,
 )
 from grpojax.runtime.bucket_files import Bucket
@@ -48,7 +48,7 @@ PUSH = 60
 
 # Beside the weights of models, in other formats; some are programs (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
-_WENT_WELL = (None, 0, preemption.EXIT_PREEMPTED)  # exit codes
+_WENT_WELL = (None, 0, interrupts.EXIT_PREEMPTED)  # exit codes
 ORIGIN = ".origin"  # in a copy: the URL of what has stayed in the bucket
 
 

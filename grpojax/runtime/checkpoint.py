@@ -93,7 +93,7 @@ def open_checkpointer(
   try:
     yield checkpointer
   finally:
-    with interrupts.become(signal.SIG_DFL), _failures(checkpointer):
+    with interrupts.on_ctrl_c(signal.SIG_DFL), _failures(checkpointer):
       try:
         wait(checkpointer)
       finally:
@@ -150,7 +150,7 @@ def save(
   state = stored_arrays.plain(state)
   known = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
   orbax_log.forget()
-  with interrupts.wait(), _failures(checkpointer):
+  with interrupts.deferred(signal.SIGINT), _failures(checkpointer):
     in_flight.append(orbax.save_async(int(step), state, custom_metadata=known))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.types import Params
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.training import from_config, samplers, scored_text
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib

@@ -19,7 +19,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts
 from grpojax.rewards import exact, groups, math
 from grpojax.rewards.pool import Failure
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
   mean_interval,

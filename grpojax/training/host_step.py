@@ -159,9 +159,9 @@ def make_host_step(
     shardings: shardings of the state, the same before and after each step.
     reward_pool: of the rewards.
     check_signals: called between the parts of a step (`together` with all
-      processes, see `preemption.install`) and all through them, but for the
-      last, the update; may raise. Only that touches the state, so a step that
-      it ends leaves no trace.
+      processes, see `interrupts.sigterm_requests`) and all through them, but
+      for the last, the update; may raise. Only that touches the state, so a
+      step that it ends leaves no trace.
     budgets: see `samplers.sampler_program`.
 
   Returns:

@@ -47,7 +47,7 @@ from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint, distributed, pictures, records
 from grpojax.runtime import config as config_lib
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.training import (
   best,
   diagnosis,

@@ -26,7 +26,7 @@ from grpojax.runtime import (
   trackers,
 )
 from grpojax.runtime import config as config_lib
-from grpojax.runtime.screen import Screen, in_lines
+from grpojax.runtime.screen import Screen
 from grpojax.training import (
   batch_sizes,
   from_config,
@@ -81,7 +81,7 @@ class Run(NamedTuple):
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: splits.Split
   held_out: splits.Split
-  screen: Screen = in_lines()
+  screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
   def file(self, name: str) -> pathlib.Path:

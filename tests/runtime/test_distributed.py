@@ -1,15 +1,22 @@
-"""What several processes agree on, as far as one can see it; test_processes.py
-starts several."""
+"""Agreements and ends of processes, the others being stand-ins.
+
+test_processes.py starts real ones.
+"""
 
 import json
 import os
+import signal
+import socket
+import threading
 import time
+import types
 
+import jax
 import numpy as np
 import pytest
 
 from grpojax.models import file_checksums
-from grpojax.runtime import distributed
+from grpojax.runtime import distributed, interrupts
 from grpojax.training import scored_text
 
 
@@ -25,17 +32,16 @@ from grpojax.training import scored_text
 def test_rows(monkeypatch, processes, count, expected):
   monkeypatch.setattr(distributed, "count", lambda: processes)
   rows = range(count)
-  found = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
-  assert found == expected
+  dealt = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
+  assert dealt == expected
 
 
 def speak_for(monkeypatch, *others):
   """This process is the first; the others say this, in JSON."""
   monkeypatch.setattr(distributed, "count", lambda: len(others) + 1)
-  heard = list(others)
 
   def allgather(x):
-    texts = [np.frombuffer(json.dumps(o).encode(), np.uint8) for o in heard]
+    texts = [np.frombuffer(json.dumps(o).encode(), np.uint8) for o in others]
     if x.ndim == 0:
       return np.array([x, *(t.size for t in texts)])
     return np.stack([x, *(np.pad(t, (0, x.size - t.size)) for t in texts)])
@@ -107,11 +113,65 @@ def test_fingerprints_of_models(tmp_path):
   assert file_checksums.fingerprint(tmp_path) != one
 
 
-def test_a_long_wait_is_said(capsys):
-  with distributed._said_if_long(60.0):
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    (("here",), "--coordinator=here: expected HOST:PORT"),
+    (("here:99999", "2", "0"), "there is no such port"),
+    (("here:1",), "give --num_processes=N"),
+    (("here:1", "2", "-1"), "--process_id=-1: with --coordinator, give"),
+    (("here:1", "2", "2"), "--process_id=2 must be in 0..1"),
+    (("", "", "1"), "need --coordinator"),
+  ],
+)
+def test_wrong_arguments_are_said(words, message):
+  with pytest.raises(ValueError, match=message):
+    with distributed.joined(*words):
+      pass
+
+
+@pytest.fixture
+def server():
+  """A port where somebody listens."""
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    yield listener
+
+
+def test_a_port_that_is_in_use_is_said_at_once(server):
+  address = f"127.0.0.1:{server.getsockname()[1]}"
+  with pytest.raises(ValueError, match="of --coordinator is in use on this"):
+    with distributed.joined(address, "2", "0"):
+      pass
+  distributed._check_coordinator(address, 1)  # there it may be process 0
+
+
+def test_a_first_process_that_is_not_there_is_said(server, monkeypatch, capsys):
+  monkeypatch.setattr(distributed, "PATIENCE", 0.5)
+  monkeypatch.setattr(distributed, "SAY_AFTER", 0.1)
+  address = f"127.0.0.1:{server.getsockname()[1]}"
+  server.close()
+  with pytest.raises(ValueError, match="is not there .*refused.* after 0.5 s"):
+    with distributed.joined(address, "2", "1"):
+      pass
+  assert capsys.readouterr().err.count("refused); waiting for it, 0.5 s") == 1
+
+
+def test_sigterm_is_heeded_while_waiting(server):
+  address = f"127.0.0.1:{server.getsockname()[1]}"
+  server.close()
+  me = os.getpid(), signal.SIGTERM
+  threading.Timer(0.1, lambda: os.kill(*me)).start()
+  with pytest.raises(interrupts.Left, match="SIGTERM before the run began"):
+    with distributed.joined(address, "2", "1"):
+      pass
+
+
+def test_a_long_wait_is_said(capsys, monkeypatch):
+  with distributed._said_if_long():
     pass
   assert capsys.readouterr().err == ""
-  with distributed._said_if_long(0.01):
+  monkeypatch.setattr(distributed, "SAY_AFTER", 0.01)
+  with distributed._said_if_long():
     time.sleep(0.2)
   assert "waiting for the other processes" in capsys.readouterr().err
 
@@ -124,7 +184,82 @@ def test_only_the_first_processs_words_go_to_standard_output(
     with distributed._standard_output():
       print("mine")
       os.write(1, b"a library's\n")
-    told = capfd.readouterr()
-    assert told.out == own and told.err == "a library's\n"
+    streams = capfd.readouterr()
+    assert streams.out == own and streams.err == "a library's\n"
   print("again")
   assert capfd.readouterr().out == "again\n"
+
+
+class Ended(Exception):
+  """In the place of the process's end."""
+
+
+@pytest.fixture
+def leave(monkeypatch):
+  """(error, whether the others come) -> how it ended, how long it waited."""
+
+  def end(code):
+    raise Ended(code)
+
+  def run(error, others=True):
+    waited = []
+
+    def wait_at_barrier(name, milliseconds):
+      waited.append(milliseconds // 1000)
+      if not others:
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    client = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    state = types.SimpleNamespace(client=client)
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(interrupts.os, "_exit", end)
+    with pytest.raises((Ended, SystemExit)) as caught:
+      with distributed._ending_together():
+        raise error
+    code = caught.value.args[0]
+    return caught.type is Ended, code, sum(waited)
+
+  return run
+
+
+@pytest.mark.parametrize(
+  "error, others, expected",
+  [
+    (SystemExit(75), True, (False, 75, 30)),
+    (SystemExit(75), False, (True, 75, 30)),
+    (SystemExit("error: no"), True, (False, 1, 10)),
+    (SystemExit("error: no"), False, (True, 1, 10)),
+    (SystemExit(130), True, (True, 130, 0)),  # it alone was interrupted
+    (KeyboardInterrupt(), True, (True, 130, 0)),
+    (KeyError("a bug"), True, (True, 1, 0)),
+  ],
+)
+def test_exit_codes(leave, error, others, expected, capsys):
+  assert leave(error, others) == expected
+  err = capsys.readouterr().err
+  assert err.count("error: no\n") == (error.args == ("error: no",))
+  assert ("KeyError: 'a bug'" in err) == isinstance(error, KeyError)
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer"),
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
+    SystemExit("error: UNKNOWN: Gloo AllReduce failed"),
+  ],
+)
+def test_others_that_are_gone_are_said_to_be(leave, error, capsys):
+  assert leave(error) == (True, 1, 0)
+  err = capsys.readouterr().err
+  assert "process 0: another process of this run is gone" in err
+  assert "the same command resumes" in err and "Traceback" not in err
+
+
+def test_a_device_without_memory_is_nobody_elses_fault(leave, capsys):
+  text = "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
+  assert leave(jax.errors.JaxRuntimeError(text)) == (True, 1, 0)
+  err = capsys.readouterr().err
+  assert "Traceback" in err and "is gone" not in err
