@@ -80,11 +80,11 @@ def joined(
     yield
     return
   try:
-    # JAX says nothing while it waits, and Ctrl-C would wait as long.
-    with _said_if_long(), interrupts.on_ctrl_c(signal.SIG_DFL):
+    # While JAX waits, an exception of Ctrl-C would wait as well.
+    with _patience(), interrupts.on_ctrl_c(signal.SIG_DFL):
       jax.distributed.initialize(
         **options,
-        initialization_timeout=PATIENCE,
+        initialization_timeout=PATIENCE + 30,
         heartbeat_timeout_seconds=HEARTBEAT,
         shutdown_timeout_seconds=HEARTBEAT,
       )
@@ -200,20 +200,33 @@ def _check_port(port: int) -> None:
 
 
 @contextlib.contextmanager
-def _said_if_long() -> Iterator[None]:
-  """Says that this process waits, where the context lasts long."""
-  text = (
-    f"waiting for the other processes of this run, {PATIENCE} s at most; each "
-    "needs the same --num_processes, and a --process_id of its own"
-  )
-  options = {"file": sys.stderr, "flush": True}
-  timer = threading.Timer(SAY_AFTER, print, [text], options)
-  timer.daemon = True
-  timer.start()
+def _patience() -> Iterator[None]:
+  """Says that this process waits, and ends it where the context lasts long.
+
+  JAX says nothing, and would abort with a trace.
+  """
+  arrived = threading.Event()
+
+  def watch():
+    if not arrived.wait(SAY_AFTER):
+      text = (
+        f"waiting for the other processes of this run, {PATIENCE} s at most"
+      )
+      print(text, file=sys.stderr, flush=True)
+    if not arrived.wait(PATIENCE - SAY_AFTER):
+      print(
+        f"the other processes of this run did not come within {PATIENCE} s; "
+        "start every one with the same --coordinator and --num_processes, and "
+        "a --process_id of its own",
+        file=sys.stderr,
+      )
+      interrupts.end(1)
+
+  threading.Thread(target=watch, daemon=True).start()
   try:
     yield
   finally:
-    timer.cancel()
+    arrived.set()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ PROJECT = "grpojax"
 
 
 class TrackedRun(NamedTuple):
-  """What a tracker needs of a run.
+  """A run as a tracker gets to know it.
 
   Attributes:
     directory: run directory.

@@ -166,14 +166,22 @@ def test_sigterm_is_heeded_while_waiting(server):
       pass
 
 
-def test_a_long_wait_is_said(capsys, monkeypatch):
-  with distributed._said_if_long():
+def test_a_long_wait_is_said_and_ends(capsys, monkeypatch):
+  ends = []
+  monkeypatch.setattr(interrupts, "end", ends.append)
+  with distributed._patience():
     pass
   assert capsys.readouterr().err == ""
-  monkeypatch.setattr(distributed, "SAY_AFTER", 0.01)
-  with distributed._said_if_long():
+  monkeypatch.setattr(distributed, "SAY_AFTER", 0.1)
+  monkeypatch.setattr(distributed, "PATIENCE", 0.3)
+  with distributed._patience():
     time.sleep(0.2)
   assert "waiting for the other processes" in capsys.readouterr().err
+  assert not ends
+  with distributed._patience():
+    time.sleep(0.5)
+  assert "did not come within 0.3 s" in capsys.readouterr().err
+  assert ends == [1]
 
 
 def test_only_the_first_processs_words_go_to_standard_output(
