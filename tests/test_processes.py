@@ -53,12 +53,12 @@ def model(runs, tmp_path_factory):
 def words(runs, model):
   """A command line."""
 
-  def of(changes):
+  def command_line(changes):
     settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes
     text = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     return [f"--config.{name}={text(x)}" for name, x in settings.items()]
 
-  return of
+  return command_line
 
 
 def free_address():
@@ -110,7 +110,7 @@ def log(directory, i, kind):
   return pathlib.Path(directory).with_suffix(f".{i}.{kind}")
 
 
-def told(directory, i=0, kind="out"):
+def printed(directory, i=0, kind="out"):
   """What a process has printed, without what Gloo says of itself."""
   lines = log(directory, i, kind).read_text().splitlines(keepends=True)
   # Its threads write at once: a line may be in two.
@@ -127,7 +127,7 @@ def run(directory, count, words, **options):
   with started(directory, count, words, **options) as processes:
     codes = ended(processes)
   assert codes == [0] * count, "\n".join(
-    told(directory, i, "err")[-3000:] for i in range(count)
+    printed(directory, i, "err")[-3000:] for i in range(count)
   )
 
 
@@ -228,7 +228,7 @@ def test_several_do_what_one_does(case, counts, words, tmp_path):
     run(tmp_path / str(count), count, settings)
     same(one, results(tmp_path / str(count)))
     for i in range(1, count):  # what is said, is said once
-      assert told(tmp_path / str(count), i) == ""
+      assert printed(tmp_path / str(count), i) == ""
 
 
 PLACE = """
@@ -245,8 +245,8 @@ with distributed.joined(*(word.split("=")[1] for word in sys.argv[1:])):
   for names in ((), ("batch",)):
     there = mesh_lib.place(mesh_lib.place(tree, mesh, *names), other, *names)
     there["key"] = jax.random.key_data(there["key"])
-    wanted = tree | {"key": jax.random.key_data(key)}
-    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), wanted)
+    expected = tree | {"key": jax.random.key_data(key)}
+    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), expected)
 """
 
 
@@ -291,72 +291,54 @@ def wait_for(directory, step, processes):
       rows = records.read_jsonl(directory / "metrics.jsonl")
       if rows and rows[-1]["step"] >= step:
         return
-    assert all(p.poll() is None for p in processes), told(directory, 0, "err")
+    assert all(p.poll() is None for p in processes), printed(
+      directory, 0, "err"
+    )
     time.sleep(0.1)
   raise AssertionError("nothing happens")
 
 
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
 @pytest.mark.parametrize(
-  "stops",  # of how many processes, after which step
+  "blows",  # (number of processes, after which step, signal, to which process)
   [
-    pytest.param([(2, 2)], marks=pytest.mark.slow),
-    pytest.param([(2, 2), (4, 4)], marks=pytest.mark.long),
+    pytest.param([(2, 2, TERM, 1), (2, 5, KILL, 1)], marks=pytest.mark.slow),
+    pytest.param([(2, 2, TERM, 1), (4, 4, TERM, 3)], marks=pytest.mark.long),
+    pytest.param([(2, 4, KILL, 1), (2, 6, KILL, 0)], marks=pytest.mark.long),
   ],
 )
-def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(
-  slow, stops, tmp_path
-):
+def test_a_signal_to_one_ends_all_and_any_number_goes_on(slow, blows, tmp_path):
   settings, whole = slow
   directory = tmp_path / "run"
-  for count, after in stops:
+  for count, after, number, victim in blows:
     with started(directory, count, settings) as processes:
       wait_for(directory, after, processes)
-      processes[-1].send_signal(signal.SIGTERM)
-      assert ended(processes, 60) == [75] * count, told(directory, 0, "err")
-    saved = checkpoint_files.complete(directory / "checkpoints")[-1]
-    assert f"saved step {saved}" in told(directory)
-    assert saved >= after
+      processes[victim].send_signal(number)
+      codes = ended(processes, distributed.HEARTBEAT + 30)
+    if number == TERM:
+      assert codes == [75] * count, printed(directory, 0, "err")
+      saved = checkpoint_files.complete(directory / "checkpoints")[-1]
+      assert f"saved step {saved}" in printed(directory) and saved >= after
+    else:
+      assert codes[1 - victim] not in (0, 75)
+      err = printed(directory, 1 - victim, "err")
+      # By a collective, or by JAX, whichever is first.
+      assert "of this run is gone" in err or "another task died" in err
   run(directory, 1, settings)
   same(whole, results(directory))
 
 
-@pytest.mark.parametrize(
-  "victims",
-  [
-    pytest.param((1,), marks=pytest.mark.slow),
-    pytest.param((1, 0), marks=pytest.mark.long),
-  ],
-)
-def test_one_that_is_killed_ends_the_others(slow, victims, tmp_path):
-  settings, whole = slow
-  directory = tmp_path / "run"
-  for victim in victims:
-    with started(directory, 2, settings) as processes:
-      wait_for(directory, 4 if victim else 6, processes)
-      processes[victim].kill()
-      codes = ended(processes, distributed.HEARTBEAT + 30)
-    assert codes[1 - victim] not in (0, 75)
-    said = told(directory, 1 - victim, "err")
-    # By the connection between the two, or by JAX, whichever is first.
-    assert "of this run is gone" in said or "another task died" in said
-  run(directory, 2, settings)
-  same(whole, results(directory))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "of_1, message",
-  [
-    (["--config.seed=7"], "processes 0 and 1 differ in configuration"),
-    (["--config.model.path=nowhere"], "differ in configuration"),
-  ],
-)
-def test_what_differs_is_refused(words, tmp_path, of_1, message):
+def test_what_differs_is_refused(words, tmp_path):
   directory = tmp_path / "run"
+  of_1 = ["--config.model.path=nowhere"]
   with started(directory, 2, words({}), of_1=of_1) as processes:
     assert ended(processes, 60) == [1, 1]
   for i in range(2):
-    assert message in told(directory, i, "err")
+    err = printed(directory, i, "err")
+    assert "processes 0 and 1 differ in configuration" in err
   assert not directory.exists()
 
 
@@ -422,11 +404,11 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
       # Until one gives up another that was ended before they met.
       codes = ended(processes, distributed.PATIENCE + 60)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
-    said = "".join(told(directory, j, "err") for j in range(count))
+    err = "".join(printed(directory, j, "err") for j in range(count))
     # Python passes over a Ctrl-C that comes in some callbacks, and says so.
-    assert "Traceback" not in said.replace("\nTraceback", "", said.count(LOST))
+    assert "Traceback" not in err.replace("\nTraceback", "", err.count(LOST))
     signals = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT}
-    assert set(codes) <= {0, 1, 75, 130, *signals}, said
+    assert set(codes) <= {0, 1, 75, 130, *signals}, err
   run(directory, 2, settings)
   same(results(tmp_path / "whole"), results(directory))
   rows = records.read_jsonl(directory / "metrics.jsonl")
