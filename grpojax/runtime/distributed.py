@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +71,6 @@ def joined(
   options: dict[str, Any] = {}
   if coordinator:
     options = _from_arguments(coordinator, num_processes, process_id)
-    _check_coordinator(coordinator, options["process_id"])
   elif num_processes or process_id:
     raise ValueError(
       "--num_processes and --process_id need --coordinator=HOST:PORT"
@@ -79,22 +78,29 @@ def joined(
   elif not (_several(os.environ) or _on_tpu_vm()):
     yield
     return
-  try:
-    # While JAX waits, an exception of Ctrl-C would wait as well.
-    with _patience(), interrupts.on_ctrl_c(signal.SIG_DFL):
-      jax.distributed.initialize(
-        **options,
-        initialization_timeout=PATIENCE + 30,
-        heartbeat_timeout_seconds=HEARTBEAT,
-        shutdown_timeout_seconds=HEARTBEAT,
-      )
-  except Exception as error:
-    if coordinator or _several(os.environ):
-      raise ValueError(
-        f"the other processes of this run were not found: {error}"
-      ) from error
-    # A single TPU host (Colab's) may have nobody to ask.
-    print(f"one process alone: {str(error).splitlines()[0]}", file=sys.stderr)
+  alone = False
+  with _patience() as problems:
+    if coordinator:
+      _find_coordinator(coordinator, options["process_id"], problems)
+    try:
+      # While JAX waits, an exception of Ctrl-C would wait as well.
+      with interrupts.on_ctrl_c(signal.SIG_DFL):
+        jax.distributed.initialize(
+          **options,
+          initialization_timeout=PATIENCE + 30,
+          heartbeat_timeout_seconds=HEARTBEAT,
+          shutdown_timeout_seconds=HEARTBEAT,
+        )
+    except Exception as error:
+      if coordinator or _several(os.environ):
+        raise ValueError(
+          f"the other processes of this run were not found: {error}"
+        ) from error
+      # A single TPU host (Colab's) may have nobody to ask.
+      text = f"one process alone: {str(error).splitlines()[0]}"
+      print(text, file=sys.stderr)
+      alone = True
+  if alone:
     yield
     return
   with _standard_output(), _ending_together():
@@ -150,36 +156,33 @@ def _from_arguments(
   }
 
 
-def _check_coordinator(coordinator: str, process: int) -> None:
-  """Returns when JAX can connect; JAX itself would abort with a trace.
+def _find_coordinator(
+  coordinator: str, process: int, problems: list[str]
+) -> None:
+  """Returns when JAX can connect to process 0, or process 0 can listen.
+
+  Args:
+    coordinator: HOST:PORT of process 0.
+    process: number of this one.
+    problems: gets what is wrong, for as long as it is.
 
   Raises:
-    ValueError: the port is taken; or process 0 is not there, after `PATIENCE`
-      seconds.
+    ValueError: this is process 0, and the port is taken.
     interrupts.Left: SIGTERM came meanwhile.
   """
   host, _, port = coordinator.rpartition(":")
   if process == 0:
     return _check_port(int(port))
-  start, silent = time.monotonic(), True
   with interrupts.raising_sigterm():
     while True:
       try:
         address = host.strip("[]"), int(port)
-        return socket.create_connection(address, timeout=5).close()
+        socket.create_connection(address, timeout=5).close()
+        return problems.clear()
       except OSError as error:
-        problem = f"process 0 is not there ({error.strerror or error})"
-      waited = time.monotonic() - start
-      if waited > PATIENCE:
-        raise ValueError(
-          f"--coordinator={coordinator}: {problem} after {PATIENCE} s; give "
-          "all processes the address of the one with --process_id=0"
-        )
-      if silent and waited > SAY_AFTER:
-        silent = False
-        text = f"--coordinator={coordinator}: {problem}; waiting for it"
-        print(f"{text}, {PATIENCE} s at most", file=sys.stderr, flush=True)
-      time.sleep(0.2)
+        text = f"process 0 is not at {coordinator} ({error.strerror or error})"
+        problems[:] = [text]
+        time.sleep(0.2)
 
 
 def _check_port(port: int) -> None:
@@ -200,31 +203,36 @@ def _check_port(port: int) -> None:
 
 
 @contextlib.contextmanager
-def _patience() -> Iterator[None]:
+def _patience() -> Iterator[list[str]]:
   """Says that this process waits, and ends it where the context lasts long.
 
   JAX says nothing, and would abort with a trace.
+
+  Yields:
+    A list for what is wrong, to be said then.
   """
   arrived = threading.Event()
+  problems: list[str] = []
 
   def watch():
-    if not arrived.wait(SAY_AFTER):
-      text = (
-        f"waiting for the other processes of this run, {PATIENCE} s at most"
-      )
+    for seconds, words in (
+      (SAY_AFTER, f"are waited for, {PATIENCE} s at most"),
+      (PATIENCE - SAY_AFTER, f"did not come within {PATIENCE} s"),
+    ):
+      if arrived.wait(seconds):
+        return
+      text = ": ".join([f"the other processes of this run {words}", *problems])
       print(text, file=sys.stderr, flush=True)
-    if not arrived.wait(PATIENCE - SAY_AFTER):
-      print(
-        f"the other processes of this run did not come within {PATIENCE} s; "
-        "start every one with the same --coordinator and --num_processes, and "
-        "a --process_id of its own",
-        file=sys.stderr,
-      )
-      interrupts.end(1)
+    print(
+      "start every one with the same --coordinator and --num_processes, and a "
+      "--process_id of its own",
+      file=sys.stderr,
+    )
+    interrupts.end(1)
 
   threading.Thread(target=watch, daemon=True).start()
   try:
-    yield
+    yield problems
   finally:
     arrived.set()
 
@@ -252,14 +260,6 @@ def _standard_output() -> Iterator[None]:
 
 # How they end.
 
-_OWN_ERRORS = (
-  "RESOURCE_EXHAUSTED",
-  "INVALID_ARGUMENT",
-  "UNIMPLEMENTED",
-  "NOT_FOUND",
-)
-"""Errors of JAX that are of this process's own program (no memory is left)."""
-
 
 @contextlib.contextmanager
 def _ending_together() -> Iterator[None]:
@@ -268,61 +268,53 @@ def _ending_together() -> Iterator[None]:
   Those that come here by an exit code (a message, SIGTERM) may all be on their
   way; by another error or Ctrl-C, it is alone, and the others notice.
   """
+  code = None
   try:
     yield
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     interrupts.end(interrupts.INTERRUPTED)
-  except SystemExit as error:
+  except BaseException as error:
     if _says_another_is_gone(error):
-      _end_after_another(error)
+      print(
+        f"process {jax.process_index()}: another process of this run is gone, "
+        "see what it said last; the same command resumes from the last "
+        f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
+        file=sys.stderr,
+      )
+      interrupts.end(1)
+    if not isinstance(error, SystemExit):
+      traceback.print_exc()
+      interrupts.end(1)
     code = error.code or 0
     if isinstance(code, str):  # said before it waits
       print(code, file=sys.stderr, flush=True)
       code = 1
     if code == interrupts.INTERRUPTED:
       interrupts.end(code)
-    # What all have refused, all have refused by now.
-    _leave(code, 10 if code == 1 else HEARTBEAT)
-    sys.exit(code)
-  except BaseException as error:
-    if _says_another_is_gone(error):
-      _end_after_another(error)
-    traceback.print_exc()
-    interrupts.end(1)
-  _leave(0, HEARTBEAT)
-
-
-def _leave(code: int, seconds: int) -> None:
-  """Waits for all others to leave; ends this process if they do not come."""
-  client = jax_distributed.global_state.client
+  # What all have refused, all have refused by now.
+  seconds = 10 if code == 1 else HEARTBEAT
   try:
     # JAX's shutdown, of itself, aborts where another process does not come.
+    client = jax_distributed.global_state.client
     client.wait_at_barrier("leaving", 1000 * seconds)
   except jax.errors.JaxRuntimeError:
-    interrupts.end(code)
+    interrupts.end(code or 0)
   jax.distributed.shutdown()
+  if code is not None:
+    sys.exit(code)
 
 
 def _says_another_is_gone(error: BaseException) -> bool:
   """Returns True for an error that another process's end has caused.
 
   That of a collective is a ValueError where a program is dispatched, and may
-  have been turned into an exit's message since.
+  have been turned into an exit's message since. Some of JAX's errors are of
+  this process's own program: no memory is left, say.
   """
-  text = str(error)
-  of_jax = isinstance(error, jax.errors.JaxRuntimeError)
-  return "Gloo" in text or (of_jax and not text.startswith(_OWN_ERRORS))
-
-
-def _end_after_another(error: BaseException) -> NoReturn:
-  print(
-    f"process {jax.process_index()}: another process of this run is gone, "
-    "see what it said last; the same command resumes from the last "
-    f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
-    file=sys.stderr,
-  )
-  interrupts.end(1)
+  own = "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"
+  text, of_jax = str(error), isinstance(error, jax.errors.JaxRuntimeError)
+  return "Gloo" in text or (of_jax and not text.startswith(own))
 
 
 # Who does what.
