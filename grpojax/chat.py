@@ -27,7 +27,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from grpojax.runtime import command_line
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import setting
 from grpojax.training import chatting, memory, splits, trained
 from grpojax.training import prompts as prompts_lib

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 
 from grpojax.runtime import bucket, command_line, disk, records
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import setting
 from grpojax.training import report, run_directory, run_storage
 

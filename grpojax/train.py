@@ -49,7 +49,6 @@ from grpojax.runtime import (
   disk,
   distributed,
   interrupts,
-  preemption,
 )
 from grpojax.runtime.settings import setting
 from grpojax.training import ending, fit, run_storage
@@ -95,7 +94,7 @@ def main(argv: list[str]) -> None:
         directory, sync = stack.enter_context(run_storage.opened(where))
     except interrupts.Left as why:
       print(f"{why}; the same command starts it", file=sys.stderr)
-      sys.exit(preemption.EXIT_PREEMPTED)
+      sys.exit(interrupts.EXIT_PREEMPTED)
     summary = fit.run(settings, directory, sync)
     with command_line.usage_errors():
       distributed.on_main(sync)  # the others wait while it is copied

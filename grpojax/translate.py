@@ -19,7 +19,7 @@ import pathlib
 import sys
 
 from grpojax.runtime import command_line, records
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import setting
 from grpojax.training.config import validate
 from grpojax.translation import reading, rules, trl, verl, writing

@@ -98,8 +98,8 @@ def test_kill_at_any_moment(
   assert_same_run(run, uninterrupted)
 
 
-# What happens when SIGTERM comes: (calls of what, of which the last sends it,
-# whole steps done by then). Three batches of held-out prompts are scored before
+# Moments of SIGTERM: (function, the call of it that sends it, whole steps done
+# by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
   "first step": ("rewards_lib.collect_rewards", 3 + 1, 0),

@@ -16,7 +16,9 @@ FILES = sorted((ROOT / "grpojax").rglob("*.py"))
 
 QUESTION = re.compile(r"(What|Which|Where|How|Whether|Whose|Who|Why|When|If)\b")
 # Names that say nothing of their value.
-EMPTY = set("found given said some todo how here told kept asked wanted".split())
+EMPTY = set(
+  "found given said some todo how here told kept asked wanted".split()
+)
 # Words that had another name in this project, or several meanings.
 FORMER = {
   "GroupScores": "GroupRewards",

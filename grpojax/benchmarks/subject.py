@@ -21,7 +21,7 @@ from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
-from grpojax.runtime import command_line, device_memory, quiet_imports
+from grpojax.runtime import command_line, device_memory
 from grpojax.training import memory, reference, setup, splits
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer
@@ -58,7 +58,7 @@ def word_tokenizer(vocab_size: int) -> Any:
   model = tokenizers.models.WordLevel(vocab, unk_token="<pad>")
   backend = tokenizers.Tokenizer(model)
   backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-  return quiet_imports.transformers().PreTrainedTokenizerFast(
+  return tokenizer_lib.import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
   )
 

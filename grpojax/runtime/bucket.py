@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import fsspec
 from etils import epath
 
-from grpojax.runtime import disk, preemption, records, run_lock
+from grpojax.runtime import disk, records, run_lock
 from grpojax.runtime.run_lock import LOCK
 
 PUSH = 60  # seconds between two copies of what is only read by people
@@ -52,7 +52,7 @@ _LAST = ("config.json", _WHOLE, "summary.json")
 _NOT_COPIED = re.compile(r"(^|/)\.|\.orbax-checkpoint-tmp(/|$)|/$")
 # Beside the weights of models, in other formats; some are programs (pickle).
 _NOT_READ = (".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth")
-_WENT_WELL = (None, 0, preemption.EXIT_PREEMPTED)  # exit codes
+_WENT_WELL = (None, 0, interrupts.EXIT_PREEMPTED)  # exit codes
 
 # It warns of each request, and logs what it then raises.
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)

@@ -31,12 +31,12 @@ _CLOCK = (
 
 
 def asks_for_date(tokenizer: Any) -> bool:
-  """Whether the tokenizer's chat template may write today's date."""
+  """Returns True where the chat template may write today's date."""
   return "strftime_now" in str(tokenizer.chat_template or "")
 
 
 def today() -> str:
-  """Today's date as Llama's template writes it: "26 Jul 2024"."""
+  """Returns today's date as Llama's template writes it: "26 Jul 2024"."""
   now = datetime.datetime.now()
   return " ".join(_format(now, name) for name in ("%d", "%b", "%Y"))
 
@@ -44,21 +44,21 @@ def today() -> str:
 def set_messages(
   tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> str:
-  """The text of messages, up to where the assistant answers.
+  """Returns the text of messages, up to where the assistant answers.
 
   Args:
-    tokenizer: has a chat template.
-    messages: of a chat. Where the template has no system role, the system's
-      message goes before the text of the first other one.
+    tokenizer: a tokenizer with a chat template.
+    messages: messages of a chat. Where the template has no system role, the
+      system's message goes before the text of the first other one.
     options: keywords of the chat template, and "date_string".
 
   Raises:
-    ValueError: an option that the template lacks, what it does not take, or a
-      date that is none, where it needs one.
+    ValueError: an option that the template lacks, messages that it does not
+      take, or a date that is none, where it needs one.
   """
   import jinja2
 
-  options = _options(tokenizer, options)
+  options = _checked(tokenizer, options)
 
   def apply(messages):
     return tokenizer.apply_chat_template(
@@ -89,13 +89,18 @@ def set_messages(
 def whole_chat(
   tokenizer: Any, messages: list[dict[str, Any]], date: str | None = None
 ) -> str:
-  """The text of a chat that has its answer; `date` as "date_string" above."""
-  options = {} if date is None else {DATE: date}
-  options = _options(tokenizer, options)
+  """Returns the text of a chat that has its answer.
+
+  Args:
+    tokenizer: a tokenizer with a chat template.
+    messages: messages of the chat.
+    date: value of "date_string"; None is today.
+  """
+  options = _checked(tokenizer, {} if date is None else {DATE: date})
   return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def _options(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
   """Checks the options, and adds the clock that stands still, if any."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
@@ -115,7 +120,7 @@ def _options(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clock(date: str) -> dict[str, str] | None:
-  """What strftime's directives are at the beginning of a day; None if none."""
+  """Returns strftime's directives at the start of a day; None of no date."""
   try:
     day, month, year = date.split()
     month = [name[:3] for name in _MONTHS].index(month) + 1
@@ -126,7 +131,7 @@ def _clock(date: str) -> dict[str, str] | None:
 
 
 def _format(moment: datetime.datetime, directive: str) -> str:
-  """One of strftime's directives, with English names whatever the locale."""
+  """Formats by one directive, with English names whatever the locale."""
   month, day = _MONTHS[moment.month - 1], _DAYS[moment.weekday()]
   names = {"%B": month, "%b": month[:3], "%h": month[:3], "%A": day}
   names |= {"%a": day[:3], "%p": "AM" if moment.hour < 12 else "PM"}

@@ -140,7 +140,7 @@ def open_checkpointer(
   try:
     yield checkpointer
   finally:
-    with interrupts.become(signal.SIG_DFL), _save_errors(checkpointer):
+    with interrupts.on_ctrl_c(signal.SIG_DFL), _save_errors(checkpointer):
       try:
         wait(checkpointer)
       finally:
@@ -204,7 +204,7 @@ def save(
   state = stored_arrays.without_keys(state)
   about = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
   _logged_errors.clear()
-  with interrupts.wait(), _save_errors(checkpointer):
+  with interrupts.deferred(signal.SIGINT), _save_errors(checkpointer):
     checkpointer.in_flight = checkpointer.orbax.save_async(
       int(step), state, custom_metadata=about
     )

@@ -30,7 +30,7 @@ from grpojax.runtime.config import (
   sections,
 )
 from grpojax.runtime.config_file import load_file
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import Section, flat_settings, to_config
 
 CONFIG = "config."

@@ -98,7 +98,11 @@ def fetch(
   request |= {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
   if parse(name.id) is None:  # nothing else goes into addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
-  with _errors(name, kind), _quiet(), interrupts.noted() as came:
+  with (
+    _errors(name, kind),
+    _quiet(),
+    interrupts.deferred(*interrupts.BOTH) as came,
+  ):
     try:
       missing = huggingface_hub.snapshot_download(
         name.id, **request, dry_run=True, tqdm_class=_bar(name, 0, came)

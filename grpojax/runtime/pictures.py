@@ -3,8 +3,7 @@
 Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
 `zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
 and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation
-rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95% interval). See
-`records` for how they are kept.
+rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95% interval).
 """
 
 import math
@@ -25,7 +24,7 @@ _PANELS = (
 
 
 def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
-  """A matplotlib figure of `size` inches, and its axes [rows, columns]."""
+  """Returns a figure of `size` inches, and its axes [rows, columns]."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure  # not pyplot: it has global state
 
@@ -52,8 +51,7 @@ def learning_curve(
   Raises:
     ValueError: no row has anything to draw.
   """
-  rows = records.read_jsonl(metrics_path)
-  rows = [row for row in rows if "step" in row]
+  rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
   rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
   series = {key: [row for row in rows if _has(row, key)] for key, _ in _PANELS}
   panels = [(key, title) for key, title in _PANELS if series[key]]
@@ -82,8 +80,8 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
   values = [math.nan if row[key] is None else row[key] for row in rows]
   axes.plot(steps, values, marker="." if len(rows) < 30 else "")
   if key == "optimal_group_size":
-    _draw_group_sizes(axes, rows, key)
-  if key == "accuracy":
+    _draw_group_sizes(axes, steps, rows, key)
+  elif key == "accuracy":
     axes.set_ylim(0, 1.02)
     band = [r for r in rows if r.get("accuracy_low") is not None]
     axes.fill_between(
@@ -92,21 +90,21 @@ def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
       [r["accuracy_high"] for r in band],
       alpha=0.25,
     )
-  if key == "completion_length_mean":
+  elif key == "completion_length_mean":
     axes.set_ylim(bottom=0)
 
 
-def _draw_group_sizes(axes, rows: list[dict[str, Any]], key: str) -> None:
-  """The interval of each diagnosis, and the group size that the run has."""
-  steps = [row["step"] for row in rows]
-  axes.plot(steps, [r["group_size"] for r in rows], "--", label="of this run")
+def _draw_group_sizes(
+  axes, steps: list[int], rows: list[dict[str, Any]], key: str
+) -> None:
+  """Draws the interval of each diagnosis, and the run's own group size."""
+  sizes = [row["group_size"] for row in rows]
+  axes.plot(steps, sizes, "--", label="of this run")
   axes.legend(fontsize=8)
-  low, high = (
-    [row.get(f"{key}_{end}") for row in rows] for end in ("low", "high")
-  )
-  top = 4 * max(row["group_size"] for row in rows)
-  top = max([top, *(2 * row[key] for row in rows if row[key])])
-  axes.vlines(steps, low, [min(x or top, top) for x in high], alpha=0.4)
+  top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
+  low = [row.get(f"{key}_low") for row in rows]
+  high = [min(row.get(f"{key}_high") or top, top) for row in rows]
+  axes.vlines(steps, low, high, alpha=0.4)
   axes.set_yscale("log", base=2)
   axes.set_ylim(1, top)
   axes.yaxis.set_major_formatter("{x:.0f}")

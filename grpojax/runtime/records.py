@@ -1,4 +1,4 @@
-"""Records on disk and on screen: JSON, JSON lines, TensorBoard, progress.
+"""Records on disk and on screen: JSON, JSON lines, the line of a step.
 
 A row is a dict with "step" and numbers. Write the rows of step k before the
 checkpoint of step k, so that resuming from it loses none.
@@ -10,7 +10,6 @@ import math
 import os
 import pathlib
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 
 def _plain(value: Any) -> Any:
-  """JSON's own types; numbers that are not finite become null."""
+  """Returns a value of JSON's own types; numbers that are not finite: None."""
   if isinstance(value, Mapping):
     return {str(key): _plain(item) for key, item in value.items()}
   if isinstance(value, (list, tuple)):
@@ -34,48 +33,43 @@ def _plain(value: Any) -> Any:
   return value  # json says what it cannot write
 
 
-def _target(path: str | os.PathLike) -> pathlib.Path:
-  """The file that a link leads to: renaming would put a file in its place."""
-  return pathlib.Path(os.path.realpath(path))
+def _target(path: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
+  """Returns the file that is meant, and a temporary one beside it.
+
+  The first is where a link leads to: renaming would put a file in its place.
+  The second has a name that nobody else takes, on another machine either: two
+  processes that write the same file would fill one and the same other, and the
+  first to be done would take it away from the second.
+  """
+  path = pathlib.Path(os.path.realpath(path))
+  return path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def check_writable(path: str | os.PathLike) -> None:
-  """Whether `write_text` could write a file; leaves nothing behind.
+  """Checks that `write_text` could write a file; leaves nothing behind.
 
   Raises:
     ValueError: it is a directory, or a device or a pipe, in whose place a file
       would be put.
     OSError: the operating system refuses it.
   """
-  path = _target(path)
+  path, temporary = _target(path)
   if path.is_dir():
     raise ValueError(f"{path} is a directory: give the name of a file")
   if path.exists() and not path.is_file():
     raise ValueError(f"{path} is no file: give the name of one")
-  temporary = _temporary(path)
-  with open(temporary, "w"):
-    pass
+  temporary.write_text("")
   temporary.unlink()
-
-
-def _temporary(path: pathlib.Path) -> pathlib.Path:
-  """A name beside a file's that nobody else takes, on another machine either.
-
-  Two processes that write the same file would fill one and the same other, and
-  the first to be done would take it away from the second.
-  """
-  return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
-  """A path to write to that becomes the file's where the context ends well.
+  """Yields a path to write to; it becomes the file's where the context ends.
 
-  The file is there whole or not at all. Of several processes that write it, the
-  last one's stays.
+  The file is there whole or not at all, and after an error as it was. Of
+  several processes that write it, the last one's stays.
   """
-  target = _target(path)
-  temporary = _temporary(target)
+  target, temporary = _target(path)
   try:
     yield temporary
     os.replace(temporary, target)
@@ -86,7 +80,7 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike) -> Iterator[None]:
-  """What the operating system refuses in here is said of this file."""
+  """Says of this file what the operating system refuses in here."""
   try:
     yield
   except OSError as error:
@@ -95,7 +89,7 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-  """Writes a file whole or not at all, see `replacing`."""
+  """Writes a file whole or not at all, and waits until a disk has it."""
   with _naming(path), replacing(path) as temporary:
     with open(temporary, "w", encoding="utf-8") as file:
       file.write(text)
@@ -128,19 +122,19 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
-  """All rows; none where there is no file. A torn last line is left out.
+  """Returns all rows; none where there is no file.
+
+  A last line without its newline was torn by a kill, and is left out.
 
   Raises:
-    ValueError: a line before the last is no JSON object, or its "step" is no
-      whole number; the error says which line.
+    ValueError: another line is no JSON object, or its "step" is no whole
+      number; the error says which line.
   """
   if not os.path.exists(path):
     return []
+  *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
   rows = []
-  lines = pathlib.Path(path).read_bytes().split(b"\n")
   for number, line in enumerate(lines, 1):
-    if number == len(lines):
-      break  # a whole line ends with a newline: this is empty or torn
     try:
       rows.append(_row(line))
     except (RecursionError, ValueError) as error:
@@ -156,56 +150,16 @@ def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
   Also drops a torn last line. Rows without a step stay.
 
   Args:
-    path: may be missing.
-    step: the restored checkpoint's.
+    path: a file, which may be missing.
+    step: step of the restored checkpoint.
   """
   if os.path.exists(path):
     rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def tensorboard_writer(log_dir: str | os.PathLike, step: int = 0):
-  """Opens a file for `write_scalars`; hides what a lost run wrote after `step`.
-
-  tensorboardX's file, but not its SummaryWriter: that hands all over to a
-  thread, and waits for it for ever where the disk is full.
-
-  Returns:
-    A writer, to be closed.
-  """
-  from tensorboardX.event_file_writer import EventsWriter
-  from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-  os.makedirs(log_dir, exist_ok=True)
-  writer = EventsWriter(os.path.join(log_dir, "events"), f".{os.getpid()}")
-  start = SessionLog(status=SessionLog.START)
-  now = time.time()
-  writer.write_event(Event(wall_time=now, step=step + 1, session_log=start))
-  writer.flush()
-  return writer
-
-
-def write_scalars(writer, step: int, values: Mapping[str, Any]) -> None:
-  """Writes the finite numbers of a row, a tag each; the rest is skipped."""
-  from tensorboardX.proto.event_pb2 import Event
-  from tensorboardX.summary import scalar
-
-  for name, value in _plain(values).items():
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and name != "step":
-      summary, now = scalar(name, value), time.time()
-      writer.write_event(Event(wall_time=now, step=step, summary=summary))
-  writer.flush()
-
-
-def close_writer(writer) -> None:
-  """Closes a writer; what a full disk does not take was said before."""
-  with contextlib.suppress(OSError):
-    writer.close()
-
-
 def duration(seconds: int | float) -> str:
-  """For people: "12s", "3m05s", "2h07m"."""
+  """Returns seconds as people say them: "12s", "3m05s", "2h07m"."""
   seconds = max(round(seconds), 0)
   if seconds < 60:
     return f"{seconds}s"
@@ -221,22 +175,22 @@ def progress(
   left: int | float | None,
   metrics: Mapping[str, Any],
 ) -> str:
-  """One line for the terminal.
+  """Returns the line of a step.
 
   Args:
-    step: steps done.
-    steps: steps in all.
-    seconds: what one step takes, as the caller averages it; None while that
-      is not known.
+    step: number of steps done.
+    steps: number of steps in all.
+    seconds: time of one step, as the caller averages it; None while that is not
+      known.
     left: seconds that the rest takes, with all that is between steps.
-    metrics: shown in this order, numbers to three digits.
+    metrics: texts, and numbers that are shown to three digits, in this order.
   """
-  shown = [
-    f"{k} {v}" if isinstance(v, str) else f"{k} {float(v):.3g}"
-    for k, v in metrics.items()
-  ]
+  words = [f"step {step:>{len(str(steps))}}/{steps}"]
+  for name, value in metrics.items():
+    text = value if isinstance(value, str) else f"{float(value):.3g}"
+    words.append(f"{name} {text}")
   if seconds is not None:
-    shown.append(f"{seconds:.2f} s/step")
+    words.append(f"{seconds:.2f} s/step")
   if left is not None:
-    shown.append(f"{duration(left)} left")
-  return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *shown])
+    words.append(f"{duration(left)} left")
+  return "  ".join(words)

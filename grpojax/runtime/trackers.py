@@ -1,9 +1,9 @@
 """Experiment trackers: the metrics of a run again, where people look at them.
 
-A tracker is one function of `TRACKERS`, which opens a run there. Where it lies,
-and with which account, say the tracker's own environment variables (and
+A tracker is one function of `TRACKERS`, which opens a run there. Where the data
+go, and with which account, say the tracker's own environment variables (and
 WANDB_MODE=offline, a sqlite MLFLOW_TRACKING_URI and trackio need no network).
-A tracker that fails is said and left out: no run ends for it.
+A tracker that fails is named and left out: no run ends for it.
 """
 
 import contextlib
@@ -15,25 +15,23 @@ import pathlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-
-from grpojax.runtime import records
 
 TENSORBOARD = "tensorboard"
 PROJECT = "grpojax"
-"""The project or experiment of runs whose user names none."""
+"""Project or experiment of runs whose user names none."""
 
 
 class TrackedRun(NamedTuple):
-  """What a tracker is told of a run.
+  """A run as a tracker gets to know it.
 
   Attributes:
-    directory: of the run.
-    name: of the run, for people.
-    config: its settings by dotted path.
-    step: of the checkpoint that it goes on from; -1 where it starts.
-    id: by which the tracker knows it; "" where it does not yet.
+    directory: run directory.
+    name: name for people.
+    config: settings by dotted path.
+    step: step of the checkpoint that it goes on from; -1 where it starts.
+    id: name by which the tracker knows it; "" where it does not yet.
   """
 
   directory: pathlib.Path
@@ -49,7 +47,7 @@ class Tracker(NamedTuple):
   Attributes:
     log: `(step, numbers)`.
     close: hands over what is left.
-    id: by which the run can be gone on with; "" where nothing is needed.
+    id: name by which the run can be gone on with; "" where none is needed.
   """
 
   log: Callable[[int, Mapping[str, float]], None]
@@ -58,13 +56,36 @@ class Tracker(NamedTuple):
 
 
 def tensorboard(run: TrackedRun) -> Tracker:
-  """Files in the run's directory; what a lost run has written is hidden."""
-  writer = records.tensorboard_writer(run.directory / TENSORBOARD, run.step)
+  """Files in the run's directory; what a lost run has written is hidden.
+
+  tensorboardX's files, but not its SummaryWriter: that hands all over to a
+  thread, and waits for it for ever where the disk is full.
+  """
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  from tensorboardX.summary import scalar
+
+  directory = run.directory / TENSORBOARD
+  directory.mkdir(parents=True, exist_ok=True)
+  writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+
+  def write(step, **content):
+    writer.write_event(Event(wall_time=time.time(), step=step, **content))
+
+  # Hides what earlier files hold from this step on.
+  write(run.step + 1, session_log=SessionLog(status=SessionLog.START))
+  writer.flush()
 
   def log(step, numbers):
-    records.write_scalars(writer, step, numbers)
+    for name, value in numbers.items():
+      write(step, summary=scalar(name, value))
+    writer.flush()
 
-  return Tracker(log, lambda: records.close_writer(writer))
+  def close():
+    with contextlib.suppress(OSError):  # of a full disk, which was said before
+      writer.close()
+
+  return Tracker(log, close)
 
 
 def wandb(run: TrackedRun) -> Tracker:
@@ -91,11 +112,6 @@ def wandb(run: TrackedRun) -> Tracker:
   return Tracker(log, opened.finish, opened.id)
 
 
-_FORBIDDEN = re.compile(r"[^\w./ -]")
-"""What MLflow takes in no metric's name; reward functions name theirs freely.
-"""
-
-
 def mlflow(run: TrackedRun) -> Tracker:
   """MLflow: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
   # Its own defaults wait for a server that is gone for many minutes.
@@ -106,26 +122,27 @@ def mlflow(run: TrackedRun) -> Tracker:
   client = tracking.MlflowClient()
   if run.id:
     client.update_run(run.id, status="RUNNING")
-    name = run.id
+    id = run.id
   else:
     project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     known = client.get_experiment_by_name(project)
-    experiment = known.experiment_id if known else None
+    experiment = known and known.experiment_id
     experiment = experiment or client.create_experiment(project)
-    name = client.create_run(experiment, run_name=run.name).info.run_id
+    id = client.create_run(experiment, run_name=run.name).info.run_id
     settings = [
       entities.Param(key, str(value)[:500]) for key, value in run.config.items()
     ]
     for i in range(0, len(settings), 100):  # as many as it takes at once
-      client.log_batch(name, params=settings[i : i + 100])
+      client.log_batch(id, params=settings[i : i + 100])
 
   def log(step, numbers):
     now = int(time.time() * 1000)
-    named = {_FORBIDDEN.sub("_", k)[:250]: x for k, x in numbers.items()}
+    # Reward functions name their metrics freely; MLflow refuses some letters.
+    named = {re.sub(r"[^\w./ -]", "_", k)[:250]: x for k, x in numbers.items()}
     metrics = [entities.Metric(k, x, now, step) for k, x in named.items()]
-    client.log_batch(name, metrics=metrics)
+    client.log_batch(id, metrics=metrics)
 
-  return Tracker(log, lambda: client.set_terminated(name), name)
+  return Tracker(log, lambda: client.set_terminated(id), id)
 
 
 def trackio(run: TrackedRun) -> Tracker:
@@ -134,7 +151,7 @@ def trackio(run: TrackedRun) -> Tracker:
 
   # It knows runs by their names.
   name = run.id or f"{run.name}-{secrets.token_hex(3)}"
-  with _quiet():
+  with contextlib.redirect_stdout(io.StringIO()):
     opened = library.init(
       project=PROJECT,
       name=name,
@@ -147,17 +164,10 @@ def trackio(run: TrackedRun) -> Tracker:
     opened.log(dict(numbers), step=step)
 
   def close():
-    with _quiet():
-      library.finish()  # of the run alone it would say it again at the end
+    with contextlib.redirect_stdout(io.StringIO()):
+      library.finish()  # of the run alone it would print again at the end
 
   return Tracker(log, close, name)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-  """Nothing is printed in here."""
-  with contextlib.redirect_stdout(io.StringIO()):
-    yield
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
@@ -166,16 +176,14 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
   "mlflow": mlflow,
   "trackio": trackio,
 }
-"""What opens a run, by the tracker's name."""
+"""Functions that open a run, by the tracker's name."""
 
-PACKAGES = {TENSORBOARD: "tensorboardX"} | {
-  name: name for name in ("wandb", "mlflow", "trackio")
-}
-"""What a tracker imports."""
+PACKAGES = {name: name for name in TRACKERS} | {TENSORBOARD: "tensorboardX"}
+"""Packages that trackers import."""
 
 
 def check(names: Sequence[str]) -> None:
-  """Whether the trackers can be imported.
+  """Checks that the trackers can be imported.
 
   Raises:
     ValueError: a package is not there; the message says how to get it.
@@ -189,14 +197,15 @@ def check(names: Sequence[str]) -> None:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """The finite numbers of a row but for its step, by name."""
-  found = {}
+  """Returns the finite numbers of a row but for its step, by name."""
+  numbers = {}
   for name, value in row.items():
     if name == "step" or isinstance(value, bool | str):
       continue
     with contextlib.suppress(TypeError, ValueError):  # it is no number
-      found[name] = float(value)
-  return {name: x for name, x in found.items() if math.isfinite(x)}
+      if math.isfinite(number := float(value)):
+        numbers[name] = number
+  return numbers
 
 
 def open_all(
@@ -205,9 +214,9 @@ def open_all(
   """Opens a run in all trackers.
 
   Args:
-    names: of the trackers.
-    run: what they are told; its `id` is not read.
-    ids: of an earlier part of the same run, by tracker.
+    names: names of the trackers.
+    run: the run; its `id` is not read.
+    ids: ids of an earlier part of the same run, by tracker.
 
   Returns:
     The trackers by name, and the ids to remember.
@@ -221,10 +230,10 @@ def open_all(
       opened[name] = TRACKERS[name](run._replace(id=ids.get(name, "")))
   except (Exception, SystemExit) as error:
     close_all(opened)
-    hint = " (WANDB_MODE=offline needs no account)" * (name == "wandb")
+    hint = " (WANDB_MODE=offline needs no account)" if name == "wandb" else ""
     raise ValueError(
-      f"log.trackers: {name} does not open: {_said(error)}{hint}; without it:"
-      f" --config.log.trackers={','.join(x for x in names if x != name)}"
+      f"log.trackers: {name} does not open: {_one_line(error)}{hint}; without"
+      f" it: --config.log.trackers={','.join(x for x in names if x != name)}"
     ) from error
   return opened, {k: one.id for k, one in opened.items() if one.id}
 
@@ -232,11 +241,11 @@ def open_all(
 def log_all(
   opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
 ) -> None:
-  """Hands a row's numbers to all trackers; says and drops one that fails.
+  """Hands a row's numbers to all trackers; names and drops one that fails.
 
   Args:
-    opened: of `open_all`; what fails is taken out.
-    step: after which.
+    opened: trackers from `open_all`; those that fail are taken out.
+    step: number of the step.
     row: numbers, and things that are none.
   """
   numbers = numbers_of(row)
@@ -246,22 +255,21 @@ def log_all(
     except (Exception, SystemExit) as error:
       del opened[name]
       print(
-        f"step {step}: {name} fails ({_said(error)}); it gets no more of this"
-        " run until it is resumed",
+        f"step {step}: {name} fails ({_one_line(error)}); it gets no more of"
+        " this run until it is resumed",
         flush=True,
       )
 
 
 def close_all(opened: Mapping[str, Tracker]) -> None:
-  """Closes all trackers; what fails then is said."""
+  """Closes all trackers, and prints which of them fails."""
   for name, tracker in opened.items():
     try:
       tracker.close()
     except (Exception, SystemExit) as error:
-      print(f"{name} does not close: {_said(error)}", flush=True)
+      print(f"{name} does not close: {_one_line(error)}", flush=True)
 
 
-def _said(error: BaseException) -> str:
-  """An exception in one line."""
+def _one_line(error: BaseException) -> str:
   text = " ".join(str(error).split())[:300]
   return f"{type(error).__name__}: {text}" if text else type(error).__name__

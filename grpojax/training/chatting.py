@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from grpojax.core.types import Params
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.policy import Policy

@@ -23,7 +23,7 @@ from grpojax.core.types import Params, Prompts
 from grpojax.data.pipeline import Subset
 from grpojax.rewards import exact, groups, math
 from grpojax.rewards.pool import Failure
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.statistics.intervals import (
   PairedDifference,
   mean_interval,

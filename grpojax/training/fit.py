@@ -25,7 +25,6 @@ from grpojax.runtime import (
   disk,
   distributed,
   interrupts,
-  preemption,
   screen,
 )
 from grpojax.training import (
@@ -303,8 +302,10 @@ def run(
       return None
   with contextlib.ExitStack() as stack:
     stack.enter_context(disk.errors())
-    requested = stack.enter_context(preemption.install())
-    interrupted = stack.enter_context(interrupts.heard())
+    requested = stack.enter_context(
+      interrupts.sigterm_requests(distributed.several())
+    )
+    interrupted = stack.enter_context(interrupts.raising_ctrl_c())
     progress_screen = stack.enter_context(
       screen.opened(settings.steps, settings.log.every)
     )
@@ -328,7 +329,7 @@ def run(
       sync()  # before it says so
       done = str(done) or "no step since the start: nothing to save"
       print(f"{done}; the same command resumes", flush=True)
-      sys.exit(preemption.EXIT_PREEMPTED)
+      sys.exit(interrupts.EXIT_PREEMPTED)
     except Stopped as reason:  # there is something to look into
       if distributed.is_main():
         report.write(directory)

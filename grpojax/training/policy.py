@@ -19,7 +19,7 @@ from jaxtyping import Array, Key, PyTree
 from grpojax.core.types import LM, Params, Rollout
 from grpojax.models import hf, lora
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bucket, eos, hub
+from grpojax.runtime import bucket, hub
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import run_directory, run_storage
 
@@ -114,8 +114,8 @@ def open_policy(
     directory,
     transformer(config, dtype=jnp.dtype(dtype), remat=remat),
     tokenizer,
-    eos.eos_ids(directory, tokenizer, config.vocab_size),
-    eos.pad_id(tokenizer),
+    tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size),
+    tokenizer_lib.pad_id(tokenizer),
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
   )

@@ -45,7 +45,7 @@ from grpojax.core.types import Params, TrainState
 from grpojax.models import file_checksums, hf
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint, distributed, pictures, records
-from grpojax.runtime.printable import printable
+from grpojax.runtime.screen import printable
 from grpojax.training import best, evaluation, prompts, report, run_directory
 from grpojax.training import eta as eta_lib
 from grpojax.training import policy as policy_lib

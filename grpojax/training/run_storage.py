@@ -35,7 +35,9 @@ def opened(
   distributed.gather(None)  # connects now: in a minute it would be too late
   with contextlib.ExitStack() as stack:
     # In several processes JAX listens to SIGTERM, to which it is passed on.
-    leaving = contextlib.nullcontext() if several else interrupts.leaving()
+    leaving = (
+      contextlib.nullcontext() if several else interrupts.raising_sigterm()
+    )
     with distributed.agreed(), leaving:
       copy = stack.enter_context(
         bucket.opened(os.fspath(path), _BY_ORBAX, is_main, several)

@@ -23,7 +23,7 @@ from grpojax.data import texts as texts_lib
 from grpojax.data.texts import Rows, pack
 from grpojax.models import hf
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bpe, command_line, disk, records
+from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import memory
 from grpojax.training import policy as policy_lib
@@ -43,7 +43,9 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
   """Writes config.json and tokenizer of a new model to `path`."""
   tokenizer = tokenizer_lib.character_tokenizer()
   if config.tokenizer == "bpe":
-    tokenizer = bpe.train_bpe(texts_lib.strings(examples), config.vocab_size)
+    tokenizer = tokenizer_lib.train_bpe(
+      texts_lib.strings(examples), config.vocab_size
+    )
     tokenizer.chat_template = None
   tokenizer.save_pretrained(str(path))
   shape = {k: v for k, v in config.model.items() if k != "path"}

@@ -25,7 +25,7 @@ from grpojax.runtime import (
   tokenizer,
   trackers,
 )
-from grpojax.runtime.screen import Screen, in_lines
+from grpojax.runtime.screen import Screen
 from grpojax.training import (
   memory,
   prompts,
@@ -78,7 +78,7 @@ class Run(NamedTuple):
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once
   train: splits.Split
   held_out: splits.Split
-  screen: Screen = in_lines()
+  screen: Screen = Screen()
   track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
 
   def file(self, name: str) -> pathlib.Path:

@@ -51,7 +51,7 @@ def test_all_processes_have_the_first_ones_date(
   monkeypatch.setattr(start, "check", check)
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match="26 Jul 2024"):
-      quiet = screen.in_lines()
+      quiet = screen.Screen()
       opening.open_all(config_with(), tmp_path, stack, print, print, quiet)
 
 

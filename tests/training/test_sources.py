@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.aot import programs
 from grpojax.runtime import config as config_lib
-from grpojax.runtime import hub, interrupts, preemption
+from grpojax.runtime import hub, interrupts
 from grpojax.training import config as config_module
 from grpojax.training import (
   fit,
@@ -234,4 +234,4 @@ def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
   monkeypatch.setattr(opening, "open_all", leave)
   with pytest.raises(SystemExit) as caught:
     fit.run(made(), tmp_path)
-  assert caught.value.code == preemption.EXIT_PREEMPTED
+  assert caught.value.code == interrupts.EXIT_PREEMPTED
