@@ -22,6 +22,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
 from grpojax.runtime import command_line, device_memory
+from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import memory, reference, setup, splits
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import fsspec
 from etils import epath
 
-from grpojax.runtime import disk, records, run_lock
+from grpojax.runtime import disk, interrupts, records, run_lock
 from grpojax.runtime.run_lock import LOCK
 
 PUSH = 60  # seconds between two copies of what is only read by people
