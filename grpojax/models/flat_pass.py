@@ -46,7 +46,7 @@ def split(
   x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
 ) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
   """Those of prompts, and those of rows."""
-  return tuple(jnp.split(x, [flat.prompts.place.shape[1]], axis=2))
+  return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
 
 
 def context_of(

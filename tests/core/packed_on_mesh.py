@@ -131,7 +131,7 @@ def main():
       with jax.set_mesh(mesh_):
         layout = packing_layout.plan(lengths, T, np.full(B, P), P, **cuts)
         assert layout is not None, (of_cuts, name)
-        parts = layout.parts() // cuts["minibatches"]
+        parts = layout.micro_batches() // cuts["minibatches"]
         assert parts == 2, (of_cuts, name, parts)
         check_pack(mesh_, drawn, layout)
         placed = jax.device_put(params, sharding.shardings(params, mesh_))
@@ -144,7 +144,7 @@ def main():
       )
       moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
       assert max(jax.tree.leaves(moved)) > 1e-3
-      print("equal:", of_cuts, name, layout.rows.segments.shape)
+      print("equal:", of_cuts, name, layout.rows.sample_of_token.shape)
   with jax.set_mesh(mesh.make_mesh(data=4, tensor=2)):
     layout = packing_layout.plan(lengths, T, np.full(B, P), P)
     check_forward(mesh.make_mesh(data=4, tensor=2), lm, params, drawn, layout)
