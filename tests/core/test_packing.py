@@ -297,7 +297,7 @@ def assert_near(found, expected, tolerance):
   )
 
 
-def score(lm, params, samples, layout):
+def differentiate(lm, params, samples, layout):
   """Gradients, and log-probabilities and entropies of real tokens."""
   prompts = samples.prompt_ids, samples.prompt_mask
   ids, rows = samples.completion_ids, None
@@ -309,7 +309,7 @@ def score(lm, params, samples, layout):
     options = {"sampling": Sampling(temperature=0.7), "chunk_size": 5}
     both = packed_logprobs.completion_logprobs(
       lm, params, *prompts, ids, rows, **options
-    )
+    )[:2]
     if layout is not None:
       both = [packing.join(x[None], layout) for x in both]
     real = samples.completion_mask
@@ -342,7 +342,7 @@ def check_model(kind, dtype, adapted):
     if adapted:
       adapters = lora.init(params, KEY, 2, "layers/(q|k|v|o)")
       lm, given = lora.adapt(lm, params, 1.0), normal(adapters, 1)
-    return score(lm, given, samples, layout)
+    return differentiate(lm, given, samples, layout)
 
   found, expected = run(dtype, layout), run(dtype, None)
   if dtype == jnp.float32:
@@ -433,7 +433,7 @@ def test_long_rows_are_packed_too():
   )
   layout = packing_layout.plan(lengths, t, prompts, p)
   assert layout.rows.sample_of_token.shape[-1] > 256
-  run = jax.jit(lambda layout: score(lm, params, samples, layout))
+  run = jax.jit(lambda layout: differentiate(lm, params, samples, layout))
   for found, expected in zip(run(layout), run(None), strict=True):
     assert_near(found, expected, 1e-5)
 
