@@ -130,15 +130,16 @@ class Compaction(NamedTuple):
     allowed = halvings[: stage + 1]
     return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
 
-  def done_by_part(self, done: Bool[Array, "B G"]) -> Array:
-    """Returns which rows of each part are done, [parts, size]."""
-    return done.reshape(self.parts, self.size)
+  def most_alive(self, done: Bool[Array, "B G"]) -> Int[Array, ""]:
+    """Returns the number of rows not done, in the part with most of them."""
+    done = done.reshape(self.parts, self.size)
+    return jnp.max(jnp.sum(~done, axis=1))
 
   def order(
     self, done: Bool[Array, "B G"], size: int
   ) -> Int[Array, "parts {size}"]:
     """Returns `size` rows of each part, those that are not done first."""
-    done = self.done_by_part(done)
+    done = done.reshape(self.parts, self.size)
     return jnp.argsort(done, axis=1, stable=True)[:, :size]
 
   def _by_part(self, x: Array) -> Array:
@@ -317,10 +318,7 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     # One branch a size; the last one that has room for all that are not done.
     sizes = compaction.sizes(stage, end - start) if compaction else [g]
     branches = [_compacted(setup, compaction, size, decode) for size in sizes]
-    alive = g
-    if compaction:
-      done = compaction.done_by_part(samples.done)
-      alive = jnp.max(jnp.sum(~done, axis=1))
+    alive = compaction.most_alive(samples.done) if compaction else g
     branch = sum(alive <= size for size in sizes[1:])
     if len(sizes) > 1:  # and one that does nothing, where all are done
       branches.append(lambda samples, cache: (samples, cache))

@@ -47,21 +47,15 @@ def _constrain_rows(x: Array) -> Array:
   return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *rest))
 
 
-def _by_device(x: Array, devices: int) -> Array:
-  """[n, ...] -> [C, n / C, ...]."""
+def by_device(x: Array, devices: int) -> Array:
+  """Returns what each device has: [n, ...] -> [C, n / C, ...]."""
   return x.reshape(devices, -1, *x.shape[1:])
 
 
 def find_tokens(
   real: Bool[Array, "B G S"], devices: int, size: int
 ) -> TokenIndex:
-  """Finds the real tokens of padded rows.
-
-  Args:
-    real: True on real tokens.
-    devices: C, which divides B.
-    size: N; tokens beyond it, of any device, are nowhere.
-  """
+  """Finds the real tokens of padded rows; those beyond N = size are nowhere."""
   real = _constrain_rows(real.reshape(devices, -1))
   count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
   token_of_place = jnp.where(real & (count <= size), count - 1, size)
@@ -156,8 +150,8 @@ class FlatTokens(NamedTuple):
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
     """Repeats values of prompts for each of their rows."""
-    by_device = _by_device(x, len(self.prompt_of_row))
-    rows = _repeat(by_device, self.prompt_of_row)
+    x_of_device = by_device(x, len(self.prompt_of_row))
+    rows = _repeat(x_of_device, self.prompt_of_row)
     return _constrain_rows(rows.reshape(-1, *x.shape[1:]))
 
   def of_tokens(
@@ -168,5 +162,5 @@ class FlatTokens(NamedTuple):
     width = self.rows.token_of_place.shape[1] // rows
     row = jnp.minimum(self.rows.place_of_token // width, rows - 1)
     prompt_of_token = jnp.take_along_axis(self.prompt_of_row, row, axis=1)
-    tokens = _repeat(_by_device(x, devices), prompt_of_token)
+    tokens = _repeat(by_device(x, devices), prompt_of_token)
     return _constrain_rows(tokens[:, None])

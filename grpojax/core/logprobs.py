@@ -36,53 +36,30 @@ def completion_hidden(
   params: Params,
   prompt_ids: Int[Array, "B P"],
   prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "B G S"],
-  positions: Int[Array, "B G S"] | None = None,
-  segments: Int[Array, "B G S"] | None = None,
-) -> Float[Array, "B G S D"]:
-  """Returns the hidden states that predict each completion token.
+  ids: Int[Array, "n G S"],
+  positions: Int[Array, "n G S"] | None = None,
+  segments: Int[Array, "n G S"] | None = None,
+  flat: FlatTokens | None = None,
+  load_weights: tuple[Array, Array] | None = None,
+) -> tuple[Float[Array, "*tokens D"], Any]:
+  """Returns the hidden states that predict completion tokens, and the load.
 
   A token is predicted by the state of the token before it, the first one of a
   completion (position 0) by the state of the last prompt token. The prompt is
-  computed once for its whole group.
-  """
-  hidden, _ = _hidden_and_load(
-    lm,
-    params,
-    prompt_ids,
-    prompt_mask,
-    ids,
-    positions=positions,
-    segments=segments,
-  )
-  return hidden
-
-
-def _hidden_and_load(
-  lm,
-  params,
-  *prompts_and_ids,
-  positions,
-  segments,
-  flat=None,
-  load_weights=None,
-):
-  """Returns `completion_hidden` and, with weights, the routers' load.
-
-  With `flat` the hidden states are of flat tokens, [C, 1, N, D].
+  computed once for its whole group. The states are [B, G, S, D] or, `flat`, of
+  flat tokens [C, 1, N, D]; the load is None without weights.
   """
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
     options["flat"] = flat
   if load_weights is not None:
     last, hidden, load = lm.forward_with_load(
-      params, *prompts_and_ids, load_weights=load_weights, **options
+      params, prompt_ids, prompt_mask, ids, load_weights=load_weights, **options
     )
   elif lm.forward is not None:
-    last, hidden = lm.forward(params, *prompts_and_ids, **options)
+    last, hidden = lm.forward(params, prompt_ids, prompt_mask, ids, **options)
   else:
-    *prompts, ids = prompts_and_ids
-    prefix = lm.prefill(params, *prompts)
+    prefix = lm.prefill(params, prompt_ids, prompt_mask)
     last = prefix.last_hidden
     hidden, _ = lm.extend(params, prefix, ids, **options)
   first = last[:, None, None]
@@ -94,29 +71,6 @@ def _hidden_and_load(
   if positions is not None:  # several completions begin in a row
     before = jnp.where((positions == 0)[..., None], first, before)
   return before, load
-
-
-def _chunks(
-  x: Float[Array, "B G S *more"] | Int[Array, "B G S"], positions: int
-) -> Array:
-  """[B, G, S, ...] -> [S / positions, B, G, positions, ...], padded with 0."""
-  widths = [(0, 0) for _ in x.shape]
-  widths[2] = (0, -x.shape[2] % positions)
-  x = jnp.pad(x, widths)
-  x = x.reshape(*x.shape[:2], -1, positions, *x.shape[3:])
-  return jnp.moveaxis(x, 2, 0)
-
-
-def _positions_of_chunk(shape: tuple[int, int, int], size: int) -> int:
-  """Returns the number of positions of [B, G, S] tokens that make a chunk.
-
-  All rows take part in each chunk, because the mesh cuts them: so none leaves
-  its device. The chunks are of about the same size.
-  """
-  b, g, s = shape
-  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
-  count = -(-s // max(1, size // rows))
-  return -(-s // count)
 
 
 def _is_16_bit(x):
@@ -165,6 +119,66 @@ def _logprob_and_entropy_jvp(entropy_gradient, primals, tangents):
   if entropy_gradient:
     of_entropy = moved(-p * (log_p + entropy[..., None]))
   return (logprobs, entropy), (moved(chosen - p), of_entropy)
+
+
+def _in_chunks(
+  lm: LM,
+  params: Params,
+  hidden: Float[Array, "B G S D"],
+  ids: Int[Array, "B G S"],
+  seen_by: tuple[Array, Array, Array | None] | None,
+  *,
+  sampling: Sampling,
+  chunk_size: int,
+  entropy_gradient: bool,
+) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
+  """Returns log-probabilities and entropies, with logits of a chunk at a time.
+
+  `seen_by` are, with a repetition penalty, the first places of all tokens and
+  the positions and segments of these (`repetition.seen_before`).
+  """
+  # Of its logits, only sums over the vocabulary are saved for the backward
+  # pass.
+  saved = ("log_sum_exp", "entropy") if entropy_gradient else ("log_sum_exp",)
+
+  @functools.partial(
+    jax.checkpoint,
+    policy=jax.checkpoint_policies.save_only_these_names(*saved),
+    prevent_cse=False,  # under a scan nothing can be merged with it
+  )
+  def of_chunk(wide, hidden, ids, *where):
+    narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
+    logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
+    logits = constrain(logits, "batch", "group", None, "vocabulary")
+    seen = None
+    if seen_by is not None:
+      seen = repetition.seen_before(seen_by[0], *where)
+    logits = transform_logits(logits, sampling, keep=ids, seen=seen)
+    return _logprob_and_entropy(logits, ids, entropy_gradient)
+
+  # The gradients of parameters that are used in chunks are added up over them.
+  wide = jax.tree.map(
+    lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
+  )
+  arrays = hidden, ids, *(seen_by[1:] if seen_by is not None else ())
+  # All rows take part in each chunk, because the mesh cuts them: so none leaves
+  # its device. The chunks are of about as many positions.
+  b, g, s = ids.shape
+  rows = b * g // math.prod(sample_cuts(b, g))  # of a device
+  count = -(-s // max(1, chunk_size // rows))
+  size = -(-s // count)
+
+  def to_chunks(x):  # [B, G, S, ...] -> [S / size, B, G, size, ...]
+    padding = [(0, -s % size if axis == 2 else 0) for axis in range(x.ndim)]
+    x = jnp.pad(x, padding).reshape(b, g, -1, size, *x.shape[3:])
+    return jnp.moveaxis(x, 2, 0)
+
+  _, chunks = jax.lax.scan(
+    lambda _, chunk: (None, of_chunk(wide, *chunk)),
+    None,
+    jax.tree.map(to_chunks, arrays),
+  )
+  return tuple(jnp.moveaxis(x, 0, 2).reshape(b, g, -1)[..., :s] for x in chunks)
 
 
 def token_logprobs(
@@ -256,16 +270,9 @@ def logprobs_and_load(
   if penalised and segments is not None and samples is None:
     raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, longest=None)
-  hidden, load = _hidden_and_load(
-    lm,
-    params,
-    prompt_ids,
-    prompt_mask,
-    ids,
-    positions=positions,
-    segments=segments,
-    flat=flat,
-    load_weights=load_weights,
+  where = positions, segments, flat, load_weights
+  hidden, load = completion_hidden(
+    lm, params, prompt_ids, prompt_mask, ids, *where
   )
   if flat is not None:
     ids, positions, segments = (
@@ -283,37 +290,15 @@ def logprobs_and_load(
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
 
-  # Of its logits, only sums over the vocabulary are saved for the backward
-  # pass.
-  saved = ("log_sum_exp", "entropy") if entropy_gradient else ("log_sum_exp",)
-
-  @functools.partial(
-    jax.checkpoint,
-    policy=jax.checkpoint_policies.save_only_these_names(*saved),
-    prevent_cse=False,  # under a scan nothing can be merged with it
-  )
-  def of_chunk(wide, hidden, ids, positions=None, segments=None):
-    narrow = lambda x, like: x.astype(like.dtype) if _is_16_bit(like) else x
-    logits = lm.unembed(jax.tree.map(narrow, wide, params), hidden)
-    logits = constrain(logits, "batch", "group", None, "vocabulary")
-    seen = None
-    if penalised:
-      seen = repetition.seen_before(first, positions, segments)
-    logits = transform_logits(logits, sampling, keep=ids, seen=seen)
-    return _logprob_and_entropy(logits, ids, entropy_gradient)
-
-  # The gradients of parameters that are used in chunks are added up over them.
-  wide = jax.tree.map(
-    lambda x: x.astype(jnp.float32) if _is_16_bit(x) else x, params
-  )
-  arrays = (hidden, ids, positions, segments) if penalised else (hidden, ids)
-  count = _positions_of_chunk(ids.shape, chunk_size)
-  chunks = jax.tree.map(lambda x: _chunks(x, count), arrays)
-  _, chunks = jax.lax.scan(
-    lambda _, chunk: (None, of_chunk(wide, *chunk)), None, chunks
-  )
-  logprobs, entropy = (
-    jnp.moveaxis(x, 0, 2).reshape(*ids.shape[:2], -1)[..., : ids.shape[2]]
-    for x in chunks
+  seen_by = (first, positions, segments) if penalised else None
+  logprobs, entropy = _in_chunks(
+    lm,
+    params,
+    hidden,
+    ids,
+    seen_by,
+    sampling=sampling,
+    chunk_size=chunk_size,
+    entropy_gradient=entropy_gradient,
   )
   return TokenLogprobs(logprobs, entropy, load)

@@ -22,6 +22,9 @@ from grpojax.core.decoding import (
 )
 from grpojax.core.mesh import sample_cuts
 
+_put = jax.vmap(lambda x, row, new: x.at[row].set(new, mode="drop"))
+_put_token = jax.vmap(lambda x, row, t, new: x.at[row, t].set(new, mode="drop"))
+
 
 class _Slots(NamedTuple):
   """State of the slots.
@@ -120,19 +123,14 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
     ids, logprobs, seen = draw(setup, keys, slots.tokens, hidden, slots.seen)
     ended = jnp.isin(ids, setup.eos)
     over = ended | (slots.tokens + 1 >= limit)
-    # The token is written to its sample; that of an idle slot to number G,
-    # which there is not.
-    row = jnp.where(alive, chosen, g)
-    put_token = jax.vmap(
-      lambda x, row, t, new: x.at[row, t].set(new, mode="drop")
-    )
-    put = jax.vmap(lambda x, row, new: x.at[row].set(new, mode="drop"))
+    # What idle slots draw is written to sample number G, which there is not.
+    row, t = jnp.where(alive, chosen, g), slots.tokens
     samples = Samples(
-      ids=put_token(samples.ids, row, slots.tokens, ids),
-      logprobs=put_token(samples.logprobs, row, slots.tokens, logprobs),
-      length=put(samples.length, row, slots.tokens + 1),
-      finished=put(samples.finished, row, ended),
-      done=put(samples.done, row, over),
+      ids=_put_token(samples.ids, row, t, ids),
+      logprobs=_put_token(samples.logprobs, row, t, logprobs),
+      length=_put(samples.length, row, t + 1),
+      finished=_put(samples.finished, row, ended),
+      done=_put(samples.done, row, over),
     )
     slots = _refill(setup, slots._replace(seen=seen), ids, over & alive)
     return i + 1, constrain_samples(samples), slots, cache

@@ -79,7 +79,7 @@ def raw(tiny, samples):
 
   @jax.jit
   def run():
-    hidden = completion_hidden(
+    hidden, _ = completion_hidden(
       tiny.lm, tiny.params, *prompts, samples.completion_ids
     )
     return hidden, tiny.lm.unembed(tiny.params, hidden)
