@@ -171,10 +171,12 @@ def test_shapes_are_few_as_lengths_drift(parts):
     mean = 128 + 30 * np.sin(step / 9)
     lengths = np.clip(rng.normal(mean, mean / 3, (64, 16)), 1, 512).astype(int)
     prompts = np.clip(rng.normal(90, 20, 64), 1, 128).astype(int)
-    found = packing_layout.plan(lengths, 512, prompts, 128, micro_batches=parts)
-    rows = found.rows
+    planned = packing_layout.plan(
+      lengths, 512, prompts, 128, micro_batches=parts
+    )
+    rows = planned.rows
     shapes.add(
-      (rows.sample_of_token.shape, found.prompt_of_copy.shape, rows.sizes)
+      (rows.sample_of_token.shape, planned.prompt_of_copy.shape, rows.sizes)
     )
   assert 3 < len(shapes) < 15
 
@@ -200,10 +202,10 @@ def test_what_cannot_be_packed_is_refused():
   one = np.array([1])
   with pytest.raises(ValueError, match="3 samples cannot be cut into 2"):
     packing_layout.plan(np.ones((1, 3), int), 3, one, 1, micro_batches=2)
-  found = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
-  packing.check_parts(found, (3, 4, 8), 8, 1)
+  planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
+  packing.check_parts(planned, (3, 4, 8), 8, 1)
   with pytest.raises(ValueError, match="packed in 1 micro-batches, each is"):
-    packing.check_parts(found, (3, 4, 8), 8, 12)
+    packing.check_parts(planned, (3, 4, 8), 8, 12)
 
 
 @pytest.mark.parametrize("minibatches, parts", [(1, 1), (1, 4), (2, 2)])
@@ -212,19 +214,19 @@ def test_joined_is_what_was_split(minibatches, parts):
   mask = np.arange(16) < lengths[..., None]
   values = jax.random.normal(KEY, mask.shape)
   cut = minibatches, parts
-  found = packing_layout.plan(lengths, 16, np.ones(4, int), 1, *cut)
-  assert found.micro_batches() // minibatches > (parts > 1) - 1
+  planned = packing_layout.plan(lengths, 16, np.ones(4, int), 1, *cut)
+  assert planned.micro_batches() // minibatches > (parts > 1) - 1
 
   @jax.jit
-  def there_and_back(values, found):
+  def there_and_back(values, planned):
     _, values, here, rows = packing.split(
-      values[:, 0, 0], jnp.where(mask, values, 0), found
+      values[:, 0, 0], jnp.where(mask, values, 0), planned
     )
     # Of a sample that is not in a part, anything.
-    return packing.join(jnp.where(here[..., None], values, 7.0), found)
+    return packing.join(jnp.where(here[..., None], values, 7.0), planned)
 
   np.testing.assert_array_equal(
-    there_and_back(values, found), np.where(mask, values, 0)
+    there_and_back(values, planned), np.where(mask, values, 0)
   )
 
 
