@@ -137,8 +137,7 @@ def _in_chunks(
   `seen_by` are, with a repetition penalty, the first places of all tokens and
   the positions and segments of these (`repetition.seen_before`).
   """
-  # Of its logits, only sums over the vocabulary are saved for the backward
-  # pass.
+  # Only sums over the vocabulary are saved for the backward pass.
   saved = ("log_sum_exp", "entropy") if entropy_gradient else ("log_sum_exp",)
 
   @functools.partial(
@@ -203,14 +202,11 @@ def token_logprobs(
 
   Returns:
     `(logprobs, entropy)` in float32.
-
-  Raises:
-    ValueError: as `logprobs_and_load`.
   """
-  result = logprobs_and_load(
+  logprobs, entropy, _ = logprobs_and_load(
     lm, params, prompt_ids, prompt_mask, ids, **options
   )
-  return result.logprobs, result.entropy
+  return logprobs, entropy
 
 
 def logprobs_and_load(
@@ -266,13 +262,20 @@ def logprobs_and_load(
   check_prompts(lm, params, prompt_ids, prompt_mask)
   if chunk_size < 1:
     raise ValueError(f"chunk_size={chunk_size} must be at least 1")
-  penalised, first = sampling.repetition_penalty != 1, None
+  penalised, seen_by = sampling.repetition_penalty != 1, None
   if penalised and segments is not None and samples is None:
     raise ValueError("a repetition penalty of packed rows needs `samples`")
   lm, params = lm.prepared(params, longest=None)
-  where = positions, segments, flat, load_weights
   hidden, load = completion_hidden(
-    lm, params, prompt_ids, prompt_mask, ids, *where
+    lm,
+    params,
+    prompt_ids,
+    prompt_mask,
+    ids,
+    positions=positions,
+    segments=segments,
+    flat=flat,
+    load_weights=load_weights,
   )
   if flat is not None:
     ids, positions, segments = (
@@ -289,8 +292,7 @@ def logprobs_and_load(
       first = first.reshape(len(ids), -1, first.shape[-1])
     if positions is None:
       positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-
-  seen_by = (first, positions, segments) if penalised else None
+    seen_by = first, positions, segments
   logprobs, entropy = _in_chunks(
     lm,
     params,

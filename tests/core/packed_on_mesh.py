@@ -98,9 +98,10 @@ def check_forward(mesh_, lm, params, drawn, layout):
   text = gradient.lower(params, given, ids, layout).compile().as_text()
   sent = set(re.findall(r"all-\w+|collective-\w+|reduce-scatter", text))
   assert sent == {"all-reduce"}, sent  # of the gradients
-  loops = re.findall(r"\n%?[\w.-]*body[^\n]*{\n(.*?)\n}", text, re.DOTALL)
-  inside = [line for body in loops for line in body.splitlines()]
-  sums = [line for line in inside if " all-reduce(" in line]
+  loops = set(re.findall(r"\bbody=%?([\w.-]+)", text))
+  computations = re.findall(r"\n%?([\w.-]+) [^\n]*{\n(.*?)\n}", text, re.DOTALL)
+  sums = [body for name, body in computations if name in loops]
+  sums = [body for body in sums if " all-reduce(" in body]
   assert loops and not sums, sums
 
 
