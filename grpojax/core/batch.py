@@ -179,8 +179,8 @@ def _rollout_logprobs(
   prompts = rollout.prompt_ids, rollout.prompt_mask
   ids = rollout.completion_ids
   if packing is not None:
-    sizes = ids.shape, rollout.prompt_ids.shape[-1]
-    packing_lib.check_parts(packing, *sizes, micro_batches)
+    prompt_length = rollout.prompt_ids.shape[-1]
+    packing_lib.check_parts(packing, ids.shape, prompt_length, micro_batches)
     prompts, ids, _, rows = packing_lib.split(prompts, ids, packing)
     logprobs = jax.lax.map(of_micro_batch, (prompts, (ids, rows)))
     return packing_lib.join(logprobs, packing)

@@ -1,9 +1,12 @@
 """The loops over tokens that `rollout` samples with.
 
-How the loop is cut changes no sample: token t of a sample draws from the
+How the loop is arranged changes no sample: token t of a sample draws from the
 sample's own key and t alone. It changes the work: `in_stages` follows the
 tokens that are in the cache and the samples that are not done,
 `slots.through_slots` the memory that there is.
+
+    stage 0   tokens 1 .. 16    cache of 16   all samples
+    stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
 """
 
 from collections.abc import Callable
@@ -13,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
-from grpojax.core import compaction, repetition
-from grpojax.core.compaction import Compaction
-from grpojax.core.mesh import constrain
+from grpojax.core import repetition
+from grpojax.core.mesh import constrain, sample_cuts
 from grpojax.core.options import (
   NOT_NEGATIVE,
   ONE_OR_MORE,
@@ -24,6 +26,10 @@ from grpojax.core.options import (
 )
 from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Cache, Params, Prefix
+
+LEAST_TOKENS = 48
+"""Tokens that a stage has to have, to be compiled for several sizes: to decode
+fewer takes less time than XLA does."""
 
 
 @frozen_options
@@ -34,7 +40,7 @@ class Decoding:
   begun. Compaction, at the start of each stage but the first, takes the samples
   that are not done in a batch of a half, a quarter or an eighth of the group
   (where no group has more of them); where a group is one sample, of a quarter
-  of the prompts. It is done in long stages only (`compaction.WORTH`). In a slot
+  of the prompts. It is done in long stages only (`LEAST_TOKENS`). In a slot
   the next sample begins where one is done; with fewer slots than samples there
   are no stages.
   """
@@ -66,17 +72,17 @@ class Samples(NamedTuple):
 
 
 class Setup(NamedTuple):
-  """What does not change while decoding.
+  """All that does not change while decoding.
 
   Attributes:
-    lm: prepared for decoding.
-    params: likewise.
-    prefix: of the prompts.
-    keys: one of each sample.
-    limit: tokens that each sample may have.
-    eos: ids that end a completion.
-    sampling: the distribution.
-    in_prompt: tokens that each prompt has; None without a repetition penalty.
+    lm: Model, prepared for decoding.
+    params: Its parameters, likewise.
+    prefix: Prefix of the prompts.
+    keys: Key of each sample.
+    limit: Number of tokens that each sample may have.
+    eos: Ids that end a completion.
+    sampling: Distribution to draw from.
+    in_prompt: Tokens that each prompt has; None without a repetition penalty.
   """
 
   lm: LM
@@ -89,9 +95,94 @@ class Setup(NamedTuple):
   in_prompt: Bool[Array, "B V"] | None = None
 
 
-def rows(tree: PyTree) -> PyTree:
-  """Arrays [B, G, ...], laid out over the mesh in context."""
+def constrain_samples(tree: PyTree) -> PyTree:
+  """Lays arrays [B, G, ...] out over the mesh in context."""
   return jax.tree.map(lambda x: constrain(x, "batch", "group"), tree)
+
+
+take = jax.vmap(lambda x, index: x[index])
+"""Takes entries of the second axis: [n, m, ...], [n, few] -> [n, few, ...]."""
+
+
+class Compaction(NamedTuple):
+  """Puts the samples together that are not done.
+
+  Rows are seen as [parts, size, ...]: the samples of each group or, where a
+  group is one sample, the prompts of each device. None leaves its part, so that
+  nothing crosses devices.
+
+      done     [[0, 1, 1, 0], [1, 1, 0, 1]]
+      order 2  [[0, 3], [2, 0]]  of each part two rows, those not done first
+
+  Attributes:
+    parts: Number of parts.
+    size: Number of rows of each part.
+    of_prompts: True where a row is a prompt.
+  """
+
+  parts: int
+  size: int
+  of_prompts: bool
+
+  def sizes(self, stage: int, tokens: int) -> list[int]:
+    """Returns the sizes of parts that are compiled for a stage, descending.
+
+    A program of one sample a prompt is an evaluation's, and runs seldom: it has
+    one more size at most.
+
+    Args:
+      stage: Number of the stage; the first, 0, has all rows.
+      tokens: Number of tokens that it has at most.
+    """
+    if tokens < LEAST_TOKENS:
+      return [self.size]
+    halvings = [0, 2] if self.of_prompts else range(4)
+    allowed = halvings[: stage + 1]
+    return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
+
+  def most_alive(self, done: Bool[Array, "B G"]) -> Int[Array, ""]:
+    """Returns the number of rows not done, in the part with most of them."""
+    done = done.reshape(self.parts, self.size)
+    return jnp.max(jnp.sum(~done, axis=1))
+
+  def order(
+    self, done: Bool[Array, "B G"], size: int
+  ) -> Int[Array, "parts {size}"]:
+    """Returns `size` rows of each part, those that are not done first."""
+    done = done.reshape(self.parts, self.size)
+    return jnp.argsort(done, axis=1, stable=True)[:, :size]
+
+  def _by_part(self, x: Array) -> Array:
+    """[B, G, ...] or, of prompts, [B, ...] -> [parts, size, ...]."""
+    lead = 1 if self.of_prompts else 2
+    return x.reshape(self.parts, self.size, *x.shape[lead:])
+
+  def take(self, x: Array, order: Int[Array, "parts few"]) -> Array:
+    """Takes those rows of an array [B, G, ...] or, of prompts, [B, ...]."""
+    few = take(self._by_part(x), order)
+    return few.reshape(-1, *x.shape[1:]) if self.of_prompts else few
+
+  def put(self, new: Array, x: Array, order: Int[Array, "parts few"]) -> Array:
+    """Puts those rows into their places in an array again."""
+    new = new.reshape(*order.shape, *x.shape[1 if self.of_prompts else 2 :])
+    put = jax.vmap(lambda x, order, new: x.at[order].set(new))
+    return put(self._by_part(x), order, new).reshape(x.shape)
+
+
+def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
+  """Returns how samples are put together, or None where nothing can be.
+
+  Args:
+    shape: B and G.
+    prompts: True where prompts can be left out.
+  """
+  b, g = shape
+  parts, of_groups = sample_cuts(b, g)
+  if g > 1:  # no sample may change its device
+    return None if of_groups > 1 else Compaction(b, g, False)
+  if not prompts or b == parts:
+    return None
+  return Compaction(parts, b // parts, True)
 
 
 def draw(
@@ -101,7 +192,7 @@ def draw(
   hidden: Float[Array, "B G D"],
   seen: Bool[Array, "B G V"] | None,
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"], Bool[Array, "B G V"] | None]:
-  """Token t of each sample, its log-probability, and `seen` with it.
+  """Draws token t of each sample: ids, log-probabilities, and `seen` with it.
 
   It draws from the sample's own key and t alone, so that neither the batch nor
   the order of the loop can change it.
@@ -117,47 +208,40 @@ def draw(
 def _append(
   setup: Setup,
   samples: Samples,
-  of_samples: tuple[Key[Array, "B G"], Int[Array, "B G"]],
   t: Int[Array, ""],
   hidden: Float[Array, "B G D"],
 ) -> Samples:
   """Draws token t of every sample that is not done."""
-  keys, limit = of_samples
   alive = ~samples.done
-  ids, logprobs, seen = draw(setup, keys, t, hidden, samples.seen)
+  ids, logprobs, seen = draw(setup, setup.keys, t, hidden, samples.seen)
 
-  def at_t(old, new):  # what is drawn for samples that are done is not written
-    kept = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
-    return old.at[:, :, t].set(jnp.where(alive, new, kept))
+  def at_t(old, new):  # of samples that are done nothing is written
+    before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
+    return old.at[:, :, t].set(jnp.where(alive, new, before))
 
   length = samples.length + alive
   ended = alive & jnp.isin(ids, setup.eos)
   return Samples(
-    at_t(samples.ids, ids),
-    at_t(samples.logprobs, logprobs),
-    length,
-    samples.finished | ended,
-    samples.done | ended | (length >= limit),
-    seen,
+    ids=at_t(samples.ids, ids),
+    logprobs=at_t(samples.logprobs, logprobs),
+    length=length,
+    finished=samples.finished | ended,
+    done=samples.done | ended | (length >= setup.limit),
+    seen=seen,
   )
 
 
 def _decode(
-  setup: Setup,
-  samples: Samples,
-  of_samples: tuple[Key[Array, "B G"], Int[Array, "B G"]],
-  cache: Cache,
-  first: int,
-  count: int,
+  setup: Setup, samples: Samples, cache: Cache, first: int, count: int
 ) -> tuple[Samples, Cache]:
-  """Tokens `first`, ... of all samples, `count` or until all are done."""
+  """Draws tokens `first`, ... of all samples, `count` or until all are done."""
 
   def body(state):
     i, samples, cache = state
     t = first + i
     last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
     hidden, cache = setup.lm.extend(setup.params, setup.prefix, last, cache)
-    samples = _append(setup, samples, of_samples, t, hidden[:, :, 0])
+    samples = _append(setup, samples, t, hidden[:, :, 0])
     return i + 1, samples, cache
 
   def goes_on(state):
@@ -168,38 +252,40 @@ def _decode(
 
 
 def _stage_ends(count: int, stages: int) -> list[int]:
-  """Where stages of about the same length end; in whole 16s but the last."""
+  """Returns ends of stages of about the same length, in whole 16s but one."""
   stages = min(stages, max(count // 16, 1))
   ends = {round(count * i / stages / 16) * 16 for i in range(1, stages)}
   return [*sorted(ends), count]
 
 
-Loop = Callable[..., tuple[Samples, Cache]]
+Loop = Callable[[Setup, Samples, Cache], tuple[Samples, Cache]]
 
 
 def _compacted(
-  setup: Setup, how: Compaction | None, size: int, decode: Loop
-) -> Loop:
-  """`decode(setup, ...)` of `size` rows of each part, those not done first."""
+  setup: Setup, compaction: Compaction | None, size: int, decode: Loop
+) -> Callable[[Samples, Cache], tuple[Samples, Cache]]:
+  """Makes a loop over `size` rows of each part, those not done first."""
 
-  def run(samples, of_samples, cache):
-    if how is None or size == how.size:
-      return decode(setup, samples, of_samples, cache)
-    order, few_setup = how.order(samples.done, size), setup
-    few_of = lambda x: how.take(x, order)
-    if how.of_prompts:
-      prefix = setup.lm.map_prefix_rows(few_of, setup.prefix)
-      few_setup = setup._replace(prefix=prefix)
+  def run(samples, cache):
+    if compaction is None or size == compaction.size:
+      return decode(setup, samples, cache)
+    order, lm = compaction.order(samples.done, size), setup.lm
+    few_of = lambda x: compaction.take(x, order)
+    few_setup = setup._replace(
+      keys=few_of(setup.keys), limit=few_of(setup.limit)
+    )
+    if compaction.of_prompts:
+      prefix = lm.map_prefix_rows(few_of, setup.prefix)
+      few_setup = few_setup._replace(prefix=prefix)
     few, few_cache = decode(
       few_setup,
-      rows(jax.tree.map(few_of, samples)),
-      jax.tree.map(few_of, of_samples),
-      setup.lm.map_cache_rows(few_of, cache),
+      constrain_samples(jax.tree.map(few_of, samples)),
+      lm.map_cache_rows(few_of, cache),
     )
-    put = lambda new, x: how.put(new, x, order)
+    put = lambda new, x: compaction.put(new, x, order)
     return (
-      rows(jax.tree.map(put, few, samples)),
-      setup.lm.map_cache_rows(put, few_cache, cache),
+      constrain_samples(jax.tree.map(put, few, samples)),
+      lm.map_cache_rows(put, few_cache, cache),
     )
 
   return run
@@ -209,13 +295,12 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   """Decodes all samples side by side, see `Decoding`.
 
   Args:
-    setup: of the loop.
-    samples: without a token.
-    decoding: its stages and whether they are compacted. A model without
+    setup: Setup of the loop.
+    samples: Samples without a token.
+    decoding: Its stages and whether they are compacted. A model without
       `grow_cache` and `map_cache_rows` has one stage.
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
-  of_samples = setup.keys, setup.limit
   if setup.in_prompt is not None:
     seen = jnp.broadcast_to(
       setup.in_prompt[:, None], (b, g, setup.in_prompt.shape[-1])
@@ -223,16 +308,16 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     samples = samples._replace(seen=seen)
   first = setup.prefix.last_hidden[:, None]
   first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
-  samples = _append(setup, samples, of_samples, jnp.int32(0), first)
+  samples = _append(setup, samples, jnp.int32(0), first)
   if t_max == 1:
     return samples
   # Each token but the last is put into the cache, when the next one is drawn.
   growing = lm.grow_cache is not None and lm.map_cache_rows is not None
   ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
   cache, start = lm.init_cache(b, g, ends[0]), 0
-  how = None
+  compaction = None
   if growing and decoding.compact:
-    how = compaction.find((b, g), lm.map_prefix_rows is not None)
+    compaction = find_compaction((b, g), lm.map_prefix_rows is not None)
   for stage, end in enumerate(ends):
     if stage:
       cache = lm.grow_cache(cache, end - start)
@@ -240,13 +325,14 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
     def decode(*args, first=start + 1, count=end - start):
       return _decode(*args, first, count)
 
-    sizes = how.sizes(stage, end - start) if how else [g]
-    branches = [_compacted(setup, how, size, decode) for size in sizes]
-    alive = jnp.max(jnp.sum(~how.parted(samples.done), axis=1)) if how else g
-    fits = sum(alive <= size for size in sizes[1:])  # in how many of these
-    if len(sizes) > 1:  # nothing is moved where nothing is left
-      branches.append(lambda samples, _, cache: (samples, cache))
-      fits = jnp.where(alive == 0, len(sizes), fits)
-    samples, cache = jax.lax.switch(fits, branches, samples, of_samples, cache)
+    # One branch a size; the last one that has room for all that are not done.
+    sizes = compaction.sizes(stage, end - start) if compaction else [g]
+    branches = [_compacted(setup, compaction, size, decode) for size in sizes]
+    alive = compaction.most_alive(samples.done) if compaction else g
+    branch = sum(alive <= size for size in sizes[1:])
+    if len(sizes) > 1:  # and one that does nothing, where all are done
+      branches.append(lambda samples, cache: (samples, cache))
+      branch = jnp.where(alive == 0, len(sizes), branch)
+    samples, cache = jax.lax.switch(branch, branches, samples, cache)
     start = end
   return samples

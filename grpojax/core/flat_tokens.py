@@ -1,16 +1,13 @@
-"""The real tokens of padded rows, side by side, and back again.
+"""From padded rows to their real tokens side by side, and back again.
 
-What a layer does to each token by itself (norms, projections, the MLP, the
-vocabulary) need not be done to padding. Its tokens are flat there:
+The second step of `packing`: a layer has rows for attention alone. Each of C
+devices has rows of its own, and N is a size that all of them have room for:
 
-    rows [B, G, S]               flat [C, 1, N]
+    rows [B, G, S]               tokens [C, 1, N]
     a a a - b b -                a a a b b
     c c d d d d d       ->       c c d d d d d - - -
     e - - - - - -                e f f f
     f f f - - - -
-
-Attention has rows. Each of C devices has rows of its own, and N is a size that
-all of them have room for.
 """
 
 from typing import NamedTuple
@@ -23,21 +20,22 @@ from jaxtyping import Array, Bool, Int, Shaped
 from grpojax.core.mesh import activation_spec, free_axes
 
 
-class Places(NamedTuple):
-  """Where real tokens are among the places of padded rows, and the inverse.
+class TokenIndex(NamedTuple):
+  """Places of real tokens in padded rows, and the inverse.
 
   Attributes:
-    token: of each place of rows [B, G, S] the token among the flat ones; N
-      where there is padding.
-    place: of each flat token its place; B G S / C where there is none.
+    token_of_place: Token that stands at each place of the rows [B, G, S] of a
+      device; N on padding.
+    place_of_token: Place of each token in the rows; B G S / C where a device
+      has fewer than N.
   """
 
-  token: Int[Array, "C n"]
-  place: Int[Array, "C N"]
+  token_of_place: Int[Array, "C n"]
+  place_of_token: Int[Array, "C N"]
 
 
-def _where_rows_are(x: Array) -> Array:
-  """Lays axis 0 out over the mesh in context; the others as they are.
+def _constrain_rows(x: Array) -> Array:
+  """Lays axis 0 out over the mesh in context, and leaves the others.
 
   Those may be cut: heads of keys and values, say.
   """
@@ -45,90 +43,85 @@ def _where_rows_are(x: Array) -> Array:
   if not free_axes(mesh):
     return x
   (rows,) = activation_spec(mesh, x.shape, ("batch",))
-  rest = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-  spec = PartitionSpec(rows, *rest)
-  return jax.lax.with_sharding_constraint(x, spec)
+  rest = [PartitionSpec.UNCONSTRAINED for _ in x.shape[1:]]
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *rest))
 
 
-def places(real: Bool[Array, "B G S"], shards: int, size: int) -> Places:
-  """Finds the real tokens.
+def by_device(x: Array, devices: int) -> Array:
+  """Returns what each device has: [n, ...] -> [C, n / C, ...]."""
+  return x.reshape(devices, -1, *x.shape[1:])
 
-  Args:
-    real: True on real tokens.
-    shards: C, which divides B.
-    size: N; as many as any shard has of them, or more.
-  """
-  real = _where_rows_are(real.reshape(shards, -1))
+
+def find_tokens(
+  real: Bool[Array, "B G S"], devices: int, size: int
+) -> TokenIndex:
+  """Finds the real tokens of padded rows; those beyond N = size are nowhere."""
+  real = _constrain_rows(real.reshape(devices, -1))
   count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
-  token = jnp.where(real & (count <= size), count - 1, size)
+  token_of_place = jnp.where(real & (count <= size), count - 1, size)
   # The place of token n is the first with more than n of them up to there.
   find = lambda count: jnp.searchsorted(count, jnp.arange(size), side="right")
-  return Places(token, jax.vmap(find)(count).astype(jnp.int32))
+  return TokenIndex(token_of_place, jax.vmap(find)(count).astype(jnp.int32))
 
 
 @jax.custom_vjp
 def _take(x, index, inverse):
-  """Entries of each shard of x; 0 for an index that lies outside."""
+  """Entries of each device's x; 0 for an index that lies outside.
+
+  No entry is taken twice: backward they are taken by the inverse index, and
+  nothing is scattered.
+  """
   del inverse
   look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
   return jax.vmap(look_up)(x, index)
 
 
-def _take_forward(x, index, inverse):
-  return _take(x, index, inverse), (index, inverse)
-
-
 def _take_backward(indices, gradient):
-  """No entry is taken twice, so that it is taken back by the inverse."""
   index, inverse = indices
   return _take(gradient, inverse, index), None, None
 
 
-_take.defvjp(_take_forward, _take_backward)
+_take.defvjp(
+  lambda x, index, inverse: (_take(x, index, inverse), (index, inverse)),
+  _take_backward,
+)
 
 
 def flatten(
-  x: Shaped[Array, "B G S *more"], places: Places
+  x: Shaped[Array, "B G S *more"], index: TokenIndex
 ) -> Shaped[Array, "C 1 N *more"]:
-  """The real tokens alone; 0 where there are fewer than N."""
-  shards = len(places.token)
-  x = _where_rows_are(x.reshape(shards, -1, *x.shape[3:]))
-  x = _take(x, places.place, places.token)
-  return _where_rows_are(x[:, None])
+  """Takes the real tokens out of rows; 0 where there are fewer than N."""
+  x = x.reshape(len(index.token_of_place), -1, *x.shape[3:])
+  x = _take(_constrain_rows(x), index.place_of_token, index.token_of_place)
+  return _constrain_rows(x[:, None])
 
 
 def unflatten(
-  x: Shaped[Array, "C 1 N *more"], places: Places, shape: tuple[int, int, int]
+  x: Shaped[Array, "C 1 N *more"],
+  index: TokenIndex,
+  shape: tuple[int, int, int],
 ) -> Shaped[Array, "B G S *more"]:
-  """The inverse of `flatten`; 0 on padding.
-
-  Args:
-    x: of flat tokens.
-    places: of these.
-    shape: B, G and S.
-  """
-  x = _take(x[:, 0], places.token, places.place)
-  return _where_rows_are(x.reshape(*shape, *x.shape[2:]))
+  """Puts tokens into rows of `shape` B, G, S; 0 on padding."""
+  x = _take(x[:, 0], index.token_of_place, index.place_of_token)
+  return _constrain_rows(x.reshape(*shape, *x.shape[2:]))
 
 
 @jax.custom_vjp
-def _share(x, owners):
-  """Of each row what is of its owner: [C, U, ...], [C, n] -> [C, n, ...]."""
-  return jax.vmap(lambda x, owners: x[owners])(x, owners)
+def _repeat(x, index):
+  """Entries of each device's x, which may be taken several times.
+
+  Backward they are summed in float32, as products.
+  """
+  return jax.vmap(lambda x, index: x[index])(x, index)
 
 
-def _share_forward(x, owners):
-  return _share(x, owners), (owners, x.shape[1])
-
-
-def _share_backward(kept, gradient):
-  """Summed over the rows of each owner in float32, as products."""
-  owners, count = kept
-  own = owners[..., None] == jnp.arange(count)
-  flat = gradient.reshape(*owners.shape, -1)
+def _repeat_backward(residuals, gradient):
+  index, count = residuals
+  chosen = index[..., None] == jnp.arange(count)
+  flat = gradient.reshape(*index.shape, -1)
   total = jnp.einsum(
     "cnu,cnd->cud",
-    own.astype(flat.dtype),
+    chosen.astype(flat.dtype),
     flat,
     preferred_element_type=jnp.promote_types(flat.dtype, jnp.float32),
     precision="highest",
@@ -137,35 +130,37 @@ def _share_backward(kept, gradient):
   return total.reshape(shape).astype(gradient.dtype), None
 
 
-_share.defvjp(_share_forward, _share_backward)
+_repeat.defvjp(
+  lambda x, index: (_repeat(x, index), (index, x.shape[1])), _repeat_backward
+)
 
 
 class FlatTokens(NamedTuple):
   """Real tokens of prompts, and after them of their completions: [C, 1, N].
 
   Attributes:
-    prompts: of the prompts [B, 1, P], the first tokens.
-    rows: of the rows of completions [n, 1, S], the others.
-    owners: the prompt of each row, of those on its device.
+    prompts: Index of the tokens of prompts [B, 1, P], which are the first.
+    rows: Index of the tokens of rows of completions [n, 1, S], the others.
+    prompt_of_row: Prompt of each row, counted among those on its device.
   """
 
-  prompts: Places
-  rows: Places
-  owners: Int[Array, "C rows"]
+  prompts: TokenIndex
+  rows: TokenIndex
+  prompt_of_row: Int[Array, "C rows"]
 
   def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
-    """What is of each prompt, for its rows."""
-    shards = len(self.owners)
-    found = _share(x.reshape(shards, -1, *x.shape[1:]), self.owners)
-    return _where_rows_are(found.reshape(-1, *x.shape[1:]))
+    """Repeats values of prompts for each of their rows."""
+    x_of_device = by_device(x, len(self.prompt_of_row))
+    rows = _repeat(x_of_device, self.prompt_of_row)
+    return _constrain_rows(rows.reshape(-1, *x.shape[1:]))
 
   def of_tokens(
     self, x: Shaped[Array, "B *more"]
   ) -> Shaped[Array, "C 1 N *more"]:
-    """What is of each prompt, for the flat tokens of its rows."""
-    shards, rows = self.owners.shape
-    size = self.rows.token.shape[1] // rows
-    row = jnp.minimum(self.rows.place // size, rows - 1)
-    owners = jnp.take_along_axis(self.owners, row, axis=1)
-    found = _share(x.reshape(shards, -1, *x.shape[1:]), owners)
-    return _where_rows_are(found[:, None])
+    """Repeats values of prompts for each token of their rows."""
+    devices, rows = self.prompt_of_row.shape
+    width = self.rows.token_of_place.shape[1] // rows
+    row = jnp.minimum(self.rows.place_of_token // width, rows - 1)
+    prompt_of_token = jnp.take_along_axis(self.prompt_of_row, row, axis=1)
+    tokens = _repeat(by_device(x, devices), prompt_of_token)
+    return _constrain_rows(tokens[:, None])

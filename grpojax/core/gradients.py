@@ -149,9 +149,9 @@ def split_minibatch(
   batch: Batch, weights: Float[Array, "B G T"], count: int
 ) -> tuple[Batch, Float[Array, "n b g T"]]:
   """Splits a minibatch into `count` micro-batches, or fewer where packed."""
-  sizes = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
+  shape, prompt_length = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
   if batch.packing is not None:
-    packing_lib.check_parts(batch.packing, *sizes, count)
+    packing_lib.check_parts(batch.packing, shape, prompt_length, count)
     return packing_lib.split_batch(batch, weights)
   split = micro_batches_lib.cuts(*batch.completion_ids.shape[:2], count)
   prompts = {field: getattr(batch, field) for field in OF_PROMPTS}

@@ -1,9 +1,16 @@
-"""How the rows of a batch are cut into parts that are computed in turn.
+"""Micro-batches: the equal parts of a batch that are computed in turn.
 
-Prompts are cut first. Where there are not enough of them, groups are cut too,
-and their prompts are computed again for each part; that changes no number, for
-advantages and weights are known before. A packed batch is cut as its layout
-says (`packing`).
+Prompts are split first. Where there are not enough of them, groups are split
+too, and their prompts are computed again for each part; that changes no number,
+for advantages and weights are known before. Four prompts of four samples in
+eight micro-batches, of which each has one prompt and a half of its group:
+
+    prompt 0   a b a b      micro-batches a, c, e, g have samples 0 and 2,
+    prompt 1   c d c d      b, d, f, h samples 1 and 3
+    prompt 2   e f e f
+    prompt 3   g h g h
+
+A packed batch is split as its packing says (`packing`).
 """
 
 import math
@@ -15,35 +22,34 @@ from jaxtyping import PyTree
 from grpojax.core.mesh import row_shards
 
 
-def on_each_device(rows: int) -> int:
-  """How many of so many rows a device has; all where they do not divide."""
-  shards = row_shards(jax.sharding.get_abstract_mesh())
-  return rows // shards if rows % shards == 0 else rows
-
-
-def cuts(prompts: int, group_size: int, parts: int) -> tuple[int, int]:
-  """Into how many parts prompts and groups are cut.
+def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
+  """Divides micro-batches among prompts and groups.
 
   Args:
     prompts: B.
     group_size: G.
-    parts: wanted in all.
+    micro_batches: Number of micro-batches.
 
   Returns:
-    Parts of the prompts and of the groups, whose product is `parts`. With a
-    mesh in context each part keeps a prompt for each device where it can.
+    Number of parts of the prompts and of each group, whose product is
+    `micro_batches`. With a mesh in context each micro-batch has a prompt for
+    each device where it can.
 
   Raises:
-    ValueError: there is no such cut.
+    ValueError: they cannot be divided so.
   """
-  for rows in (on_each_device(prompts), prompts):
-    of_prompts = math.gcd(parts, rows)
-    if group_size % (parts // of_prompts) == 0:
-      return of_prompts, parts // of_prompts
+  shards = row_shards(jax.sharding.get_abstract_mesh())
+  on_device = prompts // shards if prompts % shards == 0 else prompts
+  for rows in (on_device, prompts):
+    of_prompts = math.gcd(micro_batches, rows)
+    of_groups = micro_batches // of_prompts
+    if group_size % of_groups == 0:
+      return of_prompts, of_groups
   raise ValueError(
-    f"{prompts} prompts of {group_size} samples cannot be cut into {parts} "
-    f"equal parts (micro_batches): what is left of {parts} after the prompts, "
-    f"{parts // math.gcd(parts, prompts)}, must divide the group size"
+    f"{prompts} prompts of {group_size} samples cannot be cut into "
+    f"{micro_batches} equal parts (micro_batches): what is left of "
+    f"{micro_batches} after the prompts, {of_groups}, must divide the group "
+    "size"
   )
 
 
@@ -58,7 +64,12 @@ def split_rows(tree: PyTree, parts: int) -> PyTree:
 
 
 def split_prompts(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """Arrays [B, ...] into [parts, rows, ...], once for each part of a group."""
+  """Splits arrays [B, ...] into micro-batches [n, rows, ...].
+
+  Args:
+    tree: Arrays of prompts, which stand once in each part of their group.
+    cut: Parts of the prompts and of the groups, from `cuts`.
+  """
   of_prompts, of_groups = cut
   return jax.tree.map(
     lambda x: jnp.repeat(x, of_groups, axis=0), split_rows(tree, of_prompts)
@@ -66,7 +77,7 @@ def split_prompts(tree: PyTree, cut: tuple[int, int]) -> PyTree:
 
 
 def split_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """Arrays [B, G, ...] into [parts, rows, samples, ...]."""
+  """Splits arrays [B, G, ...] into micro-batches [n, rows, samples, ...]."""
   of_prompts, of_groups = cut
 
   def leaf(x):
@@ -79,7 +90,7 @@ def split_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
 
 
 def join_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """The inverse of `split_samples`."""
+  """Joins micro-batches [n, rows, samples, ...] into [B, G, ...] again."""
   of_prompts, of_groups = cut
 
   def leaf(x):

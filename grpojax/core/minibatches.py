@@ -1,4 +1,4 @@
-"""In what order the epochs of an update take the rows of a batch."""
+"""Minibatches: the order in which each epoch of an update takes the rows."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +8,22 @@ from jaxtyping import Array, Int, Key, PyTree
 def draw_orders(
   key: Key[Array, ""], rows: int, parts: int, epochs: int
 ) -> Int[Array, "epochs blocks parts"]:
-  """In what order each epoch takes the rows, for `split_rows` to part them.
+  """Draws the order in which each epoch takes the rows.
 
-  The first epoch takes them as they come, the others in an order drawn anew
-  within each block of `parts` consecutive rows, so that every row is as likely
-  in any part, and every part has one row of each block: no row has to leave the
-  device that it lies on, and every part stays spread over all devices.
+  `split_rows` then gives row i of every block of `parts` consecutive rows to
+  minibatch i. The first epoch takes the rows as they come, the others in an
+  order drawn anew within each block: every row is as likely in any minibatch,
+  no row leaves the device that it lies on, and every minibatch stays spread
+  over all devices.
+
+      block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
+      0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
 
   Args:
-    key: of this step.
-    rows: a multiple of parts.
-    parts: minibatches an epoch.
-    epochs: at least 1.
+    key: Key of this step.
+    rows: Number of rows, a multiple of parts.
+    parts: Number of minibatches an epoch.
+    epochs: Number of epochs, at least 1.
 
   Returns:
     Places within the blocks.

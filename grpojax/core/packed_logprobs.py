@@ -1,6 +1,5 @@
-"""Log-probabilities of completions, computed on packed rows."""
+"""Log-probabilities of completions, computed on packed rows (`packing`)."""
 
-import functools
 import math
 from typing import Any
 
@@ -9,81 +8,57 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from grpojax.core import flat_tokens
-from grpojax.core import logprobs as logprobs_lib
-from grpojax.core.flat_tokens import FlatTokens
+from grpojax.core.flat_tokens import FlatTokens, by_device
+from grpojax.core.logprobs import TokenLogprobs, logprobs_and_load
 from grpojax.core.packing import Rows
 from grpojax.core.types import LM, Params
 
 
-def _places(ids: Shaped[Array, "U G T"], rows: Rows) -> Int[Array, "devices n"]:
-  """Of each token in rows its place in the samples of its device; -1: none."""
+def _addresses(
+  ids: Shaped[Array, "U G T"], rows: Rows
+) -> Int[Array, "devices n"]:
+  """Returns each token's place in the samples of its device; -1 for none."""
   _, g, t = ids.shape
-  sample = rows.owners[..., None] * g + rows.segments
-  place = jnp.where(rows.segments < 0, -1, sample * t + rows.positions)
-  return place.reshape(rows.part.devices, -1)
+  sample = rows.prompt_of_row[..., None] * g + rows.sample_of_token
+  address = sample * t + rows.position_of_token
+  address = jnp.where(rows.sample_of_token < 0, -1, address)
+  return address.reshape(rows.sizes.devices, -1)
 
 
-def pack(values: Shaped[Array, "U G T"], rows: Rows) -> Shaped[Array, "K 1 W"]:
-  """The samples' tokens as rows; on padding stands any of them."""
-  index, devices = _places(values, rows), rows.part.devices
-  found = jnp.take_along_axis(
-    values.reshape(devices, -1), index, axis=1, mode="clip"
-  )
-  return found.reshape(-1, 1, rows.segments.shape[-1])
+def _pack(
+  values: Shaped[Array, "U G T"],
+  addresses: Int[Array, "devices n"],
+  rows: Rows,
+) -> Shaped[Array, "K 1 W"]:
+  """Puts the samples' tokens into rows; on padding stands any of them."""
+  samples = values.reshape(rows.sizes.devices, -1)
+  x = jnp.take_along_axis(samples, addresses, axis=1, mode="clip")
+  return x.reshape(-1, 1, rows.sample_of_token.shape[-1])
 
 
 def _unpack(
   values: Shaped[Array, "devices n"],
-  places: Int[Array, "devices n"],
+  addresses: Int[Array, "devices n"],
   shape: tuple[int, int, int],
 ) -> Shaped[Array, "U G T"]:
-  """Tokens in their samples; 0 where there is none."""
+  """Puts tokens into their samples [U, G, T]; 0 where there is none."""
   size = math.prod(shape) // len(values)
-  places = jnp.where(places < 0, size, places)
+  addresses = jnp.where(addresses < 0, size, addresses)
   put = lambda x, at: jnp.zeros(size, x.dtype).at[at].set(x, mode="drop")
-  return jax.vmap(put)(values, places).reshape(shape)
+  return jax.vmap(put)(values, addresses).reshape(shape)
 
 
-def _by_device(x: Array, rows: Rows) -> Array:
-  """[n, ...] -> [devices, n / devices, ...]."""
-  return x.reshape(rows.part.devices, -1, *x.shape[1:])
-
-
-def _of_rows(x: Shaped[Array, "U *more"], rows: Rows) -> Array:
-  """What is of prompts, for the rows that are theirs: [K, ...]."""
-  look_up = lambda x, owners: x[owners]
-  found = jax.vmap(look_up)(_by_device(x, rows), _by_device(rows.owners, rows))
-  return found.reshape(-1, *x.shape[1:])
-
-
-def _read(prompt_mask: Bool[Array, "U P"], rows: Rows) -> Bool[Array, "U P"]:
-  """The tokens of prompts that have a row here; others are left over."""
-  owners = _by_device(rows.owners, rows)
-  real = _by_device(jnp.any(rows.segments >= 0, axis=-1), rows)
-  prompts = _by_device(prompt_mask, rows)
-  index = jnp.arange(prompts.shape[1])[:, None]
-  own = (owners[:, None] == index) & real[:, None]
-  prompts &= jnp.any(own, axis=-1, keepdims=True)
-  return prompts.reshape(prompt_mask.shape)
-
-
-def _flat(prompt_mask: Bool[Array, "U P"], rows: Rows) -> FlatTokens:
-  """Where the real tokens of a part are."""
-  part = rows.part
-  return FlatTokens(
-    flat_tokens.places(prompt_mask[:, None], part.devices, part.prompt_tokens),
-    flat_tokens.places(rows.segments[:, None] >= 0, part.devices, part.tokens),
-    _by_device(rows.owners, rows),
-  )
-
-
-def _fit(
+def _mask_idle_prompts(
   prompt_mask: Bool[Array, "U P"], rows: Rows
-) -> Bool[Array, "devices 1"]:
-  """Whether prompts are as short as the layout was told, or tokens are lost."""
-  on_device = prompt_mask.reshape(rows.part.devices, -1)
-  count = jnp.sum(on_device, axis=1, keepdims=True)
-  return count <= rows.part.prompt_tokens
+) -> Bool[Array, "U P"]:
+  """Leaves tokens to those prompts alone that have a row."""
+  devices = rows.sizes.devices
+  prompt_of_row = by_device(rows.prompt_of_row, devices)
+  real = by_device(jnp.any(rows.sample_of_token >= 0, axis=-1), devices)
+  prompts = by_device(prompt_mask, devices)
+  is_its_row = prompt_of_row[:, None] == jnp.arange(prompts.shape[1])[:, None]
+  prompts &= jnp.any(is_its_row & real[:, None], axis=-1, keepdims=True)
+  return prompts.reshape(prompt_mask.shape)
 
 
 def completion_logprobs(
@@ -95,54 +70,84 @@ def completion_logprobs(
   rows: Rows | None = None,
   load_weights: tuple[Array, Array] | None = None,
   **options: Any,
-) -> tuple[Any, ...]:
-  """`token_logprobs`, computed on packed rows where there are such.
+) -> TokenLogprobs:
+  """Computes `token_logprobs`, on packed rows where there are such.
 
   Args:
-    lm: see `token_logprobs`; packed, its `extend` must know `segments`.
-    params: its parameters.
-    prompt_ids: right-padded prompts.
+    lm: The model; packed, its `extend` must know `segments`.
+    params: Its parameters.
+    prompt_ids: Right-padded prompts.
     prompt_mask: True on real prompt tokens.
-    ids: completions.
-    rows: of these completions, or None.
-    load_weights: of prompts and completions, [B, P] and [B, G, T].
+    ids: Completions.
+    rows: Rows of these completions, or None.
+    load_weights: Weights of prompts [B, P] and completions [B, G, T], see
+      `LM.forward_with_load`.
     **options: `sampling`, `chunk_size` and `entropy_gradient` of
       `token_logprobs`.
 
   Returns:
-    What `token_logprobs` does, [B, G, T]; packed, 0 on padding, and NaN where
-    prompts are longer than the layout was told. Packed, there is no forward
-    mode (`jax.jvp`) through them.
+    Log-probabilities and entropies [B, G, T], and the routers' load where there
+    are weights. Packed, they are 0 on padding, and NaN where prompts are longer
+    than the packing knows; there is no forward mode (`jax.jvp`) through them.
   """
-  score = functools.partial(logprobs_lib.token_logprobs, lm, params, **options)
+  prompts = prompt_ids, prompt_mask
   if rows is None:
-    return score(prompt_ids, prompt_mask, ids, load_weights=load_weights)
-  places = _places(ids, rows)
-  segments, positions = rows.segments[:, None], rows.positions[:, None]
-  given = dict(positions=positions, samples=ids)
+    return logprobs_and_load(lm, params, *prompts, ids, load_weights, **options)
+  return _on_rows(lm, params, prompts, ids, rows, load_weights, options)
+
+
+def _on_rows(lm, params, prompts, ids, rows, load_weights, options):
+  """Computes `completion_logprobs` on packed rows."""
+  addresses, sizes = _addresses(ids, rows), rows.sizes
+  sample, position = rows.sample_of_token[:, None], rows.position_of_token
+  row_ids = _pack(ids, addresses, rows)
   if load_weights is not None:
     of_prompts, of_tokens = load_weights
-    of_tokens = jnp.where(segments >= 0, pack(of_tokens, rows), 0.0)
-    given["load_weights"] = of_prompts, of_tokens
-  prompts = prompt_ids, _read(prompt_mask, rows)
-  fit = _fit(prompts[1], rows)
-  if lm.forward is None:  # all that it can share is a row's prompt
-    prompts, given["samples"] = jax.tree.map(
-      lambda x: _of_rows(x, rows), (prompts, ids)
+    of_tokens = _pack(of_tokens, addresses, rows)
+    load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
+  prompt_ids, prompt_mask = prompts
+  prompt_mask = _mask_idle_prompts(prompt_mask, rows)
+  # With more real prompt tokens than there is room for, some would be lost.
+  on_device = prompt_mask.reshape(sizes.devices, -1)
+  count = jnp.sum(on_device, axis=1, keepdims=True)
+  fits = count <= sizes.prompt_tokens
+  flat = FlatTokens(
+    flat_tokens.find_tokens(
+      prompt_mask[:, None], sizes.devices, sizes.prompt_tokens
+    ),
+    flat_tokens.find_tokens(sample >= 0, sizes.devices, sizes.tokens),
+    by_device(rows.prompt_of_row, sizes.devices),
+  )
+  if lm.forward is None:
+    # Each row computes its prompt anew, and its padding too.
+    prompts, samples = jax.tree.map(
+      flat.of_rows, ((prompt_ids, prompt_mask), ids)
     )
-    given["segments"] = segments
+    flat, segments = None, sample
   else:
-    given["flat"] = flat = _flat(prompts[1], rows)
-    # The sample on its device, as which `first_places` counts it there.
-    own = rows.owners[:, None, None] * ids.shape[1] + segments
-    given["segments"] = jnp.where(segments < 0, -1, own)
-    real = flat.rows.place < places.shape[1]
-    index = jnp.minimum(flat.rows.place, places.shape[1] - 1)
-    found = jnp.take_along_axis(places, index, axis=1)
-    places = jnp.where(real, found, -1)
-  logprobs, entropy, *load = score(*prompts, pack(ids, rows), **given)
-  each = (
-    _unpack(jnp.where(fit, x.reshape(places.shape), jnp.nan), places, ids.shape)
+    prompts, samples = (prompt_ids, prompt_mask), ids
+    # Flat tokens are of all prompts on a device, and so are their samples.
+    segments = rows.prompt_of_row[:, None, None] * ids.shape[1] + sample
+    segments = jnp.where(sample < 0, -1, segments)
+    addresses = jnp.take_along_axis(
+      addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
+    )
+  logprobs, entropy, load = logprobs_and_load(
+    lm,
+    params,
+    *prompts,
+    row_ids,
+    load_weights,
+    positions=position[:, None],
+    segments=segments,
+    samples=samples,
+    flat=flat,
+    **options,
+  )
+  logprobs, entropy = (
+    _unpack(
+      jnp.where(fits, x.reshape(addresses.shape), jnp.nan), addresses, ids.shape
+    )
     for x in (logprobs, entropy)
   )
-  return *each, *load
+  return TokenLogprobs(logprobs, entropy, load)

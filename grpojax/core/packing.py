@@ -1,31 +1,43 @@
-"""Completions of a batch packed into few rows, and unpacked again.
+"""A batch computed without most of its padding: which token lies where.
 
-Completions have any length up to T, and as rows of T tokens most of what is
-computed may be padding. Packed, several of a prompt share a row of W tokens:
+Completions have any length up to T, and of rows of T tokens most may be
+padding. So each real token has three addresses, and every computation takes
+the one that wastes least:
 
-    samples [G, T]          rows [3, W]
-    a a a - - -             b b b b b c
-    b b b b b -     ->      a a a d d -
+    samples [G, T]        rows [K, W]           tokens [N]
+
+    a a a - - -           b b b b b c           b b b b b c a a a d d
+    b b b b b -     ->    a a a d d -     ->
     c - - - - -
     d d - - - -
 
-A part of a batch (a micro-batch) has some rows, the prompts that these are of,
-and all samples of the prompts, of which those elsewhere are masked:
+    loss, weights,        attention             all that is done to each token
+    metrics                                     by itself: norms, MLP, logits
 
-    prompts [B, P], samples [B, G, T]  ->  [U, P], [U, G, T] and rows [K, W]
+A row has completions of one prompt, each of them whole. A token keeps its
+position and attends to its prompt and its own completion alone (`positions` and
+`segments` of `LM.extend`), so that its log-probability is the same.
 
-A sample is whole in one row of one part. Losses, weights and metrics are of
-samples and know nothing of rows: log-probabilities are unpacked to [U, G, T].
+A batch is computed in micro-batches, each of some rows. These lie with their
+prompts on one device: nothing crosses devices. What devices and minibatches
+take as a whole is a *bundle* of prompts: all prompts of a device or, with
+several minibatches, for which prompts are drawn anew, each prompt. The rows of
+each bundle are *split*, and a micro-batch has one split of some bundles. A
+prompt is computed in every split that has rows of it: these are its *copies*.
+Four prompts on two devices, in two micro-batches of two rows on each device:
 
-Each token keeps its position, and attends to its prompt and within its own
-completion alone (`positions` and `segments` of `LM.extend`), so that its
-log-probability is the same. A prompt is computed once in a part, whose rows
-share its keys and values. What is done to each token by itself is done to real
-tokens only (`flat_tokens`), where the model has `forward` (`packed_logprobs`).
+                             micro-batch 0      micro-batch 1
+    bundle 0 (prompts 0, 1)  rows of 0 and 0    rows of 0 and 1
+    bundle 1 (prompts 2, 3)  rows of 2 and 3    rows of 3 and 3
 
-All sizes are from few, for each is a program to compile. The layout is made on
-the host, where the lengths are known (`packing_layout.plan`); all here is
-jitted with it as an argument.
+    prompt_of_copy           [0, -], [0, 1]     [0, 1], [1, -]  in their bundle
+    prompt_of_row            [0, 0], [0, 1]     [0, 1], [0, 0]  in their split
+
+`packing_layout.plan` makes this on the host, where lengths are known, in few
+different sizes, each of which is a program to compile. The rest is jitted with
+the packing as an argument: `split` and `join` here, from [B, G, T] to
+micro-batches and back, `packed_logprobs` from samples to rows and back, and
+`flat_tokens` from rows to tokens and back.
 """
 
 import typing
@@ -36,22 +48,22 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from grpojax.core import micro_batches as parts_lib
+from grpojax.core import micro_batches as micro_batches_lib
 from grpojax.core.types import OF_PROMPTS, Batch
 
 
-class Part(NamedTuple):
-  """What is compiled of a part besides the sizes of its arrays.
+class Sizes(NamedTuple):
+  """Sizes of a micro-batch that are compiled, besides those of its arrays.
 
   Attributes:
-    devices: over which its rows lie.
-    regions: of which it has a block each, over all devices.
-    tokens: real tokens of completions that a device has room for.
-    prompt_tokens: likewise, of prompts.
+    devices: Number of devices that its rows lie on.
+    bundles: Number of bundles that it has a split of, on all devices.
+    tokens: Number of completion tokens that each device has room for.
+    prompt_tokens: Number of prompt tokens that each device has room for.
   """
 
   devices: int
-  regions: int
+  bundles: int
   tokens: int
   prompt_tokens: int
 
@@ -59,152 +71,141 @@ class Part(NamedTuple):
 @typing.no_type_check
 @struct.dataclass
 class Rows:
-  """What lies where in rows: of all blocks, or of a part.
+  """Packed rows: of all splits, or of one micro-batch.
 
   Attributes:
-    owners: the prompt of each row, of the block's or of the part's on a device.
-    segments: the sample, 0 to G - 1, that a token is of; -1 on padding.
-    positions: of each token in its completion; 0 on padding.
-    part: the same for all.
+    prompt_of_row: Prompt of each row, counted among those of its split; in a
+      micro-batch, among those on its device.
+    sample_of_token: Sample of each token, 0 to G - 1; -1 on padding.
+    position_of_token: Position of each token in its completion; 0 on padding.
+    sizes: Sizes of each micro-batch.
   """
 
-  owners: Int[Array, "*blocks K"]
-  segments: Int[Array, "*blocks K W"]
-  positions: Int[Array, "*blocks K W"]
-  part: Part = struct.field(pytree_node=False)
+  prompt_of_row: Int[Array, "*splits K"]
+  sample_of_token: Int[Array, "*splits K W"]
+  position_of_token: Int[Array, "*splits K W"]
+  sizes: Sizes = struct.field(pytree_node=False)
 
 
 @typing.no_type_check
 @struct.dataclass
 class Packing:
-  """The regions of a batch, and the blocks of each.
+  """The rows of a batch, by bundles and their splits.
 
-  A region is some prompts that follow each other, as many as others are; its
-  rows are cut into blocks. A part has one block of each of some regions. What
-  is cut or reordered by regions (over devices, into minibatches) keeps them
-  together.
+  The first axis of all arrays is cut and reordered with that of the batch, over
+  devices and into minibatches.
 
   Attributes:
-    prompts: of each block, counted within the region; what is left over of U is
-      any.
-    entries: the entry of `prompts` that has each sample, counted within the
-      region; beyond them for those without tokens.
-    rows: of each block, [regions, blocks, K, ...].
+    prompt_of_copy: Prompt of each copy, counted within the bundle. U is the
+      same for all splits; any prompt stands where one has fewer.
+    copy_of_sample: Copy beside which each sample is computed, counted within
+      the bundle; splits * U for a sample without tokens.
+    rows: Rows of each split, [bundles, splits, K, ...].
   """
 
-  prompts: Int[Array, "regions blocks U"]
-  entries: Int[Array, "B G"]
+  prompt_of_copy: Int[Array, "bundles splits U"]
+  copy_of_sample: Int[Array, "B G"]
   rows: Rows
 
-  def parts(self) -> int:
-    """How many there are."""
-    regions, blocks, _ = self.prompts.shape
-    return regions // self.rows.part.regions * blocks
+  def micro_batches(self) -> int:
+    """Number of micro-batches."""
+    bundles, splits, _ = self.prompt_of_copy.shape
+    return bundles // self.rows.sizes.bundles * splits
 
   def packed(self) -> Bool[Array, "B G"]:
-    """Which samples are in a row; nothing is computed of the others."""
-    _, blocks, u = self.prompts.shape
-    return self.entries < blocks * u
+    """True for samples in a row; nothing is computed of the others."""
+    _, splits, u = self.prompt_of_copy.shape
+    return self.copy_of_sample < splits * u
 
 
-def _regroup(tree: PyTree, packing: Packing) -> PyTree:
-  """[B, ...] -> [regions, blocks, U, ...], for the prompts of each block."""
-  shape = packing.prompts.shape
-  index = packing.prompts.reshape(shape[0], -1)
+def _to_micro_batches(tree: PyTree, packing: Packing) -> PyTree:
+  """[bundles, splits, n, ...] -> [micro-batches, bundles of one * n, ...].
 
-  def leaf(x):
-    regions = x.reshape(shape[0], -1, *x.shape[1:])
-    taken = jax.vmap(lambda region, of: region[of])(regions, index)
-    return taken.reshape(*shape, *x.shape[1:])
-
-  return jax.tree.map(leaf, tree)
-
-
-def _here(packing: Packing) -> Bool[Array, "regions blocks U G"]:
-  """Whether a sample is in a block."""
-  _, blocks, u = packing.prompts.shape
-  entry = jnp.arange(blocks * u).reshape(blocks, u, 1)
-  return _regroup(packing.entries, packing) == entry
-
-
-def _parts(tree: PyTree, packing: Packing) -> PyTree:
-  """[regions, blocks, n, ...] -> [parts, regions n / parts, ...]."""
-  count = len(packing.prompts) // packing.rows.part.regions
+  Bundles are divided as rows are (`micro_batches.split_rows`), strided.
+  """
+  count = len(packing.prompt_of_copy) // packing.rows.sizes.bundles
 
   def leaf(x):
-    x = jnp.swapaxes(parts_lib.split_rows(x, count), 1, 2)
-    return x.reshape(packing.parts(), -1, *x.shape[4:])
+    x = jnp.swapaxes(micro_batches_lib.split_rows(x, count), 1, 2)
+    return x.reshape(packing.micro_batches(), -1, *x.shape[4:])
 
   return jax.tree.map(leaf, tree)
-
-
-def _rows_of_parts(packing: Packing) -> Rows:
-  """The rows of each part, [parts, n, ...]."""
-  rows, (regions, _, u) = packing.rows, packing.prompts.shape
-  count = regions // rows.part.regions
-  # A part has each count-th region; those of a device follow each other.
-  on_device = rows.part.regions // rows.part.devices
-  region = jnp.arange(regions)[:, None, None] // count % on_device
-  return _parts(rows.replace(owners=rows.owners + u * region), packing)
 
 
 def split(
   prompts: PyTree[Shaped[Array, "B ..."]],
   samples: PyTree[Shaped[Array, "B G ..."]],
   packing: Packing,
-) -> tuple[PyTree, PyTree, Bool[Array, "parts U G"], Rows]:
-  """The parts of a batch.
+) -> tuple[PyTree, PyTree, Bool[Array, "micro_batches U G"], Rows]:
+  """Splits a batch into micro-batches, the first axis of all that is returned.
 
   Args:
-    prompts: what is of prompts.
-    samples: what is of samples.
-    packing: of the batch.
+    prompts: Arrays of prompts.
+    samples: Arrays of samples.
+    packing: Packing of the batch.
 
   Returns:
-    Both for the prompts of each part, [parts, U, ...], which samples are in the
-    part, and its rows [parts, K, ...].
+    The arrays of prompts and of samples for the U copies of prompts in each
+    micro-batch, a mask of the samples that are in its rows (others of these
+    prompts are elsewhere), and its rows.
   """
-  given = *_regroup((prompts, samples), packing), _here(packing)
-  return *_parts(given, packing), _rows_of_parts(packing)
+  (bundles, splits, u), rows = packing.prompt_of_copy.shape, packing.rows
+  prompt_of_copy = packing.prompt_of_copy.reshape(bundles, -1)
+
+  def by_split(x):  # [B, ...] -> [bundles, splits, U, ...]
+    x = x.reshape(bundles, -1, *x.shape[1:])
+    x = jax.vmap(lambda bundle, index: bundle[index])(x, prompt_of_copy)
+    return x.reshape(bundles, splits, u, *x.shape[2:])
+
+  of_batch = prompts, samples, packing.copy_of_sample
+  prompts, samples, copy_of_sample = jax.tree.map(by_split, of_batch)
+  in_rows = copy_of_sample == jnp.arange(splits * u).reshape(splits, u, 1)
+  # A micro-batch has every count-th bundle, those of a device side by side: the
+  # prompts of its rows are counted on through them.
+  count = bundles // rows.sizes.bundles
+  on_device = rows.sizes.bundles // rows.sizes.devices
+  bundle = jnp.arange(bundles)[:, None, None] // count % on_device
+  rows = rows.replace(prompt_of_row=rows.prompt_of_row + u * bundle)
+  return _to_micro_batches((prompts, samples, in_rows, rows), packing)
 
 
 def join(
-  values: Shaped[Array, "parts U G T"], packing: Packing
+  values: Shaped[Array, "micro_batches U G T"], packing: Packing
 ) -> Shaped[Array, "B G T"]:
-  """Each sample's values from the part that it is in; 0 without tokens."""
-  (b, g), t = packing.entries.shape, values.shape[-1]
-  regions, blocks, u = packing.prompts.shape
-  of_part = packing.rows.part.regions
-  found = values.reshape(-1, blocks, of_part, u, g, t)
-  found = jnp.moveaxis(found, 2, 0)  # the inverse of `_parts`
-  found = jnp.take_along_axis(
-    found.reshape(regions, -1, g, t),
-    packing.entries.reshape(regions, -1, g, 1),
-    axis=1,
-    mode="fill",
-    fill_value=0,
-  )
-  return found.reshape(b, g, t)
+  """Takes each sample's values from its micro-batch; 0 without tokens."""
+  (b, g), t = packing.copy_of_sample.shape, values.shape[-1]
+  bundles, splits, u = packing.prompt_of_copy.shape
+  # The inverse of `_to_micro_batches`, then each sample from its copy.
+  x = values.reshape(-1, splits, packing.rows.sizes.bundles, u, g, t)
+  x = jnp.moveaxis(x, 2, 0).reshape(bundles, splits * u, g, t)
+  index = packing.copy_of_sample.reshape(bundles, -1, g, 1)
+  x = jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)
+  return x.reshape(b, g, t)
 
 
 def split_batch(
   batch: Batch, weights: Float[Array, "B G T"]
-) -> tuple[Batch, Float[Array, "parts U G T"]]:
-  """The parts of a batch, whose `packing` are their rows; its token weights.
+) -> tuple[Batch, Float[Array, "micro_batches U G T"]]:
+  """Splits a batch with a packing, and its token weights, as `split` does.
 
   What the loss says of a token depends on its sample alone, and its weight is
   known: sums over the real tokens stay what they are.
+
+  Returns:
+    The batch, whose `packing` are now the rows of each micro-batch, and whose
+    mask is of the samples in them; and the weights.
   """
-  fields = {f: x for f, x in vars(batch).items() if f != "packing"}
-  prompts = {f: fields.pop(f) for f in OF_PROMPTS}
-  given = prompts, (fields, weights), batch.packing
-  prompts, (fields, weights), here, rows = split(*given)
-  fields["completion_mask"] &= here[..., None]
-  return Batch(**prompts, **fields, packing=rows), weights
+  samples = {f: x for f, x in vars(batch).items() if f != "packing"}
+  prompts = {f: samples.pop(f) for f in OF_PROMPTS}
+  prompts, (samples, weights), in_rows, rows = split(
+    prompts, (samples, weights), batch.packing
+  )
+  samples["completion_mask"] &= in_rows[..., None]
+  return Batch(**prompts, **samples, packing=rows), weights
 
 
-def size(tokens: int, places: int) -> float:
-  """How large a part is, in tokens of a batch as it is.
+def size(tokens: int, padded: int) -> float:
+  """Returns the size of a micro-batch, in tokens of an unpacked batch.
 
   Queries, keys and values are in rows, padding and all, and other hidden states
   of tokens alone. Of what is held for the backward pass, the rows are a third
@@ -212,37 +213,37 @@ def size(tokens: int, places: int) -> float:
   Qwen3-0.6B): that is counted. An LM without `forward` holds all of it in rows.
 
   Args:
-    tokens: that it has room for.
-    places: of its rows and of its prompts, padding included.
+    tokens: Number of tokens that there is room for.
+    padded: Number of tokens of its rows and its prompts, padding included.
   """
-  return (tokens + 2 * places) / 3
+  return (tokens + 2 * padded) / 3
 
 
 def check_parts(
   packing: Packing,
-  unpacked: tuple[int, int, int],
+  shape: tuple[int, int, int],
   prompt_length: int,
-  parts: int,
+  micro_batches: int,
 ) -> None:
-  """Refuses a layout whose parts are larger than those of the batch as it is.
+  """Refuses micro-batches that are larger than those of the unpacked batch.
 
   Args:
-    packing: of the batch.
-    unpacked: B, G and T.
+    packing: Packing of the batch.
+    shape: B, G and T.
     prompt_length: P.
-    parts: micro-batches of the batch as it is.
+    micro_batches: Number of micro-batches of the unpacked batch.
 
   Raises:
-    ValueError: they are.
+    ValueError: they are larger.
   """
-  b, g, t = unpacked
-  part, found = packing.rows.part, packing.parts()
-  places = packing.rows.segments.size + packing.prompts.size * prompt_length
-  tokens = found * part.devices * (part.tokens + part.prompt_tokens)
-  whole = b * (prompt_length + g * t)
-  if size(tokens, places) * parts > whole * found:
+  (b, g, t), rows, count = shape, packing.rows, packing.micro_batches()
+  room = rows.sizes.tokens + rows.sizes.prompt_tokens
+  copies = packing.prompt_of_copy.size
+  padded = rows.sample_of_token.size + copies * prompt_length
+  packed_size = size(count * rows.sizes.devices * room, padded)
+  if packed_size * micro_batches > b * (prompt_length + g * t) * count:
     raise ValueError(
-      f"packed in {found} micro-batches, each is larger than one of {parts} "
-      "of the batch as it is: make the packing for as many (see "
-      "packing_layout.plan)"
+      f"packed in {count} micro-batches, each is larger than one of "
+      f"{micro_batches} of the batch as it is: make the packing for as many "
+      "(see packing_layout.plan)"
     )

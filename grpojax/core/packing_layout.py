@@ -1,8 +1,12 @@
-"""Where the completions of a batch lie in packed rows, found on the host."""
+"""The packing of a batch, planned on the host from the lengths of its texts.
 
-import itertools
+For each width of rows: completions are put into rows, first fit (`first_fit`),
+the rows of each bundle are spread over as few splits as are small enough
+(`_spread`, `_shape`), and the cheapest width is written down (`_packing`). The
+words are those of `packing`.
+"""
+
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,18 +14,17 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core import micro_batches as parts_lib
-from grpojax.core import packing
-from grpojax.core.packing import Packing, Part, Rows
+from grpojax.core import micro_batches as micro_batches_lib
+from grpojax.core.packing import Packing, Rows, Sizes, size
 
 
 def row_lengths(length: int) -> list[int]:
-  """Tokens that a row may have: a quarter, a half, all of T (rounded up)."""
+  """Returns the widths of rows: a quarter, a half, all of T (rounded up)."""
   return sorted({-(-length // k) for k in (4, 2, 1)})
 
 
 def size_of(most: int, steps: int) -> int:
-  """The least size that is compiled and not below `most`.
+  """Returns the least size that is compiled and not below `most`.
 
   All up to 2 `steps`, then so many in each doubling: of 4 they are 1, 2, ...,
   8, 10, 12, 14, 16, 20, 24, 28, 32, 40, ...
@@ -32,231 +35,216 @@ def size_of(most: int, steps: int) -> int:
 
 
 def first_fit(
-  lengths: Int[np.ndarray, "N G"], width: int
-) -> tuple[Int[np.ndarray, "N G"], Int[np.ndarray, "N G"]]:
-  """Each sample into the first row with room for it, the longest first.
+  lengths: Int[np.ndarray, "B G"], width: int
+) -> tuple[Int[np.ndarray, "B G"], Int[np.ndarray, "B G"]]:
+  """Puts each sample into the first row with room for it, the longest first.
 
   First fit decreasing needs at most 11/9 of the fewest rows possible, and one
   (Johnson 1973).
 
   Args:
-    lengths: of the samples of each group, at most `width`.
-    width: tokens of a row.
+    lengths: Lengths of the samples of each prompt, at most `width`.
+    width: Number of tokens of a row.
 
   Returns:
     The row and the start of each sample.
   """
-  groups = np.arange(len(lengths))
+  prompts = np.arange(len(lengths))
   rows, starts, used = (np.zeros(lengths.shape, np.int32) for _ in range(3))
   for sample in np.argsort(-lengths, axis=-1, kind="stable").T:
-    size = lengths[groups, sample]
-    row = np.argmax(used + size[:, None] <= width, axis=-1)
-    rows[groups, sample], starts[groups, sample] = row, used[groups, row]
-    used[groups, row] += size
+    length = lengths[prompts, sample]
+    row = np.argmax(used + length[:, None] <= width, axis=-1)
+    rows[prompts, sample], starts[prompts, sample] = row, used[prompts, row]
+    used[prompts, row] += length
   return rows, starts
 
 
 class _Batch(NamedTuple):
-  """What is packed.
-
-  Attributes:
-    lengths: of the completions.
-    length: T.
-    prompts: lengths of the prompts.
-    prompt_length: P.
-    regions: of as many prompts each, whose rows share blocks.
-  """
+  """Lengths that are packed, and the number of bundles."""
 
   lengths: Int[np.ndarray, "B G"]
-  length: int
-  prompts: Int[np.ndarray, "B"]
-  prompt_length: int
-  regions: int
+  length: int  # T
+  prompt_lengths: Int[np.ndarray, "B"]
+  prompt_length: int  # P
+  bundles: int
 
 
-class _Cut(NamedTuple):
-  """The rows of each region, cut into blocks; a prompt's follow each other.
+class _Spread(NamedTuple):
+  """Rows of each bundle, G a prompt; those without tokens are nowhere."""
 
-  Attributes:
-    tokens: of each row that a prompt may have; 0 where it has no such row.
-    block: of the region, that each row is in.
-    place: of the row in its block.
-    there: whether a prompt of the region has a row in a block.
-  """
-
-  tokens: Int[np.ndarray, "regions rows"]
-  block: Int[np.ndarray, "regions rows"]
-  place: Int[np.ndarray, "regions rows"]
-  there: Bool[np.ndarray, "regions blocks prompts"]
+  tokens_of_row: Int[np.ndarray, "bundles rows"]
+  split_of_row: Int[np.ndarray, "bundles rows"]
+  place_of_row: Int[np.ndarray, "bundles rows"]  # in its split
+  has_prompt: Bool[np.ndarray, "bundles splits prompts"]
 
 
-def _cut(batch: _Batch, rows: Int[np.ndarray, "B G"], blocks: int) -> _Cut:
-  """Cuts the rows of each region into blocks of about as many tokens."""
-  b, g = rows.shape
+def _spread(
+  batch: _Batch, row_of_sample: Int[np.ndarray, "B G"], splits: int
+) -> _Spread:
+  """Spreads the rows of each bundle over splits of about as many tokens."""
+  b, g = row_of_sample.shape
   tokens = np.zeros((b, g), np.int64)
-  np.add.at(tokens, (np.arange(b)[:, None], rows), batch.lengths)
-  tokens = tokens.reshape(batch.regions, -1)
+  np.add.at(tokens, (np.arange(b)[:, None], row_of_sample), batch.lengths)
+  tokens = tokens.reshape(batch.bundles, -1)
+  # The token in the middle of a row decides.
   ends = np.cumsum(tokens, axis=1)
-  # The middle of a row says which block it is in.
-  block = (2 * ends - tokens) * blocks // np.maximum(2 * ends[:, -1:], 1)
-  block = np.minimum(block, blocks - 1)
-  here = block[:, None] == np.arange(blocks)[:, None]
-  here &= (tokens > 0)[:, None]  # [regions, blocks, rows]
-  place = np.sum(np.where(here, np.cumsum(here, axis=2) - 1, 0), axis=1)
-  there = here.reshape(*here.shape[:2], -1, g).any(axis=-1)
-  return _Cut(tokens, block, place, there)
+  split = (2 * ends - tokens) * splits // np.maximum(2 * ends[:, -1:], 1)
+  split = np.minimum(split, splits - 1)
+  has_row = split[:, None] == np.arange(splits)[:, None]
+  has_row &= (tokens > 0)[:, None]  # [bundles, splits, rows]
+  place = np.sum(np.where(has_row, np.cumsum(has_row, axis=2) - 1, 0), axis=1)
+  has_prompt = has_row.reshape(batch.bundles, splits, -1, g).any(axis=-1)
+  return _Spread(tokens, split, place, has_prompt)
 
 
 class _Shape(NamedTuple):
-  """Sizes that are compiled.
+  """Sizes that are compiled."""
 
-  Attributes:
-    width: W.
-    blocks: of a region.
-    together: regions that a part has a block of, on a device.
-    rows: K, of a block.
-    prompts: U, of a block.
-    tokens: of completions, that a part has room for on a device.
-    prompt_tokens: likewise, of prompts.
-  """
-
-  width: int
-  blocks: int
-  together: int
-  rows: int
-  prompts: int
-  tokens: int
-  prompt_tokens: int
+  width: int  # W
+  splits: int  # of a bundle
+  bundles: int  # of a micro-batch, on a device
+  rows: int  # K, of a split
+  copies: int  # U, of a split
+  tokens: int  # of completions, that a device has room for
+  prompt_tokens: int  # that a device has room for
 
 
-def _most(values: Int[np.ndarray, "*any"], count: int) -> int:
-  """What so many of the values sum to at most."""
-  return int(np.sort(values, axis=None)[-count:].sum())
-
-
-def _shape(batch: _Batch, cut: _Cut, width: int, together: int) -> _Shape:
-  """The sizes of parts that have a block of so many regions on a device."""
-  regions, blocks, candidates = cut.there.shape
-  of_block, rows = np.zeros((2, regions, blocks), np.int64)
-  index = np.arange(regions)[:, None], cut.block
-  np.add.at(of_block, index, cut.tokens)
-  np.add.at(rows, index, cut.tokens > 0)
-  tokens = size_of(_most(of_block, together), 4)
+def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
+  """Finds the least sizes in which any so many bundles have room."""
+  splits, prompts = spread.has_prompt.shape[1:]
+  tokens_of_split = np.zeros((batch.bundles, splits), np.int64)
+  rows_of_split = np.zeros_like(tokens_of_split)
+  index = np.arange(batch.bundles)[:, None], spread.split_of_row
+  np.add.at(tokens_of_split, index, spread.tokens_of_row)
+  np.add.at(rows_of_split, index, spread.tokens_of_row > 0)
+  largest = lambda of_split: int(np.sort(of_split, axis=None)[-bundles:].sum())
+  tokens = size_of(largest(tokens_of_split), 4)
   # A row is four fifths, two thirds or half full: rows and tokens grow
   # together then, and fewer pairs of them are compiled.
-  counts = (-(-tokens * k // (4 * width * together)) for k in (5, 6, 8))
-  most = max(1, int(rows.max()))
-  count = next((n for n in counts if n >= most), size_of(most, 4))
-  samples = batch.lengths.size // (regions * blocks)
-  prompts = min(size_of(int(cut.there.sum(axis=-1).max()), 2), candidates)
-  lengths = batch.prompts.reshape(regions, 1, -1)
-  real = _most(np.where(cut.there, lengths, 0).sum(axis=-1), together)
-  whole = max(1, together * prompts * batch.prompt_length)
-  half = -(-whole // 2)
+  most = max(1, int(rows_of_split.max()))
+  counts = (-(-tokens * k // (4 * width * bundles)) for k in (5, 6, 8))
+  rows = next((n for n in counts if n >= most), size_of(most, 4))
+  samples = batch.lengths.size // (batch.bundles * splits)
+  copies = size_of(int(spread.has_prompt.sum(axis=-1).max()), 2)
+  copies = min(copies, prompts)
+  # Prompts have room as padded as they are, or for half of that.
+  lengths = batch.prompt_lengths.reshape(batch.bundles, 1, -1)
+  prompt_tokens = np.where(spread.has_prompt, lengths, 0).sum(axis=-1)
+  padded = max(1, bundles * copies * batch.prompt_length)
+  half = -(-padded // 2)
   return _Shape(
     width=width,
-    blocks=blocks,
-    together=together,
-    rows=max(most, min(count, samples)),
-    prompts=prompts,
+    splits=splits,
+    bundles=bundles,
+    rows=max(most, min(rows, samples)),
+    copies=copies,
     tokens=tokens,
-    prompt_tokens=half if real <= half else whole,
+    prompt_tokens=half if largest(prompt_tokens) <= half else padded,
   )
-
-
-def _size(batch: _Batch, s: _Shape) -> float:
-  """How large a part is on a device."""
-  places = s.together * (s.rows * s.width + s.prompts * batch.prompt_length)
-  return packing.size(s.tokens + s.prompt_tokens, places)
 
 
 def _cost(
-  batch: _Batch, real: int, rows: tuple[int, int], prompts: int
+  batch: _Batch, tokens: int, rows: int, width: int, prompts: int
 ) -> float:
-  """Tokens, and what attention does to places that are padding too.
+  """Returns the cost of tokens and of attention in rows of W or P tokens.
 
   Attention to as many keys as there may be is taken for half of what else is
   done to a token: it is less in wide models, and more in narrow ones.
+  """
+  p = batch.prompt_length
+  pairs = rows * width * (width + p) + prompts * p * p
+  return tokens + pairs / (2 * (batch.length + p))
+
+
+def _cheapest(
+  batch: _Batch,
+  ways: list[tuple[int, int]],
+  largest: float,
+  cost: float,
+) -> _Shape | None:
+  """Finds the cheapest width, each in as few micro-batches as are allowed.
 
   Args:
-    batch: see `_Batch`.
-    real: tokens.
-    rows: of completions, and tokens of each.
-    prompts: rows of P tokens.
+    batch: Lengths.
+    ways: Splits of a bundle and bundles of a micro-batch on a device, the
+      fewest micro-batches first.
+    largest: Size that a micro-batch may have on a device.
+    cost: Cost to stay below.
   """
-  (count, width), p = rows, batch.prompt_length
-  pairs = count * width * (width + p) + prompts * p * p
-  return real + pairs / (2 * (batch.length + p))
-
-
-def _shapes(
-  batch: _Batch, cuts: list[tuple[int, int]], largest: float
-) -> Iterator[tuple[float, _Shape]]:
-  """The shapes of each width, in as few parts as are not too large.
-
-  Args:
-    batch: see `_Batch`.
-    cuts: blocks of a region, and regions of a part on a device; the fewest
-      parts first.
-    largest: size that a part may have on a device.
-  """
+  cheapest = None
   for width in row_lengths(batch.length):
     if width < batch.lengths.max():
       continue
-    rows, _ = first_fit(batch.lengths, width)
-    found = (
-      _shape(batch, _cut(batch, rows, blocks), width, together)
-      for blocks, together in cuts
-    )
-    fitting = (s for s in found if _size(batch, s) <= largest)
-    for s in itertools.islice(fitting, 1):
-      blocks = batch.regions * s.blocks
-      real = blocks // s.together * (s.tokens + s.prompt_tokens)
-      rows = blocks * s.rows, s.width
-      yield _cost(batch, real, rows, blocks * s.prompts), s
+    row_of_sample, _ = first_fit(batch.lengths, width)
+    for splits, bundles in ways:
+      shape = _shape(
+        batch, _spread(batch, row_of_sample, splits), width, bundles
+      )
+      room = shape.tokens + shape.prompt_tokens
+      padded = shape.rows * width + shape.copies * batch.prompt_length
+      if size(room, bundles * padded) > largest:
+        continue
+      count = batch.bundles * splits
+      costs = _cost(
+        batch,
+        tokens=count // bundles * room,
+        rows=count * shape.rows,
+        width=width,
+        prompts=count * shape.copies,
+      )
+      if costs < cost:
+        cheapest, cost = shape, costs
+      break
+  return cheapest
 
 
-def _packed(batch: _Batch, s: _Shape, devices: int) -> Packing:
-  """The tables of a shape."""
-  lengths, (b, g) = batch.lengths, batch.lengths.shape
-  rows, starts = first_fit(lengths, s.width)
-  cut = _cut(batch, rows, s.blocks)
-  own = np.cumsum(cut.there, axis=-1) - 1  # of each prompt, in a block
-  per_region = b // batch.regions
-  prompts = np.zeros((batch.regions, s.blocks, s.prompts), np.int32)
-  region, block, prompt = np.nonzero(cut.there)
-  prompts[region, block, own[region, block, prompt]] = prompt
+def _packing(batch: _Batch, shape: _Shape, devices: int) -> Packing:
+  """Writes down where all is in the sizes of a shape."""
+  lengths, (b, g), bundles = batch.lengths, batch.lengths.shape, batch.bundles
+  row_of_sample, start_of_sample = first_fit(lengths, shape.width)
+  spread = _spread(batch, row_of_sample, shape.splits)
+  # The prompts of a split, one after another, are its copies.
+  copy_of_prompt = np.cumsum(spread.has_prompt, axis=-1) - 1
+  prompt_of_copy = np.zeros((bundles, shape.splits, shape.copies), np.int32)
+  bundle, split, prompt = np.nonzero(spread.has_prompt)
+  copy = copy_of_prompt[bundle, split, prompt]
+  prompt_of_copy[bundle, split, copy] = prompt
 
-  # Of each sample that has tokens, and of each token of all of them.
+  # From here on arrays of the samples that have tokens.
   prompt, sample = np.nonzero(lengths)
-  region, prompt_there = np.divmod(prompt, per_region)
-  row = prompt_there * g + rows[prompt, sample]
-  block, place = cut.block[region, row], cut.place[region, row]
-  u = own[region, block, prompt_there]
-  entries = np.full((b, g), s.blocks * s.prompts, np.int32)
-  entries[prompt, sample] = block * s.prompts + u
-  block = region * s.blocks + block
-  blocks = batch.regions * s.blocks
-  owners = np.zeros((blocks, s.rows), np.int32)
-  owners[block, place] = u
-  segments = np.full((blocks, s.rows, s.width), -1, np.int32)
-  positions = np.zeros_like(segments)
-  each = lengths[prompt, sample]
-  of = np.repeat(np.arange(len(each)), each)
-  position = np.arange(len(of)) - np.repeat(np.cumsum(each) - each, each)
-  at = block[of], place[of], starts[prompt, sample][of] + position
-  segments[at], positions[at] = sample[of], position
-  part = Part(
+  bundle, prompt_in_bundle = np.divmod(prompt, b // bundles)
+  row = prompt_in_bundle * g + row_of_sample[prompt, sample]
+  split, place = (
+    spread.split_of_row[bundle, row],
+    spread.place_of_row[bundle, row],
+  )
+  copy = copy_of_prompt[bundle, split, prompt_in_bundle]
+  copy_of_sample = np.full((b, g), shape.splits * shape.copies, np.int32)
+  copy_of_sample[prompt, sample] = split * shape.copies + copy
+  prompt_of_row = np.zeros((bundles, shape.splits, shape.rows), np.int32)
+  prompt_of_row[bundle, split, place] = copy
+
+  # And of their tokens: each with the index of its sample among these.
+  length, start = lengths[prompt, sample], start_of_sample[prompt, sample]
+  of_token = np.repeat(np.arange(len(length)), length)
+  before = np.cumsum(length) - length
+  position = np.arange(len(of_token)) - before[of_token]
+  at = (
+    *(x[of_token] for x in (bundle, split, place)),
+    start[of_token] + position,
+  )
+  sample_of_token = np.full((*prompt_of_row.shape, shape.width), -1, np.int32)
+  sample_of_token[at] = sample[of_token]
+  position_of_token = np.zeros_like(sample_of_token)
+  position_of_token[at] = position
+  sizes = Sizes(
     devices=devices,
-    regions=devices * s.together,
-    tokens=s.tokens,
-    prompt_tokens=s.prompt_tokens,
+    bundles=devices * shape.bundles,
+    tokens=shape.tokens,
+    prompt_tokens=shape.prompt_tokens,
   )
-  tables = (
-    x.reshape(batch.regions, s.blocks, *x.shape[1:])
-    for x in (owners, segments, positions)
-  )
-  return Packing(prompts, entries, Rows(*tables, part))
+  rows = Rows(prompt_of_row, sample_of_token, position_of_token, sizes)
+  return Packing(prompt_of_copy, copy_of_sample, rows)
 
 
 def plan(
@@ -267,26 +255,25 @@ def plan(
   minibatches: int = 1,
   micro_batches: int = 1,
 ) -> Packing | None:
-  """Packs the completions of a batch, and cuts it into parts, on the host.
+  """Plans the packing of a batch, on the host.
 
-  A function of the lengths alone, so that a resumed run computes the same. The
-  prompts of a device are a region, whose rows are cut into the blocks that are
-  its parts. Where there are several minibatches, into which prompts are drawn,
-  each prompt is a region, and a part has blocks of several. There are as few
-  parts as are not larger than those of the batch as it is.
+  A function of the lengths alone, so that a resumed run computes the same.
+  There are as few micro-batches as are not larger than those of the batch as it
+  is.
 
   Args:
-    lengths: of the completions, in tokens; 0 for those that nobody needs.
+    lengths: Lengths of the completions, in tokens; 0 for those that nobody
+      needs.
     length: T.
-    prompts: lengths of the prompts.
+    prompts: Lengths of the prompts.
     prompt_length: P.
-    minibatches: see `make_update`.
-    micro_batches: see `make_update`; the packed batch has as many parts, or
-      fewer.
+    minibatches: Number of minibatches, see `make_update`.
+    micro_batches: Number of micro-batches of a minibatch as it is; packed it
+      has as many, or fewer.
 
   Returns:
-    Where the tokens lie, as numpy arrays. None where the batch as it is costs
-    no more, where no part would be small enough, and where the mesh in context
+    The packing, of numpy arrays. None where the batch as it is costs no more,
+    where no micro-batch would be small enough, and where the mesh in context
     cuts groups, for rows would have to cross devices.
 
   Raises:
@@ -294,31 +281,31 @@ def plan(
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)
-  _check_lengths("completion", lengths, length)
-  _check_lengths("prompt", prompts, prompt_length)
+  for name, x, most in (
+    ("completion", lengths, length),
+    ("prompt", prompts, prompt_length),
+  ):
+    if x.min() < 0 or x.max() > most:
+      wrong = x.min() if x.min() < 0 else x.max()
+      raise ValueError(f"a {name} has 0 to {most} tokens, not {wrong}")
   b, g = lengths.shape
-  parts_lib.cuts(b // minibatches, g, micro_batches)
+  micro_batches_lib.cuts(b // minibatches, g, micro_batches)
   devices = mesh_lib.row_shards(jax.sharding.get_abstract_mesh())
   if b % (minibatches * devices):
     return None
-  parts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
+  counts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
   if minibatches == 1:
-    regions, cuts = devices, [(n, 1) for n in parts]
-  else:
-    regions, on_device = b, b // (minibatches * devices)
-    of_prompts = {n: math.gcd(n, on_device) for n in parts}
-    cuts = [(n // of_prompts[n], on_device // of_prompts[n]) for n in parts]
-  batch = _Batch(lengths, length, prompts, prompt_length, regions)
-  whole = b * (prompt_length + g * length)
-  largest = whole / (devices * minibatches * micro_batches)
-  best = min(_shapes(batch, cuts, largest), default=None)
-  if best is None or best[0] >= _cost(batch, whole, (b * g, length), b):
-    return None
-  return _packed(batch, best[1], devices)
-
-
-def _check_lengths(of: str, lengths: Int[np.ndarray, "*any"], most: int):
-  shortest, longest = lengths.min(), lengths.max()
-  if shortest < 0 or longest > most:
-    wrong = shortest if shortest < 0 else longest
-    raise ValueError(f"a {of} has 0 to {most} tokens, not {wrong}")
+    bundles, ways = devices, [(n, 1) for n in counts]
+  else:  # prompts are divided first, and their rows where these are too few
+    bundles, on_device = b, b // (minibatches * devices)
+    of_prompts = {n: math.gcd(n, on_device) for n in counts}
+    ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]
+  batch = _Batch(lengths, length, prompts, prompt_length, bundles)
+  tokens = b * (prompt_length + g * length)
+  shape = _cheapest(
+    batch,
+    ways,
+    largest=tokens / (devices * minibatches * micro_batches),
+    cost=_cost(batch, tokens, rows=b * g, width=length, prompts=b),
+  )
+  return None if shape is None else _packing(batch, shape, devices)

@@ -1,14 +1,17 @@
-"""The repetition penalty: which tokens have been there, and what that costs.
+"""The repetition penalty: tokens that have been there, and their logits.
 
 A logit z of a token that is in the prompt or earlier in the completion becomes
 z / penalty where it is positive and z * penalty where it is not (CTRL, arXiv
 1909.05858, section 4.1, in the form of transformers'
 RepetitionPenaltyLogitsProcessor), before the temperature and the cuts.
 
-The distribution thus depends on which tokens have been there, and so does the
-score. Of whole completions that is known by the place where each token of the
-vocabulary stands first: one array [B, G, V] of integers, whatever their length,
-which is compared with the positions of a chunk whose logits are there anyway.
+The distribution thus depends on the tokens that have been there. In whole
+completions these are known by the place where each token of the vocabulary
+stands first: one array [B, G, V] of integers, whatever their length, which is
+compared with the positions of a chunk whose logits are there anyway.
+
+    prompt 3, completion 1 4 1, V = 5    first places of 0 .. 4: 3 0 3 -1 1
+                                         before position 1: tokens 1 and 3
 """
 
 import jax
@@ -23,7 +26,7 @@ _IN_PROMPT = -1
 def penalised(
   logits: Float[Array, "*n V"], seen: Bool[Array, "*n V"], penalty: float | int
 ) -> Float[Array, "*n V"]:
-  """Logits with those of seen tokens lowered, where penalty > 1."""
+  """Lowers the logits of seen tokens, where penalty > 1."""
   lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
   return jnp.where(seen, lowered, logits)
 
@@ -31,7 +34,7 @@ def penalised(
 def in_prompts(
   prompt_ids: Int[Array, "B P"], prompt_mask: Bool[Array, "B P"], vocab: int
 ) -> Bool[Array, "B V"]:
-  """The tokens of each prompt; padding is none."""
+  """Returns the tokens of each prompt; padding is none."""
   ids = jnp.where(prompt_mask, prompt_ids, vocab)  # out of bounds: dropped
   mark = jax.vmap(lambda row, ids: row.at[ids].set(True, mode="drop"))
   return mark(jnp.zeros((len(ids), vocab), bool), ids)
@@ -40,7 +43,7 @@ def in_prompts(
 def mark(
   seen: Bool[Array, "B G V"], ids: Int[Array, "B G"]
 ) -> Bool[Array, "B G V"]:
-  """`seen`, and one more token of each sample."""
+  """Adds one more token of each sample to `seen`."""
   return jax.vmap(jax.vmap(lambda row, i: row.at[i].set(True)))(seen, ids)
 
 
@@ -50,12 +53,12 @@ def first_places(
   ids: Int[Array, "B G T"],
   vocab: int,
 ) -> Int[Array, "B G V"]:
-  """Where each token of the vocabulary stands first in each completion.
+  """Returns the place where each token stands first in each completion.
 
   Args:
-    prompt_ids: right-padded prompts.
+    prompt_ids: Right-padded prompts.
     prompt_mask: True on real prompt tokens.
-    ids: completions. What pads them stands behind all of their tokens, none of
+    ids: Completions. Their padding stands behind all of their tokens, none of
       which it can come before.
     vocab: V.
 
@@ -75,18 +78,17 @@ def seen_before(
   positions: Int[Array, "B R C"],
   segments: Int[Array, "B R C"] | None,
 ) -> Bool[Array, "B R C V"]:
-  """The tokens that have been there before each position.
+  """Returns the tokens that have been there before each position.
 
   Args:
-    first: from `first_places`.
-    positions: of tokens in their completions.
-    segments: the completion, 0 to G - 1, that each is of; on padding anything.
-      None where row r is completion r.
+    first: First places, from `first_places`.
+    positions: Positions of tokens in their completions.
+    segments: Completion of each token, 0 to G - 1; on padding anything. None
+      where row r is completion r.
   """
   if segments is None:
     of_rows = first[:, :, None]
   else:
-    of_rows = jax.vmap(lambda first, of: first[of])(
-      first, jnp.maximum(segments, 0)
-    )
+    look_up = jax.vmap(lambda first, segment: first[segment])
+    of_rows = look_up(first, jnp.maximum(segments, 0))
   return of_rows < positions[..., None]

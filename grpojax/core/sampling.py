@@ -1,7 +1,7 @@
 """From logits to tokens, and to the log-probability a token was drawn with.
 
-One transform, `transform_logits`, defines the distribution; the sampler draws
-from it and the loss scores with it, so both speak of the same policy.
+One transform, `transform_logits`, defines the distribution: rollouts draw from
+it and the loss reads log-probabilities of it, so both speak of the same policy.
 """
 
 import math
@@ -54,7 +54,7 @@ class Sampling:
 
 
 def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
-  """The float32 of a place in their order, as an unsigned integer.
+  """Returns the float32 of a place in their order, as an unsigned integer.
 
   The bits of a float32 are a sign and a magnitude. Numbers below 2**31 are the
   negative floats and -0, the rest +0 and the positive ones; NaNs stand at both
@@ -69,20 +69,14 @@ def _threshold(
   weights: Float32[Array, "*n V"] | int,
   enough: float | int,
 ) -> Float32[Array, "*n 1"]:
-  """The largest v such that the logits >= v weigh enough together.
+  """Returns the largest v such that the logits >= v weigh enough together.
 
   Exact, by bisection: the bits of v are found one by one, from the highest.
   Nothing is sorted, so that where the vocabulary is cut over devices they
   exchange 32 sums a row, and no logits.
 
-  Args:
-    logits: the values that v is sought among.
-    weights: of each logit; not negative.
-    enough: the sum of weights to reach.
-
-  Returns:
-    One v a row, without a gradient; it is NaN, below which there is nothing,
-    where v is -inf or all logits together do not weigh enough.
+  The result has no gradient; it is NaN, below which there is nothing, where v
+  is -inf or all logits together do not weigh enough. Weights are not negative.
   """
   logits, weights = jax.lax.stop_gradient((logits, weights))
 
@@ -103,17 +97,17 @@ def transform_logits(
   keep: Int[Array, "*n"] | None = None,
   seen: Bool[Array, "*n V"] | None = None,
 ) -> Float[Array, "*n V"]:
-  """Logits of the distribution that is sampled from.
+  """Returns the logits of the distribution that is sampled from.
 
   Ties at a cut are all kept, so the result does not depend on their order.
 
   Args:
-    logits: the model's logits.
-    sampling: settings, static.
-    keep: ids that stay in the support whatever the cuts say. The loss passes
+    logits: Logits of the model.
+    sampling: Settings, static.
+    keep: Ids that stay in the support whatever the cuts say. The loss passes
       the sampled ids: a small change of the policy could otherwise move one of
       them across a cut and make its log-probability -inf.
-    seen: tokens that have been there; read with a repetition penalty alone.
+    seen: Tokens that have been there; read with a repetition penalty alone.
 
   Returns:
     float32 logits; what was cut away is -1e30.
@@ -156,13 +150,13 @@ def _penalised(logits, sampling, seen):
 def token_logprob(
   logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
 ) -> Float[Array, "*n"]:
-  """Log-probability of `ids` under softmax(logits)."""
+  """Returns the log-probability of `ids` under softmax(logits)."""
   chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
   return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _blocks(vocab_size: int) -> int:
-  """Into how many blocks a vocabulary is cut to be searched: about its root.
+  """Returns the number of blocks of a vocabulary's search: about its root.
 
   A divisor, and with as many factors of 2 as there are, up to 16: where devices
   hold parts of the vocabulary, each then has whole blocks.
@@ -176,11 +170,11 @@ def _blocks(vocab_size: int) -> int:
 def _first_above(
   weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
 ) -> Int[Array, "*n"]:
-  """The index that a uniform number selects, by the inverse of their CDF.
+  """Returns the index that a uniform number selects, by the inverse CDF.
 
   Args:
-    weights: not negative, and not all 0.
-    uniform: multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
+    weights: Weights that are not negative, and not all 0.
+    uniform: Multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
   """
   # The middle of the step that the number stands for: 0 itself would select
   # the first weight however small it is, once in 2^23 draws.
@@ -201,16 +195,16 @@ def sample(
 ) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
   """Draws one token for each key.
 
-  By inverting the distribution's CDF in two levels, a block of the vocabulary
-  and a token in it: two random numbers a row, in the place of one for each
-  token (Gumbel noise), and one pass over the vocabulary for the token and its
-  log-probability.
+  It inverts the distribution's CDF in two levels, a block of the vocabulary and
+  a token in it: that takes two random numbers a row, in the place of one for
+  each token (Gumbel noise), and one pass over the vocabulary for the token and
+  its log-probability.
 
   Args:
-    keys: one random key a row, so that rows draw independently.
-    logits: the model's logits.
-    sampling: settings, static.
-    seen: see `transform_logits`.
+    keys: One random key a row, so that rows draw independently.
+    logits: Logits of the model.
+    sampling: Settings, static.
+    seen: Tokens that have been there, as in `transform_logits`.
 
   Returns:
     The tokens, and their log-probabilities under the transformed distribution
@@ -221,10 +215,10 @@ def sample(
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids, jnp.zeros(ids.shape, jnp.float32)
   logits = transform_logits(logits, sampling, seen=seen)
-  two = jnp.vectorize(
+  draw_two = jnp.vectorize(
     lambda key: jax.random.uniform(key, (2,)), signature="()->(u)"
   )
-  of_block, in_block = jnp.moveaxis(two(keys), -1, 0)
+  of_block, in_block = jnp.moveaxis(draw_two(keys), -1, 0)
   top = jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(logits - top)
   blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)

@@ -1,7 +1,10 @@
 """Continuous batching: the samples of a group go through a few slots.
 
-Which slot computes a sample, and when, changes nothing of it: its tokens draw
-from its own key.
+A slot takes the next sample when its own is done; which one computes a sample,
+and when, changes nothing of it, for its tokens draw from its own key.
+
+    samples of 5, 2, 2, 3 tokens in two slots    0 0 0 0 0
+                                                 1 1 2 2 3 3 3
 """
 
 from typing import NamedTuple
@@ -10,21 +13,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from grpojax.core import compaction
-from grpojax.core.compaction import take
-from grpojax.core.decoding import Samples, Setup, draw, rows
+from grpojax.core.decoding import (
+  Samples,
+  Setup,
+  constrain_samples,
+  draw,
+  take,
+)
+from grpojax.core.mesh import sample_cuts
+
+_put = jax.vmap(lambda x, row, new: x.at[row].set(new, mode="drop"))
+_put_token = jax.vmap(lambda x, row, t, new: x.at[row, t].set(new, mode="drop"))
 
 
 class _Slots(NamedTuple):
-  """What the slots hold.
+  """State of the slots.
 
   Attributes:
-    sample: index of each slot's sample in its group's queue; past the end of
+    sample: Index of each slot's sample in its group's queue; past the end of
       the queue, the slot is idle.
-    tokens: that the sample has.
-    last: the last one of them.
-    waiting: index of the sample that begins next, of each prompt.
-    seen: tokens that the sample or its prompt has; None without a repetition
+    tokens: Number of tokens that the sample has.
+    last: Last one of them.
+    waiting: Index of the sample that begins next, of each prompt.
+    seen: Tokens that the sample or its prompt has; None without a repetition
       penalty.
   """
 
@@ -38,18 +49,28 @@ class _Slots(NamedTuple):
 def _refill(
   setup: Setup, slots: _Slots, drawn: Array, free: Bool[Array, "B S"]
 ) -> _Slots:
-  """The next samples begin in the slots that are free."""
+  """Begins the next samples in the slots that are free."""
   seen = slots.seen
   if seen is not None:
     seen = jnp.where(free[..., None], setup.in_prompt[:, None], seen)
   begun = jnp.cumsum(free, axis=1)
   return _Slots(
-    jnp.where(free, slots.waiting[:, None] + begun - 1, slots.sample),
-    jnp.where(free, 0, slots.tokens + 1),
-    drawn,
-    slots.waiting + begun[:, -1],
-    seen,
+    sample=jnp.where(free, slots.waiting[:, None] + begun - 1, slots.sample),
+    tokens=jnp.where(free, 0, slots.tokens + 1),
+    last=drawn,
+    waiting=slots.waiting + begun[:, -1],
+    seen=seen,
   )
+
+
+def _begin(setup: Setup, shape: tuple[int, int]) -> _Slots:
+  """Returns [B, S] slots that hold the first samples of the queue."""
+  b, count = shape
+  seen, zero = None, jnp.zeros(shape, jnp.int32)
+  if setup.in_prompt is not None:
+    seen = jnp.repeat(setup.in_prompt[:, None], count, axis=1)
+  first = jnp.broadcast_to(jnp.arange(count), shape)
+  return _Slots(first, zero, zero, jnp.full((b,), count), seen)
 
 
 def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
@@ -59,8 +80,8 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
   slot's sample has the last tokens of it, as many as it is long.
 
   Args:
-    setup: of the loop.
-    samples: without a token.
+    setup: Setup of the loop.
+    samples: Samples without a token.
     count: S, slots of each prompt.
 
   Raises:
@@ -73,26 +94,21 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
       f"slots={count}: this model's cache cannot hold rows of different "
       "lengths; set slots=0"
     )
-  if compaction.cut((b, g))[1]:
+  if sample_cuts(b, g)[1] > 1:
     raise ValueError(
       f"slots={count}: the mesh cuts groups ({b} prompts are fewer than it has "
       "devices for rows); set slots=0 or take more prompts"
     )
-  order = jnp.argsort(samples.done, axis=1, stable=True)  # the queue
+  queue = jnp.argsort(samples.done, axis=1, stable=True)
   queued = jnp.sum(~samples.done, axis=1, keepdims=True)
-  places = jnp.broadcast_to(jnp.arange(count), (b, count))
-  zero = jnp.zeros((b, count), jnp.int32)
-  seen = None
-  if setup.in_prompt is not None:
-    seen = jnp.repeat(setup.in_prompt[:, None], count, axis=1)
-  slots = _Slots(places, zero, zero, jnp.full((b,), count), seen)
   first = setup.prefix.last_hidden[:, None]
-  rounds = -(-g // count)
 
   def body(state):
     i, samples, slots, cache = state
     alive = slots.sample < queued
-    chosen = take(order, jnp.minimum(slots.sample, g - 1))
+    chosen = take(queue, jnp.minimum(slots.sample, g - 1))
+    # The last token of each slot goes through the model, but where a sample
+    # begins: its prompt predicts the first token.
     positions = jnp.maximum(slots.tokens - 1, 0)
     hidden, cache = lm.extend(
       setup.params,
@@ -107,24 +123,22 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
     ids, logprobs, seen = draw(setup, keys, slots.tokens, hidden, slots.seen)
     ended = jnp.isin(ids, setup.eos)
     over = ended | (slots.tokens + 1 >= limit)
-    # What idle slots draw goes to a sample that there is not.
-    row = jnp.where(alive, chosen, g)
-    at = jax.vmap(lambda x, row, t, new: x.at[row, t].set(new, mode="drop"))
-    of = jax.vmap(lambda x, row, new: x.at[row].set(new, mode="drop"))
+    # What idle slots draw is written to sample number G, which there is not.
+    row, t = jnp.where(alive, chosen, g), slots.tokens
     samples = Samples(
-      at(samples.ids, row, slots.tokens, ids),
-      at(samples.logprobs, row, slots.tokens, logprobs),
-      of(samples.length, row, slots.tokens + 1),
-      of(samples.finished, row, ended),
-      of(samples.done, row, over),
+      ids=_put_token(samples.ids, row, t, ids),
+      logprobs=_put_token(samples.logprobs, row, t, logprobs),
+      length=_put(samples.length, row, t + 1),
+      finished=_put(samples.finished, row, ended),
+      done=_put(samples.done, row, over),
     )
     slots = _refill(setup, slots._replace(seen=seen), ids, over & alive)
-    return i + 1, rows(samples), slots, cache
+    return i + 1, constrain_samples(samples), slots, cache
 
   def goes_on(state):
     # A sample begins, when one ends that began at most T before.
-    return (state[0] < rounds * t_max) & ~jnp.all(state[1].done)
+    return (state[0] < -(-g // count) * t_max) & ~jnp.all(state[1].done)
 
-  cache = lm.init_cache(b, count, t_max)
+  slots, cache = _begin(setup, (b, count)), lm.init_cache(b, count, t_max)
   start = jnp.zeros((), jnp.int32), samples, slots, cache
   return jax.lax.while_loop(goes_on, body, start)[1]

@@ -176,7 +176,7 @@ def _split_flat(
   x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
 ) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
   """Returns the flat tokens of prompts, and those of rows."""
-  return tuple(jnp.split(x, [flat.prompts.place.shape[1]], axis=2))
+  return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
 
 
 def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:

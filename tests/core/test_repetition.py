@@ -79,7 +79,7 @@ def raw(tiny, samples):
 
   @jax.jit
   def run():
-    hidden = completion_hidden(
+    hidden, _ = completion_hidden(
       tiny.lm, tiny.params, *prompts, samples.completion_ids
     )
     return hidden, tiny.lm.unembed(tiny.params, hidden)
@@ -162,7 +162,7 @@ def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   lengths = np.asarray(samples.completion_mask.sum(-1))
   prompts = np.asarray(samples.prompt_mask.sum(-1))
   packing = packing_layout.plan(lengths, T, prompts, P)
-  assert packing.rows.segments.shape[1] < B * G  # something shares a row
+  assert packing.rows.sample_of_token.shape[1] < B * G  # something shares a row
 
   @jax.jit
   def score():

@@ -60,7 +60,7 @@ def with_gradient(lm, params=PARAMS, of=lambda params: params):
   """Hidden states of packed rows, and a gradient through all of them."""
 
   def total(params):
-    hidden = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
+    hidden, _ = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
     return jnp.sum(jnp.sin(hidden)), hidden
 
   grads, hidden = jax.jit(jax.grad(total, has_aux=True))(params)
@@ -127,8 +127,8 @@ def test_adapters_in_forward_mode():
 
     where = PROMPTS, MASK, IDS
     adapted = lora.adapt(lm, PARAMS, 0.5)
-    return moves(lambda x: completion_hidden(adapted, x, *where)), moves(
-      lambda x: completion_hidden(lm, lora.merge(PARAMS, x, 0.5), *where)
+    return moves(lambda x: completion_hidden(adapted, x, *where)[0]), moves(
+      lambda x: completion_hidden(lm, lora.merge(PARAMS, x, 0.5), *where)[0]
     )
 
   got, want = run(adapters)
@@ -147,7 +147,7 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=types)
 
   def total(params):
-    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS))
+    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS)[0])
 
   with jax.sharding.use_abstract_mesh(mesh):
     jaxpr = jax.make_jaxpr(jax.grad(total))(PARAMS)

@@ -95,7 +95,7 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
 
   def record(*args):
     packing = pack(*args)
-    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.part
+    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.sizes
     shapes.append(str(sizes))
     return packing
 

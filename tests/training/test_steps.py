@@ -194,11 +194,13 @@ def test_what_has_a_reward_is_packed(config_with):
   config = config_with(optim__micro_batches=1)
   with jax.set_mesh(mesh):
     found = from_config.packing(config, samples, rewards, mesh)
-    counts = np.unique(found.rows.segments, return_counts=True)
+    counts = np.unique(found.rows.sample_of_token, return_counts=True)
     np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
     assert counts[1][1:].sum() == lengths.sum() - 6
-    assert found.entries[0, 0] == found.prompts.size  # it is nowhere
-    assert found.parts() == 1
+    assert (
+      found.copy_of_sample[0, 0] == found.prompt_of_copy.size
+    )  # it is nowhere
+    assert found.micro_batches() == 1
     config.optim.micro_batches = 8  # no part of packed rows is as small
     assert from_config.packing(config, samples, rewards, mesh) is None
     config.optim.micro_batches, config.optim.packing = 1, False
