@@ -90,9 +90,11 @@ def completion_logprobs(
     are weights. Packed, they are 0 on padding, and NaN where prompts are longer
     than the packing knows; there is no forward mode (`jax.jvp`) through them.
   """
-  prompts = prompt_ids, prompt_mask
   if rows is None:
-    return logprobs_and_load(lm, params, *prompts, ids, load_weights, **options)
+    return logprobs_and_load(
+      lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
+    )
+  prompts = prompt_ids, prompt_mask
   return _on_rows(lm, params, prompts, ids, rows, load_weights, options)
 
 

@@ -298,8 +298,7 @@ def _tangent(settings, out, lse, primals, tangents, visibility):
       def step(carry, dq, block):
         (keys, values, masked_by), (dkeys, dvalues, _) = block
         mask, seen = mask_of(settings, queries, masked_by)
-        operands = dq, keys, values, dkeys, dvalues, mask
-        return _add_if(seen, add, carry, *operands)
+        return _add_if(seen, add, carry, dq, keys, values, dkeys, dvalues, mask)
 
       return jax.lax.scan(
         lambda carry, block: (step(carry, dq, block), None),

@@ -116,9 +116,9 @@ class Process:
     """Writes the line and reads the answers, both as far as the pipes go."""
     process, deadline = self._process, time.monotonic() + timeout
     reader, writer = process.stdout.fileno(), process.stdin.fileno()
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-    poll.register(writer, select.POLLOUT)
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    poller.register(writer, select.POLLOUT)
     # Nobody can know it beforehand, so an answer with it is to this line.
     name = secrets.token_hex(8)
     rest = memoryview(f"{name} ".encode() + line)
@@ -129,14 +129,14 @@ class Process:
           raise Lost(f"no result after {timeout:g} s")
         if stop():
           raise Lost("stopped")
-        ready = dict(poll.poll(1000 * min(left, _STOP) + 1))
+        ready = dict(poller.poll(1000 * min(left, _STOP) + 1))
         if writer in ready:
           try:
             rest = rest[os.write(writer, rest[:_MOST]) :]
           except BrokenPipeError:
             rest = rest[:0]  # it is gone, as its end of file will tell
           if not rest:
-            poll.unregister(writer)
+            poller.unregister(writer)
         if reader in ready:
           new = _answers(self._read(reader), name)
           answers += new[: count - len(answers)]

@@ -320,8 +320,9 @@ def run(
       run, state, *rest = opening.open_all(
         settings, directory, stack, check_signals, sync, progress_screen
       )
-      traced = settings.profile.steps, directory, int(state.step)
-      with profiling.opened(*traced) as around:  # ends when all is saved
+      with profiling.opened(  # ends when all is saved
+        settings.profile.steps, directory, int(state.step)
+      ) as around:
         state, progress = fit(run, state, *rest, check_signals, sync, around)
       checkpointer = rest[-1]
       return reporting.finish(run, state, progress, checkpointer, check_signals)

@@ -151,12 +151,13 @@ def training(
   penalised = settings.sampling.distribution.repetition_penalty != 1
   prompts = samples_per_step(settings) // size // settings.sampling.parts
   step = ("batch_size", "group_size")
-  test = settings.eval.batch_size, 1, ("eval.batch_size",)
+  test_prompts, test = settings.eval.batch_size, ("eval.batch_size",)
   phases = {
     "sampling a step's completions": held
     + _sampling(settings, model, prompts, size, step, mesh.size, penalised),
     "an update": [*held, gradients, *_update(settings, model, mesh)],
-    "an evaluation": held + _sampling(settings, model, *test, mesh.size),
+    "an evaluation": held
+    + _sampling(settings, model, test_prompts, 1, test, mesh.size),
   }
   if reference:
     names = ("mesh.fsdp", "lora.rank", "loss.beta")
@@ -172,9 +173,10 @@ def evaluation(
   shapes = jax.tree.leaves(_parameters(model, dtype))
   size = sum(x.size * dtype.itemsize for x in shapes)
   names = ("eval.batch_size", "--samples")
-  rows = settings.eval.batch_size, samples, names
+  prompts = settings.eval.batch_size
   held = [Part("parameters", size, ("--model",))]
-  return {"an evaluation": held + _sampling(settings, model, *rows, 1)}
+  sampling = _sampling(settings, model, prompts, samples, names, devices=1)
+  return {"an evaluation": held + sampling}
 
 
 def fine_tuning(model: TransformerConfig, rows: int, row_length: int) -> Phases:

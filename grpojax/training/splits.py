@@ -100,10 +100,11 @@ def load_split(
       are too long (data.too_long).
   """
   examples = load_examples(settings, split)
-  args = settings, policy, cache, check_signals
   if isinstance(examples, Mixture):
-    return _fitting_parts(*args, examples, split)
-  return _fitting(*args, examples, split)
+    return _fitting_parts(
+      settings, policy, cache, check_signals, examples, split
+    )
+  return _fitting(settings, policy, cache, check_signals, examples, split)
 
 
 def _fitting_parts(

@@ -351,8 +351,8 @@ def _gather_rewards(
     {name: values[i].tolist() for name, values in rewards.extras.items()}
     for i in range(len(rewards.rewards))
   ]
-  arrays = rewards.rewards, rewards.failed, *rewards.values.values()
-  columns = rewards.failures, extras, *(x.tolist() for x in arrays)
+  arrays = [rewards.rewards, rewards.failed, *rewards.values.values()]
+  columns = [rewards.failures, extras, *(x.tolist() for x in arrays)]
   rows = gather_rows(list(zip(*columns, strict=True)), sizes)
   failures, extras, totals, failed, *values = zip(*rows, strict=True)
   extras_of_rows = [
