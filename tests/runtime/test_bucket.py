@@ -319,9 +319,9 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_what_is_wrong_is_said_of_the_bucket(url):
   with pytest.raises(ValueError, match=f"^{url}/x is wrong$"):
     with opened(url) as (local, _):
-      write(local, metrics="1")
+      write(local, **{"config.json": "{}"})
       raise ValueError(f"{local}/x is wrong")
-  assert names(url) == ["metrics"]  # an error loses nothing
+  assert names(url) == ["config.json"]  # an error loses nothing
   with pytest.raises(SystemExit) as left, opened(url):
     raise SystemExit(75)
   assert left.value.code == 75
