@@ -19,6 +19,7 @@ ends.
 Control characters of what the model writes are escaped.
 """
 
+import dataclasses
 import io
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import setting
 from grpojax.training import chatting, memory, splits, trained
 from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import SETTINGS, validate
+from grpojax.training.config import SETTINGS, from_config
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
 TURNS = ("auto", "all", "one")
@@ -89,7 +91,7 @@ def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
   return config
 
 
-def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
+def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
   def parse(default=None):
     program = "python -m grpojax.chat"
     return command_line.parse(
@@ -107,18 +109,18 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
     raise ValueError("--prompt is no UTF-8 text: give it as such") from error
   if trained.is_run(flags.model):
     config, flags = parse(lambda: trained.read_config(flags.model))
-  config = _with_flags(config, flags)
-  validate(config)
+  settings = from_config(_with_flags(config, flags))
   if flags.example >= 0:
-    rewards_lib.resolve_functions(config)
-  return config, flags
+    rewards_lib.resolve_functions(settings)
+  return settings, flags
 
 
-def _example(config: ConfigDict, number: int) -> dict[str, Any]:
+def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
   """Loads a held-out example; ValueError where there are fewer."""
-  config = config.copy_and_resolve_references()
-  config.eval.num_prompts = max(config.eval.num_prompts, number + 1)
-  examples = splits.load_examples(config, "test")
+  count = max(settings.eval.num_prompts, number + 1)
+  evaluated = dataclasses.replace(settings.eval, num_prompts=count)
+  settings = dataclasses.replace(settings, eval=evaluated)
+  examples = splits.load_examples(settings, "test")
   if number >= len(examples):
     raise ValueError(
       f"--example={number}: there are {len(examples)} held-out problems, the "
@@ -128,7 +130,7 @@ def _example(config: ConfigDict, number: int) -> dict[str, Any]:
 
 
 def _set_up(
-  config: ConfigDict, flags: ConfigDict
+  settings: TrainSettings, flags: ConfigDict
 ) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
   """Loads the model, and checks all that can be wrong before it compiles.
 
@@ -136,13 +138,13 @@ def _set_up(
     The model; the only example that it is asked, or None; and True if it is
     shown the lines and answers before.
   """
-  policy, params = trained.load(flags.model, config.model.dtype, flags.best)
-  memory.check_evaluation(config, policy, flags.samples)
+  policy, params = trained.load(flags.model, settings.model.dtype, flags.best)
+  memory.check_evaluation(settings, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
-    example = _example(config, flags.example)
+    example = _example(settings, flags.example)
   if example:
-    prompts_lib.encoder(config, policy)(example["prompt"])
+    prompts_lib.encoder(settings, policy)(example["prompt"])
   chats = bool(policy.tokenizer.chat_template)
   if flags.turns == "all" and not chats:
     raise ValueError("--turns=all: the model has no chat template; use one")
@@ -150,7 +152,7 @@ def _set_up(
   if flags.turns == "auto":
     turns = chats and not trained.is_run(flags.model)
   greedy = flags.temperature == 0
-  speaker = chatting.speaker(config, policy, params, flags.samples, greedy)
+  speaker = chatting.speaker(settings, policy, params, flags.samples, greedy)
   return speaker, example, turns
 
 
@@ -172,8 +174,8 @@ def _lines() -> Iterator[str]:
 
 def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
   """Prints a prompt, and the answers to it with their rewards."""
-  steps = speaker.config.steps  # of the run, which has ended
-  with rewards_lib.open_reward_pool(speaker.config) as reward_pool:
+  steps = speaker.settings.steps  # of the run, which has ended
+  with rewards_lib.open_reward_pool(speaker.settings) as reward_pool:
     (example,) = rewards_lib.with_step(
       reward_pool.pool, [example], steps, steps
     )
@@ -187,8 +189,8 @@ def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags = _parse(argv)
-    speaker, example, turns = _set_up(config, flags)
+    settings, flags = _parse(argv)
+    speaker, example, turns = _set_up(settings, flags)
   if flags.example >= 0:
     _ask_scored(speaker, example)
   elif example:

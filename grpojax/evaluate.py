@@ -39,8 +39,8 @@ from grpojax.runtime.settings import setting
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import evaluation, memory, mixtures, trained
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.training.config import SETTINGS, from_config, to_config
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
@@ -79,13 +79,13 @@ _Values = list[dict[str, np.ndarray]]
 _Models = list[tuple[policy_lib.Policy, Params]]
 
 
-def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
+def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
   """Refuses flags that do not fit together; returns the ks, none if greedy."""
   try:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  if flags.samples and config.eval.num_prompts < 2:
+  if flags.samples and settings.eval.num_prompts < 2:
     raise ValueError(
       "an interval over prompts needs --config.eval.num_prompts=2"
     )
@@ -93,13 +93,14 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError("--k needs --samples: pass@k is estimated from samples")
   if not flags.samples and flags.majority:
     raise ValueError("--majority needs --samples: there is no vote of one")
-  if flags.majority and config.reward.functions[0] not in evaluation.ANSWERS:
+  first = settings.reward.functions[0]
+  if flags.majority and first not in evaluation.ANSWERS:
     raise ValueError(
       "--majority counts the votes for each answer, which only "
       f"{', '.join(evaluation.ANSWERS)} can read: --config.reward.functions "
-      f"begins with {config.reward.functions[0]!r}"
+      f"begins with {first!r}"
     )
-  judges = {config.reward.functions[0], *mixtures.judges(config).values()}
+  judges = {first, *mixtures.judges(settings).values()}
   if flags.majority and len(judges) > 1:
     raise ValueError(
       "--majority reads the answers to all problems alike, but the data sets "
@@ -114,8 +115,8 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   return ks if flags.samples else []
 
 
-def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict, list[int]]:
-  """Reads the command line: the config, the flags and the ks."""
+def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
+  """Reads the command line: the settings, the flags and the ks."""
 
   def parse(default=None):
     program = "python -m grpojax.evaluate"
@@ -126,25 +127,25 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict, list[int]]:
   config, flags = parse()
   if trained.is_run(flags.model):  # a run is evaluated as it was trained
     config, flags = parse(lambda: trained.read_config(flags.model))
-  validate(config)
+  settings = from_config(config)
   if not flags.model:
     raise ValueError(
       "give --model: a directory, an embedded model, a run, or ORG/NAME of the "
       "Hub"
     )
-  ks = _check_flags(config, flags)
-  rewards_lib.resolve_functions(config)
+  ks = _check_flags(settings, flags)
+  rewards_lib.resolve_functions(settings)
   if flags.out:
     disk.check_file(flags.out, "--out")
-  return config, flags, ks
+  return settings, flags, ks
 
 
-def _note_settings(config: ConfigDict, compare: str) -> None:
+def _note_settings(settings: TrainSettings, compare: str) -> None:
   """Tells of a run that is evaluated on other data than it was trained for."""
   if not trained.is_run(compare):
     return
   own = config_lib.flatten(trained.read_config(compare))
-  used = config_lib.flatten(config)
+  used = config_lib.flatten(to_config(settings))
   names = [
     name
     for name in sorted(used.keys() | own.keys())
@@ -167,18 +168,18 @@ def _note_left_out(
 
 
 def _load(
-  config: ConfigDict, flags: ConfigDict
+  settings: TrainSettings, flags: ConfigDict
 ) -> tuple[_Models, list[evaluation.HeldOut]]:
   """Loads the models, and the problems that each of them is asked."""
   names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
     best = flags.best and not models
-    policy, params = trained.load(name, config.model.dtype, best)
-    memory.check_evaluation(config, policy, flags.samples or 1)
+    policy, params = trained.load(name, settings.model.dtype, best)
+    memory.check_evaluation(settings, policy, flags.samples or 1)
     models.append((policy, params))
   problems = evaluation.held_out_problems(
-    config, names, [policy for policy, _ in models]
+    settings, names, [policy for policy, _ in models]
   )
   _note_left_out(names, problems)
   count = problems[0].count
@@ -187,12 +188,12 @@ def _load(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
-  _note_settings(config, flags.compare)
+  _note_settings(settings, flags.compare)
   return models, problems
 
 
 def _evaluate(
-  config: ConfigDict,
+  settings: TrainSettings,
   flags: ConfigDict,
   ks: list[int],
   models: _Models,
@@ -200,32 +201,34 @@ def _evaluate(
 ) -> tuple[_Values, dict[str, _Values]]:
   """Evaluates each model; returns its values, in all and by data set."""
   sampling = Sampling(flags.temperature if flags.samples else 0.0)
-  first = config.reward.functions[0]
+  first = settings.reward.functions[0]
   answer = evaluation.ANSWERS[first] if flags.majority else None
   values, by_data_set = [], {}
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
-      reward_pool = stack.enter_context(rewards_lib.open_reward_pool(config))
-    shown = stack.enter_context(screen.opened(0, config.log.every))
+      reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+    shown = stack.enter_context(screen.opened(0, settings.log.every))
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
       batches = rewards_lib.batches_with_step(
-        reward_pool.pool, problems.batches, config.steps, config.steps
+        reward_pool.pool, problems.batches, settings.steps, settings.steps
       )
       result = evaluation.evaluate(
         policy,
         params,
-        sampling_lib.make_sampler(config, policy, flags.samples or 1, sampling),
+        sampling_lib.make_sampler(
+          settings, policy, flags.samples or 1, sampling
+        ),
         batches,
         reward_pool,
-        jax.random.key(config.seed),
-        config.eval.batch_size,
+        jax.random.key(settings.seed),
+        settings.eval.batch_size,
         on_progress=functools.partial(shown.evaluated, total=problems.count),
       )
       if result.failures:
         print(evaluation.failed(result.failures))
       values.append(evaluation.per_prompt(result, ks, answer))
-      each = evaluation.by_data_set(config, result, values[-1])
+      each = evaluation.by_data_set(settings, result, values[-1])
       for name, of_data_set in each.items():
         by_data_set.setdefault(name, []).append(of_data_set)
   return values, by_data_set
@@ -234,9 +237,9 @@ def _evaluate(
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags, ks = _parse(argv)
-    models, problems = _load(config, flags)
-  values, by_data_set = _evaluate(config, flags, ks, models, problems)
+    settings, flags, ks = _parse(argv)
+    models, problems = _load(settings, flags)
+  values, by_data_set = _evaluate(settings, flags, ks, models, problems)
   try:  # first, for the screen may be gone; and so may the disk
     if flags.out:
       results = _results(flags, values)

@@ -15,7 +15,7 @@ from grpojax.core.sampling import Sampling
 from grpojax.data import datasets
 from grpojax.runtime import records
 from grpojax.training import evaluation, prompts, splits
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 from grpojax.training.policy import load_policy
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
@@ -90,14 +90,15 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
       config.update_from_flattened_dict({path: int(value)})
   config.eval.num_prompts = 10
   config.eval.batch_size = batch_size
-  examples = splits.load_examples(config, "test")
+  settings = from_config(config)
+  examples = splits.load_examples(settings, "test")
   sampling = Sampling(temperature)
-  with rewards_lib.open_reward_pool(config) as reward_pool:
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     return evaluation.evaluate(
       policy,
       policy.params,
-      sampling_lib.make_sampler(config, policy, group_size, sampling),
-      prompts.held_out(config, policy, examples),
+      sampling_lib.make_sampler(settings, policy, group_size, sampling),
+      prompts.held_out(settings, policy, examples),
       reward_pool,
       jax.random.key(0),
       batch_size,

@@ -18,7 +18,7 @@ from grpojax.models import hf, lora, weights_out
 from grpojax.runtime import checkpoint
 from grpojax.runtime import tokenizer as tokenizer_lib
 from grpojax.training import run_directory, setup
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
 
 MODEL = "arithmetic-instruct"
@@ -38,13 +38,14 @@ def make_run(path, trained, rank=0):
     config.lora = ConfigDict(
       {"rank": rank, "alpha": 3.0, "targets": "layers/(q|down)"}
     )
-  run_directory.open_run(path, config)
-  tx = optimizer(config)
+  settings = from_config(config)
+  run_directory.open_run(path, settings)
+  tx = optimizer(settings)
   with checkpoint.open_checkpointer(
     path / "checkpoints", keep=9
   ) as checkpointer:
     for step, params in trained.items():
-      state = setup.first_state(config, tx, params)
+      state = setup.first_state(settings, tx, params)
       checkpoint.save(checkpointer, step, state)
   return path
 
@@ -192,7 +193,7 @@ def test_what_is_no_run_is_copied(tmp_path, capsys):
 )
 def test_bad_requests(run, tmp_path, words, message, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  run_directory.open_run("EMPTY", default_config())
+  run_directory.open_run("EMPTY", from_config(default_config()))
   pathlib.Path("RUN").symlink_to(run.path)
   with pytest.raises(SystemExit, match=f"error: .*{message}"):
     export.main([*words, "--out=out"])

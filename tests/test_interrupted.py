@@ -102,9 +102,9 @@ def test_kill_at_any_moment(
 # by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("rewards_lib.collect_rewards", 3 + 1, 0),
-  "rewards": ("rewards_lib.collect_rewards", 3 + 4, 3),
-  "evaluation": ("rewards_lib.collect_rewards", 3 + 5 + 1, 5),
+  "first step": ("rewards.collect_rewards", 3 + 1, 0),
+  "rewards": ("rewards.collect_rewards", 3 + 4, 3),
+  "evaluation": ("rewards.collect_rewards", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 
@@ -118,7 +118,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
   name, calls, done = MOMENTS[moment]
   module, name = name.split(".")
-  module = {"scored_text": scored_text, "checkpoint": checkpoint}[module]
+  module = {"rewards": rewards_lib, "checkpoint": checkpoint}[module]
   original, count = getattr(module, name), []
 
   def interrupted(*args, **options):
@@ -165,7 +165,7 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
         pass
     return original(*args, **options)
 
-  monkeypatch.setattr(scored_text, "finish", swallowed)
+  monkeypatch.setattr(rewards_lib, "collect_rewards", swallowed)
   with pytest.raises(SystemExit) as caught:
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130

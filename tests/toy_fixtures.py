@@ -1,6 +1,7 @@
 """Fixtures for tests of the programs: a tiny model and a finished run."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import pathlib
@@ -8,11 +9,16 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from ml_collections import ConfigDict
 
 HERE = pathlib.Path(__file__).parent
 PACKAGE = HERE.parent / "grpojax"
-READERS = [PACKAGE / "train.py", *sorted((PACKAGE / "training").glob("*.py"))]
+READERS = {
+  str(path)
+  for folder in (".", "core", "training")
+  for path in (PACKAGE / folder).glob("*.py" if folder == "." else "**/*.py")
+  if path.name != "options.py" and path.parent.name != "settings"
+}
+"""Files that use settings: not those that check them, or copy them whole."""
 
 
 class ToyRun(NamedTuple):
@@ -74,26 +80,32 @@ def toy_model(toy, tmp_path_factory):
 
 
 def _record(monkeypatch):
-  """Notes which settings the programs' own code reads from a config."""
-  read, paths = set(), {}
-  programs = set(map(str, READERS))
+  """Notes which settings the programs' own code reads, by dotted path."""
+  from grpojax.training.config import AT_TOP
+  from grpojax.training.settings.run import TrainSettings
 
-  def recording(original):
+  read, at_top = set(), {path: name for name, path in AT_TOP.items()}
+
+  def watch(kind, prefix=""):
+    paths = {}
+    for field in dataclasses.fields(kind):
+      path = f"{prefix}{field.name}"
+      if section := field.metadata.get("section"):
+        watch(section, f"{path}.")
+      elif inline := field.metadata.get("inline"):
+        watch(inline, prefix)
+      else:
+        paths[field.name] = at_top.get(path, path)
+
     def get(self, name):
-      value = original(self, name)
-      parent = paths.get(id(self), (self, ""))[1]
-      path = f"{parent}.{name}" if parent else name
-      if isinstance(value, ConfigDict):
-        paths[id(value)] = value, path  # kept alive, so that ids stay its own
-      elif sys._getframe(1).f_code.co_filename in programs:
-        read.add(path)
-      return value
+      caller = sys._getframe(1).f_code.co_filename
+      if name in paths and caller in READERS:
+        read.add(paths[name])
+      return object.__getattribute__(self, name)
 
-    return get
+    monkeypatch.setattr(kind, "__getattribute__", get)
 
-  for method in ("__getattr__", "__getitem__"):
-    original = getattr(ConfigDict, method)
-    monkeypatch.setattr(ConfigDict, method, recording(original))
+  watch(TrainSettings)
   return read
 
 

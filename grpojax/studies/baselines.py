@@ -35,6 +35,7 @@ from grpojax.studies import baseline_errors, errors, gsm8k, mse, run
 from grpojax.studies.baseline_errors import Pool
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts, splits
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import sampling as sampling_lib
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
@@ -103,7 +104,7 @@ def gsm8k_error(directory: str, num_prompts: int) -> str:
   root = pathlib.Path(directory)
   try:
     count = len(_gsm8k_problems(root))
-    train = _gsm8k_config(root)
+    train = _gsm8k_settings(root)
     policy_lib.find_model(train.model.path)
   except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
     return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
@@ -128,8 +129,8 @@ def _gsm8k_problems(directory: pathlib.Path) -> list[int]:
   return np.flatnonzero((low <= shares) & (shares <= high)).tolist()
 
 
-def _gsm8k_config(directory: pathlib.Path) -> ConfigDict:
-  """Config of the run's GRPO, by which before.json's samples were drawn."""
+def _gsm8k_settings(directory: pathlib.Path) -> TrainSettings:
+  """Settings of the run's GRPO, by which before.json's samples were drawn."""
   study = config_lib.from_json((directory / "config.json").read_text())
   study, _ = config_lib.fill_in(study, gsm8k.default_config())
   # Absolute: a relative one that is not there could be a name on the Hub.
@@ -152,7 +153,7 @@ def open_gsm8k(directory: str, samples: int, num_prompts: int) -> mse.Bench:
     OSError, ValueError: the run is one that `gsm8k_error` describes.
   """
   root = pathlib.Path(directory)
-  train = _gsm8k_config(root)
+  train = _gsm8k_settings(root)
   policy = policy_lib.load_policy(train.model.path)
   examples = splits.load_examples(train, "train")
   batches = [

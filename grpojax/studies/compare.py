@@ -30,15 +30,15 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.options import ONE_OR_MORE
 from grpojax.runtime import command_line, pictures
-from grpojax.runtime.config import flatten
 from grpojax.runtime.settings import changed, section, setting
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.training import config as train_config_lib
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
 from grpojax.training.settings import batches as batches_lib
-from grpojax.training.settings_input import ONE
+from grpojax.training.settings.run import TrainSettings
 
 PROGRAM = "python -m grpojax.studies.compare"
 
@@ -61,7 +61,9 @@ SETTINGS = section(
     (1.25e-4, 3e-4, 7.5e-4), "of which each arm gets its best"
   ),
   tuning_seeds=setting(
-    2, "runs of each arm and rate to find it, on seeds of their own", within=ONE
+    2,
+    "runs of each arm and rate to find it, on seeds of their own",
+    within=ONE_OR_MORE,
   ),
   seeds=setting(
     5,
@@ -102,15 +104,19 @@ def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
   return run
 
 
-def train_config(
+def train_settings(
   config: ConfigDict, arm: int, rate: float, seed: int
-) -> ConfigDict:
-  """Makes the run of an arm, by its place, with a learning rate and a seed."""
+) -> TrainSettings:
+  """Makes the run of an arm, by its place, with a learning rate and a seed.
+
+  Raises:
+    ValueError: Settings that a training run cannot have.
+  """
   run = arm_config(config, config.arms[arm])
   with run.unlocked():
     run.name = f"arm{arm}-rate{rate:g}-seed{seed}"
     run.optim.learning_rate, run.seed = float(rate), config.train.seed + seed
-  return run.lock()
+  return from_config(run.lock())
 
 
 def config_errors(config: ConfigDict) -> list[str]:
@@ -132,7 +138,7 @@ def config_errors(config: ConfigDict) -> list[str]:
     return wrong
   for i, arm in enumerate(config.arms):
     try:
-      train_config_lib.validate(train_config(config, i, rates[0], 0))
+      train_settings(config, i, rates[0], 0)
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
     for name in ("seed", "name", "optim.learning_rate"):
@@ -143,25 +149,30 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 def _incomparable(config: ConfigDict) -> list[str]:
   """Lists the arms that cannot be compared with the first."""
-  runs = [flatten(arm_config(config, arm)) for arm in config.arms]
-  wrong, evaluated = [], "eval.num_prompts"
+  rate = config.learning_rates[0]
+  runs = [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
+  wrong, evaluated = [], runs[0].eval.num_prompts
   for arm, run in zip(config.arms, runs, strict=True):
-    if run["steps"] < 1:
-      wrong.append(f"arm {arm!r}: steps = {run['steps']}: give 1 or more")
-    for name in ("filter_groups.enable", "stop.no_improvement"):
-      if run[name]:
+    if run.steps < 1:
+      wrong.append(f"arm {arm!r}: steps = {run.steps}: give 1 or more")
+    unequal = {
+      "filter_groups.enable": run.filter_groups.enable,
+      "stop.no_improvement": run.stop.no_improvement,
+    }
+    for name, value in unequal.items():
+      if value:
         wrong.append(
           f"arm {arm!r}: with {name} a run samples as much as it needs, and "
           "arms are compared at equal samples"
         )
-    if run[evaluated] != runs[0][evaluated]:
+    if run.eval.num_prompts != evaluated:
       wrong.append(
-        f"arm {arm!r}: {evaluated} = {run[evaluated]}, and "
-        f"{runs[0][evaluated]} of the first: give all the same"
+        f"arm {arm!r}: eval.num_prompts = {run.eval.num_prompts}, and "
+        f"{evaluated} of the first: give all the same"
       )
   if wrong:
     return wrong
-  samples = [run["steps"] * batches_lib.samples_per_step(run) for run in runs]
+  samples = [run.steps * batches_lib.samples_per_step(run) for run in runs]
   return [
     f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
     " set batch_size (prompts a step) or steps for as many"
@@ -185,7 +196,7 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
   if len(config.learning_rates) == 1:  # there is nothing to choose from
     return dict.fromkeys(points, 0.0)
   runs = {
-    (arm, rate): [train_config(config, arm, rate, seed) for seed in seeds]
+    (arm, rate): [train_settings(config, arm, rate, seed) for seed in seeds]
     for arm, rate in points
   }
   study.train_all([*itertools.chain(*runs.values())], directory)
@@ -293,7 +304,7 @@ def write(
   directory: pathlib.Path,
   tuned: Tuned,
   rates: Sequence[float],
-  runs: Sequence[Sequence[ConfigDict]],
+  runs: Sequence[Sequence[TrainSettings]],
 ) -> None:
   """Writes the tables and the picture, and prints the result.
 
@@ -357,7 +368,7 @@ def main(argv: list[str]) -> None:
     with command_line.usage_errors():
       rates = best_rates(tuned)
     runs = [
-      [train_config(config, arm, rate, seed) for seed in range(config.seeds)]
+      [train_settings(config, arm, rate, seed) for seed in range(config.seeds)]
       for arm, rate in enumerate(rates)
     ]
     # Seed by seed: what is there of an interrupted study can be compared.

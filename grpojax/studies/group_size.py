@@ -20,6 +20,7 @@ along the automatic runs. DIR, by default runs/group_size, gets
     logs/             what the training runs printed
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -39,12 +40,12 @@ from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.training import config as train_config_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import setup, splits
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
-from grpojax.training.settings.run import AUTO
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
+from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
@@ -93,10 +94,14 @@ def default_config() -> ConfigDict:
   return to_config(SETTINGS)
 
 
-def train_config(
+def train_settings(
   config: ConfigDict, budget: int, group_size: int | str, seed: int
-) -> ConfigDict:
-  """Makes the training run of one point of the study."""
+) -> TrainSettings:
+  """Makes the training run of one point of the study.
+
+  Raises:
+    ValueError: Settings that a training run cannot have.
+  """
   run = config.train.copy_and_resolve_references()
   auto = group_size == AUTO
   with run.unlocked(), run.ignore_type():
@@ -117,7 +122,7 @@ def train_config(
     while micro > 1 and fewest % (micro * run.optim.minibatches):
       micro -= 1
     run.optim.micro_batches = micro
-  return run.lock()
+  return from_config(run.lock())
 
 
 def _points(config: ConfigDict):
@@ -148,7 +153,7 @@ def config_errors(config: ConfigDict) -> list[str]:
     return wrong
   for seed, budget, size in _points(config):
     try:
-      train_config_lib.validate(train_config(config, budget, size, seed))
+      train_settings(config, budget, size, seed)
     except ValueError as error:
       why = below("train", f"{error}")
       return [f"budget {budget}, group size {size}: {why}"]
@@ -158,9 +163,13 @@ def config_errors(config: ConfigDict) -> list[str]:
 def predict(config: ConfigDict) -> dict[str, Any]:
   """Diagnoses the policy that training starts from, on training prompts."""
   p = config.predict
-  settings = config.train.copy_and_resolve_references()
-  with settings.unlocked(), settings.ignore_type():
-    settings.group_size, settings.batch_size = p.group_size, p.batch
+  # Of the runs' common settings; a run's own ones are of no account here.
+  settings = dataclasses.replace(
+    train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
+    seed=config.train.seed,
+    group_size=p.group_size,
+    batch_size=p.batch,
+  )
   policy = setup.with_weights(settings, setup.open_policy(settings))
   sampling = settings.sampling.distribution
   sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
@@ -173,7 +182,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       micro_batches=p.batch,
       vectorized=policy.vmappable,
       sampling=sampling,
-      chunk_size=settings.logits_chunk,
+      chunk_size=settings.optim.update.chunk_size,
     ),
   )
 
@@ -459,7 +468,7 @@ def main(argv: list[str]) -> None:
       records.write_json(path, predict(config))
     prediction = json.loads(path.read_text())
     runs = [
-      train_config(config, budget, size, seed)
+      train_settings(config, budget, size, seed)
       for seed, budget, size in _points(config)
     ]
     study.train_all(runs, directory)

@@ -43,7 +43,6 @@ from grpojax.runtime.config import below, config_error
 from grpojax.runtime.settings import changed, section, setting, to_config
 from grpojax.statistics.intervals import mean_interval, paired_difference
 from grpojax.studies import run as study
-from grpojax.training import config as train_config_lib
 from grpojax.training import (
   evaluation,
   fit,
@@ -55,6 +54,8 @@ from grpojax.training import (
 )
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
@@ -135,13 +136,13 @@ def sft_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
   return run.lock()
 
 
-def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
-  """Makes the config of GRPO, from the model of SFT."""
+def grpo_run(config: ConfigDict, directory: pathlib.Path) -> TrainSettings:
+  """Makes the settings of GRPO, from the model of SFT."""
   run = config.train.copy_and_resolve_references()
   with run.unlocked():
     run.model.path = str(directory / "sft")
     run.data.path = str(directory / "prompts")
-  return run.lock()
+  return from_config(run.lock())
 
 
 def config_errors(config: ConfigDict) -> list[str]:
@@ -149,7 +150,7 @@ def config_errors(config: ConfigDict) -> list[str]:
   wrong = []
   for check, part in (
     (sft_config.validate, "sft"),
-    (train_config_lib.validate, "train"),
+    (from_config, "train"),
   ):
     try:
       check(config[part])
@@ -184,7 +185,9 @@ def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
       records.write_text(directory / name / f"{split}.jsonl", text)
 
 
-def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
+def measure(
+  config: ConfigDict, run: TrainSettings, model: str
+) -> dict[str, Any]:
   """Samples a model's completions of the training problems of GRPO."""
   began = time.perf_counter()
   policy = policy_lib.load_policy(model, run.model.dtype)

@@ -19,6 +19,7 @@ The run directory has rows.jsonl, a line a prompt as soon as it is done (the
 same command goes on where it stopped), results.csv, summary.json and mse.png.
 """
 
+import dataclasses
 import pathlib
 import sys
 import time
@@ -38,10 +39,10 @@ from grpojax.runtime.settings import section, setting
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run
-from grpojax.training import config as train_config
 from grpojax.training import policy as policy_lib
 from grpojax.training import prompts as prompts_lib
 from grpojax.training import splits
+from grpojax.training.config import default_config, from_config
 from grpojax.training.step import sampling as sampling_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
@@ -154,11 +155,13 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   """
   path = config.instruct if name == "instruct" else config.base
   policy = policy_lib.load_policy(path)
-  settings = train_config.default_config().unlock()
-  settings.seed = config.seed
-  settings.eval.num_prompts = config.num_prompts
-  settings.data.options.difficulty = config.difficulty
-  settings.sampling.max_new_tokens = config.max_new_tokens
+  train = default_config()
+  train.seed = config.seed
+  train.eval.num_prompts = config.num_prompts
+  train.data.options.difficulty = config.difficulty
+  train.sampling.max_new_tokens = config.max_new_tokens
+  settings = from_config(train)
+  template = settings.data.template
   if name == "in-context":
     if policy.tokenizer.chat_template:
       raise ValueError(
@@ -167,15 +170,17 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
       )
     examples = splits.load_examples(settings, "train")
     solved = [examples[i]["prompt"] for i in range(config.shots)]
-    settings.data.template = (
-      "".join(f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
-      + settings.data.template
-    )
+    shots = (f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
+    template = "".join(shots) + template
   held_out = splits.load_examples(settings, "test")
-  settings.data.max_prompt_length = max(
-    len(_encode(policy, held_out[i]["prompt"], settings.data.template))
+  longest = max(
+    len(_encode(policy, held_out[i]["prompt"], template))
     for i in range(config.num_prompts)
   )
+  data = dataclasses.replace(
+    settings.data, template=template, max_prompt_length=longest
+  )
+  settings = dataclasses.replace(settings, data=data)
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )

@@ -25,6 +25,7 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import settings as settings_lib
 from grpojax.runtime.settings import Section, setting, to_config
 from grpojax.training import fit, run_directory
+from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
 """The flags of every study."""
@@ -122,8 +123,8 @@ def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
   return directory / "runs" / name
 
 
-def train_all(runs: Sequence[ConfigDict], directory: pathlib.Path) -> None:
-  """Makes the training runs, given by their configs, that are not finished yet.
+def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
+  """Makes the training runs that are not finished yet.
 
   Raises:
     SystemExit: a run's directory has another config, or a run was stopped.

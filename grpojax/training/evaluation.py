@@ -103,7 +103,7 @@ def _in_common(
   if not common:
     raise ValueError(
       f"no held-out prompt fits both {' and '.join(names)}: raise "
-      "--settings.data.max_prompt_length"
+      "--config.data.max_prompt_length"
     )
   return [
     Subset(split.examples, [i for i, p in enumerate(own) if p in common])

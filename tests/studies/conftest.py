@@ -8,9 +8,10 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime import records
 from grpojax.studies import run as study
 from grpojax.training import fit, run_config, run_directory
+from grpojax.training.config import to_config
 
 
-def write_run(config, directory, rewards, accuracy, **columns):
+def write_run(settings, directory, rewards, accuracy, **columns):
   """Writes what a study reads of a finished run, one reward a step."""
   directory.mkdir(parents=True)
   rows = [
@@ -20,7 +21,9 @@ def write_run(config, directory, rewards, accuracy, **columns):
   rows.append({"step": len(rewards), "accuracy": accuracy})
   text = "".join(json.dumps(row) + "\n" for row in rows)
   (directory / run_directory.METRICS).write_text(text)
-  (directory / run_config.CONFIG).write_text(config_lib.to_json(config))
+  (directory / run_config.CONFIG).write_text(
+    config_lib.to_json(to_config(settings))
+  )
   summary = {"steps": len(rewards), "accuracy_before": 0.0}
   summary |= {"accuracy_after": accuracy}
   records.write_json(directory / run_directory.SUMMARY, summary)
@@ -39,11 +42,11 @@ def interrupt_third(monkeypatch):
   def put(train):
     names = []
 
-    def run(config, directory):
-      names.append(config.name)
+    def run(settings, directory):
+      names.append(settings.name)
       if len(names) == 3:
         raise KeyboardInterrupt
-      return train(config, directory)
+      return train(settings, directory)
 
     monkeypatch.setattr(fit, "run", run)
     return names

@@ -8,7 +8,6 @@ import pytest
 
 from grpojax.runtime.settings import to_config
 from grpojax.studies import compare
-from grpojax.training import config as train_config_lib
 from grpojax.training import fit
 
 
@@ -17,11 +16,10 @@ def test_arms_differ_in_their_settings_only():
   config.train.seed = 40  # the seeds count from there
   assert compare.config_errors(config) == []
   runs = [
-    compare.train_config(config, arm, 1e-4, 3)
+    compare.train_settings(config, arm, 1e-4, 3)
     for arm in range(len(config.arms))
   ]
-  train_config_lib.validate(runs[-1])
-  assert [run.advantage for run in runs] == [
+  assert [run.loss.advantage for run in runs] == [
     "leave_one_out",
     "grpo",
     "length_weighted",
@@ -80,11 +78,13 @@ def test_a_small_comparison(
 ):
   argv = arguments(toy_task, toy_model, tmp_path / "x")
 
-  def write(config, directory):  # better at the rate 0.002
-    reward = {"arm0": 0.1, "arm1": 0.2}[config.name.split("-")[0]]
-    reward += 0.01 * config.seed
-    reward += 0.1 * (config.optim.learning_rate == 0.002)
-    return made_up(config, directory, [reward + 0.001, reward + 0.002], reward)
+  def write(settings, directory):  # better at the rate 0.002
+    reward = {"arm0": 0.1, "arm1": 0.2}[settings.name.split("-")[0]]
+    reward += 0.01 * settings.seed
+    reward += 0.1 * (settings.optim.learning_rate == 0.002)
+    return made_up(
+      settings, directory, [reward + 0.001, reward + 0.002], reward
+    )
 
   calls = interrupt_third(train or write)
   with pytest.raises(SystemExit) as caught:

@@ -12,7 +12,6 @@ from grpojax.runtime.settings import to_config
 from grpojax.studies import group_size
 from grpojax.studies import run as study
 from grpojax.training import fit
-from grpojax.training.config import validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -20,8 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_every_run_spends_the_same_samples():
   config = group_size.default_config()
   for seed, budget, size in group_size._points(config):
-    run = group_size.train_config(config, budget, size, seed)
-    validate(run)
+    run = group_size.train_settings(config, budget, size, seed)
     first = run.auto_group_size.start if size == "auto" else size
     assert run.batch_size * first == budget and run.seed == seed
     assert bool(run.diagnostics.every) == (size == "auto")
@@ -33,7 +31,7 @@ def test_the_papers_setting_is_valid():
   assert config.seeds == 5 and config.budgets == (1024,)
   assert config.group_sizes == (4, 8, 16, 32, 64, 128)
   names = {
-    group_size.train_config(config, budget, size, seed).name
+    group_size.train_settings(config, budget, size, seed).name
     for seed, budget, size in group_size._points(config)
   }
   assert len(names) == 5 * 7
@@ -73,10 +71,10 @@ def test_a_small_study(
   directory = tmp_path / "study"
   argv = [*small(toy_task, toy_model), f"--run_dir={directory}"]
 
-  def write(config, directory):
-    rewards = [0.1 + 0.01 * config.seed, 0.2 + 0.01 * config.seed]
+  def write(settings, directory):
+    rewards = [0.1 + 0.01 * settings.seed, 0.2 + 0.01 * settings.seed]
     columns = {"group_size": 8, "c1": 1.0, "c3": 4.0}
-    return made_up(config, directory, rewards, 0.5, **columns)
+    return made_up(settings, directory, rewards, 0.5, **columns)
 
   calls = interrupt_third(train or write)
   with pytest.raises(SystemExit) as caught:
@@ -113,8 +111,9 @@ def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up, capsys):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
   config = to_config(group_size.SETTINGS)
   config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
+  config.train.auto_group_size.start = 8
   for seed, budget, size in group_size._points(config):
-    run = group_size.train_config(config, budget, size, seed)
+    run = group_size.train_settings(config, budget, size, seed)
     path = study.training_run(tmp_path, run.name)
     made_up(run, path, [0.1, 0.2], 0.5, group_size=8, c1=None, c3=None)
   unknown = {f"optimal_group_size{x}": None for x in ("", "_low", "_high")}

@@ -14,7 +14,6 @@ from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import to_config
 from grpojax.studies import baselines, gsm8k
 from grpojax.training import fit, sft, sft_config
-from grpojax.training.config import validate
 
 PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
 
@@ -31,7 +30,6 @@ def test_the_default_runs_are_valid(tmp_path):
   assert gsm8k.config_errors(config) == []
   sft_config.validate(gsm8k.sft_run(config, tmp_path))
   run = gsm8k.grpo_run(config, tmp_path)
-  validate(run)
   assert run.model.path == str(tmp_path / "sft")
 
 
@@ -112,11 +110,11 @@ def test_a_tiny_study(tmp_path, monkeypatch, capsys):
   argv = [f"--config.data.path={PROBLEMS}", f"--run_dir={study}", *words]
   calls, original = [], fit.run
 
-  def killed(config, directory):
+  def killed(settings, directory):
     calls.append("train")
     if len(calls) == 2:
       raise KeyboardInterrupt
-    return original(config, directory)
+    return original(settings, directory)
 
   def noted(*args):
     calls.append("sft")
@@ -232,7 +230,7 @@ def test_an_older_run_gets_the_defaults_that_it_lacks(study_run):
   del config["train"]["sampling"]["slots"]
   (study_run / "config.json").write_text(json.dumps(config))
   assert baselines.gsm8k_error(str(study_run), 3) == ""
-  assert baselines._gsm8k_config(study_run).sampling.slots == 0
+  assert baselines._gsm8k_settings(study_run).sampling.decoding.slots == 0
 
 
 def test_other_rewards_than_those_of_the_study_are_refused(study_run):

@@ -1,5 +1,6 @@
 """Studies' directories and training runs, and mistakes in their settings."""
 
+import dataclasses
 import importlib
 import re
 
@@ -129,10 +130,12 @@ def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
 
 @pytest.fixture
 def study_of_one(tmp_path, made_up):
-  """A study's directory with one finished run, and its config."""
-  config = compare.train_config(to_config(compare.SETTINGS), 0, 1e-4, 0)
-  made_up(config, study.training_run(tmp_path, config.name), [0.1, 0.2], 0.2)
-  return tmp_path, config
+  """A study's directory with one finished run, and its settings."""
+  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  made_up(
+    settings, study.training_run(tmp_path, settings.name), [0.1, 0.2], 0.2
+  )
+  return tmp_path, settings
 
 
 @pytest.mark.parametrize(
@@ -152,22 +155,23 @@ def study_of_one(tmp_path, made_up):
   ],
 )
 def test_a_damaged_run_is_not_read(file, text, study_of_one):
-  directory, config = study_of_one
-  assert len(study.run_metrics(directory, config.name)) == 2
-  (study.training_run(directory, config.name) / file).write_text(text)
-  with pytest.raises(ValueError, match=rf"{file} .*delete .*{config.name} and"):
-    study.run_metrics(directory, config.name)
+  directory, settings = study_of_one
+  assert len(study.run_metrics(directory, settings.name)) == 2
+  (study.training_run(directory, settings.name) / file).write_text(text)
+  with pytest.raises(
+    ValueError, match=rf"{file} .*delete .*{settings.name} and"
+  ):
+    study.run_metrics(directory, settings.name)
 
 
 def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
-  directory, config = study_of_one
+  directory, settings = study_of_one
   monkeypatch.setattr(fit, "run", lambda *args: pytest.fail("it trains"))
-  study.train_all([config], directory)  # finished
-  with config.unlocked():
-    config.seed += 1
-  fresh = compare.train_config(to_config(compare.SETTINGS), 1, 1e-4, 0)
+  study.train_all([settings], directory)  # finished
+  other = dataclasses.replace(settings, seed=settings.seed + 1)
+  fresh = compare.train_settings(to_config(compare.SETTINGS), 1, 1e-4, 0)
   with pytest.raises(SystemExit, match="another config"):
-    study.train_all([fresh, config], directory)
+    study.train_all([fresh, other], directory)
 
 
 @pytest.mark.parametrize("code, shown", [(130, True), ("x", False)])
@@ -176,14 +180,14 @@ def test_a_run_that_is_stopped_says_so_on_the_screen(
 ):
   """What it prints itself is in its log."""
 
-  def stopped(config, directory):
+  def stopped(settings, directory):
     print("in the log")
     raise SystemExit(code)
 
   monkeypatch.setattr(fit, "run", stopped)
-  config = compare.train_config(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
   with pytest.raises(SystemExit):
-    study.train_all([config], tmp_path)
+    study.train_all([settings], tmp_path)
   out = capsys.readouterr().out
   assert "in the log" not in out
-  assert (f"{config.name} did not end; the same command" in out) == shown
+  assert (f"{settings.name} did not end; the same command" in out) == shown

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from grpojax.training import profiling
-from grpojax.training.config import validate
 
 
 @pytest.mark.parametrize(
@@ -28,10 +27,10 @@ def test_both_ends_are_steps(text, steps):
     ("39:41", "the last step is 40"),
   ],
 )
-def test_others_are_refused(text, hint, config_with):
+def test_others_are_refused(text, hint, settings_with):
   with pytest.raises(ValueError, match=f"profile.steps = '{text}': .*{hint}"):
-    validate(config_with(profile__steps=text))
-  validate(config_with(profile__steps="39:40"))
+    settings_with(profile__steps=text)
+  settings_with(profile__steps="39:40")
 
 
 def steps_in(folder):

@@ -185,19 +185,19 @@ def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
 
 
 def test_a_run_writes_reports_when_they_are_due(
-  tmp_path, monkeypatch, config_with
+  tmp_path, monkeypatch, settings_with
 ):
   written, main = [], [True]
   monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
   monkeypatch.setattr(report, "write", lambda path: written.append(path))
   fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
   for every, steps in ((3, 2), (0, 0)):
-    run = Run(**fields | {"config": config_with(log__report_every=every)})
+    run = Run(**fields | {"settings": settings_with(log__report_every=every)})
     for step in range(1, 9):
       reporting.report_when_due(run, step)
     assert written == [tmp_path] * steps
     written.clear()
-  run = Run(**fields | {"config": config_with(log__report_every=1)})
+  run = Run(**fields | {"settings": settings_with(log__report_every=1)})
   main[0] = False  # one process writes
   reporting.report_when_due(run, 1)
   assert written == []
