@@ -12,6 +12,7 @@ parameters than logits, Z still varies there, so no estimator is free of noise.
 Everything here but the policy itself is exact, in float64.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,9 +22,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from grpojax.core import advantages, losses
+from grpojax.core import advantages
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import make_grpo_step
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.core.update import make_update
@@ -245,21 +247,16 @@ def make_step(
   def reward(samples, targets):
     return table[samples.prompt_ids, samples.completion_ids[..., 0]]
 
-  def weighting(mask):
-    return losses.fixed_length(mask, 1)
-
+  objective = Objective(
+    advantage="vanilla" if estimator == "oracle" else estimator,
+    weighting="fixed_length",
+    beta=problem.beta,
+    kl_placement="reward",
+  )
   size = {"group_size": group_size, "max_new_tokens": 1, "eos_ids": (0,)}
   if estimator != "oracle":
-    return make_grpo_step(
-      lm,
-      tx,
-      reward,
-      advantage=getattr(advantages, estimator),
-      kl_in_reward=problem.beta,
-      weighting=weighting,
-      **size,
-    )
-  update = make_update(lm, tx, weighting=weighting)
+    return make_grpo_step(lm, tx, reward, objective=objective, **size)
+  update = make_update(lm, tx, objective)
 
   def step(state, prompts: Prompts, ref_params):
     key = jax.random.fold_in(state.key, state.step)
@@ -269,9 +266,10 @@ def make_step(
       lm,
       samples,
       reward(samples, prompts.targets),
-      lambda rewards: advantages.oracle(rewards, value),
-      ref_params,
-      kl_in_reward=problem.beta,
+      dataclasses.replace(
+        objective, advantage=lambda rewards: advantages.oracle(rewards, value)
+      ),
+      ref_params=ref_params,
     )
     return update(state, batch)
 
