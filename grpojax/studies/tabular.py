@@ -247,14 +247,12 @@ def make_step(
   def reward(samples, targets):
     return table[samples.prompt_ids, samples.completion_ids[..., 0]]
 
-  objective = Objective(
-    advantage="vanilla" if estimator == "oracle" else estimator,
-    weighting="fixed_length",
-    beta=problem.beta,
-    kl_placement="reward",
-  )
   size = {"group_size": group_size, "max_new_tokens": 1, "eos_ids": (0,)}
+  objective = Objective(
+    weighting="fixed_length", kl_placement="reward", beta=problem.beta
+  )
   if estimator != "oracle":
+    objective = dataclasses.replace(objective, advantage=estimator)
     return make_grpo_step(lm, tx, reward, objective=objective, **size)
   update = make_update(lm, tx, objective)
 
