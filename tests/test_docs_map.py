@@ -7,6 +7,7 @@ import pytest
 
 from grpojax.models import hf
 from grpojax.rewards import functions
+from grpojax.training.config import CHOICES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -64,12 +65,12 @@ def test_extending_names_files_and_dicts_that_exist():
     assert re.search(rf"^{name}\b", code, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("setting", validation.CHOICES)
+@pytest.mark.parametrize("setting", CHOICES)
 def test_every_choice_is_listed_and_explained(setting):
   """In the setting's own row, and somewhere in a guide."""
   rows = [x for x in SETTINGS.splitlines() if x.startswith(f"| `{setting}` |")]
   assert rows, setting
-  for name in validation.CHOICES[setting]:
+  for name in CHOICES[setting]:
     assert re.search(rf"\b{name}\b", rows[0]), name
     # KL estimators stand in words, without quotes.
     assert re.search(rf"\b{name}\b", GUIDES), name

@@ -113,7 +113,7 @@ def transform_logits(
     float32 logits; what was cut away is -1e30.
 
   Raises:
-    ValueError: a setting out of range, or a penalty of nothing.
+    ValueError: A repetition penalty without `seen`.
   """
   logits = _penalised(logits.astype(jnp.float32), sampling, seen)
   vocab = jnp.arange(logits.shape[-1])

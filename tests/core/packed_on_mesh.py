@@ -3,7 +3,6 @@
 Run with JAX_NUM_CPU_DEVICES=8; test_packed_on_mesh.py does.
 """
 
-import functools
 import re
 
 import jax
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import losses, mesh, packed_logprobs, packing, packing_layout
+from grpojax.core import mesh, packed_logprobs, packing, packing_layout
 from grpojax.core.batch import make_batch
-from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state
+from grpojax.core.objective import Objective
 from grpojax.core.types import Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -26,7 +25,7 @@ RUNS = [
   (dict(minibatches=1, micro_batches=4), {}),
   (
     dict(minibatches=2, micro_batches=4),
-    dict(entropy_bonus=EntropyBonus(0.3), top_entropy_quantile=0.4),
+    dict(entropy_coef=0.3, top_entropy_quantile=0.4),
   ),
 ]
 
@@ -46,15 +45,22 @@ def samples(rng):
 
 def run(lm, params, drawn, rewards, layout, cuts, entropy):
   """Parameters after a step of two epochs, and its metrics."""
-  tx, parts = optax.sgd(0.1), cuts["minibatches"] * cuts["micro_batches"]
-  loss = functools.partial(losses.grpo_loss, beta=0.1)
-  update = make_update(lm, tx, loss=loss, epochs=2, **cuts, **entropy)
+  tx, options = optax.sgd(0.1), UpdateOptions(epochs=2, **cuts)
+  objective = Objective(beta=0.1, **entropy)
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def step(params, drawn, layout):
     half = jax.tree.map(lambda x: x / 2, params)
-    options = {"on_policy": False, "micro_batches": parts, "packing": layout}
-    batch = make_batch(lm, drawn, rewards, ref_params=half, **options)
+    batch = make_batch(
+      lm,
+      drawn,
+      rewards,
+      objective,
+      options=options,
+      ref_params=half,
+      packing=layout,
+    )
     state, metrics = update(
       init_state(params, tx, jax.random.key(5)),
       mesh.map_rows(mesh.constrain, batch),

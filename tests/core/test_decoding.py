@@ -286,15 +286,6 @@ def test_slots_need_a_cache_that_can(tabular):
   assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
 
 
-@pytest.mark.parametrize(
-  "decoding, message",
-  [(Decoding(stages=0), "stages=0"), (Decoding(slots=-1), "slots=-1")],
-)
-def test_what_cannot_be_is_refused(tabular, decoding, message):
-  with pytest.raises(ValueError, match=message):
-    run(tabular.lm(3, 11), jnp.zeros((3, 12, 11)), decoding)
-
-
 def within(module, name):
   """All instructions of a computation and of those that it calls."""
   for i in module.computations[name].instructions.values():

@@ -10,12 +10,13 @@ import pytest
 
 from grpojax.core import entropy as entropy_lib
 from grpojax.core import packing_layout
-from grpojax.core.entropy import EntropyBonus, highest_entropy
+from grpojax.core.entropy import highest_entropy
 from grpojax.core.grpo_step import init_state
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.objective import Objective, entropy_bonus
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(3)
 B, G, T, V = 4, 2, 8, 6
@@ -149,10 +150,8 @@ def test_how_a_batch_is_cut_changes_nothing(
   update = make_update(
     lm,
     optax.sgd(1.0),
-    micro_batches=parts,
-    entropy_bonus=EntropyBonus(coefficient) if coefficient else None,
-    top_entropy_quantile=share,
-    chunk_size=4,
+    Objective(entropy_coef=coefficient, top_entropy_quantile=share),
+    UpdateOptions(micro_batches=parts, chunk_size=4),
   )
   state, metrics = jax.jit(update)(
     init_state(table, optax.sgd(1.0), KEY), batch
@@ -167,12 +166,19 @@ def test_how_a_batch_is_cut_changes_nothing(
 def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(0.0)  # the entropy stays
-  bonus = EntropyBonus(0.5, target=10.0, step=0.25, largest=0.9)
-  update = jax.jit(make_update(lm, tx, minibatches=2, entropy_bonus=bonus))
+  objective = Objective(
+    entropy_coef=0.5,
+    entropy_target=10.0,
+    entropy_coef_delta=0.25,
+    entropy_coef_max=0.9,
+  )
+  options = UpdateOptions(minibatches=2)
+  update = jax.jit(make_update(lm, tx, objective, options))
   state = init_state(table, tx, KEY)
   with pytest.raises(ValueError, match="state.replace"):
     update(state, batch)
-  state = state.replace(entropy=entropy_lib.init_control(bonus))
+  control = entropy_lib.init_control(entropy_bonus(objective))
+  state = state.replace(entropy=control)
   state, metrics = update(state, batch)
   # Nothing is known before the first minibatch; the second has 0.75.
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
@@ -199,12 +205,13 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
 def test_above_the_target_there_is_no_bonus(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(1.0)
-  bonus = EntropyBonus(0.5, target=0.01, step=0.2)
-  start = init_state(table, tx, KEY)
-  state = start.replace(entropy=entropy_lib.init_control(bonus))
-  after, metrics = jax.jit(make_update(lm, tx, entropy_bonus=bonus))(
-    state, batch
+  objective = Objective(
+    entropy_coef=0.5, entropy_target=0.01, entropy_coef_delta=0.2
   )
+  start = init_state(table, tx, KEY)
+  control = entropy_lib.init_control(entropy_bonus(objective))
+  state = start.replace(entropy=control)
+  after, metrics = jax.jit(make_update(lm, tx, objective))(state, batch)
   plain, expected = jax.jit(make_update(lm, tx))(start, batch)
   np.testing.assert_allclose(after.params, plain.params, atol=1e-6)
   assert float(metrics["entropy_coefficient"]) == 0

@@ -1,5 +1,6 @@
 """Packed rows: where tokens lie, and that nothing else depends on it."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -10,19 +11,14 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-from grpojax.core import (
-  losses,
-  packed_logprobs,
-  packing,
-  packing_layout,
-  surrogates,
-)
+from grpojax.core import packed_logprobs, packing, packing_layout
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state
 from grpojax.core.mesh import AXES
+from grpojax.core.objective import Objective
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import hf, lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -457,18 +453,14 @@ def test_packed_is_unpacked(kind, dtype, adapted):
 
 def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
   """The parameters after a step, its metrics and its batch."""
-  tx, sampling = optax.sgd(0.1), Sampling()
-  of_batch = dict(cuts, sampling=sampling, chunk_size=5)
-  parts = cuts["minibatches"] * cuts["micro_batches"]
-  update = make_update(
-    lm,
-    tx,
-    loss=functools.partial(
-      losses.grpo_loss, ratio=surrogates.sequence_ratio, beta=0.1
-    ),
-    weighting=losses.sequence_mean,
-    **of_batch,
+  tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
+  objective = Objective(
+    ratio="sequence_ratio",
+    weighting="sequence_mean",
+    beta=0.1,
+    old_logprobs="trainer",
   )
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def step(params, layout):
@@ -476,12 +468,10 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
       lm,
       samples,
       rewards,
+      dataclasses.replace(objective, kl_placement="reward"),
+      options=options,
       ref_params=ref_params,
-      on_policy=False,
       policy_params=params,
-      kl_in_reward=0.1,
-      micro_batches=parts,
-      chunk_size=5,
       packing=layout,
     )
     state, metrics = update(init_state(params, tx, KEY), batch)
@@ -555,7 +545,8 @@ def memory(lm, parts, sizes, layout):
   def step(params, samples):
     batch = make_batch(lm, samples, jnp.ones((b, g)), packing=layout)
     state = init_state(params, tx, KEY)
-    return make_update(lm, tx, micro_batches=parts)(state, batch)
+    options = UpdateOptions(micro_batches=parts)
+    return make_update(lm, tx, options=options)(state, batch)
 
   params = jax.eval_shape(lm.init, KEY)
   compiled = jax.jit(step).lower(params, samples).compile()

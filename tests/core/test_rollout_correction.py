@@ -13,13 +13,14 @@ import pytest
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state
+from grpojax.core.objective import Objective
 from grpojax.core.rollout_correction import (
   CORRECTIONS,
   is_weights,
   make_correction,
 )
 from grpojax.core.types import Batch, Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 FILE = pathlib.Path(__file__).with_name("trl_corrections.json")
 TRL = json.loads(FILE.read_text())
@@ -184,13 +185,14 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
 
   def run(micro_batches):
     tx = optax.sgd(0.0)
-    update = make_update(
-      lm,
-      tx,
-      correction=make_correction("sequence_mask", high=1.2, threshold=0.1),
-      micro_batches=micro_batches,
-      epochs=1 + several,
+    objective = Objective(
+      correction="sequence_mask",
+      correction_high=1.2,
+      off_policy_threshold=0.1,
+      old_logprobs="trainer" if several else "rollout",
     )
+    options = UpdateOptions(epochs=1 + several, micro_batches=micro_batches)
+    update = make_update(lm, tx, objective, options)
 
     @jax.jit
     def learn():
@@ -198,8 +200,9 @@ def test_the_update_corrects_however_it_is_cut(tabular, several):
         lm,
         samples,
         rewards,
-        on_policy=not several,
-        policy_params=table if several else None,
+        objective,
+        options=options,
+        policy_params=table,
       )
       return batch, update(init_state(table, tx, jax.random.key(0)), batch)[1]
 

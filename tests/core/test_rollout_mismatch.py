@@ -1,18 +1,16 @@
 """Rollouts whose log-probabilities are not the trainer's."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from grpojax.core import losses
 from grpojax.core.batch import make_batch
 from grpojax.core.grpo_step import init_state, make_grpo_step
+from grpojax.core.objective import Objective
 from grpojax.core.types import Prompts, Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 B, G, T, VOCAB = 4, 3, 5, 4
@@ -59,21 +57,17 @@ def metrics_of(noise, mask, advantages):
   }
 
 
-# Name: (updates, whose log-probabilities are the old ones).
-WAYS = {
-  "on-policy": (1, None),
-  "rollout": (2, "rollout"),
-  "trainer": (2, "trainer"),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
+@pytest.mark.parametrize(
+  "updates, old", [(1, "rollout"), (2, "rollout"), (2, "trainer")]
+)
+def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
+  case, updates, old
+):
   lm, table, samples, rewards, exact, noise = case
-  updates, old = WAYS[way]
   tx = optax.sgd(0.5)
-  loss = functools.partial(losses.grpo_loss, clip_low=0.1)
-  update = make_update(lm, tx, loss=loss, minibatches=updates)
+  objective = Objective(clip_low=0.1, old_logprobs=old)
+  options = UpdateOptions(minibatches=updates)
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def learn():
@@ -81,9 +75,9 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
       lm,
       samples,
       rewards,
-      on_policy=updates == 1,
+      objective,
+      options=options,
       policy_params=table if old == "trainer" else None,
-      micro_batches=2,
     )
     return batch, *update(init_state(table, tx, KEY), batch)
 
@@ -98,7 +92,7 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
       metrics[name], expected[name], rtol=1e-4, err_msg=name
     )
   own = {"trainer": exact, "rollout": exact - noise}
-  if old is None:
+  if updates == 1:
     assert batch.old_logprobs is None
     np.testing.assert_array_equal(metrics["ratio_max"], 1)
   else:
@@ -109,14 +103,20 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(case, way):
 def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
   lm, table, samples, rewards, *_ = case
 
-  def advantages(**options):
+  def advantages(objective):
     return make_batch(
-      lm, samples, rewards, on_policy=False, **options
+      lm,
+      samples,
+      rewards,
+      objective,
+      options=UpdateOptions(epochs=2),
+      policy_params=table,
+      ref_params=table,
     ).advantages
 
-  plain = advantages()
+  plain = advantages(Objective())
   penalised = advantages(
-    ref_params=table, policy_params=table, kl_in_reward=0.5
+    Objective(beta=0.5, kl_placement="reward", old_logprobs="trainer")
   )
   # The policy is the reference: its KL is 0, and was not with the rollout's.
   np.testing.assert_allclose(penalised, plain, atol=1e-5)
@@ -136,7 +136,7 @@ def test_a_whole_step_can_recompute_logprobs(tabular):
   reward = lambda samples, _: samples.completion_mask.sum(-1) * 1.0
   state = jax.eval_shape(lambda: init_state(lm.init(KEY), tx, KEY))
 
-  def traced(**options):
+  def traced(old_logprobs, epochs):
     passes.clear()
     step = make_grpo_step(
       counting,
@@ -145,17 +145,21 @@ def test_a_whole_step_can_recompute_logprobs(tabular):
       group_size=G,
       max_new_tokens=T,
       eos_ids=(0,),
-      **options,
+      objective=Objective(old_logprobs=old_logprobs),
+      update=UpdateOptions(epochs=epochs),
     )
     jax.eval_shape(step, state, prompts)
     return len(passes)
 
-  once, several = traced(), traced(epochs=2)
-  assert traced(recompute_logprobs=True) == once
-  assert traced(recompute_logprobs=True, epochs=2) > several
+  assert traced("trainer", epochs=1) == traced("rollout", epochs=1)
+  assert traced("trainer", epochs=2) > traced("rollout", epochs=2)
 
 
-def test_policy_params_without_a_use_are_refused(case):
-  lm, table, samples, rewards, *_ = case
-  with pytest.raises(ValueError, match="on_policy=True keeps none"):
-    make_batch(lm, samples, rewards, policy_params=table)
+def test_old_logprobs_of_the_trainer_need_its_policy(case):
+  lm, _, samples, rewards, *_ = case
+  objective, options = (
+    Objective(old_logprobs="trainer"),
+    UpdateOptions(epochs=2),
+  )
+  with pytest.raises(ValueError, match="give policy_params"):
+    make_batch(lm, samples, rewards, objective, options=options)

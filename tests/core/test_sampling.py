@@ -69,7 +69,7 @@ def test_distribution_is_that_of_transformers(sampling):
     (Sampling(min_p=0.25), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
     # The cut is made among what top-k left: 0.3 / 0.8 of it lies after 0.5.
     (Sampling(top_k=2, top_p=0.6), [1, 0, 0, 0]),
-    (Sampling(temperature=0), [1, 0, 0, 0]),
+    (Sampling(temperature=0.0), [1, 0, 0, 0]),
   ],
 )
 def test_golden(sampling, expected):
@@ -133,7 +133,7 @@ def test_kept_are_those_that_sorting_keeps(k, p):
 
 def test_greedy_takes_the_best_with_certainty():
   keys = jax.random.split(jax.random.key(0), 16)
-  ids, logprobs = sample(keys, LOGITS, Sampling(temperature=0))
+  ids, logprobs = sample(keys, LOGITS, Sampling(temperature=0.0))
   assert ids.dtype == jnp.int32
   np.testing.assert_array_equal(ids, LOGITS.argmax(-1))
   np.testing.assert_array_equal(logprobs, 0.0)
@@ -209,7 +209,7 @@ def test_keep_holds_an_id_in_the_support():
   )
 
 
-@pytest.mark.parametrize("sampling", [SETTINGS[-1], Sampling(temperature=0)])
+@pytest.mark.parametrize("sampling", [SETTINGS[-1], Sampling(temperature=0.0)])
 def test_jit_vmap_and_half_precision(sampling):
   expected = transform_logits(LOGITS, sampling)
   assert expected.dtype == jnp.float32
@@ -248,22 +248,6 @@ def test_gradient_is_that_of_the_kept_tokens(sampling):
   p = np.sqrt([0.5, 0.3])
   p = p / p.sum()
   np.testing.assert_allclose(got, [(1 - p[0]) / 2, -p[1] / 2, 0, 0], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-  ("sampling", "message"),
-  [
-    (Sampling(temperature=-0.1), "temperature=-0.1 must be 0"),
-    (Sampling(top_k=-1), "top_k=-1 must be 0"),
-    (Sampling(top_p=0.0), r"top_p=0.0 must lie in \(0, 1\]"),
-    (Sampling(top_p=1.1), "top_p=1.1"),
-    (Sampling(min_p=-0.1), r"min_p=-0.1 must lie in \[0, 1\]"),
-    (Sampling(min_p=1.5), "min_p=1.5"),
-  ],
-)
-def test_settings_out_of_range_are_refused(sampling, message):
-  with pytest.raises(ValueError, match=message):
-    transform_logits(LOGITS, sampling)
 
 
 def test_shapes_and_dtypes_are_checked_while_testing():

@@ -4,8 +4,6 @@ That they are TRL's and verl's is in test_other_losses.py; hostile numbers and
 the gradient on-policy are in test_losses.py.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +13,9 @@ import pytest
 from grpojax.core import losses, surrogates
 from grpojax.core.binding import bind
 from grpojax.core.grpo_step import init_state
+from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
 MASK = jnp.array([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]], bool)
@@ -70,8 +69,8 @@ def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
     advantages=ADVANTAGES,
     old_logprobs=jnp.full(MASK.shape, -1.0),
   )
-  loss = functools.partial(losses.grpo_loss, surrogate=log_surrogate)
-  update = make_update(lm, tx, loss=loss, micro_batches=2)
+  objective = Objective(surrogate=log_surrogate)
+  update = make_update(lm, tx, objective, UpdateOptions(micro_batches=2))
   _, metrics = jax.jit(update)(init_state(table, tx, jax.random.key(0)), batch)
   rows = tabular.rows([0, 1], ids)
   logprobs = tabular.log_table(table)[*rows, np.asarray(ids)]

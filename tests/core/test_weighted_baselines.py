@@ -14,6 +14,7 @@ import pytest
 
 from grpojax.core import advantages
 from grpojax.core.batch import make_batch
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
 from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
@@ -225,7 +226,8 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   )
   rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
   make = functools.partial(make_batch, lm)
-  batch = make(samples, rewards, functools.partial(score_weighted, power=1.5))
+  objective = Objective(advantage="score_weighted", score_power=1.5)
+  batch = make(samples, rewards, objective)
   # The distributions that the tokens were drawn from, in closed form.
   kinds, before = tabular.rows(np.arange(3), samples.completion_ids)
   p = np.exp(tabular.log_table(np.asarray(table) / 0.7))[kinds, before]
@@ -238,8 +240,9 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   expected = rewards - others / (weights.sum(-1, keepdims=True) - weights)
   np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
   norms = ScoreNorms(*jnp.array([4.0, -1.0, 2.0]))
-  batch = make(samples, rewards, norm_ratio, score_norms=norms)
+  objective = Objective(advantage="norm_ratio")
+  batch = make(samples, rewards, objective, score_norms=norms)
   expected = norm_ratio(rewards, norms)
   np.testing.assert_array_equal(batch.advantages, expected)
   with pytest.raises(ValueError, match=r"give init_score_norms\(\)"):
-    make(samples, rewards, norm_ratio)
+    make(samples, rewards, objective)

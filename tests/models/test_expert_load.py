@@ -7,11 +7,11 @@ import optax
 import pytest
 
 from grpojax.core import packing_layout
-from grpojax.core.entropy import EntropyBonus
 from grpojax.core.grpo_step import init_state
 from grpojax.core.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.objective import Objective
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import hf, lora
 from grpojax.models.moe import expert_load
 from grpojax.models.transformer import TransformerConfig, transformer
@@ -136,15 +136,15 @@ def by_rows(lm, params, batch, lengths):
   return load_balancing_loss(load)
 
 
-def make_descent(lm, params, lengths, parts, packed, **options):
+def make_descent(lm, params, lengths, parts, packed, **objective):
   """`(batch)` -> what plain gradient descent subtracts, and its metrics."""
   tx, layout = optax.sgd(1.0), None
   if packed:
     prompts = np.array([3, 1, 2, 3]), P
     layout = packing_layout.plan(lengths, T, *prompts, 1, parts)
     layout = jax.tree.map(jnp.asarray, layout)
-  update = make_update(lm, tx, micro_batches=parts, chunk_size=9, **options)
-  update = jax.jit(update)
+  options = UpdateOptions(micro_batches=parts, chunk_size=9)
+  update = jax.jit(make_update(lm, tx, Objective(**objective), options))
 
   def descend(batch):
     state = init_state(params, tx, KEY)
@@ -242,7 +242,7 @@ def test_adapters_and_a_bonus():
     lora.init(base, KEY, 2, "layers/(q|o)"),
   )
   adapted = lora.adapt(lm, base, 0.5)
-  bonus = {"entropy_bonus": EntropyBonus(0.3)}
+  bonus = {"entropy_coef": 0.3}
   args = adapted, params, lengths, 2, True
   both, metrics = make_descent(*args, router_aux_coef=5.0, **bonus)(batch)
   alone, _ = make_descent(*args, **bonus)(batch)
@@ -254,13 +254,15 @@ def test_adapters_and_a_bonus():
 
 def test_without_the_loss_nothing_of_it_is_there():
   lm, params, batch, _ = draw()
-  update = make_update(lm, optax.sgd(1.0), micro_batches=2)
+  options = UpdateOptions(micro_batches=2)
+  update = make_update(lm, optax.sgd(1.0), options=options)
   state = init_state(params, optax.sgd(1.0), KEY)
   _, metrics = jax.eval_shape(update, state, batch)
   assert "router_aux_loss" not in metrics
   text = jax.jit(update).lower(state, batch).as_text()
   without_load = lm._replace(forward_with_load=None)
-  update = make_update(without_load, optax.sgd(1.0), micro_batches=2)
+  update = make_update(without_load, optax.sgd(1.0), options=options)
   assert jax.jit(update).lower(state, batch).as_text() == text
   with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
-    make_update(without_load, optax.sgd(1.0), router_aux_coef=0.1)
+    objective = Objective(router_aux_coef=0.1)
+    make_update(without_load, optax.sgd(1.0), objective)

@@ -1,7 +1,6 @@
 """Settings as they are declared, and the page that lists them."""
 
 import importlib
-import math
 import pathlib
 import re
 
@@ -9,6 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
+from grpojax.core.options import refusal
 from grpojax.runtime import settings as settings_lib
 from grpojax.runtime.config import flatten
 from grpojax.runtime.settings import (
@@ -68,40 +68,13 @@ def test_changed_defaults():
     changed(TREE, {"part.rat": 0.25})
 
 
-@pytest.mark.parametrize(
-  "within, inside, outside, words",
-  [
-    ("[1, inf)", (1, 2.5, 1e300), (0, 0.999, math.inf, math.nan), "1 or more"),
-    ("(0, inf)", (1e-300,), (0, -1, math.inf, math.nan), "more than 0"),
-    ("[0, 1)", (0, 0.5), (1, -0.1, math.nan), "in [0, 1)"),
-    ("(0, 1]", (1, 0.5), (0, 1.1, -math.inf), "in (0, 1]"),
-    (
-      "[0, 2**31)",
-      (0, 2**31 - 1),
-      (2**31, -1),
-      "0 or more, and less than 2**31",
-    ),
-  ],
-)
-def test_intervals(within, inside, outside, words):
-  assert all(options.in_interval(within, x) for x in inside)
-  assert not any(options.in_interval(within, x) for x in outside)
-  assert options.interval_text(within) == words
-
-
-@pytest.mark.parametrize("within", ["0, 1", "[0 1]", "[a, 1]", "[0, 1] ", ""])
-def test_what_is_no_interval(within):
-  with pytest.raises(ValueError):
-    options.in_interval(within, 0.5)
-
-
 def test_every_interval_and_every_default_is_one():
   for name in entry.programs():
     program = importlib.import_module(f"grpojax.{name}")
     for path, one in settings_lib.flat_settings(
       program.SETTINGS or Section("", {})
     ):
-      assert settings_lib.refusal(one, one.default) is None, path
+      assert refusal(one, one.default) is None, path
 
 
 def test_a_wrong_value_is_refused_with_the_description():
@@ -129,14 +102,6 @@ def test_a_wrong_value_is_refused_with_the_description():
 )
 def test_descriptions_for_readers(one, text):
   assert settings_lib.described(one) == text
-
-
-def test_the_nearest_choice_is_suggested():
-  near = setting("constant", "course", ("constant", "cosine", "linear"))
-  assert settings_lib.refusal(near, "cosin") == (
-    "did you mean cosine? use one of constant, cosine, linear (course)"
-  )
-  assert settings_lib.refusal(near, "x").startswith("use one of constant")
 
 
 def test_the_page_has_all_settings_and_repeats_none():
