@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from grpojax.core.mesh import make_mesh
 from grpojax.core.types import Prompts
-from grpojax.models import hf
+from grpojax.models import hf, sharding
 from grpojax.models.transformer import parameter_shapes, transformer
 from grpojax.runtime import config_file
 from grpojax.studies import group_size as figure5
@@ -156,7 +157,9 @@ def test_a_step_traces_at_its_real_shapes(name):
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  programs = host.make_programs(settings, policy, size, tx, shardings=None)
+  mesh = make_mesh(devices=jax.devices()[:1])
+  shardings = sharding.shardings(state, mesh)
+  programs = host.make_programs(settings, policy, size, tx, shardings)
   samples = jax.eval_shape(programs.sample, params, prompts, state.key)
   t = settings.sampling.max_new_tokens
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)

@@ -22,7 +22,7 @@ B, G, P, T = 4, 8, 16, 32
 def open_run(**changes):
   config = default_config()
   flat = {"batch_size": B, "group_size": G, "sampling.max_new_tokens": T}
-  flat |= {"data.max_prompt_length": P}
+  flat |= {"data.max_prompt_length": P, "reward.workers": 1}
   config.update_from_flattened_dict(flat | changes)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   return programs.open_run(from_config(config), mesh)
