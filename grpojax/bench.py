@@ -37,7 +37,7 @@ from grpojax.benchmarks import configured, side_by_side, workloads
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime import config as config_lib
 from grpojax.runtime.settings import setting
-from grpojax.training.config import SETTINGS, validate
+from grpojax.training.config import SETTINGS, from_config
 
 PROGRAM = "python -m grpojax.bench"
 FLAGS = {
@@ -102,12 +102,12 @@ def main(argv: list[str]) -> None:
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")
-    validate(config)
+    settings = from_config(config)
     if not flags.workload:
-      run = configured.open_run(config)
+      run = configured.open_run(settings)
   steps, warmup = flags.steps, flags.warmup
   if flags.workload:
-    report = side_by_side.measure(flags.workload, config, steps, warmup)
+    report = side_by_side.measure(flags.workload, settings, steps, warmup)
     text = json.dumps(report)
   else:
     report = configured.measure(run, steps, warmup)

@@ -34,7 +34,7 @@ from grpojax.aot import programs, report, search, topology
 from grpojax.runtime import command_line, disk, records
 from grpojax.runtime.settings import setting
 from grpojax.training import setup
-from grpojax.training.config import SETTINGS, default_job, validate
+from grpojax.training.config import SETTINGS, default_job, from_config
 from grpojax.training.settings import batches as batches_lib
 
 DOES_NOT_FIT = 3
@@ -67,16 +67,16 @@ def main(argv: list[str]) -> int:
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")  # before hours of compiling
-    validate(config)
+    settings = from_config(config)
     devices, chip = topology.devices(flags.topology)
     if flags.search:
-      search.check(config)
+      search.check(settings)
     else:
-      mesh = setup.make_mesh(config, devices)
-      batches_lib.check_mesh(config, mesh)
-      run = programs.open_run(config, mesh)
+      mesh = setup.make_mesh(settings, devices)
+      batches_lib.check_mesh(settings, mesh)
+      run = programs.open_run(settings, mesh)
   if flags.search:
-    result = search.search(config, devices, flags.topology, chip, _say)
+    result = search.search(settings, devices, flags.topology, chip, _say)
     text = search.lines(result)
   else:
     result = report.report(run, flags.topology, chip, _say)

@@ -21,7 +21,7 @@ import sys
 from grpojax.runtime import command_line, records
 from grpojax.runtime.screen import printable
 from grpojax.runtime.settings import setting
-from grpojax.training.config import validate
+from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
 
 FLAGS = {
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
     else:
       print(text, end="")
     try:
-      validate(writing.config_of(translation))
+      from_config(writing.config_of(translation))
     except ValueError as error:
       raise ValueError(f"grpojax would refuse this config:\n{error}") from None
 

@@ -51,8 +51,8 @@ def test_made_up_prompts_are_of_no_data_set(monkeypatch):
   monkeypatch.setattr(configured, "lines", lambda found: [])
   words = "name=arithmetic rewards=exact_answer".split()
   bench.main([f"--config.data.mixture.sums.{word}" for word in words])
-  assert not mixtures.sources(given[0].config)
-  assert mixtures.scored_by(given[0].config) == {}
+  assert not mixtures.sources(given[0].settings)
+  assert mixtures.scored_by(given[0].settings) == {}
 
 
 def test_one_json_line(monkeypatch, tmp_path, capsys):
@@ -68,9 +68,9 @@ def test_one_json_line(monkeypatch, tmp_path, capsys):
   bench.main(["--workload=arithmetic", "--warmup=3"])
   assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
   assert json.loads(out.read_text()) == {"peer": "grpojax"}
-  (tail, config, *counts), (_, _, *others) = given
+  (tail, settings, *counts), (_, _, *others) = given
   assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
-  assert config.model.remat == "none" and config.loss.beta == 0.04
+  assert settings.model.remat == "none" and settings.loss.beta == 0.04
 
 
 UNFIT = {

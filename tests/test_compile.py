@@ -159,8 +159,8 @@ def test_exit_codes(monkeypatch, capsys, search, fits, code):
     monkeypatch.setattr(module, "lines", lambda found: ["said"])
   monkeypatch.setattr(program.search, "check", lambda config: None)
   monkeypatch.setattr(program.topology, "devices", lambda name: ([], None))
-  monkeypatch.setattr(program.from_config, "mesh", lambda *_: None)
-  monkeypatch.setattr(program.batch_sizes, "check", lambda *_: None)
+  monkeypatch.setattr(program.setup, "make_mesh", lambda *_: None)
+  monkeypatch.setattr(program.batches_lib, "check_mesh", lambda *_: None)
   monkeypatch.setattr(program.programs, "open_run", lambda *_: None)
   words = ["--topology=cpu:2"] + ["--search"] * search
   assert program.main(words) == code

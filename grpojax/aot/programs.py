@@ -8,28 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts, TrainState
 from grpojax.models import hf, lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime import config as config_lib
 from grpojax.runtime import hub
-from grpojax.training import (
-  loss_settings,
-  prompts,
-  reference,
-  setup,
-  sources,
-  splits,
-)
 from grpojax.training import policy as policy_lib
+from grpojax.training import prompts, setup, sources, splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
 from grpojax.training.settings import batches as batches_lib
-from grpojax.training.settings.run import AUTO
+from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, reference
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import aggregation
@@ -39,7 +30,7 @@ class Run(NamedTuple):
   """Training run as shapes.
 
   Attributes:
-    config: Config of the run.
+    settings: Settings of the run.
     model: Shape of its model.
     policy: Functions of the model, with abstract parameters.
     mesh: Mesh of training.
@@ -49,7 +40,7 @@ class Run(NamedTuple):
     prompts: Number of prompts a step, B.
   """
 
-  config: ConfigDict
+  settings: TrainSettings
   model: TransformerConfig
   policy: Policy
   mesh: Mesh
@@ -84,17 +75,17 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
   return directory, hf.read_config(directory)
 
 
-def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
+def _policy(settings: TrainSettings, hf_config: dict[str, Any]) -> Policy:
   """The model's functions; it needs no tokenizer, and has none."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
   return Policy(
-    pathlib.Path(config.model.path),
+    pathlib.Path(settings.model.path),
     transformer(
       model,
-      dtype=jnp.dtype(config.model.dtype),
-      remat=config.model.remat,
+      dtype=jnp.dtype(settings.model.dtype),
+      remat=settings.model.remat,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # how many there are is compiled
@@ -113,55 +104,54 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   return jax.tree.map(laid_out, x)
 
 
-def open_run(config: ConfigDict, mesh: Mesh) -> Run:
+def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
   """Opens a run as `training.start` does, without weights, data or tokenizer.
 
   Raises:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(sources.model(config))
-  if config.reward.on_device:  # its reward is one on the tokenizer's ids
-    policy = setup.open_policy(config)
+  _, hf_config = read_model(sources.model(settings))
+  if settings.reward.on_device:  # its reward is one on the tokenizer's ids
+    policy = setup.open_policy(settings)
   else:
-    policy = _policy(config, hf_config)
-    loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
-  adapted = config.lora.rank > 0
-  dtype = config.model.dtype if adapted else "float32"
+    policy = _policy(settings, hf_config)
+    setup.check_model(settings, policy.lm)
+  adapted = settings.lora.rank > 0
+  dtype = settings.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
-  if config.loss.needs_reference:
+  if settings.loss.needs_reference:
     ref_params = {} if adapted else params
   if adapted:
-    adapters = lora.abstract(whole, config.lora.rank, config.lora.targets)
-    scale = config.lora.alpha / config.lora.rank
+    adapters = lora.abstract(whole, settings.lora.rank, settings.lora.targets)
+    scale = settings.lora.alpha / settings.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
     params = sharding.placed(adapters, mesh)
-    if reference.follows_policy(config):
+    if reference.follows_policy(settings):
       ref_params = params
-  tx = optimizer(config)
-  state = jax.eval_shape(lambda p: setup.first_state(config, tx, p), params)
-  leaves = config_lib.flatten(config)
-  auto = config.group_size == AUTO
-  group_size = config.auto_group_size.start if auto else config.group_size
+  tx = optimizer(settings)
+  state = jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params)
+  auto = settings.group_size == AUTO
+  group_size = settings.auto_group_size.start if auto else settings.group_size
   run = Run(
-    config=config,
+    settings=settings,
     model=hf.to_transformer_config(hf_config),
     policy=policy,
     mesh=mesh,
     state=sharding.placed(state, mesh),
     ref_params=ref_params,
     group_size=group_size,
-    prompts=batches_lib.samples_per_step(leaves) // group_size,
+    prompts=batches_lib.samples_per_step(settings) // group_size,
   )
-  if config.reward.on_device:
+  if settings.reward.on_device:
     _device_prompts(run)  # refuses data that cannot be read
   return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
   """Prompts of a step, or of one of the parts in which it is sampled."""
-  shape = run.prompts // parts, run.config.data.max_prompt_length
+  shape = run.prompts // parts, run.settings.data.max_prompt_length
   ids = jax.ShapeDtypeStruct(shape, jnp.int32)
   mask = jax.ShapeDtypeStruct(shape, bool)
   return _rows(Prompts(ids, mask), mesh, "batch")
@@ -169,28 +159,28 @@ def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
 
 def _device_prompts(run: Run) -> Prompts:
   """Prompts as the data give them, with the targets of the reward."""
-  examples = splits.load_examples(run.config, "train")
+  examples = splits.load_examples(run.settings, "train")
   batches = prompts.training_batches(
-    run.config, run.policy, examples, run.group_size
+    run.settings, run.policy, examples, run.group_size
   )
   return _rows(jax.eval_shape(lambda: next(batches)[0]), run.mesh, "batch")
 
 
-def names(config: ConfigDict) -> tuple[str, ...]:
+def names(settings: TrainSettings) -> tuple[str, ...]:
   """Names of the programs of a step, in their order."""
-  if config.reward.on_device:
+  if settings.reward.on_device:
     return ("step",)
   return ("rollout", "reference", "update")
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
   """Lowers the program of a step that is called `name`, on its mesh."""
-  config, state = run.config, run.state
+  settings, state = run.settings, run.state
   options = {
-    "config": config,
+    "settings": settings,
     "policy": run.policy,
     "group_size": run.group_size,
-    "tx": optimizer(config),
+    "tx": optimizer(settings),
     "shardings": jax.tree.map(lambda x: x.sharding, state),
   }
   if name == "step":
@@ -198,52 +188,55 @@ def lower(run: Run, name: str) -> jax.stages.Lowered:
       program = device.make_device_program(**options)
       prompts_of_step = _device_prompts(run)
       return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
-  sample, make_batch, update = host.make_programs(**options)
-  sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
+  step_programs = host.make_programs(**options)
+  sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(sampling):
     if name == "rollout":
-      return _lower_rollout(run, sample, sampling, key)
+      return _lower_rollout(run, step_programs.sample, sampling, key)
     whole = _prompts(run, sampling)
-    samples = jax.eval_shape(sample, state.params, whole, key)
-  arguments = _batch_arguments(run, samples)
+    samples = jax.eval_shape(step_programs.sample, state.params, whole, key)
+  arguments, options = _batch_arguments(run, samples)
   with jax.set_mesh(run.mesh):
     if name == "reference":
-      return policy_lib.lower(make_batch, *arguments)
-    batch, _ = jax.eval_shape(make_batch, *arguments)
-    return policy_lib.lower(update, state, _as_rows(batch, run.mesh))
+      return policy_lib.lower(step_programs.make_batch, *arguments, **options)
+    batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
+    batch = _as_rows(batch, run.mesh)
+    return policy_lib.lower(step_programs.update, state, batch)
 
 
 def _lower_rollout(
   run: Run, sample: Any, mesh: Mesh, key: jax.ShapeDtypeStruct
 ) -> jax.stages.Lowered:
   """Lowers the sampler, for one of the parts in which a step is sampled."""
-  parts = run.config.sampling.parts
+  parts = run.settings.sampling.parts
   arguments = [run.state.params, _prompts(run, mesh, parts), key]
-  if parts > 1 or run.config.filter_groups.enable:
+  if parts > 1 or run.settings.filter_groups.enable:
     arguments.append(jax.ShapeDtypeStruct((), jnp.int32))  # the first sample's
   if mesh is not run.mesh:
-    sample = sampling_lib.laid_out(sample, mesh, *arguments)
+    sample = sampling_lib.with_result_shardings(sample, mesh, *arguments)
   return policy_lib.lower(sample, *arguments)
 
 
-def _batch_arguments(run: Run, samples: PyTree) -> tuple[Any, ...]:
+def _batch_arguments(
+  run: Run, samples: PyTree
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
   """Arguments of the program that makes a batch of samples and rewards."""
-  config, shape = run.config, (run.prompts, run.group_size)
+  settings, shape = run.settings, (run.prompts, run.group_size)
   values = None  # of each reward function, where they are normalised
-  if aggregation(config.reward):
-    functions = len(config.reward.functions) + bool(config.reward.model)
+  if aggregation(settings.reward):
+    functions = len(settings.reward.functions) + bool(settings.reward.model)
     values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
     values = _rows(values, run.mesh, None, "batch", "group")
-  return (
-    run.state.params,
-    _as_rows(samples, run.mesh),
-    jax.ShapeDtypeStruct(shape, jnp.float32),  # rewards
-    run.ref_params,
-    None,
-    run.state.score_norms,
-    values,
-  )
+  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return (run.state.params, _as_rows(samples, run.mesh), rewards), {
+    "ref_params": run.ref_params,
+    "packing": None,
+    "score_norms": run.state.score_norms,
+    "values": values,
+    "scale": None,
+    "prompt_weights": None,
+  }
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

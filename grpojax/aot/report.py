@@ -44,12 +44,14 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   tokens of highest entropy among those of all micro-batches, and how all of
   them load a mixture's experts.
   """
-  config, optim = run.config, run.config.optim
-  off_policy = optim.epochs * optim.minibatches > 1
+  settings, update = run.settings, run.settings.optim.update
+  off_policy = update.epochs * update.minibatches > 1
   before = int(run.ref_params is not None)
-  before += int((config.loss.old_logprobs == "trainer") and off_policy)
-  of_all = config.loss.top_entropy_quantile < 1 or config.loss.router_aux_coef
-  return before, int(bool(of_all) and optim.micro_batches > 1)
+  before += int((settings.loss.old_logprobs == "trainer") and off_policy)
+  of_all = (
+    settings.loss.top_entropy_quantile < 1 or settings.loss.router_aux_coef
+  )
+  return before, int(bool(of_all) and update.micro_batches > 1)
 
 
 def part_flops(run: programs.Run) -> dict[str, float]:
@@ -60,16 +62,16 @@ def part_flops(run: programs.Run) -> dict[str, float]:
   `forward_passes` and an epoch of the update. Prompts need no output head.
   Without attention, and without the adapters themselves.
   """
-  config, optim = run.config, run.config.optim
+  settings, update = run.settings, run.settings.optim.update
   layers, head = active_parameters(run.model)
-  completions = run.prompts * run.group_size * config.sampling.max_new_tokens
-  prompts = run.prompts * config.data.max_prompt_length
+  completions = run.prompts * run.group_size * settings.sampling.max_new_tokens
+  prompts = run.prompts * settings.data.max_prompt_length
   before, within = forward_passes(run)
-  trained = 4 if config.lora.rank else 6
+  trained = 4 if settings.lora.rank else 6
   passes = {
     "rollout": 2,
     "reference": 2 * before,
-    "update": (trained + 2 * within) * optim.epochs,
+    "update": (trained + 2 * within) * update.epochs,
   }
   each = layers * (prompts + completions) + head * completions
   return {name: float(n * each) for name, n in passes.items()}
@@ -82,14 +84,14 @@ def model_flops(run: programs.Run) -> float:
 
 def _cache_bytes(run: programs.Run) -> int:
   """Bytes of the decode cache, a device."""
-  mesh = mesh_lib.sampling_mesh(run.mesh, run.config.mesh.sampling_tensor)
-  model, sampling = run.model, run.config.sampling
+  mesh = mesh_lib.sampling_mesh(run.mesh, run.settings.mesh.sampling_tensor)
+  model, sampling = run.model, run.settings.sampling
   prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
-  at_once = min(sampling.slots or run.group_size, run.group_size)
+  at_once = min(sampling.decoding.slots or run.group_size, run.group_size)
   shape = prompts, at_once, model.kv_heads, tokens, model.head_dim
   names = ("batch", "group", "kv_heads")
   place = mesh_lib.activation_sharding(mesh, shape, *names)
-  size = jnp.dtype(run.config.model.dtype).itemsize
+  size = jnp.dtype(run.settings.model.dtype).itemsize
   return 2 * model.layers * size * math.prod(place.shard_shape(shape))
 
 
@@ -100,7 +102,7 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   rest = run.state.replace(params=None)
   optimizer, reference = shard_bytes(rest), 0
   is_argument = name in ("reference", "step")  # programs that take it
-  on_device = run.config.model.reference == "device"
+  on_device = run.settings.model.reference == "device"
   if run.ref_params is not None and (on_device or is_argument):
     reference = shard_bytes(run.ref_params)
   if part.error:  # XLA's figure, of arguments and all
@@ -163,7 +165,7 @@ def measure(
   Returns:
     Its entry in the report.
   """
-  sampling = run.config.sampling
+  sampling = run.settings.sampling
   trips = max(sampling.max_new_tokens - 1, 1)
   say(f"compiling {name} ...")
   lowered = programs.lower(run, name)
@@ -181,21 +183,21 @@ def report(
   """Makes the report of all programs, as it is saved."""
   entries = {
     name: measure(run, name, machine, chip, say)
-    for name in programs.names(run.config)
+    for name in programs.names(run.settings)
   }
   seconds = sum(part["seconds"] for part in entries.values())
   samples = run.prompts * run.group_size
-  tokens = samples * run.config.sampling.max_new_tokens
+  tokens = samples * run.settings.sampling.max_new_tokens
   _, count = topology.parse(machine)
   fits = all(part["fits"] for part in entries.values())
   mesh = {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES}
-  sampling_tensor = run.config.mesh.sampling_tensor or mesh["tensor"]
+  sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
   result = {
     "fits": fits,
     "topology": machine,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
-    "micro_batches": run.config.optim.micro_batches,
-    "remat": run.config.model.remat,
+    "micro_batches": run.settings.optim.update.micro_batches,
+    "remat": run.settings.model.remat,
     "device_memory_bytes": chips.device(chip).hbm_bytes,
     "parts": entries,
     "step_seconds": seconds if fits else None,

@@ -10,12 +10,13 @@ Sampling and training are laid out apart, so they are searched apart:
 Layouts are ranked by the sum of the two; the best is then compiled whole.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
+from flax.traverse_util import unflatten_dict
 
 from grpojax.aot import chips, programs, report
 from grpojax.aot.chips import Chip
@@ -25,6 +26,7 @@ from grpojax.models.config import TransformerConfig
 from grpojax.models.layer_stacks import REMAT
 from grpojax.training import memory, setup, sources
 from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 
 LARGEST_TENSOR = 16
 SAVED = {"full": 1, "selective": 4, "none": 10}
@@ -86,34 +88,40 @@ def meshes(model: TransformerConfig, devices: int) -> list[dict[str, int]]:
   return shapes
 
 
-def with_settings(config: ConfigDict, settings: dict[str, Any]) -> ConfigDict:
-  """Returns a copy of the config with other values, by dotted path."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.update_from_flattened_dict(settings)
-  return config
+def with_layout(
+  settings: TrainSettings, layout: Mapping[str, Any]
+) -> TrainSettings:
+  """Returns the settings with those of a layout, by their names in a config."""
+  sections, optim = unflatten_dict(layout, sep="."), settings.optim
+  update = dataclasses.replace(optim.update, **sections.get("optim", {}))
+  return dataclasses.replace(
+    settings,
+    mesh=dataclasses.replace(settings.mesh, **sections["mesh"]),
+    model=dataclasses.replace(settings.model, **sections.get("model", {})),
+    optim=dataclasses.replace(optim, update=update),
+  )
 
 
-def _model(config: ConfigDict) -> TransformerConfig:
-  _, hf_config = programs.read_model(sources.model(config))
+def _model(settings: TrainSettings) -> TransformerConfig:
+  _, hf_config = programs.read_model(sources.model(settings))
   return hf.to_transformer_config(hf_config)
 
 
 def _try(
-  config: ConfigDict, settings: dict[str, Any], name: str, machine: Machine
+  settings: TrainSettings, layout: dict[str, Any], name: str, machine: Machine
 ) -> dict[str, Any] | None:
-  """A program's part of the report under some settings, if it fits."""
-  config = with_settings(config, settings)
-  words = " ".join(f"{k.split('.')[-1]}={v}" for k, v in settings.items())
+  """A program's part of the report in a layout, if it fits."""
+  settings = with_layout(settings, layout)
+  words = " ".join(f"{k.split('.')[-1]}={v}" for k, v in layout.items())
   try:
-    mesh = setup.make_mesh(config, machine.devices)
-    batches_lib.check_mesh(config, mesh)
-    least = _least_memory(config, mesh)
+    mesh = setup.make_mesh(settings, machine.devices)
+    batches_lib.check_mesh(settings, mesh)
+    least = _least_memory(settings, mesh)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:
     machine.say(f"{name} {words}: {error}")
     return None
-  run = programs.open_run(config, mesh)
+  run = programs.open_run(settings, mesh)
   part = report.measure(run, name, machine.name, machine.chip, lambda _: None)
   gib = part["memory_bytes"] / report.GIB
   verdict = f"{part['seconds']:.3g} s" if part["fits"] else "does not fit"
@@ -121,17 +129,19 @@ def _try(
   return part if part["fits"] else None
 
 
-def _least_memory(config: ConfigDict, mesh: jax.sharding.Mesh):
+def _least_memory(settings: TrainSettings, mesh: jax.sharding.Mesh):
   """Memory that a run cannot do without, by `training.memory`."""
-  scale = SAVED[config.model.remat]
+  scale = SAVED[settings.model.remat]
   return {
     phase: [
       part._replace(bytes=scale * part.bytes)
-      if part.what == "activations"
+      if part.text == "activations"
       else part
       for part in parts
     ]
-    for phase, parts in memory.training(config, _model(config), mesh).items()
+    for phase, parts in memory.training(
+      settings, _model(settings), mesh
+    ).items()
   }
 
 
@@ -140,7 +150,7 @@ def _mesh_settings(mesh: dict[str, int]) -> dict[str, int]:
 
 
 def _rollouts(
-  config: ConfigDict, shapes: list[dict[str, int]], machine: Machine
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
 ) -> list[Rollout]:
   """The first way to share weights that fits, for each size of expert.
 
@@ -148,10 +158,10 @@ def _rollouts(
   """
   fitting, count = [], len(machine.devices)
   for expert in sorted({shape["expert"] for shape in shapes}):
-    for tensor in tensors(_model(config), count // expert):
+    for tensor in tensors(_model(settings), count // expert):
       mesh = dict(data=1, fsdp=count // expert, expert=expert, tensor=1)
-      settings = _mesh_settings(mesh) | {"mesh.sampling_tensor": tensor}
-      part = _try(config, settings, "rollout", machine)
+      layout = _mesh_settings(mesh) | {"mesh.sampling_tensor": tensor}
+      part = _try(settings, layout, "rollout", machine)
       if part:
         fitting.append(Rollout(expert, tensor, part))
         break  # a weight that more devices share takes longer to add up
@@ -159,38 +169,38 @@ def _rollouts(
 
 
 def _updates(
-  config: ConfigDict, shapes: list[dict[str, int]], machine: Machine
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
 ) -> list[Update]:
   """The first micro-batches that fit, for each mesh; the fastest first."""
-  fitting, samples = [], batches_lib.samples_per_step(config)
+  fitting, samples = [], batches_lib.samples_per_step(settings)
   for mesh, remat in itertools.product(shapes, REMAT):
-    for micro_batches in _powers(samples // config.optim.minibatches):
-      settings = _mesh_settings(mesh)
-      settings |= {"optim.micro_batches": micro_batches, "model.remat": remat}
-      part = _try(config, settings, "update", machine)
+    for micro_batches in _powers(samples // settings.optim.update.minibatches):
+      layout = _mesh_settings(mesh)
+      layout |= {"optim.micro_batches": micro_batches, "model.remat": remat}
+      part = _try(settings, layout, "update", machine)
       if part:
-        fitting.append(Update(settings, part))
+        fitting.append(Update(layout, part))
         break
   return sorted(fitting, key=lambda update: update.part["seconds"])
 
 
-def check(config: ConfigDict) -> None:
+def check(settings: TrainSettings) -> None:
   """Refuses a run whose layouts cannot be searched.
 
   Raises:
     ValueError: reward.on_device, which is not two programs; no such model.
   """
-  if config.reward.on_device:
+  if settings.reward.on_device:
     raise ValueError(
       "--search needs --config.reward.on_device=False: it lays sampling and "
       "training out apart; without --search one layout of the fused step is "
       "compiled"
     )
-  _model(config)
+  _model(settings)
 
 
 def search(
-  config: ConfigDict,
+  settings: TrainSettings,
   devices: list[jax.Device],
   machine: str,
   chip: Chip,
@@ -199,7 +209,8 @@ def search(
   """Tries layouts of sampling and of training.
 
   Args:
-    config: Config of the run; its mesh, micro-batches and remat are not used.
+    settings: Settings of the run; its mesh, micro-batches and remat are not
+      used.
     devices: Devices of the machine.
     machine: Name of the machine.
     chip: Chip of the machine.
@@ -209,10 +220,10 @@ def search(
     The report of the best layout, with all that fit as "ranking"; or, where
     nothing fits, {"fits": False, "topology": machine, "ranking": []}.
   """
-  shapes = meshes(_model(config), len(devices))
+  shapes = meshes(_model(settings), len(devices))
   place = Machine(devices, machine, chip, say)
-  rollouts = _rollouts(config, shapes, place)
-  updates = _updates(config, shapes, place)
+  rollouts = _rollouts(settings, shapes, place)
+  updates = _updates(settings, shapes, place)
   ranking = [
     {
       "step_seconds": update.part["seconds"] + rollout.part["seconds"],
@@ -227,7 +238,7 @@ def search(
   ]
   ranking.sort(key=lambda layout: layout["step_seconds"])
   for layout in ranking:
-    best = with_settings(config, layout["settings"])
+    best = with_layout(settings, layout["settings"])
     run = programs.open_run(best, setup.make_mesh(best, devices))
     whole = report.report(run, machine, chip, say)
     if whole["fits"]:

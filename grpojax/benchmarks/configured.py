@@ -1,51 +1,64 @@
 """The steps of any config on random weights, timed; a table of them."""
 
+import dataclasses
 import itertools
 import time
 from typing import Any
-
-from ml_collections import ConfigDict
 
 from grpojax.aot import programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, limits, subject, workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.runtime import config as config_lib
-from grpojax.training import reference, setup
+from grpojax.training import setup
+from grpojax.training.config import to_config
 from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import reference
 
 PARTS = ("rollout", "rewards", "reference", "update")
 
 
-def open_run(config: ConfigDict) -> programs.Run:
-  """Opens a config's run as shapes, with a reward that any text has.
+def open_run(settings: TrainSettings) -> programs.Run:
+  """Opens a run as shapes, with a reward that any text has.
 
   Raises:
     ValueError: what would end a training run before its first step, but for its
       data and rewards.
   """
-  if not config.reward.on_device:
-    config.reward.functions, config.reward.weights = (workloads.REWARD,), (1.0,)
-    config.reward.options = ConfigDict()
-    config.reward.workers, config.reward.model = 0, ""
-    # How often a group of such rewards varies says nothing: a step draws once.
-    config.filter_groups.enable = False
-    config.data.mixture = ConfigDict()  # prompts are made up, and of no part
-  return open_shapes(config)
+  if settings.reward.on_device:
+    return open_shapes(settings)
+  reward = dataclasses.replace(
+    settings.reward,
+    functions=(workloads.REWARD,),
+    weights=(1.0,),
+    options={},
+    workers=0,
+    model="",
+  )
+  # How often a group of such rewards varies says nothing: a step draws once.
+  filter_groups = dataclasses.replace(settings.filter_groups, enable=False)
+  # Prompts are made up, and of no part.
+  data = dataclasses.replace(settings.data, mixture={})
+  return open_shapes(
+    dataclasses.replace(
+      settings, reward=reward, filter_groups=filter_groups, data=data
+    )
+  )
 
 
-def open_shapes(config: ConfigDict) -> programs.Run:
+def open_shapes(settings: TrainSettings) -> programs.Run:
   """Opens a run as shapes; ValueError where it does not fit the devices."""
-  mesh = setup.make_mesh(config)
-  batches_lib.check_mesh(config, mesh)
-  reference.check(config.model.reference, mesh)
-  run = programs.open_run(config, mesh)
+  mesh = setup.make_mesh(settings)
+  batches_lib.check_mesh(settings, mesh)
+  reference.check_memory(settings.model.reference, mesh)
+  run = programs.open_run(settings, mesh)
   subject.check_memory(run)
   return run
 
 
 def _steps(opened: subject.Subject, count: int) -> subject.Rows:
-  if opened.run.config.reward.on_device:
+  if opened.run.settings.reward.on_device:
     return subject.device_steps(opened, count)
   batches = itertools.islice(subject.random_prompts(opened.run), count)
   return subject.host_steps(opened, batches)
@@ -63,7 +76,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     The report that is saved, in JSON's types.
   """
   kind = run.mesh.devices.flat[0].device_kind
-  peaks = limits.find(kind, run.mesh.size, run.config.model.dtype)
+  peaks = limits.find(kind, run.mesh.size, run.settings.model.dtype)
   compiled = clock.compilations()
   opened, start = subject.open_subject(run), time.perf_counter()
   all_seconds, others = [], []
@@ -79,7 +92,7 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   sampled = samples * float(row["completion_length_mean"])  # as in all steps
   later = [seconds for when, seconds in compiled if when >= start]
   return {
-    "config": config_lib.flatten(run.config),
+    "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
     "machine": peaks._asdict(),
     "prompts": run.prompts,

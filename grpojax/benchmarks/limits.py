@@ -115,7 +115,7 @@ def _attended(run: programs.Run, t: int) -> int:
   A prompt's are read once for its group. A local layer reads those in its
   window.
   """
-  model, limit = run.model, run.config.data.max_prompt_length
+  model, limit = run.model, run.settings.data.max_prompt_length
   total = 0
   for local in model.local_layers or (False,) * model.layers:
     own, prompt = t, limit
@@ -134,23 +134,23 @@ def least_bytes(run: programs.Run) -> dict[str, float]:
   twice, and adds to the gradients; the optimizer reads the gradients, and reads
   and writes parameters and its state. Activations and logits are left out.
   """
-  config, optim = run.config, run.config.optim
-  itemsize = jnp.dtype(config.model.dtype).itemsize
-  sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
+  settings, update = run.settings, run.settings.optim.update
+  itemsize = jnp.dtype(settings.model.dtype).itemsize
+  sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
   samples = run.prompts * run.group_size
-  tokens = range(1, config.sampling.max_new_tokens)
+  tokens = range(1, settings.sampling.max_new_tokens)
   caches = itemsize * sum(_attended(run, t) for t in tokens)
-  updates = optim.epochs * optim.minibatches
-  micro_batches = optim.minibatches * optim.micro_batches
-  trained = samples * config.sampling.max_new_tokens // micro_batches
-  passes = itemsize * optim.micro_batches * _weights(run, run.mesh, trained)
+  updates = update.epochs * update.minibatches
+  micro_batches = update.minibatches * update.micro_batches
+  trained = samples * settings.sampling.max_new_tokens // micro_batches
+  passes = itemsize * update.micro_batches * _weights(run, run.mesh, trained)
   params = shard_bytes(run.state.params)
   state = params + shard_bytes(run.state.opt_state)
-  gradients = params * (2 * optim.micro_batches + 1)
+  gradients = params * (2 * update.micro_batches + 1)
   before, within = forward_passes(run)
   return {
     "rollout": len(tokens) * itemsize * _weights(run, sampling, samples)
     + caches / sampling.size,
-    "reference": passes * optim.minibatches * before,
+    "reference": passes * update.minibatches * before,
     "update": updates * ((2 + within) * passes + gradients + 2 * state),
   }

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from grpojax.benchmarks import clock, configured, subject, workloads
 from grpojax.models import hf
 from grpojax.runtime import checkpoint, command_line, records
 from grpojax.runtime import config as config_lib
 from grpojax.training import fit, run_directory, run_storage, start, tracking
+from grpojax.training.config import to_config
 from grpojax.training.progress import Progress
+from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
 PARTS = {
@@ -68,13 +69,15 @@ def _model_directory() -> pathlib.Path | None:
 
 
 @contextlib.contextmanager
-def open_workload(name: str, config: ConfigDict) -> Iterator[subject.Subject]:
+def open_workload(
+  name: str, settings: TrainSettings
+) -> Iterator[subject.Subject]:
   """Opens a workload's run, with its weights.
 
   Args:
     name: Name of one of `workloads.WORKLOADS`.
-    config: Config of `workloads.config_of`, perhaps with changes of how it
-      computes.
+    settings: Settings of `workloads.config_of`, perhaps with changes of how
+      it computes.
 
   Raises:
     ValueError: changes that do not fit the devices or the batch, or no such
@@ -84,11 +87,12 @@ def open_workload(name: str, config: ConfigDict) -> Iterator[subject.Subject]:
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
     file.write_text(json.dumps(workloads.MODEL))
-    config.model.path = str(weights or file)
-    yield subject.open_subject(configured.open_shapes(config), weights)
+    model = dataclasses.replace(settings.model, path=str(weights or file))
+    settings = dataclasses.replace(settings, model=model)
+    yield subject.open_subject(configured.open_shapes(settings), weights)
 
 
-def default_job(config: ConfigDict) -> subject.Rows:
+def default_job(settings: TrainSettings) -> subject.Rows:
   """Yields the metrics of a training run's steps, as `train` takes them.
 
   It has no evaluations and checkpoints, but data, rewards and records.
@@ -97,12 +101,12 @@ def default_job(config: ConfigDict) -> subject.Rows:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
     with command_line.usage_errors():
-      checked = start.check(config, directory, lambda: None)
+      checked = start.check(settings, directory, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
     reward_pool = stack.enter_context(
-      rewards_lib.open_reward_pool(checked.config, checked.reward_model)
+      rewards_lib.open_reward_pool(checked.settings, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
     run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
@@ -113,13 +117,13 @@ def default_job(config: ConfigDict) -> subject.Rows:
 
 
 def _rows(
-  name: str, config: ConfigDict, count: int, stack: contextlib.ExitStack
+  name: str, settings: TrainSettings, count: int, stack: contextlib.ExitStack
 ) -> subject.Rows:
   """Metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
-    return default_job(config)
+    return default_job(settings)
   with command_line.usage_errors():
-    opened = stack.enter_context(open_workload(name, config))
+    opened = stack.enter_context(open_workload(name, settings))
   workload = workloads.WORKLOADS[name]
   prompts = workloads.prompt_ids(workload, count)
   batches = (
@@ -130,14 +134,14 @@ def _rows(
 
 
 def measure(
-  name: str, config: ConfigDict, steps: int, warmup: int
+  name: str, settings: TrainSettings, steps: int, warmup: int
 ) -> dict[str, Any]:
   """Times a workload; what is printed meanwhile goes to standard error.
 
   Args:
     name: Name of one of `workloads.NAMES`.
-    config: Config of `workloads.config_of`, perhaps with changes of how it
-      computes.
+    settings: Settings of `workloads.config_of`, perhaps with changes of how
+      it computes.
     steps: Number of steps that are timed.
     warmup: Number of steps before them.
 
@@ -148,13 +152,13 @@ def measure(
     SystemExit: with a message, for changes that do not fit the devices or the
       batch.
   """
-  config.steps = warmup + steps
+  settings = dataclasses.replace(settings, steps=warmup + steps)
   compiled, timed, before = clock.compilations(), [], 0
   with (
     contextlib.redirect_stdout(sys.stderr),
     contextlib.ExitStack() as stack,
   ):
-    rows = _rows(name, config, warmup + steps, stack)
+    rows = _rows(name, settings, warmup + steps, stack)
     began = time.perf_counter()
     for row, seconds in clock.timed(rows):
       parts = {part: float(row[metric]) for part, metric in PARTS.items()}
@@ -164,22 +168,22 @@ def measure(
       timed.append(Step(row, seconds, len(compiled) - before))
       before = len(compiled)
   total = sum(step.seconds["total"] for step in timed[:warmup])
-  return report(name, config, timed, warmup, compiled, (began, began + total))
+  return report(name, settings, timed, warmup, compiled, (began, began + total))
 
 
-def _variant(name: str, config: ConfigDict) -> str:
+def _variant(name: str, settings: TrainSettings) -> str:
   """The settings that are not the workload's own."""
   default = config_lib.flatten(workloads.config_of(name))
   return " ".join(
     f"{key}={value}"
-    for key, value in config_lib.flatten(config).items()
+    for key, value in config_lib.flatten(to_config(settings)).items()
     if value != default.get(key) and key not in ("model.path", "steps")
   )
 
 
 def report(
   name: str,
-  config: ConfigDict,
+  settings: TrainSettings,
   timed: Sequence[Step],
   warmup: int,
   compiled: Sequence[tuple[float, float]],
@@ -189,13 +193,13 @@ def report(
 
   Args:
     name: Name of the workload.
-    config: Config that it ran with.
+    settings: Settings that it ran with.
     timed: Steps, in their order.
     warmup: Number of steps that do not count.
     compiled: Compilations, from `clock.compilations`.
     warm: Times at which the first step began and the last of the warm-up ended.
   """
-  samples = config.batch_size * config.group_size
+  samples = settings.batch_size * settings.group_size
   tokens = {
     step: round(float(step.row["completion_length_mean"]) * samples)
     for step in timed
@@ -214,7 +218,7 @@ def report(
   during = [s for when, s in compiled if warm[0] <= when <= warm[1]]
   return {
     "peer": "grpojax",
-    "variant": _variant(name, config) or "default",
+    "variant": _variant(name, settings) or "default",
     "workload": name,
     "steps": len(steady),
     "quiet": sum(share < clock.QUIET for share in others),
@@ -238,7 +242,7 @@ def report(
     "compilations_warmup": len(during),
     "compilations_later": sum(when > warm[1] for when, _ in compiled),
     "rewards": [round(float(step.row["reward_mean"]), 3) for step in timed],
-    "dtype": config.model.dtype,
+    "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
   }
 

@@ -23,11 +23,11 @@ from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.models import hf, lora
 from grpojax.runtime import command_line, device_memory
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import memory, reference, setup, splits
+from grpojax.training import memory, setup, splits
 from grpojax.training import prompts as prompts_lib
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
-from grpojax.training.step import device, host
+from grpojax.training.step import device, host, reference
 from grpojax.training.step import rewards as rewards_lib
 
 Rows = Iterator[dict[str, Any]]
@@ -66,7 +66,7 @@ def word_tokenizer(vocab_size: int) -> Any:
 
 def check_memory(run: programs.Run) -> None:
   """Refuses by a ValueError what cannot fit, as a training run does."""
-  phases = memory.training(run.config, run.model, run.mesh)
+  phases = memory.training(run.settings, run.model, run.mesh)
   limit = device_memory.device_bytes(run.mesh.local_devices[0])
   memory.refuse(phases, limit)
 
@@ -94,11 +94,11 @@ def open_subject(
   Raises:
     ValueError: weights that do not fit.
   """
-  config, policy = run.config, run.policy
+  settings, policy = run.settings, run.policy
   policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
-  key = jax.random.key(config.seed)
+  key = jax.random.key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   if weights is None:
     params = _random(run, shapes, key)
@@ -108,23 +108,23 @@ def open_subject(
     )
   if policy.frozen is not None:
     policy = policy._replace(frozen=params)
-    params = lora.init(shapes, key, config.lora.rank, config.lora.targets)
+    params = lora.init(shapes, key, settings.lora.rank, settings.lora.targets)
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   ref_params = run.ref_params
   if ref_params:
     ref_params = jax.tree.map(jnp.copy, params)
-    ref_params = reference.stored(ref_params, config.model.reference)
-  tx = optimizer(config)
+    ref_params = reference.to_memory(ref_params, settings.model.reference)
+  tx = optimizer(settings)
   fresh = jax.jit(
-    lambda p: setup.first_state(config, tx, p), out_shardings=shardings
+    lambda p: setup.first_state(settings, tx, p), out_shardings=shardings
   )
   return Subject(run, policy, fresh(params), ref_params, tx)
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
   """Yields prompts of the configured length, whose ids are uniform."""
-  rng, vocab = np.random.default_rng(run.config.seed), run.model.vocab_size
-  shape = run.prompts, run.config.data.max_prompt_length
+  rng, vocab = np.random.default_rng(run.settings.seed), run.model.vocab_size
+  shape = run.prompts, run.settings.data.max_prompt_length
   while True:
     yield whole_prompts(rng.integers(0, vocab, shape).astype(np.int32))
 
@@ -145,50 +145,57 @@ def host_steps(
     subject: Subject, from `open_subject`, of a config with that reward.
     batches: Prompts of each step.
     budgets: Function from prompts to the greatest lengths of their
-      completions, see `sampling_lib.sampler_program`.
+      completions, see `step.sampling.sampler_program`.
   """
   run = subject.run
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
   with (
-    rewards_lib.open_reward_pool(run.config) as reward_pool,
+    rewards_lib.open_reward_pool(run.settings) as reward_pool,
     jax.set_mesh(run.mesh),
   ):
     step = host.make_host_step(
-      run.config,
+      run.settings,
       subject.policy,
       run.group_size,
       subject.tx,
       subject.ref_params,
       shardings,
       reward_pool,
-      lambda together=False: None,
-      budgets,
+      check_signals=lambda together=False: None,
+      budgets=budgets,
     )
     for prompts in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = step(state, prompts, examples, False)
-      yield row
+      result = step(state, prompts, examples)
+      state = result.state
+      yield result.metrics
 
 
 def device_steps(subject: Subject, count: int) -> Rows:
   """Yields the metrics of `count` steps of a config with reward.on_device."""
   run = subject.run
-  config, policy = run.config, subject.policy
+  settings, policy = run.settings, subject.policy
   shardings = jax.tree.map(lambda x: x.sharding, run.state)
-  examples = splits.load_examples(config, "train")
+  examples = splits.load_examples(settings, "train")
   batches = prompts_lib.training_batches(
-    config, policy, examples, run.group_size
+    settings, policy, examples, run.group_size
   )
   with command_line.usage_errors():  # before anything compiles
     batches = list(itertools.islice(batches, count))
   state = subject.state
   with jax.set_mesh(run.mesh):
     step = device.make_device_step(
-      config, policy, run.group_size, subject.tx, subject.ref_params, shardings
+      settings,
+      policy,
+      run.group_size,
+      subject.tx,
+      subject.ref_params,
+      shardings,
     )
     for prompts, examples in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = step(state, prompts, examples, False)
-      yield row
+      result = step(state, prompts, examples)
+      state = result.state
+      yield result.metrics

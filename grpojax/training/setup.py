@@ -10,7 +10,7 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.entropy import init_control
 from grpojax.core.grpo_step import init_state
 from grpojax.core.objective import entropy_bonus
-from grpojax.core.types import Params, TrainState
+from grpojax.core.types import LM, Params, TrainState
 from grpojax.core.weighted_baselines import init_score_norms
 from grpojax.models import sharding
 from grpojax.runtime.config import config_error
@@ -44,11 +44,20 @@ def open_policy(settings: TrainSettings) -> Policy:
   model = settings.model
   path = sources.model(settings)
   policy = policy_lib.open_policy(path, model.dtype, model.remat)
+  check_model(settings, policy.lm)
+  return policy
+
+
+def check_model(settings: TrainSettings, lm: LM) -> None:
+  """Checks that a model has the experts that a loss is to balance.
+
+  Raises:
+    ValueError: It has none.
+  """
   coefficient = settings.loss.router_aux_coef
-  if coefficient and policy.lm.forward_with_load is None:
+  if coefficient and lm.forward_with_load is None:
     remedy = "balances experts, and the model has none (model.path): use 0"
     raise ValueError(config_error("loss.router_aux_coef", coefficient, remedy))
-  return policy
 
 
 def with_weights(

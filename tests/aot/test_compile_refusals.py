@@ -10,7 +10,8 @@ from grpojax.aot import parts, programs, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.parts import Part
 from grpojax.core.mesh import make_mesh
-from grpojax.training.config import default_config
+from grpojax.core.objective import Objective
+from grpojax.training.settings.run import TrainSettings
 
 PART = Part(7, 5, seconds=0.5)
 
@@ -102,14 +103,13 @@ def test_ends_of_completions_that_a_config_names(eos, ids):
   """Training reads them with the tokenizer, which need not be there."""
   hf_config = programs.hf.read_config("arithmetic-base")
   hf_config |= {"eos_token_id": eos}
-  assert programs._policy(default_config(), hf_config).eos_ids == ids
+  assert programs._policy(TrainSettings(), hf_config).eos_ids == ids
 
 
 def test_experts_to_balance_that_there_are_not():
-  config = default_config()
-  config.loss.router_aux_coef = 0.1
+  settings = TrainSettings(loss=Objective(router_aux_coef=0.1))
   with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
-    programs.open_run(config, make_mesh())
+    programs.open_run(settings, make_mesh())
 
 
 def test_models_of_a_strange_type(tmp_path):

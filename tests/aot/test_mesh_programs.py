@@ -215,7 +215,7 @@ def test_sizes_are_those_of_the_programs():
 TWO_MESHES = """
 import sys
 from grpojax.aot import programs, topology
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 from grpojax.training import setup
 config = default_config()
 config.model.path, config.optim.micro_batches = sys.argv[1], 1
@@ -224,7 +224,8 @@ config.sampling.max_new_tokens, config.sampling.stages = 4, 1
 config.mesh.fsdp, config.mesh.expert, config.mesh.tensor = 8, 4, 2
 config.mesh.sampling_tensor = 4
 devices, _ = topology.devices("cpu:64")
-run = programs.open_run(config, setup.make_mesh(config, devices))
+settings = from_config(config)
+run = programs.open_run(settings, setup.make_mesh(settings, devices))
 compiled = programs.lower(run, "rollout").compile()
 for name, place in vars(compiled.output_shardings).items():
   print(name, *[x for x in place.spec if x])

@@ -13,7 +13,7 @@ from grpojax.aot.chips import CHIPS, of_kind
 from grpojax.aot.report import part_flops
 from grpojax.benchmarks import configured, limits, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 B, G, P, T = 2, 4, 3, 6
@@ -45,7 +45,7 @@ def config(tmp_path):
 def open_run(config, **changes):
   config.update_from_flattened_dict(changes)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  return programs.open_run(config, mesh)
+  return programs.open_run(from_config(config), mesh)
 
 
 def test_operations_by_part(config):
@@ -142,7 +142,7 @@ def test_bytes_of_experts_and_of_a_head_of_its_own(config, tmp_path):
 def test_other_runs(config, monkeypatch, changes):
   monkeypatch.setattr(limits, "measured", lambda dtype: (1e9, 2e9))
   config.update_from_flattened_dict(changes)
-  found = configured.measure(configured.open_run(config), 1, 1)
+  found = configured.measure(configured.open_run(from_config(config)), 1, 1)
   assert found["seconds"]["step"]["median"] > 0
   assert found["tokens_per_step"] == config.batch_size * 4 * T
   assert configured.lines(found)

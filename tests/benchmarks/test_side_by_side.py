@@ -3,6 +3,7 @@
 import pytest
 
 from grpojax.benchmarks import clock, side_by_side, workloads
+from grpojax.training.config import from_config
 
 KEYS = (  # of every library of the comparison
   "peer variant workload steps quiet others_cpu seconds per_step first_step_s "
@@ -33,7 +34,8 @@ def report(steps, **settings):
   config = workloads.config_of("fixed")
   config.update_from_flattened_dict(settings)
   compiled = [(0.5, 3.0), (1.5, 2.0), (9.0, 1.0)]
-  return side_by_side.report("fixed", config, steps, 1, compiled, (1.0, 7.0))
+  settings = from_config(config)
+  return side_by_side.report("fixed", settings, steps, 1, compiled, (1.0, 7.0))
 
 
 def test_only_quiet_steps_count():
@@ -81,7 +83,7 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   config.batch_size, config.sampling.max_new_tokens = 8, 16
   config.eval.num_prompts = 8
   config.optim.packing = False  # its sizes come as lengths do
-  line = side_by_side.measure("arithmetic", config, 2, 1)
+  line = side_by_side.measure("arithmetic", from_config(config), 2, 1)
   assert {*KEYS} <= {*line} and line["steps"] == 2
   assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3
   assert line["compilations_later"] == 0

@@ -13,7 +13,7 @@ import pytest
 from grpojax import translate
 from grpojax.runtime import config_file
 from grpojax.runtime.config import flatten
-from grpojax.training.config import default_config, validate
+from grpojax.training.config import default_config, from_config
 from grpojax.translation import reading, trl, verl, writing
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -131,7 +131,7 @@ def test_real_files(name, tmp_path, capsys):
   flags = [f"--{key}={value}" for key, value in FILES[name].items()]
   translate.main([str(DATA / name), f"--out={out}", *flags])
   config = config_file.load_file(str(out), default_config)
-  validate(config)
+  from_config(config)
   leaves = flatten(config)
   assert {key: leaves[key] for key in EXPECTED[name]} == EXPECTED[name]
   said = capsys.readouterr().out
@@ -247,7 +247,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
 )
 def test_settings_of_trl(text, expected, tmp_path):
   config, leaves, _ = become(f"temperature: 1\n{text}\n", tmp_path)
-  validate(config)
+  from_config(config)
   assert {key: leaves[key] for key in expected} == expected
 
 
@@ -400,7 +400,7 @@ ACTOR = "actor_rollout_ref.actor"
 def test_settings_of_verl(text, expected, tmp_path):
   always = "algorithm.adv_estimator: grpo\nactor_rollout_ref.rollout.n: 8"
   config, leaves, _ = become(f"{always}\n{text}\n", tmp_path)
-  validate(config)
+  from_config(config)
   assert {key: leaves[key] for key in expected} == expected
 
 
