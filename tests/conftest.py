@@ -179,6 +179,14 @@ def config_with():
   return changed
 
 
+@pytest.fixture(scope="session")
+def settings_with(config_with):
+  """Settings of a training run with changes: as `config_with`, and checked."""
+  from grpojax.training.config import from_config
+
+  return lambda **changes: from_config(config_with(**changes))
+
+
 @pytest.fixture
 def float64():
   """Arrays of 64 bits by default, for one test."""
