@@ -79,6 +79,7 @@ def test_a_step_compares_what_was_asked_for(
     advantage=name,
     group_size=3,
     batch_size=2,
+    optim__micro_batches=1,
   )
   make_batch = program_of(settings, tabular, SAMPLES)
   scores = scores_of(weights)
@@ -174,7 +175,10 @@ def test_groups_without_variance_are_those_that_teach_nothing(
 
 def test_a_scale_is_of_advantages_that_are_bounded(tabular, settings_with):
   settings = settings_with(
-    loss__advantage_clip=2.0, group_size=3, batch_size=2, reward__weights=(1.0,)
+    loss__advantage_clip=2.0,
+    group_size=3,
+    batch_size=2,
+    optim__micro_batches=1,
   )
   rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
   make_batch = program_of(settings, tabular, SAMPLES)
