@@ -118,7 +118,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
   name, calls, done = MOMENTS[moment]
   module, name = name.split(".")
-  module = {"scored_text": scored_text, "checkpoint": checkpoint}[module]
+  module = {"rewards_lib": rewards_lib, "checkpoint": checkpoint}[module]
   original, count = getattr(module, name), []
 
   def interrupted(*args, **options):
@@ -165,7 +165,7 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
         pass
     return original(*args, **options)
 
-  monkeypatch.setattr(scored_text, "finish", swallowed)
+  monkeypatch.setattr(rewards_lib, "collect_rewards", swallowed)
   with pytest.raises(SystemExit) as caught:
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130

@@ -10,6 +10,7 @@ import pytest
 
 from grpojax.models import file_checksums
 from grpojax.runtime import distributed
+from grpojax.training.step.rewards import gather_rows
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def speak_for(monkeypatch, *others):
 def test_rows_of_parts_come_back_in_their_order(monkeypatch):
   # Parts of 3 and 2 prompts: 0 1 | 2 and 3 | 4.
   speak_for(monkeypatch, [2, 4])
-  assert scored_text.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
+  assert gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
 
 
 def test_nan_is_said(monkeypatch):
