@@ -260,10 +260,10 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
   assert lines == [
     "  --config.loss.kl = 'k33': did you mean k3? use one of k1, k2, k3 "
     "(estimator of the KL divergence from the reference)",
-    "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which a training run does not know; use one of "
     f"{', '.join(CHOICES['advantage'])}",
+    "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
 
 

@@ -37,9 +37,9 @@ class Words:
 
 
 @pytest.fixture
-def stepper(tiny, config_with):
+def stepper(tiny, settings_with):
   """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
-  config = config_with(
+  settings = settings_with(
     batch_size=B,
     group_size=G,
     sampling__max_new_tokens=T,
@@ -52,19 +52,22 @@ def stepper(tiny, config_with):
   tx = optax.adam(1e-3)
 
   def first(params):
-    return setup.first_state(config, tx, params)
+    return setup.first_state(settings, tx, params)
 
   shardings = sharding.shardings(
     jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
   )
   held = [jax.jit(first, out_shardings=shardings)(tiny.params)]
   rng = np.random.default_rng(0)
-  with rewards_lib.open_reward_pool(config) as reward_pool, jax.set_mesh(mesh):
+  with (
+    rewards_lib.open_reward_pool(settings) as reward_pool,
+    jax.set_mesh(mesh),
+  ):
     reference = jax.device_put(
       jax.tree.map(jnp.copy, tiny.params), shardings.params
     )
     step = host.make_host_step(
-      config,
+      settings,
       policy,
       G,
       tx,
@@ -91,7 +94,7 @@ def of_length(prompt, completion, example):
 @pytest.mark.slow
 def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
   """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
-  shapes, pack = [], from_config.packing
+  shapes, pack = [], host.plan_packing
 
   def record(*args):
     packing = pack(*args)
@@ -99,7 +102,7 @@ def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
     shapes.append(str(sizes))
     return packing
 
-  monkeypatch.setattr(from_config, "packing", record)
+  monkeypatch.setattr(host, "plan_packing", record)
   compiled = clock.compilations()
   stepper(2)
   once = len(compiled)

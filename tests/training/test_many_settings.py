@@ -47,7 +47,7 @@ RUNS = {
     "sampling.slots": 2,
     "optim.epochs": 2,
     "optim.minibatches": 2,
-    "loss.old_logprobs": "reward_pool",
+    "loss.old_logprobs": "trainer",
     "loss.weighting": "sequence_sum",
   },
 }

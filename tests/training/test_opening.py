@@ -39,7 +39,7 @@ def test_processes_that_read_other_examples_are_refused(monkeypatch):
 
 
 def test_all_processes_have_the_first_ones_date(
-  tmp_path, config_with, monkeypatch
+  tmp_path, settings_with, monkeypatch
 ):
   def on_main(function):
     return "26 Jul 2024" if function is tokenizer.today else function()
@@ -52,7 +52,7 @@ def test_all_processes_have_the_first_ones_date(
   with contextlib.ExitStack() as stack:
     with pytest.raises(SystemExit, match="26 Jul 2024"):
       quiet = screen.Screen()
-      opening.open_all(config_with(), tmp_path, stack, print, print, quiet)
+      opening.open_all(settings_with(), tmp_path, stack, print, print, quiet)
 
 
 def test_one_that_may_not_write_there_says_so(tmp_path, monkeypatch):

@@ -35,8 +35,8 @@ def state_of(params, mesh, **fields):
 
 @pytest.mark.parametrize("where", reference.REFERENCE_MEMORY)
 @pytest.mark.parametrize("every, mix", [(1, 0.25), (3, 1.0), (2, 0.5)])
-def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
-  config = config_with(
+def test_it_moves_as_it_should(settings_with, mesh, every, mix, where):
+  settings = settings_with(
     loss__beta=0.1,
     model__reference=where,
     model__reference_every=every,
@@ -45,16 +45,16 @@ def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
   rng = np.random.default_rng(0)
   params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
   state, shardings = state_of(params, mesh)
-  first = reference.first(state.params, shardings.params)
-  state = reference.to_host(state.replace(reference=first), config)
-  follow = reference.make_update_reference(config, shardings)
+  first = reference.copy_policy(state.params, shardings.params)
+  state = reference.state_to_memory(state.replace(reference=first), settings)
+  update_reference = reference.make_update_reference(settings, shardings)
   expected = np.asarray(params["w"])
   kinds = set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
     new = jax.device_put({"w": w}, shardings.params)
     state = state.replace(params=new, step=jnp.int32(step))
-    state = follow(state)
+    state = update_reference(state)
     if step % every == 0:
       expected = mix * w + (1 - mix) * expected
     np.testing.assert_allclose(state.reference["w"], expected, rtol=1e-5)
@@ -62,21 +62,17 @@ def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
       np.testing.assert_array_equal(state.reference["w"], w)
     new["w"].delete()  # as an update that donates it would
     kinds.add(state.reference["w"].sharding.memory_kind)
-    back = reference.on_devices(state).reference["w"]
+    back = reference.state_to_device(state).reference["w"]
     np.testing.assert_array_equal(back, state.reference["w"])
   assert len(kinds) == 1
   assert (kinds == {"pinned_host"}) == (where == "host")
 
 
-def test_a_fixed_one_is_no_part_of_the_state(config_with, mesh):
-  for config in (
-    config_with(loss__beta=0.1),
-    config_with(model__reference_every=1),  # without a KL term, refused
-  ):
-    state, shardings = state_of({"w": jnp.ones(2)}, mesh)
-    assert not reference.follows_policy(config)
-    assert reference.make_update_reference(config, shardings)(state) is state
-    assert reference.to_host(state, config).reference is None
+def test_a_fixed_one_is_no_part_of_the_state(settings_with, mesh):
+  settings = settings_with(loss__beta=0.1)
+  state, _ = state_of({"w": jnp.ones(2)}, mesh)
+  assert not reference.follows_policy(settings)
+  assert reference.state_to_memory(state, settings).reference is None
 
 
 def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
@@ -90,7 +86,7 @@ def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
   assert loaded.reference is None
 
 
-def test_adapters_of_a_reference_take_memory(config_with):
+def test_adapters_of_a_reference_take_memory(settings_with):
   from grpojax.models.config import TransformerConfig
 
   model = TransformerConfig(
@@ -99,8 +95,8 @@ def test_adapters_of_a_reference_take_memory(config_with):
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
 
   def held(**changes):
-    config = config_with(loss__beta=0.1, lora__rank=2, **changes)
-    return memory.training(config, model, mesh)["an update"][0].bytes
+    settings = settings_with(loss__beta=0.1, lora__rank=2, **changes)
+    return memory.training(settings, model, mesh)["an update"][0].bytes
 
   with jax.set_mesh(mesh):
     # q, o: 8 x 8; k, v: 8 x 4; gate, up, down: 8 x 16, and rank 2.

@@ -184,11 +184,11 @@ def test_a_run_without_rewards_ends_and_can_go_on(
   assert summary["failed_rewards"] == 3 * 4 * 8
 
 
-def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
+def test_a_schedule_of_the_whole_run_is_named(settings_with, capsys):
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
   for schedule, lines in (("constant", 2), ("cosine", 3)):
     opening._say_changed(
-      config_with(optim__schedule=schedule, steps=80), changed
+      settings_with(optim__schedule=schedule, steps=80), changed
     )
     said = capsys.readouterr().out
     assert len(said.splitlines()) == lines
@@ -204,18 +204,18 @@ def test_a_schedule_of_the_whole_run_is_named(config_with, capsys):
   ],
 )
 def test_the_date_is_pinned_where_it_is_asked_for(
-  template, given, pinned, config_with
+  template, given, pinned, settings_with
 ):
   options = {"data__template_options__date_string": given} if given else {}
   tokenizer = types.SimpleNamespace(chat_template=template)
   policy = policy_lib.open_policy("arithmetic-instruct")
   policy = policy._replace(tokenizer=tokenizer)
-  config = start._with_date(config_with(**options), policy)
-  date = config.data.template_options.get("date_string")
+  settings = start._with_date(settings_with(**options), policy)
+  date = settings.data.template_options.get("date_string")
   today = datetime.datetime.now().strftime("%Y")
   assert date == pinned or (pinned == "today" and date.endswith(today))
-  config = start._with_date(config_with(**options), policy, "01 May 2031")
-  date = config.data.template_options.get("date_string")
+  settings = start._with_date(settings_with(**options), policy, "01 May 2031")
+  date = settings.data.template_options.get("date_string")
   assert date == ("01 May 2031" if pinned == "today" else pinned)
 
 
@@ -277,7 +277,7 @@ def test_an_infinite_reward_of_the_model_is_a_failure():
   by_model = np.array([[np.inf, 0.5]])
   reward_pool = rewards_lib.RewardPool(None, model_weight=2.0)
   examples, texts = [{"prompt_text": "p"}], [["a", "b"]]
-  got = rewards_lib.with_model(reward_pool, scores, by_model, examples, texts)
+  got = rewards_lib.add_model(reward_pool, scores, by_model, examples, texts)
   np.testing.assert_array_equal(got.rewards, [[np.nan, 3.0]])
   (failure,) = rewards_lib.groups.all_failures(got)
   assert failure[:2] == ("model", "returned inf") and failure.completion == "a"

@@ -8,7 +8,7 @@ from grpojax import train
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Pool
 from grpojax.training import splits
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """
@@ -55,11 +55,12 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   config.reward.weights = (1.0, 1.0)
   config.data.mixture.easy = {"name": "jsonl", "rewards": "compute_score"}
   config.data.mixture.hard = {"name": "jsonl", "rewards": "of_level"}
-  rewards = rewards_lib.resolve_functions(config)
+  settings = from_config(config)
+  rewards = rewards_lib.resolve_functions(settings)
 
   def check(**parts):
     whole = splits.Split(None, 0, None, "", parts)
-    rewards_lib.check_columns(config, rewards, whole)
+    rewards_lib.check_columns(settings, rewards, whole)
 
   # A mixture names the data set of each example, so verl's finds that.
   check(easy=split(answer="1"), hard=split(level=1))

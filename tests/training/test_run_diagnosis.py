@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpojax.runtime import records
-from grpojax.training import diagnosis
+from grpojax.training.step import diagnosis
 
 
 def rows_of(*pairs):

@@ -1,6 +1,7 @@
 """Rewards of a batch: functions of text together with a reward model."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -15,7 +16,8 @@ from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import distributed, records
 from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training.config import default_config
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import default_config, from_config
 from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """
@@ -39,13 +41,14 @@ def rewards(tmp_path):
   file = tmp_path / "rewards.py"
   file.write_text(REWARDS)
 
-  def config(weights, **names):
+  def settings(weights, **changes):
     config = default_config()
     config.reward.functions = tuple(f"{file}:{name}" for name in weights)
     config.reward.weights = tuple(weights.values())
-    return config
+    config.reward.update(changes)
+    return from_config(config)
 
-  return config
+  return settings
 
 
 def rollout(rows, length):
@@ -61,11 +64,13 @@ def rollout(rows, length):
   )
 
 
-def score(reward_pool, samples):
-  pending = rewards_lib.submit(reward_pool, EXAMPLES, TEXTS, samples, slice(2))
-  begun = scored_text.Begun(2, TEXTS, pending)
-  return rewards_lib.collect_rewards(
-    reward_pool, EXAMPLES, [begun], lambda: None
+@pytest.fixture
+def score(tabular, monkeypatch):
+  """`(reward_pool, samples) -> GroupRewards` of `TEXTS`."""
+  policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
+  return lambda *args: rewards_lib.compute_rewards(
+    policy, args[0], EXAMPLES, args[1]
   )[1]
 
 
@@ -73,9 +78,9 @@ EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
 TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 
-def test_weighted_functions(rewards):
-  config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
-  with rewards_lib.open_reward_pool(config) as reward_pool:
+def test_weighted_functions(rewards, score):
+  settings = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     # A batch may have more rows: they only pad it.
     found = score(reward_pool, rollout(3, 4))
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
@@ -97,11 +102,10 @@ def test_weighted_functions(rewards):
   }
 
 
-def test_a_reward_model_beside_functions(rewards):
-  config = rewards({"picky": 1.0})
-  config.reward.model_weight = -2.0
+def test_a_reward_model_beside_functions(rewards, score):
+  settings = rewards({"picky": 1.0}, model_weight=-2.0)
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
-  with rewards_lib.open_reward_pool(config, model) as reward_pool:
+  with rewards_lib.open_reward_pool(settings, model) as reward_pool:
     found = score(reward_pool, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
@@ -129,8 +133,8 @@ def test_several_processes_say_what_one_says(monkeypatch):
   tell = lambda own: said.append(json.loads(json.dumps(own))) or said
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", tell)
-  scored_text._of_all(scores([0, 1, 3], "a"), sizes)  # of process 0
-  found = scored_text._of_all(scores([2, 4]), sizes)
+  rewards_lib._gather_rewards(scores([0, 1, 3], "a"), sizes)  # of process 0
+  found = rewards_lib._gather_rewards(scores([2, 4]), sizes)
   whole = scores(list(range(5)))
   jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
   whole.extras["f/b"][[0, 1, 3]] = np.nan  # nobody there said it

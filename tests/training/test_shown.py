@@ -21,8 +21,8 @@ ROW = {
 }
 
 
-def test_a_line_names_what_it_shows(config_with):
-  line = shown.line(config_with(steps=40), ROW, Eta(2, 4.0, 2, 1.0))
+def test_a_line_names_what_it_shows(settings_with):
+  line = shown.line(settings_with(steps=40), ROW, Eta(2, 4.0, 2, 1.0))
   # 37 more steps of 2 s, with half a second after each.
   assert line == (
     "step  3/40  reward_mean 0.5  completion_length_mean 37.9  truncated 0.25"
@@ -31,9 +31,9 @@ def test_a_line_names_what_it_shows(config_with):
   )
 
 
-def test_skipped_updates_are_there_when_there_are_any(config_with):
+def test_skipped_updates_are_there_when_there_are_any(settings_with):
   row = ROW | {"skipped_updates": 2}
-  line = shown.line(config_with(steps=40), row, Eta())
+  line = shown.line(settings_with(steps=40), row, Eta())
   assert line.endswith("  ! 2 updates skipped") and "left" not in line
   assert shown.cells(row)[""] == "2 updates skipped"
   assert "" not in shown.cells(ROW)

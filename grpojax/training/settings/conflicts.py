@@ -32,7 +32,8 @@ class Conflict(NamedTuple):
     setting: Dotted name of the setting that has to change.
     when: True where the settings conflict.
     remedy: Sentence that says why, and what to do; formatted with the settings
-      as `s`, and with the KL `estimators` of their placement.
+      as `s`, the KL `estimators` of their placement, and the `regex_error` of
+      lora.targets.
   """
 
   setting: str
@@ -122,7 +123,7 @@ CONFLICTS = (
   Conflict(
     "lora.targets",
     lambda s: _regex_error(s.lora.targets),
-    "is no regular expression",
+    "is no regular expression ({regex_error})",
   ),
   Conflict(
     "data.template",
@@ -463,7 +464,11 @@ def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
     config_error(
       row.setting,
       flat[row.setting],
-      row.remedy.format(s=s, estimators=estimators),
+      row.remedy.format(
+        s=s,
+        estimators=estimators,
+        regex_error=_regex_error(s.lora.targets),
+      ),
     )
     for row in CONFLICTS
     if row.when(s)

@@ -225,7 +225,7 @@ class TrainSettings:
     "name of the run; its directory is runs/NAME without --run_dir",
   )
   seed: int = option(0, "seed of all random numbers", within="[0, 2**32)")
-  commits: tuple[str, ...] = option(
+  commits: tuple[Any, ...] = option(
     (),
     "commits of what is from the Hub: KIND:ORG/NAME@REVISION=COMMIT, ...; the "
     "run fills it in",

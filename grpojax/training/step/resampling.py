@@ -204,6 +204,7 @@ def make_resample_groups(
     drawn, rows = [batch.rewards], [measured(rollout, batch.rewards)]
     while total < filtering.max_num_gen_batches * size and not good.all():
       check_signals(together=True)
+      timer("rewards")  # what comes next is a part of the rollout
       prompts, new_examples = take()
       new, new_rewards = sample_and_reward(
         params, prompts, new_examples, key, timer, np.int32(total)

@@ -11,23 +11,41 @@ import pytest
 
 from grpojax.core import kl, losses, surrogates
 from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.gradients import loss_terms
+from grpojax.core.objective import (
+  Objective,
+  advantage_fn,
+  entropy_bonus,
+  loss_fn,
+  weighting_fn,
+)
 from grpojax.core.sampling import Sampling
+from grpojax.core.update import UpdateOptions
 from grpojax.core.weighted_baselines import ScoreNorms
-from grpojax.runtime import config as config_lib
+from grpojax.runtime.config import flatten as flat
+from grpojax.training import config as config_module
 from grpojax.training import setup
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
 
+OFF = {
+  *(f"filter_groups.{x}" for x in ("metric", "gen_parts", "rescale")),
+  "filter_groups.max_num_gen_batches",
+  *(f"lora.{x}" for x in ("alpha", "targets")),
+  *(f"model.{x}" for x in ("reference_every", "reference_mix")),
+}
+"""Settings of what the toy's run does without, read by tests of their own:
+test_resampling, test_adapters and test_reference."""
+
 
 def test_every_setting_is_read_by_a_training_run(toy_run):
-  settings = set(config_lib.flatten(default_config()))
-  by_leaves = {"batch_size"}  # of group_sizes, from the flat config
-  assert settings - toy_run.read == by_leaves
+  fields = {config_module.AT_TOP.get(x, x) for x in flat(default_config())}
+  assert fields - toy_run.read == OFF
 
 
-def updates(config, gradients, start=0.0):
+def updates(settings, gradients, start=0.0):
   """What the optimizer adds to one parameter, for a sequence of gradients."""
-  tx = optimizer(config)
+  tx = optimizer(settings)
   x = jnp.asarray(start, jnp.float32)
   state, found, step = tx.init(x), [], jax.jit(tx.update)
   for gradient in gradients:
@@ -44,8 +62,8 @@ def updates(config, gradients, start=0.0):
     ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
   ],
 )
-def test_schedules(schedule, factor, config_with):
-  config = config_with(
+def test_schedules(schedule, factor, settings_with):
+  settings = settings_with(
     steps=5,
     optim__epochs=2,
     optim__minibatches=2,
@@ -54,20 +72,20 @@ def test_schedules(schedule, factor, config_with):
     optim__warmup_steps=4,
   )
   # Under a constant gradient Adam's update is the learning rate.
-  found = -updates(config, [3.0] * 20)
+  found = -updates(settings, [3.0] * 20)
   warmup = np.arange(1, 5) / 5  # no update is wasted on a rate of 0
   expected = 0.01 * np.concatenate([warmup, factor(np.arange(16) / 16)])
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
 
 
-def test_the_optimizer_is_adamw(config_with):
-  config = config_with(
+def test_the_optimizer_is_adamw(settings_with):
+  settings = settings_with(
     optim__learning_rate=0.01,
     optim__b1=0.5,
     optim__b2=0.75,
     optim__weight_decay=0.1,
   )
-  found = updates(config, [1.0, -2.0], start=3.0)
+  found = updates(settings, [1.0, -2.0], start=3.0)
   first = 0.5 * (0.5 * 1.0) + 0.5 * -2.0
   second = 0.75 * (0.25 * 1.0) + 0.25 * 4.0
   adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
@@ -75,10 +93,10 @@ def test_the_optimizer_is_adamw(config_with):
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_moments_in_bfloat16_are_those_of_adamw(config_with):
-  settings = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
+def test_moments_in_bfloat16_are_those_of_adamw(settings_with):
+  changes = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
   expected, found, other = (
-    updates(config_with(**settings, **more), [1.0, -2.0, 0.3], start=3.0)
+    updates(settings_with(**changes, **more), [1.0, -2.0, 0.3], start=3.0)
     for more in (
       {},
       {"optim__moments_dtype": "bfloat16"},
@@ -91,22 +109,22 @@ def test_moments_in_bfloat16_are_those_of_adamw(config_with):
   assert (found[1:] != expected[1:]).all() and (found[1:] != other[1:]).any()
 
 
-def test_adafactor_has_the_same_rate_and_decay(config_with):
+def test_adafactor_has_the_same_rate_and_decay(settings_with):
   """The rate is no multiple of the parameter, and scales its decay."""
-  config = config_with(
+  settings = settings_with(
     optim__name="adafactor",
     optim__learning_rate=0.01,
     optim__b2=0.25,
     optim__weight_decay=0.1,
   )
-  found = updates(config, [1.0, -0.5], start=3.0)
+  found = updates(settings, [1.0, -0.5], start=3.0)
   second = 0.25 * 1.0 + 0.75 * 0.25  # 1 - 2**-0.8 is more than b2
   expected = [-0.01 * (1.0 + 0.3), -0.01 * (-0.5 / np.sqrt(second) + 0.3)]
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_sampling_and_the_sizes_of_an_update(config_with):
-  config = config_with(
+def test_sampling_and_the_sizes_of_an_update(settings_with):
+  settings = settings_with(
     sampling__temperature=0.7,
     sampling__top_k=5,
     sampling__top_p=0.9,
@@ -118,11 +136,14 @@ def test_sampling_and_the_sizes_of_an_update(config_with):
     optim__micro_batches=8,
     optim__max_grad_norm=0.3,
   )
-  options = from_config.update_options(config)
-  assert options["sampling"] == Sampling(0.7, 5, 0.9, 0.1, 1.2)
-  assert options["chunk_size"] == 3 and options["max_grad_norm"] == 0.3
-  sizes = [options[k] for k in ("epochs", "minibatches", "micro_batches")]
-  assert sizes == [2, 4, 8]
+  assert settings.sampling.distribution == Sampling(0.7, 5, 0.9, 0.1, 1.2)
+  assert settings.optim.update == UpdateOptions(
+    epochs=2,
+    minibatches=4,
+    micro_batches=8,
+    max_grad_norm=0.3,
+    chunk_size=3,
+  )
 
 
 @functools.cache
@@ -209,53 +230,59 @@ def scored():
     ),
   ],
 )
-def test_the_loss_is_the_one_that_was_asked_for(changes, expected, config_with):
+def test_the_loss_is_the_one_that_was_asked_for(
+  changes, expected, settings_with
+):
   new, advantages, mask, old, ref = scored()
   weights = mask / mask.sum()
   arrays = (new, advantages, weights, mask, old, ref)
-  config = config_with(**changes)
-  found, _ = from_config.update_options(config)["loss"](*arrays)
+  objective = settings_with(**changes).loss
+  found, _ = loss_fn(objective)(*arrays)
   wanted, _ = losses.grpo_loss(*arrays, **expected)
   plain, _ = losses.grpo_loss(*arrays)
   assert float(found) == pytest.approx(float(wanted), rel=1e-6)
   # Each of these settings matters on this data.
   same = set(expected) <= {"kl"} or expected == {"beta": 0.0}
   assert (float(wanted) == float(plain)) == same
-  placed = config.loss.kl_placement == "reward"
-  assert from_config.kl_in_reward(config) == (0.3 if placed else 0.0)
-  assert config.loss.needs_reference == (config.loss.beta > 0)
+  placed = objective.kl_placement == "reward"
+  assert objective.kl_in_reward == (0.3 if placed else 0.0)
+  assert objective.needs_reference == (objective.beta > 0)
 
 
-def test_entropy_in_the_loss(config_with):
-  plain = from_config.update_options(config_with())
-  assert plain["entropy_bonus"] is None and plain["top_entropy_quantile"] == 1
-  config = config_with(loss__entropy_coef=0.1, loss__top_entropy_quantile=0.2)
-  found = from_config.update_options(config)
-  assert found["entropy_bonus"][:2] == (0.1, None)
-  assert found["top_entropy_quantile"] == 0.2
-  tx, params = optimizer(config), jnp.zeros(3)
-  assert setup.first_state(config, tx, params).entropy is None
-  config = config_with(
+def test_entropy_in_the_loss(tabular, settings_with):
+  plain = settings_with()
+  assert entropy_bonus(plain.loss) is None
+  settings = settings_with(
+    loss__entropy_coef=0.1, loss__top_entropy_quantile=0.2
+  )
+  assert entropy_bonus(settings.loss)[:2] == (0.1, None)
+  terms = functools.partial(
+    loss_terms, tabular.lm(1, 3), sampling=Sampling(), chunk_size=1
+  )
+  assert terms(plain.loss).entropy_share == 1
+  assert terms(settings.loss).entropy_share == 0.2
+  tx, params = optimizer(settings), jnp.zeros(3)
+  assert setup.first_state(settings, tx, params).entropy is None
+  settings = settings_with(
     loss__entropy_coef=0.1,
     loss__entropy_target=0.3,
     loss__entropy_coef_delta=0.02,
     loss__entropy_coef_max=0.5,
   )
-  assert from_config.entropy_bonus(config) == (0.1, 0.3, 0.02, 0.5)
-  control = setup.first_state(config, tx, params).entropy
+  assert entropy_bonus(settings.loss) == (0.1, 0.3, 0.02, 0.5)
+  control = setup.first_state(settings, tx, params).entropy
   assert float(control.coefficient) == pytest.approx(0.1)
 
 
-def test_experts_are_balanced_only_where_there_are_some(config_with):
-  config = config_with(loss__router_aux_coef=0.01)
-  assert from_config.update_options(config)["router_aux_coef"] == 0.01
+def test_experts_are_balanced_only_where_there_are_some(settings_with):
+  settings = settings_with(loss__router_aux_coef=0.01)
   with pytest.raises(
     ValueError, match=r"loss.router_aux_coef = 0.01: .* use 0"
   ):
-    setup.open_policy(config)
+    setup.open_policy(settings)
 
 
-def test_weightings(config_with):
+def test_weightings(settings_with):
   mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
   expected = {
     "token_mean": mask / 4,
@@ -264,12 +291,14 @@ def test_weightings(config_with):
     "sequence_sum": mask / 2,
   }
   for name, weights in expected.items():
-    config = config_with(loss__weighting=name, sampling__max_new_tokens=50)
-    found = from_config.update_options(config)["weighting"](mask)
+    found = weighting_fn(settings_with(loss__weighting=name).loss, 50)(mask)
     np.testing.assert_allclose(found, weights, rtol=1e-6)
 
 
-def test_advantages(config_with):
+def test_advantages(settings_with):
+  def advantages(rewards, **changes):
+    return advantage_fn(settings_with(**changes).loss)(rewards)
+
   rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
   centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4, [-0.25] * 3 + [0.75]])
   expected = {
@@ -279,26 +308,22 @@ def test_advantages(config_with):
     "pairwise_rank": centred * 4 / 3,  # of binary rewards
   }
   for name, values in expected.items():
-    found = from_config.advantage(config_with(advantage=name))(rewards)
+    found = advantages(rewards, advantage=name)
     np.testing.assert_allclose(found, values, atol=1e-6)
   # k = 3: all is lost without both of two, or without the only one.
   best = np.array([[-1, -1, 1, 1], [0] * 4, [-1, -1, -1, 3]]) * [[0], [0], [1]]
-  config = config_with(advantage="max_at_k", subset_size=3)
-  np.testing.assert_allclose(
-    from_config.advantage(config)(rewards), best, atol=1e-6
-  )
-  config = config_with(advantage="min_at_k", subset_size=3)
-  np.testing.assert_allclose(
-    from_config.advantage(config)(1 - rewards), -best, atol=1e-6
-  )
+  found = advantages(rewards, advantage="max_at_k", subset_size=3)
+  np.testing.assert_allclose(found, best, atol=1e-6)
+  found = advantages(1 - rewards, advantage="min_at_k", subset_size=3)
+  np.testing.assert_allclose(found, -best, atol=1e-6)
 
 
-def test_every_advantage_by_its_name(config_with):
+def test_every_advantage_by_its_name():
   rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
   lengths = jnp.array([[3, 1, 5]] * 4)
   found = {}
   for name in ADVANTAGES:
-    f = jax.jit(from_config.advantage(config_with(advantage=name)))
+    f = jax.jit(advantage_fn(Objective(advantage=name)))
     options = {
       "length_weighted": {"lengths": lengths},
       "score_weighted": {"logit_score_sq": lengths + 0.5},
@@ -310,22 +335,21 @@ def test_every_advantage_by_its_name(config_with):
 
 
 def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
-  """Also those that only it has; what nobody asks for is no setting."""
+  """Also one of one's own; what nobody asks for is no setting."""
 
   def tilted(ratios, logprobs, advantages, *, clip_high, tau=1.0):
     return -(ratios**tau) * advantages * clip_high, {}
 
-  monkeypatch.setitem(surrogates.SURROGATES, "tilted", tilted)
-  config = default_config().unlock()
-  config.loss.surrogate, config.loss.tau = "tilted", 5.0
-  loss = from_config.loss(config)
-  assert loss.keywords["surrogate"].keywords == {"clip_high": 0.2, "tau": 5.0}
+  for surrogate in ("tilted", tilted):
+    with monkeypatch.context() as patch:
+      patch.setitem(surrogates.SURROGATES, "tilted", tilted)
+      loss = loss_fn(Objective(surrogate=surrogate, clip_high=0.3))
+    assert loss.keywords["surrogate"].keywords == {"clip_high": 0.3}
   known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
   known |= {"advantage_clip", "top_entropy_quantile", "router_aux_coef"}
   known |= {name for name in default_config().loss if "entropy_" in name}
   known |= {"old_logprobs", "truncated", "off_policy_threshold"}
   known |= {"correction", "correction_low", "correction_high"}
-  monkeypatch.undo()
   asked = set()
   for surrogate in surrogates.SURROGATES.values():
     asked |= set(inspect.signature(surrogate).parameters)

@@ -13,6 +13,7 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
+from grpojax.training.step import sampling as sampling_lib
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def test_the_samples_are_those_of_the_whole(tiny, mesh, first):
   mesh = mesh and one_device()
   program = program_of(tiny.lm)
   args = tiny.params, prompts_of(4), jax.random.key(3), *first
-  halved = halves.at_once(program, mesh)(*args)
+  halved = sampling_lib.sample_halves(program, mesh)(*args)
   whole = program(*args)
   for name, of_whole in vars(whole).items():
     if name != "logprobs":
@@ -72,7 +73,7 @@ def test_two_threads_ask_for_a_half_each(tiny):
     return program(params, prompts, *rest)
 
   with jax.set_mesh(mesh):
-    halves.at_once(functools.partial(called), mesh)(
+    sampling_lib.sample_halves(functools.partial(called), mesh)(
       tiny.params, prompts_of(6), jax.random.key(0)
     )
   (one, mine, here), (two, other, there) = calls
@@ -87,30 +88,30 @@ def test_what_fails_in_the_other_thread_is_raised(tiny):
       raise KeyError("the second half")
 
   with pytest.raises(KeyError, match="second half"):
-    halves.at_once(functools.partial(fails), None)(
+    sampling_lib.sample_halves(functools.partial(fails), None)(
       tiny.params, prompts_of(2), jax.random.key(0)
     )
 
 
 def test_where_it_pays(monkeypatch):
-  small = jnp.zeros((halves.LARGEST // 8 // 4, 4), jnp.float32)
+  small = jnp.zeros((sampling_lib.LARGEST_HALVED // 8 // 4, 4), jnp.float32)
   cpu, tpu = jax.devices("cpu")[:1], [types.SimpleNamespace(platform="tpu")]
-  assert halves.pays((small, small), 4, cpu)
-  assert not halves.pays(small, 3, cpu)  # no two equal halves
-  assert not halves.pays((small, small, jnp.zeros(1)), 4, cpu)
-  assert not halves.pays(small, 4, 2 * cpu)
-  assert not halves.pays(small, 4, tpu)
+  assert sampling_lib.halves_pay((small, small), 4, cpu)
+  assert not sampling_lib.halves_pay(small, 3, cpu)  # no two equal halves
+  assert not sampling_lib.halves_pay((small, small, jnp.zeros(1)), 4, cpu)
+  assert not sampling_lib.halves_pay(small, 4, 2 * cpu)
+  assert not sampling_lib.halves_pay(small, 4, tpu)
   name = "jax_cpu_enable_async_dispatch"
   jax.config.update(name, False)
-  waiting = halves.pays(small, 4, cpu)
+  waiting = sampling_lib.halves_pay(small, 4, cpu)
   jax.config.update(name, True)
   assert not waiting
   monkeypatch.setattr(os, "cpu_count", lambda: 1)
-  assert not halves.pays(small, 4, cpu)
+  assert not sampling_lib.halves_pay(small, 4, cpu)
 
 
 def test_a_large_model_is_one_program(tiny, monkeypatch):
-  monkeypatch.setattr(halves, "LARGEST", 0)
+  monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)
   program, calls = program_of(tiny.lm), []
 
   def called(*args):
@@ -118,5 +119,5 @@ def test_a_large_model_is_one_program(tiny, monkeypatch):
     return program(*args)
 
   args = tiny.params, prompts_of(4), jax.random.key(0)
-  halves.at_once(functools.partial(called), None)(*args)
+  sampling_lib.sample_halves(functools.partial(called), None)(*args)
   assert calls == [args]
