@@ -21,8 +21,8 @@ _NAMES = {
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
   "grpojax.core.decoding": ("Decoding",),
   "grpojax.core.objective": ("Objective",),
-  "grpojax.core.sampling": ("Sampling",),
-  "grpojax.core.grpo_step": ("init_state", "make_grpo_step"),
+  "grpojax.core.decoding.sampling": ("Sampling",),
+  "grpojax.core.step": ("init_state", "make_grpo_step"),
   "grpojax.core.types": (
     "LM",
     "Batch",
@@ -46,7 +46,7 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
   if not issubclass(kind, KeyboardInterrupt):
     return sys.__excepthook__(kind, error, traceback)
   print("interrupted", file=sys.stderr)
-  importlib.import_module("grpojax.runtime.interrupts").exit_program()
+  importlib.import_module("grpojax.runtime.processes.interrupts").exit_program()
 
 
 def _is_program() -> bool:

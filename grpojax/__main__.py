@@ -53,7 +53,9 @@ def usage() -> str:
 
 def settings_page() -> str:
   """docs/settings.md."""
-  from grpojax.runtime import settings_page  # takes JAX, which a list does not
+  from grpojax.runtime.cli import (
+    settings_page,  # takes JAX, which a list does not
+  )
 
   modules = {
     name: importlib.import_module(f"grpojax.{name}") for name in programs()

@@ -34,9 +34,10 @@ import sys
 from ml_collections import ConfigDict
 
 from grpojax.benchmarks import configured, side_by_side, workloads
-from grpojax.runtime import command_line, disk, records
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.settings import setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
 
 PROGRAM = "python -m grpojax.bench"

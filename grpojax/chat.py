@@ -27,12 +27,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line
-from grpojax.runtime.screen import printable
-from grpojax.runtime.settings import setting
-from grpojax.training import chatting, memory, splits, trained
-from grpojax.training import prompts as prompts_lib
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training import chat as chatting
+from grpojax.training import run_models
 from grpojax.training.config import SETTINGS, from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 
@@ -107,8 +110,8 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
     flags.prompt.encode()
   except UnicodeEncodeError as error:  # so Python hands on other bytes
     raise ValueError("--prompt is no UTF-8 text: give it as such") from error
-  if trained.is_run(flags.model):
-    config, flags = parse(lambda: trained.read_config(flags.model))
+  if run_models.is_run(flags.model):
+    config, flags = parse(lambda: run_models.read_config(flags.model))
   settings = from_config(_with_flags(config, flags))
   if flags.example >= 0:
     rewards_lib.resolve_functions(settings)
@@ -138,7 +141,9 @@ def _set_up(
     The model; the only example that it is asked, or None; and True if it is
     shown the lines and answers before.
   """
-  policy, params = trained.load(flags.model, settings.model.dtype, flags.best)
+  policy, params = run_models.load(
+    flags.model, settings.model.dtype, flags.best
+  )
   memory.check_evaluation(settings, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
@@ -150,7 +155,7 @@ def _set_up(
     raise ValueError("--turns=all: the model has no chat template; use one")
   turns = flags.turns == "all"
   if flags.turns == "auto":
-    turns = chats and not trained.is_run(flags.model)
+    turns = chats and not run_models.is_run(flags.model)
   greedy = flags.temperature == 0
   speaker = chatting.speaker(settings, policy, params, flags.samples, greedy)
   return speaker, example, turns

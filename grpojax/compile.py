@@ -31,10 +31,11 @@ import pathlib
 import sys
 
 from grpojax.aot import programs, report, search, topology
-from grpojax.runtime import command_line, disk, records
-from grpojax.runtime.settings import setting
-from grpojax.training import setup
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, default_job, from_config
+from grpojax.training.run import setup
 from grpojax.training.settings import batches as batches_lib
 
 DOES_NOT_FIT = 3

@@ -31,15 +31,20 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.sampling import Sampling
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params
-from grpojax.runtime import command_line, disk, records, screen
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.settings import setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
+from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
-from grpojax.training import evaluation, memory, mixtures, trained
 from grpojax.training import policy as policy_lib
+from grpojax.training import run_models
 from grpojax.training.config import SETTINGS, from_config, to_config
+from grpojax.training.data import mixtures
+from grpojax.training.evaluation import evaluation
+from grpojax.training.run import memory
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
@@ -125,8 +130,8 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
     )
 
   config, flags = parse()
-  if trained.is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: trained.read_config(flags.model))
+  if run_models.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: run_models.read_config(flags.model))
   settings = from_config(config)
   if not flags.model:
     raise ValueError(
@@ -142,9 +147,9 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
 
 def _note_settings(settings: TrainSettings, compare: str) -> None:
   """Tells of a run that is evaluated on other data than it was trained for."""
-  if not trained.is_run(compare):
+  if not run_models.is_run(compare):
     return
-  own = config_lib.flatten(trained.read_config(compare))
+  own = config_lib.flatten(run_models.read_config(compare))
   used = config_lib.flatten(to_config(settings))
   names = [
     name
@@ -175,7 +180,7 @@ def _load(
   models = []
   for name in names:
     best = flags.best and not models
-    policy, params = trained.load(name, settings.model.dtype, best)
+    policy, params = run_models.load(name, settings.model.dtype, best)
     memory.check_evaluation(settings, policy, flags.samples or 1)
     models.append((policy, params))
   problems = evaluation.held_out_problems(

@@ -21,9 +21,10 @@ import sys
 import jax
 
 from grpojax.models.config import DTYPES
-from grpojax.runtime import command_line, disk
-from grpojax.runtime.settings import setting
-from grpojax.training.trained import export, host_device
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk
+from grpojax.training.run_models import export, host_device
 
 FLAGS = {
   "model": setting(

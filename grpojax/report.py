@@ -16,10 +16,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from grpojax.runtime import bucket, command_line, disk, records
-from grpojax.runtime.screen import printable
-from grpojax.runtime.settings import setting
-from grpojax.training import report, run_directory, run_storage
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import bucket, disk, records
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training.report import run_report
+from grpojax.training.run import run_directory, run_storage
 
 FLAGS = {
   "out": setting("", 'the file to write; "" = report.html, see above'),
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> None:
       raise ValueError("give the directory of a training run, or several")
     paths = [run_storage.local(run) for run in runs]
     in_buckets = any(map(bucket.is_url, runs))
-    text = report.report(paths, runs if in_buckets else None)
+    text = run_report.report(paths, runs if in_buckets else None)
     beside = len(runs) == 1 and not in_buckets
     default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT
     out = pathlib.Path(flags.out) if flags.out else default

@@ -26,7 +26,7 @@ run directory, by default runs/NAME_OF_CONFIG, gets
                         size that the gradient's noise asked for
     profile/            a trace of some steps, where profile.steps asks for one
 
-DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
+DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.files.bucket`).
 
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
@@ -44,19 +44,17 @@ line.
 import contextlib
 import sys
 
-from grpojax.runtime import (
-  command_line,
-  disk,
-  distributed,
-  interrupts,
-)
-from grpojax.runtime.settings import setting
-from grpojax.training import ending, fit, run_storage
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.config import (
   SETTINGS,
   default_job,
   from_config,
 )
+from grpojax.training.report import final_report
+from grpojax.training.run import fit, run_storage
 
 FLAGS = {
   "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
@@ -100,9 +98,9 @@ def main(argv: list[str]) -> None:
       distributed.on_main(sync)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
-      lines = ending.todo(where, settings)
+      lines = final_report.todo(where, settings)
     else:
-      lines = ending.lines(where, directory, settings, summary)
+      lines = final_report.lines(where, directory, settings, summary)
     print(*lines, sep="\n")
 
 

@@ -18,9 +18,10 @@ import os
 import pathlib
 import sys
 
-from grpojax.runtime import command_line, records
-from grpojax.runtime.screen import printable
-from grpojax.runtime.settings import setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
 

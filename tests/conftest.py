@@ -19,7 +19,7 @@ import pytest
 
 from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
-from grpojax.runtime import interrupts
+from grpojax.runtime.processes import interrupts
 
 _spec = importlib.util.spec_from_file_location(
   "toy_fixtures", pathlib.Path(__file__).with_name("toy_fixtures.py")

@@ -9,8 +9,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from grpojax import evaluate, train
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.models import hf
-from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.models import huggingface as hf
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 
 NAMES = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 PROMPTS = {

@@ -7,7 +7,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, side_by_side
-from grpojax.training import mixtures
+from grpojax.training.data import mixtures
 
 WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from grpojax import chat, evaluate, export, train
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
-from grpojax.training import reporting
+from grpojax.training.report import reporting
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 
 from grpojax import chat
 from grpojax.rewards import exact
-from grpojax.runtime import config as config_lib
-from grpojax.training import chatting
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training import chat as chatting
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_before_anything_compiles(
   monkeypatch.setattr(chatting, "speaker", None)
   if "--example=60" in words:  # an endless data set ends nowhere
     fifty = [toy_task.load("test")[i] for i in range(50)]
-    load = "grpojax.training.splits.load_examples"
+    load = "grpojax.training.data.splits.load_examples"
     monkeypatch.setattr(load, lambda config, split: fifty)
   places = {"RUN": str(run), "MODEL": str(toy_model)}
   with pytest.raises(SystemExit) as caught:

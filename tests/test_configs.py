@@ -14,14 +14,15 @@ import pytest
 
 from grpojax.core.mesh import make_mesh
 from grpojax.core.types import Prompts
-from grpojax.models import hf, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
 from grpojax.models.transformer import parameter_shapes, transformer
-from grpojax.runtime import config_file
+from grpojax.runtime.cli import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import setup
 from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO
 from grpojax.training.step import host

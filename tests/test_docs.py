@@ -12,8 +12,8 @@ import re
 import pytest
 
 from grpojax.rewards import functions
-from grpojax.runtime import command_line
-from grpojax.runtime import config as config_lib
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training import config as train_config
 from grpojax.training.config import CHOICES, from_config
 

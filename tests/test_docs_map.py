@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import functions
 from grpojax.training.config import CHOICES
 

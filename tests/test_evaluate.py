@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from grpojax import evaluate
-from grpojax.core.sampling import Sampling
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.data import datasets
-from grpojax.runtime import records
-from grpojax.training import evaluation, prompts, splits
+from grpojax.runtime.files import records
 from grpojax.training.config import default_config, from_config
+from grpojax.training.data import prompts, splits
+from grpojax.training.evaluation import evaluation
 from grpojax.training.policy import load_policy
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib

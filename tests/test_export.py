@@ -14,12 +14,14 @@ from ml_collections import ConfigDict
 from safetensors.numpy import load_file
 
 from grpojax import export
-from grpojax.models import hf, lora, weights_out
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
+from grpojax.models.huggingface import weights_out
 from grpojax.runtime import checkpoint
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import run_directory, setup
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import run_directory, setup
 
 MODEL = "arithmetic-instruct"
 

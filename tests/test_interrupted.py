@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
 from grpojax.training.step import rewards as rewards_lib
 
 HERE = pathlib.Path(__file__).parent

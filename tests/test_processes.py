@@ -19,8 +19,10 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, distributed, records
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"

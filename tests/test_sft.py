@@ -12,10 +12,10 @@ import pytest
 
 from grpojax import sft
 from grpojax.data import texts as texts_lib
-from grpojax.models import hf
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import sft as sft_lib
-from grpojax.training import sft_config
+from grpojax.models import huggingface as hf
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.sft import sft as sft_lib
+from grpojax.training.sft import sft_config
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 

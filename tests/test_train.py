@@ -16,14 +16,15 @@ import pytest
 
 from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact
-from grpojax.runtime import checkpoint, records
-from grpojax.runtime import config as config_lib
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
 from grpojax.statistics import diagnostics
-from grpojax.training import fit, setup
 from grpojax.training.config import CHOICES, default_config, from_config
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import fit, setup
 from grpojax.training.step import diagnosis, sampling
 
 HERE = pathlib.Path(__file__).parent
@@ -392,7 +393,7 @@ VARIANTS = {
 
 
 def test_the_variants_use_every_choice():
-  from grpojax.core.kl import PLACEMENTS
+  from grpojax.core.losses.kl import PLACEMENTS
 
   used = [config_lib.flatten(default_config()) | v for v in VARIANTS.values()]
   fields = "loss.ratio loss.old_logprobs loss.weighting optim.schedule"

@@ -21,7 +21,7 @@ import jax
 
 from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 
 VERSION = 2  # of what is kept; count up when the counting changes
 # Environment variables that change what XLA makes of a program.

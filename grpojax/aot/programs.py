@@ -11,14 +11,16 @@ from jaxtyping import PyTree
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts, TrainState
-from grpojax.models import hf, lora, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime import hub
+from grpojax.runtime.files import hub
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts, setup, sources, splits
+from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import hub_pins, setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import device, host, reference
@@ -105,13 +107,13 @@ def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
 
 
 def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
-  """Opens a run as `training.start` does, without weights, data or tokenizer.
+  """Opens a run as `training.run.start` does, but for weights and data.
 
   Raises:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(sources.model(settings))
+  _, hf_config = read_model(hub_pins.model(settings))
   if settings.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = setup.open_policy(settings)
   else:

@@ -21,10 +21,10 @@ from flax.traverse_util import unflatten_dict
 from grpojax.aot import chips, programs, report
 from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.config import TransformerConfig
 from grpojax.models.layer_stacks import REMAT
-from grpojax.training import memory, setup, sources
+from grpojax.training.run import hub_pins, memory, setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
@@ -103,7 +103,7 @@ def with_layout(
 
 
 def _model(settings: TrainSettings) -> TransformerConfig:
-  _, hf_config = programs.read_model(sources.model(settings))
+  _, hf_config = programs.read_model(hub_pins.model(settings))
   return hf.to_transformer_config(hf_config)
 
 
@@ -130,7 +130,7 @@ def _try(
 
 
 def _least_memory(settings: TrainSettings, mesh: jax.sharding.Mesh):
-  """Memory that a run cannot do without, by `training.memory`."""
+  """Memory that a run cannot do without, by `training.run.memory`."""
   scale = SAVED[settings.model.remat]
   return {
     phase: [

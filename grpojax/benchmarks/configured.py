@@ -9,9 +9,9 @@ from grpojax.aot import programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, limits, subject, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import config as config_lib
-from grpojax.training import setup
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
+from grpojax.training.run import setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference

@@ -15,12 +15,15 @@ from typing import Any
 import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, command_line, records
-from grpojax.runtime import config as config_lib
-from grpojax.training import fit, run_directory, run_storage, start, tracking
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
 from grpojax.training.config import to_config
-from grpojax.training.progress import Progress
+from grpojax.training.report import tracking
+from grpojax.training.run import fit, run_directory, run_storage, start
+from grpojax.training.run.progress import Progress
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 

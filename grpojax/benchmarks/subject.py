@@ -20,13 +20,16 @@ from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
-from grpojax.models import hf, lora
-from grpojax.runtime import command_line, device_memory
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import memory, setup, splits
-from grpojax.training import prompts as prompts_lib
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
+from grpojax.runtime import device_memory
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import memory, setup
 from grpojax.training.step import device, host, reference
 from grpojax.training.step import rewards as rewards_lib
 

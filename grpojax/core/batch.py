@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Real
 
-from grpojax.core import losses, packed_logprobs
-from grpojax.core import micro_batches as micro_batches_lib
+from grpojax.core import losses
 from grpojax.core import packing as packing_lib
-from grpojax.core.arguments import check_prompts, read_rewards
-from grpojax.core.binding import bind
-from grpojax.core.group_axis import present
-from grpojax.core.mesh import constrain
-from grpojax.core.objective import Objective, advantage_fn
-from grpojax.core.packing import Packing
-from grpojax.core.sampling import Sampling
-from grpojax.core.truncation import TRUNCATED
-from grpojax.core.types import LM, Batch, Params, Rollout
-from grpojax.core.update import UpdateOptions
-from grpojax.core.weighted_baselines import (
+from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   bind_norms,
   sample_weights,
 )
+from grpojax.core.arguments import check_prompts, read_rewards
+from grpojax.core.binding import bind
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.group_axis import present
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.mesh import constrain
+from grpojax.core.objective import Objective, advantage_fn
+from grpojax.core.packing import Packing, packed_logprobs
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.types import LM, Batch, Params, Rollout
+from grpojax.core.update import UpdateOptions
 
 
 def make_batch(
@@ -63,7 +63,7 @@ def make_batch(
       sampler rounded, for one more forward pass.
     ref_params: Reference policy, or None for no reference pass. Its
       log-probabilities are at the temperature of `sampling` (and with its
-      repetition penalty) without its cuts, see `core.kl`.
+      repetition penalty) without its cuts, see `core.losses.kl`.
     packing: Packed rows of the completions (`packing_layout.plan`), in which
       log-probabilities are computed, here and in the update; None for rows as
       they are.

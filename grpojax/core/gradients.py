@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import load_balancing, packed_logprobs, rollout_mismatch
-from grpojax.core import micro_batches as micro_batches_lib
 from grpojax.core import packing as packing_lib
-from grpojax.core.entropy import EntropyBonus
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses import load_balancing, rollout_mismatch
+from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.losses.rollout_correction import Correct
 from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.objective import (
   Objective,
@@ -27,8 +28,8 @@ from grpojax.core.objective import (
   entropy_bonus,
   loss_fn,
 )
-from grpojax.core.rollout_correction import Correct
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.packing import packed_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
 Metrics = dict[str, Array]

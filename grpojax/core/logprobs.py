@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core import flat_tokens, repetition
 from grpojax.core.arguments import check_prompts
-from grpojax.core.flat_tokens import FlatTokens
+from grpojax.core.decoding import repetition
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.mesh import constrain, sample_cuts
-from grpojax.core.sampling import Sampling, transform_logits
+from grpojax.core.packing import flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens
 from grpojax.core.types import LM, Params
 
 

@@ -17,12 +17,15 @@ from typing import Any
 
 from jaxtyping import Array
 
-from grpojax.core import losses, rollout_correction
+from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.binding import bind
-from grpojax.core.entropy import EntropyBonus
-from grpojax.core.kl import PLACEMENTS
-from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.losses import WEIGHTINGS, rollout_correction
+from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.losses.rollout_correction import CORRECTIONS
+from grpojax.core.losses.surrogates import RATIOS, SURROGATES
+from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.options import (
   NOT_NEGATIVE,
   ONE_OR_MORE,
@@ -32,9 +35,6 @@ from grpojax.core.options import (
   option_errors,
   refuse,
 )
-from grpojax.core.rollout_correction import CORRECTIONS
-from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.truncation import TRUNCATED
 
 OLD_LOGPROBS = ("rollout", "trainer")
 """Origin of the old log-probabilities, the ratios' denominators: the rollout's
@@ -45,10 +45,10 @@ own, or one more forward pass of the training program."""
 class Objective:
   """Objective that a step's completions are learned from.
 
-  Advantages are described in `core.advantages`, surrogates and ratios in
-  `core.surrogates`, weightings in `core.losses`, KL terms in `core.kl`, entropy
-  in `core.entropy`, corrections in `core.rollout_correction`, and completions
-  that were cut off in `core.truncation`.
+  Advantages are described in `core.advantages`, all else in `core.losses`:
+  weightings there, surrogates and ratios in its `surrogates`, KL terms in `kl`,
+  entropy in `entropy`, corrections in `rollout_correction`, and completions
+  that were cut off in `truncation`.
   """
 
   advantage: str | Callable[..., Array] = option(
@@ -253,7 +253,7 @@ def loss_fn(objective: Objective) -> Callable[..., Any]:
   if objective.kl not in estimators:
     raise ValueError(
       f"kl = {objective.kl!r}: with kl_placement = {objective.kl_placement!r} "
-      f"use {' or '.join(estimators)} (see core.kl)"
+      f"use {' or '.join(estimators)} (see core.losses.kl)"
     )
   return functools.partial(
     loss,

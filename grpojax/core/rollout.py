@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from grpojax.core import repetition
 from grpojax.core.arguments import (
   Ids,
   check_prompts,
@@ -20,10 +19,11 @@ from grpojax.core.decoding import (
   Setup,
   constrain_samples,
   in_stages,
+  repetition,
 )
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.decoding.slots import through_slots
 from grpojax.core.group_axis import present
-from grpojax.core.sampling import Sampling
-from grpojax.core.slots import through_slots
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
 

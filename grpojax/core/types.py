@@ -174,7 +174,7 @@ class Batch:
     prompt_mask: those of `Prompts`.
     completion_ids: those of `Rollout`.
     completion_mask: that of `Rollout`; all False where there is no reward, and
-      where what was cut off is not learned from (`core.truncation`).
+      where what was cut off is not learned from (`core.losses.truncation`).
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, as the
       rollout computed them or the trainer (`make_batch` chooses); None means

@@ -11,19 +11,19 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import micro_batches as micro_batches_lib
-from grpojax.core.entropy import EntropyBonus
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import (
   Metrics,
   in_float32,
   loss_terms,
   minibatch_gradient,
 )
-from grpojax.core.minibatches import draw_orders, reorder_rows
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses.entropy import EntropyBonus
 from grpojax.core.objective import Objective, entropy_bonus, weighting_fn
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.types import LM, Batch, TrainState
 
 OVER_UPDATES = {

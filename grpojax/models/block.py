@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core.load_balancing import ExpertLoad
+from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import (

@@ -19,7 +19,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
 from grpojax.core.types import LM, Params
-from grpojax.models import hf, layer_stacks, weights, weights_out
+from grpojax.models import huggingface as hf
+from grpojax.models import layer_stacks
+from grpojax.models.huggingface import weights, weights_out
 
 # Matrices that the decoder can add an adapter to.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from grpojax.core import flat_tokens
-from grpojax.core.flat_tokens import FlatTokens, flatten, unflatten
-from grpojax.core.load_balancing import ExpertLoad
+from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.packing import flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import Params, Prefix
 from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib

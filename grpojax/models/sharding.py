@@ -67,7 +67,7 @@ mesh."""
 
 REDUCED = {"row": -1, "col": -2}
 """Axis that a statistic of a matrix lacks, by the last name of its path
-(`core.factored_rms`): it is split as the matrix is along the others."""
+(`core.optim.factored_rms`): it is split as the matrix is along the others."""
 
 
 def _divided(spec, shape: Sequence[int], mesh: Mapping[str, int]) -> P:

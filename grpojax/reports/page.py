@@ -41,7 +41,7 @@ def page(title: str, data: Any) -> str:
 
   Args:
     title: plain text.
-    data: values of JSON's types, from `training.report`.
+    data: values of JSON's types, from `training.report.run_report`.
   """
   read = lambda name: (HERE / name).read_text(encoding="utf-8")
   style = read("style.css")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import LM, Params
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 
 Chat = list[dict[str, Any]]
 

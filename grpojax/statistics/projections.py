@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.micro_batches import split_rows
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing.micro_batches import split_rows
 from grpojax.core.types import LM, Params, Rollout
 
 # The parameters that move, and a function from these to all of them.

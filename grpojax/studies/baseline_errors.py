@@ -19,7 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from grpojax.core import advantages
-from grpojax.core.weighted_baselines import ScoreNorms, score_norm_sums
+from grpojax.core.advantages.weighted_baselines import (
+  ScoreNorms,
+  score_norm_sums,
+)
 from grpojax.studies.errors import best_baseline
 
 

@@ -25,16 +25,18 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.weighted_baselines import logit_score_sq
+from grpojax.core.advantages.weighted_baselines import logit_score_sq
 from grpojax.rewards.math import math_answer
-from grpojax.runtime import command_line, pictures, records
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.config import config_error
-from grpojax.runtime.settings import changed, section, setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.settings import changed, section, setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.studies import baseline_errors, errors, gsm8k, mse, run
 from grpojax.studies.baseline_errors import Pool
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts, splits
+from grpojax.training.data import prompts, splits
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import sampling as sampling_lib
 

@@ -31,8 +31,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
-from grpojax.runtime import command_line, pictures
-from grpojax.runtime.settings import changed, section, setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import changed, section, setting
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS

@@ -20,8 +20,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, Int, Real
 
 from grpojax.core import advantages
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Params, Prompts
 from grpojax.statistics.intervals import t_quantile
 from grpojax.statistics.u_statistics import Estimators, Moments

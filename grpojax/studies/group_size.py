@@ -34,17 +34,20 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, pictures, records
-from grpojax.runtime.config import below, config_error
-from grpojax.runtime.settings import changed, section, setting, to_config
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.config import below, config_error
+from grpojax.runtime.cli.settings import changed, section, setting, to_config
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
-from grpojax.training import setup, splits
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.run import setup
 from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib

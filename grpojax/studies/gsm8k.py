@@ -38,24 +38,20 @@ from ml_collections import ConfigDict
 
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
-from grpojax.runtime import pictures, records
-from grpojax.runtime.config import below, config_error
-from grpojax.runtime.settings import changed, section, setting, to_config
+from grpojax.runtime.cli.config import below, config_error
+from grpojax.runtime.cli.settings import changed, section, setting, to_config
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval, paired_difference
 from grpojax.studies import run as study
-from grpojax.training import (
-  evaluation,
-  fit,
-  prompts,
-  run_directory,
-  sft,
-  sft_config,
-  splits,
-)
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
 from grpojax.training.config import from_config
+from grpojax.training.data import prompts, splits
+from grpojax.training.evaluation import evaluation
+from grpojax.training.run import fit, run_directory
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.sft import sft, sft_config
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 

@@ -32,17 +32,19 @@ from ml_collections import ConfigDict
 
 from grpojax.data import arithmetic
 from grpojax.rewards.exact import exact_answer
-from grpojax.runtime import command_line, pictures, records
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.runtime.config import config_error
-from grpojax.runtime.settings import section, setting
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.settings import section, setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
-from grpojax.training import splits
 from grpojax.training.config import default_config, from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
 from grpojax.training.step import sampling as sampling_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")

@@ -20,11 +20,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, disk, interrupts, pictures, records
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import settings as settings_lib
-from grpojax.runtime.settings import Section, setting, to_config
-from grpojax.training import fit, run_directory
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.settings import Section, setting, to_config
+from grpojax.runtime.files import disk, records
+from grpojax.runtime.processes import interrupts
+from grpojax.runtime.terminal import pictures
+from grpojax.training.run import fit, run_directory
 from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}

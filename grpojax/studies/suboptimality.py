@@ -29,10 +29,12 @@ import optax
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime import pictures, records, settings
-from grpojax.runtime.config import config_error
+from grpojax.runtime.cli import settings
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import asymptotics, run, tabular
 

@@ -24,9 +24,9 @@ from jaxtyping import Array, Float
 
 from grpojax.core import advantages
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import make_grpo_step
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
+from grpojax.core.step import make_grpo_step
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.core.update import make_update
 from grpojax.statistics import u_statistics

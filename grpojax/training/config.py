@@ -11,10 +11,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import config_file
-from grpojax.runtime import settings as settings_lib
-from grpojax.runtime.settings import Section
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import config_file
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.settings import Section
 from grpojax.training.settings import conflicts
 from grpojax.training.settings.run import TrainSettings
 

@@ -9,8 +9,8 @@ settings, the run's seed) -> an optax transformation.
 import jax
 import optax
 
-from grpojax.core import stochastic_rounding
-from grpojax.core.factored_rms import scale_by_factored_rms
+from grpojax.core.optim import stochastic_rounding
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
 
 SCHEDULES = {
   "constant": lambda peak, updates: optax.constant_schedule(peak),

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
-from grpojax.models import hf, lora
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bucket, hub
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import run_directory, run_storage
+from grpojax.runtime.files import bucket, hub
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.run import run_directory, run_storage
 
 
 class Policy(NamedTuple):

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from grpojax.core import micro_batches as micro_batches_lib
-from grpojax.runtime.trackers import TRACKERS
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.runtime.terminal.trackers import TRACKERS
 from grpojax.training.optimizer import SCHEDULES
 
 

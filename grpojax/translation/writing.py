@@ -7,8 +7,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import settings as settings_lib
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
 from grpojax.training.config import SETTINGS, default_config
 from grpojax.translation.rules import Differs, Missing, Setting, Translation
 

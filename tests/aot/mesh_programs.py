@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import Decoding
-from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch, Prompts
 from grpojax.core.update import make_update
 from grpojax.models import passes, sharding

@@ -12,7 +12,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, limits, side_by_side, workloads
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
 from grpojax.training.config import from_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpojax.benchmarks import workloads
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.training.config import from_config
 
 TAIL = workloads.WORKLOADS["tail"]

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import mesh, packed_logprobs, packing, packing_layout
+from grpojax.core import mesh, packing
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
 from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.packing import packed_logprobs
+from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import sharding

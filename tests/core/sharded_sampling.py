@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Prefix
 
 B, G, T, D, V = 4, 2, 3, 5, 1012  # a device holds 253 of the vocabulary

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
-from grpojax.core.weighted_baselines import ScoreNorms
 
 G, NAN = 6, np.nan
 LENGTHS = np.array([5.0, 1, 3, 9, 2, 4, 6])

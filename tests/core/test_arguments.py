@@ -13,10 +13,10 @@ from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import check_prompts, end_ids, random_key
 from grpojax.core.batch import make_batch
 from grpojax.core.group_axis import as_float
-from grpojax.core.grpo_step import init_state, make_grpo_step
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
+from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Prompts
 
 KEY = jax.random.key(5)

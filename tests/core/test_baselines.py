@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from grpojax.core import advantages, baselines
-from grpojax.core.baselines import beta_binomial, shrinkage
+from grpojax.core import advantages
+from grpojax.core.advantages import baselines
+from grpojax.core.advantages.baselines import beta_binomial, shrinkage
 
 NAN = np.nan
 # Three prompts, three outcomes each.

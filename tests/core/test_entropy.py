@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import packing_layout
-from grpojax.core.entropy import highest_entropy
-from grpojax.core.grpo_step import init_state
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses.entropy import highest_entropy
 from grpojax.core.objective import Objective, entropy_bonus
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 

@@ -10,9 +10,9 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.objective import Objective
-from grpojax.core.sampling import Sampling, transform_logits
+from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import flat_tokens
-from grpojax.core.flat_tokens import FlatTokens
+from grpojax.core.packing import flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens
 
 KEY = jax.random.key(0)
 REAL = np.array(

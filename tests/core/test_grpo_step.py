@@ -13,14 +13,10 @@ import optax
 import pytest
 
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import (
-  init_state,
-  make_grpo_step,
-  rollout_metrics,
-)
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
+from grpojax.core.step import init_state, make_grpo_step, rollout_metrics
 from grpojax.core.types import Prompts
 from grpojax.core.update import UpdateOptions, make_update
 
@@ -168,7 +164,7 @@ def test_every_step_samples_anew(tabular):
 
 DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from grpojax.core.grpo_step import (init_state, make_grpo_step)
+from grpojax.core.step import (init_state, make_grpo_step)
 from grpojax.core.objective import Objective
 from grpojax.core.types import Prompts
 from grpojax.core.update import UpdateOptions

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.sampling import Sampling, transform_logits
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 
 POLICY = np.array([0.3, -0.7, 1.1, 0.2])
 REFERENCE = np.array([-0.4, 0.5, 0.9, -0.1])

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import LM, Prefix
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 
 RNG = np.random.default_rng(0)
 B, G, P, T, V = 2, 3, 5, 7, 11

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import losses, surrogates
+from grpojax.core import losses
+from grpojax.core.losses import surrogates
 
 WEIGHTINGS = losses.WEIGHTINGS | {
   "fixed_length": lambda mask: losses.fixed_length(mask, 8)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import advantages, multi_reward
+from grpojax.core import advantages
+from grpojax.core.advantages import multi_reward
 from grpojax.rewards import functions
 
 normalize_then_sum = jax.jit(

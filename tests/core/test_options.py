@@ -9,7 +9,8 @@ import pytest
 
 from grpojax.core import options as options_lib
 from grpojax.core.decoding import Decoding
-from grpojax.core.kl import PLACEMENTS
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.core.objective import (
   Objective,
   advantage_fn,
@@ -26,7 +27,6 @@ from grpojax.core.options import (
   option,
   refusal,
 )
-from grpojax.core.sampling import Sampling
 from grpojax.core.update import UpdateOptions
 
 INF, NAN = math.inf, math.nan

@@ -11,15 +11,18 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-from grpojax.core import packed_logprobs, packing, packing_layout
+from grpojax.core import packing
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.mesh import AXES
 from grpojax.core.objective import Objective
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.packing import packed_logprobs
+from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
 from grpojax.core.update import UpdateOptions, make_update
-from grpojax.models import hf, lora
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T = 4, 6, 3, 16

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import grpojax
-from grpojax.core import packing_layout
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
 from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, Rollout
 from grpojax.core.update import UpdateOptions, make_update
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import packing_layout, repetition
 from grpojax.core.batch import make_batch
-from grpojax.core.decoding import Decoding
+from grpojax.core.decoding import Decoding, repetition
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.logprobs import completion_hidden, token_logprobs
 from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling, transform_logits
 from grpojax.core.types import Prompts
 from grpojax.core.update import UpdateOptions
 

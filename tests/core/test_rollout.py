@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import completion_mask, rollout
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
 
 LENGTHS = np.array([4, 2, 3])

@@ -12,13 +12,13 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
-from grpojax.core.objective import Objective
-from grpojax.core.rollout_correction import (
+from grpojax.core.losses.rollout_correction import (
   CORRECTIONS,
   is_weights,
   make_correction,
 )
+from grpojax.core.objective import Objective
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch, Rollout
 from grpojax.core.update import UpdateOptions, make_update
 

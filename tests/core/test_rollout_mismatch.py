@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state, make_grpo_step
 from grpojax.core.objective import Objective
+from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Prompts, Rollout
 from grpojax.core.update import UpdateOptions, make_update
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core.sampling import (
+from grpojax.core.decoding.sampling import (
   Sampling,
   sample,
   token_logprob,

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state, rollout_metrics
-from grpojax.core.minibatches import draw_orders
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.objective import Objective
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing.micro_batches import draw_orders
+from grpojax.core.step import init_state, rollout_metrics
 from grpojax.core.types import Batch, Rollout
 from grpojax.core.update import UpdateOptions, make_update
 

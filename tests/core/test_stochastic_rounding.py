@@ -6,7 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core.stochastic_rounding import scale_by_adam, stochastic_round
+from grpojax.core.optim.stochastic_rounding import (
+  scale_by_adam,
+  stochastic_round,
+)
 
 KEY = jax.random.key(7)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)

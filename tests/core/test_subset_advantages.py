@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
-from grpojax.core.subset_advantages import (
+from grpojax.core.advantages.subsets import (
   max_at_k,
   min_at_k,
   pairwise_rank,

@@ -10,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import losses, surrogates
+from grpojax.core import losses
 from grpojax.core.binding import bind
-from grpojax.core.grpo_step import init_state
+from grpojax.core.losses import surrogates
 from grpojax.core.objective import Objective
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 

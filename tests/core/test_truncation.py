@@ -9,8 +9,8 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
+from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import Objective
-from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
 
 IDS = np.array([[0, 0], [1, 0], [1, 1], [2, 0], [2, 1]])  # 0 is the end

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core.grpo_step import init_state
-from grpojax.core.minibatches import draw_orders, reorder_rows
+from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
 

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
-from grpojax.core.batch import make_batch
-from grpojax.core.objective import Objective
-from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
-from grpojax.core.types import Prompts
-from grpojax.core.weighted_baselines import (
+from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   init_score_norms,
   length_weighted,
@@ -27,6 +22,11 @@ from grpojax.core.weighted_baselines import (
   score_norm_sums,
   score_weighted,
 )
+from grpojax.core.batch import make_batch
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
 
 # Four outcomes: the right ones are those that the policy is sure of.
 PROBABILITIES = np.array([0.55, 0.2, 0.15, 0.1])

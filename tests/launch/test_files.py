@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from grpojax import train
-from grpojax.runtime import command_line
+from grpojax.runtime.cli import command_line
 from grpojax.training.config import SETTINGS, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

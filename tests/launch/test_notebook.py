@@ -11,7 +11,7 @@ import shutil
 import pytest
 
 from grpojax import train
-from grpojax.runtime import command_line
+from grpojax.runtime.cli import command_line
 from grpojax.training.config import SETTINGS, default_job, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

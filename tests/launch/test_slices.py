@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from grpojax.models import hf
-from grpojax.runtime import command_line
+from grpojax.models import huggingface as hf
+from grpojax.runtime.cli import command_line
 from grpojax.training.config import SETTINGS, validate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

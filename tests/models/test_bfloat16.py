@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.attention import cached_attention, two_part_attention
 from grpojax.models.block import Masks
 from grpojax.models.cache import KeysValues, Slots

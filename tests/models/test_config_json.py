@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.config import TransformerConfig, check
 from grpojax.models.rope import Rope
 

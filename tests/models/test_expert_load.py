@@ -6,13 +6,14 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import packing_layout
-from grpojax.core.grpo_step import init_state
-from grpojax.core.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.losses.load_balancing import load_balancing_loss, load_weights
 from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
 from grpojax.core.update import UpdateOptions, make_update
-from grpojax.models import hf, lora
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.moe import expert_load
 from grpojax.models.transformer import TransformerConfig, transformer
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 
 LLAMA3 = {
   "rope_type": "llama3",

@@ -7,7 +7,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.models import hf, lora, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import lora, sharding
 from grpojax.models.config import init, parameter_shapes
 from grpojax.models.transformer import transformer
 

@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
 
 SHAPE = {"width": 12, "layers": 3, "heads": 2, "kv_heads": 1, "mlp": 20}

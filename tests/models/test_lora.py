@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.models import hf, lora
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import last_layers, transformer
 
 CONFIG = {

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core.load_balancing import load_balancing_loss
+from grpojax.core.losses.load_balancing import load_balancing_loss
 from grpojax.core.mesh import (
   activation_spec,
   batch_sharding,

@@ -17,16 +17,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.factored_rms import scale_by_factored_rms
-from grpojax.core.stochastic_rounding import scale_by_adam
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
+from grpojax.core.optim.stochastic_rounding import scale_by_adam
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpojax.core.factored_rms import scale_by_factored_rms
-from grpojax.core.stochastic_rounding import scale_by_adam
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
+from grpojax.core.optim.stochastic_rounding import scale_by_adam
 from grpojax.core.types import TrainState
 from flax.traverse_util import flatten_dict
 from grpojax.models import lora

@@ -17,7 +17,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.models import hf, sharding, weights, weights_out
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.models.huggingface import weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {

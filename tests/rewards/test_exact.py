@@ -7,7 +7,7 @@ import pytest
 
 from grpojax.core.types import Rollout
 from grpojax.rewards import exact, exact_ids
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import tokenizer as tokenizers
 
 TOKENIZER = tokenizers.character_tokenizer()
 PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]

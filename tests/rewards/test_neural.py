@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import neural
 
 KINDS = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.runtime import array_checksums
+from grpojax.runtime.checkpoint import array_checksums
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool")
 

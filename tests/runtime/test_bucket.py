@@ -12,7 +12,7 @@ import uuid
 import fsspec
 import pytest
 
-from grpojax.runtime import bucket, disk
+from grpojax.runtime.files import bucket, disk
 
 CHECKPOINT = "checkpoints/2/_CHECKPOINT_METADATA"
 

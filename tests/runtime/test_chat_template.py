@@ -10,8 +10,8 @@ import pathlib
 
 import pytest
 
-from grpojax.runtime import chat_template
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import chat_template
+from grpojax.runtime.text import tokenizer as tokenizers
 
 SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
 QWEN = (

@@ -20,13 +20,10 @@ import optax
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import (
-  checkpoint,
-  disk,
-  distributed,
-  interrupts,
-  stored_arrays,
-)
+from grpojax.runtime import checkpoint
+from grpojax.runtime.checkpoint import stored_arrays
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 

@@ -8,8 +8,8 @@ import absl.flags
 import pytest
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, config_file
-from grpojax.runtime.settings import setting
+from grpojax.runtime.cli import command_line, config_file
+from grpojax.runtime.cli.settings import setting
 from grpojax.training.config import SETTINGS, default_config
 
 FLAGS = {

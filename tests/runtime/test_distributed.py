@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import file_checksums
-from grpojax.runtime import distributed, interrupts
+from grpojax.models.huggingface import file_checksums
+from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.step import rewards as rewards_lib
 
 

@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
 from grpojax import train
-from grpojax.runtime import help_text, settings
-from grpojax.runtime.config import flatten
-from grpojax.runtime.settings import Section, described
+from grpojax.runtime.cli import help_text, settings
+from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.settings import Section, described
 
 WIDTHS = (50, 80, 200)
 

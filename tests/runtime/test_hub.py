@@ -13,8 +13,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils import logging
 
-from grpojax.models import hf
-from grpojax.runtime import hub, interrupts
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import hub
+from grpojax.runtime.processes import interrupts
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402

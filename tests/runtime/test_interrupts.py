@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from grpojax.runtime import interrupts
+from grpojax.runtime.processes import interrupts
 
 
 def send(number):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from grpojax.runtime import pictures, records
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 
 
 def _png_size(path):

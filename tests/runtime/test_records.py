@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 
 
 def test_rows_round_trip_and_non_finite_numbers_are_null(tmp_path):

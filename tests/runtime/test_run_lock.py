@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from grpojax.runtime import run_lock
+from grpojax.runtime.files import run_lock
 
 # The file alone, so that a process takes no time to start.
 HOLD = f'import runpy; hold = runpy.run_path({run_lock.__file__!r})["hold"]'

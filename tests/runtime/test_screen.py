@@ -13,7 +13,7 @@ import unicodedata
 import pytest
 from rich.console import Console
 
-from grpojax.runtime import screen
+from grpojax.runtime.terminal import screen
 
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

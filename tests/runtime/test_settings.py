@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
 from grpojax.core.options import refusal
-from grpojax.runtime import settings as settings_lib
-from grpojax.runtime.config import flatten
-from grpojax.runtime.settings import (
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.settings import (
   Section,
   changed,
   free_section,

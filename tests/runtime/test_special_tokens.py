@@ -10,7 +10,7 @@ import pytest
 import tokenizers as hf
 from transformers import PreTrainedTokenizerFast
 
-from grpojax.runtime import special_tokens, tokenizer
+from grpojax.runtime.text import special_tokens, tokenizer
 
 CONTROLS = ["<s>", "<|im_start|>", "<|im_end|>"]
 LOOSE = ["<think>", "</think>", "<｜User｜>"]  # added, not special

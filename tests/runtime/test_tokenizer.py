@@ -10,7 +10,7 @@ import socket
 import numpy as np
 import pytest
 
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import tokenizer as tokenizers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXT = " 12*3=36 \n\n\n#### 36 , it 's <ok> ~\n\n "

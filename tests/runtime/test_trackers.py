@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from grpojax.runtime import trackers
+from grpojax.runtime.terminal import trackers
 
 RUN = trackers.TrackedRun(
   pathlib.Path("nowhere"), "mine", {"optim.learning_rate": 0.1, "x": (1, 2)}

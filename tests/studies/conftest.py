@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import records
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
 from grpojax.studies import run as study
-from grpojax.training import fit, run_config, run_directory
 from grpojax.training.config import to_config
+from grpojax.training.run import fit, run_config, run_directory
 
 
 def write_run(settings, directory, rewards, accuracy, **columns):

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import compare
-from grpojax.training import fit
+from grpojax.training.run import fit
 
 
 def test_arms_differ_in_their_settings_only():

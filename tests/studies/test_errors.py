@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 from scipy.stats import multinomial
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import Prompts
 from grpojax.statistics import u_statistics as u
 from grpojax.studies import errors

@@ -8,10 +8,10 @@ import runpy
 import numpy as np
 import pytest
 
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import group_size
 from grpojax.studies import run as study
-from grpojax.training import fit
+from grpojax.training.run import fit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

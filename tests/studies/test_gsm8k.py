@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from grpojax.data import gsm8k as gsm8k_data
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, math
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import baselines, gsm8k
-from grpojax.training import fit, sft, sft_config
+from grpojax.training.run import fit
+from grpojax.training.sft import sft, sft_config
 
 PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
 

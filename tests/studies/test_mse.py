@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli.settings import to_config
 from grpojax.statistics import u_statistics
 from grpojax.studies import mse
 from grpojax.training import policy as policy_lib

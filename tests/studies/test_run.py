@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import compare, group_size
 from grpojax.studies import run as study
-from grpojax.training import fit
+from grpojax.training.run import fit
 
 MISTAKES = {
   "baselines": [

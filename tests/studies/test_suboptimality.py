@@ -10,9 +10,9 @@ import optax
 import pytest
 from scipy import optimize, stats
 
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
-from grpojax.runtime.settings import to_config
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import asymptotics, suboptimality, tabular
 
 THETA = np.array([0.6, -0.4])

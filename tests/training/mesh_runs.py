@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
-from grpojax.models import hf
-from grpojax.training import fit, setup
+from grpojax.models import huggingface as hf
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
+from grpojax.training.run import fit, setup
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.batch import make_batch_program
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpojax.training import best
+from grpojax.training.evaluation import best
 
 BASELINE = {"accuracy": 0.3, "prompts": 10}
 

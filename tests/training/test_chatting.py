@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpojax.training import chatting
-from grpojax.training.chatting import Answer
+from grpojax.training import chat as chatting
+from grpojax.training.chat import Answer
 
 NOBODY = chatting.Speaker(*[None] * 5)
 

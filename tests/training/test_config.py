@@ -7,14 +7,14 @@ import jax
 import pytest
 
 from grpojax.core import advantages
-from grpojax.runtime import config as config_lib
-from grpojax.training import setup
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import (
   CHOICES,
   default_config,
   from_config,
   to_config,
 )
+from grpojax.training.run import setup
 from grpojax.training.settings import batches
 from grpojax.training.settings.run import TrainSettings
 

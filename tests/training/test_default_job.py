@@ -1,6 +1,6 @@
 """configs/arithmetic.py, the job of a program that is given no config."""
 
-from grpojax.runtime import config as config_lib
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import default_config, default_job, from_config
 
 

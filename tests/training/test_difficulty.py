@@ -8,11 +8,13 @@ import pytest
 
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.data import arithmetic
 from grpojax.data.mixture import Mixture, Part
-from grpojax.models import hf, sharding
-from grpojax.runtime import distributed, records
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.optimizer import optimizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpojax.training import eta as eta_lib
+from grpojax.training.report import step_line as eta_lib
 
 
 def test_the_first_step_compiles_and_does_not_count():

@@ -8,7 +8,7 @@ import pytest
 from grpojax.rewards import exact
 from grpojax.rewards.pool import Failure
 from grpojax.statistics.intervals import paired_difference, wilson_interval
-from grpojax.training import evaluation
+from grpojax.training.evaluation import evaluation
 
 
 def evaluated(rewards, texts=()):

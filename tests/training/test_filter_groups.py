@@ -14,12 +14,13 @@ from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts, Rollout
-from grpojax.models import hf, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
 from grpojax.rewards import groups
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training import setup
 from grpojax.training.config import from_config
+from grpojax.training.run import setup
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, resampling
 from grpojax.training.step import rewards as rewards_lib

@@ -18,8 +18,8 @@ from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import sharding
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
-from grpojax.training import setup
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.run import setup
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 

@@ -14,8 +14,8 @@ from grpojax.core.types import Prompts
 from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import device_memory
-from grpojax.training import memory, setup
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import memory, setup
 from grpojax.training.step.batch import make_batch_program
 
 B, G, P, T = 8, 4, 24, 48

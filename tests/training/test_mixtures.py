@@ -10,11 +10,12 @@ from ml_collections import ConfigDict
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
-from grpojax.runtime import config as config_lib
-from grpojax.training import evaluation, mixtures, splits
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
 from grpojax.training.config import from_config
+from grpojax.training.data import mixtures, splits
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.evaluation import evaluation
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 

@@ -7,17 +7,17 @@ import optax
 import pytest
 
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.kl import PLACEMENTS
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.losses import WEIGHTINGS
+from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.losses.rollout_correction import CORRECTIONS
+from grpojax.core.losses.surrogates import RATIOS, SURROGATES
+from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.objective import OLD_LOGPROBS
-from grpojax.core.rollout_correction import CORRECTIONS
-from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Rollout
 from grpojax.core.update import make_update
-from grpojax.core.weighted_baselines import ScoreNorms
-from grpojax.training import setup
 from grpojax.training.config import from_config
+from grpojax.training.run import setup
 from grpojax.training.step.batch import make_batch_program, plan_packing
 
 B, G, P, T, V = 4, 6, 3, 16, 11

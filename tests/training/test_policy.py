@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Rollout
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.training import policy as policy_lib
 
 

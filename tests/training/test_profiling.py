@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpojax.training import profiling
+from grpojax.training.report import profiling
 
 
 @pytest.mark.parametrize(

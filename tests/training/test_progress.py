@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from grpojax.training import progress
 from grpojax.training.config import default_config
+from grpojax.training.run import progress
 
 GOOD = {
   "skipped_updates": 0,

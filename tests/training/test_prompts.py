@@ -8,8 +8,8 @@ import pytest
 
 from grpojax.core.types import Prompts
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
-from grpojax.training import splits as splits_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits as splits_lib
 
 
 def test_problems_of_a_run(settings_with):

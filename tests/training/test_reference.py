@@ -10,9 +10,11 @@ import pytest
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
-from grpojax.models import hf, sharding
-from grpojax.runtime import checkpoint, records
-from grpojax.training import memory, run_storage
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.training.run import memory, run_storage
 from grpojax.training.step import reference
 
 

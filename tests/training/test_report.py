@@ -9,8 +9,8 @@ import re
 import pytest
 
 from grpojax import report as program
-from grpojax.training import report, reporting
-from grpojax.training.start import Run
+from grpojax.training.report import reporting, run_report
+from grpojax.training.run.start import Run
 
 _spec = importlib.util.spec_from_file_location(
   "made_up", pathlib.Path(__file__).parents[1] / "reports" / "made_up.py"
@@ -31,7 +31,7 @@ def data_of(text):
 
 
 def shown(*paths, **options):
-  return data_of(report.report(paths, **options))
+  return data_of(run_report.report(paths, **options))
 
 
 def test_a_report_has_what_the_run_has(run):
@@ -97,12 +97,12 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 
 
 def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
-  rows, about = report.read_samples(run / "samples.jsonl", [], 10**9)
+  rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
-  parsed, parse = [], report._json
+  parsed, parse = [], run_report._json
   monkeypatch.setattr(report, "_json", lambda x: parsed.append(x) or parse(x))
   size = (run / "samples.jsonl").stat().st_size
-  fit, about = report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
+  fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
   assert fit == [row for row in rows if row["step"] in (10, 20, 40, 60)]
 
@@ -171,14 +171,14 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
 
 def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   (run / "report.html").mkdir()
-  report.write(run)
+  run_report.write(run)
   assert "report.html was not written: " in capsys.readouterr().out
 
   def fail(*args, **options):
     raise ZeroDivisionError("of all things")
 
   monkeypatch.setattr(report, "report", fail)
-  report.write(run)
+  run_report.write(run)
   message = "report.html was not written: ZeroDivisionError: of all things\n"
   assert capsys.readouterr().out == message
   assert not list(run.glob(".*tmp"))

@@ -15,11 +15,12 @@ import pytest
 import safetensors.numpy
 
 from grpojax import train
-from grpojax.core.grpo_step import init_state
-from grpojax.models import hf
-from grpojax.runtime import records
-from grpojax.training import opening, reporting, resume, start
+from grpojax.core.step import init_state
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
+from grpojax.training.report import reporting
+from grpojax.training.run import open_run, resume, start
 from grpojax.training.step import rewards as rewards_lib
 
 SHORT = {"steps": 2, "eval.every": 2, "checkpoint.every": 1, "batch_size": 4}
@@ -187,7 +188,7 @@ def test_a_run_without_rewards_ends_and_can_go_on(
 def test_a_schedule_of_the_whole_run_is_named(settings_with, capsys):
   changed = ["log.every: 1 -> 2", "steps: 40 -> 80"]
   for schedule, lines in (("constant", 2), ("cosine", 3)):
-    opening._say_changed(
+    open_run._say_changed(
       settings_with(optim__schedule=schedule, steps=80), changed
     )
     said = capsys.readouterr().out

@@ -7,8 +7,8 @@ import pytest
 from grpojax import train
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Pool
-from grpojax.training import splits
 from grpojax.training.config import default_config, from_config
+from grpojax.training.data import splits
 from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """

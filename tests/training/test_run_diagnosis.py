@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 from grpojax.training.step import diagnosis
 
 

@@ -7,11 +7,13 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
-from grpojax.runtime import config as config_lib
-from grpojax.training import policy, run_config, run_directory
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
+from grpojax.training import policy
 from grpojax.training.config import default_config, from_config
+from grpojax.training.run import run_config, run_directory
 from grpojax.training.settings.run import TrainSettings
 
 

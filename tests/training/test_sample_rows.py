@@ -5,11 +5,11 @@ import pathlib
 import numpy as np
 import pytest
 
-from grpojax.core import packing_layout
+from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
 from grpojax.rewards.groups import GroupRewards
-from grpojax.training import sample_rows
 from grpojax.training.policy import Policy
+from grpojax.training.report import sample_rows
 from grpojax.training.step.resampling import ResampledBatch
 
 B, G, T = 3, 2, 4
@@ -132,7 +132,7 @@ def test_samples_are_due_every_so_many_steps(settings_with):
 
 
 def test_tokens_of_a_real_tokenizer_make_up_the_text():
-  from grpojax.runtime import tokenizer
+  from grpojax.runtime.text import tokenizer
 
   characters = tokenizer.character_tokenizer()
   ids = characters.encode("12 + 3\n\n= 15")

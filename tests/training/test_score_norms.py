@@ -9,15 +9,15 @@ import optax
 import pytest
 
 from grpojax import train
-from grpojax.core.grpo_step import init_state
-from grpojax.core.objective import advantage_fn
-from grpojax.core.weighted_baselines import (
+from grpojax.core.advantages.weighted_baselines import (
   init_score_norms,
   observe_score_norms,
   score_norm_sums,
 )
-from grpojax.training import setup
+from grpojax.core.objective import advantage_fn
+from grpojax.core.step import init_state
 from grpojax.training.config import from_config
+from grpojax.training.run import setup
 from grpojax.training.step import diagnosis
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from grpojax import train
 from grpojax.core.types import Rollout
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
-from grpojax.runtime import distributed, records
-from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import default_config, from_config
 from grpojax.training.step import rewards as rewards_lib

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import kl, losses, surrogates
+from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import loss_terms
+from grpojax.core.losses import kl, surrogates
 from grpojax.core.objective import (
   Objective,
   advantage_fn,
@@ -19,14 +22,12 @@ from grpojax.core.objective import (
   loss_fn,
   weighting_fn,
 )
-from grpojax.core.sampling import Sampling
 from grpojax.core.update import UpdateOptions
-from grpojax.core.weighted_baselines import ScoreNorms
-from grpojax.runtime.config import flatten as flat
+from grpojax.runtime.cli.config import flatten as flat
 from grpojax.training import config as config_module
-from grpojax.training import setup
 from grpojax.training.config import default_config
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import setup
 
 OFF = {
   *(f"filter_groups.{x}" for x in ("metric", "gen_parts", "rescale")),

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from grpojax.aot import programs
-from grpojax.core import advantages, multi_reward
+from grpojax.core import advantages
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages import multi_reward
 from grpojax.core.types import Rollout
 from grpojax.rewards import groups
 from grpojax.training.config import from_config

@@ -12,14 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import tokenizer as tokenizers
 from grpojax.training import policy as policy_lib
-from grpojax.training import setup
 from grpojax.training.config import from_config
+from grpojax.training.run import setup
 from grpojax.training.step import device, diagnosis, host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import plan_packing

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from grpojax import train
-from grpojax.runtime import trackers
-from grpojax.training import run_directory
+from grpojax.runtime.terminal import trackers
+from grpojax.training.run import run_directory
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pathlib
 import pytest
 
 from grpojax import translate
-from grpojax.runtime import config_file
-from grpojax.runtime.config import flatten
+from grpojax.runtime.cli import config_file
+from grpojax.runtime.cli.config import flatten
 from grpojax.training.config import default_config, from_config
 from grpojax.translation import reading, trl, verl, writing
 

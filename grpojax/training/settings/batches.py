@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpojax.core import micro_batches
 from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.advantages.weighted_baselines import init_score_norms
 from grpojax.core.binding import bind
 from grpojax.core.mesh import (
   AXES,
@@ -18,8 +18,8 @@ from grpojax.core.mesh import (
   sample_cuts,
   sampling_mesh,
 )
-from grpojax.core.weighted_baselines import init_score_norms
-from grpojax.runtime.config import config_error
+from grpojax.core.packing import micro_batches
+from grpojax.runtime.cli.config import config_error
 from grpojax.training.settings.run import AUTO, TrainSettings
 
 _TRIED = 256  # prompts, and samples of each, that an advantage is tried on

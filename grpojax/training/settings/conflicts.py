@@ -14,12 +14,14 @@ from grpojax.core.advantages import (
   SCALED_LEAVE_ONE_OUT,
   ZERO_IN_EQUAL_GROUPS,
 )
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.binding import asks_for
-from grpojax.core.kl import PLACEMENTS
-from grpojax.core.multi_reward import AGGREGATIONS
+from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.rewards.exact_ids import ON_DEVICE
-from grpojax.runtime.config import config_error
-from grpojax.training import mixtures, profiling, sources
+from grpojax.runtime.cli.config import config_error
+from grpojax.training.data import mixtures
+from grpojax.training.report import profiling
+from grpojax.training.run import hub_pins
 from grpojax.training.settings import batches
 from grpojax.training.settings.inputs import DIFFICULTY_OFF
 from grpojax.training.settings.run import AUTO, TrainSettings
@@ -447,7 +449,7 @@ def _profile(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
   return []
 
 
-CHECKS = (_profile, mixtures.errors, sources.errors, batches.errors)
+CHECKS = (_profile, mixtures.errors, hub_pins.errors, batches.errors)
 """Checks of several settings that are no row of the table:
 (settings, flat config) -> errors, a line each."""
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.decoding import Decoding
-from grpojax.core.multi_reward import AGGREGATIONS
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.options import (
   NOT_NEGATIVE,
   ONE_OR_MORE,
@@ -12,13 +13,12 @@ from grpojax.core.options import (
   frozen_options,
   option,
 )
-from grpojax.core.sampling import Sampling
 from grpojax.data.datasets import DATASETS
 from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
-from grpojax.runtime.settings import free_field, inline_field
-from grpojax.runtime.special_tokens import SPECIAL_TOKENS
+from grpojax.runtime.cli.settings import free_field, inline_field
+from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
 from grpojax.statistics.success_rates import PRIORITIES
 
 REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}

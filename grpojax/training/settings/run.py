@@ -11,8 +11,8 @@ from grpojax.core.options import (
   option,
 )
 from grpojax.core.update import UpdateOptions
-from grpojax.runtime.settings import inline_field, section_field
-from grpojax.runtime.trackers import TENSORBOARD, TRACKERS
+from grpojax.runtime.cli.settings import inline_field, section_field
+from grpojax.runtime.terminal.trackers import TENSORBOARD, TRACKERS
 from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.settings.inputs import (
   DataSettings,

@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core import packing_layout
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.batch import make_batch
-from grpojax.core.multi_reward import AGGREGATIONS
+from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.packing import Packing
+from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout_metrics
-from grpojax.core.truncation import TRUNCATED
 from grpojax.core.types import Batch, Rollout
 from grpojax.training.settings.inputs import RewardSettings
 from grpojax.training.settings.run import TrainSettings

@@ -7,10 +7,10 @@ from typing import Any
 import optax
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import make_grpo_step
+from grpojax.core.step import make_grpo_step
 from grpojax.core.types import Params, Prompts, TrainState
 from grpojax.training import policy as policy_lib
-from grpojax.training import prompts as prompts_lib
+from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.policy import Policy
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference

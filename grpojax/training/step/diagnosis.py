@@ -3,8 +3,9 @@
 The gradient is that of the policy that sampled, of all completions of a group,
 each at its full weight: of the first update of a step. What later updates of it
 see is off-policy, and is not in these numbers; nor are corrections of a sampler
-that is not the policy (`core.rollout_correction`): weights w make the scores of
-the theory w times as long, and truncated ones leave them a mean that is not 0.
+that is not the policy (`core.losses.rollout_correction`): weights w make the
+scores of the theory w times as long, and truncated ones leave them a mean that
+is not 0.
 `is_weight*` and `rollout_effective_samples` say how far from 1 they are. The
 rewards are the weighted sum of all functions, also where `reward.aggregation`
 compares something else.
@@ -20,16 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Real
 
-from grpojax.core.group_axis import present
-from grpojax.core.objective import advantage_fn
-from grpojax.core.types import LM, Params, Rollout, TrainState
-from grpojax.core.weighted_baselines import (
+from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   bind_norms,
   observe_score_norms,
   sample_weights,
   score_norm_sums,
 )
+from grpojax.core.group_axis import present
+from grpojax.core.objective import advantage_fn
+from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.statistics import group_size as group_size_lib
@@ -66,8 +67,8 @@ def make_diagnose(
   """Makes `(lm, params, rollout, rewards, key, score_norms=None) -> metrics`.
 
   The metrics are the errors of the gradient and, where the run's baseline has
-  weights (`core.weighted_baselines`), its errors with these. They are of
-  `diagnostics.share` of the prompts, at least 3: the first of the batch whose
+  weights (`core.advantages.weighted_baselines`), its errors with these. They
+  are of `diagnostics.share` of the prompts, at least 3: the first of the batch whose
   samples all have a reward. With too few of them all estimates are nan. Which
   prompts these are does not depend on the mesh.
 

@@ -19,13 +19,13 @@ from grpojax.core.binding import bind
 from grpojax.core.types import Prompts, TrainState
 from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture
-from grpojax.runtime import distributed
-from grpojax.runtime.config import config_error
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.processes import distributed
 from grpojax.statistics import success_rates
 from grpojax.statistics.prompt_sampling import Stratum, draw
 from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
-from grpojax.training import prompts as prompts_lib
-from grpojax.training.evaluation import CORRECT
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.evaluation.evaluation import CORRECT
 from grpojax.training.policy import Policy
 from grpojax.training.settings.batches import group_sizes, samples_per_step
 from grpojax.training.settings.inputs import DIFFICULTY_OFF

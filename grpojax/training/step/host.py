@@ -15,13 +15,14 @@ import optax
 from jaxtyping import Array
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import diagnosis_key
+from grpojax.core.step import diagnosis_key
 from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
-from grpojax.training import mixtures, sample_rows
 from grpojax.training import policy as policy_lib
+from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
+from grpojax.training.report import sample_rows
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, reference, resampling
 from grpojax.training.step import rewards as rewards_lib

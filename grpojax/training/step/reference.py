@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from grpojax.core.types import Params, TrainState
-from grpojax.runtime.config import config_error
+from grpojax.runtime.cli.config import config_error
 from grpojax.training.settings.inputs import REFERENCE_MEMORY
 from grpojax.training.settings.run import TrainSettings
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from grpojax.core import dynamic_sampling
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.multi_reward import AGGREGATIONS
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.rewards import groups

@@ -27,11 +27,12 @@ from grpojax.rewards import conventions, functions, groups, neural
 from grpojax.rewards.conventions import STATE
 from grpojax.rewards.groups import GroupRewards
 from grpojax.rewards.pool import Failure, Pool
-from grpojax.runtime import distributed
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import mixtures, sources
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
+from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
+from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.sampling import (
   Sampler,
@@ -156,7 +157,7 @@ def open_model(
   Raises:
     ValueError: It is no sequence classifier with one label.
   """
-  path = sources.reward_model(settings)
+  path = hub_pins.reward_model(settings)
   if not path:
     return None
   directory = policy_lib.find_model(path)

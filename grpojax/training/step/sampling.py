@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
 from grpojax.core.types import Params, Prompts, Rollout
 from grpojax.training import policy as policy_lib
 from grpojax.training.policy import Policy

@@ -1,0 +1,1 @@
+"""Gradient transformations: Adafactor's, and Adam's with rounded moments."""
