@@ -4,8 +4,9 @@ Each epoch of an update takes the prompts' rows in an order of its own
 (`draw_orders`), a minibatch after another. Micro-batches are the equal parts of
 a minibatch. Prompts are split first. Where there are not enough of them, groups
 are split too, and their prompts are computed again for each part; that changes
-no number, for advantages and weights are known before. Four prompts of four samples in
-eight micro-batches, of which each has one prompt and a half of its group:
+no number, for advantages and weights are known before. Four prompts of four
+samples in eight micro-batches, of which each has one prompt and a half of its
+group:
 
     prompt 0   a b a b      micro-batches a, c, e, g have samples 0 and 2,
     prompt 1   c d c d      b, d, f, h samples 1 and 3

@@ -4,33 +4,33 @@ A step's row in metrics.jsonl has all of these; a metric that is new is made in
 one of these places, and needs no other (but `reports.metric_groups` may give it
 a title):
 
-| metrics                               | made by                                |
-|---------------------------------------|----------------------------------------|
-| reward_mean, reward_std, truncated,   | core.rollout.rollout_metrics           |
-| zero_variance_groups, lengths, ...    |                                        |
-| loss, kl, entropy, ratio_*, norms,    | core.update.make_update; those of      |
-| skipped_updates, entropy_coefficient, | the loss by what it monitors           |
-| router_aux_loss, clip_fraction_*,     |                                        |
-| gradient_weight                       |                                        |
-| rollout_*                             | core.losses.rollout_mismatch           |
-| is_weight*, off_policy_masked         | core.losses.rollout_correction         |
-| c1, c2, c3, gradient_*,               | statistics.diagnostics.metrics         |
-| optimal_group_size*                   |                                        |
-| own_* (weighted baselines)            | statistics.advantage_errors            |
-| score_norms_*                         | training.step.diagnosis                |
-| reward_failures, reward_NAME, _std,   | training.step.rewards.metrics          |
-| reward_FUNCTION/NAME                  |                                        |
-| gen_batches, group_acceptance,        | training.step.resampling               |
-| groups_kept                           |                                        |
-| seconds_rollout, _rewards,            | training.step.host                     |
-| seconds_reference, _update            |                                        |
-| seconds_step, tokens_per_second       | `speed`                                |
-| step, group_size, train_seconds       | training.run.fit                       |
-| success_rate_*, prompts_seen, ...     | training.step.difficulty.metrics       |
-| DATA_SET/...                          | training.data.mixtures.metrics; those  |
-|                                       | of evaluations `evaluate_held_out`     |
-| accuracy, accuracy_low, _high (rows   | evaluation.evaluation.numbers |
-| of evaluations); prompts              | `evaluate_held_out`                    |
+| metrics                             | made by                               |
+|-------------------------------------|---------------------------------------|
+| reward_mean, reward_std, truncated, | core.rollout.rollout_metrics          |
+| zero_variance_groups, lengths, ...  |                                       |
+| loss, kl, entropy, ratio_*, norms,  | core.update.make_update; those of     |
+| skipped_updates, entropy_*,         | the loss by what it monitors          |
+| router_aux_loss, clip_fraction_*,   |                                       |
+| gradient_weight                     |                                       |
+| rollout_*                           | core.losses.rollout_mismatch          |
+| is_weight*, off_policy_masked       | core.losses.rollout_correction        |
+| c1, c2, c3, gradient_*,             | statistics.diagnostics.metrics        |
+| optimal_group_size*                 |                                       |
+| own_* (weighted baselines)          | statistics.advantage_errors           |
+| score_norms_*                       | training.step.diagnosis               |
+| reward_failures, reward_NAME, _std, | training.step.rewards.metrics         |
+| reward_FUNCTION/NAME                |                                       |
+| gen_batches, group_acceptance,      | training.step.resampling              |
+| groups_kept                         |                                       |
+| seconds_rollout, _rewards,          | training.step.host                    |
+| seconds_reference, _update          |                                       |
+| seconds_step, tokens_per_second     | `speed`                               |
+| step, group_size, train_seconds     | training.run.fit                      |
+| success_rate_*, prompts_seen, ...   | training.step.difficulty.metrics      |
+| DATA_SET/...                        | training.data.mixtures.metrics; those |
+|                                     | of evaluations `evaluate_held_out`    |
+| accuracy, accuracy_low, _high (rows | evaluation.evaluation.numbers         |
+| of evaluations); prompts            | `evaluate_held_out`                   |
 """
 
 import functools
