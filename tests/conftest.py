@@ -181,7 +181,7 @@ def config_with():
 
 @pytest.fixture(scope="session")
 def settings_with(config_with):
-  """Training settings with changes to the config, as of `config_with`."""
+  """Settings of a training run with changes: as `config_with`, and checked."""
   from grpojax.training.config import from_config
 
   return lambda **changes: from_config(config_with(**changes))

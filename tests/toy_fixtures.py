@@ -12,13 +12,12 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 PACKAGE = HERE.parent / "grpojax"
-READERS = {
-  str(path)
-  for folder in (".", "core", "training")
-  for path in (PACKAGE / folder).glob("*.py" if folder == "." else "**/*.py")
-  if path.name != "options.py" and path.parent.name != "settings"
-}
-"""Files that use settings: not those that check them, or copy them whole."""
+CHECKS = [
+  "core/options.py",
+  "training/config.py",
+  "training/settings/conflicts.py",
+]
+"""Files that read every setting, or read it only to refuse it."""
 
 
 class ToyRun(NamedTuple):
@@ -79,33 +78,43 @@ def toy_model(toy, tmp_path_factory):
   return path
 
 
+def _sections(kind, prefix=""):
+  """Dataclasses of a tree of settings with their dotted paths."""
+  yield kind, prefix
+  for field in dataclasses.fields(kind):
+    if "section" in field.metadata:
+      yield from _sections(field.metadata["section"], f"{prefix}{field.name}.")
+    elif "inline" in field.metadata:
+      yield from _sections(field.metadata["inline"], prefix)
+
+
 def _record(monkeypatch):
-  """Notes which settings the programs' own code reads, by dotted path."""
-  from grpojax.training.config import AT_TOP
+  """Notes which settings a run reads, by dotted path of their fields."""
   from grpojax.training.settings.run import TrainSettings
 
-  read, at_top = set(), {path: name for name, path in AT_TOP.items()}
+  read = set()
+  folders = tuple(str(PACKAGE / name) + "/" for name in ("core", "training"))
+  checks = {str(PACKAGE / name) for name in CHECKS}
 
-  def watch(kind, prefix=""):
-    paths = {}
-    for field in dataclasses.fields(kind):
-      path = f"{prefix}{field.name}"
-      if section := field.metadata.get("section"):
-        watch(section, f"{path}.")
-      elif inline := field.metadata.get("inline"):
-        watch(inline, prefix)
-      else:
-        paths[field.name] = at_top.get(path, path)
+  def reads(frame):
+    while frame.f_code.co_filename == dataclasses.__file__:  # asdict
+      frame = frame.f_back
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    in_run = file.startswith(folders) and file not in checks
+    return in_run and not name.endswith("errors")
 
+  def recording(prefix, names):
     def get(self, name):
-      caller = sys._getframe(1).f_code.co_filename
-      if name in paths and caller in READERS:
-        read.add(paths[name])
+      if name in names and reads(sys._getframe(1)):
+        read.add(f"{prefix}{name}")
       return object.__getattribute__(self, name)
 
-    monkeypatch.setattr(kind, "__getattribute__", get)
+    return get
 
-  watch(TrainSettings)
+  for kind, prefix in _sections(TrainSettings):
+    names = {field.name for field in dataclasses.fields(kind)}
+    get = recording(prefix, names)
+    monkeypatch.setattr(kind, "__getattribute__", get, raising=False)
   return read
 
 

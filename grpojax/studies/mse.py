@@ -133,7 +133,7 @@ class Bench(NamedTuple):
   Attributes:
     policy: the model.
     batches: one prompt each, with its example.
-    sampler: sampler of one pool, from `sampling_lib.make_sampler`.
+    sampler: sampler of one pool, from `step.sampling.make_sampler`.
     score: function from `errors.make_score`.
     rewards: `(example, texts) -> [S]`, the rewards of a pool's completions.
   """

@@ -45,7 +45,7 @@ class Speaker(NamedTuple):
     settings: settings of its data, sampling and rewards.
     policy: the model.
     params: its parameters.
-    sampler: sampler of its answers, from `sampling_lib.make_sampler`.
+    sampler: sampler of its answers, from `step.sampling.make_sampler`.
     key: random key of the samples.
   """
 

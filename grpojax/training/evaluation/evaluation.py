@@ -190,7 +190,7 @@ def evaluate(
   Args:
     policy: the model; its own parameters are not used.
     params: the parameters to evaluate.
-    sampler: sampler from `sampling_lib.make_sampler`.
+    sampler: sampler from `step.sampling.make_sampler`.
     batches: prompts and examples; the last batch may be shorter.
     reward_pool: the rewards, of which the first decides what is right.
     key: random key of the samples.

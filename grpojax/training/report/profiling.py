@@ -9,11 +9,9 @@ import pathlib
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
-from grpojax.runtime.cli.config import config_error
 from grpojax.runtime.processes import distributed
 
 PROFILE = "profile"  # in the run directory
@@ -36,21 +34,6 @@ def parse(text: str) -> range:
   if not 1 <= first <= last:
     raise ValueError("give FIRST:LAST, as 10:12 for steps 10, 11 and 12")
   return range(first, last + 1)
-
-
-def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """Lists what is wrong with the settings."""
-  text = flat_config["profile.steps"]
-  try:
-    steps = parse(text)
-  except ValueError as error:
-    return [config_error("profile.steps", text, str(error))]
-  if steps and steps[-1] > flat_config["steps"]:
-    remedy = (
-      f"the last step is {flat_config['steps']} (steps): profile earlier ones"
-    )
-    return [config_error("profile.steps", text, remedy)]
-  return []
 
 
 @contextlib.contextmanager

@@ -69,8 +69,8 @@ def make_diagnose(
   The metrics are the errors of the gradient and, where the run's baseline has
   weights (`core.advantages.weighted_baselines`), its errors with these. They
   are of `diagnostics.share` of the prompts, at least 3: the first of the batch
-  whose samples all have a reward. With too few of them all estimates are nan. Which
-  prompts these are does not depend on the mesh.
+  whose samples all have a reward. With too few of them all estimates are nan.
+  Which prompts these are does not depend on the mesh.
 
   Args:
     settings: Settings of the run.
