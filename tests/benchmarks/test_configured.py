@@ -135,7 +135,8 @@ def test_bytes_of_experts_and_of_a_head_of_its_own(config, tmp_path):
     {"reward.on_device": True, "model.path": "arithmetic-instruct"}
     | {"data.max_prompt_length": 32},
     {"group_size": "auto", "batch_size": 4}
-    | {"auto_group_size.start": 4, "auto_group_size.largest": 4},
+    | {"auto_group_size.start": 4, "auto_group_size.largest": 4}
+    | {"diagnostics.every": 1},
   ],
   ids=["adapters", "on the device", "automatic groups"],
 )
