@@ -31,7 +31,6 @@ FORMER = {
   "at_hand": "to_device",
   "put_away": "to_host",
   "hopeless": "stop_reason",
-  "policies": "policy_lib",
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 

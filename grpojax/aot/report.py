@@ -89,10 +89,11 @@ def _cache_bytes(run: programs.Run) -> int:
   prompts, tokens = run.prompts // sampling.parts, sampling.max_new_tokens
   at_once = min(sampling.decoding.slots or run.group_size, run.group_size)
   shape = prompts, at_once, model.kv_heads, tokens, model.head_dim
-  names = ("batch", "group", "kv_heads")
-  place = mesh_lib.activation_sharding(mesh, shape, *names)
+  sharding = mesh_lib.activation_sharding(
+    mesh, shape, "batch", "group", "kv_heads"
+  )
   size = jnp.dtype(run.settings.model.dtype).itemsize
-  return 2 * model.layers * size * math.prod(place.shard_shape(shape))
+  return 2 * model.layers * size * math.prod(sharding.shard_shape(shape))
 
 
 def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:

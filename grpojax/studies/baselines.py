@@ -270,8 +270,8 @@ def summary(pools: Mapping[str, Sequence[Pool]]) -> dict[str, Any]:
     def of_pool(pool):
       score_sq, other = np.diag(pool.gram), getattr(pool, field)
       both = (score_sq > 0) & (other > 0)
-      logs = np.log(score_sq[both]), np.log(other[both])
-      return float(np.corrcoef(*logs)[0, 1])
+      logs = np.log([score_sq[both], other[both]])
+      return float(np.corrcoef(logs)[0, 1])
 
     return of_pool
 

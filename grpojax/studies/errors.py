@@ -10,6 +10,7 @@ completions, measured, and the moments that the theory's errors are made of.
 Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -85,9 +86,11 @@ def score_gram(
   count = len(rows)
   padding = -count % chunk_size  # one shape, one program
   rows = np.pad(rows, [(0, padding), (0, 0)], constant_values=-1)
-  prompt = prompts.prompt_ids, prompts.prompt_mask
+  score_chunk = functools.partial(
+    score, params, prompts.prompt_ids, prompts.prompt_mask
+  )
   chunks = [
-    np.asarray(score(params, *prompt, np.maximum(chunk, 0), chunk >= 0))
+    np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
     for chunk in np.split(rows, len(rows) // chunk_size)
   ]
   gram = _inner_products(np.concatenate(chunks)[:count])

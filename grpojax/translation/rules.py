@@ -117,24 +117,24 @@ class Theirs(NamedTuple):
 
   Attributes:
     library: Library that the file was written for.
-    given: Values that the file has, by name.
+    values: Values that the file has, by name.
     processes: Number of processes that the library was started with.
     examples: Number of training examples; None where it is not known.
   """
 
   library: Library
-  given: Mapping[str, Any]
+  values: Mapping[str, Any]
   processes: int = 1
   examples: int | None = None
 
   def __getitem__(self, name: str) -> Any:
     """The value of a setting: the file's, else the library's default."""
-    return self.given.get(name, self.library.table[name].default)
+    return self.values.get(name, self.library.table[name].default)
 
   def comment(self, *names: str) -> str:
     """Settings as text: "name=value", marked where it is a default."""
     return ", ".join(
-      f"{name}={self[name]!r}" + ("" if name in self.given else " (default)")
+      f"{name}={self[name]!r}" + ("" if name in self.values else " (default)")
       for name in names
     )
 
@@ -145,7 +145,7 @@ class Theirs(NamedTuple):
 
 def translate(
   library: Library,
-  given: Mapping[str, Any],
+  values: Mapping[str, Any],
   processes: int = 1,
   examples: int | None = None,
 ) -> Translation:
@@ -153,14 +153,14 @@ def translate(
 
   Args:
     library: Library that the file was written for.
-    given: Values of the file, by name.
+    values: Values of the file, by name.
     processes: Number of processes that the library was started with.
     examples: Number of training examples, where epochs are to be counted.
 
   Raises:
     ValueError: a value that the library refuses, or of a wrong kind.
   """
-  theirs = Theirs(library, _checked(library, given), processes, examples)
+  theirs = Theirs(library, _checked(library, values), processes, examples)
   items: list[Setting | Differs | Missing] = []
   try:
     for name, rule in library.table.items():
@@ -170,7 +170,7 @@ def translate(
       f"a value is of no kind that {library.name} takes ({error}): a list or 0"
       " where there is a name or a size, or the like"
     ) from error
-  for name in theirs.given:
+  for name in theirs.values:
     reason = library.reason(name)
     if name not in library.table and reason != "":
       items.append(Missing(name, reason or "not known here"))
@@ -185,7 +185,7 @@ def translate(
 
 def _apply(rule: Rule, theirs: Theirs, name: str) -> Items:
   value = theirs[name]
-  if rule.differs and value and name in theirs.given:
+  if rule.differs and value and name in theirs.values:
     yield Differs(name, rule.differs)
   if callable(rule.to):
     yield from rule.to(theirs, name)
@@ -202,14 +202,14 @@ def _apply(rule: Rule, theirs: Theirs, name: str) -> Items:
       yield theirs.setting(rule.to, value, name)
 
 
-def _checked(library: Library, given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
   """The values, without the nulls that stand for defaults.
 
   Raises:
     ValueError: no number where one is needed, or an infinite one.
   """
   checked = {}
-  for name, value in given.items():
+  for name, value in values.items():
     default = library.table.get(name, Rule()).default
     if value is None:
       if default is not None and name not in library.nullable:
@@ -311,7 +311,7 @@ def model(theirs: Theirs, name: str) -> Items:
 
 def run_name(theirs: Theirs, name: str) -> Items:
   """The run's name: theirs, or the end of their directory."""
-  text = str(theirs[name] or theirs.given.get("output_dir") or "translated")
+  text = str(theirs[name] or theirs.values.get("output_dir") or "translated")
   text = text.rstrip("/").rpartition("/")[2]
   text = re.sub(r"[^\w.-]+", "-", text).strip("-.")
   comment = theirs.comment(name) if theirs[name] else ""
@@ -384,7 +384,7 @@ def data(theirs: Theirs, name: str) -> Items:
 
 def template_options(theirs: Theirs, name: str) -> Items:
   """Keywords of the chat template: all names below this one."""
-  for key, value in theirs.given.items():
+  for key, value in theirs.values.items():
     if key.startswith(f"{name}."):
       option = key.removeprefix(f"{name}.")
       yield Setting(f"data.template_options.{option}", value, name)

@@ -18,6 +18,8 @@ from grpojax.translation.rules import (
   Theirs,
 )
 
+_GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 FILTER = "algorithm.filter_groups"
@@ -33,7 +35,7 @@ BUFFERS = (
 
 def _max_norm_of_actor(theirs: Theirs, name: str) -> float | None:
   """actor.grad_clip, of which optim.clip_grad is the newer name."""
-  if name not in theirs.given:
+  if name not in theirs.values:
     return None
   return rules.max_grad_norm(theirs, name)
 
@@ -74,7 +76,7 @@ def _rewards(theirs: Theirs, name: str) -> Items:
     weights = {f"{path}:{function}": 1.0}
     prefix = f"{place}.reward_kwargs."
     label = str(function).rpartition(":")[2]
-    for key, value in theirs.given.items():
+    for key, value in theirs.values.items():
       if key.startswith(prefix):
         option = key.removeprefix(prefix)
         yield Setting(f"reward.options.{label}.{option}", value, key)
@@ -138,13 +140,12 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
 def _micro_batches(theirs: Theirs, name: str) -> Items:
   prompts = theirs["data.train_batch_size"] // _minibatch_count(theirs)
   group_size = theirs[f"{ROLLOUT}.n"]
-  devices = ("trainer.n_gpus_per_node", "trainer.nnodes")
   at_least = 4
   if theirs[name]:
-    rows = theirs[name] * theirs[devices[0]] * theirs[devices[1]]
+    rows = theirs[name] * theirs[_GPUS] * theirs[_NODES]
     at_least = prompts * group_size // rows
   count = rules.micro_batches(prompts, group_size, at_least)
-  yield theirs.setting("optim.micro_batches", count, name, *devices)
+  yield theirs.setting("optim.micro_batches", count, name, _GPUS, _NODES)
 
 
 def _run_steps(theirs: Theirs) -> int | None:
@@ -387,8 +388,8 @@ TABLE = {
   f"{ACTOR}.ppo_mini_batch_size": Rule(256, _minibatches),
   f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(None, _micro_batches),
   f"{ACTOR}.ppo_epochs": Rule(1, "optim.epochs"),
-  "trainer.n_gpus_per_node": Rule(8),
-  "trainer.nnodes": Rule(1),
+  _GPUS: Rule(8),
+  _NODES: Rule(1),
   "trainer.total_training_steps": Rule(None, _steps),
   "trainer.total_epochs": Rule(30),
   "trainer.project_name": Rule("verl_examples"),

@@ -118,7 +118,7 @@ def texts(
       hasty=config.hasty,
       forget=(config.forget_low, config.forget_high),
     )
-  kept, dropped = texts_lib.encode_examples(
+  encoded, dropped = texts_lib.encode_examples(
     examples,
     lambda prompt: encode_prompt(prompt)[1],
     encode,
@@ -126,12 +126,12 @@ def texts(
     longest=config.row_length,
     learn_prompts=config.data.learn_prompts,
   )
-  tokens = sum(len(context) + len(learned) for context, learned in kept)
+  tokens = sum(len(context) + len(learned) for context, learned in encoded)
   print(
-    f"{len(kept)} texts, {tokens} tokens; left out, of more than "
+    f"{len(encoded)} texts, {tokens} tokens; left out, of more than "
     f"{config.row_length} tokens: {dropped}"
   )
-  return texts_lib.epochs(kept, config.seed)
+  return texts_lib.epochs(encoded, config.seed)
 
 
 def make_tx(config: ConfigDict) -> optax.GradientTransformation:

@@ -119,10 +119,10 @@ def default_config() -> ConfigDict:
 
 
 def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """What is wrong with the values, a line each.
+  """Returns a line for each value that cannot be.
 
   Args:
-    flat_config: all settings by dotted path.
+    flat_config: Settings by dotted path.
   """
   errors = settings_lib.config_errors(SETTINGS, flat_config)
   errors += config_lib.name_errors(flat_config["name"])
