@@ -9,8 +9,6 @@ import functools
 import pathlib
 import re
 
-import pytest
-
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "grpojax").rglob("*.py"))
 
@@ -40,100 +38,79 @@ def tree(path):
   return ast.parse(path.read_text())
 
 
-def places(path, nodes):
-  return [f"{path.relative_to(ROOT)}:{getattr(n, 'lineno', 1)}" for n in nodes]
-
-
-def by_file(test):
-  ids = lambda path: str(path.relative_to(ROOT))
-  return pytest.mark.parametrize("path", FILES, ids=ids)(test)
-
-
-@by_file
-def test_a_docstring_begins_with_a_verb_or_a_noun(path):
-  questions = [
-    node
-    for node in ast.walk(tree(path))
-    if isinstance(node, DOCUMENTED)
-    and QUESTION.match(ast.get_docstring(node) or "")
+def places(find):
+  """Where `find(tree)` finds nodes, in all files."""
+  return [
+    f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+    for path in FILES
+    for node in find(tree(path))
   ]
-  assert not places(path, questions)
 
 
-@by_file
-def test_a_name_says_what_its_value_is(path):
-  empty = [
-    node
-    for node in ast.walk(tree(path))
-    if (isinstance(node, ast.arg) and node.arg in EMPTY)
-    or (
-      isinstance(node, ast.Name)
-      and isinstance(node.ctx, ast.Store)
-      and node.id in EMPTY
+def test_a_docstring_begins_with_a_verb_or_a_noun():
+  def questions(module):
+    for node in ast.walk(module):
+      if isinstance(node, DOCUMENTED):
+        if QUESTION.match(ast.get_docstring(node) or ""):
+          yield node
+
+  assert not places(questions)
+
+
+def _names(module):
+  """Names that are given to values, with their nodes."""
+  for node in ast.walk(module):
+    if isinstance(node, ast.arg):
+      yield node.arg, node
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      yield node.id, node
+    elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+      yield node.name, node
+
+
+def test_a_name_says_what_its_value_is():
+  assert not places(lambda m: [x for name, x in _names(m) if name in EMPTY])
+
+
+def test_one_thing_has_one_word():
+  former = lambda m: [x for name, x in _names(m) if name in FORMER]
+  assert not places(former), FORMER
+
+
+def test_no_tuple_is_made_to_be_unpacked_in_a_call():
+  def unpacked(module):
+    for function in ast.walk(module):
+      if not isinstance(function, ast.FunctionDef):
+        continue
+      tuples = {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+      }
+      for node in ast.walk(function):
+        for argument in node.args if isinstance(node, ast.Call) else ():
+          starred = isinstance(argument, ast.Starred)
+          if starred and getattr(argument.value, "id", None) in tuples:
+            yield node
+
+  assert not places(unpacked), "give them by name"
+
+
+def test_no_list_is_multiplied_by_a_truth():
+  def is_truth(node):
+    called = getattr(getattr(node, "func", None), "id", None)
+    negated = isinstance(getattr(node, "op", None), (ast.Not, ast.Invert))
+    return isinstance(node, (ast.Compare, ast.BoolOp)) or (
+      called == "bool" or negated
     )
-  ]
-  assert not places(path, empty)
 
+  def multiplied(module):
+    for node in ast.walk(module):
+      if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        if isinstance(node.left, (ast.List, ast.Tuple)):
+          if is_truth(node.right):
+            yield node
 
-@by_file
-def test_one_thing_has_one_word(path):
-  former = [
-    node
-    for node in ast.walk(tree(path))
-    for name in (
-      getattr(node, "id", None),
-      getattr(node, "arg", None),
-      getattr(node, "name", None),
-    )
-    if name in FORMER
-  ]
-  assert not places(path, former), FORMER
-
-
-@by_file
-def test_no_tuple_is_made_to_be_unpacked_in_a_call(path):
-  wrong = []
-  for function in ast.walk(tree(path)):
-    if not isinstance(function, ast.FunctionDef):
-      continue
-    tuples = {
-      target.id
-      for node in ast.walk(function)
-      if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-      for target in node.targets
-      if isinstance(target, ast.Name)
-    }
-    wrong += [
-      node
-      for node in ast.walk(function)
-      if isinstance(node, ast.Call)
-      for argument in node.args
-      if isinstance(argument, ast.Starred)
-      and isinstance(argument.value, ast.Name)
-      and argument.value.id in tuples
-    ]
-  assert not places(path, wrong), "give them by name"
-
-
-@by_file
-def test_no_list_is_multiplied_by_a_truth(path):
-  truths = (ast.Compare, ast.BoolOp)
-  wrong = [
-    node
-    for node in ast.walk(tree(path))
-    if isinstance(node, ast.BinOp)
-    and isinstance(node.op, ast.Mult)
-    and isinstance(node.left, (ast.List, ast.Tuple))
-    and (
-      isinstance(node.right, truths)
-      or (
-        isinstance(node.right, ast.Call)
-        and getattr(node.right.func, "id", "") == "bool"
-      )
-      or (
-        isinstance(node.right, ast.UnaryOp)
-        and isinstance(node.right.op, (ast.Not, ast.Invert))
-      )
-    )
-  ]
-  assert not places(path, wrong)
+  assert not places(multiplied)

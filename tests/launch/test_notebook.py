@@ -12,7 +12,7 @@ import pytest
 
 from grpojax import train
 from grpojax.runtime.cli import command_line
-from grpojax.training.config import SETTINGS, default_job, validate
+from grpojax.training.config import SETTINGS, default_job, from_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PATH = ROOT / "launch" / "colab_grpo.ipynb"
@@ -58,7 +58,7 @@ def test_its_trainings_are_understood(words, monkeypatch):
   monkeypatch.chdir(ROOT)
   arguments = words[words.index("grpojax.train") + 1 :]
   config, flags = command_line.parse(arguments, train.FLAGS, SETTINGS, "")
-  validate(config)
+  from_config(config)
   assert flags.run_dir
 
 

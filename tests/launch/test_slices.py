@@ -9,7 +9,7 @@ import pytest
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime.cli import command_line
-from grpojax.training.config import SETTINGS, validate
+from grpojax.training.config import SETTINGS, from_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODELS = sorted((ROOT / "tests/data/model_configs").glob("*.json"))
@@ -102,6 +102,6 @@ def test_layouts_are_settings_of_a_run(slices, file, chip):
   layout = slices.layout(model, 256, memory, (1.0, 1.0))
   words = [f"--config={slices.CONFIG}", *slices.search.command(layout).split()]
   config, _ = command_line.parse(words, {}, SETTINGS, "train")
-  validate(config)
+  from_config(config)
   mesh = config.mesh
   assert mesh.data * mesh.fsdp * mesh.expert * mesh.tensor == 256
