@@ -517,10 +517,10 @@ def test_a_mesh_changes_nothing_and_compiles_once(
   assert done.returncode == 0, done.stderr[-2000:]
   assert "on 4 cpu device(s)" in done.stdout
   # As often as what is called once; some versions log each line twice.
-  learn, fresh = (
-    done.stderr.count(f"Compiling jit({name})") for name in ("learn", "fresh")
+  update, fresh = (
+    done.stderr.count(f"Compiling jit({name})") for name in ("update", "fresh")
   )
-  assert learn == fresh > 0
+  assert update == fresh > 0
   one, four = (weights(tmp_path / name / "model") for name in ("one", "four"))
   for name in one:
     np.testing.assert_allclose(four[name], one[name], atol=1e-5, rtol=0)

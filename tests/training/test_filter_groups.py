@@ -200,9 +200,11 @@ def test_a_batch_that_varies_is_left_alone(job):
   of_length = f"{pathlib.Path(__file__)}:other"
   changes = {"reward__functions": (of_length,)}
 
+  def never():
+    raise AssertionError("nothing else is asked for")
+
   def stepped(**more):
     run = job(**changes | more)
-    run.take = None  # nothing else is asked for
     given = batch_of(1, 1)
     prompts, examples = (
       jax.tree.map(lambda x: np.concatenate([x] * B), given[0]),
@@ -210,7 +212,7 @@ def test_a_batch_that_varies_is_left_alone(job):
     )
     with jax.set_mesh(run.mesh):
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = run.step(run.state, prompts, examples, False)
+      state, row, *_ = run.step(run.state, prompts, examples, False, never)
     return jax.device_get(state), row
 
   on, row = stepped(filter_groups__rescale=True)
