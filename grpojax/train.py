@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
       distributed.on_main(sync)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
-      lines = final_report.todo(where, settings)
+      lines = final_report.next_steps(where, settings)
     else:
       lines = final_report.lines(where, directory, settings, summary)
     print(*lines, sep="\n")

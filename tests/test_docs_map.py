@@ -29,7 +29,7 @@ def mapped():
   """The folders of the map below grpojax/, and the programs beside them."""
   folders, programs, parents = [], [], []
   inside = False
-  for line in section("Map").split("```")[1].splitlines():
+  for line in section("Map").split("```")[1].splitlines()[1:]:
     name, depth = line.split()[:1], (len(line) - len(line.lstrip())) // 2
     if depth == 0:
       inside = name == ["grpojax/"]

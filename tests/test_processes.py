@@ -237,7 +237,7 @@ PLACE = """
 import sys
 import jax, numpy as np
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import distributed
+from grpojax.runtime.processes import distributed
 
 with distributed.joined(*(word.split("=")[1] for word in sys.argv[1:])):
   mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)

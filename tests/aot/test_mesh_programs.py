@@ -216,7 +216,7 @@ TWO_MESHES = """
 import sys
 from grpojax.aot import programs, topology
 from grpojax.training.config import default_config, from_config
-from grpojax.training import setup
+from grpojax.training.run import setup
 config = default_config()
 config.model.path, config.optim.micro_batches = sys.argv[1], 1
 config.batch_size, config.data.max_prompt_length = 32, 8

@@ -342,7 +342,7 @@ PROGRAM = """
 import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from safetensors.numpy import load_file
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
 

@@ -118,7 +118,7 @@ def test_a_program_skips_the_end_of_the_interpreter(program):
   """Where XLA, which may be compiling still, would crash."""
   lines = [
     "import sys, threading, grpojax",
-    "from grpojax.runtime import interrupts",
+    "from grpojax.runtime.processes import interrupts",
     "sys.excepthook = grpojax._interrupted" if program else "",
     # A thread that the interpreter would wait for.
     "threading.Timer(1, print, ['last']).start()",

@@ -135,7 +135,7 @@ def test_duration(seconds, text):
 
 FULL = """
 import resource, signal, sys
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
 for write in (records.write_text, records.append_jsonl):

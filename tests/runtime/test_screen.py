@@ -61,7 +61,7 @@ def test_a_file_gets_the_lines_of_steps_that_are_shown(capsys):
 def test_a_reader_that_goes_away_does_not_end_the_program():
   lines = [
     "import sys",
-    "from grpojax.runtime import screen",
+    "from grpojax.runtime.terminal import screen",
     "lines = screen.Screen()",
     "for step in range(5):",
     "  lines.stepped(step, None, f'step {step}', {})",

@@ -151,7 +151,7 @@ def test_what_wandb_is_called_with(monkeypatch, tmp_path):
 
 SECOND = """
 import pathlib, sys
-from grpojax.runtime import trackers
+from grpojax.runtime.terminal import trackers
 name, folder, id = sys.argv[1:]
 run = trackers.TrackedRun(pathlib.Path(folder), "mine", {"a.b": 1}, -1, id)
 tracker = trackers.TRACKERS[name](run)

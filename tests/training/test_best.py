@@ -47,8 +47,8 @@ def test_other_prompts_begin_anew():
 
 def test_a_state_that_was_not_kept_is_not_the_best():
   state = record(0.4, 0.6, 0.5)
-  assert best.kept(state, [10, 15]) == state
-  rest = best.kept(state, [15, 20])
+  assert best.without_lost(state, [10, 15]) == state
+  rest = best.without_lost(state, [15, 20])
   assert best.step(rest) is None
   assert best.step(best.after(rest, BASELINE, row(20, 0.1))) == 20
 

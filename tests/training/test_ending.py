@@ -36,7 +36,7 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
     "  model/ (of step 40, Hugging Face format), learning_curve.png, "
     "metrics.jsonl",
   ]
-  assert lines[4:] == final_report.todo("runs/x", settings)
+  assert lines[4:] == final_report.next_steps("runs/x", settings)
   assert max(map(len, lines)) < 100
 
 

@@ -16,7 +16,7 @@ from grpojax.training.run import open_run, start
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
-  monkeypatch.setattr(opening, "SEEN_WITHIN", 0)
+  monkeypatch.setattr(open_run, "SEEN_WITHIN", 0)
   with pytest.raises(ValueError, match="storage that all of them share"):
     open_run._check_shared(tmp_path)
   (tmp_path / "config.json").write_text("{}")

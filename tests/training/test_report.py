@@ -100,7 +100,7 @@ def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
   parsed, parse = [], run_report._json
-  monkeypatch.setattr(report, "_json", lambda x: parsed.append(x) or parse(x))
+  monkeypatch.setattr(run_report, "_json", lambda x: parsed.append(x) or parse(x))
   size = (run / "samples.jsonl").stat().st_size
   fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
@@ -177,7 +177,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   def fail(*args, **options):
     raise ZeroDivisionError("of all things")
 
-  monkeypatch.setattr(report, "report", fail)
+  monkeypatch.setattr(run_report, "report", fail)
   run_report.write(run)
   message = "report.html was not written: ZeroDivisionError: of all things\n"
   assert capsys.readouterr().out == message
@@ -189,7 +189,7 @@ def test_a_run_writes_reports_when_they_are_due(
 ):
   written, main = [], [True]
   monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
-  monkeypatch.setattr(report, "write", lambda path: written.append(path))
+  monkeypatch.setattr(run_report, "write", lambda path: written.append(path))
   fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
   for every, steps in ((3, 2), (0, 0)):
     run = Run(**fields | {"settings": settings_with(log__report_every=every)})

@@ -221,8 +221,8 @@ def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
   def leave(*_):
     raise interrupts.Left("the download of org/tiny was interrupted")
 
-  monkeypatch.setattr(opening, "settle", lambda settings, _: settings)
-  monkeypatch.setattr(opening, "open_all", leave)
+  monkeypatch.setattr(open_run, "settle", lambda settings, _: settings)
+  monkeypatch.setattr(open_run, "open_all", leave)
   with pytest.raises(SystemExit) as caught:
     fit.run(made(), tmp_path)
   assert caught.value.code == interrupts.EXIT_PREEMPTED

@@ -87,7 +87,7 @@ _REFUSED = {
   "quantization_config": "quantized weights are not read; get the model in "
   "bfloat16, float16 or float32",
 }
-ASSETS = pathlib.Path(__file__).parent.parent / "assets"
+ASSETS = pathlib.Path(__file__).parents[2] / "assets"
 
 
 def exists(path: str | pathlib.Path) -> bool:

@@ -89,7 +89,7 @@ def _split_argument(file: str) -> tuple[str, list[str]]:
 
 def packaged() -> dict[str, str]:
   """The config files that come with grpojax: paths by name."""
-  package = pathlib.Path(__file__).parents[1]
+  package = pathlib.Path(__file__).parents[2]
   # In a wheel they are in the package, in a checkout beside it.
   folders = [package / "configs", package.parent / "configs"]
   folder = folders[0] if folders[0].is_dir() else folders[1]

@@ -38,7 +38,7 @@ def after(record: Record, baseline: Row | None, row: Row) -> Record:
   return {"best": best, "last": row["step"], "without_gain": without}
 
 
-def kept(record: Record, steps: Sequence[int]) -> Record:
+def without_lost(record: Record, steps: Sequence[int]) -> Record:
   """Record without a best state that is not among the checkpoints' steps."""
   if step(record) in (None, *steps):
     return record

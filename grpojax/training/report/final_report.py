@@ -106,11 +106,11 @@ def lines(
     *_gain(summary),
     f"{steps} steps in {records.duration(seconds)}; results are in {run}/:",
     f"  {', '.join(files)}",
-    *todo(run, settings),
+    *next_steps(run, settings),
   ]
 
 
-def todo(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
+def next_steps(run: str | os.PathLike, settings: TrainSettings) -> list[str]:
   """Lines of the commands to go on with."""
   by_purpose = commands(run, settings)
   width = max(map(len, by_purpose))

@@ -198,7 +198,7 @@ def fit(
   """
   settings, record = run.settings, progress.evaluations
   if settings.checkpoint.best:
-    record = best.kept(record, checkpoint.steps(checkpointer))
+    record = best.without_lost(record, checkpoint.steps(checkpointer))
 
   def check_all(together=False):
     saved = checkpoint.check(checkpointer)  # it may have failed

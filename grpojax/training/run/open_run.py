@@ -120,7 +120,7 @@ def _version(package: str) -> str:
     return "from source"
 
 
-def _code(root: pathlib.Path = pathlib.Path(__file__).parents[1]) -> str:
+def _code(root: pathlib.Path = pathlib.Path(__file__).parents[2]) -> str:
   """This package's own files: a checkout may have been edited on one host."""
   return "\n".join(
     f"{path.relative_to(root)}: crc32 {zlib.crc32(path.read_bytes()):08x}"
