@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from grpojax.core.optim import SCHEDULES
 from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.runtime.terminal.trackers import TRACKERS
-from grpojax.training.optimizer import SCHEDULES
 
 
 class Setting(NamedTuple):

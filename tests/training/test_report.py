@@ -100,7 +100,9 @@ def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
   parsed, parse = [], run_report._json
-  monkeypatch.setattr(run_report, "_json", lambda x: parsed.append(x) or parse(x))
+  monkeypatch.setattr(
+    run_report, "_json", lambda x: parsed.append(x) or parse(x)
+  )
   size = (run / "samples.jsonl").stat().st_size
   fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32

@@ -3,6 +3,7 @@
 from typing import Any
 
 from grpojax.core.objective import Objective
+from grpojax.core.optim import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.core.options import (
   NOT_NEGATIVE,
   ONE_OR_MORE,
@@ -13,7 +14,6 @@ from grpojax.core.options import (
 from grpojax.core.update import UpdateOptions
 from grpojax.runtime.cli.settings import inline_field, section_field
 from grpojax.runtime.terminal.trackers import TENSORBOARD, TRACKERS
-from grpojax.training.optimizer import MOMENTS, OPTIMIZERS, SCHEDULES
 from grpojax.training.settings.inputs import (
   DataSettings,
   DifficultySettings,
