@@ -67,7 +67,7 @@ class Run(NamedTuple):
   directory: pathlib.Path
   policy: Policy
   mesh: jax.sharding.Mesh
-  shardings: TrainState  # its shardings
+  shardings: TrainState  # those of the state
   ref_params: Params | None  # where it is fixed
   reward_pool: rewards_lib.RewardPool
   greedy: Any  # (params, prompts, key) -> Rollout, compiled once

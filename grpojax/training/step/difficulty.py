@@ -166,7 +166,7 @@ def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
 def metrics(
   state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
 ) -> dict[str, int | float]:
-  """Returns the metrics of a step's draw; none where prompts are not drawn.
+  """Returns the metrics of a step's draw, of a state with success rates.
 
   Returns:
     `success_rate_mean`, `success_rate_std`, over all prompts as they are known;
@@ -174,8 +174,6 @@ def metrics(
     weights their largest, `importance_weight_max`, and
     `effective_prompts` = (sum w)^2 / sum w^2.
   """
-  if state.difficulty is None:
-    return {}
   rates = mesh_lib.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)
   numbers = {example[INDEX] for example in examples}

@@ -239,8 +239,10 @@ def run_step(
   if parts.resample_groups is not None:
     batch = parts.resample_groups(state.params, batch, key, timer, take)
   metrics = rewards_lib.metrics(batch.drawn) | batch.metrics
-  metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
-  metrics |= difficulty.metrics(state, prompts, examples)
+  if settings.data.mixture:
+    metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
+  if state.difficulty is not None:
+    metrics |= difficulty.metrics(state, prompts, examples)
 
   if diagnosed:  # of the prompts as they came
     metrics |= _diagnose(parts, state, rollout, rewards)
@@ -298,11 +300,13 @@ def _make_batch(
   values = None
   if aggregation(settings.reward) is not None:
     values = rewards_lib.stack_values(rewards)
+  if reference_params is not None:
+    reference_params = reference.to_device(reference_params)
   return parts.programs.make_batch(
     state.params,
     batch.rollout,
     mesh_lib.place(rewards.rewards, mesh, "batch", "group"),
-    ref_params=reference.to_device(reference_params),
+    ref_params=reference_params,
     packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
     score_norms=state.score_norms,
     values=mesh_lib.place(values, mesh, None, "batch", "group"),
