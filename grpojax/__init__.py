@@ -19,8 +19,10 @@ _NAMES = {
   "grpojax.core.logprobs": ("token_logprobs",),
   "grpojax.core.mesh": ("constrain", "make_mesh"),
   "grpojax.core.rollout": ("rollout", "rollout_metrics"),
-  "grpojax.core.sampling": ("Sampling",),
-  "grpojax.core.grpo_step": ("init_state", "make_grpo_step"),
+  "grpojax.core.decoding": ("Decoding",),
+  "grpojax.core.objective": ("Objective",),
+  "grpojax.core.decoding.sampling": ("Sampling",),
+  "grpojax.core.step": ("init_state", "make_grpo_step"),
   "grpojax.core.types": (
     "LM",
     "Batch",
@@ -29,7 +31,7 @@ _NAMES = {
     "Rollout",
     "TrainState",
   ),
-  "grpojax.core.update": ("make_update",),
+  "grpojax.core.update": ("UpdateOptions", "make_update"),
   "grpojax.statistics": ("diagnostics",),
   "grpojax.models.adapters": ("from_apply", "from_linen", "from_nnx"),
   "grpojax.models.transformer": ("TransformerConfig", "transformer"),
@@ -44,11 +46,11 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
   if not issubclass(kind, KeyboardInterrupt):
     return sys.__excepthook__(kind, error, traceback)
   print("interrupted", file=sys.stderr)
-  importlib.import_module("grpojax.runtime.interrupts").exit_program()
+  importlib.import_module("grpojax.runtime.processes.interrupts").exit_program()
 
 
 def _is_program() -> bool:
-  """Whether Python was started as `python -m grpojax[.NAME]`, or `grpojax`."""
+  """True for `python -m grpojax[.NAME]`, and for `grpojax`."""
   words = sys.orig_argv
   if "-m" in words:
     module = words[words.index("-m") + 1 :][:1]

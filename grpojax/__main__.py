@@ -20,13 +20,13 @@ def programs() -> dict[str, str]:
 
   Those are the files beside this one and the studies; nothing is imported.
   """
-  found = {}
+  by_name = {}
   for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("studies/*.py")]):
     text = path.read_text()
     if re.search(r"^def main\(argv\b", text, re.MULTILINE):
       name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-      found[name] = ast.get_docstring(ast.parse(text)).splitlines()[0]
-  return found
+      by_name[name] = ast.get_docstring(ast.parse(text)).splitlines()[0]
+  return by_name
 
 
 _FIRST = """usage: grpojax PROGRAM [...], or python -m grpojax.PROGRAM [...]
@@ -40,11 +40,11 @@ What to do first:
 
 
 def usage() -> str:
-  """What to do first, and the programs, a line each."""
-  found = programs()
+  """Returns the first things to do, and the programs, a line each."""
+  by_name = programs()
   lines, studies = [], []
-  width = max(map(len, found))
-  for name, about in found.items():
+  width = max(map(len, by_name))
+  for name, about in by_name.items():
     part = studies if name.startswith("studies.") else lines
     part.append(f"  {name:{width}}  {about}")
   heads = [_FIRST, "The programs:"], ["", "The paper's experiments:"]
@@ -53,7 +53,9 @@ def usage() -> str:
 
 def settings_page() -> str:
   """docs/settings.md."""
-  from grpojax.runtime import settings_page  # takes JAX, which a list does not
+  from grpojax.runtime.cli import (
+    settings_page,  # takes JAX, which a list does not
+  )
 
   modules = {
     name: importlib.import_module(f"grpojax.{name}") for name in programs()
@@ -61,11 +63,13 @@ def settings_page() -> str:
   return settings_page.page(modules)
 
 
-def _unknown(name: str, found: dict[str, str]) -> str:
+def _unknown(name: str, by_name: dict[str, str]) -> str:
   """The error for a program that does not exist, with the nearest that does."""
-  last = {program.rpartition(".")[2]: program for program in found}
+  last = {program.rpartition(".")[2]: program for program in by_name}
   near = difflib.get_close_matches(name.rpartition(".")[2], last, n=1)
-  hint = f"did you mean {last[near[0]]}?" if near else f"use {', '.join(found)}"
+  hint = (
+    f"did you mean {last[near[0]]}?" if near else f"use {', '.join(by_name)}"
+  )
   return f"error: unknown program {name!r}: {hint}"
 
 
@@ -78,9 +82,9 @@ def main() -> None:
   if name == "--settings":
     print(settings_page())
     return
-  found = programs()
-  if name not in found:
-    raise SystemExit(_unknown(name, found))
+  by_name = programs()
+  if name not in by_name:
+    raise SystemExit(_unknown(name, by_name))
   sys.exit(importlib.import_module(f"grpojax.{name}").main(argv))
 
 

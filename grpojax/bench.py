@@ -34,11 +34,11 @@ import sys
 from ml_collections import ConfigDict
 
 from grpojax.benchmarks import configured, side_by_side, workloads
-from grpojax.runtime import command_line, disk, records
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.settings import setting
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
+from grpojax.training.config import SETTINGS, from_config
 
 PROGRAM = "python -m grpojax.bench"
 FLAGS = {
@@ -54,7 +54,7 @@ FLAGS = {
 
 
 def _check_workload(name: str, argv: list[str]) -> None:
-  """Refuses a workload that there is not, or beside a config."""
+  """Refuses a command line with neither workload nor config, or with both."""
   names = ", ".join(workloads.NAMES)
   if not name and not any(re.match("--?config[.=]?", word) for word in argv):
     raise ValueError(f"give --workload, one of {names}, or --config=FILE.py")
@@ -103,20 +103,20 @@ def main(argv: list[str]) -> None:
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")
-    validate(config)
+    settings = from_config(config)
     if not flags.workload:
-      run = configured.open_run(config)
-  counts = flags.steps, flags.warmup
+      run = configured.open_run(settings)
+  steps, warmup = flags.steps, flags.warmup
   if flags.workload:
-    found = side_by_side.measure(flags.workload, config, *counts)
-    text = json.dumps(found)
+    report = side_by_side.measure(flags.workload, settings, steps, warmup)
+    text = json.dumps(report)
   else:
-    found = configured.measure(run, *counts)
-    text = "\n".join(configured.lines(found))
+    report = configured.measure(run, steps, warmup)
+    text = "\n".join(configured.lines(report))
   try:  # first, for the screen may be gone; and so may the disk
     if out:
       with command_line.usage_errors():
-        records.write_json(out, found)
+        records.write_json(out, report)
   finally:
     print(text, flush=True)
 

@@ -1,4 +1,4 @@
-"""Asks a model, and shows what it answers.
+"""Asks a model, and shows its answers.
 
     python -m grpojax.chat --model=DIR [--prompt=TEXT | --example=N]
                            [--samples=N] [--temperature=T] [--top_p=P] ...
@@ -19,6 +19,7 @@ ends.
 Control characters of what the model writes are escaped.
 """
 
+import dataclasses
 import io
 import sys
 from collections.abc import Iterator
@@ -26,20 +27,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line
-from grpojax.runtime.printable import printable
-from grpojax.runtime.settings import setting
-from grpojax.training import (
-  chatting,
-  memory,
-  reward_inputs,
-  scoring,
-  splits,
-  trained,
-)
-from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training import chat as chatting
+from grpojax.training import run_models
+from grpojax.training.config import SETTINGS, from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.run import memory
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
 
 TURNS = ("auto", "all", "one")
 FLAGS = {
@@ -84,7 +82,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
 
 
 def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
-  """The config with the flags that are set in it."""
+  """Puts the flags that are set into the config."""
   config = config.copy_and_resolve_references()
   for name in _SAMPLING:
     if -1 < flags[name] < 0:
@@ -96,7 +94,7 @@ def _with_flags(config: ConfigDict, flags: ConfigDict) -> ConfigDict:
   return config
 
 
-def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
+def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict]:
   def parse(default=None):
     program = "python -m grpojax.chat"
     return command_line.parse(
@@ -112,24 +110,20 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
     flags.prompt.encode()
   except UnicodeEncodeError as error:  # so Python hands on other bytes
     raise ValueError("--prompt is no UTF-8 text: give it as such") from error
-  if trained.is_run(flags.model):
-    config, flags = parse(lambda: trained.read_config(flags.model))
-  config = _with_flags(config, flags)
-  validate(config)
+  if run_models.is_run(flags.model):
+    config, flags = parse(lambda: run_models.read_config(flags.model))
+  settings = from_config(_with_flags(config, flags))
   if flags.example >= 0:
-    reward_inputs.resolve(config)
-  return config, flags
+    rewards_lib.resolve_functions(settings)
+  return settings, flags
 
 
-def _example(config: ConfigDict, number: int) -> dict[str, Any]:
-  """A held-out example.
-
-  Raises:
-    ValueError: there are fewer.
-  """
-  config = config.copy_and_resolve_references()
-  config.eval.num_prompts = max(config.eval.num_prompts, number + 1)
-  examples = splits.load_examples(config, "test")
+def _example(settings: TrainSettings, number: int) -> dict[str, Any]:
+  """Loads a held-out example; ValueError where there are fewer."""
+  count = max(settings.eval.num_prompts, number + 1)
+  evaluated = dataclasses.replace(settings.eval, num_prompts=count)
+  settings = dataclasses.replace(settings, eval=evaluated)
+  examples = splits.load_examples(settings, "test")
   if number >= len(examples):
     raise ValueError(
       f"--example={number}: there are {len(examples)} held-out problems, the "
@@ -139,35 +133,36 @@ def _example(config: ConfigDict, number: int) -> dict[str, Any]:
 
 
 def _set_up(
-  argv: list[str],
-) -> tuple[chatting.Speaker, dict[str, Any] | None, bool, bool]:
-  """All that can be wrong, before anything compiles.
+  settings: TrainSettings, flags: ConfigDict
+) -> tuple[chatting.Speaker, dict[str, Any] | None, bool]:
+  """Loads the model, and checks all that can be wrong before it compiles.
 
   Returns:
-    The model; the example to ask or None; whether it is scored; and whether a
-    prompt is shown with what was said before.
+    The model; the only example that it is asked, or None; and True if it is
+    shown the lines and answers before.
   """
-  config, flags = _parse(argv)
-  policy, params = trained.load(flags.model, config.model.dtype, flags.best)
-  memory.check_evaluation(config, policy, flags.samples)
+  policy, params = run_models.load(
+    flags.model, settings.model.dtype, flags.best
+  )
+  memory.check_evaluation(settings, policy, flags.samples)
   example = {"prompt": flags.prompt} if flags.prompt else None
   if flags.example >= 0:
-    example = _example(config, flags.example)
+    example = _example(settings, flags.example)
   if example:
-    prompts_lib.encoder(config, policy)(example["prompt"])
+    prompts_lib.encoder(settings, policy)(example["prompt"])
   chats = bool(policy.tokenizer.chat_template)
   if flags.turns == "all" and not chats:
     raise ValueError("--turns=all: the model has no chat template; use one")
   turns = flags.turns == "all"
   if flags.turns == "auto":
-    turns = chats and not trained.is_run(flags.model)
+    turns = chats and not run_models.is_run(flags.model)
   greedy = flags.temperature == 0
-  speaker = chatting.speaker(config, policy, params, flags.samples, greedy)
-  return speaker, example, flags.example >= 0, turns
+  speaker = chatting.speaker(settings, policy, params, flags.samples, greedy)
+  return speaker, example, turns
 
 
 def _lines() -> Iterator[str]:
-  """Lines of standard input, with a prompt where somebody types them."""
+  """Yields lines of standard input, with a prompt where somebody types them."""
   typed = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8
@@ -182,18 +177,14 @@ def _lines() -> Iterator[str]:
       return
 
 
-def _ask_once(
-  speaker: chatting.Speaker, example: dict[str, Any], scored: bool
-) -> None:
-  """Prints the answers to one prompt, with their rewards if they are wanted."""
-  if not scored:
-    _, answers = chatting.ask(speaker, example)
-    print(*chatting.lines(answers), sep="\n")
-    return
-  steps = speaker.config.steps  # of the run, which has ended
-  with scoring.open_scorer(speaker.config) as scorer:
-    (example,) = reward_inputs.with_step(scorer.pool, [example], steps, steps)
-    prompt, answers = chatting.ask(speaker, example, 0, scorer)
+def _ask_scored(speaker: chatting.Speaker, example: dict[str, Any]) -> None:
+  """Prints a prompt, and the answers to it with their rewards."""
+  steps = speaker.settings.steps  # of the run, which has ended
+  with rewards_lib.open_reward_pool(speaker.settings) as reward_pool:
+    (example,) = rewards_lib.with_step(
+      reward_pool.pool, [example], steps, steps
+    )
+    prompt, answers = chatting.ask(speaker, example, 0, reward_pool)
   print(printable(prompt).rstrip())
   print(*chatting.lines(answers), sep="\n")
   if "answer" in example:
@@ -203,9 +194,13 @@ def _ask_once(
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    speaker, example, scored, turns = _set_up(argv)
-  if example:
-    _ask_once(speaker, example, scored)
+    settings, flags = _parse(argv)
+    speaker, example, turns = _set_up(settings, flags)
+  if flags.example >= 0:
+    _ask_scored(speaker, example)
+  elif example:
+    _, answers = chatting.ask(speaker, example)
+    print(*chatting.lines(answers), sep="\n")
   else:
     chatting.talk(speaker, _lines(), print, turns)
 

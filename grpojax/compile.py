@@ -31,11 +31,12 @@ import pathlib
 import sys
 
 from grpojax.aot import programs, report, search, topology
-from grpojax.runtime import command_line, disk, records
-from grpojax.runtime.settings import setting
-from grpojax.training import batch_sizes, from_config
-from grpojax.training.config import default_job, validate
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
+from grpojax.training.config import SETTINGS, default_job, from_config
+from grpojax.training.run import setup
+from grpojax.training.settings import batches as batches_lib
 
 DOES_NOT_FIT = 3
 """Exit code; 1 is any error's."""
@@ -67,25 +68,25 @@ def main(argv: list[str]) -> int:
     out = pathlib.Path(flags.out) if flags.out else None
     if out:
       disk.check_file(out, "--out")  # before hours of compiling
-    validate(config)
+    settings = from_config(config)
     devices, chip = topology.devices(flags.topology)
     if flags.search:
-      search.check(config)
+      search.check(settings)
     else:
-      mesh = from_config.mesh(config, devices)
-      batch_sizes.check(config, mesh)
-      run = programs.open_run(config, mesh)
+      mesh = setup.make_mesh(settings, devices)
+      batches_lib.check_mesh(settings, mesh)
+      run = programs.open_run(settings, mesh)
   if flags.search:
-    found = search.search(config, devices, flags.topology, chip, _say)
-    text = search.lines(found)
+    result = search.search(settings, devices, flags.topology, chip, _say)
+    text = search.lines(result)
   else:
-    found = report.report(run, flags.topology, chip, _say)
-    text = report.lines(found)
+    result = report.report(run, flags.topology, chip, _say)
+    text = report.lines(result)
   print("\n".join(text), flush=True)
   if out:
     with command_line.usage_errors():
-      records.write_json(out, found)
-  return 0 if found["fits"] else DOES_NOT_FIT
+      records.write_json(out, result)
+  return 0 if result["fits"] else DOES_NOT_FIT
 
 
 if __name__ == "__main__":

@@ -31,24 +31,23 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.sampling import Sampling
-from grpojax.runtime import command_line, disk, records, screen
-from grpojax.runtime import config as config_lib
-from grpojax.runtime.settings import setting
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.types import Params
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk, records
+from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
-from grpojax.training import (
-  evaluation,
-  held_out,
-  memory,
-  mixtures,
-  reward_inputs,
-  samplers,
-  scoring,
-  trained,
-)
-from grpojax.training.config import validate
-from grpojax.training.held_out import HeldOut
-from grpojax.training.settings import SETTINGS
+from grpojax.training import policy as policy_lib
+from grpojax.training import run_models
+from grpojax.training.config import SETTINGS, from_config, to_config
+from grpojax.training.data import mixtures
+from grpojax.training.evaluation import evaluation
+from grpojax.training.run import memory
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 FLAGS = {
   "model": setting(
@@ -78,13 +77,20 @@ FLAGS = {
 SHARED = ("data.", "reward.", "sampling.max_new_tokens")
 
 
-def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
+_Values = list[dict[str, np.ndarray]]
+"""Values of each model, by name: one a prompt."""
+
+
+_Models = list[tuple[policy_lib.Policy, Params]]
+
+
+def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
   """Refuses flags that do not fit together; returns the ks, none if greedy."""
   try:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  if flags.samples and config.eval.num_prompts < 2:
+  if flags.samples and settings.eval.num_prompts < 2:
     raise ValueError(
       "an interval over prompts needs --config.eval.num_prompts=2"
     )
@@ -92,13 +98,14 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
     raise ValueError("--k needs --samples: pass@k is estimated from samples")
   if not flags.samples and flags.majority:
     raise ValueError("--majority needs --samples: there is no vote of one")
-  if flags.majority and config.reward.functions[0] not in evaluation.ANSWERS:
+  first = settings.reward.functions[0]
+  if flags.majority and first not in evaluation.ANSWERS:
     raise ValueError(
       "--majority counts the votes for each answer, which only "
       f"{', '.join(evaluation.ANSWERS)} can read: --config.reward.functions "
-      f"begins with {config.reward.functions[0]!r}"
+      f"begins with {first!r}"
     )
-  judges = {config.reward.functions[0], *mixtures.judges(config).values()}
+  judges = {first, *mixtures.judges(settings).values()}
   if flags.majority and len(judges) > 1:
     raise ValueError(
       "--majority reads the answers to all problems alike, but the data sets "
@@ -113,7 +120,9 @@ def _check_flags(config: ConfigDict, flags: ConfigDict) -> list[int]:
   return ks if flags.samples else []
 
 
-def _parse(argv: list[str]):
+def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
+  """Reads the command line: the settings, the flags and the ks."""
+
   def parse(default=None):
     program = "python -m grpojax.evaluate"
     return command_line.parse(
@@ -121,140 +130,149 @@ def _parse(argv: list[str]):
     )
 
   config, flags = parse()
-  if trained.is_run(flags.model):  # a run is evaluated as it was trained
-    config, flags = parse(lambda: trained.read_config(flags.model))
-  validate(config)
+  if run_models.is_run(flags.model):  # a run is evaluated as it was trained
+    config, flags = parse(lambda: run_models.read_config(flags.model))
+  settings = from_config(config)
   if not flags.model:
     raise ValueError(
       "give --model: a directory, an embedded model, a run, or ORG/NAME of the "
       "Hub"
     )
-  ks = _check_flags(config, flags)
-  reward_inputs.resolve(config)
+  ks = _check_flags(settings, flags)
+  rewards_lib.resolve_functions(settings)
   if flags.out:
     disk.check_file(flags.out, "--out")
-  return config, flags, ks
+  return settings, flags, ks
 
 
-def _note_settings(config: ConfigDict, compare: str) -> None:
-  """Says where a run is evaluated on other data than it was trained for."""
-  if not trained.is_run(compare):
+def _note_settings(settings: TrainSettings, compare: str) -> None:
+  """Tells of a run that is evaluated on other data than it was trained for."""
+  if not run_models.is_run(compare):
     return
-  ours, theirs = map(config_lib.flatten, (config, trained.read_config(compare)))
+  own = config_lib.flatten(run_models.read_config(compare))
+  used = config_lib.flatten(to_config(settings))
   names = [
     name
-    for name in sorted(ours.keys() | theirs.keys())
-    if name.startswith(SHARED) and ours.get(name) != theirs.get(name)
+    for name in sorted(used.keys() | own.keys())
+    if name.startswith(SHARED) and used.get(name) != own.get(name)
   ]
   if names:
     print(f"{compare} has other {', '.join(names)}; those of --model are used")
 
 
-def _say_left_out(names: list[str], asked: list[HeldOut]) -> None:
-  """Says how many problems are not asked, and because of which model."""
-  for name, one in zip(names, asked, strict=True):
+def _note_left_out(
+  names: list[str], problems: list[evaluation.HeldOut]
+) -> None:
+  """Prints how many problems are left out, and because of which model."""
+  for name, one in zip(names, problems, strict=True):
     if one.too_long:
       print(f"{name}: {one.too_long} held-out prompts are too long")
-  if len(names) > 1 and any(one.too_long for one in asked):
-    count = sum(len(examples) for _, examples in asked[0].batches)
+  if len(names) > 1 and any(one.too_long for one in problems):
+    count = problems[0].count
     print(f"compared on the {count} held-out prompts that fit both")
 
 
-def _set_up(argv: list[str]):
-  """All that can be wrong, before anything compiles."""
-  config, flags, ks = _parse(argv)
-  names = [flags.model] + [flags.compare] * bool(flags.compare)
+def _load(
+  settings: TrainSettings, flags: ConfigDict
+) -> tuple[_Models, list[evaluation.HeldOut]]:
+  """Loads the models, and the problems that each of them is asked."""
+  names = [name for name in (flags.model, flags.compare) if name]
   models = []
   for name in names:
     best = flags.best and not models
-    policy, params = trained.load(name, config.model.dtype, best)
-    memory.check_evaluation(config, policy, flags.samples or 1)
+    policy, params = run_models.load(name, settings.model.dtype, best)
+    memory.check_evaluation(settings, policy, flags.samples or 1)
     models.append((policy, params))
-  asked = held_out.problems(config, names, [policy for policy, _ in models])
-  _say_left_out(names, asked)
-  count = sum(len(examples) for _, examples in asked[0].batches)
+  problems = evaluation.held_out_problems(
+    settings, names, [policy for policy, _ in models]
+  )
+  _note_left_out(names, problems)
+  count = problems[0].count
   if flags.samples and count < 2:
     raise ValueError(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
-  _note_settings(config, flags.compare)
-  return config, flags, ks, models, asked
+  _note_settings(settings, flags.compare)
+  return models, problems
+
+
+def _evaluate(
+  settings: TrainSettings,
+  flags: ConfigDict,
+  ks: list[int],
+  models: _Models,
+  held_out: list[evaluation.HeldOut],
+) -> tuple[_Values, dict[str, _Values]]:
+  """Evaluates each model; returns its values, in all and by data set."""
+  sampling = Sampling(flags.temperature if flags.samples else 0.0)
+  first = settings.reward.functions[0]
+  answer = evaluation.ANSWERS[first] if flags.majority else None
+  values, by_data_set = [], {}
+  with contextlib.ExitStack() as stack:
+    with command_line.usage_errors():
+      reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
+    shown = stack.enter_context(screen.opened(0, settings.log.every))
+    for (policy, params), problems in zip(models, held_out, strict=True):
+      # The step that rewards may ask for is the run's last.
+      batches = rewards_lib.batches_with_step(
+        reward_pool.pool, problems.batches, settings.steps, settings.steps
+      )
+      result = evaluation.evaluate(
+        policy,
+        params,
+        sampling_lib.make_sampler(
+          settings, policy, flags.samples or 1, sampling
+        ),
+        batches,
+        reward_pool,
+        jax.random.key(settings.seed),
+        settings.eval.batch_size,
+        on_progress=functools.partial(shown.evaluated, total=problems.count),
+      )
+      if result.failures:
+        print(evaluation.failed(result.failures))
+      values.append(evaluation.per_prompt(result, ks, answer))
+      each = evaluation.by_data_set(settings, result, values[-1])
+      for name, of_data_set in each.items():
+        by_data_set.setdefault(name, []).append(of_data_set)
+  return values, by_data_set
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   with command_line.usage_errors():
-    config, flags, ks, models, asked = _set_up(argv)
-  sampling = Sampling(flags.temperature if flags.samples else 0.0)
-  first = config.reward.functions[0]
-  answer = evaluation.ANSWERS[first] if flags.majority else None
-  values, each = [], []
-  with contextlib.ExitStack() as stack:
-    with command_line.usage_errors():
-      scorer = stack.enter_context(scoring.open_scorer(config))
-    told = stack.enter_context(screen.opened(0, config.log.every))
-    for (policy, params), (batches, _) in zip(models, asked, strict=True):
-      total = sum(len(examples) for _, examples in batches)
-      so_far = config.steps, config.steps  # of the run, which has ended
-      batches = reward_inputs.batches_with_step(scorer.pool, batches, *so_far)
-      result = evaluation.evaluate(
-        policy,
-        params,
-        samplers.make_sampler(config, policy, flags.samples or 1, sampling),
-        batches,
-        scorer,
-        jax.random.key(config.seed),
-        config.eval.batch_size,
-        told=functools.partial(told.evaluated, total=total),
-      )
-      if result.failures:
-        print(evaluation.failed(result.failures))
-      values.append(evaluation.per_prompt(result, ks, answer))
-      each.append(evaluation.by_data_set(config, result, values[-1]))
-  by_data_set = {
-    name: [of_model[name] for of_model in each] for name in each[0]
-  }
+    settings, flags, ks = _parse(argv)
+    models, problems = _load(settings, flags)
+  values, by_data_set = _evaluate(settings, flags, ks, models, problems)
   try:  # first, for the screen may be gone; and so may the disk
     if flags.out:
-      _write(flags, values, by_data_set)
+      results = _results(flags, values)
+      if by_data_set:
+        results["data_sets"] = {
+          name: _results(flags, x) for name, x in by_data_set.items()
+        }
+      with command_line.usage_errors():
+        records.write_json(flags.out, results)
   finally:
     _report(flags, values)
-    for name, of_one in by_data_set.items():
+    for name, of_data_set in by_data_set.items():
       print(f"\n{name}", end=", ")
-      _report(flags, of_one)
+      _report(flags, of_data_set)
 
 
-def _write(
-  flags: ConfigDict,
-  values: list[dict[str, np.ndarray]],
-  by_data_set: dict[str, list[dict[str, np.ndarray]]],
-) -> None:
-  """Writes --out."""
-  results = _results(flags, values)
-  if by_data_set:
-    results["data_sets"] = {
-      name: _results(flags, of_one) for name, of_one in by_data_set.items()
-    }
-  with command_line.usage_errors():
-    records.write_json(flags.out, results)
-
-
-def _results(
-  flags: ConfigDict, values: list[dict[str, np.ndarray]]
-) -> dict[str, Any]:
-  """The numbers of one model, or of two, for JSON."""
+def _results(flags: ConfigDict, values: _Values) -> dict[str, Any]:
+  """Makes the numbers of one model, or of two, for JSON."""
   results = {"model": flags.model} | evaluation.numbers(values[0])
   if flags.compare:
-    results["compare"] = {"model": flags.compare} | evaluation.numbers(
-      values[1]
-    )
+    numbers = evaluation.numbers(values[1])
+    results["compare"] = {"model": flags.compare} | numbers
     differences = evaluation.compare(*values)
     results["difference"] = {k: v._asdict() for k, v in differences.items()}
   return results
 
 
-def _report(flags: ConfigDict, values: list[dict[str, np.ndarray]]) -> None:
+def _report(flags: ConfigDict, values: _Values) -> None:
   """Prints the numbers of one model, or of two."""
   count = len(next(iter(values[0].values())))
   if flags.compare:

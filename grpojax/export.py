@@ -21,9 +21,10 @@ import sys
 import jax
 
 from grpojax.models.config import DTYPES
-from grpojax.runtime import command_line, disk
-from grpojax.runtime.settings import setting
-from grpojax.training.export import export, host_device
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk
+from grpojax.training.run_models import export, host_device
 
 FLAGS = {
   "model": setting(
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> None:
     disk.errors(),
     jax.default_device(host_device()),
   ):
-    what = export(
+    written = export(
       flags.model,
       pathlib.Path(flags.out),
       None if flags.step < 0 else flags.step,
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
       flags.adapter,
       flags.best,
     )
-  print(f"{what} -> {flags.out}/")
+  print(f"{written} -> {flags.out}/")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from grpojax.runtime import bucket, command_line, disk, flag_values, records
-from grpojax.runtime.printable import printable
-from grpojax.runtime.settings import setting
-from grpojax.training import report, run_directory, run_storage
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import bucket, disk, records
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training.report import run_report
+from grpojax.training.run import run_directory, run_storage
 
 FLAGS = {
   "out": setting("", 'the file to write; "" = report.html, see above'),
@@ -28,21 +30,12 @@ SETTINGS = None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The runs among the words of a command line, and the other words."""
+  """Separates the runs in a command line's words from the other words."""
   runs, rest = [], []
   for before, word in zip(["", *argv], argv, strict=False):
     is_value = before in ("--out", "-out")
     (rest if word.startswith("-") or is_value else runs).append(word)
-  return [flag_values.expand_home(run) for run in runs], rest
-
-
-def _out(runs: Sequence[str], out: str) -> pathlib.Path:
-  """Where to write."""
-  if out:
-    return pathlib.Path(out)
-  if len(runs) == 1 and not bucket.is_url(runs[0]):
-    return pathlib.Path(runs[0]) / run_directory.REPORT
-  return pathlib.Path(run_directory.REPORT)
+  return [command_line.expand_home(run) for run in runs], rest
 
 
 def main(argv: list[str]) -> None:
@@ -56,8 +49,10 @@ def main(argv: list[str]) -> None:
       raise ValueError("give the directory of a training run, or several")
     paths = [run_storage.local(run) for run in runs]
     in_buckets = any(map(bucket.is_url, runs))
-    text = report.report(paths, runs if in_buckets else None)
-    out = _out(runs, flags.out)
+    text = run_report.report(paths, runs if in_buckets else None)
+    beside = len(runs) == 1 and not in_buckets
+    default = pathlib.Path(runs[0] if beside else "") / run_directory.REPORT
+    out = pathlib.Path(flags.out) if flags.out else default
     disk.check_file(out, "--out")
     records.write_text(out, text)
   print(printable(f"{', '.join(runs)} -> {out}"))

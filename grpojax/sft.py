@@ -28,10 +28,10 @@ and a model of GSM8K, with a tokenizer of its own, by
 import pathlib
 import sys
 
-from grpojax.runtime import command_line
-from grpojax.runtime.settings import setting
-from grpojax.training import sft
-from grpojax.training.sft_config import SETTINGS
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.training.sft import sft
+from grpojax.training.sft.sft_config import SETTINGS
 
 FLAGS = {"out": setting("", 'directory to write; "" = runs/NAME')}
 

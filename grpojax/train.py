@@ -26,7 +26,7 @@ run directory, by default runs/NAME_OF_CONFIG, gets
                         size that the gradient's noise asked for
     profile/            a trace of some steps, where profile.steps asks for one
 
-DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.bucket`).
+DIR may be a URL in a bucket (gs://, s3://; see `grpojax.runtime.files.bucket`).
 
 The same command run again resumes; on a finished run it does nothing. What does
 not change the past may differ then: steps (more of them go on with a finished
@@ -44,17 +44,17 @@ line.
 import contextlib
 import sys
 
-from grpojax.runtime import (
-  command_line,
-  disk,
-  distributed,
-  interrupts,
-  preemption,
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
+from grpojax.training.config import (
+  SETTINGS,
+  default_job,
+  from_config,
 )
-from grpojax.runtime.settings import setting
-from grpojax.training import ending, fit, run_storage
-from grpojax.training.config import default_job
-from grpojax.training.settings import SETTINGS
+from grpojax.training.report import final_report
+from grpojax.training.run import fit, run_storage
 
 FLAGS = {
   "run_dir": setting("", 'where to write, a path or URL; "" = runs/NAME'),
@@ -79,7 +79,8 @@ def main(argv: list[str]) -> None:
       default_job,
       about=__doc__,
     )
-  where = flags.run_dir or f"runs/{config.name}"
+    settings = from_config(config)
+  where = flags.run_dir or f"runs/{settings.name}"
   join = distributed.joined(
     flags.coordinator, flags.num_processes, flags.process_id
   )
@@ -88,18 +89,18 @@ def main(argv: list[str]) -> None:
       with command_line.usage_errors():
         stack.enter_context(join)
         stack.enter_context(disk.errors())
-        directory, publish = stack.enter_context(run_storage.opened(where))
+        directory, sync = stack.enter_context(run_storage.opened(where))
     except interrupts.Left as why:
       print(f"{why}; the same command starts it", file=sys.stderr)
-      sys.exit(preemption.EXIT_PREEMPTED)
-    summary = fit.run(config, directory, publish)
+      sys.exit(interrupts.EXIT_PREEMPTED)
+    summary = fit.run(settings, directory, sync)
     with command_line.usage_errors():
-      distributed.on_main(publish)  # the others wait while it is copied
+      distributed.on_main(sync)  # the others wait while it is copied
     if summary is None:
       print(f"{where} is finished: nothing to do (see summary.json there)")
-      lines = ending.todo(where, config)
+      lines = final_report.next_steps(where, settings)
     else:
-      lines = ending.lines(where, directory, config, summary)
+      lines = final_report.lines(where, directory, settings, summary)
     print(*lines, sep="\n")
 
 

@@ -4,25 +4,26 @@
                                 [--processes=N] [--examples=N]
 
 FILE is TRL's GRPOConfig (YAML or JSON of its fields, or the Python script that
-makes it) or verl's trainer configuration (YAML, or the shell script with its
-KEY=VALUE). It is read, never run. CONFIG.py gets the settings with the other
-library's names beside them, and above them what means something else here and
-what has no counterpart; without --out it is printed. TRL counts batches for
-each of its processes: --processes says how many there were. Both count epochs:
---examples says how many training prompts there are.
+makes it) or verl's trainer configuration (YAML or JSON; names with dots, as on
+its command line, are taken too). It is read, never run. CONFIG.py gets the
+settings with the other library's names beside them, and above them what means
+something else here and what has no counterpart; without --out it is printed.
+TRL counts batches for each of its processes: --processes says how many there
+were. Both count epochs: --examples says how many training prompts there are.
 
 Ends with code 1 where grpojax would refuse the config, and says why.
 """
 
+import os
 import pathlib
 import sys
 
-from grpojax.runtime import command_line, records
-from grpojax.runtime.printable import printable
-from grpojax.runtime.settings import setting
-from grpojax.training.config import validate
-from grpojax.translation import files, writing
-from grpojax.translation.parts import Translation
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training.config import from_config
+from grpojax.translation import reading, rules, trl, verl, writing
 
 FLAGS = {
   "file": setting("", "the configuration of TRL or verl"),
@@ -33,13 +34,57 @@ FLAGS = {
   ),
 }
 SETTINGS = None
+LIBRARIES = (trl.LIBRARY, verl.LIBRARY)
 
 
-def _say(found: Translation) -> None:
+def translate_file(
+  path: str | os.PathLike, processes: int = 1, examples: int | None = None
+) -> rules.Translation:
+  """Translates a file of the library that knows most of its names.
+
+  Args:
+    path: File, see `reading.read`.
+    processes: Number of processes that TRL was started with.
+    examples: Number of training examples, where epochs are to be counted.
+
+  Raises:
+    ValueError: it cannot be read or translated; one line.
+    OSError: it cannot be read.
+  """
+  source = reading.read(path)
+  names = [*source.settings, *source.unread]
+  counts = [sum(map(library.knows, names)) for library in LIBRARIES]
+  if not any(counts):
+    raise ValueError(
+      "none of its names is one of TRL's GRPOConfig or of verl's trainer:"
+      f" {', '.join(names[:5])}"
+    )
+  library = LIBRARIES[counts.index(max(counts))]
+  translation = rules.translate(library, source.settings, processes, examples)
+  unread = tuple(
+    rules.Missing(
+      name,
+      f"{text} is no plain value: what the library has by default is"
+      " taken; set it yourself",
+    )
+    for name, text in source.unread.items()
+  )
+  translation = translation._replace(missing=unread + translation.missing)
+  if not any(f"{path}:" in str(one.value) for one in translation.settings):
+    return translation
+  note = rules.Differs(
+    "reward_funcs",
+    f"workers import {path}: what starts its training has to stand under"
+    " `if __name__ == '__main__'`, or the functions in a file of their own",
+  )
+  return translation._replace(differs=(*translation.differs, note))
+
+
+def _print_notes(translation: rules.Translation) -> None:
   """Prints what means something else, and what has no counterpart."""
   titles = {
-    "means something else here": found.differs,
-    "has no counterpart": found.missing,
+    "means something else here": translation.differs,
+    "has no counterpart": translation.missing,
   }
   for title, notes in titles.items():
     for line in dict.fromkeys(f"{n.theirs} {title}: {n.text}" for n in notes):
@@ -54,20 +99,20 @@ def main(argv: list[str]) -> None:
       argv, FLAGS, SETTINGS, program, positional="file", about=__doc__
     )
     if not flags.file:
-      raise ValueError("give FILE: a .yaml, .json, .py or .sh of TRL or verl")
+      raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")
     file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
       records.check_writable(flags.out)
-    library, found = files.translate(file, flags.processes, examples)
-    text = writing.config_file(found, library, file.name)
+    translation = translate_file(file, flags.processes, examples)
+    text = writing.config_file(translation, file.name)
     if flags.out:
       records.write_text(flags.out, text)
-      print(f"{file} ({library}) -> {flags.out}")
-      _say(found)
+      print(f"{file} ({translation.library}) -> {flags.out}")
+      _print_notes(translation)
     else:
       print(text, end="")
     try:
-      validate(writing.config_of(found))
+      from_config(writing.config_of(translation))
     except ValueError as error:
       raise ValueError(f"grpojax would refuse this config:\n{error}") from None
 

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from grpojax.aot import chips, search, topology
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.config import parameter_shapes
 
 HERE = pathlib.Path(__file__).parent

@@ -19,7 +19,7 @@ import pytest
 
 from grpojax.core.types import LM, Prefix
 from grpojax.models.transformer import TransformerConfig, transformer
-from grpojax.runtime import interrupts
+from grpojax.runtime.processes import interrupts
 
 _spec = importlib.util.spec_from_file_location(
   "toy_fixtures", pathlib.Path(__file__).with_name("toy_fixtures.py")
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def ctrl_c():
   """Ctrl-C is not ignored, as shells have it for a job in the background."""
-  with interrupts.become(signal.default_int_handler):
+  with interrupts.on_ctrl_c(signal.default_int_handler):
     yield
 
 
@@ -177,6 +177,14 @@ def config_with():
     return config
 
   return changed
+
+
+@pytest.fixture(scope="session")
+def settings_with(config_with):
+  """Settings of a training run with changes: as `config_with`, and checked."""
+  from grpojax.training.config import from_config
+
+  return lambda **changes: from_config(config_with(**changes))
 
 
 @pytest.fixture

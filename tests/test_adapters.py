@@ -9,8 +9,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from grpojax import evaluate, train
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
 
 
 @pytest.mark.slow
@@ -54,10 +55,10 @@ def test_adapters(toy_task, toy_model, tmp_path, monkeypatch, capsys):
       change = np.asarray(model[name] - base[name])
       assert (np.linalg.matrix_rank(change, tol=1e-4) <= 2).all()
   # A run is evaluated with its adapters, as its model is.
-  found = []
+  results = []
   for name in (run, run / "model", toy_model):
     out = tmp_path / "result.json"
     words = [f"--model={name}", "--samples=32", f"--out={out}"]
     evaluate.main([*words, *toy_task.arguments(toy_model)])
-    found.append(json.loads(out.read_text())["pass@1"][0])
-  assert found[0] == found[1] != found[2]
+    results.append(json.loads(out.read_text())["pass@1"][0])
+  assert results[0] == results[1] != results[2]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.models import hf
-from grpojax.runtime import eos as eos_lib
-from grpojax.runtime import tokenizer as tokenizer_lib
+from grpojax.models import huggingface as hf
+from grpojax.runtime.text import tokenizer as tokenizer_lib
 
 NAMES = ("arithmetic-base", "arithmetic-instruct", "arithmetic-careless")
 PROMPTS = {
@@ -44,7 +43,7 @@ def test_its_tokenizer_gives_texts_back(name):
   assert len(ids) == len(text) and tokenizer.decode(ids) == text
   prompt, _ = tokenizer_lib.encode_prompt(tokenizer, "23*4+17", "{prompt}\n")
   assert prompt == PROMPTS[name]
-  eos_ids = eos_lib.eos_ids(hf.resolve(name), tokenizer)
+  eos_ids = tokenizer_lib.eos_ids(hf.resolve(name), tokenizer)
   assert tokenizer.eos_token_id in eos_ids
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from grpojax import bench
 from grpojax.benchmarks import configured, side_by_side
-from grpojax.training import mixtures
+from grpojax.training.data import mixtures
 
 WRONG = {
   "": "give --workload, one of fixed, .* or --config=FILE",
@@ -51,8 +51,8 @@ def test_made_up_prompts_are_of_no_data_set(monkeypatch):
   monkeypatch.setattr(configured, "lines", lambda found: [])
   words = "name=arithmetic rewards=exact_answer".split()
   bench.main([f"--config.data.mixture.sums.{word}" for word in words])
-  assert not mixtures.sources(given[0].config)
-  assert mixtures.scored_by(given[0].config) == {}
+  assert not mixtures.sources(given[0].settings)
+  assert mixtures.scored_by(given[0].settings) == {}
 
 
 def test_one_json_line(monkeypatch, tmp_path, capsys):
@@ -68,18 +68,9 @@ def test_one_json_line(monkeypatch, tmp_path, capsys):
   bench.main(["--workload=arithmetic", "--warmup=3"])
   assert capsys.readouterr().out == '{"peer": "grpojax"}\n' * 2
   assert json.loads(out.read_text()) == {"peer": "grpojax"}
-  (tail, config, *counts), (_, _, *others) = given
+  (tail, settings, *counts), (_, _, *others) = given
   assert (tail, counts, others) == ("tail", [8, 2], [10, 3])
-  assert config.model.remat == "none" and config.loss.beta == 0.04
-
-
-def test_help(capsys):
-  with pytest.raises(SystemExit) as exit_:
-    bench.main(["--help"])
-  assert exit_.value.code == 0
-  text = capsys.readouterr().out
-  for word in ("--workload=fixed|tail|long_prompt|arithmetic", "--warmup=2"):
-    assert word in text
+  assert settings.model.remat == "none" and settings.loss.beta == 0.04
 
 
 UNFIT = {
@@ -99,16 +90,6 @@ def test_weights_that_are_not_there(monkeypatch, tmp_path):
   monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "none"))
   with pytest.raises(SystemExit, match="error: PEERS_MODEL_DIR=.*/none is no"):
     bench.main(["--workload=fixed"])
-
-
-def test_parts_can_be_timed(monkeypatch):
-  given = []
-  monkeypatch.setattr(
-    side_by_side, "measure", lambda *args: given.append(args[1]) or {}
-  )
-  words = "--config.sampling.parts=2 --config.reward.workers=2"
-  bench.main(["--workload=arithmetic", *words.split()])
-  assert given[0].sampling.parts == given[0].reward.workers == 2
 
 
 def test_what_was_measured_is_printed_whatever_the_disk_says(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from grpojax import chat, evaluate, export, train
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
-from grpojax.training import reporting
+from grpojax.training.report import reporting
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def accuracies(monkeypatch):
   """What evaluations say, by step, instead of decoding."""
   said = {}
 
-  def evaluated(run, params, step, poll):
+  def evaluated(run, params, step, check_signals):
     row = {"step": step, "accuracy": said.get(step, 0.0), "prompts": 10}
     row |= {"accuracy_low": 0.0, "accuracy_high": 1.0}
     reporting.record(run, row)

@@ -17,7 +17,7 @@ import time
 import fsspec
 import pytest
 
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 
 HERE = pathlib.Path(__file__).parent
 SETTINGS = {

@@ -8,8 +8,8 @@ import pytest
 
 from grpojax import chat
 from grpojax.rewards import exact
-from grpojax.runtime import config as config_lib
-from grpojax.training import chatting
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training import chat as chatting
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def run(toy, toy_model, tmp_path, config_with):
 
 def test_a_held_out_problem_is_answered_and_scored(run, toy_task, capsys):
   chat.main([f"--model={run}", "--example=5", "--samples=16", "--seed=1"])
-  said = capsys.readouterr().out
+  output = capsys.readouterr().out
   problem = toy_task.load("test", size=6)[5]
-  prompt, _, said = said.partition("\n")
+  prompt, _, output = output.partition("\n")
   assert prompt == problem["prompt"]  # more of them than the run evaluates
-  answers = re.split(r"  \(\[\d+/16\], reward (\S+), \d+ tokens.*\)\n", said)
+  answers = re.split(r"  \(\[\d+/16\], reward (\S+), \d+ tokens.*\)\n", output)
   *pairs, last = answers
   assert len(pairs) == 32 and last == "the right answer: 7\n"
   rewards = set()
@@ -45,8 +45,10 @@ def test_a_line_is_a_prompt(toy_model, toy_task, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n12+13+14+15\n1+1\n"))
   size = "--config.data.max_prompt_length=8"  # the second is longer
   chat.main([str(toy_model), "--temperature=0", "--max_new_tokens=8", size])
-  said = re.split(r"  \(\d tokens.*\)\n", capsys.readouterr().out)
-  assert len(said) == 4 and said[0] == said[2] and said[0].startswith("####")
+  output = re.split(r"  \(\d tokens.*\)\n", capsys.readouterr().out)
+  assert (
+    len(output) == 4 and output[0] == output[2] and output[0].startswith("####")
+  )
 
 
 def test_bytes_that_are_no_text_end_no_chat(monkeypatch):
@@ -78,7 +80,7 @@ def test_what_is_wrong_is_said_before_anything_compiles(
   monkeypatch.setattr(chatting, "speaker", None)
   if "--example=60" in words:  # an endless data set ends nowhere
     fifty = [toy_task.load("test")[i] for i in range(50)]
-    load = "grpojax.training.splits.load_examples"
+    load = "grpojax.training.data.splits.load_examples"
     monkeypatch.setattr(load, lambda config, split: fifty)
   places = {"RUN": str(run), "MODEL": str(toy_model)}
   with pytest.raises(SystemExit) as caught:

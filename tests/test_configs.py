@@ -4,7 +4,6 @@ Nothing is allocated: all arrays are shapes. The models' config.json files, in
 data/model_configs, are those that their authors published.
 """
 
-import functools
 import json
 import math
 import pathlib
@@ -13,21 +12,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from grpojax.core.mesh import make_mesh
 from grpojax.core.types import Prompts
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
 from grpojax.models.transformer import parameter_shapes, transformer
-from grpojax.runtime import config_file
+from grpojax.runtime.cli import config_file
 from grpojax.studies import group_size as figure5
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  group_sizes,
-  host_step,
-  samplers,
-)
-from grpojax.training.config import default_config, validate
+from grpojax.training.config import default_config, from_config
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import setup
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import AUTO
+from grpojax.training.step import host
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted(ROOT.glob("configs/*.py"))}
@@ -47,17 +45,17 @@ DEVICES = dict.fromkeys(  # else one
 ) | dict.fromkeys(("gsm8k_qwen2_5_32b", "gsm8k_qwen3_30b_a3b"), 128)
 
 
-def training_config(name):
+def training_settings(name):
   config = config_file.load_file(str(CONFIGS[name]), default_config)
   if name == "figure5":
-    assert figure5.problems(config) == []
-    config = figure5.train_config(config, config.budgets[0], 128, 0)
-  return config
+    assert figure5.config_errors(config) == []
+    return figure5.train_settings(config, config.budgets[0], 128, 0)
+  return from_config(config)
 
 
-def model_of(config):
+def model_of(settings):
   """The model's config.json; configs for any model get a small one's."""
-  file = MODELS / f"{pathlib.Path(config.model.path).name}.json"
+  file = MODELS / f"{pathlib.Path(settings.model.path).name}.json"
   if not file.is_file():
     file = MODELS / "Qwen2.5-0.5B-Instruct.json"
   return json.loads(file.read_text())
@@ -65,7 +63,7 @@ def model_of(config):
 
 def test_every_model_has_a_config():
   paths = {
-    pathlib.Path(training_config(name).model.path).name for name in CONFIGS
+    pathlib.Path(training_settings(name).model.path).name for name in CONFIGS
   }
   assert set(PARAMETERS) <= paths
   assert set(PARAMETERS) == {path.stem for path in MODELS.glob("*.json")}
@@ -89,38 +87,38 @@ def test_a_config_says_how_to_run_it(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_is_valid(name):
-  config = training_config(name)
-  validate(config)
+  settings = training_settings(name)
   if name != "figure5":
-    assert config.name == name
+    assert settings.name == name
   # Batches can be cut over the devices that the file speaks of.
   devices = jax.devices()[:1] * DEVICES.get(name, 1)
-  mesh = from_config.mesh(config, devices)
-  batch_sizes.check(config, mesh)
+  mesh = setup.make_mesh(settings, devices)
+  batches_lib.check_mesh(settings, mesh)
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "gsm8k" in n])
 def test_settings_of_gsm8k(name):
-  config = training_config(name)
-  assert config.batch_size * config.group_size == 1024
-  assert config.optim.learning_rate == 1e-6
-  assert config.sampling.max_new_tokens >= 1024
-  assert config.sampling.temperature == config.sampling.top_p == 1.0
-  assert config.eval.num_prompts == 1319
-  assert config.model.dtype == "bfloat16" and config.model.remat == "full"
-  assert "{prompt}" in config.data.template
-  assert "\\boxed{}" in config.data.template.format(prompt="")
+  settings = training_settings(name)
+  assert settings.batch_size * settings.group_size == 1024
+  assert settings.optim.learning_rate == 1e-6
+  assert settings.sampling.max_new_tokens >= 1024
+  sampling = settings.sampling.distribution
+  assert sampling.temperature == sampling.top_p == 1.0
+  assert settings.eval.num_prompts == 1319
+  assert settings.model.dtype == "bfloat16" and settings.model.remat == "full"
+  assert "{prompt}" in settings.data.template
+  assert "\\boxed{}" in settings.data.template.format(prompt="")
 
 
-def policy_of(config):
-  model = model_of(config)
+def policy_of(settings):
+  model = model_of(settings)
   eos = model["eos_token_id"]
   return Policy(
     directory=pathlib.Path(),
     lm=transformer(
       hf.to_transformer_config(model),
-      dtype=jnp.dtype(config.model.dtype),
-      remat=config.model.remat,
+      dtype=jnp.dtype(settings.model.dtype),
+      remat=settings.model.remat,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) if isinstance(eos, list) else (eos,),
@@ -147,34 +145,31 @@ ALSO = (
   ],
 )
 def test_a_step_traces_at_its_real_shapes(name):
-  config = training_config(name)
-  policy = policy_of(config)
+  settings = training_settings(name)
+  policy, tx = policy_of(settings), optimizer(settings)
   params = jax.eval_shape(policy.lm.init, jax.random.key(0))
   state = jax.eval_shape(
-    lambda params: from_config.first_state(config, optimizer(config), params),
-    params,
+    lambda params: setup.first_state(settings, tx, params), params
   )
-  b = config.batch_size
-  size = config.group_size
-  assert size != group_sizes.AUTO
-  shape = (b, config.data.max_prompt_length)
+  b = settings.batch_size
+  size = settings.group_size
+  assert size != AUTO
+  shape = (b, settings.data.max_prompt_length)
   prompts = Prompts(
     jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
   )
-  sampler = samplers.make_sampler(
-    config, policy, size, from_config.sampling(config)
-  )
-  samples = jax.eval_shape(sampler, params, prompts, state.key)
-  t = config.sampling.max_new_tokens
+  mesh = make_mesh(devices=jax.devices()[:1])
+  shardings = sharding.shardings(state, mesh)
+  programs = host.make_programs(settings, policy, size, tx, shardings)
+  samples = jax.eval_shape(programs.sample, params, prompts, state.key)
+  t = settings.sampling.max_new_tokens
   assert samples.completion_ids.shape == samples.logprobs.shape == (b, size, t)
   rewards = jax.ShapeDtypeStruct((b, size), jnp.float32)
-  ref_params = params if from_config.needs_reference(config) else None
-  compare = functools.partial(host_step.make_compare(config), policy.lm)
-  batch, row = jax.eval_shape(compare, params, samples, rewards, ref_params)
-  learn = functools.partial(
-    host_step.make_learn(config, optimizer(config)), policy.lm
+  ref_params = params if settings.loss.needs_reference else None
+  batch, row = jax.eval_shape(
+    programs.make_batch, params, samples, rewards, ref_params=ref_params
   )
-  new, metrics = jax.eval_shape(learn, state, batch)
+  new, metrics = jax.eval_shape(programs.update, state, batch)
   assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
     lambda x: (x.shape, x.dtype), state
   )

@@ -12,10 +12,10 @@ import re
 import pytest
 
 from grpojax.rewards import functions
-from grpojax.runtime import command_line
-from grpojax.runtime import config as config_lib
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
 from grpojax.training import config as train_config
-from grpojax.training.validation import CHOICES
+from grpojax.training.config import CHOICES, from_config
 
 _spec = importlib.util.spec_from_file_location(
   "docs_blocks", pathlib.Path(__file__).with_name("docs_blocks.py")
@@ -107,7 +107,7 @@ def test_commands_are_accepted(page, accept, tmp_path, monkeypatch):
     for program, *argv in lib.commands(block):
       config = accept(program, *argv) if program else None
       if config is not None and program in TRAINING:
-        train_config.validate(config)
+        from_config(config)
         options = config.reward.options.to_dict()
         functions.resolve_all(config.reward.functions, options)
 
@@ -116,7 +116,7 @@ def test_a_wrong_command_is_not_accepted(accept):
   with pytest.raises(SystemExit, match="did you mean --config.loss.beta"):
     accept("train", "--config.loss.bta=1")
   with pytest.raises(ValueError, match="loss.clip_low"):
-    train_config.validate(accept("train", "--config.loss.clip_low=2"))
+    from_config(accept("train", "--config.loss.clip_low=2"))
 
 
 def ours(page):

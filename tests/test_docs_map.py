@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import functions
-from grpojax.training import validation
+from grpojax.training.config import CHOICES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -26,28 +26,32 @@ def section(title, page="development.md"):
 
 
 def mapped():
-  """The Python files of the map, below grpojax/."""
-  folder, files = "", []
-  for line in section("Map").split("```")[1].splitlines():
-    if not line.startswith(" "):
-      folder = None if line.split()[:1] != ["grpojax/"] else ""
-    elif re.match(r"  \w+/ ", line):
-      folder = line.split()[0]
-    if folder is not None:
-      place = "" if line.startswith("  train.py") else folder
-      files += [place + name for name in re.findall(r"\w+\.py", line)]
-  return files
+  """The folders of the map below grpojax/, and the programs beside them."""
+  folders, programs, parents = [], [], []
+  inside = False
+  for line in section("Map").split("```")[1].splitlines()[1:]:
+    name, depth = line.split()[:1], (len(line) - len(line.lstrip())) // 2
+    if depth == 0:
+      inside = name == ["grpojax/"]
+    elif inside and name[0].endswith("/"):
+      parents = [*parents[: depth - 1], name[0]]
+      folders.append("".join(parents))
+    elif inside:
+      programs += re.findall(r"\w+\.py", line.partition("  the ")[0])
+  return folders, programs
 
 
-def test_the_map_has_every_file_once():
+def test_the_map_has_every_folder_and_every_program_once():
   package = ROOT / "grpojax"
-  files = {
-    str(path.relative_to(package))
+  folders = {
+    f"{path.parent.relative_to(package)}/"
     for path in package.rglob("*.py")
-    if path.name != "__init__.py"
-  }
-  found = mapped()
-  assert sorted(found) == sorted(files)
+    if path.parent != package
+  } | {"assets/"}
+  programs = {path.name for path in package.glob("*.py")}
+  in_map = mapped()
+  assert sorted(in_map[0]) == sorted(folders)
+  assert sorted(in_map[1]) == sorted(programs - {"__init__.py", "__main__.py"})
 
 
 def test_extending_names_files_and_dicts_that_exist():
@@ -55,7 +59,7 @@ def test_extending_names_files_and_dicts_that_exist():
   assert len(rows) > 10
   text = "\n".join(rows[1:])
   for name in re.findall(
-    r"`((?:core|models|data|rewards|training)/\w+\.py)`", text
+    r"`((?:core|models|data|rewards|training)/[\w/]+\.py)`", text
   ):
     assert (ROOT / "grpojax" / name).is_file(), name
   for name in re.findall(r"`(tests/[\w/]+(?:\.py|/))`", text):
@@ -65,12 +69,12 @@ def test_extending_names_files_and_dicts_that_exist():
     assert re.search(rf"^{name}\b", code, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("setting", validation.CHOICES)
+@pytest.mark.parametrize("setting", CHOICES)
 def test_every_choice_is_listed_and_explained(setting):
   """In the setting's own row, and somewhere in a guide."""
   rows = [x for x in SETTINGS.splitlines() if x.startswith(f"| `{setting}` |")]
   assert rows, setting
-  for name in validation.CHOICES[setting]:
+  for name in CHOICES[setting]:
     assert re.search(rf"\b{name}\b", rows[0]), name
     # KL estimators stand in words, without quotes.
     assert re.search(rf"\b{name}\b", GUIDES), name

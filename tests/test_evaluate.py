@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 
 from grpojax import evaluate
-from grpojax.core.sampling import Sampling
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.data import datasets
-from grpojax.runtime import records
-from grpojax.training import (
-  evaluation,
-  prompts,
-  samplers,
-  scoring,
-  splits,
-)
-from grpojax.training.config import default_config
+from grpojax.runtime.files import records
+from grpojax.training.config import default_config, from_config
+from grpojax.training.data import prompts, splits
+from grpojax.training.evaluation import evaluation
 from grpojax.training.policy import load_policy
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 
 def result_of(argv, tmp_path):
@@ -64,13 +61,11 @@ def test_a_run_is_evaluated_under_its_own_config(
     return {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
 
   before = files()
-  found = result_of([f"--model={run}"], tmp_path)
-  assert found == recorded(run, 8)
+  assert result_of([f"--model={run}"], tmp_path) == recorded(run, 8)
   # As it was before its last two steps.
   shutil.rmtree(run / "checkpoints" / "8")
   (run / "summary.json").unlink()
-  found = result_of([f"--model={run}"], tmp_path)
-  assert found == recorded(run, 6)
+  assert result_of([f"--model={run}"], tmp_path) == recorded(run, 6)
   printed = capsys.readouterr().out
   assert re.findall("checkpoint of step .", printed) == [
     "checkpoint of step 8",
@@ -79,16 +74,11 @@ def test_a_run_is_evaluated_under_its_own_config(
   assert files().items() <= before.items()
   # An override still wins.
   override = ["--config.eval.num_prompts=4"]
-  found = result_of([f"--model={run}", *override], tmp_path)
-  assert found["accuracy_low"] < recorded(run, 6)["accuracy_low"]
-
-
-def test_a_finished_run_without_checkpoints_keeps_its_config(
-  toy_run, toy_task, tmp_path
-):
-  run = tmp_path / "run"
-  shutil.copytree(toy_run.directory, run)
+  result = result_of([f"--model={run}", *override], tmp_path)
+  assert result["accuracy_low"] < recorded(run, 6)["accuracy_low"]
+  # Without checkpoints there is the finished model, under the same config.
   shutil.rmtree(run / "checkpoints")
+  shutil.copy(toy_run.directory / "summary.json", run)
   assert result_of([f"--model={run}"], tmp_path) == recorded(run, 8)
 
 
@@ -101,15 +91,16 @@ def completions(policy, batch_size, toy, group_size=1, temperature=0.0):
       config.update_from_flattened_dict({path: int(value)})
   config.eval.num_prompts = 10
   config.eval.batch_size = batch_size
-  examples = splits.load_examples(config, "test")
+  settings = from_config(config)
+  examples = splits.load_examples(settings, "test")
   sampling = Sampling(temperature)
-  with scoring.open_scorer(config) as scorer:
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     return evaluation.evaluate(
       policy,
       policy.params,
-      samplers.make_sampler(config, policy, group_size, sampling),
-      prompts.held_out(config, policy, examples),
-      scorer,
+      sampling_lib.make_sampler(settings, policy, group_size, sampling),
+      prompts.held_out(settings, policy, examples),
+      reward_pool,
       jax.random.key(0),
       batch_size,
     )
@@ -136,14 +127,14 @@ def test_batches_draw_different_samples(toy_model, toy_task):
 def test_samples(toy_model, toy_task, tmp_path, capsys):
   settings = toy_task.arguments(toy_model, eval__num_prompts=30)
   argv = [f"--model={toy_model}", "--samples=8", "--k=1,4", *settings]
-  found = result_of(argv, tmp_path)
-  assert found.keys() == {"pass@1", "pass@4"}
+  result = result_of(argv, tmp_path)
+  assert result.keys() == {"pass@1", "pass@4"}
   # The model was taught to write 7 with probability 0.3.
-  low, high = found["pass@1"][1:]
+  low, high = result["pass@1"][1:]
   assert 0.15 < low < 0.4 < high + 0.15
-  assert found["pass@1"][0] < found["pass@4"][0] <= 1
+  assert result["pass@1"][0] < result["pass@4"][0] <= 1
   assert "pass@4  " in capsys.readouterr().out
-  assert result_of(argv, tmp_path) == found
+  assert result_of(argv, tmp_path) == result
 
 
 def held_out_prompts(monkeypatch):
@@ -166,11 +157,11 @@ def test_compare_before_and_after_training(
   exported = toy_run.directory / "model"
   settings = toy_task.arguments(toy_model)
   argv = [f"--model={exported}", f"--compare={toy_model}", *settings]
-  found = result_of(argv, tmp_path)
+  result = result_of(argv, tmp_path)
   after, before = recorded(toy_run.directory, 8), recorded(toy_run.directory, 0)
-  assert found.pop("compare") == {"model": str(toy_model)} | before
-  difference = found.pop("difference")["accuracy"]
-  assert found == after
+  assert result.pop("compare") == {"model": str(toy_model)} | before
+  difference = result.pop("difference")["accuracy"]
+  assert result == after
   assert seen[0] == seen[1] and len(seen[0]) == 10
   # Ten prompts, all wrong before and all right after.
   assert (before["accuracy"], after["accuracy"]) == (0, 1)
@@ -201,22 +192,22 @@ def test_compare_samples_of_a_run_under_the_first_config(
   )
   samples = ["--samples=8", "--k=1,4", "--majority"]
   argv = [f"--model={toy_model}", f"--compare={run}", *samples, *settings]
-  found = result_of(argv, tmp_path)
+  result = result_of(argv, tmp_path)
   assert seen[0] == seen[1] and len(seen[0]) == 30
   names = {"pass@1", "pass@4", "maj@1", "maj@4"}
-  other, difference = found.pop("compare"), found.pop("difference")
+  other, difference = result.pop("compare"), result.pop("difference")
   assert other.pop("model") == str(run)
-  assert found.keys() == other.keys() == difference.keys() == names
+  assert result.keys() == other.keys() == difference.keys() == names
   for name, value in difference.items():
     assert value["difference"] == pytest.approx(
-      found[name][0] - other[name][0], abs=1e-6
+      result[name][0] - other[name][0], abs=1e-6
     )
     assert value["low"] < value["difference"] < value["high"]
   # One answer's vote is the answer; four of a model that mostly answers 3
   # outvote a 7, and it is the other way round after training.
-  assert found["maj@1"][0] == pytest.approx(found["pass@1"][0])
-  assert found["maj@4"][0] < found["pass@1"][0] < found["pass@4"][0]
-  assert other["maj@4"][0] > other["pass@1"][0] > found["pass@4"][0] - 0.3
+  assert result["maj@1"][0] == pytest.approx(result["pass@1"][0])
+  assert result["maj@4"][0] < result["pass@1"][0] < result["pass@4"][0]
+  assert other["maj@4"][0] > other["pass@1"][0] > result["pass@4"][0] - 0.3
   assert (
     difference["maj@4"]["high"] < 0 and difference["maj@4"]["p_value"] < 0.01
   )
@@ -238,11 +229,11 @@ def test_a_model_compared_with_itself_in_another_format(
   (chat / "chat_template.jinja").write_text(template)
   settings = toy_task.arguments(toy_model, data__template="{prompt}+1\n")
   argv = [f"--model={toy_model}", f"--compare={chat}", *settings]
-  found = result_of(argv, tmp_path)
+  result = result_of(argv, tmp_path)
   plain = toy_task.arguments(toy_model)
   alone = result_of([f"--model={toy_model}", *plain], tmp_path)
-  found["compare"].pop("model")
-  assert found["compare"] == alone
+  result["compare"].pop("model")
+  assert result["compare"] == alone
   # A format that makes the prompts too long is refused before any sampling.
   (chat / "chat_template.jinja").write_text("Please, add: " + template)
   monkeypatch.setattr(evaluation, "evaluate", None)
@@ -384,12 +375,9 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
   [
     ([], "--model"),
     (["--model=arithmetic-bose"], "no model at 'arithmetic-bose'"),
-    (["--modle=x"], "--model?"),
     (["--model={model}", "--samples=2", "--k=1,3"], "1..2"),
     (["--model={model}", "--k=one"], "numbers like 1,2,4"),
     (["--model={model}", "--samples=2", "--temperature=0"], "--temperature"),
-    (["--model={model}", "--samples=-1"], "--samples"),
-    (["--model={model}", "--config.eval.num_prompt=3"], "eval.num_prompts?"),
     (["--model={empty_run}"], "no complete checkpoint"),
     (["--model={model}", "--config.reward.functions=nosuch"], "'nosuch'"),
     (
@@ -408,14 +396,8 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
       "which only exact_answer, math_answer can read",
     ),
     (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
-    (["--model={model}", "--compare={empty_run}"], "no complete checkpoint"),
     (["--compare={model}"], "--model"),
-    (["--model={model}", "--samples=2", "--temperature=nan"], "=nan: must be"),
-    (["--model={model}", "--samples=2", "--temperature=inf"], "=inf: must be"),
-    (["--model={model}", "--config.reward.functions=nosuch"], "'nosuch'"),
     (["--model={model}", "--out={empty_run}"], "is a directory"),
-    (["--model={model}", "--out=/proc/x"], "No such file"),
-    (["--model={model}", "--out={empty_run}/" + "x" * 300], "name too long"),
     (
       ["--model={model}", "--samples=1000000000"],
       "Change --config.eval.batch_size, --s",

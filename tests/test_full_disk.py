@@ -6,7 +6,8 @@ import pytest
 from orbax.checkpoint._src.path import atomicity
 
 from grpojax import train
-from grpojax.runtime import checkpoint, records
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
 
 SHORT = {"steps": 6, "checkpoint.every": 2, "eval.every": 6, "eval.samples": 0}
 

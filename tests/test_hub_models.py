@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from grpojax import export, train
-from grpojax.models import hf
-from grpojax.runtime import records
-from grpojax.training import trained
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
+from grpojax.training import run_models
 
 sys.path.append(str(pathlib.Path(__file__).parent))
 import hub_server  # noqa: E402
@@ -68,8 +68,8 @@ def test_a_run_is_that_of_the_directory_and_keeps_its_commit(
   assert len(served.log) == before and "is finished" in capsys.readouterr().out
   with pytest.raises(SystemExit, match="model.revision: '' -> 'main'"):
     train.main([*more, "--config.model.revision=main", "--run_dir=a"])
-  _, trained_ = trained.load("a")  # its base at the run's commit
-  jax.tree.map(np.testing.assert_array_equal, trained_, trained.load("b")[1])
+  _, trained_ = run_models.load("a")  # its base at the run's commit
+  jax.tree.map(np.testing.assert_array_equal, trained_, run_models.load("b")[1])
   export.main(["a", "--out=exported", "--step=3"])
   same("exported", "a/model")
   export.main(["a", "--out=adapter", "--adapter"])

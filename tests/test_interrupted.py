@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
-from grpojax.training import scored_text
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.training.step import rewards as rewards_lib
 
 HERE = pathlib.Path(__file__).parent
 
@@ -98,13 +99,13 @@ def test_kill_at_any_moment(
   assert_same_run(run, uninterrupted)
 
 
-# What happens when SIGTERM comes: (calls of what, of which the last sends it,
-# whole steps done by then). Three batches of held-out prompts are scored before
+# Moments of SIGTERM: (function, the call of it that sends it, whole steps done
+# by then). Three batches of held-out prompts are scored before
 # the first step, and after every fifth.
 MOMENTS = {
-  "first step": ("scored_text.finish", 3 + 1, 0),
-  "rewards": ("scored_text.finish", 3 + 4, 3),
-  "evaluation": ("scored_text.finish", 3 + 5 + 1, 5),
+  "first step": ("rewards.collect_rewards", 3 + 1, 0),
+  "rewards": ("rewards.collect_rewards", 3 + 4, 3),
+  "evaluation": ("rewards.collect_rewards", 3 + 5 + 1, 5),
   "checkpoint": ("checkpoint.save", 2, 4),
 }
 
@@ -118,7 +119,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
   name, calls, done = MOMENTS[moment]
   module, name = name.split(".")
-  module = {"scored_text": scored_text, "checkpoint": checkpoint}[module]
+  module = {"rewards": rewards_lib, "checkpoint": checkpoint}[module]
   original, count = getattr(module, name), []
 
   def interrupted(*args, **options):
@@ -153,7 +154,7 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
   toy_task, toy_model, tmp_path, monkeypatch, capsys, ctrl_c
 ):
   """As where Python runs a weak reference's callback."""
-  original, calls = scored_text.finish, []
+  original, calls = rewards_lib.collect_rewards, []
 
   def swallowed(*args, **options):
     calls.append(1)
@@ -165,7 +166,7 @@ def test_ctrl_c_that_is_swallowed_ends_the_run_at_the_next_chance(
         pass
     return original(*args, **options)
 
-  monkeypatch.setattr(scored_text, "finish", swallowed)
+  monkeypatch.setattr(rewards_lib, "collect_rewards", swallowed)
   with pytest.raises(SystemExit) as caught:
     train.main([*toy_task.arguments(toy_model), f"--run_dir={tmp_path}/run"])
   assert caught.value.code == 130

@@ -7,23 +7,23 @@ import pathlib
 import pytest
 
 from grpojax.data import examples
-from grpojax.runtime import trackers
-from grpojax.training import run_directory, run_storage
+from grpojax.runtime.terminal import trackers
+from grpojax.training.run import run_directory, run_storage
 
 ROOT = pathlib.Path(__file__).resolve().parents[1] / "grpojax"
 OWNERS = {
   examples.MARK: "data/examples.py",
-  run_directory.METRICS: "training/run_directory.py",
-  run_directory.SAMPLES: "training/run_directory.py",
-  run_directory.FAILURES: "training/run_directory.py",
-  trackers.TENSORBOARD: "runtime/trackers.py",
-  run_directory.TRACKED: "training/run_directory.py",
-  run_storage.CHECKPOINTS: "training/run_storage.py",
-  run_storage.REFERENCE: "training/run_storage.py",
-  run_directory.CURVE: "training/run_directory.py",
-  run_directory.REWARDS: "training/run_directory.py",
-  run_directory.EVALUATIONS: "training/run_directory.py",
-  run_directory.REPORT: "training/run_directory.py",
+  run_directory.METRICS: "training/run/run_directory.py",
+  run_directory.SAMPLES: "training/run/run_directory.py",
+  run_directory.FAILURES: "training/run/run_directory.py",
+  trackers.TENSORBOARD: "runtime/terminal/trackers.py",
+  run_directory.TRACKED: "training/run/run_directory.py",
+  run_storage.CHECKPOINTS: "training/run/run_storage.py",
+  run_storage.REFERENCE: "training/run/run_storage.py",
+  run_directory.CURVE: "training/run/run_directory.py",
+  run_directory.REWARDS: "training/run/run_directory.py",
+  run_directory.EVALUATIONS: "training/run/run_directory.py",
+  run_directory.REPORT: "training/run/run_directory.py",
 }
 
 

@@ -19,8 +19,10 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import hf
-from grpojax.runtime import checkpoint_files, distributed, records, rendezvous
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
 
 HERE = pathlib.Path(__file__).parent
 RUNS = HERE / "training" / "mesh_runs.py"
@@ -53,41 +55,51 @@ def model(runs, tmp_path_factory):
 def words(runs, model):
   """A command line."""
 
-  def of(changes):
+  def command_line(changes):
     settings = runs.SETTINGS | SETTINGS | {"model.path": model} | changes
     text = lambda x: ",".join(map(str, x)) if isinstance(x, tuple) else x
     return [f"--config.{name}={text(x)}" for name, x in settings.items()]
 
-  return of
+  return command_line
+
+
+def free_address():
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @contextlib.contextmanager
-def started(directory, count, words, devices=8, **others):
-  """Starts the processes of a run; kills what is left of them."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+def started(directory, count, words, devices=8, of_1=(), program=None):
+  """Starts the processes of a run; kills what is left of them.
+
+  Args:
+    directory: run directory; what a process prints is in files beside it.
+    count: number of processes.
+    words: command line of all of them.
+    devices: number of devices of all of them.
+    of_1: more words for process 1.
+    program: Python code to run instead of a training.
+  """
   env = os.environ | {
     "JAX_NUM_CPU_DEVICES": str(devices // count),
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(HERE.parent),
   }
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  processes = []
+  command = [sys.executable, "-c", program] if program else command
+  address, processes = free_address(), []
   for i in range(count):
-    told = [f"--coordinator={address}", f"--num_processes={count}"]
-    told = [*told, f"--process_id={i}"] if count > 1 else []
-    more = others.get(f"of_{i}", [])
-    with contextlib.ExitStack() as files:
-      out, err = (
-        files.enter_context(open(log(directory, i, kind), "w"))
-        for kind in ("out", "err")
-      )
-      processes.append(
-        subprocess.Popen(
-          [*command, *words, *told, *more], env=env, stdout=out, stderr=err
-        )
-      )
+    own = [f"--coordinator={address}", f"--num_processes={count}"]
+    own = [*own, f"--process_id={i}"] if count > 1 else []
+    own += of_1 if i == 1 else []
+    with (
+      open(log(directory, i, "out"), "w") as out,
+      open(log(directory, i, "err"), "w") as err,
+    ):
+      command_line = [*command, *words, *own]
+      process = subprocess.Popen(command_line, env=env, stdout=out, stderr=err)
+      processes.append(process)
   try:
     yield processes
   finally:
@@ -100,7 +112,7 @@ def log(directory, i, kind):
   return pathlib.Path(directory).with_suffix(f".{i}.{kind}")
 
 
-def told(directory, i=0, kind="out"):
+def printed(directory, i=0, kind="out"):
   """What a process has printed, without what Gloo says of itself."""
   lines = log(directory, i, kind).read_text().splitlines(keepends=True)
   # Its threads write at once: a line may be in two.
@@ -117,7 +129,7 @@ def run(directory, count, words, **options):
   with started(directory, count, words, **options) as processes:
     codes = ended(processes)
   assert codes == [0] * count, "\n".join(
-    told(directory, i, "err")[-3000:] for i in range(count)
+    printed(directory, i, "err")[-3000:] for i in range(count)
   )
 
 
@@ -218,16 +230,16 @@ def test_several_do_what_one_does(case, counts, words, tmp_path):
     run(tmp_path / str(count), count, settings)
     same(one, results(tmp_path / str(count)))
     for i in range(1, count):  # what is said, is said once
-      assert told(tmp_path / str(count), i) == ""
+      assert printed(tmp_path / str(count), i) == ""
 
 
 PLACE = """
 import sys
 import jax, numpy as np
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import distributed
+from grpojax.runtime.processes import distributed
 
-with distributed.joined(sys.argv[1], "2", sys.argv[2]):
+with distributed.joined(*(word.split("=")[1] for word in sys.argv[1:])):
   mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)
   other = mesh_lib.sampling_mesh(mesh, 1)
   key = jax.random.key(3)
@@ -235,28 +247,14 @@ with distributed.joined(sys.argv[1], "2", sys.argv[2]):
   for names in ((), ("batch",)):
     there = mesh_lib.place(mesh_lib.place(tree, mesh, *names), other, *names)
     there["key"] = jax.random.key_data(there["key"])
-    wanted = tree | {"key": jax.random.key_data(key)}
-    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), wanted)
+    expected = tree | {"key": jax.random.key_data(key)}
+    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), expected)
 """
 
 
 @pytest.mark.slow
-def test_arrays_and_keys_move_to_another_mesh():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  env = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
-  env = os.environ | env | {"PYTHONPATH": str(HERE.parent)}
-  processes = [
-    subprocess.Popen([sys.executable, "-c", PLACE, address, str(i)], env=env)
-    for i in range(2)
-  ]
-  try:
-    assert ended(processes, 120) == [0, 0]
-  finally:
-    for process in processes:
-      process.kill()
-      process.wait()
+def test_arrays_and_keys_move_to_another_mesh(tmp_path):
+  run(tmp_path / "place", 2, [], devices=4, program=PLACE)
 
 
 SLOW = """
@@ -295,90 +293,55 @@ def wait_for(directory, step, processes):
       rows = records.read_jsonl(directory / "metrics.jsonl")
       if rows and rows[-1]["step"] >= step:
         return
-    assert all(p.poll() is None for p in processes), told(directory, 0, "err")
+    assert all(p.poll() is None for p in processes), printed(
+      directory, 0, "err"
+    )
     time.sleep(0.1)
   raise AssertionError("nothing happens")
 
 
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
 @pytest.mark.parametrize(
-  "stops",  # of how many processes, after which step
+  "blows",  # (number of processes, after which step, signal, to which process)
   [
-    pytest.param([(2, 2)], marks=pytest.mark.slow),
-    pytest.param([(2, 2), (4, 4)], marks=pytest.mark.long),
+    pytest.param([(2, 2, TERM, 1), (2, 5, KILL, 1)], marks=pytest.mark.slow),
+    pytest.param([(2, 2, TERM, 1), (4, 4, TERM, 3)], marks=pytest.mark.long),
+    pytest.param([(2, 4, KILL, 1), (2, 6, KILL, 0)], marks=pytest.mark.long),
   ],
 )
-def test_sigterm_to_one_saves_on_all_and_any_number_goes_on(
-  slow, stops, tmp_path
-):
+def test_a_signal_to_one_ends_all_and_any_number_goes_on(slow, blows, tmp_path):
   settings, whole = slow
   directory = tmp_path / "run"
-  for count, after in stops:
+  for count, after, number, victim in blows:
     with started(directory, count, settings) as processes:
       wait_for(directory, after, processes)
-      processes[-1].send_signal(signal.SIGTERM)
-      assert ended(processes, 60) == [75] * count, told(directory, 0, "err")
-    saved = checkpoint_files.complete(directory / "checkpoints")[-1]
-    assert f"saved step {saved}" in told(directory)
-    assert saved >= after
+      processes[victim].send_signal(number)
+      codes = ended(processes, distributed.HEARTBEAT + 30)
+    if number == TERM:
+      assert codes == [75] * count, printed(directory, 0, "err")
+      saved = checkpoint.complete(directory / "checkpoints")[-1]
+      assert f"saved step {saved}" in printed(directory) and saved >= after
+    else:
+      assert codes[1 - victim] not in (0, 75)
+      err = printed(directory, 1 - victim, "err")
+      # By a collective, or by JAX, whichever is first.
+      assert "of this run is gone" in err or "another task died" in err
   run(directory, 1, settings)
   same(whole, results(directory))
 
 
-@pytest.mark.parametrize(
-  "victims",
-  [
-    pytest.param((1,), marks=pytest.mark.slow),
-    pytest.param((1, 0), marks=pytest.mark.long),
-  ],
-)
-def test_one_that_is_killed_ends_the_others(slow, victims, tmp_path):
-  settings, whole = slow
-  directory = tmp_path / "run"
-  for victim in victims:
-    with started(directory, 2, settings) as processes:
-      wait_for(directory, 4 if victim else 6, processes)
-      processes[victim].kill()
-      codes = ended(processes, distributed.HEARTBEAT + 30)
-    assert codes[1 - victim] not in (0, 75)
-    said = told(directory, 1 - victim, "err")
-    # By the connection between the two, or by JAX, whichever is first.
-    assert "of this run is gone" in said or "another task died" in said
-  run(directory, 2, settings)
-  same(whole, results(directory))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "of_1, message",
-  [
-    (["--config.seed=7"], "processes 0 and 1 differ in configuration"),
-    (["--config.model.path=nowhere"], "differ in configuration"),
-  ],
-)
-def test_what_differs_is_refused(words, tmp_path, of_1, message):
+def test_what_differs_is_refused(words, tmp_path):
   directory = tmp_path / "run"
+  of_1 = ["--config.model.path=nowhere"]
   with started(directory, 2, words({}), of_1=of_1) as processes:
     assert ended(processes, 60) == [1, 1]
   for i in range(2):
-    assert message in told(directory, i, "err")
+    err = printed(directory, i, "err")
+    assert "processes 0 and 1 differ in configuration" in err
   assert not directory.exists()
-
-
-@pytest.mark.slow
-def test_wrong_arguments_are_said(tmp_path):
-  for wrong, message in (
-    (["--coordinator=here"], "--coordinator=here: expected HOST:PORT"),
-    (["--coordinator=here:1"], "give --num_processes=N"),
-    (["--process_id=1"], "need --coordinator"),
-  ):
-    command = [sys.executable, "-m", "grpojax.train", *wrong]
-    done = subprocess.run(
-      [*command, f"--run_dir={tmp_path / 'run'}"],
-      capture_output=True,
-      text=True,
-      env=os.environ | {"PYTHONPATH": str(HERE.parent)},
-    )
-    assert done.returncode == 1 and message in done.stderr
 
 
 # What happens to a run: (signal, to all of its processes or to one).
@@ -441,13 +404,13 @@ def test_ten_interruptions_of_any_kind_leave_no_trace(words, tmp_path):
     with started(directory, count, settings, devices=devices) as processes:
       blow = strike(rng, blows[i], directory, processes, steps)
       # Until one gives up another that was ended before they met.
-      codes = ended(processes, rendezvous.PATIENCE + 60)
+      codes = ended(processes, distributed.PATIENCE + 60)
     print(i, f"{count} processes, {devices} devices:", *blow, codes, flush=True)
-    said = "".join(told(directory, j, "err") for j in range(count))
+    err = "".join(printed(directory, j, "err") for j in range(count))
     # Python passes over a Ctrl-C that comes in some callbacks, and says so.
-    assert "Traceback" not in said.replace("\nTraceback", "", said.count(LOST))
+    assert "Traceback" not in err.replace("\nTraceback", "", err.count(LOST))
     signals = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT}
-    assert set(codes) <= {0, 1, 75, 130, *signals}, said
+    assert set(codes) <= {0, 1, 75, 130, *signals}, err
   run(directory, 2, settings)
   same(results(tmp_path / "whole"), results(directory))
   rows = records.read_jsonl(directory / "metrics.jsonl")

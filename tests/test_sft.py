@@ -12,12 +12,10 @@ import pytest
 
 from grpojax import sft
 from grpojax.data import texts as texts_lib
-from grpojax.models import hf
-from grpojax.runtime import bpe
-from grpojax.runtime import eos as eos_lib
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import sft as sft_lib
-from grpojax.training import sft_config
+from grpojax.models import huggingface as hf
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.sft import sft as sft_lib
+from grpojax.training.sft import sft_config
 
 PROBLEMS = pathlib.Path(__file__).parent / "data" / "gsm8k"
 
@@ -54,7 +52,7 @@ def test_it_learns_and_writes_a_model_directory(toy_model):
   _, params = hf.load(toy_model)
   assert params["embed"].shape == (100, 16)
   tokenizer = tokenizer_lib.load(toy_model)
-  assert eos_lib.eos_ids(toy_model, tokenizer) == (1, 99)
+  assert tokenizer_lib.eos_ids(toy_model, tokenizer) == (1, 99)
 
 
 def test_it_starts_from_a_model_directory(toy_model, toy_task, tmp_path):
@@ -125,7 +123,7 @@ def test_the_format_decides_the_template_and_the_end(
     tmp_path, tokenizer_lib.load(tmp_path), config_with(format=form)
   )
   tokenizer = tokenizer_lib.load(tmp_path)
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == eos
+  assert tokenizer_lib.eos_ids(tmp_path, tokenizer) == eos
   text = tokenizer_lib.format_prompt(tokenizer, "1+2", "{prompt}\n")
   assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
 
@@ -162,7 +160,7 @@ def test_a_model_of_word_problems(tmp_path, capsys):
   assert int(kept) + int(dropped) == 32 and int(kept) and int(dropped)
   tokenizer = tokenizer_lib.load(tmp_path)
   assert params["embed"].shape == (300, 16) == (len(tokenizer), 16)
-  eos_ids = eos_lib.eos_ids(tmp_path, tokenizer)
+  eos_ids = tokenizer_lib.eos_ids(tmp_path, tokenizer)
   assert eos_ids == (tokenizer.eos_token_id,)
   text = "Q: Ann has 7 €.\nA: "
   prompt, ids = tokenizer_lib.encode_prompt(tokenizer, "Ann has 7 €.")
@@ -177,7 +175,7 @@ def word_problem_texts(form, **changes):
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.data.update(changes)
   examples = sft_lib.load_examples(config)
-  tokenizer = bpe.train_bpe(
+  tokenizer = tokenizer_lib.train_bpe(
     texts_lib.strings(examples), 300, chat=form == "dialogue"
   )
   texts = sft_lib.texts(config, tokenizer, examples)

@@ -47,31 +47,35 @@ def on_terminal(words, ending=None):
   return process.wait(timeout=30), sent
 
 
-@pytest.mark.slow
-def test_sigterm_leaves_the_last_table_and_saves(toy, toy_model, tmp_path):
+@pytest.mark.parametrize(
+  "ending, code, last_words",
+  [
+    pytest.param(
+      signal.SIGTERM, 75, "saved step", marks=pytest.mark.slow, id="SIGTERM"
+    ),
+    pytest.param(
+      signal.SIGINT, 130, "interrupted; ", marks=pytest.mark.long, id="Ctrl-C"
+    ),
+  ],
+)
+def test_a_signal_leaves_the_last_table_and_a_sentence(
+  ending, code, last_words, toy, toy_model, tmp_path
+):
   words = toy.arguments(toy_model, steps=100000, eval__every=1000)
-  code, sent = on_terminal([*words, f"--run_dir={tmp_path}"], signal.SIGTERM)
+  ended, sent = on_terminal([*words, f"--run_dir={tmp_path}"], ending)
   plain = MOVES.sub("", sent)
-  assert code == 75, plain[-2000:]
+  assert ended == code, plain[-2000:]
   assert "the first step compiles" in plain and "evaluating 0/10" in plain
   assert re.search(r"step +reward +length +truncated +no variance", plain)
-  assert "SIGTERM: saving, then exiting" in plain
-  assert re.search(r"saved step \d+; the same command resumes", plain)
+  assert ("SIGTERM: saving, then exiting" in plain) == (code == 75)
+  assert re.search(last_words + ".*; the same command resumes", plain)
   assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")  # the cursor
 
 
 @pytest.mark.long
-def test_ctrl_c_and_the_end(toy, toy_model, tmp_path):
-  words = toy.arguments(toy_model, steps=100000, eval__every=1000)
-  code, sent = on_terminal([*words, f"--run_dir={tmp_path}"], signal.SIGINT)
-  assert code == 130 and "; the same command resumes" in sent
-  assert "interrupted; the last good checkpoint is" in sent or (
-    "interrupted; there is no checkpoint yet" in sent
-  )
-  assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")
-  code, sent = on_terminal(
-    [*toy.arguments(toy_model, steps=3), f"--run_dir={tmp_path / 'whole'}"]
-  )
+def test_the_end(toy, toy_model, tmp_path):
+  words = toy.arguments(toy_model, steps=3)
+  code, sent = on_terminal([*words, f"--run_dir={tmp_path / 'whole'}"])
   plain = MOVES.sub("", sent)
   assert code == 0 and "Traceback" not in plain
   last = plain[plain.rindex("no variance") :]

@@ -16,14 +16,16 @@ import pytest
 
 from grpojax import evaluate, export, train
 from grpojax.data import arithmetic, datasets
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact
-from grpojax.runtime import checkpoint, records
-from grpojax.runtime import config as config_lib
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
 from grpojax.statistics import diagnostics
-from grpojax.training import fit, from_config, halves
-from grpojax.training.config import default_config
+from grpojax.training.config import CHOICES, default_config, from_config
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import fit, setup
+from grpojax.training.step import diagnosis, sampling
 
 HERE = pathlib.Path(__file__).parent
 FILES = {
@@ -54,10 +56,10 @@ MEASURED = {
   "clip_fraction_high",
   "ratio_min",
   "ratio_max",
-  "sampler_mismatch_mean",
-  "sampler_mismatch_max",
-  "sampler_clip_fraction_low",
-  "sampler_clip_fraction_high",
+  "rollout_mismatch_mean",
+  "rollout_mismatch_max",
+  "rollout_clip_fraction_low",
+  "rollout_clip_fraction_high",
   "grad_norm",
   "update_norm",
   "skipped_updates",
@@ -231,8 +233,9 @@ def test_every_step_is_measured_once(toy_run):
 
 def test_the_model_is_the_last_checkpoint(toy_run, toy_model):
   config = config_lib.from_json((toy_run.directory / "config.json").read_text())
-  tx = optimizer(config)
-  like = from_config.first_state(config, tx, hf.load_params(toy_model))
+  settings = from_config(config)
+  tx = optimizer(settings)
+  like = setup.first_state(settings, tx, hf.load_params(toy_model))
   with checkpoint.open_checkpointer(
     toy_run.directory / "checkpoints", readonly=True
   ) as saved:
@@ -342,7 +345,7 @@ VARIANTS = {
     "advantage": "grpo",
     "loss.kl": "k3",
     "loss.kl_placement": "loss",
-    "loss.old_logprobs": "scorer",
+    "loss.old_logprobs": "trainer",
     "optim.epochs": 2,
     "optim.minibatches": 2,
     "optim.schedule": "linear",
@@ -390,13 +393,12 @@ VARIANTS = {
 
 
 def test_the_variants_use_every_choice():
-  from grpojax.core.kl import PLACEMENTS
-  from grpojax.training import validation
+  from grpojax.core.losses.kl import PLACEMENTS
 
   used = [config_lib.flatten(default_config()) | v for v in VARIANTS.values()]
   fields = "loss.ratio loss.old_logprobs loss.weighting optim.schedule"
   for field in fields.split():
-    assert {v[field] for v in used} == set(validation.CHOICES[field]), field
+    assert {v[field] for v in used} == set(CHOICES[field]), field
   pairs = {(v["loss.kl_placement"], v["loss.kl"]) for v in used}
   assert pairs == {(p, kl) for p, kls in PLACEMENTS.items() for kl in kls}
 
@@ -438,7 +440,9 @@ def test_options(name, toy_task, toy_model, tmp_path, monkeypatch):
 def test_a_reward_on_the_device_changes_nothing(
   toy_task, toy_model, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(halves, "LARGEST", 0)  # which round in another order
+  monkeypatch.setattr(
+    sampling, "LARGEST_HALVED", 0
+  )  # which round in another order
   final = []
   for on_device in (False, True):
     run = tmp_path / str(on_device)
@@ -465,10 +469,10 @@ def test_each_group_size_compiles_once(
 ):
   """The group size goes to and fro; the number of samples stays."""
 
-  def other(choice, *estimates):
+  def other(choice, *estimates, **options):
     return choice.replace(group_size=24 - choice.group_size)
 
-  monkeypatch.setattr(from_config, "observe", lambda config: other)
+  monkeypatch.setattr(diagnosis.group_size_lib, "observe", other)
   changes = {"steps": 5, "eval.every": 5, "eval.num_prompts": 4}
   changes |= {"group_size": "auto", "auto_group_size.largest": 16}
   changes |= {"diagnostics.every": 1, "optim.micro_batches": 2}
@@ -482,7 +486,7 @@ def test_each_group_size_compiles_once(
   assert len(samples) == 4 * (16 + 16)  # steps 2 and 4
   text = [record.getMessage() for record in caplog.records]
   for name, times in (
-    *(("learn", 2), ("diagnose", 2), ("other", 1)),
+    *(("update", 2), ("diagnose", 2), ("other", 1)),
     ("sample", 3),  # two sizes, and the evaluations before, in and after it
   ):
     compiled = [x for x in text if f"Compiling jit({name})" in x]
@@ -513,10 +517,10 @@ def test_a_mesh_changes_nothing_and_compiles_once(
   assert done.returncode == 0, done.stderr[-2000:]
   assert "on 4 cpu device(s)" in done.stdout
   # As often as what is called once; some versions log each line twice.
-  learn, fresh = (
-    done.stderr.count(f"Compiling jit({name})") for name in ("learn", "fresh")
+  update, fresh = (
+    done.stderr.count(f"Compiling jit({name})") for name in ("update", "fresh")
   )
-  assert learn == fresh > 0
+  assert update == fresh > 0
   one, four = (weights(tmp_path / name / "model") for name in ("one", "four"))
   for name in one:
     np.testing.assert_allclose(four[name], one[name], atol=1e-5, rtol=0)

@@ -1,6 +1,7 @@
 """Fixtures for tests of the programs: a tiny model and a finished run."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import pathlib
@@ -8,11 +9,15 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from ml_collections import ConfigDict
 
 HERE = pathlib.Path(__file__).parent
 PACKAGE = HERE.parent / "grpojax"
-READERS = [PACKAGE / "train.py", *sorted((PACKAGE / "training").glob("*.py"))]
+CHECKS = [
+  "core/options.py",
+  "training/config.py",
+  "training/settings/conflicts.py",
+]
+"""Files that read every setting, or read it only to refuse it."""
 
 
 class ToyRun(NamedTuple):
@@ -73,27 +78,43 @@ def toy_model(toy, tmp_path_factory):
   return path
 
 
-def _record(monkeypatch):
-  """Notes which settings the programs' own code reads from a config."""
-  read, paths = set(), {}
-  programs = set(map(str, READERS))
+def _sections(kind, prefix=""):
+  """Dataclasses of a tree of settings with their dotted paths."""
+  yield kind, prefix
+  for field in dataclasses.fields(kind):
+    if "section" in field.metadata:
+      yield from _sections(field.metadata["section"], f"{prefix}{field.name}.")
+    elif "inline" in field.metadata:
+      yield from _sections(field.metadata["inline"], prefix)
 
-  def recording(original):
+
+def _record(monkeypatch):
+  """Notes which settings a run reads, by dotted path of their fields."""
+  from grpojax.training.settings.run import TrainSettings
+
+  read = set()
+  folders = tuple(str(PACKAGE / name) + "/" for name in ("core", "training"))
+  checks = {str(PACKAGE / name) for name in CHECKS}
+
+  def reads(frame):
+    while frame.f_code.co_filename == dataclasses.__file__:  # asdict
+      frame = frame.f_back
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    in_run = file.startswith(folders) and file not in checks
+    return in_run and not name.endswith("errors")
+
+  def recording(prefix, names):
     def get(self, name):
-      value = original(self, name)
-      parent = paths.get(id(self), (self, ""))[1]
-      path = f"{parent}.{name}" if parent else name
-      if isinstance(value, ConfigDict):
-        paths[id(value)] = value, path  # kept alive, so that ids stay its own
-      elif sys._getframe(1).f_code.co_filename in programs:
-        read.add(path)
-      return value
+      if name in names and reads(sys._getframe(1)):
+        read.add(f"{prefix}{name}")
+      return object.__getattribute__(self, name)
 
     return get
 
-  for method in ("__getattr__", "__getitem__"):
-    original = getattr(ConfigDict, method)
-    monkeypatch.setattr(ConfigDict, method, recording(original))
+  for kind, prefix in _sections(TrainSettings):
+    names = {field.name for field in dataclasses.fields(kind)}
+    get = recording(prefix, names)
+    monkeypatch.setattr(kind, "__getattribute__", get, raising=False)
   return read
 
 

@@ -13,21 +13,21 @@ class Chip(NamedTuple):
   """Peak rates.
 
   Attributes:
-    flops: bf16 matrix products, FLOP/s.
-    hbm_bytes: main memory, bytes; the runtime keeps some of it for itself.
-    hbm_bandwidth: bytes/s.
-    link_bandwidth: what a chip sends to its neighbour on a ring of chips, one
-      way over one link, bytes/s.
-    devices: XLA devices a chip.
-    source: where the figures are from.
+    flops: Rate of bf16 matrix products, FLOP/s.
+    hbm_bytes: Size of main memory, bytes; the runtime takes some for itself.
+    hbm_bandwidth: Rate of main memory, bytes/s.
+    link_bandwidth: Rate at which a chip sends to its neighbour on a ring of
+      chips, one way over one link, bytes/s.
+    source: Source of the figures.
+    devices: Number of XLA devices a chip.
   """
 
   flops: float
   hbm_bytes: int
   hbm_bandwidth: float
   link_bandwidth: float
-  devices: int
   source: str
+  devices: int = 1
 
 
 _GIB = 2**30
@@ -42,15 +42,13 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=32 * _GIB,
     hbm_bandwidth=1200e9,
     link_bandwidth=45e9,
-    devices=1,  # its two cores are one (megacore)
-    source=f"{_GOOGLE}v4; {_BOOK}",
+    source=f"{_GOOGLE}v4; {_BOOK}",  # its two cores are one (megacore)
   ),
   "v5e": Chip(
     flops=197e12,
     hbm_bytes=16 * _GIB,
     hbm_bandwidth=819e9,
     link_bandwidth=45e9,  # Google: 400 GB/s over 4 ports, both ways
-    devices=1,
     source=f"{_GOOGLE}v5e; {_BOOK}",
   ),
   "v5p": Chip(
@@ -58,7 +56,6 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=95 * _GIB,  # of 96 GiB, less what the system keeps
     hbm_bandwidth=2765e9,
     link_bandwidth=90e9,  # Google: 1200 GB/s over 6 links, both ways
-    devices=1,
     source=f"{_GOOGLE}v5p; {_BOOK}",
   ),
   "v6e": Chip(
@@ -66,7 +63,6 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=32 * _GIB,
     hbm_bandwidth=1638e9,
     link_bandwidth=90e9,  # Google: 800 GB/s over 4 ports, both ways
-    devices=1,
     source=f"{_GOOGLE}v6e; {_BOOK}",
   ),
   "tpu7x": Chip(
@@ -76,8 +72,8 @@ CHIPS: dict[str, Chip] = {
     # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
     # which does not have this chip, has nine tenths of that for the others.
     link_bandwidth=90e9,
-    devices=2,  # "two TPU devices": the chiplets share the links
     source=f"{_GOOGLE}tpu7x",
+    devices=2,  # "two TPU devices": the chiplets share the links
   ),
   # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways.
   "h100": Chip(
@@ -85,7 +81,6 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=80 * 10**9,
     hbm_bandwidth=3350e9,
     link_bandwidth=450e9,
-    devices=1,
     source="https://www.nvidia.com/en-us/data-center/h100 (SXM)",
   ),
   "h200": Chip(
@@ -93,7 +88,6 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=141 * 10**9,
     hbm_bandwidth=4800e9,
     link_bandwidth=450e9,
-    devices=1,
     source="https://www.nvidia.com/en-us/data-center/h200 (SXM)",
   ),
   # Made up, so that a program can be tried on virtual devices of a CPU: its
@@ -103,7 +97,6 @@ CHIPS: dict[str, Chip] = {
     hbm_bytes=16 * _GIB,
     hbm_bandwidth=50e9,
     link_bandwidth=10e9,
-    devices=1,
     source="nominal: no CPU was measured",
   ),
 }
@@ -118,16 +111,16 @@ KINDS: dict[str, str] = {
   "NVIDIA H100": "h100",
   "NVIDIA H200": "h200",
 }
-"""Chips by how the `device_kind` of a `jax.Device` begins; the longest counts.
+"""Chips by the beginning of a `jax.Device`'s `device_kind`; the longest counts.
 (The PCIe H100 is another chip: "NVIDIA H100 PCIe" is in no table.)"""
 
 
 def of_kind(kind: str) -> Chip | None:
   """The chip of a `jax.Device`'s `device_kind`; None if none of `CHIPS`."""
-  found = [name for name in KINDS if kind.startswith(name)]
-  if not found or "PCIe" in kind or "NVL" in kind:
+  names = [name for name in KINDS if kind.startswith(name)]
+  if not names or "PCIe" in kind or "NVL" in kind:
     return None
-  return CHIPS[KINDS[max(found, key=len)]]
+  return CHIPS[KINDS[max(names, key=len)]]
 
 
 def device(chip: Chip) -> Chip:

@@ -1,4 +1,4 @@
-"""What devices send each other: which instructions, and how many bytes."""
+"""Bytes that devices send each other, by instruction."""
 
 import re
 from typing import NamedTuple
@@ -13,17 +13,17 @@ from grpojax.aot.hlo import (
 
 
 class Collective(NamedTuple):
-  """A collective operation of a program.
+  """Collective operation of a program.
 
   Attributes:
-    kind: "all-gather", "reduce-scatter", ... ; one that XLA fuses of an
+    kind: Opcode, "all-gather", "reduce-scatter", ... ; one that XLA fuses of an
       all-reduce and a slice of its result counts as a reduce-scatter.
-    bytes: what each device sends, in one run.
-    trips: how often it runs.
-    in_token_loop: whether the token loop runs it.
-    group_size: how many devices it joins.
-    op_name: where in the traced program it comes from.
-    name: the instruction.
+    bytes: Bytes that each device sends in one run.
+    trips: Number of runs.
+    in_token_loop: True where the token loop runs it.
+    group_size: Number of devices that it joins.
+    op_name: Place in the traced program that it comes from.
+    name: Name of the instruction.
   """
 
   kind: str
@@ -36,7 +36,7 @@ class Collective(NamedTuple):
 
 
 def _ring(kind: str, operand: int, result: int, n: int) -> float:
-  """Bytes that each of `n` devices sends, on a ring.
+  """Returns the bytes that each of `n` devices sends, on a ring.
 
   An array is passed round in n pieces, of which a device sends n - 1 (Chan et
   al. 2007, https://doi.org/10.1002/cpe.1206; scaling book, part 3):
@@ -45,8 +45,8 @@ def _ring(kind: str, operand: int, result: int, n: int) -> float:
     reduce-scatter   (n - 1) / n of the operand before it is cut
     all-reduce       both: 2 (n - 1) / n of the operand
     all-to-all       (n - 1) / n of the operand, each piece to another device;
-                     on a ring pieces are passed on by those between: see
-                     `roofline.estimate`
+                     on a ring pieces are passed on by those between, which
+                     `roofline.collective_seconds` adds
     permute, broadcast and others   the operand
   """
   share = (n - 1) / n
@@ -71,14 +71,14 @@ KINDS = (
 
 
 def _permuted(instruction: Instruction) -> int:
-  """Devices that a permutation joins; 1 if each one keeps what it has."""
+  """Number of devices that a permutation joins; 1 if nothing is moved."""
   pairs = attribute(instruction, "source_target_pairs") or ""
   moved = [p for p in re.findall(r"\{(\d+),(\d+)\}", pairs) if p[0] != p[1]]
   return max(1, len({device for pair in moved for device in pair}))
 
 
 def _is_sliced(inside: Computation, name: str) -> bool:
-  """Whether nothing but slices of a value is used."""
+  """True where nothing but slices of a value is used."""
   users = [i for i in inside.instructions.values() if name in i.operands]
   passed_on = ("bitcast", "reshape", "get-tuple-element")
   return bool(users) and all(
@@ -91,22 +91,22 @@ def _is_sliced(inside: Computation, name: str) -> bool:
 def find(
   module: Module, inside: Computation, seen: set[str]
 ) -> tuple[list[Collective], frozenset[str]]:
-  """The collectives of an instruction.
+  """Finds the collectives of an instruction.
 
   XLA:TPU splits one that runs beside a product into several fusions: a start,
   the product's own, and a done. All name the same collective, by a chain_id;
   the first pays.
 
   Args:
-    module: the program.
-    inside: what the instruction computes, see `memory.contents`.
-    seen: chains that were met before in the same computation; added to.
+    module: Program.
+    inside: Computation of the instruction, from `memory.contents`.
+    seen: Chains that were met before in the same computation; added to.
 
   Returns:
     The collectives with trips 1, outside of the token loop; and the names of
     those of them in `inside` that were paid for before.
   """
-  found, done = [], set()
+  collectives, paid = [], set()
   for i in inside.instructions.values():
     kind = i.opcode
     if kind not in KINDS:
@@ -115,7 +115,7 @@ def find(
     if chain:
       key = f"{chain[1]} {attribute(i, 'channel_id')}"
       if key in seen:
-        done.add(i.name)
+        paid.add(i.name)
         continue
       seen.add(key)
     if kind == "all-reduce" and _is_sliced(inside, i.name):
@@ -128,5 +128,7 @@ def find(
       s.bytes for n in i.operands for s in inside.instructions[n].shapes
     )
     sent = _ring(kind, operand, sum(s.bytes for s in i.shapes), size)
-    found.append(Collective(kind, int(sent), 1, False, size, i.op_name, i.name))
-  return found, frozenset(done)
+    collectives.append(
+      Collective(kind, int(sent), 1, False, size, i.op_name, i.name)
+    )
+  return collectives, frozenset(paid)

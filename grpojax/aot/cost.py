@@ -1,4 +1,4 @@
-"""What one run of a compiled program costs each device.
+"""Costs of one run of a compiled program, on each device.
 
 XLA's own `compiled.cost_analysis()` counts the body of a loop once, however
 often it runs. Here all is multiplied by trip counts, through nested loops.
@@ -13,17 +13,17 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class InstructionCost(NamedTuple):
-  """One instruction of the schedule.
+  """Instruction of the schedule, and its costs.
 
   Attributes:
-    name: the instruction.
-    opcode: as in `hlo.Instruction`.
-    op_name: where in the traced program it comes from.
-    flops: operations of its matrix products, in one run.
+    name: Name of the instruction.
+    opcode: Opcode of `hlo.Instruction`.
+    op_name: Place in the traced program that it comes from.
+    flops: Operations of its matrix products, in one run.
     bytes: HBM bytes that it reads and writes, in one run.
-    trips: how often it runs.
-    in_token_loop: whether the token loop runs it.
-    collectives: what it sends to other devices.
+    trips: Number of runs.
+    in_token_loop: True where the token loop runs it.
+    collectives: Collectives by which it sends to other devices.
   """
 
   name: str
@@ -37,10 +37,10 @@ class InstructionCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-  """What one run of a program costs each device.
+  """Costs of one run of a program, on each device.
 
   Attributes:
-    instructions: all that move or compute anything.
+    instructions: Instructions that move or compute anything.
     token_loops: op_names of the loops that were taken for the token loop.
   """
 
@@ -75,21 +75,15 @@ class Cost(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """All collectives of one kind.
-
-  Attributes:
-    instructions: how many of them the program has.
-    runs: how often they run.
-    bytes: what each device sends in all runs.
-  """
+  """Sums over all collectives of one kind."""
 
   instructions: int
   runs: int
-  bytes: int
+  bytes: int  # that each device sends in all runs
 
 
 def by_kind(cost: Cost) -> dict[str, Kind]:
-  """Collectives summed by kind, the one that sends most first."""
+  """Sums collectives by kind, the one that sends most first."""
   kinds = {}
   for c in cost.collectives:
     n, runs, sent = kinds.get(c.kind, (0, 0, 0))
@@ -103,37 +97,27 @@ def heaviest(cost: Cost, count: int = 10) -> list[InstructionCost]:
 
 
 class _Walk(NamedTuple):
-  """A computation on its way through the program.
-
-  Attributes:
-    module: the program.
-    token_loop_trips: as in `cost`.
-    trips: how often the computation runs.
-    in_token_loop: whether the token loop runs it.
-    constants: what is known of the state of the loop that it is the body of.
-    op_name: of what runs it, for those that have none of their own.
-    token_loops: added to.
-  """
+  """State of the walk through a program, at one computation."""
 
   module: Module
-  token_loop_trips: int
-  trips: int
+  token_loop_trips: int  # for loops of which no count is known
+  trips: int  # of the computation
   in_token_loop: bool
-  constants: trips.Constants
-  op_name: str
-  token_loops: list[str]
+  constants: trips.Constants  # of the loop that it is the body of
+  op_name: str  # of the caller, for instructions that have none
+  token_loops: list[str]  # op_names, added to
 
 
 def _loop(
   walk: _Walk, computation: Computation, loop: Instruction
 ) -> Iterator[InstructionCost]:
-  """The costs of a `while`: its body and its condition, all iterations."""
-  found = trips.trip_count(walk.module, computation, loop, walk.constants)
+  """Yields the costs of a `while`: body and condition, all iterations."""
+  known = trips.trip_count(walk.module, computation, loop, walk.constants)
   inner = walk._replace(
     constants=trips.constants(walk.module, computation, loop, walk.constants)
   )
-  count = found.most
-  if not found.exact:
+  count = known.most
+  if not known.exact:
     walk.token_loops.append(loop.op_name)
     if count is None:
       count = 1 if walk.in_token_loop else walk.token_loop_trips
@@ -144,14 +128,8 @@ def _loop(
     yield from _walk(inner, walk.module.computations[called[key]])
 
 
-def _heavier(costs: list[InstructionCost]) -> tuple[int, int]:
-  return sum(i.flops * i.trips for i in costs), sum(
-    i.bytes * i.trips for i in costs
-  )
-
-
 def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
-  """The costs of a computation's instructions, and of what they run."""
+  """Yields the costs of a computation's instructions, and of their callees."""
   seen = set()
   for i in computation.instructions.values():
     called = [walk.module.computations[name] for _, name in i.called]
@@ -161,21 +139,23 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
     if opcode == "while":
       yield from _loop(walk, computation, i)
     elif opcode == "conditional":
-      branches = [list(_walk(walk, c)) for c in called]
-      yield from max(branches, key=_heavier)
+      branches = [tuple(_walk(walk, c)) for c in called]
+      yield from max(
+        branches, key=lambda b: (Cost(b, ()).flops, Cost(b, ()).bytes)
+      )
     elif opcode in ("call", "async"):
       for c in called:
         yield from _walk(walk._replace(op_name=op_name), c)
     elif not memory.is_free(i):
       inside = memory.contents(walk.module, computation, i)
-      sent, done = collectives.find(walk.module, inside, seen)
+      sent, paid = collectives.find(walk.module, inside, seen)
       shapes = memory.result(inside.parameters, i)
       yield InstructionCost(
         name=i.name,
         opcode=i.opcode,
         op_name=op_name,
         flops=flops.flops(inside, i),
-        bytes=memory.hbm_bytes(inside, shapes, done),
+        bytes=memory.hbm_bytes(inside, shapes, paid),
         trips=walk.trips,
         in_token_loop=walk.in_token_loop,
         collectives=tuple(
@@ -191,7 +171,7 @@ def _walk(walk: _Walk, computation: Computation) -> Iterator[InstructionCost]:
 
 
 def cost(module: Module, token_loop_trips: int) -> Cost:
-  """Counts what one run of a program costs each device.
+  """Counts the costs of one run of a program, on each device.
 
   Of a conditional the heaviest branch counts. A loop that something else than a
   counter can end is taken for a token loop, which decodes until all samples
@@ -199,8 +179,8 @@ def cost(module: Module, token_loop_trips: int) -> Cost:
   that is not known `token_loop_trips` times, and once within another one.
 
   Args:
-    module: the program, see `hlo.parse`.
-    token_loop_trips: how often the token loop runs: tokens of a completion.
+    module: Program, from `hlo.parse`.
+    token_loop_trips: Number of trips of the token loop: tokens of a completion.
 
   Raises:
     ValueError: `token_loop_trips` is negative.

@@ -23,23 +23,29 @@ def _dims(
 
 @functools.cache
 def _valid_positions(
-  size: int, stride: int, low: int, base: int, window: int, given: int, out: int
+  size: int,
+  stride: int,
+  low: int,
+  base: int,
+  window: int,
+  length: int,
+  out: int,
 ) -> int:
-  """(Output, window) positions of one dimension that meet an input element.
+  """Number of (output, window) positions of one dimension that meet an input.
 
-  Neither padding nor the holes of a dilated input do. As XLA's
-  HloCostAnalysis::HandleConvolution counts.
+  Neither padding nor the holes of a dilated input count, as in XLA's
+  HloCostAnalysis::HandleConvolution.
   """
   reached = np.arange(out) * stride - low
   count = 0
   for k in range(size):
     at = reached + k * window
-    count += int(np.sum((at % base == 0) & (at >= 0) & (at < given * base)))
+    count += int(np.sum((at % base == 0) & (at >= 0) & (at < length * base)))
   return count
 
 
 def _window(instruction: Instruction) -> dict[str, list[str]]:
-  """{"size": ["2", "4"], "pad": ["0_0", "1_1"]} from window={...}."""
+  """Reads window={...} as {"size": ["2", "4"], "pad": ["0_0", "1_1"]}."""
   text = (attribute(instruction, "window") or "{}").strip("{}")
   return {
     key: value.split("x") for key, value in (p.split("=") for p in text.split())
@@ -47,7 +53,7 @@ def _window(instruction: Instruction) -> dict[str, list[str]]:
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
-  """On TPU every dot is a convolution; batch dimensions are windows of it."""
+  """Counts a convolution. On TPU every dot is one, with windows for batches."""
   lhs, rhs = (_dims(instruction, computation, n) for n in (0, 1))
   out = instruction.shapes[0].dims
   names = re.fullmatch(
@@ -61,17 +67,17 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
   positions = 1
   for d, size in enumerate(window.get("size", ())):
 
-    def field(key, default, d=d):
+    def field(key, default="1", d=d):
       return window[key][d] if key in window else default
 
     positions *= _valid_positions(
-      int(size),
-      int(field("stride", 1)),
-      int(field("pad", "0_0").split("_")[0]),
-      int(field("lhs_dilate", 1)),
-      int(field("rhs_dilate", 1)),
-      lhs[str(d)],
-      out[str(d)],
+      size=int(size),
+      stride=int(field("stride")),
+      low=int(field("pad", "0_0").split("_")[0]),
+      base=int(field("lhs_dilate")),
+      window=int(field("rhs_dilate")),
+      length=lhs[str(d)],
+      out=out[str(d)],
     )
   groups = int(attribute(instruction, "batch_group_count") or 1)
   # The kernel's input features are those of one feature group already.
@@ -87,7 +93,7 @@ def _dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _ragged_dot(instruction: Instruction, computation: Computation) -> int:
-  """Each row of the left operand meets the matrix of its own group only.
+  """Counts a product in which a row meets the matrix of its group only.
 
   In the gradient of the matrices the rows are contracted, and the groups are
   the result's first dimension: there, too, a row is in one group.
@@ -100,7 +106,7 @@ def _ragged_dot(instruction: Instruction, computation: Computation) -> int:
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
-  """Products in a library of the CPU or GPU; a kernel's own estimate."""
+  """Counts a product of a CPU or GPU library; a kernel has its own estimate."""
   target = attribute(instruction, "custom_call_target") or ""
   if re.search("matmul|gemm", target, re.IGNORECASE):
     lhs = math.prod(_dims(instruction, computation, 0))
@@ -122,7 +128,7 @@ _COUNTS = {
 
 
 def _groups_skipped(instruction: Instruction) -> int:
-  """By how much a ragged product on TPU does less than its HLO says.
+  """Factor by which a ragged product on TPU does less than its HLO says.
 
   There a ragged dot is a product of all rows with all groups' matrices under a
   mask, in a fusion that skips tiles outside of a row's own group. Tiles that a
@@ -137,11 +143,11 @@ def _groups_skipped(instruction: Instruction) -> int:
 
 
 def flops(instructions: Computation, fusion: Instruction) -> int:
-  """Of one run of an instruction, by what it computes.
+  """Counts the operations of one run of an instruction.
 
   Args:
-    instructions: what it computes, see `memory.contents`.
-    fusion: the instruction itself.
+    instructions: Computation of the instruction, from `memory.contents`.
+    fusion: Instruction itself.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in fusion.attributes

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-  """One array of a value; a tuple's value has several, nesting dropped.
+  """Array of a value; a tuple's value has several, nesting dropped.
 
   Attributes:
-    dtype: as HLO spells it, "bf16", "pred", "token".
-    dims: sizes, of one device; a bounded dynamic size counts as its bound.
-    memory_space: 0 is the device's main memory (HBM); on TPU others are VMEM
-      (1), SMEM, semaphores, the host's memory (5).
+    dtype: Format as HLO spells it, "bf16", "pred", "token".
+    dims: Sizes on one device; a bounded dynamic size counts as its bound.
+    memory_space: Number of the memory: 0 is the device's main memory (HBM); on
+      TPU others are VMEM (1), SMEM, semaphores, the host's memory (5).
   """
 
   dtype: str
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
   @property
   def elements(self) -> int:
-    """Of one device."""
+    """Number of elements on one device."""
     return math.prod(self.dims)
 
   @property
@@ -36,20 +36,20 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-  """One line of a computation.
+  """Line of a computation.
 
   Attributes:
-    name: without the percent sign.
-    opcode: "fusion", "convolution", "all-gather-start", ...
-    shapes: its result, all arrays of it in order.
-    operands: names of instructions of the same computation; what stands in
-      the parentheses of a constant or a parameter is in `literal` instead.
-    literal: the text in the parentheses.
-    attributes: the text behind them.
-    called: (attribute, computation) of the computations that it runs or
-      applies: ("body", "region_1"), ("calls", "fused_computation").
-    op_name: where in the traced program it comes from, "" if unknown.
-    is_root: whether its value is the computation's result.
+    name: Name without the percent sign.
+    opcode: Opcode: "fusion", "convolution", "all-gather-start", ...
+    shapes: Arrays of its result, in order.
+    operands: Names of instructions of the same computation; a constant or a
+      parameter has none, but a `literal`.
+    literal: Text in the parentheses.
+    attributes: Text behind the parentheses.
+    called: Computations that it runs or applies, with their attributes:
+      ("body", "region_1"), ("calls", "fused_computation").
+    op_name: Place in the traced program that it comes from, "" if unknown.
+    is_root: True where its value is the computation's result.
   """
 
   name: str
@@ -76,19 +76,19 @@ class Computation(NamedTuple):
 
   @property
   def parameters(self) -> tuple[Instruction, ...]:
-    """In the order of the arguments."""
-    found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-    return tuple(sorted(found, key=lambda i: int(i.literal)))
+    """Parameters, in the order of the arguments."""
+    every = [i for i in self.instructions.values() if i.opcode == "parameter"]
+    return tuple(sorted(every, key=lambda i: int(i.literal)))
 
 
 class Module(NamedTuple):
-  """A program of one device.
+  """Program of one device.
 
   Attributes:
-    name: as XLA calls it, "jit_step".
-    computations: by name.
-    entry: the name of the one that the program starts with.
-    devices: how many devices run the program together.
+    name: Name that XLA gives it, "jit_step".
+    computations: Computations by name.
+    entry: Name of the computation that the program starts with.
+    devices: Number of devices that run the program together.
   """
 
   name: str
@@ -108,7 +108,7 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-  """All arrays of a shape: "(f32[2,3]{1,0:T(8,128)S(1)}, u32[])"."""
+  """Parses all arrays of a shape: "(f32[2,3]{1,0:T(8,128)S(1)}, u32[])"."""
   shapes = []
   for dtype, dims, layout in _SHAPE.findall(text):
     sizes = tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip())
@@ -147,14 +147,15 @@ _CALLED = re.compile(
 
 
 def _called(attributes: str) -> tuple[tuple[str, str], ...]:
-  found = []
-  for key, names in _CALLED.findall(attributes):
-    found += [(key, n) for n in re.findall(r"[\w.\-]+", names)]
-  return tuple(found)
+  return tuple(
+    (key, name)
+    for key, names in _CALLED.findall(attributes)
+    for name in re.findall(r"[\w.\-]+", names)
+  )
 
 
 def parse_instruction(line: str) -> Instruction | None:
-  """An instruction, or None where the line holds none."""
+  """Parses an instruction; None where the line holds none."""
   start = _START.match(line)
   if not start:
     return None
@@ -203,8 +204,8 @@ def parse(text: str) -> Module:
       current = {}
       computations[header[2]] = Computation(header[2], current)
       entry = header[2] if header[1] else entry
-    elif current is not None and (found := parse_instruction(line)):
-      current[found.name] = found
+    elif current is not None and (instruction := parse_instruction(line)):
+      current[instruction.name] = instruction
   if entry is None:
     raise ValueError(f"HLO module {name[1]} has no ENTRY computation")
   first = text.split("\n", 1)[0]
@@ -213,23 +214,23 @@ def parse(text: str) -> Module:
 
 
 def attribute(instruction: Instruction, key: str) -> str | None:
-  """The text of one attribute: `window`, `dim_labels`, `direction`, ..."""
-  found = re.search(rf"(?:^|, ){key}=", instruction.attributes)
-  if not found:
+  """Text of one attribute: `window`, `dim_labels`, `direction`, ..."""
+  start = re.search(rf"(?:^|, ){key}=", instruction.attributes)
+  if not start:
     return None
-  rest = instruction.attributes[found.end() :]
+  rest = instruction.attributes[start.end() :]
   if rest[:1] in ("{", "["):
     return rest[: _closing(rest, 0) + 1]
   return re.match(r"[^,\s]*", rest)[0]
 
 
 def integers(instruction: Instruction, key: str) -> tuple[int, ...]:
-  """An attribute such as `lhs_contracting_dims={1,2}`; () where it is none."""
+  """Integers of an attribute: (1, 2) of `lhs_contracting_dims={1,2}`."""
   return tuple(map(int, re.findall(r"\d+", attribute(instruction, key) or "")))
 
 
 def group_size(instruction: Instruction, devices: int) -> int:
-  """How many devices a collective joins.
+  """Number of devices that a collective joins.
 
   XLA writes `replica_groups` as lists, {{0,1},{2,3}}; as an iota,
   [groups,size]<=[2,4]T(1,0); or as axes of a mesh, mesh['x'=2,'y'=4] {'y'},

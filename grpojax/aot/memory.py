@@ -33,7 +33,7 @@ _ELEMENTWISE = (*_VIEWS, "convert", "copy", "transpose", "bitcast-convert")
 
 
 def is_free(instruction: Instruction) -> bool:
-  """Whether an instruction moves nothing."""
+  """True for an instruction that moves nothing."""
   if instruction.opcode == "custom-call":
     target = instruction.attributes.partition("custom_call_target=")[2]
     return target.startswith(_FREE_TARGETS)
@@ -43,32 +43,32 @@ def is_free(instruction: Instruction) -> bool:
 def _renamed(
   module: Module, computation: Computation, prefix: str, names: dict[str, str]
 ) -> list[Instruction]:
-  """A fused computation's instructions, fusions within it dissolved.
+  """Instructions of a fused computation, fusions within it dissolved.
 
-  `names` has what its parameters are called outside, and is given what all
-  others are.
+  `names` maps its parameters to their names outside; the names of all other
+  instructions are added to it.
   """
-  found = []
+  instructions = []
   for i in computation.instructions.values():
     if i.opcode == "parameter" and i.name in names:
       continue
     operands = tuple(names.get(n, n) for n in i.operands)
     if i.opcode == "fusion":
       inner = module.computations[dict(i.called)["calls"]]
-      given = zip(inner.parameters, operands, strict=True)
-      within = {p.name: operand for p, operand in given}
-      found += _renamed(module, inner, f"{prefix}{i.name}/", within)
+      arguments = zip(inner.parameters, operands, strict=True)
+      within = {p.name: operand for p, operand in arguments}
+      instructions += _renamed(module, inner, f"{prefix}{i.name}/", within)
       names[i.name] = within[inner.root.name]
     else:
       names[i.name] = prefix + i.name
-      found.append(i._replace(name=names[i.name], operands=operands))
-  return found
+      instructions.append(i._replace(name=names[i.name], operands=operands))
+  return instructions
 
 
 def result(
   parameters: Sequence[Instruction], instruction: Instruction
 ) -> tuple[Shape, ...]:
-  """What an instruction gives, without what its asynchronous form carries.
+  """Shapes of a result, without what its asynchronous form carries beside it.
 
   Of `copy-start` (result, operand, context); of others that end so (operands,
   results, contexts), the contexts being scalars in another memory.
@@ -77,42 +77,43 @@ def result(
   if instruction.opcode == "copy-start":
     return shapes[:1]
   if instruction.opcode.endswith("-start"):
-    given = sum(len(p.shapes) for p in parameters)
-    return shapes[given:] or shapes
+    count = sum(len(p.shapes) for p in parameters)
+    return shapes[count:] or shapes
   return shapes
 
 
 def contents(
   module: Module, computation: Computation, instruction: Instruction
 ) -> Computation:
-  """What an instruction computes, as a computation without fusions.
+  """Returns an instruction as a computation without fusions.
 
-  Of a fusion, what it fuses; of anything else, itself. Its operands are the
-  parameters, its value is the root. An asynchronous start is the operation.
+  A fusion becomes the instructions that it fuses, anything else itself. Its
+  operands are the parameters, its value is the root. An asynchronous start is
+  the operation.
   """
   opcode = instruction.opcode.removesuffix("-start")
   if opcode == "fusion":
     fused = module.computations[dict(instruction.called)["calls"]]
     names = {}
-    found = _renamed(module, fused, "", names)
+    renamed = _renamed(module, fused, "", names)
     root = names[fused.root.name]
-    found = [i._replace(is_root=i.name == root) for i in found]
-    return Computation(fused.name, {i.name: i for i in found})
+    renamed = [i._replace(is_root=i.name == root) for i in renamed]
+    return Computation(fused.name, {i.name: i for i in renamed})
   parameters = []
   for n, name in enumerate(instruction.operands):
-    given = computation.instructions.get(name)
-    if given is None:  # a new opcode may have more than names there
-      continue
-    parameters.append(
-      given._replace(
-        opcode="parameter", literal=str(n), operands=(), is_root=False
+    operand = computation.instructions.get(name)
+    if operand is not None:  # a new opcode may have more than names there
+      parameters.append(
+        operand._replace(
+          opcode="parameter", literal=str(n), operands=(), is_root=False
+        )
       )
-    )
   itself = instruction._replace(
     opcode=opcode, shapes=result(parameters, instruction), is_root=True
   )
-  found = [*parameters, itself]
-  return Computation(instruction.name, {i.name: i for i in found})
+  return Computation(
+    instruction.name, {i.name: i for i in [*parameters, itself]}
+  )
 
 
 def _hbm(shapes: tuple[Shape, ...]) -> int:
@@ -120,29 +121,29 @@ def _hbm(shapes: tuple[Shape, ...]) -> int:
 
 
 def _update(inside: Computation, i: Instruction) -> Shape:
-  """The part of its first operand that an update in place writes."""
+  """Part of its first operand that an update in place writes."""
   operand = i.operands[1 if i.opcode == "dynamic-update-slice" else -1]
   return inside.instructions[operand].shapes[0]
 
 
 def _results(inside: Computation) -> list[Instruction]:
-  """What makes each array of the result, behind bitcasts."""
+  """Instructions that make the arrays of the result, behind bitcasts."""
   root = inside.root
   names = root.operands if root.opcode == "tuple" else (root.name,)
-  found = []
+  makers = []
   for name in names:
     i = inside.instructions[name]
     while i.opcode in _VIEWS:
       i = inside.instructions[i.operands[0]]
-    found.append(i)
-  return found
+    makers.append(i)
+  return makers
 
 
 _IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
 def _hands_on(i: Instruction) -> bool:
-  """Whether an instruction passes an array on without looking at it."""
+  """True for an instruction that passes an array on without looking at it."""
   if i.opcode == "custom-call":
     return is_free(i)
   return i.opcode == "tuple" and i.is_root
@@ -154,7 +155,7 @@ def _read_elements(
   in_place: frozenset[str],
   exact: bool,
 ) -> int | float:
-  """How many elements of an array a computation looks at, perhaps inf."""
+  """Number of elements of an array that a computation looks at, perhaps inf."""
   total = 0
   for user, position in users[i.name]:
     if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
@@ -171,20 +172,20 @@ def _read_elements(
 
 
 def hbm_bytes(
-  inside: Computation, shapes: tuple[Shape, ...], done: frozenset[str]
+  inside: Computation, shapes: tuple[Shape, ...], paid: frozenset[str]
 ) -> int:
-  """Bytes of HBM that one run of an instruction reads and writes.
+  """Returns the bytes of HBM that one run of an instruction moves.
 
   Args:
-    inside: what it computes, see `contents`.
-    shapes: of its result.
-    done: names in `inside` of collectives that another instruction pays for.
+    inside: Computation of the instruction, from `contents`.
+    shapes: Shapes of its result.
+    paid: Names in `inside` of collectives that another instruction pays for.
   """
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)
   users = collections.defaultdict(list)
   for i in inside.instructions.values():
-    if i.name not in done:
+    if i.name not in paid:
       for position, name in enumerate(i.operands):
         users[name].append((i, position))
   total = 0
@@ -197,7 +198,7 @@ def hbm_bytes(
     handed = len(inside.parameters) if is_free(inside.root) else 0
     return int(total) + _hbm(shapes[handed:])
   for shape, i in zip(shapes, results, strict=True):
-    if shape.memory_space == 0 and i.name not in done and not is_free(i):
+    if shape.memory_space == 0 and i.name not in paid and not is_free(i):
       part = _update(inside, i) if i.name in in_place else shape
       total += part.bytes
   return int(total)

@@ -1,4 +1,4 @@
-"""What each program of a step needs: compiled, counted, and remembered.
+"""Needs of each program of a step: compiled, counted, and remembered.
 
 A result is kept under the digest of what was compiled (the lowered program and
 its shardings, the machine, the versions of JAX and libtpu, the compiler's
@@ -21,7 +21,7 @@ import jax
 
 from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
-from grpojax.runtime import records
+from grpojax.runtime.files import records
 
 VERSION = 2  # of what is kept; count up when the counting changes
 # Environment variables that change what XLA makes of a program.
@@ -30,23 +30,23 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """One program on one device (a chip, or the part of one that XLA sees).
+  """Program on one device (a chip, or the part of one that XLA sees).
 
   Attributes:
-    memory_bytes: arguments, results that are not written in their place, and
-      all that lives in between.
-    temporary_bytes: what lives in between.
-    flops: of matrix products.
-    bytes: read from HBM and written to it.
-    collective_bytes: sent to other chips.
-    token_loop_collective_bytes: those of them that the token loop sends.
-    collectives: bytes and runs, by kind.
-    seconds: estimated, one thing after another.
-    overlapped_seconds: estimated, if all ran side by side.
-    token_loop_seconds: the part of `seconds` in the token loop.
-    compile_seconds: that it took.
-    heaviest: what moves most bytes, as (bytes, where in the code).
-    error: why XLA refused to compile it, or "".
+    memory_bytes: Bytes of arguments, of results that are not written in their
+      place, and of all temporaries.
+    temporary_bytes: Bytes of temporaries.
+    flops: Operations of matrix products.
+    bytes: Bytes read from HBM and written to it.
+    collective_bytes: Bytes sent to other chips.
+    token_loop_collective_bytes: Those of them that the token loop sends.
+    collectives: Bytes and runs of collectives, by kind.
+    seconds: Estimate, one thing after another.
+    overlapped_seconds: Estimate, if all ran side by side.
+    token_loop_seconds: Part of `seconds` in the token loop.
+    compile_seconds: Seconds to compile it.
+    heaviest: Instructions that move most, as (bytes, place in the code).
+    error: Reason why XLA refused to compile it, or "".
   """
 
   memory_bytes: int
@@ -67,7 +67,7 @@ class Part:
 
 
 def repeated(part: Part, runs: int) -> Part:
-  """What so many runs need, one after another; they take the same memory."""
+  """Returns the needs of several runs, one after another, in one memory."""
   counts = (
     "flops bytes collective_bytes token_loop_collective_bytes seconds "
     "overlapped_seconds token_loop_seconds"
@@ -84,39 +84,38 @@ def repeated(part: Part, runs: int) -> Part:
 
 
 def cache_directory() -> pathlib.Path:
-  """Where results are kept: $XDG_CACHE_HOME/grpojax, or ~/.cache/grpojax."""
+  """Directory of the results: below $XDG_CACHE_HOME, or ~/.cache."""
   root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
   return pathlib.Path(root) / "grpojax" / "compiled"
 
 
 def _versions() -> str:
-  names = ("jax", "jaxlib", "libtpu")
-  found = []
-  for name in names:
+  versions = []
+  for name in ("jax", "jaxlib", "libtpu"):
     try:
-      found.append(f"{name} {importlib.metadata.version(name)}")
+      versions.append(f"{name} {importlib.metadata.version(name)}")
     except importlib.metadata.PackageNotFoundError:
-      found.append(f"no {name}")
-  return ", ".join(found)
+      versions.append(f"no {name}")
+  return ", ".join(versions)
 
 
 def _out_of_memory(error: Exception) -> int | None:
   """Bytes that XLA says a program needs, where it refuses it for them."""
-  found = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
-  if found is None:
+  used = re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", str(error))
+  if used is None:
     return None
-  unit = " KMGT".index(found[2] or " ")
-  return int(float(found[1]) * 2 ** (10 * unit))
+  unit = " KMGT".index(used[2] or " ")
+  return int(float(used[1]) * 2 ** (10 * unit))
 
 
-def _count(compiled: Any, chip: Chip, trips: int) -> dict[str, Any]:
+def _count(compiled: Any, chip: Chip, trips: int) -> Part:
   counted = cost.cost(hlo.parse(compiled.as_text()), token_loop_trips=trips)
   estimate = roofline.estimate(counted, chip)
   memory = compiled.memory_analysis()
-  kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-  kept -= memory.alias_size_in_bytes
-  return dict(
-    memory_bytes=kept + memory.temp_size_in_bytes,
+  ends = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  ends -= memory.alias_size_in_bytes
+  return Part(
+    memory_bytes=ends + memory.temp_size_in_bytes,
     temporary_bytes=memory.temp_size_in_bytes,
     flops=counted.flops,
     bytes=counted.bytes,
@@ -137,35 +136,39 @@ def _count(compiled: Any, chip: Chip, trips: int) -> dict[str, Any]:
 
 
 def _compile(lowered: jax.stages.Lowered, chip: Chip, trips: int) -> Part:
-  began = time.perf_counter()
+  start, compiled = time.perf_counter(), None
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    needed = _out_of_memory(error)
-    if needed is None:
+    memory = _out_of_memory(error)
+    if memory is None:
       raise
-    seconds = time.perf_counter() - began
-    return Part(needed, compile_seconds=seconds, error="out of memory")
-  seconds = time.perf_counter() - began
-  return Part(**_count(compiled, chip, trips), compile_seconds=seconds)
+  seconds = time.perf_counter() - start
+  if compiled is None:
+    return Part(memory, compile_seconds=seconds, error="out of memory")
+  part = _count(compiled, chip, trips)
+  return dataclasses.replace(part, compile_seconds=seconds)
 
 
 def _read(file: pathlib.Path) -> Part | None:
-  """What was kept; None if nothing was, or it is damaged."""
+  """Reads a result; None if there is none, or it is damaged."""
   fields = {field.name: field for field in dataclasses.fields(Part)}
   try:
-    kept = json.loads(file.read_text())
-    whole = kept.keys() == fields.keys()
+    values = json.loads(file.read_text())
+    if values.keys() != fields.keys():
+      return None
   except (OSError, ValueError, AttributeError):
     return None
-  numbers = (kept[name] for name in fields if fields[name].type in (int, float))
-  if not whole or not all(isinstance(n, (int, float)) for n in numbers):
+  numbers = (
+    values[n] for n, field in fields.items() if field.type in (int, float)
+  )
+  if not all(isinstance(n, (int, float)) for n in numbers):
     return None
-  return Part(**kept)
+  return Part(**values)
 
 
 def _write(file: pathlib.Path, part: Part) -> None:
-  """Keeps a result, whole or not at all."""
+  """Writes a result, whole or not at all."""
   with contextlib.suppress(OSError):  # it only saves time
     file.parent.mkdir(parents=True, exist_ok=True)
     with records.replacing(file) as partial:
@@ -178,13 +181,13 @@ def measure(
   """Compiles a program, or takes the result of the last time.
 
   Args:
-    lowered: the program.
-    topology: name of the machine.
-    chip: its peaks, a whole chip's.
-    trips: of the token loop.
+    lowered: Program.
+    topology: Name of the machine.
+    chip: Peaks of a whole chip.
+    trips: Number of trips of the token loop.
 
   Returns:
-    The result, and whether it had been kept.
+    The result, and True where it is that of the last time.
   """
   text = lowered.as_text()
   flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]

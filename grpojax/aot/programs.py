@@ -8,47 +8,41 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
-from ml_collections import ConfigDict
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts, TrainState
-from grpojax.models import hf, lora, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import lora, sharding
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import hub
-from grpojax.training import (
-  device_step,
-  from_config,
-  group_sizes,
-  host_step,
-  loss_settings,
-  prompts,
-  reference,
-  samplers,
-  sources,
-  splits,
-)
-from grpojax.training import policy as policies
+from grpojax.runtime.files import hub
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts, splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import hub_pins, setup
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step import device, host, reference
+from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step.batch import aggregation
 
 
 class Run(NamedTuple):
-  """A training run as shapes.
+  """Training run as shapes.
 
   Attributes:
-    config: the run's.
-    model: the shape of its model.
-    policy: its functions, with abstract parameters.
-    mesh: of training.
-    state: abstract, with shardings.
-    ref_params: abstract, {} with adapters, or None.
-    group_size: G.
-    prompts: B.
+    settings: Settings of the run.
+    model: Shape of its model.
+    policy: Functions of the model, with abstract parameters.
+    mesh: Mesh of training.
+    state: Abstract state, with shardings.
+    ref_params: Abstract parameters of the reference, {} with adapters, or None.
+    group_size: Number of completions a prompt, G.
+    prompts: Number of prompts a step, B.
   """
 
-  config: ConfigDict
+  settings: TrainSettings
   model: TransformerConfig
   policy: Policy
   mesh: Mesh
@@ -59,11 +53,11 @@ class Run(NamedTuple):
 
 
 def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
-  """A model's directory and its config.json.
+  """Reads a model's directory and its config.json.
 
   Args:
-    path: as `policy.find_model` takes it, or a config.json by itself, of any
-      name.
+    path: Path or name, as `policy.find_model` takes it, or a config.json by
+      itself, of any name.
 
   Raises:
     ValueError: there is none, or it is not of a model.
@@ -79,21 +73,21 @@ def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
     if not isinstance(hf_config, dict) or "model_type" not in hf_config:
       raise ValueError(f"--config.model.path = {path!r}: has no model_type")
     return file.parent, hf_config
-  directory = policies.find_model(path, hub.CONFIG)
+  directory = policy_lib.find_model(path, hub.CONFIG)
   return directory, hf.read_config(directory)
 
 
-def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
+def _policy(settings: TrainSettings, hf_config: dict[str, Any]) -> Policy:
   """The model's functions; it needs no tokenizer, and has none."""
   model = hf.to_transformer_config(hf_config)
   eos = hf_config.get("eos_token_id")
   eos = [i for i in (eos if isinstance(eos, list) else [eos]) if type(i) is int]
   return Policy(
-    pathlib.Path(config.model.path),
+    pathlib.Path(settings.model.path),
     transformer(
       model,
-      dtype=jnp.dtype(config.model.dtype),
-      remat=config.model.remat,
+      dtype=jnp.dtype(settings.model.dtype),
+      remat=settings.model.remat,
     ),
     tokenizer=None,
     eos_ids=tuple(eos) or (0,),  # how many there are is compiled
@@ -105,133 +99,146 @@ def _policy(config: ConfigDict, hf_config: dict[str, Any]) -> Policy:
 def _rows(x: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Shapes of rows, laid out as `core.mesh.constrain` does."""
 
-  def one(x):
-    place = mesh_lib.activation_sharding(mesh, x.shape, *names)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+  def laid_out(x):
+    sharding = mesh_lib.activation_sharding(mesh, x.shape, *names)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-  return jax.tree.map(one, x)
+  return jax.tree.map(laid_out, x)
 
 
-def open_run(config: ConfigDict, mesh: Mesh) -> Run:
-  """What `training.start` opens, without weights, data or tokenizer.
+def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
+  """Opens a run as `training.run.start` does, but for weights and data.
 
   Raises:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(sources.model(config))
-  if config.reward.on_device:  # its reward is one on the tokenizer's ids
-    policy = from_config.open_policy(config)
+  _, hf_config = read_model(hub_pins.model(settings))
+  if settings.reward.on_device:  # its reward is one on the tokenizer's ids
+    policy = setup.open_policy(settings)
   else:
-    policy = _policy(config, hf_config)
-    loss_settings.check_model(config.loss.router_aux_coef, policy.lm)
-  adapted = config.lora.rank > 0
-  dtype = config.model.dtype if adapted else "float32"
+    policy = _policy(settings, hf_config)
+    setup.check_model(settings, policy.lm)
+  adapted = settings.lora.rank > 0
+  dtype = settings.model.dtype if adapted else "float32"
   whole = hf.abstract_params(hf_config, jnp.dtype(dtype))
   params, ref_params = sharding.placed(whole, mesh), None
-  if from_config.needs_reference(config):
+  if settings.loss.needs_reference:
     ref_params = {} if adapted else params
   if adapted:
-    adapters = lora.abstract(whole, config.lora.rank, config.lora.targets)
-    scale = config.lora.alpha / config.lora.rank
+    adapters = lora.abstract(whole, settings.lora.rank, settings.lora.targets)
+    scale = settings.lora.alpha / settings.lora.rank
     policy = policy._replace(frozen=params, lora_scale=scale)
     params = sharding.placed(adapters, mesh)
-    if reference.follows(config):
+    if reference.follows_policy(settings):
       ref_params = params
-  tx = optimizer(config)
-  state = jax.eval_shape(
-    lambda p: from_config.first_state(config, tx, p), params
-  )
-  leaves = config_lib.flatten(config)
-  auto = config.group_size == group_sizes.AUTO
-  size = config.auto_group_size.start if auto else config.group_size
+  tx = optimizer(settings)
+  state = jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params)
+  auto = settings.group_size == AUTO
+  group_size = settings.auto_group_size.start if auto else settings.group_size
   run = Run(
-    config,
-    hf.to_transformer_config(hf_config),
-    policy,
-    mesh,
-    sharding.placed(state, mesh),
-    ref_params,
-    size,
-    group_sizes.samples_per_step(leaves) // size,
+    settings=settings,
+    model=hf.to_transformer_config(hf_config),
+    policy=policy,
+    mesh=mesh,
+    state=sharding.placed(state, mesh),
+    ref_params=ref_params,
+    group_size=group_size,
+    prompts=batches_lib.samples_per_step(settings) // group_size,
   )
-  if config.reward.on_device:
-    _device_prompts(run)  # what they are refused for is said here
+  if settings.reward.on_device:
+    _device_prompts(run)  # refuses data that cannot be read
   return run
 
 
 def _prompts(run: Run, mesh: Mesh, parts: int = 1) -> Prompts:
-  """Of a step, or of one of the parts in which it is sampled."""
-  shape = run.prompts // parts, run.config.data.max_prompt_length
-  both = Prompts(
-    jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, bool)
-  )
-  return _rows(both, mesh, "batch")
+  """Prompts of a step, or of one of the parts in which it is sampled."""
+  shape = run.prompts // parts, run.settings.data.max_prompt_length
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+  mask = jax.ShapeDtypeStruct(shape, bool)
+  return _rows(Prompts(ids, mask), mesh, "batch")
 
 
 def _device_prompts(run: Run) -> Prompts:
-  """As the data give them: with what the reward wants to know."""
-  examples = splits.load_examples(run.config, "train")
+  """Prompts as the data give them, with the targets of the reward."""
+  examples = splits.load_examples(run.settings, "train")
   batches = prompts.training_batches(
-    run.config, run.policy, examples, run.group_size
+    run.settings, run.policy, examples, run.group_size
   )
   return _rows(jax.eval_shape(lambda: next(batches)[0]), run.mesh, "batch")
 
 
-def names(config: ConfigDict) -> tuple[str, ...]:
-  """The programs of a step, in their order."""
-  if config.reward.on_device:
+def names(settings: TrainSettings) -> tuple[str, ...]:
+  """Names of the programs of a step, in their order."""
+  if settings.reward.on_device:
     return ("step",)
   return ("rollout", "reference", "update")
 
 
 def lower(run: Run, name: str) -> jax.stages.Lowered:
-  """One of the programs of a step, on its mesh.
-
-  Args:
-    run: from `open_run`.
-    name: of `names`.
-  """
-  config, policy, state = run.config, run.policy, run.state
-  places = jax.tree.map(lambda x: x.sharding, state)
-  args = config, policy, run.group_size, optimizer(config), places
+  """Lowers the program of a step that is called `name`, on its mesh."""
+  settings, state = run.settings, run.state
+  options = {
+    "settings": settings,
+    "policy": run.policy,
+    "group_size": run.group_size,
+    "tx": optimizer(settings),
+    "shardings": jax.tree.map(lambda x: x.sharding, state),
+  }
   if name == "step":
     with jax.set_mesh(run.mesh):
-      program = device_step.make_device_program(*args)
-      given = state, _device_prompts(run), run.ref_params
-      return policies.lower(program, *given)
-  sample, compare, learn = host_step.make_programs(*args)
-  sampling = mesh_lib.sampling_mesh(run.mesh, config.mesh.sampling_tensor)
-  parts, key = config.sampling.parts, jax.eval_shape(_key)
+      program = device.make_device_program(**options)
+      prompts_of_step = _device_prompts(run)
+      return policy_lib.lower(program, state, prompts_of_step, run.ref_params)
+  step_programs = host.make_programs(**options)
+  sampling = mesh_lib.sampling_mesh(run.mesh, settings.mesh.sampling_tensor)
+  key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(sampling):
     if name == "rollout":
-      numbered = parts > 1 or config.filter_groups.enable
-      first = [jax.ShapeDtypeStruct((), jnp.int32)] * numbered
-      asked = _prompts(run, sampling, parts)
-      given = state.params, asked, key, *first
-      if sampling is not run.mesh:
-        sample = samplers.laid_out(sample, sampling, *given)
-      return policies.lower(sample, *given)
+      return _lower_rollout(run, step_programs.sample, sampling, key)
     whole = _prompts(run, sampling)
-    samples = jax.eval_shape(sample, state.params, whole, key)
-  shape = run.prompts, run.group_size
-  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
-  rows, values = _as_rows(samples, run.mesh), None
-  if from_config.aggregation(config):
-    functions = len(config.reward.functions) + bool(config.reward.model)
-    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
-    values = _rows(values, run.mesh, None, "batch", "group")
-  given = state.params, rows, rewards, run.ref_params
-  given = *given, None, state.score_norms, values
+    samples = jax.eval_shape(step_programs.sample, state.params, whole, key)
+  arguments, options = _batch_arguments(run, samples)
   with jax.set_mesh(run.mesh):
     if name == "reference":
-      return policies.lower(compare, *given)
-    batch, _ = jax.eval_shape(compare, *given)
-    return policies.lower(learn, state, _as_rows(batch, run.mesh))
+      return policy_lib.lower(step_programs.make_batch, *arguments, **options)
+    batch, _ = jax.eval_shape(step_programs.make_batch, *arguments, **options)
+    batch = _as_rows(batch, run.mesh)
+    return policy_lib.lower(step_programs.update, state, batch)
 
 
-def _key() -> jax.Array:
-  return jax.random.key(0)
+def _lower_rollout(
+  run: Run, sample: Any, mesh: Mesh, key: jax.ShapeDtypeStruct
+) -> jax.stages.Lowered:
+  """Lowers the sampler, for one of the parts in which a step is sampled."""
+  parts = run.settings.sampling.parts
+  arguments = [run.state.params, _prompts(run, mesh, parts), key]
+  if parts > 1 or run.settings.filter_groups.enable:
+    arguments.append(jax.ShapeDtypeStruct((), jnp.int32))  # the first sample's
+  if mesh is not run.mesh:
+    sample = sampling_lib.with_result_shardings(sample, mesh, *arguments)
+  return policy_lib.lower(sample, *arguments)
+
+
+def _batch_arguments(
+  run: Run, samples: PyTree
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+  """Arguments of the program that makes a batch of samples and rewards."""
+  settings, shape = run.settings, (run.prompts, run.group_size)
+  values = None  # of each reward function, where they are normalised
+  if aggregation(settings.reward):
+    functions = len(settings.reward.functions) + bool(settings.reward.model)
+    values = jax.ShapeDtypeStruct((functions, *shape), jnp.float32)
+    values = _rows(values, run.mesh, None, "batch", "group")
+  rewards = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return (run.state.params, _as_rows(samples, run.mesh), rewards), {
+    "ref_params": run.ref_params,
+    "packing": None,
+    "score_norms": run.state.score_norms,
+    "values": values,
+    "scale": None,
+    "prompt_weights": None,
+  }
 
 
 def _as_rows(tree: Any, mesh: Mesh) -> Any:

@@ -34,12 +34,12 @@ class Estimate(NamedTuple):
   """Seconds of one run of a program.
 
   Attributes:
-    compute: of instructions that their products keep busy longest.
-    memory: of instructions that their HBM traffic keeps busy longest.
-    collective: of sending between chips.
-    token_loop: the part of `seconds` that is the token loop's.
-    overlapped: if all products, all HBM traffic and all sending ran side by
-      side: the longest of the three.
+    compute: Seconds of instructions that their products keep busy longest.
+    memory: Seconds of instructions that their HBM traffic keeps busy longest.
+    collective: Seconds of sending between chips.
+    token_loop: Part of `seconds` that is the token loop's.
+    overlapped: Seconds if all products, all HBM traffic and all sending ran
+      side by side: the longest of the three.
   """
 
   compute: float
@@ -50,17 +50,12 @@ class Estimate(NamedTuple):
 
   @property
   def seconds(self) -> float:
-    """One after the other: products, HBM traffic and sending do not overlap."""
+    """Sum of all: products, HBM traffic and sending do not overlap."""
     return self.compute + self.memory + self.collective
 
 
 def collective_seconds(collective: Collective, chip: Chip) -> float:
-  """Of one run, over the links of one device.
-
-  Args:
-    collective: what is sent.
-    chip: peaks of a device.
-  """
+  """Seconds of one run, over the links of a device with these peaks."""
   n = collective.group_size
   if n == 1:
     return 0.0
@@ -88,11 +83,11 @@ def _sequential(cost: Cost, chip: Chip) -> tuple[float, float, float]:
 
 
 def estimate(cost: Cost, chip: Chip) -> Estimate:
-  """How long a run takes at the chip's peaks, see the module's docstring.
+  """Estimates the seconds of a run at the chip's peaks.
 
   Args:
-    cost: of the program, a device.
-    chip: an entry of `chips.CHIPS`; a device has its share of it.
+    cost: Cost of the program on a device.
+    chip: Entry of `chips.CHIPS`; a device has its share of it.
   """
   peaks = chips.device(chip)
   compute, memory, collective = _sequential(cost, peaks)
@@ -113,14 +108,14 @@ def mfu(
   """Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B).
 
   Args:
-    model_flops: operations that the model needs for what was done, whatever the
-      program recomputes: about 2 a parameter and token forward, 6 trained.
-    seconds: how long it took.
-    count: chips that took part, not XLA devices.
-    chip: an entry of `chips.CHIPS`.
+    model_flops: Operations that the model needs, whatever the program computes
+      again: about 2 a parameter and token forward, 6 trained.
+    seconds: Seconds that they took.
+    count: Number of chips, not of XLA devices.
+    chip: Entry of `chips.CHIPS`.
 
   Returns:
-    The part of the chips' peak that went into it.
+    The share of the chips' peak.
 
   Raises:
     ValueError: no time, or no chips.

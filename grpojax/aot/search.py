@@ -1,48 +1,69 @@
-"""Which layout of a training step fits a machine, and is the fastest there.
+"""Search for a layout of a training step that fits a machine, and is fast.
 
 Sampling and training are laid out apart, so they are searched apart:
 
 - a rollout depends on the devices that share a weight (`mesh.sampling_tensor`);
-- an update on its mesh, on the parts that it is cut into (`micro_batches`) and
-  on which activations are computed again (`remat`). For each mesh, ever more
-  and smaller parts are tried, up to the first that fit.
+- an update on its mesh, on its micro-batches and on which activations are
+  computed again (`remat`). For each mesh, ever more and smaller micro-batches
+  are tried, up to the first that fit.
 
-What is ranked is the sum of the two; the best is then compiled whole.
+Layouts are ranked by the sum of the two; the best is then compiled whole.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
+from flax.traverse_util import unflatten_dict
 
 from grpojax.aot import chips, programs, report
 from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.config import TransformerConfig
-from grpojax.models.remat import REMAT
-from grpojax.runtime.config import flatten
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  group_sizes,
-  memory,
-  sources,
-)
+from grpojax.models.layer_stacks import REMAT
+from grpojax.training.run import hub_pins, memory, setup
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 
 LARGEST_TENSOR = 16
-KEPT = {"full": 1, "selective": 4, "none": 10}
-"""Activations kept of a layer, in sizes of its input; there are more."""
+SAVED = {"full": 1, "selective": 4, "none": 10}
+"""Activations saved of a layer, in sizes of its input; there are more."""
+
+
+class Machine(NamedTuple):
+  """Machine that layouts are tried on; `say` is told what is being done."""
+
+  devices: list[jax.Device]
+  name: str
+  chip: Chip
+  say: Say
+
+
+class Rollout(NamedTuple):
+  """Layout of sampling that fits, and its part of the report."""
+
+  expert: int
+  tensor: int
+  part: dict[str, Any]
+
+
+class Update(NamedTuple):
+  """Settings of an update that fit, and its part of the report."""
+
+  settings: dict[str, Any]
+  part: dict[str, Any]
 
 
 def _powers(limit: int) -> Iterator[int]:
+  """Powers of 2 up to a limit."""
   return itertools.takewhile(lambda n: n <= limit, (2**i for i in range(64)))
 
 
 def tensors(model: TransformerConfig, devices: int) -> list[int]:
-  """Numbers of devices that can share the heads of a model evenly."""
+  """Returns the numbers of devices that can share a model's heads evenly."""
   return [
     n
     for n in _powers(min(devices, LARGEST_TENSOR))
@@ -51,8 +72,8 @@ def tensors(model: TransformerConfig, devices: int) -> list[int]:
 
 
 def meshes(model: TransformerConfig, devices: int) -> list[dict[str, int]]:
-  """Meshes worth trying: rows over fsdp, or over data too for small models."""
-  found = []
+  """Returns meshes worth trying: rows over fsdp, or over data too."""
+  shapes = []
   experts = _powers(devices) if model.experts else (1,)
   for expert, tensor in itertools.product(experts, tensors(model, devices)):
     rows = devices // (expert * tensor)
@@ -63,171 +84,180 @@ def meshes(model: TransformerConfig, devices: int) -> list[dict[str, int]]:
     for data in {1, rows // 8 if rows > 8 else 1}:
       shape = dict(data=data, fsdp=rows // data, expert=expert, tensor=tensor)
       if data * shape["fsdp"] == rows:
-        found.append(shape)
-  return found
+        shapes.append(shape)
+  return shapes
 
 
-def with_settings(config: ConfigDict, settings: dict[str, Any]) -> ConfigDict:
-  """A copy of the config with other values, by dotted path."""
-  config = config.copy_and_resolve_references()
-  with config.unlocked():
-    config.update_from_flattened_dict(settings)
-  return config
-
-
-def _try(config, settings, devices, name, machine, chip, say):
-  """A program's part of the report under some settings; None if impossible."""
-  config = with_settings(config, settings)
-  shown = " ".join(f"{k.split('.')[-1]}={v}" for k, v in settings.items())
-  try:
-    mesh = from_config.mesh(config, devices)
-    batch_sizes.check(config, mesh)
-    memory.refuse(_least(config, mesh), chips.device(chip).hbm_bytes)
-  except ValueError as error:
-    say(f"{name} {shown}: {error}")
-    return None
-  part = report.measure(
-    programs.open_run(config, mesh), name, machine, chip, lambda _: None
+def with_layout(
+  settings: TrainSettings, layout: Mapping[str, Any]
+) -> TrainSettings:
+  """Returns the settings with those of a layout, by their names in a config."""
+  sections, optim = unflatten_dict(layout, sep="."), settings.optim
+  update = dataclasses.replace(optim.update, **sections.get("optim", {}))
+  return dataclasses.replace(
+    settings,
+    mesh=dataclasses.replace(settings.mesh, **sections["mesh"]),
+    model=dataclasses.replace(settings.model, **sections.get("model", {})),
+    optim=dataclasses.replace(optim, update=update),
   )
+
+
+def _model(settings: TrainSettings) -> TransformerConfig:
+  _, hf_config = programs.read_model(hub_pins.model(settings))
+  return hf.to_transformer_config(hf_config)
+
+
+def _try(
+  settings: TrainSettings, layout: dict[str, Any], name: str, machine: Machine
+) -> dict[str, Any] | None:
+  """A program's part of the report in a layout, if it fits."""
+  settings = with_layout(settings, layout)
+  words = " ".join(f"{k.split('.')[-1]}={v}" for k, v in layout.items())
+  try:
+    mesh = setup.make_mesh(settings, machine.devices)
+    batches_lib.check_mesh(settings, mesh)
+    least = _least_memory(settings, mesh)
+    memory.refuse(least, chips.device(machine.chip).hbm_bytes)
+  except ValueError as error:
+    machine.say(f"{name} {words}: {error}")
+    return None
+  run = programs.open_run(settings, mesh)
+  part = report.measure(run, name, machine.name, machine.chip, lambda _: None)
   gib = part["memory_bytes"] / report.GIB
-  took = f"{part['seconds']:.3g} s" if part["fits"] else "does not fit"
-  say(f"{name} {shown}: {gib:.2f} GiB, {took}")
-  return part
+  verdict = f"{part['seconds']:.3g} s" if part["fits"] else "does not fit"
+  machine.say(f"{name} {words}: {gib:.2f} GiB, {verdict}")
+  return part if part["fits"] else None
 
 
-def _least(config: ConfigDict, mesh: jax.sharding.Mesh):
-  """What a run cannot do without, see `training.memory`."""
-  _, hf_config = programs.read_model(sources.model(config))
-  model = hf.to_transformer_config(hf_config)
-  phases = memory.training(config, model, mesh)
+def _least_memory(settings: TrainSettings, mesh: jax.sharding.Mesh):
+  """Memory that a run cannot do without, by `training.run.memory`."""
+  scale = SAVED[settings.model.remat]
   return {
     phase: [
-      part._replace(bytes=KEPT[config.model.remat] * part.bytes)
-      if part.what == "activations"
+      part._replace(bytes=scale * part.bytes)
+      if part.text == "activations"
       else part
-      for part in found
+      for part in parts
     ]
-    for phase, found in phases.items()
+    for phase, parts in memory.training(
+      settings, _model(settings), mesh
+    ).items()
   }
 
 
-def _settings(mesh: dict[str, int]) -> dict[str, int]:
+def _mesh_settings(mesh: dict[str, int]) -> dict[str, int]:
   return {f"mesh.{axis}": n for axis, n in mesh.items()}
 
 
-def _rollouts(config, model, every, args) -> list[tuple[Any, ...]]:
-  """(seconds, settings, part) of what fits, for each way to share weights.
+def _rollouts(
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
+) -> list[Rollout]:
+  """The first way to share weights that fits, for each size of expert.
 
   The expert axis is the update's too, so it is part of the settings.
   """
-  found, count = [], len(args[0])
-  for expert in sorted({mesh["expert"] for mesh in every}):
-    for tensor in tensors(model, count // expert):
+  fitting, count = [], len(machine.devices)
+  for expert in sorted({shape["expert"] for shape in shapes}):
+    for tensor in tensors(_model(settings), count // expert):
       mesh = dict(data=1, fsdp=count // expert, expert=expert, tensor=1)
-      settings = _settings(mesh) | {"mesh.sampling_tensor": tensor}
-      part = _try(config, settings, args[0], "rollout", *args[1:])
-      if part and part["fits"]:
-        found.append((part["seconds"], expert, tensor, part))
+      layout = _mesh_settings(mesh) | {"mesh.sampling_tensor": tensor}
+      part = _try(settings, layout, "rollout", machine)
+      if part:
+        fitting.append(Rollout(expert, tensor, part))
         break  # a weight that more devices share takes longer to add up
-  return found
+  return fitting
 
 
-def _updates(config, every, args) -> list[tuple[Any, ...]]:
-  """(seconds, settings, part) of the first parts that fit, for each mesh."""
-  found, samples = [], group_sizes.samples_per_step(flatten(config))
-  for mesh, remat in itertools.product(every, REMAT):
-    for micro_batches in _powers(samples // config.optim.minibatches):
-      settings = _settings(mesh) | {
-        "optim.micro_batches": micro_batches,
-        "model.remat": remat,
-      }
-      part = _try(config, settings, args[0], "update", *args[1:])
-      if part and part["fits"]:
-        found.append((part["seconds"], settings, part))
+def _updates(
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
+) -> list[Update]:
+  """The first micro-batches that fit, for each mesh; the fastest first."""
+  fitting, samples = [], batches_lib.samples_per_step(settings)
+  for mesh, remat in itertools.product(shapes, REMAT):
+    for micro_batches in _powers(samples // settings.optim.update.minibatches):
+      layout = _mesh_settings(mesh)
+      layout |= {"optim.micro_batches": micro_batches, "model.remat": remat}
+      part = _try(settings, layout, "update", machine)
+      if part:
+        fitting.append(Update(layout, part))
         break
-  return sorted(found, key=lambda item: item[0])
+  return sorted(fitting, key=lambda update: update.part["seconds"])
 
 
-def check(config: ConfigDict) -> None:
-  """Whether a run's layouts can be searched.
+def check(settings: TrainSettings) -> None:
+  """Refuses a run whose layouts cannot be searched.
 
   Raises:
     ValueError: reward.on_device, which is not two programs; no such model.
   """
-  if config.reward.on_device:
+  if settings.reward.on_device:
     raise ValueError(
       "--search needs --config.reward.on_device=False: it lays sampling and "
       "training out apart; without --search one layout of the fused step is "
       "compiled"
     )
-  _, hf_config = programs.read_model(sources.model(config))
-  hf.to_transformer_config(hf_config)
+  _model(settings)
 
 
 def search(
-  config: ConfigDict,
+  settings: TrainSettings,
   devices: list[jax.Device],
   machine: str,
   chip: Chip,
   say: Say,
 ) -> dict[str, Any]:
-  """Tries layouts; see the module's docstring.
+  """Tries layouts of sampling and of training.
 
   Args:
-    config: of the run; its mesh, micro-batches and remat are not used.
-    devices: of the machine.
-    machine: its name.
-    chip: its chip.
-    say: told what is being done.
+    settings: Settings of the run; its mesh, micro-batches and remat are not
+      used.
+    devices: Devices of the machine.
+    machine: Name of the machine.
+    chip: Chip of the machine.
+    say: Function that is told what is being done.
 
   Returns:
     The report of the best layout, with all that fit as "ranking"; or, where
-    nothing fits, {"fits": False, "ranking": []}.
+    nothing fits, {"fits": False, "topology": machine, "ranking": []}.
   """
-  _, hf_config = programs.read_model(sources.model(config))
-  model = hf.to_transformer_config(hf_config)
-  every = meshes(model, len(devices))
-  args = devices, machine, chip, say
-  rollouts = _rollouts(config, model, every, args)
-  updates = _updates(config, every, args)
-  ranking = sorted(
-    (
-      {
-        "step_seconds": update[0] + rollout[0],
-        "settings": update[1] | {"mesh.sampling_tensor": rollout[2]},
-        "memory_bytes": max(
-          rollout[3]["memory_bytes"], update[2]["memory_bytes"]
-        ),
-      }
-      for update in updates
-      for rollout in rollouts
-      if rollout[1] == update[1]["mesh.expert"]
-    ),
-    key=lambda item: item["step_seconds"],
-  )
+  shapes = meshes(_model(settings), len(devices))
+  place = Machine(devices, machine, chip, say)
+  rollouts = _rollouts(settings, shapes, place)
+  updates = _updates(settings, shapes, place)
+  ranking = [
+    {
+      "step_seconds": update.part["seconds"] + rollout.part["seconds"],
+      "settings": update.settings | {"mesh.sampling_tensor": rollout.tensor},
+      "memory_bytes": max(
+        rollout.part["memory_bytes"], update.part["memory_bytes"]
+      ),
+    }
+    for update in updates
+    for rollout in rollouts
+    if rollout.expert == update.settings["mesh.expert"]
+  ]
+  ranking.sort(key=lambda layout: layout["step_seconds"])
   for layout in ranking:
-    best = with_settings(config, layout["settings"])
-    run = programs.open_run(best, from_config.mesh(best, devices))
-    found = report.report(run, machine, chip, say)
-    if found["fits"]:
-      return found | {"ranking": ranking, "settings": layout["settings"]}
+    best = with_layout(settings, layout["settings"])
+    run = programs.open_run(best, setup.make_mesh(best, devices))
+    whole = report.report(run, machine, chip, say)
+    if whole["fits"]:
+      return whole | {"ranking": ranking, "settings": layout["settings"]}
   return {"fits": False, "topology": machine, "ranking": ranking}
 
 
 def command(settings: dict[str, Any]) -> str:
-  """The settings as words of a command line."""
-  return " ".join(
-    f"--config.{name}={value}" for name, value in settings.items()
-  )
+  """Returns the settings as words of a command line."""
+  return " ".join(f"--config.{key}={value}" for key, value in settings.items())
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-  """A search for people."""
-  if not found["fits"]:
-    return [f"{found['topology']}: nothing that was tried fits"]
+def lines(result: dict[str, Any]) -> list[str]:
+  """Writes the result of a search for people."""
+  if not result["fits"]:
+    return [f"{result['topology']}: nothing that was tried fits"]
   out = ["seconds a step, GiB a device, layout"]
-  for layout in found["ranking"]:
+  for layout in result["ranking"]:
     gib = layout["memory_bytes"] / report.GIB
     words = command(layout["settings"])
     out.append(f"{layout['step_seconds']:8.3g}  {gib:6.2f}  {words}")
-  return [*out, "", *report.lines(found), "", command(found["settings"])]
+  return [*out, "", *report.lines(result), "", command(result["settings"])]

@@ -21,7 +21,7 @@ _ENVIRONMENT = {
 
 
 def parse(name: str) -> tuple[str, int]:
-  """The chip and how many of them: ("v5e", 4) of "v5e:2x2".
+  """Returns the chip and the number of chips: ("v5e", 4) of "v5e:2x2".
 
   Raises:
     ValueError: an unknown chip, or no shape.
@@ -44,7 +44,7 @@ def parse(name: str) -> tuple[str, int]:
 
 
 def _options(name: str) -> dict[str, Any]:
-  """What libtpu has to be told of a slice."""
+  """Options of libtpu for a slice."""
   kind, _, shape = name.partition(":")
   sizes = tuple(map(int, shape.split("x")))
   options = {}
@@ -56,13 +56,10 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def devices(name: str) -> tuple[list[jax.Device], Chip]:
-  """The devices of a machine, and the chip that they are of.
+  """Returns the devices of a machine by its name, and their chip.
 
-  Call it before JAX is used for anything else: for a CPU it decides on how many
-  devices there are.
-
-  Args:
-    name: see `parse`.
+  Call it before JAX is used for anything else: for a CPU it sets the number of
+  devices.
 
   Raises:
     ValueError: no such machine, or libtpu is missing.
@@ -75,16 +72,16 @@ def devices(name: str) -> tuple[list[jax.Device], Chip]:
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   try:
-    found = topologies.get_topology_desc(
+    topology = topologies.get_topology_desc(
       platform="tpu", topology_name=name, **_options(name)
     )
   except Exception as error:  # JaxRuntimeError, of several kinds
     absent = "libtpu", "PJRT", "TPU support not installed"
     if any(word in str(error) for word in absent):
-      todo = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
+      remedy = "it needs libtpu: pip install 'jax[tpu]' (no TPU is needed)"
     else:
-      todo = "no such slice"
+      remedy = "no such slice"
     raise ValueError(
-      f"--topology={name}: {todo}: {str(error).splitlines()[0]}"
+      f"--topology={name}: {remedy}: {str(error).splitlines()[0]}"
     ) from None
-  return list(found.devices), CHIPS[kind]
+  return list(topology.devices), CHIPS[kind]

@@ -1,4 +1,4 @@
-"""How often the loops of a program run, where the program says so."""
+"""Trip counts of the loops of a program, where the program says them."""
 
 import re
 from collections.abc import Callable
@@ -11,25 +11,18 @@ Constants = dict[int, int]
 
 
 class _State(NamedTuple):
-  """An element of the state that a loop's body or condition is given."""
+  """Element of the state that is an argument of a loop's body or condition."""
 
   index: int
 
 
 class _Scope(NamedTuple):
-  """Where a value is looked up.
-
-  Attributes:
-    module: the program.
-    computation: the values' computation.
-    arguments: of a fused computation, what gives its parameters' values.
-    constants: of a loop's body, the elements of its state that are known.
-  """
+  """Computation in which values are looked up."""
 
   module: Module
   computation: Computation
-  arguments: tuple[Callable[[], Any], ...] = ()
-  constants: Constants = {}
+  arguments: tuple[Callable[[], Any], ...] = ()  # of a fused computation
+  constants: Constants = {}  # of a loop's body
 
 
 def _inside(scope: _Scope, fusion: Instruction) -> _Scope:
@@ -59,7 +52,10 @@ def _element(scope: _Scope, name: str, index: int) -> Any:
 
 
 def _value(scope: _Scope, name: str) -> Any:
-  """What a scalar is made of: an int, a `_State`, (opcode, *parts) or None."""
+  """Expression of a scalar: an int, a `_State`, (opcode, *parts) or None.
+
+  For example, i + 1 of a loop's counter is ("add", _State(0), 1).
+  """
   i = scope.computation.instructions[name]
   if i.opcode == "parameter" and scope.arguments:
     return scope.arguments[int(i.literal)]()
@@ -84,23 +80,23 @@ def _value(scope: _Scope, name: str) -> Any:
 def constants(
   module: Module, computation: Computation, loop: Instruction, outer: Constants
 ) -> Constants:
-  """Elements of a loop's state that its body hands on, of a known start."""
+  """Finds elements of a loop's state that its body keeps, of a known start."""
   body = module.computations[dict(loop.called)["body"]]
   start = _Scope(module, computation, constants=outer)
-  found = {}
+  known = {}
   for index, name in enumerate(body.root.operands):
     if _value(_Scope(module, body), name) == _State(index):
       value = _element(start, loop.operands[0], index)
       if isinstance(value, int):
-        found[index] = value
-  return found
+        known[index] = value
+  return known
 
 
 _FLIPPED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 def _step(value: Any, counter: _State) -> int | None:
-  """What an iteration adds to the counter, None if it is anything else."""
+  """Number that an iteration adds to the counter; None for anything else."""
   match value:
     case ("add", a, int(n)) | ("add", int(n), a) if a == counter:
       return n
@@ -122,10 +118,10 @@ def _count(direction: str, start: int, limit: int, step: int) -> int | None:
 
 
 def _counted(
-  asked: Any, loop: Instruction, outer: _Scope, body: _Scope
+  condition: Any, loop: Instruction, outer: _Scope, body: _Scope
 ) -> int | None:
-  """How often a loop runs whose condition is one comparison."""
-  match asked:
+  """Trip count of a loop whose condition is one comparison."""
+  match condition:
     case (direction, _State() as counter, int(limit)):
       pass
     case (direction, int(limit), _State() as counter):
@@ -143,11 +139,11 @@ def _counted(
 
 
 class Trips(NamedTuple):
-  """How often a loop runs.
+  """Number of times that a loop runs.
 
   Attributes:
-    most: iterations; None if the condition does not say.
-    exact: whether nothing else can end the loop.
+    most: Largest number of iterations; None if the condition does not say.
+    exact: True where nothing else can end the loop.
   """
 
   most: int | None
@@ -157,7 +153,7 @@ class Trips(NamedTuple):
 def trip_count(
   module: Module, computation: Computation, loop: Instruction, outer: Constants
 ) -> Trips:
-  """How often a `while` of `computation` runs.
+  """Finds how often a `while` of `computation` runs.
 
   XLA:CPU and XLA:GPU write known_trip_count into the backend_config, XLA:TPU
   does not. There the count is known where the condition is a comparison of a
@@ -165,10 +161,10 @@ def trip_count(
   adds a constant to it. Where it is that and something else, that is the most.
 
   Args:
-    module: the program.
-    computation: where the loop stands.
-    loop: the `while`.
-    outer: `constants` of the loop around it.
+    module: Program.
+    computation: Computation with the loop.
+    loop: Instruction of the `while`.
+    outer: Constants of the loop around it.
   """
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if known:
@@ -178,11 +174,10 @@ def trip_count(
   condition = module.computations[called["condition"]]
   body = _Scope(module, module.computations[called["body"]], constants=fixed)
   around = _Scope(module, computation, constants=outer)
-  asked = _value(
-    _Scope(module, condition, constants=fixed), condition.root.name
-  )
-  if asked is None or asked[0] != "and":
-    most = _counted(asked, loop, around, body)
+  scope = _Scope(module, condition, constants=fixed)
+  compared = _value(scope, condition.root.name)
+  if compared is None or compared[0] != "and":
+    most = _counted(compared, loop, around, body)
     return Trips(most, most is not None)
-  found = (_counted(part, loop, around, body) for part in asked[1:])
-  return Trips(min((n for n in found if n is not None), default=None), False)
+  counts = (_counted(part, loop, around, body) for part in compared[1:])
+  return Trips(min((n for n in counts if n is not None), default=None), False)

@@ -1,1 +1,1 @@
-"""What `python -m grpojax.bench` is made of."""
+"""Parts of `python -m grpojax.bench`."""

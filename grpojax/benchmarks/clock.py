@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 QUIET = 0.08
-"""A step counts where other processes took less of the CPUs than this share."""
+"""Share of the CPUs that other processes take, below which a step counts."""
 
 
 def cpu_seconds() -> tuple[float, float]:
@@ -29,14 +29,11 @@ def cpu_seconds() -> tuple[float, float]:
   return busy, own
 
 
-def timed(
-  rows: Iterable[Any],
-) -> Iterator[tuple[Any, dict[str, float]]]:
-  """What an iterator makes, and for each item the seconds that it took.
+def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
+  """Yields each item with the seconds that it took.
 
-  Returns:
-    Pairs of an item and `total` (wall seconds), `own_cpu` (CPU seconds of this
-    process) and `others` (share of all CPUs that other processes took).
+  They are `total` (wall seconds), `own_cpu` (CPU seconds of this process) and
+  `others` (share of all CPUs that other processes took).
   """
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for row in rows:
@@ -48,25 +45,26 @@ def timed(
 
 
 def compilations() -> list[tuple[float, float]]:
-  """A list that XLA's compilations are added to: when, and their seconds."""
-  found = []
+  """Returns a list to which XLA's compilations are added: (time, seconds)."""
+  durations = []
 
   def listen(name: str, seconds: float, **_: Any) -> None:
     if "backend_compile" in name:
-      found.append((time.perf_counter(), seconds))
+      durations.append((time.perf_counter(), seconds))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  return found
+  return durations
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
   """Median and range."""
   values = list(values)
-  found = statistics.median(values), min(values), max(values)
-  return {
-    name: round(float(value), 4)
-    for name, value in zip(("median", "min", "max"), found, strict=True)
+  summary = {
+    "median": statistics.median(values),
+    "min": min(values),
+    "max": max(values),
   }
+  return {name: round(float(value), 4) for name, value in summary.items()}
 
 
 def quiet(steps: Sequence[Any], others: Sequence[float]) -> list[Any]:

@@ -1,87 +1,98 @@
 """The steps of any config on random weights, timed; a table of them."""
 
+import dataclasses
 import itertools
 import time
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from grpojax.aot import programs
-from grpojax.aot.report import part_flops
-from grpojax.benchmarks import clock, machine, subject, traffic, workloads
+from grpojax.aot.report import part_flops, table
+from grpojax.benchmarks import clock, limits, subject, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.runtime import config as config_lib
-from grpojax.training import batch_sizes, from_config, reference
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training.config import to_config
+from grpojax.training.run import setup
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import reference
 
 PARTS = ("rollout", "rewards", "reference", "update")
 
 
-def open_run(config: ConfigDict) -> programs.Run:
-  """A config's run as shapes, with a reward that any text has.
+def open_run(settings: TrainSettings) -> programs.Run:
+  """Opens a run as shapes, with a reward that any text has.
 
   Raises:
     ValueError: what would end a training run before its first step, but for its
       data and rewards.
   """
-  if not config.reward.on_device:
-    config.reward.functions, config.reward.weights = (workloads.REWARD,), (1.0,)
-    config.reward.options = ConfigDict()
-    config.reward.workers, config.reward.model = 0, ""
-    # How often a group of such rewards varies says nothing: a step draws once.
-    config.filter_groups.enable = False
-    config.data.mixture = ConfigDict()  # prompts are made up, and of no part
-  mesh = from_config.mesh(config)
-  batch_sizes.check(config, mesh)
-  reference.check(config.model.reference, mesh)
-  run = programs.open_run(config, mesh)
+  if settings.reward.on_device:
+    return open_shapes(settings)
+  reward = dataclasses.replace(
+    settings.reward,
+    functions=(workloads.REWARD,),
+    weights=(1.0,),
+    options={},
+    workers=0,
+    model="",
+  )
+  # How often a group of such rewards varies says nothing: a step draws once.
+  filter_groups = dataclasses.replace(settings.filter_groups, enable=False)
+  # Prompts are made up, and of no part.
+  data = dataclasses.replace(settings.data, mixture={})
+  return open_shapes(
+    dataclasses.replace(
+      settings, reward=reward, filter_groups=filter_groups, data=data
+    )
+  )
+
+
+def open_shapes(settings: TrainSettings) -> programs.Run:
+  """Opens a run as shapes; ValueError where it does not fit the devices."""
+  mesh = setup.make_mesh(settings)
+  batches_lib.check_mesh(settings, mesh)
+  reference.check_memory(settings.model.reference, mesh)
+  run = programs.open_run(settings, mesh)
   subject.check_memory(run)
   return run
 
 
 def _steps(opened: subject.Subject, count: int) -> subject.Rows:
-  if opened.run.config.reward.on_device:
+  if opened.run.settings.reward.on_device:
     return subject.device_steps(opened, count)
   batches = itertools.islice(subject.random_prompts(opened.run), count)
   return subject.host_steps(opened, batches)
-
-
-def _seconds(row: dict[str, Any], seconds: dict[str, float]):
-  """Of the parts that the step's metrics know, and of all."""
-  found = {
-    part: float(row[f"seconds_{part}"])
-    for part in PARTS
-    if f"seconds_{part}" in row
-  }
-  return found | {"step": seconds["total"]}
 
 
 def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   """Times a config's step.
 
   Args:
-    run: from `open_run`.
-    steps: that are timed.
-    warmup: steps before them.
+    run: Run, from `open_run`.
+    steps: Number of steps that are timed.
+    warmup: Number of steps before them.
 
   Returns:
-    What is saved, in JSON's types.
+    The report that is saved, in JSON's types.
   """
   kind = run.mesh.devices.flat[0].device_kind
-  peaks = machine.find(kind, run.mesh.size, run.config.model.dtype)
-  compiled, found = clock.compilations(), []
-  opened, began = subject.open_subject(run), time.perf_counter()
+  peaks = limits.find(kind, run.mesh.size, run.settings.model.dtype)
+  compiled = clock.compilations()
+  opened, start = subject.open_subject(run), time.perf_counter()
+  all_seconds, others = [], []
   for row, seconds in clock.timed(_steps(opened, warmup + steps)):
-    found.append((_seconds(row, seconds), seconds["others"], row))
-  rows = [row for _, _, row in found[warmup:]]
-  others = [share for _, share, _ in found[warmup:]]
-  every = [seconds for seconds, _, _ in found[warmup:]]
-  kept = clock.quiet(every, others)
-  median = {part: clock.spread(s[part] for s in kept) for part in kept[0]}
+    metrics = {part: f"seconds_{part}" for part in PARTS}
+    of_step = {p: float(row[m]) for p, m in metrics.items() if m in row}
+    all_seconds.append(of_step | {"step": seconds["total"]})
+    others.append(seconds["others"])
+  timed, others = all_seconds[warmup:], others[warmup:]
+  counted = clock.quiet(timed, others)
+  median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
   samples = run.prompts * run.group_size
-  sampled = samples * float(rows[-1]["completion_length_mean"])
-  later = [seconds for when, seconds in compiled if when >= began]
+  sampled = samples * float(row["completion_length_mean"])  # as in all steps
+  later = [seconds for when, seconds in compiled if when >= start]
   return {
-    "config": config_lib.flatten(run.config),
+    "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
     "machine": peaks._asdict(),
     "prompts": run.prompts,
@@ -90,86 +101,74 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "quiet": sum(share < clock.QUIET for share in others),
     "others_cpu": clock.spread(others),
     "seconds": median,
-    "per_step": every,
-    "first_step_seconds": found[0][0]["step"],
+    "per_step": timed,
+    "first_step_seconds": all_seconds[0]["step"],
     "compile_seconds": sum(later),
     "compilations": len(later),
     "tokens_per_step": sampled,
     **_rates(run, peaks, sampled, median),
-    "peak_memory_bytes": machine.peak_memory(run.mesh),
+    "peak_memory_bytes": limits.peak_memory(run.mesh),
     "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 
 
 def _rates(
   run: programs.Run,
-  peaks: machine.Machine,
+  peaks: limits.Machine,
   tokens: float,
   seconds: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
   """Tokens, operations and bytes a second at the median, and of the peak."""
-  flops, moved = part_flops(run), traffic.least_bytes(run)
+  flops, moved = part_flops(run), limits.least_bytes(run)
   flops["step"], moved["step"] = sum(flops.values()), sum(moved.values())
-  rates = {"flops": flops, "least_bytes": moved}
-  tops = {
-    "flops": peaks.flops * peaks.count,  # of all devices
-    "least_bytes": peaks.bandwidth,  # of each of them
+  median = {part: values["median"] for part, values in seconds.items()}
+
+  def of_peak(amounts, peak):
+    return {p: n / median[p] / peak for p, n in amounts.items() if p in median}
+
+  return {
+    "flops": flops,
+    "least_bytes": moved,
+    "flops_of_peak": of_peak(flops, peaks.flops * peaks.count),  # of all
+    "least_bytes_of_peak": of_peak(moved, peaks.bandwidth),  # of each device
+    "tokens_per_second": of_peak({"rollout": tokens, "step": tokens}, 1),
   }
-  for name, amounts in list(rates.items()):
-    rates[f"{name}_of_peak"] = {
-      part: amount / seconds[part]["median"] / tops[name]
-      for part, amount in amounts.items()
-      if part in seconds
-    }
-  rates["tokens_per_second"] = {
-    part: tokens / seconds[part]["median"]
-    for part in ("rollout", "step")
-    if part in seconds
-  }
-  return rates
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-  """A report for people."""
-  config, peaks = found["config"], found["machine"]
-  every = found["seconds"]
-  rows = [("seconds", *every)]
+def lines(report: dict[str, Any]) -> list[str]:
+  """Writes a report for people."""
+  config, peaks = report["config"], report["machine"]
+  seconds = report["seconds"]
+  rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):
-    rows.append((name, *(f"{s[name]:.3f}" for s in every.values())))
-
-  def row(title, amounts, form):
-    cells = (form.format(amounts[p]) if p in amounts else "" for p in every)
-    rows.append((title, *cells))
-
-  row("tokens a second", found["tokens_per_second"], "{:.0f}")
-  row("GFLOP", {k: v / 1e9 for k, v in found["flops"].items()}, "{:.4g}")
-  row("  of peak", found["flops_of_peak"], "{:.1%}")
-  moved = {k: v / 1e9 for k, v in found["least_bytes"].items()}
-  row("GB at least, a device", moved, "{:.4g}")
-  row("  of peak", found["least_bytes_of_peak"], "{:.1%}")
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  table = [
-    "  ".join(
-      [f"{title:<{widths[0]}}"]
-      + [f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True)]
+    rows.append((name, *(f"{s[name]:.3f}" for s in seconds.values())))
+  for title, key, unit, form in (
+    ("tokens a second", "tokens_per_second", 1, "{:.0f}"),
+    ("GFLOP", "flops", 1e9, "{:.4g}"),
+    ("  of peak", "flops_of_peak", 1, "{:.1%}"),
+    ("GB at least, a device", "least_bytes", 1e9, "{:.4g}"),
+    ("  of peak", "least_bytes_of_peak", 1, "{:.1%}"),
+  ):
+    amounts = report[key]
+    cells = (
+      form.format(amounts[p] / unit) if p in amounts else "" for p in seconds
     )
-    for title, *cells in rows
-  ]
-  memory = found["peak_memory_bytes"] or found["peak_rss_bytes"]
-  where = "a device" if found["peak_memory_bytes"] else "of the process"
+    rows.append((title, *cells))
+  memory = report["peak_memory_bytes"] or report["peak_rss_bytes"]
+  where = "a device" if report["peak_memory_bytes"] else "of the process"
   return [
     f"{config['model.path']}, {config['model.dtype']}, {peaks['count']} "
-    f"{peaks['kind']}: {found['prompts']} prompts x {found['group_size']} "
+    f"{peaks['kind']}: {report['prompts']} prompts x {report['group_size']} "
     f"completions, {config['data.max_prompt_length']} + "
     f"{config['sampling.max_new_tokens']} tokens",
     "",
-    *table,
+    *table(rows),
     "",
     f"peak: {peaks['flops'] / 1e9:.4g} GFLOP/s, "
     f"{peaks['bandwidth'] / 1e9:.3g} GB/s a device ({peaks['source']})",
-    f"first step {found['first_step_seconds']:.1f} s, of which XLA compiles "
-    f"{found['compile_seconds']:.1f} s",
+    f"first step {report['first_step_seconds']:.1f} s, of which XLA compiles "
+    f"{report['compile_seconds']:.1f} s",
     f"peak memory {memory / 2**30:.2f} GiB {where}",
-    f"other processes took {found['others_cpu']['median']:.0%} of the CPUs "
-    f"({found['quiet']} of {found['steps']} steps were quiet)",
+    f"other processes took {report['others_cpu']['median']:.0%} of the CPUs "
+    f"({report['quiet']} of {report['steps']} steps were quiet)",
   ]

@@ -1,6 +1,7 @@
 """The steps of a workload, timed; the JSON line of a comparison with others."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -8,143 +9,144 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from grpojax.aot import programs
-from grpojax.benchmarks import clock, subject, workloads
-from grpojax.core.types import Prompts
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, command_line, records
-from grpojax.runtime import config as config_lib
-from grpojax.training import (
-  batch_sizes,
-  fit,
-  from_config,
-  reference,
-  run_directory,
-  run_storage,
-  scoring,
-  start,
-  tracking,
-)
-from grpojax.training.progress import Progress
+from grpojax.benchmarks import clock, configured, subject, workloads
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
+from grpojax.training.config import to_config
+from grpojax.training.report import tracking
+from grpojax.training.run import fit, run_directory, run_storage, start
+from grpojax.training.run.progress import Progress
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
 
 PARTS = {
   "rollout": "seconds_rollout",
   "ref_logprobs": "seconds_reference",
   "update": "seconds_update",
 }
-"""What a comparison calls a part, and the metric of a step."""
+"""Parts of a comparison, and the metrics of a step that have their seconds."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # each is itself alone
+class Step:
+  """One timed step.
+
+  Attributes:
+    row: Metrics of the step.
+    seconds: Seconds by part, and what `clock.timed` has.
+    compilations: Number of programs that it compiled.
+  """
+
+  row: dict[str, Any]
+  seconds: dict[str, float]
+  compilations: int
 
 
 def _model_directory() -> pathlib.Path | None:
   """PEERS_MODEL_DIR: the weights that the others are timed with."""
-  given = os.environ.get("PEERS_MODEL_DIR")
-  if not given:
+  directory = os.environ.get("PEERS_MODEL_DIR")
+  if not directory:
     return None
-  if not os.path.isdir(given):
+  remedy = "or unset it and the weights are drawn"
+  if not os.path.isdir(directory):
     raise ValueError(
-      f"PEERS_MODEL_DIR={given} is no directory: give one, or unset it and the "
-      "weights are drawn"
+      f"PEERS_MODEL_DIR={directory} is no directory: give one, {remedy}"
     )
-  theirs, ours = (
-    vars(hf.to_transformer_config(x))
-    for x in (hf.read_config(given), workloads.MODEL)
-  )
+  theirs = vars(hf.to_transformer_config(hf.read_config(directory)))
+  ours = vars(hf.to_transformer_config(workloads.MODEL))
   wrong = [f"{k}={v}, not {ours[k]}" for k, v in theirs.items() if v != ours[k]]
   if wrong:
     raise ValueError(
-      f"PEERS_MODEL_DIR={given} is another model than all are timed with "
-      f"({', '.join(wrong)}): give that one, or unset it and the weights are "
-      "drawn"
+      f"PEERS_MODEL_DIR={directory} is another model than all are timed with "
+      f"({', '.join(wrong)}): give that one, {remedy}"
     )
-  return pathlib.Path(given)
+  return pathlib.Path(directory)
 
 
 @contextlib.contextmanager
-def open_workload(name: str, config: ConfigDict) -> Iterator[subject.Subject]:
-  """A workload's run, with its weights.
+def open_workload(
+  name: str, settings: TrainSettings
+) -> Iterator[subject.Subject]:
+  """Opens a workload's run, with its weights.
 
   Args:
-    name: of `workloads.WORKLOADS`.
-    config: of `workloads.config_of`, perhaps with changes of how it computes.
+    name: Name of one of `workloads.WORKLOADS`.
+    settings: Settings of `workloads.config_of`, perhaps with changes of how
+      it computes.
 
   Raises:
     ValueError: changes that do not fit the devices or the batch, or no such
       weights.
   """
-  stored = _model_directory()
+  weights = _model_directory()
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
     file.write_text(json.dumps(workloads.MODEL))
-    config.model.path = str(stored or file)
-    mesh = from_config.mesh(config)
-    batch_sizes.check(config, mesh)
-    reference.check(config.model.reference, mesh)
-    run = programs.open_run(config, mesh)
-    subject.check_memory(run)
-    yield subject.open_subject(run, stored)
+    model = dataclasses.replace(settings.model, path=str(weights or file))
+    settings = dataclasses.replace(settings, model=model)
+    yield subject.open_subject(configured.open_shapes(settings), weights)
 
 
-def _batches(workload: workloads.Workload, count: int) -> Iterator[Prompts]:
-  for step, ids in enumerate(workloads.prompt_ids(workload, count)):
-    yield subject.whole_prompts(ids, workloads.lengths(workload, step))
+def default_job(settings: TrainSettings) -> subject.Rows:
+  """Yields the metrics of a training run's steps, as `train` takes them.
 
-
-def default_job(config: ConfigDict) -> subject.Rows:
-  """The steps of a training run, as `train` takes them.
-
-  Without its evaluations and checkpoints, but with its data, rewards, records.
+  It has no evaluations and checkpoints, but data, rewards and records.
   """
   with contextlib.ExitStack() as stack:
     temporary = stack.enter_context(tempfile.TemporaryDirectory())
     directory = pathlib.Path(temporary)
     with command_line.usage_errors():
-      checked = start.check(config, directory, lambda: None)
+      checked = start.check(settings, directory, lambda: None)
     checkpointer = stack.enter_context(
       checkpoint.open_checkpointer(run_storage.checkpoints(directory))
     )
-    scorer = stack.enter_context(
-      scoring.open_scorer(checked.config, checked.reward_model)
+    reward_pool = stack.enter_context(
+      rewards_lib.open_reward_pool(checked.settings, checked.reward_model)
     )
     stack.enter_context(jax.set_mesh(checked.mesh))
-    run, state, tx = start.start(directory, checked, checkpointer, scorer)
+    run, state, tx = start.start(directory, checked, checkpointer, reward_pool)
     run = tracking.tracked(run, -1, stack)
-    args = state, tx, Progress(), lambda together=False: None
-    for _ in fit.remaining_steps(run, *args):
+    check_signals = lambda together=False: None  # noqa: E731
+    for _ in fit.remaining_steps(run, state, tx, Progress(), check_signals):
       yield records.read_jsonl(run.file(run_directory.METRICS))[-1]
 
 
-def _steps(name: str, config: ConfigDict, count: int, stack) -> subject.Rows:
+def _rows(
+  name: str, settings: TrainSettings, count: int, stack: contextlib.ExitStack
+) -> subject.Rows:
+  """Metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
-    return default_job(config)
+    return default_job(settings)
   with command_line.usage_errors():
-    opened = stack.enter_context(open_workload(name, config))
-  batches = _batches(workloads.WORKLOADS[name], count)
+    opened = stack.enter_context(open_workload(name, settings))
+  workload = workloads.WORKLOADS[name]
+  prompts = workloads.prompt_ids(workload, count)
+  batches = (
+    subject.whole_prompts(ids, workloads.lengths(workload, step))
+    for step, ids in enumerate(prompts)
+  )
   return subject.host_steps(opened, batches, lambda prompts: prompts.targets)
 
 
-def _parts(row: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
-  """Seconds by part; what is none of them is rewards, text and records."""
-  parts = {name: float(row[metric]) for name, metric in PARTS.items()}
-  other = seconds["total"] - sum(parts.values())
-  return seconds | parts | {"score_other": other}
-
-
 def measure(
-  name: str, config: ConfigDict, steps: int, warmup: int
+  name: str, settings: TrainSettings, steps: int, warmup: int
 ) -> dict[str, Any]:
   """Times a workload; what is printed meanwhile goes to standard error.
 
   Args:
-    name: of `workloads.NAMES`.
-    config: of `workloads.config_of`, perhaps with changes of how it computes.
-    steps: that are timed.
-    warmup: steps before them.
+    name: Name of one of `workloads.NAMES`.
+    settings: Settings of `workloads.config_of`, perhaps with changes of how
+      it computes.
+    steps: Number of steps that are timed.
+    warmup: Number of steps before them.
 
   Returns:
     The report, with the keys of every library of the comparison.
@@ -153,111 +155,119 @@ def measure(
     SystemExit: with a message, for changes that do not fit the devices or the
       batch.
   """
-  config.steps = warmup + steps
-  compiled, found = clock.compilations(), []
+  settings = dataclasses.replace(settings, steps=warmup + steps)
+  compiled, timed, before = clock.compilations(), [], 0
   with (
     contextlib.redirect_stdout(sys.stderr),
     contextlib.ExitStack() as stack,
   ):
-    rows = _steps(name, config, warmup + steps, stack)
+    rows = _rows(name, settings, warmup + steps, stack)
     began = time.perf_counter()
-    before = 0
     for row, seconds in clock.timed(rows):
-      new, before = len(compiled) - before, len(compiled)
-      found.append((row, _parts(row, seconds) | {"compilations": new}))
-  total = sum(seconds["total"] for _, seconds in found[:warmup])
-  return report(name, config, found, warmup, compiled, (began, began + total))
+      parts = {part: float(row[metric]) for part, metric in PARTS.items()}
+      # What is none of the parts is rewards, text and records.
+      other = seconds["total"] - sum(parts.values())
+      seconds = seconds | parts | {"score_other": other}
+      timed.append(Step(row, seconds, len(compiled) - before))
+      before = len(compiled)
+  total = sum(step.seconds["total"] for step in timed[:warmup])
+  return report(name, settings, timed, warmup, compiled, (began, began + total))
 
 
-def _tokens(name: str, config: ConfigDict, rows: Sequence[dict[str, Any]]):
-  """Tokens and the longest completion of each step; whether as planned.
-
-  No completion is longer than planned (`budgets`), so where the sums agree each
-  of them is as long as planned.
-  """
-  samples = config.batch_size * config.group_size
-  sums = [round(float(r["completion_length_mean"]) * samples) for r in rows]
-  longest = [int(r["completion_length_max"]) for r in rows]
-  if name == workloads.ARITHMETIC:
-    return sums, longest, None  # they are what the policy makes them
-  workload = workloads.WORKLOADS[name]
-  planned = [
-    int(workloads.lengths(workload, i).sum()) for i in range(len(rows))
-  ]
-  return sums, longest, sums == planned
-
-
-def _variant(name: str, config: ConfigDict) -> str:
+def _variant(name: str, settings: TrainSettings) -> str:
   """The settings that are not the workload's own."""
   default = config_lib.flatten(workloads.config_of(name))
   return " ".join(
     f"{key}={value}"
-    for key, value in config_lib.flatten(config).items()
+    for key, value in config_lib.flatten(to_config(settings)).items()
     if value != default.get(key) and key not in ("model.path", "steps")
   )
 
 
 def report(
   name: str,
-  config: ConfigDict,
-  found: Sequence[tuple[dict[str, Any], dict[str, float]]],
+  settings: TrainSettings,
+  timed: Sequence[Step],
   warmup: int,
   compiled: Sequence[tuple[float, float]],
   warm: tuple[float, float],
 ) -> dict[str, Any]:
-  """What is printed; see `measure`.
+  """Makes the report of `measure`.
 
   Args:
-    name: of the workload.
-    config: it ran with.
-    found: metrics and seconds of each step.
-    warmup: steps that do not count.
-    compiled: from `clock.compilations`.
-    warm: when the first step began and the last of the warm-up ended.
+    name: Name of the workload.
+    settings: Settings that it ran with.
+    timed: Steps, in their order.
+    warmup: Number of steps that do not count.
+    compiled: Compilations, from `clock.compilations`.
+    warm: Times at which the first step began and the last of the warm-up ended.
   """
-  rows, seconds = zip(*found, strict=True)
-  sums, longest, planned = _tokens(name, config, rows)
-  steps = list(zip(seconds, sums, longest, strict=True))[warmup:]
+  samples = settings.batch_size * settings.group_size
+  tokens = {
+    step: round(float(step.row["completion_length_mean"]) * samples)
+    for step in timed
+  }
   # As the warm-up, steps that compile a shape that there was not before (of
   # packed rows) are no measure of those that follow.
-  steps = [step for step in steps if not step[0]["compilations"]] or steps
-  others = [s["others"] for s, _, _ in steps]
-  kept = clock.quiet(steps, others)
-  names = sorted({*seconds[0]} - {"others", "compilations"})
+  later = timed[warmup:]
+  steady = [step for step in later if not step.compilations] or later
+  others = [step.seconds["others"] for step in steady]
+  counted = clock.quiet(steady, others)
+
+  def spread(value: Callable[[Step], float]) -> dict[str, float]:
+    return clock.spread(map(value, counted))
+
+  parts = sorted({*timed[0].seconds} - {"others"})
   during = [s for when, s in compiled if warm[0] <= when <= warm[1]]
   return {
     "peer": "grpojax",
-    "variant": _variant(name, config) or "default",
+    "variant": _variant(name, settings) or "default",
     "workload": name,
-    "steps": len(steps),
+    "steps": len(steady),
     "quiet": sum(share < clock.QUIET for share in others),
-    "others_cpu": clock.spread(s["others"] for s, _, _ in kept),
-    "seconds": {n: clock.spread(s[n] for s, _, _ in kept) for n in names},
+    "others_cpu": spread(lambda step: step.seconds["others"]),
+    "seconds": {p: spread(lambda step, p=p: step.seconds[p]) for p in parts},
     "per_step": {
-      seconds.index(s): {k: round(v, 3) for k, v in s.items()}
-      for s, _, _ in steps
+      timed.index(step): {p: round(v, 3) for p, v in step.seconds.items()}
+      | {"compilations": step.compilations}
+      for step in steady
     },
-    "first_step_s": round(seconds[0]["total"], 3),
-    "warmup_s": [round(s["total"], 3) for s in seconds[:warmup]],
-    "tokens_per_step": clock.spread(n for _, n, _ in kept),
-    "longest": clock.spread(n for _, _, n in kept),
-    "gen_tokens_per_s": clock.spread(n / s["rollout"] for s, n, _ in kept),
-    "step_tokens_per_s": clock.spread(n / s["total"] for s, n, _ in kept),
-    "lengths_as_planned": planned,
+    "first_step_s": round(timed[0].seconds["total"], 3),
+    "warmup_s": [round(step.seconds["total"], 3) for step in timed[:warmup]],
+    "tokens_per_step": spread(tokens.get),
+    "longest": spread(lambda step: int(step.row["completion_length_max"])),
+    "gen_tokens_per_s": spread(lambda x: tokens[x] / x.seconds["rollout"]),
+    "step_tokens_per_s": spread(lambda x: tokens[x] / x.seconds["total"]),
+    "lengths_as_planned": _as_planned(name, list(tokens.values())),
     "peak_rss_mib": clock.peak_rss_mib(),
     "versions": _versions(),
     "compile_s": round(sum(during), 3),
     "compilations_warmup": len(during),
     "compilations_later": sum(when > warm[1] for when, _ in compiled),
-    "rewards": [round(float(row["reward_mean"]), 3) for row in rows],
-    "dtype": config.model.dtype,
+    "rewards": [round(float(step.row["reward_mean"]), 3) for step in timed],
+    "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",
   }
 
 
+def _as_planned(name: str, tokens: Sequence[int]) -> bool | None:
+  """True where completions have the workload's lengths; None if it has none.
+
+  No completion is longer than planned (`budgets`), so where the sums agree each
+  of them is as long as planned.
+  """
+  if name == workloads.ARITHMETIC:
+    return None
+  workload = workloads.WORKLOADS[name]
+  return all(
+    count == int(workloads.lengths(workload, step).sum())
+    for step, count in enumerate(tokens)
+  )
+
+
 def _versions() -> dict[str, str]:
-  found = {}
+  versions = {}
   for name in ("grpojax", "jax", "jaxlib", "flax", "optax"):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
-  return found
+      versions[name] = importlib.metadata.version(name)
+  return versions

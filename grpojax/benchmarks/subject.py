@@ -20,33 +20,31 @@ from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
-from grpojax.models import hf, lora
-from grpojax.runtime import command_line, device_memory, quiet_imports
-from grpojax.training import (
-  device_step,
-  from_config,
-  host_step,
-  memory,
-  reference,
-  scoring,
-  splits,
-)
-from grpojax.training import prompts as prompts_lib
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
+from grpojax.runtime import device_memory
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
+from grpojax.training.run import memory, setup
+from grpojax.training.step import device, host, reference
+from grpojax.training.step import rewards as rewards_lib
 
 Rows = Iterator[dict[str, Any]]
 
 
 class Subject(NamedTuple):
-  """What is timed.
+  """Run that is timed.
 
   Attributes:
-    run: its shapes.
-    policy: with its frozen weights, if there are any.
-    state: before the first step.
-    ref_params: as of `host_step.make_host_step`.
-    tx: the optimizer.
+    run: Shapes of the run.
+    policy: Policy with its frozen weights, if there are any.
+    state: State before the first step.
+    ref_params: Reference, as `host.make_host_step` takes it.
+    tx: Optimizer.
   """
 
   run: programs.Run
@@ -64,50 +62,46 @@ def word_tokenizer(vocab_size: int) -> Any:
   model = tokenizers.models.WordLevel(vocab, unk_token="<pad>")
   backend = tokenizers.Tokenizer(model)
   backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-  return quiet_imports.transformers().PreTrainedTokenizerFast(
+  return tokenizer_lib.import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
   )
 
 
 def check_memory(run: programs.Run) -> None:
-  """Refuses what cannot fit, as a training run does.
-
-  Raises:
-    ValueError: the parts, and what to change.
-  """
-  phases = memory.training(run.config, run.model, run.mesh)
+  """Refuses by a ValueError what cannot fit, as a training run does."""
+  phases = memory.training(run.settings, run.model, run.mesh)
   limit = device_memory.device_bytes(run.mesh.local_devices[0])
   memory.refuse(phases, limit)
 
 
 def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
-  """Fresh weights, each where it belongs."""
+  """Fresh weights of these shapes and shardings."""
 
   def init(key):
     params = run.policy.lm.init(key)
     return jax.tree.map(lambda x, s: x.astype(s.dtype), params, shapes)
 
-  places = jax.tree.map(lambda x: x.sharding, shapes)
-  return jax.jit(init, out_shardings=places)(key)
+  shardings = jax.tree.map(lambda x: x.sharding, shapes)
+  return jax.jit(init, out_shardings=shardings)(key)
 
 
 def open_subject(
   run: programs.Run, weights: pathlib.Path | None = None
 ) -> Subject:
-  """Weights, optimizer state and reference of a run on shapes.
+  """Opens weights, optimizer state and reference of a run on shapes.
 
   Args:
-    run: from `programs.open_run`.
-    weights: a model directory to read them from; None draws them.
+    run: Run, from `programs.open_run`.
+    weights: Model directory to read them from; None draws them.
 
   Raises:
     ValueError: weights that do not fit.
   """
-  config, policy = run.config, run.policy
+  settings, policy = run.settings, run.policy
   policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
-  key, places = jax.random.key(config.seed), run.state
+  key = jax.random.key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
   if weights is None:
     params = _random(run, shapes, key)
@@ -117,23 +111,23 @@ def open_subject(
     )
   if policy.frozen is not None:
     policy = policy._replace(frozen=params)
-    params = lora.init(shapes, key, config.lora.rank, config.lora.targets)
-  places = jax.tree.map(lambda x: x.sharding, run.state)
+    params = lora.init(shapes, key, settings.lora.rank, settings.lora.targets)
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
   ref_params = run.ref_params
   if ref_params:
     ref_params = jax.tree.map(jnp.copy, params)
-    ref_params = reference.stored(ref_params, config.model.reference)
-  tx = optimizer(config)
+    ref_params = reference.to_memory(ref_params, settings.model.reference)
+  tx = optimizer(settings)
   fresh = jax.jit(
-    lambda p: from_config.first_state(config, tx, p), out_shardings=places
+    lambda p: setup.first_state(settings, tx, p), out_shardings=shardings
   )
   return Subject(run, policy, fresh(params), ref_params, tx)
 
 
 def random_prompts(run: programs.Run) -> Iterator[Prompts]:
-  """Prompts of the configured length, whose ids are uniform."""
-  rng, vocab = np.random.default_rng(run.config.seed), run.model.vocab_size
-  shape = run.prompts, run.config.data.max_prompt_length
+  """Yields prompts of the configured length, whose ids are uniform."""
+  rng, vocab = np.random.default_rng(run.settings.seed), run.model.vocab_size
+  shape = run.prompts, run.settings.data.max_prompt_length
   while True:
     yield whole_prompts(rng.integers(0, vocab, shape).astype(np.int32))
 
@@ -148,52 +142,63 @@ def host_steps(
   batches: Iterable[Prompts],
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Rows:
-  """Steps with the reward `workloads.count_a`; the metrics of each.
+  """Yields the metrics of steps with the reward `workloads.count_a`.
 
   Args:
-    subject: from `open_subject`, of a config whose reward that is.
-    batches: the prompts, a step each.
-    budgets: see `samplers.sampler_program`.
+    subject: Subject, from `open_subject`, of a config with that reward.
+    batches: Prompts of each step.
+    budgets: Function from prompts to the greatest lengths of their
+      completions, see `step.sampling.sampler_program`.
   """
   run = subject.run
-  places = jax.tree.map(lambda x: x.sharding, run.state)
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
-  with scoring.open_scorer(run.config) as scorer, jax.set_mesh(run.mesh):
-    step = host_step.make_host_step(
-      run.config,
+  with (
+    rewards_lib.open_reward_pool(run.settings) as reward_pool,
+    jax.set_mesh(run.mesh),
+  ):
+    step = host.make_host_step(
+      run.settings,
       subject.policy,
       run.group_size,
       subject.tx,
       subject.ref_params,
-      places,
-      scorer,
-      lambda together=False: None,
-      budgets,
+      shardings,
+      reward_pool,
+      check_signals=lambda together=False: None,
+      budgets=budgets,
     )
     for prompts in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = step(state, prompts, examples, False)
-      yield row
+      result = step(state, prompts, examples)
+      state = result.state
+      yield result.metrics
 
 
 def device_steps(subject: Subject, count: int) -> Rows:
-  """Steps of a config with reward.on_device, with its prompts and reward."""
+  """Yields the metrics of `count` steps of a config with reward.on_device."""
   run = subject.run
-  config, policy = run.config, subject.policy
-  places = jax.tree.map(lambda x: x.sharding, run.state)
-  examples = splits.load_examples(config, "train")
+  settings, policy = run.settings, subject.policy
+  shardings = jax.tree.map(lambda x: x.sharding, run.state)
+  examples = splits.load_examples(settings, "train")
   batches = prompts_lib.training_batches(
-    config, policy, examples, run.group_size
+    settings, policy, examples, run.group_size
   )
   with command_line.usage_errors():  # before anything compiles
     batches = list(itertools.islice(batches, count))
   state = subject.state
   with jax.set_mesh(run.mesh):
-    step = device_step.make_device_step(
-      config, policy, run.group_size, subject.tx, subject.ref_params, places
+    step = device.make_device_step(
+      settings,
+      policy,
+      run.group_size,
+      subject.tx,
+      subject.ref_params,
+      shardings,
     )
-    for prompts, given in batches:
+    for prompts, examples in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = step(state, prompts, given, False)
-      yield row
+      result = step(state, prompts, examples)
+      state = result.state
+      yield result.metrics

@@ -34,15 +34,15 @@ MODEL = {
 
 
 class Workload(NamedTuple):
-  """The sizes of a step.
+  """Sizes of a step.
 
   Attributes:
-    prompts: B.
-    group_size: G.
-    prompt_length: P; every prompt has so many tokens.
-    new_tokens: T.
-    mean_length: completions stop after so many tokens in the mean, by the
-      table of `stop_table`; 0 means that all of them have T tokens.
+    prompts: Number of prompts, B.
+    group_size: Number of completions of each, G.
+    prompt_length: Length of every prompt, P, in tokens.
+    new_tokens: Length of the longest completion, T, in tokens.
+    mean_length: Mean length of the completions, which stop by the table of
+      `stop_table`; 0 where all of them have T tokens.
   """
 
   prompts: int
@@ -139,5 +139,5 @@ def config_of(name: str) -> ConfigDict:
 
 
 def is_work(setting: str) -> bool:
-  """Whether a setting, by its dotted path, says what is computed."""
+  """True for a setting, by its dotted path, that says what is computed."""
   return any(setting == w or setting.startswith(f"{w}.") for w in _WORK)

@@ -1,4 +1,4 @@
-"""What library calls are given: understood, or refused in a sentence.
+"""Arguments of library calls: understood, or refused in a sentence.
 
 Shapes and dtypes are known everywhere; values only outside of jit, and there
 they are checked.
@@ -19,7 +19,7 @@ Ids = int | np.integer | np.ndarray | Sequence[int | np.integer]
 
 
 def random_key(key: Any) -> Key[Array, ""]:
-  """A key as `jax.random.key` makes it; those of `PRNGKey` are wrapped.
+  """Returns a key as `jax.random.key` makes it; those of `PRNGKey` are wrapped.
 
   Raises:
     ValueError: it is neither.
@@ -34,7 +34,7 @@ def random_key(key: Any) -> Key[Array, ""]:
 
 
 def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:
-  """The ids that end a completion, given as one integer or several.
+  """Array of the ids that end a completion, of one integer or several.
 
   Raises:
     ValueError: there are none, or something else.
@@ -55,7 +55,7 @@ def read_rewards(
   Args:
     rewards: an array, or lists of numbers.
     shape: (B, G) of the completions.
-    source: where they come from, for the message.
+    source: name of the function that they are for, for the message.
 
   Raises:
     ValueError: they are not numbers, or not one a completion.
@@ -77,19 +77,17 @@ def check_prompts(
   Args:
     lm: the model, to know its vocabulary.
     params: its parameters.
-    prompt_ids: should be [B, P], right-padded.
-    prompt_mask: should be True on real tokens.
+    prompt_ids: token ids, which should be [B, P], right-padded.
+    prompt_mask: True on real tokens, as it should be.
 
   Raises:
     ValueError: shapes or dtypes that do not fit; outside of jit also padding
       that is not at the right, ids outside the vocabulary, or no token at all.
   """
-  shapes = jnp.shape(prompt_ids), jnp.shape(prompt_mask)
-  if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+  of_ids, of_mask = jnp.shape(prompt_ids), jnp.shape(prompt_mask)
+  if len(of_ids) != 2 or of_ids != of_mask:
     raise ValueError(
-      "prompt_ids and prompt_mask are both [B, P], not {} and {}".format(
-        *shapes
-      )
+      f"prompt_ids and prompt_mask are both [B, P], not {of_ids} and {of_mask}"
     )
   if not jnp.issubdtype(prompt_ids.dtype, jnp.integer):
     raise ValueError(f"prompt_ids are integers, not {prompt_ids.dtype}")
@@ -115,10 +113,7 @@ def check_prompts(
     )
   prefix = jax.eval_shape(lm.prefill, params, prompt_ids, prompt_mask)
   logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
-  _check_ids(np.asarray(prompt_ids), mask, logits.shape[-1])
-
-
-def _check_ids(ids: np.ndarray, mask: np.ndarray, vocabulary: int) -> None:
+  ids, vocabulary = np.asarray(prompt_ids), logits.shape[-1]
   wrong = np.argwhere(mask & ((ids < 0) | (ids >= vocabulary)))
   if wrong.size:
     row, column = wrong[0]
@@ -129,7 +124,7 @@ def _check_ids(ids: np.ndarray, mask: np.ndarray, vocabulary: int) -> None:
 
 
 def _visible(x: Any) -> bool:
-  """Whether this process can see the values of an array."""
+  """True if this process can see the values of an array."""
   traced = isinstance(x, jax.core.Tracer)
   return not traced and getattr(x, "is_fully_addressable", True)
 
@@ -141,13 +136,15 @@ def prompts_from_left_padded(
 ) -> Prompts:
   """Prompts of ids that are padded on the left, as tokenizers often do it.
 
+  Tokens stay in their order, and the padding goes to the right:
+
+    ids  [[9 9 1 2]   mask [[0 0 1 1]   ->  [[1 2 9 9]   [[1 1 0 0]
+          [3 4 5 6]]        [1 1 1 1]]       [3 4 5 6]]   [1 1 1 1]]
+
   Args:
     ids: token ids.
     mask: True or 1 on real tokens (an attention mask).
-    targets: see `Prompts`.
-
-  Returns:
-    The same tokens in the same order, with the padding on the right.
+    targets: the `targets` of `Prompts`.
   """
   ids, mask = jnp.asarray(ids), jnp.asarray(mask).astype(bool)
   order = jnp.argsort(~mask, axis=-1, stable=True)

@@ -1,4 +1,4 @@
-"""Settings find the functions that ask for them, by the names of parameters."""
+"""Binding of settings to the functions that have parameters of their names."""
 
 import functools
 import inspect
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def asks_for(function: Callable[..., Any], name: str) -> bool:
-  """Whether a function has a parameter of this name that is not bound yet."""
+  """True if a function has a parameter of this name that is not bound yet."""
   try:
     parameters = inspect.signature(function).parameters
   except (TypeError, ValueError):  # some callables have no signature
@@ -24,7 +24,7 @@ def bind(function: Callable[..., Any], **offered: Any) -> Callable[..., Any]:
 
   Args:
     function: any callable; one without a signature takes nothing.
-    **offered: what there is.
+    **offered: values by names of parameters.
   """
-  wanted = {k: v for k, v in offered.items() if asks_for(function, k)}
-  return functools.partial(function, **wanted) if wanted else function
+  taken = {k: v for k, v in offered.items() if asks_for(function, k)}
+  return functools.partial(function, **taken) if taken else function

@@ -46,10 +46,9 @@ from grpojax.core.types import Rollout
 
 
 def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
-  """Which groups have two rewards that differ.
+  """True for groups that have two rewards that differ.
 
-  Args:
-    rewards: on the host; one that is not finite is none.
+  Rewards are on the host; one that is not finite is none.
   """
   present = np.isfinite(rewards)
   best = np.max(rewards, axis=-1, where=present, initial=-np.inf)
@@ -57,11 +56,11 @@ def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
   return best > worst
 
 
-def acceptance(varied: Bool[np.ndarray, "M"], wanted: int) -> float:
-  """The probability that a group varies, without bias.
+def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
+  """Estimates the probability that a group varies, without bias.
 
-  Prompts were drawn until `wanted` groups varied, or up to a limit. Filled by
-  the group of number m, the estimate is (wanted - 1) / (m - 1) (Haldane, 1945);
+  Prompts were drawn until `size` groups varied, or up to a limit. Filled by
+  the group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945);
   not filled, the share of the groups that vary. (The share is too large where
   drawing stopped at a group that varies. Both are one formula: the paths of
   acceptances to where it stopped that begin with one, over all of them;
@@ -69,45 +68,48 @@ def acceptance(varied: Bool[np.ndarray, "M"], wanted: int) -> float:
   independent of it.
 
   Args:
-    varied: of all groups in the order of their prompts, those too that were
-      drawn beyond the last one needed.
-    wanted: B.
+    varied: True for groups that vary, of all in the order of their prompts,
+      those too that were drawn beyond the last one needed.
+    size: B, number of groups that the batch needs.
 
   Returns:
-    In [0, 1]; 1 where the first `wanted` groups vary.
+    A number in [0, 1]; 1 where the first `size` groups vary.
   """
   places = np.flatnonzero(varied)
-  if len(places) < wanted:
+  if len(places) < size:
     return len(places) / len(varied)
-  drawn = int(places[wanted - 1]) + 1
-  if wanted == 1:
+  drawn = int(places[size - 1]) + 1
+  if size == 1:
     return float(drawn == 1)
-  return (wanted - 1) / (drawn - 1)
+  return (size - 1) / (drawn - 1)
 
 
 def replace_groups(
   batch: Rollout, drawn: Rollout, source: Int[Array, "B"]
 ) -> Rollout:
-  """A batch with some of its groups replaced. Jittable.
+  """Replaces some groups of a batch. Jittable.
+
+  For example, source = [-1, 1, 0] keeps the first group of a batch of 3, and
+  takes its second one from drawn[1] and its third one from drawn[0].
 
   Args:
     batch: B groups.
     drawn: any number of groups; prompts may be padded to another length.
-    source: for each group of the batch, which one of `drawn` takes its place;
-      -1 for none.
+    source: for each group of the batch, the number of the one of `drawn` that
+      takes its place; -1 for none.
   """
-  widths = [x.prompt_ids.shape[-1] for x in (batch, drawn)]
-  wide = max(widths)
+  longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 
   def padded(samples: Rollout) -> Rollout:
-    more = ((0, 0), (0, wide - samples.prompt_ids.shape[-1]))
+    more = ((0, 0), (0, longest - samples.prompt_ids.shape[-1]))
     return samples.replace(
       prompt_ids=jnp.pad(samples.prompt_ids, more),
       prompt_mask=jnp.pad(samples.prompt_mask, more),
     )
 
   def chosen(old: Array, new: Array) -> Array:
-    replaced = (source >= 0).reshape(-1, *[1] * (old.ndim - 1))
+    axes = tuple(range(1, old.ndim))
+    replaced = jnp.expand_dims(source >= 0, axes)
     return jnp.where(replaced, new[jnp.maximum(source, 0)], old)
 
   whole = jax.tree.map(chosen, padded(batch), padded(drawn))

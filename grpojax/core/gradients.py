@@ -1,195 +1,343 @@
-"""The gradient of the loss over a minibatch, micro-batch by micro-batch."""
+"""Gradient of the loss over a minibatch, micro-batch by micro-batch.
 
-import functools
+    minibatch [B, G, T] --split--> micro-batches [n, b, g, T] --scan--> gradient
+
+Weights of tokens, and what no micro-batch knows by itself (`MinibatchTotals`),
+are computed over the whole minibatch before the scan, so that the number of
+micro-batches changes nothing but the memory that it takes.
+"""
+
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import load_balancing, packed_logprobs, sampler_mismatch
-from grpojax.core import micro_batches as parts_lib
 from grpojax.core import packing as packing_lib
-from grpojax.core.entropy import EntropyBonus
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses import load_balancing, rollout_mismatch
+from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.losses.rollout_correction import Correct
 from grpojax.core.mesh import constrain, map_rows
-from grpojax.core.sampler_correction import Correct
-from grpojax.core.sampling import Sampling
-from grpojax.core.types import LM, OF_PROMPTS, Batch
+from grpojax.core.objective import (
+  Objective,
+  correction_fn,
+  entropy_bonus,
+  loss_fn,
+)
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.packing import packed_logprobs
+from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
 Metrics = dict[str, Array]
 
 
-def _split(batch: Batch, weights: Array, parts: int) -> tuple[Batch, Array]:
-  """Micro-batches of a minibatch, a leading axis: `parts`, or fewer packed."""
-  sizes = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
-  if batch.packing is not None:
-    packing_lib.check_parts(batch.packing, *sizes, parts)
-    return packing_lib.split_batch(batch, weights)
-  cut = parts_lib.cuts(*batch.completion_ids.shape[:2], parts)
-  samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
-  prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
-  samples, weights = parts_lib.split_samples((samples, weights), cut)
-  prompts = parts_lib.split_prompts(prompts, cut)
-  return Batch(**samples, **prompts), weights
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+  """Functions and coefficients of a loss, as an objective names them.
+
+  Attributes:
+    lm: Model.
+    loss: `losses.grpo_loss` with its settings bound.
+    correction: Correction of the loss's terms, or None.
+    bonus: Entropy bonus, or None.
+    entropy_share: Share of the tokens, those of highest entropy, that the
+      surrogate is of.
+    router_aux_coef: Coefficient of the loss that balances experts.
+    sampling: Distribution that the rollout was sampled from.
+    chunk_size: Number of tokens whose logits are held at once.
+  """
+
+  lm: LM
+  loss: Callable[..., Any]
+  correction: Correct | None
+  bonus: EntropyBonus | None
+  entropy_share: float
+  router_aux_coef: float
+  sampling: Sampling
+  chunk_size: int
+
+  @property
+  def selects_tokens(self) -> bool:
+    """True where some tokens are left out for their low entropy."""
+    return self.entropy_share < 1
 
 
-def _token_metrics(
-  monitored: dict[str, Array], mask: Array
-) -> dict[str, Metrics]:
-  """Means over real tokens, and of the ratios the extremes."""
-  count = jnp.maximum(jnp.sum(mask), 1)
+def loss_terms(
+  lm: LM, objective: Objective, sampling: Sampling, chunk_size: int
+) -> LossTerms:
+  """Returns the terms of an objective's loss.
 
-  def mean(values):
-    return jnp.sum(jnp.where(mask, values, 0)) / count
+  Raises:
+    ValueError: A loss that balances experts, and a model without any.
+  """
+  if objective.router_aux_coef and lm.forward_with_load is None:
+    raise ValueError(
+      f"router_aux_coef={objective.router_aux_coef} balances the experts of a "
+      "model, and this one has none (no LM.forward_with_load): use 0"
+    )
+  return LossTerms(
+    lm=lm,
+    loss=loss_fn(objective),
+    correction=correction_fn(objective),
+    bonus=entropy_bonus(objective),
+    entropy_share=objective.top_entropy_quantile,
+    router_aux_coef=objective.router_aux_coef,
+    sampling=sampling,
+    chunk_size=chunk_size,
+  )
 
-  ratios = monitored["ratio"]  # 1 on padding, taken where there is no token
-  shown = mask | ~jnp.any(mask)
-  return {
-    "mean": {k: mean(v) for k, v in monitored.items() if k != "ratio"},
-    "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=shown)},
-    "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=shown)},
-  }
+
+class MinibatchTotals(NamedTuple):
+  """Facts of a whole minibatch that none of its micro-batches knows.
+
+  Attributes:
+    token_mask: Tokens that the surrogate is of; None where those are all, or
+      where there is a single micro-batch.
+    token_count: Number of tokens that the entropy bonus is a mean over.
+    expert_load: Load of each expert, summed over the minibatch.
+  """
+
+  token_mask: Bool[Array, "n b g T"] | None = None
+  token_count: Int[Array, ""] | None = None
+  expert_load: PyTree | None = None
+
+
+class MicroBatchValues(NamedTuple):
+  """Values of one micro-batch beside its loss.
+
+  Attributes:
+    of_tokens: Arrays [b, g, T] that are logged as means over tokens.
+    of_rollout: Differences from the rollout's log-probabilities.
+    mean_entropy: Share of the minibatch's mean entropy; None without a bonus.
+    balance: Loss that balances experts; None without it.
+  """
+
+  of_tokens: Metrics
+  of_rollout: Metrics
+  mean_entropy: Float[Array, ""] | None
+  balance: Float[Array, ""] | None
+
+
+class Gradient(NamedTuple):
+  """Loss of a minibatch and its gradient.
+
+  Attributes:
+    loss: The loss.
+    grads: Gradient, float32 or better.
+    metrics: Values to be logged, by the names of `update.OVER_UPDATES`.
+    mean_entropy: Micro-batches' shares of the mean entropy; None without a
+      bonus.
+  """
+
+  loss: Float[Array, ""]
+  grads: Params
+  metrics: dict[str, Metrics]
+  mean_entropy: Float[Array, "n"] | None
 
 
 def in_float32(tree: PyTree) -> PyTree:
-  """In float32 or better."""
+  """Returns the arrays in float32 or better."""
   return jax.tree.map(
     lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree
   )
 
 
-def make_gradient(
-  lm: LM,
-  *,
-  loss: Callable[..., Any],
-  weighting: Callable[[Array], Array],
-  correction: Correct | None,
-  micro_batches: int,
-  entropy_bonus: EntropyBonus | None,
-  top_entropy_quantile: float | int,
-  router_aux_coef: float,
-  sampling: Sampling,
-  chunk_size: int,
-) -> Callable[..., Any]:
-  """The loss of a minibatch and its gradient; arguments as of `make_update`.
+def split_minibatch(
+  batch: Batch, weights: Float[Array, "B G T"], count: int
+) -> tuple[Batch, Float[Array, "n b g T"]]:
+  """Splits a minibatch into `count` micro-batches, or fewer where packed."""
+  shape, prompt_length = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
+  if batch.packing is not None:
+    packing_lib.check_parts(batch.packing, shape, prompt_length, count)
+    return packing_lib.split_batch(batch, weights)
+  split = micro_batches_lib.cuts(*batch.completion_ids.shape[:2], count)
+  prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
+  samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
+  samples, weights = micro_batches_lib.split_samples((samples, weights), split)
+  prompts = micro_batches_lib.split_prompts(prompts, split)
+  return Batch(**samples, **prompts), weights
 
-  Returns:
-    `(params, batch, factor) -> (loss, gradient, metrics, mean entropies)`. The
-    factor is the entropy bonus's coefficient; the gradient is float32 or
-    better; the metrics are by `update.OVER_UPDATES`; the micro-batches' shares
-    of the minibatch's mean entropy are None without a bonus.
 
-  Raises:
-    ValueError: a router's loss, and a model that tells nothing of its routers.
-  """
-  if router_aux_coef and lm.forward_with_load is None:
-    raise ValueError(
-      f"router_aux_coef={router_aux_coef} balances the experts of a model, and "
-      "this one has none (no LM.forward_with_load): use 0"
-    )
-  some = top_entropy_quantile < 1
-  keep = functools.partial(
-    entropy_lib.highest_entropy, share=top_entropy_quantile
+def _logprobs(terms: LossTerms, params: Params, batch: Batch):
+  """Log-probabilities, entropies and, for its loss, the experts' load."""
+  balanced = bool(terms.router_aux_coef)
+  return packed_logprobs.completion_logprobs(
+    terms.lm,
+    params,
+    batch.prompt_ids,
+    batch.prompt_mask,
+    batch.completion_ids,
+    batch.packing,
+    sampling=terms.sampling,
+    chunk_size=terms.chunk_size,
+    entropy_gradient=terms.bonus is not None,
+    load_weights=load_balancing.load_weights(batch) if balanced else None,
   )
 
-  def score(params, batch: Batch):
-    """Log-probabilities, entropies and, for its loss, the routers' load."""
-    weights = load_balancing.load_weights(batch) if router_aux_coef else None
-    return packed_logprobs.completion_logprobs(
-      lm,
-      params,
-      batch.prompt_ids,
-      batch.prompt_mask,
-      batch.completion_ids,
-      batch.packing,
-      sampling=sampling,
-      chunk_size=chunk_size,
-      entropy_gradient=entropy_bonus is not None,
-      load_weights=weights,
-    )
 
-  def micro_loss(params, factor, batch: Batch, weights, kept, tokens, all_load):
-    batch = map_rows(constrain, batch)
-    weights = constrain(weights, "batch", "group")
-    logprobs, entropy, *load = score(params, batch)
-    mask = batch.completion_mask
-    if some and kept is None:  # there is no other part
-      kept = keep(jax.lax.stop_gradient(entropy), mask)
-    given, of_correction = {"kept": kept} if some else {}, {}
-    if correction is not None:
-      given["factors"], of_correction = correction(logprobs, batch)
-    value, monitored = loss(
-      logprobs,
-      batch.advantages,
-      weights,
-      mask,
-      batch.old_logprobs,
-      batch.ref_logprobs,
-      **given,
-    )
-    mean_entropy = None
-    if entropy_bonus is not None:
-      acted = kept if some else mask
-      mean_entropy = entropy_lib.mean_entropy(entropy, acted, tokens)
-      value -= factor * mean_entropy
-    balance = None
-    if router_aux_coef:
-      balance = load_balancing.load_balancing_loss(*load, all_load)
-      value += router_aux_coef * balance
-    monitored |= of_correction
-    of_sampler = sampler_mismatch.of_tokens(loss, logprobs, batch, weights)
-    monitored = monitored | {"entropy": entropy}
-    return value, (monitored, of_sampler, mean_entropy, balance)
+def micro_batch_loss(
+  params: Params,
+  terms: LossTerms,
+  batch: Batch,
+  weights: Float[Array, "b g T"],
+  totals: MinibatchTotals,
+  entropy_coefficient: Any,
+) -> tuple[Float[Array, ""], MicroBatchValues]:
+  """Returns the loss of a micro-batch, to be differentiated by `params`.
 
-  def of_all_parts(params, batch: Batch):
-    """What no part of a minibatch knows: its tokens kept, how many, its load.
-
-    Tokens of highest entropy and the load take a forward pass.
-    """
-    mask, kept = batch.completion_mask, None
-    if len(mask) == 1 or not (some or entropy_bonus or router_aux_coef):
-      return None, None, None
-    if not (some or router_aux_coef):
-      return None, jnp.sum(mask), None
-
-    def of_part(part):
-      _, entropy, *load = score(params, map_rows(constrain, part))
-      return entropy if some else None, load  # what is not asked for is not run
-
-    entropies, load = jax.lax.map(of_part, batch)
-    load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
-    if some:
-      kept = keep(entropies, mask)
-    return kept, jnp.sum(kept if some else mask), *(load or [None])
-
-  def accumulate(params, batch: Batch, factor):
-    """Loss and gradient over a minibatch, micro-batch by micro-batch."""
-
-    def add(total, part):
-      out = jax.value_and_grad(micro_loss, has_aux=True)(
-        params, factor, *part, tokens, load
+  Args:
+    params: Parameters of the policy.
+    terms: Terms of the loss.
+    batch: The micro-batch.
+    weights: Weights of its tokens in the whole minibatch.
+    totals: Facts of the whole minibatch; the mask is the micro-batch's.
+    entropy_coefficient: Coefficient of the entropy bonus.
+  """
+  batch = map_rows(constrain, batch)
+  weights = constrain(weights, "batch", "group")
+  logprobs, entropy, *load = _logprobs(terms, params, batch)
+  mask, token_mask = batch.completion_mask, totals.token_mask
+  optional = {}
+  if terms.selects_tokens:
+    if token_mask is None:  # this micro-batch is the whole minibatch
+      token_mask = entropy_lib.highest_entropy(
+        jax.lax.stop_gradient(entropy), mask, share=terms.entropy_share
       )
-      (value, monitored), grads = out
-      # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
-      added = jax.tree.map(jnp.add, total, (value, in_float32(grads)))
-      return added, monitored
+    optional["token_mask"] = token_mask
+  correction_aux = {}
+  if terms.correction is not None:
+    optional["is_weights"], correction_aux = terms.correction(logprobs, batch)
+  loss, aux = terms.loss(
+    logprobs,
+    batch.advantages,
+    weights,
+    mask,
+    batch.old_logprobs,
+    batch.ref_logprobs,
+    **optional,
+  )
+  mean_entropy = balance = None
+  if terms.bonus is not None:
+    mean_entropy = entropy_lib.mean_entropy(
+      entropy, token_mask if terms.selects_tokens else mask, totals.token_count
+    )
+    loss -= entropy_coefficient * mean_entropy
+  if terms.router_aux_coef:
+    balance = load_balancing.load_balancing_loss(*load, totals.expert_load)
+    loss += terms.router_aux_coef * balance
+  return loss, MicroBatchValues(
+    of_tokens=aux | correction_aux | {"entropy": entropy},
+    of_rollout=rollout_mismatch.of_tokens(terms.loss, logprobs, batch, weights),
+    mean_entropy=mean_entropy,
+    balance=balance,
+  )
 
-    weights = weighting(batch.completion_mask)
-    if batch.sample_weights is not None:
-      weights = weights * batch.sample_weights[..., None]
-      batch = batch.replace(sample_weights=None)  # they are in it
-    parts = _split(batch, weights, micro_batches)
-    kept, tokens, load = of_all_parts(params, parts[0])
-    zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
-    (value, grads), aux = jax.lax.scan(add, zero, (*parts, kept))
-    monitored, of_sampler, mean_entropy, balance = aux
-    mask = parts[0].completion_mask
-    first = {"first": sampler_mismatch.metrics(of_sampler, mask)}
-    metrics = _token_metrics(monitored, mask) | first
-    if router_aux_coef:
-      metrics["mean"]["router_aux_loss"] = jnp.sum(balance)
-    return value, grads, metrics, mean_entropy
 
-  return accumulate
+def minibatch_totals(
+  terms: LossTerms, params: Params, batch: Batch
+) -> MinibatchTotals:
+  """Returns what no micro-batch knows of the minibatch that it is a part of.
+
+  Tokens of highest entropy and the experts' load take a forward pass.
+
+  Args:
+    terms: Terms of the loss.
+    params: Parameters of the policy.
+    batch: Micro-batches [n, ...].
+  """
+  mask = batch.completion_mask
+  passes = terms.selects_tokens or terms.router_aux_coef
+  if len(mask) == 1 or not (passes or terms.bonus):
+    return MinibatchTotals()
+  if not passes:
+    return MinibatchTotals(token_count=jnp.sum(mask))
+
+  def of_micro_batch(part):
+    _, entropy, *load = _logprobs(terms, params, map_rows(constrain, part))
+    # An output that is not asked for is not computed.
+    return entropy if terms.selects_tokens else None, load
+
+  entropies, load = jax.lax.map(of_micro_batch, batch)
+  load = jax.tree.map(lambda x: jnp.sum(x, axis=0), load)
+  token_mask = None
+  if terms.selects_tokens:
+    token_mask = entropy_lib.highest_entropy(
+      entropies, mask, share=terms.entropy_share
+    )
+  counted = mask if token_mask is None else token_mask
+  return MinibatchTotals(
+    token_mask=token_mask,
+    token_count=jnp.sum(counted),
+    expert_load=load[0] if load else None,
+  )
+
+
+def _token_metrics(
+  of_tokens: Metrics, mask: Bool[Array, "n b g T"]
+) -> dict[str, Metrics]:
+  """Means over real tokens, and the extremes of the ratios."""
+  count = jnp.maximum(jnp.sum(mask), 1)
+
+  def mean(values):
+    return jnp.sum(jnp.where(mask, values, 0)) / count
+
+  ratios = of_tokens["ratio"]  # 1 on padding, taken where there is no token
+  real = mask | ~jnp.any(mask)
+  return {
+    "mean": {k: mean(v) for k, v in of_tokens.items() if k != "ratio"},
+    "min": {"ratio_min": jnp.min(ratios, initial=jnp.inf, where=real)},
+    "max": {"ratio_max": jnp.max(ratios, initial=0.0, where=real)},
+  }
+
+
+def minibatch_gradient(
+  params: Params,
+  terms: LossTerms,
+  batch: Batch,
+  weights: Float[Array, "B G T"],
+  micro_batches: int,
+  entropy_coefficient: Any,
+) -> Gradient:
+  """Returns the loss of a minibatch and its gradient.
+
+  Args:
+    params: Parameters of the policy.
+    terms: Terms of the loss.
+    batch: The minibatch.
+    weights: Weights of its tokens, from one of `losses.WEIGHTINGS`.
+    micro_batches: Number of micro-batches, or the most of them where packed.
+    entropy_coefficient: Coefficient of the entropy bonus.
+  """
+  if batch.sample_weights is not None:
+    weights = weights * batch.sample_weights[..., None]
+    batch = batch.replace(sample_weights=None)  # the weights have them now
+  batches, weights = split_minibatch(batch, weights, micro_batches)
+  totals = minibatch_totals(terms, params, batches)
+
+  def add_micro_batch(total, part):
+    micro_batch, weights, token_mask = part
+    (loss, values), grads = jax.value_and_grad(micro_batch_loss, has_aux=True)(
+      params,
+      terms,
+      micro_batch,
+      weights,
+      totals._replace(token_mask=token_mask),
+      entropy_coefficient,
+    )
+    # In float32: a bfloat16 sum forgets parts 256 times smaller than itself.
+    return jax.tree.map(jnp.add, total, (loss, in_float32(grads))), values
+
+  zero = jnp.zeros(()), in_float32(jax.tree.map(jnp.zeros_like, params))
+  (loss, grads), values = jax.lax.scan(
+    add_micro_batch, zero, (batches, weights, totals.token_mask)
+  )
+  mask = batches.completion_mask
+  metrics = _token_metrics(values.of_tokens, mask)
+  metrics["first"] = rollout_mismatch.metrics(values.of_rollout, mask)
+  if terms.router_aux_coef:
+    metrics["mean"]["router_aux_loss"] = jnp.sum(values.balance)
+  return Gradient(loss, grads, metrics, values.mean_entropy)

@@ -34,7 +34,7 @@ def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
 
   Args:
     rewards: [..., G], of any real dtype; lists of numbers will do.
-    name: what needs them, for the message.
+    name: name of the function that needs them, for the message.
     least: smallest group size that it can work with.
 
   Raises:
@@ -52,19 +52,19 @@ def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
 
 
 def present(rewards: Shaped[Array, "*B G"]) -> Bool[Array, "*B G"]:
-  """Which samples have a reward: a finite one."""
+  """True for samples that have a reward: a finite one."""
   return jnp.isfinite(rewards)
 
 
 def count(rewards: Float[Array, "*B G"]) -> Float[Array, "*B 1"]:
-  """How many samples of each group have a reward."""
+  """Number of samples of each group that have a reward."""
   return jnp.sum(present(rewards), -1, keepdims=True).astype(rewards.dtype)
 
 
 def shifted(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Rewards minus one of their group's: exact zeros where they are all equal.
 
-  0 where there is no reward.
+  It is 0 where there is no reward.
   """
   rewarded = present(rewards)
   clean = jnp.where(rewarded, rewards, 0)
@@ -88,7 +88,7 @@ def minus_others(rewards: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
 
 
 def sum_of_others(x: Float[Array, "*B G"]) -> Float[Array, "*B G"]:
-  """sum_{j != i} x_j along the last axis, for every i.
+  """Returns sum_{j != i} x_j along the last axis, for every i.
 
   From both ends: in "the total minus x_i" a large x_i would leave its rounding
   error behind.

@@ -1,4 +1,4 @@
-"""A mesh of devices, and one table of what lies where among the activations.
+"""A mesh of devices, and one table of the axes that cut activations.
 
 The pure functions name the axes of what they compute:
 
@@ -35,8 +35,9 @@ AXES = ("data", "fsdp", "expert", "tensor")
 gathered where they are used; `expert` rows, and experts; `tensor` heads, the
 MLP and the vocabulary."""
 
+# The default axis type differs between versions of JAX.
+_AUTO = (AxisType.Auto,) * len(AXES)
 ROWS = ("data", "fsdp", "expert")
-_SAMPLES = ("batch", "group")
 ACTIVATIONS = {
   # name of an activation's axis: axes of the mesh that may cut it
   "batch": ROWS,  # B
@@ -57,14 +58,14 @@ def make_mesh(
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh of all devices with the axes `AXES`.
+  """Makes a mesh of all devices with the axes `AXES`.
 
   Args:
-    data: devices along `data`; -1 means all that the others leave.
-    fsdp: likewise.
-    expert: likewise.
-    tensor: likewise.
-    devices: default `jax.devices()`.
+    data: Number of devices along `data`; -1 means all that the others leave.
+    fsdp: Number of devices along `fsdp`, likewise.
+    expert: Number of devices along `expert`, likewise.
+    tensor: Number of devices along `tensor`, likewise.
+    devices: Devices; default `jax.devices()`.
 
   Raises:
     ValueError: the axes do not multiply to the number of devices.
@@ -72,40 +73,37 @@ def make_mesh(
   devices = list(jax.devices() if devices is None else devices)
   sizes, count = [data, fsdp, expert, tensor], len(devices)
   text = " ".join(f"{a}={n}" for a, n in zip(AXES, sizes, strict=True))
-  text = f"mesh {text}"
   if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-    raise ValueError(f"{text}: axes are 1 or more, and at most one is -1")
+    raise ValueError(f"mesh {text}: axes are 1 or more, and at most one is -1")
   known = math.prod(size for size in sizes if size != -1)
   if -1 in sizes and count % known == 0:
     sizes[sizes.index(-1)] = count // known
   elif -1 in sizes or known != count:
     need = f"a multiple of {known}" if -1 in sizes else str(known)
     raise ValueError(
-      f"{text} needs {need} devices, and there are {count}: choose axes whose "
-      f"product is {count}, or set one axis to -1"
+      f"mesh {text} needs {need} devices, and there are {count}: choose axes "
+      f"whose product is {count}, or set one axis to -1"
     )
-  # Auto, because the default axis type differs between versions of JAX.
-  types = (AxisType.Auto,) * len(AXES)
   try:
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=_AUTO, devices=devices)
   except NotImplementedError:
     # Of many chips (v4, v5p, v6e) it takes whole axes of the torus only, so
     # that 8 x 8 chips could not be fsdp=32 tensor=2.
     placed = mesh_utils.create_device_mesh(
       sizes, devices, allow_split_physical_axes=True
     )
-    return Mesh(placed, AXES, axis_types=types)
+    return Mesh(placed, AXES, axis_types=_AUTO)
 
 
 def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
-  """The devices of a mesh as sampling uses them.
+  """Returns the devices of a mesh as sampling uses them.
 
   While sampling, each weight is held by `tensor` devices together; data and
   fsdp cut rows only (see `LM.prepare`).
 
   Args:
-    mesh: of training.
-    tensor: devices that share a weight; 0 is as many as in training.
+    mesh: Mesh of training.
+    tensor: Number of devices that share a weight; 0 is as many as in training.
 
   Returns:
     A mesh of the same devices in the same order.
@@ -124,11 +122,11 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
     )
   data = math.gcd(mesh.shape["data"], rows)
   devices = mesh.devices.reshape(data, rows // data, expert, tensor)
-  return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return Mesh(devices, AXES, axis_types=_AUTO)
 
 
 def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-  """Sizes of the axes that XLA cuts arrays along, where we say how.
+  """Returns the sizes of the axes along which this table cuts arrays.
 
   Not those that a `jax.shard_map` has cut already (Manual), nor those of a user
   whose arrays carry their shardings in their types (Explicit).
@@ -139,50 +137,53 @@ def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 def divide(
   shape: Sequence[int],
-  wanted: Sequence[Sequence[str]],
+  allowed: Sequence[Sequence[str]],
   sizes: Mapping[str, int],
 ) -> list[tuple[str, ...]]:
-  """Which axes of a mesh cut which axes of an array.
+  """Divides the axes of an array among those of a mesh.
+
+  Each axis of the mesh cuts the first axis of the array that it may cut and
+  whose size it divides. With data=2 and fsdp=4, a batch of 2 prompts of 8
+  samples is cut into data=2 along B and fsdp=4 along G.
 
   Args:
-    shape: of the array.
-    wanted: for each of its first axes, those of the mesh that may cut it.
-    sizes: of the mesh's axes.
+    shape: Shape of the array.
+    allowed: Axes of the mesh that may cut each of its first axes.
+    sizes: Sizes of the mesh's axes.
 
   Returns:
-    For each of them the axes that do: each axis of the mesh cuts the first that
-    it may cut and whose size it divides. One of size 1 stands by itself only.
+    The axes that cut each of these. One of size 1 stands by itself only.
   """
-  free, found = dict(sizes), []
-  for size, axes in zip(shape, wanted, strict=False):
+  free, axes_of_each = dict(sizes), []
+  for size, axes in zip(shape, allowed, strict=False):
     taken = []
     for axis in axes:
       useless = free.get(axis) == 1 and taken
       if axis in free and size % free[axis] == 0 and not useless:
         size //= free.pop(axis)
         taken.append(axis)
-    found.append(tuple(taken))
-  return found
+    axes_of_each.append(tuple(taken))
+  return axes_of_each
 
 
 def activation_spec(
   mesh: Mesh | AbstractMesh, shape: Sequence[int], names: Sequence[str | None]
 ) -> P:
-  """The `PartitionSpec` of an activation.
+  """Returns the `PartitionSpec` of an activation.
 
   Args:
-    mesh: may lack axes of the table, or have others.
-    shape: of the array.
-    names: of its first axes, from `ACTIVATIONS`; None is never cut.
+    mesh: Mesh, which may lack axes of the table, or have others.
+    shape: Shape of the array.
+    names: Names of its first axes, from `ACTIVATIONS`; None is never cut.
   """
-  wanted = [ACTIVATIONS[name] if name else () for name in names]
-  return P(*(axes or None for axes in divide(shape, wanted, free_axes(mesh))))
+  allowed = [ACTIVATIONS[name] if name else () for name in names]
+  return P(*(axes or None for axes in divide(shape, allowed, free_axes(mesh))))
 
 
 def activation_sharding(
   mesh: Mesh, shape: Sequence[int], *names: str | None
 ) -> NamedSharding:
-  """The `NamedSharding` of an activation, see `activation_spec`."""
+  """Returns the `NamedSharding` of an activation (`activation_spec`)."""
   return NamedSharding(mesh, activation_spec(mesh, shape, names))
 
 
@@ -190,8 +191,8 @@ def constrain(x: Array, *names: str | None) -> Array:
   """Lays an activation out over the mesh in context, if there is one.
 
   Args:
-    x: any array.
-    *names: of its first axes, see `activation_spec`; the others are not cut.
+    x: Any array.
+    *names: Names of its first axes, from `ACTIVATIONS`; others are not cut.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not free_axes(mesh):
@@ -204,20 +205,18 @@ def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
   """Puts arrays on a mesh, also those that lie on another one.
 
   Args:
-    tree: arrays; on one mesh if they are on any. Arrays of this process alone
+    tree: Arrays; on one mesh if they are on any. Arrays of this process alone
       are the same in all processes; each puts its own part of them there.
-    mesh: of the same devices.
-    *names: of the arrays' first axes, see `activation_spec`.
+    mesh: Mesh of the same devices.
+    *names: Names of the arrays' first axes, from `ACTIVATIONS`.
   """
-
-  def one(x):
-    return put(x, activation_sharding(mesh, x.shape, *names))
-
-  return jax.tree.map(one, tree)
+  return jax.tree.map(
+    lambda x: put(x, activation_sharding(mesh, x.shape, *names)), tree
+  )
 
 
 def put(x, sharding: NamedSharding) -> Array:
-  """`jax.device_put`, which for other processes' devices would compare all."""
+  """Does `jax.device_put`, which compares all for other processes' devices."""
   if sharding.is_fully_addressable:
     return jax.device_put(x, sharding)
   # It moves no keys to another mesh of several processes.
@@ -231,18 +230,14 @@ def put(x, sharding: NamedSharding) -> Array:
 
 
 def fetch(tree: PyTree) -> PyTree:
-  """The whole of all arrays on the host, in every process.
+  """Returns all arrays whole, as NumPy arrays, in every process.
 
-  Args:
-    tree: of arrays; with several processes, all of them must call this.
-
-  Returns:
-    NumPy arrays; as they are, those that are on the host already.
+  With several processes, all of them must call this.
   """
 
   def whole(x):
-    there = not isinstance(x, jax.Array) or x.is_fully_replicated
-    if there or x.is_fully_addressable:
+    local = not isinstance(x, jax.Array) or x.is_fully_replicated
+    if local or x.is_fully_addressable:
       return x
     return multihost_utils.process_allgather(x, tiled=True)
 
@@ -252,51 +247,51 @@ def fetch(tree: PyTree) -> PyTree:
 def map_rows(
   function: Callable[..., Any], rows: Rollout | Batch
 ) -> Rollout | Batch:
-  """Maps `function(x, *names)` over what a rollout or a batch has.
+  """Maps a function over all arrays of a rollout or a batch.
 
   Args:
-    function: of an array and the names of its first axes, such as `constrain`.
-    rows: arrays [B, ...] of prompts and [B, G, ...] of samples.
+    function: Function of an array and the names of its first axes, such as
+      `constrain`.
+    rows: Arrays [B, ...] of prompts and [B, G, ...] of samples.
   """
-  names = dict.fromkeys(OF_PROMPTS, ("batch",))
 
-  def one(field, x):
-    axes = names.get(field, _SAMPLES)
-    return jax.tree.map(lambda leaf: function(leaf, *axes), x)
+  def of_field(name, value):
+    axes = ("batch",) if name in OF_PROMPTS else ("batch", "group")
+    return jax.tree.map(lambda x: function(x, *axes), value)
 
-  return rows.replace(**{f: one(f, x) for f, x in vars(rows).items()})
+  return rows.replace(**{f: of_field(f, x) for f, x in vars(rows).items()})
 
 
 def batch_sharding(mesh: Mesh, rows: int) -> NamedSharding:
-  """Sharding of arrays [B, ...] that come from the host; B = rows."""
+  """Returns the sharding of arrays [B, ...] from the host; B = rows."""
   return activation_sharding(mesh, (rows,), "batch")
 
 
-def mesh_of(places: PyTree) -> Mesh:
-  """The mesh of a tree of shardings."""
-  return jax.tree.leaves(places)[0].mesh
+def mesh_of(shardings: PyTree) -> Mesh:
+  """Returns the mesh of a tree of shardings."""
+  return jax.tree.leaves(shardings)[0].mesh
 
 
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
-  """Into how many parts the mesh cuts rows; 1 without a mesh."""
+  """Returns the number of parts that a mesh cuts rows into, 1 without one."""
   return math.prod(dict(mesh.shape).get(axis, 1) for axis in ROWS)
 
 
 def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
-  """Into how many parts the mesh in context cuts B and G of [B, G, ...]."""
+  """Returns the numbers of parts that the mesh in context cuts B and G into."""
   free = free_axes(jax.sharding.get_abstract_mesh())
-  wanted = (ACTIVATIONS["batch"], ACTIVATIONS["group"])
-  b, g = divide((prompts, group_size), wanted, free)
+  allowed = (ACTIVATIONS["batch"], ACTIVATIONS["group"])
+  b, g = divide((prompts, group_size), allowed, free)
   return tuple(math.prod(free[axis] for axis in axes) for axes in (b, g))
 
 
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
-  """Whether batches can be cut evenly over the mesh's row axes.
+  """Checks that batches can be cut evenly over the mesh's row axes.
 
   Args:
-    mesh: from `make_mesh`.
-    group_size: samples of each prompt, which may be cut too.
-    **rows: prompts of each kind of batch, by its name for the error.
+    mesh: Mesh, from `make_mesh`.
+    group_size: Samples of each prompt, which may be cut too.
+    **rows: Prompts of each kind of batch, by its name for the error.
 
   Raises:
     ValueError: an axis of the mesh can cut neither prompts nor groups.

@@ -1,4 +1,4 @@
-"""Group sampling: prefill once per prompt, decode G completions."""
+"""Group sampling: each prompt is computed once, then G completions of it."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from grpojax.core import repetition
 from grpojax.core.arguments import (
   Ids,
   check_prompts,
@@ -18,19 +17,20 @@ from grpojax.core.decoding import (
   Decoding,
   Samples,
   Setup,
+  constrain_samples,
   in_stages,
-  rows,
+  repetition,
 )
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.decoding.slots import through_slots
 from grpojax.core.group_axis import present
-from grpojax.core.sampling import Sampling
-from grpojax.core.slots import through_slots
 from grpojax.core.types import LM, Params, Prompts, Rollout
 
 
 def completion_mask(
   ids: Int[Array, "*n T"], eos_ids: tuple[int, ...]
 ) -> Bool[Array, "*n T"]:
-  """True up to and including the first EOS; all True where there is none.
+  """Returns True up to and including the first EOS, or everywhere without one.
 
   For completions that another engine sampled; `rollout` returns its own mask.
   """
@@ -41,7 +41,7 @@ def completion_mask(
 def _sample_keys(
   key: Key[Array, ""], first: Int[Array, ""] | int, b: int, g: int
 ) -> Key[Array, "B G"]:
-  """One key a sample, the same whatever else is in the batch."""
+  """Returns one key a sample, the same whatever else is in the batch."""
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   return fold(key, first * g + jnp.arange(b * g)).reshape(b, g)
 
@@ -83,20 +83,20 @@ def rollout(
   the batch. Decoding stops as soon as every sample is done.
 
   Args:
-    lm: the model.
-    params: its parameters.
+    lm: The model.
+    params: Its parameters.
     prompts: B prompts; a row without any real token is padding of the batch and
       gets empty completions.
-    key: a random key, which reproduces the completions exactly.
+    key: Random key, which reproduces the completions exactly.
     group_size: G, completions a prompt.
     max_new_tokens: T, the longest completion, EOS included.
-    eos_ids: ids that end a completion; the EOS stays part of it.
-    pad_id: written after the end; may equal an EOS.
-    sampling: the distribution to draw from.
-    budgets: tokens each sample may spend, at most T; None means T for all.
-    first_prompt: number of the first of these prompts among those that share
+    eos_ids: Ids that end a completion; the EOS stays part of it.
+    pad_id: Id that is written after the end; may equal an EOS.
+    sampling: Distribution to draw from.
+    budgets: Tokens that each sample may spend, at most T; None means T for all.
+    first_prompt: Number of the first of these prompts among those that share
       the key: parts of a batch give the samples of the whole.
-    decoding: how the samples are computed, which changes none of them.
+    decoding: Options of the loop over tokens, which change no sample.
 
   Returns:
     A `Rollout`.
@@ -114,15 +114,21 @@ def rollout(
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest)
-  prefix = lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask)
-  keys = _sample_keys(key, first_prompt, b, g)
-  in_prompt = None
+  setup = Setup(
+    lm=lm,
+    params=params,
+    prefix=lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask),
+    keys=_sample_keys(key, first_prompt, b, g),
+    limit=limit,
+    eos=eos,
+    sampling=sampling,
+  )
   if sampling.repetition_penalty != 1:
-    logits = jax.eval_shape(lm.unembed, params, prefix.last_hidden)
+    logits = jax.eval_shape(lm.unembed, params, setup.prefix.last_hidden)
     in_prompt = repetition.in_prompts(
       prompts.prompt_ids, prompts.prompt_mask, logits.shape[-1]
     )
-  setup = Setup(lm, params, prefix, keys, limit, eos, sampling, in_prompt)
+    setup = setup._replace(in_prompt=in_prompt)
   samples = Samples(
     ids=jnp.full((b, g, t_max), pad_id, jnp.int32),
     logprobs=jnp.zeros((b, g, t_max), jnp.float32),
@@ -130,7 +136,7 @@ def rollout(
     finished=jnp.zeros((b, g), bool),
     done=limit <= 0,
   )
-  samples = rows(samples)
+  samples = constrain_samples(samples)
   if 0 < decoding.slots < g:
     samples = through_slots(setup, samples, decoding.slots)
   else:
@@ -146,29 +152,28 @@ def rollout(
 
 
 def _varied(rewards: Array) -> Bool[Array, "B"]:
-  """Which groups have two rewards that differ; all, where groups are of one."""
+  """Returns True for groups with two rewards that differ, and groups of one."""
   if rewards.shape[-1] == 1:
     return jnp.ones(rewards.shape[:-1], bool)
-  there = present(rewards)
-  best = jnp.max(rewards, axis=-1, where=there, initial=-jnp.inf)
-  return best > jnp.min(rewards, axis=-1, where=there, initial=jnp.inf)
+  is_reward = present(rewards)
+  best = jnp.max(rewards, axis=-1, where=is_reward, initial=-jnp.inf)
+  return best > jnp.min(rewards, axis=-1, where=is_reward, initial=jnp.inf)
 
 
 def rollout_metrics(
   rollout: Rollout, rewards: Any, compared: Any = None
 ) -> dict[str, Array]:
-  """What the completions and their rewards look like.
+  """Returns metrics of the completions and their rewards.
 
-  Rows that only pad the batch (no prompt token) are left out.
-
-  The rewards are the raw ones: a KL penalty that is taken from the reward
-  (`make_batch`'s kl_in_reward) is not in these numbers.
+  Rows that only pad the batch (no prompt token) are left out. The rewards are
+  the raw ones: a KL penalty that is taken from the reward (`make_batch`'s
+  kl_in_reward) is not in these numbers.
 
   Args:
-    rollout: the completions.
-    rewards: [B, G], one a completion.
-    compared: [B, G], what the completions of a group are compared by, where
-      that is something else: without those that are dropped, say.
+    rollout: The completions.
+    rewards: Reward of each completion, [B, G].
+    compared: Rewards that the completions of a group are compared by, [B, G],
+      where these are others: without those that are dropped, say.
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
@@ -181,13 +186,13 @@ def rollout_metrics(
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")
   real = jnp.any(rollout.prompt_mask, axis=-1)
-  each = jnp.broadcast_to(real[:, None], rewards.shape)
+  counted = jnp.broadcast_to(real[:, None], rewards.shape)
   varied = _varied(rewards if compared is None else compared)
-  rewarded = each & present(rewards)
+  rewarded = counted & present(rewards)
   rewards = jnp.where(rewarded, rewards.astype(jnp.float32), 0.0)
   length = jnp.sum(rollout.completion_mask, axis=-1)
 
-  def mean(x, over=each):
+  def mean(x, over=counted):
     return jnp.sum(jnp.where(over, x, 0)) / jnp.maximum(jnp.sum(over), 1)
 
   reward = mean(rewards, rewarded)

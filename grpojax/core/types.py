@@ -1,4 +1,4 @@
-"""The shapes and containers that every other module speaks in.
+"""Shapes and containers that all other modules share.
 
 | letter | meaning                                  |
 |--------|------------------------------------------|
@@ -37,14 +37,14 @@ Cache = PyTree
 @typing.no_type_check
 @struct.dataclass
 class Prefix:
-  """What a model remembers of a batch of prompts, once for a whole group.
+  """A model's memory of a batch of prompts, once for a whole group.
 
   Attributes:
     last_hidden: hidden state at the last real prompt token; it predicts the
       first completion token.
     length: number of real tokens of each prompt.
-    state: whatever else the model's `extend` needs (keys and values, or the
-      prompts themselves); every leaf is private to the model.
+    state: anything else that the model's `extend` needs (keys and values, or
+      the prompts themselves); every leaf is private to the model.
   """
 
   last_hidden: Float[Array, "B D"]
@@ -79,21 +79,21 @@ class LM(NamedTuple):
     prepare: `(params, longest) -> (lm, params)`, or None: the model as a
       rollout reads it whose longest sequence, of prompt and completion, may
       have so many tokens, or, where `longest` is None, a forward pass over
-      whole completions; with what would otherwise be repeated for each token
-      done once: casts, tables of positions, and gathering of parameters that
-      are cut over a mesh.
+      whole completions. It does once what would otherwise be repeated for each
+      token: casts, tables of positions, and gathering of parameters that are
+      split over a mesh.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
       or None: what `prefill` and `extend` (without a cache) give, computed
-      together. Scoring and training, which keep nothing of a prompt, then read
-      each layer's parameters once for prompts and completions. `flat` (a
+      together. Training, which keeps nothing of a prompt, then reads each
+      layer's parameters once for prompts and completions. `flat` (a
       `flat_tokens.FlatTokens`) says where the real tokens are of prompts
       [B, P] and of rows [n, 1, S], each of which is of one of the prompts;
       `hidden` is of the rows' flat tokens then, [C, 1, N, D].
     forward_with_load: `forward` of a model with experts, or None. It takes
-      `load_weights=(of_prompts [B, P], of_completions [B, G, S])`, how often
-      each token counts, and gives `(last_hidden, hidden, load)`: besides, what
-      its routers did with the tokens (`load_balancing.ExpertLoad`).
+      `load_weights=(of_prompts [B, P], of_completions [B, G, S])`, the weights
+      of tokens in the load, and gives `(last_hidden, hidden, load)`: besides,
+      the load of its experts (`load_balancing.ExpertLoad`).
   """
 
   init: Callable[..., Params]
@@ -111,8 +111,10 @@ class LM(NamedTuple):
   def prepared(
     self, params: Params, *, longest: int | None
   ) -> tuple["LM", Params]:
-    """`prepare`, or the model as it is where it has none."""
-    return (self.prepare or (lambda p, _: (self, p)))(params, longest)
+    """Calls `prepare`; returns the model as it is where it has none."""
+    if self.prepare is None:
+      return self, params
+    return self.prepare(params, longest)
 
 
 @typing.no_type_check
@@ -124,11 +126,11 @@ class Prompts:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
     prompt_mask: True on real tokens. A row without any only pads the batch: its
       completions are empty, and `make_batch` compares it with nothing.
-    targets: what a jittable reward needs to know of each prompt (a pytree of
+    targets: data of each prompt that a jittable reward needs (a pytree of
       arrays with leading axis B, for example the ids of the right answer), or
       None.
-    weights: how much each prompt counts in the loss, importance weights of how
-      it was drawn; None is 1 for each.
+    weights: weight of each prompt in the loss, importance weights of how it was
+      drawn; None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -143,9 +145,9 @@ class Rollout:
   """Completions sampled from a policy.
 
   Attributes:
-    prompt_ids: as in `Prompts`.
-    prompt_mask: as in `Prompts`.
-    completion_ids: sampled ids; the EOS, where there is one, is part of the
+    prompt_ids: those of `Prompts`.
+    prompt_mask: those of `Prompts`.
+    completion_ids: sampled ids; the EOS, if there is one, is part of the
       completion; after it comes padding.
     completion_mask: True up to and including the first EOS.
     logprobs: log-probability of each sampled token under the distribution that
@@ -165,26 +167,26 @@ class Rollout:
 @typing.no_type_check
 @struct.dataclass
 class Batch:
-  """All that one policy update needs to know.
+  """Data of one policy update.
 
   Attributes:
-    prompt_ids: as in `Prompts`.
-    prompt_mask: as in `Prompts`.
-    completion_ids: as in `Rollout`.
-    completion_mask: as in `Rollout`; all False where there is no reward, and
-      where what was cut off is not learned from (`core.truncation`).
+    prompt_ids: those of `Prompts`.
+    prompt_mask: those of `Prompts`.
+    completion_ids: those of `Rollout`.
+    completion_mask: that of `Rollout`; all False where there is no reward, and
+      where what was cut off is not learned from (`core.losses.truncation`).
     advantages: one a completion, constant with respect to the parameters.
     old_logprobs: log-probabilities under the policy that sampled, as the
-      sampler computed them or the scorer (see `make_batch`); None means
+      rollout computed them or the trainer (`make_batch` chooses); None means
       exactly on-policy (the ratio is 1 and no memory is spent on it).
-    ref_logprobs: log-probabilities under the reference policy, or None where no
-      KL term is wanted.
-    sampler_logprobs: as in `Rollout`, to be compared with the scorer's; None
-      leaves that out.
+    ref_logprobs: log-probabilities under the reference policy, or None without
+      a KL term.
+    rollout_logprobs: `logprobs` of `Rollout`, to be compared with the
+      trainer's; None leaves that out.
     packing: a `packing.Packing` of the completions, so that what is computed
       are their real tokens; None computes all of them, [B, G, T].
-    sample_weights: how much each completion counts in the loss beside what the
-      token weighting says (`Prompts.weights`); None is 1 for each.
+    sample_weights: weight of each completion in the loss, beside the token
+      weighting (`Prompts.weights`); None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -194,13 +196,13 @@ class Batch:
   advantages: Float[Array, "B G"]
   old_logprobs: Float[Array, "B G T"] | None = None
   ref_logprobs: Float[Array, "B G T"] | None = None
-  sampler_logprobs: Float[Array, "B G T"] | None = None
+  rollout_logprobs: Float[Array, "B G T"] | None = None
   packing: Any = None
   sample_weights: Float[Array, "B G"] | None = None
 
 
 OF_PROMPTS = ("prompt_ids", "prompt_mask")
-"""The fields of a `Rollout` and of a `Batch` that are of prompts, [B, ...]; all
+"""Fields of a `Rollout` and of a `Batch` that are of prompts, [B, ...]; all
 others are of samples, [B, G, ...]."""
 
 
@@ -210,12 +212,13 @@ class TrainState:
   """Everything that changes while training; a checkpoint is exactly this.
 
   Attributes:
-    params: the policy.
+    params: parameters of the policy.
     opt_state: state of the optax transformation.
     key: the run's random key; step s draws from `fold_in(key, s)`.
-    step: GRPO steps done.
-    prompts_consumed: prompts taken from the data stream so far.
-    skipped: optimizer updates skipped because a gradient was not finite.
+    step: number of GRPO steps done.
+    prompts_consumed: number of prompts taken from the data stream so far.
+    skipped: number of optimizer updates skipped because a gradient was not
+      finite.
     group_size: a `group_size.GroupSizeChoice` where the group size is chosen
       while training, else None.
     entropy: an `entropy.EntropyControl` where the coefficient of the entropy

@@ -1,21 +1,29 @@
-"""The policy update: what the optimizer does with the loss's gradients."""
+"""Policy update: optimizer steps on the gradients of a rollout's loss.
 
+batch --draw_orders--> epochs x minibatches --minibatch_gradient--> state
+"""
+
+import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import losses
-from grpojax.core import micro_batches as parts_lib
-from grpojax.core.entropy import EntropyBonus
-from grpojax.core.gradients import Metrics, in_float32, make_gradient
-from grpojax.core.minibatches import draw_orders, reorder_rows
-from grpojax.core.sampler_correction import Correct
-from grpojax.core.sampling import Sampling
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.gradients import (
+  Metrics,
+  in_float32,
+  loss_terms,
+  minibatch_gradient,
+)
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.objective import Objective, entropy_bonus, weighting_fn
+from grpojax.core.options import ONE_OR_MORE, frozen_options, option
+from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
 from grpojax.core.types import LM, Batch, TrainState
 
 OVER_UPDATES = {
@@ -25,12 +33,46 @@ OVER_UPDATES = {
   "sum": jnp.sum,
   "first": lambda of_updates: of_updates[0],
 }
-"""How a metric of every optimizer update becomes one of the whole step.
+"""Reductions of a metric of every optimizer update to one of the whole step.
 
 Whoever makes a metric puts it below one of these names."""
 
 
-def _apply(tx, state: TrainState, grads, max_grad_norm):
+@frozen_options
+class UpdateOptions:
+  """Division of a rollout into optimizer updates, and of these into parts."""
+
+  epochs: int = option(
+    1, "passes over a step's completions", within="[1, 2**31)"
+  )
+  minibatches: int = option(1, "optimizer updates a pass", within=ONE_OR_MORE)
+  micro_batches: int = option(
+    1,
+    "parts of a minibatch, whose gradients are added up; packed, it has as "
+    "many at most, none of them larger",
+    within=ONE_OR_MORE,
+  )
+  max_grad_norm: float = option(
+    math.inf,
+    "gradients are scaled down to this norm; a large number turns clipping off",
+    within="(0, inf]",
+  )
+  chunk_size: int = option(
+    256,
+    "tokens whose logits a device holds at once; less takes less memory",
+    within="[1, 2**31)",
+  )
+
+  @property
+  def on_policy(self) -> bool:
+    """True for a single update, whose policy is exactly the one that sampled.
+
+    It needs no old log-probabilities: the ratios are 1.
+    """
+    return self.epochs * self.minibatches == 1
+
+
+def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   """One optimizer update; skipped as a whole if a gradient is not finite.
 
   The gradients are float32 or better, clipped as such; the optimizer gets them
@@ -38,7 +80,7 @@ def _apply(tx, state: TrainState, grads, max_grad_norm):
   """
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm)
-  if max_grad_norm is not None:
+  if max_grad_norm < math.inf:
     shrink = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30))
     grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
   grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -58,57 +100,47 @@ def _apply(tx, state: TrainState, grads, max_grad_norm):
   }
 
 
+def _adapt_entropy(
+  bonus: EntropyBonus,
+  state: TrainState,
+  batch: Batch,
+  mean_entropy: Array,
+  skipped: Array,
+) -> TrainState:
+  """Moves the bonus's coefficient, where the update was one."""
+  no_tokens = ~jnp.any(batch.completion_mask)  # which have no entropy
+  return state.replace(
+    entropy=entropy_lib.adapt(
+      bonus, state.entropy, jnp.sum(mean_entropy), skipped | no_tokens
+    )
+  )
+
+
 def make_update(
   lm: LM,
   tx: optax.GradientTransformation,
-  *,
-  loss: Callable[..., Any] = losses.grpo_loss,
-  weighting: Callable[[Array], Array] = losses.token_mean,
-  correction: Correct | None = None,
-  epochs: int = 1,
-  minibatches: int = 1,
-  micro_batches: int = 1,
-  max_grad_norm: float | None = None,
-  entropy_bonus: EntropyBonus | None = None,
-  top_entropy_quantile: float | int = 1.0,
-  router_aux_coef: float = 0.0,
+  objective: Objective = Objective(),
+  options: UpdateOptions = UpdateOptions(),
   sampling: Sampling = Sampling(),
-  chunk_size: int = 256,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """The policy update of one rollout: epochs x minibatches optimizer updates.
+  """Makes the policy update of one rollout: epochs x minibatches updates.
 
-  Token weights are computed over a whole minibatch before it is cut into
-  micro-batches, so how the work is split changes nothing but memory.
+  Token weights are computed over a whole minibatch before it is split into
+  micro-batches, so the split changes nothing but memory. Groups stay whole in a
+  minibatch; a micro-batch has whole prompts, and parts of groups where these
+  are too few (see `micro_batches`), and fewer of them are made where rows are
+  packed (see `packing_layout.plan`). Each epoch but the first draws its
+  minibatches anew, from the state's key and step (`draw_orders`). Tokens of
+  highest entropy and the balance of experts are those of a whole minibatch, on
+  all devices: more than one micro-batch takes one more forward pass for them.
 
   Args:
-    lm: the model.
-    tx: the optimizer.
-    loss: `losses.grpo_loss`, with its settings bound by `functools.partial`;
-      what it returns to be logged becomes metrics by the same names.
-    weighting: mask [B, G, T] -> weights, see `core.losses`.
-    correction: from `sampler_correction.make_correction`, for a sampler that is
-      not the policy being trained; None corrects nothing. The loss gets what
-      it makes as `factors`.
-    epochs: passes over the rollout; each but the first draws its minibatches
-      anew, from the state's key and step (see `draw_orders`).
-    minibatches: optimizer updates a pass; divides B (groups stay whole).
-    micro_batches: parts of a minibatch whose gradients are added up by a scan;
-      they cut prompts, and groups where these are too few (see
-      `micro_batches.cuts`); packed rows are cut into fewer (see
-      `packing_layout.plan`).
-    max_grad_norm: clips the gradient's global norm; None does not.
-    entropy_bonus: see `core.entropy`; with a target the state has its control.
-    top_entropy_quantile: the share of a minibatch's tokens, those of highest
-      entropy under the policy before the update, that the surrogate (and a
-      bonus) is of; see `entropy.highest_entropy`. They are found among all its
-      tokens, on all devices; where these are cut into micro-batches, that takes
-      one more forward pass. The loss takes them as `kept`.
-    router_aux_coef: of the loss that balances a mixture's experts over all
-      tokens of a minibatch, prompts' included (see `load_balancing`); where it
-      is cut into micro-batches, that takes the same forward pass. 0 is off; the
-      model must have `LM.forward_with_load` else.
-    sampling: what the rollout was sampled with.
-    chunk_size: see `token_logprobs`.
+    lm: Model; `router_aux_coef` needs its `LM.forward_with_load`.
+    tx: Optimizer.
+    objective: Objective; an adaptive entropy bonus has its control in the
+      state.
+    options: Division into minibatches and micro-batches, and clipping.
+    sampling: Distribution that the rollout was sampled from.
 
   Returns:
     A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
@@ -116,71 +148,73 @@ def make_update(
     count): `loss`, `kl` (k3, nats a token), `entropy` (nats a token),
     `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
     bonus, `router_aux_loss` with that (not times its coefficient), and what the
-    loss monitors (`clip_fraction_low`, `_high`). Of the
-    first update alone, whose policy is the one that sampled:
-    `sampler_mismatch_mean` and `_max`, how far its log-probabilities are from
-    the sampler's (nats a token), `sampler_kl` (k3 of KL(sampler || scorer),
-    nats a token), `sampler_effective_samples` (share of the samples that are
-    left when each weighs pi / pi_sampler), and what the loss would have
-    monitored with the sampler's as the old ones (`sampler_clip_fraction_low`,
-    `_high`). The update raises ValueError where B does not divide, or where a
-    batch without old log-probabilities meets several updates; `make_update`
-    does so where router_aux_coef asks for what the model does not have.
-  """
-  gradient = make_gradient(
-    lm,
-    loss=loss,
-    weighting=weighting,
-    correction=correction,
-    micro_batches=micro_batches,
-    entropy_bonus=entropy_bonus,
-    top_entropy_quantile=top_entropy_quantile,
-    router_aux_coef=router_aux_coef,
-    sampling=sampling,
-    chunk_size=chunk_size,
-  )
+    surrogate logs (`clip_fraction_low`, `_high`). Of the first update alone,
+    whose policy is the one that sampled: `rollout_mismatch_mean` and `_max`,
+    the distance of its log-probabilities from the rollout's (nats a token),
+    `rollout_kl` (k3 of KL(rollout || trainer), nats a token),
+    `rollout_effective_samples` (share of the samples that are left when each
+    weighs pi_trainer / pi_rollout), and the clip fractions that the rollout's
+    own log-probabilities as the old ones would give
+    (`rollout_clip_fraction_low`, `_high`).
 
-  def one_update(state: TrainState, batch: Batch):
-    factor = entropy_lib.coefficient(entropy_bonus, state.entropy)
-    found = gradient(state.params, batch, factor)
-    value, grads, of_tokens, mean_entropy = found
-    state, of_update = _apply(tx, state, grads, max_grad_norm)
-    made = [{"mean": {"loss": value}}, of_tokens, of_update]
-    if entropy_bonus is not None:
-      made.append({"mean": {"entropy_coefficient": jnp.asarray(factor)}})
-      nothing = of_update["sum"]["skipped_updates"]
-      nothing |= ~jnp.any(batch.completion_mask)  # which has no entropy
-      state = state.replace(
-        entropy=entropy_lib.adapt(
-          entropy_bonus, state.entropy, jnp.sum(mean_entropy), nothing
-        )
+  Raises:
+    ValueError: A loss that balances experts, for a model without any. The
+      update raises it where B does not divide, and where a batch without old
+      log-probabilities meets several updates.
+  """
+  bonus = entropy_bonus(objective)
+  terms = loss_terms(lm, objective, sampling, options.chunk_size)
+
+  def update_minibatch(state: TrainState, batch: Batch):
+    coefficient = entropy_lib.coefficient(bonus, state.entropy)
+    weighting = weighting_fn(objective, batch.completion_ids.shape[-1])
+    gradient = minibatch_gradient(
+      state.params,
+      terms,
+      batch,
+      weighting(batch.completion_mask),
+      options.micro_batches,
+      coefficient,
+    )
+    state, of_update = _apply(tx, state, gradient.grads, options.max_grad_norm)
+    metrics = [{"mean": {"loss": gradient.loss}}, gradient.metrics, of_update]
+    if bonus is not None:
+      metrics.append(
+        {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
+      )
+      skipped = of_update["sum"]["skipped_updates"]
+      state = _adapt_entropy(
+        bonus, state, batch, gradient.mean_entropy, skipped
       )
     return state, {
-      kind: {k: v for part in made for k, v in part.get(kind, {}).items()}
-      for kind in OVER_UPDATES
+      reduction: {
+        k: v for part in metrics for k, v in part.get(reduction, {}).items()
+      }
+      for reduction in OVER_UPDATES
     }
 
   def update(state: TrainState, batch: Batch):
-    _check_batch(batch, epochs, minibatches, micro_batches)
+    _check_batch(batch, options)
+    epochs, minibatches = options.epochs, options.minibatches
 
-    def one_epoch(state: TrainState, order):
+    def update_epoch(state: TrainState, order):
       rows = batch if order is None else reorder_rows(batch, order)
-      rows = parts_lib.split_rows(rows, minibatches)
-      return jax.lax.scan(one_update, state, rows)
+      rows = micro_batches_lib.split_rows(rows, minibatches)
+      return jax.lax.scan(update_minibatch, state, rows)
 
     if epochs == 1:
-      state, metrics = one_epoch(state, None)
+      state, metrics = update_epoch(state, None)
     else:
-      orders = None  # the only one, where a minibatch is all there is
+      orders = None  # a minibatch that is all there is has no order
       if minibatches > 1:
         key = jax.random.fold_in(state.key, state.step)
         prompts = batch.prompt_ids.shape[0]
         orders = draw_orders(key, prompts, minibatches, epochs)
-      state, metrics = jax.lax.scan(one_epoch, state, orders, length=epochs)
+      state, metrics = jax.lax.scan(update_epoch, state, orders, length=epochs)
       metrics = jax.tree.map(jnp.ravel, metrics)
     metrics = {
-      name: OVER_UPDATES[kind](values)
-      for kind, group in metrics.items()
+      name: OVER_UPDATES[reduction](values)
+      for reduction, group in metrics.items()
       for name, values in group.items()
     }
     state = state.replace(
@@ -192,16 +226,16 @@ def make_update(
   return update
 
 
-def _check_batch(batch: Batch, epochs, minibatches, micro_batches):
+def _check_batch(batch: Batch, options: UpdateOptions) -> None:
   b, g = batch.completion_ids.shape[:2]
-  if b % minibatches:
+  if b % options.minibatches:
     raise ValueError(
-      f"{b} prompts cannot be cut into minibatches={minibatches}; groups stay "
-      "whole"
+      f"{b} prompts cannot be split into minibatches={options.minibatches}; "
+      "groups stay whole"
     )
-  parts_lib.cuts(b // minibatches, g, micro_batches)
-  if epochs * minibatches > 1 and batch.old_logprobs is None:
+  micro_batches_lib.cuts(b // options.minibatches, g, options.micro_batches)
+  if not options.on_policy and batch.old_logprobs is None:
     raise ValueError(
       "several updates a rollout need the log-probabilities of the policy that "
-      "sampled: make_batch(..., on_policy=False)"
+      "sampled: give make_batch the same UpdateOptions"
     )

@@ -4,7 +4,7 @@ A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
 product of a two-digit number and a digit (10..99 times 2..9), then additions of
 two-digit numbers (10..99). Its difficulty is the number of operations.
 
-Whether a problem is held out is a property of the problem: the CRC-32 of its
+The split of a problem is a property of the problem: the CRC-32 of its
 expression falls in one of ten buckets, and one bucket is the test split. So the
 training and test splits share no problem, whatever their seeds and sizes.
 
@@ -14,18 +14,15 @@ the answer) or hasty (the answer straight away), and may forget to carry; a
 reader of such texts learns these habits, and a reward can teach it which pay.
 """
 
-import dataclasses
 import functools
 import operator
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex
 
 import numpy as np
 
-from grpojax.data.carries import check_forget, forgetful_sum
-from grpojax.data.examples import MARK, SPLITS, check_split
+from grpojax.data.examples import MARK, SPLITS, Examples, check_split
 
 ENDLESS = 2**31 - 1  # the length of a split that nobody limited
 
@@ -39,7 +36,7 @@ _EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
 
 
 def split_of(expression: str) -> str:
-  """The split that a problem belongs to: "train" (9 in 10) or "test"."""
+  """Returns the split of a problem: "train" (9 in 10) or "test"."""
   held_out = zlib.crc32(expression.encode()) % _BUCKETS == 0
   return "test" if held_out else "train"
 
@@ -47,13 +44,13 @@ def split_of(expression: str) -> str:
 def steps(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> tuple[list[str], int]:
-  """The running steps of a problem, and its value.
+  """Computes the running steps of a problem, and its value.
 
   A product goes by the tens and the units of its first number.
 
   Args:
     expression: a sum whose first term may be a product of two numbers.
-    add: how its author adds; they go on from what they wrote.
+    add: addition as its author does it; they go on from what they wrote.
 
   Returns:
     One line an operation, the sums starting from the value so far (for
@@ -86,7 +83,7 @@ def steps(
 def solution(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> str:
-  """A careful author's solution: the steps, one a line, then "#### value"."""
+  """Writes a careful author's solution: the steps, then "#### value"."""
   lines, value = steps(expression, add)
   return "\n".join([*lines, f"{MARK} {value}"])
 
@@ -94,7 +91,7 @@ def solution(
 def hasty(
   expression: str, add: Callable[[int, int], int] = operator.add
 ) -> str:
-  """A hasty author's solution: "#### value" and nothing before it."""
+  """Writes a hasty author's solution: "#### value" and nothing before it."""
   return f"{MARK} {steps(expression, add)[1]}"
 
 
@@ -127,30 +124,6 @@ def sample(
       return expression
 
 
-@dataclasses.dataclass(frozen=True)
-class Examples:
-  """Random access to a seeded stream of problems; see `load`."""
-
-  split: str
-  seed: int
-  difficulty: tuple[int, int]
-  size: int
-
-  def __len__(self) -> int:
-    return self.size
-
-  def __getitem__(self, index: SupportsIndex) -> dict[str, str]:
-    index = operator.index(index)
-    if not 0 <= index < self.size:
-      raise IndexError(f"example {index} of {self.size}")
-    # Each example has its own stream: no order of access can change it.
-    key = (SPLITS.index(self.split), index)
-    sequence = np.random.SeedSequence(self.seed, spawn_key=key)
-    rng = np.random.Generator(np.random.Philox(sequence))
-    expression = sample(rng, self.split, self.difficulty)
-    return {"prompt": expression, "answer": str(steps(expression)[1])}
-
-
 def load(
   split: str,
   *,
@@ -158,7 +131,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Arithmetic problems as random-access examples.
+  """Returns arithmetic problems as random-access examples.
 
   Example i depends on (seed, split, difficulty, i) alone: not on the process,
   the machine or what was read before. Problems may repeat, as in any sample
@@ -181,13 +154,25 @@ def load(
     raise ValueError(f"seed must not be negative, got {seed}")
   most = ENDLESS if split == "train" else MOST_HELD_OUT
   if size is not None and not 1 <= size <= most:
-    where = "eval.num_prompts" if split == "test" else "data.options.size"
+    setting = "eval.num_prompts" if split == "test" else "data.options.size"
     raise ValueError(
-      f"{where} = {size}: problems are drawn, and there are 1 to {most} of the "
-      f"split {split!r}"
+      f"{setting} = {size}: problems are drawn, and there are 1 to {most} of "
+      f"the split {split!r}"
     )
   size = ENDLESS if size is None else size
-  return Examples(split, int(seed), _bounds(difficulty), int(size))
+  read = functools.partial(_example, split, int(seed), _bounds(difficulty))
+  return Examples(int(size), read)
+
+
+def _example(
+  split: str, seed: int, difficulty: tuple[int, int], index: int
+) -> dict[str, str]:
+  # Each example has its own stream: no order of access can change it.
+  key = (SPLITS.index(split), index)
+  sequence = np.random.SeedSequence(seed, spawn_key=key)
+  rng = np.random.Generator(np.random.Philox(sequence))
+  expression = sample(rng, split, difficulty)
+  return {"prompt": expression, "answer": str(steps(expression)[1])}
 
 
 def document(
@@ -198,24 +183,21 @@ def document(
   forget: tuple[float, float] = (0.0, 0.0),
   most: int = 4,
 ) -> str:
-  r"""Plain text for a base model: 1 to `most` training problems, one author.
+  r"""Writes 1 to `most` training problems by one author, for a base model.
 
   Args:
     rng: source of randomness; it advances.
-    difficulty: as in `sample`.
+    difficulty: number of operations, as in `sample`.
     hasty: probability that the author is hasty, in the whole document.
-    forget: how often carries are forgotten, see `carries.forgetful_sum`.
+    forget: frequencies of forgotten carries, as in `forgetful_sum`.
     most: highest number of problems.
 
   Returns:
     "EXPRESSION\nSOLUTION\n\n" for each problem.
 
   Raises:
-    ValueError: as in `sample`, or probabilities outside [0, 1], or `most`
-      below 1.
+    ValueError: as in `sample`, or probabilities outside [0, 1].
   """
-  if most < 1:
-    raise ValueError(f"most must be at least 1, got {most}")
   author = _author(rng, hasty, forget)
   problems = [
     sample(rng, "train", difficulty)
@@ -231,33 +213,65 @@ def dialogue(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, str]:
-  r"""A question and its answer, for an instruct model, from a training problem.
+  r"""Writes a training problem and its solution, for an instruct model.
 
-  Args:
-    rng: source of randomness; it advances.
-    difficulty: as in `sample`.
-    hasty: probability that the author is hasty.
-    forget: how often carries are forgotten, see `carries.forgetful_sum`.
+  Args and errors are those of `document`.
 
   Returns:
     The prompt "Q: EXPRESSION\nA: " and the completion, a solution.
-
-  Raises:
-    ValueError: as in `sample`, or probabilities outside [0, 1].
   """
   author = _author(rng, hasty, forget)
   problem = sample(rng, "train", difficulty)
   return f"Q: {problem}\nA: ", author(problem)
 
 
+def forgetful_sum(
+  rng: np.random.Generator, a: int, b: int, forget: tuple[float, float]
+) -> int:
+  """Adds a and b in columns, as someone would who forgets some of the carries.
+
+  The more the digits of a column make, the more often its carry is forgotten:
+  48+37=75. What the first column makes is written out: 95+7 is 102 or 92. A
+  small model that has read such solutions makes their mistakes, and has
+  something to unlearn (grpojax/assets/README.md).
+
+  Args:
+    rng: source of randomness; one draw for each carry.
+    a: a whole number, not negative.
+    b: another one.
+    forget: probabilities that a carry is forgotten where the digits make 10,
+      and where they make 19; linear between them.
+
+  Returns:
+    The sum, right if no carry was forgotten.
+  """
+  low, high = forget
+  columns = max(len(str(a)), len(str(b)))
+  total = carry = 0
+  for place in range(columns - 1):
+    made = a // 10**place % 10 + b // 10**place % 10 + carry
+    total += made % 10 * 10**place
+    carry = made // 10
+    if carry and rng.random() < low + (high - low) * (made - 10) / 9:
+      carry = 0
+  last = 10 ** (columns - 1)
+  return total + (a // last + b // last + carry) * last
+
+
 def _author(
   rng: np.random.Generator, probability: float, forget: tuple[float, float]
 ) -> Callable[[str], str]:
+  """Draws an author: problem -> solution."""
   if not 0 <= probability <= 1:
     raise ValueError(f"hasty is a probability, got {probability}")
-  check_forget(forget)
+  low, high = forget
+  if not 0 <= low <= high <= 1:
+    raise ValueError(
+      f"forget = ({low}, {high}): is how often a carry is forgotten where the "
+      "digits make 10, and where they make 19; 0 <= low <= high <= 1"
+    )
   author = hasty if rng.random() < probability else solution
-  if forget[1] == 0:
+  if high == 0:
     return author
   add = functools.partial(forgetful_sum, rng, forget=forget)
   return functools.partial(author, add=add)

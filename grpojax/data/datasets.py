@@ -7,8 +7,8 @@ A data set plugs in by its `load` in `DATASETS`:
 - `split` is one of `examples.SPLITS`; another one is a ValueError.
 - `seed` may decide which examples there are; order is the prompt pipeline's.
 - `size`, if it is given, limits the number of examples.
-- `path`, where `load` has that parameter, is where its files are; "" is its own
-  place, or a ValueError that says what to give.
+- `path`, where `load` has that parameter, is the place of its files; "" is its
+  own place, or a ValueError that says what to give.
 - Other keyword arguments are the config's `data.options`, by their names. They
   are checked against its annotations: numbers, texts, and sequences of them.
 - It returns a sequence (`__len__` and `__getitem__`) of dicts as `examples`
@@ -38,7 +38,7 @@ _OURS = ("split", "path", "seed")  # set by the run, not by data.options
 
 
 def _is(value: Any, hint: Any) -> bool:
-  """Whether a value is what an annotation says, as far as it is understood."""
+  """True where a value fits an annotation, as far as that is understood."""
   origin, parts = typing.get_origin(hint), typing.get_args(hint)
   if origin in (typing.Union, types.UnionType):
     return any(_is(value, part) for part in parts)
@@ -72,12 +72,12 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """A data set's examples.
+  """Opens a data set by its name.
 
   Args:
     name: one of `DATASETS`.
     split: "train" or "test".
-    path: where its files are; "" is its own place.
+    path: place of its files; "" is its own place.
     options: keyword arguments of its load, as a user gave them.
     **settings: more of them, as the program gives them.
 
@@ -95,18 +95,14 @@ def load(
   known = inspect.signature(load_).parameters
   if path and "path" not in known:
     raise ValueError(f"--config.data.path: the data set {name} has no files")
-  takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-  takes = [
-    key
-    for key, parameter in known.items()
-    if key not in _OURS and parameter.kind is not parameter.VAR_KEYWORD
-  ]
+  named = [key for key, p in known.items() if p.kind is not p.VAR_KEYWORD]
+  takes_any = len(named) < len(known)
+  takes = [key for key in named if key not in _OURS]
   unknown = [key for key in options if key not in takes and not takes_any]
   if unknown:
     raise ValueError(
       f"--config.data.options.{unknown[0]}: the data set {name} has no such "
-      "option; it "
-      f"takes {', '.join(takes)}"
+      f"option; it takes {', '.join(takes)}"
     )
   _check_options(options, known)
   options |= {"path": path} if path else {}

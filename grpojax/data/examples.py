@@ -1,4 +1,4 @@
-"""What an example is: the one thing that data sets, prompts and rewards share.
+"""Examples: the one thing that data sets, prompts and rewards share.
 
 An example is a dict of JSON values with
 
@@ -7,17 +7,65 @@ An example is a dict of JSON values with
     "answer"    the reference answer, a text; not in data without answers
     "solution"  optional: a text to learn from, which ends with the answer
 
-and whatever else the data set has: rewards get all of it. A solution says its
+and whatever else the data set has: rewards get all of it. A solution gives its
 answer as GSM8K's do, after `MARK`. In a mixture of data sets `SOURCE` is the
-name of the one that an example is of.
+name of the one that an example comes from.
 """
+
+import bisect
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 SPLITS = ("train", "test")
 SOURCE = "data_source"  # as in verl, so that its reward functions find it
-MARK = "####"  # what follows the last one is the answer
+MARK = "####"  # the answer follows the last one
+
+Example = dict[str, Any]
 
 
 def check_split(split: str) -> None:
   """Raises ValueError where there is no such split."""
   if split not in SPLITS:
     raise ValueError(f"unknown split {split!r}: choose one of {SPLITS}")
+
+
+class Examples(Sequence):
+  """Random access to examples that are read when they are asked for.
+
+  Args:
+    size: number of examples.
+    read: index in [0, size) -> example.
+  """
+
+  def __init__(self, size: int, read: Callable[[int], Example]):
+    self._size, self.read = size, read
+
+  def __len__(self) -> int:
+    return self._size
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    index = operator.index(index)
+    if not 0 <= index < self._size:
+      raise IndexError(f"example {index} of {self._size}")
+    return self.read(index)
+
+
+def concatenate(
+  sizes: Sequence[int], read: Callable[[int, int], Example]
+) -> Examples:
+  """Joins parts, one after another.
+
+  Args:
+    sizes: number of examples of each part. Of sizes (3, 2), example 4 is
+      number 1 of part 1.
+    read: (part, index in it) -> example.
+  """
+  starts = [0, *itertools.accumulate(sizes)]
+
+  def located(index: int) -> Example:
+    part = bisect.bisect_right(starts, index) - 1
+    return read(part, index - starts[part])
+
+  return Examples(starts[-1], located)

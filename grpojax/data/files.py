@@ -1,63 +1,94 @@
-"""Which files a split is in, and several files as one data set."""
+"""Files of a split, and several files as one data set."""
 
 import glob
-import operator
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
-import numpy as np
+from grpojax.data.examples import check_split, concatenate
+from grpojax.data.fields import check_share
 
 _NAMES = {"train": ("train",), "test": ("test", "validation", "valid", "val")}
-"""What files of a split are called; the first of these that there is."""
+"""Names of files of a split; the first of these that there is."""
 
 
-class Joined(Sequence):
-  """Random access to the examples of several parts, one after another."""
-
-  def __init__(self, parts: Sequence[Any]):
-    self._parts = list(parts)
-    self._starts = np.cumsum([0, *map(len, self._parts)])
-
-  def __len__(self) -> int:
-    return int(self._starts[-1])
-
-  def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-    index = operator.index(index)
-    if not 0 <= index < len(self):
-      raise IndexError(f"example {index} of {len(self)}")
-    i = int(np.searchsorted(self._starts, index, side="right")) - 1
-    return self._parts[i][index - int(self._starts[i])]
-
-
-def joined(
-  files: Sequence[pathlib.Path],
+def load(
+  kind: str,
   opened: Callable[[pathlib.Path, int | None], Any],
   split: str,
+  path: str | os.PathLike,
+  share: int | float,
   size: int | None,
 ) -> Any:
-  """The examples of several files; files after the first `size` stay closed.
+  """Random access to a split; files after the first `size` examples stay shut.
 
   Args:
-    files: in their order.
-    opened: `(file, most) -> random access to its examples`, `most` of them.
-    split: for the error.
+    kind: "jsonl" or "parquet", `data.name` and the files' suffix.
+    opened: `(file, most) -> random access` to its examples, `most` of them.
+    split: "train" or "test".
+    path: a file, a directory with files of each split, or a pattern of files
+      ("part-*.jsonl"; "**" is any depth of directories).
+    share: share of one set of files that is held out, else 0.
     size: examples at most; None is all.
 
   Raises:
-    ValueError: there is none.
+    ValueError: no such files, or no example of the split.
   """
+  check_split(split)
+  check_share(share)
   parts: list[Any] = []
+  files = _files(path, split, share, kind)
   for file in files:
     left = None if size is None else size - sum(map(len, parts))
     if left == 0:
       break
     parts.append(opened(file, left))
-  if not sum(map(len, parts)):
+  if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
     raise ValueError(f"{names} holds no example of the split {split!r}")
-  return parts[0] if len(parts) == 1 else Joined(parts)
+  if len(parts) == 1:
+    return parts[0]
+  return concatenate([*map(len, parts)], lambda i, j: parts[i][j])
+
+
+def _files(
+  path: str | os.PathLike, split: str, share: int | float, kind: str
+) -> Sequence[pathlib.Path]:
+  """Files that hold a split, alone or with the other one."""
+  if not str(path):
+    raise ValueError(
+      f"--config.data.name = {kind!r} needs data.path: a file, a pattern of "
+      f"files, or a directory with train.{kind} and test.{kind}"
+    )
+  place = pathlib.Path(path)
+  if place.is_dir():
+    if share:
+      raise ValueError(
+        f"--config.data.options.test = {share} is for a single file or a "
+        f"pattern of files, and {place} is a directory with files of each "
+        f"split: leave it out, or write '{place}/*.{kind}'"
+      )
+    return _in_directory(place, split, f".{kind}")
+  files = [place] if place.is_file() else []
+  if not files and glob.has_magic(str(path)):
+    matches = map(pathlib.Path, glob.glob(str(path), recursive=True))
+    files = sorted(file for file in matches if file.is_file())
+    if not files:
+      raise ValueError(
+        f"--config.data.path = {str(path)!r}: no file matches it"
+      )
+  if not files:
+    problem = "is no file" if os.path.lexists(place) else "does not exist"
+    raise ValueError(f"--config.data.path: {place} {problem}")
+  if not share and split == "test":
+    kind_of_path = "a single file" if len(files) == 1 else "one set of files"
+    raise ValueError(
+      f"--config.data.path = {str(path)!r} is {kind_of_path} without held-out "
+      f"problems: give a directory with train.{kind} and test.{kind}, or hold "
+      "out a share of its problems by data.options.test (0.05, say; 1 is all)"
+    )
+  return files
 
 
 def _in_directory(
@@ -66,74 +97,17 @@ def _in_directory(
   """SPLIT.jsonl, SPLIT-00-of-02.jsonl, SPLIT/*.jsonl, or such in data/."""
   for name in _NAMES[split]:
     for folder in (path, path / "data"):
-      found = [folder / f"{name}{suffix}"]
-      found = [x for x in found if x.is_file()] or [
+      single = folder / f"{name}{suffix}"
+      if single.is_file():
+        return [single]
+      several = [
         *folder.glob(f"{name}[-_.]*{suffix}"),
         *folder.glob(f"{name}/*{suffix}"),
       ]
-      if found:
-        return sorted(found)
+      if several:
+        return sorted(several)
   raise ValueError(
     f"--config.data.path: {path / split}{suffix} does not exist, nor "
-    f"{split}-*{suffix} "
-    f"or {split}/*{suffix} (of one set of files, give a pattern: "
-    f"'{path}/*{suffix}', and data.options.test)"
+    f"{split}-*{suffix} or {split}/*{suffix} (of one set of files, give a "
+    f"pattern: '{path}/*{suffix}', and data.options.test)"
   )
-
-
-def of_split(
-  path: str | os.PathLike,
-  split: str,
-  share: int | float,
-  kind: str,
-  suffix: str,
-) -> list[pathlib.Path]:
-  """The files that hold a split, alone or with the other one.
-
-  Args:
-    path: a file, a directory with files of each split, or a pattern of files
-      ("part-*.jsonl"; "**" is any depth of directories).
-    split: "train" or "test".
-    share: of one set of files that is held out, else 0.
-    kind: `data.name`, for errors.
-    suffix: of such files, ".jsonl".
-
-  Raises:
-    ValueError: there are none, or the set of files has no such split.
-  """
-  if not str(path):
-    raise ValueError(
-      f"--config.data.name = {kind!r} needs data.path: a file, a pattern of "
-      "files, or a "
-      f"directory with train{suffix} and test{suffix}"
-    )
-  one = pathlib.Path(path)
-  if one.is_dir():
-    if share:
-      raise ValueError(
-        f"--config.data.options.test = {share} is for a single file or a "
-        "pattern of "
-        f"files, and {one} is a directory with files of each split: leave it "
-        f"out, or write '{one}/*{suffix}'"
-      )
-    return _in_directory(one, split, suffix)
-  found = [one] if one.is_file() else []
-  if not found and glob.has_magic(str(path)):
-    found = [pathlib.Path(p) for p in glob.glob(str(path), recursive=True)]
-    found = sorted(p for p in found if p.is_file())
-    if not found:
-      raise ValueError(
-        f"--config.data.path = {str(path)!r}: no file matches it"
-      )
-  if not found:
-    what = "is no file" if os.path.lexists(one) else "does not exist"
-    raise ValueError(f"--config.data.path: {one} {what}")
-  if not share and split == "test":
-    what = "a single file" if len(found) == 1 else "one set of files"
-    raise ValueError(
-      f"--config.data.path = {str(path)!r} is {what} without held-out "
-      "problems: "
-      f"give a directory with train{suffix} and test{suffix}, or hold out a "
-      "share of its problems by data.options.test (0.05, say; 1 is all)"
-    )
-  return found

@@ -8,14 +8,13 @@ that TensorFlow Datasets prepared, or the original train.jsonl and test.jsonl.
 
 import contextlib
 import itertools
-import operator
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
+from collections.abc import Iterator
+from typing import Any
 
 from grpojax.data import jsonl
-from grpojax.data.examples import MARK, check_split
+from grpojax.data.examples import MARK, Examples, check_split
 
 _SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math"
 _LOCAL = (
@@ -24,32 +23,16 @@ _LOCAL = (
 )
 
 
-class Examples(Sequence):
-  """Random access to problems; see `load`."""
-
-  def __init__(self, rows: list[dict[str, str]]):
-    self._rows = rows
-
-  def __len__(self) -> int:
-    return len(self._rows)
-
-  def __getitem__(self, index: SupportsIndex) -> dict[str, str]:
-    index = operator.index(index)
-    if not 0 <= index < len(self._rows):
-      raise IndexError(f"example {index} of {len(self._rows)}")
-    return dict(self._rows[index])
-
-
-def _example(row: dict[str, Any], where: str) -> dict[str, str]:
+def _example(row: dict[str, Any], label: str) -> dict[str, str]:
   question, solution = row.get("question"), row.get("answer")
   if not isinstance(question, str) or not isinstance(solution, str):
     raise ValueError(
-      f"{where}: not a GSM8K problem, an object with the texts question and "
+      f"{label}: not a GSM8K problem, an object with the texts question and "
       "answer"
     )
   _, mark, answer = solution.rpartition(MARK)
   if not mark or not question:
-    raise ValueError(f"{where}: the answer has no {MARK}, or no question")
+    raise ValueError(f"{label}: the answer has no {MARK}, or no question")
   return {"prompt": question, "answer": answer.strip(), "solution": solution}
 
 
@@ -149,7 +132,7 @@ def load(
   seed: int = 0,
   size: int | None = None,
 ) -> Examples:
-  """The problems of one split.
+  """Reads the problems of one split.
 
   Args:
     split: "train" or "test".
@@ -172,9 +155,10 @@ def load(
   check_split(split)
   file = pathlib.Path(path) / f"{split}.jsonl"
   if str(path) and file.is_file():
-    numbered = ((where, row) for where, _, _, row in jsonl.rows(file))
+    numbered = ((label, row) for label, _, row in jsonl.rows(file))
   else:
     builder = _directory(pathlib.Path(path)) if str(path) else _prepared()
     numbered = _records(builder, split)
   first = itertools.islice(numbered, size)
-  return Examples([_example(row, where) for where, row in first])
+  problems = [_example(row, label) for label, row in first]
+  return Examples(len(problems), lambda index: dict(problems[index]))

@@ -7,37 +7,18 @@ pickles are never run or read.
 
 import contextlib
 import itertools
-import operator
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 
 from grpojax.data import fields as fields_lib
-from grpojax.data.examples import check_split
-from grpojax.data.fields import Row
+from grpojax.data.examples import Example, Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
 _CACHED = "cache"  # a table that the library made of files before
-
-
-class Examples(Sequence):
-  """Random access to rows of a table; see `load`."""
-
-  def __init__(self, table: Any, rows: np.ndarray, fields: fields_lib.Fields):
-    self._table, self._rows, self._fields = table, rows, fields
-
-  def __len__(self) -> int:
-    return len(self._rows)
-
-  def __getitem__(self, index: SupportsIndex) -> Row:
-    index = operator.index(index)
-    if not 0 <= index < len(self):
-      raise IndexError(f"example {index} of {len(self)}")
-    row = self._table[int(self._rows[index])]
-    return fields_lib.example(fields_lib.plain_row(row), self._fields)
 
 
 def _library() -> Any:
@@ -46,16 +27,15 @@ def _library() -> Any:
   except ImportError as error:
     raise ValueError(
       "--config.data.name = 'huggingface' needs the library datasets: pip "
-      "install "
-      "'grpojax[datasets]'; or download the files and use --config.data.name = "
-      "'parquet'"
+      "install 'grpojax[datasets]'; or download the files and use "
+      "--config.data.name = 'parquet'"
     ) from error
   return datasets
 
 
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
-  """What the library raises, in a sentence with what to do; no bars."""
+  """Turns errors of the library into sentences with a remedy; hides bars."""
   from huggingface_hub.utils import logging as hub_logging
 
   logs = datasets.utils.logging, hub_logging
@@ -92,23 +72,23 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
 
 
 def _of_revision(builder: Any, path: str, revision: str) -> Any:
-  """What the cache has of a commit, where it has given its newest commit."""
+  """Finds a commit in the cache, where that gave its newest commit."""
   if not revision or builder.hash == revision:
     return builder
-  found = type(builder)(
+  cached = type(builder)(
     dataset_name=builder.dataset_name,
     repo_id=path,
     config_name=builder.config.name,
     version=str(builder.config.version),
     hash=revision,
   )
-  if not os.path.isdir(found.cache_dir):
-    raise FileNotFoundError(found.cache_dir)
-  return found
+  if not os.path.isdir(cached.cache_dir):
+    raise FileNotFoundError(cached.cache_dir)
+  return cached
 
 
 def _table(path: str, configuration: str, revision: str, name: str) -> Any:
-  """A split of the Hub's, as the library has it: rows by their number."""
+  """Loads a split of the Hub as the library's table: rows by number."""
   datasets = _library()
   with _errors(datasets, path, revision):
     try:
@@ -116,9 +96,10 @@ def _table(path: str, configuration: str, revision: str, name: str) -> Any:
         path, configuration or None, revision=revision or None
       )
     except (RuntimeError, ValueError) as error:  # a script, or a configuration
-      said = " ".join(str(error).split())
-      todo = "data.options.configuration names one of several"
-      raise ValueError(f"the data set {path}: {said} ({todo})") from error
+      raise ValueError(
+        f"the data set {path}: {' '.join(str(error).split())} "
+        "(data.options.configuration names one of several)"
+      ) from error
     kind = type(builder).__module__.split(".")
     if kind[-1] == _CACHED:  # without a network: the newest that it has
       builder = _of_revision(builder, path, revision)
@@ -158,23 +139,23 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """The examples of one split, in their order.
+  """Reads the examples of one split, in their order.
 
   Args:
     split: "train" or "test".
     path: ORG/NAME of the data set on the Hub.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later rows are not checked.
-    configuration: of the data set, where it has several ("main").
+    configuration: name of one, where the data set has several ("main").
     revision: a branch, a tag or a commit; "" is main.
-    train_split: what the Hub calls the training split.
-    test_split: what it calls the test split; not used with `test`.
-    prompt: as answer, messages and answer_after see `fields.Fields`.
-    answer: the column with the answer.
-    messages: the column with the prompt where there is no column `prompt`.
-    answer_after: what the answer follows.
-    columns: to read; () is all. Those with bytes (images) cannot be read.
-    test: the share of train_split that is held out, see `jsonl.load`.
+    train_split: the Hub's name of the training split.
+    test_split: its name of the test split; not used with `test`.
+    prompt: name of the column with the prompt (`fields.Fields` has all four).
+    answer: name of the column with the answer.
+    messages: name of the column with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
+    columns: those to read; () is all. Bytes (images) cannot be read.
+    test: share of train_split that is held out, as in `jsonl.load`.
 
   Returns:
     A sequence of rows as `jsonl.load` gives them; dates are texts.
@@ -190,14 +171,12 @@ def load(
   if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path, re.ASCII):
     raise ValueError(
       "--config.data.name = 'huggingface' needs data.path = ORG/NAME of the "
-      "Hub "
-      f"('openai/gsm8k'), not {path!r}"
+      f"Hub ('openai/gsm8k'), not {path!r}"
     )
   if os.path.exists(path):
     raise ValueError(
       f"--config.data.path = {path!r} is here: read it by data.name = "
-      "'parquet' or "
-      "'jsonl', or start elsewhere to mean that of the Hub"
+      "'parquet' or 'jsonl', or start elsewhere to mean that of the Hub"
     )
   name = train_split if test or split == "train" else test_split
   table = _table(path, configuration, revision, name)
@@ -205,15 +184,19 @@ def load(
   if unknown:
     raise ValueError(
       f"--config.data.options.columns: {path} has no column {unknown[0]!r}; "
-      "its columns "
-      f"are {table.column_names}"
+      f"its columns are {table.column_names}"
     )
   table = table.select_columns(list(columns)) if columns else table
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  where = f"{path}, {name} split"
-  rows = fields_lib.numbered(enumerate(table), where)
+  label = f"{path}, {name} split"
+  rows = fields_lib.numbered(enumerate(table), label)
   chosen = fields_lib.chosen(rows, fields, split, test)
-  kept = np.fromiter(itertools.islice(chosen, size), np.int64)
-  if not len(kept):
-    raise ValueError(f"{where} holds no example of the split {split!r}")
-  return Examples(table, kept, fields)
+  numbers = np.fromiter(itertools.islice(chosen, size), np.int64)
+  if not len(numbers):
+    raise ValueError(f"{label} holds no example of the split {split!r}")
+
+  def read(index: int) -> Example:
+    row = fields_lib.plain_row(table[int(numbers[index])])
+    return fields_lib.example(row, fields)
+
+  return Examples(len(numbers), read)

@@ -4,65 +4,29 @@
     {"messages": [{"role": "user", "content": "6 * 7 = ?"}], "answer": 42}
 
 Opening a file reads it once, from its start to its end: every line is checked,
-and only where each line begins is kept. Examples are read when they are asked
-for, so a file may be larger than memory.
+and only its place in the file is remembered. Examples are read when they are
+asked for, so a file may be larger than memory.
 """
 
 import array
+import functools
 import itertools
 import json
-import operator
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import SupportsIndex
 
 import numpy as np
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import check_split
+from grpojax.data.examples import Examples
 from grpojax.data.fields import Row
 
 _BOM = b"\xef\xbb\xbf"
 
 
-class Examples(Sequence):
-  """Random access to the lines of a file; see `load`.
-
-  The file is opened anew for each example: there is nothing that threads could
-  share, and nothing to close.
-  """
-
-  def __init__(
-    self,
-    file: pathlib.Path,
-    places: np.ndarray,
-    size: int,
-    fields: fields_lib.Fields,
-  ):
-    self._file, self._places, self._fields = file, places, fields
-    self._size = size  # bytes of the file when it was opened
-
-  def __len__(self) -> int:
-    return len(self._places)
-
-  def __getitem__(self, index: SupportsIndex) -> Row:
-    index = operator.index(index)
-    if not 0 <= index < len(self._places):
-      raise IndexError(f"example {index} of {len(self._places)}")
-    start, stop = self._places[index].tolist()
-    with open(self._file, "rb", buffering=0) as file:
-      if os.fstat(file.fileno()).st_size != self._size:
-        raise ValueError(
-          f"{self._file} changed while it was in use: start the program again"
-        )
-      file.seek(start)
-      line = file.read(stop - start)
-    return fields_lib.example(_object(line), self._fields)
-
-
-def rows(file: pathlib.Path) -> Iterator[tuple[str, int, int, Row]]:
+def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
   """Reads the JSON objects of a file in turn; blank lines are skipped.
 
   Args:
@@ -73,7 +37,7 @@ def rows(file: pathlib.Path) -> Iterator[tuple[str, int, int, Row]]:
     object.
 
   Raises:
-    ValueError: a line is no JSON object; the error says which one.
+    ValueError: a line is no JSON object; the error names it.
   """
   stop = 0
   with open(file, "rb") as lines:
@@ -82,11 +46,11 @@ def rows(file: pathlib.Path) -> Iterator[tuple[str, int, int, Row]]:
       if number == 1 and line.startswith(_BOM):
         start, line = start + len(_BOM), line.removeprefix(_BOM)
       if line.strip():
-        where = f"{file}, line {number}"
+        label = f"{file}, line {number}"
         try:
-          yield where, start, stop, _object(line)
+          yield label, (start, stop), _object(line)
         except (RecursionError, ValueError) as error:
-          raise ValueError(f"{where}: {error}") from error
+          raise ValueError(f"{label}: {error}") from error
 
 
 def _object(line: bytes) -> Row:
@@ -106,13 +70,26 @@ def _opened(
   """A split's examples in one file, `most` of them; all lines are checked."""
   if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
     raise ValueError(f"{file} is compressed: uncompress it (random access)")
-  lines = ((where, (i, j), row) for where, i, j, row in rows(file))
-  chosen = fields_lib.chosen(lines, fields, split, share)
   places = array.array("q")  # begin and end of each line, in turn
-  for place in itertools.islice(chosen, most):
+  for place in itertools.islice(
+    fields_lib.chosen(rows(file), fields, split, share), most
+  ):
     places.extend(place)
-  table = np.array(places, np.int64).reshape(-1, 2)
-  return Examples(file, table, os.path.getsize(file), fields)
+  table, size = np.array(places, np.int64).reshape(-1, 2), os.path.getsize(file)
+
+  def read(index: int) -> Row:
+    # Opened anew each time: threads share nothing, and nothing is to be closed.
+    start, stop = table[index].tolist()
+    with open(file, "rb", buffering=0) as opened:
+      if os.fstat(opened.fileno()).st_size != size:
+        raise ValueError(
+          f"{file} changed while it was in use: start the program again"
+        )
+      opened.seek(start)
+      line = opened.read(stop - start)
+    return fields_lib.example(_object(line), fields)
+
+  return Examples(len(table), read)
 
 
 def load(
@@ -127,7 +104,7 @@ def load(
   answer_after: str = "",
   test: int | float = 0.0,
 ) -> Sequence[Row]:
-  """The examples of one split, in the order of the file.
+  """Reads the examples of one split, in the order of the file.
 
   Args:
     split: "train" or "test".
@@ -135,13 +112,12 @@ def load(
       files of each split: train.jsonl, train-*.jsonl or train/*.jsonl.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later lines are not read.
-    prompt: as answer, messages and answer_after see `fields.Fields`.
-    answer: the field with the answer.
-    messages: the field with the prompt where there is no field `prompt`.
-    answer_after: what the answer follows.
-    test: the share of one set of files' examples that is held out as the test
-      split, about: whether an example is one of them depends on its prompt
-      alone, so no prompt is in both splits.
+    prompt: name of the field with the prompt (`fields.Fields` has all four).
+    answer: name of the field with the answer.
+    messages: name of the field with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
+    test: share of one set of files' examples that is held out as the test
+      split, about; which examples depends on their prompts alone.
 
   Returns:
     A sequence of the lines' objects, with "prompt" and "answer" (a text) set
@@ -152,12 +128,6 @@ def load(
       malformed.
   """
   del seed
-  check_split(split)
-  fields_lib.check_share(test)
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  return files.joined(
-    files.of_split(path, split, test, "jsonl", ".jsonl"),
-    lambda file, most: _opened(file, most, fields, split, test),
-    split,
-    size,
-  )
+  opened = functools.partial(_opened, fields=fields, split=split, share=test)
+  return files.load("jsonl", opened, split, path, test, size)

@@ -11,42 +11,20 @@ asked for is in memory. That file is gone when the program ends, however it
 ends.
 """
 
-import operator
+import functools
+import itertools
 import os
 import pathlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex
-
-import numpy as np
+from typing import Any
 
 from grpojax.data import fields as fields_lib
 from grpojax.data import files
-from grpojax.data.examples import check_split
+from grpojax.data.examples import Examples, concatenate
 from grpojax.data.fields import Row
 
 _ROWS = 1024  # read at once
-
-
-class Examples(Sequence):
-  """Random access to rows that are on a disk; see `load`."""
-
-  def __init__(self, batches: Sequence[Any], fields: fields_lib.Fields):
-    self._batches, self._fields = batches, fields  # pyarrow's, mapped
-    self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-
-  def __len__(self) -> int:
-    return int(self._starts[-1])
-
-  def __getitem__(self, index: SupportsIndex) -> Row:
-    index = operator.index(index)
-    if not 0 <= index < len(self):
-      raise IndexError(f"example {index} of {len(self)}")
-    i = int(np.searchsorted(self._starts, index, side="right")) - 1
-    row = self._batches[i].slice(index - int(self._starts[i]), 1)
-    return fields_lib.example(
-      fields_lib.plain_row(row.to_pylist()[0]), self._fields
-    )
 
 
 def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
@@ -57,14 +35,13 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
   try:
     reader = parquet.ParquetFile(file, memory_map=True)
   except (pyarrow.ArrowException, OSError) as error:
-    said = str(error).splitlines()[0]
-    raise ValueError(f"{file} is no Parquet file: {said}") from error
+    reason = str(error).splitlines()[0]
+    raise ValueError(f"{file} is no Parquet file: {reason}") from error
   unknown = sorted({*columns} - {*reader.schema_arrow.names})
   if unknown:
     raise ValueError(
       f"--config.data.options.columns: {file} has no column {unknown[0]!r}; "
-      "its columns "
-      f"are {reader.schema_arrow.names}"
+      f"its columns are {reader.schema_arrow.names}"
     )
   return reader
 
@@ -82,27 +59,22 @@ def _rows(
       batch = next(batches, None)
       rows = [] if batch is None else batch.to_pylist()
     except damages as error:
-      said = next(iter(str(error).splitlines()), type(error).__name__)
-      raise ValueError(f"{file} is damaged: {said}") from error
+      reason = next(iter(str(error).splitlines()), type(error).__name__)
+      raise ValueError(f"{file} is damaged: {reason}") from error
     if batch is None:
       return
     for i, row in enumerate(rows):
       yield (batch, i), row
 
 
-def _kept(places: Iterator[tuple[Any, int]], most: int | None) -> Iterator[Any]:
-  """The chosen rows of each batch, as a batch, until there are `most`."""
-  of, rows, count = None, [], 0
-  for batch, i in places:
-    if batch is not of and rows:
-      yield of.take(rows)
-      rows = []
-    of, count = batch, count + 1
-    rows.append(i)
-    if count == most:
-      break
-  if rows:
-    yield of.take(rows)
+def _taken(
+  places: Iterator[tuple[Any, int]], most: int | None
+) -> Iterator[Any]:
+  """The first `most` chosen rows: of each batch those that are, as a batch."""
+  first = itertools.islice(places, most)
+  for _, group in itertools.groupby(first, key=lambda place: id(place[0])):
+    batches, indices = zip(*group, strict=True)
+    yield batches[0].take(list(indices))
 
 
 def _opened(
@@ -116,17 +88,18 @@ def _opened(
   """A split's examples in one file, `most` of them; all rows are checked."""
   import pyarrow
 
-  reader = _reader(file, columns)
-  rows = fields_lib.numbered(_rows(reader, columns, file), str(file))
-  places = fields_lib.chosen(rows, fields, split, share)
+  rows = _rows(_reader(file, columns), columns, file)
+  places = fields_lib.chosen(
+    fields_lib.numbered(rows, str(file)), fields, split, share
+  )
   with tempfile.NamedTemporaryFile(prefix="grpojax-", suffix=".arrow") as copy:
     try:
       writer = None
-      for batch in _kept(places, most):
+      for batch in _taken(places, most):
         writer = writer or pyarrow.ipc.new_file(copy.name, batch.schema)
         writer.write_batch(batch)
       if writer is None:
-        return Examples([], fields)
+        return concatenate([], lambda i, j: {})
       writer.close()
     except OSError as error:
       raise ValueError(
@@ -134,9 +107,13 @@ def _opened(
         f"({error}): set TMPDIR to a disk with more room"
       ) from error
     mapped = pyarrow.ipc.open_file(pyarrow.memory_map(copy.name))
-    return Examples(
-      [mapped.get_batch(i) for i in range(mapped.num_record_batches)], fields
-    )
+  batches = [mapped.get_batch(i) for i in range(mapped.num_record_batches)]
+
+  def read(batch: int, index: int) -> Row:
+    (row,) = batches[batch].slice(index, 1).to_pylist()
+    return fields_lib.example(fields_lib.plain_row(row), fields)
+
+  return concatenate([batch.num_rows for batch in batches], read)
 
 
 def load(
@@ -152,19 +129,19 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Sequence[Row]:
-  """The examples of one split, in the order of the files.
+  """Reads the examples of one split, in the order of the files.
 
   Args:
     split: "train" or "test".
-    path: a file, a pattern of files, or a directory, as of `jsonl.load`.
+    path: a file, a pattern of files, or a directory, as for `jsonl.load`.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many examples; None is all. Later rows are not read.
-    prompt: as answer, messages and answer_after see `fields.Fields`.
-    answer: the column with the answer.
-    messages: the column with the prompt where there is no column `prompt`.
-    answer_after: what the answer follows.
-    columns: to read; () is all. Those with bytes (images) cannot be read.
-    test: as of `jsonl.load`.
+    prompt: name of the column with the prompt (`fields.Fields` has all four).
+    answer: name of the column with the answer.
+    messages: name of the column with the prompt where there is no `prompt`.
+    answer_after: mark before the answer.
+    columns: those to read; () is all. Bytes (images) cannot be read.
+    test: share that is held out, as in `jsonl.load`.
 
   Returns:
     A sequence of rows as `jsonl.load` gives them; dates are texts.
@@ -174,12 +151,8 @@ def load(
       row that is malformed.
   """
   del seed
-  check_split(split)
-  fields_lib.check_share(test)
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  return files.joined(
-    files.of_split(path, split, test, "parquet", ".parquet"),
-    lambda file, most: _opened(file, most, columns, fields, split, test),
-    split,
-    size,
+  opened = functools.partial(
+    _opened, columns=columns, fields=fields, split=split, share=test
   )
+  return files.load("parquet", opened, split, path, test, size)

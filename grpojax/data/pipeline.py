@@ -8,37 +8,28 @@ prompts goes on from `start=n`, whatever its batch size was.
 """
 
 import functools
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import grain
 import numpy as np
 
 from grpojax.core.types import Prompts
 from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.examples import Example, Examples
 from grpojax.data.mixture import Mixture, interleaved
 
-Example = dict[str, Any]
 Encode = Callable[[Any], tuple[str, Sequence[int]]]
 
 _PREFETCH = 2  # batches made ahead by one background thread
 
 
-class Subset(Sequence):
-  """Random access to some of the examples, in their order."""
+class Subset(Examples):
+  """Random access to the examples of these indices, in their order."""
 
   def __init__(self, examples: Any, indices: Any):
-    self._examples, self._indices = examples, np.asarray(indices, np.int64)
-
-  def __len__(self) -> int:
-    return len(self._indices)
-
-  def __getitem__(self, index: SupportsIndex) -> Example:
-    index = operator.index(index)
-    if not 0 <= index < len(self._indices):
-      raise IndexError(f"example {index} of {len(self._indices)}")
-    return self._examples[int(self._indices[index])]
+    chosen = np.asarray(indices, np.int64)
+    super().__init__(len(chosen), lambda i: examples[int(chosen[i])])
 
 
 def prompt_batches(
@@ -63,10 +54,10 @@ def prompt_batches(
       continues, and the token ids of that text.
     batch_size: prompts a batch, B.
     max_prompt_length: P, in tokens; shorter prompts are padded on the right.
-    pad_id: what they are padded with.
+    pad_id: id of the padding.
     target: `(example) -> arrays` for a jittable reward; stacked in
       `Prompts.targets`.
-    seed: of the shuffle; the order of an epoch depends on it and on the epoch.
+    seed: seed of the shuffle; an epoch's order depends on it and on the epoch.
     start: prompts already taken from the stream; the first one to come has
       this index (exact resume: `TrainState.prompts_consumed`).
     shuffle: shuffle every epoch. An endless stream is left in its order.
@@ -115,15 +106,10 @@ def prompts_of(
   max_prompt_length: int,
   pad_id: int = 0,
 ) -> tuple[Prompts, list[Example]]:
-  """A batch of chosen examples; see `prompt_batches` for the arguments."""
-  row = functools.partial(
-    _row,
-    encode=encode,
-    max_prompt_length=max_prompt_length,
-    pad_id=pad_id,
-    target=None,
+  """Makes a batch of chosen examples; arguments as in `prompt_batches`."""
+  return _collate(
+    [_row(examples[int(i)], encode, max_prompt_length, pad_id) for i in indices]
   )
-  return _collate([row(examples[int(i)]) for i in indices])
 
 
 def _stream(
@@ -140,11 +126,10 @@ def _stream(
 
 def _row(
   example: Example,
-  *,
   encode: Encode,
   max_prompt_length: int,
   pad_id: int,
-  target: Callable[[Example], dict[str, np.ndarray]] | None,
+  target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
   text, ids = encode(example["prompt"])
   if not 1 <= len(ids) <= max_prompt_length:

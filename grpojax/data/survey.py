@@ -1,4 +1,4 @@
-"""One pass over a data set before a run: how long its prompts are, and whose.
+"""One pass over a data set before a run: lengths of prompts, a fingerprint.
 
 A run must not end in the middle because of one prompt, nor go on after a break
 with other data: so all examples of a finite data set are read before it starts.
@@ -16,18 +16,17 @@ from jaxtyping import Int
 from grpojax.data.arithmetic import ENDLESS
 
 FINGERPRINTED = 256
-"""Examples of an endless data set that its fingerprint is of."""
+"""Number of examples in the fingerprint of an endless data set."""
 
-_SAY_EVERY = 10.0  # seconds between two lines about a long pass
+_REPORT_EVERY = 10.0  # seconds between two lines about a long pass
 
 
 class Survey(NamedTuple):
-  """What a pass over the examples of a split has found.
+  """Result of a pass over the examples of a split.
 
   Attributes:
-    fingerprint: of the examples and their order: SHA-256 of their JSON.
-    lengths: [n], tokens of each prompt; of an endless data set, of its first
-      ones.
+    fingerprint: SHA-256 of the examples' JSON, in their order.
+    lengths: [n], tokens of each prompt, or of an endless data set's first ones.
   """
 
   fingerprint: str
@@ -40,17 +39,17 @@ def survey(
   *,
   most: int = ENDLESS,
   cached: Callable[[str], Int[np.ndarray, "n"] | None] = lambda _: None,
-  poll: Callable[[], None] = lambda: None,
+  check_signals: Callable[[], None] = lambda: None,
 ) -> Survey:
   """Reads all examples, or the first `most` of an endless data set.
 
   Args:
-    examples: random access to dicts with a "prompt", see `data.examples`.
+    examples: random access to dicts with a "prompt" (`data.examples`).
     encode: `(prompt) -> (text, ids)`.
     most: examples of an endless data set whose prompts are measured.
-    cached: fingerprint -> lengths of a finite data set's prompts, where they
-      are known already, else None.
-    poll: called for each example; may raise.
+    cached: fingerprint -> lengths of a finite data set's prompts, or None where
+      they are not known yet.
+    check_signals: called for each example; may raise.
 
   Raises:
     ValueError: a prompt that cannot be encoded, or that has no token.
@@ -59,14 +58,15 @@ def survey(
   endless = total >= ENDLESS
   digest = hashlib.sha256()
   read = min(total, FINGERPRINTED) if endless else total
-  for i in _watched(read, "read", poll):
-    digest.update(_line(examples[i]))
+  for i in _watched(read, "read", check_signals):
+    text = json.dumps(examples[i], sort_keys=True, default=str)
+    digest.update(text.encode() + b"\n")
   fingerprint = digest.hexdigest()
   lengths = None if endless else cached(fingerprint)
   if lengths is None:
     count = min(total, most) if endless else total
     lengths = np.empty(count, np.int32)
-    for i in _watched(count, "measured", poll):
+    for i in _watched(count, "measured", check_signals):
       lengths[i] = len(encode(examples[i]["prompt"])[1])
   empty = np.flatnonzero(lengths == 0)
   if len(empty):
@@ -75,19 +75,16 @@ def survey(
   return Survey(fingerprint, lengths)
 
 
-def _line(example: dict[str, Any]) -> bytes:
-  text = json.dumps(example, sort_keys=True, default=str)
-  return text.encode() + b"\n"
-
-
-def _watched(count: int, did: str, poll: Callable[[], None]) -> Iterator[int]:
-  """0, 1, ..., and from time to time a line that says how far it is."""
+def _watched(
+  count: int, verb: str, check_signals: Callable[[], None]
+) -> Iterator[int]:
+  """Yields 0, 1, ..., and prints from time to time how far it is."""
   last = time.monotonic()
   for i in range(count):
-    poll()
-    if time.monotonic() - last > _SAY_EVERY:
+    check_signals()
+    if time.monotonic() - last > _REPORT_EVERY:
       last = time.monotonic()
-      print(f"{did} {i} of {count} prompts", flush=True)
+      print(f"{verb} {i} of {count} prompts", flush=True)
     yield i
 
 
@@ -97,7 +94,7 @@ def refuse(
   """Keeps all examples, and refuses a data set with a prompt that is too long.
 
   Raises:
-    ValueError: how many are too long, and which is the longest.
+    ValueError: there is one; with their number and the longest.
   """
   del endless
   longer = int(np.sum(lengths > max_prompt_length))
@@ -115,7 +112,7 @@ def refuse(
 def drop(
   lengths: Int[np.ndarray, "n"], max_prompt_length: int, endless: bool
 ) -> Int[np.ndarray, "k"] | None:
-  """Indices of the examples whose prompts are not too long.
+  """Returns the indices of the examples whose prompts are not too long.
 
   Raises:
     ValueError: an endless data set, which no pass can end; or none is left.
@@ -125,16 +122,16 @@ def drop(
       "data.too_long = 'drop' reads all examples before a run, but this data "
       "set is endless: use 'refuse'"
     )
-  kept = np.flatnonzero(lengths <= max_prompt_length)
-  if len(lengths) and not len(kept):
+  short = np.flatnonzero(lengths <= max_prompt_length)
+  if len(lengths) and not len(short):
     raise ValueError(
       f"all {len(lengths)} prompts are longer than "
       f"--config.data.max_prompt_length = {max_prompt_length} tokens: raise it"
     )
-  return kept
+  return short
 
 
 TOO_LONG = {"refuse": refuse, "drop": drop}
-"""What becomes of prompts that are too long, before a run: (lengths,
-max_prompt_length, whether the data set is endless) -> indices of the examples
-that are kept, None for all; ValueError where the run cannot start."""
+"""Treatments of prompts that are too long, before a run: (lengths,
+max_prompt_length, True for an endless data set) -> indices of the examples to
+use, None for all; ValueError where the run cannot start."""

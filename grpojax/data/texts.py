@@ -1,13 +1,18 @@
-"""What supervised fine-tuning reads: texts as pairs of ids.
+"""Texts for supervised fine-tuning, and their packing into training rows.
 
-A text is a pair (context ids, learned ids): the context is read only, the rest
-is what the loss counts. `packing` puts texts into rows.
+A text is a pair (context ids, learned ids): the context is only read, the loss
+counts the rest.
+
+    texts   (ab, cde) (f, gh) (i, j)        rows of 8 tokens
+    ids       a b c d e f g h | i j         segments  1 1 1 1 1 2 2 2 | 1 1
+    weights   0 0 1 1 1 0 1 1 | 0 1         positions 0 1 2 3 4 0 1 2 | 0 1
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from grpojax.data import arithmetic
 
@@ -15,7 +20,7 @@ Text = tuple[list[int], list[int]]
 
 
 def solution(example: dict[str, Any]) -> str:
-  """The completion that an example teaches: its "solution", or its "answer".
+  """Returns the completion to learn: an example's "solution", else "answer".
 
   Raises:
     ValueError: it has neither.
@@ -29,7 +34,7 @@ def solution(example: dict[str, Any]) -> str:
 
 
 def strings(examples: Iterable[dict[str, Any]]) -> Iterator[str]:
-  """All that is written in examples, to train a tokenizer on."""
+  """Yields all texts in examples, to train a tokenizer on."""
   for example in examples:
     prompt = example["prompt"]
     if isinstance(prompt, str):
@@ -48,7 +53,7 @@ def encode_examples(
   longest: int,
   learn_prompts: bool = False,
 ) -> tuple[list[Text], int]:
-  """Examples as texts: the prompt, the solution and an EOS.
+  """Encodes examples as texts: the prompt, the solution and an EOS.
 
   Args:
     examples: dicts with a "prompt" and a "solution" (else an "answer").
@@ -56,10 +61,10 @@ def encode_examples(
     encode: a text to ids.
     eos_id: ends every text.
     longest: texts of more tokens are left out.
-    learn_prompts: whether the loss counts the prompts too.
+    learn_prompts: True where the loss counts the prompts too.
 
   Returns:
-    The texts, and how many were left out.
+    The texts, and the number of those left out.
 
   Raises:
     ValueError: all are too long, or there are none.
@@ -84,7 +89,7 @@ def encode_examples(
 
 
 def epochs(texts: Sequence[Text], seed: int) -> Iterator[Text]:
-  """The texts without end, each epoch in an order of its own."""
+  """Yields the texts without end, each epoch in an order of its own."""
   rng = np.random.default_rng(seed)
   while True:
     for i in rng.permutation(len(texts)):
@@ -97,27 +102,82 @@ def arithmetic_texts(
   *,
   eos_id: int,
   seed: int,
-  difficulty: tuple[int, int],
-  hasty: float,
-  forget: tuple[float, float] = (0.0, 0.0),
+  **options: Any,
 ) -> Iterator[Text]:
-  """Arithmetic texts without end, each drawn anew.
+  """Yields arithmetic texts without end, each drawn anew.
 
   Args:
     form: "document", learned whole, or "dialogue", of which only the answer is.
     encode: a text to ids.
     eos_id: ends every text.
-    seed: of all draws.
-    difficulty: see `arithmetic.sample`.
-    hasty: see `arithmetic.document`.
-    forget: likewise.
+    seed: seed of all draws.
+    **options: difficulty, hasty and forget, as in `arithmetic.document`.
   """
   rng = np.random.default_rng(seed)
-  options = {"difficulty": difficulty, "hasty": hasty, "forget": forget}
   while True:
-    prompt, text = "", ""
     if form == "dialogue":
       prompt, text = arithmetic.dialogue(rng, **options)
     else:
-      text = arithmetic.document(rng, most=3, **options)
+      prompt, text = "", arithmetic.document(rng, most=3, **options)
     yield (encode(prompt) if prompt else []), [*encode(text), eos_id]
+
+
+class Rows(NamedTuple):
+  """Packed rows, as `LM.extend` reads them (one group of one row a prompt).
+
+  Attributes:
+    ids: tokens.
+    positions: position of each token within its own text.
+    segments: number of the text in its row, from 1; 0 is padding.
+    weights: 1 where the token is learned, 0 where it is only read.
+  """
+
+  ids: Int[np.ndarray, "N S"]
+  positions: Int[np.ndarray, "N S"]
+  segments: Int[np.ndarray, "N S"]
+  weights: Float[np.ndarray, "N S"]
+
+
+def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
+  """Fills rows with whole texts, in order.
+
+  So the same texts make the same rows for ever, and the embedded models can be
+  made again. (Grain's packing puts each text where it fits first, which depends
+  on the number of open rows.)
+
+  Args:
+    texts: texts to pack.
+    rows: N, rows a batch.
+    length: S, tokens a row.
+
+  Yields:
+    `Rows`, for as long as there are texts; a last partial batch is dropped.
+
+  Raises:
+    ValueError: a text longer than a row.
+  """
+
+  def empty():
+    shape = (rows, length)
+    return Rows(*(np.zeros(shape, np.int32) for _ in range(3)), np.zeros(shape))
+
+  batch, row, used, segment = empty(), 0, 0, 0
+  for context, learned in texts:
+    size = len(context) + len(learned)
+    if size > length:
+      raise ValueError(
+        f"a text of {size} tokens is longer than a row: {length}"
+      )
+    if used + size > length:
+      row, used, segment = row + 1, 0, 0
+      if row == rows:
+        yield batch
+        batch, row = empty(), 0
+    segment += 1
+    span = slice(used, used + size)
+    batch.ids[row, span] = [*context, *learned]
+    batch.positions[row, span] = np.arange(size)
+    batch.segments[row, span] = segment
+    # The first token of all has nothing before it to be predicted from.
+    batch.weights[row, used + max(len(context), 1) : used + size] = 1
+    used += size

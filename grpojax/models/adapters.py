@@ -121,15 +121,13 @@ def from_linen(
 ) -> LM:
   """Builds an LM from a flax.linen module.
 
-      lm = from_linen(Transformer(vocab_size=256))
       lm = from_linen(Transformer(vocab_size=256), positions="position_ids")
 
   Args:
     module: a causal model, called as `module(ids [N, S]) -> logits [N, S, V]`.
       It is applied without random keys, so dropout must be off.
     positions: name of the argument that takes positions [N, S], if any.
-    mask: name of the argument that takes a mask [N, S], True on real tokens, if
-      any.
+    mask: name of the argument that takes a mask [N, S], True on real tokens.
 
   Returns:
     An LM whose parameters are the module's "params" collection.
@@ -168,18 +166,16 @@ def from_nnx(
       lm = from_nnx(pretrained)
 
   Args:
-    module_or_factory: `(rngs) -> module`, or a module, which is not modified.
-      The module is a causal model, called as `module(ids [N, S]) -> logits
-      [N, S, V]`, always in evaluation mode (`module.eval()`).
+    module_or_factory: `(rngs) -> module`, or a module, which is not modified: a
+      causal model, called as `module(ids [N, S]) -> logits [N, S, V]`, always
+      in evaluation mode (`module.eval()`).
     positions: name of the argument that takes positions [N, S], if any.
-    mask: name of the argument that takes a mask [N, S], True on real tokens, if
-      any.
+    mask: name of the argument that takes a mask [N, S], True on real tokens.
 
   Returns:
     An LM whose parameters are a nested dict of the module's `nnx.Param`s; other
-    variables stay as they are. `init` draws them from its key where a factory
-    was given, and copies those of the module, whatever the key, where a module
-    was.
+    variables stay as they are. `init` draws parameters by a factory, or copies
+    a module's, whatever the key.
   """
   from flax import nnx  # Here, for it can fail to import beside a newer jax.
 
@@ -247,12 +243,12 @@ def _rows(
 def _take(
   hidden: Float[Array, "N S D"], slots: Int[Array, "N T"]
 ) -> Float[Array, "N T D"]:
-  """Hidden states at the given slots of each row."""
+  """Returns hidden states at these slots of each row."""
   return jnp.take_along_axis(hidden, slots[:, :, None], axis=1)
 
 
 def _keywords(
   names: tuple[str | None, str | None], *values: Array
 ) -> dict[str, Array]:
-  """Keyword arguments for those of (positions, mask) that the model takes."""
+  """Returns keyword arguments for those of `names` that are not None."""
   return {name: v for name, v in zip(names, values, strict=True) if name}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from grpojax.core.load_balancing import ExpertLoad
+from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain
 from grpojax.models import cache
 from grpojax.models.attention import (
@@ -17,12 +17,11 @@ from grpojax.models.attention import (
   rms_norm,
   two_part_attention,
 )
-from grpojax.models.block_attention import block_attention
-from grpojax.models.block_masks import Sight
+from grpojax.models.block_attention import Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues, Slots
 from grpojax.models.config import TransformerConfig
+from grpojax.models.cpu import matmul
 from grpojax.models.moe import expert_load, mixture
-from grpojax.models.products import matmul
 from grpojax.models.rope import RotaryTable, rotate
 
 ACTIVATIONS = {
@@ -30,32 +29,33 @@ ACTIVATIONS = {
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
-KEPT = "kept"
-"""Name of what `transformer.REMAT`'s "partial" keeps of a layer."""
+SAVED = "saved"
+"""Name of the values of a layer that "selective" rematerialisation saves."""
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
-"""Whether a layer is local: traced where the layers of a scan differ in it, and
+"""True for a local layer: traced where the layers of a scan differ in it, and
 a Python value elsewhere, so that nothing is computed that is not used."""
 
 
 class TokenContext(NamedTuple):
-  """What all layers know of the tokens [B, G, S] that pass through them.
+  """Positions and masks of tokens [B, G, S], which are the same in all layers.
 
-  They attend to each other, to earlier tokens of their rows in the slots of a
-  cache, and to their prompt.
+  The tokens attend to each other, to earlier tokens of their rows in the slots
+  of a cache, and to their prompt.
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
-    mask: of the tokens among themselves, broadcastable to [B, G, K, R, S, S];
-      None for whole rows that are attended to in blocks, see `block_attention`.
-    positions: of the tokens in the whole sequence.
+    mask: True where a token sees another, broadcastable to [B, G, K, R, S, S];
+      None for whole rows that attend in blocks (`block_attention`).
+    positions: places of the tokens in the whole sequence.
     prompt_mask: True on real prompt tokens, or None where the tokens are the
       prompt.
     slot_mask: True on the slots that hold a token, or None without a cache.
-    slot_positions: of what is in the slots, or None.
-    segments: see `LM.extend`; read where there is no mask.
-    load_weights: how often each token counts in what is said of the routers;
-      None where nothing is.
+    slot_positions: positions of the tokens in the slots, or None.
+    segments: numbers of the completions that share a row, as `LM.extend` takes
+      them; read where there is no mask.
+    load_weights: times that each token counts in the routers' load; None where
+      no loss asks for it.
   """
 
   tables: tuple[RotaryTable, ...]
@@ -71,9 +71,9 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """X W + bias, and (x A) B where the layer has an adapter (Hu et al. 2021).
+  """Returns x W + (x A) B + bias, of the adapter and bias that there are.
 
-  Not rounded to x's dtype where there is a bias; the caller does, where needed.
+  It is not rounded to x's dtype where there is a bias: the caller may do so.
   """
   y = matmul(x, layer[name])
   a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
@@ -87,7 +87,7 @@ def _project(
 
 
 class Heads(NamedTuple):
-  """Queries, keys and values of tokens, rotated."""
+  """Queries, keys and values of tokens; all but the values are rotated."""
 
   q: Float[Array, "B G S H E"]
   k: Float[Array, "B G S K E"]
@@ -95,12 +95,12 @@ class Heads(NamedTuple):
 
 
 class Masks(NamedTuple):
-  """Which keys the tokens attend to in a layer.
+  """Masks of a layer, True where a token attends to a key.
 
   Attributes:
-    row: of each other's, broadcastable to [B, G, K, R, S, S].
-    slots: of the cache's, broadcastable to [B, G, K, R, S, C], or None.
-    prompt: of the prompt's, [B, P] or [B, G, S, P], or None.
+    row: keys of each other, broadcastable to [B, G, K, R, S, S].
+    slots: keys in the cache, broadcastable to [B, G, K, R, S, C], or None.
+    prompt: keys of the prompt, [B, P] or [B, G, S, P], or None.
   """
 
   row: Bool[Array, "..."]
@@ -109,7 +109,7 @@ class Masks(NamedTuple):
 
 
 def _masks(local: Local, window: int, context: TokenContext) -> Masks:
-  """The context's masks, within the window where the layer is local."""
+  """Returns the context's masks, within the window in a local layer."""
   masks = Masks(context.mask, context.slot_mask, context.prompt_mask)
   if local is False:
     return masks
@@ -127,14 +127,14 @@ def _masks(local: Local, window: int, context: TokenContext) -> Masks:
     slots = masks.slots & in_window(context.slot_positions)
   if masks.prompt is not None:
     # A prompt token's position is its slot: prompts are padded on the right.
-    places = jnp.arange(masks.prompt.shape[-1])[None, None]
-    near = in_window(places)[:, :, 0, 0]
+    slot = jnp.arange(masks.prompt.shape[-1])[None, None]
+    near = in_window(slot)[:, :, 0, 0]
     prompt = masks.prompt[:, None, None] & near
   return Masks(row, slots, prompt)
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
-  """The rotary table of a layer, out of those of global and local layers."""
+  """Returns a layer's table, of those of global and of local layers."""
   if len(tables) == 1 or local is False:
     return tables[0]
   if local is True:
@@ -150,7 +150,7 @@ def _heads(
   layer: Layer,
   table: RotaryTable,
 ) -> Heads:
-  """Queries, keys and values of tokens; heads are not transposed yet."""
+  """Returns queries, keys and values; heads are not transposed yet."""
   c = config
   b, g, s, _ = y.shape
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -171,19 +171,10 @@ def attend(
   slots: tuple[Slots, ...] | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Attention of a layer, between its projections.
-
-  Args:
-    config: see `block`.
-    local: see `block`.
-    context: see `block`.
-    prompt: see `block`.
-    slots: see `block`.
-    heads: of the tokens.
+  """Attends in a layer, between its projections; arguments as `block` has them.
 
   Returns:
-    What each token takes from those that it attends to, heads last, and the
-    tokens' keys and values.
+    Attention output [B, G, S, H E], and the tokens' keys and values.
   """
   c = config
   q, k, v = heads
@@ -194,21 +185,23 @@ def attend(
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
   row = cache.constrain_row(cache.from_heads(k, v))
-  q, row = checkpoint_name((q, row), KEPT)
-  options = dict(scale=c.attention_scale, cap=c.attention_cap)
-  if context.mask is None:
-    sight = Sight(
+  q, row = checkpoint_name((q, row), SAVED)
+  scaling = dict(scale=c.attention_scale, cap=c.attention_cap)
+  if context.mask is None:  # long rows
+    visibility = Visibility(
       context.positions, context.segments, context.prompt_mask, local
     )
-    options |= dict(window=c.window)
-    out = block_attention(q, row, prompt, sight, **options)
+    out = block_attention(
+      q, row, prompt, visibility, window=c.window, **scaling
+    )
   else:
     masks = _masks(local, c.window, context)
-    if slots is None:
-      args = masks.row, prompt, masks.prompt
-      out = two_part_attention(q, row, *args, **options)
-    else:
-      out = cached_attention(q, row, slots, prompt, masks, **options)
+    if slots is None:  # whole rows
+      out = two_part_attention(
+        q, row, masks.row, prompt, masks.prompt, **scaling
+      )
+    else:  # decoding
+      out = cached_attention(q, row, slots, prompt, masks, **scaling)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 
@@ -216,12 +209,13 @@ def attend(
 def _mlp(
   config: TransformerConfig, y: Float[Array, "B G S D"], layer: Layer
 ) -> Float[Array, "B G S D"]:
-  """A gated MLP (Shazeer 2020), or a mixture of them."""
+  """Applies a gated MLP (Shazeer 2020), or a mixture of them."""
   activation: Callable[[Array], Array] = ACTIVATIONS[config.activation]
   if config.experts:
     return mixture(config, y, layer, activation)
   y = y.astype(layer["gate"].dtype)
-  gate, up = (_project(y, layer, x).astype(y.dtype) for x in ("gate", "up"))
+  gate = _project(y, layer, "gate").astype(y.dtype)
+  up = _project(y, layer, "up").astype(y.dtype)
   y = activation(gate) * up
   y = constrain(y, "batch", "group", None, "mlp")
   return constrain(_project(y, layer, "down"), "batch", "group")
@@ -235,39 +229,30 @@ def layer_of(
   load_weights: Float[Array, "B G S"] | None,
   attention: Callable[[Heads], tuple[Float[Array, "B G S HE"], Any]],
 ) -> tuple[Float[Array, "B G S D"], Any, ExpertLoad | None]:
-  """One decoder layer, whatever the tokens attend to.
+  """Applies one decoder layer, whatever the tokens attend to.
 
-  Matrices are multiplied in their own dtype, the dtype of computation; what
+  Matrices are multiplied in their own dtype, the dtype of computation; all that
   lies between them is float32. Above all the hidden states: rounded to bfloat16
-  in each layer, those of a sampled and of a scored token drift apart.
+  in each layer, those of a token in rollout and in training drift apart.
 
-  Args:
-    config: of the model.
-    x: hidden states, float32.
-    layer: the layer's parameters.
-    table: rotary, of the tokens.
-    load_weights: see `TokenContext`.
-    attention: `(heads) -> (out, kept)`, as `attend`.
-
-  Returns:
-    The new hidden states, what attention kept, and what the router did with
-    the tokens, if there are weights.
+  `attention` is `(heads) -> (out, aux)`, as `attend`. Returns the new hidden
+  states, `aux` as it is, and the router's load, if there are `load_weights`.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
   y = norm(x, layer["attn_norm"]).astype(layer["q"].dtype)
-  out, kept = attention(_heads(c, y, layer, table))
-  y = _project(checkpoint_name(out, KEPT), layer, "o")
+  out, aux = attention(_heads(c, y, layer, table))
+  y = _project(checkpoint_name(out, SAVED), layer, "o")
   y = constrain(y, "batch", "group")
   x = x + (norm(y, layer["attn_post_norm"]) if c.post_norms else y)
-  x = checkpoint_name(x, KEPT)
+  x = checkpoint_name(x, SAVED)
   y, load = norm(x, layer["mlp_norm"]), None
   if load_weights is not None:
     per_token = c.experts_per_token
     load = expert_load(y, layer["router"], per_token, load_weights)
   y = _mlp(c, y, layer)
   x = x + (norm(y, layer["mlp_post_norm"]) if c.post_norms else y)
-  return x, kept, load
+  return x, aux, load
 
 
 def block(
@@ -279,20 +264,20 @@ def block(
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
-  """One decoder layer.
+  """Applies one decoder layer.
 
   Args:
-    config: of the model.
-    x: hidden states [B, G, S, D], float32.
+    config: shape of the model.
+    x: hidden states, float32.
     layer: the layer's parameters.
-    local: whether the layer is local.
-    context: what the layer needs to know of the tokens.
+    local: True for a layer with a window.
+    context: positions and masks of the tokens.
     prompt: the prompt's keys and values in this layer, or None.
     slots: the blocks of this layer's cache, or None.
 
   Returns:
-    The new hidden states, the keys and values of the tokens, and what the
-    router did with them, if the context asks for it.
+    The new hidden states, the keys and values of the tokens, and the router's
+    load, if the context has weights for it.
   """
   attention = functools.partial(attend, config, local, context, prompt, slots)
   table = rotary_table(local, context.tables)
@@ -308,17 +293,10 @@ def block_of_both(
 ) -> tuple[
   tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]], ExpertLoad | None
 ]:
-  """One decoder layer of prompts and of their whole completions.
+  """Applies one decoder layer to prompts and to their whole completions.
 
-  Args:
-    config: of the model.
-    x: hidden states of the prompts, rows of a group of one, and of completions.
-    layer: see `block`.
-    local: see `block`.
-    contexts: of the prompts and of the completions.
-
-  Returns:
-    As x; what the router did with both, if the contexts ask for it.
+  Prompts are rows of a group of one. x and `contexts` are pairs, of prompts and
+  of completions; the router's load is that of both.
   """
   run = functools.partial(block, config)
   prompts, row, load = run(x[0], layer, local, contexts[0], None, None)

@@ -2,37 +2,37 @@
 
 An online softmax (FlashAttention, Dao et al. 2022, arXiv 2205.14135) in plain
 JAX: the logits of one block of queries and one of keys exist at a time, in the
-backward pass too. What the mask would hide from a whole block is computed there
-and then, from positions and segments, and blocks in the future or beyond the
-window are left out. The program does not grow with the length of the rows.
+backward pass too. The mask of two blocks is computed where they meet, from
+positions and segments, and blocks in the future or beyond the window are left
+out:
 
-The derivative is written forwards, as a sum over blocks that is linear in the
-tangents, so that it can be taken in either direction: transposed, it is the
-backward pass of that paper.
+              keys 0  1  2  3
+    queries 0      m  -  -  -      m: computed, with a mask
+            1      m  m  -  -      -: left out
+            2      -  m  m  -      (2, 0) is beyond the window
+            3      -  -  m  m
+
+The program does not grow with the length of the rows. The derivative is written
+forwards, as a sum over blocks that is linear in the tangents, so that it can be
+taken in either direction: transposed, it is the backward pass of that paper.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core.mesh import constrain
 from grpojax.models.attention import soft_cap
-from grpojax.models.block_masks import (
-  Queries,
-  Settings,
-  Sight,
-  prompt_mask,
-  row_mask,
-)
 from grpojax.models.cache import (
   PROMPT_AXES,
   ROW_AXES,
   KeysValues,
   PromptKeysValues,
 )
-from grpojax.models.products import float32_einsum
+from grpojax.models.cpu import float32_einsum
 
 BLOCK = 128
 """Tokens of a block."""
@@ -43,19 +43,87 @@ It is faster on CPUs, and not measured on accelerators; the logits of a row and
 its prompt, [S, S + P] of each head, exist as a whole."""
 
 LONG = 2048
-"""Rows of more tokens are cut into blocks of 2 BLOCK: a block of keys takes
+"""Rows of more tokens are split into blocks of 2 BLOCK: a block of keys takes
 one turn of a loop, whose own cost would show."""
 
 _NEGATIVE = -1e30  # a finite stand-in for -inf: masked rows stay nan-free
 _QUERY_AXES = "bgkrse"
 
-
+# Keeps nothing of a block for the backward pass.
 _recomputed = functools.partial(jax.checkpoint, prevent_cse=False)
-"""Keeps nothing of a block for the backward pass."""
 
 
-def _tied(*trees):
-  """The same arrays, none of which is known before all of them are, and a 0.
+class Visibility(NamedTuple):
+  """Arrays that decide which keys a query sees, besides the order of the row.
+
+  Attributes:
+    positions: places of the tokens in the whole sequence; within a segment they
+      go up by one from slot to slot.
+    segments: numbers of the completions that share a row, whose tokens see
+      their own segment only; None for one.
+    prompt_mask: True on real prompt tokens, or None where there is no prompt.
+    local: True where the window counts; a Python value or traced.
+  """
+
+  positions: Int[Array, "B G S"]
+  segments: Int[Array, "B G S"] | None
+  prompt_mask: Bool[Array, "B P"] | None
+  local: Any
+
+
+class _Settings(NamedTuple):
+  """Python values that are fixed when attention compiles."""
+
+  scale: float
+  cap: float | None
+  window: int
+  any_local: bool  # False: no layer is, and nothing is computed of windows
+  block: int
+
+
+class _Queries(NamedTuple):
+  """Properties of a block of queries that its mask is made of."""
+
+  index: Int[Array, ""]
+  positions: Int[Array, "B G S"]
+  segments: Int[Array, "B G S"] | None
+  local: Any
+
+
+def _in_window(settings, queries: _Queries, key_positions) -> Array:
+  """Returns True for keys [., ., C] in the window of queries: [B, G, S, C]."""
+  distance = queries.positions[..., None] - key_positions[..., None, :]
+  return (distance < settings.window) | ~jnp.asarray(queries.local)
+
+
+def _row_mask(settings, queries: _Queries, keys) -> tuple[Array, Array]:
+  """Returns the mask of a block of a row's keys, and False if it is empty."""
+  index, positions, segments = keys
+  block = settings.block
+  apart = (queries.index - index) * block  # slots between their first tokens
+  slot = jnp.arange(block)
+  mask, seen = apart + slot[:, None] >= slot, apart >= 0
+  if segments is not None:
+    mask &= queries.segments[..., None] == segments[..., None, :]
+  if settings.any_local:
+    mask &= _in_window(settings, queries, positions)
+    reached = apart - block + 1 < settings.window
+    seen &= reached | ~jnp.asarray(queries.local)
+  return mask if mask.ndim == 2 else mask[:, :, None, None], seen
+
+
+def _prompt_mask(settings, queries: _Queries, keys) -> tuple[Array, None]:
+  """Returns the mask of a block of prompt keys, whose positions are slots."""
+  index, mask = keys
+  mask = mask[:, None, None]
+  if settings.any_local:
+    slots = index * settings.block + jnp.arange(settings.block)
+    mask &= _in_window(settings, queries, slots[None, None])
+  return mask[:, :, None, None], None
+
+
+def _known_together(*trees):
+  """Returns the same arrays, none of which is known before all are, and a 0.
 
   Differentiating an outer loop, over layers say, JAX computes before it what
   does not change in it. That would be the masks of all blocks at once.
@@ -64,7 +132,7 @@ def _tied(*trees):
 
 
 def _split(x: Array | None, axis: int, size: int) -> Array | None:
-  """Blocks along an axis, padded with zeros: their number is the first axis."""
+  """Returns blocks along an axis, padded with zeros; the first axis counts."""
   if x is None:
     return None
   widths = [(0, 0)] * x.ndim
@@ -74,33 +142,47 @@ def _split(x: Array | None, axis: int, size: int) -> Array | None:
   return jnp.moveaxis(x, axis, 0)
 
 
-def _joined(blocks: Array, axis: int, size: int) -> Array:
-  """What `_split` parted, without the padding."""
+def _join(blocks: Array, axis: int, size: int) -> Array:
+  """Returns what `_split` took apart, without the padding."""
   x = jnp.moveaxis(blocks, 0, axis)
   x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
   return jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 
-def _parts(settings, row, prompt, sight: Sight, start=0):
-  """Blocks of keys, for each part: axes, mask function, what is scanned."""
+def _key_blocks(settings, row, prompt, visibility: Visibility, start=0):
+  """Returns for row and prompt: axes, a function of masks, blocks to scan."""
 
   def blocks(arrays, axes, slot):
     return tuple(_split(x, axes.index(slot), settings.block) for x in arrays)
 
   keys, values = blocks(row, ROW_AXES, "c")
-  positions, segments = blocks((sight.positions, sight.segments), "bgc", "c")
-  about = start + jnp.arange(len(keys)), positions, segments
-  parts = [(ROW_AXES, row_mask, (keys, values, about))]
+  of_tokens = visibility.positions, visibility.segments
+  positions, segments = blocks(of_tokens, "bgc", "c")
+  masked_by = start + jnp.arange(len(keys)), positions, segments
+  parts = [(ROW_AXES, _row_mask, (keys, values, masked_by))]
   if prompt is not None:
     keys, values = blocks(prompt, PROMPT_AXES, "p")
-    (mask,) = blocks((sight.prompt_mask,), "bp", "p")
-    about = start + jnp.arange(len(keys)), mask
-    parts.append((PROMPT_AXES, prompt_mask, (keys, values, about)))
+    (mask,) = blocks((visibility.prompt_mask,), "bp", "p")
+    masked_by = start + jnp.arange(len(keys)), mask
+    parts.append((PROMPT_AXES, _prompt_mask, (keys, values, masked_by)))
   return parts
 
 
+def _query_blocks(settings, q, visibility: Visibility):
+  """Returns blocks of queries to scan, and what their masks are made of."""
+  split = functools.partial(_split, size=settings.block)
+  blocks = split(q, 4)
+  local = jnp.broadcast_to(jnp.asarray(visibility.local), len(blocks))
+  return blocks, _Queries(
+    index=jnp.arange(len(blocks)),
+    positions=split(visibility.positions, 2),
+    segments=split(visibility.segments, 2),
+    local=local,
+  )
+
+
 def _products(axes: str):
-  """Queries x keys -> logits and weights x values -> out, float32 sums."""
+  """Returns queries x keys -> logits and weights x values -> out, float32."""
   (slot,) = set(axes) - set(_QUERY_AXES)
   logits_axes = _QUERY_AXES.replace("e", slot)
   return (
@@ -109,21 +191,8 @@ def _products(axes: str):
   )
 
 
-def _query_blocks(settings, q, sight: Sight):
-  """What a scan over blocks of queries takes."""
-  split = functools.partial(_split, size=settings.block)
-  blocks = split(q, 4)
-  local = jnp.broadcast_to(jnp.asarray(sight.local), len(blocks))
-  about = Queries(
-    jnp.arange(len(blocks)),
-    split(sight.positions, 2),
-    split(sight.segments, 2),
-    local,
-  )
-  return blocks, about
-
-
-def _where_seen(seen, add, carry, *operands):
+def _add_if(seen, add, carry, *operands):
+  """Returns `add(carry, *operands)`, or the carry where `seen` is False."""
   if seen is None:
     return add(carry, *operands)
   return jax.lax.cond(seen, add, lambda carry, *_: carry, carry, *operands)
@@ -133,56 +202,59 @@ def _laid_out(q):
   return constrain(q, "batch", "group", "kv_heads", "query_heads")
 
 
-def _forward(settings, q, row, prompt, sight):
-  """Output, and the log-sum-exps of the logits [B, G, K, R, S]."""
-  arrays = q, row, prompt, sight._replace(local=None)
-  q, row, prompt, tied, start = _tied(*arrays)
-  sight = tied._replace(local=sight.local)
-  parts = _parts(settings, row, prompt, sight, start)
+def _forward(settings, q, row, prompt, visibility):
+  """Returns the output, and the logits' log-sum-exps [B, G, K, R, S]."""
+  q, row, prompt, known, start = _known_together(
+    q, row, prompt, visibility._replace(local=None)
+  )
+  visibility = known._replace(local=visibility.local)
+  parts = _key_blocks(settings, row, prompt, visibility, start)
 
   def of_queries(_, block):
-    q, about = block
+    q, queries = block
     q = _laid_out(q)
+    # The largest logit so far, and the sums of exp(logit - largest) and of
+    # these weights times values: rescaled whenever a larger logit comes.
     carry = (
       jnp.full((*q.shape[:-1], 1), _NEGATIVE, jnp.float32),
       jnp.zeros((*q.shape[:-1], 1), jnp.float32),
       jnp.zeros(q.shape, jnp.float32),
     )
-    for axes, mask_of, blocks in parts:
+
+    def add_part(carry, axes, mask_of, blocks):
       logits_of, out_of = _products(axes)
 
-      def add(carry, keys, values, mask, logits_of=logits_of, out_of=out_of):
+      def add(carry, keys, values, mask):
         top, total, out = carry
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
         logits = jnp.where(mask, logits, _NEGATIVE)
         new_top = jnp.maximum(top, jnp.max(logits, axis=-1, keepdims=True))
         # Masked, also where nothing was seen yet and all logits are the same.
         weights = jnp.where(mask, jnp.exp(logits - new_top), 0)
-        keep = jnp.exp(top - new_top)
-        total = total * keep + jnp.sum(weights, axis=-1, keepdims=True)
-        return (
-          new_top,
-          total,
-          out * keep + out_of(weights.astype(q.dtype), values),
-        )
+        rescale = jnp.exp(top - new_top)
+        total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+        out = out * rescale + out_of(weights.astype(q.dtype), values)
+        return new_top, total, out
 
-      def step(carry, block, mask_of=mask_of, add=add):
-        keys, values, keys_about = block
-        mask, seen = mask_of(settings, about, keys_about)
-        return _where_seen(seen, add, carry, keys, values, mask), None
+      def step(carry, block):
+        keys, values, masked_by = block
+        mask, seen = mask_of(settings, queries, masked_by)
+        return _add_if(seen, add, carry, keys, values, mask), None
 
-      carry, _ = jax.lax.scan(step, carry, blocks)
+      return jax.lax.scan(step, carry, blocks)[0]
+
+    for part in parts:
+      carry = add_part(carry, *part)
     top, total, out = carry
     return None, ((out / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
 
-  _, (out, lse) = jax.lax.scan(
-    of_queries, None, _query_blocks(settings, q, sight)
-  )
-  return tuple(_joined(x, 4, q.shape[4]) for x in (out, lse))
+  blocks = _query_blocks(settings, q, visibility)
+  _, (out, lse) = jax.lax.scan(of_queries, None, blocks)
+  return tuple(_join(x, 4, q.shape[4]) for x in (out, lse))
 
 
-def _tangent(settings, out, lse, primals, tangents, sight):
-  """Derivative of the output along tangents of queries, keys and values.
+def _tangent(settings, out, lse, primals, tangents, visibility):
+  """Returns the output's derivative along queries', keys' and values' tangents.
 
   d out = sum_j w_j (d l_j - sum_i w_i d l_i) v_j + w_j d v_j with weights w and
   logits l: two sums over all keys, linear in the tangents.
@@ -191,33 +263,23 @@ def _tangent(settings, out, lse, primals, tangents, sight):
   dq, *dkeys_values = tangents
   # Float32, and rounded in each block: gradients are sums over blocks.
   drow, dprompt = jax.tree.map(lambda x: x.astype(jnp.float32), dkeys_values)
-  parts = _parts(settings, row, prompt, sight)
-  tangent_parts = _parts(settings, drow, dprompt, sight)
-  queries, about = _query_blocks(settings, q, sight)
+  parts = _key_blocks(settings, row, prompt, visibility)
+  tangent_parts = _key_blocks(settings, drow, dprompt, visibility)
+  queries, masked_by = _query_blocks(settings, q, visibility)
   split = functools.partial(_split, axis=4, size=settings.block)
 
   @_recomputed
   def of_queries(block):
-    q, dq, out, lse, about = block
+    q, dq, out, lse, queries = block
     q, dq = _laid_out(q), _laid_out(dq).astype(jnp.float32)
     lse = lse[..., None]
     carry = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lse.shape, jnp.float32)
-    for (axes, mask_of, blocks), (_, _, dblocks) in zip(
-      parts, tangent_parts, strict=True
-    ):
+
+    def add_part(carry, part, tangent_part):
+      axes, mask_of, blocks = part
       logits_of, out_of = _products(axes)
 
-      def add(
-        carry,
-        dq,
-        keys,
-        values,
-        dkeys,
-        dvalues,
-        mask,
-        logits_of=logits_of,
-        out_of=out_of,
-      ):
+      def add(carry, dq, keys, values, dkeys, dvalues, mask):
         dout, dtotal = carry
         dq, dkeys, dvalues = (x.astype(q.dtype) for x in (dq, dkeys, dvalues))
         logits = soft_cap(logits_of(q, keys) * settings.scale, settings.cap)
@@ -233,38 +295,41 @@ def _tangent(settings, out, lse, primals, tangents, sight):
         return dout, dtotal
 
       @_recomputed
-      def step(carry, dq, block, mask_of=mask_of, add=add):
-        (keys, values, keys_about), (dkeys, dvalues, _) = block
-        mask, seen = mask_of(settings, about, keys_about)
-        return _where_seen(
-          seen, add, carry, dq, keys, values, dkeys, dvalues, mask
-        )
+      def step(carry, dq, block):
+        (keys, values, masked_by), (dkeys, dvalues, _) = block
+        mask, seen = mask_of(settings, queries, masked_by)
+        return _add_if(seen, add, carry, dq, keys, values, dkeys, dvalues, mask)
 
-      carry, _ = jax.lax.scan(
-        lambda carry, block, step=step: (step(carry, dq, block), None),
+      return jax.lax.scan(
+        lambda carry, block: (step(carry, dq, block), None),
         carry,
-        (blocks, dblocks),
-      )
+        (blocks, tangent_part[2]),
+      )[0]
+
+    for part, tangent_part in zip(parts, tangent_parts, strict=True):
+      carry = add_part(carry, part, tangent_part)
     dout, dtotal = carry
     return (dout - dtotal * out.astype(jnp.float32)).astype(q.dtype)
 
-  blocks = queries, split(dq), split(out), split(lse), about
+  blocks = queries, split(dq), split(out), split(lse), masked_by
   _, dout = jax.lax.scan(lambda _, x: (None, of_queries(x)), None, blocks)
-  return _joined(dout, 4, q.shape[4])
+  return _join(dout, 4, q.shape[4])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _attention(settings, q, row, prompt, sight):
-  return _forward(settings, q, row, prompt, sight)[0]
+def _attention(settings, q, row, prompt, visibility):
+  return _forward(settings, q, row, prompt, visibility)[0]
 
 
 @_attention.defjvp
 def _attention_jvp(settings, primals, tangents):
-  *primals, sight = primals
-  out, lse = _forward(settings, *primals, sight)
-  along = functools.partial(_tangent, settings, out, lse, primals, sight=sight)
+  *primals, visibility = primals
+  out, lse = _forward(settings, *primals, visibility)
+  along = functools.partial(
+    _tangent, settings, out, lse, primals, visibility=visibility
+  )
   # It is linear, but older versions of JAX transpose no scan that they have not
-  # linearized themselves. What it is at 0 nobody reads, and XLA leaves it out.
+  # linearized themselves. Its value at 0 is read by nobody, and left out.
   tangents = tangents[:3]
   _, linear = jax.linearize(along, jax.tree.map(jnp.zeros_like, tangents))
   return out, linear(tangents)
@@ -274,32 +339,30 @@ def block_attention(
   q: Float[Array, "B G K R S E"],
   row: KeysValues,
   prompt: PromptKeysValues | None,
-  sight: Sight,
+  visibility: Visibility,
   *,
   window: int = 0,
   scale: float | None = None,
   cap: float | None = None,
   block: int | None = None,
 ) -> Float[Array, "B G K R S E"]:
-  """`two_part_attention` of whole rows: causal, and with `sight`'s masks.
+  """Returns `two_part_attention` of whole rows, causal and masked.
 
-  Memory is a few times B G H block^2 float32 besides what goes in and out.
+  Memory is a few times B G H block^2 float32 besides arguments and result.
 
   Args:
     q: queries.
     row: keys and values of the queries' own tokens, C = S.
     prompt: keys and values of the prompt, or None.
-    sight: which of them a query sees.
-    window: of local layers, in tokens.
-    scale: of the logits; default 1 / sqrt(E).
-    cap: the logits are soft-capped at +-cap, before they are masked.
+    visibility: arrays that the mask is made of.
+    window: tokens that a query of a local layer sees.
+    scale: factor of the logits; default 1 / sqrt(E).
+    cap: soft cap of the logits, before they are masked.
     block: queries, and keys, of a block; by default as many as suit S.
-
-  Returns:
-    Attention output, in q's dtype.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
   if block is None:
     block = BLOCK if q.shape[-2] <= LONG else 2 * BLOCK
-  settings = Settings(scale, cap, window, sight.local is not False, block)
-  return _attention(settings, q, row, prompt, sight)
+  any_local = visibility.local is not False
+  settings = _Settings(scale, cap, window, any_local, block)
+  return _attention(settings, q, row, prompt, visibility)

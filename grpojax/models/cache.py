@@ -10,12 +10,12 @@ of slots a sample, and those of the prompts, once for a whole group:
              [B, G, K, C, E]   and values
     prompt   [B, K, P, E]
 
-The layers of a stack (see `layer_stacks`) are one array, with a leading axis. A
+The layers of a stack (`layer_stacks`) are one array, with a leading axis. A
 decoding step only reads it, and writes the new tokens of all layers at its end,
 in place.
 
 `ROW_AXES`, `SLOT_AXES` and `PROMPT_AXES` are the only places where that order
-is written down. The other modules ask here for what depends on it, and name
+is written down. Other modules ask this one for all that depends on it, and name
 axes by these letters (`attention`, in its einsums).
 """
 
@@ -31,7 +31,11 @@ from grpojax.core.mesh import constrain
 
 ROW_AXES = "bgkce"
 PROMPT_AXES = "bkpe"
-_NAMES = {"b": "batch", "g": "group", "k": "kv_heads"}
+_NAMES = {
+  "b": "batch",
+  "g": "group",
+  "k": "kv_heads",
+}  # as `constrain` has them
 RowArray = Float[Array, " ".join(ROW_AXES.upper())]
 PromptArray = Float[Array, " ".join(PROMPT_AXES.upper())]
 
@@ -67,12 +71,14 @@ class Cache(NamedTuple):
   """Keys and values of the completions so far.
 
   The slots lie in blocks, so that a step reads only those that have been begun
-  (see `grow`). A cache of one block is a ring: where a row has more tokens than
-  slots, the new ones take the places of the oldest.
+  (`grow`). A cache of one block is a ring: where a row has more tokens than
+  slots, the new ones take the slots of the oldest.
+
+      tokens 0 .. 5 in a ring of 4 slots:    4 5 2 3
 
   Attributes:
     index: tokens written so far; the next one goes to the slot of this number.
-    blocks: of each, the slots of each stack's layers.
+    blocks: for each block, the slots of each stack's layers.
   """
 
   index: Int[Array, ""]
@@ -89,16 +95,9 @@ def create(
   head_dim: int,
   dtype: Any,
 ) -> Cache:
-  """An empty cache.
+  """Returns an empty cache for C = `capacity` completion tokens a row.
 
-  Args:
-    batch: B.
-    group_size: G.
-    capacity: C, completion tokens that a row has room for.
-    layers: of each stack; L in all.
-    kv_heads: K.
-    head_dim: E.
-    dtype: of keys and values.
+  `layers` has the number of layers of each stack.
   """
   sizes = dict(b=batch, g=group_size, k=kv_heads, c=capacity, e=head_dim)
 
@@ -119,9 +118,13 @@ def _map(
   )
 
 
+def _lay_out(x: Array, axes: str, *leading: None) -> Array:
+  """Lays an array out over the mesh by the letters of its axes."""
+  return constrain(x, *leading, *map(_NAMES.get, axes))
+
+
 def _constrain(block: Block) -> Block:
-  """Lays slots out over the mesh, see `core.mesh.constrain`."""
-  return _map(lambda axes, x: constrain(x, None, *map(_NAMES.get, axes)), block)
+  return _map(lambda axes, x: _lay_out(x, axes, None), block)
 
 
 def grow(cache: Cache, slots: int) -> Cache:
@@ -161,41 +164,30 @@ def map_rows(
 def map_prompts(
   function: Callable[..., Array], stacks: tuple[PromptKeysValues, ...]
 ) -> tuple[PromptKeysValues, ...]:
-  """Maps a function of arrays [B, ...] over what is kept of prompts.
-
-  Args:
-    function: of one layer's.
-    stacks: of layers, [layers, *PROMPT_AXES].
-  """
-  names = map(_NAMES.get, PROMPT_AXES)
-  axes = (None, *names)
-  return jax.tree.map(lambda x: constrain(jax.vmap(function)(x), *axes), stacks)
+  """Maps a function of one layer's arrays [B, ...] over stacks of layers."""
+  return jax.tree.map(
+    lambda x: _lay_out(jax.vmap(function)(x), PROMPT_AXES, None), stacks
+  )
 
 
 def constrain_row(row: KeysValues) -> KeysValues:
-  """Lays rows out over the mesh, see `core.mesh.constrain`."""
-  return jax.tree.map(lambda x: constrain(x, *map(_NAMES.get, ROW_AXES)), row)
+  """Lays rows out over the mesh."""
+  return jax.tree.map(lambda x: _lay_out(x, ROW_AXES), row)
 
 
 def _size(slots: Slots) -> int:
-  """How many slots there are."""
   return slots.values.shape[SLOT_AXES.values.index("c") - len(SLOT_AXES.values)]
 
 
 def capacity(cache: Cache) -> int:
-  """C, the completion tokens that a row has room for."""
+  """Returns C, the completion tokens that a row has room for."""
   return sum(_size(block[0]) for block in cache.blocks)
 
 
 def split(
   x: Shaped[Array, "*axes C"], blocks: tuple[Slots, ...]
 ) -> list[Array]:
-  """Takes what is known of all slots apart into that of each block.
-
-  Args:
-    x: the slots are its last axis.
-    blocks: of one layer.
-  """
+  """Splits an array whose last axis is all slots into one of each block."""
   ends = list(itertools.accumulate(map(_size, blocks)))
   return jnp.split(x, ends[:-1], axis=-1)
 
@@ -203,7 +195,7 @@ def split(
 def from_heads(
   keys: Float[Array, "B G S K E"], values: Float[Array, "B G S K E"]
 ) -> KeysValues:
-  """Keys and values as the projections give them, in the cache's order."""
+  """Returns keys and values of the projections in the cache's order."""
   order = tuple("bgcke".index(axis) for axis in ROW_AXES)
   return KeysValues(keys.transpose(order), values.transpose(order))
 
@@ -217,7 +209,7 @@ def write(
 
   Args:
     cache: the block that is written to is the last.
-    tokens: of each stack, [layers, *ROW_AXES].
+    tokens: keys and values of each stack, [layers, *ROW_AXES].
     last: the tokens' states after all layers, computed from all that reads the
       cache before: where it is NaN, 0 is written (a slot of the ring that is
       hidden from another sample must be finite). So a write comes after all
@@ -229,38 +221,37 @@ def write(
   slot = cache.index - sum(_size(block[0]) for block in before)
   if not before:
     slot = slot % _size(block[0])
-  real = last[..., 0] == last[..., 0]
+  real = last[..., 0] == last[..., 0]  # [B, G, S]: False on NaN
 
-  def one(axes, slots, new):
+  def write_one(axes, slots, new):
     order = [1 + ROW_AXES.index(axis) for axis in axes]
     new = new.transpose(0, *order).astype(slots.dtype)
-    known = real.transpose(
-      ["bgc".index(axis) for axis in axes if axis in "bgc"]
-    )
+    # The mask, with its axes in the slots' order and 1 for the others.
+    mask = real.transpose(["bgc".index(axis) for axis in axes if axis in "bgc"])
     absent = [i for i, axis in enumerate(axes) if axis not in "bgc"]
-    new = jnp.where(jnp.expand_dims(known, absent), new, 0)
+    new = jnp.where(jnp.expand_dims(mask, absent), new, 0)
     axis = 1 + axes.index("c")
     return jax.lax.dynamic_update_slice_in_dim(slots, new, slot, axis)
 
-  block = _constrain(_map(one, block, tokens))
+  block = _constrain(_map(write_one, block, tokens))
   return Cache(cache.index + count, (*before, block))
 
 
 def ages(cache: Cache) -> Int[Array, "C"]:
-  """How many tokens ago each slot was written: 0 is the last one."""
+  """Returns the number of tokens written after each slot: 0 is the last one."""
   size = capacity(cache)
   return (cache.index - 1 - jnp.arange(size)) % size
 
 
 def filled(cache: Cache) -> Bool[Array, "C"]:
-  """Which slots hold a token, where all rows have been written alike."""
+  """Returns True for slots with a token, where all rows were written alike."""
   return jnp.arange(capacity(cache)) < cache.index
 
 
 def slot_positions(
   cache: Cache, positions: Int[Array, "B G S"]
 ) -> Int[Array, "B G C"]:
-  """Positions of what is in the slots, given those of the next tokens.
+  """Returns positions of the tokens in the slots from those of the next tokens.
 
   Decoded tokens follow each other without a gap, so the position of the first
   of the next tokens gives all the others.
@@ -269,13 +260,12 @@ def slot_positions(
 
 
 def of_prompt(tokens: KeysValues) -> PromptKeysValues:
-  """The keys and values of prompts that went through a layer as rows, G = 1."""
+  """Returns keys and values of prompts that were rows in a layer, G = 1."""
   axes = ROW_AXES.replace("g", "").replace("c", "p")
   order = tuple(axes.index(axis) for axis in PROMPT_AXES)
   only_row = (slice(None),) * ROW_AXES.index("g") + (0,)
-  return PromptKeysValues(
-    *(
-      constrain(x[only_row].transpose(order), *map(_NAMES.get, PROMPT_AXES))
-      for x in tokens
-    )
-  )
+
+  def convert(x):
+    return _lay_out(x[only_row].transpose(order), PROMPT_AXES)
+
+  return PromptKeysValues(convert(tokens.keys), convert(tokens.values))

@@ -11,7 +11,7 @@ from grpojax.core.types import Params
 from grpojax.models.rope import Rope
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-"""What a model computes in, and what its weights are exported as, by name."""
+"""Types of a model's computation and of exported weights, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,27 +26,28 @@ class TransformerConfig:
     kv_heads: K, a divisor of H.
     head_dim: E, even.
     mlp: F, of one expert where there are experts.
-    rope: the rotary embedding.
-    norm_eps: added to the mean square in RMSNorm.
-    qkv_bias: query, key and value projections have biases.
-    o_bias: the attention's output projection has a bias.
-    mlp_bias: the MLP's three projections have biases.
-    tied: the output head is the transposed embedding.
-    qk_norm: each head's queries and keys are normalised.
-    norm_offset: norms scale by 1 + their weights.
-    post_norms: attention and MLP are normalised after, as well as before.
-    activation: of the MLP's gate, "silu" or "gelu_tanh".
-    scaled_embedding: the embedding is multiplied by sqrt(D).
-    attention_scale: of the attention logits; None means 1 / sqrt(E).
+    rope: rotary embedding.
+    norm_eps: number added to the mean square in RMSNorm.
+    qkv_bias: True for biases of query, key and value projections.
+    o_bias: True for a bias of the attention's output projection.
+    mlp_bias: True for biases of the MLP's three projections.
+    tied: True where the output head is the transposed embedding.
+    qk_norm: True where each head's queries and keys are normalised.
+    norm_offset: True where norms scale by 1 + their weights.
+    post_norms: True where attention and MLP are normalised after, as well as
+      before.
+    activation: function of the MLP's gate, "silu" or "gelu_tanh".
+    scaled_embedding: True where the embedding is multiplied by sqrt(D).
+    attention_scale: factor of the attention logits; None means 1 / sqrt(E).
     attention_cap: soft cap of the attention logits, or None.
     logits_cap: soft cap of the output logits, or None.
-    local_layers: for each layer, whether a token attends to the last `window`
-      tokens only; () means in no layer.
+    local_layers: True for each layer in which a token attends to the last
+      `window` tokens only; () means none.
     window: tokens that a local layer attends to, the token itself included.
-    local_rope: the rotary embedding of those layers; None means `rope`.
+    local_rope: rotary embedding of those layers; None means `rope`.
     experts: X, experts of a layer; 0 means one MLP and no router.
     experts_per_token: experts that a token is sent to.
-    normalize_experts: the weights of a token's experts sum to 1.
+    normalize_experts: True where the weights of a token's experts sum to 1.
     labels: outputs of a sequence classifier, which has a score in place of the
       head; 0 means a language model.
   """
@@ -82,21 +83,17 @@ class TransformerConfig:
 
   @property
   def ropes(self) -> tuple[Rope, ...]:
-    """The rotary embeddings: of all layers, and of the local ones."""
+    """Rotary embeddings: of all layers, and of the local ones."""
     return (self.rope, *([self.local_rope] if self.local_rope else []))
 
   @property
   def locality(self) -> tuple[bool, ...]:
-    """Whether a layer is local, for each layer."""
+    """True for each layer that is local."""
     return self.local_layers or (False,) * self.layers
 
 
 def check(config: TransformerConfig) -> None:
-  """Whether the parts of a configuration fit each other.
-
-  Raises:
-    ValueError: they do not.
-  """
+  """Refuses a configuration whose parts do not fit, by ValueError."""
   c = config
   if c.heads % c.kv_heads:
     raise ValueError(f"heads={c.heads} is no multiple of kv_heads={c.kv_heads}")
@@ -117,58 +114,48 @@ def check(config: TransformerConfig) -> None:
 
 def _layer_shapes(c: TransformerConfig) -> dict[str, tuple[int, ...]]:
   q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+  width = (c.width,)
   layer = {
-    "attn_norm": (c.width,),
+    "attn_norm": width,
     "q": (c.width, q),
     "k": (c.width, kv),
     "v": (c.width, kv),
     "o": (q, c.width),
-    "mlp_norm": (c.width,),
+    "mlp_norm": width,
   }
+  up, down, of_expert = (c.width, c.mlp), (c.mlp, c.width), (c.experts,)
   if c.experts:
-    layer |= {
-      "router": (c.width, c.experts),
-      "expert_gate": (c.experts, c.width, c.mlp),
-      "expert_up": (c.experts, c.width, c.mlp),
-      "expert_down": (c.experts, c.mlp, c.width),
-    }
+    layer |= {"router": (c.width, c.experts)}
+    layer |= {"expert_gate": of_expert + up, "expert_up": of_expert + up}
+    layer |= {"expert_down": of_expert + down}
   else:
-    layer |= {
-      "gate": (c.width, c.mlp),
-      "up": (c.width, c.mlp),
-      "down": (c.mlp, c.width),
-    }
+    layer |= {"gate": up, "up": up, "down": down}
   if c.qkv_bias:
     layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
   if c.o_bias:
-    layer |= {"o_bias": (c.width,)}
+    layer |= {"o_bias": width}
   if c.mlp_bias:
-    layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,)}
-    layer |= {"down_bias": (c.width,)}
+    layer |= {"gate_bias": (c.mlp,), "up_bias": (c.mlp,), "down_bias": width}
   if c.qk_norm:
     layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
   if c.post_norms:
-    layer |= {"attn_post_norm": (c.width,), "mlp_post_norm": (c.width,)}
+    layer |= {"attn_post_norm": width, "mlp_post_norm": width}
   return layer
 
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, Any]:
-  """Shapes of all parameters, as the nested dict that `init` fills."""
+  """Returns the shapes of all parameters, as the nested dict of `init`."""
   c = config
-  shapes = {
-    "embed": (c.vocab_size, c.width),
-    "layers": {
-      name: (c.layers, *shape) for name, shape in _layer_shapes(c).items()
-    },
-    "final_norm": (c.width,),
-  }
+  layers = {name: (c.layers, *x) for name, x in _layer_shapes(c).items()}
+  shapes = {"embed": (c.vocab_size, c.width), "layers": layers}
+  shapes["final_norm"] = (c.width,)
   if c.labels:
     return shapes | {"score": (c.width, c.labels)}
   return shapes if c.tied else shapes | {"head": (c.width, c.vocab_size)}
 
 
 def _initial(config, key, name: str, shape: tuple[int, ...]):
-  """Normal(0, 0.02) weights, output projections scaled down as in GPT-2."""
+  """Draws normal(0, 0.02), output projections scaled down as in GPT-2."""
   if "norm" in name:
     return jnp.zeros(shape) if config.norm_offset else jnp.ones(shape)
   if "bias" in name:
@@ -180,15 +167,12 @@ def _initial(config, key, name: str, shape: tuple[int, ...]):
 
 def init(config: TransformerConfig, key: Key[Array, ""]) -> Params:
   """Draws float32 parameters of a fresh model."""
-  shapes = parameter_shapes(config)
   leaves, tree = jax.tree.flatten_with_path(
-    shapes, is_leaf=lambda x: isinstance(x, tuple)
+    parameter_shapes(config), is_leaf=lambda x: isinstance(x, tuple)
   )
   keys = jax.random.split(key, len(leaves))
-  return jax.tree.unflatten(
-    tree,
-    [
-      _initial(config, k, path[-1].key, shape)
-      for k, (path, shape) in zip(keys, leaves, strict=True)
-    ],
-  )
+  arrays = [
+    _initial(config, key, path[-1].key, shape)
+    for key, (path, shape) in zip(keys, leaves, strict=True)
+  ]
+  return jax.tree.unflatten(tree, arrays)

@@ -1,7 +1,8 @@
-"""The decoder's layers as stacks, taken apart and run one after another.
+"""The decoder's layers, run one after another, and recomputed for gradients.
 
 A stack is a pytree whose leaves have a leading axis of layers. Parameters hold
-one or, where some layers are held apart (`last_layers`), several.
+one or, where some layers are held apart (`last_layers`), several that follow
+each other.
 """
 
 import itertools
@@ -12,22 +13,84 @@ import jax
 import jax.numpy as jnp
 
 from grpojax.core.types import Params
+from grpojax.models import sharding
+from grpojax.models.block import SAVED
 from grpojax.models.config import TransformerConfig
+
+REMAT = {
+  "none": sharding.all_but_gathered,
+  "selective": jax.checkpoint_policies.save_only_these_names(SAVED),
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""Values that are saved of a layer besides its input, as policies of
+`jax.checkpoint`. "none" recomputes nothing and saves all of them. "selective"
+saves queries, keys, values and attention's output, and recomputes softmax
+weights and the MLP's inner values (as Korthikanti et al. 2022, "Reducing
+activation recomputation in large transformer models", and the MLP). "full"
+saves nothing."""
+
+SHALLOW = 8
+"""Layers up to which a model is not scanned but written out, in training and in
+decoding: a scan fills its stacks of saved values with zeros first, and copies
+each layer's in and out."""
+
+
+def run_layer(
+  remat: str | None,
+  function: Callable[..., Any],
+  config: TransformerConfig,
+  x: Any,
+  layer: Params,
+  local: Any,
+  *args: Any,
+) -> Any:
+  """Returns `function(config, x, layer, local, *args)` of one layer.
+
+  The layer's parameters are gathered while it runs, and the backward pass
+  computes again what the policy `REMAT[remat]` does not save. If `remat` is
+  None they are gathered already, and there is no backward pass.
+  """
+  if remat is None or (remat == "none" and sharding.fsdp_shards() == 1):
+    return function(config, x, layer, local, *args)
+
+  def gathered(x, layer, local, *args):
+    layer = sharding.gather(layer, "layer/")
+    return function(config, x, layer, local, *args)
+
+  run = jax.checkpoint(
+    gathered,
+    # Where no two layers differ, `local` is a Python value.
+    static_argnums=(2,) if isinstance(local, bool) else (),
+    policy=REMAT[remat],
+    prevent_cse=False,  # under a scan nothing can be merged with it
+  )
+  return run(x, layer, local, *args)
+
+
+def _written_out(config: TransformerConfig, remat: str | None) -> bool:
+  """Returns True where training writes the layers out.
+
+  Only where they save everything: out of a loop XLA merges what is recomputed
+  with what it repeats, and keeps that; and only where parameters are whole, for
+  those of several layers could be gathered at once.
+  """
+  shallow = config.layers <= SHALLOW
+  return shallow and remat == "none" and sharding.fsdp_shards() == 1
 
 
 def stacks(params: Params) -> tuple[Params, ...]:
-  """The stacks of layers, in their order."""
+  """Returns the stacks of layers, in their order."""
   layers = params["layers"]
   return layers if isinstance(layers, tuple) else (layers,)
 
 
 def layer_count(stack: Params) -> int:
-  """How many layers a stack has."""
+  """Returns the number of layers of a stack."""
   return len(jax.tree.leaves(stack)[0])
 
 
 def split(layers: Params, sizes: Sequence[int]) -> tuple[Params, ...]:
-  """One stack as several that follow each other, of so many layers each."""
+  """Splits a stack into several that follow each other, of these sizes."""
   ends = list(itertools.accumulate(sizes))
   return tuple(
     jax.tree.map(lambda x, a=end - size, b=end: x[a:b], layers)
@@ -40,12 +103,12 @@ def last_layers(
 ) -> tuple[Params, Callable[[Params], Params]]:
   """Holds the last layers, the final norm and the output head apart.
 
-  Nothing below them is differentiated then (see
-  `statistics.projections.score_projections`). A tied head is part of the
+  Nothing below them is differentiated then
+  (`statistics.projections.score_projections`). A tied head is part of the
   embedding, and stays with what is below.
 
   Args:
-    params: of a `transformer`, with its layers in one stack.
+    params: parameters of a `transformer`, with its layers in one stack.
     count: layers to hold apart.
 
   Returns:
@@ -78,8 +141,8 @@ def _scan_stack(
   """Scans `body(carry, local, *of_layer)` over the layers of one stack."""
   if len(locality) == 1:
     only = jax.tree.map(lambda x: x[0], scanned)
-    carry, kept = body(carry, locality[0], *only)
-    return carry, jax.tree.map(lambda x: x[None], kept)
+    carry, outputs = body(carry, locality[0], *only)
+    return carry, jax.tree.map(lambda x: x[None], outputs)
   if len(set(locality)) < 2:  # then it needs no choice at run time
     local = any(locality)  # of a stack without layers too
     return jax.lax.scan(lambda carry, s: body(carry, local, *s), carry, scanned)
@@ -88,22 +151,22 @@ def _scan_stack(
   )
 
 
-def _unrolled(
+def _write_out(
   body: Callable[..., tuple[Any, Any]],
   carry: Any,
   locality: tuple[bool, ...],
   scanned: tuple[Any, ...],
 ) -> tuple[Any, Any]:
-  """As `_scan_stack`, with the layers one by one in the program."""
+  """Does the work of `_scan_stack`, with each layer in the program."""
   # Split, and not indexed: the gradients are then joined, and not added up.
   leaves, tree = jax.tree.flatten(scanned)
   leaves = [jax.lax.split(x, (1,) * len(locality)) for x in leaves]
-  kept = []
+  outputs = []
   for i, local in enumerate(locality):
     of_layer = jax.tree.unflatten(tree, [x[i][0] for x in leaves])
-    carry, of_layer = body(carry, local, *of_layer)
-    kept.append(of_layer)
-  return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+    carry, output = body(carry, local, *of_layer)
+    outputs.append(output)
+  return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
 
 
 def scan(
@@ -112,27 +175,29 @@ def scan(
   x: Any,
   params: Params,
   *scanned: tuple[Any, ...],
-  unroll: bool = False,
+  remat: str | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
   """Scans `body(x, local, layer, *more)` over the layers, stack by stack.
 
   Args:
-    config: of the model.
-    body: returns the new x and what to keep of the layer.
+    config: shape of the model.
+    body: returns the new x and an output of the layer.
     x: hidden states; any pytree.
-    params: of the model.
+    params: parameters of the model.
     *scanned: for each stack a pytree with its layers on the leading axis.
-    unroll: the layers are written out instead: the program grows with their
-      number, and `local` is a Python value.
+    remat: name in `REMAT`, for training. A shallow model that saves everything
+      is written out layer by layer: the program grows with their number, and
+      `local` is a Python value.
 
   Returns:
-    The hidden states, and what was kept of each stack.
+    The hidden states, and the stacked outputs of each stack.
   """
-  start, kept = 0, []
+  start, outputs = 0, []
+  unroll = _written_out(config, remat)
   for stack, *more in zip(stacks(params), *scanned, strict=True):
     locality = config.locality[start : start + layer_count(stack)]
     start += len(locality)
-    run = _unrolled if unroll and locality else _scan_stack
+    run = _write_out if unroll and locality else _scan_stack
     x, of_stack = run(body, x, locality, (stack, *more))
-    kept.append(of_stack)
-  return x, tuple(kept)
+    outputs.append(of_stack)
+  return x, tuple(outputs)

@@ -6,21 +6,24 @@ adapted model. B starts at zero, so it starts as the base; and with no adapters
 it is the base, so a reference policy needs no second copy of it.
 """
 
+import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 from grpojax.core.types import LM, Params
-from grpojax.models import hf, layer_stacks, weights, weights_out
-from grpojax.models.merged import merged_matrix
+from grpojax.models import huggingface as hf
+from grpojax.models import layer_stacks
+from grpojax.models.huggingface import weights, weights_out
 
-# What the decoder multiplies by, and can add an adapter to.
+# Matrices that the decoder can add an adapter to.
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Of PEFT's settings, those that would change what the adapters compute.
@@ -35,14 +38,14 @@ _REFUSED = (
 
 
 def targets_of(base: Params, targets: str) -> dict[str, tuple[int, ...]]:
-  """The matrices that a pattern names, with their shapes [L, in, out].
+  """Returns the matrices that a pattern names, with shapes [L, in, out].
 
   Args:
     base: parameters, or their shapes.
     targets: regular expression, matched in full against paths like "layers/q".
 
   Raises:
-    ValueError: it is no regular expression, matches nothing, or something
+    ValueError: it is no regular expression, matches nothing, or an array
       that cannot be adapted.
   """
   leaves = sorted(flatten_dict(base, sep="/").items())
@@ -70,9 +73,9 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
 
   Args:
     base: parameters of a `transformer`, or their shapes.
-    key: for A, uniform in +-1/sqrt(in) as in PEFT (Kaiming's with a = sqrt 5).
+    key: random key of A, which is uniform in +-1/sqrt(in) as in PEFT.
     rank: r.
-    targets: see `targets_of`.
+    targets: regular expression, as `targets_of` takes it.
 
   Returns:
     `{"layers": {"q": {"a": [L, in, r], "b": [L, r, out]}, ...}}`, b = 0.
@@ -96,23 +99,23 @@ def init(base: Params, key: Key[Array, ""], rank: int, targets: str) -> Params:
 
 
 def abstract(base: Params, rank: int, targets: str) -> Params:
-  """Shapes and dtypes of adapters, see `init`."""
+  """Returns shapes and dtypes of the adapters that `init` draws."""
   return jax.eval_shape(
     lambda base: init(base, jax.random.key(0), rank, targets), base
   )
 
 
 def attach(base: Params, adapters: Params, scale: int | float) -> Params:
-  """The base with A and scale * B beside their matrices, for the decoder.
+  """Returns the base with A and scale * B beside their matrices.
 
   Args:
     base: parameters, with their layers in one stack.
     adapters: from `init`; their layers may be in several stacks, as
       `transformer.last_layers` makes them.
-    scale: of A B.
+    scale: factor of A B.
 
   Returns:
-    Parameters, with their layers in as many stacks as the adapters'.
+    Parameters for the decoder, with as many stacks of layers as the adapters.
   """
   if not adapters:
     return base
@@ -128,7 +131,7 @@ def attach(base: Params, adapters: Params, scale: int | float) -> Params:
 
 
 def adapt(lm: LM, base: Params, scale: int | float) -> LM:
-  """The model whose parameters are adapters of a frozen base.
+  """Returns the model whose parameters are adapters of a frozen base.
 
   Call it inside `jax.jit`, with `base` an argument of the jitted function: then
   policy and reference (its adapters are `{}`) share one base in memory.
@@ -136,63 +139,108 @@ def adapt(lm: LM, base: Params, scale: int | float) -> LM:
   Args:
     lm: a `transformer`.
     base: its parameters.
-    scale: of A B; PEFT's lora_alpha / r.
+    scale: factor of A B; PEFT's lora_alpha / r.
 
   Returns:
-    An LM. Its `init` gives `{}`, the base itself; see `lora.init`.
+    An LM. Its `init` gives `{}`, the base itself; `lora.init` draws others.
   """
 
-  def prefill(adapters, prompt_ids, prompt_mask):
-    return lm.prefill(attach(base, adapters, scale), prompt_ids, prompt_mask)
+  def attached(function):
+    if function is None:
+      return None
 
-  def extend(adapters, prefix, ids, cache=None, positions=None, segments=None):
-    params = attach(base, adapters, scale)
-    return lm.extend(params, prefix, ids, cache, positions, segments)
+    def run(adapters, *args, **options):
+      return function(attach(base, adapters, scale), *args, **options)
 
-  def forward(adapters, *args, **where):
-    return lm.forward(attach(base, adapters, scale), *args, **where)
+    return run
 
-  def forward_with_load(adapters, *args, **where):
-    params = attach(base, adapters, scale)
-    return lm.forward_with_load(params, *args, **where)
-
-  def unembed(adapters, hidden):
-    return lm.unembed(base, hidden)
-
-  def prepare(adapters, longest):  # then of a plain model
+  def prepare(adapters, longest):  # of a plain model then
     return lm.prepared(attach(base, adapters, scale), longest=longest)
 
   return lm._replace(
     init=lambda key: {},
-    prefill=prefill,
-    extend=extend,
-    unembed=unembed,
+    prefill=attached(lm.prefill),
+    extend=attached(lm.extend),
+    unembed=lambda adapters, hidden: lm.unembed(base, hidden),
     prepare=prepare,
-    forward=lm.forward and forward,
-    forward_with_load=lm.forward_with_load and forward_with_load,
+    forward=attached(lm.forward),
+    forward_with_load=attached(lm.forward_with_load),
   )
 
 
 def merge(base: Params, adapters: Params, scale: int | float) -> Params:
-  """Parameters of a plain model that computes what the adapted one does.
+  """Returns parameters of a plain model that computes the same.
 
   Args:
     base: parameters; they are not modified.
     adapters: from `init`, trained.
-    scale: as in `adapt`.
+    scale: factor of A B.
 
   Returns:
     Parameters in the base's dtype; the products are computed in float32.
   """
   layers = dict(base["layers"])
   for name, low_rank in adapters.get("layers", {}).items():
-    whole = merged_matrix(layers[name], low_rank["a"], low_rank["b"], scale)
+    whole = _merged_matrix(layers[name], low_rank["a"], low_rank["b"], scale)
     layers[name] = whole.astype(layers[name].dtype)
   return base | {"layers": layers}
 
 
+def _merged_matrix(
+  base: Array, a: Array, b: Array, scale: int | float
+) -> Array:
+  """Returns W + scale A B in float32, of one layer or of a stack of them."""
+  base, a, b = (x.astype(jnp.float32) for x in (base, a, b))
+  return base + jnp.matmul(a, scale * b, precision=jax.lax.Precision.HIGHEST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+  """Stack of matrices W + scale A B, each computed when it is indexed.
+
+  In float32, whatever W is: in bfloat16 a change of less than 0.2% of a weight
+  would be rounded away.
+  """
+
+  base: Float[Array, "L ..."]
+  a: Float[Array, "L m r"]
+  b: Float[Array, "L r n"]
+  scale: float
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Shape of the stack."""
+    return self.base.shape
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    """Type of the sum."""
+    return jnp.dtype(jnp.float32)
+
+  def __getitem__(self, layer: Any) -> Float[Array, "m n"]:
+    """Returns the matrix of one layer."""
+    parts = (x[layer] for x in (self.base, self.a, self.b))
+    return _merged_matrix(*parts, self.scale)
+
+
+def merge_lazily(
+  base: Mapping[str, Any], adapters: Mapping[str, Any], scale: int | float
+) -> dict[str, Any]:
+  """Returns `merge` for `hf.save`: float32, a layer at a time (`Merged`).
+
+  Args:
+    base: parameters with their layers in one stack.
+    adapters: from `init`, trained.
+    scale: factor of A B.
+  """
+  layers = dict(base["layers"])
+  for name, x in adapters.get("layers", {}).items():
+    layers[name] = Merged(layers[name], x["a"], x["b"], float(scale))
+  return {**base, "layers": layers}
+
+
 def _names(base: weights.Leaf, side: str) -> tuple[str, ...]:
-  """PEFT's names of A ("a") or B ("b") beside the matrices of a leaf."""
+  """Returns PEFT's names of A ("a") or B ("b") beside a leaf's matrices."""
   end = f".lora_{side.upper()}.weight"
   return tuple(
     f"base_model.model.{name.removesuffix('.weight')}{end}"
@@ -203,7 +251,7 @@ def _names(base: weights.Leaf, side: str) -> tuple[str, ...]:
 def _layout(
   hf_config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, weights.Leaf]:
-  """How PEFT stores adapters: A as [r, in], B as [out, r]."""
+  """Returns PEFT's layout of adapters: A is [r, in], B is [out, r]."""
   base, leaves = hf.layout(hf_config), {}
   for path, shape in shapes.items():
     target, side = path.rsplit("/", 1)
@@ -228,9 +276,9 @@ def save_peft(
     adapters: from `init`, trained.
     source: directory or embedded name of the base model.
     alpha: PEFT's lora_alpha; the scale is alpha / r.
-    dtype: to store; None is that of the adapters.
-    base: what the file calls the base model; "" is `source`.
-    revision: of it, where it is a name of the Hugging Face Hub.
+    dtype: type to store; None is that of the adapters.
+    base: name of the base model in the file; "" is `source`.
+    revision: its commit, where it is a name of the Hugging Face Hub.
 
   Raises:
     ValueError: `path` exists already, or there are no adapters.
@@ -269,7 +317,7 @@ def load_peft(
     source: directory or embedded name of the base model.
 
   Returns:
-    Float32 adapters, and their scale (`adapt`, `merge`).
+    Float32 adapters, and the factor of A B.
 
   Raises:
     ValueError: settings that are not supported, damaged files, or tensors

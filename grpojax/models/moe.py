@@ -1,6 +1,6 @@
 """A layer of experts: a router, and one MLP for each expert's tokens.
 
-Over a mesh each device routes its own tokens. Where experts are cut over the
+Over a mesh each device routes its own tokens. Where experts are split over the
 axis `expert`, the tokens of the devices along it are gathered, each device
 computes its own experts for all of them, and the sums are scattered back: what
 crosses the wires is the tokens of one such group of devices, and never a batch.
@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from grpojax.core.load_balancing import ExpertLoad
+from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import activation_spec
 from grpojax.models import sharding
 from grpojax.models.config import TransformerConfig
@@ -26,7 +26,7 @@ MATRICES = ("expert_gate", "expert_up", "expert_down")
 def _probabilities(
   x: Float[Array, "*tokens D"], router: Float[Array, "D X"]
 ) -> Float[Array, "*tokens X"]:
-  """A router's softmax over all experts, in float32."""
+  """Returns a router's softmax over all experts, in float32."""
   logits = jnp.matmul(
     x.astype(jnp.float32),
     router.astype(jnp.float32),
@@ -41,21 +41,14 @@ def route(
   count: int,
   normalize: bool,
 ) -> tuple[Float[Array, "N count"], Int[Array, "N count"]]:
-  """The experts of each token and their weights, in float32.
+  """Returns the weights and the indices of each token's experts, in float32.
 
   Two experts' logits can be nearly equal, and only their order counts: a
   rounding error would send the token to another expert, and change its hidden
   state by far more than a rounding error.
 
-  Args:
-    x: tokens.
-    router: its matrix.
-    count: experts a token.
-    normalize: the weights of a token sum to 1; else to what the softmax over
-      all experts gives the chosen ones.
-
-  Returns:
-    `(weights, experts)`, each [N, count].
+  With `normalize` the weights of a token sum to 1; else they are the chosen
+  experts' part of the softmax over all.
   """
   weights, experts = jax.lax.top_k(_probabilities(x, router), count)
   if normalize:
@@ -69,7 +62,7 @@ def expert_load(
   count: int,
   weights: Float[Array, "B G S"],
 ) -> ExpertLoad:
-  """How a layer's router spreads tokens over the experts.
+  """Counts the tokens that a layer's router sends to each expert.
 
   Its logits are computed again, apart from `mixture`: about X / (3 k F) of a
   layer's work for k experts of F a token, and none where no loss asks for it.
@@ -78,7 +71,7 @@ def expert_load(
     x: tokens, as `mixture` gets them.
     router: the layer's matrix.
     count: experts a token.
-    weights: how often each token counts.
+    weights: times that each token counts.
   """
   probs = _probabilities(x, router)
   # The experts of `top_k`, for which XLA would gather tokens over a mesh: those
@@ -104,26 +97,17 @@ def _experts(
   total: int,
   activation: Callable[[Array], Array],
 ) -> Float[Array, "N D"]:
-  """Sum of what these experts make of each token, weighted.
+  """Returns the weighted sum of each token's experts on this device, float32.
 
-  Args:
-    x: tokens.
-    weights: of each token's experts.
-    experts: of each token, counted from the first one of `matrices`: others
-      than 0 .. len - 1 lie elsewhere, and add exactly 0.
-    matrices: of the experts.
-    total: experts of the layer, here and elsewhere.
-    activation: of the gate.
-
-  Returns:
-    [N, D], float32.
+  `experts` count from the first one of `matrices`: others than 0 .. len - 1 lie
+  on other devices, and add exactly 0. `total` counts those of all devices.
   """
   held, count = len(matrices["expert_gate"]), experts.shape[1]
-  here = (0 <= experts) & (experts < held)
-  chosen = jnp.where(here, experts, held).reshape(-1)
+  is_held = (0 <= experts) & (experts < held)
+  chosen = jnp.where(is_held, experts, held).reshape(-1)
   # Pair i of the N * count pairs (token, expert) is of token i // count. Sorted
-  # by expert, each expert's pairs are one run of `run_lengths` rows; those of
-  # experts elsewhere come last, and are in no run.
+  # by expert, each expert's pairs are one run of `runs` rows; those of experts
+  # on other devices come last, and are in no run.
   order = jnp.argsort(chosen)  # stable
   runs = jnp.bincount(chosen, length=held).astype(jnp.int32)
   rows = x[order // count]
@@ -138,19 +122,19 @@ def _experts(
   y = multiply(y, "expert_down")[jnp.argsort(order)]
   y = y.reshape(*experts.shape, -1)
   if held < total:
-    y = jnp.where(here[..., None], y, 0)
+    y = jnp.where(is_held[..., None], y, 0)
   return jnp.sum(weights[..., None] * y, axis=1)
 
 
-# Whether shard_map tracks along which axes values differ. In jax 0.7 it cannot
-# be differentiated under jax.checkpoint then, where an argument is kept.
+# True where shard_map tracks along which axes values differ. In jax 0.7 it
+# cannot be differentiated under jax.checkpoint then, if an argument is saved.
 _TRACKED = hasattr(jax.lax, "pcast")
 
 
 def _varying(x: Array, axes: set[str]) -> Array:
   """Marks x, alike along these axes, as to be used with what differs.
 
-  Its gradient is summed over the devices along them, here and in x's dtype.
+  Its gradient is summed over the devices along them, in x's dtype.
   """
   if axes and _TRACKED:
     x = jax.lax.pcast(x, tuple(sorted(axes)), to="varying")
@@ -158,11 +142,9 @@ def _varying(x: Array, axes: set[str]) -> Array:
 
 
 def _axes(spec: P) -> set[str]:
-  """The axes of a mesh that a spec names."""
-  names = (
-    (entry,) if isinstance(entry, str) else entry or () for entry in spec
-  )
-  return {name for axes in names for name in axes}
+  """Returns the axes of a mesh that a spec names."""
+  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
+  return {name for axes in entries for name in axes}
 
 
 def _on_device(
@@ -173,19 +155,11 @@ def _on_device(
   x: Float[Array, "b g S D"],
   layer: dict[str, Array],
 ) -> Float[Array, "b g S D"]:
-  """A device's part of a mixture.
+  """Returns a device's part of a mixture, float32.
 
-  Args:
-    config: a `TransformerConfig` with experts.
-    activation: of the gate.
-    row_axes: axes of the mesh that cut the tokens.
-    matrix_axes: axes that cut the experts' matrices: `expert` cuts X, and
-      `tensor` cuts F.
-    x: the device's tokens.
-    layer: the whole router, and the device's part of the matrices.
-
-  Returns:
-    As x, float32.
+  `row_axes` of the mesh split the tokens, and `matrix_axes` the experts'
+  matrices: `expert` splits X, and `tensor` splits F. The device has its tokens,
+  the whole router, and its part of the matrices.
   """
   tokens = x.reshape(-1, x.shape[-1])
   weights, experts = route(
@@ -223,17 +197,17 @@ def mixture(
   layer: dict[str, Array],
   activation: Callable[[Array], Array],
 ) -> Float[Array, "B G S D"]:
-  """Sum of each token's experts, weighted (Shazeer et al. 2017).
+  """Returns the weighted sum of each token's experts (Shazeer et al. 2017).
 
   Tokens are sorted by expert, so that every matrix is multiplied with a run of
   rows; no token is dropped, however uneven the runs are. With a mesh in context
   each device does so with the tokens that its experts may be sent.
 
   Args:
-    config: a `TransformerConfig` with experts.
+    config: shape of a model with experts.
     x: tokens, not rounded: the router sees them as they are.
     layer: the layer's parameters, gathered along fsdp (`sharding.gather`).
-    activation: of the gate.
+    activation: function of the gate.
 
   Returns:
     As x, float32.

@@ -1,123 +1,230 @@
 """Tokens on their way through the layers: prompts, completions, the next token.
 
-A pass embeds the tokens, runs the layers of all stacks (see `layer_stacks`) and
-applies the final norm. Which tokens see which is in the `TokenContext` that it
-makes for them. `transformer` makes an `LM` of these functions.
+A pass embeds the tokens, runs the layers of all stacks (`layer_stacks`) and
+applies the final norm. Positions and masks are the same in all layers; they are
+in the `TokenContext` that a pass makes first. `transformer` makes an `LM` of
+these passes:
+
+    prefill   prompts [B, P]          -> keys and values of all layers
+    extend    completions [B, G, S]   -> hidden states, given those; with a
+                                         cache, S next tokens
+    forward   both, layer by layer: training, nothing is kept
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from grpojax.core import flat_tokens
-from grpojax.core.flat_tokens import FlatTokens
-from grpojax.core.load_balancing import ExpertLoad
+from grpojax.core.losses.load_balancing import ExpertLoad
 from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.packing import flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens, flatten, unflatten
 from grpojax.core.types import Params, Prefix
+from grpojax.models import block as block_lib
 from grpojax.models import cache as cache_lib
-from grpojax.models import flat_pass, layer_stacks, token_contexts
+from grpojax.models import layer_stacks
 from grpojax.models.attention import rms_norm
-from grpojax.models.block import block, block_of_both
-from grpojax.models.cache import Cache, PromptKeysValues
+from grpojax.models.block import (
+  Heads,
+  Layer,
+  Local,
+  TokenContext,
+  block,
+  block_of_both,
+)
+from grpojax.models.block_attention import WHOLE
+from grpojax.models.cache import Cache
 from grpojax.models.config import TransformerConfig
+from grpojax.models.rope import RotaryTable, rope_tables
+
+ROPE = "rope"
+"""Name of rotary tables of all positions, where they are with the parameters
+(`LM.prepare`)."""
 
 
-def _embed(
-  config: TransformerConfig,
-  params: Params,
-  ids: Int[Array, "B G S"],
-  dtype: Any,
-) -> Float[Array, "B G S D"]:
-  """Hidden states before the first layer, float32."""
-  x = params["embed"][ids].astype(jnp.float32)
-  if config.scaled_embedding:  # transformers rounds the factor
-    x = x * jnp.asarray(config.width**0.5, dtype)
-  return constrain(x, "batch", "group")
+def _stays_float32(name: str) -> bool:
+  """Returns True for a parameter that is used as it is, in any dtype.
 
-
-def _embed_both(
-  config: TransformerConfig,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  ids: Int[Array, "B G S"],
-  dtype: Any,
-) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
-  """Hidden states of prompts and completions, by one lookup.
-
-  The gradient of a lookup is as large as the table, in float32: with two of
-  them XLA held five such arrays at once on a TPU, with one it holds one.
+  The gradients of a scale, a bias and an embedding are sums over all tokens,
+  of rows and not of products as a matrix's, and are summed in the dtype of
+  what is used: in bfloat16 thousands of tokens add up to a wrong sum. A router
+  chooses among the experts by the order of its logits: rounded, it would send
+  tokens to other experts (`moe.route`).
   """
-  b, g, s = ids.shape
-  if sample_cuts(b, g)[1] > 1:  # or completions would leave their devices
-    return tuple(
-      _embed(config, params, tokens, dtype)
-      for tokens in (prompt_ids[:, None], ids)
-    )
-  both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
-  x = _embed(config, params, both[:, None], dtype)
-  prompts, x = jnp.split(x, [prompt_ids.shape[1]], axis=2)
-  x = x.reshape(b, g, s, -1)
-  return tuple(constrain(part, "batch", "group") for part in (prompts, x))
+  return name.endswith(("norm", "bias")) or name in ("embed", "router")
 
 
-def _final_norm(
+def cast(params: Params, dtype: Any) -> Params:
+  """Returns parameters as the matrix products read them."""
+
+  def one(path, x):
+    of_rope = path[0].key == ROPE  # tables, not parameters
+    as_it_is = of_rope or _stays_float32(path[-1].key)
+    return x if as_it_is else x.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(one, params)
+
+
+def rope_of_kinds(
+  config: TransformerConfig, positions: Int[Array, "*tokens"]
+) -> tuple[RotaryTable, ...]:
+  """Returns the rotary tables of each of `TransformerConfig.ropes`."""
+  return tuple(
+    rope_tables(positions, config.head_dim, rope) for rope in config.ropes
+  )
+
+
+def _row_mask(
+  size: int, segments: Int[Array, "B G S"] | None
+) -> Bool[Array, "..."]:
+  """Returns a mask: causal, and within a segment where there are several."""
+  mask = jnp.tril(jnp.ones((size, size), bool))
+  if segments is not None:
+    mask = mask & (segments[..., :, None] == segments[..., None, :])
+    mask = mask[:, :, None, None]  # all heads: [B, G, 1, 1, S, S]
+  return mask
+
+
+def _row_context(
+  config: TransformerConfig,
+  positions: Int[Array, "B G S"],
+  segments: Int[Array, "B G S"] | None,
+  prompt_mask: Bool[Array, "B P"] | None,
+) -> TokenContext:
+  """Returns the context of whole rows; long ones attend in blocks."""
+  size = positions.shape[-1]
+  mask = _row_mask(size, segments) if size <= WHOLE else None
+  tables = rope_of_kinds(config, positions)
+  return TokenContext(tables, mask, positions, prompt_mask, segments=segments)
+
+
+def _prompt_context(
+  config: TransformerConfig, prompt_mask: Bool[Array, "B P"]
+) -> TokenContext:
+  """Returns the context of the prompts, as rows of a group of one."""
+  b, p = prompt_mask.shape
+  positions = jnp.broadcast_to(jnp.arange(p), (b, 1, p))
+  # Causal alone: padding stands behind all real tokens, which do not see it,
+  # and what is computed of it is never read.
+  return _row_context(config, positions, None, None)
+
+
+def _next_context(
   config: TransformerConfig,
   params: Params,
-  x: Float[Array, "*tokens D"],
-  dtype: Any,
-) -> Float[Array, "*tokens D"]:
-  """Hidden states as the output head reads them, in `dtype`."""
-  scale = params["final_norm"]
-  y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
-  return y.astype(dtype)
+  cache: Cache,
+  lengths: Int[Array, "B G"] | None,
+  positions: Int[Array, "B G S"],
+  prompt_mask: Bool[Array, "B P"],
+) -> TokenContext:
+  """Returns the context of the next tokens of rows in a cache.
+
+  `lengths` counts the tokens of each row in it; None where all have as many as
+  were written.
+  """
+  mask = _row_mask(positions.shape[-1], None)
+  slot_mask = cache_lib.filled(cache)
+  if lengths is not None:
+    slot_mask = cache_lib.ages(cache) < lengths[..., None, None, None, None]
+  if ROPE in params:  # slots without a sample may be at any position
+    look_up = lambda x: jnp.take(x, positions, axis=0, mode="clip")
+    tables = jax.tree.map(look_up, params[ROPE])
+  else:
+    tables = rope_of_kinds(config, positions)
+  return TokenContext(
+    tables,
+    mask,
+    positions,
+    prompt_mask,
+    slot_mask=slot_mask,
+    slot_positions=cache_lib.slot_positions(cache, positions),
+  )
+
+
+class _FlatContext(NamedTuple):
+  """Positions of flat tokens, prompts' and then rows', without their padding.
+
+  Attributes:
+    tables: rotary tables of the flat tokens.
+    load_weights: times that each flat token counts in the routers' load.
+    parts: contexts of the prompts and of the rows, for attention.
+    flat: places of their tokens.
+  """
+
+  tables: tuple[RotaryTable, ...]
+  load_weights: Float[Array, "C 1 N"] | None
+  parts: tuple[TokenContext, TokenContext]
+  flat: FlatTokens
+
+
+def _join_flat(
+  prompts: Shaped[Array, "B 1 P *more"],
+  rows: Shaped[Array, "n G S *more"],
+  flat: FlatTokens,
+) -> Shaped[Array, "C 1 N *more"]:
+  """Returns the flat tokens of prompts and of rows."""
+  parts = flatten(prompts, flat.prompts), flatten(rows, flat.rows)
+  return jnp.concatenate(parts, axis=2)
+
+
+def _split_flat(
+  x: Shaped[Array, "C 1 N *more"], flat: FlatTokens
+) -> tuple[Shaped[Array, "C 1 _ *more"], Shaped[Array, "C 1 _ *more"]]:
+  """Returns the flat tokens of prompts, and those of rows."""
+  return tuple(jnp.split(x, [flat.prompts.place_of_token.shape[1]], axis=2))
+
+
+def _flat_context(config, prompts, rows, flat: FlatTokens) -> _FlatContext:
+  """Returns the context of flat tokens, of those of prompts and rows."""
+  positions = _join_flat(prompts.positions, rows.positions, flat)
+  weights = None
+  if prompts.load_weights is not None:
+    weights = _join_flat(prompts.load_weights, rows.load_weights, flat)
+  tables = rope_of_kinds(config, positions)
+  return _FlatContext(tables, weights, (prompts, rows), flat)
+
+
+def _flat_block(
+  config: TransformerConfig,
+  x: Float[Array, "C 1 N D"],
+  layer: Layer,
+  local: Local,
+  context: _FlatContext,
+) -> tuple[Float[Array, "C 1 N D"], ExpertLoad | None]:
+  """Applies `block_of_both` to flat tokens; attention alone has padded ones."""
+  of_prompts, of_rows = context.parts
+  flat = context.flat
+  attend = functools.partial(block_lib.attend, config, local)
+
+  def padded(heads, places, part):
+    return Heads(*(unflatten(x, places, part.positions.shape) for x in heads))
+
+  def attention(heads):
+    prompts, rows = zip(*(_split_flat(x, flat) for x in heads), strict=True)
+    prompts = padded(prompts, flat.prompts, of_prompts)
+    rows = padded(rows, flat.rows, of_rows)
+    prompt_out, row = attend(of_prompts, None, None, prompts)
+    prompt = jax.tree.map(flat.of_rows, cache_lib.of_prompt(row))
+    out, _ = attend(of_rows, prompt, None, rows)
+    return _join_flat(prompt_out, out, flat), None
+
+  table = block_lib.rotary_table(local, context.tables)
+  weights = context.load_weights
+  x, _, load = block_lib.layer_of(config, x, layer, table, weights, attention)
+  return x, load
 
 
 def _lengths(prompt_mask: Bool[Array, "B P"]) -> Int[Array, "B"]:
   return jnp.sum(prompt_mask, axis=-1, dtype=jnp.int32)
 
 
-def _last_hidden(
-  config: TransformerConfig,
-  params: Params,
-  x: Float[Array, "B 1 P D"],
-  prompt_mask: Bool[Array, "B P"],
-  dtype: Any,
-) -> Float[Array, "B D"]:
-  """The final hidden state at the last real token of each prompt."""
-  index = (_lengths(prompt_mask) - 1)[:, None, None]
-  last = jnp.take_along_axis(x[:, 0], index, axis=1)
-  return _final_norm(config, params, last[:, 0], dtype)
-
-
-def prefill(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-) -> Prefix:
-  """Runs the prompts as rows of a group of one, and keeps keys and values."""
-  context = token_contexts.of_prompts(config, prompt_mask)
-
-  def body(x, local, layer):
-    x, row, _ = layer_step(block, config, x, layer, local, context, None, None)
-    return x, cache_lib.of_prompt(row)
-
-  x = _embed(config, params, prompt_ids[:, None], dtype)
-  x, keys_values = layer_stacks.scan(config, body, x, params)
-  return Prefix(
-    last_hidden=_last_hidden(config, params, x, prompt_mask, dtype),
-    length=_lengths(prompt_mask),
-    state=(keys_values, prompt_mask),
-  )
-
-
 def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
-  """Maps a function of arrays [B, ...] over prompts, see `LM`."""
+  """Maps a function of arrays [B, ...] over all arrays of a prefix."""
   keys_values, prompt_mask = prefix.state
   return Prefix(
     function(prefix.last_hidden),
@@ -126,148 +233,193 @@ def map_prefix_rows(function: Callable[..., Array], prefix: Prefix) -> Prefix:
   )
 
 
-def _extend_rows(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  params: Params,
-  x: Float[Array, "B G S D"],
-  positions: Int[Array, "B G S"],
-  segments: Int[Array, "B G S"] | None,
-  keys_values: tuple[PromptKeysValues, ...],
-  prompt_mask: Bool[Array, "B P"],
-) -> Float[Array, "B G S D"]:
-  """Whole completions through all layers: training, nothing is kept.
+@dataclasses.dataclass(frozen=True)
+class Passes:
+  """The passes of one model; their arguments are those of `LM`'s functions.
 
-  The layers are scanned, so that the program does not grow with their number.
+  Attributes:
+    config: shape of the model.
+    dtype: type of computation.
+    remat: name in `layer_stacks.REMAT`, or None for decoding, which has no
+      backward pass and whose parameters are gathered already.
   """
-  context = token_contexts.of_rows(config, positions, segments, prompt_mask)
 
-  def body(x, local, layer, prompt):
-    x, *_ = layer_step(block, config, x, layer, local, context, prompt, None)
-    return x, None
+  config: TransformerConfig
+  dtype: Any
+  remat: str | None
 
-  return layer_stacks.scan(config, body, x, params, keys_values)[0]
+  def prefill(
+    self,
+    params: Params,
+    prompt_ids: Int[Array, "B P"],
+    prompt_mask: Bool[Array, "B P"],
+  ) -> Prefix:
+    """Runs the prompts as rows of a group of one, and keeps keys and values."""
+    params = cast(params, self.dtype)
+    context = _prompt_context(self.config, prompt_mask)
 
+    def body(x, local, layer):
+      x, row, _ = self._run(block, x, layer, local, context, None, None)
+      return x, cache_lib.of_prompt(row)
 
-def _extend_cached(
-  config: TransformerConfig,
-  params: Params,
-  x: Float[Array, "B G S D"],
-  lengths: Int[Array, "B G"] | None,
-  positions: Int[Array, "B G S"],
-  cache: Cache,
-  keys_values: tuple[PromptKeysValues, ...],
-  prompt_mask: Bool[Array, "B P"],
-) -> tuple[Float[Array, "B G S D"], Cache]:
-  """The next tokens through all layers, and the cache with them in it.
-
-  The layers only read the cache; all tokens are written at the end, in place.
-
-  `lengths` says how many tokens each row has in the cache; None where all have
-  as many as were written.
-  """
-  context = token_contexts.of_next(
-    config, params, cache, lengths, positions, prompt_mask
-  )
-
-  def body(x, local, layer, prompt, slots):
-    return block(config, x, layer, local, context, prompt, slots)[:2]
-
-  slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
-  x, tokens = layer_stacks.scan(config, body, x, params, keys_values, slots)
-  return x, cache_lib.write(cache, tokens, last=x)
-
-
-def extend(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prefix: Prefix,
-  ids: Int[Array, "B G S"],
-  cache: Cache | None,
-  positions: Int[Array, "B G S"] | None,
-  segments: Int[Array, "B G S"] | None,
-) -> tuple[Float[Array, "B G S D"], Cache | None]:
-  """Runs completion tokens on from a prefix, see `LM.extend`."""
-  if cache is not None and segments is not None:
-    raise ValueError("segments are for training rows; decode without them")
-  lengths = None if positions is None else positions[..., 0]
-  if positions is None:
-    start = 0 if cache is None else cache.index
-    positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
-  # From here on in the whole sequence. A completion goes on where its prompt's
-  # real tokens end: the padding between the two has no positions.
-  positions = prefix.length[:, None, None] + positions
-  x = _embed(config, params, ids, dtype)
-  if cache is None:
-    x = _extend_rows(
-      config, layer_step, params, x, positions, segments, *prefix.state
-    )
-  else:
-    x, cache = _extend_cached(
-      config, params, x, lengths, positions, cache, *prefix.state
-    )
-  return _final_norm(config, params, x, dtype), cache
-
-
-def forward(
-  config: TransformerConfig,
-  layer_step: Callable[..., Any],
-  dtype: Any,
-  params: Params,
-  prompt_ids: Int[Array, "B P"],
-  prompt_mask: Bool[Array, "B P"],
-  ids: Int[Array, "n G S"],
-  positions: Int[Array, "n G S"] | None = None,
-  segments: Int[Array, "n G S"] | None = None,
-  flat: FlatTokens | None = None,
-  *,
-  unroll: bool,
-  load_weights: tuple[Float[Array, "B P"], Float[Array, "n G S"]] | None = None,
-) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
-  """Prompts and whole completions layer by layer, see `LM.forward`.
-
-  What the routers did is None unless `load_weights` asks for it.
-  """
-  if positions is None:
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
-  of_rows = prompt_mask if flat is None else flat.of_rows(prompt_mask)
-  positions = _lengths(of_rows)[:, None, None] + positions
-  contexts = (
-    token_contexts.of_prompts(config, prompt_mask),
-    token_contexts.of_rows(config, positions, segments, of_rows),
-  )
-  if load_weights is not None:
-    of_prompts, of_rows = load_weights
-    each = of_prompts[:, None], of_rows
-    contexts = tuple(
-      context._replace(load_weights=x)
-      for context, x in zip(contexts, each, strict=True)
+    x = self._embed(params, prompt_ids[:, None])
+    x, keys_values = layer_stacks.scan(self.config, body, x, params)
+    return Prefix(
+      last_hidden=self._last_hidden(params, x, prompt_mask),
+      length=_lengths(prompt_mask),
+      state=(keys_values, prompt_mask),
     )
 
-  if flat is None:
-    x = _embed_both(config, params, prompt_ids, ids, dtype)
-    step, context = block_of_both, contexts
-  else:
-    x = _embed(
-      config, params, flat_pass.join(prompt_ids[:, None], ids, flat), dtype
-    )
-    step, context = (
-      flat_pass.block,
-      flat_pass.context_of(config, contexts, flat),
-    )
+  def extend(
+    self,
+    params: Params,
+    prefix: Prefix,
+    ids: Int[Array, "B G S"],
+    cache: Cache | None = None,
+    positions: Int[Array, "B G S"] | None = None,
+    segments: Int[Array, "B G S"] | None = None,
+  ) -> tuple[Float[Array, "B G S D"], Cache | None]:
+    """Runs completion tokens on from a prefix."""
+    if cache is not None and segments is not None:
+      raise ValueError("segments are for training rows; decode without them")
+    config, params = self.config, cast(params, self.dtype)
+    lengths = None if positions is None else positions[..., 0]
+    if positions is None:
+      start = 0 if cache is None else cache.index
+      positions = jnp.broadcast_to(start + jnp.arange(ids.shape[-1]), ids.shape)
+    # From here on in the whole sequence. A completion goes on where its
+    # prompt's real tokens end: the padding between the two has no positions.
+    positions = prefix.length[:, None, None] + positions
+    keys_values, prompt_mask = prefix.state
+    x = self._embed(params, ids)
+    if cache is None:
+      context = _row_context(config, positions, segments, prompt_mask)
 
-  def body(x, local, layer):
-    return layer_step(step, config, x, layer, local, context)
+      def body(x, local, layer, prompt):
+        x, *_ = self._run(block, x, layer, local, context, prompt, None)
+        return x, None
 
-  x, loads = layer_stacks.scan(config, body, x, params, unroll=unroll)
-  load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
-  if flat is None:
-    prompts, x = x
-  else:
-    prompts, x = flat_pass.split(x, flat)
-    shape = prompt_ids[:, None].shape
-    prompts = flat_tokens.unflatten(prompts, flat.prompts, shape)
-  last = _last_hidden(config, params, prompts, prompt_mask, dtype)
-  return last, _final_norm(config, params, x, dtype), load
+      x, _ = layer_stacks.scan(config, body, x, params, keys_values)
+    else:
+      context = _next_context(
+        config, params, cache, lengths, positions, prompt_mask
+      )
+
+      def next_body(x, local, layer, prompt, slots):
+        return block(config, x, layer, local, context, prompt, slots)[:2]
+
+      # The layers only read the cache; all tokens are written at the end.
+      slots = tuple(zip(*cache.blocks, strict=True))  # of each stack its blocks
+      x, tokens = layer_stacks.scan(
+        config, next_body, x, params, keys_values, slots
+      )
+      cache = cache_lib.write(cache, tokens, last=x)
+    return self._final_norm(params, x), cache
+
+  def forward(
+    self, *args: Any, **options: Any
+  ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"]]:
+    """Runs `forward_with_load`, without the routers' load."""
+    return self.forward_with_load(*args, **options)[:2]
+
+  def forward_with_load(
+    self,
+    params: Params,
+    prompt_ids: Int[Array, "B P"],
+    prompt_mask: Bool[Array, "B P"],
+    ids: Int[Array, "n G S"],
+    positions: Int[Array, "n G S"] | None = None,
+    segments: Int[Array, "n G S"] | None = None,
+    flat: FlatTokens | None = None,
+    *,
+    load_weights: tuple[Float[Array, "B P"], Float[Array, "n G S"]]
+    | None = None,
+  ) -> tuple[Float[Array, "B D"], Float[Array, "*tokens D"], ExpertLoad | None]:
+    """Runs prompts and whole completions layer by layer.
+
+    The routers' load is None unless `load_weights` asks for it.
+    """
+    config, params = self.config, cast(params, self.dtype)
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+    of_rows = prompt_mask if flat is None else flat.of_rows(prompt_mask)
+    positions = _lengths(of_rows)[:, None, None] + positions
+    prompts = _prompt_context(config, prompt_mask)
+    rows = _row_context(config, positions, segments, of_rows)
+    if load_weights is not None:
+      prompts = prompts._replace(load_weights=load_weights[0][:, None])
+      rows = rows._replace(load_weights=load_weights[1])
+
+    if flat is None:
+      x = self._embed_both(params, prompt_ids, ids)
+      layer_of, context = block_of_both, (prompts, rows)
+    else:
+      x = self._embed(params, _join_flat(prompt_ids[:, None], ids, flat))
+      layer_of = _flat_block
+      context = _flat_context(config, prompts, rows, flat)
+
+    def body(x, local, layer):
+      return self._run(layer_of, x, layer, local, context)
+
+    x, loads = layer_stacks.scan(config, body, x, params, remat=self.remat)
+    load = jax.tree.map(lambda *x: jnp.sum(jnp.concatenate(x), axis=0), *loads)
+    if flat is None:
+      prompts, x = x
+    else:
+      prompts, x = _split_flat(x, flat)
+      shape = prompt_ids[:, None].shape
+      prompts = flat_tokens.unflatten(prompts, flat.prompts, shape)
+    last = self._last_hidden(params, prompts, prompt_mask)
+    return last, self._final_norm(params, x), load
+
+  def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs one layer."""
+    return layer_stacks.run_layer(self.remat, function, self.config, *args)
+
+  def _embed(
+    self, params: Params, ids: Int[Array, "B G S"]
+  ) -> Float[Array, "B G S D"]:
+    """Returns hidden states before the first layer, float32."""
+    x = params["embed"][ids].astype(jnp.float32)
+    if self.config.scaled_embedding:  # transformers rounds the factor
+      x = x * jnp.asarray(self.config.width**0.5, self.dtype)
+    return constrain(x, "batch", "group")
+
+  def _embed_both(
+    self,
+    params: Params,
+    prompt_ids: Int[Array, "B P"],
+    ids: Int[Array, "B G S"],
+  ) -> tuple[Float[Array, "B 1 P D"], Float[Array, "B G S D"]]:
+    """Embeds prompts and completions by one lookup.
+
+    The gradient of a lookup is as large as the table, in float32: with two of
+    them XLA held five such arrays at once on a TPU, with one it holds one.
+    """
+    b, g, s = ids.shape
+    if sample_cuts(b, g)[1] > 1:  # or completions would leave their devices
+      return self._embed(params, prompt_ids[:, None]), self._embed(params, ids)
+    both = jnp.concatenate([prompt_ids, ids.reshape(b, g * s)], axis=1)
+    x = self._embed(params, both[:, None])
+    prompts, x = jnp.split(x, [prompt_ids.shape[1]], axis=2)
+    x = x.reshape(b, g, s, -1)
+    return constrain(prompts, "batch", "group"), constrain(x, "batch", "group")
+
+  def _final_norm(
+    self, params: Params, x: Float[Array, "*tokens D"]
+  ) -> Float[Array, "*tokens D"]:
+    """Returns hidden states as the output head reads them, in `dtype`."""
+    scale, config = params["final_norm"], self.config
+    y = rms_norm(x, scale, config.norm_eps, offset=config.norm_offset)
+    return y.astype(self.dtype)
+
+  def _last_hidden(
+    self,
+    params: Params,
+    x: Float[Array, "B 1 P D"],
+    prompt_mask: Bool[Array, "B P"],
+  ) -> Float[Array, "B D"]:
+    """Returns the final hidden state at each prompt's last real token."""
+    index = (_lengths(prompt_mask) - 1)[:, None, None]
+    last = jnp.take_along_axis(x[:, 0], index, axis=1)
+    return self._final_norm(params, last[:, 0])

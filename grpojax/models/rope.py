@@ -23,7 +23,7 @@ class Rope:
 
   Attributes:
     theta: base of the frequencies.
-    factor: how much longer the context is than the one trained on at first.
+    factor: length of the context over that of the one first trained on.
     low_freq_factor: turns in `original_length` below which a frequency is
       divided by `factor`; None is linear scaling.
     high_freq_factor: turns above which a frequency stays as it is.
@@ -38,7 +38,7 @@ class Rope:
 
 
 def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
-  """Angle a position for each pair of a head's `dim` channels, in radians."""
+  """Returns the radians a position of each pair of a head's channels."""
   exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
   frequency = 1.0 / np.float32(rope.theta) ** exponents
   slow = frequency / np.float32(rope.factor)
@@ -53,7 +53,7 @@ def frequencies(rope: Rope, dim: int) -> Float[np.ndarray, "half"]:
 def rope_tables(
   positions: Int[Array, "*tokens"], dim: int, rope: Rope
 ) -> RotaryTable:
-  """Cosines and sines [..., dim / 2] of the rotary angles, float32."""
+  """Returns cosines and sines [..., dim / 2] of the rotary angles, float32."""
   angle = positions[..., None].astype(jnp.float32) * frequencies(rope, dim)
   return jnp.cos(angle), jnp.sin(angle)
 

@@ -1,4 +1,4 @@
-"""Which part of which parameter lives on which device: one table.
+"""Shardings of parameters over a mesh: one table, and gathering where used.
 
 The table maps the end of a parameter's path to a `PartitionSpec`, so it fits a
 bare parameter tree, a `TrainState`, and optimizer state that mirrors the
@@ -9,6 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from grpojax.core import mesh as mesh_lib
 from grpojax.core.mesh import AXES, divide, free_axes
 
 _FSDP = ("fsdp", "expert")  # of what is gathered; experts stay where they are
@@ -50,34 +52,35 @@ it would cost the memory that the mesh was to save.
 
 
 def _and_data(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-  """Axes of a rule, with data before fsdp, as they are in the mesh."""
+  """Returns a rule's axes, with data before fsdp, as they are in the mesh."""
   axes = (axes,) if isinstance(axes, str) else axes or ()
   return tuple(y for x in axes for y in (("data", x) if x == "fsdp" else (x,)))
 
 
 GRADIENT_RULES = tuple((name, P(*map(_and_data, p))) for name, p in RULES)
-"""Of gradients, until the optimizer takes them: cut along data as well.
+"""Rules for gradients until the optimizer takes them: split along data as well.
 
-So they are added up over all devices that have rows by one reduce-scatter. Cut
-along fsdp alone, XLA makes an all-reduce of it, which sends twice as much. It
-only sees a reduce-scatter where the axes follow each other as in the mesh."""
+So they are added up over all devices that have rows by one reduce-scatter.
+Split along fsdp alone, XLA makes an all-reduce of it, which sends twice as
+much. It only sees a reduce-scatter where the axes follow each other as in the
+mesh."""
 
 REDUCED = {"row": -1, "col": -2}
-"""The axis that a statistic of a matrix lacks, by the last name of its path
-(see `core.factored_rms`): it is cut as the matrix is along the others."""
+"""Axis that a statistic of a matrix lacks, by the last name of its path
+(`core.optim.factored_rms`): it is split as the matrix is along the others."""
 
 
 def _divided(spec, shape: Sequence[int], mesh: Mapping[str, int]) -> P:
-  """The axes of a rule that divide their dimensions, each of them once."""
-  wanted = ((x,) if isinstance(x, str) else x or () for x in spec)
-  taken = divide(shape, tuple(wanted), mesh)
+  """Returns a rule's axes that divide their dimensions, each of them once."""
+  entries = ((x,) if isinstance(x, str) else x or () for x in spec)
+  taken = divide(shape, tuple(entries), mesh)
   return P(*(axes[0] if len(axes) == 1 else axes or None for axes in taken))
 
 
 def spec_for(
   path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """The `PartitionSpec` of one array.
+  """Returns the `PartitionSpec` of one array.
 
   Args:
     path: names from the root, joined by "/": "params/layers/q".
@@ -116,19 +119,19 @@ def spec_for(
 
 
 def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
-  """A `NamedSharding` for each array of any tree.
+  """Returns a `NamedSharding` for each array of any tree.
 
   Args:
     tree: arrays or `jax.ShapeDtypeStruct`s: parameters, optimizer state or a
       whole `TrainState`.
     mesh: from `make_mesh`.
-    rules: see `spec_for`.
+    rules: pairs of pattern and axes, as `spec_for` takes them.
 
   Returns:
     The same tree of shardings, as `jax.jit` and `jax.device_put` take them.
 
   Raises:
-    ValueError: a matrix that no rule names, see `spec_for`.
+    ValueError: a matrix that no rule names.
   """
 
   def one(path, leaf):
@@ -138,19 +141,8 @@ def shardings(tree: PyTree, mesh: Mesh, rules=RULES) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def _kept(spec: P, names: Collection[str]) -> P:
-  """A spec with only these axes of the mesh."""
-
-  def kept(axes):
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    axes = tuple(axis for axis in axes if axis in names)
-    return axes[0] if len(axes) == 1 else axes or None
-
-  return P(*map(kept, spec))
-
-
 def placed(tree: PyTree, mesh: Mesh) -> PyTree:
-  """Abstract arrays with their `shardings`."""
+  """Returns abstract arrays with their `shardings`."""
   return jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     tree,
@@ -159,11 +151,10 @@ def placed(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def shard_bytes(tree: PyTree) -> int:
-  """Bytes on each device of abstract arrays, cut as their shardings say."""
+  """Returns the bytes on each device of abstract arrays with shardings."""
 
   def one(x):
-    place = x.sharding
-    shape = x.shape if place is None else place.shard_shape(x.shape)
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
     size = 8  # of a random key
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       size = jnp.dtype(x.dtype).itemsize
@@ -172,25 +163,43 @@ def shard_bytes(tree: PyTree) -> int:
   return sum(map(one, jax.tree.leaves(tree)))
 
 
+def _only(spec: P, names: Collection[str]) -> P:
+  """Returns a spec with only these axes of the mesh."""
+
+  def only(axes):
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    axes = tuple(axis for axis in axes if axis in names)
+    return axes[0] if len(axes) == 1 else axes or None
+
+  return P(*map(only, spec))
+
+
 def _gathered(path: str, spec: P) -> P:
-  """The spec of a parameter while it is used: experts stay where they are."""
+  """Returns a parameter's spec in use; experts stay where they are."""
   dropped = ("fsdp",) if "/expert_" in path else _FSDP
-  return _kept(spec, set(AXES) - set(dropped))
+  return _only(spec, set(AXES) - set(dropped))
 
 
 def _spec_of(
   name: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules=RULES
 ) -> P:
-  """`spec_for`, also of one layer's parameter: "layer/q" of "layers/q"."""
+  """Returns `spec_for`, also of one layer: "layer/q" of "layers/q"."""
   if not name.startswith("layer/"):
     return spec_for(name, shape, mesh, rules)
   stack = name.replace("layer/", "layers/", 1)
   return P(*spec_for(stack, (1, *shape), mesh, rules)[1:])
 
 
+def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
+  """Returns the spec of a parameter of one layer, as `gather` leaves it."""
+  path = f"layer/{name}"
+  spec = _gathered(path, _spec_of(path, shape, mesh))
+  return _only(spec, [axis for axis, n in mesh.shape.items() if n > 1])
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _lay_out(x: Array, spec: P, gradient_spec: P) -> Array:
-  """A sharding constraint, and another one for the gradient."""
+  """Constrains the sharding of x, and that of its gradient otherwise."""
   del gradient_spec
   return jax.lax.with_sharding_constraint(x, spec)
 
@@ -206,10 +215,7 @@ def _lay_out_jvp(spec, gradient_spec, primals, tangents):
 def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
   """Lays parameters out over the mesh in context, if there is one.
 
-  Args:
-    params: a part of a `transformer`'s parameters.
-    prefix: path of the part; "layer/" means one layer of a stack.
-    gathered: whole along fsdp, or cut as the table says.
+  They are split as the table says, or `gathered`: whole along fsdp.
   """
   mesh = jax.sharding.get_abstract_mesh()
   free = free_axes(mesh)
@@ -222,52 +228,34 @@ def _constrain(params: PyTree, prefix: str, gathered: bool) -> PyTree:
     spec = _spec_of(name, x.shape, mesh)
     if gathered:
       spec = _gathered(name, spec)
-      return jax.lax.with_sharding_constraint(x, _kept(spec, free))
+      return jax.lax.with_sharding_constraint(x, _only(spec, free))
     of_gradient = _spec_of(name, x.shape, mesh, GRADIENT_RULES)
-    return _lay_out(x, _kept(spec, free), _kept(of_gradient, free))
+    return _lay_out(x, _only(spec, free), _only(of_gradient, free))
 
   return jax.tree_util.tree_map_with_path(one, params)
 
 
-def layer_spec(name: str, shape: Sequence[int], mesh: AbstractMesh) -> P:
-  """The `PartitionSpec` of a parameter of one layer, as `gather` leaves it."""
-  path = f"layer/{name}"
-  spec = _gathered(path, _spec_of(path, shape, mesh))
-  return _kept(spec, [axis for axis, n in mesh.shape.items() if n > 1])
-
-
-def all_but_gathered(primitive, *_, **__) -> bool:
-  """A policy of `jax.checkpoint`: keep all values but gathered parameters.
-
-  Whatever only lays an array out is done again, so that parameters are kept as
-  they are stored. Names (`checkpoint_name`) would not do: what the name was
-  given to, the gathered array, would be kept instead.
-  """
-  layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
-  return primitive.name not in layout
-
-
 def fsdp_shards() -> int:
-  """Parts that the mesh in context cuts each layer's parameters into."""
+  """Returns the number of shards of each layer in the mesh in context."""
   sizes = dict(jax.sharding.get_abstract_mesh().shape)
   return math.prod(sizes.get(axis, 1) for axis in _FSDP)
 
 
-def cut(params: PyTree, prefix: str = "") -> PyTree:
-  """Parameters as they are stored: cut along fsdp and tensor.
+def as_stored(params: PyTree, prefix: str = "") -> PyTree:
+  """Lays parameters out as they are stored: split along fsdp and tensor.
 
-  For what was computed from them (cast): so it is computed from a part on each
-  device. Gradients with respect to them are cut along data, too.
+  For values computed from them (cast): so each device computes its own shard.
+  Gradients with respect to them are split along data, too.
   """
   return _constrain(params, prefix, gathered=False)
 
 
 @jax.custom_jvp
 def _barrier(params: PyTree) -> PyTree:
-  """An `optimization_barrier` that lets tangents and gradients pass.
+  """Applies an `optimization_barrier` that lets tangents and gradients pass.
 
-  A barrier between a gradient's sum and its cut would make them an all-reduce
-  of the whole, and each device cut it afterwards.
+  A barrier between a gradient's sum and its split would make them an all-reduce
+  of the whole, and each device would take its shard afterwards.
   """
   return jax.lax.optimization_barrier(params)
 
@@ -278,9 +266,9 @@ def _barrier_jvp(primals, tangents):
 
 
 def gather(params: PyTree, prefix: str = "") -> PyTree:
-  """Parameters as they are used: whole along fsdp, still cut along tensor.
+  """Lays parameters out as they are used: whole along fsdp, split along tensor.
 
-  Their gradients are cut again as soon as they are computed (reduce-scatter),
+  Their gradients are split again as soon as they are computed (reduce-scatter),
   by the transpose of the first constraint. That adds them up over the devices
   in the dtype of what was gathered: in bfloat16 the sum of one micro-batch is
   off by about 0.4% for 8 devices and 2% for 256 if every addition is rounded
@@ -297,3 +285,95 @@ def gather(params: PyTree, prefix: str = "") -> PyTree:
   params = _constrain(params, prefix, gathered=True)
   # Or XLA would sink the gathering into the loops that use them.
   return _barrier(params)
+
+
+def all_but_gathered(primitive, *_, **__) -> bool:
+  """Policy of `jax.checkpoint`: save all values but gathered parameters.
+
+  Whatever only lays an array out is done again, so that parameters are kept as
+  they are stored. Names (`checkpoint_name`) would not do: what the name was
+  given to, the gathered array, would be kept instead.
+  """
+  layout = "sharding_constraint", "custom_jvp_call"  # `_barrier`
+  return primitive.name not in layout
+
+
+# A weight that all devices read has a gradient that is a sum over all samples.
+# Where a loop adds it up, XLA has no name for one device's share of the sum: it
+# adds up all devices' shares of the whole weight in each turn (an all-reduce),
+# even where each of them keeps only a shard. With a copy of the weight for each
+# device, and samples [devices, rows, ...], the loop adds up each device's own,
+# and after it the copies' gradients are added up once, as the weight is laid
+# out: a reduce-scatter where it is sharded.
+
+
+def _row_axes() -> dict[str, int]:
+  """Returns sizes of the axes of the mesh in context that split rows."""
+  free = free_axes(jax.sharding.get_abstract_mesh())
+  return {axis: free[axis] for axis in mesh_lib.ROWS if axis in free}
+
+
+def copy_for_rows(x: Array) -> Array:
+  """Returns [devices, ...], one x on each device that rows are split over.
+
+  It is there already: each of them has all of it. Without a mesh x stays as it
+  is.
+  """
+  axes = _row_axes()
+  if not axes:
+    return x
+  rest = [P.UNCONSTRAINED] * x.ndim  # it may be split along tensor
+  x = jnp.broadcast_to(x, (math.prod(axes.values()), *x.shape))
+  return jax.lax.with_sharding_constraint(x, P(tuple(axes), *rest))
+
+
+class RowShards(NamedTuple):
+  """Layout of samples [B, G, ...] on the devices that rows are split over.
+
+  With B = 6 prompts split over data = 2 and G = 4 samples over fsdp = 2,
+  `shape` is (2, 3, 2, 2), of data, prompts, fsdp and samples, and `order`
+  (0, 2, 1, 3) brings data and fsdp to the front.
+
+  Attributes:
+    shape: B and G, each as the axes of the mesh that split it and the rest.
+    order: permutation that brings the mesh's axes to the front, in its order.
+    size: B and G themselves.
+  """
+
+  shape: tuple[int, ...]
+  order: tuple[int, ...]
+  size: tuple[int, int]
+
+  def split(self, x: Array) -> Array:
+    """[B, G, ...] -> [devices, rows, ...]; no row leaves its device."""
+    axes, rest = _row_axes(), x.shape[2:]
+    trailing = range(len(self.shape), len(self.shape) + len(rest))
+    x = x.reshape(*self.shape, *rest).transpose(*self.order, *trailing)
+    x = x.reshape(math.prod(axes.values()), -1, *rest)
+    return jax.lax.with_sharding_constraint(x, P(tuple(axes)))
+
+  def join(self, x: Array) -> Array:
+    """[devices, rows, ...] -> [B, G, ...], the inverse of `split`."""
+    rest = x.shape[2:]
+    trailing = range(len(self.shape), len(self.shape) + len(rest))
+    x = x.reshape(*(self.shape[i] for i in self.order), *rest)
+    back = sorted(range(len(self.order)), key=self.order.__getitem__)
+    return x.transpose(*back, *trailing).reshape(*self.size, *rest)
+
+
+def row_shards(prompts: int, group_size: int) -> RowShards | None:
+  """Returns the layout of [B, G, ...]; None where an axis divides neither."""
+  axes, size = _row_axes(), (prompts, group_size)
+  rules = (mesh_lib.ACTIVATIONS["batch"], mesh_lib.ACTIVATIONS["group"])
+  shape, index = [], {}
+  for count, names in zip(size, divide(size, rules, axes), strict=True):
+    for axis in names:
+      index[axis] = len(shape)
+      shape.append(axes[axis])
+      count //= axes[axis]
+    shape.append(count)
+  if index.keys() != axes.keys():
+    return None
+  first = [index[axis] for axis in axes]
+  rest = (i for i in range(len(shape)) if i not in first)
+  return RowShards(tuple(shape), (*first, *rest), size)

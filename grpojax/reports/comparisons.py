@@ -12,56 +12,57 @@ from typing import Any
 
 import numpy as np
 
-from grpojax.reports.curves import block_edges, is_number, short
+from grpojax.reports.curves import (
+  Columns,
+  block_edges,
+  blocks,
+  is_number,
+  short,
+)
 from grpojax.reports.metric_groups import COMPARED
 from grpojax.statistics.group_size_interval import pooled_group_size
-from grpojax.statistics.intervals import (
-  mean_interval,
-  paired_difference,
-  paired_proportions,
-)
+from grpojax.statistics.intervals import paired_difference, paired_proportions
 
-Columns = Mapping[str, tuple[list[int], list[float]]]
-Answers = Mapping[int, tuple[str, str]]  # by step: problems, right
+Answers = Mapping[int, tuple[str, str]]
+"""Evaluations by step: the problems' name, and "1" for each right answer."""
 
 
-def answers(rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple[str, str]]:
+def answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
   """Evaluations by step, from rows of evaluations.jsonl; the last counts."""
-  found = {}
+  by_step = {}
   for row in rows:
     right, problems = row.get("right"), row.get("problems")
     texts = isinstance(right, str) and isinstance(problems, str)
     if texts and right and set(right) <= {"0", "1"}:
-      found[row["step"]] = problems, right
-  return found
+      by_step[row["step"]] = problems, right
+  return by_step
 
 
-def _of_answers(a: tuple[str, str], b: tuple[str, str]):
-  """B less a, prompt by prompt; None where they were asked other things."""
+def _paired(a: tuple[str, str], b: tuple[str, str]) -> dict[str, Any] | None:
+  """B less a, prompt by prompt; None where other problems were asked."""
   if a[0] != b[0] or len(a[1]) != len(b[1]):
     return None
   first, second = (np.array(list(right)) == "1" for _, right in (a, b))
-  found = paired_proportions(second, first)._asdict()
-  return {name: short(value) for name, value in found.items()} | {
-    "prompts": len(first)
-  }
+  paired = paired_proportions(second, first)._asdict()
+  numbers = {name: short(value) for name, value in paired.items()}
+  return numbers | {"prompts": len(first)}
 
 
-def before_and_after(found: Answers) -> dict[str, Any] | None:
+def before_and_after(evaluations: Answers) -> dict[str, Any] | None:
   """A run's last evaluation against its first, prompt by prompt."""
-  if len(found) < 2:
+  if len(evaluations) < 2:
     return None
-  first, last = min(found), max(found)
-  compared = _of_answers(found[first], found[last])
-  return compared and compared | {"first": first, "last": last}
+  first, last = min(evaluations), max(evaluations)
+  paired = _paired(evaluations[first], evaluations[last])
+  return paired and paired | {"first": first, "last": last}
 
 
 def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
   """B less a after each step at which both were asked the same prompts."""
   return [
-    {"step": step} | compared
+    {"step": step} | paired
     for step in sorted(a.keys() & b.keys())
-    if (compared := _of_answers(a[step], b[step]))
+    if (paired := _paired(a[step], b[step]))
   ]
 
 
@@ -70,81 +71,67 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
 
   Returns:
     For each metric: `steps` in common, the means of both, the `difference` with
-    interval (`low`, `high`) and `p_value`, and `blocks` of the difference along
-    training, see `curves.blocks`. Nothing of a metric with few steps.
+    interval (`low`, `high`) and `p_value`, and the `blocks` of the difference
+    along training, from `curves.blocks`. Nothing of a metric with few steps.
   """
-  found = []
+  rows = []
   for name in COMPARED:
     if name not in a or name not in b:
       continue
-    ours, theirs = (dict(zip(*x[name], strict=True)) for x in (a, b))
-    common = sorted(ours.keys() & theirs.keys())
+    by_step = [dict(zip(*x[name], strict=True)) for x in (a, b)]
+    common = sorted(by_step[0].keys() & by_step[1].keys())
     edges = block_edges(len(common))
     if len(edges) < 2:
       continue
-    first, second = (
-      np.array([values[step] for step in common]) for values in (ours, theirs)
+    first, second = (np.array([x[s] for s in common]) for x in by_step)
+    paired = paired_difference(
+      np.array([second[start:end].mean() for start, end in edges]),
+      np.array([first[start:end].mean() for start, end in edges]),
     )
-    found.append(
-      {"metric": name, "steps": len(common)}
-      | _blocked(np.array(common, np.float64), first, second, edges)
-    )
-  return found
+    numbers = {"mean_a": float(first.mean()), "mean_b": float(second.mean())}
+    numbers |= paired._asdict()
+    row = {"metric": name, "steps": len(common)}
+    row |= {name: short(value) for name, value in numbers.items()}
+    rows.append(row | {"blocks": blocks(common, (second - first).tolist())})
+  return rows
 
 
-def _blocked(xs, first, second, edges) -> dict[str, Any]:
-  """The numbers of `steps` of one metric."""
-  gap = second - first
-  means = [
-    np.array([values[a:b].mean() for a, b in edges])
-    for values in (second, first)
-  ]
-  compared = paired_difference(*means)._asdict()
-  along = [(float(xs[a:b].mean()), *mean_interval(gap[a:b])) for a, b in edges]
-  columns = zip(
-    ("x", "mean", "low", "high"), zip(*along, strict=True), strict=True
-  )
-  numbers = {"mean_a": float(first.mean()), "mean_b": float(second.mean())}
-  numbers = {name: short(x) for name, x in (numbers | compared).items()}
-  return numbers | {
-    "blocks": {name: [short(x) for x in column] for name, column in columns}
-  }
-
-
-def group_size(found: Columns) -> dict[str, float | None] | None:
-  """G* of all diagnoses together, as a run's end says it; None without any.
+def group_size(columns: Columns) -> dict[str, float | None] | None:
+  """G* of all diagnoses together, as a run's end has it; None without any.
 
   Returns:
     `best`, `low` and `high`; None for what is infinite.
   """
   names = ("c1", "c3", "optimal_group_size_low", "optimal_group_size_high")
   c1, c3, low, high = (
-    dict(zip(*found.get(x, ((), ())), strict=True)) for x in names
+    dict(zip(*columns.get(name, ((), ())), strict=True)) for name in names
   )
-  both = sorted(c1.keys() & c3.keys())
-  if not both:
+  diagnosed = sorted(c1.keys() & c3.keys())
+  if not diagnosed:
     return None
   # Columns have no null, which an infinite bound is.
-  own = [[low.get(i, math.inf), high.get(i, math.inf)] for i in both]
+  own = [[low.get(i, math.inf), high.get(i, math.inf)] for i in diagnosed]
   sizes = pooled_group_size(
-    *(np.array([c[i] for i in both]) for c in (c1, c3)), np.array(own)
+    np.array([c1[i] for i in diagnosed]),
+    np.array([c3[i] for i in diagnosed]),
+    np.array(own),
   )
-  names = ("best", "low", "high")
-  shown = [short(x) if is_number(x) else None for x in sizes]
-  return dict(zip(names, shown, strict=True))
+  values = [short(x) if is_number(x) else None for x in sizes]
+  return dict(zip(("best", "low", "high"), values, strict=True))
 
 
-def speed(found: Columns) -> list[dict[str, Any]]:
-  """Where the time of a run's steps went: median and share of each part.
+def speed(columns: Columns) -> list[dict[str, Any]]:
+  """Median and share of each part of a step's time.
 
   What no part accounts for is "other" (records, text for people).
   """
-  if "seconds_step" not in found:
+  if "seconds_step" not in columns:
     return []
-  whole = np.array(found["seconds_step"][1])
+  whole = np.array(columns["seconds_step"][1])
+  total = max(whole.sum(), 1e-12)
   parts = {
     name: np.array(values)
-    for name, (_, values) in found.items()
+    for name, (_, values) in columns.items()
     if name.startswith("seconds_") and name != "seconds_step"
   }
   rest = whole.sum() - sum(values.sum() for values in parts.values())
@@ -152,13 +139,13 @@ def speed(found: Columns) -> list[dict[str, Any]]:
     {
       "name": name,
       "median": short(float(np.median(values))),
-      "share": short(float(values.sum() / max(whole.sum(), 1e-12))),
+      "share": short(float(values.sum() / total)),
     }
     for name, values in parts.items()
     if is_number(float(values.sum()))
   ]
-  share = max(float(rest / max(whole.sum(), 1e-12)), 0.0)
-  other = {"name": "other", "median": None, "share": short(share)}
-  step = float(np.median(whole))
-  step = {"name": "seconds_step", "median": short(step), "share": 1.0}
+  share = short(max(float(rest / total), 0.0))
+  other = {"name": "other", "median": None, "share": share}
+  median = short(float(np.median(whole)))
+  step = {"name": "seconds_step", "median": median, "share": 1.0}
   return [*rows, other, step] if parts else [step]

@@ -9,26 +9,12 @@ from grpojax.reports.curves import is_number
 BUDGET = 6_000_000
 """Bytes of completions of all runs in a page: what a browser opens at once."""
 
-_TEXTS = ("prompt", "completion")
-_LARGE = (
-  1e9  # log-probabilities are less; so are finite numbers, and NaN is not
-)
-_LOGPROBS = ("logprobs", "scorer_logprobs", "ref_logprobs")
-
-
-def _numbers(values: Any, count: int) -> list[float | None] | None:
-  if not isinstance(values, list) or len(values) != count:
-    return None
-  return [
-    round(value, 4)
-    if isinstance(value, (int, float)) and abs(value) < _LARGE
-    else None
-    for value in values
-  ]
+# Log-probabilities are less; so are finite numbers, and NaN is not.
+_LARGE = 1e9
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A completion with what is known of it, whatever else the row has."""
+  """Takes a completion and what is known of it out of a row."""
   sample = {"completion": row["completion"]}
   for name in ("reward", "advantage"):
     sample[name] = row[name] if is_number(row.get(name)) else None
@@ -42,23 +28,29 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
   tokens = row.get("tokens")
   if isinstance(tokens, list) and all(isinstance(x, str) for x in tokens):
     sample["tokens"] = tokens
-    for name in _LOGPROBS:
-      values = _numbers(row.get(name), len(tokens))
-      if values is not None:
-        sample[name] = values
+    for name in ("logprobs", "trainer_logprobs", "ref_logprobs"):
+      values = row.get(name)
+      if isinstance(values, list) and len(values) == len(tokens):
+        sample[name] = [
+          round(x, 4)
+          if isinstance(x, (int, float)) and abs(x) < _LARGE
+          else None
+          for x in values
+        ]
   return sample
 
 
 def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Rows of samples.jsonl put together: a prompt and its completions.
+  """Puts rows of samples.jsonl together: a prompt and its completions.
 
   Rows without texts are left out; of an older run, whose rows do not say their
   group, neighbours with one prompt are one.
   """
-  found: list[dict[str, Any]] = []
+  made: list[dict[str, Any]] = []
   last = None
   for row in rows:
-    if not all(isinstance(row.get(name), str) for name in _TEXTS):
+    texts = row.get("prompt"), row.get("completion")
+    if not all(isinstance(text, str) for text in texts):
       continue
     key = row["step"], row.get("group"), row["prompt"]
     if key != last:
@@ -66,22 +58,22 @@ def groups(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
       if not (answer is None or isinstance(answer, str)):
         answer = json.dumps(answer, default=str)
       group = {"step": row["step"], "prompt": row["prompt"], "answer": answer}
-      found.append(group | {"samples": []})
+      made.append(group | {"samples": []})
     last = key
-    found[-1]["samples"].append(_sample(row))
-  return found
+    made[-1]["samples"].append(_sample(row))
+  return made
 
 
 def steps_within(sizes: Mapping[int, int], budget: int = BUDGET) -> list[int]:
-  """Which steps' completions a page has: the first, the last, some between.
+  """Steps whose completions fit into a page: the first, the last, and between.
 
   Args:
     sizes: bytes of JSON by step.
-    budget: bytes; of a single step it may be more.
+    budget: bytes of a page; a single step may be more.
   """
   steps = sorted(sizes)
   for stride in range(1, len(steps)):
-    kept = sorted({*steps[::-stride], *steps[:1]})
-    if sum(sizes[step] for step in kept) <= budget:
-      return kept
+    chosen = sorted({*steps[::-stride], *steps[:1]})
+    if sum(sizes[step] for step in chosen) <= budget:
+      return chosen
   return steps[-1:]

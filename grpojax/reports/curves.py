@@ -1,4 +1,4 @@
-"""Curves of metrics along training: few points, however many steps there are.
+"""Metrics and rewards along training: few points, however many steps there are.
 
 What is drawn of a metric without an interval of its own are means of blocks of
 steps with Student's 95% interval: steps draw their prompts and samples anew, so
@@ -6,6 +6,7 @@ within a block they count as independent observations (what is learned meanwhile
 only makes the interval wider).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,54 +19,58 @@ POINTS = 400  # of a curve, at most
 BLOCKS = 40  # at most; of as many steps each, give or take one
 BLOCK = 5  # steps of a block, at least
 NORMAL = 1.959964  # standard errors on either side of 95%
+REWARD_COLUMNS = 100  # of steps, at most
+REWARD_VALUES = 12  # rewards that are told apart; of more, intervals
+REWARD_BINS = 20
 
 _LARGEST = 1e100  # of which the square is finite
 
 Curve = dict[str, Any]
+Columns = Mapping[str, tuple[list[int], list[float]]]
+"""Steps and values of each metric, by its name."""
+Counts = dict[int, list[tuple[float, int]]]
+"""Rewards of each step, and how often each was given."""
 
 
 def is_number(value: Any) -> bool:
-  """Whether it can be drawn: a finite number, and not beyond all bounds."""
+  """True for what can be drawn: a finite number, not beyond all bounds."""
   if isinstance(value, bool) or not isinstance(value, (int, float)):
     return False
   return -_LARGEST < value < _LARGEST
 
 
 def short(value: float) -> float:
-  """Five digits of it: more cannot be seen."""
+  """Rounds to five digits: more cannot be seen."""
   return float(f"{value:.5g}")
 
 
-def columns(
-  rows: Iterable[Mapping[str, Any]],
-) -> dict[str, tuple[list[int], list[float]]]:
-  """Steps and values of each metric, by its name; of a step the last counts.
+def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
+  """Sorts rows with a "step" by metric; of several for a step the last counts.
 
-  Args:
-    rows: with a "step"; what is no finite number is left out.
+  What is no finite number is left out.
   """
-  found: dict[str, dict[int, float]] = {}
+  by_name: dict[str, dict[int, float]] = {}
   for row in rows:
     for name, value in row.items():
       if name != "step" and is_number(value):
-        found.setdefault(name, {})[row["step"]] = float(value)
+        by_name.setdefault(name, {})[row["step"]] = float(value)
   return {
     name: (sorted(values), [values[step] for step in sorted(values)])
-    for name, values in found.items()
+    for name, values in by_name.items()
   }
 
 
 def thinned(values: Float[np.ndarray, "N"], points: int = POINTS) -> list[int]:
-  """Which points of a curve to keep: the extremes of equal parts of it."""
+  """Indices of a curve's points to draw: the extremes of equal parts of it."""
   count = len(values)
   if count <= points:
     return list(range(count))
   edges = np.linspace(0, count, points // 2, dtype=int).tolist()
-  kept = {0, count - 1}
+  chosen = {0, count - 1}
   for start, end in zip(edges, edges[1:], strict=False):
     part = values[start:end]
-    kept |= {start + int(np.argmin(part)), start + int(np.argmax(part))}
-  return sorted(kept)
+    chosen |= {start + int(np.argmin(part)), start + int(np.argmax(part))}
+  return sorted(chosen)
 
 
 def block_edges(count: int) -> list[tuple[int, int]]:
@@ -89,26 +94,26 @@ def blocks(
     return None
   xs = np.array(steps, np.float64)
   ys = np.array(values, np.float64)
-  found = [(float(np.mean(xs[a:b])), *mean_interval(ys[a:b])) for a, b in edges]
+  means = [(float(np.mean(xs[a:b])), *mean_interval(ys[a:b])) for a, b in edges]
   names = ("x", "mean", "low", "high")
   return {
     name: [short(value) for value in column]
-    for name, column in zip(names, zip(*found, strict=True), strict=True)
+    for name, column in zip(names, zip(*means, strict=True), strict=True)
   }
 
 
 def _bounds(
-  name: str, found: Mapping[str, tuple[list[int], list[float]]]
+  name: str, columns: Columns
 ) -> dict[int, tuple[float, float | None]]:
   """A metric's own 95% interval by step; None above is infinite."""
-  steps, values = found[name]
-  if f"{name}_low" in found:
-    lows = dict(zip(*found[f"{name}_low"], strict=True))
-    highs = dict(zip(*found.get(f"{name}_high", ((), ())), strict=True))
+  steps, values = columns[name]
+  if f"{name}_low" in columns:
+    lows = dict(zip(*columns[f"{name}_low"], strict=True))
+    highs = dict(zip(*columns.get(f"{name}_high", ((), ())), strict=True))
     return {s: (lows[s], highs.get(s)) for s in steps if s in lows}
-  if f"{name}_se" not in found:
+  if f"{name}_se" not in columns:
     return {}
-  errors = dict(zip(*found[f"{name}_se"], strict=True))
+  errors = dict(zip(*columns[f"{name}_se"], strict=True))
   return {
     s: (y - NORMAL * errors[s], y + NORMAL * errors[s])
     for s, y in zip(steps, values, strict=True)
@@ -116,48 +121,103 @@ def _bounds(
   }
 
 
-def _is_bound(name: str, found: Mapping[str, Any]) -> bool:
-  """Whether a metric is only the interval of another one."""
-  base, _, last = name.rpartition("_")
-  return base in found and last in ("low", "high", "se")
-
-
-def curve(
-  name: str, found: Mapping[str, tuple[list[int], list[float]]]
-) -> Curve:
-  """One metric, see `curves`."""
-  steps, values = found[name]
-  bounds = _bounds(name, found)
-  kept = thinned(np.array(values))
+def _curve(name: str, columns: Columns) -> Curve:
+  steps, values = columns[name]
+  bounds = _bounds(name, columns)
+  chosen = thinned(np.array(values))
   made: Curve = {
-    "x": [steps[i] for i in kept],
-    "y": [short(values[i]) for i in kept],
+    "x": [steps[i] for i in chosen],
+    "y": [short(values[i]) for i in chosen],
     "last": short(values[-1]),
   }
-  if bounds:
-    pairs = [bounds.get(steps[i], (None, None)) for i in kept]
-    for side, ends in zip(
-      ("low", "high"), zip(*pairs, strict=True), strict=True
-    ):
-      made[side] = [None if end is None else short(end) for end in ends]
-  else:
-    made["blocks"] = blocks(steps, values)
+  if not bounds:
+    return made | {"blocks": blocks(steps, values)}
+  for i, side in enumerate(("low", "high")):
+    ends = [bounds.get(step, (None, None))[i] for step in made["x"]]
+    made[side] = [None if end is None else short(end) for end in ends]
   return made
 
 
-def curves(
-  found: Mapping[str, tuple[list[int], list[float]]],
-) -> dict[str, Curve]:
-  """All metrics of a run, by name.
+def curves(columns: Columns) -> dict[str, Curve]:
+  """Curves of all metrics of a run, by name.
 
-  Args:
-    found: from `columns`.
+  A metric `m_low`, `m_high` or `m_se` is no curve where there is a metric `m`,
+  but its interval.
 
   Returns:
     For each: `x`, `y` (the extremes, where there are many steps), `last`, and
-    either `low` and `high`, its own 95% interval (None above: no bound), or
-    `blocks`, see the module.
+    either `low` and `high`, its own 95% interval (None above: no bound), or the
+    `blocks` of `blocks`.
   """
+
+  def is_bound(name):
+    base, _, last = name.rpartition("_")
+    return base in columns and last in ("low", "high", "se")
+
+  return {name: _curve(name, columns) for name in columns if not is_bound(name)}
+
+
+def reward_counts(rows: Iterable[Mapping[str, Any]]) -> Counts:
+  """Counts by step from rows of rewards.jsonl; what is none is left out."""
+
+  def is_count(pair):
+    pairs = isinstance(pair, list) and len(pair) == 2
+    return pairs and all(map(is_number, pair)) and pair[1] > 0
+
   return {
-    name: curve(name, found) for name in found if not _is_bound(name, found)
+    row["step"]: [(float(x[0]), int(x[1])) for x in pairs if is_count(x)]
+    for row in rows
+    if isinstance(pairs := row.get("counts"), list)
+  }
+
+
+def sample_counts(rows: Iterable[Mapping[str, Any]]) -> Counts:
+  """Counts by step from rows of samples.jsonl: of a few groups only."""
+  counts: Counts = {}
+  for row in rows:
+    if is_number(row.get("reward")):
+      counts.setdefault(row["step"], []).append((float(row["reward"]), 1))
+  return counts
+
+
+def reward_picture(counts: Counts) -> dict[str, Any] | None:
+  """Shares of rewards by steps; None where there are no rewards.
+
+  Two steps with rewards 0 and 1, for example:
+  {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],
+   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}.
+
+  Returns:
+    `steps`, first and last of each column; `values`, lowest and highest of each
+    row; `shares`, [columns][rows], of all rewards of the column; `total`, the
+    number of rewards.
+  """
+  pairs = [pair for of_step in counts.values() for pair in of_step]
+  if not pairs:
+    return None
+  # Rows are the rewards themselves, or, of many different ones, equal bins.
+  different = sorted({value for value, _ in pairs})
+  binned = len(different) > REWARD_VALUES
+  rows = [(value, value) for value in different]
+  if binned:
+    edges = np.linspace(different[0], different[-1], REWARD_BINS + 1)
+    rows = list(zip(edges, edges[1:], strict=False))
+  lows = np.array([low for low, _ in rows])
+
+  steps = sorted(counts)
+  size = math.ceil(len(steps) / REWARD_COLUMNS)
+  columns = [steps[i : i + size] for i in range(0, len(steps), size)]
+  shares = []
+  for of_column in columns:
+    column = np.zeros(len(rows))
+    for value, count in (pair for step in of_column for pair in counts[step]):
+      column[int(np.searchsorted(lows, value, "right")) - 1] += count
+    shares.append([short(x) for x in column / max(column.sum(), 1)])
+  return {
+    "steps": [[of_column[0], of_column[-1]] for of_column in columns],
+    "values": [
+      [short(low), short(high)] if binned else [low, high] for low, high in rows
+    ],
+    "shares": shares,
+    "total": sum(count for _, count in pairs),
   }

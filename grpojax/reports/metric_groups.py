@@ -1,4 +1,4 @@
-"""Which metrics stand together in a report, and what they are called there.
+"""Groups of metrics that stand together in a report, and their titles.
 
 A metric that no pattern knows is shown as well, in the last group.
 """
@@ -12,9 +12,9 @@ class Group(NamedTuple):
   """Metrics that are looked at together.
 
   Attributes:
-    title: of the group.
-    text: what to look for.
-    pattern: of the names of its metrics, in whole.
+    title: title of the group.
+    text: advice what to look for.
+    pattern: regular expression that its metrics' whole names match.
   """
 
   title: str
@@ -62,10 +62,10 @@ GROUPS = (
     r"|ratio\w*|skipped_updates|learning_rate|\w*_loss",
   ),
   Group(
-    "Sampler and scorer",
+    "Rollout and trainer",
     "Both compute the same log-probabilities by different programs: how far "
     "they are apart, and what the correction does.",
-    r"sampler_\w+|importance_\w+|off_policy_masked",
+    r"rollout_\w+|is_weight\w*|off_policy_masked",
   ),
   Group(
     "Noise of the gradient",
@@ -107,10 +107,10 @@ TITLES = {
   "ratio_min": ("Smallest ratio", "new / old policy"),
   "ratio_max": ("Largest ratio", "new / old policy"),
   "skipped_updates": ("Skipped updates", "gradients not finite"),
-  "sampler_kl": ("KL, sampler to scorer", "k3, nats a token"),
-  "sampler_mismatch_mean": ("Mismatch, mean", "nats a token"),
-  "sampler_mismatch_max": ("Mismatch, largest", "nats a token"),
-  "sampler_effective_samples": ("Effective samples", "share"),
+  "rollout_kl": ("KL, rollout to trainer", "k3, nats a token"),
+  "rollout_mismatch_mean": ("Mismatch, mean", "nats a token"),
+  "rollout_mismatch_max": ("Mismatch, largest", "nats a token"),
+  "rollout_effective_samples": ("Effective samples", "share"),
   "optimal_group_size": ("Best group size G*", "completions a prompt"),
   "gradient_snr": ("Signal to noise", "of a step's gradient"),
   "gradient_mse": ("Error of the gradient", "squared length"),
@@ -139,7 +139,7 @@ COMPARED = (
 
 
 def part_of(name: str) -> int:
-  """Which of `GROUPS` a metric belongs to."""
+  """Index in `GROUPS` of the group that a metric belongs to."""
   return next(
     i for i, group in enumerate(GROUPS) if re.fullmatch(group.pattern, name)
   )
@@ -152,18 +152,18 @@ def layout(names: Iterable[str]) -> list[dict[str, Any]]:
   def rank(name: str) -> tuple[int, str]:
     return known.index(name) if name in known else len(known), name
 
-  found: dict[int, list[str]] = {}
+  by_group: dict[int, list[str]] = {}
   for name in sorted(set(names), key=rank):
-    found.setdefault(part_of(name), []).append(name)
+    by_group.setdefault(part_of(name), []).append(name)
   return [
     {
       "title": GROUPS[i].title,
       "text": GROUPS[i].text,
       "metrics": [
         {"name": name, "title": title, "unit": unit}
-        for name in found[i]
+        for name in by_group[i]
         for title, unit in [TITLES.get(name, (name, ""))]
       ],
     }
-    for i in sorted(found)
+    for i in sorted(by_group)
   ]

@@ -16,33 +16,32 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).parent / "page"
 SCRIPTS = ("basics", "charts", "overview", "tables", "completions", "main")
-_ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def embedded(data: Any) -> str:
-  """JSON that is safe inside of HTML: ASCII without <, > and &.
+  """Writes JSON that is safe inside of HTML: ASCII without <, > and &.
 
   Raises:
     ValueError: a number that is not finite.
   """
   text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-  for character, escape in _ESCAPED.items():
-    text = text.replace(character, escape)
+  for character in "<>&":
+    text = text.replace(character, f"\\u{ord(character):04x}")
   return text
 
 
 def _source(text: str) -> str:
-  """A hash source of the policy."""
+  """Hash of a script or style, as the policy allows it."""
   digest = hashlib.sha256(text.encode()).digest()
   return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def page(title: str, data: Any) -> str:
-  """The whole page, which needs nothing else.
+  """Makes the whole page, which needs nothing else.
 
   Args:
     title: plain text.
-    data: of JSON's types, see `training.report`.
+    data: values of JSON's types, from `training.report.run_report`.
   """
   read = lambda name: (HERE / name).read_text(encoding="utf-8")
   style = read("style.css")
@@ -53,7 +52,6 @@ def page(title: str, data: Any) -> str:
     f"style-src {_source(style)}; img-src data:; base-uri 'none'; "
     "form-action 'none'"
   )
-  filled = read("page.html")
   values = {
     "POLICY": html.escape(policy),
     "TITLE": html.escape(title).encode("ascii", "xmlcharrefreplace").decode(),
@@ -62,6 +60,6 @@ def page(title: str, data: Any) -> str:
     "SCRIPT": script,
   }
   # One pass over the template: what is put in is not looked into again.
-  pieces = filled.split("@@")
+  pieces = read("page.html").split("@@")
   pieces[1::2] = [values[name] for name in pieces[1::2]]
   return "".join(pieces)

@@ -1,6 +1,6 @@
 """Reward functions as users of TRL and verl write them, run as they are.
 
-Which convention a function follows is said by the names of its parameters:
+The names of a function's parameters say which convention it follows:
 
 | a parameter is named                     | it is called as                   |
 |------------------------------------------|-----------------------------------|
@@ -22,8 +22,8 @@ reward_model["ground_truth"], else the columns ground_truth or answer;
 data_source; extra_info, {} where the data have none. It returns a number, or a
 dict with "score" whose other numbers are logged.
 
-What is named in `reward.options.FUNCTION` is passed as it is, instead of a
-column. Neither may be `async`.
+Keywords in `reward.options.FUNCTION` are passed as they are, instead of
+columns. Neither may be `async`.
 """
 
 import functools
@@ -43,8 +43,7 @@ IDS = "completion_ids"
 
 _TRL_GIVES = (*TRL, STATE, "log_metric", "log_extra")
 _NO_COLUMN = ("prompt", "completion", *_TRL_GIVES)
-_ADDED = ("prompt_text", "completion_length", "max_completion_length")
-_ADDED += ("finished",)
+_ADDED = "prompt_text completion_length max_completion_length finished".split()
 
 Item = tuple[str, str, dict[str, Any]]
 """A prompt's text, a completion, and the example."""
@@ -54,7 +53,7 @@ class Verl(NamedTuple):
   """A function of verl's convention, called as ours are.
 
   Attributes:
-    function: with its options bound.
+    function: the user's, with its options bound.
     takes: names of its parameters that are not bound; None is any.
     needs: those of them without a default.
   """
@@ -66,31 +65,33 @@ class Verl(NamedTuple):
   def __call__(
     self, prompt: str, completion: str, example: dict[str, Any]
   ) -> Any:
-    """What the function returns: a number, None, or a dict with "score"."""
-    given = self.columns(example) | {"solution_str": completion}
-    return self.function(**_taken(self, given))
+    """Returns a number, None, or a dict with "score"."""
+    arguments = self.columns(example) | {"solution_str": completion}
+    return self.function(**_taken(self, arguments))
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """What the function can be given of an example."""
-    names = (SOURCE, "answer", "ground_truth")
-    found = {name: example[name] for name in names if name in example}
-    if "answer" in found:
-      found = {"ground_truth": found.pop("answer")} | found
+    """Returns all that the function can take of an example."""
+    columns = {"extra_info": dict(example.get("extra_info") or {})}
+    if SOURCE in example:
+      columns[SOURCE] = example[SOURCE]
     model = example.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
-      found["ground_truth"] = model["ground_truth"]
-    return found | {"extra_info": dict(example.get("extra_info") or {})}
+      columns["ground_truth"] = model["ground_truth"]
+    elif "ground_truth" in example or "answer" in example:
+      truth = example.get("ground_truth", example.get("answer"))
+      columns["ground_truth"] = truth
+    return columns
 
 
 class Trl(NamedTuple):
   """A function of TRL's convention: all completions of a prompt in one call.
 
   Attributes:
-    function: see `Verl`, as for the next two.
-    takes: likewise.
-    needs: likewise.
-    sources: the data sets of a mixture that it scores; None is all.
+    function: the user's, with its options bound.
+    takes: names of its parameters that are not bound; None is any.
+    needs: those of them without a default.
+    sources: data sets of a mixture that it is for; None is all.
   """
 
   function: Callable[..., Any]
@@ -99,14 +100,14 @@ class Trl(NamedTuple):
   sources: Sequence[str] | None = None
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
-    """A value for each item: a number, None, or a dict with "score".
+    """Returns for each item a number, None, or a dict with "score".
 
     Args:
-      items: of one prompt, so that their examples have the same columns.
+      items: completions of one prompt; their examples have the same columns.
 
     Raises:
-      TypeError: it returns no list.
-      Exception: what the function raises.
+      TypeError: the function returns no list.
+      Exception: the function's own.
     """
     examples = [example for _, _, example in items]
     if self.sources is not None and examples[0].get(SOURCE) not in self.sources:
@@ -117,11 +118,11 @@ class Trl(NamedTuple):
       texts = [[{"role": "assistant", "content": text}] for text in texts]
     metrics: dict[str, float] = {}
     state = {"global_step": 0, "max_steps": 0} | examples[0].get(STATE, {})
-    given = {
+    arguments = {
       name: [example[name] for example in examples]
       for name in self.columns(examples[0])
     }
-    given |= {
+    arguments |= {
       "prompts": prompts,
       "completions": texts,
       IDS: [example.get(IDS) for example in examples],
@@ -129,7 +130,7 @@ class Trl(NamedTuple):
       "log_metric": metrics.__setitem__,
       "log_extra": lambda column, values: None,
     }
-    values = self.function(**_taken(self, given))
+    values = self.function(**_taken(self, arguments))
     if isinstance(values, (str, Mapping)) or not hasattr(values, "__iter__"):
       raise TypeError(
         f"it returned {type(values).__name__}, no list of rewards"
@@ -140,27 +141,28 @@ class Trl(NamedTuple):
 
   @staticmethod
   def columns(example: Mapping[str, Any]) -> dict[str, Any]:
-    """What the function can be given of an example."""
+    """Returns all that the function can take of an example."""
     return {k: v for k, v in example.items() if k not in _NO_COLUMN}
 
 
-def _taken(reward: Verl | Trl, given: Mapping[str, Any]) -> dict[str, Any]:
-  takes = given if reward.takes is None else reward.takes
-  return {name: value for name, value in given.items() if name in takes}
+def _taken(reward: Verl | Trl, arguments: dict[str, Any]) -> dict[str, Any]:
+  if reward.takes is None:
+    return arguments
+  return {k: v for k, v in arguments.items() if k in reward.takes}
 
 
 def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Verl | Trl | None:
-  """The function by the convention that it follows.
+  """Wraps a function by the convention that it follows.
 
   Args:
-    name: of the function, for errors.
-    function: as the user wrote it.
+    name: its name, for errors.
+    function: the user's.
     options: keyword arguments to bind.
 
   Returns:
-    None where it follows ours.
+    `Verl` or `Trl`; None where it follows ours.
 
   Raises:
     ValueError: its parameters are of two conventions, an option is none of
@@ -199,45 +201,47 @@ def follow(
       " keywords, and it has parameters that take none"
     )
   takes = [key for key in named if key not in options]
-  needs = [k for k in takes if named[k].default is inspect.Parameter.empty]
-
+  needs = [
+    key
+    for key in takes
+    if key not in reserved and named[key].default is inspect.Parameter.empty
+  ]
   bound = functools.partial(function, **options) if options else function
-  needs = [key for key in needs if key not in reserved]
   return kind(bound, None if free else takes, needs)
 
 
 def _convention(
   name: str, parameters: Collection[str]
 ) -> type[Verl] | type[Trl] | None:
-  """Whose convention the names of parameters are; None for ours."""
+  """Recognizes a convention by names of parameters; None for ours."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
-  found = {
-    who: named[0]
-    for who, names in kinds.items()
+  marks = {
+    kind: named[0]
+    for kind, names in kinds.items()
     if (named := [key for key in parameters if key in names])
   }
-  if len(found) > 1:
-    said = " and ".join(f"{key!r} ({who})" for who, key in found.items())
+  if len(marks) > 1:
+    both = " and ".join(f"{key!r} ({kind})" for kind, key in marks.items())
     raise ValueError(
-      f"reward {name!r} has parameters of two conventions, {said}: rename one,"
+      f"reward {name!r} has parameters of two conventions, {both}: rename one,"
       " or wrap it in `def reward(prompt, completion, example)`"
     )
-  return {"TRL's": Trl, "verl's": Verl}.get(next(iter(found), ""))
+  return {"TRL's": Trl, "verl's": Verl}.get(next(iter(marks), ""))
 
 
 def check_columns(
-  name: str, reward: Callable[..., Any], example: Mapping[str, Any], where: str
+  name: str, reward: Callable[..., Any], example: Mapping[str, Any], data: str
 ) -> None:
-  """Whether the data have what a function needs.
+  """Checks that the data have the columns that a function needs.
 
   Args:
-    name: of the function.
-    reward: from `functions.resolve`; one of our convention needs nothing.
+    name: name of the function.
+    reward: result of `functions.resolve`; one of our convention needs nothing.
     example: one of the data set.
-    where: which that is.
+    data: name of the data set, for the error.
 
   Raises:
-    ValueError: a column is missing; the message says which there are.
+    ValueError: a column is missing; the message lists those that are there.
   """
   if not isinstance(reward, (Verl, Trl)):
     return
@@ -246,14 +250,14 @@ def check_columns(
   if missing:
     label = name.rpartition(":")[2]
     raise ValueError(
-      f"reward {name!r} needs {missing[0]!r}, and {where} has only"
+      f"reward {name!r} needs {missing[0]!r}, and {data} has only"
       f" {', '.join(sorted(example))}: add that column, or give it one value by"
       f" reward.options.{label}.{missing[0]}=..."
     )
 
 
 def wants(reward: Callable[..., Any], name: str) -> bool:
-  """Whether a function is given something that costs to bring: IDS, STATE."""
+  """True where a function takes something that costs to bring: IDS, STATE."""
   return isinstance(reward, Trl) and (
     reward.takes is None or name in reward.takes
   )

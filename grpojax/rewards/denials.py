@@ -15,7 +15,7 @@ import re
 from grpojax.rewards import quantities
 
 GONE = "\0"
-"""What `remove` leaves in the place of a denial, except before a "but"."""
+"""Character that `remove` puts in place of a denial, except before "but"."""
 
 _WORD = r"(?:not|never|no\ longer|neither(?=[^.:\n]{1,60}\bnor\b))"
 # After "is"; "isn't" (which asks where it begins a sentence); after a number, a
@@ -57,14 +57,14 @@ _SUPPOSED = re.compile(
 
 
 def remove(text: str) -> tuple[str, set[str | None]]:
-  """A text without its denials, and what they deny.
+  """Takes the denials out of a text.
 
   Args:
     text: any text.
 
   Returns:
-    The text, where "isn't 6." became "is `GONE`." and "is not 6 but 5" became
-    "is 5", and the denied expressions as `quantities.canonical` spells them.
+    The text, with "is `GONE`." for "isn't 6." and "is 5" for "is not 6 but 5",
+    and the denied expressions as `quantities.canonical` spells them.
   """
   denied = set()
 
@@ -80,13 +80,13 @@ def remove(text: str) -> tuple[str, set[str | None]]:
 
 
 def without(answer: str) -> str:
-  """5 of "5 (not 6)" and of "not 6 but 5"; nothing of "not 5"."""
-  kept, denied = remove(answer)
+  """Returns 5 of "5 (not 6)" and of "not 6 but 5"; nothing of "not 5"."""
+  rest, denied = remove(answer)
   if not denied:
     return answer
-  return kept.replace(f"({GONE})", "").replace(GONE, "").strip(" ,;")
+  return rest.replace(f"({GONE})", "").replace(GONE, "").strip(" ,;")
 
 
 def precedes(text: str, place: int) -> bool:
-  """Whether a text denies what stands at a place of it, as in "not 6"."""
+  """True where a text denies what stands at a place of it, as in "not 6"."""
   return bool(_BEFORE_BOX.search(text, max(place - 60, 0), place))

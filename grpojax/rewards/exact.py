@@ -1,4 +1,4 @@
-"""Right or wrong: is the text after the last "####" the answer?
+"""Right or wrong by the text after the last "####": the reward `exact_answer`.
 
 `exact_answer` reads text, on the host; `exact_ids` is the same reward on token
 ids, inside a compiled step. Nothing is evaluated: texts are compared.
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 
 
 def spellings(answer: str) -> tuple[str, str]:
-  """The two texts that count as an answer: without and with separators.
+  """Returns the two texts that count as an answer: without and with separators.
 
   Args:
     answer: the answer; whitespace around it does not count.
@@ -39,7 +39,7 @@ def spellings(answer: str) -> tuple[str, str]:
 
 
 def given_answer(completion: str) -> str | None:
-  """The answer that a completion gives, in one spelling: to count votes.
+  """Reads the answer that a completion gives, in one spelling: to count votes.
 
   Completions that give the same answer are equally right by `exact_answer`.
 
@@ -59,14 +59,7 @@ def exact_answer(
 ) -> float:
   """1.0 if the text after the completion's last "####" is the answer, else 0.0.
 
-  Args:
-    prompt: not used.
-    completion: the completion's text, without its EOS.
-    example: its "answer" is compared; see `spellings`.
-
-  Returns:
-    1.0 or 0.0.
+  The example's "answer" may have either of its `spellings`.
   """
-  del prompt
   _, mark, tail = completion.rpartition(MARK)
   return float(bool(mark) and tail.strip() in spellings(example["answer"]))

@@ -23,7 +23,7 @@ def exact_answer_ids(
   Callable[[dict[str, Any]], dict[str, np.ndarray]],
   Callable[[Rollout, dict[str, Any]], Float[Array, "B G"]],
 ]:
-  """`exact_answer` as a jittable function of token ids.
+  """Builds `exact_answer` as a jittable function of token ids.
 
   It needs a tokenizer whose characters are tokens: then the ids spell the text,
   and looking for "####" in the ids is looking for it in the text.
@@ -76,11 +76,11 @@ def exact_answer_ids(
 def _last_answer(
   codes: Int[Array, "B G T"], width: int
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
-  """The stripped text after the last "####", and whether there is a "####".
+  """Finds the stripped text after the last "####", and True where there is one.
 
   Args:
     codes: the text as codes, 0 where a token adds no text.
-    width: of a longer text the beginning is returned, after a shorter one 0s.
+    width: codes returned: the beginning of a longer text, a shorter one and 0s.
   """
   size = codes.shape[-1]
   # Text first, in its order; what writes nothing last.
@@ -116,14 +116,16 @@ def _code(token: int, text: str) -> int:
 
 
 def _token_texts(tokenizer: Any) -> list[str]:
-  """What each token writes in the middle of a text; ValueError if unfit."""
+  """Text of each token in the middle of others; ValueError if unfit."""
   special = set(tokenizer.all_special_ids)
   texts = []
-  sharp = _sharp(tokenizer)
+  ids = tokenizer.encode("#", add_special_tokens=False)
+  if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
+    raise ValueError(_refusal('"#" is not one token'))
   for token in range(max(tokenizer.get_vocab().values()) + 1):
     # Between two others, so that no decoder trims it as a text's first or last.
     around = tokenizer.decode(
-      [sharp, token, sharp],
+      [*ids, token, *ids],
       skip_special_tokens=False,
       clean_up_tokenization_spaces=False,
     )
@@ -140,13 +142,6 @@ def _token_texts(tokenizer: Any) -> list[str]:
   if missing := set("#0123456789") - set(texts):
     raise ValueError(_refusal(f"no token writes {min(missing)!r}"))
   return texts
-
-
-def _sharp(tokenizer: Any) -> int:
-  ids = tokenizer.encode("#", add_special_tokens=False)
-  if len(ids) != 1 or ids[0] == tokenizer.unk_token_id:
-    raise ValueError(_refusal('"#" is not one token'))
-  return ids[0]
 
 
 def _refusal(reason: str) -> str:
@@ -179,4 +174,4 @@ def _check_answer(
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}
 """Rewards that exist on token ids, by the name of the same reward on text:
-`(tokenizer, eos_ids) -> (target, reward)`, see `exact_answer_ids`."""
+`(tokenizer, eos_ids) -> (target, reward)`, as `exact_answer_ids`."""

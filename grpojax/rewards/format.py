@@ -1,4 +1,4 @@
-"""Whether a completion has the required structure."""
+"""The reward `format`, of the required structure of a completion."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,9 @@ def format(
   more than whitespace; outside there is only whitespace. A first tag with which
   the prompt ends already need not be repeated. The time is linear.
 
-  Args:
-    prompt: only whether it ends with the first opening tag.
-    completion: the completion's text, without its EOS.
-    example: not used.
-    tags: names of the tags, in their order.
-
-  Returns:
-    1.0 or 0.0.
-
   Raises:
     ValueError: no tags, or one twice.
   """
-  del example
   if isinstance(tags, str) or not tags or len(set(tags)) != len(tags):
     raise ValueError(f"tags = {tags!r}: give different names, at least one")
   rest = completion

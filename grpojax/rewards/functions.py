@@ -48,25 +48,25 @@ _LONGEST_ERROR = 500  # characters
 
 
 def label(name: str) -> str:
-  """The short name of a function, for metrics and options: after the colon."""
+  """Returns the short name, for metrics and options: after the colon."""
   return name.rpartition(":")[2]
 
 
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
-"""What `resolve` finds: of a completion, or (TRL's) of all of a prompt."""
+"""Result of `resolve`: a function of a completion, or (TRL's) of a group."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-  """The reward function of a name, with its options bound.
+  """Finds the reward function of a name, and binds its options.
 
   Args:
-    name: see the module's description.
+    name: a built-in one, "package.module:function" or "file.py:function".
     options: keyword arguments.
 
   Returns:
-    `(prompt, completion, example) -> float | None`, or with more to be logged
-    what `outcomes.of_value` reads; or one of TRL's convention, which has all
-    completions of a prompt at once: see `conventions`.
+    `(prompt, completion, example) -> float | None`, or a dict with numbers to
+    be logged (`worker.evaluate` reads it); or one of TRL's convention, which
+    takes all completions of a prompt at once.
 
   Raises:
     ValueError: there is no such function, its file cannot be loaded, it
@@ -105,17 +105,17 @@ def resolve_all(
   options: Mapping[str, Any] | None = None,
   sources: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Reward]:
-  """The functions of several names.
+  """Finds the functions of several names, by `resolve`.
 
   Args:
-    names: of functions, see `resolve`.
+    names: names of functions.
     options: keyword arguments of each, by its `label`.
-    sources: the data sets of a mixture that a function scores, by its `label`;
-      it abstains from the others. One that is not named scores all.
+    sources: data sets of a mixture that a function is for, by its `label`; it
+      abstains from the others. One that is not named is for all.
 
   Raises:
-    ValueError: see `resolve`; no names, the same label twice, or options of a
-      function that is not among them.
+    ValueError: no names, the same label twice, options of a function that is
+      not among them, or a function that `resolve` refuses.
   """
   labels = [label(name) for name in names]
   if not names or len(set(labels)) < len(labels):
@@ -134,46 +134,38 @@ def resolve_all(
         f"options of {name!r}, which is none of the reward functions {labels}"
         f"{_nearest(name, labels)}"
       )
-  found = [
-    resolve(name, options.get(short))
-    for name, short in zip(names, labels, strict=True)
-  ]
-  for i, short in enumerate(labels):
+  rewards = []
+  for name, short in zip(names, labels, strict=True):
+    reward = resolve(name, options.get(short))
     if short in (sources or {}):
-      found[i] = _of_sources(found[i], sources[short])
-  return found
+      reward = _restricted(reward, tuple(sources[short]))
+    rewards.append(reward)
+  return rewards
 
 
-def _of_sources(reward: Reward, sources: Sequence[str]) -> Reward:
+def _restricted(reward: Reward, sources: Sequence[str]) -> Reward:
   """A reward that abstains from the examples of other data sets."""
   if isinstance(reward, conventions.Trl):
-    return reward._replace(sources=tuple(sources))
-  return functools.partial(_where_of, reward, sources)
+    return reward._replace(sources=sources)
 
-
-def _where_of(
-  function: Callable[[str, str, dict[str, Any]], float | None],
-  sources: Sequence[str],
-  prompt: str,
-  completion: str,
-  example: dict[str, Any],
-) -> float | None:
-  """What a function says of the examples of some data sets; else None."""
-  if example.get(SOURCE) not in sources:
+  def restricted(prompt, completion, example):
+    if example.get(SOURCE) in sources:
+      return reward(prompt, completion, example)
     return None
-  return function(prompt, completion, example)
+
+  return restricted
 
 
 def combine(
   values: Sequence[int | float | None], weights: Sequence[int | float]
 ) -> float | None:
-  """The weighted sum of the rewards of one completion.
+  """Computes the weighted sum of the rewards of one completion.
 
   A function that abstains adds nothing, and the weights of the others stay as
   they are.
 
   Args:
-    values: of each function; None where it abstains.
+    values: a value of each function; None where it abstains.
     weights: one for each value.
 
   Returns:
@@ -199,11 +191,9 @@ def _module(name: str) -> ModuleType:
   try:
     with one_process():
       return _load(place)
-  except (ImportError, OSError) as error:
+  except (ImportError, OSError, SyntaxError) as error:
     extra = ": pip install 'grpojax[math]'" if name == "math_verify" else ""
     raise ValueError(f"reward {name!r}: {error}{extra}") from error
-  except SyntaxError as error:
-    raise ValueError(f"reward {name!r}: {error}") from error
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"reward {name!r} cannot be loaded: {describe(error)}"
@@ -234,7 +224,7 @@ def one_process() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-  """The exception in one line, with the place where it was raised."""
+  """Describes an exception in one line, with the place where it was raised."""
   try:
     message = str(error)[:_LONGEST_ERROR]
   except KeyboardInterrupt:
@@ -267,17 +257,14 @@ def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):
 
 
 def _takes(signature: inspect.Signature, key: str) -> bool:
-  """Whether the function has this keyword, besides its three arguments."""
-  parameters = list(signature.parameters.values())
-  keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-  keywords += (inspect.Parameter.KEYWORD_ONLY,)
-  return any(
-    p.kind is p.VAR_KEYWORD
-    or (
-      p.name == key and p.kind in keywords and (i > 2 or p.kind is keywords[1])
+  """True where the function has this keyword, besides its three arguments."""
+  for i, p in enumerate(signature.parameters.values()):
+    by_name = p.kind is p.KEYWORD_ONLY or (
+      p.kind is p.POSITIONAL_OR_KEYWORD and i > 2
     )
-    for i, p in enumerate(parameters)
-  )
+    if p.kind is p.VAR_KEYWORD or (p.name == key and by_name):
+      return True
+  return False
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """Rewards of groups of completions: lists of texts in, arrays [B, G] out."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,18 +10,17 @@ from grpojax.rewards.conventions import IDS
 from grpojax.rewards.pool import Failure, Job, Pool, Submission
 
 
-class GroupScores(NamedTuple):
-  """Rewards of all completions.
+class GroupRewards(NamedTuple):
+  """Rewards of all completions of a batch.
 
   Attributes:
     rewards: [B, G], float32; NaN where there is none: to be masked out.
-    values: [B, G] of each function, by short name; NaN where it has none.
-    failed: [B, G], where the reward could not be computed; where it is NaN
+    values: [B, G] for each function, by short name; NaN where it has none.
+    failed: [B, G], True where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
-    failures: [B][G], the rewards that could not be computed, see
-      `all_failures`.
-    extras: [B, G] of each other number that the functions gave, by
-      "FUNCTION/NAME"; NaN where it was not given.
+    failures: [B][G], reasons for that; `all_failures` lists them.
+    extras: [B, G] for each other number that the functions returned, by
+      "FUNCTION/NAME"; NaN where it was not returned.
   """
 
   rewards: Float[np.ndarray, "B G"]
@@ -32,7 +31,12 @@ class GroupScores(NamedTuple):
 
 
 class Pending(NamedTuple):
-  """Groups on their way; see `submit_groups`."""
+  """Groups on their way, from `submit_groups`.
+
+  Attributes:
+    submission: their jobs.
+    shape: (prompts, completions of each).
+  """
 
   submission: Submission
   shape: tuple[int, int]
@@ -47,31 +51,35 @@ def submit_groups(
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
 ) -> Pending:
-  """Starts to score groups and returns at once; see `score_groups`."""
+  """Starts to compute the rewards of groups and returns at once.
+
+  Args:
+    pool: computes the rewards.
+    examples: [B]; each has a "prompt_text". The reward functions see them with
+      three more keys: "completion_length", "max_completion_length", "finished".
+    texts: [B][G] completions, without their EOS.
+    lengths: [B, G], tokens, with the EOS.
+    finished: [B, G], True where an EOS ended the completion.
+    max_length: the limit on completions, T, tokens.
+    ids: the completions' tokens, where a function may take them.
+  """
   prompts, size = len(examples), lengths.shape[1]
   with_ids = ids is not None and pool.wants(IDS)
 
-  def given(b, g):
-    tokens = ids[b, g, : lengths[b, g]].tolist() if with_ids else None
-    return {IDS: tokens} if with_ids else {}
+  def job(b: int, g: int) -> Job:
+    added = {
+      "completion_length": int(lengths[b, g]),
+      "max_completion_length": max_length,
+      "finished": bool(finished[b, g]),
+    }
+    if with_ids:
+      added[IDS] = ids[b, g, : lengths[b, g]].tolist()
+    return Job(examples[b]["prompt_text"], texts[b][g], examples[b] | added)
 
-  # Neighbours are of different prompts: if one example makes a function hang,
-  # its completions do not come one after the other (see `Pool`).
-  jobs = [
-    Job(
-      example["prompt_text"],
-      texts[b][g],
-      {
-        **example,
-        "completion_length": int(lengths[b, g]),
-        "max_completion_length": max_length,
-        "finished": bool(finished[b, g]),
-        **given(b, g),
-      },
-    )
-    for g in range(size)
-    for b, example in enumerate(examples)
-  ]
+  # Job number g * B + b, so that neighbours are of different prompts: if one
+  # example makes a function hang, its completions do not come one after the
+  # other, and the pool does not give up the batch.
+  jobs = [job(b, g) for g in range(size) for b in range(prompts)]
   together = [range(b, len(jobs), prompts) for b in range(prompts)]
   return Pending(pool.submit(jobs, together), (prompts, size))
 
@@ -79,48 +87,45 @@ def submit_groups(
 def collect_groups(
   pool: Pool,
   pending: Sequence[Pending],
-  poll: Callable[[], None] | None = None,
-) -> GroupScores:
+  check_signals: Callable[[], None] | None = None,
+) -> GroupRewards:
   """Waits for groups that `submit_groups` has sent off.
 
   Args:
     pool: the one that they were sent to.
     pending: the groups, one part of a batch after another; all of one size.
-    poll: called while it waits, see `Pool.collect`; where it raises, they are
-      abandoned.
+    check_signals: called while it waits, as by `Pool.collect`; where it raises,
+      all of them are abandoned.
 
   Returns:
-    What there would be, had all of them been sent at once.
+    The rewards as if all groups had been sent at once.
   """
-  parts = []
+  groups = []  # [B][G] results
   try:
     for part in pending:
-      results = pool.collect(part.submission, poll)
-      prompts, size = part.shape
-      parts.append([results[g * prompts :][:prompts] for g in range(size)])
+      results = pool.collect(part.submission, check_signals)
+      prompts = part.shape[0]
+      groups += [results[b::prompts] for b in range(prompts)]
   except BaseException:
     abandon(pending)
     raise
   size = pending[0].shape[1]
-  results = [
-    result for g in range(size) for part in parts for result in part[g]
-  ]
-  prompts = len(results) // size
+  results = [result for group in groups for result in group]
+  names = sorted({name for result in results for name in result.extras})
 
-  def grouped(values, dtype=np.float32):
-    return np.array(values, dtype).reshape(size, prompts).T.copy()
+  def array(values: Iterable, dtype=np.float32) -> np.ndarray:
+    return np.array(list(values), dtype).reshape(len(groups), size)
 
-  return GroupScores(
-    grouped([result.reward for result in results]),
+  return GroupRewards(
+    array(r.reward for r in results),
     {
-      name: grouped([result.values[i] for result in results])
+      name: array(r.values[i] for r in results)
       for i, name in enumerate(pool.names)
     },
-    grouped([bool(result.failures) for result in results], bool),
-    [[x.failures for x in results[b::prompts]] for b in range(prompts)],
+    array((bool(r.failures) for r in results), bool),
+    [[r.failures for r in group] for group in groups],
     {
-      name: grouped([result.extras.get(name, np.nan) for result in results])
-      for name in sorted({key for result in results for key in result.extras})
+      name: array(r.extras.get(name, np.nan) for r in results) for name in names
     },
   )
 
@@ -128,10 +133,10 @@ def collect_groups(
 def joined_extras(
   parts: Sequence[tuple[int, dict[str, Float[np.ndarray, "b G"]]]], size: int
 ) -> dict[str, Float[np.ndarray, "B G"]]:
-  """Extras of several parts of a batch; NaN where a part has none of a name.
+  """Extras of several parts of a batch; NaN where a part lacks a name.
 
   Args:
-    parts: the prompts of each, and its extras.
+    parts: number of prompts and extras of each.
     size: G.
   """
   names = sorted({name for _, extras in parts for name in extras})
@@ -146,46 +151,13 @@ def joined_extras(
   }
 
 
-def all_failures(scores: GroupScores) -> list[Failure]:
-  """Of a batch: of the first completions of all prompts, then the second."""
-  return [
-    failure
-    for of_prompts in zip(*scores.failures, strict=True)
-    for some in of_prompts
-    for failure in some
-  ]
+def all_failures(rewards: GroupRewards) -> list[Failure]:
+  """Failures of a batch: of all prompts' first completions, then the second."""
+  by_completion = zip(*rewards.failures, strict=True)
+  return [x for row in by_completion for failures in row for x in failures]
 
 
 def abandon(pending: Sequence[Pending]) -> None:
-  """Nobody waits for these groups: what is not done of them is not tried."""
+  """Gives up groups for which nobody waits: the rest is not tried."""
   for part in pending:
     part.submission.abandoned = True
-
-
-def score_groups(
-  pool: Pool,
-  examples: Sequence[dict[str, Any]],
-  texts: Sequence[Sequence[str]],
-  lengths: Int[np.ndarray, "B G"],
-  finished: Bool[np.ndarray, "B G"],
-  max_length: int,
-  ids: Int[np.ndarray, "B G T"] | None = None,
-) -> GroupScores:
-  """Scores all completions of a batch.
-
-  Args:
-    pool: computes the rewards.
-    examples: [B]; each has a "prompt_text". The reward functions see them with
-      three more keys: "completion_length", "max_completion_length", "finished".
-    texts: [B][G] completions, without their EOS.
-    lengths: [B, G], tokens, with the EOS.
-    finished: [B, G], whether an EOS ended the completion.
-    max_length: the limit on completions, T, tokens.
-    ids: of the completions' tokens, where a function may want them.
-
-  Returns:
-    Rewards, the values of each function, and what failed.
-  """
-  given = examples, texts, lengths, finished, max_length, ids
-  pending = submit_groups(pool, *given)
-  return collect_groups(pool, [pending])

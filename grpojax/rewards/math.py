@@ -1,4 +1,4 @@
-r"""Right or wrong: is the answer that a solution gives the reference answer?
+r"""Right or wrong by the answer of a solution: the reward `math_answer`.
 
 The answer is looked for in this order; the first place that has one decides:
 
@@ -11,9 +11,9 @@ The answer is looked for in this order; the first place that has one decides:
 
 1 and 2 are taken whole, so "\boxed{5 or 6}" is neither 5 nor 6. A box that was
 not closed (truncated) is none; its number may be found by rule 4. A number that
-is plainly denied ("is not 5", "isn't 5 or 6", ", not 5") is nowhere an answer;
-see `denials`. "The answer is not ..." is no statement, so that another one or
-rule 4 decides. Answers are equal by the rules of `quantities`.
+is plainly denied ("is not 5", "isn't 5 or 6", ", not 5") is nowhere an answer,
+by the rules of `denials`. "The answer is not ..." is no statement, so that
+another one or rule 4 decides. Answers are equal by the rules of `quantities`.
 
 Nothing is evaluated, and the time is bounded: only the last `WINDOW` characters
 are read, with a bounded number of attempts to find each kind of statement.
@@ -63,7 +63,7 @@ _TOKEN = re.compile(
 
 
 def find_answer(text: str) -> str | None:
-  """The part of a solution that gives its answer; None where none is found."""
+  """Finds the part of a solution that gives its answer; None if none does."""
   text = text[-WINDOW:]
   for find in (_boxed, _marked):
     answer = find(text)
@@ -74,12 +74,9 @@ def find_answer(text: str) -> str | None:
 
 
 def given_answer(completion: str) -> str | None:
-  """The answer that a completion gives, in one spelling: to count votes.
+  """Reads the answer that a completion gives, in one spelling: to count votes.
 
   Completions that give the same answer are equally right by `math_answer`.
-
-  Args:
-    completion: the completion's text, without its EOS.
 
   Returns:
     `quantities.canonical` of the answer; None where none is found.
@@ -89,7 +86,7 @@ def given_answer(completion: str) -> str | None:
 
 
 def reference_answer(example: dict[str, Any]) -> str:
-  """An example's "answer": an answer, or one found in a solution.
+  """Reads an example's "answer": an answer, or one found in a solution.
 
   A solution is a text with a box or a "####".
   """
@@ -102,15 +99,8 @@ def reference_answer(example: dict[str, Any]) -> str:
 def math_answer(prompt: str, completion: str, example: dict[str, Any]) -> float:
   """1.0 if the completion's answer equals the reference answer, else 0.0.
 
-  Args:
-    prompt: not used.
-    completion: the completion's text, without its EOS.
-    example: see `reference_answer`.
-
-  Returns:
-    1.0 or 0.0.
+  The reference is an answer or a solution, as `reference_answer` reads it.
   """
-  del prompt
   expected = quantities.canonical(reference_answer(example))
   return float(expected is not None and given_answer(completion) == expected)
 
@@ -143,7 +133,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _closing(text: str) -> int:
-  """Where the brace closes with which a text begins; 0 if nowhere."""
+  """Index of the brace that closes the one at the text's start; 0 if none."""
   depth = 0
   for match in _BRACES.finditer(text):
     depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -184,8 +174,8 @@ def _statement(text: str) -> str | None:
   if lead := _LEAD.match(text):
     text = text[lead.end() :]
   if formula := _LATEX.match(text) or _POINT.match(text):
-    found = formula[1] or formula[2] if formula.re is _LATEX else formula[0]
-    return None if denials.GONE in found else found
+    answer = formula[1] or formula[2] if formula.re is _LATEX else formula[0]
+    return None if denials.GONE in answer else answer
   sentence = text
   if end := _END.search(text):
     sentence = text[: end.start()]

@@ -1,9 +1,9 @@
-"""A reward model: a sequence classifier scores prompt and completion.
+"""A reward model: a sequence classifier that reads prompt and completion.
 
-The score is the classifier's one logit at the last real token, as in
-transformers' `AutoModelForSequenceClassification`. `score` is a pure function
-of token ids and may stand inside a compiled step; `make_scorer` takes texts or
-chats, on the host.
+The reward is the classifier's one logit at the last real token, as in
+transformers' `AutoModelForSequenceClassification`. `rewards` is a pure function
+of token ids and may stand inside a compiled step; `make_reward_model` takes
+texts or chats, on the host.
 """
 
 import os
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import LM, Params
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 
 Chat = list[dict[str, Any]]
 
@@ -27,11 +27,11 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
 
   Args:
     path: a sequence classifier of a supported family, with one label.
-    **options: see `hf.load`.
+    **options: those of `hf.load`.
 
   Raises:
-    ValueError: it is no sequence classifier, or has several labels; see also
-      `hf.load`.
+    ValueError: it is no sequence classifier, or has several labels, or
+      `hf.load` refuses it.
   """
   labels = hf.to_transformer_config(hf.read_config(path)).labels
   if labels != 1:
@@ -43,13 +43,13 @@ def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
   return hf.load(path, **options)
 
 
-def score(
+def rewards(
   lm: LM,
   params: Params,
   ids: Int[Array, "N S"],
   mask: Bool[Array, "N S"],
 ) -> Float[Array, "N"]:
-  """The reward of each sequence: the logit at its last real token.
+  """Returns the reward of each sequence: the logit at its last real token.
 
   Args:
     lm: a classifier with one label.
@@ -65,11 +65,11 @@ def _fit(rows: list[list[int]], limit: int, too_long: str) -> list[list[int]]:
   """Rows of 1 to `limit` tokens."""
   for row in rows:
     if not row:
-      raise ValueError("a text to score has no tokens at all")
+      raise ValueError("a text to judge has no tokens at all")
     if len(row) > limit and too_long == "refuse":
       raise ValueError(
-        f"a text to score has {len(row)} tokens, more than {limit}: give a "
-        'larger length, or too_long="cut" to score its last tokens only'
+        f"a text to judge has {len(row)} tokens, more than {limit}: give a "
+        'larger length, or too_long="cut" to read its last tokens only'
       )
   return [row[-limit:] for row in rows]
 
@@ -90,7 +90,7 @@ def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
       yield indices, ids, np.arange(length) < used[:, None]
 
 
-def make_scorer(
+def make_reward_model(
   lm: LM,
   params: Params,
   encode: Callable[[str | Chat], list[int]],
@@ -100,20 +100,20 @@ def make_scorer(
   too_long: str = "refuse",
   sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[Sequence[str | Chat]], np.ndarray]:
-  """A function from texts or chats to their rewards.
+  """Makes a function from texts or chats to their rewards.
 
   It compiles once for each length that occurs, whatever texts it is given.
 
   Args:
-    lm: from `load`.
-    params: likewise; placed on the mesh as the caller wants them.
+    lm: a classifier, by `load`.
+    params: its parameters, placed on the mesh as the caller wants them.
     encode: a sample's ids, by the reward model's own tokenizer and template.
     lengths: tokens that sequences are padded to; the longest is the limit.
-    batch_size: sequences scored at once; with a sharding, a multiple of the
-      devices that it cuts the rows over.
-    too_long: "refuse", or "cut" to score the last tokens of what is longer
-      (the end is the completion, and the score is read there).
-    sharding: of ids and mask [batch_size, length]; None leaves it to JAX.
+    batch_size: sequences computed at once; with a sharding, a multiple of the
+      devices that it splits the rows over.
+    too_long: "refuse", or "cut" to read the last tokens of what is longer
+      (the end is the completion, and the reward is read there).
+    sharding: sharding of ids and mask [batch_size, length]; None is JAX's.
 
   Returns:
     `(samples) -> rewards`, float32, in the order of the samples: each a whole
@@ -130,19 +130,19 @@ def make_scorer(
     )
   if too_long not in ("refuse", "cut"):
     raise ValueError(f'too_long={too_long!r} must be "refuse" or "cut"')
-  run = jax.jit(lambda params, ids, mask: score(lm, params, ids, mask))
+  run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
 
-  def scorer(samples: Sequence[str | Chat]) -> np.ndarray:
+  def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
     rows = [encode(sample) for sample in samples]
     rows = _fit(rows, lengths[-1], too_long)
-    rewards = np.zeros(len(rows), np.float32)
+    result = np.zeros(len(rows), np.float32)
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):
       if sharding is not None:
         arrays = [mesh_lib.put(x, sharding) for x in arrays]
       pending.append((indices, run(params, *map(jnp.asarray, arrays))))
     for indices, values in pending:  # all batches are under way by now
-      rewards[indices] = mesh_lib.fetch(values)[: len(indices)]
-    return rewards
+      result[indices] = mesh_lib.fetch(values)[: len(indices)]
+    return result
 
-  return scorer
+  return reward_model

@@ -1,32 +1,47 @@
 """Worker processes that compute rewards, with a time limit for each completion.
 
     with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
-      results = pool.score([Job(prompt, completion, example), ...])
+      results = pool.compute([Job(prompt, completion, example), ...])
 
 A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected. Workers
-are started anew, never forked, and load no JAX. Processes exchange lines of
-JSON, nothing that could run code; `worker` says what else a function may do.
+are new programs, never forks, and load no JAX. Processes exchange lines of
+JSON, nothing that could run code; `worker` tells what else a function may do.
+
+    submit   jobs -> tasks, each done by a thread with one idle worker
+    collect  (task, outcomes), from `Submission.done` in any order -> results
 """
 
 import concurrent.futures
+import contextlib
 import math
 import queue
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from grpojax.rewards import conventions, functions, tasks, worker
-from grpojax.rewards.outcomes import LARGEST, Outcome
-from grpojax.rewards.process import Lost, Process
-from grpojax.rewards.tasks import Job, Submission, Task
+from grpojax.rewards import conventions, functions, worker
+from grpojax.rewards.process import Lost, Process, to_line
+from grpojax.rewards.worker import Outcome
+
+POLL = 0.5
+"""Seconds between two calls of `check_signals`: so many to twice as many."""
+
+
+class Job(NamedTuple):
+  """A completion to be judged: two texts, and the example (of JSON values)."""
+
+  prompt: str
+  completion: str
+  example: dict[str, Any]
 
 
 class Failure(NamedTuple):
   """A reward that could not be computed.
 
   Attributes:
-    function: its short name.
-    reason: what it did.
+    function: short name of the function.
+    reason: its mistake, in words.
     prompt: the prompt.
     completion: the completion.
   """
@@ -43,8 +58,8 @@ class Result(NamedTuple):
   Attributes:
     reward: the weighted sum of the values (`functions.combine`); NaN where a
       function failed, or all abstain.
-    values: of each function; None where it abstains or failed.
-    failures: none if all went well.
+    values: one for each function; None where it abstains or failed.
+    failures: empty if all went well.
     extras: other numbers of the functions, by "FUNCTION/NAME".
   """
 
@@ -54,12 +69,40 @@ class Result(NamedTuple):
   extras: Mapping[str, float] = {}
 
 
-POLL = 0.5
-"""Seconds between the calls of `poll` while the workers are at work."""
+class _Task(NamedTuple):
+  """Work of one worker under one time limit.
+
+  Attributes:
+    functions: indices of the functions.
+    jobs: indices of the completions: one, or (TRL's convention) a whole group.
+  """
+
+  functions: Sequence[int]
+  jobs: Sequence[int]
+
+
+class Submission:
+  """Jobs on their way, made by `Pool.submit`.
+
+  A class because the threads share it: `done` is where they put each task with
+  its outcomes (or the exception that ended the thread's work).
+  """
+
+  def __init__(self, jobs: list[Job], tasks: list[_Task]):
+    self.jobs, self.tasks = jobs, tasks
+    self.done: queue.SimpleQueue = queue.SimpleQueue()
+    self.abandoned = False
+    # Workers lost in a row, without a result in between. Threads count without
+    # a lock: one that is missed only delays giving up.
+    self.lost = 0
+
+  def items(self, task: _Task) -> list[Job]:
+    """The completions of a task."""
+    return [self.jobs[i] for i in task.jobs]
 
 
 class Pool:
-  """Computes rewards; see the module's description.
+  """Computes rewards by functions of these names.
 
   A class because it holds processes: use it in a `with`, or `close` it.
 
@@ -70,19 +113,18 @@ class Pool:
   seconds each, on average.
 
   Args:
-    names: of the reward functions, see `functions.resolve`.
+    names: names of the reward functions, for `functions.resolve`.
     options: their keyword arguments, by short name.
-    weights: of the functions; None is 1 for each.
+    weights: a weight for each; None is 1.
     workers: processes. 0 computes in this process, when results are collected,
       and catches exceptions but neither limits time nor survives a crash.
     timeout: seconds for a completion, all functions together; functions that
-      have those of a prompt at once have so many for each of them.
-    memory: bytes of data that a worker may allocate.
-    sources: which data sets a function scores, see `functions.resolve_all`.
+      take those of a prompt at once have so many for each of them.
+    sources: data sets that each function is for, by short name.
 
   Raises:
-    ValueError: see `functions.resolve_all`; a number is out of range; or
-      a worker did not start.
+    ValueError: functions that `functions.resolve_all` refuses, a number out
+      of range, or a worker that did not start.
   """
 
   def __init__(
@@ -92,7 +134,6 @@ class Pool:
     weights: Sequence[int | float] | None = None,
     workers: int = 0,
     timeout: int | float = 10.0,
-    memory: int = 2**33,
     sources: Mapping[str, Sequence[str]] | None = None,
   ):
     self.names = [functions.label(name) for name in names]
@@ -110,11 +151,11 @@ class Pool:
         f"workers = {workers}, timeout = {timeout}: workers must not be"
         " negative, and the timeout a positive number of seconds"
       )
-    bound = {name: dict(each) for name, each in (options or {}).items()}
-    setup = {"names": list(names), "options": bound}
-    setup |= {"timeout": timeout, "memory": memory, "sources": sources}
+    keywords = {name: dict(each) for name, each in (options or {}).items()}
+    setup = {"names": list(names), "options": keywords, "sources": sources}
+    setup["timeout"] = timeout
     self._timeout, self.patience = timeout, max(8, 4 * workers)
-    self._workers = [Process(tasks.line(setup)) for _ in range(workers)]
+    self._workers = [Process(to_line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
     self._threads = concurrent.futures.ThreadPoolExecutor(max(workers, 1))
     self._closed = False
@@ -122,22 +163,22 @@ class Pool:
       for process in self._workers:
         process.start()
       for process in self._workers:
-        process.wait_until_ready()
+        process.wait_until_ready(lambda: False)
         self._idle.put(process)
-    except Lost as error:
+    except BaseException as error:
       self.close()
-      raise ValueError(f"a reward worker did not start: {error}") from error
-    except BaseException:
-      self.close()
+      if isinstance(error, Lost):
+        message = f"a reward worker did not start: {error}"
+        raise ValueError(message) from error
       raise
 
-  def score(self, jobs: Sequence[Job]) -> list[Result]:
+  def wants(self, name: str) -> bool:
+    """True where a function takes `conventions.IDS` or `STATE`, by `name`."""
+    return any(conventions.wants(f, name) for f in self._functions)
+
+  def compute(self, jobs: Sequence[Job]) -> list[Result]:
     """Results in the order of the jobs."""
     return self.collect(self.submit(jobs))
-
-  def wants(self, name: str) -> bool:
-    """Whether a function is given this, see `conventions.wants`."""
-    return any(conventions.wants(f, name) for f in self._functions)
 
   def submit(
     self, jobs: Sequence[Job], groups: Sequence[Sequence[int]] | None = None
@@ -146,72 +187,61 @@ class Pool:
 
     Args:
       jobs: the completions.
-      groups: numbers of those that are of one prompt, which some functions get
-        together (see `conventions`); None is each for itself.
+      groups: indices of those of one prompt, which functions of TRL's
+        convention get together; None is each for itself.
 
     Raises:
       ValueError: an example has something that is no JSON.
     """
-    jobs = list(jobs)
     groups = [[i] for i in range(len(jobs))] if groups is None else groups
-    planned = tasks.plan(self._functions, groups)
-    sent = Submission(jobs, planned, len(self.names))
+    whole = [isinstance(f, conventions.Trl) for f in self._functions]
+    of_jobs = [i for i, takes_groups in enumerate(whole) if not takes_groups]
+    of_groups = [i for i, takes_groups in enumerate(whole) if takes_groups]
+    tasks = [_Task(of_jobs, [job]) for job in range(len(jobs)) if of_jobs]
+    tasks += [_Task(of_groups, group) for group in groups if of_groups]
+    sent = Submission(list(jobs), tasks)
     if self._workers:
-      sent.lines = [
-        tasks.line([task.functions, sent.items(task)]) for task in planned
-      ]
-    sent.futures = [
-      self._threads.submit(self._drain, sent) for _ in self._workers
-    ]
+      lines = [to_line([task.functions, sent.items(task)]) for task in tasks]
+      for task, line in zip(tasks, lines, strict=True):
+        self._threads.submit(self._run, sent, task, line)
     return sent
 
   def collect(
-    self, sent: Submission, poll: Callable[[], None] | None = None
+    self, sent: Submission, check_signals: Callable[[], None] | None = None
   ) -> list[Result]:
     """Waits for the results of a submission, in the order of its jobs.
 
     Args:
-      sent: from `submit`.
-      poll: called while it waits: every `POLL` seconds or, without workers,
-        before each completion; the longest time without a call is then that of
-        one completion's reward. It may raise, say because the run is to end.
-        Then the submission is abandoned: none of its other jobs are tried, and
-        workers that are at one are killed (new ones start when they are
+      sent: result of `submit`.
+      check_signals: called while it waits: every `POLL` seconds or, without
+        workers, before each completion; the longest time without a call is then
+        that of one completion's reward. It may raise, say because the run is to
+        end. Then the submission is abandoned: none of its other jobs are tried,
+        and workers that are at one are killed (new ones start when they are
         needed), so nothing keeps `close` or the next submission waiting.
 
     Raises:
-      Exception: what `poll` raises.
+      Exception: that of `check_signals`.
     """
-    if not self._workers:
-      for task in sent.tasks:
-        self._score_here(sent, task, poll)
-      return self._results(sent)
+    outcomes: list[list] = [[None] * len(self.names) for _ in sent.jobs]
+    next_done = self._next_done if self._workers else self._next_here
     try:
-      # Not by concurrent.futures.wait, which may keep the futures locked where
-      # Ctrl-C interrupts it: then nothing could end.
-      for _ in sent.futures:
-        self._wait_for_one(sent, poll)
+      # A SimpleQueue, not futures: those may stay locked where Ctrl-C
+      # interrupts a wait for them, and then nothing could end.
+      for task, values in next_done(sent, check_signals):
+        for i, outcome in enumerate(values):  # function by function
+          function, job = divmod(i, len(task.jobs))
+          outcomes[task.jobs[job]][task.functions[function]] = outcome
     except BaseException:
       sent.abandoned = True
       raise
-    for future in sent.futures:
-      future.result()
-    return self._results(sent)
-
-  def _wait_for_one(
-    self, sent: Submission, poll: Callable[[], None] | None
-  ) -> None:
-    """Waits until one more worker has nothing left to do."""
-    while True:
-      try:
-        return sent.ended.get(timeout=poll and POLL)
-      except queue.Empty:
-        poll()
+    pairs = zip(sent.jobs, outcomes, strict=True)
+    return [self._result(job, of_job) for job, of_job in pairs]
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
     self._closed = True
-    self._threads.shutdown(cancel_futures=True)  # waits `STOP` seconds at most
+    self._threads.shutdown(cancel_futures=True)  # waits 0.1 s at most
     for process in self._workers:
       process.kill()
 
@@ -221,73 +251,79 @@ class Pool:
   def __exit__(self, *_):
     self.close()
 
-  def _drain(self, sent: Submission) -> None:
-    """Lets one worker compute rewards until all jobs are taken."""
+  def _next_here(self, sent: Submission, check_signals):
+    """Computes the tasks in this process, one after the other."""
+    for task in sent.tasks:
+      if check_signals:
+        check_signals()
+      items = sent.items(task)
+      results = [
+        worker.evaluate(self._functions[i], items) for i in task.functions
+      ]
+      yield task, [outcome for of_items in results for outcome in of_items]
+
+  def _next_done(self, sent: Submission, check_signals):
+    """Waits for the tasks that threads have done, in any order."""
+    last = time.monotonic()
+    for _ in sent.tasks:
+      message = None
+      while message is None:
+        with contextlib.suppress(queue.Empty):
+          message = sent.done.get(timeout=check_signals and POLL)
+        if check_signals and time.monotonic() - last >= POLL:
+          check_signals()
+          last = time.monotonic()
+      if isinstance(message, BaseException):
+        raise message
+      yield message
+
+  def _run(self, sent: Submission, task: _Task, line: bytes) -> None:
+    """Has one worker do a task, in a thread."""
 
     def stop() -> bool:
       return self._closed or sent.abandoned
 
+    size = len(task.jobs)
+    count = len(task.functions) * size
+    outcomes: list[Outcome] = []  # function by function
     process = self._idle.get()
     try:
-      while not stop() and (index := sent.next()) < len(sent.tasks):
-        self._score(process, sent, index, stop)
+      if stop():
+        raise Lost("stopped")
+      if sent.lost >= self.patience:
+        raise Lost(f"not tried: {self.patience} workers were lost in a row")
+      process.ask(line, count, self._timeout * size, outcomes, stop)
+      sent.lost = 0
+      sent.done.put((task, outcomes))
+    except Lost as error:
+      sent.lost += 1
+      # The error is that of the function that was at work, and of all of its
+      # completions; those after it have no value.
+      outcomes = outcomes[: len(outcomes) // size * size]
+      outcomes += [Outcome(None, str(error))] * size
+      outcomes += [Outcome(None)] * (count - len(outcomes))
+      sent.done.put((task, outcomes))
+    except BaseException as error:
+      sent.done.put(error)
     finally:
       self._idle.put(process)
-      sent.ended.put(None)
-
-  def _score_here(
-    self, sent: Submission, task: Task, poll: Callable[[], None] | None
-  ) -> None:
-    if poll:
-      poll()
-    items = sent.items(task)
-    found = [worker.evaluate(self._functions[i], items) for i in task.functions]
-    sent.keep(task, [outcome for some in found for outcome in some])
-
-  def _score(
-    self,
-    process: Process,
-    sent: Submission,
-    index: int,
-    stop: Callable[[], bool],
-  ) -> None:
-    task, outcomes, error = sent.tasks[index], [], None
-    if sent.lost >= self.patience:
-      error = f"not tried: {self.patience} workers were lost in a row"
-    else:
-      count = len(task.functions) * len(task.jobs)
-      limit = self._timeout * len(task.jobs)
-      try:
-        process.ask(sent.lines[index], count, limit, outcomes, stop)
-      except Lost as lost:
-        error = str(lost)
-      with sent.lock:
-        sent.lost = sent.lost + 1 if error else 0
-    if error:
-      outcomes = tasks.cut_short(task, outcomes, error)
-    sent.keep(task, outcomes)
-
-  def _results(self, sent: Submission) -> list[Result]:
-    pairs = zip(sent.jobs, sent.outcomes, strict=True)
-    return [self._result(job, outcomes) for job, outcomes in pairs]
 
   def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
+    """The reward of a completion, from what each function made of it."""
     named = list(zip(self.names, outcomes, strict=True))
     values = tuple(outcome.value for outcome in outcomes)
-    failures = tuple(
-      Failure(name, outcome.error, job.prompt, job.completion)
-      for name, outcome in named
-      if outcome.error is not None
-    )
-    total = None if failures else functions.combine(values, self.weights)
-    if total is not None and abs(total) > LARGEST:
-      error = f"is {total:.3g}, more than {LARGEST:g}"
-      failures = (Failure("weighted sum", error, job.prompt, job.completion),)
-      total = None
+    errors = [(name, x.error) for name, x in named if x.error is not None]
+    total = None if errors else functions.combine(values, self.weights)
+    if total is not None and abs(total) > worker.LARGEST:
+      error = f"is {total:.3g}, more than {worker.LARGEST:g}"
+      errors, total = [("weighted sum", error)], None
     extras = {
       f"{name}/{key}": number
       for name, outcome in named
       for key, number in outcome.extras.items()
     }
+    failures = (
+      Failure(name, error, job.prompt, job.completion) for name, error in errors
+    )
     reward = math.nan if total is None else total
-    return Result(reward, values, failures, extras)
+    return Result(reward, values, tuple(failures), extras)

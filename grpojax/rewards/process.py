@@ -9,23 +9,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from grpojax.rewards.outcomes import Outcome
+from grpojax.rewards.worker import Outcome
 
-START = 120.0
-"""Seconds that a worker has to load its functions."""
-
-STOP = 0.1
-"""Seconds within which a worker notices that it is to stop."""
-
+_START = 120.0  # seconds that a worker has to load its functions
+_STOP = 0.1  # seconds within which a thread notices that it is to stop
 _MOST = 2**16  # bytes of an answer; a worker sends far less
 
 
-def never() -> bool:
-  """Does not stop."""
-  return False
+def to_line(message: Any) -> bytes:
+  """A message to a worker; ValueError where something in it is no JSON."""
+
+  def plain(value):
+    if hasattr(value, "tolist"):  # of NumPy
+      return value.tolist()
+    raise TypeError(f"{value!r} is of type {type(value).__name__}")
+
+  try:
+    return json.dumps(message, default=plain).encode() + b"\n"
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"only JSON reaches the reward workers (or use 0 workers): {error}"
+    ) from error
 
 
 class Lost(Exception):
@@ -33,19 +40,16 @@ class Lost(Exception):
 
 
 class Process:
-  """A process of `worker`; a class because it holds one.
+  """One worker as its parent sees it; one thread at a time may use it.
 
   It leads a session of its own: Ctrl-C in a terminal does not reach it, and
-  what it has started is killed with it. Only one thread at a time may use it.
-
-  Lines that are no answer to what was asked are ignored: they are late ones to
-  earlier questions, or a function wrote them.
+  what it has started is killed with it.
   """
 
   def __init__(self, setup: bytes):
     self._setup = setup
     self._process: subprocess.Popen | None = None
-    self._pending = b""
+    self._pending = b""  # the beginning of a line
 
   def start(self) -> None:
     """Starts the process, without waiting for it."""
@@ -65,35 +69,30 @@ class Process:
     for pipe in (self._process.stdin, self._process.stdout):
       os.set_blocking(pipe.fileno(), False)
 
-  def wait_until_ready(self, stop: Callable[[], bool] = never) -> None:
-    """Waits until the functions are loaded."""
-    answers: list[Any] = []
-    self._exchange(self._setup, 1, START, answers, stop)
-    ready, error, _ = answers[0]
-    if ready is None:
+  def wait_until_ready(self, stop: Callable[[], bool]) -> None:
+    """Waits until the functions are loaded; raises as `ask`."""
+    answers: list[Outcome] = []
+    self._exchange(self._setup, 1, _START, answers, stop)
+    if answers[0].error is not None:
       self.kill()
-      raise Lost(error)
+      raise Lost(answers[0].error)
 
   def ask(
     self,
     line: bytes,
     count: int,
     timeout: int | float,
-    answers: list[Any],
-    stop: Callable[[], bool] = never,
+    answers: list[Outcome],
+    stop: Callable[[], bool],
   ) -> None:
-    """Sends a line and appends so many answers; starts a process if none is.
+    """Sends a line and appends `count` answers, within so many seconds.
 
-    Args:
-      line: JSON, with its newline.
-      count: answers to wait for.
-      timeout: seconds for all of them.
-      answers: an `Outcome` is appended for each.
-      stop: says whether to give up, every `STOP` seconds.
+    Starts a process if there is none. Answers that came are in the list also
+    where some are missing in the end. `stop` is asked every `_STOP` seconds.
 
     Raises:
-      Lost: no answer in time, it was stopped, or the process has died. It is
-        killed; answers has those that came before.
+      Lost: no answer in time, `stop` said True, or the process has died. It is
+        killed.
     """
     if self._process is not None and self._process.poll() is not None:
       self.kill()  # it ended after its last answer, no fault of this line
@@ -113,63 +112,69 @@ class Process:
     process.stdin.close()
     process.stdout.close()
 
-  def _exchange(self, *args) -> None:
+  def _exchange(self, line, count, timeout, answers, stop) -> None:
+    """Writes the line and reads the answers, both as far as the pipes go."""
+    process, deadline = self._process, time.monotonic() + timeout
+    reader, writer = process.stdout.fileno(), process.stdin.fileno()
+    poller = select.poll()
+    poller.register(reader, select.POLLIN)
+    poller.register(writer, select.POLLOUT)
+    # Nobody can know it beforehand, so an answer with it is to this line.
+    name = secrets.token_hex(8)
+    rest = memoryview(f"{name} ".encode() + line)
     try:
-      self._talk(*args)
+      while len(answers) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+          raise Lost(f"no result after {timeout:g} s")
+        if stop():
+          raise Lost("stopped")
+        ready = dict(poller.poll(1000 * min(left, _STOP) + 1))
+        if writer in ready:
+          try:
+            rest = rest[os.write(writer, rest[:_MOST]) :]
+          except BrokenPipeError:
+            rest = rest[:0]  # it is gone, as its end of file will tell
+          if not rest:
+            poller.unregister(writer)
+        if reader in ready:
+          new = _answers(self._read(reader), name)
+          answers += new[: count - len(answers)]
     except BaseException:
       self.kill()
       raise
 
-  def _talk(self, line, count, timeout, answers, stop) -> None:
-    process, deadline = self._process, time.monotonic() + timeout
-    reader, writer = process.stdout.fileno(), process.stdin.fileno()
-    poll = select.poll()
-    poll.register(reader, select.POLLIN)
-    poll.register(writer, select.POLLOUT)
-    # Nobody can know it beforehand, so an answer with it is to this line.
-    name = secrets.token_hex(8)
-    rest = memoryview(f"{name} ".encode() + line)
-    while count:
-      left = deadline - time.monotonic()
-      if left <= 0:
-        raise Lost(f"no result after {timeout:g} s")
-      if stop():
-        raise Lost("stopped")
-      ready = dict(poll.poll(1000 * min(left, STOP) + 1))
-      if writer in ready:
-        try:
-          rest = rest[os.write(writer, rest[:_MOST]) :]
-        except BrokenPipeError:
-          rest = rest[:0]  # it is gone, as its end of file will tell
-        if not rest:
-          poll.unregister(writer)
-      if reader in ready:
-        data = os.read(reader, _MOST)
-        if not data:
-          raise Lost(_end_of(process))
-        *lines, pending = (self._pending + data).split(b"\n")
-        self._pending = pending[-_MOST:]  # an endless line is no answer
-        found = [_answer(line, name) for line in lines]
-        found = [answer for answer in found if answer is not None][:count]
-        answers += found
-        count -= len(found)
+  def _read(self, reader: int) -> list[bytes]:
+    """Whole lines that have come."""
+    data = os.read(reader, _MOST)
+    if not data:
+      raise Lost(_end_of(self._process))
+    *lines, pending = (self._pending + data).split(b"\n")
+    self._pending = pending[-_MOST:]  # an endless line is no answer
+    return lines
 
 
-def _answer(line: bytes, name: str) -> Outcome | None:
-  """The answer [name, value, error, extras] in a line; None if it has none."""
-  try:
-    of, value, error, extras = json.loads(line)
-    numbers = all(isinstance(x, float) for x in extras.values())
-  except (AttributeError, TypeError, ValueError, RecursionError):
-    return None
-  known = value is None or isinstance(value, float) or value == "ready"
-  if of == name and known and numbers and isinstance(error, str | None):
-    return Outcome(value, error, extras)
-  return None
+def _answers(lines: Iterable[bytes], name: str) -> list[Outcome]:
+  """Outcomes in the lines [name, value, error, extras].
+
+  Other lines are ignored: late answers to earlier questions, or text that a
+  function wrote.
+  """
+  outcomes = []
+  for line in lines:
+    try:
+      of, value, error, extras = json.loads(line)
+      numbers = all(isinstance(x, float) for x in extras.values())
+    except (AttributeError, TypeError, ValueError, RecursionError):
+      continue
+    typed = isinstance(value, float | None) and isinstance(error, str | None)
+    if of == name and typed and numbers:
+      outcomes.append(Outcome(value, error, extras))
+  return outcomes
 
 
 def _end_of(process: subprocess.Popen) -> str:
-  """Why a process that closed its pipe has ended."""
+  """Says how a process that closed its pipe has ended."""
   try:
     code = process.wait(1.0)
   except subprocess.TimeoutExpired:

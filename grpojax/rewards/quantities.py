@@ -109,7 +109,7 @@ def _divide(match: re.Match) -> str:
 
 
 def value(match: re.Match) -> Fraction | None:
-  """The number that `NUMBER` found; None for a division by zero."""
+  """Reads a match of `NUMBER`; None for a division by zero."""
   groups = match.groupdict()
   if groups["whole"]:
     top, bottom = Fraction(groups["num"]), Fraction(groups["den"])
@@ -133,7 +133,7 @@ def _decimal(digits: str) -> Fraction:
 
 
 def number(text: str) -> Fraction | None:
-  """The number that a text means, exactly; None if it is not one number.
+  """Reads the number that a text means, exactly; None if it is not one number.
 
   Args:
     text: an answer alone, such as "x = 1,234.50 dollars".
@@ -169,7 +169,7 @@ def number(text: str) -> Fraction | None:
 
 
 def _only_words(text: str) -> bool:
-  """Whether there is nothing but words and punctuation: no symbol, no digit."""
+  """True where there are only words and punctuation: no symbol, no digit."""
   if "*" in text or "+" in text:
     return False
   words = _WORD.findall(text)
@@ -183,7 +183,7 @@ def _only_words(text: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def canonical(text: str) -> str | None:
-  """The one spelling of all answers that equal this one; None if there is none.
+  """Returns the one spelling of all answers equal to this; None if none.
 
   Args:
     text: an answer alone; of more than `LONGEST` characters it is none.
@@ -213,11 +213,9 @@ def canonical(text: str) -> str | None:
 
 
 def equal(first: str, second: str) -> bool:
-  """Whether two answers are the same number, or else the same text.
+  """True where two answers are the same number, or else the same text.
 
-  Args:
-    first: an answer alone, without the solution.
-    second: another one.
+  Both are answers alone, without their solutions.
   """
-  one = canonical(first)
-  return one is not None and one == canonical(second)
+  spelling = canonical(first)
+  return spelling is not None and spelling == canonical(second)

@@ -1,4 +1,4 @@
-r"""Right or wrong with symbols: is "x(x+1)" the reference answer "x^2+x"?
+r"""Right or wrong with symbols: "x(x+1)" is "x^2+x", the reward `math_verify`.
 
 Needs Math-Verify: pip install 'grpojax[math]'. It simplifies expressions and
 may take forever; use it with worker processes, whose time is limited.
@@ -25,27 +25,20 @@ def math_verify(prompt: str, completion: str, example: dict[str, Any]) -> float:
   expressions: its parser of plain expressions would have Python evaluate them.
   (SymPy reads the numbers, tokens of digits and a point, by evaluating them.)
 
-  Args:
-    prompt: not used.
-    completion: the completion's text, without its EOS.
-    example: see `math.reference_answer`.
-
-  Returns:
-    1.0 or 0.0.
   """
   if math.math_answer(prompt, completion, example):
     return 1.0
-  given = math.find_answer(completion)
+  answer = math.find_answer(completion)
   expected = math.reference_answer(example)
-  if None in map(quantities.canonical, (given or "", expected)):
+  if None in map(quantities.canonical, (answer or "", expected)):
     return 0.0
-  if max(len(given), len(expected)) > quantities.LONGEST:
+  if max(len(answer), len(expected)) > quantities.LONGEST:
     return 0.0
-  if quantities.number(given) is not None:
+  if quantities.number(answer) is not None:
     if quantities.number(expected) is not None:
       return 0.0  # two different numbers
   return float(
-    library.verify(_parse(expected), _parse(given), timeout_seconds=None)
+    library.verify(_parse(expected), _parse(answer), timeout_seconds=None)
   )
 
 

@@ -1,92 +1,149 @@
-"""A process that computes rewards: python -m grpojax.rewards.worker.
+"""One reward worker: python -m grpojax.rewards.worker, started by `pool`.
 
-It reads lines `ID JSON` from its standard input: the first says which
-functions, each other one is a task: completions to score, and by which of them.
-For each function and completion it answers with a line [ID, value, error,
-extras]; the ID is random, so no reply can be taken for one to another line.
-What the functions print goes to standard error.
+It reads lines `ID JSON` from its standard input. The first one names the reward
+functions; every other one is a task, completions and the functions that judge
+them. For each function and completion it answers [ID, value, error, extras].
+The ID is random, so that no answer passes for one to another line. What the
+functions print goes to standard error.
 
 Functions are trusted not to attack: one that forks, reads, prints, closes files
 or writes to all that are open does no harm to other completions, but one that
 looks for the present ID in this process can answer in its own favour. Who runs
 code that a model wrote must do it in a sandbox of its own.
 
-It ends when its input does, that is, also when the other process was killed;
-and if a function hangs then, the system's alarm ends it (see `LEEWAY`).
+It ends when its input does, so also when its parent was killed; the system's
+alarm ends it then if a function hangs, after `LEEWAY`.
 """
 
 import contextlib
 import copy
 import json
+import math
+import numbers
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from grpojax.rewards import conventions, functions, outcomes
-from grpojax.rewards.outcomes import Outcome
+from grpojax.rewards import conventions, functions
+
+LARGEST = 1e30
+"""Largest absolute value of a reward: sums of them fit into float32."""
 
 LEEWAY = 2.0
-"""Seconds beyond a completion's limit after which the system ends a worker. The
+"""Seconds beyond a task's limit after which the system ends a worker. Its
 parent kills it at the limit; this is for a worker whose parent has died."""
+
+_MEMORY = 2**33  # bytes of data that a worker may allocate
+_MOST_EXTRAS, _LONGEST_NAME = 32, 64
+_REWARD = "score"  # the key of the reward where a function returns a dict
+
+
+class Outcome(NamedTuple):
+  """Result of one function for one completion.
+
+  Attributes:
+    value: the reward; None where the function abstains, or failed.
+    error: the failure, in words; None where nothing failed.
+    extras: other numbers that the function returned, by name, for logs.
+  """
+
+  value: float | None
+  error: str | None = None
+  extras: Mapping[str, float] = {}
 
 
 def evaluate(
   reward: functions.Reward, items: Sequence[conventions.Item]
 ) -> list[Outcome]:
-  """The rewards of completions, or what went wrong.
+  """Calls a function on completions, whatever it does.
 
   An error is an exception, but for Ctrl-C, and a value that is neither None nor
   a finite number; None abstains. Only this process returns, not one that the
-  function has forked; and what it changes in an example, nobody else sees.
+  function has forked; and changes that it makes in an example stay its own.
 
   Args:
     reward: the function.
     items: prompt, completion and example of each; all of one prompt where the
-      function has them together.
+      function takes them together.
   """
   items = [(*texts, copy.deepcopy(example)) for *texts, example in items]
-  if not isinstance(reward, conventions.Trl):
-    return [_try(lambda: [reward(*item)], 1)[0] for item in items]  # noqa: B023
-  return _try(lambda: reward(items), len(items))
+  if isinstance(reward, conventions.Trl):
+    return _call(lambda: reward(items), len(items))
+  return [_call(lambda: [reward(*item)], 1)[0] for item in items]  # noqa: B023
 
 
-def _try(call: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
-  """What a call returns for so many completions."""
+def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
+  """Outcomes of a call that is to return `count` values."""
   try:
     with functions.one_process():
-      values = list(call())
-    if len(values) != count:
-      said = f"returned {len(values)} rewards for {count} completions"
-      return [Outcome(None, said)] * count
-    return list(map(outcomes.of_value, values))
+      values = list(function())
+    if len(values) == count:
+      return [_outcome(value) for value in values]
+    error = f"returned {len(values)} rewards for {count} completions"
   except KeyboardInterrupt:
     raise
-  except BaseException as error:  # asyncio's and pytest's, and SystemExit
-    return [outcomes.raised(error)] * count
+  except BaseException as exception:  # asyncio's and pytest's, and SystemExit
+    error = f"raised {functions.describe(exception)}"
+  return [Outcome(None, error)] * count
 
 
-def _limit_memory(size: int) -> None:
+def _outcome(value: Any) -> Outcome:
+  """Reads a returned value: None, a number, a scalar array, or a dict.
+
+  A dict has the reward as "score", as verl's functions return it. Its other
+  finite numbers are extras (the first 32); anything else in it is ignored.
+  """
+  extras = {}
+  if isinstance(value, Mapping):
+    if _REWARD not in value:
+      return Outcome(None, f"returned a dict without {_REWARD!r}")
+    others = {key: _scalar(x) for key, x in value.items() if key != _REWARD}
+    logged = [(key, x) for key, x in others.items() if _is_finite(x)]
+    extras = {
+      str(k)[:_LONGEST_NAME]: float(x) for k, x in logged[:_MOST_EXTRAS]
+    }
+    value = value[_REWARD]
+  value = _scalar(value)
+  if value is None:
+    return Outcome(None, None, extras)
+  if not isinstance(value, numbers.Real):
+    error = f"returned {type(value).__name__}, which is not a number"
+    return Outcome(None, error, extras)
+  if not _is_finite(float(value)):
+    return Outcome(None, f"returned {float(value)}", extras)
+  return Outcome(float(value), None, extras)
+
+
+def _scalar(value: Any) -> Any:
+  return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _is_finite(value: Any) -> bool:
+  number = isinstance(value, numbers.Real)
+  return number and math.isfinite(value) and abs(value) <= LARGEST
+
+
+def _limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   _, most = resource.getrlimit(resource.RLIMIT_DATA)
-  if most != resource.RLIM_INFINITY:
-    size = min(size, most)
+  unlimited = most == resource.RLIM_INFINITY
+  size = _MEMORY if unlimited else min(_MEMORY, most)
   resource.setrlimit(resource.RLIMIT_DATA, (size, size))
 
 
 def main() -> None:
   """Answers until the input ends."""
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-  requests = os.fdopen(os.dup(0), "rb")
-  replies = os.dup(1)
+  requests, replies = os.fdopen(os.dup(0), "rb"), os.dup(1)
   # A function that reads or prints must not disturb the exchange.
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
   os.dup2(2, 1)
   sys.stdout.reconfigure(line_buffering=True)  # seen also if it is killed
 
-  def reply(name: bytes, *outcome: Any) -> None:
+  def reply(name: bytes, outcome: Outcome) -> None:
     # Begins a line, in case that something else wrote half of one.
     answer = json.dumps([name.decode(), *outcome])
     os.write(replies, f"\n{answer}\n".encode())
@@ -94,35 +151,34 @@ def main() -> None:
   name, _, line = requests.readline().partition(b" ")
   setup = json.loads(line)
   try:
-    _limit_memory(setup["memory"])
-    what = [setup[key] for key in ("names", "options", "sources")]
-    rewards = functions.resolve_all(*what)
-  except ValueError as error:
-    reply(name, None, str(error), {})
-    return
+    _limit_memory()
+    rewards = functions.resolve_all(
+      setup["names"], setup["options"], setup["sources"]
+    )
   except BaseException as error:
-    reply(name, None, functions.describe(error), {})
+    plain = isinstance(error, ValueError)
+    reply(
+      name, Outcome(None, str(error) if plain else functions.describe(error))
+    )
     return
-  reply(name, "ready", None, {})
+  reply(name, Outcome(0.0))  # ready
   for line in requests:
     # The default action ends the process whatever a function is doing; set
     # again each time, because a function may have set it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     name, _, task = line.partition(b" ")
-    which, items = json.loads(task)
+    numbers_of_functions, items = json.loads(task)
     limit = setup["timeout"] * len(items) + LEEWAY
     signal.setitimer(signal.ITIMER_REAL, limit)
-    for i in which:
+    for i in numbers_of_functions:
       for outcome in evaluate(rewards[i], items):
-        reply(name, *outcome)
+        reply(name, outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":
-  try:
+  with contextlib.suppress(BrokenPipeError):
     main()
-  except BrokenPipeError:
-    pass
   # At once: not waiting for threads that a function has started.
   with contextlib.suppress(OSError, ValueError):  # it may have closed it
     sys.stderr.flush()

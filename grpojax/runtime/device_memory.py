@@ -1,4 +1,4 @@
-"""How much memory there is, on accelerators and on the host."""
+"""Memory of accelerators and of the host."""
 
 import os
 import pathlib
@@ -19,16 +19,13 @@ def _read(path: pathlib.Path) -> str:
 
 
 def host_bytes(root: str | os.PathLike = "/") -> int:
-  """What the processes of this machine, or of this container, may use.
+  """Returns the bytes that processes of this machine, or container, may use.
 
   Physical memory, or less where a control group says so, and swap space. More
   than can be had at the moment, since others use some of it.
 
   Args:
-    root: where `proc` and `sys` are.
-
-  Returns:
-    Bytes.
+    root: directory that has `proc` and `sys`.
   """
   root = pathlib.Path(root)
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -43,7 +40,7 @@ def host_bytes(root: str | os.PathLike = "/") -> int:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-  """What arrays on a device may take; None where that is not known.
+  """Returns the bytes that a device has for arrays; None if not known.
 
   The devices of a CPU share the memory of the host.
   """

@@ -1,4 +1,4 @@
-"""The error of a gradient with any unbiased advantages of a group's own.
+"""Error of a gradient with any unbiased advantages of a group's own.
 
 `statistics.diagnostics` knows the error of leave-one-out by its closed form.
 Here it is measured: with the advantages of whole groups, and with those of
@@ -23,14 +23,14 @@ from grpojax.statistics.group_size import optimal_group_size
 
 
 class AdvantageErrors(NamedTuple):
-  """What the error of a gradient with given advantages is made of.
+  """Components of a gradient's error with certain advantages.
 
   Attributes:
-    c2: within prompts.
-    c3: for what the baseline does not know of its prompt.
-    c2_se: standard error, over prompts and directions.
-    c3_se: likewise.
-    mse: given the prompt, of one group's gradient, a mean over prompts.
+    c2: error within prompts.
+    c3: error for what the baseline does not know of its prompt.
+    c2_se: standard error of c2, over prompts and directions.
+    c3_se: likewise of c3.
+    mse: error of one group's gradient given the prompt, a mean over prompts.
   """
 
   c2: Float[Array, ""]
@@ -38,12 +38,6 @@ class AdvantageErrors(NamedTuple):
   c2_se: Float[Array, ""]
   c3_se: Float[Array, ""]
   mse: Float[Array, ""]
-
-
-def _halves(x: Shaped[Array, "B G"]) -> Shaped[Array, "B2 H"]:
-  """Groups [B, G] as twice as many of G // 2; an odd one out is left out."""
-  size = x.shape[1] // 2
-  return x[:, : 2 * size].reshape(-1, size)
 
 
 def advantage_errors(
@@ -55,11 +49,11 @@ def advantage_errors(
   """Estimates the error of a group's gradient, from its samples.
 
   Args:
-    projections: from `score_projections`, V >= 2 directions.
+    projections: results of `score_projections`, V >= 2 directions.
     rewards: one a sample, all finite; B >= 2, G >= 4.
     advantage: `(rewards, **weights) -> advantages`, of each group by itself,
       and unbiased.
-    weights: what it takes of each sample.
+    weights: arguments of it, one number a sample each.
 
   Returns:
     Unbiased estimates of the errors at G and at G // 2, as c2 and c3.
@@ -76,9 +70,15 @@ def advantage_errors(
   half = size // 2
   rewards = as_float(rewards, "advantage_errors", least=4)
   gradient_sq = prompt_estimates(projections, rewards).gradient_sq  # [V, B]
-  whole = advantage(rewards, **weights)
-  cut = {name: _halves(x) for name, x in weights.items()}
-  parts = advantage(_halves(rewards), **cut)  # [2 B, half]
+
+  def halves(x):
+    """Groups [B, G] as [2 B, G // 2]; an odd sample is left out."""
+    return x[:, : 2 * half].reshape(-1, half)
+
+  whole = advantage(rewards, **weights)  # [B, G]
+  split = {name: halves(x) for name, x in weights.items()}
+  parts = advantage(halves(rewards), **split)  # [2 B, G // 2]
+  # The gradient's estimates in each direction, [V, B] and [V, B, 2].
   estimates = jnp.mean(projections * whole, -1)
   a = projections[..., : 2 * half].reshape(tangents, prompts, 2, half)
   of_halves = jnp.mean(a * parts.reshape(prompts, 2, half), -1)
@@ -104,8 +104,8 @@ def metrics(
   """Scalars for a log, beside those of `diagnostics.metrics`.
 
   Args:
-    errors: of the run's own advantages.
-    c1: between prompts, which is the same for all unbiased advantages.
+    errors: components of the run's own advantages.
+    c1: error between prompts, which is the same for all unbiased advantages.
     prompts: B of the whole step.
 
   Returns:

@@ -11,6 +11,7 @@ are independent; this is what makes all of it unbiased.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -23,11 +24,11 @@ class PromptEstimates(NamedTuple):
   Also their sums over prompts, without those axes.
 
   Attributes:
-    gradient_sq: of ||g(x)||^2.
-    oracle: of E[||s||^2 delta^2], the second moment of the oracle's terms.
-    vanilla: of E[||s||^2 Z^2], that of the terms without a baseline.
-    fisher_times_variance: of I(x) sigma^2(x), with I(x) = E||s||^2.
-    pairs: of g(x) . g(x') for two different prompts; 0 on the diagonal.
+    gradient_sq: ||g(x)||^2.
+    oracle: E[||s||^2 delta^2], the second moment of the oracle's terms.
+    vanilla: E[||s||^2 Z^2], that of the terms without a baseline.
+    fisher_times_variance: I(x) sigma^2(x), with I(x) = E||s||^2.
+    pairs: g(x) . g(x') for two different prompts; 0 on the diagonal.
   """
 
   gradient_sq: Float[Array, "V *B"]
@@ -40,9 +41,9 @@ class PromptEstimates(NamedTuple):
 def _baselines(
   score_sq: Float[Array, "V B"], score_sq_reward: Float[Array, "V B"]
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
-  """The constant baseline with the least variance, from other prompts.
+  """Constant baselines with the least variance, from other prompts.
 
-  It is E[||s||^2 Z] / E||s||^2. Any baseline b leaves E[s (Z - b)] = g(x),
+  That is E[||s||^2 Z] / E||s||^2. Any baseline b leaves E[s (Z - b)] = g(x),
   because E[s] = 0, as long as b is independent of the samples that it is
   subtracted from: so it may depend on the directions and on other prompts.
 
@@ -67,18 +68,15 @@ def _baselines(
     safe = jnp.where(positive, denominator, 1.0)
     return jnp.where(positive, numerator / safe, 0.0)
 
-  numerator_one, numerator_two = sums_without(score_sq_reward)
-  denominator_one, denominator_two = sums_without(score_sq)
-  return (
-    ratio(numerator_one, denominator_one),
-    ratio(numerator_two, denominator_two),
-  )
+  rewards, pair_rewards = sums_without(score_sq_reward)
+  scores, pair_scores = sums_without(score_sq)
+  return ratio(rewards, scores), ratio(pair_rewards, pair_scores)
 
 
 def _reward_moments(
   rewards: Float[Array, "B G"],
 ) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
-  """delta_i^2 and sigma^2 for each sample i, without knowing V(x).
+  """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
   With c_i = Z_i - mean(Z) and S = sum_i c_i^2:
 
@@ -100,7 +98,7 @@ def _reward_moments(
 def prompt_estimates(
   a: Float[Array, "V B G"], rewards: Float[Array, "B G"]
 ) -> PromptEstimates:
-  """U-statistics of every group and direction, in closed form.
+  """Computes U-statistics of every group and direction, in closed form.
 
   Means over distinct samples i, j, k of a group, b a baseline of `_baselines`:
 
@@ -150,23 +148,21 @@ def prompt_estimates(
 
 def sum_over_prompts(estimates: PromptEstimates) -> PromptEstimates:
   """Sums over prompts and over ordered pairs of them, all of shape [V]."""
-  return PromptEstimates(
-    *(jnp.sum(x, tuple(range(1, x.ndim))) for x in estimates)
-  )
+  return jax.tree.map(lambda x: jnp.sum(x, tuple(range(1, x.ndim))), estimates)
 
 
 def combine(sums: PromptEstimates, count: int) -> Components:
-  """The components, each a linear combination of means over prompts.
+  """Computes the components, linear combinations of means over prompts.
 
   Args:
-    sums: over `count` prompts, and over all their count (count - 1) ordered
-      pairs; of any one shape.
+    sums: sums over `count` prompts, and over all their count (count - 1)
+      ordered pairs; of any one shape.
     count: at least 2.
 
   Returns:
     Components of the same shape.
   """
-  mean = PromptEstimates(*(x / count for x in sums))
+  mean = jax.tree.map(lambda x: x / count, sums)
   # Products of different prompts have the mean ||E_x g(x)||^2, without
   # E_x ||g(x)||^2 in it.
   gradient_sq = mean.pairs / (count - 1)
@@ -182,16 +178,16 @@ def combine(sums: PromptEstimates, count: int) -> Components:
 def covariances(
   estimates: PromptEstimates, per_tangent: Float[Array, "V 5"], count: int
 ) -> tuple[Float[Array, "5 5"], Float[Array, "5 5"]]:
-  """Covariances of the five components: over prompts, and over directions.
+  """Estimates covariances of the components, over prompts and over directions.
 
   A jackknife over prompts (the components are no plain means over them), and
   the spread of the directions. What varies with both is in both: a little is
   counted twice, which errs on the safe side.
 
   Args:
-    estimates: of `prompt_estimates`.
-    per_tangent: the components in each direction.
-    count: B, prompts.
+    estimates: results of `prompt_estimates`.
+    per_tangent: the five components in each direction.
+    count: B, number of prompts.
 
   Returns:
     Two matrices, in the order of `Components`; their sum is the covariance.
@@ -200,11 +196,10 @@ def covariances(
   # What leaves the sums with a prompt, [V, B] each. Of the ordered pairs two
   # have it with each other prompt, (x, x') and (x', x).
   leaving = estimates._replace(pairs=2 * jnp.sum(estimates.pairs, -1))
-  totals = [jnp.sum(x, -1, keepdims=True) for x in leaving]  # [V, 1] each
-  totals[-1] /= 2  # over prompts, each pair was counted twice
-  remaining = PromptEstimates(
-    *(total - x for total, x in zip(totals, leaving, strict=True))
-  )
+  totals = jax.tree.map(lambda x: jnp.sum(x, -1, keepdims=True), leaving)
+  # Over prompts, each pair was counted twice.
+  totals = totals._replace(pairs=totals.pairs / 2)  # [V, 1] each
+  remaining = jax.tree.map(jnp.subtract, totals, leaving)
   # The components without each of the prompts: [5, V, B], then [5, B].
   without_each = jnp.stack(combine(remaining, count - 1)).mean(1)
   # Jackknife: (B - 1) / B times the sum of squares around the mean.

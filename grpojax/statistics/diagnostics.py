@@ -1,8 +1,8 @@
-"""How noisy is a GRPO gradient, and which group size would make it less so?
+"""Noise of a GRPO gradient, and the group size that would make it least.
 
 Every error in `u_statistics` is quadratic in scores, so it can be read off the
 scores' derivatives in a few random directions, without a gradient of any single
-sample (how: `component_estimates`).
+sample (`component_estimates` has the formulas).
 
     score_projections -> [V, B, G] -> diagnose -> Diagnosis -> metrics
 """
@@ -32,13 +32,13 @@ from grpojax.statistics.u_statistics import Estimators
 
 
 class Diagnosis(NamedTuple):
-  """The variance of one step's policy gradient, estimated from its samples.
+  """Variance of one step's policy gradient, estimated from its samples.
 
   Attributes:
     components: unbiased estimates; those of small quantities may be negative.
-    standard_errors: over prompts and directions, one for each component.
-    mse: of the step's gradient with each estimator's advantages, for all the
-      prompts of the step.
+    standard_errors: errors over prompts and directions, one a component.
+    mse: error of the step's gradient with each estimator's advantages, for all
+      the prompts of the step.
     snr: squared length of the gradient over the leave-one-out error.
     optimal_group_size: G* = 1 + sqrt(c3 / c1); inf where c1 <= 0.
     low: lower bound of the 95% interval for G*.
@@ -59,17 +59,14 @@ def diagnose(
   rewards: Real[Array, "B G"],
   num_prompts: int | None = None,
 ) -> Diagnosis:
-  """Estimates what the gradient's error is made of, and the best group size.
+  """Estimates the components of the gradient's error, and the best group size.
 
   Args:
-    projections: from `score_projections`, V >= 2 directions.
+    projections: results of `score_projections`, V >= 2 directions.
     rewards: those that the advantages are computed from; B >= 3, G >= 3.
       One that is not finite makes all estimates nan.
-    num_prompts: prompts of the whole step, where only some are given here; the
-      errors `mse` and `snr` are those of a gradient from so many.
-
-  Returns:
-    A `Diagnosis`; every component is unbiased.
+    num_prompts: number of prompts of the whole step, if these are only some of
+      them; the errors `mse` and `snr` are those of a gradient from so many.
 
   Raises:
     ValueError: too few tangents, prompts or samples a prompt.
@@ -87,8 +84,7 @@ def diagnose(
   c = Components(*jnp.mean(per_tangent, axis=0))
   over_prompts, over_tangents = covariances(estimates, per_tangent, prompts)
   errors = jnp.sqrt(jnp.diagonal(over_prompts + over_tangents))
-  samples_of_step = (num_prompts or prompts) * group_size
-  mse = mse_curve(c, group_size, samples_of_step)
+  mse = mse_curve(c, group_size, (num_prompts or prompts) * group_size)
   low, high = group_size_interval(
     c, over_prompts, over_tangents, prompts, tangents
   )

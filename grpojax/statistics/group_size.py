@@ -1,9 +1,9 @@
-"""The error of a batch's gradient against the group size, and the best size.
+"""Error of a batch's gradient against the group size, and the best size.
 
 A batch of B prompts with G completions each costs N = B G samples. Large groups
 know the value V(x) of their prompt well, but are of few prompts; small groups
 are of many prompts, whose values they know badly. The best size moves while a
-policy trains: `init_choice` and `observe` follow it.
+policy trains: `init_choice` and `observe` keep track of it.
 """
 
 import typing
@@ -23,7 +23,7 @@ from grpojax.statistics.u_statistics import (
 
 
 class Components(NamedTuple):
-  """What the error of a batch of B prompts, N = B G samples, is made of.
+  """Components of the error of a batch of B prompts, N = B G samples.
 
   In the notation of `u_statistics`; all are squared lengths of gradients.
 
@@ -50,12 +50,9 @@ def components(
   """Averages the moments of all prompts that exist.
 
   Args:
-    moments: of X prompts.
+    moments: moments of X prompts.
     gradients: g(x) of each.
     weights: probability of each prompt; None is uniform.
-
-  Returns:
-    Scalars.
   """
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
@@ -74,7 +71,7 @@ def mse_curve(
   group_sizes: Real[Array, "S"] | Real[np.ndarray, "S"] | int,
   num_samples: int,
 ) -> Estimators:
-  """Error of a batch's gradient against the group size, at a fixed budget.
+  """Errors of a batch's gradient against the group size, at a fixed budget.
 
   With N = B G samples of B prompts drawn independently: leave-one-out
   c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv 2603.01162 with
@@ -83,7 +80,7 @@ def mse_curve(
   Args:
     components: scalars.
     group_sizes: G >= 2 each.
-    num_samples: N, of the whole batch; so B = N / G, not rounded.
+    num_samples: N, samples of the whole batch; so B = N / G, not rounded.
 
   Returns:
     Errors, one a group size.
@@ -109,7 +106,7 @@ def optimal_group_size(
   c3: Real[Array, "*#X"] | float | int,
   prompt_cost: float | int = 0.0,
 ) -> Float[Array, "*X"]:
-  """The group size G* with the smallest error at a fixed budget.
+  """Group size G* with the smallest error at a fixed budget.
 
   Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget, the
   learning rate or the number of steps (arXiv 2603.01162, Theorem 7, which has
@@ -119,9 +116,9 @@ def optimal_group_size(
   function of G > 1.
 
   Args:
-    c1: between prompts, as in `Components`.
-    c2: within prompts; it matters only where prompts cost something.
-    c3: for not knowing the value.
+    c1: error between prompts, as in `Components`.
+    c2: error within prompts; it matters only where prompts cost something.
+    c3: error for not knowing the value.
     prompt_cost: kappa >= 0, in completions.
 
   Returns:
@@ -151,7 +148,7 @@ def optimal_group_size(
 def _others_at_a_cost(
   b: Float[Array, "*X"], c: Float[Array, "*X"], prompt_cost: float | int
 ) -> Float[Array, "*X"]:
-  """G* - 1 where each prompt costs `prompt_cost` = kappa completions.
+  """Solves for G* - 1 where each prompt costs kappa = `prompt_cost` > 0.
 
   With b = c2 / c1, c = c3 / c1 and G = 1 + u, the derivative by G of
   (kappa + G) (1 + b / G + c / (G u)), times G^2 u^2, is
@@ -185,7 +182,7 @@ def _others_at_a_cost(
 @typing.no_type_check
 @struct.dataclass
 class GroupSizeChoice:
-  """The group size of the next step, and the estimates that it rests on.
+  """Group size of the next step, and the estimates that it rests on.
 
   Attributes:
     group_size: a power of two.
@@ -203,7 +200,7 @@ class GroupSizeChoice:
 
 
 def init_choice(group_size: int) -> GroupSizeChoice:
-  """Starts from a given group size, knowing nothing."""
+  """Returns the choice of a first group size, knowing nothing."""
   return GroupSizeChoice(
     group_size=jnp.asarray(group_size, jnp.int32),
     c1=jnp.zeros(()),
@@ -235,20 +232,17 @@ def observe(
   a noisy estimate leaves the group size as it is.
 
   Args:
-    choice: so far.
-    c1: an estimate, as of `statistics.diagnostics`; may be negative.
-    c1_se: its standard error.
-    c3: an estimate; the two are taken as independent.
-    c3_se: its standard error. An observation of which anything is not finite
+    choice: the choice so far.
+    c1: estimate, as of `statistics.diagnostics`; may be negative.
+    c1_se: standard error of c1.
+    c3: estimate; the two are taken as independent.
+    c3_se: standard error of c3. An observation of which anything is not finite
       is left out.
     smallest: lowest group size, a power of two.
     largest: highest group size, a power of two.
     decay: weight of the past at each observation, within [0, 1).
     margin: hysteresis >= 0, in powers of two.
     confidence: standard errors >= 0 that the evidence for a move must have.
-
-  Returns:
-    The choice for the next step.
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))

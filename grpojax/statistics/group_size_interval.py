@@ -1,4 +1,4 @@
-"""A 95% interval for the best group size, from noisy estimates of c1 and c3."""
+"""Intervals for the best group size, from noisy estimates of c1 and c3."""
 
 import math
 
@@ -20,7 +20,7 @@ def group_size_interval(
   prompts: int,
   tangents: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
+  """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
   Args:
     components: estimates, scalars.
@@ -45,19 +45,18 @@ def group_size_interval(
 def pooled_group_size(
   c1: Float[np.ndarray, "D"],
   c3: Float[np.ndarray, "D"],
-  own: Float[np.ndarray, "D 2"] | None = None,
+  intervals: Float[np.ndarray, "D 2"] | None = None,
 ) -> tuple[float, float, float]:
-  """G* of a whole run, from its diagnoses: what minimises their mean error.
+  """G* of a whole run, from its diagnoses: the size of least mean error.
 
   Args:
-    c1: an estimate of each diagnosis, D >= 1; not all that exist are finite.
+    c1: estimates of D >= 1 diagnoses; some may not be finite.
     c3: likewise.
-    own: each diagnosis' own interval (`group_size_interval`), or None.
+    intervals: each diagnosis' own interval (`group_size_interval`), or None.
 
   Returns:
     G* = 1 + sqrt(mean c3 / mean c1), and the bounds of its 95% interval over
-    diagnoses: where there is a single one its own, and 1 and inf where there
-    are fewer than three.
+    diagnoses. A single one has its own, and fewer than three have 1 and inf.
 
   Raises:
     ValueError: no diagnosis is finite.
@@ -69,8 +68,8 @@ def pooled_group_size(
     raise ValueError("no diagnosis has a finite c1 and c3")
   means = both.mean(1)
   best = float(optimal_group_size(means[0], 0.0, means[1]))
-  if count == 1 and own is not None:
-    low, high = own[known][0]
+  if count == 1 and intervals is not None:
+    low, high = intervals[known][0]
     return best, float(low), float(high)
   if count < 3:
     return best, 1.0, math.inf
@@ -122,7 +121,7 @@ def _degrees_of_freedom(
   prompts: int,
   tangents: int,
 ) -> Float[Array, ""]:
-  """Those of the variance of c1 - rho c3, at the estimate of rho.
+  """Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho.
 
   The variance is a sum of two, with B - 1 and V - 1 degrees of freedom; a sum
   w1 + w2 has (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E.

@@ -12,19 +12,14 @@ MOST_SAMPLES = 1000  # of a prompt; beyond, binomial coefficients overflow
 
 
 def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
-  """Probability that at least one of k samples is correct, unbiased.
+  """Estimates the probability that one of k samples is correct, unbiased.
 
   1 - C(n - c, k) / C(n, k) with c correct among n: the mean, over all subsets
   of k samples, of "one of them is correct", an order-k U-statistic (arXiv
   2107.03374, equation 1). Computed as a product of k ratios, none of which is
   above 1, so no binomial coefficient overflows.
 
-  Args:
-    correct: one a sample.
-    k: subset size, 1 <= k <= n.
-
-  Returns:
-    Estimates in [0, 1], float32.
+  Estimates are float32, in [0, 1].
 
   Raises:
     ValueError: if k is not within 1 .. n.
@@ -46,10 +41,10 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
 def majority_at_k(
   labels: Int[np.ndarray, "*B n"], correct: Bool[np.ndarray, "*B n"], k: int
 ) -> Float[np.ndarray, "*B"]:
-  """Probability that the plurality vote of k samples is correct, unbiased.
+  """Estimates the probability that a vote of k samples is correct, unbiased.
 
-  The mean, over all subsets of k samples, of "the most frequent answer is
-  correct" (self-consistency, arXiv 2203.11171, section 2): an order-k
+  That is the mean, over all subsets of k samples, of "the most frequent answer
+  is correct" (self-consistency, arXiv 2203.11171, section 2): an order-k
   U-statistic. Among answers with equally many votes each is as likely to be
   chosen, so a tie counts with the share of its correct answers. Exact up to
   rounding, on the host, without enumerating subsets.
@@ -95,12 +90,9 @@ def _votes(
   """Counts the votes of one prompt.
 
   Returns:
-    For each answer its number of votes and whether it is correct, sorted, so
+    For each answer its number of votes and True if it is correct, sorted, so
     that prompts with the same counts share what `_majority` has computed; and
     the number of samples that do not vote.
-
-  Raises:
-    ValueError: if `correct` contradicts the labels.
   """
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample, minlength=len(answers))
@@ -125,7 +117,7 @@ def _votes(
 def _majority(
   votes: tuple[tuple[int, bool], ...], silent: int, k: int
 ) -> float:
-  """maj@k of one prompt, which depends on nothing but these counts.
+  """Computes maj@k of one prompt, which depends on these counts alone.
 
   For each number m of votes that wins, answers join one after the other:
   ways[0, t, d] is the number of ways to draw d samples from those that joined
@@ -133,11 +125,6 @@ def _majority(
   the same, each way counted once for each correct answer among the t. Answers
   with fewer than m samples can neither win nor be limited, and join all at
   once; so all m together join at most n answers.
-
-  Args:
-    votes: number of samples and correctness of each answer.
-    silent: samples that do not vote.
-    k: subset size, at most the number of samples.
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)
@@ -166,5 +153,5 @@ def _majority(
 
 @functools.lru_cache(maxsize=1 << 12)
 def _binomials(n: int, k: int) -> Float[np.ndarray, "{k}+1"]:
-  """C(n, 0) .. C(n, k)."""
+  """Binomial coefficients C(n, 0) .. C(n, k)."""
   return np.array([float(math.comb(n, i)) for i in range(k + 1)])

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.micro_batches import split_rows
-from grpojax.core.sampling import Sampling
+from grpojax.core.packing.micro_batches import split_rows
 from grpojax.core.types import LM, Params, Rollout
 
-# What moves of the parameters, and how to get all of them back from it.
+# The parameters that move, and a function from these to all of them.
 Merge = Callable[[Any], Params]
 Split = Callable[[Params], tuple[Any, Merge]]
 
@@ -29,7 +29,7 @@ def _all_move(params: Params) -> tuple[Params, Merge]:
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
-  """A random sign for each number of a tree: E[v v^T] = I.
+  """Draws a random sign for each number of a tree: E[v v^T] = I.
 
   Among all such distributions independent signs have the least fourth moment,
   hence the least noise in squares.
@@ -56,7 +56,7 @@ def score_projections(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
-  """Directional derivatives of every sequence's log-probability.
+  """Computes directional derivatives of every sequence's log-probability.
 
   a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
   of the batch, and memory for V copies of the parameters that move.
@@ -65,17 +65,17 @@ def score_projections(
     lm: the model.
     params: its parameters.
     rollout: the completions, without rows that only pad the batch.
-    key: of the tangents.
-    tangents: V, random directions.
-    micro_batches: parts of the batch, one after the other; divides B.
+    key: key of the tangents.
+    tangents: V, number of random directions.
+    micro_batches: number of parts of the batch, one after the other; divides B.
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
       again: the scores are taken with respect to `moving` alone, such as
       `models.transformer.last_layers`. By default all parameters move.
-    vectorized: take all tangents at once. False takes them one after the
+    vectorized: True takes all tangents at once. False takes them one after the
       other, about 3 V forward passes with the memory of one: for models that
       cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
-    sampling: what the rollout was sampled with.
-    chunk_size: see `token_logprobs`.
+    sampling: settings that the rollout was sampled with.
+    chunk_size: positions whose logits are there at once (`token_logprobs`).
 
   Returns:
     Derivatives, in nats.
@@ -96,10 +96,10 @@ def score_projections(
   )  # as `moving`, with a first axis [V]
 
   def project(part: Rollout):
-    """All directions for one micro-batch, [V, its prompts, G]."""
+    """Derivatives for one micro-batch, [V, its prompts, G]."""
 
     def sequence_logprobs(moving):
-      """Of whole completions, [prompts, G]: sums over their tokens."""
+      """Sums over the tokens of whole completions, [prompts, G]."""
       logprobs, _ = token_logprobs(
         lm,
         merge(moving),

@@ -29,8 +29,8 @@ class Stratum(NamedTuple):
   """Prompts that keep their share of each batch: a data set of a mixture.
 
   Attributes:
-    size: how many there are, one after another.
-    weight: of all of them, up to a factor that all strata share.
+    size: number of prompts, one after another.
+    weight: weight of all of them, up to a factor that all strata share.
   """
 
   size: int
@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
   """Prompts of a batch.
 
   Attributes:
-    indices: which.
+    indices: numbers of the prompts.
     weights: importance weights, whose mean over all that can be drawn is 1.
   """
 
@@ -50,7 +50,7 @@ class Drawn(NamedTuple):
 
 
 def original(strata: Sequence[Stratum]) -> Float[np.ndarray, "n"]:
-  """r, the probability of each prompt without priorities; sums to 1."""
+  """Probability r of each prompt without priorities; sums to 1."""
   total = sum(stratum.weight for stratum in strata)
   shares = [np.full(s.size, s.weight / total / s.size) for s in strata]
   return np.concatenate(shares)
@@ -64,38 +64,40 @@ def expected_rows(
   uniform: int | float,
   most: int = 1,
 ) -> Float[np.ndarray, "n"]:
-  """pi, how many rows of a batch each prompt has on average; sums to `rows`.
+  """Mean number pi of rows of a batch that each prompt has; sums to `rows`.
 
   Args:
     priorities: not negative; compared within a stratum, whose share stays what
       its weight says.
-    strata: whose sizes add up to n.
+    strata: strata whose sizes add up to n.
     rows: B, of which each stratum has room for its share: size * most.
     uniform: u, in (0, 1].
-    most: rows that one prompt may have.
+    most: number of rows that one prompt may have.
   """
-  total, found, start = sum(stratum.weight for stratum in strata), [], 0
+  total, expected, start = sum(stratum.weight for stratum in strata), [], 0
   for size, weight in strata:
-    some = priorities[start : start + size]
+    of_stratum = priorities[start : start + size]
     start += size
     even = np.full(size, 1 / size)
-    by_priority = some / np.sum(some) if np.sum(some) > 0 else even
+    by_priority = (
+      of_stratum / np.sum(of_stratum) if np.sum(of_stratum) > 0 else even
+    )
     q = uniform * even + (1 - uniform) * by_priority
-    found.append(_at_most(most, rows * weight / total, q))
-  return np.concatenate(found)
+    expected.append(_at_most(most, rows * weight / total, q))
+  return np.concatenate(expected)
 
 
 def _at_most(
   most: int, rows: float, q: Float[np.ndarray, "n"]
 ) -> Float[np.ndarray, "n"]:
-  """Rows in proportion to q; what is too much for some goes to the others."""
+  """Rows in proportion to q; an excess over `most` goes to the others."""
   full = np.zeros(len(q), bool)
   while True:
     left = rows - most * np.sum(full)
-    found = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
-    too_much = (found > most) & ~full
+    shares = np.where(full, most, left * q / max(np.sum(q[~full]), 1e-300))
+    too_much = (shares > most) & ~full
     if not np.any(too_much):
-      return found
+      return shares
     full |= too_much
 
 
@@ -104,21 +106,22 @@ def systematic(
   strata: Sequence[Stratum],
   rng: Any,
 ) -> Int[np.ndarray, "B"]:
-  """Indices, each as often as expected on average, rounded up or down.
+  """Draws indices, each as often as expected on average, rounded up or down.
 
-  `rng` is a `numpy.random.Generator`.
+  `rng` is a `numpy.random.Generator`. One random number u decides all: prompts
+  are laid out on a line, each as long as its expected number, in random order
+  within its stratum, and those at u, u + 1, u + 2, ... are drawn:
 
-  One random number decides all: they are laid out on a line, each as long as it
-  is expected to be often, in random order within its stratum, and every 1 one
-  is taken.
+    prompt    |    3    |  0 |      1       |  2 |     4     |
+    expected     0.6      0.3      0.8        0.3     1.0
+    drawn            ^u=0.4              ^1.4             ^2.4
   """
   starts = np.cumsum([0, *(s.size for s in strata)])[:-1]
-  order = np.concatenate(
-    [
-      start + rng.permutation(s.size)
-      for start, s in zip(starts, strata, strict=True)
-    ]
-  )
+  orders = [
+    start + rng.permutation(s.size)
+    for start, s in zip(starts, strata, strict=True)
+  ]
+  order = np.concatenate(orders)
   edges = np.cumsum(expected[order])
   rows = round(float(edges[-1]))
   marks = (rng.random() + np.arange(rows)) * (edges[-1] / rows)
@@ -135,9 +138,10 @@ def draw(
   uniform: int | float,
   most: int = 1,
 ) -> Drawn:
-  """A batch in random order; see `expected_rows` for the arguments."""
-  options = {"rows": rows, "uniform": uniform, "most": most}
-  expected = expected_rows(priorities, strata, **options)
+  """Draws a batch in random order; arguments are those of `expected_rows`."""
+  expected = expected_rows(
+    priorities, strata, rows=rows, uniform=uniform, most=most
+  )
   indices = rng.permutation(systematic(expected, strata, rng))
   weights = rows * original(strata)[indices] / expected[indices]
   return Drawn(indices, weights)

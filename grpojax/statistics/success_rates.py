@@ -1,4 +1,4 @@
-"""How often each training prompt is solved, and which prompts to ask next.
+"""Success rates of the training prompts, and priorities made of them.
 
 Each prompt has a success rate p with a beta posterior,
 
@@ -6,10 +6,10 @@ Each prompt has a success rate p with a beta posterior,
 
 from Jeffreys' prior, in closed form because completions are right or wrong. The
 policy changes, so what was seen is forgotten: at every step all counts are
-multiplied by 2^(-1 / half_life). What nobody asks for drifts back to the prior,
-which is how a prompt that was solved, or hopeless, comes back.
+multiplied by 2^(-1 / half_life). A prompt that nobody asks for drifts back to
+the prior: so one that was solved, or hopeless, comes back.
 
-The priorities say how much a prompt is wanted:
+Prompts are asked for in proportion to their priorities:
 
 | name     | priority                            | asks for                    |
 |----------|-------------------------------------|-----------------------------|
@@ -32,19 +32,19 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 PRIOR = 0.5
-"""Successes and failures that a prompt has had before it was first asked:
-Jeffreys, An invariant form for the prior probability in estimation problems,
-1946."""
+"""Number of successes, and of failures, that a prompt has had before it was
+first asked: Jeffreys, An invariant form for the prior probability in estimation
+problems, 1946."""
 
 
 @typing.no_type_check  # it also holds shapes and shardings
 @struct.dataclass
 class SuccessRates:
-  """What is known of n prompts; part of a `TrainState`.
+  """Discounted counts of n prompts; part of a `TrainState`.
 
   Attributes:
-    successes: [n], right completions, as far as they are remembered.
-    failures: [n], wrong ones.
+    successes: number of right completions, as far as they are remembered.
+    failures: number of wrong ones.
   """
 
   successes: Float[Array, "n"]
@@ -52,7 +52,7 @@ class SuccessRates:
 
 
 def unknown(prompts: int) -> SuccessRates:
-  """Of prompts that have never been asked."""
+  """Counts of prompts that have never been asked."""
   return SuccessRates(jnp.zeros(prompts), jnp.zeros(prompts))
 
 
@@ -63,13 +63,13 @@ def observe(
   *,
   half_life: int | float,
 ) -> SuccessRates:
-  """After one more step.
+  """Returns the counts after one more step.
 
   Args:
-    rates: before it.
-    indices: which prompts were asked; one may be asked twice.
+    rates: counts before it.
+    indices: numbers of the prompts that were asked; one may be asked twice.
     right: 1 for a right completion, 0 for a wrong one, nan for neither.
-    half_life: steps after which a completion counts half.
+    half_life: number of steps after which a completion counts half.
   """
   keep = 0.5 ** (1 / half_life)
   known = ~jnp.isnan(right)
@@ -84,9 +84,9 @@ def observe(
 def posterior(
   rates: Any,
 ) -> tuple[Float[np.ndarray, "n"], Float[np.ndarray, "n"]]:
-  """`(a, b)` of each prompt's beta posterior, in float64, on the host."""
-  both = rates.successes, rates.failures
-  a, b = (PRIOR + np.asarray(x, np.float64) for x in both)
+  """Returns (a, b) of each prompt's beta posterior, in float64, on the host."""
+  a = PRIOR + np.asarray(rates.successes, np.float64)
+  b = PRIOR + np.asarray(rates.failures, np.float64)
   return a, b
 
 
@@ -124,7 +124,7 @@ def in_band(
   *,
   band: tuple[float, float],
 ) -> Float[np.ndarray, "n"]:
-  """1 where the expected success rate is in the band, else 0."""
+  """Returns 1 where the expected success rate is in the band, else 0."""
   low, high = band
   mean = a / (a + b)
   return ((low <= mean) & (mean <= high)).astype(np.float64)
@@ -133,7 +133,7 @@ def in_band(
 def density(
   a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, target: int | float
 ) -> Float[np.ndarray, "n"]:
-  """The posterior density of a success rate, which lies inside (0, 1)."""
+  """Posterior density of a success rate, which lies inside (0, 1)."""
   logs = (a - 1) * np.log(target) + (b - 1) * np.log1p(-target)
   return np.exp(logs - scipy.special.betaln(a, b))
 
@@ -144,5 +144,5 @@ PRIORITIES: dict[str, Callable[..., Float[np.ndarray, "n"]]] = {
   "band": in_band,
   "target": density,
 }
-"""How much each prompt is wanted: `(a, b, *, settings) -> [n]`, not negative;
-only their ratios matter. Settings go to who has a parameter of their name."""
+"""Priorities by name: `(a, b, *, settings) -> [n]`, not negative, of which only
+ratios matter. Each gets those settings that it has a parameter for."""

@@ -1,4 +1,4 @@
-"""The GRPO policy gradient as a U-statistic, and its exact variance.
+"""GRPO's policy gradient as a U-statistic, and its exact variance.
 
 For a prompt x, completions Y_i have scores s_i = grad log pi(Y_i | x), with
 E[s_i] = 0, and rewards Z_i with mean V(x) and variance sigma^2(x). Write
@@ -39,7 +39,7 @@ class Estimators(NamedTuple):
 
 
 class Moments(NamedTuple):
-  """What the errors of all estimators for one prompt are made of.
+  """Moments that the errors of all estimators for one prompt are made of.
 
   Attributes:
     gradient_sq: ||g||^2.
@@ -58,13 +58,13 @@ class Moments(NamedTuple):
 def leave_one_out_gradient(
   scores: Float[Array, "*B G d"], rewards: Real[Array, "*B G"]
 ) -> Float[Array, "*B d"]:
-  """The GRPO gradient of each group, in the form that training uses.
+  """GRPO's gradient of each group, in the form that training uses.
 
   (1/G) sum_i s_i (Z_i - mean_{j != i} Z_j), unbiased for g(x).
 
   Args:
     scores: gradient of each sample's log-probability.
-    rewards: one a sample, G >= 2. Of n that are finite, G is n.
+    rewards: one a sample, G >= 2; G is the number of those that are finite.
   """
   rewarded = jnp.sum(present(rewards), -1, keepdims=True)
   weights = leave_one_out(rewards) / jnp.maximum(rewarded, 1)
@@ -74,7 +74,7 @@ def leave_one_out_gradient(
 def kernel_gradient(
   scores: Float[Array, "*B G d"], rewards: Real[Array, "*B G"]
 ) -> Float[Array, "*B d"]:
-  """The same gradient as a mean over pairs: a second-order U-statistic.
+  """GRPO's gradient as a mean over pairs: a second-order U-statistic.
 
   C(G, 2)^-1 sum_{i<j} h(i, j), with the symmetric kernel
   h(i, j) = (s_i - s_j)(Z_i - Z_j) / 2 (arXiv 2603.01162, Lemma 1). Takes
@@ -82,7 +82,7 @@ def kernel_gradient(
 
   Args:
     scores: gradient of each sample's log-probability.
-    rewards: one a sample, G >= 2. Pairs are of those that are finite.
+    rewards: one a sample, G >= 2; pairs are of those that are finite.
 
   Raises:
     ValueError: if G < 2.
@@ -106,7 +106,7 @@ def hoeffding(
   gradient: Float[Array, "*B d"],
   value: Float[Array, "*B"],
 ) -> tuple[Float[Array, "*B G d"], Float[Array, "*B G G d"]]:
-  """The kernel's projections on one sample, and on pairs.
+  """Projections of the kernel on one sample, and on pairs.
 
   U - g = (2/G) sum_i h1(i) + C(G, 2)^-1 sum_{i<j} h2(i, j), with
   h1(i) = (s_i delta_i - g) / 2 and h2(i, j) = -(s_i delta_j + s_j delta_i) / 2.
@@ -135,12 +135,9 @@ def policy_gradient(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Float[Array, "*X d"]:
-  """g(x) = E[s Z], by summing over all M completions that exist.
+  """Policy gradient g(x) = E[s Z], a sum over all M completions that exist.
 
-  Args:
-    probabilities: of each completion; they sum to 1.
-    scores: of each completion.
-    rewards: of each completion.
+  Arguments are those of `moments`.
   """
   return jnp.einsum("...m,...md->...d", probabilities * rewards, scores)
 
@@ -150,15 +147,12 @@ def moments(
   scores: Float[Array, "*X M d"],
   rewards: Real[Array, "*X M"],
 ) -> Moments:
-  """Moments of a prompt whose M completions can all be listed.
+  """Exact moments of a prompt whose M completions can all be listed.
 
   Args:
-    probabilities: of each completion; they sum to 1.
-    scores: of each completion; their mean is 0.
-    rewards: of each completion.
-
-  Returns:
-    Exact moments.
+    probabilities: probability of each completion; they sum to 1.
+    scores: score of each completion; their mean is 0.
+    rewards: reward of each completion.
   """
   value = jnp.sum(probabilities * rewards, -1, keepdims=True)
   delta = rewards - value
@@ -185,7 +179,7 @@ def mse(moments: Moments, group_size: int) -> Estimators:
   whole group: ((G - 1) / G)^2 times that, plus the squared bias ||g||^2 / G^2.
 
   Args:
-    moments: of the prompt, or of several.
+    moments: moments of the prompt, or of several.
     group_size: G >= 2.
 
   Returns:
@@ -213,16 +207,8 @@ def covariance(
   """Covariance matrices [d, d] of one group's gradient, given the prompt.
 
   Leave-one-out: Var(s delta) / G + (E[s s^T] sigma^2 + g g^T) / (G (G - 1)).
-  Traces are the errors of `mse`, without the bias of `centred`.
-
-  Args:
-    probabilities: of all completions; they sum to 1.
-    scores: of each completion.
-    rewards: of each completion.
-    group_size: G >= 2.
-
-  Raises:
-    ValueError: if G < 2.
+  Traces are the errors of `mse`, without the bias of `centred`. Arguments are
+  those of `moments`, and G >= 2.
   """
   g = check_group_sizes(group_size)
   gradient = policy_gradient(probabilities, scores, rewards)
@@ -247,7 +233,7 @@ def covariance(
 def check_group_sizes(
   group_size: Real[Array, "*S"] | Real[np.ndarray, "*S"] | int,
 ) -> Float[Array, "*S"]:
-  """Group sizes as floats; ValueError where one is below 2."""
+  """Returns group sizes as floats; refuses those below 2 by a ValueError."""
   sizes = np.asarray(group_size)
   if np.min(sizes) < 2:
     raise ValueError(

@@ -1,7 +1,7 @@
 """Errors of gradient estimators with weighted baselines, from pools of samples.
 
 A pool is S completions of one prompt, known by the Gram matrix of their scores
-(`studies.gram`), their rewards, and what the weights are made of. All that is
+(`studies.errors`), their rewards, and what the weights are made of. All that is
 compared here is unbiased, so that an estimator's mean squared error is
 E|ghat|^2 - |g|^2. The first is measured on groups of the pool, each of them
 within one of b blocks, several random divisions of a block into groups; the
@@ -10,7 +10,7 @@ with a constant c that other prompts chose. Blocks are independent: intervals
 are jackknives over them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from grpojax.core import advantages
-from grpojax.core.weighted_baselines import ScoreNorms, score_norm_sums
+from grpojax.core.advantages.weighted_baselines import (
+  ScoreNorms,
+  score_norm_sums,
+)
 from grpojax.studies.errors import best_baseline
 
 
@@ -28,9 +31,10 @@ class Pool(NamedTuple):
 
   Attributes:
     gram: inner products of their scores.
-    rewards: one each.
-    lengths: in tokens.
-    logit_score_sq: see `weighted_baselines.logit_score_sq`.
+    rewards: rewards, one each.
+    lengths: lengths in tokens.
+    logit_score_sq: squared lengths of the scores of their logits, from
+      `weighted_baselines.logit_score_sq`.
   """
 
   gram: Float[np.ndarray, "S S"]
@@ -43,31 +47,30 @@ Advantage = Callable[[Pool], Array]  # of groups, fields [n, G] -> [n, G]
 
 
 def norms_of_others(pools: Sequence[Pool], index: int) -> ScoreNorms:
-  """What `norm_ratio` would know from the other prompts' pools."""
-  sums = [
-    score_norm_sums(jnp.diag(p.gram)[None], jnp.asarray(p.rewards)[None])
-    for i, p in enumerate(pools)
-    if i != index
-  ]
-  # Each prompt weighs alike: the scale of its scores is its own.
-  return ScoreNorms(*(sum(x) for x in zip(*map(_scaled, sums), strict=True)))
-
-
-def _scaled(sums: ScoreNorms):
-  middle = jnp.maximum(sums.middle, 1e-30)
-  return sums.level / middle, sums.slope / middle, sums.middle / middle
+  """Sums that `norm_ratio` would learn from the other prompts' pools."""
+  scaled = []
+  for i, pool in enumerate(pools):
+    if i != index:
+      sums = score_norm_sums(
+        jnp.diag(pool.gram)[None], jnp.asarray(pool.rewards)[None]
+      )
+      # Each prompt weighs alike: the scale of its scores is its own.
+      middle = jnp.maximum(sums.middle, 1e-30)
+      scaled.append([x / middle for x in (sums.level, sums.slope, sums.middle)])
+  level, slope, middle = (sum(x) for x in zip(*scaled, strict=True))
+  return ScoreNorms(level, slope, middle)
 
 
 def estimators(
   value: float, best: float, norms: ScoreNorms, powers: Sequence[float]
 ) -> dict[str, Advantage]:
-  """All that are compared, by name.
+  """Advantages that are compared, by name.
 
   Args:
     value: V(x), for the oracle.
     best: the best constant baseline.
-    norms: of other prompts.
-    powers: of `score_weighted`.
+    norms: norms of other prompts' scores.
+    powers: powers of `score_weighted`.
   """
   a = advantages
 
@@ -87,27 +90,30 @@ def estimators(
 
 
 def _divisions(size: int, group_size: int, blocks: int, rounds: int, seed: int):
-  """Random groups within blocks: indices [blocks, groups, G]."""
+  """Draws groups within blocks: indices [blocks, groups, G].
+
+  For 8 samples in 2 blocks, G = 2 and one round, for example
+  [[[2, 0], [1, 3]], [[5, 4], [7, 6]]].
+  """
   rng = np.random.default_rng(seed)
-  of_blocks = np.arange(size).reshape(blocks, -1)
   shuffled = [
     np.concatenate([rng.permutation(block) for _ in range(rounds)])
-    for block in of_blocks
+    for block in np.arange(size).reshape(blocks, -1)
   ]
   return np.array(shuffled).reshape(blocks, -1, group_size)
 
 
-def gradient_sq(pool: Pool, constant: float, kept: np.ndarray) -> float:
+def gradient_sq(pool: Pool, constant: float, samples: np.ndarray) -> float:
   """Unbiased estimate of |g|^2 from some of a pool's samples.
 
   Args:
-    pool: of the prompt.
+    pool: pool of the prompt.
     constant: a baseline that this pool did not choose.
-    kept: indices.
+    samples: indices of the samples.
   """
-  y = pool.rewards[kept].astype(np.float64) - constant
-  products = pool.gram[np.ix_(kept, kept)] * y[:, None] * y
-  n = len(kept)
+  y = pool.rewards[samples].astype(np.float64) - constant
+  products = pool.gram[np.ix_(samples, samples)] * y[:, None] * y
+  n = len(samples)
   return float(products.sum() - np.trace(products)) / (n * (n - 1))
 
 
@@ -120,15 +126,15 @@ def measure(
   rounds: int = 8,
   powers: Sequence[float] = (1, 2, 3),
 ) -> dict[str, tuple[float, Float[np.ndarray, "b"]]]:
-  """Mean squared errors of one prompt's gradient.
+  """Measures the mean squared errors of one prompt's gradient.
 
   Args:
-    pools: of all prompts of a configuration, at least 2.
-    index: of the one that is measured.
+    pools: pools of all prompts of a configuration, at least 2.
+    index: index of the one that is measured.
     group_size: G; divides S / blocks.
-    blocks: b, of the pool.
-    rounds: divisions of each block into groups.
-    powers: of `score_weighted`.
+    blocks: number b of blocks of the pool.
+    rounds: number of divisions of each block into groups.
+    powers: powers of `score_weighted`.
 
   Returns:
     For each of `estimators` its error, and the same without each block.
@@ -136,42 +142,34 @@ def measure(
   pool, n = pools[index], len(pools[index].rewards)
   others = [best_baseline(p.gram, p.rewards) for p in pools]
   constant = float(np.mean(np.delete(others, index)))
+
+  # The pool's fields by groups, and the products within each group.
   groups = _divisions(n, group_size, blocks, rounds, index)  # [b, m, G]
-  norms = np.diag(pool.gram)
-  fields = pool._replace(gram=norms)
+  fields = pool._replace(gram=np.diag(pool.gram))
   grouped = jax.tree.map(
     lambda x: jnp.asarray(x[groups].reshape(-1, group_size), jnp.float32),
     fields,
   )
   inside = pool.gram[groups[..., :, None], groups[..., None, :]]  # [b, m, G, G]
-  known = norms_of_others(pools, index)
-  value, best = float(pool.rewards.mean()), others[index]
-  kept = [np.arange(n)]
-  kept += [
-    np.delete(kept[0].reshape(blocks, -1), i, 0).ravel() for i in range(blocks)
+
+  # |g|^2 of the whole pool, and without each of its blocks.
+  samples = np.arange(n)
+  subsets = [samples] + [
+    np.delete(samples.reshape(blocks, -1), i, 0).ravel() for i in range(blocks)
   ]
-  truth = np.array([gradient_sq(pool, constant, k) for k in kept])
-  found = {}
-  for name, advantage in estimators(value, best, known, powers).items():
+  truth = np.array([gradient_sq(pool, constant, x) for x in subsets])
+
+  advantage_of = estimators(
+    float(pool.rewards.mean()),
+    others[index],
+    norms_of_others(pools, index),
+    powers,
+  )
+  errors = {}
+  for name, advantage in advantage_of.items():
     weights = np.asarray(advantage(grouped), np.float64) / group_size
     weights = weights.reshape(groups.shape)
     squares = np.einsum("bmg,bmgh,bmh->bm", weights, inside, weights).mean(-1)
     without = (squares.sum() - squares) / (blocks - 1)
-    found[name] = float(squares.mean() - truth[0]), without - truth[1:]
-  return found
-
-
-def correlations(
-  pools: Sequence[Pool], names: Mapping[str, str]
-) -> dict[str, float]:
-  """Of the logarithms of |s|^2 and of some fields, means over prompts."""
-  return {
-    label: float(np.mean([_correlation(p, field) for p in pools]))
-    for field, label in names.items()
-  }
-
-
-def _correlation(pool: Pool, field: str) -> float:
-  score_sq, other = np.diag(pool.gram), getattr(pool, field)
-  both = (score_sq > 0) & (other > 0)
-  return float(np.corrcoef(np.log(score_sq[both]), np.log(other[both]))[0, 1])
+    errors[name] = float(squares.mean() - truth[0]), without - truth[1:]
+  return errors

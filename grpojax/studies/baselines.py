@@ -1,4 +1,4 @@
-"""Which baseline has the least noisy gradient, measured.
+"""Errors of the gradient with each baseline, measured.
 
     python -m grpojax.studies.baselines [--run_dir=DIR] [--config.key=value ...]
 
@@ -16,33 +16,33 @@ The run directory has pools/, a file a prompt as soon as it is sampled (the same
 command goes on where it stopped), results.csv, summary.json and baselines.png.
 """
 
+import json
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.core.weighted_baselines import logit_score_sq
-from grpojax.runtime import command_line, pictures, records
-from grpojax.runtime.config import problem
-from grpojax.runtime.settings import changed, section, setting, to_config
-from grpojax.studies import (
-  baseline_errors,
-  errors,
-  gram,
-  gsm8k_bench,
-  mse,
-  run,
-)
+from grpojax.core.advantages.weighted_baselines import logit_score_sq
+from grpojax.rewards.math import math_answer
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.settings import changed, section, setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
+from grpojax.studies import baseline_errors, errors, gsm8k, mse, run
 from grpojax.studies.baseline_errors import Pool
-from grpojax.studies.mse_report import mean_over_prompts, ratio_of_means
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts, splits
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import sampling as sampling_lib
 
 _OTHER_SAMPLES = 77  # added to the seed: not those of studies.mse
 CONFIGURATIONS = (*mse.CONFIGURATIONS, "gsm8k")
+_SOLVED = 0.1, 0.9  # shares of right answers that have a gradient to speak of
 
 
 FLAGS = run.FLAGS
@@ -74,76 +74,142 @@ SETTINGS = section(
 """Those of `studies.mse` and some more; about eight minutes of CPU time."""
 
 
-def default_config() -> ConfigDict:
-  """The embedded study."""
-  return to_config(SETTINGS)
-
-
-def problems(config: ConfigDict) -> list[str]:
-  """All that is wrong with the values, a line each."""
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists all that is wrong with the values."""
   trial = ConfigDict(config.to_dict())
   trial.samples = 3 * max(config.group_sizes, default=1)  # has its own check
-  wrong = mse.problems(trial)
+  wrong = mse.config_errors(trial)
   if config.num_prompts < 2:
-    todo = "norm_ratio learns from the other prompts: give 2 or more"
-    wrong.append(problem("num_prompts", config.num_prompts, todo))
+    remedy = "norm_ratio learns from the other prompts: give 2 or more"
+    wrong.append(config_error("num_prompts", config.num_prompts, remedy))
   if any(config.samples % (config.blocks * g) for g in config.group_sizes):
-    todo = "each of blocks must have whole groups of each size"
-    wrong.append(problem("samples", config.samples, todo))
+    remedy = "each of blocks must have whole groups of each size"
+    wrong.append(config_error("samples", config.samples, remedy))
   if not all(power > 0 for power in config.powers):
-    wrong.append(problem("powers", config.powers, "must be more than 0"))
-  given = config.configurations
-  if not given or len(set(given)) < len(given):
+    wrong.append(config_error("powers", config.powers, "must be more than 0"))
+  names = config.configurations
+  if not names or len(set(names)) < len(names):
     wrong.append(
-      problem("configurations", given, "give one or more, each once")
+      config_error("configurations", names, "give one or more, each once")
     )
-  if "gsm8k" in given:
-    why = gsm8k_bench.problems(config.gsm8k, config.num_prompts)
-    wrong += [problem("gsm8k", config.gsm8k, why)] if why else []
+  if "gsm8k" in names:
+    reason = gsm8k_error(config.gsm8k, config.num_prompts)
+    if reason:
+      wrong.append(config_error("gsm8k", config.gsm8k, reason))
   return wrong
 
 
-def _open_bench(config: ConfigDict, name: str) -> mse.Bench:
-  """The model and the prompts of a configuration."""
-  if name != "gsm8k":
-    return mse.open_bench(config, name)
-  return gsm8k_bench.open_bench(
-    config.gsm8k, config.samples, config.num_prompts
+def gsm8k_error(directory: str, num_prompts: int) -> str:
+  """Reason why a run of `studies.gsm8k` cannot be measured; "" if it can."""
+  if not directory:
+    return "give the directory of a run of grpojax.studies.gsm8k"
+  root = pathlib.Path(directory)
+  try:
+    count = len(_gsm8k_problems(root))
+    train = _gsm8k_settings(root)
+    policy_lib.find_model(train.model.path)
+  except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    return f"no run of grpojax.studies.gsm8k with its before.json ({error})"
+  if train.reward.functions != (math_answer.__name__,):
+    return (
+      f"its problems were scored by {train.reward.functions}; this study "
+      f"scores with {math_answer.__name__} alone"
+    )
+  if count < num_prompts:
+    low, high = _SOLVED
+    return (
+      f"has {count} problems that are solved {low:.0%} to {high:.0%} of the "
+      f"time, fewer than num_prompts = {num_prompts}"
+    )
+  return ""
+
+
+def _gsm8k_problems(directory: pathlib.Path) -> list[int]:
+  """Indices of problems that before.json's samples sometimes solve."""
+  stage = json.loads((directory / "before.json").read_text())
+  shares, (low, high) = np.array(stage["rewards"], np.float64), _SOLVED
+  return np.flatnonzero((low <= shares) & (shares <= high)).tolist()
+
+
+def _gsm8k_settings(directory: pathlib.Path) -> TrainSettings:
+  """Settings of the run's GRPO, by which before.json's samples were drawn."""
+  study = config_lib.from_json((directory / "config.json").read_text())
+  study, _ = config_lib.fill_in(study, gsm8k.default_config())
+  # Absolute: a relative one that is not there could be a name on the Hub.
+  return gsm8k.grpo_run(study, directory.absolute())
+
+
+def _gsm8k_rewards(example: dict, texts: Sequence[str]) -> np.ndarray:
+  rewards = [math_answer("", text, example) for text in texts]
+  return np.array(rewards, np.float32)
+
+
+def open_gsm8k(directory: str, samples: int, num_prompts: int) -> mse.Bench:
+  """Loads the model after supervised fine-tuning, and training problems.
+
+  The problems are the first ones that are sometimes solved: by other samples
+  than the pool's, so any choice is fair. The model is in float32, whatever the
+  run trained in: the scores are to be exact.
+
+  Raises:
+    OSError, ValueError: the run is one that `gsm8k_error` describes.
+  """
+  root = pathlib.Path(directory)
+  train = _gsm8k_settings(root)
+  policy = policy_lib.load_policy(train.model.path)
+  examples = splits.load_examples(train, "train")
+  batches = [
+    prompts.prompts_of(train, policy, examples, [i])
+    for i in _gsm8k_problems(root)[:num_prompts]
+  ]
+  sampling = train.sampling.distribution
+  return mse.Bench(
+    policy,
+    batches,
+    sampling_lib.make_sampler(train, policy, samples, sampling),
+    errors.make_score(policy.lm, sampling),
+    _gsm8k_rewards,
   )
+
+
+def _open_bench(config: ConfigDict, name: str) -> mse.Bench:
+  if name == "gsm8k":
+    return open_gsm8k(config.gsm8k, config.samples, config.num_prompts)
+  return mse.open_bench(config, name)
 
 
 def _sample(
   config: ConfigDict, bench: mse.Bench, name: str, index: int
 ) -> Pool:
-  """The pool of one prompt."""
-  prompts, examples = bench.batches[index]
-  key = jax.random.key(config.seed + _OTHER_SAMPLES)
-  for number in (CONFIGURATIONS.index(name), index):
-    key = jax.random.fold_in(key, number)
-  samples = bench.sampler(bench.policy.params, prompts, key)
-  texts = policies.decode(bench.policy, samples)
+  """Samples the pool of one prompt."""
+  prompt, examples = bench.batches[index]
+  key = mse.prompt_key(
+    config.seed + _OTHER_SAMPLES, CONFIGURATIONS.index(name), index
+  )
+  samples = bench.sampler(bench.policy.params, prompt, key)
+  texts = policy_lib.decode(bench.policy, samples)
   mask = np.asarray(samples.completion_mask[0])
-  products, _ = gram.score_gram(
+  products, _ = errors.score_gram(
     bench.score,
     bench.policy.params,
-    prompts,
+    prompt,
     np.asarray(samples.completion_ids[0]),
     mask,
     config.chunk_size,
   )
   unsure = logit_score_sq(samples.logprobs, samples.completion_mask)
   return Pool(
-    products,
-    bench.rewards(examples[0], texts[0]),
-    mask.sum(-1).astype(np.float64),
-    np.asarray(unsure[0], np.float64),
+    gram=products,
+    rewards=bench.rewards(examples[0], texts[0]),
+    lengths=mask.sum(-1).astype(np.float64),
+    logit_score_sq=np.asarray(unsure[0], np.float64),
   )
 
 
 def collect(
   config: ConfigDict, directory: pathlib.Path
 ) -> dict[str, list[Pool]]:
-  """The pools of all prompts by configuration; samples those that lack."""
+  """Loads all prompts' pools by configuration; samples those that lack."""
   pools: dict[str, list[Pool]] = {}
   directory.mkdir(exist_ok=True)
   for name in config.configurations:
@@ -166,59 +232,66 @@ def collect(
 def table(
   config: ConfigDict, pools: Mapping[str, Sequence[Pool]]
 ) -> list[dict[str, Any]]:
-  """One row a configuration, group size and estimator: means over prompts."""
+  """Rows of a configuration, group size and estimator: means over prompts."""
   rows = []
   for name, of_prompts in pools.items():
     for size in config.group_sizes:
-      each = [
+      measured = [
         baseline_errors.measure(
           of_prompts, i, size, blocks=config.blocks, powers=config.powers
         )
         for i in range(len(of_prompts))
       ]
-      numbers = {
+      by_estimator = {
         estimator: tuple(
-          np.array([found[estimator][part] for found in each])
-          for part in range(2)
+          np.array(x)
+          for x in zip(*(one[estimator] for one in measured), strict=True)
         )
-        for estimator in each[0]
+        for estimator in measured[0]
       }
-      for estimator, of_one in numbers.items():
-        error = mean_over_prompts(*of_one)
-        ratio = ratio_of_means(of_one, numbers["leave_one_out"])
+      for estimator, numbers in by_estimator.items():
+        error = errors.mean_over_prompts(*numbers)
+        ratio = errors.ratio_of_means(numbers, by_estimator["leave_one_out"])
         row = {"configuration": name, "group_size": size}
         row |= {"estimator": estimator}
         row |= {f"mse_{k}": error[k] for k in ("mean", "low", "high")}
         row |= {f"ratio_{k}": ratio[k] for k in ("mean", "low", "high")}
-        rows.append(_rounded(row))
+        rows.append(run.rounded(row))
   return rows
 
 
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-  return {
-    k: float(f"{x:.6g}") if isinstance(x, float) else x for k, x in row.items()
-  }
-
-
 def summary(pools: Mapping[str, Sequence[Pool]]) -> dict[str, Any]:
-  """What the errors come from: means over prompts, by configuration."""
-  fields = {"lengths": "length", "logit_score_sq": "logit_score_sq"}
+  """Causes of the errors: means over prompts, by configuration."""
+
+  def mean(function, of_prompts):
+    return float(np.mean([function(pool) for pool in of_prompts]))
+
+  def correlation(field):  # of the logarithms of |s|^2 and of the field
+    def of_pool(pool):
+      score_sq, other = np.diag(pool.gram), getattr(pool, field)
+      both = (score_sq > 0) & (other > 0)
+      logs = np.log([score_sq[both], other[both]])
+      return float(np.corrcoef(logs)[0, 1])
+
+    return of_pool
+
   return {
     name: {
-      "value": float(np.mean([p.rewards.mean() for p in of_prompts])),
-      "best_constant": float(
-        np.mean([errors.best_baseline(p.gram, p.rewards) for p in of_prompts])
+      "value": mean(lambda p: p.rewards.mean(), of_prompts),
+      "best_constant": mean(
+        lambda p: errors.best_baseline(p.gram, p.rewards), of_prompts
       ),
-      "log_correlation_with_score_sq": baseline_errors.correlations(
-        of_prompts, fields
-      ),
+      "log_correlation_with_score_sq": {
+        "length": mean(correlation("lengths"), of_prompts),
+        "logit_score_sq": mean(correlation("logit_score_sq"), of_prompts),
+      },
     }
     for name, of_prompts in pools.items()
   }
 
 
 def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-  """Errors as parts of leave_one_out's, a panel a configuration."""
+  """Draws errors as parts of leave_one_out's, a panel a configuration."""
   names = list(dict.fromkeys(row["configuration"] for row in rows))
   largest = max(row["group_size"] for row in rows)
   labels = list(dict.fromkeys(row["estimator"] for row in rows))[::-1]
@@ -248,7 +321,11 @@ def draw(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.baselines", SETTINGS, problems, __doc__
+    argv,
+    "python -m grpojax.studies.baselines",
+    SETTINGS,
+    config_errors,
+    __doc__,
   )
   with run.resumable():
     pools = collect(config, directory / "pools")

@@ -24,20 +24,22 @@ import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line
-from grpojax.runtime.config import flatten
-from grpojax.runtime.settings import changed, section, setting
-from grpojax.studies import compare_results as results
+from grpojax.core.options import ONE_OR_MORE
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.settings import changed, section, setting
+from grpojax.runtime.terminal import pictures
+from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.studies import training_runs
-from grpojax.training import config as train_config_lib
-from grpojax.training import group_sizes
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
-from grpojax.training.settings_input import ONE
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
 
 PROGRAM = "python -m grpojax.studies.compare"
 
@@ -60,7 +62,9 @@ SETTINGS = section(
     (1.25e-4, 3e-4, 7.5e-4), "of which each arm gets its best"
   ),
   tuning_seeds=setting(
-    2, "runs of each arm and rate to find it, on seeds of their own", within=ONE
+    2,
+    "runs of each arm and rate to find it, on seeds of their own",
+    within=ONE_OR_MORE,
   ),
   seeds=setting(
     5,
@@ -83,9 +87,12 @@ SETTINGS = section(
 )
 """The quick setting: advantages on the embedded model, two cores."""
 
+Tuned = Mapping[tuple[int, float], float]
+"""Mean reward of each arm, by its place, and learning rate."""
+
 
 def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
-  """The training settings of an arm.
+  """Makes the training settings of an arm.
 
   Raises:
     ValueError: for a setting that `grpojax.train` does not have, or a value of
@@ -98,19 +105,23 @@ def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
   return run
 
 
-def train_config(
+def train_settings(
   config: ConfigDict, arm: int, rate: float, seed: int
-) -> ConfigDict:
-  """The run of an arm, by its place, with a learning rate and a seed."""
+) -> TrainSettings:
+  """Makes the run of an arm, by its place, with a learning rate and a seed.
+
+  Raises:
+    ValueError: Settings that a training run cannot have.
+  """
   run = arm_config(config, config.arms[arm])
   with run.unlocked():
     run.name = f"arm{arm}-rate{rate:g}-seed{seed}"
     run.optim.learning_rate, run.seed = float(rate), config.train.seed + seed
-  return run.lock()
+  return from_config(run.lock())
 
 
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with the values of a config, a line each."""
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists what is wrong with the values of a config."""
   wrong = []
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
@@ -128,36 +139,41 @@ def problems(config: ConfigDict) -> list[str]:
     return wrong
   for i, arm in enumerate(config.arms):
     try:
-      train_config_lib.validate(train_config(config, i, rates[0], 0))
+      train_settings(config, i, rates[0], 0)
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
     for name in ("seed", "name", "optim.learning_rate"):
       if any(word.split("=")[0] == name for word in arm.split()):
         wrong.append(f"arm {arm!r}: {name} is set by the study")
-  return wrong or _unequal(config)
+  return wrong or _incomparable(config)
 
 
-def _unequal(config: ConfigDict) -> list[str]:
-  """The arms that cannot be compared with the first, a line each."""
-  runs = [flatten(arm_config(config, arm)) for arm in config.arms]
-  wrong, evaluated = [], "eval.num_prompts"
+def _incomparable(config: ConfigDict) -> list[str]:
+  """Lists the arms that cannot be compared with the first."""
+  rate = config.learning_rates[0]
+  runs = [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
+  wrong, evaluated = [], runs[0].eval.num_prompts
   for arm, run in zip(config.arms, runs, strict=True):
-    if run["steps"] < 1:
-      wrong.append(f"arm {arm!r}: steps = {run['steps']}: give 1 or more")
-    for name in ("filter_groups.enable", "stop.no_improvement"):
-      if run[name]:
+    if run.steps < 1:
+      wrong.append(f"arm {arm!r}: steps = {run.steps}: give 1 or more")
+    unequal = {
+      "filter_groups.enable": run.filter_groups.enable,
+      "stop.no_improvement": run.stop.no_improvement,
+    }
+    for name, value in unequal.items():
+      if value:
         wrong.append(
           f"arm {arm!r}: with {name} a run samples as much as it needs, and "
           "arms are compared at equal samples"
         )
-    if run[evaluated] != runs[0][evaluated]:
+    if run.eval.num_prompts != evaluated:
       wrong.append(
-        f"arm {arm!r}: {evaluated} = {run[evaluated]}, and "
-        f"{runs[0][evaluated]} of the first: give all the same"
+        f"arm {arm!r}: eval.num_prompts = {run.eval.num_prompts}, and "
+        f"{evaluated} of the first: give all the same"
       )
   if wrong:
     return wrong
-  samples = [run["steps"] * group_sizes.samples_per_step(run) for run in runs]
+  samples = [run.steps * batches_lib.samples_per_step(run) for run in runs]
   return [
     f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
     " set batch_size (prompts a step) or steps for as many"
@@ -166,27 +182,35 @@ def _unequal(config: ConfigDict) -> list[str]:
   ]
 
 
-def tune(
-  config: ConfigDict, directory: pathlib.Path
-) -> dict[tuple[int, float], float]:
-  """Mean reward of each arm, by its place, and learning rate."""
+def mean_reward(directory: pathlib.Path, name: str) -> float:
+  """Mean reward of a run's steps, of those that had any reward."""
+  rows = study.run_metrics(directory, name)
+  rewards = [r["reward_mean"] for r in rows if r["reward_mean"] is not None]
+  return float(np.mean(rewards)) if rewards else float("nan")
+
+
+def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
+  """Trains each arm with each learning rate; zeros where there is one rate."""
   seeds = range(config.seeds, config.seeds + config.tuning_seeds)
   rates = map(float, config.learning_rates)
   points = list(itertools.product(range(len(config.arms)), rates))
-  runs = {x: [train_config(config, *x, seed) for seed in seeds] for x in points}
-  if len(config.learning_rates) > 1:  # or there is nothing to choose from
-    training_runs.train_all([*itertools.chain(*runs.values())], directory)
-    with command_line.usage_errors():
-      return {
-        x: sum(results.mean_reward(directory, run.name) for run in of_point)
-        / len(of_point)
-        for x, of_point in runs.items()
-      }
-  return dict.fromkeys(points, 0.0)
+  if len(config.learning_rates) == 1:  # there is nothing to choose from
+    return dict.fromkeys(points, 0.0)
+  runs = {
+    (arm, rate): [train_settings(config, arm, rate, seed) for seed in seeds]
+    for arm, rate in points
+  }
+  study.train_all([*itertools.chain(*runs.values())], directory)
+  with command_line.usage_errors():
+    return {
+      point: sum(mean_reward(directory, run.name) for run in of_point)
+      / len(of_point)
+      for point, of_point in runs.items()
+    }
 
 
-def best_rates(tuned: Mapping[tuple[int, float], float]) -> list[float]:
-  """The learning rate of the highest mean reward, for each arm in its place.
+def best_rates(tuned: Tuned) -> list[float]:
+  """Learning rate of the highest mean reward, for each arm in its place.
 
   Raises:
     ValueError: an arm never had a reward.
@@ -201,26 +225,158 @@ def best_rates(tuned: Mapping[tuple[int, float], float]) -> list[float]:
   return [best[arm][1] for arm in sorted(best)]
 
 
+def table(
+  arms: Sequence[str],
+  rates: Sequence[float],
+  numbers: Mapping[str, np.ndarray],
+) -> list[dict[str, Any]]:
+  """Rows of results.csv: means over seeds, and differences from the first arm.
+
+  Args:
+    arms: settings of each arm.
+    rates: learning rate of each.
+    numbers: quantities that are compared, by name, each [arms, seeds].
+
+  Returns:
+    For each number NAME its mean, NAME_more (than the first arm's), and that
+    difference's 95% interval (Student's, of the pairs of one seed each),
+    NAME_more_low and NAME_more_high.
+  """
+  lines = []
+  for i, (arm, rate) in enumerate(zip(arms, rates, strict=True)):
+    line: dict[str, Any] = {"arm": arm, "learning_rate": rate}
+    for name, values in numbers.items():
+      more, low, high = mean_interval(values[i] - values[0])
+      line[name] = float(values[i].mean())
+      line |= {f"{name}_more": more}
+      line |= {f"{name}_more_low": low, f"{name}_more_high": high}
+    lines.append(line)
+  return lines
+
+
+def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
+  """Draws reward along training, by learning rate, and the differences.
+
+  Args:
+    rows: rows of curves.csv.
+    tuned: rewards of the tuning.
+    lines: rows of results.csv.
+    path: PNG to write.
+  """
+  figure, ((along, by_rate, more),) = study.new_figure(1, 3)
+  for i, line in enumerate(lines):
+    arm, colour = line["arm"], f"C{i}"
+    of_arm = [r for r in rows if r["arm"] == arm and r["reward"] is not None]
+    steps = sorted({r["step"] for r in of_arm})
+    means = [
+      np.mean([r["reward"] for r in of_arm if r["step"] == s]) for s in steps
+    ]
+    along.plot(steps, means, color=colour, lw=1.5)
+    rates = sorted(rate for a, rate in tuned if a == i)
+    by_rate.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
+    middle, low, high = (
+      line[f"reward_more{end}"] for end in ("", "_low", "_high")
+    )
+    ends = [[middle - low], [high - middle]]
+    more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
+  along.set(xlabel="step", ylabel="mean reward")
+  by_rate.set(xlabel="learning rate (tuning)", xscale="log")
+  rates = sorted({rate for _, rate in tuned})
+  by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
+  by_rate.minorticks_off()
+  by_rate.set_ylabel("mean reward over training")
+  more.axvline(0, color="black", lw=0.8)
+  more.set_yticks(range(0, -len(lines), -1))
+  names = [line["arm"].replace(" ", "\n") for line in lines]
+  more.set_yticklabels(names, fontsize=7)
+  more.set_xlabel("mean reward more than the first, 95%")
+  for axes in (along, by_rate, more):
+    axes.grid(alpha=0.3)
+  pictures.save_figure(figure, path)
+
+
+def _with_difference(line: Mapping[str, Any], name: str) -> str:
+  more, low, high = (line[f"{name}_more{end}"] for end in ("", "_low", "_high"))
+  return f"{line[name]:.3f}, {more:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def write(
+  config: ConfigDict,
+  directory: pathlib.Path,
+  tuned: Tuned,
+  rates: Sequence[float],
+  runs: Sequence[Sequence[TrainSettings]],
+) -> None:
+  """Writes the tables and the picture, and prints the result.
+
+  Args:
+    config: the study's config.
+    directory: the study's directory.
+    tuned: rewards of the tuning.
+    rates: learning rates that were chosen, one an arm.
+    runs: runs of the comparison, for each arm and seed.
+  """
+  arms = config.arms
+  rewards = [
+    [mean_reward(directory, run.name) for run in of_arm] for of_arm in runs
+  ]
+  accuracies = [
+    [study.run_summary(directory, run.name)["accuracy_after"] for run in of_arm]
+    for of_arm in runs
+  ]
+  numbers = {"reward": np.array(rewards), "accuracy": np.array(accuracies)}
+  lines = table(arms, rates, numbers)
+  tuning = [
+    {"arm": arms[i], "learning_rate": rate, "reward": reward}
+    for (i, rate), reward in tuned.items()
+  ]
+  curves = [
+    {
+      "arm": arm,
+      "seed": seed,
+      "step": row["step"],
+      "reward": row["reward_mean"],
+      "accuracy": row["accuracy"],
+    }
+    for arm, of_arm in zip(arms, runs, strict=True)
+    for seed, run in enumerate(of_arm)
+    for row in study.run_metrics(directory, run.name)
+  ]
+  study.write_csv(directory / "tuning.csv", tuning)
+  study.write_csv(directory / "curves.csv", curves)
+  study.write_csv(directory / "results.csv", lines)
+  draw(curves, tuned, lines, directory / "compare.png")
+  ends = (min(config.learning_rates), max(config.learning_rates))
+  for line in lines:
+    edge = len(config.learning_rates) > 1 and line["learning_rate"] in ends
+    hint = " (at the edge: give others)" if edge else ""
+    print(
+      f"{line['arm']}: learning rate {line['learning_rate']:g}{hint}, mean "
+      f"reward {_with_difference(line, 'reward')}; "
+      f"accuracy {_with_difference(line, 'accuracy')}"
+    )
+  print(f"differences are from the first; tables are in {directory}/")
+
+
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   config, directory = study.open_study(
-    argv, PROGRAM, SETTINGS, problems, __doc__
+    argv, PROGRAM, SETTINGS, config_errors, __doc__
   )
-  training_runs.share_compilations(directory)
+  study.share_compilations(directory)
   with study.resumable():
     tuned = tune(config, directory)
     with command_line.usage_errors():
       rates = best_rates(tuned)
     runs = [
-      [train_config(config, arm, rate, seed) for seed in range(config.seeds)]
+      [train_settings(config, arm, rate, seed) for seed in range(config.seeds)]
       for arm, rate in enumerate(rates)
     ]
     # Seed by seed: what is there of an interrupted study can be compared.
     by_seed = zip(*runs, strict=True)
-    training_runs.train_all([*itertools.chain(*by_seed)], directory)
-  names = [[run.name for run in of_arm] for of_arm in runs]
+    study.train_all([*itertools.chain(*by_seed)], directory)
   with command_line.usage_errors():
-    results.write(config, directory, tuned, rates, names)
+    write(config, directory, tuned, rates, runs)
 
 
 if __name__ == "__main__":

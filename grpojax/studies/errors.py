@@ -1,46 +1,124 @@
 """Mean squared errors of gradient estimators, from a pool of completions.
 
 A pool is S completions of one prompt, known by the Gram matrix K_ij = s_i.s_j
-of their scores and by their rewards. The completions of a real model cannot be
-enumerated, so all that is read off a pool here is an unbiased estimate: the
-errors of groups of completions, measured, and the moments that the theory's
-errors are made of. Notation as in `statistics.u_statistics` (arXiv 2603.01162).
+of their scores and by their rewards. A score is the gradient of a completion's
+log-probability, s = grad log pi(Y|x), with respect to all parameters: too long
+to store many, but every error, norm and covariance trace of an estimator is a
+function of rewards and of K. The completions of a real model cannot be
+enumerated, so all numbers here are unbiased estimates: the errors of groups of
+completions, measured, and the moments that the theory's errors are made of.
+Notation as in `statistics.u_statistics` (arXiv 2603.01162).
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Real
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Bool, Float, Int, Real
 
 from grpojax.core import advantages
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.types import LM, Params, Prompts
 from grpojax.statistics.intervals import t_quantile
 from grpojax.statistics.u_statistics import Estimators, Moments
+
+_COLUMNS = 2**16  # parameters whose products are summed up in float32
+
+PromptMeans = tuple[np.ndarray, np.ndarray]
+"""One number a prompt, [X], and the same without each block, [X, b]."""
+
+
+def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
+  """Compiles exact scores of several completions of one prompt.
+
+  Args:
+    lm: the model.
+    sampling: the distribution that the completions were drawn from.
+
+  Returns:
+    `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask [n, T]) ->
+    scores [n, d]`, d all parameters of the model, in the order of
+    `ravel_pytree`. It holds n copies of all activations and parameters.
+  """
+
+  def logprob(params, prompt_ids, prompt_mask, ids, mask):
+    logprobs, _ = token_logprobs(
+      lm, params, prompt_ids, prompt_mask, ids[None, None], sampling=sampling
+    )
+    return jnp.sum(jnp.where(mask, logprobs[0, 0], 0.0))
+
+  def score(*args):
+    return ravel_pytree(jax.grad(logprob)(*args))[0]
+
+  return jax.jit(jax.vmap(score, in_axes=(None, None, None, 0, 0)))
+
+
+def score_gram(
+  score: Callable,
+  params: Params,
+  prompts: Prompts,
+  ids: Int[np.ndarray, "S T"],
+  mask: Bool[np.ndarray, "S T"],
+  chunk_size: int = 8,
+) -> tuple[Float[np.ndarray, "S S"], int]:
+  """Computes the inner products of the scores of a pool of completions.
+
+  A pool repeats itself (short answers above all), so the gradient of each
+  distinct completion is computed once. Holds d float32 for each of these.
+
+  Args:
+    score: function from `make_score`.
+    params: the model's parameters.
+    prompts: one prompt.
+    ids: completions of it.
+    mask: True on the completions' tokens.
+    chunk_size: number of completions whose gradients are computed at once.
+
+  Returns:
+    The Gram matrix, float64, and the number of distinct completions.
+  """
+  rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
+  count = len(rows)
+  padding = -count % chunk_size  # one shape, one program
+  rows = np.pad(rows, [(0, padding), (0, 0)], constant_values=-1)
+  score_chunk = functools.partial(
+    score, params, prompts.prompt_ids, prompts.prompt_mask
+  )
+  chunks = [
+    np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
+    for chunk in np.split(rows, len(rows) // chunk_size)
+  ]
+  gram = _inner_products(np.concatenate(chunks)[:count])
+  index = index.reshape(-1)  # numpy 2.0 gave it a second axis
+  return gram[np.ix_(index, index)], count
+
+
+def _inner_products(scores: np.ndarray) -> np.ndarray:
+  """Sums in float32 over a run of columns, and in float64 over the runs."""
+  gram = np.zeros((len(scores), len(scores)))
+  for start in range(0, scores.shape[1], _COLUMNS):
+    columns = scores[:, start : start + _COLUMNS]
+    gram += columns @ columns.T
+  return gram
 
 
 def score_moments(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
 ) -> Moments:
-  """Unbiased estimates of a prompt's moments, U-statistics of the pool.
+  """Estimates a prompt's moments without bias, by U-statistics of the pool.
 
   Products of expectations are averages over distinct samples, in closed form:
   ||g||^2 of K_ik (Z_i - Z_j)(Z_k - Z_l), I sigma^2 of K_ii (Z_j - Z_k)^2 / 2,
   E||s delta||^2 of K_ii (Z_i - Z_j)(Z_i - Z_k), over all distinct indices.
-
-  Args:
-    gram: of the pool's scores, S >= 4.
-    rewards: of the pool.
-
-  Returns:
-    Estimates; like any unbiased estimate of a square they may be negative.
-
-  Raises:
-    ValueError: fewer than 4 samples.
+  Like any unbiased estimate of a square they may be negative. A pool has at
+  least 4 samples.
   """
   n = len(rewards)
-  if n < 4:
-    raise ValueError(f"moments need a pool of 4 samples or more, not {n}")
   z, norms = rewards.astype(np.float64), np.diag(gram)
   first, second = z.sum(), (z**2).sum()
   # Without sample i: sum, mean, unbiased V^2 and unbiased sigma^2.
@@ -64,31 +142,24 @@ def score_moments(
 
 
 def _square(total, squares, n):
-  """Unbiased estimate of a squared mean: over pairs of distinct samples."""
+  """Estimates a squared mean without bias: over pairs of distinct samples."""
   return (total**2 - squares) / (n * (n - 1))
 
 
 def best_baseline(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"]
 ) -> float:
-  """The constant baseline with the smallest error, E[||s||^2 Z] / E||s||^2.
+  """Estimates the constant baseline of least error, E[||s||^2 Z] / E||s||^2.
 
   It is V(x) only where the norm of the score and the reward are uncorrelated
-  (E. Greensmith, P. Bartlett and J. Baxter, 2004).
-
-  Args:
-    gram: of the pool's scores.
-    rewards: of the pool.
-
-  Returns:
-    An estimate; 0 where all scores are 0.
+  (E. Greensmith, P. Bartlett and J. Baxter, 2004); 0 where all scores are 0.
   """
   norms = np.diag(gram)
   return float(norms @ rewards / norms.sum()) if norms.any() else 0.0
 
 
 class _Terms(NamedTuple):
-  """What the errors of one group size are made of; b blocks of the pool.
+  """Sums that the errors of one group size are made of; b blocks of the pool.
 
   A form is a sum over a group of weights times scores; the four are vanilla,
   leave_one_out, centred and the mean score. A truth is an estimate of g from
@@ -109,46 +180,48 @@ class _Terms(NamedTuple):
 
 def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
   size = len(rewards) // blocks
-
-  def weights(advantage, group_size):
-    groups = jnp.asarray(rewards.reshape(-1, group_size))
-    return np.asarray(advantage(groups), np.float64).ravel() / group_size
-
-  chosen = (
-    advantages.vanilla,
-    advantages.leave_one_out,
-    advantages.dr_grpo,
-    jnp.ones_like,
-  )
-  forms = np.stack([weights(a, group_size) for a in chosen])
-  truth = (rewards - baseline) / size
   count = len(rewards) // group_size
+
+  # Forms as weights of the samples, [4, S].
+  groups = jnp.asarray(rewards.reshape(-1, group_size))
+  forms = np.stack(
+    [
+      np.asarray(form(groups), np.float64).ravel() / group_size
+      for form in (
+        advantages.vanilla,
+        advantages.leave_one_out,
+        advantages.dr_grpo,
+        jnp.ones_like,
+      )
+    ]
+  )
+  truth = (rewards - baseline) / size
+
+  # Products within groups need the diagonal blocks [G, G] of the Gram matrix.
   inside = np.einsum(
     "igih->igh", gram.reshape(count, group_size, count, group_size)
   )
   grouped = forms.reshape(len(forms), count, group_size)
   half = np.einsum("igh,eih->eig", inside, grouped)
   squares = np.einsum("fig,eig->fei", grouped, half)
+
   # [S, b]: each sample's score times each block's truth.
   onto = (gram * truth).reshape(len(rewards), blocks, size).sum(-1)
-
-  def by_block(x):
-    return x.reshape(len(forms), blocks, size, blocks).sum(2)
-
+  cross = (forms[:, :, None] * onto).reshape(len(forms), blocks, size, blocks)
   return _Terms(
     squares=squares.reshape(*squares.shape[:2], blocks, -1).mean(-1),
-    cross=by_block(forms[:, :, None] * onto) / (size // group_size),
+    cross=cross.sum(2) / (size // group_size),
     truth=(truth[:, None] * onto).reshape(blocks, size, blocks).sum(1),
     sums=np.stack([rewards, rewards**2]).reshape(2, blocks, size).sum(-1),
   )
 
 
-def _errors(terms: _Terms, size: int, keep: np.ndarray) -> np.ndarray:
-  """Mean squared errors [4] measured on the blocks in `keep`."""
-  squares = terms.squares[..., keep]
-  cross = terms.cross[:, keep][:, :, keep]
-  truth, sums = terms.truth[np.ix_(keep, keep)], terms.sums[:, keep]
-  blocks = len(keep)
+def _errors(terms: _Terms, size: int, chosen: np.ndarray) -> np.ndarray:
+  """Returns the mean squared errors [4] measured on the chosen blocks."""
+  squares = terms.squares[..., chosen]
+  cross = terms.cross[:, chosen][:, :, chosen]
+  truth, sums = terms.truth[np.ix_(chosen, chosen)], terms.sums[:, chosen]
+  blocks = len(chosen)
   # The oracle's V is the mean reward of the other blocks. Its square is
   # estimated without bias too, so this oracle errs exactly as one that knows V:
   # what is left of the error of V multiplies mean scores, whose mean is 0.
@@ -177,60 +250,44 @@ def group_errors(
   blocks: int,
   baseline: float = 0.0,
 ) -> tuple[Estimators, Estimators]:
-  """Mean squared errors of groups of completions, measured.
+  """Measures the mean squared errors of groups of completions.
 
-  The pool is cut into blocks, each block into groups of G. The error of a
+  The pool is divided into blocks, each block into groups of G. The error of a
   group's estimate is ||ghat||^2 - 2 ghat.g + ||g||^2; the unknown g is stood in
   for by estimates from other blocks than the group's own, and ||g||^2 by
   products of two different blocks. So the mean is exactly the mean squared
   error, without knowing g. The oracle's V is replaced likewise.
 
   Args:
-    gram: of the pool's scores.
-    rewards: of the pool.
-    group_sizes: each divides S / blocks.
+    gram: inner products of the pool's scores.
+    rewards: rewards of the pool.
+    group_sizes: divisors of S / blocks.
     blocks: b >= 3. They are independent, and `jackknife` counts on that.
-    baseline: subtracted from the rewards where g is stood in for. Any constant
-      chosen without this pool keeps that unbiased; see `best_baseline`.
+    baseline: constant subtracted from the rewards where g is stood in for.
+      Chosen without this pool it leaves that unbiased.
 
   Returns:
     The errors at each group size, [len(group_sizes)], and the same without
     each of the blocks, [b, len(group_sizes)].
-
-  Raises:
-    ValueError: the sizes do not fit, or fewer than 3 blocks.
   """
   size = len(rewards) // blocks
-  if blocks < 3 or size * blocks != len(rewards):
-    raise ValueError(
-      f"a pool of {len(rewards)} cannot be cut into {blocks} blocks: 3 or more,"
-      " of the same size"
-    )
-  if any(size % g for g in group_sizes):
-    raise ValueError(
-      f"blocks of {size} samples cannot be cut into groups of {group_sizes}"
-    )
   rewards = rewards.astype(np.float64)
-  kept = [np.arange(blocks), *_without_each(blocks)]
-  errors = np.array(
-    [
-      [_errors(terms, size, keep) for keep in kept]
-      for terms in (
-        _terms(gram, rewards, g, blocks, baseline) for g in group_sizes
-      )
-    ]
-  )  # [group sizes, 1 + b, 4]
-  errors = errors.transpose(2, 1, 0)
-  return Estimators(*errors[:, 0]), Estimators(*errors[:, 1:])
+  subsets = [np.arange(blocks), *_without_each(blocks)]
+  errors = []
+  for g in group_sizes:
+    terms = _terms(gram, rewards, g, blocks, baseline)
+    errors.append([_errors(terms, size, chosen) for chosen in subsets])
+  by_estimator = np.array(errors).transpose(2, 1, 0)  # [4, 1 + b, group sizes]
+  return Estimators(*by_estimator[:, 0]), Estimators(*by_estimator[:, 1:])
 
 
 def moment_replicates(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"], blocks: int
 ) -> Moments:
-  """`score_moments` without each of the pool's blocks, [blocks]."""
+  """Estimates the moments without each of the pool's blocks, [blocks]."""
   samples = np.arange(len(rewards)).reshape(blocks, -1)
-  kept = [samples[keep].ravel() for keep in _without_each(blocks)]
-  replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in kept]
+  subsets = [samples[chosen].ravel() for chosen in _without_each(blocks)]
+  replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in subsets]
   return Moments(*np.array(replicates).T)
 
 
@@ -252,20 +309,44 @@ def jackknife(
   return np.asarray(np.var(replicates, axis=-1) * (blocks - 1))
 
 
-def mean_half_width(
-  variances: Float[np.ndarray, "X"], degrees: int, confidence: float = 0.95
-) -> float:
-  """Half the width of an interval for a mean of independent estimates.
+def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
+  """Half the width of a 95% interval for a mean of independent estimates.
 
   Student's t with the degrees of freedom of Welch and Satterthwaite.
 
   Args:
-    variances: of the estimates, each with the given degrees of freedom.
-    degrees: of each variance.
-    confidence: coverage.
+    variances: variances of the estimates.
+    degrees: degrees of freedom of each variance.
   """
   total = float(variances.sum())
   if total == 0:
     return 0.0
   joint = int(degrees * total**2 / float(np.sum(variances**2)))
-  return t_quantile(confidence, joint) * total**0.5 / len(variances)
+  return t_quantile(0.95, joint) * total**0.5 / len(variances)
+
+
+def mean_over_prompts(
+  values: np.ndarray, without: np.ndarray
+) -> dict[str, float]:
+  """Mean over prompts, [X] and [X, b], with standard error and 95% interval."""
+  variances = jackknife(without)
+  mean = float(values.mean())
+  half = mean_half_width(variances, without.shape[-1] - 1)
+  return {
+    "mean": mean,
+    "low": mean - half,
+    "high": mean + half,
+    "error": float(variances.sum() ** 0.5 / len(values)),
+  }
+
+
+def ratio_of_means(above: PromptMeans, below: PromptMeans) -> dict[str, float]:
+  """Ratio of two means over prompts, with its interval (delta method)."""
+  scale = below[0].mean()
+  if scale <= 0:
+    return dict.fromkeys(("mean", "low", "high"), float("nan"))
+  ratio = above[0].mean() / scale
+  values, without = (a - ratio * b for a, b in zip(above, below, strict=True))
+  residual = mean_over_prompts(values, without)
+  half = (residual["high"] - residual["low"]) / (2 * scale)
+  return {"mean": ratio, "low": ratio - half, "high": ratio + half}

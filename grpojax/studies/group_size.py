@@ -20,35 +20,37 @@ along the automatic runs. DIR, by default runs/group_size, gets
     logs/             what the training runs printed
 """
 
+import dataclasses
 import functools
 import itertools
 import json
+import math
+import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, records
-from grpojax.runtime.config import below, problem
-from grpojax.runtime.settings import changed, section, setting, to_config
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.config import below, config_error
+from grpojax.runtime.cli.settings import changed, section, setting, to_config
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 from grpojax.statistics import diagnostics
-from grpojax.studies import group_size_results as results
+from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
-from grpojax.studies import training_runs
-from grpojax.training import config as train_config_lib
-from grpojax.training import (
-  from_config,
-  group_sizes,
-  samplers,
-  scored_text,
-  scoring,
-  splits,
-)
-from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.run import setup
+from grpojax.training.settings.run import AUTO, TrainSettings
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 PROGRAM = "python -m grpojax.studies.group_size"
 
@@ -91,16 +93,20 @@ SETTINGS = section(
 
 
 def default_config() -> ConfigDict:
-  """The quick setting as a config."""
+  """Makes the config of the quick setting."""
   return to_config(SETTINGS)
 
 
-def train_config(
+def train_settings(
   config: ConfigDict, budget: int, group_size: int | str, seed: int
-) -> ConfigDict:
-  """The training run of one point of the study."""
+) -> TrainSettings:
+  """Makes the training run of one point of the study.
+
+  Raises:
+    ValueError: Settings that a training run cannot have.
+  """
   run = config.train.copy_and_resolve_references()
-  auto = group_size == group_sizes.AUTO
+  auto = group_size == AUTO
   with run.unlocked(), run.ignore_type():
     run.name = f"N{budget}-G{group_size}-seed{seed}"
     run.seed, run.group_size = seed, group_size
@@ -119,37 +125,38 @@ def train_config(
     while micro > 1 and fewest % (micro * run.optim.minibatches):
       micro -= 1
     run.optim.micro_batches = micro
-  return run.lock()
+  return from_config(run.lock())
 
 
 def _points(config: ConfigDict):
-  """(budget, group size, seed) of all runs, one seed after the other."""
-  sizes = [*config.group_sizes, group_sizes.AUTO]
+  """Yields (seed, budget, group size) of all runs, seed after seed."""
+  sizes = [*config.group_sizes, AUTO]
   return itertools.product(range(config.seeds), config.budgets, sizes)
 
 
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with the values of a config, a line each."""
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists what is wrong with the values of a config."""
   wrong = []
   for field in ("budgets", "group_sizes"):
     values = config[field]
     if not values or not all(isinstance(v, int) and v >= 2 for v in values):
-      wrong.append(problem(field, values, "give whole numbers of 2 or more"))
+      remedy = "give whole numbers of 2 or more"
+      wrong.append(config_error(field, values, remedy))
   p = config.predict
   if p.prompts % p.batch:
-    todo = f"must be a multiple of predict.batch = {p.batch}"
-    wrong.append(problem("predict.prompts", p.prompts, todo))
+    remedy = f"must be a multiple of predict.batch = {p.batch}"
+    wrong.append(config_error("predict.prompts", p.prompts, remedy))
   if wrong:
     return wrong
   for budget, size in itertools.product(config.budgets, config.group_sizes):
     if budget % size:
-      todo = f"{size} does not divide the budget {budget}"
-      wrong.append(problem("group_sizes", config.group_sizes, todo))
+      remedy = f"{size} does not divide the budget {budget}"
+      wrong.append(config_error("group_sizes", config.group_sizes, remedy))
   if wrong:
     return wrong
   for seed, budget, size in _points(config):
     try:
-      train_config_lib.validate(train_config(config, budget, size, seed))
+      train_settings(config, budget, size, seed)
     except ValueError as error:
       why = below("train", f"{error}")
       return [f"budget {budget}, group size {size}: {why}"]
@@ -159,14 +166,18 @@ def problems(config: ConfigDict) -> list[str]:
 def predict(config: ConfigDict) -> dict[str, Any]:
   """Diagnoses the policy that training starts from, on training prompts."""
   p = config.predict
-  settings = config.train.copy_and_resolve_references()
-  with settings.unlocked(), settings.ignore_type():
-    settings.group_size, settings.batch_size = p.group_size, p.batch
-  policy = from_config.with_weights(settings, from_config.open_policy(settings))
-  sampling = from_config.sampling(settings)
-  sampler = samplers.make_sampler(settings, policy, p.group_size, sampling)
+  # Of the runs' common settings; a run's own ones are of no account here.
+  settings = dataclasses.replace(
+    train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
+    seed=config.train.seed,
+    group_size=p.group_size,
+    batch_size=p.batch,
+  )
+  policy = setup.with_weights(settings, setup.open_policy(settings))
+  sampling = settings.sampling.distribution
+  sampler = sampling_lib.make_sampler(settings, policy, p.group_size, sampling)
 
-  project = policies.jit(
+  project = policy_lib.jit(
     policy,
     functools.partial(
       diagnostics.score_projections,
@@ -174,7 +185,7 @@ def predict(config: ConfigDict) -> dict[str, Any]:
       micro_batches=p.batch,
       vectorized=policy.vmappable,
       sampling=sampling,
-      chunk_size=settings.logits_chunk,
+      chunk_size=settings.optim.update.chunk_size,
     ),
   )
 
@@ -184,14 +195,16 @@ def predict(config: ConfigDict) -> dict[str, Any]:
     settings, policy, examples, p.group_size
   )
   projections, rewards = [], []
-  with scoring.open_scorer(settings) as scorer:
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     for i in range(p.prompts // p.batch):
       prompts, examples = next(batches)
       key = jax.random.fold_in(sampling_key, i)
       samples = sampler(policy.params, jax.device_put(prompts), key)
-      _, scores = scored_text.score(policy, scorer, examples, samples)
+      _, scores = rewards_lib.compute_rewards(
+        policy, reward_pool, examples, samples
+      )
       rewards.append(scores.rewards)
-      # The same directions for all prompts: their products are what is wanted.
+      # The same directions for all prompts: their products are to be compared.
       projected = project(policy.params, samples, tangents_key)
       projections.append(np.asarray(projected))
       print(f"diagnosis: {(i + 1) * p.batch}/{p.prompts} prompts", flush=True)
@@ -203,24 +216,267 @@ def predict(config: ConfigDict) -> dict[str, Any]:
   return row | {"reward_mean": float(np.mean(np.concatenate(rewards)))}
 
 
+def curves(config: ConfigDict, directory: pathlib.Path) -> list[dict[str, Any]]:
+  """Rows of curves.csv: one a training step of every run."""
+  points = itertools.product(
+    config.budgets, (*config.group_sizes, AUTO), range(config.seeds)
+  )
+  return [
+    {
+      "budget": budget,
+      "run": str(size),
+      "seed": seed,
+      "step": row["step"],
+      "group_size": row["group_size"],
+      "reward": row["reward_mean"],
+      "accuracy": row["accuracy"],
+      "optimal_group_size": row.get("optimal_group_size"),
+      "c1": row.get("c1"),
+      "c3": row.get("c3"),
+    }
+    for budget, size, seed in points
+    for row in study.run_metrics(directory, f"N{budget}-G{size}-seed{seed}")
+  ]
+
+
+def _select(rows, **values) -> list[Mapping[str, Any]]:
+  """Returns the rows that have all these values."""
+  return [r for r in rows if all(r[k] == v for k, v in values.items())]
+
+
+def _steps_and(rows, *names: str):
+  """Returns the steps of the rows, and at each the values of some columns."""
+  steps = sorted({r["step"] for r in rows})
+  at = [_select(rows, step=s) for s in steps]
+  return steps, *([[r[name] for r in x] for x in at] for name in names)
+
+
+def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
+  """Means over a whole training run, over seeds with 95% intervals.
+
+  The reward is that of fresh samples for new training prompts: the objective
+  itself, at every step. Seeds differ in their first samples, and all group
+  sizes share that, so the intervals are of a run's difference from the mean of
+  the fixed sizes with its seed.
+  """
+  sizes = [*map(str, config.group_sizes), AUTO]
+
+  def mean(budget, size, seed, name):
+    of_run = _select(rows, budget=budget, run=size, seed=seed)
+    return np.mean([r[name] for r in of_run if r[name] is not None])
+
+  lines = []
+  for budget in config.budgets:
+    of_budget = [{"budget": budget, "run": size} for size in sizes]
+    for name in ("reward", "accuracy"):
+      means = np.array(
+        [
+          [mean(budget, size, seed, name) for seed in range(config.seeds)]
+          for size in sizes
+        ]
+      )
+      of_seeds = means[:-1].mean(0)  # those of the fixed sizes
+      centred = means - of_seeds + of_seeds.mean()
+      for line, values, size_means in zip(
+        of_budget, means, centred, strict=True
+      ):
+        middle, low, high = mean_interval(size_means)
+        line |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+        line[f"{name}s"] = values.tolist()
+    lines += of_budget
+  return lines
+
+
+def _split(lines, budget: int):
+  """Returns the lines of a budget's fixed sizes, and that of its auto runs."""
+  of_budget = _select(lines, budget=budget)
+  (auto,) = _select(of_budget, run=AUTO)
+  return [line for line in of_budget if line is not auto], auto
+
+
+def compare(config: ConfigDict, lines) -> dict[str, Any]:
+  """For each budget: best and worst fixed size, and the automatic run."""
+
+  def difference(a, b):  # the same seeds: the same first samples
+    return list(mean_interval(np.subtract(a["rewards"], b["rewards"])))
+
+  comparison = {}
+  for budget in config.budgets:
+    fixed, auto = _split(lines, budget)
+    best = max(fixed, key=lambda line: line["reward"])
+    worst = min(fixed, key=lambda line: line["reward"])
+    comparison[str(budget)] = {
+      "best_group_size": int(best["run"]),
+      "worst_group_size": int(worst["run"]),
+      "best_reward": best["reward"],
+      "worst_reward": worst["reward"],
+      "auto_reward": auto["reward"],
+      "best_minus_worst": difference(best, worst),
+      "auto_minus_best": difference(auto, best),
+      "auto_minus_worst": difference(auto, worst),
+    }
+  return comparison
+
+
+def _along(rows, budget: int):
+  """Steps and G* of a budget's automatic runs, from averages of c1 and c3.
+
+  Over the seeds and the whole run: single estimates are too noisy.
+  """
+  automatic = _select(rows, budget=budget, run=AUTO)
+  diagnosed = [r for r in automatic if r["c1"] is not None]
+  steps, *values = _steps_and(diagnosed, "c1", "c3")
+  c1, c3 = (np.cumsum([np.mean(at) for at in x]) for x in values)
+  with np.errstate(divide="ignore", invalid="ignore"):
+    best = 1 + np.sqrt(np.maximum(c3, 0) / np.maximum(c1, 0))
+  return np.array(steps), best
+
+
+def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
+  """Draws accuracy against steps, mean reward against G, G along the runs."""
+  figure, grid = study.new_figure(len(config.budgets), 3)
+  for axes, budget in zip(grid, config.budgets, strict=True):
+    _draw_curves(axes[0], config, rows, budget)
+    _draw_sizes(axes[1], lines, budget, prediction)
+    _draw_choice(axes[2], config, rows, budget)
+    axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
+    for ax in axes:
+      ax.grid(alpha=0.3)
+  pictures.save_figure(figure, path)
+
+
+def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
+  from matplotlib import colormaps
+
+  sizes = (*config.group_sizes, AUTO)
+  shades = np.linspace(0.1, 0.95, len(config.group_sizes))  # light to dark
+  colours = [*map(colormaps["viridis_r"], shades), "crimson"]
+  for size, colour in zip(sizes, colours, strict=True):
+    of_size = _select(rows, budget=budget, run=str(size))
+    of_size = [r for r in of_size if r["accuracy"] is not None]
+    steps, values = _steps_and(of_size, "accuracy")
+    mean, low, high = np.array([mean_interval(np.array(v)) for v in values]).T
+    name = f"G = {size}" if size != AUTO else AUTO
+    axes.plot(steps, mean, color=colour, label=name, lw=1.5)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+  axes.set(xlabel="step", ylabel="held-out accuracy (greedy)", ylim=(0, 1.02))
+  axes.legend(fontsize=7, loc="lower right")
+
+
+def _log_sizes(axes, which: str, sizes) -> None:
+  """Makes an axis, "x" or "y", logarithmic with the group sizes as ticks."""
+  getattr(axes, f"set_{which}scale")("log", base=2)
+  names = [str(size) for size in sizes]
+  limits = (min(sizes) / 1.5, max(sizes) * 1.5)
+  settings = {"ticks": sizes, "ticklabels": names, "lim": limits}
+  axes.set(**{f"{which}{name}": value for name, value in settings.items()})
+
+
+def _draw_sizes(axes, lines, budget, prediction) -> None:
+  fixed, auto = _split(lines, budget)
+  sizes = [int(line["run"]) for line in fixed]
+  mean, low, high = (
+    np.array([line[f"reward{end}"] for line in fixed])
+    for end in ("", "_low", "_high")
+  )
+  axes.errorbar(sizes, mean, (mean - low, high - mean), fmt="o-", capsize=3)
+  axes.axhline(auto["reward"], color="crimson", label="auto", lw=1.5)
+  axes.axhspan(
+    auto["reward_low"], auto["reward_high"], color="crimson", alpha=0.12, lw=0
+  )
+  _log_sizes(axes, "x", sizes)
+  low, high, best = (
+    prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
+  )
+  if low is not None:  # or nothing could be predicted
+    high = high or 2 * max(sizes)
+    axes.axvspan(low, high, color="gray", alpha=0.2, lw=0, label="95%")
+  if best is not None:
+    axes.axvline(best, color="black", ls="--", label=f"predicted {best:.0f}")
+  axes.set(xlabel="group size G", ylabel="mean reward over training")
+  axes.legend(fontsize=7)
+
+
+def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
+  for seed in range(config.seeds):
+    of_run = _select(rows, budget=budget, run=AUTO, seed=seed)
+    axes.step(
+      [r["step"] for r in of_run],
+      [r["group_size"] for r in of_run],
+      where="mid",
+      alpha=0.7,
+      lw=max(4 - seed, 1),
+      label=f"auto, seed {seed}",
+    )
+  steps, best = _along(rows, budget)
+  finite = np.isfinite(best)
+  axes.plot(
+    steps[finite], best[finite], "k--", label="G* of all estimates so far"
+  )
+  _log_sizes(axes, "y", config.group_sizes)
+  axes.set(xlabel="step", ylabel="group size")
+  axes.legend(fontsize=7)
+
+
+def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
+  """Writes the tables, the summary and the picture, and prints the result."""
+  rows = curves(config, directory)
+  lines = table(config, rows)
+  study.write_csv(directory / "curves.csv", rows)
+  plain = [
+    {k: v for k, v in x.items() if not isinstance(v, list)} for x in lines
+  ]
+  study.write_csv(directory / "results.csv", plain)
+  along = {}
+  for budget in config.budgets:
+    best = _along(rows, budget)[1]
+    # Without a diagnosis that had enough prompts there is none.
+    along[str(budget)] = float(best[-1]) if len(best) else math.nan
+  comparison = compare(config, lines)
+  records.write_json(
+    directory / "summary.json",
+    {"predicted": prediction, "along_training": along, "measured": comparison},
+  )
+  draw(config, rows, lines, prediction, directory / "group_size.png")
+  print(
+    "predicted G* {optimal_group_size} [{optimal_group_size_low}, "
+    "{optimal_group_size_high}] before training".format(**prediction)
+  )
+  for line in plain:
+    print(
+      f"N = {line['budget']}  G = {line['run']:>4}: mean reward "
+      f"{line['reward']:.3f} [{line['reward_low']:.3f}, "
+      f"{line['reward_high']:.3f}]  mean accuracy {line['accuracy']:.3f} "
+      f"[{line['accuracy_low']:.3f}, {line['accuracy_high']:.3f}]"
+    )
+  for budget, x in comparison.items():
+    print(
+      f"N = {budget}: best G {x['best_group_size']}, auto - best "
+      f"{x['auto_minus_best'][0]:+.3f}, auto - worst "
+      f"{x['auto_minus_worst'][0]:+.3f}; G* along training "
+      f"{along[budget]:.0f}"
+    )
+  print(f"tables and picture are in {directory}/")
+
+
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   config, directory = study.open_study(
-    argv, PROGRAM, SETTINGS, problems, __doc__
+    argv, PROGRAM, SETTINGS, config_errors, __doc__
   )
-  training_runs.share_compilations(directory)
+  study.share_compilations(directory)
   path = directory / "prediction.json"
   with study.resumable():
     if not path.exists():
       records.write_json(path, predict(config))
     prediction = json.loads(path.read_text())
     runs = [
-      train_config(config, budget, size, seed)
+      train_settings(config, budget, size, seed)
       for seed, budget, size in _points(config)
     ]
-    training_runs.train_all(runs, directory)
+    study.train_all(runs, directory)
   with command_line.usage_errors():
-    results.write(config, directory, prediction)
+    write(config, directory, prediction)
 
 
 if __name__ == "__main__":

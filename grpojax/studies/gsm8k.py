@@ -29,6 +29,7 @@ import pathlib
 import re
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -37,25 +38,22 @@ from ml_collections import ConfigDict
 
 from grpojax.data import gsm8k
 from grpojax.data.examples import SPLITS
-from grpojax.runtime import records
-from grpojax.runtime.config import below, problem
-from grpojax.runtime.settings import changed, section, setting, to_config
-from grpojax.studies import gsm8k_results as results
+from grpojax.runtime.cli.config import below, config_error
+from grpojax.runtime.cli.settings import changed, section, setting, to_config
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
+from grpojax.statistics.intervals import mean_interval, paired_difference
 from grpojax.studies import run as study
-from grpojax.training import config as train_config_lib
-from grpojax.training import (
-  evaluation,
-  fit,
-  from_config,
-  prompts,
-  samplers,
-  scoring,
-  sft,
-  sft_config,
-  splits,
-)
-from grpojax.training import policy as policies
-from grpojax.training.settings import SETTINGS as TRAIN_SETTINGS
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
+from grpojax.training.config import from_config
+from grpojax.training.data import prompts, splits
+from grpojax.training.evaluation import evaluation
+from grpojax.training.run import fit, run_directory
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.sft import sft, sft_config
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 PROGRAM = "python -m grpojax.studies.gsm8k"
 _NOTE = re.compile(r"<<[^<>]*>>")
@@ -122,33 +120,33 @@ SETTINGS = section(
 
 
 def default_config() -> ConfigDict:
-  """The embedded study."""
+  """Makes the config of the embedded study."""
   return to_config(SETTINGS)
 
 
 def sft_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
-  """The config of supervised fine-tuning."""
+  """Makes the config of supervised fine-tuning."""
   run = config.sft.copy_and_resolve_references()
   with run.unlocked():
     run.data.path = str(directory / "texts")
   return run.lock()
 
 
-def grpo_run(config: ConfigDict, directory: pathlib.Path) -> ConfigDict:
-  """The config of GRPO, from the model of SFT."""
+def grpo_run(config: ConfigDict, directory: pathlib.Path) -> TrainSettings:
+  """Makes the settings of GRPO, from the model of SFT."""
   run = config.train.copy_and_resolve_references()
   with run.unlocked():
     run.model.path = str(directory / "sft")
     run.data.path = str(directory / "prompts")
-  return run.lock()
+  return from_config(run.lock())
 
 
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with the values of a config, a line each."""
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists what is wrong with the values of a config."""
   wrong = []
   for check, part in (
     (sft_config.validate, "sft"),
-    (train_config_lib.validate, "train"),
+    (from_config, "train"),
   ):
     try:
       check(config[part])
@@ -158,7 +156,7 @@ def problems(config: ConfigDict) -> list[str]:
     for split in SPLITS:
       gsm8k.load(split, path=config.data.path)
   except ValueError as error:
-    wrong.append(problem("data.path", config.data.path, f"{error}"))
+    wrong.append(config_error("data.path", config.data.path, f"{error}"))
   return wrong
 
 
@@ -183,11 +181,13 @@ def write_problems(config: ConfigDict, directory: pathlib.Path) -> None:
       records.write_text(directory / name / f"{split}.jsonl", text)
 
 
-def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
+def measure(
+  config: ConfigDict, run: TrainSettings, model: str
+) -> dict[str, Any]:
   """Samples a model's completions of the training problems of GRPO."""
   began = time.perf_counter()
-  policy = policies.load_policy(model, run.model.dtype)
-  sampling = from_config.sampling(run)
+  policy = policy_lib.load_policy(model, run.model.dtype)
+  sampling = run.sampling.distribution
   rows = max(run.eval.batch_size // config.samples, 1)
   batches = prompts.prompt_batches(
     run,
@@ -197,13 +197,13 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
     shuffle=False,
     repeat=False,
   )
-  with scoring.open_scorer(run) as scorer:
+  with rewards_lib.open_reward_pool(run) as reward_pool:
     evaluated = evaluation.evaluate(
       policy,
       policy.params,
-      samplers.make_sampler(run, policy, config.samples, sampling),
+      sampling_lib.make_sampler(run, policy, config.samples, sampling),
       batches,
-      scorer,
+      reward_pool,
       jax.random.key(run.seed + 1),
       rows,
     )
@@ -220,7 +220,7 @@ def measure(config: ConfigDict, run: ConfigDict, model: str) -> dict[str, Any]:
 
 
 def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
-  """Does what is not done yet."""
+  """Makes the stages that are not there yet."""
   if not (directory / "prompts" / "test.jsonl").exists():
     write_problems(config, directory)
   run = grpo_run(config, directory)
@@ -237,16 +237,168 @@ def _stages(config: ConfigDict, directory: pathlib.Path) -> None:
       records.write_json(path, measure(config, run, str(directory / model)))
 
 
+def moving_average(values, width: int):
+  """Means of successive values, with Student's 95% intervals.
+
+  Args:
+    values: one a step.
+    width: number of steps that are averaged, at least 2.
+
+  Returns:
+    (indices of the windows' middles, means, lows, highs), arrays.
+  """
+  values = np.asarray(values, np.float32)
+  windows = np.lib.stride_tricks.sliding_window_view(values, width)
+  intervals = [mean_interval(window) for window in windows]
+  middles = np.arange(len(windows)) + (width - 1) / 2
+  return middles, *np.array(intervals, np.float64).T
+
+
+def summarize(config: ConfigDict, stages: Mapping[str, Any]) -> dict[str, Any]:
+  """Makes the numbers of summary.json from the files of the stages."""
+  rewards = [np.array(stages[n]["rewards"]) for n in ("before", "after")]
+  grpo, losses = stages["grpo/summary"], stages["sft/sft"]["losses"]
+  summary = {
+    "sft_loss": [losses[0]["loss"], losses[-1]["loss"]],
+    "prompts": len(rewards[0]),
+    "samples": config.samples,
+  }
+  for name, values in zip(("before", "after"), rewards, strict=True):
+    summary[f"reward_{name}"] = list(mean_interval(values))
+    summary[f"solved_{name}"] = float(np.mean(values > 0))
+    held_out = grpo[f"accuracy_{name}"], *grpo[f"accuracy_{name}_interval"]
+    summary[f"held_out_{name}"] = held_out
+  summary["reward_difference"] = paired_difference(*rewards[::-1])._asdict()
+  summary["held_out_problems"] = grpo["eval_prompts"]
+  summary["seconds"] = {
+    "sft": stages["sft/sft"]["seconds"],
+    "before": stages["before"]["seconds"],
+    "grpo": grpo["train_seconds"],
+    "after": stages["after"]["seconds"],
+  }
+  return summary
+
+
+def _curve(rows) -> list[dict[str, Any]]:
+  """Makes the rows of curve.csv, one a step, of those of metrics.jsonl."""
+  accuracy = {row["step"]: row["accuracy"] for row in rows if "accuracy" in row}
+  return [
+    {
+      "step": row["step"],
+      "reward": row["reward_mean"],
+      "completion_length": row["completion_length_mean"],
+      "entropy": row["entropy"],
+      "accuracy": accuracy.get(row["step"]),
+    }
+    for row in rows
+    if "reward_mean" in row
+  ]
+
+
+def _interval(numbers) -> str:
+  return "{:.1%} [{:.1%}, {:.1%}]".format(*numbers)
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+  """Lines that are printed at the end."""
+  difference = summary["reward_difference"]
+  bounds = [difference[k] for k in ("difference", "low", "high")]
+  spent = (f"{k} {records.duration(v)}" for k, v in summary["seconds"].items())
+  return [
+    "SFT: loss {:.2f} -> {:.2f} nats a token".format(*summary["sft_loss"]),
+    f"reward on the {summary['prompts']} training problems of GRPO, "
+    f"{summary['samples']} samples each:",
+    *(
+      f"  {when:6} {_interval(summary[f'reward_{when}'])}; "
+      f"{summary[f'solved_{when}']:.1%} of the problems solved at least once"
+      for when in ("before", "after")
+    ),
+    f"  difference {_interval(bounds)}, p = {difference['p_value']:.2g}",
+    f"greedy accuracy on {summary['held_out_problems']} held-out problems:",
+    *(
+      f"  {when:6} {_interval(summary[f'held_out_{when}'])}"
+      for when in ("before", "after")
+    ),
+    "seconds: " + ", ".join(spent),
+  ]
+
+
+def draw(losses, rows, summary, path: pathlib.Path) -> None:
+  """Draws SFT loss; reward along, before and after GRPO; held-out accuracy.
+
+  Args:
+    losses: rows of SFT's loss.
+    rows: rows of GRPO's metrics.jsonl.
+    summary: numbers of `summarize`.
+    path: PNG to write.
+  """
+  figure, ((loss, reward, held_out),) = study.new_figure(1, 3, 4.5)
+  loss.plot([r["step"] for r in losses], [r["loss"] for r in losses])
+  loss.set(title="SFT: loss", xlabel="step", ylabel="nats a token")
+  _draw_reward(reward, _curve(rows), summary)
+  evaluated = [row for row in rows if "accuracy" in row]
+  at, accuracy, *bounds = (
+    [row[name] for row in evaluated]
+    for name in ("step", "accuracy", "accuracy_low", "accuracy_high")
+  )
+  held_out.plot(at, accuracy, marker=".")
+  held_out.fill_between(at, *bounds, alpha=0.25)
+  held_out.set(title="held-out problems: greedy accuracy, 95%", xlabel="step")
+  for axes in (loss, reward, held_out):
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+  pictures.save_figure(figure, path)
+
+
+def _draw_reward(axes, curve, summary) -> None:
+  steps = np.array([row["step"] for row in curve])
+  values = [row["reward"] for row in curve]
+  axes.plot(steps, values, ".", alpha=0.3, label="a step's samples")
+  width = min(max(len(steps) // 10, 2), len(steps))
+  if width > 1:
+    middles, means, low, high = moving_average(values, width)
+    middles = steps[0] + middles
+    axes.plot(middles, means, label=f"mean of {width} steps, 95%")
+    axes.fill_between(middles, low, high, alpha=0.3)
+  ends = np.array([summary["reward_before"], summary["reward_after"]])
+  axes.errorbar(
+    [0, steps[-1]],
+    ends[:, 0],
+    np.abs(ends[:, 1:].T - ends[:, 0]),
+    fmt="ko",
+    capsize=4,
+    label="all problems, before and after",
+  )
+  axes.set(title="GRPO: reward on training problems", xlabel="step")
+  axes.legend(fontsize=8)
+
+
+def write(config: ConfigDict, directory: pathlib.Path) -> None:
+  """Writes curve.csv, summary.json and gsm8k.png, and prints the result."""
+  stages = {
+    name: json.loads((directory / f"{name}.json").read_text())
+    for name in ("before", "after", "sft/sft", "grpo/summary")
+  }
+  rows = records.read_jsonl(directory / "grpo" / run_directory.METRICS)
+  summary = summarize(config, stages)
+  study.write_csv(directory / "curve.csv", _curve(rows))
+  records.write_json(directory / "summary.json", summary)
+  losses = stages["sft/sft"]["losses"]
+  draw(losses, rows, summary, directory / "gsm8k.png")
+  print(*lines(summary), sep="\n")
+  print(f"tables and picture are in {directory}/")
+
+
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
   config, directory = study.open_study(
-    argv, PROGRAM, SETTINGS, problems, __doc__
+    argv, PROGRAM, SETTINGS, config_errors, __doc__
   )
   # Before and after run the same programs: they are compiled once.
   jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
   with study.resumable():
     _stages(config, directory)
-  results.write(config, directory)
+  write(config, directory)
 
 
 if __name__ == "__main__":

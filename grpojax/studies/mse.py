@@ -19,9 +19,11 @@ The run directory has rows.jsonl, a line a prompt as soon as it is done (the
 same command goes on where it stopped), results.csv, summary.json and mse.png.
 """
 
+import dataclasses
+import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,19 +31,41 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from grpojax.data import arithmetic
-from grpojax.rewards import exact
-from grpojax.runtime import command_line, records
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.runtime.config import problem
-from grpojax.runtime.settings import section, setting, to_config
-from grpojax.studies import errors, gram, run
-from grpojax.studies import mse_report as report
-from grpojax.training import config as train_config
-from grpojax.training import from_config, samplers, splits
-from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
+from grpojax.rewards.exact import exact_answer
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.settings import section, setting
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.statistics import u_statistics
+from grpojax.statistics.u_statistics import Moments
+from grpojax.studies import errors, run
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import default_config, from_config
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits
+from grpojax.training.step import sampling as sampling_lib
 
 CONFIGURATIONS = ("base", "instruct", "in-context")
+_TITLES = {
+  "base": "base model",
+  "instruct": "instruct model",
+  "in-context": "base model, {shots} examples in the prompt",
+}
+_STYLES = {  # estimator: label, colour, marker, horizontal shift of points
+  "vanilla": ("vanilla", "tab:gray", "s", 1.0),
+  "centred": ("GRPO, own mean (theory)", "tab:green", None, 1.0),
+  "leave_one_out": ("GRPO, leave-one-out", "tab:blue", "o", 0.95),
+  "oracle": ("oracle", "tab:orange", "^", 1.05),
+}
+_PANELS = (  # label; columns of a point, its interval and its curve
+  ("mean squared error", ("mse", "mse_low", "mse_high", "theory")),
+  (
+    "ratio to the oracle",
+    ("ratio_to_oracle", "ratio_low", "ratio_high", "theory_ratio"),
+  ),
+)
 
 
 FLAGS = run.FLAGS
@@ -74,35 +98,32 @@ SETTINGS = section(
 """About seven minutes of CPU time."""
 
 
-def default_config() -> ConfigDict:
-  """The embedded study."""
-  return to_config(SETTINGS)
-
-
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with values that are in their ranges, a line each."""
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists what is wrong with values that are in their ranges."""
   wrong = []
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
     wrong.append(
-      problem("group_sizes", sizes, "give whole numbers of 2 or more")
+      config_error("group_sizes", sizes, "give whole numbers of 2 or more")
     )
   elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
     wrong.append(
-      problem("group_sizes", sizes, "each must divide the largest, once")
+      config_error("group_sizes", sizes, "each must divide the largest, once")
     )
   elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
-    todo = f"must be a multiple of {max(sizes)}, the largest group, at least 3"
-    wrong.append(problem("samples", config.samples, f"{todo} times"))
+    remedy = (
+      f"must be a multiple of {max(sizes)}, the largest group, at least 3 times"
+    )
+    wrong.append(config_error("samples", config.samples, remedy))
   for name in ("base", "instruct"):
     try:
-      policies.find_model(config[name])
+      policy_lib.find_model(config[name])
     except ValueError as error:
-      wrong.append(problem(name, config[name], f"{error}"))
+      wrong.append(config_error(name, config[name], f"{error}"))
   try:
     arithmetic.load("test", difficulty=config.difficulty)
   except (TypeError, ValueError) as error:
-    wrong.append(problem("difficulty", config.difficulty, f"{error}"))
+    wrong.append(config_error("difficulty", config.difficulty, f"{error}"))
   return wrong
 
 
@@ -112,12 +133,12 @@ class Bench(NamedTuple):
   Attributes:
     policy: the model.
     batches: one prompt each, with its example.
-    sampler: of one pool, from `samplers.make_sampler`.
-    score: from `gram.make_score`.
-    rewards: `(example, texts) -> [S]`, of a pool's completions.
+    sampler: sampler of one pool, from `step.sampling.make_sampler`.
+    score: function from `errors.make_score`.
+    rewards: `(example, texts) -> [S]`, the rewards of a pool's completions.
   """
 
-  policy: policies.Policy
+  policy: policy_lib.Policy
   batches: list
   sampler: Any
   score: Any
@@ -128,19 +149,21 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
   """Loads a configuration's model, and formats its prompts.
 
   Args:
-    config: the study's.
+    config: the study's config.
     name: one of CONFIGURATIONS.
 
   Raises:
     ValueError: the model cannot be read, or takes no examples in its prompt.
   """
   path = config.instruct if name == "instruct" else config.base
-  policy = policies.load_policy(path)
-  settings = train_config.default_config().unlock()
-  settings.seed = config.seed
-  settings.eval.num_prompts = config.num_prompts
-  settings.data.options.difficulty = config.difficulty
-  settings.sampling.max_new_tokens = config.max_new_tokens
+  policy = policy_lib.load_policy(path)
+  train = default_config()
+  train.seed = config.seed
+  train.eval.num_prompts = config.num_prompts
+  train.data.options.difficulty = config.difficulty
+  train.sampling.max_new_tokens = config.max_new_tokens
+  settings = from_config(train)
+  template = settings.data.template
   if name == "in-context":
     if policy.tokenizer.chat_template:
       raise ValueError(
@@ -149,24 +172,26 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
       )
     examples = splits.load_examples(settings, "train")
     solved = [examples[i]["prompt"] for i in range(config.shots)]
-    settings.data.template = (
-      "".join(f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
-      + settings.data.template
-    )
+    shots = (f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
+    template = "".join(shots) + template
   held_out = splits.load_examples(settings, "test")
-  settings.data.max_prompt_length = max(
-    len(_encode(policy, held_out[i]["prompt"], settings.data.template))
+  longest = max(
+    len(_encode(policy, held_out[i]["prompt"], template))
     for i in range(config.num_prompts)
   )
+  data = dataclasses.replace(
+    settings.data, template=template, max_prompt_length=longest
+  )
+  settings = dataclasses.replace(settings, data=data)
   batches = prompts_lib.prompt_batches(
     settings, policy, held_out, batch_size=1, shuffle=False, repeat=False
   )
-  sampling = from_config.sampling(settings)
+  sampling = settings.sampling.distribution
   return Bench(
     policy,
     list(batches),
-    samplers.make_sampler(settings, policy, config.samples, sampling),
-    gram.make_score(policy.lm, sampling),
+    sampling_lib.make_sampler(settings, policy, config.samples, sampling),
+    errors.make_score(policy.lm, sampling),
     rewards_of,
   )
 
@@ -176,27 +201,31 @@ def _encode(policy, prompt, template):
 
 
 def rewards_of(example: dict[str, Any], texts: Sequence[str]) -> np.ndarray:
-  """Of the completions of one prompt, [S]."""
-  rewards = [exact.exact_answer("", text, example) for text in texts]
+  """Rewards [S] of the completions of one prompt."""
+  rewards = [exact_answer("", text, example) for text in texts]
   return np.array(rewards, np.float32)
+
+
+def prompt_key(seed: int, configuration: int, index: int) -> jax.Array:
+  """Random key of a prompt's samples, by its places."""
+  key = jax.random.fold_in(jax.random.key(seed), configuration)
+  return jax.random.fold_in(key, index)
 
 
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
   prompts, examples = bench.batches[index]
-  key = jax.random.key(config.seed)
-  for number in (CONFIGURATIONS.index(name), index):
-    key = jax.random.fold_in(key, number)
+  key = prompt_key(config.seed, CONFIGURATIONS.index(name), index)
   ids, mask, rewards = [], [], []
   for pool in range(2):
     samples = bench.sampler(
       bench.policy.params, prompts, jax.random.fold_in(key, pool)
     )
-    texts = policies.decode(bench.policy, samples)
+    texts = policy_lib.decode(bench.policy, samples)
     rewards.append(bench.rewards(examples[0], texts[0]))
     ids.append(np.asarray(samples.completion_ids[0]))
     mask.append(np.asarray(samples.completion_mask[0]))
-  products, distinct = gram.score_gram(
+  products, distinct = errors.score_gram(
     bench.score,
     bench.policy.params,
     prompts,
@@ -204,6 +233,7 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
     np.concatenate(mask),
     config.chunk_size,
   )
+  # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
   first, second = products[:n, :n], products[n:, n:]
   baseline = errors.best_baseline(second, rewards[1])
@@ -225,48 +255,201 @@ def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   }
 
 
-def _collect(config: ConfigDict, path) -> list[dict[str, Any]]:
+def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   """Measures the prompts that `path` lacks; returns the rows of all."""
   records.truncate_jsonl(path, 0)  # drops a line that was cut off
-  rows = records.read_jsonl(path)
-  done = {(row["configuration"], row["index"]) for row in rows}
-  missing = [
-    (name, index)
-    for name in CONFIGURATIONS
-    for index in range(config.num_prompts)
-    if (name, index) not in done
-  ]
+  rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
+  points = [(n, i) for n in CONFIGURATIONS for i in range(config.num_prompts)]
+  missing = [point for point in points if point not in rows]
   with command_line.usage_errors():
     benches = {name: open_bench(config, name) for name in dict(missing)}
-  start, total = time.time(), len(rows) + len(missing)
+  start = time.time()
   for number, (name, index) in enumerate(missing, 1):
-    row = _measure(config, benches[name], name, index)
+    row = rows[name, index] = _measure(config, benches[name], name, index)
     records.append_jsonl(path, row)
-    rows.append(row)
     left = (time.time() - start) / number * (len(missing) - number)
     print(
-      f"prompt {len(rows)}/{total}  {name}: {row['problem']}  "
+      f"prompt {len(rows)}/{len(points)}  {name}: {row['problem']}  "
       f"{row['success']:.0%} right, {row['distinct']} distinct  "
       f"{records.duration(left)} left",
       flush=True,
     )
-  return sorted(
-    rows,
-    key=lambda r: (CONFIGURATIONS.index(r["configuration"]), r["index"]),
+  return [rows[point] for point in points]
+
+
+def _by_configuration(rows: Sequence[Mapping]) -> dict[str, list[Mapping]]:
+  names = dict.fromkeys(row["configuration"] for row in rows)
+  return {n: [r for r in rows if r["configuration"] == n] for n in names}
+
+
+def _stack(rows: Sequence[Mapping], field: str) -> dict[str, np.ndarray]:
+  """Arrays of a field's values by name, with a leading axis of prompts."""
+  names = rows[0][field]
+  return {name: np.array([row[field][name] for row in rows]) for name in names}
+
+
+def _numbers(rows: Sequence[Mapping], index: int, group_size: int):
+  """Returns errors by estimator at one group size: measured, and of theory."""
+  values, without = _stack(rows, "errors"), _stack(rows, "errors_without")
+  measured = {x: (values[x][:, index], without[x][..., index]) for x in values}
+  exact = [
+    u_statistics.mse(Moments(**_stack(rows, field)), group_size)._asdict()
+    for field in ("moments", "moments_without")
+  ]
+  theory = {
+    x: tuple(np.asarray(e[x], np.float64) for e in exact) for x in values
+  }
+  return measured, theory
+
+
+def _deviation(measured: Mapping, theory: Mapping) -> float:
+  """Measured minus theoretical error, in standard errors of the difference."""
+  error = np.hypot(measured["error"], theory["error"])
+  gap = measured["mean"] - theory["mean"]
+  return float(gap / error) if error > 0 else 0.0
+
+
+def table(
+  rows: Sequence[Mapping[str, Any]], group_sizes: Sequence[int]
+) -> list[dict[str, Any]]:
+  """Rows of results.csv: one a configuration, estimator and group size.
+
+  Args:
+    rows: rows of the study, one a configuration and prompt.
+    group_sizes: group sizes that were measured.
+
+  Returns:
+    Measured mean squared error and theory, means over prompts with 95%
+    intervals; their difference in standard errors; and the ratio to the
+    oracle's error.
+  """
+  rows_of_table = []
+  for name, of_configuration in _by_configuration(rows).items():
+    for index, group_size in enumerate(group_sizes):
+      measured, theory = _numbers(of_configuration, index, group_size)
+      for estimator in _STYLES:
+        point, curve = (
+          errors.mean_over_prompts(*x[estimator]) for x in (measured, theory)
+        )
+        ratio, expected = (
+          errors.ratio_of_means(x[estimator], x["oracle"])
+          for x in (measured, theory)
+        )
+        row = {
+          "configuration": name,
+          "estimator": estimator,
+          "group_size": group_size,
+          "mse": point["mean"],
+          "mse_low": point["low"],
+          "mse_high": point["high"],
+          "theory": curve["mean"],
+          "theory_low": curve["low"],
+          "theory_high": curve["high"],
+          "deviation": _deviation(point, curve),
+          "ratio_to_oracle": ratio["mean"],
+          "ratio_low": ratio["low"],
+          "ratio_high": ratio["high"],
+          "theory_ratio": expected["mean"],
+        }
+        rows_of_table.append(run.rounded(row))
+  return rows_of_table
+
+
+def summary(
+  rows: Sequence[Mapping[str, Any]], rows_of_table: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+  """Contents of summary.json, by configuration.
+
+  Means over prompts of the success rate, of the distinct completions in both
+  pools and of the best baseline; mean moments with intervals; and for each
+  estimator its largest deviation from theory.
+  """
+  lines = _by_configuration(rows_of_table)
+  summaries = {}
+  for name, of_configuration in _by_configuration(rows).items():
+    means = {
+      key: float(np.mean([r[key] for r in of_configuration]))
+      for key in ("success", "distinct", "best_baseline")
+    }
+    without = _stack(of_configuration, "moments_without")
+    moments = {
+      key: errors.mean_over_prompts(values, without[key])
+      for key, values in _stack(of_configuration, "moments").items()
+    }
+    deviations = {
+      x: [r["deviation"] for r in lines[name] if r["estimator"] == x]
+      for x in _STYLES
+    }
+    largest = {x: max(values, key=abs) for x, values in deviations.items()}
+    summaries[name] = means | {"moments": moments, "largest_deviation": largest}
+  return summaries
+
+
+def draw(
+  rows: Sequence[Mapping[str, Any]], config: ConfigDict, path: pathlib.Path
+) -> None:
+  """Draws errors, and below them ratios to the oracle's, against group size."""
+  configurations = _by_configuration(rows)
+  figure, axes = run.new_figure(2, len(configurations), width=3.6)
+  for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
+    for estimator, style in _STYLES.items():
+      of_curve = [r for r in lines if r["estimator"] == estimator]
+      for ax, (_, columns) in zip(column, _PANELS, strict=True):
+        _lines(ax, of_curve, style, columns)
+    column[0].set_title(_TITLES[name].format(shots=config.shots), fontsize=10)
+    column[1].set_xlabel("group size G")
+    for ax in column:
+      ax.set_xscale("log", base=2)
+      if ax.dataLim.y1 > 0:  # else all rewards were equal
+        ax.set_yscale("log")
+      ax.set_xticks(config.group_sizes, [str(g) for g in config.group_sizes])
+      ax.grid(alpha=0.3)
+  for ax, (label, _) in zip(axes[:, 0], _PANELS, strict=True):
+    ax.set_ylabel(label)
+  legend = axes[0, 0].get_legend_handles_labels()
+  figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=9)
+  pictures.save_figure(figure, path)
+
+
+def _lines(ax, rows, style, columns):
+  """Draws points with intervals over a curve: columns point, ends and curve."""
+  label, colour, marker, shift = style
+  value, low, high, theory = (
+    np.array([row[name] for row in rows]) for name in columns
+  )
+  sizes = np.array([row["group_size"] for row in rows])
+  if not marker:
+    ax.plot(sizes, theory, color=colour, lw=0.8, label=label)
+    return
+  ax.plot(sizes, theory, color=colour, lw=1.2)
+  if columns[-1] == "theory":
+    band = ([row[f"theory_{end}"] for row in rows] for end in ("low", "high"))
+    ax.fill_between(sizes, *band, color=colour, alpha=0.15, lw=0)
+  ax.errorbar(
+    sizes * shift,
+    value,
+    (value - low, high - value),
+    color=colour,
+    marker=marker,
+    ms=4,
+    lw=0,
+    elinewidth=1,
+    capsize=2,
+    label=label,
   )
 
 
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
-    argv, "python -m grpojax.studies.mse", SETTINGS, problems, __doc__
+    argv, "python -m grpojax.studies.mse", SETTINGS, config_errors, __doc__
   )
   with run.resumable():
     rows = _collect(config, directory / "rows.jsonl")
-  table = report.table(rows, config.group_sizes)
-  run.write_csv(directory / "results.csv", table)
-  records.write_json(directory / "summary.json", report.summary(rows, table))
-  report.draw(table, config, directory / "mse.png")
+  results = table(rows, config.group_sizes)
+  run.write_csv(directory / "results.csv", results)
+  records.write_json(directory / "summary.json", summary(rows, results))
+  draw(results, config, directory / "mse.png")
   print(f"wrote {directory}/results.csv, summary.json and mse.png")
 
 

@@ -1,24 +1,34 @@
-"""What the studies share: a run directory, tables and pictures.
+"""Run directories, training runs, tables and pictures of the studies.
 
 A study's directory, by default runs/NAME, holds config.json, the partial
 results that make it resumable, and at the end results.csv, summary.json and
-NAME.png. The same command resumes; another config is refused.
+NAME.png. The same command resumes; another config is refused. A study that is
+made of training runs has run R in runs/R, and what it printed in logs/R.txt.
 """
 
 import contextlib
 import csv
 import io
+import json
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, disk, interrupts, pictures, records
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import settings as settings_lib
-from grpojax.runtime.settings import Section, setting, to_config
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.settings import Section, setting, to_config
+from grpojax.runtime.files import disk, records
+from grpojax.runtime.processes import interrupts
+from grpojax.runtime.terminal import pictures
+from grpojax.training.run import fit, run_directory
+from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
 """The flags of every study."""
@@ -28,17 +38,17 @@ def open_study(
   argv: Sequence[str],
   program: str,
   declared: Section,
-  problems: Callable[[ConfigDict], list[str]],
+  config_errors: Callable[[ConfigDict], list[str]],
   about: str,
 ) -> tuple[ConfigDict, pathlib.Path]:
-  """Reads a study's command line, and starts or goes on with its directory.
+  """Reads a study's command line, and starts or resumes its directory.
 
   Args:
     argv: the arguments: --config=FILE, --config.key=value, --run_dir=DIR.
-    program: how the study is called, for --help.
+    program: command of the study, for --help.
     declared: the settings; `name` names the run directory.
-    problems: what is wrong with values that are in their ranges, a line each.
-    about: what the study does, for --help: its docstring.
+    config_errors: lists what is wrong with values that are in their ranges.
+    about: text of --help: the study's docstring.
 
   Returns:
     The config and the run directory.
@@ -52,24 +62,16 @@ def open_study(
       argv, FLAGS, declared, program, about=about
     )
     default, words = to_config(declared), settings_lib.words(declared)
-    wrong = config_lib.check_keys(config, default, words)
-    wrong = wrong or config_lib.name_problems(config.name)
-    wrong = wrong or settings_lib.problems(declared, config_lib.flatten(config))
-    config_lib.refuse(wrong or problems(config))
+    config_lib.refuse(
+      config_lib.check_keys(config, default, words)
+      or config_lib.name_errors(config.name)
+      or settings_lib.config_errors(declared, config_lib.flatten(config))
+      or config_errors(config)
+    )
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
     _open(directory, config, default)
   return config, directory
-
-
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
-  """An interrupt from the keyboard ends in a line that says what is kept."""
-  try:
-    yield
-  except KeyboardInterrupt:
-    print("interrupted; the same command goes on with what is not done yet")
-    interrupts.exit_program()
 
 
 def _open(
@@ -103,6 +105,116 @@ def _open(
     records.write_text(path, config_lib.to_json(config))
 
 
+@contextlib.contextmanager
+def resumable() -> Iterator[None]:
+  """Ends the program at Ctrl-C, with a line that says what to do."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on with what is not done yet")
+    interrupts.exit_program()
+
+
+def share_compilations(directory: pathlib.Path) -> None:
+  """Compiles programs that the runs have in common once, into `directory`."""
+  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
+  """Path of one of a study's training runs."""
+  return directory / "runs" / name
+
+
+def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
+  """Makes the training runs that are not finished yet.
+
+  Raises:
+    SystemExit: a run's directory has another config, or a run was stopped.
+  """
+  unfinished = []
+  with command_line.usage_errors():
+    for run in runs:  # all of them before any trains
+      path = training_run(directory, run.name)
+      run_directory.check(path, run)
+      if not run_directory.is_finished(path):
+        unfinished.append(run)
+    (directory / "logs").mkdir(exist_ok=True)
+  began = time.perf_counter()
+  for i, run in enumerate(unfinished):
+    try:
+      with (
+        open(directory / "logs" / f"{run.name}.txt", "a") as log,
+        contextlib.redirect_stdout(log),
+      ):
+        outcome = fit.run(run, training_run(directory, run.name))
+    except SystemExit as stopped:
+      if not isinstance(stopped.code, str):  # no error: only the log says it
+        print(f"{run.name} did not end; the same command goes on from there")
+      raise
+    spent = time.perf_counter() - began
+    left = records.duration(spent / (i + 1) * (len(unfinished) - i - 1))
+    print(
+      f"run {i + 1}/{len(unfinished)}  {run.name}: accuracy "
+      f"{outcome['accuracy_before']:.1%} -> {outcome['accuracy_after']:.1%}  "
+      f"{left} left",
+      flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path) -> Iterator[None]:
+  """Turns errors of a file that cannot be read into what to do about it."""
+  try:
+    yield
+  except (OSError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"{path} is not that of a finished run ({error!r}): delete "
+      f"{path.parent} and run the same command, which makes it again"
+    ) from None
+
+
+def run_summary(directory: pathlib.Path, name: str) -> dict[str, Any]:
+  """Reads a finished training run's summary: "steps" and "accuracy_after".
+
+  Raises:
+    ValueError: it lacks them.
+  """
+  path = training_run(directory, name) / run_directory.SUMMARY
+  with _reading(path):
+    summary = json.loads(path.read_text())
+    return summary | {
+      "steps": int(summary["steps"]),
+      "accuracy_after": float(summary["accuracy_after"]),
+    }
+
+
+def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
+  """Reads a row a training step, with the accuracy where it was evaluated.
+
+  Raises:
+    ValueError: the run lacks a step, or its file is damaged.
+  """
+  steps = run_summary(directory, name)["steps"]
+  path = training_run(directory, name) / run_directory.METRICS
+  with _reading(path):
+    rows = records.read_jsonl(path)
+    accuracy = {r["step"]: r["accuracy"] for r in rows if "accuracy" in r}
+    trained = [row for row in rows if "reward_mean" in row]
+    if [row["step"] for row in trained] != [*range(1, steps + 1)]:
+      raise ValueError(f"{len(trained)} steps in place of 1 to {steps}")
+    np.array([row["reward_mean"] for row in trained], np.float64)  # null is nan
+    return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
+
+
+def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
+  """Rounds the floats of a row to some significant digits."""
+  return {
+    name: float(f"{x:.{digits}g}") if isinstance(x, float) else x
+    for name, x in row.items()
+  }
+
+
 def write_csv(
   path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -119,6 +231,6 @@ def write_csv(
 
 
 def new_figure(rows: int, columns: int, width: float = 4.0):
-  """A figure and its axes [rows, columns]; each `width` inches wide."""
+  """Makes a figure and its axes [rows, columns]; each `width` inches wide."""
   size = (width * columns, 0.8 * width * rows)
   return pictures.new_figure(rows, columns, size)

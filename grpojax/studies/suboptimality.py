@@ -1,4 +1,4 @@
-"""How far from the optimum a GRPO run ends: a whole distribution, and theory.
+"""Distribution of the gap to the optimum after GRPO runs, and its theory.
 
     python -m grpojax.studies.suboptimality [--config.key=value ...]
 
@@ -19,7 +19,7 @@ import pathlib
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -29,14 +29,20 @@ import optax
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime import records, settings
-from grpojax.runtime.config import problem
-from grpojax.studies import asymptotics, run, suboptimality_report, tabular
+from grpojax.runtime.cli import settings
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
+from grpojax.statistics.intervals import mean_interval
+from grpojax.studies import asymptotics, run, tabular
 
 ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
+LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
+_COLOURS = {"vanilla": "C3", "leave_one_out": "C0", "oracle": "C2"}
+_NAMES = {"vanilla": "vanilla", "leave_one_out": "GRPO", "oracle": "oracle"}
 
 
 FLAGS = run.FLAGS
@@ -79,44 +85,32 @@ SETTINGS = settings.section(
 """The embedded study."""
 
 
-def default_config() -> ConfigDict:
-  """The embedded study as a config."""
-  return settings.to_config(SETTINGS)
-
-
-def problems(config: ConfigDict) -> list[str]:
-  """What is wrong with values that are in their ranges, a line each."""
-  wrong = []
-
-  def need(holds: bool, name: str, todo: str):
-    if not holds:
-      wrong.append(problem(name, config[name], todo))
-
-  def increasing(values, least):
+def config_errors(config: ConfigDict) -> list[str]:
+  """Lists what is wrong with values that are in their ranges."""
+  errors = []
+  for name, least in (("steps", 1), ("group_sizes", 2)):
+    values = config[name]
     whole = values and all(type(x) is int for x in values)
-    return whole and least <= values[0] and sorted(set(values)) == list(values)
-
-  todo = "must be increasing whole numbers, 1 or more"
-  need(increasing(config.steps, 1), "steps", todo)
-  todo = "must be increasing whole numbers, 2 or more"
-  need(increasing(config.group_sizes, 2), "group_sizes", todo)
-  if not wrong:
-    odd_sizes = [g for g in config.group_sizes if config.num_samples % g]
-    todo = (
+    if not whole or values[0] < least or sorted(set(values)) != list(values):
+      remedy = f"must be increasing whole numbers, {least} or more"
+      errors.append(config_error(name, values, remedy))
+  if errors:
+    return errors
+  odd_sizes = [g for g in config.group_sizes if config.num_samples % g]
+  if config.num_samples < 1 or odd_sizes:
+    remedy = (
       f"must be a positive multiple of every group size, not of {odd_sizes}"
     )
-    need(config.num_samples >= 1 and not odd_sizes, "num_samples", todo)
-  if not wrong:
-    try:
-      setting(config)
-    except ValueError as error:
-      seed = config.problem.seed
-      wrong.append(problem("problem.seed", seed, f"{error}"))
-  return wrong
+    return [config_error("num_samples", config.num_samples, remedy)]
+  try:
+    setting(config)
+  except ValueError as error:
+    return [config_error("problem.seed", config.problem.seed, f"{error}")]
+  return []
 
 
 class Setting(NamedTuple):
-  """What theory needs to know, from the config alone.
+  """The bandit and its optimum: all that theory needs, from the config alone.
 
   Attributes:
     problem: the bandit.
@@ -133,8 +127,30 @@ class Setting(NamedTuple):
   best: float
 
 
+class Outcome(NamedTuple):
+  """One estimator at one group size, all in units of n times the reward.
+
+  Attributes:
+    gaps: n (J* - J(theta_n)) of every run, for each n of config.steps.
+    limit: quantiles of the limit distribution.
+    limit_mean: mean of the limit distribution.
+    linear_mean: mean for each n if J were quadratic.
+    bands: 95% bounds of the distances that chance makes (KS, Wasserstein-1).
+  """
+
+  gaps: Float[np.ndarray, "S R"]
+  limit: Float[np.ndarray, "Q"]
+  limit_mean: float
+  linear_mean: Float[np.ndarray, "S"]
+  bands: tuple[float, float]
+
+
+Outcomes = Mapping[tuple[str, int], Outcome]
+"""Outcomes by estimator and group size."""
+
+
 def setting(config: ConfigDict) -> Setting:
-  """The bandit and its optimum; ValueError where that is degenerate."""
+  """Finds the bandit's optimum; ValueError where that is degenerate."""
   problem = tabular.make_problem(**config.problem)
   optimum = tabular.optimum(problem)
   curvature = -tabular.derivatives(problem, optimum)[1]
@@ -146,7 +162,7 @@ def setting(config: ConfigDict) -> Setting:
 def make_advance(
   config: ConfigDict, known: Setting, estimator: str, group_size: int
 ) -> tuple[Callable, tuple[TrainState, Array]]:
-  """All runs of one estimator as one program.
+  """Makes one program of all runs of an estimator.
 
   Returns:
     `advance(runs, steps) -> runs`, compiled once for any number of steps, and
@@ -182,23 +198,23 @@ def make_advance(
 def simulate(
   config: ConfigDict, known: Setting, estimator: str, group_size: int
 ) -> Float[np.ndarray, "S R d"]:
-  """Parameters of all runs after each of config.steps, with progress."""
+  """Makes the runs, with progress; their parameters at each of config.steps."""
   advance, runs = make_advance(config, known, estimator, group_size)
-  start, done, kept = time.perf_counter(), 0, []
+  start, step, snapshots = time.perf_counter(), 0, []
   for n in config.steps:
-    while done < n:
-      chunk = min(_CHUNK, n - done)
+    while step < n:
+      chunk = min(_CHUNK, n - step)
       runs = advance(runs, chunk)
-      done += chunk
+      step += chunk
       params = np.asarray(runs[0].params, float)
       seconds = int(time.perf_counter() - start)
       print(
-        f"{estimator} G={group_size}: step {done}/{config.steps[-1]}, "
+        f"{estimator} G={group_size}: step {step}/{config.steps[-1]}, "
         f"{records.duration(seconds)}",
         flush=True,
       )
-    kept.append(params)
-  return np.stack(kept)
+    snapshots.append(params)
+  return np.stack(snapshots)
 
 
 def load_or_simulate(
@@ -208,7 +224,7 @@ def load_or_simulate(
   estimator: str,
   group_size: int,
 ) -> Float[np.ndarray, "S R"]:
-  """Scaled gaps n (J* - J(theta_n)) of all runs, whose parameters are kept."""
+  """Scaled gaps n (J* - J(theta_n)) of all runs, whose parameters are saved."""
   path = directory / f"{estimator}_{group_size}.npy"
   if path.exists():
     params = np.load(path)
@@ -226,8 +242,8 @@ def outcome(
   estimator: str,
   group_size: int,
   gaps: Float[np.ndarray, "S R"],
-) -> suboptimality_report.Outcome:
-  """The runs beside what theory says of them."""
+) -> Outcome:
+  """Puts what theory predicts beside the runs' gaps."""
   noise = getattr(
     tabular.gradient_noise(
       known.problem, known.optimum, group_size, config.num_samples
@@ -241,17 +257,17 @@ def outcome(
   linear = asymptotics.linear_gap(
     h, noise, -known.optimum, eta, config.offset, config.steps
   )
-  return suboptimality_report.Outcome(
+  return Outcome(
     gaps,
     limit,
-    float(weights.sum()),
-    linear * np.array(config.steps),
-    asymptotics.null_bands(limit, config.runs),
+    limit_mean=float(weights.sum()),
+    linear_mean=linear * np.array(config.steps),
+    bands=asymptotics.null_bands(limit, config.runs),
   )
 
 
 def best_group_size(config: ConfigDict, known: Setting) -> float:
-  """G that minimises the mean of the limit at N samples a step.
+  """Group size that minimises the mean of the limit at N samples a step.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
   of Proposition 3 with weights of its own, and its minimum at
@@ -270,38 +286,170 @@ def best_group_size(config: ConfigDict, known: Setting) -> float:
   return float(1 + np.sqrt(a3 / a1)) if a1 else float("inf")
 
 
+def tables(steps: tuple[int, ...], outcomes: Outcomes) -> dict[str, list[dict]]:
+  """Rows of the CSV files, by file name."""
+  rows = {"results": [], "quantiles": [], "distances": []}
+  for (estimator, g), result in outcomes.items():
+    label = {"estimator": estimator, "group_size": g}
+    oracle = outcomes["oracle", g].limit
+    for i, n in enumerate(steps):
+      gaps = result.gaps[i]
+      mean, low, high = mean_interval(gaps)
+      ks, w1 = asymptotics.distances(gaps, result.limit)
+      ks_to_oracle, w1_to_oracle = asymptotics.distances(gaps, oracle)
+      numbers = {
+        "mean": mean,
+        "low": low,
+        "high": high,
+        "limit_mean": result.limit_mean,
+        "linear_mean": result.linear_mean[i],
+        "ks": ks,
+        "ks_band": result.bands[0],
+        "w1": w1,
+        "w1_band": result.bands[1],
+        "ks_to_oracle_limit": ks_to_oracle,
+        "w1_to_oracle_limit": w1_to_oracle,
+      }
+      rows["results"].append(label | {"n": n} | run.rounded(numbers, 5))
+    for level in LEVELS:
+      numbers = {
+        "runs": np.quantile(result.gaps[-1], level),
+        "limit": np.quantile(result.limit, level),
+      }
+      rows["quantiles"].append(
+        label | {"level": level} | run.rounded(numbers, 5)
+      )
+  for (a, result), (b, other) in itertools.combinations(outcomes.items(), 2):
+    ks_runs, w1_runs = asymptotics.distances(result.gaps[-1], other.gaps[-1])
+    ks_limits, w1_limits = asymptotics.distances(result.limit, other.limit)
+    numbers = {
+      "ks_runs": ks_runs,
+      "ks_limits": ks_limits,
+      "w1_runs": w1_runs,
+      "w1_limits": w1_limits,
+    }
+    label = {"a": f"{a[0]} {a[1]}", "b": f"{b[0]} {b[1]}"}
+    rows["distances"].append(label | run.rounded(numbers, 5))
+  return rows
+
+
+def draw(
+  path: pathlib.Path, steps: tuple[int, ...], outcomes: Outcomes
+) -> None:
+  """Draws the distributions, their means against G, and convergence in n."""
+  figure, axes = run.new_figure(1, 3, 4.2)
+  sizes = sorted({g for _, g in outcomes})
+  _distributions(axes[0, 0], sizes[0], steps[-1], outcomes)
+  _means(axes[0, 1], sizes, steps[-1], outcomes)
+  _convergence(axes[0, 2], steps, outcomes)
+  pictures.save_figure(figure, path)
+
+
+def _distributions(axis, g, n, outcomes) -> None:
+  """Draws the share of runs above each gap: theory a line, runs points."""
+  for name, colour in _COLOURS.items():
+    result = outcomes[name, g]
+    tail = 1 - (np.arange(len(result.limit)) + 0.5) / len(result.limit)
+    axis.plot(result.limit, tail, colour, lw=1)
+    gaps = np.sort(result.gaps[-1])
+    tail = 1 - (np.arange(len(gaps)) + 0.5) / len(gaps)
+    points = np.unique(
+      np.searchsorted(-tail, -np.geomspace(1, 0.5 / len(gaps), 40))
+    )
+    points = points[points < len(gaps)]
+    axis.plot(
+      gaps[points], tail[points], f"{colour}o", ms=3, label=_NAMES[name]
+    )
+  axis.set(
+    yscale="log",
+    xlabel=f"n x gap, n = {n}, G = {g}",
+    ylabel="share of runs above",
+    title="Runs (points), theory (lines)",
+  )
+  axis.set_xlim(left=0)
+  axis.legend(frameon=False)
+
+
+def _intervals(axis, x, gaps, colour, label) -> None:
+  mean = gaps.mean(-1)
+  half = 1.96 * gaps.std(-1, ddof=1) / np.sqrt(gaps.shape[-1])
+  axis.errorbar(x, mean, half, fmt=f"{colour}o", ms=3, capsize=2, label=label)
+
+
+def _means(axis, sizes, n, outcomes) -> None:
+  for name, colour in _COLOURS.items():
+    of_size = [outcomes[name, g] for g in sizes]
+    axis.plot(sizes, [result.limit_mean for result in of_size], colour, lw=1)
+    gaps = np.array([result.gaps[-1] for result in of_size])
+    _intervals(axis, sizes, gaps, colour, _NAMES[name])
+  axis.set_xscale("log", base=2)
+  axis.set_xticks(sizes, map(str, sizes))
+  axis.set(
+    xlabel="group size G, equal samples a step",
+    ylabel=f"mean of n x gap, n = {n}",
+    title="Means (95%), limit (lines)",
+  )
+  axis.set_ylim(bottom=0)
+
+
+def _convergence(axis, steps, outcomes) -> None:
+  """Draws the mean over G of the ratio to the limit, for each estimator."""
+  steps = np.array(steps)
+  for shift, (name, colour) in zip(
+    (0.93, 1, 1.07), _COLOURS.items(), strict=True
+  ):
+    of_size = [
+      result for (estimator, _), result in outcomes.items() if estimator == name
+    ]
+    ratio = np.array([result.gaps / result.limit_mean for result in of_size])
+    _intervals(axis, steps * shift, ratio.mean(0), colour, None)
+    linear = [result.linear_mean / result.limit_mean for result in of_size]
+    axis.plot(steps * shift, np.mean(linear, 0), f"{colour}--", lw=1)
+  axis.axhline(1, color="black", lw=1)
+  axis.set(
+    xscale="log",
+    xlabel="n, steps",
+    ylabel="mean of n x gap / mean of the limit",
+    title="Convergence (dashed: if quadratic)",
+  )
+  axis.minorticks_off()
+  axis.set_xticks(steps, map(str, steps))
+
+
 def main(argv: list[str]) -> None:
-  """Runs the study with `argv`, or what is left of it."""
+  """Runs the study with `argv`, the words after its name."""
   config, directory = run.open_study(
     argv,
     "python -m grpojax.studies.suboptimality",
     SETTINGS,
-    problems,
+    config_errors,
     __doc__,
   )
   start, known, outcomes = time.perf_counter(), setting(config), {}
   with run.resumable():
-    for label in itertools.product(ESTIMATORS, config.group_sizes):
-      gaps = load_or_simulate(config, known, directory, *label)
-      outcomes[label] = outcome(config, known, *label, gaps)
-  rows = suboptimality_report.tables(config.steps, outcomes)
+    for estimator, size in itertools.product(ESTIMATORS, config.group_sizes):
+      gaps = load_or_simulate(config, known, directory, estimator, size)
+      outcomes[estimator, size] = outcome(config, known, estimator, size, gaps)
+  rows = tables(config.steps, outcomes)
   for name, table in rows.items():
     run.write_csv(directory / f"{name}.csv", table)
   best = best_group_size(config, known)
-  records.write_json(
-    directory / "summary.json",
-    {
-      "theta_star": list(known.optimum),
-      "curvature": list(np.linalg.eigvalsh(known.curvature)),
-      "eta": known.eta,
-      "best_group_size": best,
-      "results": [r for r in rows["results"] if r["n"] == config.steps[-1]],
-    },
-  )
-  suboptimality_report.draw(
-    directory / "suboptimality.png", config.steps, outcomes
-  )
-  print(suboptimality_report.text(rows, best))
+  summary = {
+    "theta_star": list(known.optimum),
+    "curvature": list(np.linalg.eigvalsh(known.curvature)),
+    "eta": known.eta,
+    "best_group_size": best,
+    "results": [r for r in rows["results"] if r["n"] == config.steps[-1]],
+  }
+  records.write_json(directory / "summary.json", summary)
+  draw(directory / "suboptimality.png", config.steps, outcomes)
+  for row in summary["results"]:
+    print(
+      "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
+      "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance {ks_band:.4f}),"
+      " W1 {w1:.4f} ({w1_band:.4f})".format(**row)
+    )
+  print(f"GRPO's limit is smallest at G = {best:.2f}")
   seconds = int(time.perf_counter() - start)
   print(f"{directory}, {records.duration(seconds)}")
 

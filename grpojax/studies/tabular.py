@@ -12,6 +12,7 @@ parameters than logits, Z still varies there, so no estimator is free of noise.
 Everything here but the policy itself is exact, in float64.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,21 +22,22 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from grpojax.core import advantages, losses
+from grpojax.core import advantages
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import make_grpo_step
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
+from grpojax.core.step import make_grpo_step
 from grpojax.core.types import LM, Prefix, Prompts
 from grpojax.core.update import make_update
 from grpojax.statistics import u_statistics
 
 
 class Problem(NamedTuple):
-  """What defines the bandit.
+  """Definition of the bandit.
 
   Attributes:
-    features: phi.
-    rewards: r, 0 or 1.
+    features: features phi of each prompt and completion.
+    rewards: rewards r, 0 or 1.
     beta: weight of the penalty, in units of the reward a nat.
   """
 
@@ -50,7 +52,7 @@ class Population(NamedTuple):
   Attributes:
     probabilities: pi_theta(y | x).
     scores: grad_theta log pi_theta(y | x).
-    rewards: Z, the penalised reward.
+    rewards: penalised rewards Z.
   """
 
   probabilities: Float[np.ndarray, "X V"]
@@ -61,16 +63,16 @@ class Population(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws a problem; `spread` is how much the prompts differ.
+  """Draws a problem: features, and the signs that make the rewards.
 
-  Features and reward thresholds are normal, a part common to all prompts plus
-  `spread` times a part of each prompt's own.
+  Both are normal, a part common to all prompts plus `spread` times a part of
+  each prompt's own.
   """
   rng = np.random.default_rng(seed)
 
   def draw(*shape):
-    of_prompts = rng.normal(size=(prompts, *shape))
-    return rng.normal(size=shape) + spread * of_prompts
+    own = rng.normal(size=(prompts, *shape))
+    return rng.normal(size=shape) + spread * own
 
   return Problem(draw(vocab, dims), (draw(vocab) > 0).astype(float), beta)
 
@@ -78,7 +80,7 @@ def make_problem(
 def log_ratios(
   problem: Problem, theta: Float[np.ndarray, "*n d"]
 ) -> Float[np.ndarray, "*n X V"]:
-  """log(pi_theta / pi_ref) in nats."""
+  """Log-ratios log(pi_theta / pi_ref), in nats."""
   logits = np.einsum("xvd,...d->...xv", problem.features, theta)
   logits -= logits.max(-1, keepdims=True)
   return logits - np.log(np.exp(logits).mean(-1, keepdims=True))
@@ -87,7 +89,7 @@ def log_ratios(
 def objective(
   problem: Problem, theta: Float[np.ndarray, "*n d"]
 ) -> Float[np.ndarray, "*n"]:
-  """J(theta), in units of the reward."""
+  """Objective J(theta), in units of the reward."""
   ratio = log_ratios(problem, theta)
   rewards = problem.rewards - problem.beta * ratio
   mean = np.mean(np.exp(ratio) * rewards, axis=(-2, -1))  # pi = exp(ratio) / V
@@ -124,7 +126,7 @@ def derivatives(
 def maximise(
   problem: Problem, theta: Float[np.ndarray, "d"]
 ) -> Float[np.ndarray, "d"]:
-  """A local maximum of J from a start, by Newton's method kept uphill."""
+  """Climbs to a local maximum of J by Newton's method, only ever uphill."""
   damping, best = 1.0, objective(problem, theta)
   for _ in range(1000):
     gradient, hessian = derivatives(problem, theta)
@@ -145,14 +147,7 @@ def maximise(
 
 
 def optimum(problem: Problem, starts: int = 20) -> Float[np.ndarray, "d"]:
-  """theta*, the maximum of J, the same from many starts.
-
-  Args:
-    problem: the bandit.
-    starts: theta = 0, and normal starts of standard deviation 2.
-
-  Returns:
-    theta*.
+  """Finds theta*, the maximum of J, from theta = 0 and from normal starts.
 
   Raises:
     ValueError: the starts lead to different maxima, or J is flat at the best.
@@ -178,28 +173,24 @@ def gradient_noise(
 ) -> u_statistics.Estimators:
   """Covariance [d, d] of one step's gradient estimate, for each estimator.
 
-  Of B = num_samples / group_size prompts, drawn with replacement:
+  A step has B = num_samples / group_size prompts, drawn with replacement:
   (Cov_x g(x) + E_x Cov(estimator | x)) / B (arXiv 2603.01162, Proposition 3,
   with the exact remainder).
   """
-  everything = population(problem, theta)
-  gradients = np.asarray(
-    u_statistics.policy_gradient(*map(jnp.asarray, everything)), float
-  )
+  p, s, z = map(jnp.asarray, population(problem, theta))
+  gradients = np.asarray(u_statistics.policy_gradient(p, s, z), float)
   between = np.cov(gradients.T, bias=True)
-  within = jax.vmap(u_statistics.covariance, in_axes=(0, 0, 0, None))(
-    *map(jnp.asarray, everything), group_size
-  )
-  return jax.tree.map(
-    lambda one: (
-      (between + np.asarray(one, float).mean(0)) * (group_size / num_samples)
-    ),
-    within,
-  )
+  covariance = jax.vmap(u_statistics.covariance, in_axes=(0, 0, 0, None))
+
+  def of_step(within):
+    mean = np.asarray(within, float).mean(0)
+    return (between + mean) * (group_size / num_samples)
+
+  return jax.tree.map(of_step, covariance(p, s, z, group_size))
 
 
 def policy(problem: Problem) -> LM:
-  """The softmax policy as a language model of one-token completions.
+  """Makes the softmax policy a language model of one-token completions.
 
   A prompt is one id, its index x; the parameters are theta [d], and `init`
   gives the reference. A completion of several tokens would be so many
@@ -230,7 +221,7 @@ def policy(problem: Problem) -> LM:
 def values(
   problem: Problem, theta: Float[Array, "d"], ids: Array
 ) -> Float[Array, "B"]:
-  """V(x) = E[Z | x] of some prompts under the current policy, jittable."""
+  """Values V(x) = E[Z | x] of prompts under the current policy, jittable."""
   logits = jnp.asarray(problem.features, jnp.float32)[ids] @ theta
   logprobs = jax.nn.log_softmax(logits)
   ratio = logprobs + jnp.log(logits.shape[-1])
@@ -245,34 +236,25 @@ def make_step(
   group_size: int,
   tx: optax.GradientTransformation,
 ) -> Callable:
-  """One GRPO step on the bandit, `step(state, prompts, ref_params)`.
+  """Makes a GRPO step on the bandit, `step(state, prompts, ref_params)`.
 
-  Args:
-    problem: the bandit.
-    estimator: "vanilla", "leave_one_out" or "oracle", see `core.advantages`.
-    group_size: G.
-    tx: the optimizer.
+  The estimator is "vanilla", "leave_one_out" or "oracle", the advantage of that
+  name in `core.advantages`. The library's step has no V(x), so the oracle's
+  step is put together from the library's parts.
   """
   lm, table = policy(problem), jnp.asarray(problem.rewards, jnp.float32)
 
   def reward(samples, targets):
     return table[samples.prompt_ids, samples.completion_ids[..., 0]]
 
-  def weighting(mask):
-    return losses.fixed_length(mask, 1)
-
   size = {"group_size": group_size, "max_new_tokens": 1, "eos_ids": (0,)}
+  objective = Objective(
+    weighting="fixed_length", kl_placement="reward", beta=problem.beta
+  )
   if estimator != "oracle":
-    return make_grpo_step(
-      lm,
-      tx,
-      reward,
-      advantage=getattr(advantages, estimator),
-      kl_in_reward=problem.beta,
-      weighting=weighting,
-      **size,
-    )
-  update = make_update(lm, tx, weighting=weighting)
+    objective = dataclasses.replace(objective, advantage=estimator)
+    return make_grpo_step(lm, tx, reward, objective=objective, **size)
+  update = make_update(lm, tx, objective)
 
   def step(state, prompts: Prompts, ref_params):
     key = jax.random.fold_in(state.key, state.step)
@@ -282,9 +264,10 @@ def make_step(
       lm,
       samples,
       reward(samples, prompts.targets),
-      lambda rewards: advantages.oracle(rewards, value),
-      ref_params,
-      kl_in_reward=problem.beta,
+      dataclasses.replace(
+        objective, advantage=lambda rewards: advantages.oracle(rewards, value)
+      ),
+      ref_params=ref_params,
     )
     return update(state, batch)
 

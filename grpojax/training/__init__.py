@@ -1,1 +1,1 @@
-"""What the programs are made of: from a config to a finished run."""
+"""Training runs: from a config to a finished run."""

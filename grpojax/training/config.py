@@ -1,40 +1,129 @@
-"""The configuration of a training run: the default, and what makes one valid.
+"""Entrance of a training run's config: defaults, checks, and typed values.
 
-A config is read here, in the rest of `grpojax.training`, in the programs and in
-the studies, and nowhere below them: what these call takes plain arguments. What
-its settings are stands in `grpojax.training.settings`.
+A config is an `ml_collections.ConfigDict`, as config files and command lines
+have it. `from_config` checks it once and returns `TrainSettings`; nothing
+behind it sees a ConfigDict or a dotted name.
 """
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import config_file
-from grpojax.runtime import settings as settings_lib
-from grpojax.training import validation
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import config_file
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.settings import Section
+from grpojax.training.settings import conflicts
+from grpojax.training.settings.run import TrainSettings
+
+AT_TOP = {
+  "advantage": "loss.advantage",
+  "subset_size": "loss.subset_size",
+  "score_power": "loss.score_power",
+  "logits_chunk": "optim.chunk_size",
+}
+"""Settings that stand at the top of a config, by the field that they are of."""
+
+MOST_CHANGED = (
+  "name",
+  "model.path",
+  "data.name",
+  "data.path",
+  "data.max_prompt_length",
+  "reward.functions",
+  "steps",
+  "batch_size",
+  "group_size",
+  "sampling.max_new_tokens",
+  "sampling.temperature",
+  "advantage",
+  "loss.beta",
+  "lora.rank",
+  "optim.learning_rate",
+  "optim.micro_batches",
+)
+
+
+def _declared() -> Section:
+  whole = settings_lib.section_of(TrainSettings)
+  fields = dict(whole.fields)
+  top = {k: x for k, x in fields.items() if not isinstance(x, Section)}
+  for name, path in AT_TOP.items():
+    section, key = path.split(".")
+    inner = dict(fields[section].fields)
+    top[name] = inner.pop(key)
+    fields[section] = dataclasses.replace(fields[section], fields=inner)
+  return Section("the run", top | fields, first=MOST_CHANGED)
+
+
+SETTINGS = _declared()
+"""Declarations of all settings: defaults, texts, choices, ranges."""
 
 WORDS = settings_lib.words(SETTINGS)
-"""Words that may stand in the place of a number."""
+"""Words that may stand in the place of a number, by dotted path."""
+
+CHOICES = settings_lib.choices(SETTINGS)
+"""Names that a setting may have, by the dotted path of the setting."""
 
 
 def default_config() -> ConfigDict:
-  """What every config starts from. Locked: an unknown key is an error."""
+  """Returns the config that every other one starts from.
+
+  It is locked: an unknown key is an error.
+  """
   return settings_lib.to_config(SETTINGS)
 
 
 def default_job() -> ConfigDict:
-  """The config of a program that is given none: configs/arithmetic.py."""
+  """Returns the config of a program that is given none: arithmetic.py."""
   file = config_file.packaged()["arithmetic"]
   return config_file.load_file(file, default_config)
 
 
-def validate(config: ConfigDict) -> None:
-  """Checks a whole training config before anything compiles.
+def _move(tree: Mapping[str, Any], moves: Mapping[str, str]) -> dict[str, Any]:
+  """Moves values between the top of a tree and its sections."""
+  moved = {k: dict(x) if isinstance(x, Mapping) else x for k, x in tree.items()}
+
+  def place(path):
+    section, _, key = path.rpartition(".")
+    return (moved[section] if section else moved), key
+
+  for old, new in moves.items():
+    (source, key), (target, name) = place(old), place(new)
+    target[name] = source.pop(key)
+  return moved
+
+
+def from_config(config: ConfigDict) -> TrainSettings:
+  """Returns a config's settings, checked before anything compiles.
 
   Raises:
-    ValueError: with every problem, a line each: field, value, what to do.
+    ValueError: With every error, a line each: setting, value, what to do.
   """
-  wrong_keys = config_lib.check_keys(config, default_config(), WORDS)
+  errors = config_lib.check_keys(config, default_config(), WORDS)
+  config_lib.refuse(errors)
+  values = config.to_dict()
+  settings = None
+  try:
+    settings = settings_lib.build(TrainSettings, _move(values, AT_TOP))
+  except ValueError as error:
+    names = {field: name for name, field in AT_TOP.items()}
+    for line in str(error).split("\n  "):
+      field, rest = line.split(" = ", 1)
+      errors.append(f"--config.{names.get(field, field)} = {rest}")
   config_lib.refuse(
-    wrong_keys or validation.problems(config_lib.flatten(config))
+    errors or conflicts.errors(settings, config_lib.flatten(config))
   )
+  return settings
+
+
+def to_config(settings: TrainSettings) -> ConfigDict:
+  """Returns the config that `from_config` makes such settings of."""
+  at_top = {field: name for name, field in AT_TOP.items()}
+  values = _move(settings_lib.values_of(settings), at_top)
+  config = default_config().unlock()
+  with config.ignore_type():
+    config.update(values)
+  return config.lock()

@@ -17,27 +17,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from grpojax.core.types import LM, Params, Rollout
-from grpojax.models import hf, lora, merged
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import transformer
-from grpojax.runtime import bucket, eos, hub
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import run_directory, run_storage
+from grpojax.runtime.files import bucket, hub
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.run import run_directory, run_storage
 
 
 class Policy(NamedTuple):
   """A model with its tokenizer.
 
   Attributes:
-    directory: where it was read from.
-    lm: functions of the whole model's parameters.
-    tokenizer: a transformers tokenizer.
-    eos_ids: ids that end a completion.
-    pad_id: id to pad with.
-    params: what is trained; None before `with_weights`.
-    frozen: the base model's parameters where `params` are adapters, else None.
-    lora_scale: of the adapters.
-    vmappable: whether `jax.vmap` takes the model's functions.
-    name: on the Hub, with its commit; None where it is not from there.
+    directory: Directory that it was read from.
+    lm: Functions of the whole model's parameters.
+    tokenizer: A transformers tokenizer.
+    eos_ids: Ids that end a completion.
+    pad_id: Id to pad with.
+    params: Trained parameters; None before `with_weights`.
+    frozen: The base model's parameters where `params` are adapters, else None.
+    lora_scale: Scale of the adapters.
+    vmappable: True where `jax.vmap` takes the model's functions.
+    name: Name on the Hub, with its commit; None where it is not from there.
   """
 
   directory: pathlib.Path
@@ -58,10 +59,10 @@ def find_model(
   """A model's directory.
 
   Args:
-    path: of a directory or of a finished run, an embedded model's name, or,
-      where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of the
-      Hugging Face Hub.
-    files: which of them to download from there.
+    path: Directory of a model or of a finished run, an embedded model's name,
+      or, where there is nothing by that path, ORG/NAME or ORG/NAME@REVISION of
+      the Hugging Face Hub.
+    files: Names of the files to download from there.
 
   Raises:
     ValueError: there is none, see `hf.resolve` and `hub.fetch`.
@@ -88,9 +89,9 @@ def open_policy(
   """Reads all of a model but its weights.
 
   Args:
-    path: see `find_model`.
-    dtype: of computation, see `transformer`.
-    remat: see `transformer`.
+    path: Path or name as `find_model` takes it.
+    dtype: Format of computation.
+    remat: Name of what the backward pass computes again.
 
   Raises:
     ValueError: the directory, its configuration or its tokenizer do not fit.
@@ -114,8 +115,8 @@ def open_policy(
     directory,
     transformer(config, dtype=jnp.dtype(dtype), remat=remat),
     tokenizer,
-    eos.eos_ids(directory, tokenizer, config.vocab_size),
-    eos.pad_id(tokenizer),
+    tokenizer_lib.eos_ids(directory, tokenizer, config.vocab_size),
+    tokenizer_lib.pad_id(tokenizer),
     vmappable=not config.experts,
     name=None if hf.exists(path) else hub.parse(path),
   )
@@ -130,8 +131,8 @@ def with_weights(
 
   Args:
     policy: from `open_policy`.
-    dtype: of the parameters.
-    shardings: abstract parameters -> where to load them; None is one device.
+    dtype: Format of the parameters.
+    shardings: Abstract parameters -> where to load them; None is one device.
 
   Raises:
     ValueError: weights that do not fit, see `hf.load_params`, or that cannot
@@ -150,9 +151,9 @@ def load_policy(
   """Reads a whole model.
 
   Args:
-    path: see `open_policy`.
-    dtype: of computation; the parameters are float32.
-    remat: see `transformer`.
+    path: Path or name as `find_model` takes it.
+    dtype: Format of computation; the parameters are float32.
+    remat: Name of what the backward pass computes again.
 
   Raises:
     ValueError: the directory, its weights or its tokenizer do not fit.
@@ -167,9 +168,9 @@ def with_adapters(
 
   Args:
     policy: with weights.
-    key: of the adapters' random half; the policy is unchanged at first.
-    rank: of each adapter.
-    alpha: the adapters are scaled by alpha / rank.
+    key: Key of the adapters' random half; the policy is unchanged at first.
+    rank: Rank of each adapter.
+    alpha: The adapters are scaled by alpha / rank.
     targets: pattern of the paths of the adapted matrices, see `lora.init`.
 
   Raises:
@@ -195,46 +196,48 @@ def jit(
     `(*args) -> function(lm, *args)`.
   """
 
-  def call(frozen, *args):
+  def call(frozen, *args, **kwargs):
     lm = policy.lm
     if frozen is not None:
       lm = lora.adapt(lm, frozen, policy.lora_scale)
-    return function(lm, *args)
+    return function(lm, *args, **kwargs)
 
   # For logs and profiles; a partial function has no name of its own.
   call.__name__ = getattr(function, "func", function).__name__
   return functools.partial(jax.jit(call, **options), policy.frozen)
 
 
-def lower(program: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
-  """Lowers what `jit` returned, for arguments that may be shapes only."""
-  return program.func.lower(*program.args, *args)
+def lower(
+  program: Callable[..., Any], *args: Any, **kwargs: Any
+) -> jax.stages.Lowered:
+  """Lowers a program of `jit`, for arguments that may be shapes only."""
+  return program.func.lower(*program.args, *args, **kwargs)
 
 
-def wait(arrays: PyTree, poll: Callable[[], None]) -> None:
-  """Waits for the devices, and calls `poll`, which may raise, in the meantime.
+def wait(arrays: PyTree, check_signals: Callable[[], None]) -> None:
+  """Waits for the devices, calling `check_signals`, which may raise.
 
   Args:
     arrays: results that are being computed.
-    poll: called at least once, and then about 20 times a second.
+    check_signals: called at least once, and then about 20 times a second.
   """
   began = time.monotonic()
   for array in jax.tree.leaves(arrays):
-    poll()
+    check_signals()
     while not array.is_ready():
       # Little of what was waited for so far: a short wait ends in time.
       time.sleep(min(0.05, 1e-4 + (time.monotonic() - began) / 100))
-      poll()
+      check_signals()
 
 
 def whole_params(policy: Policy, params: Params) -> Params:
-  """What `hf.save` takes of the whole model, adapters merged into its weights.
+  """Returns the whole model for `hf.save`, adapters merged into its weights.
 
-  Merged is float32, see `models.merged`.
+  Merged is float32, see `lora.Merged`.
   """
   if policy.frozen is None:
     return params
-  return merged.merged(policy.frozen, params, policy.lora_scale)
+  return lora.merge_lazily(policy.frozen, params, policy.lora_scale)
 
 
 def decode(

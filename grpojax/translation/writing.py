@@ -7,17 +7,16 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import settings as settings_lib
-from grpojax.training.config import default_config
-from grpojax.training.settings import SETTINGS
-from grpojax.translation.parts import Note, Setting, Translation
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.training.config import SETTINGS, default_config
+from grpojax.translation.rules import Differs, Missing, Setting, Translation
 
 WIDTH = 80
 
 
 def settled(translation: Translation) -> dict[str, Setting]:
-  """The settings by name, of their types, in the order of the default config.
+  """Returns the settings by name, of their types, in the order of --help.
 
   Those that are what they are by default, and that nobody has asked for, are
   left out.
@@ -26,77 +25,78 @@ def settled(translation: Translation) -> dict[str, Setting]:
     ValueError: a value of a wrong type.
   """
   default = default_config()
-  known = config_lib.flatten(default)
-  free = config_lib.free_sections(default)
-  found = {}
+  known, free = config_lib.flatten(default), config_lib.free_sections(default)
+  by_name = {}
   for one in translation.settings:
-    value = one.value
-    if not config_lib.is_free(one.name, free):
-      value = _typed(one, known[one.name])
-    found[one.name] = one._replace(value=_literal(one, value))
-  order = [path for path, _ in settings_lib.leaves(SETTINGS)]
-  order += [name for name in found if name not in order]
+    kind = None if config_lib.is_free(one.name, free) else type(known[one.name])
+    by_name[one.name] = one._replace(value=_typed(one, one.value, kind))
+  order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
+  order += [name for name in by_name if name not in order]
   return {
-    name: found[name]
+    name: by_name[name]
     for name in order
-    if name in found and not _says_nothing(found[name], known.get(name))
+    if name in by_name
+    and (
+      by_name[name].value != known.get(name)
+      or by_name[name].theirs
+      and "(default)" not in by_name[name].theirs
+    )
   }
 
 
-def _says_nothing(one: Setting, default: Any) -> bool:
-  asked = one.theirs and "(default)" not in one.theirs
-  return one.value == default and not asked
-
-
-def _typed(one: Setting, default: Any) -> Any:
-  kind, value = type(default), one.value
-  if isinstance(value, list | tuple) and kind is tuple:
-    return tuple(value)
-  same = kind in (bool, str) and isinstance(value, kind)
-  number = isinstance(value, int | float) and not isinstance(value, bool)
-  if not same and not (
-    kind in (int, float) and number and value == kind(value)
-  ):
-    raise ValueError(
-      f"{one.theirs or one.name}: {one.name} cannot be {value!r}"
-    )
-  return kind(value)
-
-
-def _literal(one: Setting, value: Any) -> Any:
-  """The value, of types that Python writes as they are read.
+def _typed(setting: Setting, value: Any, kind: type | None) -> Any:
+  """The value in a type that Python writes as it is read.
 
   Raises:
-    ValueError: it is something else.
+    ValueError: it is not of this kind (None: any), or no such value.
   """
-  if isinstance(value, list | tuple):
-    return tuple(_literal(one, item) for item in value)
+  source = setting.theirs or setting.name
+  if isinstance(value, list | tuple) and kind in (tuple, None):
+    return tuple(_typed(setting, item, None) for item in value)
   if isinstance(value, float) and not math.isfinite(value):
-    raise ValueError(f"{one.theirs or one.name}: {value} is not finite")
-  if value is None or isinstance(value, str | bool | int | float):
+    raise ValueError(f"{source}: {value} is not finite")
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  if kind in (int, float) and is_number and value == kind(value):
+    return kind(value)
+  if kind in (bool, str) and isinstance(value, kind):
     return value
-  raise ValueError(f"{one.theirs or one.name}: {value!r} is no value")
+  if kind is None and (value is None or is_number):
+    return value
+  if kind is None and isinstance(value, str | bool):
+    return value
+  raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
+
+
+def _by_section(
+  translation: Translation,
+) -> tuple[dict[str, Setting], dict[str, dict[str, Any]]]:
+  """Settings with a name of their own, and nested dicts for free sections."""
+  free = config_lib.free_sections(default_config())
+  fixed, nested = {}, {}
+  for name, one in settled(translation).items():
+    sections = [s for s in free if config_lib.is_free(name, [s])]
+    if not sections:
+      fixed[name] = one
+      continue
+    *parents, key = name.removeprefix(f"{sections[0]}.").split(".")
+    place = nested.setdefault(sections[0], {})
+    for parent in parents:
+      place = place.setdefault(parent, {})
+    place[key] = one.value
+  return fixed, nested
 
 
 def config_of(translation: Translation) -> ConfigDict:
-  """The default config with the settings of a translation.
+  """Returns the default config with the settings of a translation.
 
   Raises:
     ValueError: a value of a wrong type.
   """
   config = default_config()
-  free = config_lib.free_sections(config)
-  for name, one in settled(translation).items():
-    section, key = config, name
-    for start in free:
-      if config_lib.is_free(name, [start]):
-        section, key = config[start], name.removeprefix(f"{start}.")
-    *parents, key = key.split(".")
-    for parent in parents:
-      if parent not in section:
-        section[parent] = ConfigDict()
-      section = section[parent]
-    section[key] = one.value
+  fixed, nested = _by_section(translation)
+  config.update_from_flattened_dict({n: one.value for n, one in fixed.items()})
+  for section, values in nested.items():
+    config[section].update(values)
   return config
 
 
@@ -113,57 +113,57 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
 
 
 def _assignment(target: str, value: Any, theirs: str) -> list[str]:
-  line = f"  {target} = {value!r}"
-  [*comment] = _comment(theirs)
+  """An assignment with its comment beside it, or above where it is long."""
+  line, comment = f"  {target} = {value!r}", _comment(theirs)
   if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
     return [f"{line}  {comment[0]}"]
   return [*_comment(theirs, "  "), line]
 
 
-def _notes(title: str, notes: Sequence[Note]) -> list[str]:
+def _notes(title: str, notes: Sequence[Differs | Missing]) -> list[str]:
   if not notes:
     return []
-  found = dict.fromkeys(f"{note.theirs}: {note.text}" for note in notes)
-  lines = [line for text in found for line in _comment(text, first="- ")]
+  texts = dict.fromkeys(f"{note.theirs}: {note.text}" for note in notes)
+  lines = [line for text in texts for line in _comment(text, first="- ")]
   return [f"# {title}:", *lines, "#"]
 
 
-def config_file(translation: Translation, library: str, source: str) -> str:
-  """The text of a config file.
+def config_file(translation: Translation, source: str) -> str:
+  """Returns the text of a config file.
 
   Args:
-    translation: what it says.
-    library: what it was translated from, and that was written for.
-    source: the name of that file.
+    translation: Settings and notes.
+    source: Name of the file that was translated.
 
   Raises:
     ValueError: a value of a wrong type.
   """
-  lines = ['"""GRPO, translated from another library\'s configuration."""', ""]
-  lines += _comment(
-    f"From {source}, of {library}; by python -m grpojax.translate."
-  )
-  lines += _comment(
-    "Comments name the other library's settings; (default) is what holds there"
-    " where the file says nothing."
-  )
-  lines += ["#", "# Command:   python -m grpojax.train --config=THIS_FILE", "#"]
-  lines += _notes("What means something else here", translation.differs)
-  lines += _notes("What has no counterpart", translation.missing)
-  lines += ["", "from grpojax.training.config import default_config", "", ""]
-  lines += ["def get_config():", "  config = default_config()"]
-  free = config_lib.free_sections(default_config())
-  options: dict[str, dict[str, Any]] = {}
-  for name, one in settled(translation).items():
-    sections = [s for s in free if config_lib.is_free(name, [s])]
-    if not sections:
-      lines += _assignment(f"config.{name}", one.value, one.theirs)
-      continue
-    *parents, key = name.removeprefix(f"{sections[0]}.").split(".")
-    place = options.setdefault(sections[0], {})
-    for parent in parents:
-      place = place.setdefault(parent, {})
-    place[key] = one.value
-  for section, values in options.items():
+  fixed, nested = _by_section(translation)
+  lines = [
+    '"""GRPO, translated from another library\'s configuration."""',
+    "",
+    *_comment(
+      f"From {source}, of {translation.library}; by python -m"
+      " grpojax.translate."
+    ),
+    *_comment(
+      "Comments name the other library's settings; (default) is what holds"
+      " there where the file says nothing."
+    ),
+    "#",
+    "# Command:   python -m grpojax.train --config=THIS_FILE",
+    "#",
+    *_notes("What means something else here", translation.differs),
+    *_notes("What has no counterpart", translation.missing),
+    "",
+    "from grpojax.training.config import default_config",
+    "",
+    "",
+    "def get_config():",
+    "  config = default_config()",
+  ]
+  for name, one in fixed.items():
+    lines += _assignment(f"config.{name}", one.value, one.theirs)
+  for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

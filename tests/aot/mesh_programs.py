@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.decoding import Decoding
-from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch, Prompts
 from grpojax.core.update import make_update
-from grpojax.models import sharding, token_contexts
+from grpojax.models import passes, sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CONFIG = TransformerConfig(
@@ -36,7 +36,7 @@ CONFIG = TransformerConfig(
   mlp=1024,
 )
 B, G, PROMPT, T = 32, 8, 64, 256
-token_contexts.WHOLE = 128  # T is a long row, which attends in blocks
+passes.WHOLE = 128  # T is a long row, which attends in blocks
 PROGRAMS = {  # function, axes of the mesh, of sampling
   "update": ("update", {"fsdp": 8}),
   "update data": ("update", {"data": 2, "fsdp": 4}),
@@ -46,9 +46,9 @@ PROGRAMS = {  # function, axes of the mesh, of sampling
 }
 
 
-def placed(tree, places):
+def placed(tree, shardings):
   return jax.tree.map(
-    lambda x, s: ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, places
+    lambda x, s: ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
   )
 
 
@@ -66,7 +66,7 @@ def prompts(mesh):
 def update(lm, mesh, params):
   tx = optax.adam(1e-3)
   state = jax.eval_shape(lambda p: init_state(p, tx, jax.random.key(0)), params)
-  places = sharding.shardings(state, mesh)
+  shardings = sharding.shardings(state, mesh)
   samples = functools.partial(rows, mesh, (B, G, T))
   batch = Batch(
     prompt_ids=rows(mesh, (B, PROMPT), jnp.int32),
@@ -78,13 +78,13 @@ def update(lm, mesh, params):
     ref_logprobs=None,
   )
   step = jax.jit(
-    make_update(lm, tx), donate_argnums=0, out_shardings=(places, None)
+    make_update(lm, tx), donate_argnums=0, out_shardings=(shardings, None)
   )
-  return step.lower(placed(state, places), batch)
+  return step.lower(placed(state, shardings), batch)
 
 
 def sample(lm, mesh, params, tensor=0):
-  places = sharding.shardings(params, mesh)
+  shardings = sharding.shardings(params, mesh)
   mesh = mesh_lib.sampling_mesh(mesh, tensor)
   run = functools.partial(
     rollout,
@@ -96,7 +96,7 @@ def sample(lm, mesh, params, tensor=0):
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   with jax.set_mesh(mesh):
-    return jax.jit(run).lower(placed(params, places), prompts(mesh), key)
+    return jax.jit(run).lower(placed(params, shardings), prompts(mesh), key)
 
 
 def lowered(name, devices, layers):

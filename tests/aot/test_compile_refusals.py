@@ -2,22 +2,17 @@
 
 import dataclasses
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import pytest
 
-from grpojax import compile as program
 from grpojax.aot import parts, programs, topology
 from grpojax.aot.chips import CHIPS
 from grpojax.aot.parts import Part
 from grpojax.core.mesh import make_mesh
-from grpojax.training.config import default_config
+from grpojax.core.objective import Objective
+from grpojax.training.settings.run import TrainSettings
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 PART = Part(7, 5, seconds=0.5)
 
 
@@ -25,11 +20,11 @@ PART = Part(7, 5, seconds=0.5)
 def compiled(monkeypatch, tmp_path):
   """Programs that were compiled rather than remembered."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  found = []
+  programs_compiled = []
   monkeypatch.setattr(
-    parts, "_compile", lambda *given: found.append(given) or PART
+    parts, "_compile", lambda *args: programs_compiled.append(args) or PART
   )
-  return found
+  return programs_compiled
 
 
 def measure():
@@ -82,37 +77,6 @@ def test_a_directory_that_keeps_nothing(compiled, monkeypatch, tmp_path):
   assert measure() == measure() == (PART, False)
 
 
-@pytest.mark.parametrize(
-  "name", ["", "cpu:0", "cpu:2x2", "v5e:0x2", "v5e:2", "v9:2x2", "v5p:2x2"]
-)
-def test_machines_that_there_are_not(name):
-  with pytest.raises(ValueError, match=f"--topology={name}: give a chip"):
-    topology.parse(name)
-
-
-SLICES = """
-import sys
-from grpojax.aot import topology
-from grpojax.core import mesh
-for name in sys.argv[1:]:
-  devices, chip = topology.devices(name)
-  print(mesh.make_mesh(devices=devices).size, chip.devices)
-"""
-
-
-def test_slices_that_libtpu_has_to_be_told_of():
-  pytest.importorskip("libtpu")
-  names = ["v5e:1x1", "v6e:1x2", "v4:2x2x1"]
-  done = subprocess.run(
-    [sys.executable, "-c", SLICES, *names],
-    capture_output=True,
-    text=True,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
-  )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.splitlines() == ["1 1", "2 1", "4 1"]
-
-
 def test_without_libtpu(monkeypatch):
   def refuse(**_):
     raise RuntimeError("JAX TPU support not installed; cannot generate")
@@ -124,18 +88,8 @@ def test_without_libtpu(monkeypatch):
     topology.devices("v5e:2x2")
 
 
-def test_results_that_cannot_be_written(tmp_path):
-  for out, why in (
-    (tmp_path, "is a directory"),
-    (tmp_path / "a" / "b.json", "its directory does not exist"),
-    ("/proc/a.json", "cannot be written"),
-  ):
-    with pytest.raises(SystemExit, match=why):
-      program.main([f"--out={out}", "--topology=cpu:0"])
-
-
 @pytest.mark.parametrize(
-  "given, ids",
+  "eos, ids",
   [
     (7, (7,)),
     ([7, 8], (7, 8)),
@@ -145,20 +99,17 @@ def test_results_that_cannot_be_written(tmp_path):
     (["x", 2.5], (0,)),
   ],
 )
-def test_ends_of_completions_that_a_config_names(given, ids):
+def test_ends_of_completions_that_a_config_names(eos, ids):
   """Training reads them with the tokenizer, which need not be there."""
   hf_config = programs.hf.read_config("arithmetic-base")
-  found = programs._policy(
-    default_config(), hf_config | {"eos_token_id": given}
-  )
-  assert found.eos_ids == ids
+  hf_config |= {"eos_token_id": eos}
+  assert programs._policy(TrainSettings(), hf_config).eos_ids == ids
 
 
 def test_experts_to_balance_that_there_are_not():
-  config = default_config()
-  config.loss.router_aux_coef = 0.1
+  settings = TrainSettings(loss=Objective(router_aux_coef=0.1))
   with pytest.raises(ValueError, match=r"loss.router_aux_coef = 0.1: .* use 0"):
-    programs.open_run(config, make_mesh())
+    programs.open_run(settings, make_mesh())
 
 
 def test_models_of_a_strange_type(tmp_path):

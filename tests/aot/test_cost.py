@@ -5,43 +5,28 @@ slices that nobody has to have.
 """
 
 import importlib.util
-import json
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
 from grpojax.aot import cost, hlo
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.append(str(pathlib.Path(__file__).parent))
+import processes  # noqa: E402
+
 ITEMSIZE = {"cpu": 4, "v5e:2x2": 2, "v6e:2x2": 2}  # float32, bfloat16
 TOKENS = 64
 HAS_TPU = importlib.util.find_spec("libtpu") is not None
 
 
-def compiled(*arguments):
-  """What programs.py prints, in a process of its own."""
-  ours = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "PYTHONPATH": str(ROOT),
-  }
-  run = subprocess.run(
-    [sys.executable, pathlib.Path(__file__).with_name("programs.py")]
-    + list(arguments),
-    env=os.environ | ours,
-    capture_output=True,
-    text=True,
+def compiled(*words):
+  return processes.compiled(
+    "programs.py",
+    *words,
+    JAX_DISABLE_MOST_OPTIMIZATIONS="0",
+    TPU_ACCELERATOR_TYPE="v5litepod-4",
   )
-  assert run.returncode == 0, run.stderr[-2000:]
-  return json.loads(run.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,17 @@ CPU devices and, where libtpu is installed, for a slice of TPUs.
 import importlib.util
 import json
 import math
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
 
 from grpojax.aot import cost, hlo
 
+sys.path.append(str(pathlib.Path(__file__).parent))
+import processes  # noqa: E402
+
 pytestmark = pytest.mark.slow  # whole programs are compiled
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 # mesh_programs.py's model: V, D, H E, K E, F; T.
 V, D, Q, K, F, T = 4096, 512, 512, 256, 1024, 256
 MATRICES = 2 * D * Q + 2 * D * K + 3 * D * F  # numbers in a layer
@@ -27,26 +27,14 @@ ITEMSIZE = {"cpu": 4, "v5e:2x4": 2}  # of bfloat16: XLA:CPU computes in float32
 
 
 def compiled(platform, *names):
-  """What mesh_programs.py prints, in a process of its own."""
-  ours = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(platform == "cpu")),
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "PYTHONPATH": str(ROOT),
-  }
-  program = pathlib.Path(__file__).with_name("mesh_programs.py")
-  run = subprocess.run(
-    [sys.executable, program, platform, str(LAYERS[platform]), *names],
-    env=os.environ | ours,
-    capture_output=True,
-    text=True,
+  return processes.compiled(
+    "mesh_programs.py",
+    platform,
+    LAYERS[platform],
+    *names,
+    JAX_DISABLE_MOST_OPTIMIZATIONS=str(int(platform == "cpu")),
+    TPU_ACCELERATOR_TYPE="v5litepod-8",
   )
-  assert run.returncode == 0, run.stderr[-2000:]
-  return json.loads(run.stdout)
 
 
 @pytest.fixture(
@@ -227,8 +215,8 @@ def test_sizes_are_those_of_the_programs():
 TWO_MESHES = """
 import sys
 from grpojax.aot import programs, topology
-from grpojax.training import from_config
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
+from grpojax.training.run import setup
 config = default_config()
 config.model.path, config.optim.micro_batches = sys.argv[1], 1
 config.batch_size, config.data.max_prompt_length = 32, 8
@@ -236,7 +224,8 @@ config.sampling.max_new_tokens, config.sampling.stages = 4, 1
 config.mesh.fsdp, config.mesh.expert, config.mesh.tensor = 8, 4, 2
 config.mesh.sampling_tensor = 4
 devices, _ = topology.devices("cpu:64")
-run = programs.open_run(config, from_config.mesh(config, devices))
+settings = from_config(config)
+run = programs.open_run(settings, setup.make_mesh(settings, devices))
 compiled = programs.lower(run, "rollout").compile()
 for name, place in vars(compiled.output_shardings).items():
   print(name, *[x for x in place.spec if x])
@@ -259,12 +248,6 @@ def test_what_is_sampled_on_another_mesh_lies_there(tmp_path):
     "num_experts_per_tok": 2,
   }
   (tmp_path / "model.json").write_text(json.dumps(config))
-  done = subprocess.run(
-    [sys.executable, "-c", TWO_MESHES, tmp_path / "model.json"],
-    env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  places = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+  out = processes.run("-c", TWO_MESHES, tmp_path / "model.json", XLA_FLAGS="")
+  places = [line.split(" ", 1)[1] for line in out.splitlines()]
   assert places == ["('fsdp', 'expert')"] * 6

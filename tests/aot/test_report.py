@@ -1,12 +1,15 @@
 """What a report says of a step, against sums by hand."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from grpojax.aot import programs, report
 from grpojax.aot.parts import Part
 from grpojax.core import mesh as mesh_lib
-from grpojax.training.config import default_config
+from grpojax.core.objective import Objective
+from grpojax.training.config import default_config, from_config
 
 # arithmetic-instruct: 4 layers of width 128, 4 heads and 2 kv heads of 32, and
 # an MLP of 448; 100 tokens, tied.
@@ -19,19 +22,19 @@ B, G, P, T = 4, 8, 16, 32
 def open_run(**changes):
   config = default_config()
   flat = {"batch_size": B, "group_size": G, "sampling.max_new_tokens": T}
-  flat |= {"data.max_prompt_length": P}
+  flat |= {"data.max_prompt_length": P, "reward.workers": 1}
   config.update_from_flattened_dict(flat | changes)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  return programs.open_run(config, mesh)
+  return programs.open_run(from_config(config), mesh)
 
 
 FLOPS = {
   # changes -> operations a parameter and token
   "trained": ({}, 2 + 6),
   "a reference": ({"loss.beta": 0.1}, 2 + 2 + 6),
-  "epochs": ({"optim.epochs": 3, "loss.old_logprobs": "sampler"}, 2 + 3 * 6),
+  "epochs": ({"optim.epochs": 3, "loss.old_logprobs": "rollout"}, 2 + 3 * 6),
   "rescored": (
-    {"optim.minibatches": 2, "loss.old_logprobs": "scorer"},
+    {"optim.minibatches": 2, "loss.old_logprobs": "trainer"},
     2 + 2 + 6,
   ),
   "tokens of highest entropy": (
@@ -42,7 +45,7 @@ FLOPS = {
     {"loss.top_entropy_quantile": 0.2, "optim.micro_batches": 1},
     2 + 6,
   ),
-  "on-policy": ({"loss.old_logprobs": "scorer"}, 2 + 6),
+  "on-policy": ({"loss.old_logprobs": "trainer"}, 2 + 6),
   "adapters": ({"lora.rank": 4, "loss.beta": 0.1}, 2 + 2 + 4),
 }
 
@@ -55,11 +58,12 @@ def test_operations_of_a_step(case):
 
 
 def test_the_load_of_all_parts_takes_a_pass():
-  run = open_run()
-  run.config.loss.router_aux_coef = 0.01
-  assert report.forward_passes(run) == (0, 1)
-  run.config.optim.micro_batches = 1
-  assert report.forward_passes(run) == (0, 0)
+  loss = Objective(router_aux_coef=0.01)
+  for micro_batches, within in ((2, 1), (1, 0)):
+    run = open_run(**{"optim.micro_batches": micro_batches})
+    settings = dataclasses.replace(run.settings, loss=loss)
+    run = run._replace(settings=settings)
+    assert report.forward_passes(run) == (0, within)
 
 
 def test_memory_of_each_program():

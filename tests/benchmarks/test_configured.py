@@ -11,9 +11,9 @@ import pytest
 from grpojax.aot import programs
 from grpojax.aot.chips import CHIPS, of_kind
 from grpojax.aot.report import part_flops
-from grpojax.benchmarks import configured, machine, traffic, workloads
+from grpojax.benchmarks import configured, limits, workloads
 from grpojax.core import mesh as mesh_lib
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 B, G, P, T = 2, 4, 3, 6
@@ -45,7 +45,7 @@ def config(tmp_path):
 def open_run(config, **changes):
   config.update_from_flattened_dict(changes)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  return programs.open_run(config, mesh)
+  return programs.open_run(from_config(config), mesh)
 
 
 def test_operations_by_part(config):
@@ -58,7 +58,7 @@ def test_operations_by_part(config):
 
 
 def test_bytes_by_part(config):
-  found = traffic.least_bytes(open_run(config))
+  found = limits.least_bytes(open_run(config))
   # Tokens 2 to T: the prompt once, and 1 + ... + T - 1 tokens of each sample.
   keys = (T - 1) * B * P + B * G * (T * (T - 1) // 2)
   token = 2 * L * 4  # keys and values
@@ -69,9 +69,9 @@ def test_bytes_by_part(config):
   whole = 4 * PARAMETERS
   assert 0 <= found["update"] - (4 + 5 + 6) * whole <= 2 * 16
   more = {"loss.top_entropy_quantile": 0.2, "optim.minibatches": 2}
-  more |= {"loss.old_logprobs": "scorer"}
+  more |= {"loss.old_logprobs": "trainer"}
   # Both minibatches: twice scored before, and once more in each update.
-  again = traffic.least_bytes(open_run(config, **more))
+  again = limits.least_bytes(open_run(config, **more))
   assert again["reference"] == 2 * 2 * 2 * whole
   assert again["update"] == 2 * (found["update"] + 2 * whole)
 
@@ -79,7 +79,7 @@ def test_bytes_by_part(config):
 def test_bytes_in_a_window_and_in_bfloat16(config):
   run = open_run(config, **{"model.dtype": "bfloat16"})
   local = dataclasses.replace(run.model, window=4, local_layers=(True, False))
-  found = traffic.least_bytes(run._replace(model=local))
+  found = limits.least_bytes(run._replace(model=local))
   keys = sum(B * (P + G * t) for t in range(1, T))
   near = sum(B * (min(P, 4 - min(t, 4)) + G * min(t, 4)) for t in range(1, T))
   caches = (keys + near) * 2 * 4
@@ -96,15 +96,15 @@ def test_chips_by_the_kind_of_their_devices():
 
 
 def test_the_devices_of_a_cpu_share_what_was_measured(monkeypatch):
-  monkeypatch.setattr(machine, "measured", lambda dtype: (8e9, 4e9))
-  found = machine.find("cpu", 2, "float32")
+  monkeypatch.setattr(limits, "measured", lambda dtype: (8e9, 4e9))
+  found = limits.find("cpu", 2, "float32")
   assert (found.flops, found.bandwidth, found.count) == (4e9, 2e9, 2)
-  found = machine.find("TPU7x", 2, "float32")  # two devices a chip
+  found = limits.find("TPU7x", 2, "float32")  # two devices a chip
   assert (found.flops, found.bandwidth) == (2307e12 / 2, 7380e9 / 2)
 
 
 def test_what_is_in_no_table_is_measured():
-  flops, bandwidth = machine.measured(jnp.float32, 64, 1000)
+  flops, bandwidth = limits.measured(jnp.float32, 64, 1000)
   assert 1e5 < flops < 1e16 and 1e4 < bandwidth < 1e14
 
 
@@ -116,7 +116,7 @@ def test_bytes_of_experts_and_of_a_head_of_its_own(config, tmp_path):
   config.model.path = str(tmp_path / "experts.json")
   (tmp_path / "experts.json").write_text(json.dumps(hf_config))
   small = {"batch_size": 1, "group_size": 2, "optim.micro_batches": 1}
-  found = traffic.least_bytes(open_run(config, **small))
+  found = limits.least_bytes(open_run(config, **small))
   # Width 2048, 32 heads and 4 kv heads of 128; 2 samples x 8 of 128 experts.
   layer = 2048 * (2 * 32 + 2 * 4) * 128 + 2048 * 128 + 2 * 2048 + 2 * 128
   rest = layer + 2048 + 100 * 2048
@@ -135,14 +135,15 @@ def test_bytes_of_experts_and_of_a_head_of_its_own(config, tmp_path):
     {"reward.on_device": True, "model.path": "arithmetic-instruct"}
     | {"data.max_prompt_length": 32},
     {"group_size": "auto", "batch_size": 4}
-    | {"auto_group_size.start": 4, "auto_group_size.largest": 4},
+    | {"auto_group_size.start": 4, "auto_group_size.largest": 4}
+    | {"diagnostics.every": 1},
   ],
   ids=["adapters", "on the device", "automatic groups"],
 )
 def test_other_runs(config, monkeypatch, changes):
-  monkeypatch.setattr(machine, "measured", lambda dtype: (1e9, 2e9))
+  monkeypatch.setattr(limits, "measured", lambda dtype: (1e9, 2e9))
   config.update_from_flattened_dict(changes)
-  found = configured.measure(configured.open_run(config), 1, 1)
+  found = configured.measure(configured.open_run(from_config(config)), 1, 1)
   assert found["seconds"]["step"]["median"] > 0
   assert found["tokens_per_step"] == config.batch_size * 4 * T
   assert configured.lines(found)

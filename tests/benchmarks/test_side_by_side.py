@@ -3,6 +3,7 @@
 import pytest
 
 from grpojax.benchmarks import clock, side_by_side, workloads
+from grpojax.training.config import from_config
 
 KEYS = (  # of every library of the comparison
   "peer variant workload steps quiet others_cpu seconds per_step first_step_s "
@@ -12,27 +13,20 @@ KEYS = (  # of every library of the comparison
 PARTS = {"total", "rollout", "ref_logprobs", "update", "score_other", "own_cpu"}
 
 
-def found(totals, others, tokens=4096):
+def timed(totals, others, tokens=4096):
   """Steps of `fixed`: the rollout takes half of each."""
+  row = {"completion_length_mean": tokens / 32, "completion_length_max": 128}
+  row |= {"reward_mean": 1.5}
+  shares = {"total": 1, "own_cpu": 1, "rollout": 1 / 2, "ref_logprobs": 1 / 8}
+  shares |= {"update": 1 / 4, "score_other": 1 / 8}
   return [
-    (
-      {
-        "completion_length_mean": tokens / 32,
-        "completion_length_max": 128,
-        "reward_mean": 1.5,
-      },
-      {
-        "total": t,
-        "own_cpu": t,
-        "others": o,
-        "rollout": t / 2,
-        "ref_logprobs": t / 8,
-        "update": t / 4,
-        "score_other": t / 8,
-        "compilations": int(t == 99.0),
-      },
+    side_by_side.Step(
+      row,
+      {part: share * float(t) for part, share in shares.items()}
+      | {"others": o},
+      compilations=int(t == 99),
     )
-    for t, o in zip(map(float, totals), map(float, others), strict=True)
+    for t, o in zip(totals, map(float, others), strict=True)
   ]
 
 
@@ -40,11 +34,12 @@ def report(steps, **settings):
   config = workloads.config_of("fixed")
   config.update_from_flattened_dict(settings)
   compiled = [(0.5, 3.0), (1.5, 2.0), (9.0, 1.0)]
-  return side_by_side.report("fixed", config, steps, 1, compiled, (1.0, 7.0))
+  settings = from_config(config)
+  return side_by_side.report("fixed", settings, steps, 1, compiled, (1.0, 7.0))
 
 
 def test_only_quiet_steps_count():
-  line = report(found([9, 2, 4, 8, 3], [0.5, 0.01, 0.0, 0.3, 0.02]))
+  line = report(timed([9, 2, 4, 8, 3], [0.5, 0.01, 0.0, 0.3, 0.02]))
   assert {*KEYS} <= {*line} and PARTS == {*line["seconds"]}
   assert (line["steps"], line["quiet"]) == (4, 3)
   assert line["seconds"]["total"] == {"median": 3, "min": 2, "max": 4}
@@ -58,23 +53,23 @@ def test_only_quiet_steps_count():
 
 
 def test_where_no_step_was_quiet_all_count():
-  line = report(found([9, 2, 8], [0.5, 0.5, 0.5]))
+  line = report(timed([9, 2, 8], [0.5, 0.5, 0.5]))
   assert line["quiet"] == 0 and line["seconds"]["total"]["median"] == 5
 
 
 def test_steps_that_compile_are_no_measure():
-  line = report(found([9, 2, 99, 4], [0, 0, 0, 0]))
+  line = report(timed([9, 2, 99, 4], [0, 0, 0, 0]))
   assert line["steps"] == 2 and line["seconds"]["total"]["max"] == 4
   assert list(line["per_step"]) == [1, 3]
 
 
 def test_lengths_that_were_not_planned():
-  assert report(found([1, 1], [0, 0]))["lengths_as_planned"] is True
-  assert report(found([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
+  assert report(timed([1, 1], [0, 0]))["lengths_as_planned"] is True
+  assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
 
 
 def test_a_variant_says_what_was_changed():
-  steps = found([1, 1], [0, 0])
+  steps = timed([1, 1], [0, 0])
   assert report(steps)["variant"] == "default"
   changes = {"optim.micro_batches": 2, "model.remat": "none"}
   assert report(steps, **changes)["variant"] == (
@@ -88,7 +83,7 @@ def test_the_default_job_takes_the_steps_of_train(capsys):
   config.batch_size, config.sampling.max_new_tokens = 8, 16
   config.eval.num_prompts = 8
   config.optim.packing = False  # its sizes come as lengths do
-  line = side_by_side.measure("arithmetic", config, 2, 1)
+  line = side_by_side.measure("arithmetic", from_config(config), 2, 1)
   assert {*KEYS} <= {*line} and line["steps"] == 2
   assert line["lengths_as_planned"] is None and len(line["rewards"]) == 3
   assert line["compilations_later"] == 0

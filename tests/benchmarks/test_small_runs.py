@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from grpojax import bench
-from grpojax.benchmarks import configured, machine, side_by_side, workloads
-from grpojax.models import hf
+from grpojax.benchmarks import configured, limits, side_by_side, workloads
+from grpojax.models import huggingface as hf
 from grpojax.models.transformer import transformer
+from grpojax.training.config import from_config
 
 B, G, P, T = SIZES = 2, 2, 3, 6
 
@@ -37,7 +38,7 @@ def config(monkeypatch):
 
 @pytest.mark.slow
 def test_a_workload(config, capsys):
-  line = side_by_side.measure("tail", config, 2, 1)
+  line = side_by_side.measure("tail", from_config(config), 2, 1)
   assert line["steps"] == 2 and line["first_step_s"] == line["warmup_s"][0]
   sizes = workloads.WORKLOADS["tail"]
   planned = [workloads.lengths(sizes, i) for i in range(3)]
@@ -64,11 +65,11 @@ def test_weights_that_others_are_timed_with(config, monkeypatch, tmp_path):
   params = transformer(model).init(jax.random.key(9))
   hf.save(tmp_path / "model", params, source)
   monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "model"))
-  with side_by_side.open_workload("tail", config) as opened:
+  with side_by_side.open_workload("tail", from_config(config)) as opened:
     for tree in (opened.state.params, opened.ref_params):
       jax.tree.map(np.testing.assert_array_equal, tree, params)
   monkeypatch.delenv("PEERS_MODEL_DIR")
-  with side_by_side.open_workload("tail", config) as opened:
+  with side_by_side.open_workload("tail", from_config(config)) as opened:
     assert (opened.state.params["embed"] != params["embed"]).all()
 
 
@@ -77,17 +78,17 @@ def test_another_model_is_refused(config, monkeypatch, tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(changed))
   monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path))
   with pytest.raises(ValueError, match=r"another model .*\(layers=5, not 1\)"):
-    with side_by_side.open_workload("tail", config):
+    with side_by_side.open_workload("tail", from_config(config)):
       pass
 
 
 def test_a_config(config, monkeypatch, tmp_path):
-  monkeypatch.setattr(machine, "measured", lambda dtype: (1e9, 2e9))
+  monkeypatch.setattr(limits, "measured", lambda dtype: (1e9, 2e9))
   file = tmp_path / "model.json"
   file.write_text(json.dumps(workloads.MODEL))
   config.model.path = str(file)
   config.reward.functions = ("math_answer",)  # which needs an example
-  found = configured.measure(configured.open_run(config), 2, 1)
+  found = configured.measure(configured.open_run(from_config(config)), 2, 1)
   seconds = found["seconds"]
   assert list(seconds) == ["rollout", "rewards", "reference", "update", "step"]
   assert found["tokens_per_step"] == B * G * T  # none ends by chance

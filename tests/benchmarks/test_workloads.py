@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from grpojax.benchmarks import workloads
-from grpojax.models import hf
-from grpojax.training.config import validate
+from grpojax.models import huggingface as hf
+from grpojax.training.config import from_config
 
 TAIL = workloads.WORKLOADS["tail"]
 
@@ -65,7 +65,7 @@ def test_the_decoder():
 @pytest.mark.parametrize("name", workloads.NAMES)
 def test_the_config_of_each(name):
   config = workloads.config_of(name)
-  validate(config)
+  from_config(config)
   loss, optim = config.loss, config.optim
   assert (optim.name, optim.epochs, optim.minibatches) == ("adamw", 1, 1)
   assert optim.max_grad_norm == 1 and optim.weight_decay == 0

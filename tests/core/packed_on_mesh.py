@@ -3,7 +3,6 @@
 Run with JAX_NUM_CPU_DEVICES=8; test_packed_on_mesh.py does.
 """
 
-import functools
 import re
 
 import jax
@@ -11,31 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpojax.core import losses, mesh, packed_logprobs, packing, packing_layout
+from grpojax.core import mesh, packing
 from grpojax.core.batch import make_batch
-from grpojax.core.entropy import EntropyBonus
-from grpojax.core.grpo_step import init_state
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.packing import packed_logprobs
+from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T, V = 8, 6, 3, 16, 12
-CUTS = {
-  # Into parts small enough that packed rows are cut as well.
-  "one minibatch": {"minibatches": 1, "micro_batches": 4},
-  "two minibatches": {"minibatches": 2, "micro_batches": 4},
-}
-ENTROPY = {
-  "one minibatch": {},
-  "two minibatches": {
-    "entropy_bonus": EntropyBonus(0.3),
-    "top_entropy_quantile": 0.4,
-  },
-}
-MESHES = {
-  "data=2 fsdp=2 tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
-}
+# Micro-batches so small that packed rows are split as well.
+RUNS = [
+  (dict(minibatches=1, micro_batches=4), {}),
+  (
+    dict(minibatches=2, micro_batches=4),
+    dict(entropy_coef=0.3, top_entropy_quantile=0.4),
+  ),
+]
 
 
 def samples(rng):
@@ -53,15 +47,22 @@ def samples(rng):
 
 def run(lm, params, drawn, rewards, layout, cuts, entropy):
   """Parameters after a step of two epochs, and its metrics."""
-  tx, parts = optax.sgd(0.1), cuts["minibatches"] * cuts["micro_batches"]
-  loss = functools.partial(losses.grpo_loss, beta=0.1)
-  update = make_update(lm, tx, loss=loss, epochs=2, **cuts, **entropy)
+  tx, options = optax.sgd(0.1), UpdateOptions(epochs=2, **cuts)
+  objective = Objective(beta=0.1, **entropy)
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def step(params, drawn, layout):
     half = jax.tree.map(lambda x: x / 2, params)
-    options = {"on_policy": False, "micro_batches": parts, "packing": layout}
-    batch = make_batch(lm, drawn, rewards, ref_params=half, **options)
+    batch = make_batch(
+      lm,
+      drawn,
+      rewards,
+      objective,
+      options=options,
+      ref_params=half,
+      packing=layout,
+    )
     state, metrics = update(
       init_state(params, tx, jax.random.key(5)),
       mesh.map_rows(mesh.constrain, batch),
@@ -105,9 +106,10 @@ def check_forward(mesh_, lm, params, drawn, layout):
   text = gradient.lower(params, given, ids, layout).compile().as_text()
   sent = set(re.findall(r"all-\w+|collective-\w+|reduce-scatter", text))
   assert sent == {"all-reduce"}, sent  # of the gradients
-  loops = re.findall(r"\n%?[\w.-]*body[^\n]*{\n(.*?)\n}", text, re.DOTALL)
-  inside = [line for body in loops for line in body.splitlines()]
-  sums = [line for line in inside if " all-reduce(" in line]
+  loops = set(re.findall(r"\bbody=%?([\w.-]+)", text))
+  computations = re.findall(r"\n%?([\w.-]+) [^\n]*{\n(.*?)\n}", text, re.DOTALL)
+  sums = [body for name, body in computations if name in loops]
+  sums = [body for body in sums if " all-reduce(" in body]
   assert loops and not sums, sums
 
 
@@ -123,38 +125,31 @@ def main():
   )
   lengths, drawn = samples(rng)
   rewards = jnp.asarray(rng.normal(size=(B, G)))
-  for of_cuts, cuts in CUTS.items():
-    entropy = ENTROPY[of_cuts]
+  mesh_ = mesh.make_mesh(data=2, fsdp=2, tensor=2)
+  for cuts, entropy in RUNS:
     expected = run(lm, params, drawn, rewards, None, cuts, entropy)
-    for name, sizes in MESHES.items():
-      mesh_ = mesh.make_mesh(**sizes)
-      with jax.set_mesh(mesh_):
-        layout = packing_layout.plan(lengths, T, np.full(B, P), P, **cuts)
-        assert layout is not None, (of_cuts, name)
-        parts = layout.parts() // cuts["minibatches"]
-        assert parts == 2, (of_cuts, name, parts)
-        check_pack(mesh_, drawn, layout)
-        placed = jax.device_put(params, sharding.shardings(params, mesh_))
-        given = place(mesh_, (drawn, rewards, layout))
-        found = run(lm, placed, *given, cuts, entropy)
-      jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5),
-        found,
-        expected,
-      )
-      moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
-      assert max(jax.tree.leaves(moved)) > 1e-3
-      print("equal:", of_cuts, name, layout.rows.segments.shape)
-  with jax.set_mesh(mesh.make_mesh(data=4, tensor=2)):
-    layout = packing_layout.plan(lengths, T, np.full(B, P), P)
-    check_forward(mesh.make_mesh(data=4, tensor=2), lm, params, drawn, layout)
-  with jax.set_mesh(mesh.make_mesh(data=8)):
-    prompts = np.full(B, P), P
-    layout = packing_layout.plan(lengths, T, *prompts)
-    check_forward(mesh.make_mesh(data=8), lm, params, drawn, layout)
+    with jax.set_mesh(mesh_):
+      layout = packing_layout.plan(lengths, T, np.full(B, P), P, **cuts)
+      assert layout.micro_batches() == 2 * cuts["minibatches"]
+      check_pack(mesh_, drawn, layout)
+      placed = jax.device_put(params, sharding.shardings(params, mesh_))
+      given = place(mesh_, (drawn, rewards, layout))
+      found = run(lm, placed, *given, cuts, entropy)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5), found, expected
+    )
+    moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
+    assert max(jax.tree.leaves(moved)) > 1e-3
+    print("equal:", cuts)
+  for sizes in (dict(data=4, tensor=2), dict(data=8)):
+    mesh_ = mesh.make_mesh(**sizes)
+    with jax.set_mesh(mesh_):
+      layout = packing_layout.plan(lengths, T, np.full(B, P), P)
+      check_forward(mesh_, lm, params, drawn, layout)
+  with jax.set_mesh(mesh_):
     # A micro-batch of one prompt has its group cut over the devices.
     fewer = np.repeat(lengths[:1], 4, axis=1)
-    assert packing_layout.plan(fewer, T, prompts[0][:1], P) is None
+    assert packing_layout.plan(fewer, T, np.full(1, P), P) is None
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpojax.core.decoding.sampling import Sampling, sample
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling, sample
 from grpojax.core.types import LM, Prefix
 
 B, G, T, D, V = 4, 2, 3, 5, 1012  # a device holds 253 of the vocabulary
 ALL = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
-SETTINGS = [Sampling(), ALL, Sampling(temperature=0)]
+SETTINGS = [Sampling(), ALL, Sampling(temperature=0.0)]
 
 
 def language_model(constrain):

@@ -1,7 +1,7 @@
-"""Advantages against hand-made numbers, and by enumerating every group.
+"""Advantages by hand-made numbers and enumeration, and what all have in common.
 
-That the expected gradient is right is tested through the loss, in
-test_losses.py; here the estimator (1/G) sum_i s_i A_i itself is enumerated.
+Common are shapes and dtypes, groups of equal rewards, and samples without a
+reward (nan, inf), which are as if they had not been drawn.
 """
 
 import itertools
@@ -11,25 +11,44 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from grpojax.core import advantages
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
-from grpojax.core.weighted_baselines import ScoreNorms
 
-GROUP_ONLY = ["leave_one_out", "dr_grpo", "grpo", "batch_std"]
-ALL = ["vanilla", *GROUP_ONLY, "oracle"]
+G, NAN = 6, np.nan
+LENGTHS = np.array([5.0, 1, 3, 9, 2, 4, 6])
+NORMS = ScoreNorms(*map(jnp.float32, (2, -0.5, 1.5)))
 
 
-def call(name, rewards):
-  """Any member of the family; the oracle believes that every value is 1/4."""
-  if name == "oracle":
-    return advantages.oracle(rewards, jnp.full(rewards.shape[:-1], 0.25))
-  return getattr(advantages, name)(rewards)
+def oracle(rewards):
+  """The oracle believes that every value is 1/4."""
+  return advantages.oracle(rewards, jnp.full(rewards.shape[:-1], 0.25))
+
+
+def subsets(rewards, *, k):
+  """Not one of max and min; and infinite where a 0 stands for a missing one."""
+  return advantages.subset_advantages(
+    rewards, lambda z: jnp.log(jnp.abs(z)).sum(-1) + z.max(-1), k=k
+  )
+
+
+EVERY = advantages.ADVANTAGES | {"oracle": oracle, "subset_advantages": subsets}
+POOLED = ("batch_std", "shrinkage", "beta_binomial")  # of a batch's prompts
+WITHIN_GROUPS = [name for name in EVERY if name not in POOLED]
+FEWEST = dict.fromkeys(EVERY, 2) | {"vanilla": 1, "oracle": 1}
+FEWEST |= dict.fromkeys(("max_at_k", "min_at_k", "subset_advantages"), 3)
+
+
+def call(name, rewards, lengths=None):
+  """Any of them, of subsets of 2, with weights where it asks for them."""
+  lengths = LENGTHS[: rewards.shape[-1]] if lengths is None else lengths
+  lengths = jnp.broadcast_to(jnp.asarray(lengths, "float32"), rewards.shape)
+  offered = {"lengths": lengths, "logit_score_sq": jnp.sqrt(lengths)}
+  return bind(EVERY[name], k=2, score_norms=NORMS, **offered)(rewards)
 
 
 compiled = jax.jit(call, static_argnums=0)
-
 
 # Group 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14.
 GOLDEN = {
@@ -42,136 +61,143 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_golden(name, transform):
-  rewards = jnp.array([1.0, 2.0, 3.0, 6.0])
-  got = transform(lambda r: call(name, r))(rewards)
-  np.testing.assert_allclose(got, GOLDEN[name], atol=1e-5)
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name):
+  found = compiled(name, jnp.array([1.0, 2.0, 3.0, 6.0]))
+  np.testing.assert_allclose(found, GOLDEN[name], atol=1e-5)
 
 
-def test_batch_std_divides_all_prompts_by_one_number():
-  # Centred: -1, 1 and -3, 3 and 0, 0; second moment 20 over 5.
-  got = advantages.batch_std(jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]]))
-  np.testing.assert_allclose(
-    got, np.array([[-1, 1], [-3, 3], [0, 0]]) / 2, atol=1e-5
-  )
-
-
-def test_grpo_standardises_each_prompt_by_itself():
-  got = advantages.grpo(jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]]))
+def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
+  rewards = jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]])
   half = math.sqrt(0.5)
   np.testing.assert_allclose(
-    got, [[-half, half], [-half, half], [0, 0]], atol=1e-5
+    advantages.grpo(rewards), [[-half, half], [-half, half], [0, 0]], atol=1e-5
   )
+  # Centred: -1, 1 and -3, 3 and 0, 0; second moment 20 over 5.
+  np.testing.assert_allclose(
+    advantages.batch_std(rewards),
+    np.array([[-1, 1], [-3, 3], [0, 0]]) / 2,
+    atol=1e-5,
+  )
+  missing = jnp.array([[0.0, 2.0, NAN], [10.0, 16.0, NAN], [5.0, NAN, NAN]])
+  expected = np.array([[-1, 1, 0], [-3, 3, 0], [0, 0, 0]])
+  expected = expected / np.std([-1, 1, -3, 3, 0], ddof=1)
+  found = advantages.batch_std(missing)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
+  for name in ("grpo", "batch_std"):  # epsilon is added
+    found = getattr(advantages, name)(rewards[0], epsilon=1.0)
+    expected = np.array([-1, 1]) / (math.sqrt(2) + 1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_epsilon_is_added_to_the_standard_deviation():
-  for name in ("grpo", "batch_std"):
-    got = getattr(advantages, name)(jnp.array([0.0, 2.0]), epsilon=1.0)
-    np.testing.assert_allclose(
-      got, np.array([-1, 1]) / (math.sqrt(2) + 1), rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize(
-  ("shape", "dtype"),
-  [((4,), bool), ((3, 4), "int32"), ((3, 4), "bfloat16"), ((2, 3, 4), float)],
-)
-def test_shape_and_dtype(name, shape, dtype):
-  rewards = jax.random.bernoulli(jax.random.key(0), 0.5, shape).astype(dtype)
-  got = jax.jit(lambda r: call(name, r))(rewards)
-  assert got.shape == shape
-  assert got.dtype == jnp.float32
-  np.testing.assert_allclose(got, call(name, rewards.astype("float32")))
-
-
-@pytest.mark.parametrize("name", [n for n in ALL if n != "batch_std"])
-def test_prompts_do_not_influence_each_other(name):
-  rewards = jax.random.normal(jax.random.key(1), (5, 4))
-  one_by_one = np.stack([compiled(name, r) for r in rewards])
-  np.testing.assert_allclose(compiled(name, rewards), one_by_one, atol=1e-6)
+@pytest.mark.parametrize("name", EVERY)
+def test_shapes_dtypes_and_prompts(name):
+  """All axes but the last are prompts; vmap has batches of them."""
+  rewards = jax.random.bernoulli(jax.random.key(0), 0.4, (2, 3, 4))
+  if name == "subset_advantages":
+    rewards = rewards + 1  # its f is infinite at 0
+  found = compiled(name, rewards.astype("float32"))
+  assert found.shape == rewards.shape and np.abs(found).max() > 0.1
+  for dtype in (rewards.dtype, "bfloat16"):
+    other = compiled(name, rewards.astype(dtype))
+    assert other.dtype == jnp.float32
+    np.testing.assert_allclose(other, found, atol=1e-6)
+  each = np.stack([compiled(name, batch) for batch in rewards])
   mapped = jax.jit(jax.vmap(lambda r: call(name, r)))(rewards)
-  np.testing.assert_allclose(mapped, one_by_one, atol=1e-6)
+  np.testing.assert_allclose(mapped, each, atol=1e-5)
+  assert np.allclose(each, found, atol=1e-5) == (name not in POOLED)
+  if name not in POOLED:
+    alone = np.stack([compiled(name, group) for group in rewards[0]])
+    np.testing.assert_allclose(alone, found[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", GROUP_ONLY)
-@pytest.mark.parametrize("group_size", [2, 3, 7, 10])
-def test_equal_rewards_give_exactly_zero(name, group_size):
-  """Of values whose mean rounds, too."""
-  values = jnp.array([0.0, 0.1, 1 / 3, -7.7, 1e6 + 0.3])
-  rewards = jnp.broadcast_to(values[:, None], (len(values), group_size))
-  for f in (lambda r: call(name, r), jax.jit(lambda r: call(name, r))):
-    assert (f(rewards) == 0).all()
+@pytest.mark.parametrize(
+  "name", [*advantages.ZERO_IN_EQUAL_GROUPS, "subset_advantages", "shrinkage"]
+)
+def test_equal_rewards_give_exactly_zero(name):
+  """Of values whose mean rounds, too; compiled, and one by one."""
+  for value in (0.1, 1 / 3, -7.7, 1e6 + 0.3):
+    for group_size in (3, 7):
+      assert not compiled(name, jnp.full((4, group_size), value)).any()
+    assert not call(name, jnp.full((4, 3), value)).any()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_gradients_are_finite(name):
-  """One group of equal rewards alone, and beside one that varies."""
-  jacobian = jax.jit(jax.jacobian(lambda r: call(name, r)))
-  equal = np.full((2, 4), 0.1, np.float32)
-  varied = equal.copy()
-  varied[1, 2] = 1.0
-  for rewards in (equal, varied):
-    assert np.isfinite(jacobian(rewards)).all()
+@pytest.mark.parametrize("name", EVERY)
+def test_a_group_that_is_too_small_is_refused(name):
+  fewest = FEWEST[name]
+  assert call(name, jnp.ones((3, fewest))).shape == (3, fewest)
+  if fewest > 1:
+    with pytest.raises(ValueError, match=f"{name} .*needs .* G >= {fewest}"):
+      call(name, jnp.ones((3, fewest - 1)))
+  with pytest.raises((ValueError, TypeError)):  # annotations are checked first
+    EVERY[name](jnp.float32(1.0))
 
 
-@pytest.mark.parametrize("name", ["grpo", "batch_std"])
-def test_gradient_of_a_varying_group(name):
-  rewards = jnp.array([[1.0, 2.0, 3.0, 6.0], [0.0, 1.0, 1.0, 1.0]])
-  check_grads(
-    lambda r: compiled(name, jnp.asarray(r)),
-    (rewards,),
-    order=1,
-    atol=1e-2,
-    rtol=1e-2,
-  )
-
-
-@pytest.mark.parametrize("name", GROUP_ONLY)
-def test_a_group_of_one_is_refused(name):
-  with pytest.raises(ValueError, match=f"{name} needs .* G >= 2"):
-    call(name, jnp.ones((3, 1)))
-
-
-@pytest.mark.parametrize("name", ["vanilla", "oracle"])
-def test_a_group_of_one_is_fine_without_a_group_baseline(name):
-  assert call(name, jnp.ones((3, 1))).shape == (3, 1)
-
-
-def test_oracle_wants_one_value_a_prompt():
+def test_shapes_that_do_not_fit_are_refused():
   # Without the run-time annotation checks, which only tests have.
-  oracle = getattr(advantages.oracle, "__wrapped__", advantages.oracle)
+  bare = getattr(advantages.oracle, "__wrapped__", advantages.oracle)
   with pytest.raises(ValueError, match=r"need values \(3,\)"):
-    oracle(jnp.ones((3, 2)), jnp.ones((3, 2)))
-
-
-def test_a_scalar_is_no_group():
-  vanilla = getattr(advantages.vanilla, "__wrapped__", advantages.vanilla)
+    bare(jnp.ones((3, 2)), jnp.ones((3, 2)))
+  bare = getattr(advantages.vanilla, "__wrapped__", advantages.vanilla)
   with pytest.raises(ValueError, match="rewards"):
-    vanilla(jnp.float32(1.0))
+    bare(jnp.float32(1.0))
 
 
-def test_leave_one_out_is_the_u_statistic():
-  """Lemma 1: the estimator equals the mean of the kernel over pairs."""
+# Samples without a reward.
+
+
+@pytest.mark.parametrize("name", WITHIN_GROUPS)
+def test_a_group_is_what_has_rewards(name):
+  """A group of n rewards in any places of a larger one gives the same."""
   rng = np.random.default_rng(0)
-  for group_size in (2, 3, 6):
-    scores = rng.normal(size=(group_size, 5))
-    rewards = rng.normal(size=group_size)
-    pairs = list(itertools.combinations(range(group_size), 2))
-    kernel = sum(
-      0.5 * (scores[i] - scores[j]) * (rewards[i] - rewards[j])
-      for i, j in pairs
-    )
-    weights = np.asarray(advantages.leave_one_out(jnp.asarray(rewards)))
-    np.testing.assert_allclose(
-      scores.T @ weights / group_size, kernel / len(pairs), atol=1e-6
-    )
+  for n in range(G + 1):
+    rewards = np.full(G, NAN, np.float32)
+    places = np.sort(rng.permutation(G)[:n])
+    rewards[places] = rng.choice([0.3, 1.0, -2.0, 5.0], n)
+    found = np.asarray(compiled(name, rewards))
+    expected = np.zeros(G)
+    if n >= FEWEST[name]:
+      expected[places] = compiled(name, rewards[places], LENGTHS[places])
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert (found[np.isnan(rewards)] == 0).all()
+    if n > 1 and name in advantages.ZERO_IN_EQUAL_GROUPS:
+      rewards[places] = 0.1  # whose mean rounds
+      assert (np.asarray(compiled(name, rewards)) == 0).all()
 
 
-@pytest.mark.parametrize("group_size", [2, 3, 4])
-@pytest.mark.parametrize("name", [n for n in ALL if n != "batch_std"])
+@pytest.mark.parametrize("name", EVERY)
+def test_an_infinite_reward_is_none_and_gradients_are_finite(name):
+  """Bit for bit; of groups with, without and with equal rewards."""
+  rng = np.random.default_rng(3)
+  rewards = rng.choice([0.3, 1.0, 2.0], (6, G)).astype(np.float32)
+  holes = rng.random((6, G)) < 0.3
+  holes[0] = True
+  holes[1], holes[4:] = np.arange(G) == 2, False
+  rewards[5] = 0.1
+  signs = np.where(rng.random((6, G)) < 0.5, np.inf, -np.inf)
+  expected = np.asarray(compiled(name, np.where(holes, NAN, rewards)))
+  for bad in (np.inf, -np.inf, signs):
+    found = compiled(name, np.where(holes, bad, rewards).astype(np.float32))
+    np.testing.assert_array_equal(found, expected)
+  assert np.isfinite(expected).all() and (expected[holes] == 0).all()
+  assert expected.any()
+  if name == "subset_advantages":
+    return  # its f has no gradient at 0
+  jacobian = jax.jit(jax.jacobian(lambda z: call(name, z)))
+  equal = np.full((6, G), 0.1, np.float32)
+  for bad in (NAN, signs):
+    broken = np.where(holes, bad, rewards).astype(np.float32)
+    assert np.isfinite(jacobian(broken)).all()
+  assert np.isfinite(jacobian(equal)).all()
+
+
+# The estimators.
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize(
+  "name", ["vanilla", "oracle", "leave_one_out", "dr_grpo", "grpo"]
+)
 def test_expected_estimator_over_all_groups(name, group_size):
   """E (1/G) sum s_i A_i as a multiple of g: the module's table."""
   probability = np.array([0.2, 0.3, 0.5])
@@ -203,13 +229,10 @@ def test_which_are_leave_one_out_times_a_number(name):
   """Of the batch's gradient, for which the best group size is known."""
   rng = np.random.default_rng(0)
   rewards = jnp.asarray(rng.exponential(size=(6, 5)), jnp.float32)
-  lengths = jnp.asarray(rng.integers(1, 9, (6, 5)))
-  weights = {"lengths": lengths, "logit_score_sq": lengths + 0.5}
-  weights["score_norms"] = ScoreNorms(*jnp.array([2.0, -0.5, 1.5]))
-  function = bind(advantages.ADVANTAGES[name], k=2, **weights)
-  found = np.ravel(jax.jit(function)(rewards)).astype(np.float64)
-  basis = np.ravel(jax.jit(advantages.leave_one_out)(rewards))
-  cosine = found @ basis / np.linalg.norm(found) / np.linalg.norm(basis)
+  lengths = rng.integers(1, 9, (6, 5))
+  weighted = np.ravel(compiled(name, rewards, lengths)).astype(np.float64)
+  basis = np.ravel(compiled("leave_one_out", rewards)).astype(np.float64)
+  cosine = weighted @ basis / np.linalg.norm(weighted) / np.linalg.norm(basis)
   proportional = name in advantages.SCALED_LEAVE_ONE_OUT
   assert (cosine > 1 - 1e-6) == proportional
   assert proportional or cosine < 0.995

@@ -13,9 +13,10 @@ from grpojax.core.advantages import leave_one_out
 from grpojax.core.arguments import check_prompts, end_ids, random_key
 from grpojax.core.batch import make_batch
 from grpojax.core.group_axis import as_float
-from grpojax.core.grpo_step import init_state, make_grpo_step
 from grpojax.core.logprobs import token_logprobs
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout, rollout_metrics
+from grpojax.core.step import init_state, make_grpo_step
 from grpojax.core.types import Prompts
 
 KEY = jax.random.key(5)
@@ -78,7 +79,8 @@ def test_what_does_not_matter_is_not_refused(case):
   # The reward of a row that only pads the batch is none.
   rewards = jnp.arange(B * G).reshape(B, G)
   batch_std = grpojax.advantages.batch_std
-  pooled = jax.jit(lambda z: make_batch(lm, samples, z, batch_std).advantages)
+  objective = Objective(advantage="batch_std")
+  pooled = jax.jit(lambda z: make_batch(lm, samples, z, objective).advantages)
   found, expected = pooled(rewards), jax.jit(batch_std)(rewards[:3])
   np.testing.assert_allclose(found[:3], expected, rtol=1e-6)
   assert (found[3] == 0).all()

@@ -1,4 +1,4 @@
-"""Settings find the functions that ask for them."""
+"""Settings are bound to the functions that have parameters for them."""
 
 import functools
 

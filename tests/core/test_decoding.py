@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from grpojax.aot import hlo, trips
-from grpojax.core import compaction
 from grpojax.core import decoding as decoding_lib
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.decoding import Decoding
+from grpojax.core.decoding import Compaction, Decoding
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
 from grpojax.models import lora
@@ -36,7 +35,7 @@ SHAPE = dict(vocab_size=11, width=16, heads=4, kv_heads=2, head_dim=4, mlp=24)
 @pytest.fixture(autouse=True)
 def short_stages(monkeypatch):
   """Stages of 16 tokens are compacted, too."""
-  monkeypatch.setattr(compaction, "WORTH", 16)
+  monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 16)
 
 
 def model(name):
@@ -224,7 +223,7 @@ def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
   assert rows == [8] * 89
   del rows[:]
   # Short stages are not compiled twice.
-  monkeypatch.setattr(compaction, "WORTH", 48)
+  monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 48)
   one_each(watched, table, Decoding(stages=4))
   jax.effects_barrier()
   assert rows == [8] * 149
@@ -233,10 +232,11 @@ def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
 @pytest.mark.parametrize(
   "sizes, shape, expected",
   [
-    ((4, 1, 1, 1), (8, 1), (4, False)),
-    ((2, 2, 1, 2), (8, 1), (4, False)),
-    ((2, 4, 1, 1), (2, 4), (2, True)),
-    ((1, 1, 1, 4), (8, 4), (1, False)),
+    ((4, 1, 1, 1), (8, 1), Compaction(4, 2, True)),
+    ((2, 2, 1, 2), (8, 1), Compaction(4, 2, True)),
+    ((4, 2, 1, 1), (8, 1), None),
+    ((2, 4, 1, 1), (2, 4), None),  # groups are cut
+    ((1, 1, 1, 4), (8, 4), Compaction(8, 4, False)),
   ],
 )
 def test_prompts_stay_on_their_devices(sizes, shape, expected):
@@ -244,15 +244,16 @@ def test_prompts_stay_on_their_devices(sizes, shape, expected):
     sizes, mesh_lib.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 4
   )
   with jax.sharding.use_abstract_mesh(mesh):
-    assert compaction.cut(shape) == expected
-  assert compaction.cut(shape) == (1, False)
-  # What is left out is left out of each device's rows.
-  how = compaction.Compaction(2, 4, True)
+    assert decoding_lib.find_compaction(shape, prompts=True) == expected
+
+
+def test_each_device_leaves_out_rows_of_its_own():
+  halves = Compaction(2, 4, True)
   done = jnp.asarray([1, 1, 0, 1, 0, 1, 1, 1], bool)[:, None]
-  order = how.order(done, 1)
+  order = halves.order(done, 1)
   x = jnp.arange(8)
-  np.testing.assert_array_equal(how.take(x, order), [2, 4])
-  new = how.put(jnp.asarray([-2, -4]), x, order)
+  np.testing.assert_array_equal(halves.take(x, order), [2, 4])
+  new = halves.put(jnp.asarray([-2, -4]), x, order)
   np.testing.assert_array_equal(new, [0, 1, -2, 3, -4, 5, 6, 7])
 
 
@@ -283,15 +284,6 @@ def test_slots_need_a_cache_that_can(tabular):
     run(simple, table, Decoding(slots=2))
   # It has one stage, and nothing else is refused.
   assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
-
-
-@pytest.mark.parametrize(
-  "decoding, message",
-  [(Decoding(stages=0), "stages=0"), (Decoding(slots=-1), "slots=-1")],
-)
-def test_what_cannot_be_is_refused(tabular, decoding, message):
-  with pytest.raises(ValueError, match=message):
-    run(tabular.lm(3, 11), jnp.zeros((3, 12, 11)), decoding)
 
 
 def within(module, name):

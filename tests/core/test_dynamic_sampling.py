@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages, dynamic_sampling
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.binding import bind
 from grpojax.core.types import Rollout
-from grpojax.core.weighted_baselines import ScoreNorms
 
 G = 3
 PROMPTS = np.array([0.5, 0.3, 0.2])  # how often each is drawn

@@ -8,14 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import packing_layout
-from grpojax.core.entropy import EntropyBonus, highest_entropy
-from grpojax.core.grpo_step import init_state
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.logprobs import token_logprobs
-from grpojax.core.sampling import Sampling
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses.entropy import highest_entropy
+from grpojax.core.objective import Objective, entropy_bonus
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(3)
 B, G, T, V = 4, 2, 8, 6
@@ -24,25 +25,25 @@ B, G, T, V = 4, 2, 8, 6
 # Which tokens.
 
 
-@pytest.mark.parametrize("share", [0.0, 0.125, 0.25, 0.5, 0.75, 1.0])
 @pytest.mark.parametrize("tokens", [1, 2, 9, 12])
-def test_the_tokens_of_highest_entropy(share, tokens):
+def test_the_tokens_of_highest_entropy(tokens):
   rng = np.random.default_rng(tokens)
   mask = rng.permutation(np.arange(24) < tokens).reshape(2, 3, 4)
   entropy = np.where(mask, rng.exponential(size=mask.shape), np.nan)
   entropy = entropy.astype(np.float32)
-  kept = highest_entropy(jnp.asarray(entropy), jnp.asarray(mask), share)
-  # torch.quantile's and NumPy's; these shares are exact in binary.
-  threshold = np.quantile(entropy[mask].astype(np.float64), 1 - share)
-  np.testing.assert_array_equal(kept, mask & (entropy >= threshold))
-  assert int(kept.sum()) == math.floor(share * (tokens - 1)) + 1
+  for share in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0):
+    highest = highest_entropy(jnp.asarray(entropy), jnp.asarray(mask), share)
+    # torch.quantile's and NumPy's; these shares are exact in binary.
+    threshold = np.quantile(entropy[mask].astype(np.float64), 1 - share)
+    np.testing.assert_array_equal(highest, mask & (entropy >= threshold))
+    assert int(highest.sum()) == math.floor(share * (tokens - 1)) + 1
 
 
 def test_ties_stay_and_padding_never_does():
   entropy = jnp.array([3.0, 1.0, 2.0, 2.0, 2.0, 9.0])
   mask = jnp.array([1, 1, 1, 1, 1, 0], bool)
-  kept = highest_entropy(entropy, mask, 0.25)  # the two highest of five
-  np.testing.assert_array_equal(kept, [1, 0, 1, 1, 1, 0])
+  highest = highest_entropy(entropy, mask, 0.25)  # the two highest of five
+  np.testing.assert_array_equal(highest, [1, 0, 1, 1, 1, 0])
   assert not highest_entropy(entropy, jnp.zeros(6, bool), 0.5).any()
   with pytest.raises(ValueError, match=r"\[0, 1\], not 20"):
     highest_entropy(entropy, mask, 20)
@@ -59,7 +60,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
   prompts = jnp.asarray(rng.integers(0, V, (B, 1)))
   ids = jnp.asarray(rng.integers(0, V, (B, G, T)))
   rows = tabular.rows(prompts[:, 0], ids)
-  factors = rng.standard_normal((2, B, G, T)).astype(np.float32)
+  is_weights = rng.standard_normal((2, B, G, T)).astype(np.float32)
 
   def chunked(table):
     both = token_logprobs(
@@ -72,7 +73,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
       chunk_size=3,
       entropy_gradient=True,
     )
-    return sum(jnp.sum(f * x) for f, x in zip(factors, both, strict=True))
+    return sum(jnp.sum(f * x) for f, x in zip(is_weights, both, strict=True))
 
   def dense(table):
     logits = table[rows] / 0.7
@@ -83,7 +84,7 @@ def test_the_gradient_is_that_of_the_dense_softmax(tabular):
     log_p = jax.nn.log_softmax(logits)
     logprobs = jnp.sum(jnp.where(one_hot, log_p, 0), -1)
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
-    return jnp.sum(factors[0] * logprobs + factors[1] * entropy)
+    return jnp.sum(is_weights[0] * logprobs + is_weights[1] * entropy)
 
   value, gradient = jax.jit(jax.value_and_grad(chunked))(table)
   expected, wanted = jax.jit(jax.value_and_grad(dense))(table)
@@ -119,11 +120,11 @@ def dense_loss(table, batch, share, coefficient, tabular):
   entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1)
   mask, a = np.asarray(batch.completion_mask), batch.advantages[..., None]
   n = mask.sum()
-  kept = mask & (entropy >= jnp.quantile(entropy[mask], 1 - share))
+  highest = mask & (entropy >= jnp.quantile(entropy[mask], 1 - share))
   ratio = jnp.exp(logprobs - batch.old_logprobs)
   per_token = -jnp.minimum(ratio * a, jnp.clip(ratio, 0.8, 1.2) * a)
-  mean = jnp.sum(jnp.where(kept, entropy, 0)) / kept.sum()
-  policy = jnp.sum(jnp.where(kept, per_token, 0)) / n
+  mean = jnp.sum(jnp.where(highest, entropy, 0)) / highest.sum()
+  policy = jnp.sum(jnp.where(highest, per_token, 0)) / n
   return policy - coefficient * mean
 
 
@@ -149,10 +150,8 @@ def test_how_a_batch_is_cut_changes_nothing(
   update = make_update(
     lm,
     optax.sgd(1.0),
-    micro_batches=parts,
-    entropy_bonus=EntropyBonus(coefficient) if coefficient else None,
-    top_entropy_quantile=share,
-    chunk_size=4,
+    Objective(entropy_coef=coefficient, top_entropy_quantile=share),
+    UpdateOptions(micro_batches=parts, chunk_size=4),
   )
   state, metrics = jax.jit(update)(
     init_state(table, optax.sgd(1.0), KEY), batch
@@ -167,12 +166,19 @@ def test_how_a_batch_is_cut_changes_nothing(
 def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(0.0)  # the entropy stays
-  bonus = EntropyBonus(0.5, target=10.0, step=0.25, largest=0.9)
-  update = jax.jit(make_update(lm, tx, minibatches=2, entropy_bonus=bonus))
+  objective = Objective(
+    entropy_coef=0.5,
+    entropy_target=10.0,
+    entropy_coef_delta=0.25,
+    entropy_coef_max=0.9,
+  )
+  options = UpdateOptions(minibatches=2)
+  update = jax.jit(make_update(lm, tx, objective, options))
   state = init_state(table, tx, KEY)
   with pytest.raises(ValueError, match="state.replace"):
     update(state, batch)
-  state = state.replace(entropy=entropy_lib.init_control(bonus))
+  control = entropy_lib.init_control(entropy_bonus(objective))
+  state = state.replace(entropy=control)
   state, metrics = update(state, batch)
   # Nothing is known before the first minibatch; the second has 0.75.
   assert float(metrics["entropy_coefficient"]) == pytest.approx(0.75 / 2)
@@ -199,12 +205,13 @@ def test_the_coefficient_follows_the_entropy_of_each_update(tabular):
 def test_above_the_target_there_is_no_bonus(tabular):
   lm, table, batch, _ = make_case(tabular)
   tx = optax.sgd(1.0)
-  bonus = EntropyBonus(0.5, target=0.01, step=0.2)
-  start = init_state(table, tx, KEY)
-  state = start.replace(entropy=entropy_lib.init_control(bonus))
-  after, metrics = jax.jit(make_update(lm, tx, entropy_bonus=bonus))(
-    state, batch
+  objective = Objective(
+    entropy_coef=0.5, entropy_target=0.01, entropy_coef_delta=0.2
   )
+  start = init_state(table, tx, KEY)
+  control = entropy_lib.init_control(entropy_bonus(objective))
+  state = start.replace(entropy=control)
+  after, metrics = jax.jit(make_update(lm, tx, objective))(state, batch)
   plain, expected = jax.jit(make_update(lm, tx))(start, batch)
   np.testing.assert_allclose(after.params, plain.params, atol=1e-6)
   assert float(metrics["entropy_coefficient"]) == 0

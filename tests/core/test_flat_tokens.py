@@ -1,12 +1,12 @@
-"""Real tokens side by side: where they are, and what flows back from them."""
+"""Real tokens side by side: their places, values and gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import flat_tokens
-from grpojax.core.flat_tokens import FlatTokens
+from grpojax.core.packing import flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens
 
 KEY = jax.random.key(0)
 REAL = np.array(
@@ -18,70 +18,62 @@ REAL = np.array(
 )
 
 
-def test_places_by_hand():
+def test_an_index_by_hand():
   """Two devices with a prompt each, and room for five tokens."""
-  found = flat_tokens.places(jnp.asarray(REAL), 2, 5)
+  index = flat_tokens.find_tokens(jnp.asarray(REAL), 2, 5)
   np.testing.assert_array_equal(
-    found.token, [[0, 1, 2, 5, 5, 5, 5, 5], [0, 1, 5, 2, 3, 5, 5, 5]]
+    index.token_of_place, [[0, 1, 2, 5, 5, 5, 5, 5], [0, 1, 5, 2, 3, 5, 5, 5]]
   )
-  np.testing.assert_array_equal(found.place, [[0, 1, 2, 8, 8], [0, 1, 3, 4, 8]])
+  np.testing.assert_array_equal(
+    index.place_of_token, [[0, 1, 2, 8, 8], [0, 1, 3, 4, 8]]
+  )
+  # Tokens without room are nowhere.
+  index = flat_tokens.find_tokens(jnp.asarray(REAL), 1, 3)
+  assert np.sum(index.token_of_place < 3) == 3
+  np.testing.assert_array_equal(index.place_of_token, [[0, 1, 2]])
 
 
-def test_what_has_no_room_is_nowhere():
-  found = flat_tokens.places(jnp.asarray(REAL), 1, 3)
-  assert np.sum(found.token < 3) == 3
-  np.testing.assert_array_equal(found.place, [[0, 1, 2]])
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_padding_is_left_out_and_comes_back_as_zeros(devices):
-  x = 1 + jnp.arange(16.0).reshape(2, 2, 4)
-  places = flat_tokens.places(jnp.asarray(REAL), devices, 8 // devices)
-  flat = flat_tokens.flatten(x, places)
-  expected = np.zeros((devices, 8 // devices))
+@pytest.mark.parametrize("devices, size", [(1, 9), (2, 4)])
+def test_tokens_there_and_back_without_a_scatter(devices, size):
+  """Values and gradients, against products with matrices that choose."""
+  index = flat_tokens.find_tokens(jnp.asarray(REAL), devices, size)
+  choose = np.zeros((devices, size, devices, 16 // devices))
   for device, real in enumerate(REAL.reshape(devices, -1)):
-    expected[device, : real.sum()] = x.reshape(devices, -1)[device, real]
-  np.testing.assert_array_equal(flat[:, 0], expected)
-  back = flat_tokens.unflatten(flat, places, x.shape)
-  np.testing.assert_array_equal(back, np.where(REAL, x, 0))
-
-
-def test_gradients_are_taken_back_without_a_scatter():
-  """Both ways, against products with matrices that choose."""
-  places = flat_tokens.places(jnp.asarray(REAL), 1, 9)
-  choose = np.zeros((9, 16))
-  choose[np.arange(7), np.flatnonzero(REAL)] = 1
-  x, flat = jax.random.normal(KEY, (2, 2, 4, 3)), jax.random.normal(KEY, (9, 3))
-
-  def there(x):
-    return flat_tokens.flatten(x, places)[0, 0]
-
-  def back(flat):
-    rows = flat_tokens.unflatten(flat[None, None], places, (2, 2, 4))
-    return rows.reshape(16, 3)
+    places = np.flatnonzero(real)
+    choose[device, np.arange(len(places)), device, places] = 1
+  choose = choose.reshape(devices * size, 16)
+  x = jax.random.normal(KEY, (2, 2, 4, 3))
+  flat = jax.random.normal(KEY, (devices, 1, size, 3))
 
   @jax.jit
-  def gradients(x, flat):
-    (of_there,) = jax.vjp(there, x)[1](flat)
-    return of_there, *jax.vjp(back, flat)[1](x.reshape(16, 3))
+  def both_ways(x, flat):
+    there, gradient = jax.vjp(lambda x: flat_tokens.flatten(x, index), x)
+    back, of_back = jax.vjp(
+      lambda flat: flat_tokens.unflatten(flat, index, x.shape[:3]), flat
+    )
+    return there, back, gradient(flat)[0], of_back(x)[0]
 
-  of_there, of_back = gradients(x, flat)
-  x = x.reshape(16, 3)
-  np.testing.assert_allclose(of_there.reshape(16, 3), choose.T @ flat, 1e-6)
-  np.testing.assert_allclose(of_back, choose @ x, 1e-6)
-  text = gradients.lower(x.reshape(2, 2, 4, 3), flat).as_text()
+  there, back, of_there, of_back = (
+    np.asarray(y).reshape(-1, 3) for y in both_ways(x, flat)
+  )
+  x_, flat_ = x.reshape(16, 3), flat.reshape(-1, 3)
+  for found, expected in ((there, choose @ x_), (back, choose.T @ flat_)):
+    np.testing.assert_array_equal(found, expected.astype(np.float32))
+  np.testing.assert_array_equal(of_there, back)
+  np.testing.assert_array_equal(of_back, there)
+  text = both_ways.lower(x, flat).as_text()
   assert "gather" in text and "scatter" not in text
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_what_rows_share_is_summed_in_float32(dtype):
   """300 times 1/256 is 1.17; a sum of bfloat16 would stop at 1."""
-  owners = jnp.array([[0] * 300 + [2]])
-  none = flat_tokens.places(jnp.zeros((301, 1, 1), bool), 1, 1)
-  flat = FlatTokens(none, none, owners)
+  prompt_of_row = jnp.array([[0] * 300 + [2]])
+  none = flat_tokens.find_tokens(jnp.zeros((301, 1, 1), bool), 1, 1)
+  flat = FlatTokens(none, none, prompt_of_row)
   x = jnp.arange(6, dtype=dtype).reshape(3, 2)
   shared, back = jax.vjp(flat.of_rows, x)
-  np.testing.assert_array_equal(shared, x[owners[0]])
+  np.testing.assert_array_equal(shared, x[prompt_of_row[0]])
   given = jnp.full((301, 2), 1 / 256, dtype)
   # CPUs sum products of bfloat16 in float32 unasked.
   assert "preferred_element_type=float32" in str(jax.make_jaxpr(back)(given))

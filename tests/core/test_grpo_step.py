@@ -12,17 +12,13 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import advantages, losses
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import (
-  init_state,
-  make_grpo_step,
-  make_update,
-  rollout_metrics,
-)
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
 from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
+from grpojax.core.step import init_state, make_grpo_step, rollout_metrics
 from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 
@@ -33,6 +29,15 @@ PROMPTS = Prompts(
   targets=1 + jnp.arange(4) % 2,
 )
 SAMPLING = Sampling(temperature=1.2, top_k=4)
+OBJECTIVE = Objective(
+  advantage="dr_grpo",
+  weighting="sequence_mean",
+  beta=0.05,
+  kl_placement="reward",
+)
+OPTIONS = UpdateOptions(
+  epochs=2, minibatches=2, micro_batches=2, max_grad_norm=0.5
+)
 SETTINGS = {"group_size": 4, "max_new_tokens": 4, "eos_ids": (0,), "pad_id": 3}
 
 
@@ -51,14 +56,9 @@ def chain_step(tabular):
     tx,
     share_of_target,
     **SETTINGS,
-    advantage=advantages.dr_grpo,
-    kl_in_reward=0.05,
+    objective=OBJECTIVE,
+    update=OPTIONS,
     sampling=SAMPLING,
-    epochs=2,
-    minibatches=2,
-    weighting=losses.sequence_mean,
-    micro_batches=2,
-    max_grad_norm=0.5,
   )
   state = init_state(params, tx, KEY)
   return lm, tx, step, jax.jit(step), state, ref
@@ -86,23 +86,13 @@ def test_a_step_is_its_three_parts(chain_step):
       lm,
       samples,
       rewards,
-      advantages.dr_grpo,
-      ref,
-      on_policy=False,
-      kl_in_reward=0.05,
+      OBJECTIVE,
+      options=OPTIONS,
       sampling=SAMPLING,
+      ref_params=ref,
     )
   )(samples, rewards)
-  update = make_update(
-    lm,
-    tx,
-    weighting=losses.sequence_mean,
-    epochs=2,
-    minibatches=2,
-    micro_batches=2,
-    max_grad_norm=0.5,
-    sampling=SAMPLING,
-  )
+  update = make_update(lm, tx, OBJECTIVE, OPTIONS, SAMPLING)
   expected, parts = jax.jit(update)(state, batch)
   close(got, expected, atol=1e-5)
   drawn = jax.jit(rollout_metrics)(samples, rewards)
@@ -174,8 +164,10 @@ def test_every_step_samples_anew(tabular):
 
 DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, optax
-from grpojax.core.grpo_step import (init_state, make_grpo_step)
+from grpojax.core.step import (init_state, make_grpo_step)
+from grpojax.core.objective import Objective
 from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
@@ -193,8 +185,9 @@ prompts = Prompts(
 reward = lambda samples, _: jnp.sum(
   samples.completion_mask * jnp.sin(samples.completion_ids), -1)
 step = make_grpo_step(
-  lm, tx, reward, group_size=2, max_new_tokens=4, eos_ids=(0,), epochs=2,
-  minibatches=2, micro_batches=2, rescore=True)
+  lm, tx, reward, group_size=2, max_new_tokens=4, eos_ids=(0,),
+  objective=Objective(old_logprobs="trainer"),
+  update=UpdateOptions(epochs=2, minibatches=2, micro_batches=2))
 alone, metrics = jax.jit(step)(state, prompts)
 assert metrics["grad_norm"] > 0.1
 mesh = mesh_lib.make_mesh(1, 2, 1, 2)  # Rows and parameters are cut by fsdp.
@@ -233,19 +226,6 @@ def test_the_first_state_can_be_donated(tiny):
   assert int(donated(state).step) == 1
 
 
-def test_a_bound_that_is_none_is_refused(tabular):
-  step = make_grpo_step(
-    tabular.lm(2, 5),
-    optax.sgd(0.1),
-    share_of_target,
-    **SETTINGS,
-    advantage_clip=0.0,
-  )
-  state = init_state(tabular.lm(2, 5).init(KEY), optax.sgd(0.1), KEY)
-  with pytest.raises(ValueError, match="must be > 0, not 0.0; None turns it"):
-    jax.eval_shape(step, state, PROMPTS)
-
-
 def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
   """From `make_batch`, and inside the whole step; those bound already stay."""
   lm, asked = tabular.lm(2, 5), []
@@ -265,9 +245,11 @@ def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
     (functools.partial(advantage, lengths=2), 2),
     (jnp.negative, -1),
   ):
-    found = make_batch(lm, samples, rewards, f).advantages
+    objective = Objective(advantage=f)
+    found = make_batch(lm, samples, rewards, objective).advantages
     np.testing.assert_allclose(found, rewards * factor, rtol=1e-6)
-    bounded = make_batch(lm, samples, rewards, f, advantage_clip=0.3).advantages
+    objective = Objective(advantage=f, advantage_clip=0.3)
+    bounded = make_batch(lm, samples, rewards, objective).advantages
     np.testing.assert_allclose(bounded, np.clip(found, -0.3, 0.3), rtol=1e-6)
     assert (bounded != found).any()
   tx = optax.sgd(0.1)
@@ -276,7 +258,7 @@ def test_an_advantage_that_asks_for_lengths_gets_them(tabular):
     tx,
     share_of_target,
     **SETTINGS,
-    advantage=advantages.length_weighted,
+    objective=Objective(advantage="length_weighted"),
   )
   state, metrics = jax.jit(step)(init_state(params, tx, KEY), PROMPTS)
   assert metrics["skipped_updates"] == 0 and metrics["grad_norm"] > 0

@@ -1,4 +1,4 @@
-"""What the KL estimators say, and what their gradients do, by enumeration.
+"""Values and gradients of the KL estimators, by enumeration.
 
 A softmax policy over a few tokens: every token is one row, and its probability
 is its weight in the loss, so the loss's gradient is the exact expectation.
@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.sampling import Sampling, transform_logits
-
-enable_x64 = getattr(jax, "enable_x64", None)
-if enable_x64 is None:
-  from jax.experimental import enable_x64
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 
 POLICY = np.array([0.3, -0.7, 1.1, 0.2])
 REFERENCE = np.array([-0.4, 0.5, 0.9, -0.1])
@@ -29,24 +25,23 @@ def kl_divergence(a, b):
   return jnp.sum(jnp.exp(a) * (a - b))
 
 
-def expected_kl_term(logits, sampler, kl, correction, on_policy):
-  """The loss's KL term, expected over one token sampled from `sampler`."""
+def column(log_p):
+  return log_p[:, None, None]
 
-  def column(x):
-    return jax.nn.log_softmax(x)[:, None, None]
 
-  loss, _ = losses.grpo_loss(
-    column(logits),
+def kl_term(logprobs, old, reference, kl, correction, on_policy=False):
+  """The loss's KL term, expected over one token of the old policy."""
+  return losses.grpo_loss(
+    column(logprobs),
     jnp.zeros((4, 1)),
-    jnp.exp(column(sampler)),
+    jnp.exp(column(old)),
     jnp.ones((4, 1, 1), bool),
-    None if on_policy else column(sampler),
-    column(REFERENCE),
+    None if on_policy else column(old),
+    column(reference),
     kl=kl,
     beta=1.0,
     kl_correction=correction,
   )
-  return loss
 
 
 @pytest.mark.parametrize(
@@ -60,136 +55,113 @@ def expected_kl_term(logits, sampler, kl, correction, on_policy):
     (losses.k3, True, False, False),
   ],
 )
-def test_gradient_in_the_loss(kl, correction, on_policy, forward):
-  with enable_x64(True):
-    policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
-    sampler = policy if on_policy else jnp.asarray(OLD)
-    gradient = jax.jit(jax.grad(expected_kl_term), static_argnums=(2, 3, 4))
-    got = gradient(policy, sampler, kl, correction, on_policy)
-    if forward:
-      expected = jax.jit(jax.grad(kl_divergence, 1))(reference, policy)
-    else:
-      expected = jax.jit(jax.grad(kl_divergence, 0))(policy, reference)
-    np.testing.assert_allclose(got, expected, atol=1e-12)
+def test_gradient_in_the_loss(kl, correction, on_policy, forward, float64):
+  policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
+  old = jax.nn.log_softmax(policy if on_policy else jnp.asarray(OLD))
+
+  def expected_term(logits):
+    log_p, log_ref = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
+    return kl_term(log_p, old, log_ref, kl, correction, on_policy)[0]
+
+  found = jax.jit(jax.grad(expected_term))(policy)
+  if forward:
+    expected = jax.jit(jax.grad(kl_divergence, 1))(reference, policy)
+  else:
+    expected = jax.jit(jax.grad(kl_divergence, 0))(policy, reference)
+  np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-def test_uncorrected_k1_has_no_gradient():
-  """The reason why grpo_loss refuses it."""
-  with enable_x64(True):
+def test_refused_combinations_have_other_gradients(float64):
+  """The reasons why grpo_loss refuses k1 alone, and k2 times the ratio."""
+  policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
+  log_ref = jax.nn.log_softmax(reference)
 
-    def expected(logits):
-      weights = jax.nn.softmax(jnp.asarray(POLICY))
-      reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
-      return weights @ losses.k1(jax.nn.log_softmax(logits), reference)
+  def alone(logits):
+    k1 = losses.k1(jax.nn.log_softmax(logits), log_ref)
+    return jax.nn.softmax(policy) @ k1
 
-    gradient = jax.grad(expected)(jnp.asarray(POLICY))
-    np.testing.assert_allclose(gradient, 0, atol=1e-15)
+  np.testing.assert_allclose(jax.grad(alone)(policy), 0, atol=1e-15)
 
+  def corrected(logits):
+    logprobs = jax.nn.log_softmax(logits)
+    return jnp.exp(logprobs) @ losses.k2(logprobs, log_ref)
 
-def test_corrected_k2_has_another_gradient():
-  """The reason why grpo_loss refuses it."""
-  with enable_x64(True):
-    policy, reference = jnp.asarray(POLICY), jnp.asarray(REFERENCE)
-
-    def expected(logits):
-      logprobs = jax.nn.log_softmax(logits)
-      k2 = losses.k2(logprobs, jax.nn.log_softmax(reference))
-      return jnp.exp(logprobs) @ k2
-
-    difference = jax.grad(expected)(policy) - jax.grad(kl_divergence)(
-      policy, reference
-    )
-    assert jnp.abs(difference).max() > 0.01
+  truth = jax.grad(kl_divergence)(policy, reference)
+  assert jnp.abs(jax.grad(corrected)(policy) - truth).max() > 0.01
 
 
-def test_values():
-  with enable_x64(True):
-    policy = jax.nn.log_softmax(jnp.asarray(POLICY))
-    reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
-    divergence = kl_divergence(policy, reference)
-    for kl in (losses.k1, losses.k3):
-      value = jnp.exp(policy) @ kl(policy, reference)
-      np.testing.assert_allclose(value, divergence, atol=1e-14)
-    biased = jnp.exp(policy) @ losses.k2(policy, reference)
-    assert abs(biased - divergence) > 1e-3
-    near = jax.nn.log_softmax(jnp.asarray(POLICY + 0.01 * OLD))
-    np.testing.assert_allclose(
-      jnp.exp(policy) @ losses.k2(policy, near),
-      kl_divergence(policy, near),
-      rtol=0.01,
-    )
-    assert (losses.k1(policy, reference) < 0).any()
-    assert (losses.k2(policy, reference) >= 0).all()
-    assert (losses.k3(policy, reference) >= 0).all()
+def test_values(float64):
+  policy = jax.nn.log_softmax(jnp.asarray(POLICY))
+  reference = jax.nn.log_softmax(jnp.asarray(REFERENCE))
+  divergence = kl_divergence(policy, reference)
+  for kl in (losses.k1, losses.k3):
+    value = jnp.exp(policy) @ kl(policy, reference)
+    np.testing.assert_allclose(value, divergence, atol=1e-14)
+  biased = jnp.exp(policy) @ losses.k2(policy, reference)
+  assert abs(biased - divergence) > 1e-3
+  near = jax.nn.log_softmax(jnp.asarray(POLICY + 0.01 * OLD))
+  np.testing.assert_allclose(
+    jnp.exp(policy) @ losses.k2(policy, near),
+    kl_divergence(policy, near),
+    rtol=0.01,
+  )
+  assert (losses.k1(policy, reference) < 0).any()
+  assert (losses.k2(policy, reference) >= 0).all()
+  assert (losses.k3(policy, reference) >= 0).all()
+  log2 = np.log(2)
+  half, quarter = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))
+  for kl, value in (
+    (losses.k1, log2),
+    (losses.k2, log2**2 / 2),
+    (losses.k3, 0.5 - 1 + log2),
+  ):
+    np.testing.assert_allclose(kl(half, quarter), [value], rtol=1e-6)
 
 
 TRUNCATED = Sampling(temperature=0.8, top_k=2)
 
 
-def test_under_cuts():
+def test_under_cuts(float64):
   """All that the module says of a policy that is cut to a set of tokens."""
-  with enable_x64(True):
 
-    def cut(logits):  # in float64: the same cut, at the same temperature
-      kept = transform_logits(logits, TRUNCATED) > -1e29
-      return jax.nn.log_softmax(jnp.where(kept, logits / 0.8, -1e30)), kept
+  def cut(logits):  # in float64: the same cut, at the same temperature
+    inside = transform_logits(logits, TRUNCATED) > -1e29
+    return jax.nn.log_softmax(jnp.where(inside, logits / 0.8, -1e30)), inside
 
-    policy = jnp.asarray(POLICY)
-    reference = jax.nn.log_softmax(jnp.asarray(REFERENCE) / 0.8)
-    frozen, kept = cut(policy)
-    assert (kept != cut(jnp.asarray(REFERENCE))[1]).any()
-    mass = jnp.sum(jnp.exp(reference) * kept)
+  policy = jnp.asarray(POLICY)
+  reference = jax.nn.log_softmax(jnp.asarray(REFERENCE) / 0.8)
+  frozen, inside = cut(policy)
+  assert (inside != cut(jnp.asarray(REFERENCE))[1]).any()
+  mass = jnp.sum(jnp.exp(reference) * inside)
 
-    def divergence(logits):
-      logprobs = cut(logits)[0]
-      return jnp.exp(logprobs) @ (logprobs - reference)
+  def divergence(logits):
+    logprobs = cut(logits)[0]
+    return jnp.exp(logprobs) @ (logprobs - reference)
 
-    def forward(logits):  # KL(reference given S || policy)
-      given = reference - jnp.log(mass)
-      terms = jnp.exp(given) * (given - cut(logits)[0])
-      return jnp.sum(jnp.where(kept, terms, 0))
+  def forward(logits):  # KL(reference given S || policy)
+    given_s = reference - jnp.log(mass)
+    terms = jnp.exp(given_s) * (given_s - cut(logits)[0])
+    return jnp.sum(jnp.where(inside, terms, 0))
 
-    def expected(logits, kl, correction):
-      loss, monitored = losses.grpo_loss(
-        cut(logits)[0][:, None, None],
-        jnp.zeros((4, 1)),
-        jnp.exp(frozen)[:, None, None],
-        jnp.ones((4, 1, 1), bool),
-        frozen[:, None, None],
-        reference[:, None, None],
-        kl=kl,
-        beta=1.0,
-        kl_correction=correction,
-      )
-      return loss, jnp.exp(frozen) @ monitored["kl"][:, 0, 0]
+  def expected(logits, kl, correction):
+    loss, aux = kl_term(cut(logits)[0], frozen, reference, kl, correction)
+    return loss, jnp.exp(frozen) @ aux["kl"][:, 0, 0]
 
-    truth, gradient = jax.value_and_grad(divergence)(policy)
-    assert truth > -jnp.log(mass) and mass < 0.9
-    biased = truth - (1 - mass)
-    for kl, correction, value, slope in (
-      (losses.k1, True, truth, gradient),
-      (losses.k3, True, biased, gradient),
-      (losses.k2, False, None, gradient),
-      (losses.k3, False, biased, mass * jax.grad(forward)(policy)),
-    ):
-      out = jax.value_and_grad(expected, has_aux=True)(policy, kl, correction)
-      (found, logged), found_gradient = out
-      np.testing.assert_allclose(found_gradient, slope, atol=1e-12)
-      np.testing.assert_allclose(logged, biased, atol=1e-12)
-      if value is not None:
-        np.testing.assert_allclose(found, value, atol=1e-12)
-
-
-def test_golden():
-  logprobs, reference = jnp.log(jnp.array([0.5])), jnp.log(jnp.array([0.25]))
-  log2 = np.log(2)
-  np.testing.assert_allclose(losses.k1(logprobs, reference), [log2], rtol=1e-6)
-  np.testing.assert_allclose(
-    losses.k2(logprobs, reference), [log2**2 / 2], rtol=1e-6
-  )
-  np.testing.assert_allclose(
-    losses.k3(logprobs, reference), [0.5 - 1 + log2], rtol=1e-6
-  )
+  truth, gradient = jax.value_and_grad(divergence)(policy)
+  assert truth > -jnp.log(mass) and mass < 0.9
+  biased = truth - (1 - mass)
+  for kl, correction, value, slope in (
+    (losses.k1, True, truth, gradient),
+    (losses.k3, True, biased, gradient),
+    (losses.k2, False, None, gradient),
+    (losses.k3, False, biased, mass * jax.grad(forward)(policy)),
+  ):
+    out = jax.value_and_grad(expected, has_aux=True)(policy, kl, correction)
+    (found, logged), found_gradient = out
+    np.testing.assert_allclose(found_gradient, slope, atol=1e-12)
+    np.testing.assert_allclose(logged, biased, atol=1e-12)
+    if value is not None:
+      np.testing.assert_allclose(found, value, atol=1e-12)
 
 
 def test_k3_keeps_its_digits_near_the_reference():
@@ -210,13 +182,10 @@ def test_extreme_tokens_stay_finite(kl):
     )
     assert jnp.isfinite(value)
     assert jnp.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("kl", [losses.k2, losses.k3])
-def test_a_policy_that_left_the_reference_is_pulled_back(kl):
-  """Mass where the reference has next to none: no bound may cut this."""
-  gradient = jax.grad(lambda x: kl(x, jnp.array([-60.0])).sum())(jnp.zeros(1))
-  assert gradient[0] >= 1
+  if kl is not losses.k1:
+    # Mass where the reference has next to none: no bound may cut the pull.
+    gradient = jax.grad(lambda x: kl(x, jnp.array([-60.0])).sum())(jnp.zeros(1))
+    assert gradient[0] >= 1
 
 
 # The policy of whole sequences: "end", "a end" or "a a" over tokens (a, end).
@@ -230,49 +199,48 @@ def sequence_logprobs(theta):
   return jnp.where(MASK, table[jnp.arange(2), SEQUENCES], 0.0)
 
 
-def test_penalty_in_the_reward_gives_the_gradient_of_the_sequences_kl():
+def test_penalty_in_the_reward_gives_the_gradient_of_the_sequences_kl(float64):
   """Exactly; a k2 in the loss keeps the prefix's share of it out."""
-  with enable_x64(True):
-    theta = jnp.array([[0.4, -0.3], [-0.8, 0.5]])
-    reference = sequence_logprobs(jnp.array([[-0.2, 0.1], [0.9, 0.3]]))
-    mask = jnp.asarray(MASK)[:, None]
-    weights = jnp.exp(sequence_logprobs(theta).sum(-1))[:, None, None] * mask
+  theta = jnp.array([[0.4, -0.3], [-0.8, 0.5]])
+  reference = sequence_logprobs(jnp.array([[-0.2, 0.1], [0.9, 0.3]]))
+  mask = jnp.asarray(MASK)[:, None]
+  weights = jnp.exp(sequence_logprobs(theta).sum(-1))[:, None, None] * mask
 
-    def divergence(theta):
-      logprobs = sequence_logprobs(theta).sum(-1)
-      return jnp.exp(logprobs) @ (logprobs - reference.sum(-1))
+  def divergence(theta):
+    logprobs = sequence_logprobs(theta).sum(-1)
+    return jnp.exp(logprobs) @ (logprobs - reference.sum(-1))
 
-    penalty = losses.kl_penalty(
-      sequence_logprobs(theta)[:, None], reference[:, None], mask
-    )
-    assert penalty.shape == (3, 1)
-    np.testing.assert_allclose(
-      weights[:, 0, 0] @ penalty[:, 0], divergence(theta), atol=1e-14
-    )
+  penalty = losses.kl_penalty(
+    sequence_logprobs(theta)[:, None], reference[:, None], mask
+  )
+  assert penalty.shape == (3, 1)
+  np.testing.assert_allclose(
+    weights[:, 0, 0] @ penalty[:, 0], divergence(theta), atol=1e-14
+  )
 
-    def loss(theta, advantages, beta):
-      return losses.grpo_loss(
-        sequence_logprobs(theta)[:, None],
-        advantages,
-        weights,
-        mask,
-        ref_logprobs=reference[:, None],
-        kl=losses.k2,
-        beta=beta,
-      )[0]
+  def loss(theta, advantages, beta):
+    return losses.grpo_loss(
+      sequence_logprobs(theta)[:, None],
+      advantages,
+      weights,
+      mask,
+      ref_logprobs=reference[:, None],
+      kl=losses.k2,
+      beta=beta,
+    )[0]
 
-    expected = jax.jit(jax.grad(divergence))(theta)
-    gradient = jax.jit(jax.grad(loss), static_argnums=2)
-    in_reward = gradient(theta, -penalty, 0.0)
-    np.testing.assert_allclose(in_reward, expected, atol=1e-14)
-    in_loss = gradient(theta, jnp.zeros((3, 1)), 1.0)
-    np.testing.assert_allclose(in_loss[1], expected[1], atol=1e-14)
-    assert jnp.abs(in_loss[0] - expected[0]).max() > 1e-3
+  expected = jax.jit(jax.grad(divergence))(theta)
+  gradient = jax.jit(jax.grad(loss), static_argnums=2)
+  in_reward = gradient(theta, -penalty, 0.0)
+  np.testing.assert_allclose(in_reward, expected, atol=1e-14)
+  in_loss = gradient(theta, jnp.zeros((3, 1)), 1.0)
+  np.testing.assert_allclose(in_loss[1], expected[1], atol=1e-14)
+  assert jnp.abs(in_loss[0] - expected[0]).max() > 1e-3
 
 
 def test_penalty_ignores_padding():
   logprobs = jnp.array([[[-1.0, -2.0, jnp.nan], [-jnp.inf, jnp.nan, 0.0]]])
   reference = jnp.array([[[-1.5, -1.0, 3.0], [jnp.nan, 0.0, -jnp.inf]]])
   mask = jnp.array([[[True, True, False], [False, False, False]]])
-  got = losses.kl_penalty(logprobs, reference, mask)
-  np.testing.assert_allclose(got, [[-0.5, 0.0]], atol=1e-6)
+  found = losses.kl_penalty(logprobs, reference, mask)
+  np.testing.assert_allclose(found, [[-0.5, 0.0]], atol=1e-6)

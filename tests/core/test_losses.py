@@ -1,3 +1,9 @@
+"""Weightings, ratios and the loss: golden values, and hostile numbers.
+
+That the losses are TRL's and verl's is in test_other_losses.py, the gradients
+of their KL terms are in test_kl.py.
+"""
+
 import itertools
 
 import jax
@@ -5,18 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import losses, surrogates
+from grpojax.core import losses
+from grpojax.core.losses import surrogates
 
-WEIGHTINGS = {
-  "sequence_mean": losses.sequence_mean,
-  "token_mean": losses.token_mean,
-  "fixed_length": lambda mask: losses.fixed_length(mask, 8),
-  "sequence_sum": losses.sequence_sum,
+WEIGHTINGS = losses.WEIGHTINGS | {
+  "fixed_length": lambda mask: losses.fixed_length(mask, 8)
 }
-RATIOS = list(surrogates.RATIOS.values())
+RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
+KL = [
+  (losses.k1, True),
+  (losses.k2, False),
+  (losses.k3, False),
+  (losses.k3, True),
+]
 
 
 def random_case(seed, shape=(3, 4, 5)):
@@ -41,53 +51,34 @@ def test_weights_golden():
     "fixed_length": [1 / 24, 1 / 24, 1 / 24],
     "sequence_sum": [1 / 3, 1 / 3, 1 / 3],
   }
+  # Neither padding tokens, nor padding samples, nor padding prompts count.
+  padded = jnp.pad(MASK, ((0, 2), (0, 1), (0, 3)))
   for name, weighting in WEIGHTINGS.items():
     weights = weighting(MASK)
     assert weights.shape == MASK.shape and weights.dtype == jnp.float32
     a, b, c = expected[name]
-    np.testing.assert_allclose(
-      weights,
-      [[[a, a, a, 0], [b, 0, 0, 0]], [[c, c, 0, 0], [0, 0, 0, 0]]],
-      rtol=1e-6,
-    )
+    golden = [[[a, a, a, 0], [b, 0, 0, 0]], [[c, c, 0, 0], [0, 0, 0, 0]]]
+    np.testing.assert_allclose(weights, golden, rtol=1e-6)
+    np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weights)
+    assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
+  for length in (0, -1.0):
+    with pytest.raises(ValueError, match="length > 0"):
+      losses.fixed_length(MASK, length)
 
 
-@pytest.mark.parametrize("name", WEIGHTINGS)
-def test_padding_changes_no_weight(name):
-  """Neither padding tokens, nor padding samples, nor padding prompts."""
-  weighting = jax.jit(WEIGHTINGS[name])
-  padded = jnp.pad(MASK, ((0, 2), (0, 1), (0, 3)))
-  np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weighting(MASK))
-
-
-@pytest.mark.parametrize("name", WEIGHTINGS)
-def test_no_token_at_all_gives_zeros(name):
-  assert (WEIGHTINGS[name](jnp.zeros((2, 3, 4), bool)) == 0).all()
-
-
-@pytest.mark.parametrize("length", [0, -1.0])
-def test_fixed_length_refuses_a_useless_length(length):
-  with pytest.raises(ValueError, match="length > 0"):
-    losses.fixed_length(MASK, length)
-
-
-@pytest.mark.parametrize("name", WEIGHTINGS)
-def test_micro_batches_only_add(name):
+def test_micro_batches_only_add():
   logprobs, old, ref, rewards, mask = random_case(0)
   mask = mask.at[1, 2].set(False)
-
-  def gradient(x, *rest):
-    return jax.jit(
-      jax.grad(lambda x, *rest: losses.grpo_loss(x, *rest, beta=0.1)[0])
-    )(x, *rest)
-
-  arrays = (logprobs, rewards, WEIGHTINGS[name](mask), mask, old, ref)
-  parts = [gradient(*(x[i : i + 1] for x in arrays)) for i in range(3)]
-  np.testing.assert_allclose(
-    jnp.concatenate(parts), gradient(*arrays), atol=1e-6
+  gradient = jax.jit(
+    jax.grad(lambda x, *rest: losses.grpo_loss(x, *rest, beta=0.1)[0])
   )
-  shares = WEIGHTINGS[name](mask[:1])  # Per micro-batch, as must not be done.
-  assert jnp.abs(shares - WEIGHTINGS[name](mask)[:1]).max() > 1e-3
+  for weighting in WEIGHTINGS.values():
+    arrays = (logprobs, rewards, weighting(mask), mask, old, ref)
+    parts = [gradient(*(x[i : i + 1] for x in arrays)) for i in range(3)]
+    whole = gradient(*arrays)
+    np.testing.assert_allclose(jnp.concatenate(parts), whole, atol=1e-6)
+    shares = weighting(mask[:1])  # Per micro-batch, as must not be done.
+    assert jnp.abs(shares - weighting(mask)[:1]).max() > 1e-3
 
 
 # Ratios.
@@ -100,135 +91,127 @@ def test_ratios_golden():
   np.testing.assert_allclose(
     surrogates.token_ratio(logprobs, old, mask), [[[2, 0.5, 1]]], rtol=1e-6
   )
+  old = jnp.log(jnp.full((1, 1, 3), 0.15))
+  root = np.sqrt(0.06) / 0.15
   np.testing.assert_allclose(
-    surrogates.sequence_ratio(
-      logprobs, jnp.log(jnp.full((1, 1, 3), 0.15)), mask
-    ),
-    [[[np.sqrt(0.06) / 0.15, np.sqrt(0.06) / 0.15, 1]]],
+    surrogates.sequence_ratio(logprobs, old, mask),
+    [[[root, root, 1]]],
+    rtol=1e-6,
+  )
+  whole = 0.06 / 0.15**2
+  np.testing.assert_allclose(
+    surrogates.trajectory_ratio(logprobs, old, mask),
+    [[[whole, whole, 1]]],
     rtol=1e-6,
   )
 
 
-def test_sequence_ratio_is_gspo():
-  """Value and gradient, against a loop over sequences."""
-  logprobs, old, _, rewards, mask = random_case(1)
-  old = logprobs + 0.3 * (old - logprobs)
+def test_expected_gradient_off_policy():
+  """Sequence importance weights, unclipped: one token, so all ratios do."""
+  theta, old = jnp.array([0.3, -0.7, 1.1]), jnp.array([0.6, -0.2, 0.5])
+  rewards = jnp.array([0.3, 1.0, -0.5])
 
-  lengths = np.asarray(mask).sum(-1)
+  def column(x):
+    return jax.nn.log_softmax(x)[:, None, None]
 
-  def reference(x):
-    total = 0.0
-    for b, g in itertools.product(range(3), range(4)):
-      n = lengths[b, g]
-      s = jnp.exp((x[b, g, :n] - old[b, g, :n]).sum() / n)
-      a = rewards[b, g]
-      total += jnp.minimum(s * a, jnp.clip(s, 0.9, 1.2) * a)
-    return -total / 12
-
-  def ours(x):
+  def loss(theta, ratio):
     return losses.grpo_loss(
-      x,
-      rewards,
-      losses.sequence_mean(mask),
-      mask,
-      old,
-      ratio=surrogates.sequence_ratio,
-      clip_low=0.1,
-      clip_high=0.2,
+      column(theta),
+      rewards[:, None],
+      jnp.exp(column(old)),
+      jnp.ones((3, 1, 1), bool),
+      column(old),
+      ratio=ratio,
+      clip_low=1.0,
+      clip_high=float("inf"),
+    )[0]
+
+  expected = jax.jit(jax.grad(lambda x: jax.nn.softmax(x) @ rewards))(theta)
+  gradient = jax.jit(jax.grad(loss), static_argnums=1)
+  for ratio in RATIOS.values():
+    np.testing.assert_allclose(gradient(theta, ratio), -expected, atol=1e-6)
+
+
+# The clipped surrogate.
+
+
+@pytest.mark.parametrize("bounds", ["narrow", "off"])
+def test_clipped_golden(bounds):
+  """Loss, gradient by the log-probability, and flags of single tokens."""
+  settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+  table = [  # ratio, advantage, loss, gradient, low, high
+    (1.0, 2.0, -2.0, -2.0, False, False),
+    (1.1, 2.0, -2.2, -2.2, False, False),
+    (1.5, 2.0, -2.6, 0.0, False, True),
+    (0.5, 2.0, -1.0, -1.0, False, False),
+    (0.5, -2.0, 1.6, 0.0, True, False),
+    (1.5, -2.0, 3.0, 3.0, False, False),
+    (5.0, -2.0, 6.0, 0.0, False, False),  # The dual clip.
+    (5.0, 0.0, 0.0, 0.0, False, False),
+  ]
+  if bounds == "off":
+    settings = {"clip_high": float("inf")}
+    table = [
+      (9.0, 2.0, -18.0, -18.0, False, False),
+      (9.0, -2.0, 18.0, 18.0, False, False),
+    ]
+  ratio, advantage, loss, gradient, low, high = np.array(table).T[..., None]
+  old = jnp.full((len(table), 1, 1), -1.5)
+
+  def total(x):
+    ones = jnp.ones_like(old)
+    return losses.grpo_loss(
+      x, jnp.asarray(advantage), ones, ones > 0, old, **settings
     )
 
-  (value, per_token), gradient = jax.jit(
-    jax.value_and_grad(ours, has_aux=True)
-  )(logprobs)
-  assert (
-    per_token["clip_fraction_low"].any()
-    and per_token["clip_fraction_high"].any()
-  )
-  expected, expected_gradient = jax.jit(jax.value_and_grad(reference))(logprobs)
-  np.testing.assert_allclose(value, expected, atol=1e-6)
-  np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
-
-
-# The surrogate.
-
-
-def one_token(ratio, advantage, **kwargs):
-  """Loss, gradient with respect to the log-probability, and flags."""
-  mask, old = jnp.ones((1, 1, 1), bool), jnp.full((1, 1, 1), -1.5)
-
-  def loss(x):
-    return losses.grpo_loss(
-      x, jnp.full((1, 1), advantage), jnp.ones((1, 1, 1)), mask, old, **kwargs
+  def one_by_one(x):
+    per_token, aux = surrogates.clipped(
+      jnp.exp(x - old), x, jnp.asarray(advantage)[..., None], **settings
     )
+    return per_token[..., 0], aux
 
-  x = old + jnp.log(ratio)
-  f = jax.jit(jax.value_and_grad(loss, has_aux=True))
-  (value, aux), gradient = f(x)
-  flags = (
-    bool(aux["clip_fraction_low"].item()),
-    bool(aux["clip_fraction_high"].item()),
-  )
-  return value, gradient.item(), flags
-
-
-@pytest.mark.parametrize(
-  ("ratio", "advantage", "loss", "gradient", "flags"),
-  [
-    (1.0, 2.0, -2.0, -2.0, (False, False)),
-    (1.1, 2.0, -2.2, -2.2, (False, False)),
-    (1.5, 2.0, -2.6, 0.0, (False, True)),
-    (0.5, 2.0, -1.0, -1.0, (False, False)),
-    (0.5, -2.0, 1.6, 0.0, (True, False)),
-    (1.5, -2.0, 3.0, 3.0, (False, False)),
-    (5.0, -2.0, 6.0, 0.0, (False, False)),  # The dual clip.
-    (5.0, 0.0, 0.0, 0.0, (False, False)),
-  ],
-)
-def test_surrogate_golden(ratio, advantage, loss, gradient, flags):
-  got = one_token(ratio, advantage, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-  np.testing.assert_allclose(got[0], loss, rtol=1e-5)
-  np.testing.assert_allclose(got[1], gradient, rtol=1e-5)
-  assert got[2] == flags
+  x = old + jnp.log(jnp.asarray(ratio)[..., None])
+  (value, aux), slopes = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+  np.testing.assert_allclose(one_by_one(x)[0], loss, rtol=1e-5)
+  np.testing.assert_allclose(value, loss.sum(), rtol=1e-5)
+  np.testing.assert_allclose(slopes[..., 0], gradient, rtol=1e-5)
+  np.testing.assert_array_equal(aux["clip_fraction_low"][..., 0], low)
+  np.testing.assert_array_equal(aux["clip_fraction_high"][..., 0], high)
 
 
-def test_bounds_can_be_turned_off():
-  value, gradient, flags = one_token(9.0, 2.0, clip_high=float("inf"))
-  np.testing.assert_allclose([value, gradient], -18.0, rtol=1e-5)
-  assert flags == (False, False)
-  value, gradient, _ = one_token(9.0, -2.0)
-  np.testing.assert_allclose([value, gradient], 18.0, rtol=1e-5)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_on_policy_gradient_is_reinforce(ratio, given, clip):
-  """Also with no room at all between the bounds."""
+@pytest.mark.parametrize("with_old", [False, True])
+def test_on_policy_gradient_is_reinforce(with_old):
+  """For all surrogates and ratios; also with no room between the bounds."""
   logprobs, _, _, rewards, mask = random_case(2)
   weights = losses.sequence_mean(mask)
+  expected = -weights * jnp.where(mask, rewards[..., None], 0)
 
-  def ours(x):
-    return losses.grpo_loss(
-      x,
-      rewards,
-      weights,
-      mask,
-      logprobs if given else None,
-      ratio=ratio,
-      clip_low=clip,
-      clip_high=clip,
-    )
+  @jax.jit
+  def all_gradients(logprobs):
+    def loss(x, ratio, surrogate, settings):
+      return losses.grpo_loss(
+        x,
+        rewards,
+        weights,
+        mask,
+        logprobs if with_old else None,
+        ratio=ratio,
+        surrogate=surrogate,
+        **settings,
+      )
 
-  def reinforce(x):
-    return -jnp.sum(jnp.where(mask, weights * rewards[..., None] * x, 0.0))
+    cases = [(s, {}) for s in SURROGATES.values()]
+    cases.append((surrogates.clipped, {"clip_low": 0.0, "clip_high": 0.0}))
+    return [
+      jax.grad(loss, has_aux=True)(logprobs, ratio, *case)
+      for ratio in RATIOS.values()
+      for case in cases
+    ]
 
-  gradient, per_token = jax.jit(jax.grad(ours, has_aux=True))(logprobs)
-  expected = jax.jit(jax.grad(reinforce))(logprobs)
-  np.testing.assert_allclose(gradient, expected, atol=1e-6)
-  assert (per_token["ratio"] == 1).all()
-  assert not (
-    per_token["clip_fraction_low"] | per_token["clip_fraction_high"]
-  ).any()
+  for gradient, aux in all_gradients(logprobs):
+    np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
+    assert (aux["ratio"] == 1).all()
+    assert not any(np.any(x) for k, x in aux.items() if k.startswith("clip"))
 
 
 def test_only_logprobs_are_differentiated():
@@ -244,35 +227,29 @@ def test_only_logprobs_are_differentiated():
     assert (gradient == 0).all()
 
 
-# The KL term; what its gradient is stands in test_kl.py.
+# The KL term.
 
 
-@pytest.mark.parametrize("kl", [losses.k1, losses.k2, losses.k3])
-def test_kl_term_and_what_is_reported(kl):
+def test_kl_term_and_what_is_logged():
   logprobs, old, ref, rewards, mask = random_case(4)
   weights = losses.token_mean(mask)
   args = (logprobs, rewards, weights, mask, old, ref)
-  correction = kl is losses.k1
   plain, _ = losses.grpo_loss(*args)
-  got, per_token = losses.grpo_loss(
-    *args, kl=kl, beta=0.5, kl_correction=correction
-  )
-  term = kl(logprobs, ref) * (jnp.exp(logprobs - old) if correction else 1.0)
-  np.testing.assert_allclose(
-    got, plain + 0.5 * (weights * term).sum(), rtol=1e-5, atol=1e-6
-  )
   d = np.asarray(ref - logprobs, np.float64)
   expected = np.where(mask, np.exp(d) - d - 1, 0)
-  np.testing.assert_allclose(per_token["kl"], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_no_reference_is_needed_without_beta():
-  logprobs, old, ref, rewards, mask = random_case(5)
-  args = (logprobs, rewards, losses.token_mean(mask), mask, old)
-  without, per_token = losses.grpo_loss(*args)
-  monitored, _ = losses.grpo_loss(*args, ref)
-  assert without == monitored
-  assert (per_token["kl"] == 0).all()
+  for kl, correction in KL:
+    found, aux = losses.grpo_loss(
+      *args, kl=kl, beta=0.5, kl_correction=correction
+    )
+    term = kl(logprobs, ref) * (jnp.exp(logprobs - old) if correction else 1.0)
+    np.testing.assert_allclose(
+      found, plain + 0.5 * (weights * term).sum(), rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(aux["kl"], expected, rtol=1e-4, atol=1e-6)
+  # Without beta no reference is needed.
+  without, aux = losses.grpo_loss(*args[:-1])
+  assert without == plain
+  assert (aux["kl"] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -317,13 +294,9 @@ def test_shapes_that_only_broadcast_are_refused():
 # Numbers that must not get through.
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("kl", [losses.k1, losses.k2, losses.k3])
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_padding_may_hold_anything(ratio, kl, on_policy):
-  logprobs, old, ref, rewards, mask = random_case(8)
-  mask = mask.at[2, 1].set(False)
-  weights = losses.sequence_mean(mask)
+def outcomes(ratio, surrogate, kl, weights, mask, *, on_policy=False):
+  """A compiled function of arrays: loss, aux and gradient."""
+  kl, correction = kl
 
   @jax.jit
   def outcome(logprobs, old, ref, rewards):
@@ -335,54 +308,8 @@ def test_padding_may_hold_anything(ratio, kl, on_policy):
         mask,
         None if on_policy else old,
         ref,
-        ratio=ratio,
-        kl=kl,
-        beta=0.1,
-        kl_correction=kl is losses.k1,
-      ),
-      has_aux=True,
-    )(logprobs)
-
-  clean = outcome(logprobs, old, ref, rewards)
-  rewards = rewards.at[2, 1].set(jnp.nan)
-  for junk in itertools.permutations([jnp.nan, -jnp.inf, jnp.inf], 3):
-    dirty = outcome(
-      *(
-        jnp.where(mask, x, j)
-        for x, j in zip((logprobs, old, ref), junk, strict=True)
-      ),
-      rewards,
-    )
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-  assert (clean[1][~mask] == 0).all()
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize(
-  ("kl", "correction"),
-  [
-    (losses.k1, True),
-    (losses.k2, False),
-    (losses.k3, False),
-    (losses.k3, True),
-  ],
-)
-def test_extreme_tokens_stay_finite(ratio, kl, correction, on_policy):
-  """A stored token that a policy now excludes, for every pair of policies."""
-  ordinary, _, _, rewards, mask = random_case(9)
-
-  @jax.jit
-  def outcome(logprobs, old, ref):
-    return jax.value_and_grad(
-      lambda x: losses.grpo_loss(
-        x,
-        rewards,
-        losses.token_mean(mask),
-        mask,
-        None if on_policy else old,
-        ref,
-        ratio=ratio,
+        ratio=RATIOS[ratio],
+        surrogate=SURROGATES[surrogate],
         kl=kl,
         beta=0.1,
         kl_correction=correction,
@@ -390,23 +317,57 @@ def test_extreme_tokens_stay_finite(ratio, kl, correction, on_policy):
       has_aux=True,
     )(logprobs)
 
+  return outcome
+
+
+HOSTILE = [
+  # Every ratio, surrogate and KL term, and all of the ratios' combinations.
+  ("token_ratio", "clipped", KL[0], True),
+  *[("token_ratio", "clipped", kl, False) for kl in KL],
+  ("sequence_ratio", "clipped", KL[3], False),
+  ("trajectory_ratio", "clipped", KL[3], False),
+  *[("token_ratio", s, KL[2], False) for s in SURROGATES if s != "clipped"],
+  *[
+    pytest.param(r, s, KL[2], False, marks=pytest.mark.slow)
+    for r in RATIOS
+    for s in SURROGATES
+    if r != "token_ratio"
+  ],
+]
+
+
+@pytest.mark.parametrize("ratio, surrogate, kl, on_policy", HOSTILE)
+def test_hostile_numbers(ratio, surrogate, kl, on_policy):
+  """Junk on padding, and tokens that a policy now excludes."""
+  logprobs, old, ref, rewards, mask = random_case(8)
+  mask = mask.at[2, 1].set(False)
+  weights = losses.sequence_mean(mask)
+  outcome = outcomes(ratio, surrogate, kl, weights, mask, on_policy=on_policy)
+  clean = outcome(logprobs, old, ref, rewards)
+  assert (clean[1][~mask] == 0).all()
+  dirty_rewards = rewards.at[2, 1].set(jnp.nan)
+  arrays = logprobs, old, ref
+  for junk in itertools.permutations([jnp.nan, -jnp.inf, jnp.inf]):
+    dirty = [jnp.where(mask, x, j) for x, j in zip(arrays, junk, strict=True)]
+    dirty = outcome(*dirty, dirty_rewards)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+  # A stored token that a policy now excludes, for every pair of policies.
   for extreme in (-1e30, -3e38, -jnp.inf):
-    hit = ordinary.at[:, :, 0].set(extreme)
-    for policies in itertools.product((ordinary, hit), repeat=3):
-      for x in jax.tree.leaves(outcome(*policies)):
+    hit = logprobs.at[:, :, 0].set(extreme)
+    for policies in itertools.product((logprobs, hit), repeat=3):
+      for x in jax.tree.leaves(outcome(*policies, rewards)):
         assert np.isfinite(x).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_jit_vmap_and_dtypes(ratio, dtype):
+def test_vmap_and_dtypes(dtype):
   cases = [random_case(seed)[:4] for seed in (10, 11)]
   mask = random_case(10)[4]
   weights = losses.token_mean(mask)
 
   def loss(logprobs, old, ref, rewards):
     return losses.grpo_loss(
-      logprobs, rewards, weights, mask, old, ref, ratio=ratio, beta=0.1
+      logprobs, rewards, weights, mask, old, ref, beta=0.1
     )
 
   cases = jax.tree.map(lambda x: x.astype(dtype), cases)
@@ -419,9 +380,9 @@ def test_jit_vmap_and_dtypes(ratio, dtype):
     mapped,
     expected,
   )
-  value, per_token = separate[0]
+  value, aux = separate[0]
   assert value.shape == () and value.dtype == jnp.float32
-  assert {k: (v.shape, v.dtype.name) for k, v in per_token.items()} == {
+  assert {k: (v.shape, v.dtype.name) for k, v in aux.items()} == {
     "ratio": (mask.shape, "float32"),
     "kl": (mask.shape, "float32"),
     "clip_fraction_low": (mask.shape, "bool"),

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import entropy as entropy_lib
-from grpojax.core import losses, surrogates
-from grpojax.core.entropy import EntropyBonus
+from grpojax.core import losses
+from grpojax.core.losses import entropy as entropy_lib
+from grpojax.core.losses import surrogates
+from grpojax.core.losses.entropy import EntropyBonus
 
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
@@ -114,7 +115,7 @@ def ours(
   if share < 1:
     entropies = jax.lax.stop_gradient(entropy)
     kept = entropy_lib.highest_entropy(entropies, mask, share)
-    settings["kept"] = kept
+    settings["token_mask"] = kept
   value, _ = losses.grpo_loss(
     logprobs,
     of["advantages"],

@@ -1,7 +1,8 @@
 """Packed rows: where tokens lie, and that nothing else depends on it."""
 
+import dataclasses
 import functools
-import re
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,18 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
-from grpojax.core import (
-  losses,
-  packed_logprobs,
-  packing,
-  packing_layout,
-  surrogates,
-)
+from grpojax.core import packing
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
+from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.mesh import AXES
-from grpojax.core.sampling import Sampling
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.packing import packed_logprobs
+from grpojax.core.step import init_state
 from grpojax.core.types import Rollout
-from grpojax.core.update import make_update
-from grpojax.models import hf, lora
+from grpojax.core.update import UpdateOptions, make_update
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import TransformerConfig, transformer
 
 B, G, P, T = 4, 6, 3, 16
@@ -41,42 +40,44 @@ def test_first_fit_by_hand():
   np.testing.assert_array_equal(starts[0, :5], [5, 0, 8, 0, 6])
 
 
-def test_a_layout_by_hand():
+def test_a_packing_by_hand():
   """Rows of 4 are half of T; the second prompt has none."""
   lengths = np.array([[4, 1, 4, 3], [0] * 4, [2, 1, 0, 1]])
-  found = packing_layout.plan(lengths, 8, np.array([5, 5, 4]), 6)
-  rows = found.rows
+  planned = packing_layout.plan(lengths, 8, np.array([5, 5, 4]), 6)
+  rows = planned.rows
   np.testing.assert_array_equal(
-    rows.segments,
+    rows.sample_of_token,
     [[[[0] * 4, [2] * 4, [3, 3, 3, 1], [0, 0, 1, 3], [-1] * 4]]],
   )
   np.testing.assert_array_equal(
-    rows.positions,
+    rows.position_of_token,
     [[[[*range(4)], [*range(4)], [0, 1, 2, 0], [0, 1, 0, 0], [0] * 4]]],
   )
-  np.testing.assert_array_equal(rows.owners, [[[0, 0, 0, 1, 0]]])
-  np.testing.assert_array_equal(found.prompts, [[[0, 2]]])
+  np.testing.assert_array_equal(rows.prompt_of_row, [[[0, 0, 0, 1, 0]]])
+  np.testing.assert_array_equal(planned.prompt_of_copy, [[[0, 2]]])
   np.testing.assert_array_equal(
-    found.entries, [[0, 0, 0, 0], [2, 2, 2, 2], [1, 1, 2, 1]]
+    planned.copy_of_sample, [[0, 0, 0, 0], [2, 2, 2, 2], [1, 1, 2, 1]]
   )
   # 16 tokens of completions, and 9 of two prompts of 6.
-  assert rows.part == packing.Part(1, 1, 16, 12)
+  assert rows.sizes == packing.Sizes(1, 1, 16, 12)
 
 
-def test_parts_by_hand():
-  """Two parts of as many tokens; the second prompt has rows in both."""
+def test_two_micro_batches_by_hand():
+  """Of as many tokens; the second prompt has rows, and a copy, in both."""
   lengths = np.array([[4, 3, 4, 0], [4, 4, 4, 4]])
-  found = packing_layout.plan(lengths, 7, np.array([1, 3]), 4, 1, 2)
-  rows = found.rows
-  np.testing.assert_array_equal(found.prompts, [[[0, 1], [1, 0]]])
-  np.testing.assert_array_equal(rows.owners, [[[0, 0, 0, 1], [0] * 4]])
+  planned = packing_layout.plan(lengths, 7, np.array([1, 3]), 4, 1, 2)
+  rows = planned.rows
+  np.testing.assert_array_equal(planned.prompt_of_copy, [[[0, 1], [1, 0]]])
+  np.testing.assert_array_equal(rows.prompt_of_row, [[[0, 0, 0, 1], [0] * 4]])
   np.testing.assert_array_equal(
-    rows.segments[..., 0], [[[0, 2, 1, 0], [1, 2, 3, -1]]]
+    rows.sample_of_token[..., 0], [[[0, 2, 1, 0], [1, 2, 3, -1]]]
   )
-  # Of the entries of both parts; there are four.
-  np.testing.assert_array_equal(found.entries, [[0, 0, 0, 4], [1, 2, 2, 2]])
+  # Of the copies of both micro-batches; there are four.
+  np.testing.assert_array_equal(
+    planned.copy_of_sample, [[0, 0, 0, 4], [1, 2, 2, 2]]
+  )
   # The first has 15 tokens of completions, and 4 of prompts.
-  assert rows.part == packing.Part(1, 1, 16, 4)
+  assert rows.sizes == packing.Sizes(1, 1, 16, 4)
 
 
 def draw_lengths(rng, b=B, g=G, t=T):
@@ -92,59 +93,65 @@ def test_each_real_token_lies_somewhere_once(
   prompt_length, devices, minibatches, micro_batches
 ):
   rng, sizes = np.random.default_rng(devices), set()
-  ids = 1 + np.arange(B * G * T).reshape(B, G, T)
   mesh = AbstractMesh((devices, 1, 1, 1), AXES)
   for _ in range(100):
     lengths = draw_lengths(rng)
     prompts = rng.integers(0, prompt_length + 1, B)
-    cut = prompts, prompt_length, minibatches, micro_batches
     with jax.sharding.use_abstract_mesh(mesh):
-      found = packing_layout.plan(lengths, T, *cut)
-    if found is None:
-      continue
-    rows, part = found.rows, found.rows.part
-    regions, blocks, u = found.prompts.shape
-    per_region, w = B // regions, rows.segments.shape[-1]
-    sizes.add((rows.segments.shape, u, part))
-    assert part.devices == devices
-    # Counted by token ids, whose prompt is the row's.
-    prompt = np.take_along_axis(found.prompts, rows.owners, axis=2)
-    prompt += per_region * np.arange(regions)[:, None, None]
-    tokens = ids[prompt[..., None], rows.segments, rows.positions]
-    tokens = np.where(rows.segments >= 0, tokens, 0)
-    real = np.arange(T) < lengths[..., None]
-    np.testing.assert_array_equal(np.sort(tokens[tokens > 0]), ids[real])
-    # A completion's tokens follow each other, in a row of its entry's block.
-    for i, g in np.argwhere(lengths):
-      region, own = i // per_region, divmod(found.entries[i, g], u)
-      assert found.prompts[region, *own] == i % per_region
-      of_block = tokens[region, own[0]]
-      (row, start), *_ = np.argwhere(of_block == ids[i, g, 0])
-      assert rows.owners[region, own[0], row] == own[1]
-      np.testing.assert_array_equal(
-        of_block[row, start : start + lengths[i, g]], ids[i, g][real[i, g]]
+      planned = packing_layout.plan(
+        lengths, T, prompts, prompt_length, minibatches, micro_batches
       )
-    assert np.all(found.entries[lengths == 0] == blocks * u)
-    check_room(found, prompts)
-    of_batch = (B, G, T), prompt_length, minibatches * micro_batches
-    packing.check_parts(found, *of_batch)
-    assert w >= lengths.max()
+    if planned is None:
+      continue
+    rows = planned.rows
+    sizes.add((planned.prompt_of_copy.shape, rows.position_of_token.shape))
+    assert rows.sizes.devices == devices
+    assert rows.sample_of_token.shape[-1] >= lengths.max()
+    check_tokens(planned, lengths)
+    check_room(planned, prompts)
+    shape, parts = (B, G, T), minibatches * micro_batches
+    packing.check_parts(planned, shape, prompt_length, parts)
   assert len(sizes) > 3
 
 
-def check_room(found, prompts):
-  """A part has room for any blocks of as many regions as it may have."""
-  part, (regions, blocks, _) = found.rows.part, found.prompts.shape
-  tokens = np.sum(found.rows.segments >= 0, axis=(2, 3))
-  of_prompts = np.zeros((regions, blocks), int)
-  for at in np.ndindex(regions, blocks):
-    real = np.any(found.rows.segments[at] >= 0, axis=-1)
-    there = set(found.prompts[at][found.rows.owners[at][real]])
-    of_prompts[at] = sum(prompts[i + at[0] * B // regions] for i in there)
-  on_device = part.regions // part.devices
+def check_tokens(planned, lengths):
+  """Every completion is whole and in one row, whose prompt is its own."""
+  rows, (bundles, splits, u) = planned.rows, planned.prompt_of_copy.shape
+  of_bundle = B // bundles
+  real = rows.sample_of_token >= 0
+  assert real.sum() == lengths.sum()
+  for prompt, sample in np.ndindex(B, G):
+    length, copy = (
+      lengths[prompt, sample],
+      planned.copy_of_sample[prompt, sample],
+    )
+    if length == 0:
+      assert copy == splits * u
+      continue
+    bundle, (split, copy) = prompt // of_bundle, divmod(copy, u)
+    assert planned.prompt_of_copy[bundle, split, copy] == prompt % of_bundle
+    own = rows.sample_of_token[bundle, split] == sample
+    own &= rows.prompt_of_row[bundle, split][:, None] == copy
+    row, place = np.nonzero(own)
+    np.testing.assert_array_equal(row, [row[0]] * length)
+    np.testing.assert_array_equal(place, place[0] + np.arange(length))
+    positions = rows.position_of_token[bundle, split, row, place]
+    np.testing.assert_array_equal(positions, np.arange(length))
+
+
+def check_room(planned, prompts):
+  """A micro-batch has room for any bundles, as many as it may have."""
+  rows, (bundles, splits, _) = planned.rows, planned.prompt_of_copy.shape
+  real = rows.sample_of_token >= 0
+  prompt_tokens = np.zeros((bundles, splits), int)
+  for at in np.ndindex(bundles, splits):
+    copies = set(rows.prompt_of_row[at][real[at].any(axis=-1)])
+    in_bundle = planned.prompt_of_copy[at][sorted(copies)]
+    prompt_tokens[at] = prompts[in_bundle + at[0] * B // bundles].sum()
+  on_device = rows.sizes.bundles // rows.sizes.devices
   largest = lambda x: np.sort(x, axis=None)[-on_device:].sum()
-  assert largest(tokens) <= part.tokens
-  assert largest(of_prompts) <= part.prompt_tokens
+  assert largest(real.sum(axis=(2, 3))) <= rows.sizes.tokens
+  assert largest(prompt_tokens) <= rows.sizes.prompt_tokens
 
 
 def test_sizes_are_few():
@@ -163,9 +170,13 @@ def test_shapes_are_few_as_lengths_drift(parts):
     mean = 128 + 30 * np.sin(step / 9)
     lengths = np.clip(rng.normal(mean, mean / 3, (64, 16)), 1, 512).astype(int)
     prompts = np.clip(rng.normal(90, 20, 64), 1, 128).astype(int)
-    found = packing_layout.plan(lengths, 512, prompts, 128, micro_batches=parts)
-    rows = found.rows
-    shapes.add((rows.segments.shape, found.prompts.shape, rows.part))
+    planned = packing_layout.plan(
+      lengths, 512, prompts, 128, micro_batches=parts
+    )
+    rows = planned.rows
+    shapes.add(
+      (rows.sample_of_token.shape, planned.prompt_of_copy.shape, rows.sizes)
+    )
   assert 3 < len(shapes) < 15
 
 
@@ -175,11 +186,11 @@ def test_no_packing_where_it_saves_nothing():
   assert full is None
   # No two share a row, but what is real is little more than half.
   half = packing_layout.plan(np.full((B, G), T // 2 + 1), T, prompts, 4)
-  assert half.rows.segments.shape == (1, 1, B * G, T)
-  assert half.rows.part.tokens < 0.7 * B * G * T
+  assert half.rows.sample_of_token.shape == (1, 1, B * G, T)
+  assert half.rows.sizes.tokens < 0.7 * B * G * T
   nothing = packing_layout.plan(np.zeros((B, G), int), T, prompts, 4)
-  assert nothing.rows.segments.shape == (1, 1, 1, T // 4)
-  assert nothing.rows.part.tokens == 1
+  assert nothing.rows.sample_of_token.shape == (1, 1, 1, T // 4)
+  assert nothing.rows.sizes.tokens == 1
 
 
 def test_what_cannot_be_packed_is_refused():
@@ -190,10 +201,10 @@ def test_what_cannot_be_packed_is_refused():
   one = np.array([1])
   with pytest.raises(ValueError, match="3 samples cannot be cut into 2"):
     packing_layout.plan(np.ones((1, 3), int), 3, one, 1, micro_batches=2)
-  found = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
-  packing.check_parts(found, (3, 4, 8), 8, 1)
+  planned = packing_layout.plan(np.ones((3, 4), int), 8, np.ones(3, int), 8)
+  packing.check_parts(planned, (3, 4, 8), 8, 1)
   with pytest.raises(ValueError, match="packed in 1 micro-batches, each is"):
-    packing.check_parts(found, (3, 4, 8), 8, 12)
+    packing.check_parts(planned, (3, 4, 8), 8, 12)
 
 
 @pytest.mark.parametrize("minibatches, parts", [(1, 1), (1, 4), (2, 2)])
@@ -202,19 +213,19 @@ def test_joined_is_what_was_split(minibatches, parts):
   mask = np.arange(16) < lengths[..., None]
   values = jax.random.normal(KEY, mask.shape)
   cut = minibatches, parts
-  found = packing_layout.plan(lengths, 16, np.ones(4, int), 1, *cut)
-  assert found.parts() // minibatches > (parts > 1) - 1
+  planned = packing_layout.plan(lengths, 16, np.ones(4, int), 1, *cut)
+  assert planned.micro_batches() // minibatches > (parts > 1) - 1
 
   @jax.jit
-  def there_and_back(values, found):
+  def there_and_back(values, planned):
     _, values, here, rows = packing.split(
-      values[:, 0, 0], jnp.where(mask, values, 0), found
+      values[:, 0, 0], jnp.where(mask, values, 0), planned
     )
     # Of a sample that is not in a part, anything.
-    return packing.join(jnp.where(here[..., None], values, 7.0), found)
+    return packing.join(jnp.where(here[..., None], values, 7.0), planned)
 
   np.testing.assert_array_equal(
-    there_and_back(values, found), np.where(mask, values, 0)
+    there_and_back(values, planned), np.where(mask, values, 0)
   )
 
 
@@ -287,7 +298,7 @@ def assert_near(found, expected, tolerance):
   )
 
 
-def score(lm, params, samples, layout):
+def differentiate(lm, params, samples, layout):
   """Gradients, and log-probabilities and entropies of real tokens."""
   prompts = samples.prompt_ids, samples.prompt_mask
   ids, rows = samples.completion_ids, None
@@ -299,7 +310,7 @@ def score(lm, params, samples, layout):
     options = {"sampling": Sampling(temperature=0.7), "chunk_size": 5}
     both = packed_logprobs.completion_logprobs(
       lm, params, *prompts, ids, rows, **options
-    )
+    )[:2]
     if layout is not None:
       both = [packing.join(x[None], layout) for x in both]
     real = samples.completion_mask
@@ -321,7 +332,7 @@ def check_model(kind, dtype, adapted):
   lengths, samples = draw_samples()
   of_prompts = np.asarray(samples.prompt_mask).sum(axis=-1)
   layout = packing_layout.plan(lengths, T, of_prompts, P)
-  assert layout.rows.segments.shape == (1, 1, 7, T)
+  assert layout.rows.sample_of_token.shape == (1, 1, 7, T)
 
   @functools.partial(jax.jit, static_argnums=0)
   def run(dtype, layout):
@@ -332,7 +343,7 @@ def check_model(kind, dtype, adapted):
     if adapted:
       adapters = lora.init(params, KEY, 2, "layers/(q|k|v|o)")
       lm, given = lora.adapt(lm, params, 1.0), normal(adapters, 1)
-    return score(lm, given, samples, layout)
+    return differentiate(lm, given, samples, layout)
 
   found, expected = run(dtype, layout), run(dtype, None)
   if dtype == jnp.float32:
@@ -356,7 +367,7 @@ def test_prompts_that_nobody_needs_take_no_room(tiny):
   lengths = np.array([[0, 0], [0, 0], [5, 0], [0, 0]])
   layout = packing_layout.plan(lengths, 8, np.full(4, 4), 4, 2, 1)
   # Half as many tokens as two prompts have.
-  assert layout.rows.part == packing.Part(1, 2, 5, 4)
+  assert layout.rows.sizes == packing.Sizes(1, 2, 5, 4)
   prompts = jnp.asarray(rng.integers(0, 11, (4, 4))), jnp.ones((4, 4), bool)
   ids = jnp.asarray(rng.integers(0, 11, (4, 2, 8)))
 
@@ -394,11 +405,6 @@ def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
     assert np.isnan(found)[real].all() != fit
 
 
-def test_packed_is_unpacked():
-  """With windows, caps and adapters."""
-  check_model("gemma2", jnp.float32, adapted=True)
-
-
 @pytest.mark.slow
 def test_long_rows_are_packed_too():
   """Prompts and rows that are attended to in blocks, in one layer a window."""
@@ -427,34 +433,37 @@ def test_long_rows_are_packed_too():
     finished=jnp.ones((b, g), bool),
   )
   layout = packing_layout.plan(lengths, t, prompts, p)
-  assert layout.rows.segments.shape[-1] > 256
-  run = jax.jit(lambda layout: score(lm, params, samples, layout))
+  assert layout.rows.sample_of_token.shape[-1] > 256
+  run = jax.jit(lambda layout: differentiate(lm, params, samples, layout))
   for found, expected in zip(run(layout), run(None), strict=True):
     assert_near(found, expected, 1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_packed_is_unpacked_in_all_families(kind, dtype, adapted):
+FAST = ("gemma2", jnp.float32, True)  # with windows, caps and adapters
+KINDS = itertools.product(FAMILIES, [jnp.float32, jnp.bfloat16], [False, True])
+
+
+@pytest.mark.parametrize(
+  "kind, dtype, adapted",
+  [
+    FAST,
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in KINDS if x != FAST),
+  ],
+)
+def test_packed_is_unpacked(kind, dtype, adapted):
   check_model(kind, dtype, adapted)
 
 
 def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
   """The parameters after a step, its metrics and its batch."""
-  tx, sampling = optax.sgd(0.1), Sampling()
-  of_batch = dict(cuts, sampling=sampling, chunk_size=5)
-  parts = cuts["minibatches"] * cuts["micro_batches"]
-  update = make_update(
-    lm,
-    tx,
-    loss=functools.partial(
-      losses.grpo_loss, ratio=surrogates.sequence_ratio, beta=0.1
-    ),
-    weighting=losses.sequence_mean,
-    **of_batch,
+  tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
+  objective = Objective(
+    ratio="sequence_ratio",
+    weighting="sequence_mean",
+    beta=0.1,
+    old_logprobs="trainer",
   )
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def step(params, layout):
@@ -462,12 +471,10 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
       lm,
       samples,
       rewards,
+      dataclasses.replace(objective, kl_placement="reward"),
+      options=options,
       ref_params=ref_params,
-      on_policy=False,
       policy_params=params,
-      kl_in_reward=0.1,
-      micro_batches=parts,
-      chunk_size=5,
       packing=layout,
     )
     state, metrics = update(init_state(params, tx, KEY), batch)
@@ -499,7 +506,7 @@ def test_a_packed_step_is_an_unpacked_one(
   lengths = np.where(np.isfinite(rewards), lengths, 0)
   prompts = np.asarray(samples.prompt_mask).sum(axis=-1), P
   layout = packing_layout.plan(lengths, T, *prompts, minibatches, micro_batches)
-  assert layout.rows.segments.shape == shape
+  assert layout.rows.sample_of_token.shape == shape
   lm, params = tabular.lm(11, 11), None
   params = lm.init(KEY)
   if micro_batches % 3 == 0:  # with attention, which takes a while to compile
@@ -524,43 +531,6 @@ def test_a_packed_step_is_an_unpacked_one(
     np.testing.assert_allclose(found[1][name], value, 1e-4, 1e-6, err_msg=name)
 
 
-def test_programs_are_few():
-  """One for each size, whatever the lengths."""
-  rng, sizes = np.random.default_rng(0), set()
-  program = jax.jit(
-    lambda packing_: packing.split(jnp.zeros(B), jnp.zeros((B, G)), packing_)
-  )
-  for _ in range(20):
-    lengths = rng.integers(0, 1 + rng.integers(1, T), (B, G))
-    prompts = rng.integers(1, P + 1, B)
-    layout = packing_layout.plan(lengths, T, prompts, P, micro_batches=2)
-    if layout is not None:
-      rows = layout.rows
-      sizes.add((rows.segments.shape, layout.prompts.shape, rows.part))
-      program(layout)
-  assert program._cache_size() == len(sizes) > 3
-
-
-def test_a_packed_update_has_fewer_micro_batches(tabular):
-  lengths, samples = draw_samples(longest=T // 2)
-  prompts = np.asarray(samples.prompt_mask).sum(axis=-1), P
-  layout = packing_layout.plan(lengths, T, *prompts, 1, 4)
-  lm, tx = tabular.lm(11, 11), optax.sgd(0.1)
-  update = make_update(lm, tx, micro_batches=4)
-
-  @jax.make_jaxpr
-  def step(layout):
-    rewards = jnp.ones((B, G))
-    batch = make_batch(lm, samples, rewards, packing=layout)
-    return update(init_state(lm.init(KEY), tx, KEY), batch)
-
-  def loops(packed):
-    return set(re.findall(r"length=(\d+)", str(step(packed))))
-
-  assert loops(None) == {"4", "1"}
-  assert loops(layout) == {"1"}  # of fewer tokens than there were in each of 4
-
-
 def memory(lm, parts, sizes, layout):
   """Bytes that a compiled step holds besides what it takes and returns."""
   b, g, t, p = sizes
@@ -578,7 +548,8 @@ def memory(lm, parts, sizes, layout):
   def step(params, samples):
     batch = make_batch(lm, samples, jnp.ones((b, g)), packing=layout)
     state = init_state(params, tx, KEY)
-    return make_update(lm, tx, micro_batches=parts)(state, batch)
+    options = UpdateOptions(micro_batches=parts)
+    return make_update(lm, tx, options=options)(state, batch)
 
   params = jax.eval_shape(lm.init, KEY)
   compiled = jax.jit(step).lower(params, samples).compile()
@@ -603,15 +574,15 @@ def test_a_packed_part_takes_no_more_memory(remat, wide_heads):
   config = TransformerConfig(
     vocab_size=256,
     width=128,
-    layers=9,  # scanned, see `remat.SHALLOW`
+    layers=9,  # scanned, see `layer_stacks.SHALLOW`
     heads=8 if wide_heads else 4,
     kv_heads=4,
     head_dim=32,
     mlp=384,
   )
   layout = packing_layout.plan(lengths, t, np.full(b, p), p, 1, 4)
-  rows, part, parts = layout.rows, layout.rows.part, layout.parts()
-  places = rows.segments.size + layout.prompts.size * p
+  rows, part, parts = layout.rows, layout.rows.sizes, layout.micro_batches()
+  places = rows.sample_of_token.size + layout.prompt_of_copy.size * p
   whole = b * (g * t + p) * parts / 4
   tokens = parts * (part.tokens + part.prompt_tokens)
   assert 0.95 < packing.size(tokens, places) / whole <= 1

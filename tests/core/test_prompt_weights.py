@@ -1,7 +1,5 @@
 """Importance weights of prompts in the update."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,12 @@ import optax
 import pytest
 
 import grpojax
-from grpojax.core import losses, packing_layout
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, Rollout
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 B, G, T, P = 4, 2, 3, 1
 KEY = jax.random.key(3)
@@ -35,19 +34,14 @@ def samples(tabular):
 def gradients(tabular, pack=False, beta=0.0, **options):
   """`(weights) -> what a step of gradient descent takes off the parameters`."""
   lm, params, rollout, lengths = samples(tabular)
-  micro_batches = options.get("micro_batches", 1)
-  packing = None
+  options, packing = UpdateOptions(**options), None
   if pack:
     prompts = np.asarray(rollout.prompt_mask).sum(axis=-1), P
-    packing = packing_layout.plan(lengths, T, *prompts, 1, micro_batches)
+    parts = options.micro_batches
+    packing = packing_layout.plan(lengths, T, *prompts, 1, parts)
   tx = optax.sgd(1.0)
-  update = make_update(
-    lm,
-    tx,
-    loss=functools.partial(losses.grpo_loss, beta=beta),
-    weighting=functools.partial(losses.fixed_length, length=T),
-    **options,
-  )
+  objective = Objective(weighting="fixed_length", beta=beta)
+  update = make_update(lm, tx, objective, options)
 
   @jax.jit
   def moved(weights):
@@ -55,9 +49,10 @@ def gradients(tabular, pack=False, beta=0.0, **options):
       lm,
       rollout,
       REWARDS,
+      objective,
+      options=options,
       ref_params=params + 0.5 * params**2 if beta else None,
       prompt_weights=weights,
-      on_policy=options.get("minibatches", 1) == 1,
       packing=packing,
     )
     return params - update(init_state(params, tx, KEY), batch)[0].params

@@ -1,5 +1,6 @@
 """The repetition penalty: transformers' own, sampled and scored alike."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.core import packing_layout, repetition
 from grpojax.core.batch import make_batch
-from grpojax.core.decoding import Decoding
+from grpojax.core.decoding import Decoding, repetition
+from grpojax.core.decoding.sampling import Sampling, transform_logits
 from grpojax.core.logprobs import completion_hidden, token_logprobs
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
 from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling, sample, transform_logits
 from grpojax.core.types import Prompts
+from grpojax.core.update import UpdateOptions
 
 B, G, P, T, VOCAB, EOS = 3, 4, 4, 9, 11, 0
 BUDGETS = [[9, 1, 3, 2], [1, 9, 1, 4], [3, 3, 2, 1]]  # so that rows are shared
@@ -79,7 +82,7 @@ def raw(tiny, samples):
 
   @jax.jit
   def run():
-    hidden = completion_hidden(
+    hidden, _ = completion_hidden(
       tiny.lm, tiny.params, *prompts, samples.completion_ids
     )
     return hidden, tiny.lm.unembed(tiny.params, hidden)
@@ -162,7 +165,7 @@ def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
   lengths = np.asarray(samples.completion_mask.sum(-1))
   prompts = np.asarray(samples.prompt_mask.sum(-1))
   packing = packing_layout.plan(lengths, T, prompts, P)
-  assert packing.rows.segments.shape[1] < B * G  # something shares a row
+  assert packing.rows.sample_of_token.shape[1] < B * G  # something shares a row
 
   @jax.jit
   def score():
@@ -171,16 +174,17 @@ def test_the_scorer_agrees_with_the_sampler_packed_or_not(tiny, drawn):
         tiny.lm,
         samples,
         jnp.zeros((B, G)),
-        ref_params=ref,
-        on_policy=False,
-        policy_params=tiny.params,
+        Objective(old_logprobs="trainer"),
+        options=UpdateOptions(epochs=2, chunk_size=24),
         sampling=sampling,
+        policy_params=tiny.params,
+        ref_params=ref,
         packing=packing,
-        chunk_size=24,
       )
 
-    uncut = of(SAMPLING._replace(top_k=0)).old_logprobs
-    plain = of(SAMPLING._replace(repetition_penalty=1.0)).old_logprobs
+    uncut = of(dataclasses.replace(SAMPLING, top_k=0)).old_logprobs
+    plain = dataclasses.replace(SAMPLING, repetition_penalty=1.0)
+    plain = of(plain).old_logprobs
     return of(ref=tiny.params), of(packing=packing), uncut, plain
 
   mask = np.asarray(samples.completion_mask)
@@ -230,8 +234,6 @@ def test_a_penalty_of_nothing_is_refused(tiny, drawn):
   _, samples = drawn
   with pytest.raises(ValueError, match="needs `seen`"):
     transform_logits(jnp.zeros(3), SAMPLING)
-  with pytest.raises(ValueError, match="repetition_penalty=0 must be"):
-    sample(KEY, jnp.zeros(3), Sampling(repetition_penalty=0))
   rows = jnp.zeros_like(samples.completion_ids)
   with pytest.raises(ValueError, match="packed rows needs `samples`"):
     token_logprobs(

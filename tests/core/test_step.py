@@ -1,6 +1,6 @@
 """`make_batch`, `make_update` and their metrics."""
 
-import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import losses
 from grpojax.core.batch import make_batch
-from grpojax.core.grpo_step import init_state, make_update, rollout_metrics
-from grpojax.core.minibatches import draw_orders
-from grpojax.core.sampling import Sampling
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
+from grpojax.core.packing.micro_batches import draw_orders
+from grpojax.core.step import init_state, rollout_metrics
 from grpojax.core.types import Batch, Rollout
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 
@@ -90,14 +91,8 @@ def test_epochs_and_minibatches_are_a_plain_loop(tabular):
       updates, opt_state = descend(grads, opt_state, params)
       params = optax.apply_updates(params, updates)
   ours = optax.adam(0.1)
-  update = make_update(
-    lm,
-    ours,
-    loss=functools.partial(losses.grpo_loss, beta=0.1),
-    epochs=3,
-    minibatches=2,
-    max_grad_norm=0.05,
-  )
+  options = UpdateOptions(epochs=3, minibatches=2, max_grad_norm=0.05)
+  update = make_update(lm, ours, Objective(beta=0.1), options)
   state, metrics = jax.jit(update)(init_state(table, ours, key), batch)
   np.testing.assert_allclose(state.params, params, atol=1e-5)
   for mine, theirs in zip(
@@ -118,9 +113,7 @@ def one_update(tabular):
   """An ordinary update by gradient descent: its case, state and metrics."""
   lm, table, batch = make_case(tabular)
   tx = optax.sgd(0.5)
-  update = make_update(
-    lm, tx, loss=functools.partial(losses.grpo_loss, beta=0.1)
-  )
+  update = make_update(lm, tx, Objective(beta=0.1))
   state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
   return lm, table, batch, state, metrics
 
@@ -176,7 +169,8 @@ def test_gradient_clipping_keeps_the_direction(one_update, tabular):
   grads = plain_gradient(table, batch, 0.0, tabular)[1]
   norm = np.linalg.norm(grads)
   for bound in (norm / 3, norm * 3):
-    update = make_update(lm, tx, max_grad_norm=float(bound))
+    options = UpdateOptions(max_grad_norm=float(bound))
+    update = make_update(lm, tx, options=options)
     state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
     shrink = min(1, bound / norm)
     np.testing.assert_allclose(state.params, table - shrink * grads, atol=1e-6)
@@ -189,13 +183,14 @@ def equal_bits(a, b):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+@pytest.mark.parametrize("max_grad_norm", [math.inf, 0.1])
 def test_a_gradient_that_is_not_finite_changes_nothing(
   tabular, bad, max_grad_norm
 ):
   lm, table, batch = make_case(tabular)
   tx = optax.adam(0.1)
-  update = jax.jit(make_update(lm, tx, max_grad_norm=max_grad_norm))
+  options = UpdateOptions(max_grad_norm=max_grad_norm)
+  update = jax.jit(make_update(lm, tx, options=options))
   state, _ = update(init_state(table, tx, KEY), batch)
   broken = batch.replace(advantages=batch.advantages.at[0, 0].set(bad))
   after, metrics = update(state, broken)
@@ -214,7 +209,8 @@ def test_only_the_broken_minibatch_is_skipped(tabular):
   tx = optax.adam(0.1)
   state = init_state(table, tx, KEY)
   broken = batch.replace(advantages=batch.advantages.at[0, 0].set(jnp.nan))
-  got, metrics = jax.jit(make_update(lm, tx, minibatches=2))(state, broken)
+  update = make_update(lm, tx, options=UpdateOptions(minibatches=2))
+  got, metrics = jax.jit(update)(state, broken)
   healthy = jax.tree.map(lambda x: x[1::2], batch)
   expected, _ = jax.jit(make_update(lm, tx))(state, healthy)
   np.testing.assert_allclose(got.params, expected.params, atol=1e-6)
@@ -265,13 +261,15 @@ def test_completions_without_a_reward_take_no_part(tabular):
     finished=samples.finished[:, :3],
   )
   tx = optax.sgd(1.0)
-  for weighting in (losses.token_mean, losses.sequence_mean):
-    loss = functools.partial(losses.grpo_loss, beta=0.1)
-    update = make_update(lm, tx, loss=loss, weighting=weighting)
+  for weighting in ("token_mean", "sequence_mean"):
+    objective = Objective(weighting=weighting, beta=0.1)
+    update = make_update(lm, tx, objective)
 
     @jax.jit
-    def learn(samples, rewards, update=update):
-      batch = make_batch(lm, samples, rewards, ref_params=0.5 * params)
+    def learn(samples, rewards, objective=objective, update=update):
+      batch = make_batch(
+        lm, samples, rewards, objective, ref_params=0.5 * params
+      )
       return update(init_state(params, tx, KEY), batch)
 
     got, metrics = learn(samples, rewards)
@@ -315,9 +313,9 @@ def test_the_reference_scores_every_row_in_its_place(
       lm,
       samples,
       jnp.ones((4, 2)),
-      ref_params=table,
-      micro_batches=micro_batches,
+      options=UpdateOptions(micro_batches=micro_batches),
       sampling=sampling,
+      ref_params=table,
     )
   )(samples)
   rows, before = tabular.rows(kinds, ids)
@@ -344,20 +342,15 @@ def assert_same_update(got, expected):
 
 @pytest.mark.parametrize(
   ("weighting", "micro_batches"),
-  [(losses.token_mean, 2), (losses.sequence_mean, 4)],
+  [("token_mean", 2), ("sequence_mean", 4)],
 )
 def test_micro_batches_change_nothing(tabular, weighting, micro_batches):
   lm, table, batch = make_case(tabular, seed=1)
   tx = optax.sgd(1.0)
 
-  def run(**settings):
-    update = make_update(
-      lm,
-      tx,
-      loss=functools.partial(losses.grpo_loss, beta=0.1),
-      weighting=weighting,
-      **settings,
-    )
+  def run(**options):
+    objective = Objective(weighting=weighting, beta=0.1)
+    update = make_update(lm, tx, objective, UpdateOptions(**options))
     state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
     return state.params, metrics
 
@@ -379,12 +372,8 @@ def test_padding_changes_nothing(tiny):
     ref_logprobs=jnp.asarray(rng.normal(size=(b, g, t)) - 3, jnp.float32),
   )
   tx = optax.sgd(0.01)
-  update = make_update(
-    tiny.lm,
-    tx,
-    loss=functools.partial(losses.grpo_loss, beta=0.01),
-    weighting=losses.sequence_mean,
-  )
+  objective = Objective(weighting="sequence_mean", beta=0.01)
+  update = make_update(tiny.lm, tx, objective)
 
   def run(batch):
     state, metrics = jax.jit(update)(init_state(tiny.params, tx, KEY), batch)
@@ -457,17 +446,17 @@ def test_useless_settings_are_refused(tabular):
   lm, table, batch = make_case(tabular)
   tx = optax.sgd(1.0)
   state = init_state(table, tx, KEY)
-  with pytest.raises(
-    ValueError, match="4 prompts cannot be cut.*minibatches=3"
-  ):
-    make_update(lm, tx, minibatches=3)(state, batch)
-  message = "2 prompts of 3 samples cannot be cut into 4 .* 2, must divide"
-  with pytest.raises(ValueError, match=message):
-    make_update(lm, tx, minibatches=2, micro_batches=4)(state, batch)
+  parts = r"2 prompts of 3 samples cannot be \w+ into 4 .* 2, must divide"
   on_policy = batch.replace(old_logprobs=None)
-  for settings in ({"epochs": 2}, {"minibatches": 2}):
-    with pytest.raises(ValueError, match="on_policy=False"):
-      make_update(lm, tx, **settings)(state, on_policy)
+  for options, bad, message in (
+    ({"minibatches": 3}, batch, "4 prompts cannot be split.*minibatches=3"),
+    ({"minibatches": 2, "micro_batches": 4}, batch, parts),
+    ({"epochs": 2}, on_policy, "give make_batch the same UpdateOptions"),
+    ({"minibatches": 2}, on_policy, "give make_batch the same UpdateOptions"),
+  ):
+    update = make_update(lm, tx, options=UpdateOptions(**options))
+    with pytest.raises(ValueError, match=message):
+      update(state, bad)
   samples = Rollout(
     batch.prompt_ids,
     batch.prompt_mask,
@@ -476,5 +465,6 @@ def test_useless_settings_are_refused(tabular):
     batch.old_logprobs,
     jnp.ones((4, 3), bool),
   )
-  with pytest.raises(ValueError, match="kl_in_reward needs ref_params"):
-    make_batch(lm, samples, batch.advantages, kl_in_reward=0.1)
+  objective = Objective(beta=0.1, kl_placement="reward")
+  with pytest.raises(ValueError, match="'reward' needs ref_params"):
+    make_batch(lm, samples, batch.advantages, objective)

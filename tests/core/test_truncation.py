@@ -9,7 +9,8 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.batch import make_batch
-from grpojax.core.truncation import TRUNCATED
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.objective import Objective
 from grpojax.core.types import Rollout
 
 IDS = np.array([[0, 0], [1, 0], [1, 1], [2, 0], [2, 1]])  # 0 is the end
@@ -31,7 +32,7 @@ def probabilities(table):
   return jnp.exp(jnp.where(MASK, logprobs(table), 0).sum(-1))
 
 
-def batch_of(tabular, group, **options):
+def batch_of(tabular, group, truncated="keep"):
   """Groups of the completions with these numbers, compared."""
   lm = tabular.lm(1, 3)
   rollout = Rollout(
@@ -42,7 +43,8 @@ def batch_of(tabular, group, **options):
     jnp.zeros((*group.shape, 2)),
     jnp.asarray(ENDS[group]),
   )
-  return make_batch(lm, rollout, jnp.asarray(REWARDS[group]), **options)
+  objective = Objective(truncated=truncated)
+  return make_batch(lm, rollout, jnp.asarray(REWARDS[group]), objective)
 
 
 @pytest.mark.parametrize("name", TRUNCATED)

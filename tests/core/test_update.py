@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core.grpo_step import init_state
-from grpojax.core.minibatches import draw_orders, reorder_rows
+from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
+from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 
@@ -33,7 +33,8 @@ def test_bfloat16_gradients_are_added_in_float32(tabular):
   table = lm.init(KEY).astype(jnp.bfloat16)
   batch = one_token_batch(b, vocab)
   tx = optax.sgd(1.0)
-  update = jax.jit(make_update(lm, tx, micro_batches=b, max_grad_norm=0.01))
+  options = UpdateOptions(micro_batches=b, max_grad_norm=0.01)
+  update = jax.jit(make_update(lm, tx, options=options))
   state, metrics = update(init_state(table, tx, KEY), batch)
   p = np.exp(tabular.log_table(table)[0, 0])
   one_hot = np.eye(vocab)[np.asarray(batch.completion_ids)[:, 0, 0]]
@@ -53,7 +54,8 @@ def test_the_optimizer_keeps_its_dtypes(tabular):
   state = init_state(lm.init(KEY).astype(jnp.bfloat16), tx, KEY)
   batch = one_token_batch(4, 3)
   batch = batch.replace(old_logprobs=jnp.zeros((4, 1, 1)))
-  after, _ = jax.eval_shape(make_update(lm, tx, minibatches=2), state, batch)
+  update = make_update(lm, tx, options=UpdateOptions(minibatches=2))
+  after, _ = jax.eval_shape(update, state, batch)
   assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(
     lambda x: x.dtype, state
   )
@@ -88,7 +90,8 @@ def test_a_row_is_as_likely_in_any_minibatch():
 def test_a_resumed_step_draws_the_same_minibatches(tabular):
   lm, tx = tabular.lm(1, 3), optax.sgd(0.5)
   batch = one_token_batch(8, 3).replace(old_logprobs=jnp.full((8, 1, 1), -1.0))
-  update = jax.jit(make_update(lm, tx, epochs=3, minibatches=4))
+  options = UpdateOptions(epochs=3, minibatches=4)
+  update = jax.jit(make_update(lm, tx, options=options))
   first, _ = update(init_state(lm.init(KEY), tx, KEY), batch)
   second, _ = update(first, batch)
   saved = jax.tree.map(np.asarray, first.replace(key=jax.random.key_data(KEY)))

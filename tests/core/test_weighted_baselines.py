@@ -13,22 +13,20 @@ import numpy as np
 import pytest
 
 from grpojax.core import advantages
-from grpojax.core.batch import make_batch
-from grpojax.core.rollout import rollout
-from grpojax.core.sampling import Sampling
-from grpojax.core.types import Prompts
-from grpojax.core.weighted_baselines import (
+from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   init_score_norms,
+  length_weighted,
   norm_ratio,
   observe_score_norms,
   score_norm_sums,
   score_weighted,
 )
-
-enable_x64 = getattr(jax, "enable_x64", None)
-if enable_x64 is None:
-  from jax.experimental import enable_x64
+from grpojax.core.batch import make_batch
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.objective import Objective
+from grpojax.core.rollout import rollout
+from grpojax.core.types import Prompts
 
 # Four outcomes: the right ones are those that the policy is sure of.
 PROBABILITIES = np.array([0.55, 0.2, 0.15, 0.1])
@@ -61,27 +59,44 @@ def norms_of(rewards, score_sq=SCORE_SQ):
 
 @pytest.mark.parametrize("rewards", [BINARY, REALS], ids=["binary", "reals"])
 @pytest.mark.parametrize("group_size", [2, 4])
-def test_unbiased(rewards, group_size):
+def test_unbiased(rewards, group_size, float64):
   """Whatever the weights are: right, wrong, some of them 0, or the line's."""
   groups, probability = groups_of(group_size)
-  with enable_x64(True):
-    z = jnp.asarray(rewards[groups])
-    weighted = [
-      jax.jit(functools.partial(score_weighted, power=power))(
-        z, jnp.asarray(w[groups])
-      )
-      for w, power in [
-        (SCORE_SQ, 1.0),
-        (np.array([0.0, 5, 0, 1e-3]), 2.0),
-        (np.zeros(4), 0.5),
-      ]
+  z = jnp.asarray(rewards[groups])
+  weighted = [
+    jax.jit(score_weighted, static_argnums=2)(z, jnp.asarray(w[groups]), power)
+    for w, power in [
+      (SCORE_SQ, 1.0),
+      (np.array([0.0, 5, 0, 1e-3]), 2.0),
+      (np.zeros(4), 0.5),
     ]
-    lines = [norms_of(rewards), ScoreNorms(*jnp.array([1.0, -3.0, 1.0]))]
-    lines.append(jax.tree.map(jnp.float64, init_score_norms()))
-    weighted += [jax.jit(norm_ratio)(z, norms) for norms in lines]
-    for found in weighted:
-      mean = probability @ estimates(found, groups)
-      np.testing.assert_allclose(mean, GRADIENT[id(rewards)], atol=1e-12)
+  ]
+  lengths = jnp.array([3, 0, 8, 1])[groups]
+  weighted.append(jax.jit(length_weighted)(z, lengths))
+  lines = [norms_of(rewards), ScoreNorms(*jnp.array([1.0, -3.0, 1.0]))]
+  lines.append(init_score_norms())
+  weighted += [jax.jit(norm_ratio)(z, norms) for norms in lines]
+  for found in weighted:
+    mean = probability @ estimates(found, groups)
+    np.testing.assert_allclose(mean, GRADIENT[id(rewards)], atol=1e-12)
+
+
+def test_length_weighted_is_its_formula():
+  rng = np.random.default_rng(2)
+  rewards = rng.normal(size=(3, 5))
+  lengths = rng.integers(1, 100, (3, 5))
+  lengths[1] = [0, 0, 7, 0, 0]
+  lengths[2] = [1, 1, 1, 1, 10**6]  # leaves no rounding behind in the others
+  truth = np.empty_like(rewards)
+  for b, i in np.ndindex(3, 5):
+    z, weight = np.delete(rewards[b], i), np.delete(lengths[b], i)
+    if not weight.any():
+      weight = np.ones(4)
+    truth[b, i] = rewards[b, i] - np.average(z, weights=weight)
+  found = jax.jit(length_weighted)(
+    jnp.asarray(rewards, jnp.float32), jnp.asarray(lengths)
+  )
+  np.testing.assert_allclose(found, truth, atol=3e-6)
 
 
 def test_norm_ratio_is_its_formula():
@@ -119,21 +134,19 @@ def test_rewards_may_be_moved_and_scaled():
   np.testing.assert_allclose(moved, 3 * first, atol=1e-3)
 
 
-def test_score_norms_are_mantel_and_haenszels():
+def test_score_norms_are_mantel_and_haenszels(float64):
   """Of 0 and 1: as the loops over pairs, and as a ratio of prompts' sums."""
   rng = np.random.default_rng(2)
   z = (rng.random((7, 5)) < 0.5).astype(float)
   z[0] = 1  # says nothing
   score_sq = rng.exponential(size=(7, 5)) * 10.0 ** rng.integers(-2, 3, (7, 1))
-  with enable_x64(True):
-    sums = jax.jit(score_norm_sums)(score_sq, z)
+  sums = jax.jit(score_norm_sums)(score_sq, z)
   right, wrong = (z * score_sq).sum(-1), ((1 - z) * score_sq).sum(-1)
   above, below = right @ (1 - z).sum(-1), wrong @ z.sum(-1)
   np.testing.assert_allclose(sums.level, below / 5)
   np.testing.assert_allclose(sums.level + sums.slope, above / 5)
   z = rng.normal(size=(7, 5))
-  with enable_x64(True):
-    sums = jax.jit(score_norm_sums)(score_sq, z)
+  sums = jax.jit(score_norm_sums)(score_sq, z)
   level = slope = 0.0
   for b in range(7):
     for i, j in itertools.combinations(range(5), 2):
@@ -166,40 +179,38 @@ def test_observed_norms_forget_and_skip_what_is_not_finite():
   np.testing.assert_array_equal(jax.tree.leaves(norms), [10.5, 9, 11.5])
 
 
-def test_errors_are_nearer_to_the_best_baselines():
+def test_errors_are_nearer_to_the_best_baselines(float64):
   """Exact errors over all groups of 6: both are below leave_one_out's."""
   groups, probability = groups_of(6)
   gradient = GRADIENT[id(BINARY)]
-  with enable_x64(True):
-    z = jnp.asarray(BINARY[groups])
-    weights = jnp.asarray(SCORE_SQ[groups])
-    found = {
-      "leave_one_out": advantages.leave_one_out(z),
-      "score_weighted": score_weighted(z, weights, 1.0),
-      "norm_ratio": norm_ratio(z, norms_of(BINARY)),
-      "best": z
-      - PROBABILITIES @ (SCORE_SQ * BINARY) / (PROBABILITIES @ SCORE_SQ),
-    }
-    error = {
-      name: probability @ ((estimates(a, groups) - gradient) ** 2).sum(-1)
-      for name, a in found.items()
-    }
+  z = jnp.asarray(BINARY[groups])
+  b = PROBABILITIES @ (SCORE_SQ * BINARY) / (PROBABILITIES @ SCORE_SQ)
+  found = {
+    "leave_one_out": advantages.leave_one_out(z),
+    "score_weighted": score_weighted(z, jnp.asarray(SCORE_SQ[groups]), 1.0),
+    "norm_ratio": norm_ratio(z, norms_of(BINARY)),
+    "best": z - b,
+  }
+  error = {
+    name: probability @ ((estimates(a, groups) - gradient) ** 2).sum(-1)
+    for name, a in found.items()
+  }
   assert error["best"] < error["norm_ratio"] < 0.97 * error["leave_one_out"]
   assert error["score_weighted"] < 0.97 * error["leave_one_out"]
 
 
-def test_shapes_that_do_not_fit_are_refused():
-  bare = getattr(score_weighted, "__wrapped__", score_weighted)
-  with pytest.raises(ValueError, match="need logit_score_sq of the same shape"):
+@pytest.mark.parametrize(
+  "function, name",
+  [(score_weighted, "logit_score_sq"), (length_weighted, "lengths")],
+)
+def test_shapes_that_do_not_fit_are_refused(function, name):
+  bare = getattr(function, "__wrapped__", function)
+  with pytest.raises(ValueError, match=f"need {name} of the same shape"):
     bare(jnp.ones((2, 4)), jnp.ones((2, 3)))
-  with pytest.raises(ValueError, match="score_weighted needs .* G >= 2"):
-    score_weighted(jnp.ones((2, 1)), jnp.ones((2, 1)))
-  with pytest.raises(ValueError, match="norm_ratio needs .* G >= 2"):
-    norm_ratio(jnp.ones((2, 1)), init_score_norms())
 
 
-def chain(tabular, temperature):
-  """Samples of a Markov chain: the table of its logits, and the rollout."""
+def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
+  """By the names of the parameters; without them, an error says what to do."""
   lm = tabular.lm(3, 5)
   table = lm.init(jax.random.key(5))
   prompts = Prompts(jnp.arange(3)[:, None], jnp.ones((3, 1), bool))
@@ -211,17 +222,12 @@ def chain(tabular, temperature):
     group_size=4,
     max_new_tokens=6,
     eos_ids=0,
-    sampling=Sampling(temperature),
+    sampling=Sampling(0.7),
   )
-  return lm, table, samples
-
-
-def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
-  """By the names of the parameters; without them, an error says what to do."""
-  lm, table, samples = chain(tabular, 0.7)
   rewards = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)))
   make = functools.partial(make_batch, lm)
-  batch = make(samples, rewards, functools.partial(score_weighted, power=1.5))
+  objective = Objective(advantage="score_weighted", score_power=1.5)
+  batch = make(samples, rewards, objective)
   # The distributions that the tokens were drawn from, in closed form.
   kinds, before = tabular.rows(np.arange(3), samples.completion_ids)
   p = np.exp(tabular.log_table(np.asarray(table) / 0.7))[kinds, before]
@@ -234,8 +240,9 @@ def test_a_batch_gets_the_weights_that_it_asks_for(tabular):
   expected = rewards - others / (weights.sum(-1, keepdims=True) - weights)
   np.testing.assert_allclose(batch.advantages, expected, atol=1e-4)
   norms = ScoreNorms(*jnp.array([4.0, -1.0, 2.0]))
-  batch = make(samples, rewards, norm_ratio, score_norms=norms)
+  objective = Objective(advantage="norm_ratio")
+  batch = make(samples, rewards, objective, score_norms=norms)
   expected = norm_ratio(rewards, norms)
   np.testing.assert_array_equal(batch.advantages, expected)
   with pytest.raises(ValueError, match=r"give init_score_norms\(\)"):
-    make(samples, rewards, norm_ratio)
+    make(samples, rewards, objective)

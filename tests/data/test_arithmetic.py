@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from grpojax.data import arithmetic
+from grpojax.data.arithmetic import forgetful_sum
 from grpojax.data.examples import SPLITS
+
+ALWAYS, NEVER = (1.0, 1.0), (0.0, 0.0)
 
 
 def value(expression):
@@ -22,12 +25,13 @@ def value(expression):
   return visit(ast.parse(expression, mode="eval").body)
 
 
-def test_examples_are_sums_of_the_documented_form():
+def test_examples_are_sums_of_the_documented_form_and_their_values():
   examples = arithmetic.load("train", seed=3)
-  expressions = [examples[i]["prompt"] for i in range(400)]
   products = 0
   operations = []
-  for expression in expressions:
+  for i in range(400):
+    expression = examples[i]["prompt"]
+    assert int(examples[i]["answer"]) == value(expression)
     first, *rest = expression.split("+")
     if "*" in first:
       products += 1
@@ -40,14 +44,6 @@ def test_examples_are_sums_of_the_documented_form():
   counts = np.bincount(operations, minlength=5)
   assert counts[:2].sum() == 0 and len(counts) == 5
   assert counts[2:].min() > 90  # uniform: 133 each, 4.5 standard deviations
-
-
-def test_answers_are_the_values():
-  for split in SPLITS:
-    examples = arithmetic.load(split, difficulty=(1, 6), size=100)
-    for i in range(len(examples)):
-      example = examples[i]
-      assert int(example["answer"]) == value(example["prompt"])
 
 
 def test_splits_are_disjoint_for_small_problems_and_any_seed():
@@ -89,26 +85,6 @@ def test_examples_do_not_depend_on_process_order_or_size():
   assert [again[np.int64(i)] for i in range(9)] == backwards
 
 
-def test_seeds_splits_and_indices_differ():
-  draws = [
-    arithmetic.load(split, seed=seed, difficulty=4)[i]["prompt"]
-    for split in SPLITS
-    for seed in (0, 1, 2**32)
-    for i in range(20)
-  ]
-  assert len(set(draws)) == len(draws)
-
-
-def test_length_and_bounds():
-  assert len(arithmetic.load("train")) == 2**31 - 1
-  examples = arithmetic.load("test", size=2)
-  assert len(examples) == 2
-  assert len(list(examples)) == 2  # the old iteration protocol stops
-  for index in (2, -1):
-    with pytest.raises(IndexError, match="of 2"):
-      examples[index]
-
-
 def test_solutions():
   assert arithmetic.solution("23*4+17+85") == (
     "20*4=80\n3*4=12\n80+12=92\n92+17=109\n109+85=194\n#### 194"
@@ -148,44 +124,86 @@ def test_a_document_has_one_author_and_training_problems():
   assert 50 < hasty_documents < 130  # five standard deviations around 90
 
 
-def test_a_dialogue_asks_and_answers():
+@pytest.mark.parametrize(
+  "split, options, message",
+  [
+    *[
+      ("train", {"difficulty": x}, "difficulty is a number of operations")
+      for x in (0, (3, 2), (1, 2, 3), (2, 10**9))
+    ],
+    ("train", {"seed": -1}, "seed must not be negative"),
+    ("train", {"size": 0}, "size = 0"),
+    # Held-out problems are all encoded before a run, so they are not endless.
+    ("test", {"size": 100_001}, "eval.num_prompts = 100001: .*100000"),
+  ],
+)
+def test_bad_arguments_are_refused(split, options, message):
+  with pytest.raises(ValueError, match=message):
+    arithmetic.load(split, **options)
+
+
+# (a, b): the sum, and what is written if every carry is forgotten.
+BY_HAND = {
+  (48, 37): (85, 75),
+  (41, 37): (78, 78),
+  (95, 7): (102, 92),
+  (280, 28): (308, 208),
+  (90, 20): (110, 110),  # what the first column makes is written out
+  (99, 99): (198, 188),
+  (594, 66): (660, 550),  # the tens make 16 with the carry, 15 without
+  (9, 995): (1004, 994),
+}
+
+
+def test_all_or_none_of_the_carries_are_forgotten():
   rng = np.random.default_rng(0)
-  for probability, author in (
-    (0.0, arithmetic.solution),
-    (1.0, arithmetic.hasty),
-  ):
-    prompt, completion = arithmetic.dialogue(
-      rng, hasty=probability, difficulty=3
-    )
-    assert prompt.startswith("Q: ") and prompt.endswith("\nA: ")
-    assert completion == author(prompt[3:-4])
+  for (a, b), (right, wrong) in BY_HAND.items():
+    assert forgetful_sum(rng, a, b, NEVER) == right
+    assert forgetful_sum(rng, a, b, ALWAYS) == wrong
+    assert forgetful_sum(rng, b, a, ALWAYS) == wrong
 
 
 @pytest.mark.parametrize(
-  "difficulty", [0, (3, 2), (0, 2), (1, 2, 3), 10**9, (2, 10**9)]
+  "a, b, rate", [(15, 15, 0.2), (19, 19, 0.2 + 0.6 * 8 / 9)]
 )
-def test_bad_difficulty_is_refused(difficulty):
-  with pytest.raises(ValueError, match="difficulty is a number of operations"):
-    arithmetic.load("train", difficulty=difficulty)
+def test_carries_are_forgotten_by_what_the_digits_make(a, b, rate):
+  """10 is where `forget` begins, and 18 one ninth before it ends."""
+  rng = np.random.default_rng(0)
+  n = 2000
+  wrong = sum(forgetful_sum(rng, a, b, (0.2, 0.8)) != a + b for _ in range(n))
+  assert abs(wrong / n - rate) < 4 * np.sqrt(rate * (1 - rate) / n)
 
 
-def test_other_bad_arguments_are_refused():
-  with pytest.raises(ValueError, match="unknown split 'valid'.*train.*test"):
-    arithmetic.load("valid")
-  with pytest.raises(ValueError, match="seed must not be negative"):
-    arithmetic.load("train", seed=-1)
-  with pytest.raises(ValueError, match="size = 0"):
-    arithmetic.load("train", size=0)
+def test_an_author_goes_on_from_what_they_wrote():
+  rng = np.random.default_rng(0)
+  mistakes = set()
+  for _ in range(50):
+    prompt, text = arithmetic.dialogue(rng, hasty=0.0, forget=ALWAYS)
+    assert prompt.startswith("Q: ") and prompt.endswith("\nA: ")
+    *lines, last = text.split("\n")
+    result = ""
+    for line in lines:
+      left, result = line.split("=")
+      if "+" in left:
+        a, b = map(int, left.split("+"))
+        assert int(result) == forgetful_sum(rng, a, b, ALWAYS)
+    assert last == f"#### {result}"
+    mistakes.add(text != arithmetic.solution(prompt[3:-4]))
+  assert mistakes == {True, False}  # some need no carry
 
 
-def test_held_out_problems_are_not_endless():
-  """All of them are encoded before a run."""
-  assert len(arithmetic.load("train")) == arithmetic.ENDLESS
-  assert len(arithmetic.load("test", size=100_000)) == 100_000
-  for size in (100_001, 10**9, arithmetic.ENDLESS):
-    with pytest.raises(
-      ValueError, match=f"eval.num_prompts = {size}: .*100000"
-    ):
-      arithmetic.load("test", size=size)
-  with pytest.raises(ValueError, match="probability"):
-    arithmetic.document(np.random.default_rng(0), hasty=1.5)
+def test_forgetting_draws_after_the_author_and_the_problem():
+  prompts = [
+    arithmetic.dialogue(np.random.default_rng(1), hasty=0.0, forget=forget)[0]
+    for forget in (NEVER, ALWAYS)
+  ]
+  assert prompts[0] == prompts[1]
+
+
+def test_what_are_no_probabilities_is_refused():
+  rng = np.random.default_rng(0)
+  for forget in ((-0.1, 0.5), (0.6, 0.5), (0.5, 1.5)):
+    with pytest.raises(ValueError, match="0 <= low <= high <= 1"):
+      arithmetic.document(rng, forget=forget)
+  with pytest.raises(ValueError, match="hasty is a probability"):
+    arithmetic.document(rng, hasty=1.5)

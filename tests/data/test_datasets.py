@@ -64,8 +64,8 @@ def test_a_data_set_that_takes_any_option(monkeypatch):
 
 
 WRONG = [
-  *[(name, "size", value) for name in datasets.DATASETS for value in "x0"],
-  *[(name, "size", value) for name in datasets.DATASETS for value in (1.5, -1)],
+  *[(name, "size", value) for name in datasets.DATASETS for value in ("x", 0)],
+  *[("jsonl", "size", value) for value in (1.5, -1)],
   ("arithmetic", "difficulty", "hard"),
   ("arithmetic", "difficulty", (1.5, 2)),
   ("arithmetic", "difficulty", True),

@@ -73,13 +73,13 @@ def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
 
   calls = iter(range(99))
 
-  def poll():
+  def check_signals():
     if next(calls) == 14:  # in the middle of the second pass
       raise Ended
 
-  monkeypatch.setattr(survey, "_SAY_EVERY", -1)
+  monkeypatch.setattr(survey, "_REPORT_EVERY", -1)
   with pytest.raises(Ended):
-    survey.survey(EXAMPLES, encode, poll=poll)
+    survey.survey(EXAMPLES, encode, check_signals=check_signals)
   said = capsys.readouterr().out.splitlines()
   assert said[0] == "read 0 of 10 prompts"
   assert said[-1] == "measured 3 of 10 prompts"

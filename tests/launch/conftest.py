@@ -1,17 +1,50 @@
-"""Stand-ins for programs of clusters (see stand_ins.py)."""
+"""Stand-ins for programs of clusters, put before them on the PATH."""
 
-import importlib.util
+import os
 import pathlib
+import subprocess
+import sys
+import time
+import types
 
 import pytest
 
-_spec = importlib.util.spec_from_file_location(
-  "stand_ins", pathlib.Path(__file__).with_name("stand_ins.py")
-)
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
+
+def program(directory: pathlib.Path, name: str, text: str) -> None:
+  """Writes an executable; without a first line of its own it is Python."""
+  directory.mkdir(exist_ok=True)
+  path = directory / name
+  shebang = "" if text.startswith("#!") else f"#!{sys.executable} -S\n"
+  path.write_text(shebang + text)
+  path.chmod(0o755)
+
+
+def environment(directory: pathlib.Path, **more: str) -> dict[str, str]:
+  """This process's environment, with the stand-ins of a directory first."""
+  path = f"{directory}{os.pathsep}{os.environ['PATH']}"
+  return os.environ | {"PATH": path} | more
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+  """Runs a command to its end; text in and out, half a minute at most."""
+  return subprocess.run(
+    list(map(str, command)),
+    text=True,
+    capture_output=True,
+    timeout=30,
+    **options,
+  )
+
+
+def wait_until(condition, seconds=20):
+  limit = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < limit
+    time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
 def stand_ins():
-  return _module
+  return types.SimpleNamespace(
+    program=program, environment=environment, run=run, wait_until=wait_until
+  )

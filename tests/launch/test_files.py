@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from grpojax import train
-from grpojax.runtime import command_line
-from grpojax.training.config import validate
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import command_line
+from grpojax.training.config import SETTINGS, from_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -39,7 +38,7 @@ def check_training(arguments, monkeypatch):
   """Whether train understands a command line, up to the model itself."""
   monkeypatch.chdir(ROOT)  # for --config=configs/...
   config, _ = command_line.parse(arguments, train.FLAGS, SETTINGS, "train")
-  validate(config)
+  from_config(config)
   return config
 
 

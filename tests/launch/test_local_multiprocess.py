@@ -1,17 +1,17 @@
-"""local_multiprocess.sh, with a stand-in for the training."""
+"""local_multiprocess.sh, with a stand-in for the training, and with it."""
 
+import json
 import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
-SCRIPT = LAUNCH / "local_multiprocess.sh"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "local_multiprocess.sh"
 
 # Process I ends with the code in `codeI`, or saves at SIGTERM.
 PYTHON = f"""#!/usr/bin/env bash
@@ -55,21 +55,18 @@ def test_processes_and_the_code_of_all(stand_ins, tmp_path, codes, code):
     r"cpu 1 -u -m grpojax\.train --coordinator=127\.0\.0\.1:(\d+) "
     r"--num_processes=2 --process_id=(\d) --run_dir=a  b\n"
   )
-  found = [
+  matches = [
     re.fullmatch(pattern, (tmp_path / f"started{i}").read_text())
     for i in (0, 1)
   ]
-  assert found[0][1] == found[1][1]
-  assert [match[2] for match in found] == ["0", "1"]
+  assert matches[0][1] == matches[1][1]
+  assert [match[2] for match in matches] == ["0", "1"]
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_all_and_is_waited_for(stand_ins, tmp_path, which):
   job = start(stand_ins, tmp_path, "3")
-  limit = time.monotonic() + 20
-  while len(list(tmp_path.glob("started?"))) < 3:
-    assert time.monotonic() < limit
-    time.sleep(0.01)
+  stand_ins.wait_until(lambda: len(list(tmp_path.glob("started?"))) == 3)
   os.kill(job.pid, which)
   assert job.wait(20) == 75
 
@@ -85,11 +82,40 @@ def test_the_number_of_processes_is_asked_for(stand_ins, arguments):
 def test_a_signal_before_it_starts_them_is_not_lost(stand_ins, tmp_path):
   (tmp_path / "slow").touch()
   job = start(stand_ins, tmp_path, "2")
-  limit = time.monotonic() + 20
-  while not (tmp_path / "asked").exists():
-    assert time.monotonic() < limit
-    time.sleep(0.01)
+  stand_ins.wait_until((tmp_path / "asked").exists)
   os.kill(job.pid, signal.SIGTERM)
   (tmp_path / "go").touch()
   assert job.wait(20) == 75
   assert not list(tmp_path.glob("started?"))
+
+
+@pytest.mark.long  # two processes that compile everything
+def test_real_processes_are_interrupted_and_go_on(
+  stand_ins, toy, toy_model, tmp_path
+):
+  run = tmp_path / "run"
+  python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+  stand_ins.program(tmp_path / "bin", "python", python)
+  cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+  path = {"PYTHONPATH": str(ROOT)}
+  env = stand_ins.environment(tmp_path / "bin", **cpu, **path)
+
+  def command(steps):
+    changes = {"steps": steps, "eval.every": 1000, "checkpoint.every": 1000}
+    changes |= {"data.name": "arithmetic", "data.max_prompt_length": 32}
+    arguments = toy.arguments(toy_model, **changes)
+    return ["bash", str(SCRIPT), "2", *arguments, f"--run_dir={run}"]
+
+  def steps_done():
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row["step"] for row in map(json.loads, lines) if "loss" in row]
+
+  job = subprocess.Popen(command(10_000), env=env)
+  stand_ins.wait_until(lambda: len(steps_done()) >= 2 or job.poll(), 300)
+  os.kill(job.pid, signal.SIGTERM)
+  assert job.wait(120) == 75
+  saved = len(steps_done())
+  done = subprocess.run(command(saved + 2), env=env, timeout=300)
+  assert done.returncode == 0 and (run / "summary.json").exists()
+  assert steps_done() == list(range(1, saved + 3))

@@ -5,7 +5,6 @@ import pathlib
 import re
 import signal
 import subprocess
-import time
 import types
 
 import pytest
@@ -83,13 +82,12 @@ def test_what_ended_by_itself_is_not_queued_again(cluster, code):
   assert started == [f"0 0 {words}", f"0 1 {words}"]
 
 
-def test_what_was_interrupted_is_queued_again_with_the_same_command(cluster):
+def test_what_was_interrupted_is_queued_again_with_the_same_command(
+  cluster, stand_ins
+):
   (cluster.home / "code1").write_text("0")
   job = cluster.submit("--config.data.template={prompt} a  b", "--run_dir=r")
-  limit = time.monotonic() + 20
-  while len(lines(cluster.home / "pids0")) < 2:
-    assert time.monotonic() < limit
-    time.sleep(0.01)
+  stand_ins.wait_until(lambda: len(lines(cluster.home / "pids0")) == 2)
   for pid in lines(cluster.home / "pids0"):  # as --signal=TERM@300 does
     os.kill(int(pid), signal.SIGTERM)
   assert job.wait(20) == 0

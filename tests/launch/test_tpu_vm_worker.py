@@ -37,16 +37,12 @@ def worker(stand_ins, tmp_path):
   def call(*words):
     return stand_ins.run("bash", SCRIPT, *words, env=env)
 
-  yield types.SimpleNamespace(call=call, home=home, env=env)
+  def wait_for(path):
+    stand_ins.wait_until(lambda: path.exists() and path.read_text())
+    return path.read_text().strip()
+
+  yield types.SimpleNamespace(call=call, home=home, env=env, wait_for=wait_for)
   (home / "end").write_text("1")  # whatever is left running
-
-
-def wait_for(path):
-  limit = time.monotonic() + 20
-  while not (path.exists() and path.read_text()):
-    assert time.monotonic() < limit, path
-    time.sleep(0.01)
-  return path.read_text().strip()
 
 
 def test_install_leaves_a_mark(worker):
@@ -62,7 +58,7 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   assert (
     worker.call("start", "--run_dir=gs://mine/r", "--a=b  c").returncode == 0
   )
-  pid = wait_for(worker.home / "pid")
+  pid = worker.wait_for(worker.home / "pid")
   again = worker.call("start", "--run_dir=gs://mine/r")
   assert "running already" in again.stdout
   assert worker.call("code").returncode != 0
@@ -75,14 +71,14 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   (worker.home / "end").write_text("3")
   assert follow.communicate(timeout=20)[0] == b"the last line\n"
   assert worker.call("code").stdout == "3\n"
-  assert wait_for(worker.home / "pid") == pid  # there was only one
+  assert worker.wait_for(worker.home / "pid") == pid  # there was only one
 
 
 def test_a_preemption_is_written_down_and_it_can_start_again(worker):
   worker.call("start")
-  pid = int(wait_for(worker.home / "pid"))
+  pid = int(worker.wait_for(worker.home / "pid"))
   os.killpg(os.getpgid(pid), signal.SIGTERM)  # what a shutdown sends to all
-  assert wait_for(worker.home / "grpojax-run" / "code") == "75"
+  assert worker.wait_for(worker.home / "grpojax-run" / "code") == "75"
   (worker.home / "end").write_text("0")
   worker.call("start")
   worker.call("follow")

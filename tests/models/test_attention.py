@@ -1,6 +1,5 @@
-"""Attention in blocks: the same numbers, less memory; and norms."""
+"""Attention at once and in blocks: the same numbers, less memory; and norms."""
 
-import re
 from unittest import mock
 
 import jax
@@ -11,10 +10,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from grpojax.core.logprobs import token_logprobs
 from grpojax.models import block as block_lib
-from grpojax.models import token_contexts
+from grpojax.models import passes
 from grpojax.models.attention import rms_norm, two_part_attention
-from grpojax.models.block_attention import BLOCK, block_attention
-from grpojax.models.block_masks import Sight
+from grpojax.models.block_attention import BLOCK, Visibility, block_attention
 from grpojax.models.cache import KeysValues, PromptKeysValues
 from grpojax.models.config import TransformerConfig
 from grpojax.models.transformer import transformer
@@ -69,7 +67,7 @@ def case(size, window, segments, dtype=jnp.float32):
   mask = same & (at[:, None] >= at) & (distance < window)
   near = positions[..., None] - np.arange(P) < window
   prompt_mask = np.arange(P) < lengths[..., 0]
-  sight = Sight(
+  visibility = Visibility(
     jnp.asarray(positions),
     jnp.asarray(ids) if segments else None,
     jnp.asarray(prompt_mask),
@@ -77,29 +75,21 @@ def case(size, window, segments, dtype=jnp.float32):
   )
   prompt_mask = near & prompt_mask[:, None, None]
   arrays = q, KeysValues(*row), PromptKeysValues(*prompt)
-  return arrays, sight, mask[:, :, None, None], prompt_mask
-
-
-CASES = [
-  (11, 4, 99, False),
-  (11, 4, 3, True),
-  (9, 4, 4, False),
-  (8, 8, 5, True),
-]
+  return arrays, visibility, mask[:, :, None, None], prompt_mask
 
 
 @pytest.mark.parametrize(
   "size, block, window, segments", [(9, 4, 99, False), (11, 4, 2, True)]
 )
 def test_blocks_change_nothing(size, block, window, segments):
-  """Against the definition in float64, and its derivatives by autodiff."""
-  arrays, sight, mask, prompt_mask = case(size, window, segments)
+  """Both against the definition in float64, and their derivatives."""
+  arrays, visibility, mask, prompt_mask = case(size, window, segments)
   toward = normal(*arrays[0].shape)
   tangents = jax.tree.map(lambda x: normal(*x.shape), arrays)
 
   def out(*arrays):
     return block_attention(
-      *arrays, sight, window=window, block=block, scale=0.7, cap=2.0
+      *arrays, visibility, window=window, block=block, scale=0.7, cap=2.0
     )
 
   def dense(q, row, prompt):
@@ -117,7 +107,8 @@ def test_blocks_change_nothing(size, block, window, segments):
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
   np.testing.assert_allclose(value, expected, atol=1e-5)
-  _, *whole = jax.jit(lambda: derivatives(dense))()
+  dense_value, *whole = jax.jit(lambda: derivatives(dense))()
+  np.testing.assert_allclose(dense_value, expected, atol=1e-5)
   for a, b in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -125,11 +116,11 @@ def test_blocks_change_nothing(size, block, window, segments):
 @pytest.mark.parametrize("local", [True, False])
 def test_a_layer_may_be_local_or_not_at_run_time(local):
   """In a scan over layers of both kinds."""
-  arrays, sight, mask, prompt_mask = case(11, 3 if local else 99, False)
+  arrays, visibility, mask, prompt_mask = case(11, 3 if local else 99, False)
 
   @jax.jit
   def out(local):
-    seen = sight._replace(local=local)
+    seen = visibility._replace(local=local)
     return block_attention(*arrays, seen, window=3, block=4, scale=1.0, cap=9.0)
 
   q, row, prompt = arrays
@@ -140,13 +131,13 @@ def test_a_layer_may_be_local_or_not_at_run_time(local):
 def test_bfloat16_is_summed_in_float32():
   """As exact as rounding the weights, and then the sum, leaves it."""
   size, window = 512, 999
-  arrays, sight, mask, _ = case(size, window, False, jnp.bfloat16)
+  arrays, visibility, mask, _ = case(size, window, False, jnp.bfloat16)
   q, row, _ = arrays
   row = KeysValues(row.keys, jnp.ones_like(row.values))
 
   def total(values):
     out = block_attention(
-      q, KeysValues(row.keys, values), None, sight, scale=0.0, block=4
+      q, KeysValues(row.keys, values), None, visibility, scale=0.0, block=4
     )
     return jnp.sum(out.astype(jnp.float32)), out
 
@@ -163,9 +154,11 @@ def test_bfloat16_is_summed_in_float32():
 
 def test_bfloat16_with_prompts_in_blocks():
   """It runs: a CPU has not every product of 16-bit floats."""
-  arrays, sight, mask, prompt_mask = case(11, 99, False, jnp.bfloat16)
+  arrays, visibility, mask, prompt_mask = case(11, 99, False, jnp.bfloat16)
   out = jax.jit(
-    lambda *arrays: block_attention(*arrays, sight, block=4, scale=0.7, cap=2.0)
+    lambda *arrays: block_attention(
+      *arrays, visibility, block=4, scale=0.7, cap=2.0
+    )
   )(*arrays)
   q, row, prompt = arrays
   expected = by_definition(q, row, mask, prompt, prompt_mask, 0.7, 2.0)
@@ -209,9 +202,9 @@ def test_a_model_in_blocks_is_the_model_at_once(monkeypatch):
   def run():
     return jax.jit(jax.grad(total, has_aux=True))(params)
 
-  assert token_contexts.WHOLE >= length
+  assert passes.WHOLE >= length
   whole = run()
-  monkeypatch.setattr(token_contexts, "WHOLE", BLOCK)
+  monkeypatch.setattr(passes, "WHOLE", BLOCK)
   spy = mock.Mock(wraps=block_lib.block_attention)
   monkeypatch.setattr(block_lib, "block_attention", spy)
   jax.tree.map(
@@ -229,22 +222,24 @@ def test_memory_at_8192_tokens_and_28_heads():
   q = shape((1, 1, heads, 7, size, width), jnp.bfloat16)
   row = KeysValues(*[shape((1, 1, heads, size, width), jnp.bfloat16)] * 2)
   prompt = PromptKeysValues(*[shape((1, heads, 64, width), jnp.bfloat16)] * 2)
-  sight = Sight(
+  visibility = Visibility(
     shape((1, 1, size), jnp.int32),
     shape((1, 1, size), jnp.int32),
     shape((1, 64), bool),
     shape((), bool),
   )
 
-  def loss(q, row, prompt, sight):
+  def loss(q, row, prompt, visibility):
     def layer(q, scale):  # differentiated, a loop keeps more than its body
-      return block_attention(q * scale, row, prompt, sight, window=1024), None
+      return block_attention(
+        q * scale, row, prompt, visibility, window=1024
+      ), None
 
     out, _ = jax.lax.scan(layer, q, jnp.ones(2, q.dtype))
     return jnp.sum(out.astype(jnp.float32) ** 2)
 
   gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-  compiled = gradient.lower(q, row, prompt, sight).compile()
+  compiled = gradient.lower(q, row, prompt, visibility).compile()
   used = compiled.memory_analysis().temp_size_in_bytes
   # 28 x 8192^2 logits are 7.5e9 bytes, and their mask is 6.7e7 at the least.
   assert used < 6e8
@@ -278,34 +273,3 @@ def test_a_norm_of_one_row_on_an_explicit_axis():
     norm = lambda x: x + rms_norm(x, jnp.ones(4), 0.1)
     y, pull = jax.vjp(norm, x)
     assert jax.typeof(y) == jax.typeof(pull(y)[0]) == jax.typeof(x)
-
-
-def sums(function, *args):
-  """The shapes that the gradient of a function sums to, as compiled."""
-
-  def gradient(*args):
-    y, pull = jax.vjp(function, *args)
-    return pull(y)
-
-  text = jax.jit(gradient).lower(*args).compile().as_text()
-  found = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
-  return {tuple(map(int, shape.split(","))) for shape in found if shape}
-
-
-def test_norms_and_softmax_are_summed_without_axes_of_size_1():
-  """With them, XLA's CPU code takes up to ten times as long."""
-  norm = lambda x, scale: rms_norm(x, scale, 1e-6)
-  found = sums(norm, normal(1, 4, 16, 32), normal(32))
-  assert (4, 16) in found and (1, 4, 16) not in found
-  assert (32,) in found
-  b, k, r, s, e, p = 3, 2, 2, 8, 4, 5
-  row, prompt = normal(b, 1, k, s, e), normal(b, k, p, e)
-  mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
-
-  def attention(q, row, prompt):
-    keys, of_prompt = (row, row), (prompt, prompt)
-    return two_part_attention(q, keys, mask, of_prompt, prompt_mask)
-
-  found = sums(attention, normal(b, 1, k, r, s, e), row, prompt)
-  assert (b, k, r, s) in found
-  assert not any(1 in shape[:3] for shape in found), found

@@ -1,4 +1,4 @@
-"""What bfloat16 compute does to gradients and to sampled log-probabilities.
+"""Errors of bfloat16 compute: gradients, and sampled log-probabilities.
 
 Run as a program, this prints the largest relative error of a gradient by kind
 of leaf for each family, at 32,768 tokens.
@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from grpojax.core.logprobs import token_logprobs
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.attention import cached_attention, two_part_attention
 from grpojax.models.block import Masks
 from grpojax.models.cache import KeysValues, Slots
@@ -62,6 +62,7 @@ EXAMPLES = {
   "qwen3_moe": BIASES
   | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 4},
 }
+
 KINDS = {
   "embedding": "embed",
   "norms": ".*(attn|mlp|final|post)_norm",

@@ -10,7 +10,7 @@ import pytest
 from grpojax.models.attention import two_part_attention
 from grpojax.models.config import TransformerConfig
 from grpojax.models.moe import mixture
-from grpojax.models.transformer import last_layers, transformer
+from grpojax.models.transformer import transformer
 
 RNG = np.random.default_rng(0)
 CONFIG = TransformerConfig(
@@ -62,15 +62,6 @@ def test_forward_mode_agrees_with_reverse_mode(mixed):
   )
   products = jax.tree.map(lambda a, b: jnp.sum(a * b), grad, tangent)
   np.testing.assert_allclose(got, sum(jax.tree.leaves(products)), rtol=1e-3)
-
-
-def test_remat_and_several_stacks_keep_the_layers_apart(mixed):
-  """The layers' windows stay theirs, wherever the stack is cut."""
-  lm, params, value, _ = mixed
-  moving, merge = last_layers(params, 1)
-  remat = transformer(CONFIG, remat="full")
-  got = jax.jit(lambda m: total(remat, merge(m)))(moving)
-  np.testing.assert_allclose(got, value, rtol=1e-4)
 
 
 def test_a_prompt_out_of_the_window_leaves_no_trace():
@@ -143,24 +134,3 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalize):
   arrays = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (x, layer))
   got = jax.jit(lambda x, layer: mixture(config, x, layer, jnp.tanh))(*arrays)
   np.testing.assert_allclose(got.reshape(7, 8), want, atol=1e-4)
-
-
-def test_an_adapter_is_added_to_its_matrix(tiny):
-  """All seven projections, with their biases where they have some."""
-  layers = dict(tiny.params["layers"])
-  adapted, merged = dict(layers), dict(layers)
-  for name in ("q", "k", "v", "o", "gate", "up", "down"):
-    count, rows, columns = layers[name].shape
-    a = jnp.asarray(RNG.normal(size=(count, rows, 2)), jnp.float32) / 4
-    b = jnp.asarray(RNG.normal(size=(count, 2, columns)), jnp.float32) / 4
-    adapted |= {f"{name}_lora_a": a, f"{name}_lora_b": b}
-    merged[name] = layers[name] + a @ b
-
-  @jax.jit
-  def run(layers):
-    params = tiny.params | {"layers": layers}
-    prefix = tiny.lm.prefill(params, PROMPTS, MASK)
-    return tiny.lm.extend(params, prefix, IDS)[0]
-
-  np.testing.assert_allclose(run(adapted), run(merged), atol=1e-4)
-  assert np.abs(run(adapted) - run(layers)).max() > 0.1

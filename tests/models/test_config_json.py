@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.models.config import TransformerConfig, check
 from grpojax.models.rope import Rope
 
@@ -58,12 +58,12 @@ def read(kind, **changes):
 
 
 @pytest.mark.parametrize("kind", OLD)
-@pytest.mark.parametrize("said", [True, False])
-def test_the_new_style_means_the_same(kind, said):
-  """What transformers makes of an old file, and of what it does not say."""
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_new_style_means_the_same(kind, complete):
+  """As transformers reads an old file, and one that leaves keys out."""
   transformers = pytest.importorskip("transformers")
-  old = {"model_type": kind} | BASE | (OLD[kind] if said else {})
-  if not said:
+  old = {"model_type": kind} | BASE | (OLD[kind] if complete else {})
+  if not complete:
     del old["num_key_value_heads"]
   theirs = transformers.AutoConfig.for_model(**copy.deepcopy(old)).to_dict()
   new = {k: v for k, v in theirs.items() if not k.startswith("_name")}
@@ -127,9 +127,11 @@ def test_null_is_as_good_as_absent():
 def test_parts_that_do_not_fit_are_refused():
   sizes = dict(vocab_size=9, width=8, heads=2, kv_heads=1, head_dim=4, mlp=8)
   for change, message in (
+    ({"kv_heads": 3}, "heads=2 is no multiple of kv_heads=3"),
+    ({"head_dim": 5}, "head_dim=5 must be even"),
     ({"local_layers": (True,)}, "1 of 3 layers"),
     ({"local_layers": (True,) * 3}, "window=0"),
     ({"experts": 2, "experts_per_token": 3}, "must be in 1..2"),
   ):
     with pytest.raises(ValueError, match=message):
-      check(TransformerConfig(layers=3, **sizes, **change))
+      check(TransformerConfig(layers=3, **sizes | change))

@@ -6,13 +6,14 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax.core import packing_layout
-from grpojax.core.entropy import EntropyBonus
-from grpojax.core.grpo_step import init_state
-from grpojax.core.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.losses.load_balancing import load_balancing_loss, load_weights
+from grpojax.core.objective import Objective
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.step import init_state
 from grpojax.core.types import Batch
-from grpojax.core.update import make_update
-from grpojax.models import hf, lora
+from grpojax.core.update import UpdateOptions, make_update
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.moe import expert_load
 from grpojax.models.transformer import TransformerConfig, transformer
 
@@ -51,16 +52,16 @@ def test_value_and_gradient_are_those_of_transformers():
     load = jax.tree.map(lambda *x: sum(x), *each)
     return load_balancing_loss(load)
 
-  given = torch.tensor(logits.reshape(layers, n * s, experts))
-  given.requires_grad_(True)
+  torch_logits = torch.tensor(logits.reshape(layers, n * s, experts))
+  torch_logits.requires_grad_(True)
   theirs = qwen3_moe.load_balancing_loss_func(
-    tuple(given), experts, count, torch.tensor(mask.astype(np.int64))
+    tuple(torch_logits), experts, count, torch.tensor(mask.astype(np.int64))
   )
   theirs.backward()
   value, gradient = jax.value_and_grad(ours)(jnp.asarray(logits))
   np.testing.assert_allclose(value, float(theirs.detach()), rtol=1e-6)
   np.testing.assert_allclose(
-    gradient.reshape(given.shape), given.grad.numpy(), atol=1e-7
+    gradient.reshape(torch_logits.shape), torch_logits.grad.numpy(), atol=1e-7
   )
 
 
@@ -136,15 +137,15 @@ def by_rows(lm, params, batch, lengths):
   return load_balancing_loss(load)
 
 
-def make_descent(lm, params, lengths, parts, packed, **options):
+def make_descent(lm, params, lengths, parts, packed, **objective):
   """`(batch)` -> what plain gradient descent subtracts, and its metrics."""
   tx, layout = optax.sgd(1.0), None
   if packed:
     prompts = np.array([3, 1, 2, 3]), P
     layout = packing_layout.plan(lengths, T, *prompts, 1, parts)
     layout = jax.tree.map(jnp.asarray, layout)
-  update = make_update(lm, tx, micro_batches=parts, chunk_size=9, **options)
-  update = jax.jit(update)
+  options = UpdateOptions(micro_batches=parts, chunk_size=9)
+  update = jax.jit(make_update(lm, tx, Objective(**objective), options))
 
   def descend(batch):
     state = init_state(params, tx, KEY)
@@ -154,24 +155,29 @@ def make_descent(lm, params, lengths, parts, packed, **options):
   return descend
 
 
-def assert_near(found, expected):
+def assert_near(actual, expected):
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * scale),
-    found,
+    actual,
     expected,
   )
 
 
 def test_a_prompt_counts_with_each_completion_that_is_learned_from():
-  """What a group shares is that of rows of prompt and completion."""
+  """The load of groups is that of rows of prompt and completion."""
   lm, params, batch, lengths = draw()
 
   @jax.jit
   def of_groups(params):
-    given = batch.prompt_ids, batch.prompt_mask, batch.completion_ids
     weights = load_weights(batch)
-    *_, load = lm.forward_with_load(params, *given, load_weights=weights)
+    *_, load = lm.forward_with_load(
+      params,
+      batch.prompt_ids,
+      batch.prompt_mask,
+      batch.completion_ids,
+      load_weights=weights,
+    )
     return load_balancing_loss(load), load.count
 
   value, count = of_groups(params)
@@ -183,7 +189,7 @@ def test_a_prompt_counts_with_each_completion_that_is_learned_from():
 
 
 def test_tokens_in_bfloat16_are_counted_in_float32():
-  """Whose sums in bfloat16 would stop at 256."""
+  """Sums in bfloat16 would stop at 256."""
   tokens, experts = 1000, 5
   x = jnp.asarray(RNG.normal(size=(1, 1, tokens, 8)), jnp.bfloat16)
   router = jnp.asarray(RNG.normal(size=(8, experts)), jnp.bfloat16)
@@ -237,7 +243,7 @@ def test_adapters_and_a_bonus():
     lora.init(base, KEY, 2, "layers/(q|o)"),
   )
   adapted = lora.adapt(lm, base, 0.5)
-  bonus = {"entropy_bonus": EntropyBonus(0.3)}
+  bonus = {"entropy_coef": 0.3}
   args = adapted, params, lengths, 2, True
   both, metrics = make_descent(*args, router_aux_coef=5.0, **bonus)(batch)
   alone, _ = make_descent(*args, **bonus)(batch)
@@ -249,13 +255,15 @@ def test_adapters_and_a_bonus():
 
 def test_without_the_loss_nothing_of_it_is_there():
   lm, params, batch, _ = draw()
-  update = make_update(lm, optax.sgd(1.0), micro_batches=2)
+  options = UpdateOptions(micro_batches=2)
+  update = make_update(lm, optax.sgd(1.0), options=options)
   state = init_state(params, optax.sgd(1.0), KEY)
   _, metrics = jax.eval_shape(update, state, batch)
   assert "router_aux_loss" not in metrics
   text = jax.jit(update).lower(state, batch).as_text()
-  told = lm._replace(forward_with_load=None)
-  update = make_update(told, optax.sgd(1.0), micro_batches=2)
+  without_load = lm._replace(forward_with_load=None)
+  update = make_update(without_load, optax.sgd(1.0), options=options)
   assert jax.jit(update).lower(state, batch).as_text() == text
   with pytest.raises(ValueError, match=r"router_aux_coef=0.1 .* has none"):
-    make_update(told, optax.sgd(1.0), router_aux_coef=0.1)
+    objective = Objective(router_aux_coef=0.1)
+    make_update(without_load, optax.sgd(1.0), objective)

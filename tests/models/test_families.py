@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 
 LLAMA3 = {
   "rope_type": "llama3",
@@ -247,12 +247,26 @@ def by_their_names(path, tree):
   return flat
 
 
+def check_saving(model, path):
+  """Saved and read again, by us and by transformers, it is the same model."""
+  import transformers
+
+  params, out = hf.load_params(path), path.parent / "out"
+  hf.save(out, params, path)
+  again = hf.load_params(out)
+  assert jax.tree.all(jax.tree.map(np.array_equal, params, again))
+  read = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+  for key, tensor in model.state_dict().items():
+    np.testing.assert_array_equal(read[key], tensor)
+
+
 @functools.cache
 def compare(name, with_gradients):
-  """What transformers and this package compute of the same checkpoint."""
+  """Runs transformers and this package on the same checkpoint."""
   with tempfile.TemporaryDirectory() as directory:
     path = pathlib.Path(directory) / "model"
     model = make_checkpoint(name, path)
+    check_saving(model, path)
     rows, their_grads = theirs(model)
     *logits, grads = ours(path, with_gradients)
     if with_gradients:

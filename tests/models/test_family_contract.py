@@ -1,4 +1,4 @@
-"""What the comment beside hf.FAMILIES asks of a family's module."""
+"""Rules for a family's module, as the comment beside hf.FAMILIES has them."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.models import hf, lora, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import lora, sharding
 from grpojax.models.config import init, parameter_shapes
 from grpojax.models.transformer import transformer
 

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import file_checksums, hf
+from grpojax.models import huggingface as hf
+from grpojax.models.huggingface import file_checksums
 
 MODEL = "arithmetic-instruct"
 

@@ -11,8 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from grpojax.core.logprobs import completion_hidden
 from grpojax.core.mesh import AXES
-from grpojax.models import lora
-from grpojax.models import remat as remat_lib
+from grpojax.models import layer_stacks, lora
 from grpojax.models.config import TransformerConfig
 from grpojax.models.rope import Rope
 from grpojax.models.transformer import last_layers, transformer
@@ -61,7 +60,7 @@ def with_gradient(lm, params=PARAMS, of=lambda params: params):
   """Hidden states of packed rows, and a gradient through all of them."""
 
   def total(params):
-    hidden = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
+    hidden, _ = completion_hidden(lm, of(params), PROMPTS, MASK, IDS, **PACKED)
     return jnp.sum(jnp.sin(hidden)), hidden
 
   grads, hidden = jax.jit(jax.grad(total, has_aux=True))(params)
@@ -88,7 +87,7 @@ def apart():
   "remat",
   [
     pytest.param(name, marks=() if name == "selective" else pytest.mark.slow)
-    for name in remat_lib.REMAT
+    for name in layer_stacks.REMAT
   ],
 )
 def test_one_pass_is_prefill_and_extend(apart, remat):
@@ -96,8 +95,8 @@ def test_one_pass_is_prefill_and_extend(apart, remat):
 
 
 def test_layers_in_a_scan_and_in_several_stacks(apart, monkeypatch):
-  """What a deep model does; the stacks' windows stay theirs."""
-  monkeypatch.setattr(remat_lib, "SHALLOW", 0)
+  """As in a deep model; the stacks' windows stay theirs."""
+  monkeypatch.setattr(layer_stacks, "SHALLOW", 0)
   moving, merge = last_layers(PARAMS, 1)
   hidden, grads = with_gradient(transformer(CONFIG), moving, merge)
   want = apart[0], {name: apart[1][name] for name in grads}
@@ -128,8 +127,8 @@ def test_adapters_in_forward_mode():
 
     where = PROMPTS, MASK, IDS
     adapted = lora.adapt(lm, PARAMS, 0.5)
-    return moves(lambda x: completion_hidden(adapted, x, *where)), moves(
-      lambda x: completion_hidden(lm, lora.merge(PARAMS, x, 0.5), *where)
+    return moves(lambda x: completion_hidden(adapted, x, *where)[0]), moves(
+      lambda x: completion_hidden(lm, lora.merge(PARAMS, x, 0.5), *where)[0]
     )
 
   got, want = run(adapters)
@@ -148,7 +147,7 @@ def test_a_layer_is_gathered_twice_in_a_gradient(remat):
   mesh = AbstractMesh((1, 4, 1, 1), AXES, axis_types=types)
 
   def total(params):
-    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS))
+    return jnp.sum(completion_hidden(lm, params, PROMPTS, MASK, IDS)[0])
 
   with jax.sharding.use_abstract_mesh(mesh):
     jaxpr = jax.make_jaxpr(jax.grad(total))(PARAMS)
@@ -165,7 +164,7 @@ def test_depth_decides_whether_layers_are_written_out():
     jaxpr = jax.make_jaxpr(lambda p: lm.forward(p, PROMPTS, MASK, IDS))(params)
     return str(jaxpr).count("dot_general")
 
-  shallow = remat_lib.SHALLOW
+  shallow = layer_stacks.SHALLOW
   one, two = size(1), size(2)  # norms outside the layers have products too
   assert size(shallow) - one == (shallow - 1) * (two - one) > 0
   assert size(shallow + 1) == size(30) == one

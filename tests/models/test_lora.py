@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.models import hf, lora
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
 from grpojax.models.transformer import last_layers, transformer
 
 CONFIG = {
@@ -26,7 +27,7 @@ CONFIG = {
 }
 ALPHA, RANK = 5.0, 2
 SCALE = ALPHA / RANK
-TARGETS = "layers/(q|v|o|down)"
+TARGETS = "layers/(q|k|v|o|gate|up|down)"
 
 
 def noise(tree, seed):
@@ -131,11 +132,11 @@ def test_gradients_follow_the_chain_rule(model):
   of_base, ours = jax.jit(jax.grad(loss, (0, 1)))(model.base, model.trained)
   for name, got in ours["layers"].items():
     low, change = model.trained["layers"][name], of_base["layers"][name]
-    wanted = {
+    expected = {
       "a": SCALE * jnp.einsum("lio,lro->lir", change, low["b"]),
       "b": SCALE * jnp.einsum("lir,lio->lro", low["a"], change),
     }
-    for side, want in wanted.items():
+    for side, want in expected.items():
       tolerance = 1e-3 * float(jnp.abs(want).max())
       np.testing.assert_allclose(got[side], want, atol=tolerance)
 

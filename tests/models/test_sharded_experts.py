@@ -1,14 +1,36 @@
-"""Experts that are cut over eight devices, in a process of its own."""
+"""Layers of experts over meshes of eight devices.
 
+The tests run this file as a program, in processes of their own, for the number
+of devices is set before jax starts.
+"""
+
+import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
+from collections import Counter
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-PROGRAM = pathlib.Path(__file__).with_name("sharded_experts.py")
+from grpojax.core.losses.load_balancing import load_balancing_loss
+from grpojax.core.mesh import (
+  activation_spec,
+  batch_sharding,
+  constrain,
+  make_mesh,
+)
+from grpojax.models import sharding
+from grpojax.models.moe import expert_load, mixture
+from grpojax.models.transformer import TransformerConfig, transformer
+
+ROOT = pathlib.Path(__file__).parents[2]
 EIGHT = "--xla_force_host_platform_device_count=8"
 CPU = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}"}
 TPU = {
@@ -19,12 +41,289 @@ TPU = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # they are what is read
 }
+MESHES = (
+  # data, fsdp, expert, tensor
+  (8, 1, 1, 1),
+  (1, 8, 1, 1),
+  (1, 4, 1, 2),
+  (2, 1, 4, 1),
+  (1, 2, 2, 2),
+)
+CONFIG = TransformerConfig(
+  vocab_size=16,
+  width=16,
+  layers=2,
+  heads=2,
+  kv_heads=2,
+  head_dim=4,
+  mlp=8,
+  tied=False,
+  experts=8,
+  experts_per_token=2,
+)
+B, G, P, S = 2, 4, 5, 3  # B < 8: the mesh cuts groups too
+COLLECTIVES = (
+  "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+)
+
+
+@functools.cache
+def parameters(config):
+  """Of a model whose layers matter, and with all tokens at two experts."""
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32) / 6,
+    jax.eval_shape(transformer(config).init, jax.random.key(0)),
+  )
+  # Where all logits are equal the first experts are taken.
+  layers = params["layers"] | {"router": 0 * params["layers"]["router"]}
+  return params, params | {"layers": layers}
+
+
+def experts_alone(params):
+  names = ("router", "expert_gate", "expert_up", "expert_down")
+  return {"layers": {name: params["layers"][name] for name in names}}
+
+
+def mixtures(config, params, x):
+  """All layers' mixtures, one after the other, as `transformer` runs them."""
+
+  keep = sharding.all_but_gathered
+
+  @functools.partial(jax.checkpoint, prevent_cse=False, policy=keep)
+  def step(x, layer):
+    layer = sharding.gather(layer, "layer/")
+    return x + mixture(config, x, layer, jax.nn.silu), None
+
+  return jax.lax.scan(step, x, params["layers"])[0]
+
+
+def with_gradients(config, params, x):
+  """Their value and the gradients of a sum of sines of it."""
+  y, pull = jax.vjp(functools.partial(mixtures, config), params, x)
+  return y, pull(jnp.cos(y))
+
+
+_ragged_dot = jax.lax.ragged_dot
+
+
+@jax.custom_vjp
+def as_on_tpu(rows, matrices, runs):
+  """A `ragged_dot` that leaves what it likes in rows of no run."""
+  in_runs = jnp.arange(len(rows)) < jnp.sum(runs)
+  y = _ragged_dot(rows, matrices, runs)
+  return jnp.where(in_runs[:, None], y, jnp.nan)
+
+
+def _backward(saved, grad):
+  rows, matrices, runs = saved
+  in_runs = (jnp.arange(len(rows)) < jnp.sum(runs))[:, None]
+  product = lambda rows, matrices: _ragged_dot(rows, matrices, runs)
+  _, pull = jax.vjp(product, rows, matrices)
+  rows, matrices = pull(jnp.where(in_runs, grad, 0))
+  return jnp.where(in_runs, rows, jnp.nan), matrices, None
+
+
+as_on_tpu.defvjp(lambda *args: (as_on_tpu(*args), args), _backward)
+
+
+def compiled(function, mesh, params, x):
+  """A program for a mesh, and the places of its arguments."""
+  spec = activation_spec(mesh, x.shape, ("batch", "group"))
+  rows = jax.sharding.NamedSharding(mesh, spec)
+  places = sharding.shardings(params, mesh), rows
+  with jax.set_mesh(mesh):
+    jitted = jax.jit(function, in_shardings=places)
+    return jitted.lower(params, x).compile(), places
+
+
+def check_equal(got, want):
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def on_one_device(config, group_size):
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(B, group_size, S, config.width)).astype(np.float32)
+  arguments = [(experts_alone(p), x) for p in parameters(config)]
+  program = jax.jit(functools.partial(with_gradients, config))
+  return arguments, [program(*a) for a in arguments]
+
+
+def check_mixtures(sizes, config=CONFIG, group_size=G):
+  """As on one device, however the tokens are routed."""
+  arguments, expected = on_one_device(config, group_size)
+  function = functools.partial(with_gradients, config)
+  program, places = compiled(function, make_mesh(*sizes), *arguments[0])
+  for argument, want in zip(arguments, expected, strict=True):
+    check_equal(program(*jax.device_put(argument, places)), want)
+  return program.as_text()
+
+
+def collectives(text):
+  """Counts (operation, shape) of a compiled program's collectives."""
+  counts = Counter()
+  for line in text.splitlines():
+    match = re.search(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", line)
+    for shape in re.findall(r"\w+\[[\d,]*\]", match[1]) if match else ():
+      counts[match[2], shape] += 1
+  return counts
+
+
+def check_exchanges(text):
+  """fsdp = 2, expert = 4: a group of four devices has 12 of the 24 tokens."""
+  exchanges = collectives(text)
+  gathered_experts = {
+    ("all-gather", "f32[16,8]"),  # the router
+    ("all-gather", "f32[2,16,8]"),
+    ("all-gather", "f32[2,8,16]"),
+  }
+  summed_gradients = {  # a reduce-scatter on TPU, not on CPU
+    ("all-reduce", "f32[16,8]"),
+    ("all-reduce", "f32[2,16,8]"),
+    ("all-reduce", "f32[2,8,16]"),
+  }
+  tokens = {
+    ("all-gather", "f32[12,16]"),  # the sums' gradients too
+    ("all-gather", "f32[12,2]"),  # weights of a token's experts
+    ("all-gather", "s32[12,2]"),
+    ("reduce-scatter", "f32[3,16]"),
+    ("reduce-scatter", "f32[3,2]"),
+  }
+  # In jax 0.7 a device's own tokens are "summed" over an axis of one device.
+  del exchanges["all-reduce", "f32[1,1,3,16]"]
+  expected = gathered_experts | summed_gradients | tokens
+  assert set(exchanges) == expected, exchanges
+
+
+def check_decoding_exchanges():
+  """One token of each sample: four of eight in a group of devices."""
+  (params, x), _ = on_one_device(CONFIG, G)[0]
+  function = functools.partial(mixtures, CONFIG)
+  program, _ = compiled(function, make_mesh(1, 2, 4, 1), params, x[:, :, :1])
+  exchanges = collectives(program.as_text())
+  assert {x for x in exchanges if not x[1].endswith(("16,8]", "8,16]"))} == {
+    ("all-gather", "f32[4,16]"),
+    ("all-gather", "f32[4,2]"),
+    ("all-gather", "s32[4,2]"),
+    ("reduce-scatter", "f32[1,16]"),
+  }, exchanges
+
+
+def check_load_exchanges():
+  """Of tokens none: sums over all of them, and the router's gradient."""
+  (params, x), _ = on_one_device(CONFIG, G)[0]
+  router = {"layers": {"router": params["layers"]["router"]}}
+
+  def loss(params, x):
+    layer = sharding.gather({"router": params["layers"]["router"][0]}, "layer/")
+    weights = constrain(jnp.ones(x.shape[:3]), "batch", "group")
+    load = expert_load(x, layer["router"], 2, weights)
+    return load_balancing_loss(load)
+
+  both = jax.value_and_grad(loss, argnums=(0, 1))
+  program, places = compiled(both, make_mesh(1, 2, 4, 1), router, x)
+  arguments = jax.device_put((router, x), places)
+  check_equal(program(*arguments), jax.jit(both)(router, x))
+  for operation, shape in collectives(program.as_text()):
+    sizes = [int(n) for n in re.findall(r"\d+", shape.split("[")[1])]
+    assert np.prod(sizes) <= 16 * 8, (operation, shape)
+    assert 3 not in sizes and 24 not in sizes, (operation, shape)
+
+
+def check_models():
+  """Whole models: training with each remat, and decoding."""
+  check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, experts=5))
+  prompts = jnp.arange(B * P).reshape(B, P) * 7 % 15
+  mask = jnp.arange(P) < P - jnp.arange(B)[:, None]
+  ids = jnp.arange(B * G * S).reshape(B, G, S) * 5 % 15
+  batch = prompts, mask, ids
+
+  def train(lm, params, prompts, mask, ids):
+    weights = mask * 1.0, jnp.ones(ids.shape)
+
+    def hidden(params):
+      model, params = lm.prepared(params, longest=None)
+      forward = functools.partial(model.forward_with_load, load_weights=weights)
+      _, y, load = forward(params, prompts, mask, ids)
+      return y, load_balancing_loss(load)
+
+    y, pull = jax.vjp(hidden, params)
+    return y, pull(jax.tree.map(jnp.cos, y))
+
+  def decode(lm, params, prompts, mask, ids):
+    model, params = lm.prepared(params, longest=prompts.shape[1] + S)
+    prefix = model.prefill(params, prompts, mask)
+
+    def step(carry):
+      i, cache, out = carry
+      token = jax.lax.dynamic_slice_in_dim(ids, i, 1, axis=2)
+      new, cache = model.extend(params, prefix, token, cache)
+      out = jax.lax.dynamic_update_slice_in_dim(out, new, i, axis=2)
+      return i + 1, cache, out
+
+    out = jnp.zeros((*ids.shape, CONFIG.width))
+    start = 0, model.init_cache(B, G, S), out
+    return jax.lax.while_loop(lambda carry: carry[0] < S, step, start)[2]
+
+  for function, remat in (
+    (train, "none"),
+    (train, "selective"),
+    (train, "full"),
+    (decode, "none"),
+  ):
+    program = functools.partial(function, transformer(CONFIG, remat=remat))
+    expected = [jax.jit(program)(p, *batch) for p in parameters(CONFIG)]
+    for sizes in MESHES:
+      mesh = make_mesh(*sizes)
+      places = (
+        sharding.shardings(parameters(CONFIG)[0], mesh),
+        *(batch_sharding(mesh, B),) * 3,
+      )
+      with jax.set_mesh(mesh):
+        jitted = jax.jit(program, in_shardings=places)
+        for params, want in zip(parameters(CONFIG), expected, strict=True):
+          check_equal(jitted(*jax.device_put((params, *batch), places)), want)
+
+
+def check_tpu():
+  """Compiled for a v5e slice: only pairs of the device's experts are computed.
+
+  XLA multiplies the runs in a kernel; the matrices' gradients are products of
+  all rows with a mask, whose empty windows are skipped.
+  """
+  from jax.experimental import topologies
+
+  config = dataclasses.replace(CONFIG, width=1024, mlp=256, experts=16)
+  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  params = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), experts_alone(params)
+  )
+  x = jax.ShapeDtypeStruct((8, 2, 128, config.width), jnp.float32)
+  slice_ = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+  mesh = make_mesh(1, 2, 4, 1, devices=slice_.devices)
+  function = functools.partial(with_gradients, config)
+  text = compiled(function, mesh, params, x)[0].as_text()
+  # Three forward, three gradients of rows.
+  assert len(re.findall(r"%ragged-dot-none\S* = ", text)) == 6
+  products = re.findall(r"calls=%convolution_select\S+,.*", text)
+  assert ["ITERATION_SKIPPER_MODE_GROUP" in x for x in products] == [True] * 3
+  # A group of four devices has half the 8 * 2 * 128 tokens.
+  for operation, shape in collectives(text):
+    sizes = [int(n) for n in re.findall(r"\d+", shape.split("[")[1])]
+    assert np.prod(sizes) < 1.1 * 1024 * config.width, (operation, shape)
+  # The gradients' sums are scattered: each such fusion is one operation.
+  whole = re.compile(r"= \(?bf16\[4,(?:1024,256|256,1024)\].* all-reduce\(")
+  for computation in text.split("\n\n"):
+    if not computation.startswith("%all-reduce-scatter"):
+      assert not whole.search(computation), computation
 
 
 def run(environment, *checks):
-  shared = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PROGRAM.parents[2])}
+  shared = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
   result = subprocess.run(
-    [sys.executable, PROGRAM, *checks],
+    [sys.executable, __file__, *checks],
     env=os.environ | shared | environment,
     capture_output=True,
     text=True,
@@ -48,3 +347,23 @@ def test_compiled_for_tpu():
   if not importlib.util.find_spec("libtpu"):
     pytest.skip("needs libtpu")
   run(TPU, "tpu")
+
+
+CHECKS = {"models": check_models, "tpu": check_tpu}
+
+
+def main():
+  jax.lax.ragged_dot = as_on_tpu
+  for sizes in MESHES:
+    text = check_mixtures(sizes)
+    if sizes == (1, 8, 1, 1):  # No gathered matrices are kept of all layers.
+      assert "f32[2,8,2,8]" in text and "f32[2,8,16,8]" not in text
+  check_exchanges(check_mixtures((1, 2, 4, 1)))
+  check_decoding_exchanges()
+  check_load_exchanges()
+  # What cannot be cut is whole: groups of three, and F.
+  check_mixtures((1, 2, 2, 2), dataclasses.replace(CONFIG, mlp=7), group_size=3)
+
+
+if __name__ == "__main__":
+  (CHECKS[sys.argv[1]] if sys.argv[1:] else main)()

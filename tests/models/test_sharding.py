@@ -17,23 +17,23 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.factored_rms import scale_by_factored_rms
-from grpojax.core.stochastic_rounding import scale_by_adam
-from grpojax.models import row_parts, sharding
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
+from grpojax.core.optim.stochastic_rounding import scale_by_adam
+from grpojax.models import sharding
 from grpojax.models.transformer import TransformerConfig, transformer
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, optax, pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
-from grpojax.core.factored_rms import scale_by_factored_rms
-from grpojax.core.stochastic_rounding import scale_by_adam
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
+from grpojax.core.optim.stochastic_rounding import scale_by_adam
 from grpojax.core.types import TrainState
 from flax.traverse_util import flatten_dict
-from grpojax.models import lora, row_parts
+from grpojax.models import lora
 from grpojax.models.transformer import (TransformerConfig, transformer)
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
-from grpojax.models.products import float32_einsum, matmul
+from grpojax.models.cpu import float32_einsum, matmul
 
 assert jax.device_count() == 4
 sizes = dict(data=4, fsdp=1, expert=1, tensor=1)
@@ -162,13 +162,13 @@ for sizes, b, g in (
     with jax.set_mesh(mesh):
       place = sharding.shardings(params, mesh)
       rows = mesh_lib.activation_sharding(mesh, hidden.shape, "batch", "group")
-      given = jax.device_put((params, hidden), (place, rows))
-      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*given)
-      parts = row_parts.row_parts(b, g)
+      args = jax.device_put((params, hidden), (place, rows))
+      cut = jax.jit(gradient(lm), out_shardings=(None, (place, rows)))(*args)
+      parts = sharding.row_shards(b, g)
       if parts is not None:
-        there = jax.jit(parts.split).lower(given[1]).compile().as_text()
+        there = jax.jit(parts.split).lower(args[1]).compile().as_text()
         assert not [name for name in sent if name in there]
-        back = jax.jit(lambda x: parts.join(parts.split(x)))(given[1])
+        back = jax.jit(lambda x: parts.join(parts.split(x)))(args[1])
         np.testing.assert_array_equal(back, hidden)
       assert (parts is None) == (b * g == 6 and 4 in sizes)
     jax.tree.map(
@@ -214,8 +214,8 @@ def test_on_four_devices():
 
 def test_parts_are_in_the_order_of_the_devices(monkeypatch):
   """Also where a later axis cuts the prompts and an earlier one the groups."""
-  monkeypatch.setattr(row_parts, "_row_axes", lambda: {"data": 2, "fsdp": 3})
-  parts = row_parts.row_parts(3, 4)
+  monkeypatch.setattr(sharding, "_row_axes", lambda: {"data": 2, "fsdp": 3})
+  parts = sharding.row_shards(3, 4)
   x = np.arange(12).reshape(3, 4)
   cut = [[x[f, 2 * d], x[f, 2 * d + 1]] for d in range(2) for f in range(3)]
   np.testing.assert_array_equal(parts.join(jnp.asarray(cut)), x)

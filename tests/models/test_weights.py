@@ -17,7 +17,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.models import finite, hf, sharding, weights, weights_out
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.models.huggingface import weights, weights_out
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {
@@ -37,7 +39,7 @@ CONFIG = {
 
 
 def tensors_of(config, dtype):
-  """What transformers would store, by its names, with random values."""
+  """Returns random tensors by the names that transformers stores them by."""
   rng = np.random.default_rng(0)
   d, f, v = (
     config[k] for k in ("hidden_size", "intermediate_size", "vocab_size")
@@ -101,18 +103,18 @@ def sharded(tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("stored", [BF16, np.float32, np.float16])
-@pytest.mark.parametrize("wanted", [jnp.bfloat16, jnp.float32])
-def test_values_and_layout(shards, stored, wanted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_values_and_layout(shards, stored, dtype, tmp_path, monkeypatch):
   monkeypatch.setattr(weights, "_BLOCK", 48)  # a few rows at a time
   tensors = tensors_of(CONFIG, stored)
   path = write_model(tmp_path / "model", tensors, shards)
-  params = hf.load_params(path, dtype=wanted)
-  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+  params = hf.load_params(path, dtype=dtype)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
 
   def same(ours, *theirs, transposed=False):
     theirs = [x.T if transposed else x for x in theirs]
     theirs = theirs[0] if ours.ndim == theirs[0].ndim else np.stack(theirs)
-    np.testing.assert_array_equal(ours, theirs.astype(wanted))
+    np.testing.assert_array_equal(ours, theirs.astype(dtype))
 
   layers = [
     {
@@ -160,20 +162,6 @@ def test_experts_are_stacked_on_a_second_axis(tmp_path):
     np.testing.assert_array_equal(again[name], tensor)
 
 
-def test_names_with_experts(monkeypatch):
-  class Family:
-    KEYS = {"layers/up": ("{layer}.experts.{expert}.up.weight", True)}
-
-  shapes = {"layers": {"up": (2, 3, 4, 5)}}
-  monkeypatch.setitem(hf.FAMILIES, "moe", Family)
-  monkeypatch.setattr(hf, "to_transformer_config", lambda hf: None)
-  monkeypatch.setattr(hf, "parameter_shapes", lambda config: shapes)
-  leaf = hf.layout({"model_type": "moe"})["layers/up"]
-  places = [(i, x) for i in range(2) for x in range(3)]
-  assert leaf.names == tuple(f"{i}.experts.{x}.up.weight" for i, x in places)
-  assert leaf.stacked == 2 and leaf.stored_shape == (5, 4)
-
-
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
   (sharded / "chat_template.jinja").write_text("{{ messages }}")
@@ -189,11 +177,11 @@ def test_what_is_saved_in_shards_is_bit_exact(sharded, dtype, tmp_path):
   name = str(np.dtype(dtype))
   assert config == CONFIG | {"dtype": name, "torch_dtype": name}
   total = 0
-  for wanted, tensor in tensors_of(CONFIG, BF16).items():
-    with safe_open(out / index["weight_map"][wanted], "numpy") as file:
+  for key, tensor in tensors_of(CONFIG, BF16).items():
+    with safe_open(out / index["weight_map"][key], "numpy") as file:
       assert file.metadata() == {"format": "pt"}
-      np.testing.assert_array_equal(file.get_tensor(wanted), tensor)
-      assert file.get_tensor(wanted).dtype == dtype
+      np.testing.assert_array_equal(file.get_tensor(key), tensor)
+      assert file.get_tensor(key).dtype == dtype
     total += tensor.size * np.dtype(dtype).itemsize
   assert index["metadata"]["total_size"] == total
   for file in files:  # one tensor may be larger than a shard, several are not
@@ -271,12 +259,12 @@ def test_finite_numbers_are_told_from_others(dtype):
   largest = jnp.finfo(dtype).max
   for value in (largest, -largest, jnp.finfo(dtype).smallest_subnormal, -0.0):
     block[1, 2] = value
-    assert finite.is_finite(block) and finite.is_finite(block.T[:, 1:])
+    assert weights.is_finite(block) and weights.is_finite(block.T[:, 1:])
   for value in (np.inf, -np.inf, np.nan):
     block[1, 2] = value
-    assert not finite.is_finite(block) and not finite.is_finite(block.T[1:])
-    assert finite.is_finite(block[2:])
-  assert finite.is_finite(block[:0])
+    assert not weights.is_finite(block) and not weights.is_finite(block.T[1:])
+    assert weights.is_finite(block[2:])
+  assert weights.is_finite(block[:0])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -354,7 +342,7 @@ PROGRAM = """
 import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from safetensors.numpy import load_file
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.core import mesh as mesh_lib
 from grpojax.models import sharding
 

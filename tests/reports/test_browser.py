@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from grpojax.training import report
+from grpojax.training.report import run_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -39,7 +39,7 @@ def files(made_up, tmp_path_factory):
     home / "long", steps=3_000, every=50, groups=4, size=8, texts=plain
   )
   for name, runs in {"two": two, "long": [long]}.items():
-    (home / f"{name}.html").write_text(report.report(runs))
+    (home / f"{name}.html").write_text(run_report.report(runs))
   return home
 
 

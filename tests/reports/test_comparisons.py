@@ -10,21 +10,20 @@ from grpojax.statistics import intervals
 def test_answers_are_compared_prompt_by_prompt():
   a = {5: ("q", "0011001100"), 10: ("q", "0011001101"), 15: ("q", "1")}
   b = {5: ("q", "0111001111"), 10: ("other", "1" * 10), 20: ("q", "1")}
-  (found,) = comparisons.held_out(a, b)  # the other steps have other prompts
-  assert found["step"] == 5 and found["prompts"] == 10
-  assert found["difference"] == pytest.approx(0.3)
-  assert found["p_value"] == pytest.approx(
-    0.25
-  )  # three wins of three: 2 / 2**3
+  (compared,) = comparisons.held_out(a, b)  # the other steps have other prompts
+  assert compared["step"] == 5 and compared["prompts"] == 10
+  assert compared["difference"] == pytest.approx(0.3)
+  # Three wins of three: 2 / 2**3.
+  assert compared["p_value"] == pytest.approx(0.25)
   bits = [np.array(list(x[5][1])) == "1" for x in (b, a)]
   expected = intervals.paired_proportions(*bits)
-  assert found["low"] == pytest.approx(expected.low, abs=1e-4)
-  assert found["low"] < 0.3 < found["high"]
+  assert compared["low"] == pytest.approx(expected.low, abs=1e-4)
+  assert compared["low"] < 0.3 < compared["high"]
 
 
 def test_before_and_after_are_the_first_and_last_evaluation():
-  found = {0: ("q", "0000"), 5: ("q", "0110"), 8: ("q", "1111")}
-  gain = comparisons.before_and_after(found)
+  evaluations = {0: ("q", "0000"), 5: ("q", "0110"), 8: ("q", "1111")}
+  gain = comparisons.before_and_after(evaluations)
   assert (gain["first"], gain["last"], gain["difference"]) == (0, 8, 1.0)
   assert comparisons.before_and_after({0: ("q", "1")}) is None
   assert comparisons.before_and_after({0: ("q", "1"), 1: ("r", "1")}) is None
@@ -50,14 +49,14 @@ def test_metrics_are_compared_on_the_steps_that_both_have():
   noise = rng.normal(size=200)
   a = columns(range(1, 201), noise)
   b = columns(range(101, 301), np.concatenate([noise[100:] + 0.5, noise[:100]]))
-  (found,) = comparisons.steps(a, b)
-  assert found["metric"] == "reward_mean" and found["steps"] == 100
+  (compared,) = comparisons.steps(a, b)
+  assert compared["metric"] == "reward_mean" and compared["steps"] == 100
   # Pairs take the noise away: not only the mean, the interval is exact.
   for name in ("difference", "low", "high"):
-    assert found[name] == pytest.approx(0.5, abs=1e-4)
-  assert found["mean_b"] - found["mean_a"] == pytest.approx(0.5, abs=1e-3)
-  assert found["p_value"] < 0.001
-  blocks = found["blocks"]
+    assert compared[name] == pytest.approx(0.5, abs=1e-4)
+  assert compared["mean_b"] - compared["mean_a"] == pytest.approx(0.5, abs=1e-3)
+  assert compared["p_value"] < 0.001
+  blocks = compared["blocks"]
   assert len(blocks["x"]) == 20 and blocks["x"][0] == 103
   assert blocks["mean"] == pytest.approx([0.5] * 20, abs=1e-4)
 
@@ -67,9 +66,9 @@ def test_neighbouring_steps_that_are_alike_do_not_make_a_short_interval():
   rng = np.random.default_rng(1)
   wave = np.repeat(rng.normal(size=25), 40)
   a = columns(range(1000), np.zeros(1000))
-  (found,) = comparisons.steps(a, columns(range(1000), wave))
+  (compared,) = comparisons.steps(a, columns(range(1000), wave))
   naive = intervals.mean_interval(wave)
-  assert found["high"] - found["low"] > 3 * (naive[2] - naive[1])
+  assert compared["high"] - compared["low"] > 3 * (naive[2] - naive[1])
 
 
 def test_few_steps_in_common_are_not_compared():
@@ -78,13 +77,13 @@ def test_few_steps_in_common_are_not_compared():
 
 
 def test_speed_says_where_the_time_went():
-  found = {
+  columns = {
     "seconds_step": ([1, 2, 3], [10.0, 1.0, 1.0]),
     "seconds_rollout": ([1, 2, 3], [5.0, 0.25, 0.25]),
     "seconds_update": ([1, 2, 3], [4.0, 0.5, 0.5]),
     "tokens_per_second": ([1], [3.0]),
   }
-  rows = {row["name"]: row for row in comparisons.speed(found)}
+  rows = {row["name"]: row for row in comparisons.speed(columns)}
   medians = {name: row["median"] for name, row in rows.items()}
   assert medians == {
     "seconds_rollout": 0.25,
@@ -98,8 +97,8 @@ def test_speed_says_where_the_time_went():
 
 
 def test_the_group_size_is_that_of_all_diagnoses_together():
-  found = {"c1": ([1, 11, 21], [0.5, 1.5, 9.0]), "c3": ([1, 11], [8.0, 10.0])}
-  assert comparisons.group_size(found) == {  # 1 + sqrt(9 / 1)
+  columns = {"c1": ([1, 11, 21], [0.5, 1.5, 9.0]), "c3": ([1, 11], [8.0, 10.0])}
+  assert comparisons.group_size(columns) == {  # 1 + sqrt(9 / 1)
     "best": 4.0,
     "low": 1.0,
     "high": None,
@@ -108,11 +107,11 @@ def test_the_group_size_is_that_of_all_diagnoses_together():
 
 
 def test_the_group_size_of_a_single_diagnosis_has_its_own_interval():
-  found = {"c1": ([1], [1.0]), "c3": ([1], [9.0])}
-  found["optimal_group_size_low"] = ([1], [1.5])
+  columns = {"c1": ([1], [1.0]), "c3": ([1], [9.0])}
+  columns["optimal_group_size_low"] = ([1], [1.5])
   expected = {"best": 4.0, "low": 1.5, "high": None}
-  assert comparisons.group_size(found) == expected
-  found["optimal_group_size_high"] = ([1], [7.5])
-  assert comparisons.group_size(found) == expected | {"high": 7.5}
-  del found["optimal_group_size_low"]  # null, which columns do not have
-  assert comparisons.group_size(found)["low"] is None
+  assert comparisons.group_size(columns) == expected
+  columns["optimal_group_size_high"] = ([1], [7.5])
+  assert comparisons.group_size(columns) == expected | {"high": 7.5}
+  del columns["optimal_group_size_low"]  # null, which columns do not have
+  assert comparisons.group_size(columns)["low"] is None

@@ -18,12 +18,12 @@ def test_rows_of_a_group_come_together():
     row(group=1, completion="c"),
     row(step=2, completion="d", answer={"x": 1}),
   ]
-  found = completions.groups(rows)
-  texts = [[s["completion"] for s in group["samples"]] for group in found]
+  groups = completions.groups(rows)
+  texts = [[s["completion"] for s in group["samples"]] for group in groups]
   assert texts == [["a", "b"], ["c"], ["d"]]
-  assert [g["answer"] for g in found] == ["7", None, '{"x": 1}']
-  assert [g["step"] for g in found] == [1, 1, 2]
-  first, second = found[0]["samples"]
+  assert [g["answer"] for g in groups] == ["7", None, '{"x": 1}']
+  assert [g["step"] for g in groups] == [1, 1, 2]
+  first, second = groups[0]["samples"]
   assert (first["reward"], first["advantage"]) == (1.0, 0.5)
   assert (second["reward"], second["truncated"]) == (0, True)
 
@@ -36,7 +36,7 @@ def test_rows_of_older_runs_are_groups_by_prompt():
 
 
 def test_what_does_not_fit_is_left_out():
-  given = [
+  rows = [
     row(completion=None),
     row(prompt=3),
     row(
@@ -45,16 +45,16 @@ def test_what_does_not_fit_is_left_out():
       tokens=["a", "b"],
       logprobs=[-1.0, math.nan],
       ref_logprobs=[-1.0],
-      scorer_logprobs="x",
+      trainer_logprobs="x",
     ),
     row(tokens=["a", 3], logprobs=[-1.0, -2.0]),
   ]
-  ((first, second),) = (g["samples"] for g in completions.groups(given))
+  ((first, second),) = (g["samples"] for g in completions.groups(rows))
   assert first["reward"] is None and "rewards" not in first
   assert first["logprobs"] == [-1.0, None]
-  assert not {"ref_logprobs", "scorer_logprobs"} & first.keys()
+  assert not {"ref_logprobs", "trainer_logprobs"} & first.keys()
   assert not {"tokens", "logprobs"} & second.keys()
-  json.dumps(completions.groups(given), allow_nan=False)
+  json.dumps(completions.groups(rows), allow_nan=False)
 
 
 def test_of_too_many_steps_some_are_kept_from_first_to_last():

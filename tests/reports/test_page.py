@@ -101,8 +101,7 @@ def test_scripts_put_data_into_the_page_as_text_only():
       r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|"
       r"Function\(|srcdoc|import\(|fetch\(|XMLHttpRequest|javascript:|http:"
     )
-    found = re.findall(dangerous, code)
-    assert not found, name
+    assert not re.findall(dangerous, code), name
     assert len(text.splitlines()) <= 300
   assert {p.stem for p in HERE.glob("*.js")} == set(SCRIPTS)
 
@@ -110,11 +109,11 @@ def test_scripts_put_data_into_the_page_as_text_only():
 def test_every_metric_has_a_group_and_main_ones_come_first():
   names = ["zzz", "kl", "reward_mean", "accuracy", "seconds_step", "gsm/kl"]
   names += ["optimal_group_size", "own_c1", "clip_fraction_low", "c1"]
-  found = {
+  layout = {
     group["title"]: [metric["name"] for metric in group["metrics"]]
     for group in metric_groups.layout(names)
   }
-  assert found == {
+  assert layout == {
     "Learning": ["accuracy", "reward_mean"],
     "By data set": ["gsm/kl"],
     "Policy": ["kl"],

@@ -149,15 +149,16 @@ def files(tmp_path_factory):
   return {name: f"{folder / name}.py" for name in ("trl", "verl", "others")}
 
 
-def scored(names, examples, texts, workers=0, options=None, **keywords):
-  """Of each function, its values [B, G]; and all scores."""
+def computed(names, examples, texts, workers=0, options=None, **keywords):
+  """Values [B, G] of each function, and all that `groups` gives."""
   lengths = np.array([[len(t) + 1 for t in group] for group in texts])
   ids = np.arange(lengths.size * 9).reshape(*lengths.shape, 9)
   examples = [{"prompt_text": "text"} | e for e in examples]
   given = examples, texts, lengths, lengths > 0, 9, ids
   with Pool(names, options, workers=workers, **keywords) as pool:
-    scores = groups.score_groups(pool, *given)
-  return list(scores.values.values()), scores
+    pending = groups.submit_groups(pool, *given)
+    result = groups.collect_groups(pool, [pending])
+  return list(result.values.values()), result
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -167,7 +168,7 @@ def test_trl_functions_of_text(files, workers):
   examples = [example | {"task": "math"}, example | {"task": "code"}]
   texts = [[r"\boxed{9}", "right", ""], ["a", r"a \boxed{8}", "right"]]
   names = [f"{files['trl']}:{name}" for name in names]
-  found, scores = scored([*names, "unfinished"], examples, texts, workers)
+  found, result = computed([*names, "unfinished"], examples, texts, workers)
   lengths = [[10, 6, 1], [2, 12, 6]]
   lengths = np.minimum(lengths, 9)  # there are no more ids here
   np.testing.assert_array_equal(found[0], lengths)
@@ -176,9 +177,9 @@ def test_trl_functions_of_text(files, workers):
   np.testing.assert_array_equal(found[2], [[-1, 1, -1], [nan] * 3])
   np.testing.assert_array_equal(found[3], [[0, 1, 2]] * 2)
   np.testing.assert_array_equal(
-    scores.rewards, np.nansum(found, axis=0).astype(np.float32)
+    result.rewards, np.nansum(found, axis=0).astype(np.float32)
   )
-  assert not scores.failed.any() and scores.extras == {}
+  assert not result.failed.any() and result.extras == {}
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -189,15 +190,17 @@ def test_trl_functions_of_conversations(files, workers):
   state = {"global_step": 3, "max_steps": 12}
   example = {"prompt": prompt, "trainer_state": state}
   names = [f"{files['trl']}:{n}" for n in ("format_reward_func", "state_func")]
-  found, _ = scored(names, [example], texts, workers)
+  found, _ = computed(names, [example], texts, workers)
   np.testing.assert_array_equal(found, [[[1, 0]], [[0.25, 0.25]]])
   plain = [{"prompt": "p"}, {"prompt": "q"}]
   texts = [["1", "333"], ["55555", "5555555"]]
-  found, scores = scored([f"{files['trl']}:metric_func"], plain, texts, workers)
+  found, result = computed(
+    [f"{files['trl']}:metric_func"], plain, texts, workers
+  )
   np.testing.assert_array_equal(found, np.full((1, 2, 2), 0.5))
-  assert list(scores.extras) == ["metric_func/mean_length"]
+  assert list(result.extras) == ["metric_func/mean_length"]
   np.testing.assert_array_equal(
-    scores.extras["metric_func/mean_length"], [[2, 2], [6, 6]]
+    result.extras["metric_func/mean_length"], [[2, 2], [6, 6]]
   )
 
 
@@ -208,7 +211,7 @@ def test_verl_functions(files, workers):
   data |= {"reward_model": {"style": "rule", "ground_truth": "12"}}
   names = [f"{files['verl']}:{name}" for name in ("gsm8k", "compute_score")]
   options = {"gsm8k": {"format_score": 0.1}}
-  found, scores = scored(
+  found, result = computed(
     names, [data | {"answer": "x"}], texts, workers, options
   )
   np.testing.assert_allclose(found, [[[1, 0, 0.1]], [[1, 0, 0]]], rtol=1e-6)
@@ -216,17 +219,16 @@ def test_verl_functions(files, workers):
     "compute_score/acc": [[1, 0, 0]],
     "compute_score/length": [[7, 2, 7]],
   }
-  assert {k: v.tolist() for k, v in scores.extras.items()} == extras
+  assert {k: v.tolist() for k, v in result.extras.items()} == extras
   plain = {"answer": "12", "data_source": "x"}
   names = [f"{files['verl']}:{name}" for name in ("gsm8k", "everything")]
-  found, _ = scored(names, [plain], texts, workers)
+  found, _ = computed(names, [plain], texts, workers)
   np.testing.assert_array_equal(found, [[[1, 0, 0]], [[1, 1, 1]]])
-  _, scores = scored([f"{files['verl']}:no_score"], [plain], texts, workers)
-  [failure, *_] = groups.all_failures(scores)
-  assert scores.failed.all() and "a dict without 'score'" in failure.reason
+  _, result = computed([f"{files['verl']}:no_score"], [plain], texts, workers)
+  [failure, *_] = groups.all_failures(result)
+  assert result.failed.all() and "a dict without 'score'" in failure.reason
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
   "how, reason",
   [
@@ -235,27 +237,24 @@ def test_verl_functions(files, workers):
     ("raises", "raised RuntimeError: no idea (trl.py:"),
   ],
 )
-def test_what_fails_in_a_group_is_of_all_of_it(files, workers, how, reason):
+def test_what_fails_in_a_group_is_of_all_of_it(files, how, reason):
   odd, good = f"{files['trl']}:odd", f"{files['verl']}:gsm8k"
   options = {"odd": {"how": how}}
   example = {"answer": "1"}
-  _, scores = scored(
-    [good, odd], [example], [["a", "b", "c"]], workers, options
-  )
-  assert scores.failed.all() and np.isnan(scores.rewards).all()
-  failures = groups.all_failures(scores)
+  _, result = computed([good, odd], [example], [["a", "b", "c"]], 0, options)
+  assert result.failed.all() and np.isnan(result.rewards).all()
+  failures = groups.all_failures(result)
   assert [f.completion for f in failures] == ["a", "b", "c"]
   assert all(f.function == "odd" for f in failures)
   assert all(f.reason.startswith(reason) for f in failures), failures
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_what_fails_of_one_completion_is_its_own(files, workers):
+def test_what_fails_of_one_completion_is_its_own(files):
   options = {"odd": {"how": "values"}}
   examples, texts = [{"answer": "1"}], [["a", "b", "c"]]
-  _, scores = scored([f"{files['trl']}:odd"], examples, texts, workers, options)
-  np.testing.assert_array_equal(scores.rewards, [[1, math.nan, math.nan]])
-  reasons = [f.reason for f in groups.all_failures(scores)]
+  _, result = computed([f"{files['trl']}:odd"], examples, texts, 0, options)
+  np.testing.assert_array_equal(result.rewards, [[1, math.nan, math.nan]])
+  reasons = [f.reason for f in groups.all_failures(result)]
   assert reasons == ["returned nan", "returned str, which is not a number"]
 
 
@@ -272,9 +271,9 @@ def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
   after = f"{files['trl']}:metric_func"
   names, options = [odd, good, after], {"odd": {"how": how}}
   given = [{"answer": "1"}], [["a", "b", "#### 1"]], 1, options
-  found, scores = scored(names, *given, timeout=0.2)
-  assert scores.failed.all()
-  assert {f.reason for f in groups.all_failures(scores)} == {reason}
+  found, result = computed(names, *given, timeout=0.2)
+  assert result.failed.all()
+  assert {f.reason for f in groups.all_failures(result)} == {reason}
   np.testing.assert_array_equal(found[1], [[0, 0, 1]])
   assert np.isnan(found[2]).all()
 
@@ -284,9 +283,9 @@ def test_data_sets_of_a_mixture_that_a_function_is_not_for(files):
   sources = {"metric_func": ["easy"]}
   examples = [{"data_source": "easy"}, {"data_source": "hard"}]
   texts = [["a", "b"], ["c", "d"]]
-  found, scores = scored([name], examples, texts, sources=sources)
+  found, result = computed([name], examples, texts, sources=sources)
   np.testing.assert_array_equal(found[0], [[0.5] * 2, [math.nan] * 2])
-  assert not scores.failed.any()
+  assert not result.failed.any()
 
 
 @pytest.mark.parametrize(
@@ -374,6 +373,6 @@ def test_trls_own_functions():
   texts = ["<think>\nI.\n</think>\nA.", "<think>\nI.\nA."]
   with Pool(["trl.rewards:think_format_reward"]) as pool:
     jobs = [Job("?", text, {"prompt": prompt}) for text in texts]
-    found = [r.reward for r in pool.score(jobs)]
+    found = [r.reward for r in pool.compute(jobs)]
   assert found == think_format_reward([[{"content": t}] for t in texts])
   assert "trl" in sys.modules

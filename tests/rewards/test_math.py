@@ -12,16 +12,11 @@ FILE = pathlib.Path(__file__).parents[1] / "data" / "math_answers.jsonl"
 CASES = [json.loads(line) for line in FILE.read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-  "case", CASES, ids=[case["completion"][:30] for case in CASES]
-)
-def test_hand_labelled(case):
-  value = math.math_answer("", case["completion"], case)
-  assert value == (case["right"] != case.get("miss", False))
-
-
-def test_agreement_with_the_labels():
+def test_hand_labelled():
   assert len(CASES) >= 150
+  for case in CASES:
+    value = math.math_answer("", case["completion"], case)
+    assert value == (case["right"] != case.get("miss", False)), case
   misses = [case for case in CASES if case.get("miss")]
   assert len(misses) / len(CASES) < 0.06
   # Wrong completions that are rewarded teach a model to be wrong.
@@ -42,8 +37,7 @@ def test_agreement_with_the_labels():
   ],
 )
 def test_the_first_kind_of_place_decides(text, expected):
-  found = math.find_answer(text)
-  assert found == expected
+  assert math.find_answer(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -267,7 +261,7 @@ def test_hostile_text_takes_no_time():
     texts += ["answer is " + many, f"{many}5"]
   example = {"answer": "7777777"}  # too long a one, and no text would be read
   with Pool(["math_answer"], workers=1, timeout=30) as pool:
-    results = pool.score([Job("", text, example) for text in texts])
+    results = pool.compute([Job("", text, example) for text in texts])
   assert [result.failures for result in results if result.failures] == []
   assert all(result.reward == 0.0 for result in results)
 

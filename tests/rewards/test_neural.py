@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import neural
 
 KINDS = {
@@ -57,31 +57,31 @@ def make_checkpoint(kind, path, labels=1):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_agree_with_transformers(kind, tmp_path):
+def test_rewards_agree_with_transformers(kind, tmp_path):
   model = make_checkpoint(kind, tmp_path / "model")
   import torch
 
   lm, params = neural.load(tmp_path / "model")
-  scorer = neural.make_scorer(
+  reward_model = neural.make_reward_model(
     lm, params, letters, lengths=(4, 10), batch_size=2
   )
   rows = [letters(text) for text in TEXTS]
   with torch.no_grad():
     want = [model(torch.tensor([row])).logits[0, 0].item() for row in rows]
   assert np.std(want) > 0.1
-  np.testing.assert_allclose(scorer(TEXTS), want, atol=1e-4)
+  np.testing.assert_allclose(reward_model(TEXTS), want, atol=1e-4)
   # transformers pads too, and finds the last token by its padding id
   padded = torch.zeros(len(rows), 10, dtype=int)
   for i, row in enumerate(rows):
     padded[i, : len(row)] = torch.tensor(row)
   with torch.no_grad():
     batch = model(padded, attention_mask=padded != 0).logits[:, 0].numpy()
-  np.testing.assert_allclose(scorer(TEXTS), batch, atol=1e-4)
+  np.testing.assert_allclose(reward_model(TEXTS), batch, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
 def last_token():
-  """A model whose score is 100 times the number of tokens, plus the last id."""
+  """A model whose reward is 100 times the tokens, plus the last id."""
   from grpojax.core.types import LM, Prefix
 
   shapes = []
@@ -96,33 +96,35 @@ def last_token():
   return lm, shapes
 
 
-def test_a_scorer_compiles_once_a_length(last_token):
+def test_a_reward_model_compiles_once_a_length(last_token):
   lm, shapes = last_token
-  scorer = neural.make_scorer(lm, 1.0, letters, lengths=(8, 3), batch_size=3)
+  reward_model = neural.make_reward_model(
+    lm, 1.0, letters, lengths=(8, 3), batch_size=3
+  )
   samples = ["a" * n for n in (1, 2, 3, 4, 5, 6, 7)]
   want = [100 * (n + 1) + 10 for n in (1, 2, 3, 4, 5, 6, 7)]
   shapes.clear()
   for _ in range(2):
-    np.testing.assert_array_equal(scorer(samples), want)
-    np.testing.assert_array_equal(scorer(samples[::-1]), want[::-1])
-  np.testing.assert_array_equal(scorer(["b"]), [211])
-  assert scorer([]).shape == (0,)
+    np.testing.assert_array_equal(reward_model(samples), want)
+    np.testing.assert_array_equal(reward_model(samples[::-1]), want[::-1])
+  np.testing.assert_array_equal(reward_model(["b"]), [211])
+  assert reward_model([]).shape == (0,)
   assert sorted(shapes) == [(3, 3), (3, 8)]
 
 
-def test_chats_are_scored_like_texts(last_token):
+def test_chats_have_rewards_like_texts(last_token):
   lm, _ = last_token
-  scorer = neural.make_scorer(lm, 1.0, letters, lengths=(8,))
+  reward_model = neural.make_reward_model(lm, 1.0, letters, lengths=(8,))
   chat = [
     {"role": "user", "content": "ab"},
     {"role": "assistant", "content": "cd"},
   ]
-  np.testing.assert_array_equal(scorer([chat, "ab"]), [613, 311])
+  np.testing.assert_array_equal(reward_model([chat, "ab"]), [613, 311])
 
 
 def test_what_is_too_long_is_refused_or_loses_its_start(last_token):
   lm, _ = last_token
-  make = lambda **options: neural.make_scorer(
+  make = lambda **options: neural.make_reward_model(
     lm, 1.0, letters, lengths=(4,), **options
   )
   with pytest.raises(ValueError, match="has 6 tokens, more than 4"):
@@ -142,8 +144,10 @@ def test_rows_are_placed_as_asked(last_token):
     (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
   )
   rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-  scorer = neural.make_scorer(lm, 1.0, letters, lengths=(4,), sharding=rows)
-  np.testing.assert_array_equal(scorer(["ab"]), [311])
+  reward_model = neural.make_reward_model(
+    lm, 1.0, letters, lengths=(4,), sharding=rows
+  )
+  np.testing.assert_array_equal(reward_model(["ab"]), [311])
 
 
 def test_other_models_are_refused(tmp_path):

@@ -37,15 +37,12 @@ def pool(request):
 
 
 def test_results_are_in_order(pool):
-  results = pool.score(jobs(*map(str, range(40))))
+  results = pool.compute(jobs(*map(str, range(40))))
   assert [r.reward for r in results] == [2.0 * i + 10 for i in range(40)]
   assert results[3] == (16.0, (6.0, 1.0), (), {})
-  assert pool.score([]) == []
-
-
-def test_who_abstains_adds_nothing(pool):
-  [result] = pool.score(jobs("none"))
-  assert result == (10.0, (None, 1.0), (), {})
+  assert pool.compute([]) == []
+  [abstains] = pool.compute(jobs("none"))
+  assert abstains == (10.0, (None, 1.0), (), {})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +59,7 @@ def test_who_abstains_adds_nothing(pool):
   ],
 )
 def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
-  bad, good = pool.score(jobs(completion, "4"))
+  bad, good = pool.compute(jobs(completion, "4"))
   assert math.isnan(bad.reward) and bad.values == (None, 1.0)
   [failure] = bad.failures
   assert failure._replace(reason="") == Failure("behave", "", "p", completion)
@@ -73,7 +70,7 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sum_that_is_too_large_is_a_failure(workers):
   with Pool([BEHAVE], weights=[1e9], workers=workers) as pool:
-    bad, good = pool.score(jobs("1e29", "4"))
+    bad, good = pool.compute(jobs("1e29", "4"))
   assert math.isnan(bad.reward)
   [failure] = bad.failures
   assert (failure.function, failure.reason) == (
@@ -101,12 +98,6 @@ def test_batches_overlap(pool):
   assert [r.values[0] for r in pool.collect(first)] == [2, 4, 6, 8, 10]
 
 
-def test_all_abstain_is_no_failure():
-  with Pool([BEHAVE]) as pool:
-    [result] = pool.score(jobs("none"))
-  assert math.isnan(result.reward) and result[1:] == ((None,), (), {})
-
-
 @pytest.mark.parametrize(
   "workers", [pytest.param(1, marks=pytest.mark.slow), 2]
 )
@@ -121,7 +112,7 @@ def test_lost_workers_are_replaced(workers):
   }
   mixed = [c for i, name in enumerate(bad) for c in (str(i), name)]
   with Pool([PROMPT, BEHAVE], workers=workers, timeout=1) as pool:
-    results = pool.score(jobs(*mixed))
+    results = pool.compute(jobs(*mixed))
   for completion, result in zip(mixed, results, strict=True):
     if completion in bad:
       [failure] = result.failures
@@ -144,7 +135,7 @@ def test_workers_are_light_and_their_pipes_safe():
     "unfinished",
   ]
   with Pool(names, workers=1) as pool:
-    results = pool.score([*jobs("jax", "pipes"), Job(text, "3", example)])
+    results = pool.compute([*jobs("jax", "pipes"), Job(text, "3", example)])
     with pytest.raises(ValueError, match="only JSON.*object"):
       pool.submit([Job("", "", {"x": object()})])
   assert [r.values[0] for r in results] == [0.0, 0.0, 3.0]
@@ -157,30 +148,31 @@ def test_a_function_that_forks_or_writes_does_not_shift_rewards():
   odd += ["slow7", *["twice 8 0", "9"] * 10, "twice 8 0.02", "slow9"]
   want = [1, 2, 3, 4, 5, 6, 7, *[8, 9] * 10, 8, 9]
   with Pool([BEHAVE, PROMPT], workers=1, timeout=30) as pool:
-    results = pool.score(jobs(*odd))
-    again = pool.score(jobs("1", "2"))
+    results = pool.compute(jobs(*odd))
+    again = pool.compute(jobs("1", "2"))
   assert [r.values for r in results] == [(value, 1) for value in want]
   assert [r.values[0] for r in again] == [1, 2]
 
 
 def test_replies_are_told_apart():
   """A line counts if it has the question's name and makes sense."""
-  for line, want in (
+  good = [
     (b'["me", 1.0, null, {}]', (1.0, None, {})),
     (b'["me", 1.0, null, {"acc": 0.5}]', (1.0, None, {"acc": 0.5})),
     (b'["me", null, "raised", {}]', (None, "raised", {})),
-    (b'["you", 1.0, null, {}]', None),
-    (b"[1.0, null]", None),
-    (b'["me", 1.0, null]', None),
-    (b'["me", 1.0, null, {"acc": "1"}]', None),
-    (b'["me", 1.0, null, []]', None),
-    (b'["me", [], null, {}]', None),
-    (b'["me", 1.0, 3, {}]', None),
-    (b"", None),
-    (b"\xff", None),
-    (b"[" * 10**5, None),
-  ):
-    assert process._answer(line, "me") == want
+  ]
+  bad = [
+    b'["you", 1.0, null, {}]',
+    b"[1.0, null]",
+    b'["me", 1.0, null]',
+    b'["me", 1.0, null, {"acc": "1"}]',
+    b'["me", 1.0, null, []]',
+    b'["me", [], null, {}]',
+    b'["me", 1.0, 3, {}]',
+    *(b"", b"\xff", b"[" * 10**5),
+  ]
+  lines = [line for line, _ in good]
+  assert process._answers(bad + lines + bad, "me") == [x for _, x in good]
 
 
 def test_a_fork_does_not_go_on_in_this_process():
@@ -188,7 +180,7 @@ def test_a_fork_does_not_go_on_in_this_process():
   code = f"""
     from grpojax.rewards.pool import Job, Pool
     with Pool([{BEHAVE!r}]) as pool:
-      [result] = pool.score([Job("", "twice 3 0.1", {{}})])
+      [result] = pool.compute([Job("", "twice 3 0.1", {{}})])
     print(result.reward, flush=True)
   """
   done = subprocess.run(
@@ -204,27 +196,27 @@ class Enough(Exception):
   pass
 
 
-def test_a_submission_is_abandoned_where_poll_raises(tmp_path):
+def test_a_submission_is_abandoned_where_check_signals_raises(tmp_path):
   """Without waiting for the time limit."""
   start = time.monotonic()
   done = tmp_path / "done"
 
-  def poll():
+  def check_signals():
     if time.monotonic() > start + 0.7:
       raise Enough
 
   with Pool([BEHAVE], workers=2, timeout=40) as pool:
     first = pool.submit(jobs("sleep", "hang", f"touch {done}"))
     with pytest.raises(Enough):
-      pool.collect(first, poll)
-    assert [r.reward for r in pool.score(jobs("1", "2", "3"))] == [1, 2, 3]
+      pool.collect(first, check_signals)
+    assert [r.reward for r in pool.compute(jobs("1", "2", "3"))] == [1, 2, 3]
     pool.submit(jobs(*["hang"] * 9))
     time.sleep(0.2)
   assert not done.exists()
   assert time.monotonic() < start + 30
 
 
-def test_poll_is_called_while_it_waits_and_between_completions():
+def test_check_signals_is_called_while_it_waits_and_between_completions():
   calls = []
   with Pool([BEHAVE], workers=1) as pool:
     sent = pool.submit(jobs(*["slow1"] * 12))
@@ -232,37 +224,40 @@ def test_poll_is_called_while_it_waits_and_between_completions():
   assert [r.reward for r in results] == [1] * 12
   assert len(calls) >= 2 and max(np.diff(calls)) < 1
 
-  def poll():
+  def check_signals():
     calls.append(0)
     if len(calls) == 3:
       raise Enough
 
   calls.clear()
   with Pool([BEHAVE]) as pool, pytest.raises(Enough):
-    pool.collect(pool.submit(jobs(*"12345")), poll)
+    pool.collect(pool.submit(jobs(*"12345")), check_signals)
   assert len(calls) == 3
 
 
 def test_a_batch_in_which_everything_hangs_is_given_up():
   with Pool([BEHAVE], workers=1, timeout=0.2) as pool:
-    results = pool.score(jobs(*["sleep"] * 30))
+    results = pool.compute(jobs(*["sleep"] * 30))
     reasons = [result.failures[0].reason for result in results]
     assert reasons[: pool.patience] == ["no result after 0.2 s"] * 8
     assert set(reasons[8:]) == {"not tried: 8 workers were lost in a row"}
     # One result in between, and nothing is given up; nor in the next batch.
-    mixed = pool.score(jobs(*["exit"] * 5, "1", *["exit"] * 5, "2"))
+    mixed = pool.compute(jobs(*["exit"] * 5, "1", *["exit"] * 5, "2"))
     assert [r.reward for r in mixed if not r.failures] == [1, 2]
 
 
-def test_what_cannot_work_is_refused():
-  with pytest.raises(ValueError, match="weights"):
-    Pool([BEHAVE], weights=(1, 2))
-  with pytest.raises(ValueError, match="weights"):
-    Pool([BEHAVE], weights=(math.nan,))
-  with pytest.raises(ValueError, match="timeout"):
-    Pool([BEHAVE], timeout=0)
-  with pytest.raises(ValueError, match="workers"):
-    Pool([BEHAVE], workers=-1)
+@pytest.mark.parametrize(
+  "options, message",
+  [
+    ({"weights": (1, 2)}, "weights"),
+    ({"weights": (math.nan,)}, "weights"),
+    ({"timeout": 0}, "timeout"),
+    ({"workers": -1}, "workers"),
+  ],
+)
+def test_what_cannot_work_is_refused(options, message):
+  with pytest.raises(ValueError, match=message):
+    Pool([BEHAVE], **options)
 
 
 def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):

@@ -32,6 +32,6 @@ def test_symbolic_answers_in_a_worker():
   ]
   jobs = [Job("", text, {"answer": answer}) for text, answer, _ in cases]
   with Pool(["math_verify"], workers=1, timeout=30) as pool:
-    results = pool.score(jobs)
+    results = pool.compute(jobs)
   for (text, _, expected), result in zip(cases, results, strict=True):
     assert result.reward == expected, (text, result)

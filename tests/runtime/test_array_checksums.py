@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax.runtime import array_checksums
+from grpojax.runtime.checkpoint import array_checksums
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool")
 
@@ -59,9 +59,9 @@ def test_it_does_not_depend_on_the_layout_over_devices():
   mesh = jax.sharding.Mesh(devices, ("x", "y"))
   array = random_array((8, 4), "float32")
   for spec in (("x", None), ("y", "x"), (None, ("x", "y"))):
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    placed = jax.device_put(array, place)
-    assert int(array_checksums.checksum(placed)) == expected(array)
+    spec = jax.sharding.PartitionSpec(*spec)
+    sharded = jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
+    assert int(array_checksums.checksum(sharded)) == expected(array)
 
 
 def test_by_path():

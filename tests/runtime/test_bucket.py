@@ -12,7 +12,7 @@ import uuid
 import fsspec
 import pytest
 
-from grpojax.runtime import bucket, bucket_lock, disk
+from grpojax.runtime.files import bucket, disk
 
 CHECKPOINT = "checkpoints/2/_CHECKPOINT_METADATA"
 
@@ -22,17 +22,33 @@ def url():
   return f"memory://bucket-{uuid.uuid4().hex}/runs/a"
 
 
+@pytest.fixture
+def fs(url):
+  return fsspec.core.url_to_fs(url)[0]
+
+
+@pytest.fixture
+def put(url, fs):
+  """Writes files of the bucket: put(NAME=TEXT), with __ for a slash."""
+
+  def put(**files):
+    for name, text in files.items():
+      name = name.replace("__", "/")
+      fs.pipe_file(f"{fs._strip_protocol(url)}/{name}", text.encode())
+
+  return put
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-  monkeypatch.setattr(bucket_lock, "BEAT", 0.04)
-  monkeypatch.setattr(bucket_lock, "LEASE", 0.4)
+  monkeypatch.setattr(bucket, "BEAT", 0.04)
+  monkeypatch.setattr(bucket, "LEASE", 0.4)
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   bucket.local.cache_clear()
 
 
-def opened(url, **changes):
-  settings = {"stays": (), "is_main": True, "several": False} | changes
-  return bucket.opened(url, **settings)
+def opened(url, by_orbax=(), is_main=True, several=False):
+  return bucket.opened(url, by_orbax, is_main, several)
 
 
 def write(directory, **files):
@@ -53,32 +69,34 @@ def read(url, name):
   return fs.cat_file(f"{root}/{name}").decode()
 
 
+def refuse(kind, text):
+  def refuse(*args):
+    raise kind(text)
+
+  return refuse
+
+
 def test_what_is_written_is_there_the_next_time(url):
-  with opened(url) as (first, publish):
+  with opened(url) as (first, sync):
     write(first, metrics="1\n", model__weights="w", _tmp="0")
     write(first, **{"config.json": "{}"})
     write(first, **{".hidden": "no", "checkpoints__2.orbax-checkpoint-tmp": ""})
-    publish()
+    sync()
     assert read(url, "metrics") == "1\n"
     (first / "_tmp").unlink()
     write(first, metrics="1\n2\n")
   assert not first.exists()
   assert names(url) == ["config.json", "metrics", "model/weights"]
-  with opened(url) as (second, publish):
+  with opened(url) as (second, sync):
     assert (second / "metrics").read_text() == "1\n2\n"
     assert (second / "model" / "weights").read_text() == "w"
     assert names(url)[0] == ".lock" and len(names(url)) == 4
 
 
-def test_an_error_does_not_lose_what_was_written(url):
-  with pytest.raises(RuntimeError), opened(url) as (local, _):
-    write(local, metrics="1")
-    raise RuntimeError
-  assert names(url) == ["metrics"]
-
-
-def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
-  fs, root = fsspec.core.url_to_fs(url)
+def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(
+  url, fs, monkeypatch
+):
+  root = fs._strip_protocol(url)
   done = []
   for method in ("put_file", "rm_file"):
     real = getattr(type(fs), method)
@@ -98,10 +116,10 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
     CHECKPOINT: "{}",
     "checkpoints/2/state/z": "z",
   }
-  with opened(url) as (local, publish):
+  with opened(url) as (local, sync):
     for name, text in files.items():
       write(local, **{name: text})
-    publish()
+    sync()
     order = [name for method, name in done if method == "put_file"]
     assert sorted(order) == sorted(files)
     assert order[0] == "config.json"
@@ -114,17 +132,6 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(url, monkeypatch):
   # The old checkpoint when all that is new is there; then the lock.
   assert removed[-4:-1] == ["config.json", CHECKPOINT, "checkpoints/2/state/z"]
   assert sorted(removed) == sorted([*files, ".lock"])
-
-
-def test_a_part_of_a_checkpoint_is_none(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  steps = "checkpoints/2/state/d", "checkpoints/3/state/d"
-  for name in ("config.json", CHECKPOINT, *steps):
-    fs.pipe_file(f"{root}/{name}", b"0")
-  with opened(url, stays=("checkpoints",)) as (local, _):
-    found = [str(x.relative_to(local)) for x in local.rglob("*")]
-    assert "checkpoints/2/state/d" in found and CHECKPOINT in found
-    assert not any("checkpoints/3" in name for name in found)
 
 
 def checkpoint(local, step, *names):
@@ -146,84 +153,65 @@ def steps(url):
   return {x.split("/")[1] for x in names(url) if x.startswith("checkpoints")}
 
 
-def test_there_is_always_a_checkpoint(with_checkpoint, monkeypatch):
-  url = with_checkpoint
-  fs, _ = fsspec.core.url_to_fs(url)
-  with opened(url) as (local, publish):
+def test_there_is_always_a_checkpoint(with_checkpoint, fs, monkeypatch):
+  with opened(with_checkpoint) as (local, sync):
     (local / "checkpoints" / "2" / "_CHECKPOINT_METADATA").unlink()
     (local / "checkpoints" / "2" / "data").unlink()
     checkpoint(local, 4)
     with monkeypatch.context() as killed:
       killed.setattr(type(fs), "put_file", None)
       with pytest.raises(disk.WriteFailed):
-        publish()
-    assert steps(url) == {"2"}
-    publish()
-    assert steps(url) == {"4"}
+        sync()
+    assert steps(with_checkpoint) == {"2"}
+    sync()
+    assert steps(with_checkpoint) == {"4"}
 
 
 def test_a_checkpoint_that_is_being_removed_is_none(with_checkpoint):
-  url = with_checkpoint
-  with opened(url) as (local, publish):
+  with opened(with_checkpoint) as (local, sync):
     (local / "checkpoints" / "2" / "data").unlink()  # its account comes later
     checkpoint(local, 4)
-    publish()
-    assert steps(url) == {"4"}
+    sync()
+    assert steps(with_checkpoint) == {"4"}
 
 
-def test_what_a_cut_upload_left_is_removed(with_checkpoint):
-  fs, root = fsspec.core.url_to_fs(with_checkpoint)
-  fs.pipe_file(f"{root}/checkpoints/3/data", b"0")
-  with opened(with_checkpoint, stays=("checkpoints",)) as (local, _):
+def test_a_part_of_a_checkpoint_is_none_and_is_removed(with_checkpoint, put):
+  put(checkpoints__3__data="0")
+  with opened(with_checkpoint, by_orbax=("checkpoints",)) as (local, _):
+    assert (local / CHECKPOINT).exists()
     assert not (local / "checkpoints" / "3").exists()
   assert steps(with_checkpoint) == {"2"}
 
 
-def test_checkpoints_without_a_config_are_somebody_elses(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  fs.pipe_file(f"{root}/checkpoints/100/data", b"0")
-  with pytest.raises(ValueError, match="is not a run"):
-    with opened(url, stays=("checkpoints",)):
-      pass
-  here = bucket.Bucket(url, fs, root, None, ("checkpoints",), {})
-  with pytest.raises(ValueError, match="is not a run"):
-    bucket._find_run(here, ("checkpoints",))  # where they are not copied
+def test_what_is_no_run_is_not_copied(url, fs, put, monkeypatch):
+  put(checkpoints__100__data="terabytes")
+  monkeypatch.setattr(type(fs), "get_file", None)
+  for by_orbax in ((), ("checkpoints",)):
+    with pytest.raises(ValueError, match="is not a run"):
+      with opened(url, by_orbax):
+        pass
+    with pytest.raises(ValueError, match="there is no model and no run at"):
+      bucket.local(url, by_orbax)
 
 
 @pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
 def test_what_the_bucket_refuses_at_the_end_is_kept(
-  url, kind, monkeypatch, capsys
+  url, fs, kind, monkeypatch, capsys
 ):
-  fs, _ = fsspec.core.url_to_fs(url)
-
-  def refuse(*args):
-    raise kind("the token has expired")
-
-  monkeypatch.setattr(type(fs), "put_file", refuse)
+  monkeypatch.setattr(type(fs), "put_file", refuse(kind, "expired token"))
   for error in (None, SystemExit(75), KeyError("of a step")):
-    wanted = type(error) if isinstance(error, KeyError) else disk.WriteFailed
-    with pytest.raises(wanted), opened(url) as (local, _):
+    expected = KeyError if isinstance(error, KeyError) else disk.WriteFailed
+    with pytest.raises(expected), opened(url) as (local, _):
       write(local, metrics="1")
       if error:
         raise error
-    said = capsys.readouterr().err
-    assert f"what could not be copied is in {local}" in said
+    printed = capsys.readouterr().err
+    assert f"what could not be copied is in {local}" in printed
     assert (local / "metrics").read_text() == "1"
     shutil.rmtree(local)
 
 
-def test_a_lock_that_is_gone_is_lost(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  with pytest.raises(disk.WriteFailed, match="was removed"):
-    with opened(url) as (local, _):
-      fs.rm_file(f"{root}/.lock")
-      threading.Event().wait(10 * bucket_lock.BEAT)
-      write(local, metrics="1")
-  assert names(url) == []
-
-
-def test_a_run_that_trains_can_be_read(with_checkpoint, monkeypatch):
-  fs, root = fsspec.core.url_to_fs(with_checkpoint)
+def test_a_run_that_trains_can_be_read(with_checkpoint, fs, monkeypatch):
   real, left = type(fs).get_file, [2]
 
   def vanish(self, *args):
@@ -236,7 +224,7 @@ def test_a_run_that_trains_can_be_read(with_checkpoint, monkeypatch):
   assert (bucket.local(with_checkpoint) / "checkpoints/2/data").is_file()
 
 
-def test_one_process_a_directory(url, capsys):
+def test_one_process_a_directory(url):
   with opened(url):
     with pytest.raises(ValueError, match="is in use by process .* on "):
       with opened(url):
@@ -248,56 +236,54 @@ def test_one_process_a_directory(url, capsys):
   assert names(url) == []
 
 
-def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, capsys):
-  fs, root = fsspec.core.url_to_fs(url)
-  fs.pipe_file(f"{root}/.lock", json.dumps({"token": "gone"}).encode())
+def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, put, capsys):
+  put(**{".lock": json.dumps({"token": "gone"})})
   with opened(url):
     assert "gone" not in read(url, ".lock")
   assert "waiting" in capsys.readouterr().err
   assert names(url) == []
 
 
-def test_who_was_taken_over_writes_no_more(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  with pytest.raises(disk.WriteFailed, match="taken over"):
-    with opened(url) as (local, publish):
+@pytest.mark.parametrize("other", ["", json.dumps({"token": "other"})])
+def test_who_was_taken_over_writes_no_more(other, url, fs, put):
+  with pytest.raises(disk.WriteFailed, match="taken over .* or its .lock was"):
+    with opened(url) as (local, sync):
       write(local, metrics="1")
-      publish()
-      fs.pipe_file(f"{root}/.lock", json.dumps({"token": "other"}).encode())
-      threading.Event().wait(10 * bucket_lock.BEAT)
+      sync()
+      if other:
+        put(**{".lock": other})
+      else:  # it has ended since
+        fs.rm_file(f"{fs._strip_protocol(url)}/.lock")
+      threading.Event().wait(10 * bucket.BEAT)
       write(local, metrics="2")
-      publish()
+      sync()
+  assert not local.exists()
   assert read(url, "metrics") == "1"
-  assert "other" in read(url, ".lock")  # not removed
+  assert names(url) == ([".lock"] if other else []) + ["metrics"]
 
 
-def test_lazily(url, monkeypatch, capsys):
-  with opened(url) as (local, publish):
+def test_lazily(url, fs, monkeypatch, capsys):
+  with opened(url) as (local, sync):
     write(local, metrics="1")
-    publish(lazily=True)
+    sync(lazily=True)
     assert names(url) == [".lock"]
     monkeypatch.setattr(bucket, "PUSH", 0.0)
-    publish(lazily=True)
+    sync(lazily=True)
     assert names(url) == [".lock", "metrics"]
-    fs, _ = fsspec.core.url_to_fs(url)
-
-    def refuse(*args):
-      raise OSError("no network")
-
     with monkeypatch.context() as broken:
-      broken.setattr(type(fs), "put_file", refuse)
+      broken.setattr(type(fs), "put_file", refuse(OSError, "no network"))
       write(local, metrics="2")
-      publish(lazily=True)
+      sync(lazily=True)
       assert "no network; trying again" in capsys.readouterr().err
       with pytest.raises(disk.WriteFailed, match="cannot be written.*no net"):
-        publish()
+        sync()
   assert read(url, "metrics") == "2"
 
 
-def test_names_that_lead_out_of_the_directory(url, monkeypatch):
-  fs, root = fsspec.core.url_to_fs(url)
-  found = dict.fromkeys([f"{root}//tmp/x", f"{root}/config.json"], {})
-  monkeypatch.setattr(type(fs), "find", lambda *_, **__: found)
+def test_names_that_lead_out_of_the_directory(url, fs, monkeypatch):
+  root = fs._strip_protocol(url)
+  infos = dict.fromkeys([f"{root}//tmp/x", f"{root}/config.json"], {})
+  monkeypatch.setattr(type(fs), "find", lambda *_, **__: infos)
   with pytest.raises(ValueError, match="file of the name"), opened(url):
     pass
 
@@ -333,28 +319,28 @@ def test_a_missing_package_is_named(monkeypatch):
 def test_what_is_wrong_is_said_of_the_bucket(url):
   with pytest.raises(ValueError, match=f"^{url}/x is wrong$"):
     with opened(url) as (local, _):
+      write(local, **{"config.json": "{}"})
       raise ValueError(f"{local}/x is wrong")
+  assert names(url) == ["config.json"]  # an error loses nothing
   with pytest.raises(SystemExit) as left, opened(url):
     raise SystemExit(75)
   assert left.value.code == 75
 
 
-def test_a_copy_to_read_is_made_once(url, monkeypatch):
-  fs, root = fsspec.core.url_to_fs(url)
-  fs.pipe_file(f"{root}/config.json", b"{}")
-  fs.pipe_file(f"{root}/old", b"0")
+def test_a_copy_to_read_is_made_once(url, fs, put, monkeypatch):
+  put(**{"config.json": "{}", "pytorch_model.bin": "pickle"}, old="0")
   copied = []
   real = type(fs).get_file
 
   def spy(self, path, *args):
-    copied.append(path[len(root) + 1 :])
+    copied.append(path.rpartition("/")[2])
     return real(self, path, *args)
 
   monkeypatch.setattr(type(fs), "get_file", spy)
   copy = bucket.local(url)
   assert sorted(copied) == ["config.json", "old"]
-  fs.rm_file(f"{root}/old")
-  fs.pipe_file(f"{root}/new", b"more")
+  fs.rm_file(f"{fs._strip_protocol(url)}/old")
+  put(new="more")
   bucket.local.cache_clear()
   copied.clear()
   assert bucket.local(url) == copy
@@ -363,29 +349,6 @@ def test_a_copy_to_read_is_made_once(url, monkeypatch):
   pathlib.Path(f"{copy}.json").write_text("damaged")
   bucket.local.cache_clear()
   assert bucket.local(url) == copy and (copy / "new").read_text() == "more"
-
-
-def test_nothing_there(url):
-  with pytest.raises(ValueError, match="there is no model and no run at"):
-    bucket.local(url)
-
-
-def test_a_directory_of_something_else_is_not_copied(url, monkeypatch):
-  fs, root = fsspec.core.url_to_fs(url)
-  fs.pipe_file(f"{root}/data/x.parquet", b"terabytes")
-  monkeypatch.setattr(type(fs), "get_file", None)
-  with pytest.raises(ValueError, match="is not a run"), opened(url):
-    pass
-  with pytest.raises(ValueError, match="no model and no run"):
-    bucket.local(url)
-
-
-def test_weights_in_other_formats_are_not_copied(url):
-  fs, root = fsspec.core.url_to_fs(url)
-  for name in ("config.json", "model.safetensors", "pytorch_model.bin"):
-    fs.pipe_file(f"{root}/{name}", b"{}")
-  found = sorted(path.name for path in bucket.local(url).iterdir())
-  assert found == ["config.json", "model.safetensors"]
 
 
 def test_origin(tmp_path):

@@ -1,42 +1,254 @@
-"""The date that chat templates write."""
+"""Prompts of the chat families, in the formats that their authors document.
+
+The tokenizers are byte-level BPEs trained on a few GSM8K problems; the
+templates follow the published formats of Qwen 2.5, Qwen 3, Llama 3 and Gemma.
+"""
 
 import datetime
-import locale
+import json
+import pathlib
 
 import pytest
 
-from grpojax.runtime import chat_template, tokenizer
+from grpojax.runtime.text import chat_template
+from grpojax.runtime.text import tokenizer as tokenizers
+
+SAMPLE = pathlib.Path(__file__).parents[1] / "data" / "gsm8k" / "train.jsonl"
+QWEN = (
+  "{%- if messages[0].role == 'system' %}"
+  "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}"
+  "{%- else %}{{- '<|im_start|>system\nYou are Qwen.<|im_end|>\n' }}"
+  "{%- endif %}"
+  "{%- for m in messages if m.role != 'system' %}"
+  "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+  "{%- endfor %}"
+  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+  "{%- if enable_thinking is defined and enable_thinking is false %}"
+  "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+LLAMA = (
+  "{{- bos_token }}{%- for m in messages %}"
+  "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+  "{{- m.content | trim + '<|eot_id|>' }}{%- endfor %}"
+  "{%- if add_generation_prompt %}"
+  "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+_GEMMA = (
+  "{%- for m in messages %}"
+  "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+  "{{ raise_exception('Conversation roles must alternate') }}{%- endif %}"
+  "{{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) }}"
+  "{{- '\n' + m.content | trim + '<end_of_turn>\n' }}{%- endfor %}"
+  "{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"
+)
+GEMMA = (
+  "{{- bos_token }}{%- if messages[0].role == 'system' %}"
+  "{{ raise_exception('System role not supported') }}{%- endif %}" + _GEMMA
+)
+SILENT = (
+  "{%- set messages = messages | selectattr('role', 'ne', 'system') | list %}"
+)
+SPECIAL = {
+  QWEN: ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+  LLAMA: "<|start_header_id|> <|end_header_id|> <|eot_id|>".split(),
+  GEMMA: ["<start_of_turn>", "<end_of_turn>", "<eos>"],
+}
+
+
+@pytest.fixture(scope="module")
+def make():
+  """`(template or None) -> tokenizer`; it puts <bos> before plain texts."""
+  import tokenizers as hf
+  from transformers import PreTrainedTokenizerFast
+
+  rows = [json.loads(line) for line in SAMPLE.read_text().splitlines()]
+  alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+
+  def make(template, bos="<bos>"):
+    special = SPECIAL.get(template, SPECIAL[QWEN])
+    backend = hf.Tokenizer(hf.models.BPE())
+    backend.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = hf.decoders.ByteLevel()
+    trainer = hf.trainers.BpeTrainer(
+      vocab_size=500,
+      special_tokens=["<bos>", *special],
+      initial_alphabet=alphabet,
+      show_progress=False,
+    )
+    backend.train_from_iterator((r["question"] for r in rows), trainer)
+    if bos:
+      backend.post_processor = hf.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 0)]
+      )
+    tokenizer = PreTrainedTokenizerFast(
+      tokenizer_object=backend, bos_token=bos, eos_token=special[1]
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+  return make
+
+
+TURNS = [
+  {"role": "user", "content": "1+1?"},
+  {"role": "assistant", "content": "2"},
+  {"role": "user", "content": "2+2?\n"},
+]
+
+
+@pytest.mark.parametrize(
+  "template, single, several",
+  [
+    (
+      QWEN,
+      "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?"
+      "<|im_end|>\n<|im_start|>assistant\n",
+      "<|im_start|>system\nYou are Qwen.<|im_end|>\n<|im_start|>user\n1+1?"
+      "<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|im_start|>user\n2+2?\n"
+      "<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    (
+      LLAMA,
+      "<bos><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+      "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+      "<|start_header_id|>assistant<|end_header_id|>\n\n",
+      "<bos><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+      "<|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>"
+      "<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+      "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    (
+      GEMMA,
+      "<bos><start_of_turn>user\nBe brief.\n\n1+1?<end_of_turn>\n"
+      "<start_of_turn>model\n",
+      "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2"
+      "<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n"
+      "<start_of_turn>model\n",
+    ),
+  ],
+  ids=["qwen", "llama", "gemma"],
+)
+def test_each_family_has_its_own_format(template, single, several, make):
+  tokenizer = make(template)
+  for prompt, system, expected in [
+    ("1+1?", "Be brief.", single),
+    (TURNS, "", several),
+  ]:
+    text, ids = tokenizers.encode_prompt(
+      tokenizer, prompt, "{prompt}\n", system_prompt=system
+    )
+    assert text == expected
+    assert tokenizer.decode(ids) == text
+    # The template writes BOS, if any; the tokenizer adds no second one.
+    assert ids.count(0) == text.count("<bos>")
+    for token in SPECIAL[template]:
+      number = tokenizer.convert_tokens_to_ids(token)
+      assert ids.count(number) == text.count(token)
+  assert TURNS[2]["content"] == "2+2?\n"  # not changed in place
+
+
+def test_a_base_model_gets_plain_text_and_its_bos(make):
+  text, ids = tokenizers.encode_prompt(make(None), "1+1?", "Q: {prompt}\nA:")
+  assert text == "Q: 1+1?\nA:"
+  assert ids[0] == 0 and ids.count(0) == 1
+  text, other = tokenizers.encode_prompt(make(None, bos=None), text)
+  assert other == ids[1:]
+
+
+def test_a_template_wraps_text_prompts_only(make):
+  form = "\n{prompt}\nPut the answer in \\boxed{{}}.\n"
+  tokenizer = make(QWEN)
+  text = tokenizers.format_prompt(tokenizer, " {x}? ", form)
+  inside = " {x}? \nPut the answer in \\boxed{}."
+  assert f"<|im_start|>user\n{inside}<|im_end|>" in text
+  assert tokenizers.format_prompt(tokenizer, TURNS, form).count("boxed") == 0
+  plain = tokenizers.format_prompt(make(None), " {x}? ", form)
+  assert plain == f"\n{inside}\n"
+  for tokenizer in (make(QWEN), make(None)):
+    with pytest.raises(ValueError, match="template 'Q'"):
+      tokenizers.format_prompt(tokenizer, "1+1", "Q")
+
+
+def test_a_system_message_is_kept_and_only_one(make):
+  text = tokenizers.format_prompt(
+    make(SILENT + QWEN), "1+1?", system_prompt="Be brief."
+  )
+  assert "<|im_start|>user\nBe brief.\n\n1+1?<|im_end|>" in text
+  turns = [{"role": "system", "content": "Be long."}, *TURNS[:1]]
+  for template in (QWEN, GEMMA):  # an example's own
+    text = tokenizers.format_prompt(
+      make(template), turns, system_prompt="Be brief."
+    )
+    assert "Be long." in text and "Be brief." not in text
+
+
+def test_what_a_template_refuses_is_an_error(make):
+  turns = [TURNS[0], TURNS[0]]
+  for system in ("", "Be brief."):
+    with pytest.raises(
+      ValueError, match="roles must alternate.*'user', 'user'"
+    ):
+      tokenizers.format_prompt(make(GEMMA), turns, system_prompt=system)
+  # Templates run in a sandbox: they come with models, from anywhere.
+  evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+  with pytest.raises(ValueError, match="does not take this prompt"):
+    tokenizers.format_prompt(make(evil), "1+1?")
+
+
+def test_template_options(make):
+  options = {"enable_thinking": False}
+  tokenizer = make(QWEN)
+  plain = tokenizers.format_prompt(tokenizer, "1+1?")
+  text = tokenizers.format_prompt(tokenizer, "1+1?", template_options=options)
+  assert text == plain + "<think>\n\n</think>\n\n"
+  with pytest.raises(ValueError, match="has no .'enable_thinkin'"):
+    tokenizers.format_prompt(
+      make(LLAMA), "1+1?", template_options={"enable_thinkin": False}
+    )
+
+
+def test_a_base_model_has_no_chat(make):
+  for options, text in [
+    ({"system_prompt": "Be brief."}, "system_prompt"),
+    ({"template_options": {"date_string": "x", "y": 1}}, "template_options"),
+    ({"prompt": TURNS}, "list of chat messages"),
+  ]:
+    with pytest.raises(ValueError, match=f"{text}.*no chat template"):
+      tokenizers.format_prompt(make(None), **{"prompt": "1+1?"} | options)
+
 
 # The dates' lines of the published templates.
-LLAMA = (
+LLAMA_DATE = (
   "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
   '{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}'
   '{%- set date_string = "26 Jul 2024" %}{%- endif %}{%- endif %}'
   "Today Date: {{ date_string }}\n{{ messages[0].content }}"
 )
-MISTRAL = (
+MISTRAL_DATE = (
   '{%- set today = strftime_now("%Y-%m-%d") %}'
   "The current date is {{ today }}.\n[INST]{{ messages[0].content }}[/INST]"
 )
 # Called in a macro and in a loop; its first line is indented.
-MADE_UP = (
+MADE_UP_DATE = (
   "  {% macro day() %}{{ strftime_now('%A, %-d %B %Y, ') }}{% endmacro %}\n"
   "{% for m in messages %}{{ day() }}"
   "{{ strftime_now('%b %a %H:%M %p %%b %j') }}{% endfor %}\n\n"
 )
-FIXED = "{{ date_string | default('26 Jul 2024') }} {{ messages[0].content }}"
-NONE = "Q: {{ messages[0].content }}"
+FIXED_DATE = (
+  "{{ date_string | default('26 Jul 2024') }} {{ messages[0].content }}"
+)
+NO_DATE = "Q: {{ messages[0].content }}"
 
 
 def with_template(template):
-  made = tokenizer.character_tokenizer()
+  made = tokenizers.character_tokenizer()
   made.chat_template = template
   return made
 
 
 def written(template, date):
   options = {} if date is None else {"date_string": date}
-  return tokenizer.format_prompt(
+  return tokenizers.format_prompt(
     with_template(template), "Hi", template_options=options
   )
 
@@ -44,11 +256,11 @@ def written(template, date):
 @pytest.mark.parametrize(
   "template, expected",
   [
-    (LLAMA, "Today Date: 29 Feb 2020\nHi"),
-    (MISTRAL, "The current date is 2020-02-29.\n[INST]Hi[/INST]"),
-    (MADE_UP, "Saturday, 29 February 2020, Feb Sat 00:00 AM %b 060"),
-    (FIXED, "29 Feb 2020 Hi"),
-    (NONE, "Q: Hi"),
+    (LLAMA_DATE, "Today Date: 29 Feb 2020\nHi"),
+    (MISTRAL_DATE, "The current date is 2020-02-29.\n[INST]Hi[/INST]"),
+    (MADE_UP_DATE, "Saturday, 29 February 2020, Feb Sat 00:00 AM %b 060"),
+    (FIXED_DATE, "29 Feb 2020 Hi"),
+    (NO_DATE, "Q: Hi"),
   ],
 )
 def test_a_date_is_pinned_in_every_template(template, expected):
@@ -57,26 +269,28 @@ def test_a_date_is_pinned_in_every_template(template, expected):
 
 def test_a_date_is_pinned_in_a_reward_models_chat():
   chat = [{"role": "user", "content": "Hi"}]
-  for template in (LLAMA, MISTRAL, NONE):
+  for template in (LLAMA_DATE, MISTRAL_DATE, NO_DATE):
     made = with_template(template)
-    ids = tokenizer.encode_conversation(made, chat, date="29 Feb 2020")
+    ids = tokenizers.encode_conversation(made, chat, date="29 Feb 2020")
     assert made.decode(ids) == written(template, "29 Feb 2020")
 
 
 def test_who_asks_for_the_date():
-  asks = lambda t: tokenizer.asks_for_date(with_template(t))
-  assert [asks(t) for t in (LLAMA, MISTRAL, MADE_UP)] == [True] * 3
-  assert [asks(t) for t in (FIXED, NONE, None)] == [False] * 3
+  asks = lambda t: tokenizers.asks_for_date(with_template(t))
+  assert [asks(t) for t in (LLAMA_DATE, MISTRAL_DATE, MADE_UP_DATE)] == [
+    True
+  ] * 3
+  assert [asks(t) for t in (FIXED_DATE, NO_DATE, None)] == [False] * 3
   # As transformers keeps several templates of a model.
-  assert asks({"default": NONE, "tool_use": MISTRAL})
+  assert asks({"default": NO_DATE, "tool_use": MISTRAL_DATE})
 
 
 def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
-  for template in (LLAMA, MISTRAL):
+  for template in (LLAMA_DATE, MISTRAL_DATE):
     before, text, after = (
-      written(template, tokenizer.today()),
+      written(template, tokenizers.today()),
       written(template, None),
-      written(template, tokenizer.today()),
+      written(template, tokenizers.today()),
     )
     assert text in (before, after)  # midnight may pass
 
@@ -86,37 +300,18 @@ def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
       return cls(2031, 5, 3, 23, 59)
 
   monkeypatch.setattr(chat_template.datetime, "datetime", May)
-  assert tokenizer.today() == "03 May 2031"
-
-
-def test_names_are_english_in_every_locale():
-  known = locale.setlocale(locale.LC_TIME)
-  for name in ("de_DE.UTF-8", "fr_FR.UTF-8"):
-    try:
-      locale.setlocale(locale.LC_TIME, name)
-    except locale.Error:
-      continue
-    try:
-      assert written(MADE_UP, "01 May 2024").startswith("Wednesday, 1 May")
-    finally:
-      locale.setlocale(locale.LC_TIME, known)
+  assert tokenizers.today() == "03 May 2031"
 
 
 def test_another_date_is_for_templates_that_write_it_as_it_is():
   for date in ("spring", "2024-07-26", "30 Feb 2024", "26 Juli 2024", 2024):
-    assert written(LLAMA, date) == f"Today Date: {date}\nHi"
-    assert written(FIXED, date) == f"{date} Hi"
+    assert written(LLAMA_DATE, date) == f"Today Date: {date}\nHi"
+    assert written(FIXED_DATE, date) == f"{date} Hi"
     with pytest.raises(
       ValueError, match=f"date_string = '{date}'.*26 Jul 2024"
     ):
-      written(MISTRAL, date)
+      written(MISTRAL_DATE, date)
 
 
 def test_a_date_without_a_template_is_nobodys():
   assert written(None, "26 Jul 2024") == "Hi"
-  with pytest.raises(ValueError, match="no chat template"):
-    tokenizer.format_prompt(
-      with_template(None),
-      "Hi",
-      template_options={"date_string": "26 Jul 2024", "thinking": True},
-    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import os
 import pathlib
 import random
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,10 @@ import optax
 import pytest
 
 from grpojax.core.types import TrainState
-from grpojax.runtime import checkpoint, disk, interrupts, stored_arrays
+from grpojax.runtime import checkpoint
+from grpojax.runtime.checkpoint import stored_arrays
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
@@ -45,15 +50,30 @@ def _assert_same(a, b):
     assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
+def _saved(folder: pathlib.Path, *steps: int) -> pathlib.Path:
+  """Makes a directory with the checkpoints of these steps."""
+  with checkpoint.open_checkpointer(folder) as checkpointer:
+    for step in steps:
+      checkpoint.save(checkpointer, step, _state(step))
+  return folder
+
+
+def _assert_resumes(folder: pathlib.Path, step: int, **options) -> None:
+  with checkpoint.open_checkpointer(folder, **options) as checkpointer:
+    assert checkpoint.latest_step(checkpointer) == step
+    _assert_same(checkpoint.restore(checkpointer, _state(0)), _state(step))
+
+
 def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints", keep=2) as ckptr:
+  folder = tmp_path / "checkpoints"
+  with checkpoint.open_checkpointer(folder, keep=2) as ckptr:
     assert checkpoint.latest_step(ckptr) is None
     for step in (1, 2, 3, 7):  # back to back: no save may be skipped
       checkpoint.save(ckptr, step, _state(step))
     checkpoint.save(ckptr, 7, _state(1))  # there already: left alone
   abstract = jax.eval_shape(lambda: _state(0))
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints", keep=2) as ckptr:
-    assert checkpoint.latest_step(ckptr) == 7
+  with checkpoint.open_checkpointer(folder, keep=2) as ckptr:
+    assert checkpoint.steps(ckptr) == checkpoint.complete(folder) == [3, 7]
     _assert_same(checkpoint.restore(ckptr, abstract), _state(7))
     _assert_same(checkpoint.restore(ckptr, _state(0), 3), _state(3))
     with pytest.raises(ValueError, match=r"step 2, only \[3, 7\]"):
@@ -61,13 +81,12 @@ def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
 
 
 def test_saved_arrays_may_be_donated_at_once(tmp_path):
-  state = _state(1, 300_000)
-  expected = _state(1, 300_000)
+  state, expected = _state(1, 300_000), _state(1, 300_000)
   advance = jax.jit(
     lambda s: s.replace(params=jax.tree.map(lambda x: x * 0 - 1, s.params)),
     donate_argnums=0,
   )
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
+  with checkpoint.open_checkpointer(tmp_path) as ckptr:
     checkpoint.save(ckptr, 1, state)
     for _ in range(3):
       state = advance(state)
@@ -76,70 +95,32 @@ def test_saved_arrays_may_be_donated_at_once(tmp_path):
 
 
 def test_another_model_is_refused_by_name(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    checkpoint.save(ckptr, 1, _state(1))
-    checkpoint.wait(ckptr)
-    other = _state(1, 65).replace(opt_state=())
+  with checkpoint.open_checkpointer(_saved(tmp_path, 1)) as ckptr:
     with pytest.raises(ValueError) as error:
-      checkpoint.restore(ckptr, other)
-  text = str(error.value)
-  assert "params/layers/q: float32[64] -> float32[65]" in text
-  assert "opt_state/1/0/mu/b: bfloat16[3] -> (none)" in text
+      checkpoint.restore(ckptr, _state(1, 65).replace(opt_state=()))
+  assert "params/layers/q: float32[64] -> float32[65]" in str(error.value)
+  assert "opt_state/1/0/mu/b: bfloat16[3] -> (none)" in str(error.value)
 
 
 def test_unfinished_newest_is_invisible_and_removed(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    checkpoint.save(ckptr, 1, _state(1))
-  folder = tmp_path / "checkpoints"
+  folder = _saved(tmp_path, 1)
   torn = folder / "5.orbax-checkpoint-tmp"
   shutil.copytree(folder / "1", torn)
   for file in torn.rglob("manifest.ocdbt"):
     file.unlink()
-  with checkpoint.open_checkpointer(
-    tmp_path / "checkpoints", readonly=True
-  ) as ckptr:
-    assert checkpoint.latest_step(ckptr) == 1
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
+  _assert_resumes(folder, 1, readonly=True)
   assert torn.exists()  # it may be another process's save in flight
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    assert checkpoint.latest_step(ckptr) == 1
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
-    checkpoint.save(ckptr, 2, _state(2))
-    checkpoint.wait(ckptr)
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(2))
-  assert sorted(p.name for p in folder.iterdir()) == ["1", "2"]
+  _assert_resumes(folder, 1)
+  assert os.listdir(folder) == ["1"]
 
 
 def test_a_half_deleted_old_checkpoint_does_no_harm(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    for step in (1, 2):
-      checkpoint.save(ckptr, step, _state(step))
-  folder = tmp_path / "checkpoints"
+  folder = _saved(tmp_path, 1, 2)
   shutil.rmtree(folder / "1" / "state")
   (folder / "1" / "_CHECKPOINT_METADATA").unlink()
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(2))
-    checkpoint.save(ckptr, 3, _state(3))
-    checkpoint.wait(ckptr)
-  assert sorted(p.name for p in folder.iterdir()) == ["2", "3"]
-
-
-# Orbax's reading threads outlive a failed load and complain when they end.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("file", ["_METADATA", "manifest.ocdbt", "d/*"])
-def test_damage_is_reported_with_what_to_delete(tmp_path, file):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    for step in (1, 2):
-      checkpoint.save(ckptr, step, _state(step))
-  newest = tmp_path / "checkpoints" / "2"
-  for path in (newest / "state").glob(file):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    with pytest.raises(ValueError, match=f"{newest} is damaged"):
-      checkpoint.restore(ckptr, _state(0))
-  shutil.rmtree(newest)
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
+  _assert_resumes(folder, 2)
+  _assert_resumes(_saved(folder, 3), 3)
+  assert sorted(os.listdir(folder)) == ["2", "3"]
 
 
 def _flip(file: pathlib.Path, rng: random.Random) -> bytes:
@@ -151,6 +132,7 @@ def _flip(file: pathlib.Path, rng: random.Random) -> bytes:
   return whole
 
 
+# Orbax's reading threads outlive a failed load and complain when they end.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("flips", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
@@ -181,25 +163,19 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
 
 
 def test_other_values_of_the_same_form_are_refused_by_name(tmp_path):
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    for step in (1, 2):
-      checkpoint.save(ckptr, step, _state(step))
-    checkpoint.wait(ckptr)
-    shutil.rmtree(tmp_path / "checkpoints" / "2" / "state")
-    shutil.copytree(
-      tmp_path / "checkpoints" / "1" / "state",
-      tmp_path / "checkpoints" / "2" / "state",
-    )
+  folder = _saved(tmp_path, 1, 2)
+  shutil.rmtree(folder / "2" / "state")
+  shutil.copytree(folder / "1" / "state", folder / "2" / "state")
+  with checkpoint.open_checkpointer(folder) as ckptr:
     with pytest.raises(ValueError, match="layers/q.*not the values that were"):
-      checkpoint.restore(ckptr, _state(0), 2)
-    _assert_same(checkpoint.restore(ckptr, _state(0), 1), _state(1))
+      checkpoint.restore(ckptr, _state(0))
+  shutil.rmtree(folder / "2")  # as the message advises
+  _assert_resumes(folder, 1)
 
 
 def test_parameters_alone_are_read(tmp_path):
-  state = _state(1, 3000)
-  with checkpoint.open_checkpointer(tmp_path / "checkpoints") as ckptr:
-    checkpoint.save(ckptr, 1, state)
-    checkpoint.wait(ckptr)
+  state = _state(1)
+  with checkpoint.open_checkpointer(_saved(tmp_path, 1)) as ckptr:
     like = jax.eval_shape(lambda: state.params)
     loaded = checkpoint.restore_policy(ckptr, like)
     _assert_same(state.replace(params=loaded), state)
@@ -208,6 +184,65 @@ def test_parameters_alone_are_read(tmp_path):
       ValueError, match=r"params/b: bfloat16\[3\] -> bfloat16"
     ):
       checkpoint.restore_policy(ckptr, like)
+
+
+def test_notes_are_kept_with_a_state(tmp_path):
+  notes = {"baseline": {"accuracy": 0.25}, "data": {"train": [3, "abc"]}}
+  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+    checkpoint.save(ckptr, 1, _state(1), notes)
+    checkpoint.save(ckptr, 2, _state(2))
+    checkpoint.wait(ckptr)
+    assert checkpoint.read_notes(ckptr, 1) == notes
+    assert checkpoint.read_notes(ckptr, 2) == {}
+    with pytest.raises(ValueError, match="no checkpoint of step 3"):
+      checkpoint.read_notes(ckptr, 3)
+  account = tmp_path / "1" / "_CHECKPOINT_METADATA"
+  account.write_text(account.read_text().replace("0.25", "0.35"))
+  with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
+    with pytest.raises(ValueError, match="damaged.*its notes are not those"):
+      checkpoint.read_notes(ckptr, 1)
+
+
+def _log_error(error: Exception, path="/orbax/checkpoint/saver.py") -> None:
+  info = (type(error), error, None)
+  logging.getLogger("absl").handle(
+    logging.LogRecord("absl", logging.ERROR, path, 1, "failed", (), info)
+  )
+
+
+@pytest.mark.parametrize("ended", ["here", "elsewhere", "by Orbax"])
+def test_a_save_of_several_processes_that_fails(ended, tmp_path, monkeypatch):
+  """What fails here is raised, though the others still wait for it."""
+  monkeypatch.setattr(checkpoint, "_POLL", 0.02)
+  monkeypatch.setattr(checkpoint, "_logged_errors", [])
+  monkeypatch.setattr(interrupts, "skip_end", lambda code: None)
+  polls = []
+
+  def result(timeout):
+    polls.append(timeout)
+    if ended == "by Orbax" and timeout:
+      raise TimeoutError("its own")
+    time.sleep(timeout)
+    if ended == "here":
+      _log_error(OSError("the disk is full"))
+    else:
+      _log_error(ValueError("another library's"), "/elsewhere/saver.py")
+    if len(polls) < 4:
+      raise TimeoutError
+
+  with checkpoint.open_checkpointer(tmp_path) as ckptr:
+    monkeypatch.setattr(distributed, "count", lambda: 2)
+    ckptr.in_flight = types.SimpleNamespace(result=result)
+    assert not checkpoint.check(ckptr)
+    if ended == "elsewhere":
+      checkpoint.wait(ckptr)
+      assert polls == [0.0, 0.02, 0.02, 0.02]
+    else:
+      message = {"here": "the disk is full", "by Orbax": "its own"}[ended]
+      with pytest.raises(disk.WriteFailed, match=message):
+        checkpoint.wait(ckptr)
+      assert len(polls) == (1 if ended == "here" else 2)
+    monkeypatch.setattr(distributed, "count", lambda: 1)
 
 
 @contextlib.contextmanager
@@ -229,11 +264,10 @@ def test_a_save_that_fails_is_reported_at_the_next_check(
   monkeypatch.setattr(interrupts, "skip_end", left.append)
   folder, large = tmp_path / "checkpoints", _state(2, 3000)
   # Compiled now: JAX keeps what it has compiled in files, too.
-  stored_arrays.describe(large.replace(key=jax.random.key_data(large.key)))
+  stored_arrays.describe(stored_arrays.without_keys(large))
   with checkpoint.open_checkpointer(folder) as ckptr:
     checkpoint.save(ckptr, 1, _state(1))
     checkpoint.wait(ckptr)
-    checkpoint.check(ckptr)
     with _no_file_larger_than(2000):
       checkpoint.save(ckptr, 2, large)
       with pytest.raises(disk.WriteFailed) as error:
@@ -245,11 +279,8 @@ def test_a_save_that_fails_is_reported_at_the_next_check(
   assert left == [1]
   assert os.listdir(folder) == ["1"]
   assert not caplog.records  # of Orbax, with a traceback from each thread
-  with checkpoint.open_checkpointer(folder) as ckptr:
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
-    checkpoint.save(ckptr, 2, _state(2))
-  with checkpoint.open_checkpointer(folder) as ckptr:
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(2))
+  _assert_resumes(folder, 1)
+  _assert_resumes(_saved(folder, 2), 2)
 
 
 def test_a_reference_that_cannot_be_saved(tmp_path):
@@ -287,42 +318,33 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_while_a_save_is_in_flight(tmp_path):
+  here = pathlib.Path(__file__).parent
   done = subprocess.run(
-    [
-      sys.executable,
-      "-c",
-      INTERRUPTED,
-      tmp_path,
-      pathlib.Path(__file__).parent,
-    ],
-    cwd=pathlib.Path(__file__).parents[2],
+    [sys.executable, "-c", INTERRUPTED, tmp_path, here],
+    cwd=here.parents[1],
     capture_output=True,
     text=True,
   )
   assert (done.returncode, done.stderr) == (1, "interrupted\n")
-  with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
-    _assert_same(checkpoint.restore(ckptr, _state(0)), _state(1))
+  _assert_resumes(tmp_path, 1, readonly=True)
 
 
 def test_readonly_needs_a_run(tmp_path):
-  nothing = checkpoint.open_checkpointer(
-    tmp_path / "nothing" / "checkpoints", readonly=True
-  )
+  nothing = checkpoint.open_checkpointer(tmp_path / "nothing", readonly=True)
   with pytest.raises(ValueError, match="no checkpoints"), nothing:
     pass
 
 
 def test_reference_is_saved_once(tmp_path):
+  path = tmp_path / "reference"
   with pytest.raises(ValueError, match="does not exist"):
-    checkpoint.restore_params(tmp_path / "reference", {"a": jnp.ones(2)})
-  checkpoint.save_params(tmp_path / "reference", {"a": jnp.arange(3.0)})
-  checkpoint.save_params(tmp_path / "reference", {"a": jnp.zeros(3)})
-  loaded = checkpoint.restore_params(
-    tmp_path / "reference", {"a": jnp.zeros(3)}
-  )
+    checkpoint.restore_params(path, {"a": jnp.ones(2)})
+  checkpoint.save_params(path, {"a": jnp.arange(3.0)})
+  checkpoint.save_params(path, {"a": jnp.zeros(3)})
+  loaded = checkpoint.restore_params(path, {"a": jnp.zeros(3)})
   np.testing.assert_array_equal(loaded["a"], np.arange(3.0))
   with pytest.raises(ValueError, match=r"a: float32\[3\] -> float32\[4\]"):
-    checkpoint.restore_params(tmp_path / "reference", {"a": jnp.zeros(4)})
+    checkpoint.restore_params(path, {"a": jnp.zeros(4)})
 
 
 SIZE = 1_000_000  # 12 MB a checkpoint

@@ -8,10 +8,9 @@ import absl.flags
 import pytest
 from ml_collections import ConfigDict
 
-from grpojax.runtime import command_line, config_file
-from grpojax.runtime.settings import setting
-from grpojax.training.config import default_config
-from grpojax.training.settings import SETTINGS
+from grpojax.runtime.cli import command_line, config_file
+from grpojax.runtime.cli.settings import setting
+from grpojax.training.config import SETTINGS, default_config
 
 FLAGS = {
   "run_dir": setting("", "where to write"),
@@ -448,7 +447,7 @@ def test_a_home_directory(tmp_path, monkeypatch):
     "from grpojax.training.config import default_config\n"
     "def get_config():\n"
     "  config = default_config()\n"
-    "  config.data.path = '~/problems'\n"
+    "  config.data.path = '~/config_errors'\n"
     "  return config\n"
   )
   config, flags = _parse(
@@ -460,7 +459,7 @@ def test_a_home_directory(tmp_path, monkeypatch):
     "--config.data.template=a ~/ {prompt}",
   )
   assert flags.run_dir == f"{tmp_path}/run"
-  assert config.data.path == f"{tmp_path}/problems"
+  assert config.data.path == f"{tmp_path}/config_errors"
   assert config.model.path == f"{tmp_path}/model"
   functions = (f"{tmp_path}/mine.py:score", "exact_answer")
   assert config.reward.functions == functions

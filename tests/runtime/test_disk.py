@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from grpojax.runtime import disk
+from grpojax.runtime.files import disk
 
 
 def test_what_can_be_written_is_left_as_it_was(tmp_path):

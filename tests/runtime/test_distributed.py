@@ -1,16 +1,21 @@
-"""What several processes agree on, as far as one can see it; test_processes.py
-starts several."""
+"""Agreements and ends of processes, the others being stand-ins.
+
+test_processes.py starts real ones.
+"""
 
 import json
 import os
-import time
+import signal
+import socket
+import types
 
+import jax
 import numpy as np
 import pytest
 
-from grpojax.models import file_checksums
-from grpojax.runtime import distributed
-from grpojax.training import scored_text
+from grpojax.models.huggingface import file_checksums
+from grpojax.runtime.processes import distributed, interrupts
+from grpojax.training.step import rewards as rewards_lib
 
 
 @pytest.mark.parametrize(
@@ -25,17 +30,16 @@ from grpojax.training import scored_text
 def test_rows(monkeypatch, processes, count, expected):
   monkeypatch.setattr(distributed, "count", lambda: processes)
   rows = range(count)
-  found = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
-  assert found == expected
+  dealt = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
+  assert dealt == expected
 
 
 def speak_for(monkeypatch, *others):
   """This process is the first; the others say this, in JSON."""
   monkeypatch.setattr(distributed, "count", lambda: len(others) + 1)
-  heard = list(others)
 
   def allgather(x):
-    texts = [np.frombuffer(json.dumps(o).encode(), np.uint8) for o in heard]
+    texts = [np.frombuffer(json.dumps(o).encode(), np.uint8) for o in others]
     if x.ndim == 0:
       return np.array([x, *(t.size for t in texts)])
     return np.stack([x, *(np.pad(t, (0, x.size - t.size)) for t in texts)])
@@ -47,7 +51,7 @@ def speak_for(monkeypatch, *others):
 def test_rows_of_parts_come_back_in_their_order(monkeypatch):
   # Parts of 3 and 2 prompts: 0 1 | 2 and 3 | 4.
   speak_for(monkeypatch, [2, 4])
-  assert scored_text.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
+  assert rewards_lib.gather_rows([0, 1, 3], [3, 2]) == [0, 1, 2, 3, 4]
 
 
 def test_nan_is_said(monkeypatch):
@@ -107,13 +111,70 @@ def test_fingerprints_of_models(tmp_path):
   assert file_checksums.fingerprint(tmp_path) != one
 
 
-def test_a_long_wait_is_said(capsys):
-  with distributed._said_if_long(60.0):
+@pytest.mark.parametrize(
+  "words, message",
+  [
+    (("here",), "--coordinator=here: expected HOST:PORT"),
+    (("here:99999", "2", "0"), "there is no such port"),
+    (("here:1",), "give --num_processes=N"),
+    (("here:1", "2", "-1"), "--process_id=-1: with --coordinator, give"),
+    (("here:1", "2", "2"), "--process_id=2 must be in 0..1"),
+    (("", "", "1"), "need --coordinator"),
+  ],
+)
+def test_wrong_arguments_are_said(words, message):
+  with pytest.raises(ValueError, match=message):
+    with distributed.joined(*words):
+      pass
+
+
+@pytest.fixture
+def server():
+  """A port where somebody listens."""
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    yield listener
+
+
+def test_a_port_that_is_in_use_is_said_at_once(server):
+  address = f"127.0.0.1:{server.getsockname()[1]}"
+  with pytest.raises(ValueError, match="of --coordinator is in use on this"):
+    with distributed.joined(address, "2", "0"):
+      pass
+  distributed._find_coordinator(address, 1, [])  # there it may be process 0
+
+
+def test_sigterm_is_heeded_while_waiting_for_the_first(
+  server, monkeypatch, capsys
+):
+  """Sent when the wait is over, in the place of the process's end."""
+  ends = []
+
+  def end(code):
+    ends.append(code)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  monkeypatch.setattr(interrupts, "end", end)
+  monkeypatch.setattr(distributed, "PATIENCE", 0.5)
+  monkeypatch.setattr(distributed, "SAY_AFTER", 0.2)
+  address = f"127.0.0.1:{server.getsockname()[1]}"
+  server.close()
+  with pytest.raises(interrupts.Left, match="SIGTERM before the run began"):
+    with distributed.joined(address, "2", "1"):
+      pass
+  assert ends == [1]
+  problem = f": process 0 is not at {address} (Connection refused)"
+  assert capsys.readouterr().err.splitlines() == [
+    f"the other processes of this run are waited for, 0.5 s at most{problem}",
+    f"the other processes of this run did not come within 0.5 s{problem}",
+    "start every one with the same --coordinator and --num_processes, and a "
+    "--process_id of its own",
+  ]
+
+
+def test_nothing_is_said_of_a_short_wait(capsys):
+  with distributed._patience():
     pass
   assert capsys.readouterr().err == ""
-  with distributed._said_if_long(0.01):
-    time.sleep(0.2)
-  assert "waiting for the other processes" in capsys.readouterr().err
 
 
 def test_only_the_first_processs_words_go_to_standard_output(
@@ -124,7 +185,82 @@ def test_only_the_first_processs_words_go_to_standard_output(
     with distributed._standard_output():
       print("mine")
       os.write(1, b"a library's\n")
-    told = capfd.readouterr()
-    assert told.out == own and told.err == "a library's\n"
+    streams = capfd.readouterr()
+    assert streams.out == own and streams.err == "a library's\n"
   print("again")
   assert capfd.readouterr().out == "again\n"
+
+
+class Ended(Exception):
+  """In the place of the process's end."""
+
+
+@pytest.fixture
+def leave(monkeypatch):
+  """(error, whether the others come) -> how it ended, how long it waited."""
+
+  def end(code):
+    raise Ended(code)
+
+  def run(error, others=True):
+    waited = []
+
+    def wait_at_barrier(name, milliseconds):
+      waited.append(milliseconds // 1000)
+      if not others:
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    client = types.SimpleNamespace(wait_at_barrier=wait_at_barrier)
+    state = types.SimpleNamespace(client=client)
+    monkeypatch.setattr(distributed.jax_distributed, "global_state", state)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: None)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(interrupts.os, "_exit", end)
+    with pytest.raises((Ended, SystemExit)) as caught:
+      with distributed._ending_together():
+        raise error
+    code = caught.value.args[0]
+    return caught.type is Ended, code, sum(waited)
+
+  return run
+
+
+@pytest.mark.parametrize(
+  "error, others, expected",
+  [
+    (SystemExit(75), True, (False, 75, 30)),
+    (SystemExit(75), False, (True, 75, 30)),
+    (SystemExit("error: no"), True, (False, 1, 10)),
+    (SystemExit("error: no"), False, (True, 1, 10)),
+    (SystemExit(130), True, (True, 130, 0)),  # it alone was interrupted
+    (KeyboardInterrupt(), True, (True, 130, 0)),
+    (KeyError("a bug"), True, (True, 1, 0)),
+  ],
+)
+def test_exit_codes(leave, error, others, expected, capsys):
+  assert leave(error, others) == expected
+  err = capsys.readouterr().err
+  assert err.count("error: no\n") == (error.args == ("error: no",))
+  assert ("KeyError: 'a bug'" in err) == isinstance(error, KeyError)
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    jax.errors.JaxRuntimeError("INTERNAL: Connection closed by peer"),
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
+    SystemExit("error: UNKNOWN: Gloo AllReduce failed"),
+  ],
+)
+def test_others_that_are_gone_are_said_to_be(leave, error, capsys):
+  assert leave(error) == (True, 1, 0)
+  err = capsys.readouterr().err
+  assert "process 0: another process of this run is gone" in err
+  assert "the same command resumes" in err and "Traceback" not in err
+
+
+def test_a_device_without_memory_is_nobody_elses_fault(leave, capsys):
+  text = "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
+  assert leave(jax.errors.JaxRuntimeError(text)) == (True, 1, 0)
+  err = capsys.readouterr().err
+  assert "Traceback" in err and "is gone" not in err

@@ -6,12 +6,13 @@ import io
 import re
 
 import pytest
+from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
 from grpojax import train
-from grpojax.runtime import help_text, settings
-from grpojax.runtime.config import flatten
-from grpojax.runtime.settings import Section, described
+from grpojax.runtime.cli import help_text, settings
+from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.settings import Section, described
 
 WIDTHS = (50, 80, 200)
 
@@ -37,7 +38,7 @@ def test_help_of_every_program_has_every_setting(name, monkeypatch):
   text = printed(program, "--help")
   words, lines = squeezed(text), text.splitlines()
   declared = program.SETTINGS or Section("", {})
-  rows = {f"--config.{k}": v for k, v in settings.leaves(declared)}
+  rows = {f"--config.{k}": v for k, v in settings.flat_settings(declared)}
   rows |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
   job = (
     flatten(program.default_job()) if hasattr(program, "default_job") else {}
@@ -73,7 +74,7 @@ def test_what_most_people_change_comes_first():
   first = train.SETTINGS.first
   assert tuple(names[: len(first)]) == first and 10 <= len(first) <= 20
   # Then all of them, the sections in the order of their declaration.
-  every = [name for name, _ in settings.leaves(train.SETTINGS)]
+  every = [name for name, _ in settings.flat_settings(train.SETTINGS)]
   rest = [name for name in names[len(first) :] if not name.endswith(".KEY")]
   assert sorted(rest) == sorted(every)
   parts = [name.partition(".")[0] for name in rest if "." in name]
@@ -93,7 +94,7 @@ def test_what_most_people_change_comes_first():
 )
 def test_help_of_a_section(argv):
   lines = printed(train, *argv).splitlines()
-  assert lines[0] == "optim: the optimizer"
+  assert lines[0].startswith("optim: optimizer, ")
   names = [x.strip().split("=")[0] for x in lines if x.startswith("  --")]
   keys = train.SETTINGS.fields["optim"].fields
   assert names == [f"--config.optim.{key}" for key in keys]
@@ -138,5 +139,6 @@ def test_help_without_a_reader(monkeypatch):
   monkeypatch.setattr(
     "sys.stdout", io.TextIOWrapper(io.FileIO(1, closefd=False))
   )
-  help_text.show("text")
+  nothing = Section("", {}), ConfigDict()
+  help_text.print_help("", "train", "About.", {}, *nothing)
   assert closed and closed[0][1] == 1

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from grpojax.runtime import pictures, records
+from grpojax.runtime.files import records
+from grpojax.runtime.terminal import pictures
 
 
 def _png_size(path):
@@ -67,3 +68,14 @@ def test_best_group_sizes_are_drawn_with_their_intervals(tmp_path, monkeypatch):
   (intervals,) = axes.collections
   ends = [segment[:, 1].tolist() for segment in intervals.get_segments()]
   assert ends == [[2, 9], [6, 40], [3, 40]] and axes.get_ylim() == (1, 40)
+
+
+def test_a_picture_leaves_out_what_is_no_number_of_a_step(tmp_path):
+  path, picture = tmp_path / "metrics.jsonl", tmp_path / "curve.png"
+  for row in ({"accuracy": 1}, {"step": 1, "accuracy": "x", "entropy": [1]}):
+    records.append_jsonl(path, row)
+  with pytest.raises(ValueError, match="no rows to draw"):
+    pictures.learning_curve(path, picture)
+  records.append_jsonl(path, {"step": 1, "accuracy": 0.5})
+  pictures.learning_curve(path, picture)
+  assert picture.exists()

@@ -11,12 +11,12 @@ import sys
 
 import pytest
 
-from grpojax.runtime import run_lock
+from grpojax.runtime.files import run_lock
 
 # The file alone, so that a process takes no time to start.
-PROGRAM = f"""
-import runpy, sys
-hold = runpy.run_path({run_lock.__file__!r})["hold"]
+HOLD = f'import runpy; hold = runpy.run_path({run_lock.__file__!r})["hold"]'
+PROGRAM = """
+import sys
 try:
   with hold(sys.argv[1]):
     print("held", flush=True)
@@ -26,9 +26,9 @@ except ValueError as error:
 """
 
 
-def start(directory):
+def start(directory, program=PROGRAM):
   return subprocess.Popen(
-    [sys.executable, "-c", PROGRAM, directory],
+    [sys.executable, "-c", HOLD + program, directory],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -104,32 +104,27 @@ def test_of_many_at_once_one_has_it(tmp_path):
     process.communicate()
 
 
-@pytest.mark.parametrize("inside", ["sleeper", "fork"])
-def test_children_do_not_keep_it(tmp_path, inside):
-  """A started program has no part in it; a forked one loses it with us."""
-  line = {
-    "sleeper": "c = subprocess.Popen(['sleep', '9'], close_fds=False).pid",
-    "fork": "c = os.fork() or (sys.stdin.read(), os._exit(0))",
-  }[inside]
-  program = f"""
-import os, runpy, signal, subprocess, sys
-hold = runpy.run_path({run_lock.__file__!r})["hold"]
+FORKED = """
+import os, sys
 with hold(sys.argv[1]):
-  {line}
-  if {inside!r} == "sleeper":  # nothing is let go of: we are gone
-    print(c, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-print(c, flush=True)
-os.waitpid(c, 0)
+  child = os.fork() or (sys.stdin.read(), os._exit(0))
+print(child, flush=True)
+os.waitpid(child, 0)
 """
-  process = subprocess.Popen(
-    [sys.executable, "-c", program, tmp_path],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-    text=True,
-  )
+STARTED = """
+import os, signal, subprocess, sys
+with hold(sys.argv[1]):
+  print(subprocess.Popen(["sleep", "9"], close_fds=False).pid, flush=True)
+  os.kill(os.getpid(), signal.SIGKILL)  # nothing is let go of
+"""
+
+
+@pytest.mark.parametrize("program", [FORKED, STARTED])
+def test_children_do_not_keep_it(tmp_path, program):
+  """A started program has no part in it; a forked one loses it with us."""
+  process = start(tmp_path, program)
   child = int(say(process))
-  if inside == "sleeper":
+  if program == STARTED:
     process.wait()
   os.kill(child, 0)  # it lives
   with run_lock.hold(tmp_path):

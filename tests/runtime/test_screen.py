@@ -1,4 +1,4 @@
-"""How far a program is: lines in a file, a table on a terminal."""
+"""Progress as lines in a file and a table on a terminal; hostile text."""
 
 import contextlib
 import io
@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 import threading
+import unicodedata
 
 import pytest
 from rich.console import Console
 
-from grpojax.runtime import live_table, screen
+from grpojax.runtime.terminal import screen
 
 MOVES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -28,11 +29,17 @@ class Clock:
 
 def test_long_evaluations_say_how_far_they_are(capsys):
   clock = Clock()
-  told = screen.in_lines(every=2, seconds=clock)
-  told.evaluated(0, 100)
+  lines = screen.Screen(every=2, seconds=clock)
+  for _ in range(3):  # short ones are silent, however long ago the first was
+    lines.evaluated(0, 4)
+    for done in (1, 2, 3, 4):
+      clock.now += 2.4
+      lines.evaluated(done, 4)
+    clock.now += 1000
+  lines.evaluated(0, 100)
   for done in range(10, 101, 10):
     clock.now += 6
-    told.evaluated(done, 100)
+    lines.evaluated(done, 100)
   # Every second batch, no sooner than 10 s after the last; none at the end.
   assert capsys.readouterr().out.splitlines() == [
     "evaluated 20 of 100 held-out prompts, 48s left",
@@ -42,23 +49,11 @@ def test_long_evaluations_say_how_far_they_are(capsys):
   ]
 
 
-def test_short_evaluations_are_silent(capsys):
-  clock = Clock()
-  told = screen.in_lines(seconds=clock)
-  for _ in range(3):  # each begins anew, however long ago the first was
-    told.evaluated(0, 4)
-    for done in (1, 2, 3, 4):
-      clock.now += 2.4
-      told.evaluated(done, 4)
-    clock.now += 1000
-  assert capsys.readouterr().out == ""
-
-
 def test_a_file_gets_the_lines_of_steps_that_are_shown(capsys):
-  told = screen.in_lines()
-  told.busy("the first step compiles")
-  told.stepped(1, None, "step 1/2  reward 0.5", {"step": "1"})
-  told.stepped(2, 0.0, None, {})
+  lines = screen.Screen()
+  lines.busy("the first step compiles")
+  lines.stepped(1, None, "step 1/2  reward 0.5", {"step": "1"})
+  lines.stepped(2, 0.0, None, {})
   lines = capsys.readouterr().out.splitlines()
   assert lines == ["the first step compiles", "step 1/2  reward 0.5"]
 
@@ -66,10 +61,10 @@ def test_a_file_gets_the_lines_of_steps_that_are_shown(capsys):
 def test_a_reader_that_goes_away_does_not_end_the_program():
   lines = [
     "import sys",
-    "from grpojax.runtime import screen",
-    "told = screen.in_lines()",
+    "from grpojax.runtime.terminal import screen",
+    "lines = screen.Screen()",
     "for step in range(5):",
-    "  told.stepped(step, None, f'step {step}', {})",
+    "  lines.stepped(step, None, f'step {step}', {})",
     "  sys.stdin.readline()",
     "print('all steps', file=sys.stderr)",
   ]
@@ -109,46 +104,54 @@ def test_only_a_terminal_is_drawn_anew(file, environ, live):
   assert screen.is_live(file, environ) is live
 
 
-def drawn(view, now, width=80):
+@pytest.fixture
+def table():
+  """A table after 12 of 40 steps, in the thirteenth, and its clock."""
+  clock = Clock()
+  table = screen.LiveTable(40, clock)
+  table.stepped(11, None, "", {"step": "11", "reward": "0.41"})
+  cells = {"step": "12", "reward": "0.44", "": "2 updates skipped"}
+  table.stepped(12, 130.0, "", cells)
+  return table, clock
+
+
+def drawn(table, width=80):
   console = Console(file=io.StringIO(), width=width, force_terminal=False)
-  console.print(live_table.draw(view, now))
+  console.print(table.draw())
   return console.file.getvalue()
 
 
-def test_the_picture_has_the_steps_and_the_time_left():
-  view = live_table.View(40, since=100.0, done=12, left=130.0, left_at=98.0)
-  view.doing = "step 13"
-  view.rows = [
-    {"step": "11", "reward": "0.41"},
-    {"step": "12", "reward": "0.44", "": "2 updates skipped"},
-  ]
-  lines = drawn(view, 104.0).strip().splitlines()
-  head, first, second, bar = lines
+def test_the_picture_has_the_steps_and_the_time_left(table):
+  table, clock = table
+  clock.now += 4
+  head, first, second, bar = drawn(table).strip().splitlines()
   assert head.split() == ["step", "reward"]
   assert first.split() == ["11", "0.41"]
   assert second.split() == ["12", "0.44", "2", "updates", "skipped"]
-  assert re.match(r"12/40 \S+ +step 13 · 4s · 2m04s left", bar)
-  assert "left" not in drawn(view, 300.0)  # it takes longer than was thought
+  assert re.match(r"12/40 \S+ +step 13 · 4s · 2m06s left", bar)
+  clock.now += 200
+  assert "left" not in drawn(table)  # it takes longer than was thought
 
 
-def test_an_evaluation_has_the_bar_while_it_lasts():
-  view = live_table.View(40, since=0.0, done=12, left=130.0)
-  view.evaluated = 96, 256
-  assert re.match(r"evaluating 96/256 \S+ +1s · 2m09s left", drawn(view, 1.0))
-  assert "12/40" not in drawn(view, 1.0)
+def test_an_evaluation_has_the_bar_while_it_lasts(table):
+  table, clock = table
+  table.evaluated(0, 256)
+  clock.now += 1
+  table.evaluated(96, 256)
+  *_, bar = drawn(table).splitlines()
+  assert re.match(r"evaluating 96/256 \S+ +1s · 2m09s left", bar)
+  table.evaluated(256, 256)
+  assert "12/40" in drawn(table)
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 300])
-def test_no_line_is_longer_than_the_terminal(width):
-  view = live_table.View(40, since=0.0, done=12, left=130.0, doing="step 13")
+def test_no_line_is_longer_than_the_terminal(table, width):
   names = "step reward length truncated entropy tokens/s seconds".split()
-  view.rows = [dict.fromkeys(names, "123.4")]
-  assert max(map(len, drawn(view, 1.0, width).splitlines())) <= width
+  table[0].stepped(13, 99.0, "", dict.fromkeys(names, "123.4"))
+  assert max(map(len, drawn(table[0], width).splitlines())) <= width
 
 
-@contextlib.contextmanager
-def terminal(monkeypatch):
-  """A terminal as standard output; yields a list of all that it was sent."""
+def test_a_terminal_gets_a_table_and_what_is_printed(monkeypatch):
   ours, theirs = pty.openpty()
   sent = []
 
@@ -162,38 +165,44 @@ def terminal(monkeypatch):
   monkeypatch.setenv("TERM", "xterm-256color")
   monkeypatch.delenv("JPY_PARENT_PID", raising=False)
   with open(theirs, "w", 1) as file, contextlib.redirect_stdout(file):
-    yield sent
+    with screen.opened(2) as table:
+      table.busy("the first step compiles, which takes a while")
+      table.stepped(1, None, "a file's line", {"step": "1", "reward": ".5"})
+      print("held-out accuracy 7%")
+      table.stepped(2, 0.0, "a file's line", {"step": "2", "reward": ".6"})
+    print("after it")
   reader.join()
   os.close(ours)
-
-
-def test_a_terminal_gets_a_table_and_what_is_printed(monkeypatch):
-  with terminal(monkeypatch) as sent:
-    with screen.opened(2) as told:
-      told.busy("the first step compiles, which takes a while")
-      told.stepped(1, None, "the line of a file", {"step": "1", "reward": ".5"})
-      print("held-out accuracy 7%")
-      told.stepped(2, 0.0, "the line of a file", {"step": "2", "reward": ".6"})
-    assert not isinstance(sys.stdout, io.StringIO)
-    print("after it")
   text = "".join(sent)
   plain = MOVES.sub("", text)
-  assert "held-out accuracy 7%" in plain and "the line of a file" not in plain
+  assert "held-out accuracy 7%" in plain and "a file's line" not in plain
   # The last picture stays, and what comes later is below it.
   last = plain[plain.rindex("reward") :]
   assert re.search(r"1 +\.5\s+2 +\.6\s+2/2 \S+\s+after it\s*$", last), last
-  assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor
-
-
-def test_an_error_leaves_the_terminal_as_it_was(monkeypatch):
-  with terminal(monkeypatch) as sent:
-    before = sys.stdout
-    with pytest.raises(KeyboardInterrupt):
-      with screen.opened(2) as told:
-        told.busy("the first step compiles, which takes a while")
-        raise KeyboardInterrupt
-    assert sys.stdout is before
   # Even while it draws, the cursor is there: a kill leaves it.
-  text = "".join(sent)
   assert text.count("\x1b[?25h") == 2 and text.count("\x1b[?25l") == 1
-  assert "compiles" not in MOVES.sub("", text).splitlines()[-1]
+  assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize(
+  "text, shown",
+  [
+    ("7 + 3 = 10\n\tso", "7 + 3 = 10\n\tso"),
+    ("gr\u00fc\u00df dich \u4f60\u597d \U0001f600", None),
+    ("a\u00a0b\u3000c", None),  # spaces of other widths
+    ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+    ("right\rwrong", "right\\rwrong"),
+    ("\x9b6n", "\\x9b6n"),  # C1: also begins a control sequence
+    ("abc\u202efdp", "abc\\u202efdp"),  # writes from right to left
+    ("\u2028", "\\u2028"),
+    ("\ud800", "\\ud800"),  # cannot be encoded
+  ],
+)
+def test_controls_are_escaped_and_text_stays(text, shown):
+  assert screen.printable(text) == (text if shown is None else shown)
+
+
+def test_no_control_character_is_left():
+  every = screen.printable("".join(map(chr, range(0x3000))))
+  left = {unicodedata.category(c) for c in every if c not in "\n\t"}
+  assert not left & {"Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"}

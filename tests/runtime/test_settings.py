@@ -1,7 +1,6 @@
 """Settings as they are declared, and the page that lists them."""
 
 import importlib
-import math
 import pathlib
 import re
 
@@ -9,9 +8,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from grpojax import __main__ as entry
-from grpojax.runtime import settings as settings_lib
-from grpojax.runtime.config import flatten
-from grpojax.runtime.settings import (
+from grpojax.core.options import refusal
+from grpojax.runtime.cli import settings as settings_lib
+from grpojax.runtime.cli.config import flatten
+from grpojax.runtime.cli.settings import (
   Section,
   changed,
   free_section,
@@ -36,7 +36,7 @@ TREE = section(
 def test_every_setting_of_every_program_has_a_description(name):
   program = importlib.import_module(f"grpojax.{name}")
   declared = program.SETTINGS or Section("", {})
-  found = dict(settings_lib.leaves(declared))
+  found = dict(settings_lib.flat_settings(declared))
   found |= {f"--{flag}": one for flag, one in program.FLAGS.items()}
   assert found
   for path, one in found.items():
@@ -68,48 +68,23 @@ def test_changed_defaults():
     changed(TREE, {"part.rat": 0.25})
 
 
-@pytest.mark.parametrize(
-  "within, inside, outside, words",
-  [
-    ("[1, inf)", (1, 2.5, 1e300), (0, 0.999, math.inf, math.nan), "1 or more"),
-    ("(0, inf)", (1e-300,), (0, -1, math.inf, math.nan), "more than 0"),
-    ("[0, 1)", (0, 0.5), (1, -0.1, math.nan), "in [0, 1)"),
-    ("(0, 1]", (1, 0.5), (0, 1.1, -math.inf), "in (0, 1]"),
-    (
-      "[0, 2**31)",
-      (0, 2**31 - 1),
-      (2**31, -1),
-      "0 or more, and less than 2**31",
-    ),
-  ],
-)
-def test_intervals(within, inside, outside, words):
-  assert all(settings_lib.allows(within, x) for x in inside)
-  assert not any(settings_lib.allows(within, x) for x in outside)
-  assert settings_lib.say(within) == words
-
-
-@pytest.mark.parametrize("within", ["0, 1", "[0 1]", "[a, 1]", "[0, 1] ", ""])
-def test_what_is_no_interval(within):
-  with pytest.raises(ValueError):
-    settings_lib.allows(within, 0.5)
-
-
 def test_every_interval_and_every_default_is_one():
   for name in entry.programs():
     program = importlib.import_module(f"grpojax.{name}")
-    for path, one in settings_lib.leaves(program.SETTINGS or Section("", {})):
-      assert settings_lib.refusal(one, one.default) is None, path
+    for path, one in settings_lib.flat_settings(
+      program.SETTINGS or Section("", {})
+    ):
+      assert refusal(one, one.default) is None, path
 
 
 def test_a_wrong_value_is_refused_with_the_description():
   values = {"size": 0, "kind": "c", "part.rate": 1.0}
-  assert settings_lib.problems(TREE, values) == [
+  assert settings_lib.config_errors(TREE, values) == [
     "--config.size = 0: must be 1 or more, or auto (of it)",
     "--config.kind = 'c': use one of a, b (which)",
     "--config.part.rate = 1.0: must be in [0, 1) (how much)",
   ]
-  assert not settings_lib.problems(TREE, {"size": "auto", "part.rate": 0})
+  assert not settings_lib.config_errors(TREE, {"size": "auto", "part.rate": 0})
 
 
 @pytest.mark.parametrize(
@@ -129,14 +104,6 @@ def test_descriptions_for_readers(one, text):
   assert settings_lib.described(one) == text
 
 
-def test_the_nearest_choice_is_suggested():
-  near = setting("constant", "course", ("constant", "cosine", "linear"))
-  assert settings_lib.refusal(near, "cosin") == (
-    "did you mean cosine? use one of constant, cosine, linear (course)"
-  )
-  assert settings_lib.refusal(near, "x").startswith("use one of constant")
-
-
 def test_the_page_has_all_settings_and_repeats_none():
   """The studies' trainings are there with what they change."""
   rows = re.findall(r"^\| `(\S+)` \|", entry.settings_page(), re.MULTILINE)
@@ -145,7 +112,7 @@ def test_the_page_has_all_settings_and_repeats_none():
     found = {f"--{flag}" for flag in program.FLAGS}
     if not name.startswith("studies."):
       declared = program.SETTINGS or Section("", {})
-      found |= {path for path, _ in settings_lib.leaves(declared)}
+      found |= {path for path, _ in settings_lib.flat_settings(declared)}
     assert found <= {*rows}, found - {*rows}
   assert "train.optim.learning_rate" in rows  # of studies.group_size
   assert "train.optim.b1" not in rows and "sft.rows" not in rows

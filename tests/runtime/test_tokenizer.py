@@ -1,12 +1,18 @@
+"""Tokenizers: loaded from directories, of characters, trained on the spot."""
+
 import json
+import os
+import pathlib
+import random
+import re
 import socket
 
 import numpy as np
 import pytest
 
-from grpojax.runtime import eos as eos_lib
-from grpojax.runtime import tokenizer as tokenizers
+from grpojax.runtime.text import tokenizer as tokenizers
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 TEXT = " 12*3=36 \n\n\n#### 36 , it 's <ok> ~\n\n "
 
 
@@ -55,73 +61,31 @@ def test_the_character_tokenizer_writes_every_character():
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_prompts_are_formatted():
-  plain = tokenizers.character_tokenizer()
-  assert tokenizers.format_prompt(plain, "1+1", "{prompt}\n") == "1+1\n"
-  assert (
-    tokenizers.format_prompt(plain, "{prompt}", "[{prompt}]") == "[{prompt}]"
-  )
-  chat = tokenizers.character_tokenizer(chat=True)
-  assert tokenizers.format_prompt(chat, "1+1", "{prompt}\n") == "Q: 1+1\nA: "
-  turns = [
-    {"role": "user", "content": "1+1"},
-    {"role": "assistant", "content": "#### 2"},
-    {"role": "user", "content": "2+2"},
-  ]
-  expected = "Q: 1+1\nA: #### 2\nQ: 2+2\nA: "
-  assert tokenizers.format_prompt(chat, turns) == expected
-  with pytest.raises(ValueError, match="no chat template"):
-    tokenizers.format_prompt(plain, turns)
-  with pytest.raises(ValueError, match="template 'Q'"):
-    tokenizers.format_prompt(plain, "1+1", "Q")
-
-
-def with_bos(chat):
-  """A tokenizer that puts <|endoftext|> before each text."""
-  from tokenizers.processors import TemplateProcessing
-
-  tokenizer = tokenizers.character_tokenizer(chat=chat)
-  tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-    single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 1)]
-  )
-  return tokenizer
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_bos_is_added_once(chat):
-  tokenizer = with_bos(chat)
-  if chat:  # such templates write the BOS themselves
-    tokenizer.chat_template = "<|endoftext|>" + tokenizer.chat_template
-  text, ids = tokenizers.encode_prompt(tokenizer, "5")
-  assert ids.count(1) == 1 and ids[0] == 1
-  assert tokenizer.decode(ids[1:]) == text.removeprefix("<|endoftext|>")
-
-
 def test_eos_ids_come_from_the_first_file_that_has_them_and_the_tokenizer(
   tmp_path,
 ):
   tokenizer = tokenizers.character_tokenizer()
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == (1,)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (1,)
   write(tmp_path, "config.json", eos_token_id=5)
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == (5, 1)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=None)
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == (5, 1)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (5, 1)
   write(tmp_path, "generation_config.json", eos_token_id=[99, 1, 99])
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == (99, 1)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (99, 1)
   write(tmp_path, "generation_config.json", eos_token_id=0)
-  assert eos_lib.eos_ids(tmp_path, tokenizer) == (0, 1)
+  assert tokenizers.eos_ids(tmp_path, tokenizer) == (0, 1)
 
 
 def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
   made = tokenizers.character_tokenizer()
 
-  def found(**content):
-    write(tmp_path, "generation_config.json", **content)
-    return eos_lib.eos_ids(tmp_path, made, vocab_size=100)
+  def eos_ids(named):
+    write(tmp_path, "generation_config.json", eos_token_id=named)
+    return tokenizers.eos_ids(tmp_path, made, vocab_size=100)
 
-  assert found(eos_token_id="<|pad|>") == (0, 1)
-  assert found(eos_token_id=[5, "<|endoftext|>"]) == (5, 1)
-  assert found(eos_token_id=99) == (99, 1)
+  assert eos_ids("<|pad|>") == (0, 1)
+  assert eos_ids([5, "<|endoftext|>"]) == (5, 1)
+  assert eos_ids(99) == (99, 1)
   for wrong, message in (
     (100, "= 100, but the model's ids end at 99"),
     ("</s>", "'</s>' is no token of the tokenizer"),
@@ -133,7 +97,7 @@ def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
     ({"a": 1}, "is neither"),
   ):
     with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
-      found(eos_token_id=wrong)
+      eos_ids(wrong)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "\xff", '"x"'])
@@ -143,7 +107,7 @@ def test_malformed_files_are_named(tmp_path, text):
   content = text.encode("latin-1")
   (tmp_path / "generation_config.json").write_bytes(content)
   with pytest.raises(ValueError, match="generation_config.json is not"):
-    eos_lib.eos_ids(tmp_path, made)
+    tokenizers.eos_ids(tmp_path, made)
   (tmp_path / "tokenizer_config.json").write_bytes(content)
   with pytest.raises(ValueError, match="tokenizer_config.json is not"):
     tokenizers.load(tmp_path)
@@ -151,14 +115,14 @@ def test_malformed_files_are_named(tmp_path, text):
 
 def test_no_eos_and_no_pad_are_errors(tmp_path):
   tokenizer = tokenizers.character_tokenizer()
-  assert eos_lib.pad_id(tokenizer) == 0
+  assert tokenizers.pad_id(tokenizer) == 0
   tokenizer.pad_token = None
-  assert eos_lib.pad_id(tokenizer) == 1
+  assert tokenizers.pad_id(tokenizer) == 1
   tokenizer.eos_token = None
   with pytest.raises(ValueError, match="pad_token"):
-    eos_lib.pad_id(tokenizer)
+    tokenizers.pad_id(tokenizer)
   with pytest.raises(ValueError, match="eos_token_id"):
-    eos_lib.eos_ids(tmp_path, tokenizer)
+    tokenizers.eos_ids(tmp_path, tokenizer)
 
 
 def test_missing_files_are_named(tmp_path, no_network):
@@ -182,3 +146,76 @@ def test_a_completion_ends_before_its_first_eos():
   assert decode((1,)) == "1<|pad|>2\n\n3"
   assert decode((1, 99)) == "1<|pad|>2"
   assert decode(()) == "1<|pad|>2\n\n3<|endoftext|>"
+
+
+def test_only_one_function_imports_transformers():
+  """It is test_quiet.py that sees that nothing is said."""
+  pattern = re.compile(r"^ *(import|from) transformers\b", re.MULTILINE)
+  files = (ROOT / "grpojax").rglob("*.py")
+  named = [p.name for p in files if pattern.search(p.read_text())]
+  assert named == ["tokenizer.py"]
+  tokenizers.import_transformers()  # later warnings are not silenced
+  assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
+
+
+PROBLEMS = [
+  "Ann sells 12 clips in May.\nShe sold 12/2 = $6 clips.\n#### 6",
+  "Ben sold 48 clips in April, and half as many clips in May.",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+  return tokenizers.train_bpe(PROBLEMS, 290)
+
+
+def random_texts(count):
+  rng = random.Random(0)
+  for _ in range(count):
+    points = [rng.randrange(0x110000) for _ in range(20)]
+    points += rng.choices(range(128), k=20)
+    rng.shuffle(points)
+    yield "".join(chr(p) for p in points if not 0xD800 <= p < 0xE000)
+
+
+def test_any_text_is_given_back(bpe):
+  texts = [
+    *PROBLEMS,
+    *random_texts(50),
+    "",
+    " ",
+    "\n\n \n",
+    "  a  b ",
+    "a .b 's",
+  ]
+  texts += ["naïve £5 – 😀 ٣٤ e\u0301 \x00\x7f\r\n\t\u200b\ufeff"]
+  for text in texts:
+    ids = bpe.encode(text)
+    assert max(ids, default=0) < len(bpe) == 290
+    assert bpe.decode(ids) == text
+
+
+def test_the_same_texts_give_the_same_tokenizer(bpe):
+  again = tokenizers.train_bpe(iter(PROBLEMS), 290)
+  assert again.backend_tokenizer.to_str() == (bpe.backend_tokenizer.to_str())
+  other = tokenizers.train_bpe(["quite another text, quite"] * 3, 290)
+  assert other.get_vocab() != bpe.get_vocab()
+
+
+def test_a_number_is_written_digit_by_digit(bpe):
+  ids = bpe.encode("12481248")
+  assert [bpe.decode([i]) for i in ids] == list("12481248")
+  assert len(bpe.encode(" clips")) == 1
+
+
+@pytest.mark.parametrize(
+  "texts, size, hint",
+  [
+    (PROBLEMS, 257, "258 or more"),
+    ([], 300, "no texts"),
+    ([""], 300, "no texts"),
+  ],
+)
+def test_what_cannot_be_trained_is_refused(texts, size, hint):
+  with pytest.raises(ValueError, match=hint):
+    tokenizers.train_bpe(texts, size)

@@ -22,15 +22,6 @@ def test_pass_at_k_is_the_mean_over_all_subsets(n):
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
-def test_pass_at_k_is_unbiased():
-  """Over all outcomes of 5 trials with p = 0.3, by enumeration."""
-  outcomes = np.array(list(itertools.product([0, 1], repeat=5)), bool)
-  probability = np.where(outcomes, 0.3, 0.7).prod(-1)
-  for k in (1, 2, 5):
-    mean = probability @ np.asarray(pass_at_k(jnp.asarray(outcomes), k))
-    np.testing.assert_allclose(mean, 1 - 0.7**k, atol=1e-6)
-
-
 def test_pass_at_k_of_many_samples():
   """Where the binomial coefficients themselves overflow float32."""
   n, c, k = 2000, 3, 700
@@ -102,23 +93,6 @@ def test_majority_worked_by_hand():
   assert [majority_at_k(*silent, k) for k in (1, 4)] == [0, 0]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_majority_is_unbiased(k):
-  """Over all outcomes of 5 samples of a known distribution, by enumeration."""
-  probability = {0: 0.4, 1: 0.3, 2: 0.2, -1: 0.1}  # 1 is right
-
-  def over_outcomes(size, value):
-    total = 0.0
-    for outcome in itertools.product(probability, repeat=size):
-      weight = math.prod(probability[x] for x in outcome)
-      total += weight * value(np.array(outcome))
-    return total
-
-  truth = over_outcomes(k, lambda x: vote(x.tolist(), (x == 1).tolist()))
-  mean = over_outcomes(5, lambda x: float(majority_at_k(x, x == 1, k)))
-  assert mean == pytest.approx(truth, abs=1e-12)
-
-
 @pytest.mark.parametrize("k", [1, 2, 9, 40, 100, 128])
 def test_majority_of_two_answers_is_hypergeometric(k):
   right, n = 55, 128
@@ -131,25 +105,8 @@ def test_majority_of_two_answers_is_hypergeometric(k):
   np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-30)
 
 
-def test_majority_of_many_samples():
-  """Against drawing subsets: 128 samples, dozens of answers."""
-  rng = np.random.default_rng(0)
-  labels = rng.geometric(0.08, 128) - 2
-  correct = labels == np.bincount(labels[labels >= 0]).argmax()
-  assert len(set(labels.tolist())) > 20
-  for k in (8, 64):
-    draws, score = 6000, []
-    names = np.arange(labels.max() + 1)
-    right = np.isin(names, labels[correct])
-    for _ in range(draws):
-      counts = np.bincount(
-        rng.permutation(labels)[:k] + 1, minlength=len(names) + 1
-      )[1:]
-      winners = counts == counts.max()
-      score.append(right[winners].mean() if counts.max() else 0.0)
-    error = 4 * np.std(score) / math.sqrt(draws)
-    assert abs(majority_at_k(labels, correct, k) - np.mean(score)) < error
-  # Where every answer is given once, the vote is a random answer.
+def test_majority_where_every_answer_is_given_once():
+  """The vote is a random answer."""
   once = np.arange(1000)
   got = majority_at_k(once, once < 20, 30)
   np.testing.assert_allclose(got, 0.02, rtol=1e-11)

@@ -1,13 +1,17 @@
-"""Errors and moments from pools, against all pools of a small policy."""
+"""Gram matrices; errors and moments, against all pools of a small policy."""
 
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.stats import multinomial
 
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import token_logprobs
+from grpojax.core.types import Prompts
 from grpojax.statistics import u_statistics as u
 from grpojax.studies import errors
 
@@ -15,8 +19,7 @@ THETA = np.array([0.3, -0.7, 1.1, 0.2])
 FEATURES = np.random.default_rng(0).normal(size=(4, 3))
 REWARDS = np.array([1.0, 0.0, 0.4, 2.0])
 
-
-pytestmark = pytest.mark.usefixtures("float64")
+float64 = pytest.mark.usefixtures("float64")
 
 
 def population(outputs):
@@ -49,15 +52,17 @@ def expectation(outputs, run, runs, function):
   return total
 
 
+@float64
 @pytest.mark.parametrize("outputs, pool", [(4, 4), (3, 7)])
 def test_moments_are_unbiased(outputs, pool):
   def estimate(gram, rewards):
     return np.array(errors.score_moments(gram, rewards))
 
-  found = expectation(outputs, pool, 1, estimate)
-  np.testing.assert_allclose(found, exact(outputs), rtol=1e-10)
+  moments = expectation(outputs, pool, 1, estimate)
+  np.testing.assert_allclose(moments, exact(outputs), rtol=1e-10)
 
 
+@float64
 @pytest.mark.parametrize(
   "outputs, group_size, groups, blocks",
   [
@@ -70,14 +75,14 @@ def test_measured_errors_are_the_exact_ones_on_average(
   outputs, group_size, groups, blocks
 ):
   def measure(gram, rewards):
-    found, _ = errors.group_errors(
+    measured, _ = errors.group_errors(
       gram, rewards, [group_size], blocks, baseline=0.7
     )
-    return np.concatenate(found)
+    return np.concatenate(measured)
 
-  found = expectation(outputs, group_size, groups, measure)
+  mean = expectation(outputs, group_size, groups, measure)
   expected = u.mse(exact(outputs), group_size)
-  np.testing.assert_allclose(found, expected, rtol=1e-10)
+  np.testing.assert_allclose(mean, expected, rtol=1e-10)
 
 
 def pool(size, seed=0, outputs=4):
@@ -86,6 +91,7 @@ def pool(size, seed=0, outputs=4):
   return s[index] @ s[index].T, z[index]
 
 
+@float64
 def test_replicates_leave_one_block_out():
   gram, rewards = pool(20)
   _, without = errors.group_errors(gram, rewards, [2, 4], 5, baseline=0.3)
@@ -94,43 +100,27 @@ def test_replicates_leave_one_block_out():
     keep = np.delete(np.arange(20), np.arange(4 * block, 4 * block + 4))
     part = gram[np.ix_(keep, keep)], rewards[keep]
     expected, _ = errors.group_errors(*part, [2, 4], 4, baseline=0.3)
-    found = [x[block] for x in without]
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-    found = [x[block] for x in moments]
-    np.testing.assert_allclose(found, errors.score_moments(*part), rtol=1e-10)
-
-
-@pytest.mark.slow  # many draws
-def test_intervals_cover():
-  """Means over 3 prompts, from pools of 8 blocks; 200 of them."""
-  truth = np.array(u.mse(exact(4), 4))
-  covered = []
-  for study in range(200):
-    pools = [pool(64, 3 * study + prompt) for prompt in range(3)]
-    found = [errors.group_errors(*p, [4], 8, baseline=0.5) for p in pools]
-    mean = np.mean([w for w, _ in found], 0)[:, 0]
-    variances = errors.jackknife(np.array([r for _, r in found])[..., 0])
-    half = [errors.mean_half_width(v, 7) for v in variances.T]
-    covered.append(np.abs(mean - truth) <= half)
-  share = np.mean(covered, 0)
-  assert np.all(share > 0.9) and np.all(share < 0.99), share
+    own = [x[block] for x in without]
+    np.testing.assert_allclose(own, expected, rtol=1e-10)
+    own = [x[block] for x in moments]
+    np.testing.assert_allclose(own, errors.score_moments(*part), rtol=1e-10)
 
 
 def test_jackknife_of_a_mean_is_its_variance():
   x = np.random.default_rng(1).normal(size=9)
   without = [np.delete(x, i).mean() for i in range(9)]
-  found = errors.jackknife(np.array([without]))
-  np.testing.assert_allclose(found, [x.var(ddof=1) / 9], rtol=1e-12)
+  variance = errors.jackknife(np.array([without]))
+  np.testing.assert_allclose(variance, [x.var(ddof=1) / 9], rtol=1e-12)
 
 
 def test_half_width_is_students_t_with_joint_degrees_of_freedom():
-  found = errors.mean_half_width(np.array([2.0, 2.0, 2.0]), 7)
+  half = errors.mean_half_width(np.array([2.0, 2.0, 2.0]), 7)
   expected = stats.t.ppf(0.975, 21) * np.sqrt(6) / 3
-  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  np.testing.assert_allclose(half, expected, rtol=1e-6)
   # One prompt has all the variance, so its degrees of freedom are all.
-  found = errors.mean_half_width(np.array([3.0, 0.0]), 7, confidence=0.9)
-  expected = stats.t.ppf(0.95, 7) * np.sqrt(3) / 2
-  np.testing.assert_allclose(found, expected, rtol=1e-6)
+  half = errors.mean_half_width(np.array([3.0, 0.0]), 7)
+  expected = stats.t.ppf(0.975, 7) * np.sqrt(3) / 2
+  np.testing.assert_allclose(half, expected, rtol=1e-6)
   assert errors.mean_half_width(np.zeros(3), 7) == 0
 
 
@@ -149,13 +139,61 @@ def test_no_other_baseline_errs_less():
   assert errors.best_baseline(np.zeros((3, 3)), np.ones(3)) == 0
 
 
-def test_pools_that_do_not_fit_are_refused():
-  gram, rewards = pool(12)
-  with pytest.raises(ValueError, match="cannot be cut into 5 blocks"):
-    errors.group_errors(gram, rewards, [2], 5)
-  with pytest.raises(ValueError, match="3 or more"):
-    errors.group_errors(gram, rewards, [2], 2)
-  with pytest.raises(ValueError, match="groups of"):
-    errors.group_errors(gram, rewards, [2, 3], 3)
-  with pytest.raises(ValueError, match="4 samples or more"):
-    errors.score_moments(gram[:3, :3], rewards[:3])
+PROMPT = np.array([[3, 7, 1, 0, 0]])
+IDS = np.array(
+  [
+    [5, 2, 9, 1],
+    [4, 1, 0, 0],
+    [5, 2, 9, 1],
+    [4, 1, 8, 3],  # the same completion as the second, other padding
+    [4, 1, 8, 3],  # not the same: it goes on
+    [6, 6, 6, 2],
+  ]
+)
+LENGTHS = np.array([4, 2, 4, 2, 4, 3])
+
+
+@pytest.mark.slow  # many gradients
+def test_gram_matrix(tiny):
+  """Against the Jacobian of all log-probabilities."""
+  mask = np.arange(IDS.shape[1]) < LENGTHS[:, None]
+  prompts = Prompts(PROMPT, np.arange(5)[None] < 3)
+  sampling = Sampling(temperature=1.7)
+
+  def logprobs(params):
+    values, _ = token_logprobs(
+      tiny.lm,
+      params,
+      jnp.asarray(prompts.prompt_ids),
+      jnp.asarray(prompts.prompt_mask),
+      jnp.asarray(IDS)[None],
+      sampling=sampling,
+    )
+    return jnp.sum(values[0] * mask, -1)
+
+  jacobian = jax.tree.leaves(jax.jit(jax.jacobian(logprobs))(tiny.params))
+  scores = np.concatenate([x.reshape(len(IDS), -1) for x in jacobian], 1)
+  scores = scores.astype(np.float64)
+  gram, distinct = errors.score_gram(
+    errors.make_score(tiny.lm, sampling),
+    tiny.params,
+    prompts,
+    IDS,
+    mask,
+    chunk_size=3,
+  )
+  assert distinct == 4 and gram.dtype == np.float64
+  expected = scores @ scores.T
+  np.testing.assert_allclose(
+    gram, expected, rtol=1e-4, atol=1e-5 * expected.max()
+  )
+  assert gram[0, 0] == gram[0, 2] and gram[1, 5] == gram[3, 5]
+
+
+def test_runs_of_columns_add_up(monkeypatch):
+  scores = np.random.default_rng(0).normal(size=(5, 23)).astype(np.float32)
+  monkeypatch.setattr(errors, "_COLUMNS", 7)
+  exact = scores.astype(np.float64)
+  np.testing.assert_allclose(
+    errors._inner_products(scores), exact @ exact.T, rtol=1e-5
+  )

@@ -8,12 +8,10 @@ import runpy
 import numpy as np
 import pytest
 
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import records
-from grpojax.studies import group_size, group_size_results, training_runs
+from grpojax.runtime.cli.settings import to_config
+from grpojax.studies import group_size
 from grpojax.studies import run as study
-from grpojax.training import fit, run_config, run_directory
-from grpojax.training.config import validate
+from grpojax.training.run import fit
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -21,8 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_every_run_spends_the_same_samples():
   config = group_size.default_config()
   for seed, budget, size in group_size._points(config):
-    run = group_size.train_config(config, budget, size, seed)
-    validate(run)
+    run = group_size.train_settings(config, budget, size, seed)
     first = run.auto_group_size.start if size == "auto" else size
     assert run.batch_size * first == budget and run.seed == seed
     assert bool(run.diagnostics.every) == (size == "auto")
@@ -30,79 +27,18 @@ def test_every_run_spends_the_same_samples():
 
 def test_the_papers_setting_is_valid():
   config = runpy.run_path(str(ROOT / "configs/figure5.py"))["get_config"]()
-  assert group_size.problems(config) == []
+  assert group_size.config_errors(config) == []
   assert config.seeds == 5 and config.budgets == (1024,)
   assert config.group_sizes == (4, 8, 16, 32, 64, 128)
   names = {
-    group_size.train_config(config, budget, size, seed).name
+    group_size.train_settings(config, budget, size, seed).name
     for seed, budget, size in group_size._points(config)
   }
   assert len(names) == 5 * 7
 
 
-def refusal(words):
-  with pytest.raises(SystemExit) as caught:
-    group_size.main(words)
-  message = caught.value.code
-  assert message.startswith("error: ")
-  return message
-
-
-@pytest.mark.parametrize(
-  "word, hint",
-  [
-    ("--config.seeds=1", "an interval needs 2"),
-    ("--config.budgets=(100,)", "8 does not divide the budget 100"),
-    ("--config.group_sizes=(1,)", "2 or more"),
-    ("--config.predict.prompts=90", "multiple of predict.batch"),
-    ("--config.predict.tangents=1", "tangents"),
-    ("--config.train.optim.learning_rate=-1", "optim.learning_rate"),
-    ("--config.train.steps=many", "type int"),
-    ("--config.name=../../x", "names a directory"),
-    (f"--config.train.seed={10**30}", "train.seed"),
-    ("--config.buget=3", "budgets?"),
-  ],
-)
-def test_mistakes_are_found_before_anything_is_written(
-  word, hint, tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  assert hint in refusal([word])
-  assert not list(tmp_path.iterdir())
-
-
-def test_somebody_elses_directory_is_refused(tmp_path):
-  (tmp_path / "thesis.tex").write_text("mine")
-  assert "is no study" in refusal([f"--run_dir={tmp_path}"])
-  assert "is a file" in refusal([f"--run_dir={tmp_path / 'thesis.tex'}"])
-
-
-@pytest.mark.parametrize(
-  "name, text",
-  [
-    ("file/x", "file/x: Not a directory"),
-    ("x" * 300, "name too long"),
-    ("odd", "odd/config.json is no study's config: .*Is a directory"),
-  ],
-)
-def test_a_directory_that_cannot_be_a_studys(name, text, tmp_path):
-  (tmp_path / "file").touch()
-  (tmp_path / "odd" / "config.json").mkdir(parents=True)
-  argv = [f"--run_dir={tmp_path / name}"]
-  with pytest.raises(SystemExit, match=f"^error: .*{text}"):
-    study.open_study(argv, "p", group_size.SETTINGS, lambda config: [], "")
-
-
-def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)  # where it would make the directory gs:
-  argv = ["--run_dir=gs://bucket/study"]
-  with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
-    study.open_study(argv, "p", group_size.SETTINGS, lambda config: [], "")
-  assert not list(tmp_path.iterdir())
-
-
 def small(toy, toy_model):
-  """A study of five runs of two steps on the toy task."""
+  """A study of four runs of two steps on the toy task."""
   settings = {
     "seeds": 2,
     "budgets": (64,),
@@ -127,92 +63,62 @@ def small(toy, toy_model):
   return words
 
 
-def made_up(config, directory):
-  """What a study reads of a run of two steps."""
-  directory.mkdir(parents=True)
-  with open(directory / run_directory.METRICS, "w") as file:
-    for step in (1, 2):
-      row = {"step": step, "group_size": 8, "c1": 1.0, "c3": 4.0}
-      row |= {"reward_mean": 0.1 * step + 0.01 * config.seed}
-      file.write(json.dumps(row) + "\n")
-    file.write(json.dumps({"step": 2, "accuracy": 0.5}) + "\n")
-  text = config_lib.to_json(config)
-  (directory / run_config.CONFIG).write_text(text)
-  summary = {"steps": 2, "accuracy_before": 0.0, "accuracy_after": 0.5}
-  records.write_json(directory / run_directory.SUMMARY, summary)
-  return summary
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [made_up, fit.run])
+@pytest.mark.parametrize("train", [None, fit.run])
 def test_a_small_study(
-  train, toy_task, toy_model, tmp_path, monkeypatch, capsys
+  train, toy_task, toy_model, tmp_path, interrupt_third, made_up, capsys
 ):
-  argv = [*small(toy_task, toy_model), f"--run_dir={tmp_path / 'study'}"]
-  calls = []
+  directory = tmp_path / "study"
+  argv = [*small(toy_task, toy_model), f"--run_dir={directory}"]
 
-  def killed(config, directory):  # the third run never ends
-    calls.append(config.name)
-    if len(calls) == 3:
-      raise KeyboardInterrupt
-    return train(config, directory)
+  def write(settings, directory):
+    rewards = [0.1 + 0.01 * settings.seed, 0.2 + 0.01 * settings.seed]
+    columns = {"group_size": 8, "c1": 1.0, "c3": 4.0}
+    return made_up(settings, directory, rewards, 0.5, **columns)
 
-  with monkeypatch.context() as patch:
-    patch.setattr(fit, "run", killed)
-    # Leave the session's compilation cache alone.
-    patch.setattr(training_runs.jax.config, "update", lambda *args: None)
-    with pytest.raises(SystemExit) as caught:
-      group_size.main(argv)
-    assert caught.value.code == 130
-    assert not (tmp_path / "study" / "results.csv").exists()
-    first = (tmp_path / "study" / "prediction.json").read_bytes()
+  calls = interrupt_third(train or write)
+  with pytest.raises(SystemExit) as caught:
     group_size.main(argv)
+  assert caught.value.code == 130
+  assert not (directory / "results.csv").exists()
+  first = (directory / "prediction.json").read_bytes()
+  group_size.main(argv)
   assert len(calls) == 3 + 2 and calls[2] == calls[3]
-  study = tmp_path / "study"
-  assert (study / "prediction.json").read_bytes() == first
-  assert (study / "group_size.png").read_bytes().startswith(b"\x89PNG")
-  with open(study / "results.csv") as file:
-    rows = list(csv.DictReader(file))
-  assert [(r["budget"], r["run"]) for r in rows] == [
+  assert (directory / "prediction.json").read_bytes() == first
+  assert (directory / "group_size.png").read_bytes().startswith(b"\x89PNG")
+  results, curves = (
+    list(csv.DictReader((directory / f"{name}.csv").read_text().splitlines()))
+    for name in ("results", "curves")
+  )
+  assert [(r["budget"], r["run"]) for r in results] == [
     ("64", "8"),
     ("64", "auto"),
   ]
-  with open(study / "curves.csv") as file:
-    curves = list(csv.DictReader(file))
   fixed = [r for r in curves if r["run"] == "8"]
-  assert [(r["seed"], r["step"]) for r in fixed] == [
-    ("0", "1"),
-    ("0", "2"),
-    ("1", "1"),
-    ("1", "2"),
-  ]
+  assert [r["seed"] + r["step"] for r in fixed] == ["01", "02", "11", "12"]
   mean = np.mean([float(r["reward"]) for r in fixed])
-  np.testing.assert_allclose(float(rows[0]["reward"]), mean, rtol=1e-5)
-  summary = json.loads((study / "summary.json").read_text())
-  found = summary["measured"]["64"]
-  assert found["best_group_size"] == found["worst_group_size"] == 8
-  assert found["best_minus_worst"] == [0, 0, 0]
+  np.testing.assert_allclose(float(results[0]["reward"]), mean, rtol=1e-5)
+  summary = json.loads((directory / "summary.json").read_text())
+  measured = summary["measured"]["64"]
+  assert measured["best_group_size"] == measured["worst_group_size"] == 8
+  assert measured["best_minus_worst"] == [0, 0, 0]
+  if not train:
+    assert summary["along_training"] == {"64": 3.0}  # 1 + sqrt(4 / 1)
   assert "tables and picture" in capsys.readouterr().out
 
 
-def test_no_diagnosis_of_an_automatic_run(
-  toy_task, toy_model, tmp_path, monkeypatch, capsys
-):
+def test_no_diagnosis_of_an_automatic_run(tmp_path, made_up, capsys):
   """Too few prompts with rewards: nan at every diagnosis, null in the file."""
-
-  def undiagnosed(config, directory):
-    summary = made_up(config, directory)
-    path = directory / run_directory.METRICS
-    path.write_text(path.read_text().replace('"c1": 1.0', '"c1": null'))
-    return summary
-
-  monkeypatch.setattr(fit, "run", undiagnosed)
-  monkeypatch.setattr(training_runs.jax.config, "update", lambda *args: None)
-  ends = ("", "_low", "_high")
-  unknown = {f"optimal_group_size{end}": None for end in ends}
-  monkeypatch.setattr(group_size, "predict", lambda config: unknown)
-  group_size.main([*small(toy_task, toy_model), f"--run_dir={tmp_path}/x"])
-  summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+  config = to_config(group_size.SETTINGS)
+  config.seeds, config.budgets, config.group_sizes = 2, (64,), (8,)
+  config.train.auto_group_size.start = 8
+  for seed, budget, size in group_size._points(config):
+    run = group_size.train_settings(config, budget, size, seed)
+    path = study.training_run(tmp_path, run.name)
+    made_up(run, path, [0.1, 0.2], 0.5, group_size=8, c1=None, c3=None)
+  unknown = {f"optimal_group_size{x}": None for x in ("", "_low", "_high")}
+  group_size.write(config, tmp_path, unknown)
+  summary = json.loads((tmp_path / "summary.json").read_text())
   assert summary["along_training"] == {"64": None}
   assert "G* along training nan" in capsys.readouterr().out
 
@@ -227,12 +133,16 @@ def test_best_and_worst_are_compared_by_seed():
       "auto": [0.5, 0.6, 0.4],
     }.items()
   ]
-  config = group_size.default_config().copy_and_resolve_references()
+  config = to_config(group_size.SETTINGS)
   config.budgets = (64,)
-  found = group_size_results.compare(config, lines)["64"]
-  assert found["best_group_size"] == 8 and found["worst_group_size"] == 4
-  np.testing.assert_allclose(found["best_minus_worst"], [0.3] * 3, atol=1e-6)
-  np.testing.assert_allclose(found["auto_minus_best"][0], 0, atol=1e-6)
+  comparison = group_size.compare(config, lines)["64"]
+  assert comparison["best_group_size"] == 8
+  assert comparison["worst_group_size"] == 4
+  np.testing.assert_allclose(
+    comparison["best_minus_worst"], [0.3] * 3, atol=1e-6
+  )
   # Student's interval of the differences 0.1, 0 and -0.1.
   half = 4.302653 * 0.1 / np.sqrt(3)
-  np.testing.assert_allclose(found["auto_minus_best"][2], half, rtol=1e-4)
+  np.testing.assert_allclose(
+    comparison["auto_minus_best"], [0, -half, half], rtol=1e-4, atol=1e-6
+  )

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from grpojax.data import gsm8k as gsm8k_data
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, math
-from grpojax.runtime import config as config_lib
-from grpojax.studies import baselines, gsm8k, gsm8k_bench, gsm8k_results
-from grpojax.training import fit, sft, sft_config
-from grpojax.training.config import validate
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.cli.settings import to_config
+from grpojax.studies import baselines, gsm8k
+from grpojax.training.run import fit
+from grpojax.training.sft import sft, sft_config
 
 PROBLEMS = str(pathlib.Path(__file__).resolve().parents[1] / "data" / "gsm8k")
 
@@ -27,10 +28,9 @@ def config_with(**changes):
 
 def test_the_default_runs_are_valid(tmp_path):
   config = config_with()
-  assert gsm8k.problems(config) == []
+  assert gsm8k.config_errors(config) == []
   sft_config.validate(gsm8k.sft_run(config, tmp_path))
   run = gsm8k.grpo_run(config, tmp_path)
-  validate(run)
   assert run.model.path == str(tmp_path / "sft")
 
 
@@ -61,28 +61,8 @@ def test_only_notes_are_removed():
   assert gsm8k._NOTE.sub("", text) == "2*3=6 > 1 << 8"
 
 
-@pytest.mark.parametrize(
-  "words, hint",
-  [
-    (["--config.prompts=1"], "an interval needs 2"),
-    (["--config.data.path=nowhere"], "no GSM8K in 'nowhere'"),
-    (["--config.train.optim.learning_rate=-1"], "optim.learning_rate"),
-    (["--config.sft.steps=0"], "steps = 0"),
-    (["--config.promts=3"], "prompts?"),
-  ],
-)
-def test_mistakes_are_found_before_anything_is_written(
-  words, hint, tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(SystemExit) as caught:
-    gsm8k.main([f"--config.data.path={PROBLEMS}", *words])
-  assert caught.value.code.startswith("error: ") and hint in caught.value.code
-  assert not list(tmp_path.iterdir())
-
-
 def test_moving_average():
-  middles, means, low, high = gsm8k_results.moving_average([1, 2, 3, 7], 3)
+  middles, means, low, high = gsm8k.moving_average([1, 2, 3, 7], 3)
   np.testing.assert_allclose(middles, [1, 2])
   np.testing.assert_allclose(means, [2, 4])
   # Student's t with 2 degrees of freedom.
@@ -131,11 +111,11 @@ def test_a_tiny_study(tmp_path, monkeypatch, capsys):
   argv = [f"--config.data.path={PROBLEMS}", f"--run_dir={study}", *words]
   calls, original = [], fit.run
 
-  def killed(config, directory):
+  def killed(settings, directory):
     calls.append("train")
     if len(calls) == 2:
       raise KeyboardInterrupt
-    return original(config, directory)
+    return original(settings, directory)
 
   def noted(*args):
     calls.append("sft")
@@ -169,9 +149,9 @@ def test_a_tiny_study(tmp_path, monkeypatch, capsys):
   }
   for name, values in rewards.items():
     assert len(values) == 4 and set(values) <= {0, 0.5, 1}
-    found = summary[f"reward_{name}"]
-    np.testing.assert_allclose(found[0], np.mean(values), rtol=1e-6)
-    assert found[1] <= found[0] <= found[2]
+    mean, low, high = summary[f"reward_{name}"]
+    np.testing.assert_allclose(mean, np.mean(values), rtol=1e-6)
+    assert low <= mean <= high
   np.testing.assert_allclose(
     summary["reward_difference"]["difference"],
     np.mean(rewards["after"]) - np.mean(rewards["before"]),
@@ -185,19 +165,19 @@ def _its_model_can_be_studied(study, monkeypatch):
   """Prompts and rewards of a pool, of the problems that are chosen."""
   shares = {"rewards": [0.0, 0.5, 1.0, 0.5]}
   (study / "before.json").write_text(json.dumps(shares))
-  assert "fewer than num_prompts = 3" in gsm8k_bench.problems(str(study), 3)
+  assert "fewer than num_prompts = 3" in baselines.gsm8k_error(str(study), 3)
   monkeypatch.chdir(study.parent)  # a relative path is one, too
-  assert gsm8k_bench.problems(study.name, 2) == ""
-  bench = gsm8k_bench.open_bench(study.name, 6, 2)
+  assert baselines.gsm8k_error(study.name, 2) == ""
+  bench = baselines.open_gsm8k(study.name, 6, 2)
   examples = gsm8k_data.load("train", path=study / "prompts")
   assert [e["prompt"] for _, (e,) in bench.batches] == [
     examples[i]["prompt"] for i in (1, 3)
   ]
   assert bench.batches[0][0].prompt_ids.shape[0] == 1
   right = f"A note.\n#### {examples[1]['answer']}"
-  found = bench.rewards(examples[1], [right, "#### none"])
-  np.testing.assert_array_equal(found, [1, 0])
-  config = baselines.default_config()
+  rewards = bench.rewards(examples[1], [right, "#### none"])
+  np.testing.assert_array_equal(rewards, [1, 0])
+  config = to_config(baselines.SETTINGS)
   with config.unlocked():
     config.configurations, config.gsm8k = ("gsm8k",), study.name
     config.samples, config.num_prompts = 6, 2
@@ -208,71 +188,58 @@ def _its_model_can_be_studied(study, monkeypatch):
     assert set(pool.rewards) <= {0, 1}
 
 
-def test_problems_that_are_sometimes_solved_are_studied(tmp_path, toy_model):
-  shares = [0, 0.1, 0.5, 0.95, 1, 0.9]
-  (tmp_path / "before.json").write_text(json.dumps({"rewards": shares}))
-  assert gsm8k_bench._chosen(tmp_path) == [1, 2, 5]
-  assert "config.json" in gsm8k_bench.problems(str(tmp_path), 3)
-  (tmp_path / "config.json").write_text(config_lib.to_json(config_with()))
-  assert "/sft" in gsm8k_bench.problems(str(tmp_path), 3)
-  (tmp_path / "sft").symlink_to(toy_model)
-  assert gsm8k_bench.problems(str(tmp_path), 3) == ""
-  assert "3 problems" in gsm8k_bench.problems(str(tmp_path), 4)
-  assert "directory" in gsm8k_bench.problems("", 3)  # not that one
-
-
 @pytest.fixture
 def study_run(tmp_path, toy_model):
   """The directory of a run with three problems to choose, as far as needed."""
-  shares = json.dumps({"rewards": [0.5, 0.5, 0.5]})
+  shares = json.dumps({"rewards": [0, 0.1, 0.5, 0.95, 1, 0.9]})
   (tmp_path / "before.json").write_text(shares)
   (tmp_path / "config.json").write_text(config_lib.to_json(config_with()))
   (tmp_path / "sft").symlink_to(toy_model)
   return tmp_path
 
 
+def test_problems_that_are_sometimes_solved_are_studied(study_run):
+  assert baselines._gsm8k_problems(study_run) == [1, 2, 5]
+  assert baselines.gsm8k_error(str(study_run), 3) == ""
+  assert "has 3 problems" in baselines.gsm8k_error(str(study_run), 4)
+
+
 @pytest.mark.parametrize(
-  "name, text, said",
+  "name, text, reason",
   [
     ("config.json", "{}", "lacks"),
-    ("config.json", "[]", ""),
     ("config.json", "nothing", "Expecting value"),
     ("before.json", "{}", "'rewards'"),
     ("before.json", "[]", "list indices"),
     ("before.json", '{"rewards": "none"}', "could not convert"),
-    ("before.json", "nothing", "Expecting value"),
+    ("before.json", None, "before.json"),
   ],
 )
-def test_a_run_that_is_none(name, text, said, study_run):
+def test_a_run_that_is_none(name, text, reason, study_run):
   """One file at a time, and what is wrong with it."""
-  assert gsm8k_bench.problems(str(study_run), 3) == ""
-  (study_run / name).write_text(text)
-  found = gsm8k_bench.problems(str(study_run), 3)
-  start, _, reason = found.partition("before.json (")
-  assert start == "no run of grpojax.studies.gsm8k with its " and reason
-  assert said in reason
-
-
-@pytest.mark.parametrize("directory", ["nowhere", "before.json"])
-def test_a_directory_that_is_none(directory, study_run):
-  found = gsm8k_bench.problems(str(study_run / directory), 3)
-  assert f"{directory}/before.json" in found
+  (study_run / name).unlink()
+  if text is not None:
+    (study_run / name).write_text(text)
+  error = baselines.gsm8k_error(str(study_run), 3)
+  start, _, rest = error.partition("before.json (")
+  assert start == "no run of grpojax.studies.gsm8k with its "
+  assert reason in rest
 
 
 def test_an_older_run_gets_the_defaults_that_it_lacks(study_run):
   config = json.loads((study_run / "config.json").read_text())
   del config["train"]["sampling"]["slots"]
   (study_run / "config.json").write_text(json.dumps(config))
-  assert gsm8k_bench.problems(str(study_run), 3) == ""
-  assert gsm8k_bench._run(study_run).sampling.slots == 0
+  assert baselines.gsm8k_error(str(study_run), 3) == ""
+  assert baselines._gsm8k_settings(study_run).sampling.decoding.slots == 0
 
 
 def test_other_rewards_than_those_of_the_study_are_refused(study_run):
   config = config_with()
   config.train.reward.functions = ("exact_answer",)
   (study_run / "config.json").write_text(config_lib.to_json(config))
-  said = gsm8k_bench.problems(str(study_run), 3)
-  assert "scored by ('exact_answer',)" in said
+  error = baselines.gsm8k_error(str(study_run), 3)
+  assert "scored by ('exact_answer',)" in error
 
 
 def test_a_model_that_is_gone_is_not_looked_for_on_the_hub(
@@ -280,5 +247,5 @@ def test_a_model_that_is_gone_is_not_looked_for_on_the_hub(
 ):
   monkeypatch.chdir(study_run.parent)
   (study_run / "sft").unlink()
-  said = gsm8k_bench.problems(study_run.name, 3)  # NAME/sft is a name there
-  assert f"{study_run}/sft" in said
+  error = baselines.gsm8k_error(study_run.name, 3)  # NAME/sft is a name there
+  assert f"{study_run}/sft" in error

@@ -2,15 +2,15 @@
 
 import csv
 import json
-import shutil
 import types
 
 import numpy as np
 import pytest
 
+from grpojax.runtime.cli.settings import to_config
 from grpojax.statistics import u_statistics
-from grpojax.studies import mse, mse_report
-from grpojax.training import policy as policies
+from grpojax.studies import mse
+from grpojax.training import policy as policy_lib
 
 
 def arguments(model, directory, **changes):
@@ -30,65 +30,47 @@ def arguments(model, directory, **changes):
   ]
 
 
-@pytest.fixture(scope="module")
-def finished(toy, toy_model, tmp_path_factory):
-  directory = tmp_path_factory.mktemp("studies") / "mse"
-  with toy.task():
-    mse.main(arguments(toy_model, directory))
-  return directory
-
-
-def read(directory):
-  with open(directory / "results.csv") as file:
-    return list(csv.DictReader(file))
-
-
 @pytest.mark.slow
-def test_a_whole_run(finished):
-  rows = read(finished)
-  assert len(rows) == 3 * 2 * 4
-  assert [r["configuration"] for r in rows[::8]] == list(mse.CONFIGURATIONS)
-  assert {r["estimator"] for r in rows} == set(u_statistics.Estimators._fields)
-  summary = json.loads((finished / "summary.json").read_text())
-  for name in mse.CONFIGURATIONS:
-    assert 0 < summary[name]["success"] < 1
+def test_a_whole_run_resumes_to_the_same_results(
+  toy_model, toy_task, tmp_path, capsys, monkeypatch
+):
+  directory = tmp_path / "mse"
+  argv = arguments(toy_model, directory)
+  mse.main(argv)
+  with open(directory / "results.csv") as file:
+    results = list(csv.DictReader(file))
+  assert len(results) == 3 * 2 * 4
+  assert [r["configuration"] for r in results[::8]] == [*mse.CONFIGURATIONS]
+  assert {r["estimator"] for r in results} == {*u_statistics.Estimators._fields}
+  summary = json.loads((directory / "summary.json").read_text())
+  for of_configuration in summary.values():
+    assert 0 < of_configuration["success"] < 1
     # Of the 48 samples many are the same: the toy answers are short.
-    assert 2 <= summary[name]["distinct"] < 40
+    assert 2 <= of_configuration["distinct"] < 40
   # The model of plain text answers the same whether it is called instruct; the
   # samples are others.
   base, instruct = (summary[name]["success"] for name in ("base", "instruct"))
   assert base != instruct and abs(base - instruct) < 0.4
-  assert (finished / "mse.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow  # a whole study again
-def test_resumes_to_the_same_results(
-  finished, toy_model, toy_task, tmp_path, capsys, monkeypatch
-):
-  directory = tmp_path / "mse"
-  shutil.copytree(finished, directory)
-  rows = directory / "rows.jsonl"
-  lines = rows.read_text().splitlines(keepends=True)
-  rows.write_text("".join(lines[:3]) + lines[3][:50])  # killed while writing
+  names = ("results.csv", "summary.json", "rows.jsonl")
+  texts = [(directory / name).read_text() for name in names]
+  # Killed while it wrote a row.
+  lines = texts[-1].splitlines(keepends=True)
+  (directory / "rows.jsonl").write_text("".join(lines[:3]) + lines[3][:50])
   (directory / "results.csv").unlink()
-  mse.main(arguments(toy_model, directory))
-  for name in ("results.csv", "summary.json", "rows.jsonl"):
-    found, expected = (d / name for d in (directory, finished))
-    assert found.read_text() == expected.read_text()
+  capsys.readouterr()
+  mse.main(argv)
+  assert [(directory / name).read_text() for name in names] == texts
   printed = capsys.readouterr().out
   assert "prompt 4/6" in printed and "prompt 3/6" not in printed
-
-  def load(*args):
-    raise AssertionError("a finished study only draws")
-
-  monkeypatch.setattr(policies, "load_policy", load)
+  # A finished study only draws.
+  monkeypatch.setattr(policy_lib, "load_policy", None)
   (directory / "mse.png").unlink()
-  mse.main(arguments(toy_model, directory))
-  assert (directory / "mse.png").exists()
+  mse.main(argv)
+  assert (directory / "mse.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
-  config = mse.default_config().unlock()
+  config = to_config(mse.SETTINGS).unlock()
   config.base = str(toy_model)
   config.num_prompts = 2
   plain = mse.open_bench(config, "base").batches
@@ -107,20 +89,20 @@ def test_examples_stand_before_an_in_context_prompt(toy_model, toy_task):
 
 def test_the_curve_comes_from_the_second_pool(monkeypatch):
   """Pools of reward 0 and 1: only the second has a mean reward."""
-  config = mse.default_config().unlock()
+  config = to_config(mse.SETTINGS).unlock()
   config.samples, config.group_sizes = 6, (2,)
   pools = iter([0.0, 1.0])
   sampled = types.SimpleNamespace(
     completion_ids=np.zeros((1, 6, 1), np.int32),
     completion_mask=np.ones((1, 6, 1), bool),
   )
-  monkeypatch.setattr(policies, "decode", lambda *args: [None])
+  monkeypatch.setattr(policy_lib, "decode", lambda *args: [None])
   monkeypatch.setattr(
     mse, "rewards_of", lambda *args: np.full(6, next(pools), np.float32)
   )
   scores = np.arange(12.0)[:, None]
   monkeypatch.setattr(
-    mse.gram, "score_gram", lambda *args: (scores @ scores.T, 12)
+    mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
   )
   bench = mse.Bench(
     policy=types.SimpleNamespace(params=None),
@@ -168,8 +150,8 @@ def test_table_of_known_rows():
     dict(gradient_sq=3.0, oracle_trace=4.0, vanilla_trace=8.0, remainder=12.0),
   ]
   rows = [row_of(0, 5.0, 2.0, moments[0]), row_of(1, 3.0, 2.0, moments[1])]
-  found = mse_report.table(rows, [4])
-  by_name = {row["estimator"]: row for row in found}
+  results = mse.table(rows, [4])
+  by_name = {row["estimator"]: row for row in results}
   theory = {name: row["theory"] for name, row in by_name.items()}
   # Of the mean moments 2, 6, 12, 18 at G = 4; 9/16 * 3 + 2/16 for own means.
   assert theory == {
@@ -191,7 +173,7 @@ def test_table_of_known_rows():
   # At G = 4 the replicates of the theory are -+ (0.1/4 + 0.1/12).
   spread = np.hypot(error, error / 3)
   assert row["deviation"] == pytest.approx((4 - 3) / spread, rel=1e-4)
-  summary = mse_report.summary(rows, found)["base"]
+  summary = mse.summary(rows, results)["base"]
   assert summary["moments"]["remainder"]["mean"] == 18
   assert summary["largest_deviation"]["leave_one_out"] == row["deviation"]
 
@@ -202,40 +184,12 @@ def test_equal_rewards_make_no_trouble(tmp_path):
   row = row_of(0, 0.0, 0.0, moments)
   row["errors_without"] = {k: [[0.0]] * 4 for k in row["errors_without"]}
   row["moments_without"] = {k: [0.0] * 4 for k in row["moments_without"]}
-  found = mse_report.table([row], [2])
-  assert all(r["deviation"] == r["mse_high"] == 0 for r in found)
-  config = mse.default_config().unlock()
+  results = mse.table([row], [2])
+  assert all(r["deviation"] == r["mse_high"] == 0 for r in results)
+  config = to_config(mse.SETTINGS).unlock()
   config.group_sizes = (2,)
-  mse_report.draw(found, config, tmp_path / "mse.png")
+  mse.draw(results, config, tmp_path / "mse.png")
   assert (tmp_path / "mse.png").exists()
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"samples": 22}, "samples = 22: must be a multiple of 4"),
-    ({"samples": 8}, "at least 3 times"),
-    ({"group_sizes": "(1,4)"}, "whole numbers of 2 or more"),
-    ({"group_sizes": "()"}, "whole numbers of 2 or more"),
-    ({"group_sizes": "(3,4)"}, "each must divide the largest"),
-    ({"shots": 0}, "shots = 0: must be 1 or more"),
-    ({"seed": -1}, "seed = -1: must be 0 or more, and less than 2**32"),
-    ({"instruct": "nowhere"}, "instruct = 'nowhere': no model at 'nowhere'"),
-    ({"difficulty": "(4,2)"}, "difficulty = (4, 2): "),
-    ({"sample": 3}, "did you mean --config.samples"),
-  ],
-)
-def test_impossible_settings(toy_model, tmp_path, changes, message):
-  with pytest.raises(SystemExit) as error:
-    mse.main(arguments(toy_model, tmp_path / "mse", **changes))
-  assert message in str(error.value)
-  assert not (tmp_path / "mse").exists()
-
-
-@pytest.mark.slow
-def test_another_study_in_the_directory(finished, toy_model):
-  with pytest.raises(SystemExit, match="holds results of another config"):
-    mse.main(arguments(toy_model, finished, seed=1))
 
 
 def test_a_base_model_that_chats(toy_model, tmp_path):

@@ -10,10 +10,9 @@ import optax
 import pytest
 from scipy import optimize, stats
 
-from grpojax.core import advantages
-from grpojax.core.grpo_step import init_state
-from grpojax.core.logprobs import token_logprobs
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
+from grpojax.runtime.cli.settings import to_config
 from grpojax.studies import asymptotics, suboptimality, tabular
 
 THETA = np.array([0.6, -0.4])
@@ -41,12 +40,9 @@ def by_hand(problem, theta):
 
 def test_population_and_objective(bandit):
   p, z = by_hand(bandit, THETA)
-  found = tabular.population(bandit, THETA)
-  np.testing.assert_allclose(found.probabilities, p)
-  np.testing.assert_allclose(found.rewards, z)
-  np.testing.assert_allclose(
-    tabular.objective(bandit, THETA), (p * z).sum() / 3
-  )
+  population = tabular.population(bandit, THETA)
+  np.testing.assert_allclose(population.probabilities, p)
+  np.testing.assert_allclose(population.rewards, z)
   several = tabular.objective(bandit, np.stack([THETA, 0 * THETA]))
   np.testing.assert_allclose(
     several, [(p * z).sum() / 3, bandit.rewards.mean()]
@@ -66,22 +62,9 @@ def test_derivatives_equal_differences(bandit):
     np.testing.assert_allclose(rise / 2 / step, gradient[i], atol=1e-8)
     turn = np.subtract(*(tabular.derivatives(bandit, e)[0] for e in ends))
     np.testing.assert_allclose(turn / 2 / step, hessian[i], atol=1e-7)
-    differences = [
-      (np.log(tabular.population(bandit, e).probabilities)) for e in ends
-    ]
-    scores = np.subtract(*differences) / 2 / step
-    found = tabular.population(bandit, THETA).scores[..., i]
-    np.testing.assert_allclose(found, scores, atol=1e-7)
-
-
-def test_policy_is_the_bandits(bandit):
-  lm = tabular.policy(bandit)
-  ids = jnp.arange(3)[:, None]
-  completions = jnp.tile(jnp.arange(4), (3, 1))[..., None]
-  theta = jnp.asarray(THETA, jnp.float32)
-  logprobs, _ = token_logprobs(lm, theta, ids, ids >= 0, completions)
-  expected = np.log(by_hand(bandit, THETA)[0])
-  np.testing.assert_allclose(logprobs[..., 0], expected, atol=1e-5)
+    logs = [np.log(tabular.population(bandit, e).probabilities) for e in ends]
+    scores = tabular.population(bandit, THETA).scores[..., i]
+    np.testing.assert_allclose(scores, np.subtract(*logs) / 2 / step, atol=1e-7)
 
 
 def test_optimum_in_closed_form():
@@ -90,8 +73,8 @@ def test_optimum_in_closed_form():
   problem = problem._replace(rewards=np.array([[0.0, 1.0, 0.3]]))
   theta = tabular.optimum(problem)
   weights = np.exp(problem.rewards / 0.5)
-  found = tabular.population(problem, theta)
-  np.testing.assert_allclose(found.probabilities, weights / weights.sum())
+  probabilities = tabular.population(problem, theta).probabilities
+  np.testing.assert_allclose(probabilities, weights / weights.sum())
   noise = tabular.gradient_noise(problem, theta, 4, 16)
   np.testing.assert_allclose(noise.oracle, 0, atol=1e-7)
   np.testing.assert_allclose(noise.leave_one_out, 0, atol=1e-7)
@@ -137,16 +120,6 @@ CURVATURE = np.array([[1.0, 0.3], [0.3, 0.6]])
 NOISE = np.array([[0.5, -0.2], [-0.2, 0.4]])
 
 
-def test_limit_of_one_parameter():
-  """eta^2 g / (2 eta h - 1), and its chi-square with weight h / 2 times it."""
-  s = asymptotics.limit_covariance(np.array([[2.0]]), np.array([[3.0]]), 0.7)
-  np.testing.assert_allclose(s, 0.49 * 3 / (2.8 - 1))
-  weights = asymptotics.chi_square_weights(np.array([[2.0]]), s)
-  np.testing.assert_allclose(weights, s[0])
-  with pytest.raises(ValueError, match="more than 1/2"):
-    asymptotics.limit_covariance(np.array([[2.0]]), np.array([[3.0]]), 0.25)
-
-
 def test_limit_is_where_the_covariance_recursion_goes():
   """Of theta <- theta - a (H theta + noise) on a quadratic, a = 4 / (n + 5)."""
   start = np.array([2.0, -1.0])
@@ -160,14 +133,16 @@ def test_limit_is_where_the_covariance_recursion_goes():
       gaps.append(np.trace(CURVATURE @ m) / 2)
   limit = asymptotics.limit_covariance(CURVATURE, NOISE, eta)
   np.testing.assert_allclose(steps[-1] * m, limit, rtol=2e-3, atol=1e-3)
-  found = asymptotics.linear_gap(CURVATURE, NOISE, start, eta, 5, steps)
-  np.testing.assert_allclose(found, gaps)
+  linear = asymptotics.linear_gap(CURVATURE, NOISE, start, eta, 5, steps)
+  np.testing.assert_allclose(linear, gaps)
   weights = asymptotics.chi_square_weights(CURVATURE, limit)
   np.testing.assert_allclose(weights.sum(), np.trace(CURVATURE @ limit) / 2)
   np.testing.assert_allclose(
     np.sum(weights**2),
     np.trace(CURVATURE @ limit @ CURVATURE @ limit) / 4,
   )
+  with pytest.raises(ValueError, match="more than 1/2"):  # slower than 1/n
+    asymptotics.limit_covariance(CURVATURE, NOISE, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +150,13 @@ def test_limit_is_where_the_covariance_recursion_goes():
   [([0.3], stats.chi2(1, scale=0.3)), ([0.4, 0.4], stats.expon(scale=0.8))],
 )
 def test_quantiles_of_chi_squares(weights, law):
-  found = asymptotics.chi_square_quantiles(np.array(weights), 1000)
+  quantiles = asymptotics.chi_square_quantiles(np.array(weights), 1000)
   # 200 000 draws: 4 standard errors of a distribution function.
   at = (np.arange(1000) + 0.5) / 1000
-  np.testing.assert_allclose(law.cdf(found), at, atol=4 * 0.5 / 200_000**0.5)
-  np.testing.assert_allclose(found.mean(), law.mean(), rtol=0.02)
+  np.testing.assert_allclose(
+    law.cdf(quantiles), at, atol=4 * 0.5 / 200_000**0.5
+  )
+  np.testing.assert_allclose(quantiles.mean(), law.mean(), rtol=0.02)
 
 
 def test_distances_equal_scipys():
@@ -200,7 +177,7 @@ def test_null_bands_hold_19_samples_of_20():
 
 
 def test_best_group_size_is_the_minimum_of_the_limits():
-  config = suboptimality.default_config()
+  config = to_config(suboptimality.SETTINGS)
   known = suboptimality.setting(config)
 
   def mean(g):
@@ -214,11 +191,11 @@ def test_best_group_size_is_the_minimum_of_the_limits():
   basis = np.stack([sizes, np.ones(3), 1 / (sizes - 1)], -1)
   c = np.linalg.solve(basis, [mean(g) for g in sizes.tolist()])
   np.testing.assert_allclose(mean(4), c @ [4, 1, 1 / 3], rtol=1e-4)
-  found = optimize.minimize_scalar(
+  least = optimize.minimize_scalar(
     lambda g: c @ [g, 1, 1 / (g - 1)], bounds=(1.1, 30), method="bounded"
   )
   best = suboptimality.best_group_size(config, known)
-  np.testing.assert_allclose(best, found.x, rtol=1e-3)
+  np.testing.assert_allclose(best, least.x, rtol=1e-3)
 
 
 FLAGS = [
@@ -260,7 +237,7 @@ def test_a_small_study_agrees_with_theory(finished):
 
 
 def test_the_first_step_is_eta_over_one_plus_offset(finished):
-  config = suboptimality.default_config()
+  config = to_config(suboptimality.SETTINGS)
   known = suboptimality.setting(config)
   length = known.eta / (1 + config.offset)
   start = np.zeros(3)
@@ -268,18 +245,18 @@ def test_the_first_step_is_eta_over_one_plus_offset(finished):
   noise = tabular.gradient_noise(known.problem, start, 2, 4)
   for estimator in suboptimality.ESTIMATORS:
     moved = np.load(finished / f"{estimator}_2.npy")[0] / length
-    own = getattr(noise, estimator)
-    error = (moved.mean(0) - gradient) / np.sqrt(np.diag(own) / 200)
+    variance = np.diag(getattr(noise, estimator))
+    error = (moved.mean(0) - gradient) / np.sqrt(variance / 200)
     assert np.abs(error).max() < 4
     squares = (moved - gradient) ** 2
-    error = (squares.mean(0) - np.diag(own)) / (squares.std(0) / 200**0.5)
+    error = (squares.mean(0) - variance) / (squares.std(0) / 200**0.5)
     assert np.abs(error).max() < 4
 
 
 def test_gaps_are_those_of_the_parameters(finished):
   params = np.load(finished / "oracle_2.npy")
   assert params.shape == (2, 200, 3)
-  known = suboptimality.setting(suboptimality.default_config())
+  known = suboptimality.setting(to_config(suboptimality.SETTINGS))
   gaps = []
   for theta in params[1]:
     p, z = by_hand(known.problem, theta)
@@ -312,39 +289,3 @@ def test_an_interrupted_study_ends_the_same(finished, tmp_path, monkeypatch):
     ).read_text()
   names = sorted(path.name for path in finished.iterdir())
   assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
-
-
-@pytest.mark.parametrize(
-  ("flag", "message"),
-  [
-    ("--config.run=3", "did you mean --config.runs"),
-    ("--config.runs=1", "runs = 1: must be 2 or more"),
-    ("--config.steps=(5,5)", r"steps = \(5, 5\): must be increasing"),
-    ("--config.group_sizes=(1,2)", "group_sizes = .*2 or more"),
-    ("--config.group_sizes=(2.0,)", "whole numbers"),
-    ("--config.num_samples=18", r"num_samples = 18: .*not of \[4, 8, 16\]"),
-    ("--config.gain=0.5", "gain = 0.5: must be more than 0.5"),
-    ("--config.offset=-1", "offset = -1"),
-    ("--config.problem.vocab=1", "problem.vocab = 1: must be 2 or more"),
-    ("--config.problem.beta=0", "beta = 0.0: must be more than 0"),
-    ("--config.problem.seed=9", "problem.seed = 9: .*several maxima"),
-  ],
-)
-def test_mistakes_are_refused_before_anything_is_written(
-  flag, message, tmp_path
-):
-  small = ["--config.problem.beta=0.3"] if "seed=9" in flag else []
-  with pytest.raises(SystemExit, match=f"^error: (.|\n)*{message}"):
-    suboptimality.main([flag, *small, f"--run_dir={tmp_path / 'new'}"])
-  assert not (tmp_path / "new").exists()
-
-
-def test_another_studys_directory_is_refused(finished):
-  before = (finished / "results.csv").read_bytes()
-  with pytest.raises(SystemExit, match="holds results of another config"):
-    suboptimality.main([*FLAGS, "--config.seed=1", f"--run_dir={finished}"])
-  assert (finished / "results.csv").read_bytes() == before
-
-
-def test_the_estimators_are_the_librarys():
-  assert all(hasattr(advantages, name) for name in suboptimality.ESTIMATORS)

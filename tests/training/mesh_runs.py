@@ -21,12 +21,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts
-from grpojax.models import hf
-from grpojax.training import fit, from_config, host_step, samplers
-from grpojax.training import policy as policies
-from grpojax.training.config import default_config
+from grpojax.core.update import make_update
+from grpojax.models import huggingface as hf
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import default_config, from_config
+from grpojax.training.run import fit, setup
+from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step.batch import make_batch_program
 
 STEPS, B, G, T = 3, 4, 16, 6
 SETTINGS = {
@@ -107,30 +110,30 @@ def make_model(directory, **changes):
   return directory / "model"
 
 
-def config_of(model, changes):
+def settings_of(model, changes):
   config = default_config()
   settings = SETTINGS | {"name": "run", "model.path": str(model)} | changes
   with config.unlocked():
     config.update_from_flattened_dict(settings)
-  return config
+  return from_config(config)
 
 
 def run(model, directory, devices, changes):
   """What a run samples, all of it in order, and the parameters it exports."""
-  config = config_of(model, changes)
-  sampled, decode, mesh = [], policies.decode, from_config.mesh
+  settings = settings_of(model, changes)
+  sampled, decode, mesh = [], policy_lib.decode, setup.make_mesh
 
   def spy(policy, samples, *rows):
     sampled.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  policies.decode = spy
-  from_config.mesh = functools.partial(mesh, devices=jax.devices()[:devices])
+  policy_lib.decode = spy
+  setup.make_mesh = functools.partial(mesh, devices=jax.devices()[:devices])
   try:
     with contextlib.redirect_stdout(io.StringIO()):
-      fit.run(config, directory)
+      fit.run(settings, directory)
   finally:
-    policies.decode, from_config.mesh = decode, mesh
+    policy_lib.decode, setup.make_mesh = decode, mesh
   return sampled, hf.load_params(directory / "model")
 
 
@@ -157,10 +160,10 @@ def compare(name, one, other, start):
 
 def programs(model, devices, changes, samples=None):
   """Samples, what is learned from them, and its gradient, of one step."""
-  config = config_of(model, changes)
-  mesh = from_config.mesh(config, jax.devices()[:devices])
-  policy = from_config.open_policy(config)
-  policy = from_config.with_weights(config, policy, mesh)
+  settings = settings_of(model, changes)
+  mesh = setup.make_mesh(settings, jax.devices()[:devices])
+  policy = setup.open_policy(settings)
+  policy = setup.with_weights(settings, policy, mesh)
   prompts = Prompts(
     jnp.arange(8 * B).reshape(B, 8) % 90, jnp.ones((B, 8), bool)
   )
@@ -169,15 +172,17 @@ def programs(model, devices, changes, samples=None):
     everywhere = NamedSharding(mesh, P())
     key = jax.device_put(jax.random.key(1), everywhere)
     if samples is None:
-      sampler = samplers.make_sampler(
-        config, policy, G, from_config.sampling(config), mesh
+      sampler = sampling_lib.make_sampler(
+        settings, policy, G, settings.sampling.distribution, mesh
       )
       samples = sampler(policy.params, prompts, key)
     else:
       samples = jax.device_put(samples, everywhere)
     rewards = np.asarray(samples.completion_ids).sum(-1) % 7 / 3
-    score = policies.jit(policy, host_step.make_compare(config))
-    batch, _ = score(policy.params, samples, rewards, policy.params)
+    make_batch = policy_lib.jit(policy, make_batch_program(settings))
+    batch, _ = make_batch(
+      policy.params, samples, rewards, ref_params=policy.params
+    )
 
     def gradient(lm, params, batch):
       # As the state of an optimizer that keeps what it is given.
@@ -186,10 +191,12 @@ def programs(model, devices, changes, samples=None):
         lambda grads, _, params: (jax.tree.map(jnp.zeros_like, params), grads),
       )
       state = init_state(params, tx, key)
-      learn = host_step.make_learn(config, tx)
-      return learn(lm, state, batch)[0].opt_state
+      objective, options = settings.loss, settings.optim.update
+      sampling = settings.sampling.distribution
+      update = make_update(lm, tx, objective, options, sampling)
+      return update(state, batch)[0].opt_state
 
-    grads = policies.jit(policy, gradient)(policy.params, batch)
+    grads = policy_lib.jit(policy, gradient)(policy.params, batch)
   return jax.device_get((samples, batch, grads))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpojax.training import best
+from grpojax.training.evaluation import best
 
 BASELINE = {"accuracy": 0.3, "prompts": 10}
 
@@ -13,10 +13,10 @@ def row(step, accuracy, prompts=10):
 
 
 def record(*accuracies, **options):
-  found = {}
+  state = {}
   for i, accuracy in enumerate(accuracies, 1):
-    found = best.after(found, BASELINE, row(5 * i, accuracy, **options))
-  return found
+    state = best.after(state, BASELINE, row(5 * i, accuracy, **options))
+  return state
 
 
 @pytest.mark.parametrize(
@@ -29,34 +29,34 @@ def record(*accuracies, **options):
   ],
 )
 def test_the_best_and_how_long_ago_it_was(accuracies, step, without):
-  found = record(*accuracies)
-  assert best.step(found) == step and found["without_gain"] == without
-  assert found["best"]["accuracy"] == max(accuracies)
+  state = record(*accuracies)
+  assert best.step(state) == step and state["without_gain"] == without
+  assert state["best"]["accuracy"] == max(accuracies)
 
 
 def test_an_evaluation_counts_once():
-  found = record(0.4, 0.6)
-  assert best.after(found, BASELINE, row(10, 0.6)) == found
-  assert best.after(found, BASELINE, row(5, 0.9)) == found
+  state = record(0.4, 0.6)
+  assert best.after(state, BASELINE, row(10, 0.6)) == state
+  assert best.after(state, BASELINE, row(5, 0.9)) == state
 
 
 def test_other_prompts_begin_anew():
-  found = best.after(record(0.9, 0.5), BASELINE, row(15, 0.4, prompts=20))
-  assert best.step(found) == 15 and found["without_gain"] == 0
+  state = best.after(record(0.9, 0.5), BASELINE, row(15, 0.4, prompts=20))
+  assert best.step(state) == 15 and state["without_gain"] == 0
 
 
 def test_a_state_that_was_not_kept_is_not_the_best():
-  found = record(0.4, 0.6, 0.5)
-  assert best.kept(found, [10, 15]) == found
-  rest = best.kept(found, [15, 20])
+  state = record(0.4, 0.6, 0.5)
+  assert best.without_lost(state, [10, 15]) == state
+  rest = best.without_lost(state, [15, 20])
   assert best.step(rest) is None
   assert best.step(best.after(rest, BASELINE, row(20, 0.1))) == 20
 
 
 def test_the_limit_ends_a_run():
-  found = record(0.6, 0.5, 0.6)
-  assert best.stopping(found, 0) is None and best.stopping(found, 3) is None
+  state = record(0.6, 0.5, 0.6)
+  assert best.stopping(state, 0) is None and best.stopping(state, 3) is None
   assert best.stopping({}, 1) is None
-  why = best.stopping(found, 2)
-  assert "in 2 evaluations" in why and "step 15" in why
-  assert "--config.stop.no_improvement=0" in why
+  reason = best.stopping(state, 2)
+  assert "in 2 evaluations" in reason and "step 15" in reason
+  assert "--config.stop.no_improvement=0" in reason

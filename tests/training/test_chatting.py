@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpojax.training import chatting
-from grpojax.training.chatting import Answer
+from grpojax.training import chat as chatting
+from grpojax.training.chat import Answer
 
 NOBODY = chatting.Speaker(*[None] * 5)
 
@@ -27,9 +27,9 @@ def asked(monkeypatch):
 
 
 def test_a_chat_remembers_what_was_said(asked):
-  said = []
+  shown = []
   lines = iter(["one ", "two", "three", "/quit", "never"])
-  chatting.talk(NOBODY, lines, said.append, turns=True)
+  chatting.talk(NOBODY, lines, shown.append, turns=True)
   first = [
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "answer 1"},
@@ -38,7 +38,7 @@ def test_a_chat_remembers_what_was_said(asked):
   assert asked[:2] == ["one", first]
   third = {"role": "assistant", "content": "answer 2"}
   assert asked[2:] == [[*first, third, {"role": "user", "content": "three"}]]
-  assert said[0].splitlines()[0] == "answer 1"
+  assert shown[0].splitlines()[0] == "answer 1"
 
 
 def test_new_forgets(asked):
@@ -52,9 +52,9 @@ def test_one_turn_at_a_time(asked):
 
 
 def test_what_the_template_refuses_ends_no_chat(asked):
-  said = []
-  chatting.talk(NOBODY, iter(["too hard", "two"]), said.append, turns=True)
-  assert said[0] == "error: no such role" and asked == ["too hard", "two"]
+  shown = []
+  chatting.talk(NOBODY, iter(["too hard", "two"]), shown.append, turns=True)
+  assert shown[0] == "error: no such role" and asked == ["too hard", "two"]
 
 
 def test_answers_are_shown_without_control_characters():

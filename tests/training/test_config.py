@@ -7,26 +7,33 @@ import jax
 import pytest
 
 from grpojax.core import advantages
-from grpojax.runtime import config as config_lib
-from grpojax.training import batch_sizes, from_config, validation
-from grpojax.training.config import default_config, validate
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training.config import (
+  CHOICES,
+  default_config,
+  from_config,
+  to_config,
+)
+from grpojax.training.run import setup
+from grpojax.training.settings import batches
+from grpojax.training.settings.run import TrainSettings
 
 
 def test_default_is_valid_and_locked():
   config = default_config()
-  validate(config)
+  from_config(config)
   with pytest.raises(AttributeError):
     config.optim.lerning_rate = 1.0
 
 
 def test_another_name_is_refused_with_all_that_there_are(config_with):
   flat = config_lib.flatten(default_config())
-  for name, names in validation.CHOICES.items():
+  for name, names in CHOICES.items():
     several = isinstance(flat[name], tuple)
     assert set(flat[name] if several else [flat[name]]) <= set(names)
     wrong = (*flat[name], "none_such") if several else "none_such"
     with pytest.raises(ValueError) as error:
-      validate(config_with(**{name: wrong}))
+      from_config(config_with(**{name: wrong}))
     assert f"use one of {', '.join(names)}" in str(error.value)
 
 
@@ -39,19 +46,19 @@ def test_a_new_advantage_needs_no_check_but_its_own(monkeypatch, config_with):
     return rewards * lengths
 
   monkeypatch.setitem(advantages.ADVANTAGES, "picky", picky)
-  validate(config_with(advantage="picky"))
+  from_config(config_with(advantage="picky"))
   with pytest.raises(ValueError, match="group_size = 4: .*'picky'.* 6 or more"):
-    validate(config_with(advantage="picky", group_size=4))
+    from_config(config_with(advantage="picky", group_size=4))
   odd = {"batch_size": 3, "optim__micro_batches": 1}
   with pytest.raises(ValueError, match="batch_size = 3: .*'picky'.* use 4 or"):
-    validate(config_with(advantage="picky", **odd))
+    from_config(config_with(advantage="picky", **odd))
 
   def never(rewards):
     raise ValueError("wait for a full moon")
 
   monkeypatch.setitem(advantages.ADVANTAGES, "picky", never)
   with pytest.raises(ValueError, match="advantage = 'picky': wait for a full"):
-    validate(config_with(advantage="picky"))
+    from_config(config_with(advantage="picky"))
 
 
 def test_only_free_sections_of_the_default_take_any_key():
@@ -61,7 +68,7 @@ def test_only_free_sections_of_the_default_take_any_key():
   config.optim.options = {"x": 1}
   config.reward.options.length = {"target": 3}
   with pytest.raises(ValueError) as error:
-    validate(config)
+    from_config(config)
   lines = str(error.value).splitlines()[1:]
   assert [line.split(" = ")[0].strip() for line in lines] == [
     "--config.data.templates_options.enable_thinking",
@@ -76,7 +83,7 @@ def test_sections_that_are_none():
   with config.ignore_type():
     config.loss = None
   with pytest.raises(ValueError) as error:
-    validate(config)
+    from_config(config)
   text = str(error.value)
   assert "data.options: missing" in text
   assert "loss = None: is a section" in text and "loss.beta: missing" in text
@@ -86,10 +93,10 @@ def test_sections_that_are_none():
 def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
   config = config_with(advantage=name, group_size="auto", diagnostics__every=1)
   if name in ("leave_one_out", "dr_grpo", "batch_std"):
-    validate(config)
+    from_config(config)
   else:
     with pytest.raises(ValueError, match=f"{name}': group_size = 'auto' follo"):
-      validate(config)
+      from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +198,12 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
       {"reward__functions": ("a", "a"), "reward__weights": (1.0, 1.0)},
       "names must differ",
     ),
-    ({"reward__weights": (1.0, 2.0)}, "must be 1 numbers"),
-    ({"reward__weights": (float("nan"),)}, "must be 1 numbers"),
-    ({"reward__weights": ("1",)}, "must be 1 numbers"),
+    ({"reward__weights": (1.0, 2.0)}, "must be finite numbers, one for each"),
+    (
+      {"reward__weights": (float("nan"),)},
+      "must be finite numbers, one for each",
+    ),
+    ({"reward__weights": ("1",)}, "must be finite numbers, one for each"),
     ({"reward__timeout": 0.0}, "reward.timeout = 0.0"),
     ({"reward__workers": -1}, "reward.workers = -1"),
     ({"reward__workers": 10**12}, "must be in [0, 1024]"),
@@ -237,7 +247,7 @@ def test_the_automatic_group_size_is_that_of_leave_one_out(name, config_with):
 )
 def test_one_problem_is_one_line(changes, text, config_with):
   with pytest.raises(ValueError) as error:
-    validate(config_with(**changes))
+    from_config(config_with(**changes))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
   assert lines[1].startswith("  --config.")  # as it is typed
@@ -245,15 +255,15 @@ def test_one_problem_is_one_line(changes, text, config_with):
 
 def test_a_value_is_refused_with_what_its_setting_is(config_with):
   with pytest.raises(ValueError) as error:
-    validate(config_with(optim__b2=1.0, loss__kl="k33", advantage="oracle"))
+    from_config(config_with(optim__b2=1.0, loss__kl="k33", advantage="oracle"))
   lines = str(error.value).splitlines()[1:]
   assert lines == [
     "  --config.loss.kl = 'k33': did you mean k3? use one of k1, k2, k3 "
     "(estimator of the KL divergence from the reference)",
-    "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
     "  --config.advantage = 'oracle': needs the true value of each prompt, "
     "which a training run does not know; use one of "
-    f"{', '.join(validation.CHOICES['advantage'])}",
+    f"{', '.join(CHOICES['advantage'])}",
+    "  --config.optim.b2 = 1.0: must be in [0, 1) (decay of the second moment)",
   ]
 
 
@@ -288,7 +298,7 @@ def test_a_value_is_refused_with_what_its_setting_is(config_with):
   ],
 )
 def test_valid_combinations(changes, config_with):
-  validate(config_with(**changes))
+  from_config(config_with(**changes))
 
 
 @pytest.mark.parametrize(
@@ -322,7 +332,7 @@ def test_valid_combinations(changes, config_with):
     (
       8,
       {"batch_size": 4, "sampling__slots": 4},
-      "sampling.slots = 4: 8 devices share 4 prompts, and so cut their groups",
+      "sampling.slots = 4: 8 devices share 4 prompts, and so split",
     ),
     (
       8,
@@ -333,17 +343,44 @@ def test_valid_combinations(changes, config_with):
 )
 def test_batches_are_cut_over_real_devices(devices, changes, text, config_with):
   config = config_with(**changes)
-  validate(config)
+  settings = from_config(config)
   with pytest.raises(ValueError, match=text) if text else nullcontext():
-    mesh = from_config.mesh(config, jax.devices()[:1] * devices)
-    batch_sizes.check(config, mesh)
+    mesh = setup.make_mesh(settings, jax.devices()[:1] * devices)
+    batches.check_mesh(settings, mesh)
 
 
 def test_all_problems_at_once(config_with):
-  config = config_with(steps=-1, loss__ratio="tokn", optim__minibatches=5)
+  ranges = {"steps": -1, "loss__ratio": "tokn", "advantage": "vanila"}
+  conflicts = {"optim__minibatches": 5, "model__reference_mix": 0.5}
   with pytest.raises(ValueError) as error:
-    validate(config)
+    from_config(config_with(**ranges, **conflicts))
   assert len(str(error.value).splitlines()) == 4
+  with pytest.raises(ValueError) as error:
+    from_config(config_with(**conflicts))
+  assert len(str(error.value).splitlines()) == 3
+
+
+def test_settings_and_config_are_each_other(config_with):
+  config = config_with(
+    advantage="dr_grpo",
+    logits_chunk=7,
+    loss__clip_high=0.3,
+    optim__micro_batches=2,
+    sampling__stages=2,
+    group_size="auto",
+    diagnostics__every=1,
+    data__options__size=5,
+  )
+  settings = from_config(config)
+  assert settings.loss.advantage == "dr_grpo"
+  assert settings.loss.clip_high == 0.3
+  assert settings.optim.update.chunk_size == 7
+  assert settings.optim.update.micro_batches == 2
+  assert settings.sampling.decoding.stages == 2
+  assert settings.data.options == {"size": 5}
+  assert config_lib.flatten(to_config(settings)) == config_lib.flatten(config)
+  assert from_config(to_config(settings)) == settings
+  assert from_config(default_config()) == TrainSettings()
 
 
 def test_unknown_missing_and_mistyped_keys():
@@ -355,7 +392,7 @@ def test_unknown_missing_and_mistyped_keys():
     config.steps = "60"
     config.loss.clip_low = 1  # an int does for a float
   with pytest.raises(ValueError) as error:
-    validate(config)
+    from_config(config)
   text = str(error.value)
   assert "did you mean --config.optim.learning_rate?" in text
   assert "log.every: missing" in text
@@ -371,7 +408,7 @@ def test_json_round_trip_keeps_types(config_with):
   assert again.data.options.difficulty == (1, 2)
   assert isinstance(again.optim.learning_rate, float)
   assert again.eq_as_configdict(config) and again.is_locked
-  validate(again)
+  from_config(again)
 
 
 def test_difference(config_with):

@@ -7,17 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.objective import correction_fn
 from grpojax.core.types import Batch, Rollout
-from grpojax.training import corrections, from_config
-from grpojax.training.config import validate
+from grpojax.training.config import from_config
+from grpojax.training.step import batch as batch_lib
 
-SCORER = {"optim__epochs": 2, "loss__old_logprobs": "scorer"}
+TRAINER = {"optim__epochs": 2, "loss__old_logprobs": "trainer"}
 
 
-def test_settings_reach_the_correction(config_with):
-  assert corrections.correction(config_with()) is None
-  assert from_config.update_options(config_with())["correction"] is None
-  config = config_with(
+def test_settings_reach_the_correction(settings_with):
+  assert correction_fn(settings_with().loss) is None
+  settings = dict(
     loss__correction="token_truncate",
     loss__correction_low=0.5,
     loss__correction_high=1.5,
@@ -28,16 +29,15 @@ def test_settings_reach_the_correction(config_with):
   advantages = jnp.array([[-1.0], [-1.0]])
   batch = Batch(None, None, None, mask, advantages, None, None, -log_ratio)
 
-  def factors(config):
-    correct = from_config.update_options(config)["correction"]
+  def factors(**changes):
+    correct = correction_fn(settings_with(**settings | changes).loss)
     return correct(jnp.zeros_like(log_ratio), batch)[0]
 
   # The second is 1.06 nats a token from its sampler.
-  np.testing.assert_allclose(factors(config), [[[0.5, 1.5]], [[0, 0]]])
-  config.loss.off_policy_threshold = 0.0
-  config.loss.correction_high = 0.0  # no bound
+  np.testing.assert_allclose(factors(), [[[0.5, 1.5]], [[0, 0]]])
+  unbounded = {"loss__off_policy_threshold": 0.0, "loss__correction_high": 0.0}
   np.testing.assert_allclose(
-    factors(config), [[[0.5, 4.0]], [[1.2, 0.5]]], rtol=1e-6
+    factors(**unbounded), [[[0.5, 4.0]], [[1.2, 0.5]]], rtol=1e-6
   )
 
 
@@ -58,7 +58,7 @@ def test_settings_reach_the_correction(config_with):
     ({"loss__off_policy_threshold": -1.0}, "loss.off_policy_threshold = -1.0"),
     (
       {"loss__correction": "token_mask", "optim__epochs": 2},
-      "with 2 updates a step and loss.old_logprobs = 'sampler' the ratios are",
+      "with several updates a step and loss.old_logprobs = 'rollout' the",
     ),
     ({"loss__truncated": "skip"}, "use one of keep, mask, drop"),
     (
@@ -84,7 +84,7 @@ def test_settings_reach_the_correction(config_with):
 )
 def test_what_cannot_be_is_refused(changes, text, config_with):
   with pytest.raises(ValueError) as error:
-    validate(config_with(**changes))
+    from_config(config_with(**changes))
   assert text in str(error.value)
 
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_is_refused(changes, text, config_with):
   "changes",
   [
     {"loss__correction": "sequence_mask"},
-    {"loss__correction": "token_mask", **SCORER},
+    {"loss__correction": "token_mask", **TRAINER},
     {"loss__off_policy_threshold": 0.1, "optim__epochs": 2},
     {"loss__truncated": "mask", "reward__on_device": True},
     {"model__reference_every": 2, "loss__beta": 0.1},
@@ -106,7 +106,7 @@ def test_what_cannot_be_is_refused(changes, text, config_with):
   ],
 )
 def test_what_can_be_is_not(changes, config_with):
-  validate(config_with(**changes))
+  from_config(config_with(**changes))
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,23 @@ def test_what_can_be_is_not(changes, config_with):
     ),
   ],
 )
-def test_what_nobody_reads_is_not_packed(changes, expected, config_with):
+def test_what_nobody_reads_is_not_packed(
+  changes, expected, settings_with, monkeypatch
+):
+  planned = []
+  plan = lambda lengths, *_: planned.append(lengths)
+  monkeypatch.setattr(batch_lib.packing_layout, "plan", plan)
   finished = jnp.array([[True, False, True]])
-  samples = Rollout(*[jnp.zeros(())] * 5, finished)
+  samples = Rollout(
+    jnp.ones((1, 1), int),
+    jnp.ones((1, 1), bool),
+    jnp.ones((1, 3, 2), int),
+    jnp.ones((1, 3, 2), bool),
+    jnp.zeros((1, 3, 2)),
+    finished,
+  )
   rewards = np.array([[1.0, 0.0, np.nan]], np.float32)
-  found = corrections.read_by_training(config_with(**changes), samples, rewards)
-  np.testing.assert_array_equal(found, [np.array(expected, bool)])
+  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+  batch_lib.plan_packing(settings_with(**changes), samples, rewards, mesh)
+  np.testing.assert_array_equal(planned, [[2 * np.array(expected)]])
   assert jax.device_get(finished).tolist() == [[True, False, True]]

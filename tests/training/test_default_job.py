@@ -1,7 +1,7 @@
 """configs/arithmetic.py, the job of a program that is given no config."""
 
-from grpojax.runtime import config as config_lib
-from grpojax.training.config import default_config, default_job, validate
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training.config import default_config, default_job, from_config
 
 
 def test_other_configs_and_studies_do_not_follow_it():
@@ -11,4 +11,4 @@ def test_other_configs_and_studies_do_not_follow_it():
   paths = job["model.path"], base["model.path"]
   assert paths == ("arithmetic-careless", "arithmetic-instruct")
   assert (job["name"], job["data.name"]) == ("arithmetic", "arithmetic")
-  validate(default_job())
+  from_config(default_job())

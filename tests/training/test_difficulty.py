@@ -8,15 +8,17 @@ import pytest
 
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
+from grpojax.core.step import init_state
 from grpojax.data import arithmetic
 from grpojax.data.mixture import Mixture, Part
-from grpojax.models import hf, sharding
-from grpojax.runtime import distributed, records
-from grpojax.training import policy as policies
-from grpojax.training import prompt_choice
-from grpojax.training.config import validate
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
 from grpojax.training.optimizer import optimizer
+from grpojax.training.step import difficulty
 
 ON = {"difficulty__priority": "varies"}
 EXAMPLES = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(20)]
@@ -39,7 +41,7 @@ EXAMPLES = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(20)]
 def test_values_that_cannot_be(changes, text, config_with):
   changes = {f"difficulty__{key}": value for key, value in changes.items()}
   with pytest.raises(ValueError, match=text):
-    validate(config_with(**changes))
+    from_config(config_with(**changes))
 
 
 @pytest.mark.parametrize(
@@ -54,50 +56,50 @@ def test_values_that_cannot_be(changes, text, config_with):
 )
 def test_combinations_that_cannot_be(changes, text, config_with):
   with pytest.raises(ValueError, match=text):
-    validate(config_with(**ON, **changes))
-  validate(config_with(**ON))
+    from_config(config_with(**ON, **changes))
+  from_config(config_with(**ON))
 
 
-def test_data_that_cannot_have_success_rates(config_with):
-  config = config_with(**ON)
+def test_data_that_cannot_have_success_rates(settings_with):
+  settings = settings_with(**ON)
   with pytest.raises(ValueError, match="without end asks no prompt twice"):
-    prompt_choice.init(config, arithmetic.load("train"))
+    difficulty.init_rates(settings, arithmetic.load("train"))
   few = "takes 32 prompts of a data set, and there are 20"
   with pytest.raises(ValueError, match=few):
-    prompt_choice.init(config, EXAMPLES)
+    difficulty.init_rates(settings, EXAMPLES)
   # Of a mixture, each has to have its share.
   parts = [Part("many", 1.0, EXAMPLES * 10), Part("few", 3.0, EXAMPLES)]
   with pytest.raises(ValueError, match="takes 24 prompts .* there are 20"):
-    prompt_choice.init(config, Mixture(parts))
-  config.difficulty.rows = 2
-  assert prompt_choice.init(config, EXAMPLES).successes.shape == (20,)
-  assert prompt_choice.init(config_with(), EXAMPLES) is None
+    difficulty.init_rates(settings, Mixture(parts))
+  two_rows = settings_with(**ON, difficulty__rows=2)
+  assert difficulty.init_rates(two_rows, EXAMPLES).successes.shape == (20,)
+  assert difficulty.init_rates(settings_with(), EXAMPLES) is None
 
 
 @pytest.fixture
-def drawn(config_with):
-  """A config, a state of which three prompts are known, and the draw."""
-  config = config_with(
+def drawn(settings_with):
+  """A state of which three prompts are known, and the draw."""
+  settings = settings_with(
     **ON,
     batch_size=4,
     difficulty__uniform=0.1,
     difficulty__importance_weights=True,
   )
-  policy = policies.open_policy("arithmetic-instruct")
-  tx = optimizer(config)
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  tx = optimizer(settings)
   state = init_state({"w": np.zeros(2)}, tx, jax.random.key(0))
-  state = state.replace(difficulty=prompt_choice.init(config, EXAMPLES))
+  state = state.replace(difficulty=difficulty.init_rates(settings, EXAMPLES))
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  places = sharding.shardings(jax.eval_shape(lambda: state), mesh)
-  learn = prompt_choice.make_learn(config, places)
-  draw = prompt_choice.make_draw(config, policy, EXAMPLES, 8)
+  shardings = sharding.shardings(jax.eval_shape(lambda: state), mesh)
+  learn = difficulty.make_update_success_rates(settings, shardings)
+  draw = difficulty.make_draw_prompts(settings, policy, EXAMPLES, 8)
   return state, learn, draw
 
 
 def test_what_varies_is_asked(drawn):
   state, learn, draw = drawn
   indices = range(20)
-  examples = [{prompt_choice.INDEX: i} for i in indices]
+  examples = [{difficulty.INDEX: i} for i in indices]
   # All but the first four are solved; a reward of 0.5 is no right answer.
   right = np.ones((20, 8))
   right[:4, ::2] = 0.5
@@ -110,7 +112,7 @@ def test_what_varies_is_asked(drawn):
   counts, weights = np.zeros(20), np.zeros(20)
   for step in range(200):
     prompts, batch = draw(state.replace(step=step))
-    asked = [example[prompt_choice.INDEX] for example in batch]
+    asked = [example[difficulty.INDEX] for example in batch]
     assert [e["prompt"] for e in batch] == [f"{i}+1" for i in asked]
     assert len(set(asked)) == 4 and prompts.prompt_ids.shape[0] == 4
     counts[asked] += 1
@@ -121,7 +123,7 @@ def test_what_varies_is_asked(drawn):
   # The weights undo it: each prompt counts the same in the end.
   np.testing.assert_allclose(weights.sum(), 200, rtol=0.1)
   np.testing.assert_allclose(weights[:4].mean(), 10, rtol=0.15)
-  row = prompt_choice.metrics(state, prompts, batch)
+  row = difficulty.metrics(state, prompts, batch)
   assert row["prompts_seen"] == 19 / 20 and row["prompts_asked"] == 4
   assert 1 <= row["effective_prompts"] <= 4
   assert row["importance_weight_max"] == pytest.approx(prompts.weights.max())
@@ -131,7 +133,7 @@ def test_a_draw_depends_on_seed_and_step_alone(drawn):
   state, _, draw = drawn
 
   def asked(step):
-    return [e[prompt_choice.INDEX] for e in draw(state.replace(step=step))[1]]
+    return [e[difficulty.INDEX] for e in draw(state.replace(step=step))[1]]
 
   assert asked(3) == asked(3) != asked(4)
 
@@ -145,7 +147,7 @@ def test_all_processes_ask_what_the_first_one_chose(drawn, monkeypatch):
   monkeypatch.setattr(distributed, "is_main", lambda: False)
   monkeypatch.setattr(distributed, "gather", lambda _: next(said))
   prompts, batch = draw(state)
-  assert [example[prompt_choice.INDEX] for example in batch] == chosen[0]
+  assert [example[difficulty.INDEX] for example in batch] == chosen[0]
   assert [example["prompt"] for example in batch] == [
     "7+1",
     "1+1",
@@ -155,9 +157,9 @@ def test_all_processes_ask_what_the_first_one_chose(drawn, monkeypatch):
   np.testing.assert_array_equal(prompts.weights, np.float32(chosen[1]))
 
 
-def test_a_curriculum_goes_from_easy_to_hard(config_with):
-  config = config_with(difficulty__priority="target", steps=5)
-  aims = [prompt_choice._aim(config, step) for step in range(5)]
+def test_a_curriculum_goes_from_easy_to_hard(settings_with):
+  settings = settings_with(difficulty__priority="target", steps=5)
+  aims = [difficulty._aim(settings, step) for step in range(5)]
   np.testing.assert_allclose(aims, [0.8, 0.675, 0.55, 0.425, 0.3])
 
 

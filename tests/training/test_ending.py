@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""Text at the end of a run."""
 
 import importlib.util
 import pathlib
@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from grpojax.training import ending
+from grpojax.training.report import final_report
 
 SUMMARY = {
   "accuracy_before": 0.0625,
@@ -23,11 +23,11 @@ SUMMARY = {
 }
 
 
-def test_the_end_says_the_gain_and_where_everything_is(tmp_path, config_with):
+def test_the_end_says_the_gain_and_where_everything_is(tmp_path, settings_with):
   for name in ("model", "learning_curve.png", "metrics.jsonl"):
     (tmp_path / name).mkdir()
-  config = config_with(model__path="some/model")
-  lines = ending.lines("runs/x", tmp_path, config, SUMMARY)
+  settings = settings_with(model__path="some/model")
+  lines = final_report.lines("runs/x", tmp_path, settings, SUMMARY)
   assert lines[:4] == [
     "accuracy before   6.2%  [2.5%, 15.0%]",
     "accuracy after   98.4%  [91.7%, 99.7%]"
@@ -36,14 +36,16 @@ def test_the_end_says_the_gain_and_where_everything_is(tmp_path, config_with):
     "  model/ (of step 40, Hugging Face format), learning_curve.png, "
     "metrics.jsonl",
   ]
-  assert lines[4:] == ending.todo("runs/x", config)
+  assert lines[4:] == final_report.next_steps("runs/x", settings)
   assert max(map(len, lines)) < 100
 
 
-def test_the_end_says_what_went_wrong_and_each_data_set(tmp_path, config_with):
+def test_the_end_says_what_went_wrong_and_each_data_set(
+  tmp_path, settings_with
+):
   summary = SUMMARY | {"failed_rewards": 3, "steps_with": {"truncated": 2}}
   summary |= {"sums/accuracy_before": 0.1, "sums/accuracy_after": 0.75}
-  lines = ending.lines("runs/x", tmp_path, config_with(), summary)
+  lines = final_report.lines("runs/x", tmp_path, settings_with(), summary)
   assert lines[2:5] == [
     "  sums: 10.0% -> 75.0%",
     "steps with truncated: 2",
@@ -51,17 +53,19 @@ def test_the_end_says_what_went_wrong_and_each_data_set(tmp_path, config_with):
   ]
 
 
-@pytest.mark.parametrize("best, said", [(0.99, True), (0.984, False)])
-def test_a_best_step_is_named_where_it_was_better(best, said, config_with):
+@pytest.mark.parametrize("best, shown", [(0.99, True), (0.984, False)])
+def test_a_best_step_is_named_where_it_was_better(best, shown, settings_with):
   summary = SUMMARY | {"best_step": 35, "best_accuracy": best}
-  lines = ending.lines("runs/x", pathlib.Path("x"), config_with(), summary)
-  assert any("accuracy best" in line for line in lines) == said
+  lines = final_report.lines(
+    "runs/x", pathlib.Path("x"), settings_with(), summary
+  )
+  assert any("accuracy best" in line for line in lines) == shown
 
 
 @pytest.mark.parametrize("where", ["runs/x", "/tmp/a run's/", "gs://b/runs/x"])
-def test_commands_can_be_pasted_into_a_shell(where, config_with):
-  config = config_with(model__path="my model")
-  commands = ending.commands(where, config)
+def test_commands_can_be_pasted_into_a_shell(where, settings_with):
+  settings = settings_with(model__path="my model")
+  commands = final_report.commands(where, settings)
   for command in commands.values():
     python, m, module, first, *rest = shlex.split(command)
     assert (python, m) == ("python", "-m")
@@ -72,23 +76,13 @@ def test_commands_can_be_pasted_into_a_shell(where, config_with):
   assert shlex.split(commands["export"])[-1] == f"--out={last}-model"
 
 
-def test_only_an_embedded_model_is_followed_by_a_real_one(config_with):
+def test_only_an_embedded_model_is_followed_by_a_real_one(settings_with):
   name = "a real model"
-  config = config_with(model__path="arithmetic-instruct")
-  real = ending.commands("runs/x", config)[name]
+  settings = settings_with(model__path="arithmetic-instruct")
+  real = final_report.commands("runs/x", settings)[name]
   root = pathlib.Path(__file__).resolve().parents[2]
   config_file = root / "configs" / f"{real.partition('--config=')[2]}.py"
   assert config_file.is_file()
   for path in ("Qwen2.5", "/", ".", "runs/x"):
-    config = config_with(model__path=path)
-    assert name not in ending.commands("runs/x", config)
-
-
-def test_the_best_is_said_where_it_is_better_than_the_last():
-  summary = {"accuracy_before": 0.1, "accuracy_before_interval": [0.0, 0.2]}
-  summary |= {"accuracy_after": 0.5, "accuracy_after_interval": [0.4, 0.6]}
-  summary |= {"eval_prompts": 9, "steps_with": {}, "failed_rewards": 0}
-  for accuracy, said in ((0.5, 0), (0.7, 1)):
-    better = summary | {"steps": 5, "best_step": 3, "best_accuracy": accuracy}
-    lines = [x for x in ending._gain(better) if "accuracy best" in x]
-    assert len(lines) == said
+    settings = settings_with(model__path=path)
+    assert name not in final_report.commands("runs/x", settings)

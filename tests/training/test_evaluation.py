@@ -8,7 +8,7 @@ import pytest
 from grpojax.rewards import exact
 from grpojax.rewards.pool import Failure
 from grpojax.statistics.intervals import paired_difference, wilson_interval
-from grpojax.training import evaluation
+from grpojax.training.evaluation import evaluation
 
 
 def evaluated(rewards, texts=()):
@@ -17,24 +17,24 @@ def evaluated(rewards, texts=()):
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
   rewards = np.random.default_rng(0).integers(0, 2, (3, 5)).astype(np.float32)
-  found = evaluation.numbers(
+  numbers = evaluation.numbers(
     evaluation.per_prompt(evaluated(rewards), [1, 2, 5])
   )
-  assert found.keys() == {"pass@1", "pass@2", "pass@5"}
+  assert numbers.keys() == {"pass@1", "pass@2", "pass@5"}
   for k in (1, 2, 5):
     subsets = list(itertools.combinations(range(5), k))
     expected = np.mean([[rewards[:, s].any(1)] for s in map(list, subsets)])
-    mean, low, high = found[f"pass@{k}"]
+    mean, low, high = numbers[f"pass@{k}"]
     assert mean == pytest.approx(expected, abs=1e-6)
     assert low <= mean <= high
 
 
 def test_accuracy():
   values = evaluation.per_prompt(evaluated([[0.5], [1.0]]))
-  found = evaluation.numbers(values)
-  assert found["accuracy"] == 0.5  # partly right is wrong
+  numbers = evaluation.numbers(values)
+  assert numbers["accuracy"] == 0.5  # partly right is wrong
   wilson = [float(x) for x in wilson_interval(1, 2)]
-  assert list(found.values()) == wilson
+  assert list(numbers.values()) == wilson
 
 
 def test_one_answer_has_one_label():
@@ -56,13 +56,15 @@ def test_majority_of_texts():
     ["####1000", "####5", "5"],
   ]
   rewards = [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
-  found = evaluation.per_prompt(
+  numbers = evaluation.per_prompt(
     evaluated(rewards, texts), [1, 2, 3], exact.given_answer
   )
-  assert list(found) == [f"{x}@{k}" for x in ("pass", "maj") for k in (1, 2, 3)]
-  np.testing.assert_allclose(found["maj@1"], [2 / 3, 1 / 3, 1 / 3])
-  np.testing.assert_allclose(found["maj@2"], [2 / 3, 1 / 3, 0.5])
-  np.testing.assert_allclose(found["maj@3"], [1, 0, 0.5])
+  assert list(numbers) == [
+    f"{x}@{k}" for x in ("pass", "maj") for k in (1, 2, 3)
+  ]
+  np.testing.assert_allclose(numbers["maj@1"], [2 / 3, 1 / 3, 1 / 3])
+  np.testing.assert_allclose(numbers["maj@2"], [2 / 3, 1 / 3, 0.5])
+  np.testing.assert_allclose(numbers["maj@3"], [1, 0, 0.5])
 
 
 def test_right_or_wrong_prompts_have_an_interval_with_a_width():
@@ -71,33 +73,29 @@ def test_right_or_wrong_prompts_have_an_interval_with_a_width():
   for mean, low, high in evaluation.numbers(values).values():
     assert mean == high == 1 and 0.8 < low < 0.9
   none = evaluation.per_prompt(evaluated(np.zeros((20, 4))), [1, 4])
-  for difference, low, high, p_value in evaluation.compare(
-    values, none
-  ).values():
-    assert difference == high == 1 and low > 0.7 and p_value < 1e-5
-  for difference, low, high, p_value in evaluation.compare(
-    values, values
-  ).values():
-    assert difference == 0 and low == -high < -0.05 and p_value == 1
+  for x in evaluation.compare(values, none).values():
+    assert x.difference == x.high == 1 and x.low > 0.7 and x.p_value < 1e-5
+  for x in evaluation.compare(values, values).values():
+    assert x.difference == 0 and x.low == -x.high < -0.05 and x.p_value == 1
 
 
 def test_comparisons_are_paired_and_signed():
   rng = np.random.default_rng(0)
   a = evaluation.per_prompt(evaluated(rng.random((30, 8)) < 0.7), [1, 2])
   b = evaluation.per_prompt(evaluated(rng.random((30, 8)) < 0.4), [1, 2])
-  found = evaluation.compare(a, b)
-  assert found == {k: paired_difference(a[k], b[k]) for k in a}
-  assert found["pass@1"].low > 0
+  numbers = evaluation.compare(a, b)
+  assert numbers == {k: paired_difference(a[k], b[k]) for k in a}
+  assert numbers["pass@1"].low > 0
   lines = evaluation.table(a, b)
   assert len(lines) == 3 and lines[1].startswith("pass@1   ")
   mean, low, high = evaluation.estimate(b["pass@1"])
   assert f"   {mean:.1%}  [{low:.1%}, {high:.1%}]   +" in lines[1]
-  assert lines[1].endswith(f"   {found['pass@1'].p_value:.2g}")
+  assert lines[1].endswith(f"   {numbers['pass@1'].p_value:.2g}")
   columns = [line.index("[", lines[0].index("compare")) for line in lines[1:]]
   assert columns[0] == columns[1]
 
 
 def test_what_a_failure_quotes_does_not_act_on_the_terminal():
   failure = Failure("mine", "ValueError: \x1b[2Jgone", "prompt", "\x1b[2J")
-  said = evaluation.failed([failure])
-  assert "\x1b" not in said and "ValueError: \\x1b[2Jgone" in said
+  line = evaluation.failed([failure])
+  assert "\x1b" not in line and "ValueError: \\x1b[2Jgone" in line

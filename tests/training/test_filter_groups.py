@@ -14,19 +14,17 @@ from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts, Rollout
-from grpojax.models import hf, sharding
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
 from grpojax.rewards import groups
-from grpojax.runtime import records
-from grpojax.training import (
-  dynamic_sampling,
-  filter_groups,
-  from_config,
-  host_step,
-  samplers,
-  scoring,
-)
-from grpojax.training import policy as policies
-from grpojax.training.config import validate
+from grpojax.runtime.files import records
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.run import setup
+from grpojax.training.settings.batches import draw_parts
+from grpojax.training.step import host, resampling
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
 
 B, G, T, VOCAB = 4, 4, 3, 5
 REWARD = f"{pathlib.Path(__file__)}:three"
@@ -65,41 +63,48 @@ def batch_of(first, count):
 class Job:
   """Steps of a chain of three kinds; the first always says the same."""
 
-  def __init__(self, tabular, config, scorer):
+  def __init__(self, tabular, settings, reward_pool):
     self.lm = tabular.lm(3, VOCAB)
     table = self.lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
-    self.policy = policies.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
+    self.policy = policy_lib.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
     self.mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-    self.config = config
+    self.settings = settings
     tx = optax.sgd(0.1)
-    first = lambda p: from_config.first_state(config, tx, p)
-    places = sharding.shardings(
+    first = lambda p: setup.first_state(settings, tx, p)
+    shardings = sharding.shardings(
       jax.eval_shape(first, self.table),
       self.mesh,
       rules=((r".*", PartitionSpec()),),
     )
-    self.state = jax.jit(first, out_shardings=places)(self.table)
+    self.state = jax.jit(first, out_shardings=shardings)(self.table)
     self.taken = 0
-    self.step = host_step.make_host_step(
-      config, self.policy, G, tx, None, places, scorer, lambda **_: None
+    self.step = host.make_host_step(
+      settings,
+      self.policy,
+      G,
+      tx,
+      None,
+      shardings,
+      reward_pool,
+      lambda **_: None,
     )
 
   def take(self, count=None):
-    count = count or B // filter_groups.draw_parts(self.config)
+    count = count or B // draw_parts(self.settings)
     prompts, examples = batch_of(self.taken, count)
     self.taken += count
     return mesh_lib.place(prompts, self.mesh, "batch"), examples
 
   def run(self, diagnosed=False):
     with jax.set_mesh(self.mesh):
-      given = self.take(B)
-      out = self.step(self.state, *given, diagnosed, self.take)
-    self.state, row, self.shown, self.failures = out
-    return row
+      prompts, examples = self.take(B)
+      done = self.step(self.state, prompts, examples, diagnosed, self.take)
+    self.state = done.state
+    return done.metrics
 
 
-def config_of(config_with, **changes):
+def settings_of(settings_with, **changes):
   settings = {
     "batch_size": B,
     "group_size": G,
@@ -109,42 +114,42 @@ def config_of(config_with, **changes):
     "reward__functions": (REWARD,),
     "filter_groups__enable": True,
   }
-  return config_with(**settings | changes)
+  return settings_with(**settings | changes)
 
 
 @pytest.fixture
-def job(tabular, config_with):
+def job(tabular, settings_with):
   """`(**changes) -> Job`."""
   with pytest.MonkeyPatch.context() as patch:
     made = []
 
     def make(**changes):
-      config = config_of(config_with, **changes)
-      scorer = scoring.open_scorer(config)
-      made.append(scorer)
-      job = Job(tabular, config, scorer.__enter__())
+      settings = settings_of(settings_with, **changes)
+      reward_pool = rewards_lib.open_reward_pool(settings)
+      made.append(reward_pool)
+      job = Job(tabular, settings, reward_pool.__enter__())
       job.compared = []
-      pack = from_config.packing
+      pack = host.plan_packing
 
-      def spy(config, samples, rewards, mesh):
+      def spy(settings, samples, rewards, mesh):
         job.compared.append((jax.device_get(samples), rewards))
-        return pack(config, samples, rewards, mesh)
+        return pack(settings, samples, rewards, mesh)
 
-      patch.setattr(from_config, "packing", spy)
+      patch.setattr(host, "plan_packing", spy)
       return job
 
     yield make
-    for scorer in made:
-      scorer.__exit__(None, None, None)
+    for reward_pool in made:
+      reward_pool.__exit__(None, None, None)
 
 
 def whole_rollout(job, count):
   """All that can be drawn for the first step, by one program, and rewards."""
-  program = samplers.sampler_program(
-    job.config, job.policy, G, from_config.sampling(job.config)
+  program = sampling_lib.sampler_program(
+    job.settings, job.policy, G, job.settings.sampling.distribution
   )
   prompts, _ = batch_of(0, count)
-  key = jax.random.fold_in(jax.random.key(job.config.seed), 0)
+  key = jax.random.fold_in(jax.random.key(job.settings.seed), 0)
   samples = jax.device_get(program(job.table, prompts, key))
   three = (samples.completion_ids == 3) & samples.completion_mask
   return samples, np.any(three, -1).astype(np.float32)
@@ -156,11 +161,11 @@ def test_groups_are_replaced_by_those_of_the_next_prompts(
 ):
   of_data_sets = []
 
-  def spy(config, *given):
-    of_data_sets.append(given)
+  def spy(settings, examples, rewards):
+    of_data_sets.append((examples, rewards))
     return {}
 
-  monkeypatch.setattr(host_step.mixtures, "metrics", spy)
+  monkeypatch.setattr(host.mixtures, "metrics", spy)
   run = job(filter_groups__gen_parts=parts)
   whole, rewards = whole_rollout(run, 10 * B)
   varied = np.ptp(rewards, -1) > 0
@@ -195,9 +200,11 @@ def test_a_batch_that_varies_is_left_alone(job):
   of_length = f"{pathlib.Path(__file__)}:other"
   changes = {"reward__functions": (of_length,)}
 
+  def never():
+    raise AssertionError("nothing else is asked for")
+
   def stepped(**more):
     run = job(**changes | more)
-    run.take = None  # nothing else is asked for
     given = batch_of(1, 1)
     prompts, examples = (
       jax.tree.map(lambda x: np.concatenate([x] * B), given[0]),
@@ -205,7 +212,7 @@ def test_a_batch_that_varies_is_left_alone(job):
     )
     with jax.set_mesh(run.mesh):
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      state, row, *_ = run.step(run.state, prompts, examples, False)
+      state, row, *_ = run.step(run.state, prompts, examples, False, never)
     return jax.device_get(state), row
 
   on, row = stepped(filter_groups__rescale=True)
@@ -315,21 +322,22 @@ def test_with_several_rewards_any_of_them_may_vary(job):
   assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
 
 
-def test_which_reward_has_to_vary(config_with):
+def test_which_reward_has_to_vary(settings_with):
   """The first function's, or whatever is compared."""
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
   values = {
     "a": np.array([[0.0, 1], [1, 1], [1, 0], [0, 1]], np.float32),
     "b": np.array([[1.0, 0], [0, 1], [2, 1], [0, 1]], np.float32),
   }
-  scores = groups.GroupScores(rewards, values, rewards < 0, [[], [], [], []])
+  scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
   ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
   samples = Rollout(*[None] * 5, finished=jnp.asarray(ends))
 
   def found(right=values["a"], **changes):
-    config = config_of(config_with, reward__functions=("a", "b"), **changes)
-    args = config, samples, scores, right
-    return dynamic_sampling._varies(*args).tolist()
+    settings = settings_of(
+      settings_with, reward__functions=("a", "b"), **changes
+    )
+    return resampling.varying_groups(settings, samples, scores, right).tolist()
 
   plain = {"reward__weights": (1.0, 1.0)}
   assert found(**plain) == [False, True, True, False]
@@ -381,7 +389,7 @@ def test_which_reward_has_to_vary(config_with):
 def test_what_cannot_be_is_refused(changes, text, config_with):
   given = {"filter_groups__enable": True} | changes
   with pytest.raises(ValueError) as error:
-    validate(config_with(**given))
+    from_config(config_with(**given))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
 

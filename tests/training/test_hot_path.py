@@ -17,9 +17,11 @@ from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.models import sharding
-from grpojax.training import from_config, host_step, scoring
-from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.run import setup
+from grpojax.training.step import host
+from grpojax.training.step import rewards as rewards_lib
 
 B, G, T, P = 4, 4, 8, 8
 EXAMPLES = [{"prompt_text": "", "answer": "1"}] * B
@@ -35,9 +37,9 @@ class Words:
 
 
 @pytest.fixture
-def stepper(tiny, config_with):
+def stepper(tiny, settings_with):
   """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
-  config = config_with(
+  settings = settings_with(
     batch_size=B,
     group_size=G,
     sampling__max_new_tokens=T,
@@ -45,30 +47,33 @@ def stepper(tiny, config_with):
     loss__beta=0.1,
     reward__functions=(f"{pathlib.Path(__file__)}:of_length",),
   )
-  policy = policies.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
+  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   tx = optax.adam(1e-3)
 
   def first(params):
-    return from_config.first_state(config, tx, params)
+    return setup.first_state(settings, tx, params)
 
-  places = sharding.shardings(
+  shardings = sharding.shardings(
     jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
   )
-  held = [jax.jit(first, out_shardings=places)(tiny.params)]
+  held = [jax.jit(first, out_shardings=shardings)(tiny.params)]
   rng = np.random.default_rng(0)
-  with scoring.open_scorer(config) as scorer, jax.set_mesh(mesh):
+  with (
+    rewards_lib.open_reward_pool(settings) as reward_pool,
+    jax.set_mesh(mesh),
+  ):
     reference = jax.device_put(
-      jax.tree.map(jnp.copy, tiny.params), places.params
+      jax.tree.map(jnp.copy, tiny.params), shardings.params
     )
-    step = host_step.make_host_step(
-      config,
+    step = host.make_host_step(
+      settings,
       policy,
       G,
       tx,
       reference,
-      places,
-      scorer,
+      shardings,
+      reward_pool,
       lambda together=False: None,
     )
 
@@ -89,15 +94,15 @@ def of_length(prompt, completion, example):
 @pytest.mark.slow
 def test_nothing_is_copied_or_compiled_unasked(stepper, monkeypatch):
   """Copies by `device_put` and `device_get` alone; programs by shapes alone."""
-  shapes, pack = [], from_config.packing
+  shapes, pack = [], host.plan_packing
 
   def record(*args):
     packing = pack(*args)
-    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.part
+    sizes = jax.tree.map(np.shape, packing), packing and packing.rows.sizes
     shapes.append(str(sizes))
     return packing
 
-  monkeypatch.setattr(from_config, "packing", record)
+  monkeypatch.setattr(host, "plan_packing", record)
   compiled = clock.compilations()
   stepper(2)
   once = len(compiled)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.models import hf
-from grpojax.runtime import records
+from grpojax.models import huggingface as hf
+from grpojax.runtime.files import records
 
 DATA = {"batch_size": 4, "group_size": 4, "eval.num_prompts": 4}
 DATA |= {"data.mixture.easy.name": "arithmetic"}
@@ -47,7 +47,7 @@ RUNS = {
     "sampling.slots": 2,
     "optim.epochs": 2,
     "optim.minibatches": 2,
-    "loss.old_logprobs": "scorer",
+    "loss.old_logprobs": "trainer",
     "loss.weighting": "sequence_sum",
   },
 }

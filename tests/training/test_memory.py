@@ -11,10 +11,12 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
 from grpojax.core.types import Prompts
+from grpojax.core.update import make_update
 from grpojax.models.transformer import TransformerConfig, transformer
 from grpojax.runtime import device_memory
-from grpojax.training import from_config, host_step, memory
 from grpojax.training.optimizer import optimizer
+from grpojax.training.run import memory, setup
+from grpojax.training.step.batch import make_batch_program
 
 B, G, P, T = 8, 4, 24, 48
 SIZES = {
@@ -38,11 +40,11 @@ def mesh(**axes):
 
 
 def bytes_of(parts):
-  return {part.what: part.bytes for part in parts}
+  return {part.text: part.bytes for part in parts}
 
 
-def test_by_hand(config_with):
-  phases = memory.training(config_with(**SIZES), MODEL, mesh())
+def test_by_hand(settings_with):
+  phases = memory.training(settings_with(**SIZES), MODEL, mesh())
   sampling, update, test = map(bytes_of, phases.values())
   token = 3 * 2 * 2 * 4 * 4  # keys and values: layers, 2, K, E, bytes
   state = 3 * 4 * WEIGHTS + 8  # with Adam's moments and two counts
@@ -61,31 +63,31 @@ def test_by_hand(config_with):
     "logits": 16 * 50 * 4,
   }
   assert test["decode cache"] == 3 * 48 * token
-  (alone,) = memory.evaluation(config_with(**SIZES), MODEL, 5).values()
+  (alone,) = memory.evaluation(settings_with(**SIZES), MODEL, 5).values()
   assert bytes_of(alone)["parameters"] == 4 * WEIGHTS
   assert bytes_of(alone)["decode cache"] == 3 * 5 * 48 * token
 
 
-def test_a_repetition_penalty_remembers_tokens(config_with):
-  config = config_with(**SIZES, sampling__repetition_penalty=1.1)
-  phases = memory.training(config, MODEL, mesh())
+def test_a_repetition_penalty_remembers_tokens(settings_with):
+  changes = SIZES | {"sampling__repetition_penalty": 1.1}
+  phases = memory.training(settings_with(**changes), MODEL, mesh())
   sampling, update, test = map(bytes_of, phases.values())
   assert sampling["tokens seen"] == 8 * 4 * 50  # booleans
   assert update["tokens seen"] == 4 * 4 * 50 * 4  # places, of a part's prompts
   assert "tokens seen" not in test  # greedy, without it
-  config.sampling.slots = 3
-  slots = memory.training(config, MODEL, mesh())
+  three = settings_with(**changes, sampling__slots=3)
+  slots = memory.training(three, MODEL, mesh())
   assert bytes_of(next(iter(slots.values())))["tokens seen"] == 8 * 3 * 50
 
 
-def test_slots_take_less(config_with):
+def test_slots_take_less(settings_with):
   """What they are for: samples that wait have neither cache nor logits."""
 
   def sampling(**changes):
-    config = config_with(**SIZES, **changes)
-    alone = memory.evaluation(config, MODEL, 6)["an evaluation"]
+    settings = settings_with(**SIZES, **changes)
+    alone = memory.evaluation(settings, MODEL, 6)["an evaluation"]
     return *map(
-      bytes_of, memory.training(config, MODEL, mesh()).values()
+      bytes_of, memory.training(settings, MODEL, mesh()).values()
     ), bytes_of(alone)
 
   whole, *_, test, alone = sampling()
@@ -98,9 +100,9 @@ def test_slots_take_less(config_with):
     assert same == test  # of one sample a prompt
 
 
-def test_a_reference_adapters_and_half_precision(config_with):
+def test_a_reference_adapters_and_half_precision(settings_with):
   def held(**changes):
-    phases = memory.training(config_with(**SIZES, **changes), MODEL, mesh())
+    phases = memory.training(settings_with(**SIZES, **changes), MODEL, mesh())
     return [bytes_of(parts) for parts in phases.values()]
 
   plain, *_ = held()
@@ -126,7 +128,7 @@ def test_a_reference_adapters_and_half_precision(config_with):
   assert sampling["decode cache"] * 2 == plain["decode cache"]
 
 
-def test_the_state_of_each_optimizer(config_with):
+def test_the_state_of_each_optimizer(settings_with):
   """By hand, whole and on four devices, of a model wide enough to factor."""
   wide = dataclasses.replace(
     MODEL, vocab_size=140, width=128, head_dim=32, mlp=132
@@ -137,7 +139,7 @@ def test_the_state_of_each_optimizer(config_with):
   matrices = 140 * 128 + 3 * (2 * 128 * 128 + 3 * 128 * 132) + keys
   weights = norms + matrices
   statistics = 140 + 128 + 3 * (2 * (128 + 128) + 3 * (128 + 132))
-  settings = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
+  optims = [{}, {"moments_dtype": "bfloat16"}, {"name": "adafactor"}]
   whole = [12 * weights, 8 * weights, 4 * (weights + norms + keys + statistics)]
   # Norms lie on every device. The statistics are cut once, where matrices are
   # cut twice, but for those of the embeddings' rows: both axes cut these.
@@ -146,23 +148,23 @@ def test_the_state_of_each_optimizer(config_with):
     8 * (norms + matrices // 4),
     4 * (2 * norms + (matrices + keys + 140) // 4 + (statistics - 140) // 2),
   ]
-  for optim, *expected in zip(settings, whole, cut, strict=True):
-    config = config_with(
+  for optim, *expected in zip(optims, whole, cut, strict=True):
+    settings = settings_with(
       **SIZES, **{f"optim__{name}": value for name, value in optim.items()}
     )
     for of, wanted in zip((mesh(), four), expected, strict=True):
-      parts = memory.training(config, wide, of)["an update"]
+      parts = memory.training(settings, wide, of)["an update"]
       found = bytes_of(parts)["parameters and optimizer"]
       assert found == wanted + 8, (optim, of.shape)  # and two counts
 
 
-def test_devices_share_it(config_with):
+def test_devices_share_it(settings_with):
   """Shapes alone: one device stands for all four."""
   devices = np.array([jax.devices()[0]] * 4).reshape(1, 2, 1, 2)
   four = jax.sharding.Mesh(devices, mesh_lib.AXES)
-  config = config_with(**SIZES)
+  settings = settings_with(**SIZES)
   one, cut = (
-    [bytes_of(parts) for parts in memory.training(config, MODEL, m).values()]
+    [bytes_of(parts) for parts in memory.training(settings, MODEL, m).values()]
     for m in (mesh(), four)
   )
   for whole, part in zip(one, cut, strict=True):
@@ -187,15 +189,15 @@ def total(compiled):
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_compiled_programs_take_more(name, config_with):
+def test_compiled_programs_take_more(name, settings_with):
   """Both the sampler and the update, but not so much that it says nothing."""
-  config, model = (
-    config_with(**SIZES | {"optim__name": name, "logits_chunk": 128}),
+  settings, model = (
+    settings_with(**SIZES | {"optim__name": name, "logits_chunk": 128}),
     dataclasses.replace(MODEL, vocab_size=400),
   )
-  lm, tx = transformer(model, remat="full"), optimizer(config)
+  lm, tx = transformer(model, remat="full"), optimizer(settings)
   state = jax.eval_shape(
-    lambda key: from_config.first_state(config, tx, lm.init(key)),
+    lambda key: setup.first_state(settings, tx, lm.init(key)),
     jax.random.key(0),
   )
   prompts = Prompts(
@@ -206,19 +208,17 @@ def test_compiled_programs_take_more(name, config_with):
   )
   args = state.params, prompts, state.key
   sampler = jax.jit(sample).lower(*args).compile()
-  learn = jax.jit(
-    functools.partial(host_step.make_learn(config, tx), lm), donate_argnums=0
-  )
+  update = make_update(lm, tx, settings.loss, settings.optim.update)
   samples = jax.eval_shape(sample, *args)
   rewards = jax.ShapeDtypeStruct((B, G), jnp.float32)
-  compare = functools.partial(host_step.make_compare(config), lm)
-  batch, _ = jax.eval_shape(compare, state.params, samples, rewards, None)
-  update = learn.lower(state, batch).compile()
+  make_batch = functools.partial(make_batch_program(settings), lm)
+  batch, _ = jax.eval_shape(make_batch, state.params, samples, rewards)
+  update = jax.jit(update, donate_argnums=0).lower(state, batch).compile()
   # The new state takes the place of the old one.
   stored = state.replace(key=jax.eval_shape(jax.random.key_data, state.key))
-  places = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
-  assert update.memory_analysis().alias_size_in_bytes == places
-  phases = memory.training(config, model, mesh())
+  shardings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored))
+  assert update.memory_analysis().alias_size_in_bytes == shardings
+  phases = memory.training(settings, model, mesh())
   # Nothing of this narrow model is factored: one second moment of each weight.
   moments = {"adamw": 8, "adafactor": 4}[name] * (WEIGHTS + 350 * 12)
   for (name, parts), compiled, held in zip(
@@ -229,9 +229,9 @@ def test_compiled_programs_take_more(name, config_with):
     assert 0.1 * total(compiled) < bound <= total(compiled), name
 
 
-def test_what_cannot_fit_is_refused_with_its_parts(config_with):
-  config = config_with(**SIZES | {"group_size": 10**6})
-  phases = memory.training(config, MODEL, mesh())
+def test_what_cannot_fit_is_refused_with_its_parts(settings_with):
+  settings = settings_with(**SIZES | {"group_size": 10**6})
+  phases = memory.training(settings, MODEL, mesh())
   needed = sum(part.bytes for part in phases["sampling a step's completions"])
   memory.refuse(phases, needed)
   memory.refuse(phases, None)

@@ -10,11 +10,14 @@ from ml_collections import ConfigDict
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Job, Pool
-from grpojax.runtime import config as config_lib
-from grpojax.training import evaluation, mixtures, scoring, splits
-from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
-from grpojax.training.config import default_config, validate
+from grpojax.runtime.cli import config as config_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.data import mixtures, splits
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.evaluation import evaluation
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
 
 TWO = {
   "reward__functions": ("exact_answer", "math_answer", "format"),
@@ -32,22 +35,21 @@ def test_a_mixture_as_it_is_written(config_with):
     gsm8k={"path": "x", "weight": 3, "rewards": "math_answer, format"},
   )
   config = config_with(**TWO, **parts)
-  validate(config)
-  found = mixtures.sources(config)
+  settings = from_config(config)
+  found = mixtures.sources(settings)
   assert list(found) == ["gsm8k", "hard"]  # sorted, as a resumed run has them
   assert found["gsm8k"].name == "gsm8k" and found["gsm8k"].weight == 3
   assert found["gsm8k"].rewards == ("math_answer", "format")
   assert found["hard"].options == {"difficulty": (4, 5)}
   again = config_lib.from_json(config_lib.to_json(config))
-  validate(again)
-  assert mixtures.sources(again) == found
+  assert mixtures.sources(from_config(again)) == found
   # exact_answer scores all but GSM8K's; what scores all is not named.
-  assert mixtures.scored_by(config) == {"exact_answer": ["hard"]}
-  assert mixtures.judges(config) == {
+  assert mixtures.scored_by(settings) == {"exact_answer": ["hard"]}
+  assert mixtures.judges(settings) == {
     "gsm8k": "math_answer",
     "hard": "exact_answer",
   }
-  nothing = default_config()
+  nothing = TrainSettings()
   assert not mixtures.sources(nothing) and not mixtures.scored_by(nothing)
 
 
@@ -68,20 +70,20 @@ def test_a_mixture_as_it_is_written(config_with):
 )
 def test_mistakes_are_refused(part, text, config_with):
   with pytest.raises(ValueError, match=text):
-    validate(config_with(**TWO, **mixture(gsm8k=part)))
+    from_config(config_with(**TWO, **mixture(gsm8k=part)))
 
 
 @pytest.mark.parametrize("field", ["data__path", "data__options__size"])
 def test_a_mixture_has_no_path_of_its_own(field, config_with):
   config = config_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
   with pytest.raises(ValueError, match=r"write data.mixture.NAME.\w+"):
-    validate(config)
+    from_config(config)
 
 
 def test_a_name_must_do_for_metrics(config_with):
   config = config_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
   with pytest.raises(ValueError, match="data.mixture = 'a/b': names metrics"):
-    validate(config)
+    from_config(config)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -89,7 +91,7 @@ def test_functions_score_their_data_sets(workers):
   options = {"workers": workers, "sources": {"format": ["b"]}, "timeout": 60}
   with Pool(["exact_answer", "format"], **options) as pool:
     jobs = [Job("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
-    one, two = pool.score([*jobs])
+    one, two = pool.compute([*jobs])
   assert one.values[1] is None and one.reward == one.values[0]
   assert two.values[1] is not None and not (one.failures or two.failures)
 
@@ -98,25 +100,25 @@ def test_a_right_answer_is_what_its_data_set_says():
   class Names:
     names = ("f", "g")
 
-  scores = scoring.groups.GroupScores(
+  scores = rewards_lib.groups.GroupRewards(
     rewards=None,
     values={"f": np.array([[1.0], [2], [3]]), "g": np.array([[4.0], [5], [6]])},
     failed=None,
     failures=[],
   )
-  scorer = scoring.Scorer(Names, judges={"a": "f", "b": "g"})
+  reward_pool = rewards_lib.RewardPool(Names, judges={"a": "f", "b": "g"})
   examples = [{SOURCE: "b"}, {SOURCE: "a"}, {}]
-  found = scoring.correctness(scorer, scores, examples)
+  found = rewards_lib.correctness(reward_pool, scores, examples)
   np.testing.assert_array_equal(found, [[4], [2], [3]])
 
 
-def test_metrics_by_data_set(config_with):
-  config = config_with(
+def test_metrics_by_data_set(settings_with):
+  settings = settings_with(
     **mixture(a={"name": "gsm8k"}, b={"name": "gsm8k"}, c={"name": "gsm8k"})
   )
   examples = [{SOURCE: name} for name in "abab"]
   rewards = np.array([[1, 0], [np.nan, 1], [1, 1], [np.nan, np.nan]])
-  assert mixtures.metrics(config, examples, rewards) == {
+  assert mixtures.metrics(settings, examples, rewards) == {
     "a/prompts": 2,
     "a/reward_mean": 0.75,
     "a/zero_variance_groups": 0.5,
@@ -124,12 +126,12 @@ def test_metrics_by_data_set(config_with):
     "b/reward_mean": 1.0,
     "b/zero_variance_groups": 1.0,
   }
-  assert mixtures.metrics(default_config(), examples, rewards) == {}
-  alone = mixtures.metrics(config, examples, rewards[:, :1])
+  assert mixtures.metrics(TrainSettings(), examples, rewards) == {}
+  alone = mixtures.metrics(settings, examples, rewards[:, :1])
   assert alone["b/zero_variance_groups"] == 0  # there is nothing to differ from
   result = evaluation.Evaluation(np.array([[1.0], [0]] * 2), [], examples)
   values = evaluation.per_prompt(result)
-  each = evaluation.by_data_set(config, result, values)
+  each = evaluation.by_data_set(settings, result, values)
   assert {k: v["accuracy"].tolist() for k, v in each.items()} == {
     "a": [1, 1],
     "b": [0, 0],
@@ -152,15 +154,21 @@ def files(tmp_path):
   return mixture(**parts) | {"data__template": "{prompt}"}
 
 
-def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(**files, data__max_prompt_length=14)
+def test_what_fits_of_each_data_set(
+  files, settings_with, tmp_path, monkeypatch
+):
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  changes = files | {"data__max_prompt_length": 14}
+  settings = settings_with(**changes)
   with pytest.raises(ValueError, match="train nines split: 5 of 12 prompts"):
-    splits.load_split(config, policy, "train")
-  config.data.too_long = "drop"
-  config.eval.num_prompts = 3  # of each
+    splits.load_split(settings, policy, "train")
+  settings = settings_with(
+    **changes,
+    data__too_long="drop",
+    eval__num_prompts=3,  # of each
+  )
   found = {
-    split: splits.load_split(config, policy, split)
+    split: splits.load_split(settings, policy, split)
     for split in ("train", "test")
   }
   whole = found["train"]
@@ -169,14 +177,14 @@ def test_what_fits_of_each_data_set(files, config_with, tmp_path, monkeypatch):
   assert len(found["test"].examples) == 6
   assert {e[SOURCE] for e in found["test"].examples} == {"nines", "ones"}
   _, batch = next(
-    prompts_lib.training_batches(config, policy, whole.examples, 8)
+    prompts_lib.training_batches(settings, policy, whole.examples, 8)
   )
   assert sum(e[SOURCE] == "ones" for e in batch) == 16
   # Measured once.
   file = tmp_path / "lengths.npz"
   splits.save_lengths(file, found)
   monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
-  again = splits.load_split(config, policy, "train", file)
+  again = splits.load_split(settings, policy, "train", file)
   assert again.survey.fingerprint == whole.survey.fingerprint
   np.testing.assert_array_equal(again.survey.lengths, whole.survey.lengths)
 
@@ -185,7 +193,7 @@ def test_an_error_says_which_data_set_it_is_of(files, config_with):
   config = config_with(**files)
   config.data.mixture.ones.path = "/nowhere"
   with pytest.raises(ValueError, match="data.mixture.ones: .*/nowhere"):
-    splits.load_examples(config, "train")
+    splits.load_examples(from_config(config), "train")
 
 
 @pytest.mark.slow

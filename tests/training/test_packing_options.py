@@ -7,16 +7,18 @@ import optax
 import pytest
 
 from grpojax.core.advantages import ADVANTAGES
-from grpojax.core.grpo_step import OLD_LOGPROBS
-from grpojax.core.kl import PLACEMENTS
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.losses import WEIGHTINGS
-from grpojax.core.sampler_correction import CORRECTIONS
-from grpojax.core.surrogates import RATIOS, SURROGATES
-from grpojax.core.truncation import TRUNCATED
+from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.losses.rollout_correction import CORRECTIONS
+from grpojax.core.losses.surrogates import RATIOS, SURROGATES
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.objective import OLD_LOGPROBS
 from grpojax.core.types import Rollout
-from grpojax.core.weighted_baselines import ScoreNorms
-from grpojax.training import from_config, host_step
-from grpojax.training.config import validate
+from grpojax.core.update import make_update
+from grpojax.training.config import from_config
+from grpojax.training.run import setup
+from grpojax.training.step.batch import make_batch_program, plan_packing
 
 B, G, P, T, V = 4, 6, 3, 16, 11
 CHOICES = {
@@ -45,7 +47,7 @@ CHOICES = {
 }
 
 
-def draw_config(config_with, rng):
+def draw_settings(config_with, rng):
   """Settings at random, of those that go together."""
   for _ in range(500):
     drawn = {k: list(v)[rng.integers(len(v))] for k, v in CHOICES.items()}
@@ -54,10 +56,9 @@ def draw_config(config_with, rng):
     rounds = {"diagnostics__every": 1, "optim__packing": True}
     config = config_with(**changes, **sizes, **rounds)
     try:
-      validate(config)
+      return drawn, from_config(config)
     except ValueError:
       continue
-    return drawn, config
   raise AssertionError("no settings that go together")
 
 
@@ -75,19 +76,33 @@ def draw_samples(rng):
   )
 
 
-def step(config, lm, samples, rewards, packing):
+def step(settings, lm, samples, rewards, packing):
   """Parameters and metrics after a step, its advantages, as `train` does it."""
   params = lm.init(jax.random.key(5))
   tx = optax.sgd(0.1)
   norms = ScoreNorms(*map(jnp.asarray, (2.0, 1.0, 1.5)))
   ref_params = None
-  if from_config.needs_reference(config):
+  if settings.loss.needs_reference:
     ref_params = jax.tree.map(lambda x: 0.9 * x, params)
-  compare = jax.jit(host_step.make_compare(config), static_argnums=0)
-  batch, _ = compare(lm, params, samples, rewards, ref_params, packing, norms)
-  state = from_config.first_state(config, tx, params)
-  learn = jax.jit(host_step.make_learn(config, tx), static_argnums=0)
-  state, metrics = learn(lm, state, batch)
+  make_batch = jax.jit(make_batch_program(settings), static_argnums=0)
+  batch, _ = make_batch(
+    lm,
+    params,
+    samples,
+    rewards,
+    ref_params=ref_params,
+    packing=packing,
+    score_norms=norms,
+  )
+  state = setup.first_state(settings, tx, params)
+  update = make_update(
+    lm,
+    tx,
+    settings.loss,
+    settings.optim.update,
+    settings.sampling.distribution,
+  )
+  state, metrics = jax.jit(update)(state, batch)
   moved = jax.tree.map(jnp.subtract, state.params, params)
   return moved, metrics, batch.advantages
 
@@ -97,17 +112,17 @@ def step(config, lm, samples, rewards, packing):
 )
 def test_packed_is_unpacked(seed, tabular, config_with):
   rng = np.random.default_rng(seed)
-  drawn, config = draw_config(config_with, rng)
+  drawn, settings = draw_settings(config_with, rng)
   samples = draw_samples(rng)
   rewards = rng.integers(0, 2, (B, G)).astype(np.float32)
   rewards[0, 2] = np.nan
   lm = tabular.lm(V, V)
-  mesh = from_config.mesh(config, jax.devices()[:1])
+  mesh = setup.make_mesh(settings, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    packing = from_config.packing(config, samples, rewards, mesh)
+    packing = plan_packing(settings, samples, rewards, mesh)
     assert packing is not None, drawn
-    packed = step(config, lm, samples, jnp.asarray(rewards), packing)
-    plain = step(config, lm, samples, jnp.asarray(rewards), None)
+    packed = step(settings, lm, samples, jnp.asarray(rewards), packing)
+    plain = step(settings, lm, samples, jnp.asarray(rewards), None)
   scale = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain[0]))
   assert 0 < scale < np.inf, drawn
   for a, b in zip(*map(jax.tree.leaves, (packed[0], plain[0])), strict=True):

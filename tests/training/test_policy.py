@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Rollout
-from grpojax.models import hf
-from grpojax.training import policy as policies
+from grpojax.models import huggingface as hf
+from grpojax.training import policy as policy_lib
 
 
 def test_a_policy_and_its_texts(toy_model):
-  policy = policies.load_policy(str(toy_model), "bfloat16")
+  policy = policy_lib.load_policy(str(toy_model), "bfloat16")
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(policy.params))
   one = jnp.ones((1, 1), int)
   prefix = policy.lm.prefill(policy.params, one, one > 0)
@@ -27,7 +27,7 @@ def test_a_policy_and_its_texts(toy_model):
   samples = Rollout(
     empty, empty > 0, completion_ids, mask, mask * 0.0, mask.any(-1)
   )
-  texts = policies.decode(policy, samples)
+  texts = policy_lib.decode(policy, samples)
   assert texts == [["12#", "1"]]
 
 
@@ -37,13 +37,13 @@ def test_an_eos_that_the_model_lacks_is_refused(toy_model, tmp_path, eos):
   file = tmp_path / "model" / "generation_config.json"
   file.write_text(json.dumps({"eos_token_id": eos}))
   with pytest.raises(ValueError, match=f"{file}.*eos_token_id.*{eos}"):
-    policies.open_policy(str(tmp_path / "model"))
+    policy_lib.open_policy(str(tmp_path / "model"))
 
 
 def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
-  policy = policies.open_policy(str(toy_model), "bfloat16")
-  policy = policies.with_adapters(
-    policies.with_weights(policy, "bfloat16"),
+  policy = policy_lib.open_policy(str(toy_model), "bfloat16")
+  policy = policy_lib.with_adapters(
+    policy_lib.with_weights(policy, "bfloat16"),
     jax.random.key(0),
     rank=2,
     alpha=4.0,
@@ -52,7 +52,7 @@ def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
   rng = np.random.default_rng(0)
   small = lambda x: x + jnp.asarray(rng.normal(size=x.shape) * 1e-4, x.dtype)
   params = jax.tree.map(small, policy.params)
-  whole = policies.whole_params(policy, params)
+  whole = policy_lib.whole_params(policy, params)
   hf.save(tmp_path / "model", whole, policy.directory, dtype="float32")
   found = hf.load_params(tmp_path / "model")
   want = jax.tree.map(lambda x: np.asarray(x, np.float64), policy.frozen)
@@ -68,8 +68,8 @@ def test_adapters_are_written_merged_as_they_were_trained(toy_model, tmp_path):
 
 
 def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
-  policy = policies.with_adapters(
-    policies.load_policy(str(toy_model)),
+  policy = policy_lib.with_adapters(
+    policy_lib.load_policy(str(toy_model)),
     jax.random.key(0),
     rank=2,
     alpha=4.0,
@@ -81,7 +81,7 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
     prefix = lm.prefill(adapters, ids, ids > 0)
     return jnp.linalg.norm(lm.unembed(adapters, prefix.last_hidden))
 
-  run = policies.jit(policy, norm)
+  run = policy_lib.jit(policy, norm)
   ids = jnp.array([[5, 9, 17]])
   text = run.func.lower(*run.args, policy.params, ids).as_text()
   size = max(x.size for x in jax.tree.leaves(policy.frozen))
@@ -90,6 +90,6 @@ def test_frozen_weights_are_an_argument_not_a_constant(toy_model):
   other = jax.tree.map(lambda x: 2 * x, policy.frozen)
   found = run.func(other, policy.params, ids)
   assert found != run(policy.params, ids) == run({}, ids)  # b is 0
-  whole = policies.load_policy(str(toy_model))
-  expected = policies.jit(whole, norm)(whole.params, ids)
+  whole = policy_lib.load_policy(str(toy_model))
+  expected = policy_lib.jit(whole, norm)(whole.params, ids)
   np.testing.assert_allclose(run(policy.params, ids), expected, rtol=1e-6)

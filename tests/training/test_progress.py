@@ -1,11 +1,11 @@
-"""What a run remembers, and when it is hopeless."""
+"""What a run remembers, and when it stops."""
 
 import json
 
 import pytest
 
-from grpojax.training import progress
 from grpojax.training.config import default_config
+from grpojax.training.run import progress
 
 GOOD = {
   "skipped_updates": 0,
@@ -25,7 +25,7 @@ BAD = {
 
 def test_every_trouble_has_a_limit():
   of_steps = set(default_config().stop) - {"no_improvement"}  # of evaluations
-  assert of_steps == set(progress.TROUBLES) == set(BAD)
+  assert of_steps == set(progress.STOP_CONDITIONS) == set(BAD)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -35,13 +35,13 @@ def test_a_trouble_in_a_row_ends_a_run(name):
   bad, now = GOOD | {name: whole}, progress.Progress()
   for row in [bad, bad, GOOD, bad, bad]:
     now = progress.after(now, row)
-    assert progress.hopeless(now, limits) is None
+    assert progress.stop_reason(now, limits) is None
   # What is kept in a checkpoint counts on.
   notes = json.loads(json.dumps(progress.to_notes(now)))
   now = progress.after(progress.from_notes(notes), bad)
-  why = progress.hopeless(now, limits)
+  why = progress.stop_reason(now, limits)
   assert "in 3 steps in a row" in why and f"--config.stop.{name}=0" in why
-  assert progress.hopeless(now, dict.fromkeys(BAD, 0)) is None
+  assert progress.stop_reason(now, dict.fromkeys(BAD, 0)) is None
   assert now.steps_with[name] == 5
   assert sum(now.steps_with.values()) == 5
   assert progress.troubles(GOOD | {name: less or whole}) == [words]
@@ -52,7 +52,7 @@ def test_less_than_all_ends_nothing():
   now = progress.Progress()
   for _ in range(5):
     now = progress.after(now, GOOD | {"rewards_missing": 0.99})
-  assert progress.hopeless(now, dict.fromkeys(BAD, 1)) is None
+  assert progress.stop_reason(now, dict.fromkeys(BAD, 1)) is None
   assert now.steps_with["rewards_missing"] == 5
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from grpojax.core.types import Prompts
-from grpojax.training import policy as policies
-from grpojax.training import prompts as prompts_lib
-from grpojax.training import splits as splits_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits as splits_lib
 
 
-def test_problems_of_a_run(config_with):
+def test_problems_of_a_run(settings_with):
   def prompts(load, count=20, **changes):
-    examples = load(config_with(**changes))
+    examples = load(settings_with(**changes))
     return [examples[i]["prompt"] for i in range(count)]
 
   train, test = (
@@ -23,7 +23,7 @@ def test_problems_of_a_run(config_with):
   )
   assert prompts(train) == prompts(train) != prompts(train, seed=1)
   assert prompts(test) == prompts(test, seed=1)
-  assert len(test(config_with(eval__num_prompts=21))) == 21
+  assert len(test(settings_with(eval__num_prompts=21))) == 21
   easy = prompts(train, data__options__difficulty=(1, 1))
   assert all(p.count("+") + p.count("*") == 1 for p in easy)
   assert not set(prompts(train, 200)) & set(prompts(test, 200))
@@ -44,34 +44,38 @@ def jsonl(tmp_path):
   }
 
 
-def test_long_prompts_are_refused_or_dropped(jsonl, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(**jsonl, data__template="{prompt}")
-  train = splits_lib.load_examples(config, "train")
+def test_long_prompts_are_refused_or_dropped(jsonl, settings_with):
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  changes = jsonl | {"data__template": "{prompt}"}
+  settings = settings_with(**changes)
+  train = splits_lib.load_examples(settings, "train")
   assert len(train) == 12
   with pytest.raises(ValueError, match="train split: 7 of 12 .* 11 has 19"):
-    splits_lib.load_split(config, policy, "train")
+    splits_lib.load_split(settings, policy, "train")
   with pytest.raises(ValueError, match="data.too_long = 'drop'"):
-    list(prompts_lib.held_out(config, policy, train))
-  config.data.too_long = "drop"
+    list(prompts_lib.held_out(settings, policy, train))
+  changes["data__too_long"] = "drop"
+  settings = settings_with(**changes)
   for split in ("train", "test"):
-    found = splits_lib.load_split(config, policy, split)
-    batches = list(prompts_lib.held_out(config, policy, found.examples))
+    found = splits_lib.load_split(settings, policy, split)
+    batches = list(prompts_lib.held_out(settings, policy, found.examples))
     answers = [e["answer"] for _, examples in batches for e in examples]
     assert answers == [str(n) for n in range(1, len(answers) + 1)]
     assert found.dropped == 12 - len(answers) > 0
     lengths = [p.prompt_mask.sum(-1).max() for p, _ in batches]
     assert max(lengths) == 12
-  config.eval.num_prompts = 3
-  assert len(splits_lib.load_split(config, policy, "test").examples) == 3
+  settings = settings_with(**changes, eval__num_prompts=3)
+  assert len(splits_lib.load_split(settings, policy, "test").examples) == 3
 
 
-def test_the_config_sets_the_prompt(jsonl, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(**jsonl, data__template="{prompt}+1")
-  config.data.max_prompt_length = 32
-  examples = splits_lib.load_split(config, policy, "train").examples
-  prompts, (example, *_) = next(prompts_lib.held_out(config, policy, examples))
+def test_the_config_sets_the_prompt(jsonl, settings_with):
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  changes = {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
+  settings = settings_with(**jsonl | changes)
+  examples = splits_lib.load_split(settings, policy, "train").examples
+  prompts, (example, *_) = next(
+    prompts_lib.held_out(settings, policy, examples)
+  )
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
@@ -79,13 +83,13 @@ def test_the_config_sets_the_prompt(jsonl, config_with):
 
 @pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
 def test_the_config_says_what_special_tokens_are(
-  kind, count, jsonl, config_with
+  kind, count, jsonl, settings_with
 ):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(**jsonl, data__special_tokens=kind)
-  config.data.max_prompt_length = 32
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  changes = {"data__special_tokens": kind, "data__max_prompt_length": 32}
+  settings = settings_with(**jsonl | changes)
   examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
-  prompts, (example,) = next(prompts_lib.held_out(config, policy, examples))
+  prompts, (example,) = next(prompts_lib.held_out(settings, policy, examples))
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
   assert (np.asarray(ids) == policy.tokenizer.eos_token_id).sum() == count
@@ -104,15 +108,15 @@ def test_the_config_says_what_special_tokens_are(
     ({"data__too_long": "drop", "steps": 1}, "endless"),
   ],
 )
-def test_mistakes_are_refused(changes, hint, config_with):
-  policy = policies.open_policy("arithmetic-instruct")
+def test_mistakes_are_refused(changes, hint, settings_with):
+  policy = policy_lib.open_policy("arithmetic-instruct")
   with pytest.raises(ValueError, match=hint):
-    splits_lib.load_split(config_with(**changes), policy, "train")
+    splits_lib.load_split(settings_with(**changes), policy, "train")
 
 
-def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(**jsonl, data__too_long="drop")
+def test_prompts_are_measured_once(jsonl, settings_with, tmp_path, monkeypatch):
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  changes = jsonl | {"data__too_long": "drop"}
   file, measured = tmp_path / "lengths.npz", []
   encode = prompts_lib.tokenizer_lib.encode_prompt
 
@@ -122,29 +126,30 @@ def test_prompts_are_measured_once(jsonl, config_with, tmp_path, monkeypatch):
 
   monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", counted)
 
-  def load(config, expected):
+  def load(expected):
     measured.clear()
+    settings = settings_with(**changes)
     splits = {
-      split: splits_lib.load_split(config, policy, split, file)
+      split: splits_lib.load_split(settings, policy, split, file)
       for split in ("train", "test")
     }
     assert len(measured) == expected
     splits_lib.save_lengths(file, splits)
     return splits["train"]
 
-  first = load(config, 24)
-  again = load(config, 0)
+  first = load(24)
+  again = load(0)
   assert again.dropped == first.dropped > 0
-  config.data.max_prompt_length = 14  # which measures nothing else
-  assert load(config, 0).dropped == first.dropped - 2
-  config.data.template = "{prompt}?\n"
-  load(config, 24)
+  changes["data__max_prompt_length"] = 14  # which measures nothing else
+  assert load(0).dropped == first.dropped - 2
+  changes["data__template"] = "{prompt}?\n"
+  load(24)
   train = tmp_path / "train.jsonl"
   train.write_text(train.read_text().replace("999", "998", 1))
-  load(config, 12)  # the other split has not changed
+  load(12)  # the other split has not changed
   for damaged in (b"PK\x03\x04 and no more", b""):
     file.write_bytes(damaged)
-    load(config, 24)
+    load(24)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +166,9 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
   np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
 
 
-def test_held_out_prompts_are_trimmed(config_with):
-  policy = policies.open_policy("arithmetic-instruct")
-  config = config_with(data__max_prompt_length=100, eval__num_prompts=3)
-  examples = splits_lib.load_examples(config, "test")
-  ((prompts, _),) = prompts_lib.held_out(config, policy, examples)
+def test_held_out_prompts_are_trimmed(settings_with):
+  policy = policy_lib.open_policy("arithmetic-instruct")
+  settings = settings_with(data__max_prompt_length=100, eval__num_prompts=3)
+  examples = splits_lib.load_examples(settings, "test")
+  ((prompts, _),) = prompts_lib.held_out(settings, policy, examples)
   assert prompts.prompt_ids.shape == prompts.prompt_mask.shape == (3, 25)

@@ -10,9 +10,12 @@ import pytest
 from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import TrainState
-from grpojax.models import hf, sharding
-from grpojax.runtime import checkpoint, records
-from grpojax.training import memory, reference, run_storage
+from grpojax.models import huggingface as hf
+from grpojax.models import sharding
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.training.run import memory, run_storage
+from grpojax.training.step import reference
 
 
 @pytest.fixture
@@ -26,14 +29,16 @@ def state_of(params, mesh, **fields):
   """On a mesh, with its shardings."""
   state = TrainState(params, (), *[jnp.zeros((), jnp.int32)] * 4)
   whole = ((r"params.*", jax.sharding.PartitionSpec()),)
-  places = sharding.shardings(jax.eval_shape(lambda: state), mesh, rules=whole)
-  return jax.device_put(state, places).replace(**fields), places
+  shardings = sharding.shardings(
+    jax.eval_shape(lambda: state), mesh, rules=whole
+  )
+  return jax.device_put(state, shardings).replace(**fields), shardings
 
 
 @pytest.mark.parametrize("where", reference.REFERENCE_MEMORY)
 @pytest.mark.parametrize("every, mix", [(1, 0.25), (3, 1.0), (2, 0.5)])
-def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
-  config = config_with(
+def test_it_moves_as_it_should(settings_with, mesh, every, mix, where):
+  settings = settings_with(
     loss__beta=0.1,
     model__reference=where,
     model__reference_every=every,
@@ -41,17 +46,17 @@ def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
   )
   rng = np.random.default_rng(0)
   params = {"w": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)}
-  state, places = state_of(params, mesh)
-  first = reference.first(state.params, places.params)
-  state = reference.put_away(state.replace(reference=first), config)
-  follow = reference.make_follow(config, places)
+  state, shardings = state_of(params, mesh)
+  first = reference.copy_policy(state.params, shardings.params)
+  state = reference.state_to_memory(state.replace(reference=first), settings)
+  update_reference = reference.make_update_reference(settings, shardings)
   expected = np.asarray(params["w"])
   kinds = set()
   for step in range(1, 8):
     w = rng.normal(size=(3, 2)).astype(np.float32)
-    new = jax.device_put({"w": w}, places.params)
+    new = jax.device_put({"w": w}, shardings.params)
     state = state.replace(params=new, step=jnp.int32(step))
-    state = follow(state)
+    state = update_reference(state)
     if step % every == 0:
       expected = mix * w + (1 - mix) * expected
     np.testing.assert_allclose(state.reference["w"], expected, rtol=1e-5)
@@ -59,21 +64,17 @@ def test_it_moves_as_it_should(config_with, mesh, every, mix, where):
       np.testing.assert_array_equal(state.reference["w"], w)
     new["w"].delete()  # as an update that donates it would
     kinds.add(state.reference["w"].sharding.memory_kind)
-    back = reference.on_devices(state).reference["w"]
+    back = reference.state_to_device(state).reference["w"]
     np.testing.assert_array_equal(back, state.reference["w"])
   assert len(kinds) == 1
   assert (kinds == {"pinned_host"}) == (where == "host")
 
 
-def test_a_fixed_one_is_no_part_of_the_state(config_with, mesh):
-  for config in (
-    config_with(loss__beta=0.1),
-    config_with(model__reference_every=1),  # without a KL term, refused
-  ):
-    state, places = state_of({"w": jnp.ones(2)}, mesh)
-    assert not reference.follows(config)
-    assert reference.make_follow(config, places)(state) is state
-    assert reference.put_away(state, config).reference is None
+def test_a_fixed_one_is_no_part_of_the_state(settings_with, mesh):
+  settings = settings_with(loss__beta=0.1)
+  state, _ = state_of({"w": jnp.ones(2)}, mesh)
+  assert not reference.follows_policy(settings)
+  assert reference.state_to_memory(state, settings).reference is None
 
 
 def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
@@ -87,7 +88,7 @@ def test_a_state_from_before_there_were_such_references(tmp_path, mesh):
   assert loaded.reference is None
 
 
-def test_adapters_of_a_reference_take_memory(config_with):
+def test_adapters_of_a_reference_take_memory(settings_with):
   from grpojax.models.config import TransformerConfig
 
   model = TransformerConfig(
@@ -96,8 +97,8 @@ def test_adapters_of_a_reference_take_memory(config_with):
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
 
   def held(**changes):
-    config = config_with(loss__beta=0.1, lora__rank=2, **changes)
-    return memory.training(config, model, mesh)["an update"][0].bytes
+    settings = settings_with(loss__beta=0.1, lora__rank=2, **changes)
+    return memory.training(settings, model, mesh)["an update"][0].bytes
 
   with jax.set_mesh(mesh):
     # q, o: 8 x 8; k, v: 8 x 4; gate, up, down: 8 x 16, and rank 2.

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from grpojax import report as program
-from grpojax.training import report, reporting
-from grpojax.training.start import Run
+from grpojax.training.report import reporting, run_report
+from grpojax.training.run.start import Run
 
 _spec = importlib.util.spec_from_file_location(
   "made_up", pathlib.Path(__file__).parents[1] / "reports" / "made_up.py"
@@ -26,12 +26,12 @@ def run(tmp_path):
 
 def data_of(text):
   """What a page shows."""
-  found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-  return json.loads(found[1])
+  match = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+  return json.loads(match[1])
 
 
 def shown(*paths, **options):
-  return data_of(report.report(paths, **options))
+  return data_of(run_report.report(paths, **options))
 
 
 def test_a_report_has_what_the_run_has(run):
@@ -59,6 +59,8 @@ def test_a_report_has_what_the_run_has(run):
     "share": 1.0,
   }
   assert data["compared"] == []
+  (one,) = shown(run, summary={"steps": 60})["runs"]  # about to write it
+  assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
 
 
 def test_what_differs_from_the_default_comes_first(run, tmp_path):
@@ -95,15 +97,16 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 
 
 def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
-  everything, about = report.read_samples(run / "samples.jsonl", [], 10**9)
-  assert len(everything) == 48 and about == {"steps": 6, "kept_steps": 6}
-  parsed, parse = [], report._json
-  monkeypatch.setattr(report, "_json", lambda x: parsed.append(x) or parse(x))
+  rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
+  assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
+  parsed, parse = [], run_report._json
+  monkeypatch.setattr(
+    run_report, "_json", lambda x: parsed.append(x) or parse(x)
+  )
   size = (run / "samples.jsonl").stat().st_size
-  some, about = report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
-  assert {row["step"] for row in some} == {10, 20, 40, 60}
+  fit, about = run_report.read_samples(run / "samples.jsonl", [], size * 3 // 4)
   assert about == {"steps": 6, "kept_steps": 4} and len(parsed) == 32
-  assert some == [row for row in everything if row["step"] in (10, 20, 40, 60)]
+  assert fit == [row for row in rows if row["step"] in (10, 20, 40, 60)]
 
 
 def test_torn_and_broken_lines_are_left_out_and_counted(run):
@@ -164,47 +167,42 @@ def test_the_program_writes_where_it_says(run, tmp_path, monkeypatch, capsys):
   program.main(["--out", "three.html", str(other), "one"])
   names = data_of((tmp_path / "three.html").read_text())["runs"]
   assert [one["name"] for one in names] == ["two", "one"]
-  with pytest.raises(SystemExit, match="error: .*nowhere"):
+  with pytest.raises(SystemExit, match="--out=nowhere/x.html: its directory d"):
     program.main(["one", "--out=nowhere/x.html"])
 
 
 def test_a_report_that_cannot_be_written_ends_no_run(run, capsys, monkeypatch):
   (run / "report.html").mkdir()
-  report.write(run)
+  run_report.write(run)
   assert "report.html was not written: " in capsys.readouterr().out
 
   def fail(*args, **options):
     raise ZeroDivisionError("of all things")
 
-  monkeypatch.setattr(report, "report", fail)
-  report.write(run)
-  said = "report.html was not written: ZeroDivisionError: of all things\n"
-  assert capsys.readouterr().out == said
+  monkeypatch.setattr(run_report, "report", fail)
+  run_report.write(run)
+  message = "report.html was not written: ZeroDivisionError: of all things\n"
+  assert capsys.readouterr().out == message
   assert not list(run.glob(".*tmp"))
 
 
 def test_a_run_writes_reports_when_they_are_due(
-  tmp_path, monkeypatch, config_with
+  tmp_path, monkeypatch, settings_with
 ):
   written, main = [], [True]
   monkeypatch.setattr(reporting.distributed, "is_main", lambda: main[0])
-  monkeypatch.setattr(report, "write", lambda path: written.append(path))
+  monkeypatch.setattr(run_report, "write", lambda path: written.append(path))
   fields = dict.fromkeys(Run._fields) | {"directory": tmp_path}
   for every, steps in ((3, 2), (0, 0)):
-    run = Run(**fields | {"config": config_with(log__report_every=every)})
+    run = Run(**fields | {"settings": settings_with(log__report_every=every)})
     for step in range(1, 9):
       reporting.report_when_due(run, step)
     assert written == [tmp_path] * steps
     written.clear()
-  run = Run(**fields | {"config": config_with(log__report_every=1)})
+  run = Run(**fields | {"settings": settings_with(log__report_every=1)})
   main[0] = False  # one process writes
   reporting.report_when_due(run, 1)
   assert written == []
-
-
-def test_a_run_that_is_about_to_finish_is_finished(run):
-  (one,) = shown(run, summary={"steps": 60})["runs"]
-  assert one["finished"] and one["status"] == "finished, 60 of 60 steps"
 
 
 def test_numbers_that_json_does_not_have_cost_no_report(run):
@@ -217,9 +215,3 @@ def test_numbers_that_json_does_not_have_cost_no_report(run):
   assert row["function"] == "nan" and row["reason"] == "inf"
   assert row["prompt"] == "[nan]" and row["completion"] is None
   assert one["changes"] == [{"step": "-inf", "changed": ["seed: 0 -> 1"]}]
-
-
-def test_a_report_into_no_directory_says_what_was_asked_for(run, tmp_path):
-  out = tmp_path / "none" / "x.html"
-  with pytest.raises(SystemExit, match=f"--out={out}: its directory does not"):
-    program.main([str(run), f"--out={out}"])

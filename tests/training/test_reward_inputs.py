@@ -7,8 +7,9 @@ import pytest
 from grpojax import train
 from grpojax.data.examples import SOURCE
 from grpojax.rewards.pool import Pool
-from grpojax.training import reward_inputs, splits
-from grpojax.training.config import default_config
+from grpojax.training.config import default_config, from_config
+from grpojax.training.data import splits
+from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """
 def how_far(prompts, completions, completion_ids, trainer_state, answer):
@@ -39,13 +40,13 @@ def split(**columns):
 def test_the_step_is_said_where_it_is_asked_for(file):
   examples = [{"prompt": "a"}, {"prompt": "b"}]
   with Pool([f"{file}:how_far"]) as pool:
-    found = reward_inputs.with_step(pool, examples, 3, 10)
-    batches = reward_inputs.batches_with_step(pool, [("a", examples)], 3, 10)
+    found = rewards_lib.with_step(pool, examples, 3, 10)
+    batches = rewards_lib.batches_with_step(pool, [("a", examples)], 3, 10)
     assert list(batches) == [("a", found)]
   state = {"global_step": 3, "max_steps": 10}
   assert found == [e | {"trainer_state": state} for e in examples]
   with Pool([f"{file}:compute_score"]) as pool:
-    assert reward_inputs.with_step(pool, examples, 3, 10) is examples
+    assert rewards_lib.with_step(pool, examples, 3, 10) is examples
 
 
 def test_columns_of_each_data_set_of_a_mixture(file):
@@ -54,11 +55,12 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   config.reward.weights = (1.0, 1.0)
   config.data.mixture.easy = {"name": "jsonl", "rewards": "compute_score"}
   config.data.mixture.hard = {"name": "jsonl", "rewards": "of_level"}
-  rewards = reward_inputs.resolve(config)
+  settings = from_config(config)
+  rewards = rewards_lib.resolve_functions(settings)
 
   def check(**parts):
     whole = splits.Split(None, 0, None, "", parts)
-    reward_inputs.check_columns(config, rewards, whole)
+    rewards_lib.check_columns(settings, rewards, whole)
 
   # A mixture names the data set of each example, so verl's finds that.
   check(easy=split(answer="1"), hard=split(level=1))

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from grpojax.runtime import records
-from grpojax.training import diagnosis
+from grpojax.runtime.files import records
+from grpojax.training.step import diagnosis
 
 
 def rows_of(*pairs):

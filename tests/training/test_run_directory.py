@@ -7,54 +7,54 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from grpojax.models import hf
-from grpojax.runtime import checkpoint, records
-from grpojax.runtime import config as config_lib
-from grpojax.training import policy, run_config, run_directory
-from grpojax.training.config import default_config, validate
+from grpojax.models import huggingface as hf
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
+from grpojax.training import policy
+from grpojax.training.config import default_config, from_config
+from grpojax.training.run import run_config, run_directory
+from grpojax.training.settings.run import TrainSettings
 
 
 @pytest.mark.parametrize("trace", ["checkpoints/5", "model", "summary.json"])
-def test_open_run(trace, tmp_path):
+def test_a_run_that_has_trained_keeps_its_config(trace, tmp_path):
   run, config = tmp_path / "runs" / "x", default_config()
-  assert run_directory.open_run(run, config) is False
-  assert run_directory.open_run(run, config) is True
+  assert run_directory.open_run(run, from_config(config)) is False
+  assert run_directory.open_run(run, from_config(config)) is True
   (run / trace).mkdir(parents=True)
   before = config.optim.learning_rate
   config.optim.learning_rate = 0.5
-  with pytest.raises(ValueError) as error:
-    run_directory.open_run(run, config)
+  with pytest.raises(ValueError, match="another config") as error:
+    run_directory.open_run(run, from_config(config))
   assert f"optim.learning_rate: {before} -> 0.5" in str(error.value)
-  model = tmp_path / "model"
-  model.mkdir()
-  (model / "config.json").write_text('{"model_type": "llama"}')
-  with pytest.raises(ValueError, match="no config.json of a run"):
-    run_directory.open_run(model, config)
-  assert (model / "config.json").read_text() == '{"model_type": "llama"}'
-  stranger = tmp_path / "stranger"
-  stranger.mkdir()
-  (stranger / "notes.txt").touch()
-  with pytest.raises(ValueError, match="not empty"):
-    run_directory.open_run(stranger, config)
+
+
+def test_what_is_no_run_is_left_alone(tmp_path):
+  config, model = default_config(), '{"model_type": "llama"}'
+  (tmp_path / "config.json").write_text(model)
+  with pytest.raises(ValueError, match="not empty and has no config.json of a"):
+    run_directory.open_run(tmp_path, from_config(config))
   with pytest.raises(ValueError, match="is a file"):
-    run_directory.open_run(stranger / "notes.txt", config)
-  assert [p.name for p in stranger.iterdir()] == ["notes.txt"]
+    run_directory.open_run(tmp_path / "config.json", from_config(config))
+  assert os.listdir(tmp_path) == ["config.json"]
+  assert (tmp_path / "config.json").read_text() == model
 
 
 def test_a_run_without_a_checkpoint_takes_a_corrected_config(tmp_path):
   config = default_config()
-  run_directory.open_run(tmp_path, config)
+  run_directory.open_run(tmp_path, from_config(config))
   checkpoint.save_params(tmp_path / "reference_params", {"a": jnp.zeros(3)})
   config.model.path = "arithmetic-base"
   # An evaluation is no training.
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
-  assert run_directory.open_run(tmp_path, config) is False
+  assert run_directory.open_run(tmp_path, from_config(config)) is False
   assert not (tmp_path / "reference_params").exists()  # it was another model's
-  assert run_directory.open_run(tmp_path, config) is True
+  assert run_directory.open_run(tmp_path, from_config(config)) is True
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
   config.seed += 1
   with pytest.raises(ValueError, match="another config"):
-    run_directory.open_run(tmp_path, config)
+    run_directory.open_run(tmp_path, from_config(config))
 
 
 def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
@@ -65,8 +65,8 @@ def test_open_run_after_a_kill_at_the_very_start(tmp_path, monkeypatch):
         temporary.write_text("{")
         raise KeyboardInterrupt
   assert len(os.listdir(tmp_path)) == 2
-  assert run_directory.open_run(tmp_path, default_config()) is False
-  assert run_directory.open_run(tmp_path, default_config()) is True
+  assert run_directory.open_run(tmp_path, TrainSettings()) is False
+  assert run_directory.open_run(tmp_path, TrainSettings()) is True
 
 
 def checkpointed(path, step):
@@ -78,7 +78,7 @@ def checkpointed(path, step):
 
 def older_run(path, lacks, **changes):
   """A run that has trained, whose config.json lacks some settings."""
-  run_directory.open_run(path, default_config())
+  run_directory.open_run(path, TrainSettings())
   checkpointed(path, 7)
   saved = default_config().to_dict() | changes
   for name in lacks:
@@ -99,16 +99,16 @@ def test_a_setting_of_today_costs_an_older_run_nothing(tmp_path, capsys):
   assert "loss.dual_clip = 0.0" in said and "lora.rank = 0" in said
   assert "data.options = {}" in said and "loss.clip_low" not in said
   read = run_config.read_config(tmp_path)
-  validate(read)
+  from_config(read)
   assert read.data.options.to_dict() == {} and read.is_locked
   assert config_lib.difference(read, config) == []
-  assert run_directory.open_run(tmp_path, config) is True
+  assert run_directory.open_run(tmp_path, from_config(config)) is True
   with config.unlocked():
     config.loss.dual_clip = 3.0  # the older run had it off
   with pytest.raises(ValueError, match="loss.dual_clip: 0.0 -> 3.0"):
-    run_directory.open_run(tmp_path, config)
+    run_directory.open_run(tmp_path, from_config(config))
   capsys.readouterr()
-  run_directory.open_run(tmp_path / "new", config)
+  run_directory.open_run(tmp_path / "new", from_config(config))
   run_config.say_added(tmp_path / "new")
   assert capsys.readouterr().out == ""
 
@@ -131,7 +131,7 @@ def test_a_config_of_another_shape_is_refused_in_words(changes, text, tmp_path):
     run_config.read_config(tmp_path)
   assert text in str(error.value) and "config.json" in str(error.value)
   with pytest.raises(ValueError, match="another config"):
-    run_directory.check(tmp_path, default_config())
+    run_directory.check(tmp_path, TrainSettings())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_no_config_is_no_run(text, tmp_path):
   with pytest.raises(ValueError, match="no run at"):
     run_config.read_config(tmp_path)
   with pytest.raises(ValueError, match="no config.json of a run"):
-    run_directory.check(tmp_path, default_config())
+    run_directory.check(tmp_path, TrainSettings())
 
 
 def test_a_run_is_resolved_to_its_model(tmp_path):
@@ -160,7 +160,6 @@ def test_a_run_is_resolved_to_its_model(tmp_path):
 
 
 CHANGED = {
-  "steps": 50,
   "log.every": 3,
   "eval.num_prompts": 17,
   "checkpoint.keep": 5,
@@ -175,12 +174,20 @@ CHANGED = {
   "sampling.slots": 16,
   "sampling.parts": 2,
 }
+NOT_CHANGED = {
+  "optim.learning_rate": 0.5,
+  "optim.name": "adafactor",
+  "optim.moments_dtype": "bfloat16",
+  "data.template": "{prompt}",
+  "seed": 3,
+  "reward.weights": (2.0,),
+}
 
 
 def finished(path, steps=40):
   config = default_config()
   config.steps, config.reward.workers = steps, 1
-  run_directory.open_run(path, config)
+  run_directory.open_run(path, from_config(config))
   checkpointed(path, steps)
   (path / "model").mkdir()
   (path / "checkpoints" / "99").mkdir()  # none of ours
@@ -188,43 +195,65 @@ def finished(path, steps=40):
   return config
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_what_does_not_change_the_past_may_change(name, tmp_path):
+def keys(lines):
+  return {line.partition(": ")[0] for line in lines}
+
+
+def contents(path):
+  return {p: p.is_file() and p.read_bytes() for p in path.rglob("*")}
+
+
+@pytest.mark.parametrize("more_steps", [False, True])
+def test_what_does_not_change_the_past_may_change(more_steps, tmp_path):
   config = finished(tmp_path)
-  config.update_from_flattened_dict({name: CHANGED[name]})
-  before = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
-  assert run_directory.open_run(tmp_path, config) is True
+  changes = CHANGED | ({"steps": 50} if more_steps else {})
+  config.update_from_flattened_dict(changes)
+  before = contents(tmp_path)
+  assert run_directory.open_run(tmp_path, from_config(config)) is True
   # Nothing is touched before all is found to be well.
-  after = {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}
-  assert before == after
-  run_directory.record_changes(tmp_path, config)
+  assert contents(tmp_path) == before
+  run_directory.record_changes(tmp_path, from_config(config))
   saved = run_config.read_config(tmp_path)
   assert config_lib.difference(saved, config) == []
   (row,) = records.read_jsonl(tmp_path / "changes.jsonl")
-  (line,) = row["changed"]
-  assert row["after_step"] == 40 and line.startswith(f"{name}: ")
-  run_directory.record_changes(tmp_path, config)
+  assert row["after_step"] == 40 and keys(row["changed"]) == changes.keys()
+  run_directory.record_changes(tmp_path, from_config(config))
   assert len(records.read_jsonl(tmp_path / "changes.jsonl")) == 1
   # More steps: what stood at the end goes; all else leaves it alone.
   for trace in ("summary.json", "model"):
-    assert (tmp_path / trace).exists() == (name != "steps")
+    assert (tmp_path / trace).exists() != more_steps
+
+
+def test_what_changes_the_past_may_not(tmp_path):
+  config = finished(tmp_path)
+  for name in ("optim.name", "optim.moments_dtype"):  # which exclude each other
+    changes = {k: x for k, x in NOT_CHANGED.items() if k != name}
+    other = config.copy_and_resolve_references()
+    other.update_from_flattened_dict(changes | {"steps": 50})
+    other = from_config(other)
+    may, may_not = run_config.changed(tmp_path, other)
+    assert keys(may) == {"steps"} and keys(may_not) == changes.keys()
+    with pytest.raises(ValueError, match="(?s)another config.*seed: 0 -> 3"):
+      run_directory.check(tmp_path, other)
+  assert (tmp_path / "summary.json").exists()
 
 
 def test_a_finished_run_without_checkpoints_cannot_go_on(tmp_path):
   config = finished(tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "40")
-  assert run_directory.open_run(tmp_path, config) is True  # nothing is to do
+  # Nothing is to do.
+  assert run_directory.open_run(tmp_path, from_config(config)) is True
   config.steps = 50
   with pytest.raises(ValueError, match="no checkpoint that more steps .* back"):
-    run_directory.open_run(tmp_path, config)
+    run_directory.open_run(tmp_path, from_config(config))
   shutil.rmtree(tmp_path / "checkpoints")
   (tmp_path / "checkpoints").touch()
   with pytest.raises(ValueError, match="/checkpoints is a file"):
-    run_directory.open_run(tmp_path, config)
+    run_directory.open_run(tmp_path, from_config(config))
 
 
 def test_a_run_that_starts_again_says_so(tmp_path, capsys):
-  run_directory.open_run(tmp_path, default_config())
+  run_directory.open_run(tmp_path, TrainSettings())
   records.append_jsonl(tmp_path / "metrics.jsonl", {"step": 0})
   run_directory.say_restart(tmp_path)
   assert capsys.readouterr().out == ""
@@ -236,50 +265,28 @@ def test_a_run_that_starts_again_says_so(tmp_path, capsys):
   assert capsys.readouterr().out == ""
 
 
-NOT_CHANGED = {
-  "optim.learning_rate": 0.5,
-  "optim.name": "adafactor",
-  "optim.moments_dtype": "bfloat16",
-  "data.template": "{prompt}",
-  "seed": 3,
-  "reward.weights": (2.0,),
-}
-
-
-@pytest.mark.parametrize("name", NOT_CHANGED)
-def test_what_changes_the_past_may_not(name, tmp_path):
-  config = finished(tmp_path)
-  config.update_from_flattened_dict({name: NOT_CHANGED[name], "steps": 50})
-  with pytest.raises(
-    ValueError, match=f"(?s)another config.*{name}: "
-  ) as error:
-    run_directory.check(tmp_path, config)
-  assert "steps" not in str(error.value).replace(f"{tmp_path}", "")
-  assert (tmp_path / "summary.json").exists()
-
-
 def test_a_run_has_done_what_it_has_done(tmp_path):
   config = finished(tmp_path)
-  assert run_directory.is_finished(tmp_path, config)
+  assert run_directory.is_finished(tmp_path, from_config(config))
   config.steps = 39
   with pytest.raises(ValueError, match="has done 40 already"):
-    run_directory.check(tmp_path, config)
+    run_directory.check(tmp_path, from_config(config))
   config.steps = 41
-  assert not run_directory.is_finished(tmp_path, config)
+  assert not run_directory.is_finished(tmp_path, from_config(config))
   assert run_directory.is_finished(tmp_path)
 
 
 def test_the_date_of_a_run_stays(tmp_path):
-  config = default_config()
-  assert run_config.with_date(tmp_path, config) == config
-  run_directory.open_run(tmp_path, run_config.pin_date(config, "26 Jul 2024"))
+  settings = TrainSettings()
+  assert run_config.with_pins(tmp_path, settings) == settings
+  run_directory.open_run(tmp_path, run_config.pin_date(settings, "26 Jul 2024"))
   checkpointed(tmp_path, 7)
-  same = run_config.with_date(tmp_path, config)
-  assert same.data.template_options.date_string == "26 Jul 2024"
+  same = run_config.with_pins(tmp_path, settings)
+  assert same.data.template_options["date_string"] == "26 Jul 2024"
   assert run_directory.check(tmp_path, same)
-  assert "date_string" not in config.data.template_options
-  other = run_config.pin_date(config, "27 Jul 2024")
-  assert run_config.with_date(tmp_path, other) == other
+  assert "date_string" not in settings.data.template_options
+  other = run_config.pin_date(settings, "27 Jul 2024")
+  assert run_config.with_pins(tmp_path, other) == other
   with pytest.raises(ValueError, match="date_string"):
     run_directory.check(tmp_path, other)
 
@@ -302,4 +309,4 @@ def test_a_damaged_config_of_a_run_is_named(tmp_path):
   finished(tmp_path)
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(ValueError, match="config.json cannot be read.*has check"):
-    run_directory.check(tmp_path, default_config())
+    run_directory.check(tmp_path, TrainSettings())

@@ -5,11 +5,12 @@ import pathlib
 import numpy as np
 import pytest
 
-from grpojax.core import packing_layout
+from grpojax.core.packing import layout as packing_layout
 from grpojax.core.types import Batch, Rollout
-from grpojax.rewards.groups import GroupScores
-from grpojax.training import dynamic_sampling, sample_rows
+from grpojax.rewards.groups import GroupRewards
 from grpojax.training.policy import Policy
+from grpojax.training.report import sample_rows
+from grpojax.training.step.resampling import ResampledBatch
 
 B, G, T = 3, 2, 4
 
@@ -30,12 +31,12 @@ def case(tiny):
   finished = np.array([[True, False]] * B)
   logprobs = -np.arange(B * G * T, dtype=np.float32).reshape(B, G, T) / 7
   rewards = np.array([[1, 0], [2, np.nan], [3, 3], [4, 5]], np.float32)
-  scores = GroupScores(
+  scores = GroupRewards(
     rewards, {"f": rewards / 2, "g": rewards}, rewards < 0, [[(), ()]] * 4
   )
   # Of four groups that were drawn, the batch has the first, last and third.
-  filled = dynamic_sampling.Filled(
-    samples=Rollout(
+  filled = ResampledBatch(
+    rollout=Rollout(
       prompt_ids=None,
       prompt_mask=None,
       completion_ids=ids,
@@ -43,13 +44,11 @@ def case(tiny):
       finished=finished,
       logprobs=logprobs,
     ),
-    scores=scores,
+    rewards=scores,
     drawn=scores,
     examples=[{"prompt_text": f"p{i}", "answer": str(i)} for i in range(4)],
-    places=np.array([0, 3, 2]),
+    drawn_groups=np.array([0, 3, 2]),
     more_prompts=1,
-    scale=None,
-    metrics={},
   )
   batch = Batch(
     prompt_ids=None,
@@ -64,9 +63,9 @@ def case(tiny):
   return policy, filled, batch
 
 
-def test_rows_are_whole_groups_as_they_were_learned_from(case, config_with):
+def test_rows_are_whole_groups_as_they_were_learned_from(case, settings_with):
   policy, filled, batch = case
-  rows = sample_rows.of_batch(config_with(log__sample_groups=2), *case)
+  rows = sample_rows.of_batch(settings_with(log__sample_groups=2), *case)
   assert [row["group"] for row in rows] == [0, 0, 1, 1]
   assert [row["prompt"] for row in rows] == ["p0", "p0", "p3", "p3"]
   assert [row["answer"] for row in rows] == ["0", "0", "3", "3"]
@@ -80,30 +79,30 @@ def test_rows_are_whole_groups_as_they_were_learned_from(case, config_with):
   assert second["tokens"] == ["b", " a", " !", " !"]
   assert first["logprobs"] == pytest.approx([0, -1 / 7, -2 / 7], abs=1e-4)
   assert first["ref_logprobs"] == pytest.approx([-1, -8 / 7, -9 / 7], abs=1e-4)
-  assert "scorer_logprobs" not in first  # they are the sampler's
+  assert "trainer_logprobs" not in first  # they are the sampler's
 
 
-def test_what_is_at_hand_is_kept(case, config_with):
+def test_what_is_at_hand_is_kept(case, settings_with):
   policy, filled, batch = case
-  config = config_with(
-    log__sample_groups=9, loss__old_logprobs="scorer", optim__minibatches=2
+  settings = settings_with(
+    log__sample_groups=9, loss__old_logprobs="trainer", optim__minibatches=2
   )
   batch = batch.replace(ref_logprobs=None)
-  rows = sample_rows.of_batch(config, policy, filled, batch)
+  rows = sample_rows.of_batch(settings, policy, filled, batch)
   assert len(rows) == B * G
-  assert rows[0]["scorer_logprobs"] == pytest.approx(
+  assert rows[0]["trainer_logprobs"] == pytest.approx(
     [2, 2 - 1 / 7, 2 - 2 / 7], abs=1e-4
   )
   assert "ref_logprobs" not in rows[0]
   assert rows[-1]["reward"] == 3 and rows[-1]["advantage"] == 0
 
 
-def test_what_was_not_computed_is_none(case, config_with):
+def test_what_was_not_computed_is_none(case, settings_with):
   policy, filled, batch = case
   lengths = np.array([[3, 0], [3, 1], [0, 0]])
   layout = packing_layout.plan(lengths, T, np.ones(B, int), 1)
   rows = sample_rows.of_batch(
-    config_with(log__sample_groups=9),
+    settings_with(log__sample_groups=9),
     policy,
     filled,
     batch.replace(packing=layout),
@@ -114,26 +113,26 @@ def test_what_was_not_computed_is_none(case, config_with):
   assert None not in rows[1]["logprobs"]  # the sampler's
 
 
-def test_what_is_not_finite_is_none(case, config_with):
+def test_what_is_not_finite_is_none(case, settings_with):
   policy, filled, batch = case
-  filled = filled._replace(places=np.array([1, 1, 1]))
-  rows = sample_rows.of_batch(config_with(), policy, filled, batch)
+  filled = filled._replace(drawn_groups=np.array([1, 1, 1]))
+  rows = sample_rows.of_batch(settings_with(), policy, filled, batch)
   assert rows[1]["reward"] is None and rows[1]["rewards"] == {
     "f": None,
     "g": None,
   }
 
 
-def test_samples_are_due_every_so_many_steps(config_with):
-  config = config_with(log__samples_every=4, log__sample_groups=1)
-  due = [step for step in range(1, 10) if sample_rows.is_due(config, step)]
+def test_samples_are_due_every_so_many_steps(settings_with):
+  settings = settings_with(log__samples_every=4, log__sample_groups=1)
+  due = [step for step in range(1, 10) if sample_rows.is_due(settings, step)]
   assert due == [4, 8]
-  config = config_with(log__samples_every=4, log__sample_groups=0)
-  assert not any(sample_rows.is_due(config, step) for step in range(1, 10))
+  settings = settings_with(log__samples_every=4, log__sample_groups=0)
+  assert not any(sample_rows.is_due(settings, step) for step in range(1, 10))
 
 
 def test_tokens_of_a_real_tokenizer_make_up_the_text():
-  from grpojax.runtime import tokenizer
+  from grpojax.runtime.text import tokenizer
 
   characters = tokenizer.character_tokenizer()
   ids = characters.encode("12 + 3\n\n= 15")

@@ -12,15 +12,12 @@ import pytest
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
 from grpojax.rewards import groups
-from grpojax.training import (
-  batch_sizes,
-  from_config,
-  halves,
-  samplers,
-  sampling_parts,
-  scoring,
-)
-from grpojax.training import policy as policies
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
+from grpojax.training.step.timer import Timer
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
@@ -48,29 +45,36 @@ def rewards(tmp_path):
   return f"{file}:count", begun
 
 
-def scored(tabular, config, scorer, poll=lambda: None, on_call=lambda: None):
-  """Samples, texts and scores of prompts of kinds 0 to 3."""
+def scored(
+  tabular,
+  settings,
+  reward_pool,
+  check_signals=lambda: None,
+  on_call=lambda: None,
+):
+  """Samples and rewards of prompts of kinds 0 to 3."""
   lm = tabular.lm(B, 7)
-  policy = policies.Policy(pathlib.Path(), lm, Words(), (0,), 0)
+  policy = policy_lib.Policy(pathlib.Path(), lm, Words(), (0,), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  program = samplers.sampler_program(
-    config, policy, G, from_config.sampling(config)
+  program = sampling_lib.sampler_program(
+    settings, policy, G, settings.sampling.distribution
   )
 
   def called(*args):
     on_call()
     return program(*args)
 
-  run = sampling_parts.make_scored_samples(
-    config, policy, functools.partial(called), mesh, scorer, poll
+  sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, 0)
+  run = rewards_lib.make_sample_and_reward(
+    policy, sampler, mesh, reward_pool, check_signals, settings.sampling.parts
   )
   ids = jnp.arange(B)[:, None]
   prompts = mesh_lib.place(Prompts(ids, ids >= 0), mesh, "batch")
-  table, clock = lm.init(jax.random.key(0)), []
+  table, timer = lm.init(jax.random.key(0)), Timer()
   with jax.set_mesh(mesh):
-    found = run(table, prompts, EXAMPLES, jax.random.key(1), clock)
-  assert len(clock) == 2 and clock == sorted(clock)
-  return jax.device_get(found[0]), *found[1:]
+    samples, rewards = run(table, prompts, EXAMPLES, jax.random.key(1), timer)
+  assert list(timer.seconds) == ["rollout", "rewards"]
+  return jax.device_get(samples), rewards
 
 
 def config_of(config_with, parts, name):
@@ -89,50 +93,51 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   tabular, config_with, rewards, monkeypatch
 ):
   name, begun = rewards
-  config = config_of(config_with, 2, name)
-  events, wait = [], policies.wait
-  monkeypatch.setattr(halves, "LARGEST", 0)  # a part is one program
+  settings = from_config(config_of(config_with, 2, name))
+  events, wait = [], policy_lib.wait
+  monkeypatch.setattr(
+    sampling_lib, "LARGEST_HALVED", 0
+  )  # a part is one program
 
-  def wait_and_record(part, poll):
+  def wait_and_record(part, check_signals):
     """The second part is ready when a reward of the first has begun."""
     until = time.monotonic() + 20
     while "ready" in events and not begun.exists():
       assert time.monotonic() < until, "no reward has begun"
       time.sleep(0.01)
-    wait(part, poll)
+    wait(part, check_signals)
     events.append("ready")
 
-  with scoring.open_scorer(config) as scorer:
-    monkeypatch.setattr(policies, "wait", wait_and_record)
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    monkeypatch.setattr(policy_lib, "wait", wait_and_record)
     parts = scored(
-      tabular, config, scorer, on_call=lambda: events.append("sampling")
+      tabular, settings, reward_pool, on_call=lambda: events.append("sampling")
     )
     monkeypatch.undo()
-    config.sampling.parts = 1
-    whole = scored(tabular, config, scorer)
+    one_part = from_config(config_of(config_with, 1, name))
+    whole = scored(tabular, one_part, reward_pool)
   assert events == ["sampling", "sampling", "ready", "ready"]
   # Nothing else changed: samples, texts, rewards, failures and their order.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
-  assert parts[1] == whole[1]
-  jax.tree.map(np.testing.assert_array_equal, parts[2][:3], whole[2][:3])
-  failures = [groups.all_failures(scores) for _, _, scores in (parts, whole)]
+  jax.tree.map(np.testing.assert_array_equal, parts[1][:3], whole[1][:3])
+  failures = [groups.all_failures(rewards) for _, rewards in (parts, whole)]
   assert failures[0] == failures[1] and len(failures[1]) > 1
 
 
 def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
   name, begun = rewards
-  config = config_of(config_with, 2, name)
+  settings = from_config(config_of(config_with, 2, name))
   sent = []
 
-  def poll():
+  def check_signals():
     if sent:  # the first part is with the workers
       raise KeyError
 
-  with scoring.open_scorer(config) as scorer:
-    submit = scorer.pool.submit
-    scorer.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    submit = reward_pool.pool.submit
+    reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
     with pytest.raises(KeyError):
-      scored(tabular, config, scorer, poll)
+      scored(tabular, settings, reward_pool, check_signals)
   (submission,) = sent
   assert submission.abandoned
 
@@ -146,15 +151,13 @@ def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
   ],
 )
 def test_what_cannot_be_is_refused(config_with, changes, message):
-  from grpojax.training.config import validate
-
   config = config_of(config_with, 2, "exact_answer")
-  validate(config)
+  from_config(config)
   for path, value in changes.items():
     section, key = path.split("__")
     config[section][key] = value
   with pytest.raises(ValueError, match=message):
-    validate(config)
+    from_config(config)
 
 
 def test_a_part_must_fit_the_mesh(config_with):
@@ -163,7 +166,7 @@ def test_a_part_must_fit_the_mesh(config_with):
     np.array([jax.devices()[0]] * 2).reshape(2, 1, 1, 1), mesh_lib.AXES
   )
   config.group_size = 2
-  batch_sizes.check(config, mesh)  # groups can be cut
+  batches_lib.check_mesh(from_config(config), mesh)  # groups can be cut
   config.group_size = 3
   with pytest.raises(ValueError, match="rollout: 1 prompts x 3 samples"):
-    batch_sizes.check(config, mesh)
+    batches_lib.check_mesh(from_config(config), mesh)

@@ -2,51 +2,69 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from grpojax import train
-from grpojax.core.weighted_baselines import score_norm_sums
-from grpojax.training import from_config, score_norms
-from grpojax.training.config import validate
+from grpojax.core.advantages.weighted_baselines import (
+  init_score_norms,
+  observe_score_norms,
+  score_norm_sums,
+)
+from grpojax.core.objective import advantage_fn
+from grpojax.core.step import init_state
+from grpojax.training.config import from_config
+from grpojax.training.run import setup
+from grpojax.training.step import diagnosis
 
 
 def test_settings(config_with):
-  validate(config_with(advantage="norm_ratio", diagnostics__every=20))
+  from_config(config_with(advantage="norm_ratio", diagnostics__every=20))
   with pytest.raises(ValueError, match="diagnostics.every = 0: .*norm_ratio"):
-    validate(config_with(advantage="norm_ratio"))
+    from_config(config_with(advantage="norm_ratio"))
   for decay in (-0.1, 1.0):
     with pytest.raises(ValueError, match=r"score_norms.decay = .* \[0, 1\)"):
-      validate(config_with(score_norms__decay=decay))
+      from_config(config_with(score_norms__decay=decay))
   with pytest.raises(ValueError, match="score_power = 0.0: must be more than"):
-    validate(config_with(score_power=0.0))
+    from_config(config_with(score_power=0.0))
 
 
-def test_only_norm_ratio_has_them(config_with):
-  assert score_norms.first(config_with()) is None
-  assert score_norms.first(config_with(advantage="score_weighted")) is None
-  first = score_norms.first(config_with(advantage="norm_ratio"))
+def test_only_norm_ratio_has_them(settings_with):
+  def first_norms(**changes):
+    settings, params = settings_with(**changes), jnp.zeros(3)
+    return setup.first_state(settings, optax.sgd(1.0), params).score_norms
+
+  assert first_norms() is None
+  assert first_norms(advantage="score_weighted") is None
+  first = first_norms(advantage="norm_ratio", diagnostics__every=1)
   assert [float(x) for x in vars(first).values()] == [0, 0, 0]
 
 
-def test_score_weighted_gets_its_power(config_with):
+def test_score_weighted_gets_its_power(settings_with):
   rewards = jnp.array([[0.0, 0, 1, 3]])
   unsure = jnp.array([[1.0, 2, 3, 4]])
-  config = config_with(advantage="score_weighted", score_power=3.0)
-  found = from_config.advantage(config)(rewards, logit_score_sq=unsure)
+  loss = settings_with(advantage="score_weighted", score_power=3.0).loss
+  found = advantage_fn(loss)(rewards, logit_score_sq=unsure)
   others = np.average([0, 0, 1], weights=[1, 8, 27])
   assert float(found[0, 3]) == pytest.approx(3 - others, rel=1e-5)
 
 
-def test_a_diagnosis_row_and_back():
+def test_a_diagnosis_row_and_back(settings_with):
   rng = np.random.default_rng(0)
   projections = jnp.asarray(rng.normal(size=(3, 4, 5)))
   rewards = jnp.asarray(rng.random((4, 5)))
-  row = score_norms.to_row(projections, rewards)
-  found = score_norms.from_row({"c1": 0.0} | row)
-  expected = score_norm_sums(jnp.mean(projections**2, 0), rewards)
-  assert vars(found) == vars(expected)
+  row = diagnosis._score_norm_row(projections, rewards)
+  anywhere = init_state({}, optax.sgd(1.0), jax.random.key(0))
+  state = anywhere.replace(score_norms=init_score_norms())
+  settings = settings_with(score_norms__decay=0.25)
+  update = diagnosis.make_update_group_size(settings, anywhere)
+  found = update(state, {"c1": 0.0} | row).score_norms
+  sums = score_norm_sums(jnp.mean(projections**2, 0), rewards)
+  expected = observe_score_norms(init_score_norms(), sums, decay=0.25)
+  jax.tree.map(np.testing.assert_allclose, vars(found), vars(expected))
 
 
 def rows_of(directory):

@@ -1,6 +1,7 @@
 """Rewards of a batch: functions of text together with a reward model."""
 
 import json
+import pathlib
 import shutil
 
 import jax
@@ -10,13 +11,15 @@ import pytest
 
 from grpojax import train
 from grpojax.core.types import Rollout
-from grpojax.models import hf
+from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
-from grpojax.runtime import distributed, records
-from grpojax.runtime import tokenizer as tokenizer_lib
-from grpojax.training import scored_text, scoring
-from grpojax.training.config import default_config
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import default_config, from_config
+from grpojax.training.step import rewards as rewards_lib
 
 REWARDS = """
 def length(prompt, completion, example):
@@ -39,13 +42,14 @@ def rewards(tmp_path):
   file = tmp_path / "rewards.py"
   file.write_text(REWARDS)
 
-  def config(weights, **names):
+  def settings(weights, **changes):
     config = default_config()
     config.reward.functions = tuple(f"{file}:{name}" for name in weights)
     config.reward.weights = tuple(weights.values())
-    return config
+    config.reward.update(changes)
+    return from_config(config)
 
-  return config
+  return settings
 
 
 def rollout(rows, length):
@@ -61,29 +65,33 @@ def rollout(rows, length):
   )
 
 
-def score(scorer, samples):
-  pending = scoring.submit(scorer, EXAMPLES, TEXTS, samples, slice(2))
-  begun = scored_text.Begun(2, TEXTS, pending)
-  return scored_text.finish(scorer, EXAMPLES, [begun], lambda: None)[1]
+@pytest.fixture
+def score(tabular, monkeypatch):
+  """`(reward_pool, samples) -> GroupRewards` of `TEXTS`."""
+  policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  monkeypatch.setattr(policy_lib, "decode", lambda *_: TEXTS)
+  return lambda *args: rewards_lib.compute_rewards(
+    policy, args[0], EXAMPLES, args[1]
+  )[1]
 
 
 EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
 TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 
-def test_weighted_functions(rewards):
-  config = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
-  with scoring.open_scorer(config) as scorer:
+def test_weighted_functions(rewards, score):
+  settings = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
     # A batch may have more rows: they only pad it.
-    found = score(scorer, rollout(3, 4))
+    found = score(reward_pool, rollout(3, 4))
   expected = [[4 + 5 + 4.5, np.nan], [12 + 4.5, 6 + 5 + 1]]
   np.testing.assert_allclose(found.rewards, expected)
   np.testing.assert_array_equal(found.failed, [[0, 1], [0, 0]])
   (failure,) = groups.all_failures(found)
   assert failure.function == "picky" and failure.completion == "bad"
-  right = scoring.correctness(scorer, found, EXAMPLES)
+  right = rewards_lib.correctness(reward_pool, found, EXAMPLES)
   np.testing.assert_array_equal(right, [[2, 3], [6, 3]])
-  row = scoring.metrics(found)
+  row = rewards_lib.metrics(found)
   assert row == {
     "reward_failures": 1,
     "reward_length": 3.5,
@@ -95,15 +103,14 @@ def test_weighted_functions(rewards):
   }
 
 
-def test_a_reward_model_beside_functions(rewards):
-  config = rewards({"picky": 1.0})
-  config.reward.model_weight = -2.0
+def test_a_reward_model_beside_functions(rewards, score):
+  settings = rewards({"picky": 1.0}, model_weight=-2.0)
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
-  with scoring.open_scorer(config, model) as scorer:
-    found = score(scorer, rollout(2, 3))
+  with rewards_lib.open_reward_pool(settings, model) as reward_pool:
+    found = score(reward_pool, rollout(2, 3))
   # It decides alone where the function abstains, but not where that failed.
   np.testing.assert_allclose(found.rewards, [[8, np.nan], [-6, 2]])
-  assert scoring.metrics(found)["reward_model"] == 2.5
+  assert rewards_lib.metrics(found)["reward_model"] == 2.5
 
 
 def test_several_processes_say_what_one_says(monkeypatch):
@@ -121,14 +128,14 @@ def test_several_processes_say_what_one_says(monkeypatch):
     values = {"f": rewards[rows], "g": rewards[rows] + 1}
     extras = {f"f/{name}": rewards[rows] * 2 for name in others}
     given = rewards[rows], values, failed[rows], of_rows, extras
-    return groups.GroupScores(*given)
+    return groups.GroupRewards(*given)
 
   said = []
   tell = lambda own: said.append(json.loads(json.dumps(own))) or said
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", tell)
-  scored_text._of_all(scores([0, 1, 3], "a"), sizes)  # of process 0
-  found = scored_text._of_all(scores([2, 4]), sizes)
+  rewards_lib._gather_rewards(scores([0, 1, 3], "a"), sizes)  # of process 0
+  found = rewards_lib._gather_rewards(scores([2, 4]), sizes)
   whole = scores(list(range(5)))
   jax.tree.map(np.testing.assert_array_equal, found[:3], whole[:3])
   whole.extras["f/b"][[0, 1, 3]] = np.nan  # nobody there said it

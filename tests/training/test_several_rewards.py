@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 
 from grpojax.aot import programs
-from grpojax.core import advantages, multi_reward
+from grpojax.core import advantages
 from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages import multi_reward
 from grpojax.core.types import Rollout
 from grpojax.rewards import groups
-from grpojax.training import from_config, host_step, scoring
-from grpojax.training.config import validate
+from grpojax.training.config import from_config
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.batch import (
+  aggregation,
+  make_batch_program,
+  reward_weights,
+)
 
 NAN = np.nan
 VALUES = {
@@ -35,17 +41,23 @@ def scores_of(weights):
     w * np.nan_to_num(v) for w, v in zip(weights, VALUES.values(), strict=True)
   )
   total = np.where(FAILED, NAN, total).astype(np.float32)
-  return groups.GroupScores(total, VALUES, FAILED, [[[]] * 3] * 2)
+  return groups.GroupRewards(total, VALUES, FAILED, [[[]] * 3] * 2)
+
+
+def program_of(settings, tabular, samples):
+  """`(rewards, **options) -> (batch, metrics)` of these samples."""
+  program = make_batch_program(settings)
+  return jax.jit(functools.partial(program, tabular.lm(1, 3), None, samples))
 
 
 def test_a_failure_takes_no_part_by_any_function():
-  found = scoring.stacked(scores_of((1.0, 2.0)))
+  found = rewards_lib.stack_values(scores_of((1.0, 2.0)))
   expected = [[[1, 0, 1], [0, 0, NAN]], [[3, NAN, 9], [5, 1, NAN]]]
   np.testing.assert_array_equal(found, expected)
 
 
 def test_each_is_logged_by_its_name():
-  row = scoring.metrics(scores_of((1.0, 2.0)))
+  row = rewards_lib.metrics(scores_of((1.0, 2.0)))
   assert row["reward_right"] == 0.5 and row["reward_short"] == pytest.approx(
     3.8
   )
@@ -57,22 +69,24 @@ def test_each_is_logged_by_its_name():
 @pytest.mark.parametrize(
   "name, scale", [("batch_std", 0.25), ("leave_one_out", None)]
 )
-def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
+def test_a_step_compares_what_was_asked_for(
+  name, scale, tabular, settings_with
+):
   weights = (1.0, -0.5)
-  config = config_with(
+  settings = settings_with(
     reward__functions=("a", "b"),
     reward__weights=weights,
     reward__aggregation="normalize_then_sum",
     advantage=name,
     group_size=3,
     batch_size=2,
+    optim__micro_batches=1,
   )
-  compare = host_step.make_compare(config)
-  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
+  make_batch = program_of(settings, tabular, SAMPLES)
   scores = scores_of(weights)
-  values = scoring.stacked(scores)
+  values = rewards_lib.stack_values(scores)
   scale = scale and np.float32(scale)
-  batch, row = compare(scores.rewards, None, None, None, values, scale)
+  batch, row = make_batch(scores.rewards, values=values, scale=scale)
   compared = multi_reward.normalize_then_sum(jnp.asarray(values), weights)
   expected = advantages.ADVANTAGES[name](compared) * (scale or 1)
   np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5, atol=1e-6)
@@ -83,9 +97,9 @@ def test_a_step_compares_what_was_asked_for(name, scale, tabular, config_with):
   assert not batch.completion_mask[1, 2].any() and batch.advantages[1, 2] == 0
 
 
-def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
+def test_what_is_dropped_is_not_in_the_normalisation(tabular, settings_with):
   """The others' advantages are those of their group without it."""
-  config = config_with(
+  settings = settings_with(
     reward__functions=("a", "b"),
     reward__weights=(1.0, 1.0),
     reward__aggregation="normalize_then_sum",
@@ -102,9 +116,8 @@ def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
     jnp.array([[True, True, False, True]]),
   )
   values = jnp.array([[[1.0, 0, 9, 2]], [[0.0, 4, -7, 1]]])
-  compare = host_step.make_compare(config)
-  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
-  batch, row = compare(values.sum(0), None, None, None, values)
+  make_batch = program_of(settings, tabular, samples)
+  batch, row = make_batch(values.sum(0), values=values)
   assert row["zero_variance_groups"] == 0
   left = np.array([[1.0, 0, 2], [0.0, 4, 1]])
   normal = left - left.mean(-1, keepdims=True)
@@ -131,10 +144,10 @@ def test_what_is_dropped_is_not_in_the_normalisation(tabular, config_with):
   ],
 )
 def test_groups_without_variance_are_those_that_teach_nothing(
-  changes, expected, tabular, config_with
+  changes, expected, tabular, settings_with
 ):
   """Of three groups one differs in nothing but what was cut off."""
-  config = config_with(
+  settings = settings_with(
     reward__functions=("a", "b"),
     reward__weights=(1.0, 2.0),
     group_size=4,
@@ -155,35 +168,34 @@ def test_groups_without_variance_are_those_that_teach_nothing(
       [[0.0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0.5, 0.5]],
     ]
   )
-  compare = host_step.make_compare(config)
-  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, samples))
+  make_batch = program_of(settings, tabular, samples)
   total = values[0] + 2 * values[1]
-  _, row = compare(total, None, None, None, values)
+  _, row = make_batch(total, values=values)
   np.testing.assert_allclose(row["zero_variance_groups"], expected, rtol=1e-6)
 
 
-def test_a_scale_is_of_advantages_that_are_bounded(tabular, config_with):
-  config = config_with(
-    loss__advantage_clip=2.0, group_size=3, batch_size=2, reward__weights=(1.0,)
+def test_a_scale_is_of_advantages_that_are_bounded(tabular, settings_with):
+  settings = settings_with(
+    loss__advantage_clip=2.0,
+    group_size=3,
+    batch_size=2,
+    optim__micro_batches=1,
   )
   rewards = jnp.array([[3.0, 0, 0], [1.0, 0, 0]])
-  compare = host_step.make_compare(config)
-  compare = jax.jit(functools.partial(compare, tabular.lm(1, 3), None, SAMPLES))
-  batch, _ = compare(rewards, None, scale=np.float32(0.5))
+  make_batch = program_of(settings, tabular, SAMPLES)
+  batch, _ = make_batch(rewards, scale=np.float32(0.5))
   expected = [[1.0, -0.75, -0.75], [0.5, -0.25, -0.25]]
   np.testing.assert_allclose(batch.advantages, expected, rtol=1e-6)
 
 
-def test_the_reward_model_has_the_last_weight(config_with):
-  config = config_with(
+def test_the_reward_model_has_the_last_weight(settings_with):
+  settings = settings_with(
     reward__weights=(2.0,),
     reward__model="somewhere",
     reward__model_weight=3.0,
-    reward__aggregation="normalize_then_sum",
   )
-  assert from_config.aggregation(config).keywords["weights"] == [2.0, 3.0]
-  config.reward.aggregation = "sum_then_normalize"
-  assert from_config.aggregation(config) is None
+  assert tuple(reward_weights(settings.reward)) == (2.0, 3.0)
+  assert aggregation(settings.reward) is None
 
 
 @pytest.mark.parametrize(
@@ -210,22 +222,22 @@ def test_the_reward_model_has_the_last_weight(config_with):
 def test_what_cannot_be_is_refused(changes, text, config_with):
   given = {"reward__aggregation": "normalize_then_sum"} | changes
   with pytest.raises(ValueError) as error:
-    validate(config_with(**given))
+    from_config(config_with(**given))
   lines = str(error.value).splitlines()
   assert len(lines) == 2 and text in lines[1]
 
 
 @pytest.mark.slow
-def test_it_compiles_ahead_of_time(config_with):
+def test_it_compiles_ahead_of_time(settings_with):
   """What a run compiles is lowered, with the values of all functions."""
-  config = config_with(
+  settings = settings_with(
     reward__functions=("exact_answer", "length"),
     reward__weights=(1.0, 1.0),
     reward__aggregation="normalize_then_sum",
     filter_groups__enable=True,
   )
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  run = programs.open_run(config, mesh)
+  run = programs.open_run(settings, mesh)
   shapes = programs.lower(run, "reference").in_avals[0]
   assert (2, 32, 8) in [x.shape for x in jax.tree.leaves(shapes)]
   drawn = programs.lower(run, "rollout").in_avals[0]

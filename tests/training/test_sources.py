@@ -8,24 +8,19 @@ import numpy as np
 import pytest
 
 from grpojax.aot import programs
-from grpojax.runtime import config as config_lib
-from grpojax.runtime import hub, interrupts, preemption
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import hub
+from grpojax.runtime.processes import interrupts
 from grpojax.training import config as config_module
-from grpojax.training import (
-  fit,
-  from_config,
-  opening,
-  policy,
-  scoring,
-  sft,
-  sft_config,
-  sources,
-  start,
-  trained,
-)
+from grpojax.training import policy, run_models
+from grpojax.training.run import fit, hub_pins, open_run, start
+from grpojax.training.sft import sft, sft_config
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import hub_server  # noqa: E402
+
+from grpojax.training.run import setup
+from grpojax.training.step import rewards as rewards_lib
 
 COMMIT, LATER = hub_server.COMMIT, "b" * 40
 ID = "org/tiny"
@@ -81,7 +76,7 @@ def test_what_exists_here_is_no_name_of_the_hub(served, model):
   assert policy.open_policy(ID).name is None
   assert not served.log
   with pytest.raises(ValueError, match="is for models of the Hub, and there"):
-    sources.pin(made(model__path=ID, model__revision="v1"))
+    hub_pins.pin(made(model__path=ID, model__revision="v1"))
 
 
 def test_what_is_neither_is_said_with_both_readings(served):
@@ -115,7 +110,7 @@ def test_other_programs_take_names_too(served, model, tmp_path):
   _, params, _ = sft.start(config, tmp_path / "source")
   whole = policy.load_policy(str(model)).params
   same(params, whole)
-  _, params = trained.load(f"{ID}@{COMMIT}")
+  _, params = run_models.load(f"{ID}@{COMMIT}")
   same(params, whole)
 
 
@@ -125,7 +120,7 @@ def made(**changes):
     for name, value in changes.items():
       section, _, key = name.rpartition("__")
       (config[section] if section else config)[key] = value
-  return config
+  return config_module.from_config(config)
 
 
 LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
@@ -133,53 +128,50 @@ LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 def test_a_config_is_pinned_once_and_for_all(served):
   served.add("org/judge", texts(served), branch="v1")
-  config = made(model__path=ID, reward__model="org/judge@v1")
-  pinned = sources.pin(config)
-  assert pinned.commits == LINES and config.commits == ()
-  assert sources.model(config) == ID
-  assert sources.model(pinned) == f"{ID}@{COMMIT}"
-  assert sources.reward_model(pinned) == f"org/judge@{COMMIT}"
+  settings = made(model__path=ID, reward__model="org/judge@v1")
+  pinned = hub_pins.pin(settings)
+  assert pinned.commits == LINES and settings.commits == ()
+  assert hub_pins.model(settings) == ID
+  assert hub_pins.model(pinned) == f"{ID}@{COMMIT}"
+  assert hub_pins.reward_model(pinned) == f"org/judge@{COMMIT}"
   move(served)
   before = len(served.log)
-  again = sources.with_commits(config, pinned)
-  assert again == pinned == sources.pin(again) and len(served.log) == before
-  assert sources.pin(config).commits[1] == f"model:{ID}@main={LATER}"
+  again = hub_pins.with_commits(settings, pinned.commits)
+  assert again == pinned == hub_pins.pin(again) and len(served.log) == before
+  assert hub_pins.pin(settings).commits[1] == f"model:{ID}@main={LATER}"
   other = made(model__path=ID, model__revision=LATER)
-  assert sources.with_commits(other, pinned).commits == ()
-  assert sources.model(sources.pin(other)) == f"{ID}@{LATER}"
-  assert sources.with_commits(config, None) == config
-  saved = config_lib.from_json(config_lib.to_json(pinned))
-  assert sources.with_commits(config, saved) == pinned
+  assert hub_pins.with_commits(other, pinned.commits).commits == ()
+  assert hub_pins.model(hub_pins.pin(other)) == f"{ID}@{LATER}"
+  assert hub_pins.with_commits(settings, ()) == settings
+  saved = config_lib.to_json(config_module.to_config(pinned))
+  saved = config_module.from_config(config_lib.from_json(saved))
+  assert hub_pins.with_commits(settings, saved.commits) == pinned
 
 
 def test_a_config_without_names_of_the_hub_stays_as_it_is(served):
-  config = made()
-  assert sources.pin(config) is config and not served.log
+  settings = made()
+  assert hub_pins.pin(settings) is settings and not served.log
 
 
 def test_data_of_the_hub_are_pinned_too(served):
   served.add("org/sums", {"README.md": b"sums"}, kind="datasets")
   served.add("org/sums", {}, LATER, kind="datasets", branch="v2")
-  config = made(data__name=sources.HUB, data__path="org/sums")
-  args = sources.HUB, "org/sums"
-  pinned = sources.pin(config)
+  settings = made(data__name=hub_pins.HUB, data__path="org/sums")
+  args = hub_pins.HUB, "org/sums"
+  pinned = hub_pins.pin(settings)
   assert pinned.commits == (f"dataset:org/sums@main={COMMIT}",)
-  assert sources.data_options(config, *args, {}) == {}
-  assert sources.data_options(pinned, *args, {"size": 3}) == {
+  assert hub_pins.data_options(settings, *args, {}) == {}
+  assert hub_pins.data_options(pinned, *args, {"size": 3}) == {
     "size": 3,
     "revision": COMMIT,
   }
-  assert sources.data_options(pinned, "jsonl", "org/sums", {}) == {}
-  mixed = made()
-  with mixed.unlocked():
-    mixed.data.mixture.sums = {
-      "name": sources.HUB,
-      "path": "org/sums",
-      "options": {"revision": "v2"},
-    }
-  pinned = sources.pin(mixed)
+  assert hub_pins.data_options(pinned, "jsonl", "org/sums", {}) == {}
+  mixture = {"name": hub_pins.HUB, "path": "org/sums"}
+  mixture |= {"options": {"revision": "v2"}}
+  mixed = made(data__mixture={"sums": mixture})
+  pinned = hub_pins.pin(mixed)
   assert pinned.commits == (f"dataset:org/sums@v2={LATER}",)
-  options = sources.data_options(pinned, *args, {"revision": "v2"})
+  options = hub_pins.data_options(pinned, *args, {"revision": "v2"})
   assert options == {"revision": LATER}
 
 
@@ -200,18 +192,18 @@ def test_data_of_the_hub_are_pinned_too(served):
 )
 def test_settings_that_make_no_sense(changes, text):
   with pytest.raises(ValueError, match=text):
-    config_module.validate(made(**changes))
+    made(**changes)
 
 
 def test_processes_compare_files_of_paths_only(served, model):
-  assert opening._model_files(ID) == "from the Hub"
-  assert "config.json: " in opening._model_files(str(model))
-  config_module.validate(made(model__path=ID, model__revision="v1"))
+  assert open_run._model_files(ID) == "from the Hub"
+  assert "config.json: " in open_run._model_files(str(model))
+  made(model__path=ID, model__revision="v1")
 
 
 def test_the_reward_model_is_of_the_commit(model, monkeypatch):
   opened = policy.open_policy(str(model))
-  config = made(reward__model="org/judge@v1", commits=LINES)
+  settings = made(reward__model="org/judge@v1", commits=LINES)
 
   def find(path, files=hub.WHOLE):
     raise ValueError(f"{path} {len(files)}")
@@ -220,17 +212,17 @@ def test_the_reward_model_is_of_the_commit(model, monkeypatch):
   monkeypatch.setattr(start, "find_model", find)
   whole, part = len(hub.WHOLE), len(hub.TEXTS)
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {whole}$"):
-    scoring.open_model(config, from_config.mesh(config))
+    rewards_lib.open_model(settings, setup.make_mesh(settings))
   with pytest.raises(ValueError, match=f"^org/judge@{COMMIT} {part}$"):
-    start._with_date(config, opened)
+    start._with_date(settings, opened)
 
 
 def test_sigterm_during_a_download_is_a_preemption(monkeypatch, tmp_path):
   def leave(*_):
     raise interrupts.Left("the download of org/tiny was interrupted")
 
-  monkeypatch.setattr(opening, "settle", lambda config, _: config)
-  monkeypatch.setattr(opening, "open_all", leave)
+  monkeypatch.setattr(open_run, "settle", lambda settings, _: settings)
+  monkeypatch.setattr(open_run, "open_all", leave)
   with pytest.raises(SystemExit) as caught:
     fit.run(made(), tmp_path)
-  assert caught.value.code == preemption.EXIT_PREEMPTED
+  assert caught.value.code == interrupts.EXIT_PREEMPTED

@@ -12,20 +12,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.grpo_step import init_state
 from grpojax.core.rollout import rollout
+from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, Rollout
 from grpojax.models import sharding
-from grpojax.runtime import tokenizer as tokenizers
-from grpojax.training import (
-  device_step,
-  diagnosis,
-  from_config,
-  host_step,
-  scoring,
-)
-from grpojax.training import policy as policies
-from grpojax.training.config import default_config
+from grpojax.runtime.text import tokenizer as tokenizers
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.run import setup
+from grpojax.training.step import device, diagnosis, host
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.batch import plan_packing
 
 B, G, T = 2, 4, 6
 MERGED = [("a", "b"), ("ab", "a"), ("b", "b")]
@@ -43,26 +40,32 @@ def ambiguous_tokenizer():
   return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-def test_completions_are_never_tokenized_again(tabular, monkeypatch):
-  config = default_config()
-  config.batch_size, config.group_size = B, G
-  config.sampling.max_new_tokens = T
-  config.optim.micro_batches, config.optim.minibatches = 1, 2
-  config.log.samples_every = config.log.sample_groups = 1
+def test_completions_are_never_tokenized_again(
+  tabular, monkeypatch, settings_with
+):
+  settings = settings_with(
+    batch_size=B,
+    group_size=G,
+    sampling__max_new_tokens=T,
+    optim__micro_batches=1,
+    optim__minibatches=2,
+    log__samples_every=1,
+    log__sample_groups=1,
+  )
   tokenizer = ambiguous_tokenizer()
   vocab = len(tokenizer)
   lm = tabular.lm(1, vocab)
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
-  policy = policies.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
+  policy = policy_lib.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
 
   tx = optax.sgd(0.0)
-  places = sharding.shardings(
-    jax.eval_shape(lambda p: from_config.first_state(config, tx, p), params),
+  shardings = sharding.shardings(
+    jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params),
     mesh,
     rules=((r"params", PartitionSpec()),),
   )
-  state = jax.device_put(from_config.first_state(config, tx, params), places)
+  state = jax.device_put(setup.first_state(settings, tx, params), shardings)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
   prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
 
@@ -72,17 +75,24 @@ def test_completions_are_never_tokenized_again(tabular, monkeypatch):
   for name in ("encode", "__call__", "_encode_plus", "batch_encode_plus"):
     monkeypatch.setattr(type(tokenizer), name, refuse, raising=False)
   seen = []
-  decode = policies.decode
+  decode = policy_lib.decode
 
   def spy(policy, samples, *rows):
     seen.append(jax.device_get(samples))
     return decode(policy, samples, *rows)
 
-  monkeypatch.setattr(policies, "decode", spy)
+  monkeypatch.setattr(policy_lib, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
-  with scoring.open_scorer(config) as scorer:
-    step = host_step.make_host_step(
-      config, policy, G, tx, None, places, scorer, lambda together=False: None
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    step = host.make_host_step(
+      settings,
+      policy,
+      G,
+      tx,
+      None,
+      shardings,
+      reward_pool,
+      lambda together=False: None,
     )
     _, row, shown, _ = step(state, prompts, examples, False)
   monkeypatch.undo()
@@ -109,12 +119,14 @@ def drawn(lm, count):
   return params, samples, jax.random.normal(jax.random.key(2), (count, 4))
 
 
-def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
-  config = default_config()
-  config.optim.micro_batches, config.diagnostics.share = 1, 0.75
+def test_prompts_without_all_their_rewards_are_not_diagnosed(
+  tabular, settings_with
+):
+  settings = settings_with(optim__micro_batches=1, diagnostics__share=0.75)
   lm = tabular.lm(4, 3)
   params, samples, rewards = drawn(lm, 4)
-  diagnose = jax.jit(functools.partial(diagnosis.make_diagnose(config, 1), lm))
+  diagnose = functools.partial(diagnosis.make_diagnose(settings, 1), lm)
+  diagnose = jax.jit(diagnose)
   key = jax.random.key(3)
   found = diagnose(params, samples, rewards.at[1, 2].set(jnp.inf), key)
   order = np.array([0, 2, 3, 1])
@@ -129,15 +141,15 @@ def test_prompts_without_all_their_rewards_are_not_diagnosed(tabular):
 
 @pytest.mark.slow
 def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
-  tabular, config_with
+  tabular, settings_with
 ):
   lm = tabular.lm(8, 3)
   params, samples, rewards = drawn(lm, 8)
 
   def diagnosed(prompts, micro_batches, shards):
     changes = {"optim__micro_batches": micro_batches}
-    config = config_with(diagnostics__share=3 / prompts, **changes)
-    diagnose = diagnosis.make_diagnose(config, shards)
+    settings = settings_with(diagnostics__share=3 / prompts, **changes)
+    diagnose = diagnosis.make_diagnose(settings, shards)
     some = jax.tree.map(lambda x: x[:prompts], (samples, rewards))
     return jax.jit(functools.partial(diagnose, lm))(
       params, *some, jax.random.key(3)
@@ -152,7 +164,7 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
 
 
 def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
-  monkeypatch, config_with, tabular
+  monkeypatch, settings_with, tabular
 ):
   asked, tx = {}, optax.sgd(0.1)
 
@@ -161,18 +173,16 @@ def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
     return lambda *_: None
 
   plain = {"device_reward": lambda *_: (None, None)}
-  monkeypatch.setattr(device_step, "make_grpo_step", recorded)
-  monkeypatch.setattr(
-    device_step, "prompts_lib", types.SimpleNamespace(**plain)
-  )
-  monkeypatch.setattr(device_step.policies, "jit", lambda _, f, **__: f)
-  policy = policies.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
+  monkeypatch.setattr(device, "make_grpo_step", recorded)
+  monkeypatch.setattr(device, "prompts_lib", types.SimpleNamespace(**plain))
+  monkeypatch.setattr(device.policy_lib, "jit", lambda _, f, **__: f)
+  policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
   state = init_state({}, tx, jax.random.key(0))
   for bound in (0.0, 0.5):
-    config = config_with(loss__advantage_clip=bound)
-    step = device_step.make_device_program(config, policy, 2, tx, state)
+    settings = settings_with(loss__advantage_clip=bound)
+    step = device.make_device_program(settings, policy, 2, tx, state)
     step(policy.lm, state, None, None)
-    assert asked["advantage_clip"] == (bound or None)
+    assert asked["objective"].advantage_clip == bound
 
 
 def test_what_has_a_reward_is_packed(config_with):
@@ -189,14 +199,17 @@ def test_what_has_a_reward_is_packed(config_with):
   rewards = np.zeros((B, G), np.float32)
   rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
   config = config_with(optim__micro_batches=1)
+  plan = lambda: plan_packing(from_config(config), samples, rewards, mesh)
   with jax.set_mesh(mesh):
-    found = from_config.packing(config, samples, rewards, mesh)
-    counts = np.unique(found.rows.segments, return_counts=True)
+    found = plan()
+    counts = np.unique(found.rows.sample_of_token, return_counts=True)
     np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
     assert counts[1][1:].sum() == lengths.sum() - 6
-    assert found.entries[0, 0] == found.prompts.size  # it is nowhere
-    assert found.parts() == 1
+    assert (
+      found.copy_of_sample[0, 0] == found.prompt_of_copy.size
+    )  # it is nowhere
+    assert found.micro_batches() == 1
     config.optim.micro_batches = 8  # no part of packed rows is as small
-    assert from_config.packing(config, samples, rewards, mesh) is None
+    assert plan() is None
     config.optim.micro_batches, config.optim.packing = 1, False
-    assert from_config.packing(config, samples, rewards, mesh) is None
+    assert plan() is None

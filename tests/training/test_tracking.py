@@ -5,8 +5,8 @@ import json
 import pytest
 
 from grpojax import train
-from grpojax.runtime import trackers
-from grpojax.training import run_directory
+from grpojax.runtime.terminal import trackers
+from grpojax.training.run import run_directory
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def test_a_resumed_run_is_the_same_run_there(
   capsys.readouterr()
   go(4)  # the third step is one that it does not take
   assert tracked == [("open", "the_run", 2, 4, "toy")]
-  said = capsys.readouterr().out
-  assert said.count("wandb fails (TimeoutError: slow)") == 1
+  printed = capsys.readouterr().out
+  assert printed.count("wandb fails (TimeoutError: slow)") == 1
   rows = (run / "metrics.jsonl").read_text().splitlines()
   assert sum("loss" in json.loads(row) for row in rows) == 4
 

@@ -1,4 +1,4 @@
-// What all parts share. Data of the runs reach the page through text nodes and
+// Functions of all parts. Data of the runs reach the page through text nodes and
 // known attributes only: there is no innerHTML anywhere.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;

@@ -6,11 +6,11 @@ function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 2.5, 5, 10].find((x) => x * power >= rough * 0.999);
-  const found = [];
+  const values = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) {
-    found.push(+(i * step).toPrecision(12));
+    values.push(+(i * step).toPrecision(12));
   }
-  return found;
+  return values;
 }
 
 // From lowest to highest, but for a few points that would hide the rest.
@@ -30,7 +30,7 @@ function range(values) {
   return [low === 0 ? 0 : low - pad, high + pad];
 }
 
-// Of one run: {run, label, x, y, low, high, blocks}.
+// Values of all runs' series: {run, label, x, y, low, high, blocks} each.
 function allValues(series) {
   return series.flatMap((s) => [
     ...(s.y || []), ...(s.low || []), ...(s.high || []),
@@ -50,7 +50,7 @@ function line(xs, ys, px, py) {
   return path;
 }
 
-// A bound above that is missing is infinite: the band goes to the top.
+// Area between bounds; one above that is missing is infinite: to the top.
 function band(xs, low, high, px, py) {
   const there = xs.map((_, i) => i).filter((i) => known(low[i]));
   if (there.length < 2) return "";
@@ -148,8 +148,8 @@ function nearest(xs, x) {
   return best;
 }
 
-// What a run has at a step, in words: [value, interval].
-function said(s, x, format) {
+// Rows of a tooltip: a run's value at a step, and the mean around it.
+function rowsAt(s, x, format) {
   const rows = [];
   if (s.y) {
     const i = nearest(s.x, x);
@@ -176,7 +176,7 @@ function follow(picture, cursor, series, options, px, width, xRange) {
     cursor.setAttribute("x2", px(step));
     cursor.setAttribute("visibility", "visible");
     showTip([el("div.soft", null, `step ${Math.round(step).toLocaleString("en")}`),
-      series.map((s) => said(s, step, options.format))], x, y);
+      series.map((s) => rowsAt(s, step, options.format))], x, y);
   };
   const leave = () => {
     hideTip();

@@ -4,7 +4,7 @@ const COLORS = [
   ["", "nothing"],
   ["logprobs", "log-probability"],
   ["ref", "log-ratio to the reference"],
-  ["scorer", "log-ratio, scorer to sampler"],
+  ["trainer", "log-ratio, trainer to rollout"],
 ];
 
 const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run: i })));
@@ -12,7 +12,7 @@ const ALL = RUNS.flatMap((run, i) => run.groups.map((group) => ({ ...group, run:
 // The number that colours a token, and that the tooltip explains.
 function ratio(sample, name, i) {
   const other = sample[name];
-  const own = (name === "ref_logprobs" && sample.scorer_logprobs) || sample.logprobs;
+  const own = (name === "ref_logprobs" && sample.trainer_logprobs) || sample.logprobs;
   if (!own || !other || !known(own[i]) || !known(other[i])) return null;
   return name === "ref_logprobs" ? own[i] - other[i] : other[i] - own[i];
 }
@@ -37,13 +37,13 @@ function tokenTip(sample, i) {
     rows.push(tipRow("log-probability", number(own)));
     rows.push(tipRow("probability", percent(Math.exp(own))));
   }
-  for (const [name, title] of [["scorer", "scorer\u2019s"], ["ref", "reference\u2019s"]]) {
+  for (const [name, title] of [["trainer", "trainer\u2019s"], ["ref", "reference\u2019s"]]) {
     const value = sample[`${name}_logprobs`] && sample[`${name}_logprobs`][i];
     if (!known(value)) continue;
     const gap = ratio(sample, `${name}_logprobs`, i);
     rows.push(tipRow(`${title} log-probability`, number(value)));
     rows.push(tipRow(name === "ref" ? "log-ratio, policy to reference" :
-      "log-ratio, scorer to sampler", signed(gap, number)));
+      "log-ratio, trainer to rollout", signed(gap, number)));
   }
   return rows;
 }
@@ -51,16 +51,16 @@ function tokenTip(sample, i) {
 // A text with what is searched for marked.
 function marked(text, search) {
   if (!search) return [visible(text)];
-  const found = [];
+  const pieces = [];
   const low = text.toLowerCase();
   let from = 0;
   // Where lower case changes the length, positions would be wrong.
   for (let at; low.length === text.length && (at = low.indexOf(search, from)) >= 0;) {
-    found.push(visible(text.slice(from, at)),
+    pieces.push(visible(text.slice(from, at)),
       el("mark", null, visible(text.slice(at, at + search.length))));
     from = at + search.length;
   }
-  return [...found, visible(text.slice(from))];
+  return [...pieces, visible(text.slice(from))];
 }
 
 function tokenSpans(sample, what) {
@@ -123,12 +123,12 @@ function leaning(sample, most) {
   return el("div.lean", { title: `advantage ${number(sample.advantage)}` }, piece);
 }
 
-function sampleCard(sample, group, wanted, view) {
+function sampleCard(sample, group, matches, view) {
   const side = sample.advantage > 0 ? ".up" : sample.advantage < 0 ? ".down" : "";
   const most = Math.max(...group.samples.map((s) => Math.abs(s.advantage) || 0));
   const sum = sample.logprobs && sample.logprobs.reduce((a, b) => a + (b || 0), 0);
   const showsTokens = sample.tokens && !view.search;
-  return el(`article.sample${side}${wanted(sample) ? "" : ".dim"}`, null,
+  return el(`article.sample${side}${matches(sample) ? "" : ".dim"}`, null,
     el("div.head", null, el("span.reward", null, `reward ${number(sample.reward)}`),
       sample.truncated && el("span.pill.warn", null, "truncated"),
       known(sample.advantage) && el("span.push.small.soft", null,
@@ -142,7 +142,7 @@ function sampleCard(sample, group, wanted, view) {
       marked(sample.completion, view.search)));
 }
 
-function groupCard(group, wanted, view) {
+function groupCard(group, matches, view) {
   const rewards = group.samples.map((s) => s.reward).filter(known);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   return el("section.card.family", null,
@@ -153,7 +153,7 @@ function groupCard(group, wanted, view) {
         number(mean)}`)),
     el("div.text.prompt", { tabindex: "0", "aria-label": "prompt" },
       marked(group.prompt, view.search)),
-    el("div.side", null, group.samples.map((s) => sampleCard(s, group, wanted, view))));
+    el("div.side", null, group.samples.map((s) => sampleCard(s, group, matches, view))));
 }
 
 function field(title, node) {
@@ -206,7 +206,7 @@ function viewOf(fields) {
   };
 }
 
-function wantedBy(view) {
+function matcher(view) {
   const any = view.low === -Infinity && view.high === Infinity;
   return (sample, group) => (any || (known(sample.reward) && sample.reward >= view.low &&
     sample.reward <= view.high)) && (!view.truncated || sample.truncated) &&
@@ -220,14 +220,14 @@ function meanReward(group) {
 }
 
 function chosen(view) {
-  const wanted = wantedBy(view);
-  const found = ALL.filter((group) => (view.run === "" || group.run === +view.run) &&
+  const matches = matcher(view);
+  const groups = ALL.filter((group) => (view.run === "" || group.run === +view.run) &&
     (view.step === "" || group.step === +view.step) &&
     (!view.varies || new Set(group.samples.map((s) => s.reward)).size > 1) &&
-    group.samples.some((sample) => wanted(sample, group)));
+    group.samples.some((sample) => matches(sample, group)));
   const by = { late: (a, b) => b.step - a.step, best: (a, b) => meanReward(b) -
     meanReward(a), worst: (a, b) => meanReward(a) - meanReward(b) }[view.order];
-  return [by ? found.sort(by) : found, wanted];
+  return [by ? groups.sort(by) : groups, matches];
 }
 
 function completions() {
@@ -248,21 +248,21 @@ function completions() {
   const count = el("p.soft.small", { role: "status" });
   const list = el("div");
   const more = el("button", { type: "button" });
-  let [view, found, wanted, shown] = [null, [], null, 0];
+  let [view, groups, matches, shown] = [null, [], null, 0];
   const draw = () => {
-    const next = found.slice(shown, shown + PAGE);
-    append(list, [next.map((g) => groupCard(g, (s) => wanted(s, g), view))]);
+    const next = groups.slice(shown, shown + PAGE);
+    append(list, [next.map((g) => groupCard(g, (s) => matches(s, g), view))]);
     shown += next.length;
-    more.hidden = shown >= found.length;
-    more.textContent = `Show ${Math.min(PAGE, found.length - shown)} more`;
-    const total = found.reduce((sum, g) => sum + g.samples.filter(
-      (s) => wanted(s, g)).length, 0);
-    count.textContent = found.length ? `${total} completions in ${found.length} of ${
+    more.hidden = shown >= groups.length;
+    more.textContent = `Show ${Math.min(PAGE, groups.length - shown)} more`;
+    const total = groups.reduce((sum, g) => sum + g.samples.filter(
+      (s) => matches(s, g)).length, 0);
+    count.textContent = groups.length ? `${total} completions in ${groups.length} of ${
       ALL.length} groups; ${shown} groups shown` : "Nothing fits these filters.";
   };
   const update = () => {
     view = viewOf(fields);
-    [found, wanted] = chosen(view);
+    [groups, matches] = chosen(view);
     shown = 0;
     list.replaceChildren();
     hideTip();

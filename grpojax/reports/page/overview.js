@@ -36,7 +36,7 @@ function gain(run) {
   ];
 }
 
-// Of all diagnoses together, as the end of a run prints it.
+// G* of all diagnoses together, as the end of a run prints it.
 function bestSize(run) {
   if (!run.groupSize) return null;
   const { best, low, high } = run.groupSize;
@@ -138,8 +138,8 @@ function heat(node, width, picture, run) {
     x: left - 8, y: top + high - (j + 0.5) * h + 4, "text-anchor": "end" },
     number(value[0])));
   const count = picture.steps.length;
-  const some = [...new Set([0, Math.floor((count - 1) / 2), count - 1])];
-  const steps = some.map((i) => svg("text", { x: left + (i + 0.5) * w,
+  const labelled = [...new Set([0, Math.floor((count - 1) / 2), count - 1])];
+  const steps = labelled.map((i) => svg("text", { x: left + (i + 0.5) * w,
     y: top + high + 17, "text-anchor": i ? (i === count - 1 ? "end" : "middle") :
     "start" }, `step ${picture.steps[i][i && i === count - 1 ? 1 : 0].toLocaleString("en")}`));
   const image = svg("svg", { viewBox: `0 0 ${width} ${top + high + bottom}`,

@@ -1,0 +1,187 @@
+"""Baselines that pool prompts, to know a prompt's value better.
+
+Every baseline here leaves the sample's own reward out, so that the estimator
+(1/G) sum_i s_i A_i stays unbiased for g(x): given everything that the baseline
+of sample i depends on, the score s_i still has mean 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from grpojax.core.group_axis import (
+  as_float,
+  centred,
+  count,
+  minus_others,
+  present,
+  sum_of_others,
+)
+
+# Beta(alpha, beta) priors of `beta_binomial`: 15 means by 10 concentrations
+# alpha + beta, from nearly "all or nothing" to nearly "all prompts alike".
+_MEANS = (np.arange(15) + 0.5) / 15
+_CONCENTRATIONS = np.logspace(-0.5, 2.5, 10)
+_ALPHA = np.outer(_MEANS, _CONCENTRATIONS).ravel()
+_BETA = np.outer(1 - _MEANS, _CONCENTRATIONS).ravel()
+
+
+def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Reward minus the leave-one-out mean, shrunk towards the other prompts'.
+
+  A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
+  w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise between
+  the variance n of a mean of G - 1 rewards and the variance t2 of the prompts'
+  true values. s2 (within a group) and t2 >= 0 (between the prompts' means, less
+  s2 / G) are estimated from the *other* prompts alone, so neither weight nor
+  target depends on prompt b. Unbiased for g; at small G its baseline is closer
+  to V(x) than the leave-one-out mean (arXiv 2511.03710, with the sample itself
+  and its prompt left out). Where the others' rewards do not vary within any
+  group, w = 0: leave-one-out.
+
+  Args:
+    rewards: one a sample, G >= 2. All axes but the last are prompts of one
+      batch, at least 3 in all: the whole batch, not a shard or a micro-batch
+      of it, and without rows that only pad it.
+
+  Returns:
+    Advantages, in units of the reward: exactly 0 for a batch of equal rewards.
+    A group of equal rewards in a batch that varies is *not* 0, and groups do
+    not sum to 0: such a group, too, is better or worse than expected, which is
+    the point of pooling.
+
+  Raises:
+    ValueError: if G < 2, or for fewer than 3 prompts.
+  """
+  rewards = as_float(rewards, "shrinkage", least=2)
+  rows = rewards.reshape(-1, rewards.shape[-1])
+  if len(rows) < 3:
+    raise ValueError(
+      f"shrinkage needs a batch of at least 3 prompts, not {len(rows)}: the "
+      "variance between prompts is estimated from the others (batch_size)"
+    )
+  rewarded, counts = present(rows), count(rows)[:, 0]  # [B, G], [B]
+  # Measured from one reward of the batch: equal rewards become exact zeros.
+  origin = rows.ravel()[jnp.argmax(rewarded)]
+  moved = jnp.where(rewarded, jnp.where(rewarded, rows, 0) - origin, 0)
+  means = jnp.sum(moved, -1) / jnp.maximum(counts, 1)
+  squares = jnp.sum(centred(rows) ** 2, -1)
+  within, between, pooled = _of_other_prompts(means, counts, squares)
+  # w, its numerator and denominator times the n - 1 that may be 0.
+  total = within + between * (counts - 1)
+  weight = jnp.where(total > 0, within / jnp.where(total > 0, total, 1), 0)
+  # The only sample of its prompt that has a reward has no others to be compared
+  # with: its baseline is the pooled mean alone.
+  lonely = counts == 1
+  weight = jnp.where(lonely, 1, weight)[:, None]
+  others_mean = sum_of_others(moved) / jnp.maximum(counts - 1, 1)[:, None]
+  left_out = jnp.where(lonely[:, None], moved, minus_others(rows))
+  advantages = left_out - weight * (pooled[:, None] - others_mean)
+  # Where no other prompt has a reward, there is nothing to pool.
+  poolable = sum_of_others((counts > 0).astype(counts.dtype))[:, None] > 0
+  advantages = jnp.where(poolable, advantages, minus_others(rows))
+  return jnp.where(rewarded, advantages, 0).reshape(rewards.shape)
+
+
+def _of_other_prompts(
+  means: Float[Array, "B"],
+  counts: Float[Array, "B"],
+  squares: Float[Array, "B"],
+) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
+  """Estimates for each prompt from all others: s2, t2 and their mean.
+
+  `squares` are the sums of squared deviations of each prompt's rewards.
+  """
+  known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
+  spread_out = (counts > 1).astype(counts.dtype)  # and a variance
+  others = sum_of_others(known)
+  # s2: the mean of the others' variances within their groups.
+  within = sum_of_others(squares / jnp.maximum(counts - 1, 1) * spread_out)
+  within = within / jnp.maximum(sum_of_others(spread_out), 1)
+  pooled = sum_of_others(means * known) / jnp.maximum(others, 1)
+  # t2: the variance of the others' means, less what their noise adds to it.
+  # B x B numbers, a sum of which is cheap. Sums over all prompts minus one's
+  # own would not do: far from the others, it would leave rounding errors.
+  different = ~jnp.eye(len(counts), dtype=bool)
+  distances = known * different * (means - pooled[:, None]) ** 2
+  spread = jnp.sum(distances, -1) / jnp.maximum(others - 1, 1)
+  inverse = sum_of_others(known / jnp.maximum(counts, 1))
+  inverse = inverse / jnp.maximum(others, 1)  # the mean of 1 / n
+  between = jnp.maximum(spread - within * inverse, 0)
+  # Of fewer than two others there is no spread: s2 = 0 keeps to one's own.
+  return jnp.where(others > 1, within, 0), between, pooled
+
+
+def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
+  """Reward minus the success rate that a Bayesian expects of its prompt.
+
+  For binary rewards. The prompts' success rates are taken to be draws of one
+  Beta(alpha, beta), itself uniform over a fixed grid of 150 (means by
+  concentrations). The baseline of sample (b, i) is the posterior mean of its
+  prompt's rate given every reward of the batch but Z_{b,i}:
+
+    sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
+
+  with p proportional to the marginal (beta-binomial) likelihood of the other
+  prompts' G rewards and of the G - 1 other rewards of this one. These last
+  must not hold sample i; leaving them out altogether would be unbiased too, but
+  then a single prompt could not tell one prior from another. Unbiased for g,
+  for any rewards: those outside [0, 1] are clipped where the baseline is
+  fitted, and those between count as parts of a success. (Shrinkage of the
+  baseline: arXiv 2511.03710; the prior makes it follow the prompts' actual
+  distribution, often many at 0 and at 1.)
+
+  Args:
+    rewards: one a sample, G >= 2. All axes but the last are prompts of one
+      batch: the whole batch, without rows that only pad it. Takes memory for
+      B G 150 numbers.
+
+  Returns:
+    Advantages, in units of the reward. Even for a batch of equal rewards they
+    are not quite 0: a Bayesian never is certain.
+  """
+  rewards = as_float(rewards, "beta_binomial", least=2)
+  group_size = rewards.shape[-1]
+  rows = rewards.reshape(-1, group_size)
+  rewarded, counts = present(rows), jnp.sum(present(rows), -1)
+  rows = jnp.clip(jnp.where(rewarded, rows, 0), 0, 1)
+  # Log-likelihoods by trials, successes and prior; a group may have any number
+  # of rewards up to G.
+  table = np.zeros((group_size + 1, group_size + 2, _ALPHA.size))
+  for trials in range(1, group_size + 1):
+    table[trials, : trials + 1] = _log_marginals(trials)
+  table = jnp.asarray(table, rows.dtype)
+
+  def log_marginal(successes, trials):
+    """Over the grid: [..., 150]; linear between whole numbers of successes."""
+    below = jnp.clip(jnp.floor(successes), 0, jnp.maximum(trials - 1, 0))
+    part = jnp.clip(successes - below, 0, 1)[..., None]
+    below = below.astype(int)
+    return table[trials, below] * (1 - part) + table[trials, below + 1] * part
+
+  of_prompt = log_marginal(jnp.sum(rows, -1), counts)
+  of_others = sum_of_others(of_prompt.T).T
+  successes, others = sum_of_others(rows), jnp.maximum(counts - 1, 0)[:, None]
+  of_group = log_marginal(successes, others)
+  weights = jax.nn.softmax(of_others[:, None] + of_group, -1)
+  alpha = jnp.asarray(_ALPHA, rows.dtype)
+  total = jnp.asarray(_ALPHA + _BETA, rows.dtype) + others[..., None]
+  rates = (alpha + successes[..., None]) / total
+  baseline = jnp.sum(weights * rates, -1).reshape(rewards.shape)
+  return jnp.where(present(rewards), rewards - baseline, 0)
+
+
+def _log_marginals(trials: int) -> np.ndarray:
+  """Beta-binomial log-likelihoods [trials + 1, 150] of 0 .. trials successes.
+
+  Up to what is common to the whole grid, such as C(trials, successes): each
+  row's largest is 0.
+  """
+
+  def rising(start):  # log of start (start + 1) ... (start + n - 1)
+    terms = np.log(start + np.arange(trials)[:, None])
+    return np.concatenate([np.zeros((1, start.size)), np.cumsum(terms, 0)])
+
+  table = rising(_ALPHA) + rising(_BETA)[::-1] - rising(_ALPHA + _BETA)[-1]
+  return table - table.max(-1, keepdims=True)

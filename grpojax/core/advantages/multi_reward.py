@@ -1,0 +1,65 @@
+"""Aggregation of several rewards for one completion.
+
+| aggregation        | reward that a group compares                          |
+|--------------------|-------------------------------------------------------|
+| sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
+| normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
+
+The weighted sum has a clear objective, E[sum_k w_k Z_k], in which a reward
+counts as much as its spread is wide; combinations of rewards with the same sum
+look alike. Normalised first, every reward counts by its weight whatever its
+scale is, and where only one of them varies in a group, that one alone; the
+price is that of `advantages.grpo`: its prompts are weighted, by each reward's
+spread. GDPO (arXiv 2601.05242) divides the result by its standard deviation
+over the batch, which is the advantage `batch_std`.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from grpojax.core.advantages import grpo
+from grpojax.core.group_axis import as_float, present
+
+
+def normalize_then_sum(
+  values: Shaped[Array, "K *B G"],
+  weights: Sequence[int | float] | Shaped[Array, "K"],
+  *,
+  epsilon: float = 1e-6,
+) -> Float[Array, "*B G"]:
+  """Weighted sum of rewards, each of which is normalised in its group.
+
+  R_i = sum_k w_k (Z_ki - mean_j Z_kj) / (std_j Z_kj + epsilon) (GDPO, arXiv
+  2601.05242, before its batch normalisation; TRL's "normalize_then_sum" before
+  it likewise). What one function has no value for counts as 0, the mean of
+  those that it has one for: it takes no side. Every group sums to 0.
+
+  Args:
+    values: rewards of K functions; nan where a function has none.
+    weights: weights of the functions.
+    epsilon: added to the standard deviations, in units of the rewards.
+
+  Returns:
+    Rewards to be compared, without unit; nan where no function has a value.
+
+  Raises:
+    ValueError: G < 2, or not one weight for each function.
+  """
+  values = as_float(values, "normalize_then_sum", least=2)
+  weights = jnp.asarray(weights, values.dtype)
+  if weights.shape != values.shape[:1]:
+    raise ValueError(
+      f"normalize_then_sum takes one weight a reward function: values "
+      f"{values.shape} need weights {values.shape[:1]}, not {weights.shape}"
+    )
+  total = jnp.tensordot(weights, grpo(values, epsilon=epsilon), 1)
+  return jnp.where(jnp.any(present(values), 0), total, jnp.nan)
+
+
+AGGREGATIONS = {
+  "sum_then_normalize": None,
+  "normalize_then_sum": normalize_then_sum,
+}
+"""Names as in TRL; None is the sum that the pool of reward functions makes."""

@@ -1,0 +1,338 @@
+"""The loops over tokens that `rollout` samples with.
+
+How the loop is arranged changes no sample: token t of a sample draws from the
+sample's own key and t alone. It changes the work: `in_stages` follows the
+tokens that are in the cache and the samples that are not done,
+`slots.through_slots` the memory that there is.
+
+    stage 0   tokens 1 .. 16    cache of 16   all samples
+    stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
+
+from grpojax.core.decoding import repetition
+from grpojax.core.decoding.sampling import Sampling, sample
+from grpojax.core.mesh import constrain, sample_cuts
+from grpojax.core.options import (
+  NOT_NEGATIVE,
+  ONE_OR_MORE,
+  frozen_options,
+  option,
+)
+from grpojax.core.types import LM, Cache, Params, Prefix
+
+LEAST_TOKENS = 48
+"""Tokens that a stage has to have, to be compiled for several sizes: to decode
+fewer takes less time than XLA does."""
+
+
+@frozen_options
+class Decoding:
+  """Shape of the decoding loop, which changes no sample.
+
+  A stage has 16 tokens at least, and attention reads the stages that have
+  begun. Compaction, at the start of each stage but the first, takes the samples
+  that are not done in a batch of a half, a quarter or an eighth of the group
+  (where no group has more of them); where a group is one sample, of a quarter
+  of the prompts. It is done in long stages only (`LEAST_TOKENS`). In a slot
+  the next sample begins where one is done; with fewer slots than samples there
+  are no stages.
+  """
+
+  stages: int = option(
+    4,
+    "lengths that the cache takes on the way, each compiled",
+    within=ONE_OR_MORE,
+  )
+  compact: bool = option(True, "put the samples that are not done together")
+  slots: int = option(
+    0, "samples of each prompt in memory at once; 0 = all", within=NOT_NEGATIVE
+  )
+
+
+class Samples(NamedTuple):
+  """Completions, as far as they are drawn.
+
+  `seen` are the tokens that each sample or its prompt has; None without a
+  repetition penalty, and where slots have them.
+  """
+
+  ids: Int[Array, "B G T"]
+  logprobs: Float[Array, "B G T"]
+  length: Int[Array, "B G"]
+  finished: Bool[Array, "B G"]
+  done: Bool[Array, "B G"]
+  seen: Bool[Array, "B G V"] | None = None
+
+
+class Setup(NamedTuple):
+  """All that does not change while decoding.
+
+  Attributes:
+    lm: Model, prepared for decoding.
+    params: Its parameters, likewise.
+    prefix: Prefix of the prompts.
+    keys: Key of each sample.
+    limit: Number of tokens that each sample may have.
+    eos: Ids that end a completion.
+    sampling: Distribution to draw from.
+    in_prompt: Tokens that each prompt has; None without a repetition penalty.
+  """
+
+  lm: LM
+  params: Params
+  prefix: Prefix
+  keys: Key[Array, "B G"]
+  limit: Int[Array, "B G"]
+  eos: Int[Array, "_"]
+  sampling: Sampling
+  in_prompt: Bool[Array, "B V"] | None = None
+
+
+def constrain_samples(tree: PyTree) -> PyTree:
+  """Lays arrays [B, G, ...] out over the mesh in context."""
+  return jax.tree.map(lambda x: constrain(x, "batch", "group"), tree)
+
+
+take = jax.vmap(lambda x, index: x[index])
+"""Takes entries of the second axis: [n, m, ...], [n, few] -> [n, few, ...]."""
+
+
+class Compaction(NamedTuple):
+  """Puts the samples together that are not done.
+
+  Rows are seen as [parts, size, ...]: the samples of each group or, where a
+  group is one sample, the prompts of each device. None leaves its part, so that
+  nothing crosses devices.
+
+      done     [[0, 1, 1, 0], [1, 1, 0, 1]]
+      order 2  [[0, 3], [2, 0]]  of each part two rows, those not done first
+
+  Attributes:
+    parts: Number of parts.
+    size: Number of rows of each part.
+    of_prompts: True where a row is a prompt.
+  """
+
+  parts: int
+  size: int
+  of_prompts: bool
+
+  def sizes(self, stage: int, tokens: int) -> list[int]:
+    """Returns the sizes of parts that are compiled for a stage, descending.
+
+    A program of one sample a prompt is an evaluation's, and runs seldom: it has
+    one more size at most.
+
+    Args:
+      stage: Number of the stage; the first, 0, has all rows.
+      tokens: Number of tokens that it has at most.
+    """
+    if tokens < LEAST_TOKENS:
+      return [self.size]
+    halvings = [0, 2] if self.of_prompts else range(4)
+    allowed = halvings[: stage + 1]
+    return sorted({-(-self.size // 2**i) for i in allowed}, reverse=True)
+
+  def most_alive(self, done: Bool[Array, "B G"]) -> Int[Array, ""]:
+    """Returns the number of rows not done, in the part with most of them."""
+    done = done.reshape(self.parts, self.size)
+    return jnp.max(jnp.sum(~done, axis=1))
+
+  def order(
+    self, done: Bool[Array, "B G"], size: int
+  ) -> Int[Array, "parts {size}"]:
+    """Returns `size` rows of each part, those that are not done first."""
+    done = done.reshape(self.parts, self.size)
+    return jnp.argsort(done, axis=1, stable=True)[:, :size]
+
+  def _by_part(self, x: Array) -> Array:
+    """[B, G, ...] or, of prompts, [B, ...] -> [parts, size, ...]."""
+    lead = 1 if self.of_prompts else 2
+    return x.reshape(self.parts, self.size, *x.shape[lead:])
+
+  def take(self, x: Array, order: Int[Array, "parts few"]) -> Array:
+    """Takes those rows of an array [B, G, ...] or, of prompts, [B, ...]."""
+    few = take(self._by_part(x), order)
+    return few.reshape(-1, *x.shape[1:]) if self.of_prompts else few
+
+  def put(self, new: Array, x: Array, order: Int[Array, "parts few"]) -> Array:
+    """Puts those rows into their places in an array again."""
+    new = new.reshape(*order.shape, *x.shape[1 if self.of_prompts else 2 :])
+    put = jax.vmap(lambda x, order, new: x.at[order].set(new))
+    return put(self._by_part(x), order, new).reshape(x.shape)
+
+
+def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
+  """Returns how samples are put together, or None where nothing can be.
+
+  Args:
+    shape: B and G.
+    prompts: True where prompts can be left out.
+  """
+  b, g = shape
+  parts, of_groups = sample_cuts(b, g)
+  if g > 1:  # no sample may change its device
+    return None if of_groups > 1 else Compaction(b, g, False)
+  if not prompts or b == parts:
+    return None
+  return Compaction(parts, b // parts, True)
+
+
+def draw(
+  setup: Setup,
+  keys: Key[Array, "B G"],
+  t: Int[Array, "..."],
+  hidden: Float[Array, "B G D"],
+  seen: Bool[Array, "B G V"] | None,
+) -> tuple[Int[Array, "B G"], Float[Array, "B G"], Bool[Array, "B G V"] | None]:
+  """Draws token t of each sample: ids, log-probabilities, and `seen` with it.
+
+  It draws from the sample's own key and t alone, so that neither the batch nor
+  the order of the loop can change it.
+  """
+  fold = jnp.vectorize(jax.random.fold_in, signature="(),()->()")
+  logits = setup.lm.unembed(setup.params, hidden)
+  logits = constrain(logits, "batch", "group", "vocabulary")
+  ids, logprobs = sample(fold(keys, t), logits, setup.sampling, seen)
+  seen = None if seen is None else repetition.mark(seen, ids)
+  return ids, logprobs, seen
+
+
+def _append(
+  setup: Setup,
+  samples: Samples,
+  t: Int[Array, ""],
+  hidden: Float[Array, "B G D"],
+) -> Samples:
+  """Draws token t of every sample that is not done."""
+  alive = ~samples.done
+  ids, logprobs, seen = draw(setup, setup.keys, t, hidden, samples.seen)
+
+  def at_t(old, new):  # of samples that are done nothing is written
+    before = jax.lax.dynamic_index_in_dim(old, t, axis=2, keepdims=False)
+    return old.at[:, :, t].set(jnp.where(alive, new, before))
+
+  length = samples.length + alive
+  ended = alive & jnp.isin(ids, setup.eos)
+  return Samples(
+    ids=at_t(samples.ids, ids),
+    logprobs=at_t(samples.logprobs, logprobs),
+    length=length,
+    finished=samples.finished | ended,
+    done=samples.done | ended | (length >= setup.limit),
+    seen=seen,
+  )
+
+
+def _decode(
+  setup: Setup, samples: Samples, cache: Cache, first: int, count: int
+) -> tuple[Samples, Cache]:
+  """Draws tokens `first`, ... of all samples, `count` or until all are done."""
+
+  def body(state):
+    i, samples, cache = state
+    t = first + i
+    last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
+    hidden, cache = setup.lm.extend(setup.params, setup.prefix, last, cache)
+    samples = _append(setup, samples, t, hidden[:, :, 0])
+    return i + 1, samples, cache
+
+  def goes_on(state):
+    return (state[0] < count) & ~jnp.all(state[1].done)
+
+  start = jnp.zeros((), jnp.int32), samples, cache
+  return jax.lax.while_loop(goes_on, body, start)[1:]
+
+
+def _stage_ends(count: int, stages: int) -> list[int]:
+  """Returns ends of stages of about the same length, in whole 16s but one."""
+  stages = min(stages, max(count // 16, 1))
+  ends = {round(count * i / stages / 16) * 16 for i in range(1, stages)}
+  return [*sorted(ends), count]
+
+
+Loop = Callable[[Setup, Samples, Cache], tuple[Samples, Cache]]
+
+
+def _compacted(
+  setup: Setup, compaction: Compaction | None, size: int, decode: Loop
+) -> Callable[[Samples, Cache], tuple[Samples, Cache]]:
+  """Makes a loop over `size` rows of each part, those not done first."""
+
+  def run(samples, cache):
+    if compaction is None or size == compaction.size:
+      return decode(setup, samples, cache)
+    order, lm = compaction.order(samples.done, size), setup.lm
+    few_of = lambda x: compaction.take(x, order)
+    few_setup = setup._replace(
+      keys=few_of(setup.keys), limit=few_of(setup.limit)
+    )
+    if compaction.of_prompts:
+      prefix = lm.map_prefix_rows(few_of, setup.prefix)
+      few_setup = few_setup._replace(prefix=prefix)
+    few, few_cache = decode(
+      few_setup,
+      constrain_samples(jax.tree.map(few_of, samples)),
+      lm.map_cache_rows(few_of, cache),
+    )
+    put = lambda new, x: compaction.put(new, x, order)
+    return (
+      constrain_samples(jax.tree.map(put, few, samples)),
+      lm.map_cache_rows(put, few_cache, cache),
+    )
+
+  return run
+
+
+def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
+  """Decodes all samples side by side, see `Decoding`.
+
+  Args:
+    setup: Setup of the loop.
+    samples: Samples without a token.
+    decoding: Its stages and whether they are compacted. A model without
+      `grow_cache` and `map_cache_rows` has one stage.
+  """
+  lm, (b, g, t_max) = setup.lm, samples.ids.shape
+  if setup.in_prompt is not None:
+    seen = jnp.broadcast_to(
+      setup.in_prompt[:, None], (b, g, setup.in_prompt.shape[-1])
+    )
+    samples = samples._replace(seen=seen)
+  first = setup.prefix.last_hidden[:, None]
+  first = jnp.broadcast_to(first, (b, g, first.shape[-1]))
+  samples = _append(setup, samples, jnp.int32(0), first)
+  if t_max == 1:
+    return samples
+  # Each token but the last is put into the cache, when the next one is drawn.
+  growing = lm.grow_cache is not None and lm.map_cache_rows is not None
+  ends = _stage_ends(t_max - 1, decoding.stages if growing else 1)
+  cache, start = lm.init_cache(b, g, ends[0]), 0
+  compaction = None
+  if growing and decoding.compact:
+    compaction = find_compaction((b, g), lm.map_prefix_rows is not None)
+  for stage, end in enumerate(ends):
+    if stage:
+      cache = lm.grow_cache(cache, end - start)
+
+    def decode(*args, first=start + 1, count=end - start):
+      return _decode(*args, first, count)
+
+    # One branch a size; the last one that has room for all that are not done.
+    sizes = compaction.sizes(stage, end - start) if compaction else [g]
+    branches = [_compacted(setup, compaction, size, decode) for size in sizes]
+    alive = compaction.most_alive(samples.done) if compaction else g
+    branch = sum(alive <= size for size in sizes[1:])
+    if len(sizes) > 1:  # and one that does nothing, where all are done
+      branches.append(lambda samples, cache: (samples, cache))
+      branch = jnp.where(alive == 0, len(sizes), branch)
+    samples, cache = jax.lax.switch(branch, branches, samples, cache)
+    start = end
+  return samples

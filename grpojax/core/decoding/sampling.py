@@ -1,0 +1,233 @@
+"""From logits to tokens, and to the log-probability a token was drawn with.
+
+One transform, `transform_logits`, defines the distribution: rollouts draw from
+it and the loss reads log-probabilities of it, so both speak of the same policy.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Key, UInt32
+
+from grpojax.core.decoding import repetition
+from grpojax.core.options import NOT_NEGATIVE, POSITIVE, frozen_options, option
+
+_NEGATIVE = -1e30  # log-probability of what was cut away; finite on purpose
+
+
+@frozen_options
+class Sampling:
+  """Distribution that tokens are sampled from, its settings in their order.
+
+  `repetition_penalty` comes before all others (`core.decoding.repetition`),
+  then `temperature` divides the logits (0 is greedy decoding), then tokens are
+  cut:
+  `top_p` after Holtzman et al., arXiv 1904.09751, `min_p` after arXiv
+  2407.01082.
+  """
+
+  temperature: float = option(
+    1.0,
+    "temperature of the samples; greedy sampling (0) has no policy gradient",
+    within=NOT_NEGATIVE,
+  )
+  top_k: int = option(
+    0, "draw from so many likeliest tokens; 0 = off", within=NOT_NEGATIVE
+  )
+  top_p: float = option(
+    1.0,
+    "draw from the likeliest tokens of this mass; 1 is off",
+    within="(0, 1]",
+  )
+  min_p: float = option(
+    0.0,
+    "draw from tokens of at least this share of the likeliest one's "
+    "probability; 0 is off",
+    within="[0, 1]",
+  )
+  repetition_penalty: float = option(
+    1.0,
+    "logits of tokens that have been there, in the prompt too, are divided by "
+    "it where positive (multiplied where not); 1 = off",
+    within=POSITIVE,
+  )
+
+
+def _float_at(rank: UInt32[Array, "*n"]) -> Float32[Array, "*n"]:
+  """Returns the float32 of a place in their order, as an unsigned integer.
+
+  The bits of a float32 are a sign and a magnitude. Numbers below 2**31 are the
+  negative floats and -0, the rest +0 and the positive ones; NaNs stand at both
+  ends, beyond the infinities.
+  """
+  bits = jnp.where(rank >> 31 == 1, rank ^ jnp.uint32(1 << 31), ~rank)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _threshold(
+  logits: Float32[Array, "*n V"],
+  weights: Float32[Array, "*n V"] | int,
+  enough: float | int,
+) -> Float32[Array, "*n 1"]:
+  """Returns the largest v such that the logits >= v weigh enough together.
+
+  Exact, by bisection: the bits of v are found one by one, from the highest.
+  Nothing is sorted, so that where the vocabulary is cut over devices they
+  exchange 32 sums a row, and no logits.
+
+  The result has no gradient; it is NaN, below which there is nothing, where v
+  is -inf or all logits together do not weigh enough. Weights are not negative.
+  """
+  logits, weights = jax.lax.stop_gradient((logits, weights))
+
+  def add_bit(i, rank):  # under `jax.disable_jit` i is Python's
+    higher = rank | (jnp.uint32(1 << 31) >> jnp.asarray(i, jnp.uint32))
+    # No logit is >= NaN: what lies beyond the infinities is never enough.
+    above = jnp.where(logits >= _float_at(higher), weights, 0)
+    reached = jnp.sum(above, axis=-1, keepdims=True) >= enough
+    return jnp.where(reached, higher, rank)
+
+  start = jnp.zeros((*logits.shape[:-1], 1), jnp.uint32)
+  return _float_at(jax.lax.fori_loop(0, 32, add_bit, start))
+
+
+def transform_logits(
+  logits: Float[Array, "*n V"],
+  sampling: Sampling = Sampling(),
+  keep: Int[Array, "*n"] | None = None,
+  seen: Bool[Array, "*n V"] | None = None,
+) -> Float[Array, "*n V"]:
+  """Returns the logits of the distribution that is sampled from.
+
+  Ties at a cut are all kept, so the result does not depend on their order.
+
+  Args:
+    logits: Logits of the model.
+    sampling: Settings, static.
+    keep: Ids that stay in the support whatever the cuts say. The loss passes
+      the sampled ids: a small change of the policy could otherwise move one of
+      them across a cut and make its log-probability -inf.
+    seen: Tokens that have been there; read with a repetition penalty alone.
+
+  Returns:
+    float32 logits; what was cut away is -1e30.
+
+  Raises:
+    ValueError: A repetition penalty without `seen`.
+  """
+  logits = _penalised(logits.astype(jnp.float32), sampling, seen)
+  vocab = jnp.arange(logits.shape[-1])
+  if sampling.temperature == 0:
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(vocab == best, 0.0, _NEGATIVE)
+  logits = logits / sampling.temperature
+  cut = logits
+  if 0 < sampling.top_k < logits.shape[-1]:
+    lowest = _threshold(cut, 1, sampling.top_k)
+    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
+  if sampling.top_p < 1:
+    lowest = _threshold(cut, jax.nn.softmax(cut), sampling.top_p)
+    cut = jnp.where(cut < lowest, _NEGATIVE, cut)
+  if sampling.min_p > 0:
+    top = jnp.max(cut, axis=-1, keepdims=True)
+    cut = jnp.where(cut < top + jnp.log(sampling.min_p), _NEGATIVE, cut)
+  if keep is not None and cut is not logits:
+    cut = jnp.where(vocab == keep[..., None], logits, cut)
+  return cut
+
+
+def _penalised(logits, sampling, seen):
+  if sampling.repetition_penalty == 1:
+    return logits
+  if seen is None:
+    raise ValueError(
+      f"repetition_penalty={sampling.repetition_penalty} needs `seen`, the "
+      "tokens that have been there"
+    )
+  return repetition.penalised(logits, seen, sampling.repetition_penalty)
+
+
+def token_logprob(
+  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
+) -> Float[Array, "*n"]:
+  """Returns the log-probability of `ids` under softmax(logits)."""
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
+  return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _blocks(vocab_size: int) -> int:
+  """Returns the number of blocks of a vocabulary's search: about its root.
+
+  A divisor, and with as many factors of 2 as there are, up to 16: where devices
+  hold parts of the vocabulary, each then has whole blocks.
+  """
+  even = math.gcd(vocab_size, 16)
+  divisors = [n for n in range(1, vocab_size + 1) if vocab_size % n == 0]
+  roots = [n for n in divisors if n % even == 0]
+  return min(roots, key=lambda n: abs(math.log(n * n / vocab_size)))
+
+
+def _first_above(
+  weights: Float[Array, "*n k"], uniform: Float[Array, "*n"]
+) -> Int[Array, "*n"]:
+  """Returns the index that a uniform number selects, by the inverse CDF.
+
+  Args:
+    weights: Weights that are not negative, and not all 0.
+    uniform: Multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
+  """
+  # The middle of the step that the number stands for: 0 itself would select
+  # the first weight however small it is, once in 2^23 draws.
+  uniform = uniform + 2.0**-24
+  # Rounding may not select what has no weight, nor pass the last that has.
+  sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0)
+  total = jnp.max(sums, axis=-1, keepdims=True)
+  return jnp.argmax(sums > uniform[..., None] * total, axis=-1).astype(
+    jnp.int32
+  )
+
+
+def sample(
+  keys: Key[Array, "*n"],
+  logits: Float[Array, "*n V"],
+  sampling: Sampling = Sampling(),
+  seen: Bool[Array, "*n V"] | None = None,
+) -> tuple[Int[Array, "*n"], Float[Array, "*n"]]:
+  """Draws one token for each key.
+
+  It inverts the distribution's CDF in two levels, a block of the vocabulary and
+  a token in it: that takes two random numbers a row, in the place of one for
+  each token (Gumbel noise), and one pass over the vocabulary for the token and
+  its log-probability.
+
+  Args:
+    keys: One random key a row, so that rows draw independently.
+    logits: Logits of the model.
+    sampling: Settings, static.
+    seen: Tokens that have been there, as in `transform_logits`.
+
+  Returns:
+    The tokens, and their log-probabilities under the transformed distribution
+    (0 for greedy decoding, whose distribution is a point mass).
+  """
+  if sampling.temperature == 0:
+    logits = _penalised(logits.astype(jnp.float32), sampling, seen)
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return ids, jnp.zeros(ids.shape, jnp.float32)
+  logits = transform_logits(logits, sampling, seen=seen)
+  draw_two = jnp.vectorize(
+    lambda key: jax.random.uniform(key, (2,)), signature="()->(u)"
+  )
+  of_block, in_block = jnp.moveaxis(draw_two(keys), -1, 0)
+  top = jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(logits - top)
+  blocks = weights.reshape(*logits.shape[:-1], _blocks(logits.shape[-1]), -1)
+  sums = jnp.sum(blocks, axis=-1)
+  block = _first_above(sums, of_block)
+  inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
+  ids = _first_above(inside[..., 0, :], in_block)
+  ids += block * blocks.shape[-1]
+  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)
+  normalizer = jnp.log(jnp.sum(sums, axis=-1))
+  return ids, chosen[..., 0] - top[..., 0] - normalizer

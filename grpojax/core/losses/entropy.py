@@ -1,0 +1,151 @@
+"""Entropy in the loss: a bonus for it, and the tokens that have most of it.
+
+The entropy is that of the distribution that a token was sampled from, in nats,
+given the prefix that was sampled. Its gradient is of that distribution alone:
+that the prefixes too depend on the policy is left out, here as everywhere.
+"""
+
+import typing
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+
+class EntropyBonus(NamedTuple):
+  """Settings of the bonus, coefficient * mean entropy of a token.
+
+  It is subtracted from the loss. The mean is over the tokens that the surrogate
+  is of, in the whole optimizer batch, whatever the loss's weighting: the
+  coefficient means the same for all.
+
+  Attributes:
+    coefficient: factor of the mean; where there is a target, the first one.
+    target: nats a token, below which the bonus stands; None for always, with a
+      coefficient that is fixed.
+    step: change of the coefficient after each optimizer update: up where the
+      entropy is the target or less, else down (Skywork-OR1, arXiv 2505.22312,
+      section 4).
+    largest: largest coefficient; the least one is 0.
+  """
+
+  coefficient: float
+  target: float | None = None
+  step: float = 0.005
+  largest: float = 1.0
+
+
+@typing.no_type_check
+@struct.dataclass
+class EntropyControl:
+  """State of an adaptive bonus, from one optimizer update to the next.
+
+  Attributes:
+    coefficient: coefficient of the next update.
+    entropy: mean of the update before, nats a token; infinity before the first.
+  """
+
+  coefficient: Float[Array, ""]
+  entropy: Float[Array, ""]
+
+
+def init_control(bonus: EntropyBonus | None) -> EntropyControl | None:
+  """Returns the state before the first update; None where nothing adapts."""
+  if bonus is None or bonus.target is None:
+    return None
+  return EntropyControl(
+    coefficient=jnp.asarray(bonus.coefficient, jnp.float32),
+    entropy=jnp.asarray(jnp.inf, jnp.float32),
+  )
+
+
+def coefficient(
+  bonus: EntropyBonus | None, control: EntropyControl | None
+) -> float | Float[Array, ""]:
+  """Coefficient in this update: 0 while the entropy is above its target.
+
+  The entropy is that of the update before, for this one's gradient needs it.
+
+  Raises:
+    ValueError: a target, and a state that remembers nothing.
+  """
+  if bonus is None:
+    return 0.0
+  if bonus.target is None:
+    return bonus.coefficient
+  if control is None:
+    raise ValueError(
+      "an entropy bonus with a target adapts its coefficient, which is part of "
+      "the state: state.replace(entropy=entropy.init_control(bonus))"
+    )
+  return jnp.where(control.entropy <= bonus.target, control.coefficient, 0.0)
+
+
+def adapt(
+  bonus: EntropyBonus,
+  control: EntropyControl | None,
+  entropy: Float[Array, ""],
+  skipped: Bool[Array, ""],
+) -> EntropyControl | None:
+  """Returns the state after an update; None where nothing adapts.
+
+  Args:
+    bonus: its settings.
+    control: state before the update.
+    entropy: mean over the update's tokens.
+    skipped: True for an update that was none, or of no token: the control
+      stays as it is.
+  """
+  if control is None:
+    return None
+  move = jnp.where(entropy <= bonus.target, bonus.step, -bonus.step)
+  moved = jnp.clip(control.coefficient + move, 0.0, bonus.largest)
+  return EntropyControl(
+    coefficient=jnp.where(skipped, control.coefficient, moved),
+    entropy=jnp.where(skipped, control.entropy, entropy),
+  )
+
+
+def mean_entropy(
+  entropy: Float[Array, "*S"],
+  token_mask: Bool[Array, "*S"],
+  tokens: Int[Array, ""] | None = None,
+) -> Float[Array, ""]:
+  """Mean over tokens, or the part of it that a part of the tokens makes up.
+
+  Args:
+    entropy: nats of each token; anything on padding.
+    token_mask: True on the tokens that the mean is of.
+    tokens: number of these with those of all other parts; None where there are
+      no others.
+  """
+  count = jnp.sum(token_mask) if tokens is None else tokens
+  total = jnp.sum(jnp.where(token_mask, entropy, 0.0))
+  return total / jnp.maximum(count, 1).astype(total.dtype)
+
+
+def highest_entropy(
+  entropy: Float[Array, "*S"], mask: Bool[Array, "*S"], share: float | int
+) -> Bool[Array, "*S"]:
+  """True on the tokens of highest entropy, at which a completion may fork.
+
+  Of n tokens the floor(share (n - 1)) + 1 of highest entropy, and those that
+  tie with the last of them: all that reach the quantile 1 - share of the
+  entropies (arXiv 2506.01939, equation 5, with share 0.2).
+
+  Args:
+    entropy: nats of each token; anything on padding.
+    mask: True on real tokens; the result is False on all others.
+    share: share of the tokens, in [0, 1]; 0 selects the highest one.
+
+  Raises:
+    ValueError: a share that is none.
+  """
+  if not 0 <= share <= 1:
+    raise ValueError(f"a share of tokens must be in [0, 1], not {share}")
+  falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
+  last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))
+  # Without any token the threshold is that of padding.
+  threshold = falling[jnp.maximum(last, 0).astype(jnp.int32)]
+  return mask & (entropy >= threshold)

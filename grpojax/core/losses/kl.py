@@ -1,0 +1,135 @@
+"""Estimators of the KL divergence between the policy and its reference.
+
+Each maps log-probabilities of sampled tokens, under the policy and under the
+reference, to nats a token. An estimator has a value and, put in the loss, a
+gradient, and the two need not agree:
+
+| in the loss | expected value, on-policy | expected gradient, on-policy |
+|-------------|---------------------------|------------------------------|
+| k1          | KL(pi || ref)             | 0                            |
+| k2          | biased                    | of KL(pi || ref)             |
+| k3          | KL(pi || ref)             | of KL(ref || pi)             |
+| rho k1      | KL(pi || ref)             | of KL(pi || ref)             |
+| rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
+
+rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
+All of it is about a token's conditional distribution given a sampled prefix;
+that the prefix itself depends on the policy only `kl_penalty` accounts for.
+Beyond a log-ratio log(ref / pi) of -1e4 or 20 all of them are constant.
+
+Where top-k, top-p or min-p cut the policy to a set S of tokens, the reference
+is not cut: two policies are cut to different sets, between which a divergence
+is infinite, and a sample of one says nothing of the other's. KL(pi || ref), of
+the policy as it samples from the reference at the same temperature, is finite,
+and is at least -log ref(S), the price of the cuts. Of the table, given S:
+
+- k1, k2 and both corrected estimators stay as they are;
+- the value of k3, with or without rho, is low by the reference's mass beyond
+  the cuts, 1 - ref(S), which no sample can tell: so is the `kl` that is logged;
+- the gradient of k3 is that of the forward KL from the reference given S, times
+  ref(S).
+
+Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+# A log-ratio is held within these bounds, with zero gradient outside. Above,
+# exp would overflow (exp(20) = 5e8 is still harmless in float32); below, only
+# sums and squares must stay finite, so a policy that puts its mass where the
+# reference has none is still pulled back.
+_LOG_RATIO_BOUNDS = (-1e4, 20.0)
+
+
+def k1(
+  logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
+) -> Float[Array, "*S"]:
+  """Log-ratio log(pi / ref), an estimator of KL(pi || ref).
+
+  Value: unbiased on-policy, can be negative, high variance.
+  Gradient in the loss: E[grad log pi] = 0 on-policy, only noise. It belongs in
+  the reward (`kl_penalty`), or in the loss times the ratio: rho * k1 has the
+  gradient of the reverse KL(pi || ref), also off-policy.
+  """
+  return -log_ratio(ref_logprobs, logprobs)
+
+
+def k2(
+  logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
+) -> Float[Array, "*S"]:
+  """Half the squared log-ratio, 1/2 log(pi / ref)^2.
+
+  Value: biased for KL(pi || ref), right to second order near ref = pi; never
+  negative.
+  Gradient in the loss: log(pi / ref) grad log pi, on-policy exactly that of
+  the reverse KL(pi || ref). No ratio correction: rho * k2 would add the
+  gradient of the ratio and minimise E[k2] instead.
+  """
+  return 0.5 * log_ratio(ref_logprobs, logprobs) ** 2
+
+
+def k3(
+  logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
+) -> Float[Array, "*S"]:
+  """GRPO's estimator of KL(pi || ref): ref / pi - 1 - log(ref / pi).
+
+  Value: unbiased on-policy and never negative (arXiv 2402.03300, equation 4).
+  Gradient in the loss: (1 - ref / pi) grad log pi, on-policy that of the
+  *forward* KL(ref || pi), not of the KL that the value estimates. Corrected by
+  the ratio, rho * k3 has the gradient of the reverse KL(pi || ref), also
+  off-policy.
+  """
+  difference = log_ratio(ref_logprobs, logprobs)
+  # expm1, because near ref = pi the terms cancel to second order.
+  return jnp.expm1(difference) - difference
+
+
+def kl_penalty(
+  logprobs: Float[Array, "B G T"],
+  ref_logprobs: Float[Array, "B G T"],
+  mask: Bool[Array, "B G T"],
+) -> Float[Array, "B G"]:
+  """Log-ratio of a whole completion, log(pi / ref), for its reward.
+
+  Sum of k1 over tokens, in nats; 0 for a row without tokens. With rewards -
+  beta * kl_penalty and an unbiased advantage the policy gradient is that of
+  E[reward] - beta KL(pi || ref), the KL of whole sequences: the one way here
+  that also accounts for the prefix's dependence on the policy.
+  """
+  return -jnp.sum(masked_log_ratio(ref_logprobs, logprobs, mask), -1)
+
+
+def clean_logprobs(logprobs: Array, mask: Array) -> Array:
+  """Log-probabilities in float32 or better, 0 on padding, never -inf."""
+  dtype = jnp.promote_types(logprobs.dtype, jnp.float32)
+  # The floor keeps -inf - (-inf) = nan away, where both policies exclude a
+  # token.
+  floored = jnp.maximum(logprobs.astype(dtype), jnp.finfo(dtype).min)
+  return jnp.where(mask, floored, 0.0)
+
+
+def log_ratio(numerator: Array, denominator: Array) -> Array:
+  """Bounded log(numerator / denominator), from log-probabilities."""
+  dtype = jnp.promote_types(numerator.dtype, jnp.float32)
+  difference = numerator.astype(dtype) - denominator.astype(dtype)
+  return jnp.clip(difference, *_LOG_RATIO_BOUNDS)
+
+
+def masked_log_ratio(
+  numerator: Array, denominator: Array, mask: Array
+) -> Array:
+  """Log-ratio on real tokens; 0, with zero gradient, on padding."""
+  return log_ratio(
+    clean_logprobs(numerator, mask), clean_logprobs(denominator, mask)
+  )
+
+
+PLACEMENTS = {
+  "loss": {"k2": k2, "k3": k3},
+  "ratio": {"k1": k1, "k3": k3},
+  "reward": {"k1": kl_penalty},
+}
+"""Placements of a KL term, and the estimators of use there: as a term of the
+loss, as one times the ratio (`grpo_loss`'s kl_correction), or as a penalty
+taken from the reward (`make_batch`'s kl_in_reward)."""

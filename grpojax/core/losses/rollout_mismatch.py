@@ -1,0 +1,95 @@
+"""Distance of the trainer from the rollout, on the policy that sampled.
+
+Both compute log-probabilities of the same tokens under the same weights, but by
+different programs (with and without a cache, perhaps in another engine), whose
+rounding differs, above all in low precision. Where the old log-probabilities
+are the rollout's, the importance ratio is not 1 before the first update, but
+the mismatch; where they are the trainer's, the mismatch is in no ratio, and the
+gradient is off-policy by as much. Either way it should be small.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from grpojax.core.losses.kl import clean_logprobs, k3, masked_log_ratio
+from grpojax.core.types import Batch
+
+
+def of_tokens(
+  loss: Callable[..., Any],
+  logprobs: Float[Array, "B G T"],
+  batch: Batch,
+  weights: Float[Array, "B G T"],
+) -> dict[str, Shaped[Array, "B G T"]]:
+  """Mismatch of each token, and what the loss would log for it.
+
+  Args:
+    loss: the loss as `make_update` takes it.
+    logprobs: the trainer's, of the policy that sampled.
+    batch: a batch with `rollout_logprobs`; without, nothing is returned.
+    weights: weights of the loss's tokens.
+
+  Returns:
+    "log_ratio", log(pi_trainer / pi_rollout) in nats, and "kl", k3 of
+    KL(rollout || trainer), whose tokens these are (both 0 on padding), and what
+    the loss logs with the rollout's log-probabilities as the old ones
+    ("clip_fraction_low", say).
+  """
+  if batch.rollout_logprobs is None:
+    return {}
+  logprobs = jax.lax.stop_gradient(logprobs)
+  mask, sampled = batch.completion_mask, batch.rollout_logprobs
+  _, aux = loss(
+    logprobs, batch.advantages, weights, mask, sampled, batch.ref_logprobs
+  )
+  # Always logged, and not about clipping.
+  clipping = {k: v for k, v in aux.items() if k not in ("ratio", "kl")}
+  return {
+    "log_ratio": masked_log_ratio(logprobs, sampled, mask),
+    "kl": k3(clean_logprobs(sampled, mask), clean_logprobs(logprobs, mask)),
+  } | clipping
+
+
+def effective_samples(
+  log_ratio: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
+) -> Float[Array, ""]:
+  """Effective sample size of sequence importance weights, as a share.
+
+  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_trainer / pi_rollout of a
+  sequence, N those that have a token (Kong, 1992): 1 where rollout and trainer
+  agree, 1 / N where one sequence has all the weight.
+
+  Args:
+    log_ratio: nats of each token, 0 on padding.
+    mask: True on real tokens.
+  """
+  real = jnp.any(mask, axis=-1)
+  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
+  # The largest weight becomes 1, which changes no share.
+  top = jnp.max(log_w, initial=-1e30)
+  w = jnp.exp(log_w - top)
+  count = jnp.maximum(jnp.sum(real), 1)
+  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
+  return jnp.sum(w) ** 2 / (count * squares)
+
+
+def metrics(
+  arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
+) -> dict[str, Float[Array, ""]]:
+  """Means over real tokens and extremes: `rollout_...`."""
+  if not arrays:
+    return {}
+  arrays = dict(arrays)
+  log_ratio = arrays.pop("log_ratio")
+  mismatch = jnp.abs(log_ratio)
+  arrays["mismatch_mean"] = mismatch
+  count = jnp.maximum(jnp.sum(mask), 1)
+  means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
+  return {
+    "rollout_mismatch_max": jnp.max(mismatch),
+    "rollout_effective_samples": effective_samples(log_ratio, mask),
+  } | {f"rollout_{name}": value for name, value in means.items()}

@@ -1,0 +1,49 @@
+"""Treatment of completions that were cut off at their token budget.
+
+With p the probability that a completion ends by itself, V the mean reward of
+all completions and V_e of those that end, the expected gradient of a prompt's
+group under `leave_one_out` and weights of 1 / G a token (`fixed_length`) is:
+
+| truncated | in the baseline | in the loss | expected gradient          |
+|-----------|-----------------|-------------|----------------------------|
+| keep      | yes             | yes         | grad V                     |
+| mask      | yes             | no          | grad E[Z; ends] - V grad p |
+| drop      | no              | no          | p P(another ends) grad V_e |
+
+`keep` is unbiased for the reward as it is given, budget included: where cut off
+completions fail, it teaches to be brief. `mask` is DAPO's overlong filter
+(arXiv 2503.14476, section 3.4; TRL's mask_truncated_completions): nothing is
+said of what was cut off, while those that end are compared with all; where what
+was cut off fails, the others' advantages are larger for it, and ending is
+reinforced. `drop` takes no side: it improves completions given that they end,
+as if the others had not been drawn.
+
+Weights of tokens (`core.losses`) are over what is left in the loss, which
+divides both by about p.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+Rewards = Float[Array, "*K B G"]
+Samples = Bool[Array, "B G"]
+
+
+def keep(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Keeps cut off completions in the baseline and in the loss."""
+  return rewards, jnp.ones_like(finished)
+
+
+def mask(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Keeps them in the baseline, but not in the loss."""
+  return rewards, finished
+
+
+def drop(rewards: Rewards, finished: Samples) -> tuple[Rewards, Samples]:
+  """Takes them out of both, like completions without a reward."""
+  return jnp.where(finished, rewards, jnp.nan), finished
+
+
+TRUNCATED = {"keep": keep, "mask": mask, "drop": drop}
+"""Treatments by name: (rewards, finished) -> the rewards to compare, of one
+function or of each of K, and True for samples in the loss."""

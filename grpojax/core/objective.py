@@ -1,0 +1,292 @@
+"""Objective of an update as one value: which loss of which advantages.
+
+    objective = Objective(clip_high=0.28, weighting="fixed_length", beta=0.04)
+    step = make_grpo_step(lm, tx, reward_fn, objective=objective, ...)
+
+A name is looked up in the dict beside the functions that it may name
+(`ADVANTAGES`, `SURROGATES`, `RATIOS`, `WEIGHTINGS`); a function of your own may
+stand in its place. What a function takes by its parameters' names is bound to
+the fields of that name (`core.binding`).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+from grpojax.core import losses
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.binding import bind
+from grpojax.core.losses import WEIGHTINGS, rollout_correction
+from grpojax.core.losses.entropy import EntropyBonus
+from grpojax.core.losses.kl import PLACEMENTS
+from grpojax.core.losses.rollout_correction import CORRECTIONS
+from grpojax.core.losses.surrogates import RATIOS, SURROGATES
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.options import (
+  NOT_NEGATIVE,
+  ONE_OR_MORE,
+  POSITIVE,
+  frozen_options,
+  option,
+  option_errors,
+  refuse,
+)
+
+OLD_LOGPROBS = ("rollout", "trainer")
+"""Origin of the old log-probabilities, the ratios' denominators: the rollout's
+own, or one more forward pass of the training program."""
+
+
+@frozen_options
+class Objective:
+  """Objective that a step's completions are learned from.
+
+  Advantages are described in `core.advantages`, all else in `core.losses`:
+  weightings there, surrogates and ratios in its `surrogates`, KL terms in `kl`,
+  entropy in `entropy`, corrections in `rollout_correction`, and completions
+  that were cut off in `truncation`.
+  """
+
+  advantage: str | Callable[..., Array] = option(
+    "leave_one_out", "what of a group's rewards is learned from", ADVANTAGES
+  )
+  subset_size: int = option(2, "k of max_at_k and min_at_k", within=ONE_OR_MORE)
+  score_power: float = option(
+    2.0, "power of score_weighted's weights", within=POSITIVE
+  )
+  surrogate: str | Callable[..., Any] = option(
+    "clipped", "what is made of ratio and advantage; clipped is PPO", SURROGATES
+  )
+  clip_low: float = option(
+    0.2, "clipped: ratios down to 1 - this have a gradient", within="[0, 1]"
+  )
+  clip_high: float = option(
+    0.2, "clipped: ratios up to 1 + this have a gradient", within=NOT_NEGATIVE
+  )
+  dual_clip: float = option(
+    0.0,
+    "clipped: bound (more than 1) of the ratio where the advantage is "
+    "negative; 0 = off",
+    within=NOT_NEGATIVE,
+  )
+  cispo_min: float = option(
+    0.0,
+    "cispo: lower bound of the ratio itself, which is 1 on-policy",
+    within="[0, 1]",
+  )
+  cispo_max: float = option(
+    5.0,
+    "cispo: upper bound of the ratio itself, which is 1 on-policy",
+    within=ONE_OR_MORE,
+  )
+  gmpo_clip_low: float = option(
+    0.4, "gmpo: log-ratios down to minus this", within=NOT_NEGATIVE
+  )
+  gmpo_clip_high: float = option(
+    0.4, "gmpo: log-ratios up to this", within=NOT_NEGATIVE
+  )
+  sapo_temperature_pos: float = option(
+    1.0, "sapo: temperature where the advantage is positive", within=POSITIVE
+  )
+  sapo_temperature_neg: float = option(
+    1.05, "sapo: temperature where it is negative", within=POSITIVE
+  )
+  vespo_k_pos: float = option(
+    2.0, "vespo: k where the advantage is positive", within=NOT_NEGATIVE
+  )
+  vespo_lambda_pos: float = option(
+    3.0, "vespo: lambda where the advantage is positive", within=POSITIVE
+  )
+  vespo_k_neg: float = option(
+    3.0, "vespo: k where the advantage is negative", within=NOT_NEGATIVE
+  )
+  vespo_lambda_neg: float = option(
+    2.0, "vespo: lambda where the advantage is negative", within=POSITIVE
+  )
+  advantage_clip: float = option(
+    0.0, "bound of the advantages' size; 0 = off", within=NOT_NEGATIVE
+  )
+  top_entropy_quantile: float = option(
+    1.0,
+    "share of the tokens, those of highest entropy, that is learned from; 1 is "
+    "all",
+    within="[0, 1]",
+  )
+  entropy_coef: float = option(
+    0.0, "coefficient of an entropy bonus; 0 = off", within=NOT_NEGATIVE
+  )
+  entropy_target: float = option(
+    0.0,
+    "entropy that the coefficient is adapted to, nats a token; 0 = it is fixed",
+    within=NOT_NEGATIVE,
+  )
+  entropy_coef_delta: float = option(
+    0.005, "change of the adaptive coefficient an update", within=NOT_NEGATIVE
+  )
+  entropy_coef_max: float = option(
+    1.0, "largest adaptive coefficient", within=NOT_NEGATIVE
+  )
+  router_aux_coef: float = option(
+    0.0,
+    "coefficient of the loss that keeps a mixture's experts in use; 0 = off",
+    within=NOT_NEGATIVE,
+  )
+  ratio: str | Callable[..., Array] = option(
+    "token_ratio",
+    "ratio of the policy to the one that sampled: by token, by completion "
+    "(GSPO), or their product over a completion",
+    RATIOS,
+  )
+  old_logprobs: str = option(
+    "rollout",
+    "whose log-probabilities are the ratio's denominator when a step has "
+    "several updates; trainer is one more forward pass",
+    OLD_LOGPROBS,
+  )
+  correction: str = option(
+    "none",
+    "weigh losses by pi_trainer / pi_rollout, truncated or masked, by token or "
+    "sequence",
+    CORRECTIONS,
+  )
+  correction_low: float = option(
+    0.0,
+    "lower bound of these weights, which are 1 where nothing differs; 0 is off",
+    within="[0, 1]",
+  )
+  correction_high: float = option(
+    3.0,
+    "upper bound of these weights (1 or more: a weight is 1 where nothing "
+    "differs); 0 is off",
+    within=NOT_NEGATIVE,
+  )
+  off_policy_threshold: float = option(
+    0.0,
+    "leave out sequences of negative advantage that the sampler finds likelier "
+    "than the policy by so many nats a token; 0 = off",
+    within=NOT_NEGATIVE,
+  )
+  truncated: str = option(
+    "keep",
+    "completions cut off at their budget: keep; mask (not in the loss); or "
+    "drop (nor in the group's baseline)",
+    TRUNCATED,
+  )
+  weighting: str | Callable[[Array], Array] = option(
+    "token_mean", "how tokens are averaged over lengths", WEIGHTINGS
+  )
+  kl: str = option(
+    "k3",
+    "estimator of the KL divergence from the reference",
+    sorted({kl for kls in PLACEMENTS.values() for kl in kls}),
+  )
+  kl_placement: str = option(
+    "loss", "where it counts: a term of the loss, or of the reward", PLACEMENTS
+  )
+  beta: float = option(
+    0.0,
+    "coefficient of the KL term; 0 = none, and no reference model in memory",
+    within=NOT_NEGATIVE,
+  )
+
+  def __post_init__(self):
+    errors = option_errors(self)
+    if self.advantage == "oracle":
+      errors = [line for line in errors if not line.startswith("advantage =")]
+      errors.append(
+        "advantage = 'oracle': needs the true value of each prompt, which a "
+        f"training run does not know; use one of {', '.join(ADVANTAGES)}"
+      )
+    if 0 < self.dual_clip <= 1:
+      errors.append(
+        f"dual_clip = {self.dual_clip!r}: must be more than 1, or 0 for off"
+      )
+    if 0 < self.correction_high < 1:
+      errors.append(
+        f"correction_high = {self.correction_high!r}: must be 1 or more: a "
+        "weight is 1 where nothing differs; 0 is off"
+      )
+    refuse(errors)
+
+  @property
+  def needs_reference(self) -> bool:
+    """True where a reference policy has to be held in memory."""
+    return self.beta > 0
+
+  @property
+  def kl_in_reward(self) -> float:
+    """Coefficient of a KL penalty that is taken from the reward; 0 for none."""
+    return self.beta if self.kl_placement == "reward" else 0.0
+
+
+def _function(named: Any, functions: dict[str, Any]) -> Callable[..., Any]:
+  return functions[named] if isinstance(named, str) else named
+
+
+def advantage_fn(objective: Objective) -> Callable[..., Array]:
+  """Returns rewards [..., G] -> advantages [..., G]; see `core.advantages`."""
+  return bind(
+    _function(objective.advantage, ADVANTAGES),
+    k=objective.subset_size,
+    power=objective.score_power,
+  )
+
+
+def loss_fn(objective: Objective) -> Callable[..., Any]:
+  """Returns `losses.grpo_loss` with its ratio, surrogate and KL term bound."""
+  options = {
+    field.name: getattr(objective, field.name)
+    for field in dataclasses.fields(objective)
+  } | {"dual_clip": objective.dual_clip or None}
+  loss = functools.partial(
+    losses.grpo_loss,
+    ratio=_function(objective.ratio, RATIOS),
+    surrogate=bind(_function(objective.surrogate, SURROGATES), **options),
+  )
+  if not objective.beta or objective.kl_placement == "reward":
+    return loss
+  estimators = PLACEMENTS[objective.kl_placement]
+  if objective.kl not in estimators:
+    raise ValueError(
+      f"kl = {objective.kl!r}: with kl_placement = {objective.kl_placement!r} "
+      f"use {' or '.join(estimators)} (see core.losses.kl)"
+    )
+  return functools.partial(
+    loss,
+    kl=estimators[objective.kl],
+    beta=objective.beta,
+    kl_correction=objective.kl_placement == "ratio",
+  )
+
+
+def weighting_fn(
+  objective: Objective, max_new_tokens: int
+) -> Callable[[Array], Array]:
+  """Returns mask [B, G, T] -> weights of the tokens; see `core.losses`."""
+  return bind(_function(objective.weighting, WEIGHTINGS), length=max_new_tokens)
+
+
+def correction_fn(objective: Objective) -> rollout_correction.Correct | None:
+  """Returns what losses are corrected by; None where all of it is off."""
+  return rollout_correction.make_correction(
+    objective.correction,
+    objective.correction_low,
+    objective.correction_high or math.inf,
+    objective.off_policy_threshold or None,
+  )
+
+
+def entropy_bonus(objective: Objective) -> EntropyBonus | None:
+  """Returns the bonus for entropy; None where there is none."""
+  if not (objective.entropy_coef or objective.entropy_target):
+    return None
+  return EntropyBonus(
+    coefficient=objective.entropy_coef,
+    target=objective.entropy_target or None,
+    step=objective.entropy_coef_delta,
+    largest=objective.entropy_coef_max,
+  )

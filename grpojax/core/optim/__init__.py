@@ -1,0 +1,56 @@
+"""Optimizers and schedules by name, as optax's gradient transformations.
+
+A schedule plugs in by its name in `SCHEDULES`: (peak learning rate, updates
+after the warm-up) -> an optax schedule of the updates since the warm-up. An
+optimizer plugs in by its name in `OPTIMIZERS`: (*, b1, b2, moments_dtype, seed)
+-> what scales gradients, before the learning rate.
+"""
+
+import jax
+import optax
+
+from grpojax.core.optim import stochastic_rounding
+from grpojax.core.optim.factored_rms import scale_by_factored_rms
+
+SCHEDULES = {
+  "constant": lambda peak, updates: optax.constant_schedule(peak),
+  "cosine": lambda peak, updates: optax.cosine_decay_schedule(peak, updates),
+  "linear": lambda peak, updates: optax.linear_schedule(peak, 0.0, updates),
+}
+
+# The number of no step: other random numbers are drawn from fold_in(key, step).
+_ROUNDING = 2**31 - 1
+
+MOMENTS = {
+  "float32": lambda b1, b2, seed: optax.scale_by_adam(b1, b2),
+  "bfloat16": lambda b1, b2, seed: stochastic_rounding.scale_by_adam(
+    b1, b2, jax.random.fold_in(jax.random.key(seed), _ROUNDING)
+  ),
+}
+"""Formats of Adam's two moments between updates, `optim.moments_dtype`."""
+
+
+def adamw(
+  *, b1: float, b2: float, moments_dtype: str, seed: int
+) -> optax.GradientTransformation:
+  """Makes Adam's scaling; weights are decayed apart from it.
+
+  Beside parameters and gradients of 4 bytes each it takes 8 bytes a parameter,
+  or 4 with moments in bfloat16 (Loshchilov and Hutter 2019, arXiv 1711.05101).
+  """
+  return MOMENTS[moments_dtype](b1, b2, seed)
+
+
+def adafactor(
+  *, b1: float, b2: float, moments_dtype: str, seed: int
+) -> optax.GradientTransformation:
+  """Makes Adafactor's scaling, as transformers has it: without first moment.
+
+  It takes less than a hundredth of a byte a parameter, where matrices are wide
+  (Shazeer and Stern 2018, arXiv 1804.04235).
+  """
+  del b1, moments_dtype, seed
+  return scale_by_factored_rms(b2, stacks=("layers",))
+
+
+OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor}

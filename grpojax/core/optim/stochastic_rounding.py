@@ -1,0 +1,103 @@
+"""Adam whose moments are stored in bfloat16, rounded at random.
+
+bfloat16 has 8 significant bits: rounded to the nearest, moments stall. With
+b2 = 0.999 the second moment moves by a thousandth of what is missing, less than
+half the distance between two numbers, and stops far from its limit. Rounded up
+or down at random, with probabilities that make the mean right, the moment in
+bfloat16 follows the one in float32 on average (Gupta et al. 2015, arXiv
+1502.02551, section 3.1; for training in bfloat16, Zamirai et al. 2020, arXiv
+2010.06192).
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, BFloat16, Float, Key, PyTree, UInt16
+
+_INFINITY = 0x7F80  # bits of bfloat16's infinity, without the sign
+
+
+def stochastic_round(
+  x: Float[Array, "*shape"], bits: UInt16[Array, "*shape"]
+) -> BFloat16[Array, "*shape"]:
+  """Rounds to one of the two neighbours in bfloat16, right on average.
+
+  bfloat16 is the upper half of float32, so that random bits added to the lower
+  half carry into the upper with just the probability that is wanted:
+
+    x      0 01111111 0000000|0000000011010001
+    bits                     |1111111100110000
+    sum    0 01111111 0000001|0000000000000001   rounded up
+
+  Args:
+    x: numbers, taken as float32. What bfloat16 represents stays as it is; what
+      lies beyond its largest number becomes that, not an infinity; nan stays
+      nan.
+    bits: random and uniform, one number an element.
+  """
+  x = x.astype(jnp.float32)
+  word = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  upper = (word + bits.astype(jnp.uint32)) >> 16
+  upper -= (upper & 0x7FFF) == _INFINITY  # back to the largest number
+  rounded = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+  # The sum could carry a nan into the sign, or cut all of its lower half off.
+  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def scale_by_adam(
+  b1: float, b2: float, key: Key[Array, ""]
+) -> optax.GradientTransformation:
+  """`optax.scale_by_adam` with both moments in bfloat16 between updates.
+
+  An update computes in float32, bias correction included, and uses the moments
+  as they are before they are rounded. The random bits are a function of the
+  key, the count of updates and the element alone: a resumed run draws the same,
+  and so does any mesh.
+
+  Args:
+    b1: decay of the first moment.
+    b2: decay of the second.
+    key: key of the random bits.
+
+  Returns:
+    A transformation whose state is optax's `ScaleByAdamState`.
+  """
+  inner = optax.scale_by_adam(b1, b2)
+
+  def init(params):
+    return _narrow(inner.init(params), jnp.bfloat16)
+
+  def update(updates, state, params=None):
+    count_key = jax.random.fold_in(key, state.count)
+    updates, new = inner.update(
+      optax.tree.cast(updates, jnp.float32), _narrow(state, jnp.float32), params
+    )
+    mu, nu = _round_both(count_key, new.mu, new.nu)
+    return updates, new._replace(mu=mu, nu=nu)
+
+  return optax.GradientTransformation(init, update)
+
+
+def _narrow(state, dtype):
+  mu, nu = optax.tree.cast((state.mu, state.nu), dtype)
+  return state._replace(mu=mu, nu=nu)
+
+
+def _round_both(
+  key: Key[Array, ""], mu: PyTree, nu: PyTree
+) -> tuple[PyTree, PyTree]:
+  """Rounds two trees alike in structure, with 32 random bits an element."""
+  leaves, structure = jax.tree.flatten(mu)
+  words = structure.unflatten(
+    jax.random.bits(jax.random.fold_in(key, i), leaf.shape, jnp.uint32)
+    for i, leaf in enumerate(leaves)
+  )
+
+  def with_bits(tree, shift):
+    return jax.tree.map(
+      lambda x, word: stochastic_round(x, (word >> shift).astype(jnp.uint16)),
+      tree,
+      words,
+    )
+
+  return with_bits(mu, 16), with_bits(nu, 0)

@@ -1,0 +1,166 @@
+"""From padded rows to their real tokens side by side, and back again.
+
+The second step of `packing`: a layer has rows for attention alone. Each of C
+devices has rows of its own, and N is a size that all of them have room for:
+
+    rows [B, G, S]               tokens [C, 1, N]
+    a a a - b b -                a a a b b
+    c c d d d d d       ->       c c d d d d d - - -
+    e - - - - - -                e f f f
+    f f f - - - -
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Int, Shaped
+
+from grpojax.core.mesh import activation_spec, free_axes
+
+
+class TokenIndex(NamedTuple):
+  """Places of real tokens in padded rows, and the inverse.
+
+  Attributes:
+    token_of_place: Token that stands at each place of the rows [B, G, S] of a
+      device; N on padding.
+    place_of_token: Place of each token in the rows; B G S / C where a device
+      has fewer than N.
+  """
+
+  token_of_place: Int[Array, "C n"]
+  place_of_token: Int[Array, "C N"]
+
+
+def _constrain_rows(x: Array) -> Array:
+  """Lays axis 0 out over the mesh in context, and leaves the others.
+
+  Those may be cut: heads of keys and values, say.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if not free_axes(mesh):
+    return x
+  (rows,) = activation_spec(mesh, x.shape, ("batch",))
+  rest = [PartitionSpec.UNCONSTRAINED for _ in x.shape[1:]]
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(rows, *rest))
+
+
+def by_device(x: Array, devices: int) -> Array:
+  """Returns what each device has: [n, ...] -> [C, n / C, ...]."""
+  return x.reshape(devices, -1, *x.shape[1:])
+
+
+def find_tokens(
+  real: Bool[Array, "B G S"], devices: int, size: int
+) -> TokenIndex:
+  """Finds the real tokens of padded rows; those beyond N = size are nowhere."""
+  real = _constrain_rows(real.reshape(devices, -1))
+  count = jnp.cumsum(real, axis=1, dtype=jnp.int32)
+  token_of_place = jnp.where(real & (count <= size), count - 1, size)
+  # The place of token n is the first with more than n of them up to there.
+  find = lambda count: jnp.searchsorted(count, jnp.arange(size), side="right")
+  return TokenIndex(token_of_place, jax.vmap(find)(count).astype(jnp.int32))
+
+
+@jax.custom_vjp
+def _take(x, index, inverse):
+  """Entries of each device's x; 0 for an index that lies outside.
+
+  No entry is taken twice: backward they are taken by the inverse index, and
+  nothing is scattered.
+  """
+  del inverse
+  look_up = lambda x, index: x.at[index].get(mode="fill", fill_value=0)
+  return jax.vmap(look_up)(x, index)
+
+
+def _take_backward(indices, gradient):
+  index, inverse = indices
+  return _take(gradient, inverse, index), None, None
+
+
+_take.defvjp(
+  lambda x, index, inverse: (_take(x, index, inverse), (index, inverse)),
+  _take_backward,
+)
+
+
+def flatten(
+  x: Shaped[Array, "B G S *more"], index: TokenIndex
+) -> Shaped[Array, "C 1 N *more"]:
+  """Takes the real tokens out of rows; 0 where there are fewer than N."""
+  x = x.reshape(len(index.token_of_place), -1, *x.shape[3:])
+  x = _take(_constrain_rows(x), index.place_of_token, index.token_of_place)
+  return _constrain_rows(x[:, None])
+
+
+def unflatten(
+  x: Shaped[Array, "C 1 N *more"],
+  index: TokenIndex,
+  shape: tuple[int, int, int],
+) -> Shaped[Array, "B G S *more"]:
+  """Puts tokens into rows of `shape` B, G, S; 0 on padding."""
+  x = _take(x[:, 0], index.token_of_place, index.place_of_token)
+  return _constrain_rows(x.reshape(*shape, *x.shape[2:]))
+
+
+@jax.custom_vjp
+def _repeat(x, index):
+  """Entries of each device's x, which may be taken several times.
+
+  Backward they are summed in float32, as products.
+  """
+  return jax.vmap(lambda x, index: x[index])(x, index)
+
+
+def _repeat_backward(residuals, gradient):
+  index, count = residuals
+  chosen = index[..., None] == jnp.arange(count)
+  flat = gradient.reshape(*index.shape, -1)
+  total = jnp.einsum(
+    "cnu,cnd->cud",
+    chosen.astype(flat.dtype),
+    flat,
+    preferred_element_type=jnp.promote_types(flat.dtype, jnp.float32),
+    precision="highest",
+  )
+  shape = *total.shape[:2], *gradient.shape[2:]
+  return total.reshape(shape).astype(gradient.dtype), None
+
+
+_repeat.defvjp(
+  lambda x, index: (_repeat(x, index), (index, x.shape[1])), _repeat_backward
+)
+
+
+class FlatTokens(NamedTuple):
+  """Real tokens of prompts, and after them of their completions: [C, 1, N].
+
+  Attributes:
+    prompts: Index of the tokens of prompts [B, 1, P], which are the first.
+    rows: Index of the tokens of rows of completions [n, 1, S], the others.
+    prompt_of_row: Prompt of each row, counted among those on its device.
+  """
+
+  prompts: TokenIndex
+  rows: TokenIndex
+  prompt_of_row: Int[Array, "C rows"]
+
+  def of_rows(self, x: Shaped[Array, "B *more"]) -> Shaped[Array, "n *more"]:
+    """Repeats values of prompts for each of their rows."""
+    x_of_device = by_device(x, len(self.prompt_of_row))
+    rows = _repeat(x_of_device, self.prompt_of_row)
+    return _constrain_rows(rows.reshape(-1, *x.shape[1:]))
+
+  def of_tokens(
+    self, x: Shaped[Array, "B *more"]
+  ) -> Shaped[Array, "C 1 N *more"]:
+    """Repeats values of prompts for each token of their rows."""
+    devices, rows = self.prompt_of_row.shape
+    width = self.rows.token_of_place.shape[1] // rows
+    row = jnp.minimum(self.rows.place_of_token // width, rows - 1)
+    prompt_of_token = jnp.take_along_axis(self.prompt_of_row, row, axis=1)
+    tokens = _repeat(by_device(x, devices), prompt_of_token)
+    return _constrain_rows(tokens[:, None])

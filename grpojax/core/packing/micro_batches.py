@@ -1,0 +1,151 @@
+"""Splits of a batch: minibatches in their order, and micro-batches in turn.
+
+Each epoch of an update takes the prompts' rows in an order of its own
+(`draw_orders`), a minibatch after another. Micro-batches are the equal parts of
+a minibatch. Prompts are split first. Where there are not enough of them, groups
+are split too, and their prompts are computed again for each part; that changes
+no number, for advantages and weights are known before. Four prompts of four
+samples in eight micro-batches, of which each has one prompt and a half of its
+group:
+
+    prompt 0   a b a b      micro-batches a, c, e, g have samples 0 and 2,
+    prompt 1   c d c d      b, d, f, h samples 1 and 3
+    prompt 2   e f e f
+    prompt 3   g h g h
+
+A packed batch is split as its packing says (`packing`).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key, PyTree
+
+from grpojax.core.mesh import row_shards
+
+
+def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
+  """Divides micro-batches among prompts and groups.
+
+  Args:
+    prompts: B.
+    group_size: G.
+    micro_batches: Number of micro-batches.
+
+  Returns:
+    Number of parts of the prompts and of each group, whose product is
+    `micro_batches`. With a mesh in context each micro-batch has a prompt for
+    each device where it can.
+
+  Raises:
+    ValueError: they cannot be divided so.
+  """
+  shards = row_shards(jax.sharding.get_abstract_mesh())
+  on_device = prompts // shards if prompts % shards == 0 else prompts
+  for rows in (on_device, prompts):
+    of_prompts = math.gcd(micro_batches, rows)
+    of_groups = micro_batches // of_prompts
+    if group_size % of_groups == 0:
+      return of_prompts, of_groups
+  raise ValueError(
+    f"{prompts} prompts of {group_size} samples cannot be cut into "
+    f"{micro_batches} equal parts (micro_batches): what is left of "
+    f"{micro_batches} after the prompts, {of_groups}, must divide the group "
+    "size"
+  )
+
+
+def split_rows(tree: PyTree, parts: int) -> PyTree:
+  """Splits axis 0 into `parts`, row r to part r mod parts: [parts, rows, ...].
+
+  Strided, so that a batch sharded over devices stays spread over all of them.
+  """
+  return jax.tree.map(
+    lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), tree
+  )
+
+
+def split_prompts(tree: PyTree, cut: tuple[int, int]) -> PyTree:
+  """Splits arrays [B, ...] into micro-batches [n, rows, ...].
+
+  Args:
+    tree: Arrays of prompts, which stand once in each part of their group.
+    cut: Parts of the prompts and of the groups, from `cuts`.
+  """
+  of_prompts, of_groups = cut
+  return jax.tree.map(
+    lambda x: jnp.repeat(x, of_groups, axis=0), split_rows(tree, of_prompts)
+  )
+
+
+def split_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
+  """Splits arrays [B, G, ...] into micro-batches [n, rows, samples, ...]."""
+  of_prompts, of_groups = cut
+
+  def leaf(x):
+    x = split_rows(x, of_prompts)
+    x = x.reshape(*x.shape[:2], -1, of_groups, *x.shape[3:])
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+  return jax.tree.map(leaf, tree)
+
+
+def join_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
+  """Joins micro-batches [n, rows, samples, ...] into [B, G, ...] again."""
+  of_prompts, of_groups = cut
+
+  def leaf(x):
+    rows, samples, *rest = x.shape[1:]
+    x = x.reshape(of_prompts, of_groups, rows, samples, *rest)
+    x = x.transpose(2, 0, 3, 1, *range(4, x.ndim))
+    return x.reshape(rows * of_prompts, samples * of_groups, *rest)
+
+  return jax.tree.map(leaf, tree)
+
+
+def draw_orders(
+  key: Key[Array, ""], rows: int, parts: int, epochs: int
+) -> Int[Array, "epochs blocks parts"]:
+  """Draws the order in which each epoch takes the rows.
+
+  `split_rows` then gives row i of every block of `parts` consecutive rows to
+  minibatch i. The first epoch takes the rows as they come, the others in an
+  order drawn anew within each block: every row is as likely in any minibatch,
+  no row leaves the device that it lies on, and every minibatch stays spread
+  over all devices.
+
+      block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
+      0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
+
+  Args:
+    key: Key of this step.
+    rows: Number of rows, a multiple of parts.
+    parts: Number of minibatches an epoch.
+    epochs: Number of epochs, at least 1.
+
+  Returns:
+    Places within the blocks.
+  """
+  blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
+
+  def draw(epoch):
+    # Negative, because the rollout folds the numbers of its samples, which are
+    # not, into the same key.
+    drawn = jax.random.permutation(
+      jax.random.fold_in(key, -1 - epoch), blocks, axis=1, independent=True
+    )
+    return jnp.where(epoch == 0, blocks, drawn)
+
+  return jax.vmap(draw)(jnp.arange(epochs))
+
+
+def reorder_rows(tree: PyTree, order: Int[Array, "blocks parts"]) -> PyTree:
+  """Takes the rows of axis 0 in one of the orders of `draw_orders`."""
+
+  def leaf(x):
+    blocks = x.reshape(*order.shape, *x.shape[1:])
+    return jax.vmap(lambda block, o: block[o])(blocks, order).reshape(x.shape)
+
+  return jax.tree.map(leaf, tree)

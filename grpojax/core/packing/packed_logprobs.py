@@ -1,0 +1,154 @@
+"""Log-probabilities of completions, computed on packed rows (`packing`)."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, Shaped
+
+from grpojax.core.logprobs import TokenLogprobs, logprobs_and_load
+from grpojax.core.packing import Rows, flat_tokens
+from grpojax.core.packing.flat_tokens import FlatTokens, by_device
+from grpojax.core.types import LM, Params
+
+
+def _addresses(
+  ids: Shaped[Array, "U G T"], rows: Rows
+) -> Int[Array, "devices n"]:
+  """Returns each token's place in the samples of its device; -1 for none."""
+  _, g, t = ids.shape
+  sample = rows.prompt_of_row[..., None] * g + rows.sample_of_token
+  address = sample * t + rows.position_of_token
+  address = jnp.where(rows.sample_of_token < 0, -1, address)
+  return address.reshape(rows.sizes.devices, -1)
+
+
+def _pack(
+  values: Shaped[Array, "U G T"],
+  addresses: Int[Array, "devices n"],
+  rows: Rows,
+) -> Shaped[Array, "K 1 W"]:
+  """Puts the samples' tokens into rows; on padding stands any of them."""
+  samples = values.reshape(rows.sizes.devices, -1)
+  x = jnp.take_along_axis(samples, addresses, axis=1, mode="clip")
+  return x.reshape(-1, 1, rows.sample_of_token.shape[-1])
+
+
+def _unpack(
+  values: Shaped[Array, "devices n"],
+  addresses: Int[Array, "devices n"],
+  shape: tuple[int, int, int],
+) -> Shaped[Array, "U G T"]:
+  """Puts tokens into their samples [U, G, T]; 0 where there is none."""
+  size = math.prod(shape) // len(values)
+  addresses = jnp.where(addresses < 0, size, addresses)
+  put = lambda x, at: jnp.zeros(size, x.dtype).at[at].set(x, mode="drop")
+  return jax.vmap(put)(values, addresses).reshape(shape)
+
+
+def _mask_idle_prompts(
+  prompt_mask: Bool[Array, "U P"], rows: Rows
+) -> Bool[Array, "U P"]:
+  """Leaves tokens to those prompts alone that have a row."""
+  devices = rows.sizes.devices
+  prompt_of_row = by_device(rows.prompt_of_row, devices)
+  real = by_device(jnp.any(rows.sample_of_token >= 0, axis=-1), devices)
+  prompts = by_device(prompt_mask, devices)
+  is_its_row = prompt_of_row[:, None] == jnp.arange(prompts.shape[1])[:, None]
+  prompts &= jnp.any(is_its_row & real[:, None], axis=-1, keepdims=True)
+  return prompts.reshape(prompt_mask.shape)
+
+
+def completion_logprobs(
+  lm: LM,
+  params: Params,
+  prompt_ids: Int[Array, "B P"],
+  prompt_mask: Bool[Array, "B P"],
+  ids: Int[Array, "B G T"],
+  rows: Rows | None = None,
+  load_weights: tuple[Array, Array] | None = None,
+  **options: Any,
+) -> TokenLogprobs:
+  """Computes `token_logprobs`, on packed rows where there are such.
+
+  Args:
+    lm: The model; packed, its `extend` must know `segments`.
+    params: Its parameters.
+    prompt_ids: Right-padded prompts.
+    prompt_mask: True on real prompt tokens.
+    ids: Completions.
+    rows: Rows of these completions, or None.
+    load_weights: Weights of prompts [B, P] and completions [B, G, T], see
+      `LM.forward_with_load`.
+    **options: `sampling`, `chunk_size` and `entropy_gradient` of
+      `token_logprobs`.
+
+  Returns:
+    Log-probabilities and entropies [B, G, T], and the routers' load where there
+    are weights. Packed, they are 0 on padding, and NaN where prompts are longer
+    than the packing knows; there is no forward mode (`jax.jvp`) through them.
+  """
+  if rows is None:
+    return logprobs_and_load(
+      lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
+    )
+  prompts = prompt_ids, prompt_mask
+  return _on_rows(lm, params, prompts, ids, rows, load_weights, options)
+
+
+def _on_rows(lm, params, prompts, ids, rows, load_weights, options):
+  """Computes `completion_logprobs` on packed rows."""
+  addresses, sizes = _addresses(ids, rows), rows.sizes
+  sample, position = rows.sample_of_token[:, None], rows.position_of_token
+  row_ids = _pack(ids, addresses, rows)
+  if load_weights is not None:
+    of_prompts, of_tokens = load_weights
+    of_tokens = _pack(of_tokens, addresses, rows)
+    load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
+  prompt_ids, prompt_mask = prompts
+  prompt_mask = _mask_idle_prompts(prompt_mask, rows)
+  # With more real prompt tokens than there is room for, some would be lost.
+  on_device = prompt_mask.reshape(sizes.devices, -1)
+  count = jnp.sum(on_device, axis=1, keepdims=True)
+  fits = count <= sizes.prompt_tokens
+  flat = FlatTokens(
+    flat_tokens.find_tokens(
+      prompt_mask[:, None], sizes.devices, sizes.prompt_tokens
+    ),
+    flat_tokens.find_tokens(sample >= 0, sizes.devices, sizes.tokens),
+    by_device(rows.prompt_of_row, sizes.devices),
+  )
+  if lm.forward is None:
+    # Each row computes its prompt anew, and its padding too.
+    prompts, samples = jax.tree.map(
+      flat.of_rows, ((prompt_ids, prompt_mask), ids)
+    )
+    flat, segments = None, sample
+  else:
+    prompts, samples = (prompt_ids, prompt_mask), ids
+    # Flat tokens are of all prompts on a device, and so are their samples.
+    segments = rows.prompt_of_row[:, None, None] * ids.shape[1] + sample
+    segments = jnp.where(sample < 0, -1, segments)
+    addresses = jnp.take_along_axis(
+      addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
+    )
+  logprobs, entropy, load = logprobs_and_load(
+    lm,
+    params,
+    *prompts,
+    row_ids,
+    load_weights,
+    positions=position[:, None],
+    segments=segments,
+    samples=samples,
+    flat=flat,
+    **options,
+  )
+  logprobs, entropy = (
+    _unpack(
+      jnp.where(fits, x.reshape(addresses.shape), jnp.nan), addresses, ids.shape
+    )
+    for x in (logprobs, entropy)
+  )
+  return TokenLogprobs(logprobs, entropy, load)

@@ -1,0 +1,134 @@
+"""One GRPO step as pure functions.
+
+`rollout` -> rewards -> `make_batch` -> `make_update`'s update; or the whole of
+it as one jittable function where the reward is one too: `make_grpo_step`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Key
+
+from grpojax.core.arguments import Ids, random_key, read_rewards
+from grpojax.core.batch import make_batch
+from grpojax.core.binding import bind
+from grpojax.core.decoding import Decoding
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.objective import Objective
+from grpojax.core.rollout import rollout, rollout_metrics
+from grpojax.core.types import LM, Params, Prompts, Rollout, TrainState
+from grpojax.core.update import Metrics, UpdateOptions, make_update
+
+
+def init_state(
+  params: Params, tx: optax.GradientTransformation, key: Array
+) -> TrainState:
+  """State before the first step; the random key decides the whole run."""
+
+  def zero():  # each a buffer of its own, or the state could not be donated
+    return jnp.zeros((), jnp.int32)
+
+  return TrainState(
+    params=params,
+    opt_state=tx.init(params),
+    key=random_key(key),
+    step=zero(),
+    prompts_consumed=zero(),
+    skipped=zero(),
+  )
+
+
+def diagnosis_key(state: TrainState) -> Key[Array, ""]:
+  """A key for the diagnosis of a step.
+
+  Folds in a negative number; sampling folds in the step itself, which is not
+  negative, so that the two never draw the same.
+  """
+  return jax.random.fold_in(state.key, -1 - state.step)
+
+
+def make_grpo_step(
+  lm: LM,
+  tx: optax.GradientTransformation,
+  reward_fn: Callable[[Rollout, Any], Array],
+  *,
+  group_size: int,
+  max_new_tokens: int,
+  eos_ids: Ids,
+  pad_id: int = 0,
+  objective: Objective = Objective(),
+  update: UpdateOptions = UpdateOptions(),
+  sampling: Sampling = Sampling(),
+  decoding: Decoding = Decoding(),
+  diagnose: Callable[..., Metrics] | None = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """Makes a whole GRPO step as one pure function: sample, reward, update.
+
+  Jit it (donating the state), scan it over prompts, vmap it over states with
+  different keys, or compile it ahead of time. Log-probabilities are computed at
+  the completions' full length: rows could be packed only by who knows the
+  lengths before compiling (see `core.packing`).
+
+  Args:
+    lm: Model.
+    tx: Optimizer.
+    reward_fn: Jittable `(rollout, targets) -> rewards [B, G]`; the targets are
+      those of the prompts.
+    group_size: Completions a prompt, G.
+    max_new_tokens: Longest completion, T tokens with its EOS.
+    eos_ids: Ids that end a completion, one or several.
+    pad_id: Id that is written after the end.
+    objective: Objective of the update.
+    update: Division of the update into minibatches and micro-batches.
+    sampling: Distribution to sample from, which the loss is of.
+    decoding: Shape of the decoding loop, which changes no sample.
+    diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
+      sampled, to be returned with the others (see `statistics.diagnostics`); a
+      parameter `score_norms` gets those of the state.
+
+  Returns:
+    `step(state, prompts, ref_params=None) -> (state, metrics)`.
+  """
+  update_policy = make_update(lm, tx, objective, update, sampling)
+
+  def step(state: TrainState, prompts: Prompts, ref_params=None):
+    samples = rollout(
+      lm,
+      state.params,
+      prompts,
+      jax.random.fold_in(state.key, state.step),
+      group_size=group_size,
+      max_new_tokens=max_new_tokens,
+      eos_ids=eos_ids,
+      pad_id=pad_id,
+      sampling=sampling,
+      decoding=decoding,
+    )
+    rewards = reward_fn(samples, prompts.targets)
+    rewards = read_rewards(rewards, samples.finished.shape, "reward_fn")
+    batch = make_batch(
+      lm,
+      samples,
+      rewards,
+      objective,
+      options=update,
+      sampling=sampling,
+      policy_params=state.params,
+      ref_params=ref_params,
+      score_norms=state.score_norms,
+      prompt_weights=prompts.weights,
+    )
+    in_baseline, _ = TRUNCATED[objective.truncated](rewards, samples.finished)
+    metrics = rollout_metrics(samples, rewards, in_baseline)
+    if diagnose is not None:
+      metrics |= bind(diagnose, score_norms=state.score_norms)(
+        state.params, samples, rewards, diagnosis_key(state)
+      )
+    state, update_metrics = update_policy(state, batch)
+    return state, metrics | update_metrics
+
+  return step

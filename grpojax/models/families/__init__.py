@@ -1,0 +1,1 @@
+"""Families of decoders: what is particular about each."""

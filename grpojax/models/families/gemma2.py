@@ -1,0 +1,58 @@
+"""The gemma2 family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import llama
+from grpojax.models.huggingface import config_json
+
+KEYS = llama.KEYS | {
+  f"layers/{ours}": (f"model.layers.{{layer}}.{theirs}.weight", False)
+  for ours, theirs in (
+    ("attn_post_norm", "post_attention_layernorm"),
+    ("mlp_norm", "pre_feedforward_layernorm"),
+    ("mlp_post_norm", "post_feedforward_layernorm"),
+  )
+}
+READ = config_json.ROPE | {
+  "num_key_value_heads": 4,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "tie_word_embeddings": True,
+  "attention_bias": False,
+  "query_pre_attn_scalar": 256,
+  "sliding_window": 4096,
+  "layer_types": None,
+  "attn_logit_softcapping": 50.0,
+  "final_logit_softcapping": 30.0,
+}
+# `hidden_act` is an older name that transformers does not read.
+FIXED = {
+  "hidden_act": "gelu_pytorch_tanh",
+  "use_bidirectional_attention": False,
+}
+
+
+def common(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fields that gemma2 and gemma3 read alike."""
+  return config_json.common(hf_config) | {
+    "qkv_bias": hf_config["attention_bias"],
+    "o_bias": hf_config["attention_bias"],
+    "norm_offset": True,
+    "post_norms": True,
+    "scaled_embedding": True,
+    "attention_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
+    "attention_cap": hf_config["attn_logit_softcapping"],
+    "logits_cap": hf_config["final_logit_softcapping"],
+  }
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "gemma2"."""
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  default = [i % 2 == 0 for i in range(hf_config["num_hidden_layers"])]
+  return TransformerConfig(
+    **common(hf_config),
+    **config_json.window(hf_config, hf_config["sliding_window"], default),
+    rope=config_json.rope(hf_config),
+  )

@@ -1,0 +1,57 @@
+"""The text models of gemma3: Hugging Face's configuration and names."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import gemma2, qwen3
+from grpojax.models.huggingface import config_json
+
+KEYS = qwen3.KEYS | gemma2.KEYS
+READ = gemma2.READ | {
+  "rope_theta": 1_000_000.0,
+  "rope_local_base_freq": 10_000.0,
+  "sliding_window_pattern": None,
+  "_sliding_window_pattern": None,
+  "attn_logit_softcapping": None,
+  "final_logit_softcapping": None,
+}
+# transformers knows an attention cap by name, but does not apply it.
+FIXED = gemma2.FIXED | {"attn_logit_softcapping": None}
+
+
+def _ropes(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Reads two bases; only the one of the global layers may be scaled."""
+  by_type = hf_config["rope_parameters"] or {}
+  config_json.refuse_others("rope_parameters", by_type, config_json.LAYER_TYPES)
+  ropes = {
+    kind: {"rope_theta": hf_config[base]} | (by_type.get(kind) or {})
+    for kind, base in (
+      ("full_attention", "rope_theta"),
+      ("sliding_attention", "rope_local_base_freq"),
+    )
+  }
+  ropes["full_attention"] |= hf_config["rope_scaling"] or {}
+  length = hf_config["max_position_embeddings"]
+  return {
+    "rope": config_json.parse_rope(ropes["full_attention"], length),
+    "local_rope": config_json.parse_rope(ropes["sliding_attention"], length),
+  }
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "gemma3_text"."""
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  pattern = (
+    hf_config["sliding_window_pattern"]
+    or hf_config["_sliding_window_pattern"]
+    or 6
+  )  # one layer in so many is a global one
+  default = [
+    (i + 1) % pattern != 0 for i in range(hf_config["num_hidden_layers"])
+  ]
+  return TransformerConfig(
+    **gemma2.common(hf_config),
+    **config_json.window(hf_config, hf_config["sliding_window"], default),
+    **_ropes(hf_config),
+    qk_norm=True,
+  )

@@ -1,0 +1,29 @@
+"""The mistral family: Hugging Face's configuration."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import llama
+from grpojax.models.huggingface import config_json
+
+KEYS = llama.KEYS
+READ = config_json.ROPE | {
+  "num_key_value_heads": 8,
+  "head_dim": None,
+  "hidden_act": "silu",
+  "tie_word_embeddings": False,
+  "sliding_window": 4096,
+}
+FIXED = {"attention_bias": False, "mlp_bias": False}
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "mistral"."""
+  hf_config = config_json.complete(hf_config, READ, FIXED)
+  size = hf_config["sliding_window"]
+  default = [size is not None] * hf_config["num_hidden_layers"]
+  return TransformerConfig(
+    **config_json.common(hf_config),
+    **config_json.window(hf_config | {"layer_types": None}, size, default),
+    rope=config_json.rope(hf_config),
+  )

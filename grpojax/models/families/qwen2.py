@@ -1,0 +1,47 @@
+"""The qwen2 family (Qwen2, Qwen2.5): Hugging Face's configuration."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import llama
+from grpojax.models.huggingface import config_json
+
+KEYS = llama.KEYS
+WINDOW = {
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "max_window_layers": 28,
+  "layer_types": None,
+}
+READ = (
+  config_json.ROPE
+  | WINDOW
+  | {
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+  }
+)
+
+
+def window(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Reads windows: from layer `max_window_layers` on, if they are used."""
+  size = (
+    hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
+  )
+  first = hf_config["max_window_layers"]
+  layers = range(hf_config["num_hidden_layers"])
+  default = [size is not None and i >= first for i in layers]
+  return config_json.window(hf_config, size, default)
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "qwen2"."""
+  hf_config = config_json.complete(hf_config, READ)
+  return TransformerConfig(
+    **config_json.common(hf_config),
+    **window(hf_config),
+    rope=config_json.rope(hf_config),
+    qkv_bias=True,
+  )

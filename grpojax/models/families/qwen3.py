@@ -1,0 +1,26 @@
+"""The qwen3 family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import qwen2
+from grpojax.models.huggingface import config_json
+
+KEYS = qwen2.KEYS | {
+  "layers/q_norm": ("model.layers.{layer}.self_attn.q_norm.weight", False),
+  "layers/k_norm": ("model.layers.{layer}.self_attn.k_norm.weight", False),
+}
+READ = qwen2.READ | {"head_dim": 128, "attention_bias": False}
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "qwen3"."""
+  hf_config = config_json.complete(hf_config, READ)
+  return TransformerConfig(
+    **config_json.common(hf_config),
+    **qwen2.window(hf_config),
+    rope=config_json.rope(hf_config),
+    qkv_bias=hf_config["attention_bias"],
+    o_bias=hf_config["attention_bias"],
+    qk_norm=True,
+  )

@@ -1,0 +1,58 @@
+"""The qwen3_moe family: Hugging Face's configuration and parameter names."""
+
+from typing import Any
+
+from grpojax.models.config import TransformerConfig
+from grpojax.models.families import qwen3
+from grpojax.models.huggingface import config_json
+
+KEYS = qwen3.KEYS | {
+  f"layers/{ours}": (f"model.layers.{{layer}}.mlp.{theirs}.weight", True)
+  for ours, theirs in (
+    ("router", "gate"),
+    ("expert_gate", "experts.{expert}.gate_proj"),
+    ("expert_up", "experts.{expert}.up_proj"),
+    ("expert_down", "experts.{expert}.down_proj"),
+  )
+}
+READ = config_json.ROPE | {
+  "num_key_value_heads": 4,
+  "head_dim": None,
+  "hidden_act": "silu",
+  "tie_word_embeddings": False,
+  "attention_bias": False,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "layer_types": None,
+  "moe_intermediate_size": 768,
+  "num_experts_per_tok": 8,
+  "num_experts": 128,
+  "num_local_experts": None,  # transformers 5's name for num_experts
+  "norm_topk_prob": False,
+}
+FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Every layer has a window, if any has; the rest is for training alone.
+UNUSED = {"max_window_layers", "output_router_logits", "router_aux_loss_coef"}
+
+
+def config(hf_config: dict[str, Any]) -> TransformerConfig:
+  """Reads a config.json of model_type "qwen3_moe"."""
+  hf_config = config_json.complete(hf_config, READ, FIXED, UNUSED)
+  size = (
+    hf_config["sliding_window"] if hf_config["use_sliding_window"] else None
+  )
+  default = [size is not None] * hf_config["num_hidden_layers"]
+  fields = config_json.common(hf_config) | {
+    "mlp": hf_config["moe_intermediate_size"]
+  }
+  return TransformerConfig(
+    **fields,
+    **config_json.window(hf_config, size, default),
+    rope=config_json.rope(hf_config),
+    qkv_bias=hf_config["attention_bias"],
+    o_bias=hf_config["attention_bias"],
+    qk_norm=True,
+    experts=hf_config["num_local_experts"] or hf_config["num_experts"],
+    experts_per_token=hf_config["num_experts_per_tok"],
+    normalize_experts=hf_config["norm_topk_prob"],
+  )

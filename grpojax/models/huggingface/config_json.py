@@ -1,0 +1,253 @@
+"""Keys of a Hugging Face config.json that the families read alike.
+
+Each key is read, must have one value, or does not change what the model
+computes; any other key is refused by its name, and never ignored. Defaults of
+absent keys are those of transformers' configuration classes.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from grpojax.models.rope import Rope
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ROPE = {
+  "rope_theta": 10_000.0,
+  "rope_scaling": None,
+  "rope_parameters": None,  # transformers 5's place for both
+  "max_position_embeddings": 8192,
+}
+_LLAMA3 = "low_freq_factor high_freq_factor original_max_position_embeddings"
+ROPE_KINDS = {
+  "default": (),
+  "linear": ("factor",),
+  "llama3": ("factor", *_LLAMA3.split()),
+}
+_SIZES = (
+  "vocab_size hidden_size num_hidden_layers num_attention_heads "
+  "intermediate_size"
+).split()
+_OPTIONAL_SIZES = (
+  "num_key_value_heads head_dim moe_intermediate_size num_experts "
+  "num_local_experts num_experts_per_tok"
+).split()
+_FIXED = {
+  "attention_dropout": 0.0,
+  "partial_rotary_factor": 1.0,
+  "is_encoder_decoder": False,
+  "add_cross_attention": False,
+  "tie_encoder_decoder": False,
+  "pruned_heads": {},
+}
+_UNUSED = frozenset(
+  # Names and formats; architectures and labels are read in `labels`.
+  "model_type architectures dtype torch_dtype transformers_version "
+  "_name_or_path tokenizer_class num_labels id2label label2id problem_type "
+  # Training, and how the same function is computed.
+  "initializer_range pretraining_tp use_cache cache_implementation "
+  "chunk_size_feed_forward attn_implementation _attn_implementation_autoset "
+  "torchscript use_bfloat16 tf_legacy_loss "
+  # What is returned beside.
+  "output_attentions output_hidden_states output_scores return_dict "
+  "return_dict_in_generate "
+  # Special tokens and generation: generation_config.json has the say.
+  "bos_token_id eos_token_id pad_token_id sep_token_id is_decoder prefix "
+  "decoder_start_token_id forced_bos_token_id forced_eos_token_id "
+  "suppress_tokens begin_suppress_tokens bad_words_ids do_sample temperature "
+  "top_k top_p typical_p num_beams num_beam_groups num_return_sequences "
+  "diversity_penalty early_stopping length_penalty repetition_penalty "
+  "no_repeat_ngram_size encoder_no_repeat_ngram_size max_length min_length "
+  "exponential_decay_length_penalty remove_invalid_values "
+  "task_specific_params finetuning_task".split()
+)
+
+
+def complete(
+  hf_config: dict[str, Any],
+  read: dict[str, Any],
+  fixed: dict[str, Any] | None = None,
+  unused: Iterable[str] = (),
+) -> dict[str, Any]:
+  """Returns a config.json with the defaults of absent keys.
+
+  Args:
+    hf_config: the config.json.
+    read: keys that the family reads, besides sizes, and their defaults.
+    fixed: keys that must be absent, null or have the one value that is known.
+    unused: keys that change nothing in this family.
+
+  Raises:
+    ValueError: a key that is not known, or a fixed one with another value; a
+      size that is none.
+  """
+  read = {"rms_norm_eps": 1e-6} | read
+  fixed = _FIXED | (fixed or {})
+  known = {*read, *_SIZES, *_UNUSED, *unused}
+  for key, value in hf_config.items():
+    if key in fixed and value is not None and value != fixed[key]:
+      raise ValueError(
+        f"config.json has {key}={value!r}; only {fixed[key]!r} is supported"
+      )
+    if key not in known and key not in fixed and value is not None:
+      raise ValueError(
+        f"config.json has {key}={value!r}, which is not known for "
+        f"model_type={hf_config['model_type']!r} and may change what the model "
+        "computes; remove it from config.json if you know that it does not"
+      )
+  whole = read | hf_config
+  _check_numbers(whole)
+  return whole
+
+
+def _check_numbers(hf_config: dict[str, Any]) -> None:
+  """Refuses sizes that are no sizes; absent ones are left to their readers."""
+  for key in (*_SIZES, *_OPTIONAL_SIZES):
+    value = hf_config.get(key, 1)
+    absent = value is None and key in _OPTIONAL_SIZES
+    if not absent and (type(value) is not int or value < 1):
+      raise ValueError(
+        f"config.json has {key}={value!r}, which must be a whole number of 1 "
+        "or more"
+      )
+  eps = hf_config["rms_norm_eps"]
+  if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    raise ValueError(f"config.json has rms_norm_eps={eps!r}, which is no size")
+
+
+def labels(hf_config: dict[str, Any]) -> int:
+  """Returns the outputs of a sequence classifier, 0 for a language model.
+
+  Raises:
+    ValueError: an architecture that is neither.
+  """
+  name = (hf_config.get("architectures") or ["ForCausalLM"])[0]
+  if name.endswith("ForSequenceClassification"):
+    names = hf_config.get("id2label") or {}
+    return len(names) or hf_config.get("num_labels") or 2
+  if not name.endswith("ForCausalLM"):
+    raise ValueError(
+      f"config.json has the architecture {name}; only ...ForCausalLM and "
+      "...ForSequenceClassification are supported"
+    )
+  return 0
+
+
+def common(hf_config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fields of `TransformerConfig` that all families have.
+
+  Raises:
+    ValueError: an activation or architecture that is not supported.
+  """
+  gemma = "hidden_activation" in hf_config
+  name = "hidden_activation" if gemma else "hidden_act"
+  activations = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+  if hf_config[name] not in activations:
+    raise ValueError(
+      f"config.json has {name}={hf_config[name]!r}; supported: "
+      f"{list(activations)}"
+    )
+  heads = hf_config["num_attention_heads"]
+  return {
+    "vocab_size": hf_config["vocab_size"],
+    "width": hf_config["hidden_size"],
+    "layers": hf_config["num_hidden_layers"],
+    "heads": heads,
+    "kv_heads": hf_config["num_key_value_heads"] or heads,
+    "head_dim": hf_config["head_dim"] or hf_config["hidden_size"] // heads,
+    "mlp": hf_config["intermediate_size"],
+    "activation": activations[hf_config[name]],
+    "norm_eps": hf_config["rms_norm_eps"],
+    "tied": hf_config["tie_word_embeddings"],
+    "labels": labels(hf_config),
+  }
+
+
+def window(
+  hf_config: dict[str, Any], size: int | None, default: list[bool]
+) -> dict[str, Any]:
+  """Returns `local_layers` and their `window`, or {} where all are global.
+
+  Args:
+    hf_config: a complete config.json; its `layer_types` go before `default`.
+    size: tokens that a local layer sees, None where windows are not used.
+    default: True for each layer that is local without `layer_types`.
+
+  Raises:
+    ValueError: a type of layer that is not known, or a local layer without a
+      size.
+  """
+  local = default
+  if hf_config["layer_types"] is not None:
+    refuse_others("layer_types", hf_config["layer_types"], LAYER_TYPES)
+    local = [kind == "sliding_attention" for kind in hf_config["layer_types"]]
+  if any(local) and not size:
+    raise ValueError(
+      f"config.json has local layers, but their window is {size!r} (see "
+      "layer_types, sliding_window and, for qwen, use_sliding_window)"
+    )
+  return {"local_layers": tuple(local), "window": size} if any(local) else {}
+
+
+def refuse_others(name: str, values: Iterable[str], known) -> None:
+  """Refuses values that are not known, by name."""
+  others = sorted(set(values) - set(known))
+  if others:
+    raise ValueError(
+      f"config.json has {', '.join(others)} in {name}; known: "
+      f"{', '.join(known)}"
+    )
+
+
+def rope(hf_config: dict[str, Any]) -> Rope:
+  """Reads the one rotary embedding of a model, in the old style or the new."""
+  scaling = hf_config["rope_scaling"] or hf_config["rope_parameters"] or {}
+  parameters = {"rope_theta": hf_config["rope_theta"]} | scaling
+  return parse_rope(parameters, hf_config["max_position_embeddings"])
+
+
+def parse_rope(parameters: dict[str, Any], length: int) -> Rope:
+  """Reads rope parameters.
+
+  Args:
+    parameters: `rope_theta`, `rope_type` (or `type`) and those of its type.
+    length: default of `original_max_position_embeddings`.
+
+  Raises:
+    ValueError: a type or parameter that is not supported, or one that lacks.
+  """
+  values = {k: v for k, v in parameters.items() if v is not None}
+  kind = values.pop("type", "default")
+  kind = values.pop("rope_type", kind)
+  if kind not in ROPE_KINDS:
+    raise ValueError(
+      f"config.json asks for rope_type={kind!r}; supported: {list(ROPE_KINDS)}"
+    )
+  theta = float(values.pop("rope_theta"))
+  if not 0 < theta < math.inf:
+    raise ValueError(f"config.json has rope_theta={theta}: must be more than 0")
+  if values.pop("partial_rotary_factor", 1.0) != 1.0:
+    raise ValueError(
+      "config.json has a partial_rotary_factor; only 1.0 is known"
+    )
+  if kind == "llama3":
+    values.setdefault("original_max_position_embeddings", length)
+  refuse_others(
+    f"the rope parameters of type {kind!r}", values, ROPE_KINDS[kind]
+  )
+  lacking = set(ROPE_KINDS[kind]) - set(values)
+  if lacking:
+    raise ValueError(
+      f"the rope parameters in config.json lack {', '.join(sorted(lacking))}"
+    )
+  if kind == "default":
+    return Rope(theta)
+  if kind == "linear":
+    return Rope(theta, float(values["factor"]))
+  return Rope(
+    theta,
+    float(values["factor"]),
+    float(values["low_freq_factor"]),
+    float(values["high_freq_factor"]),
+    values["original_max_position_embeddings"],
+  )

@@ -1,0 +1,99 @@
+"""Checksums of a directory's files, in checksums.json beside them.
+
+A flipped bit in a file of weights is another weight, and one in config.json or
+tokenizer.json another model; none of them says so. The sums are CRC-32
+(zlib's): they find every burst of up to 32 bits, and are as fast as a disk.
+They are against damage, not against forgery.
+"""
+
+import json
+import pathlib
+import zlib
+
+CHECKSUMS = "checksums.json"
+_BLOCK = 2**22  # bytes read at once
+
+
+def _of_file(path: pathlib.Path) -> str:
+  """Returns a file's size and CRC-32, in words that compare."""
+  size = crc = 0
+  buffer = bytearray(_BLOCK)
+  with open(path, "rb", buffering=0) as file:
+    while count := file.readinto(buffer):
+      crc = zlib.crc32(memoryview(buffer)[:count], crc)
+      size += count
+  return f"{size} bytes, crc32 {crc:08x}"
+
+
+def write(directory: pathlib.Path) -> None:
+  """Writes the checksums of all files that stand in a directory."""
+  sums = {
+    path.name: _of_file(path)
+    for path in sorted(directory.iterdir())
+    if path.is_file() and path.name != CHECKSUMS
+  }
+  text = json.dumps(sums, indent=2) + "\n"
+  (directory / CHECKSUMS).write_text(text, encoding="utf-8")
+
+
+def verify(directory: pathlib.Path) -> None:
+  """Refuses a directory whose files are not those that were written.
+
+  A directory that others made has no checksums, and passes. Files may be added
+  to one that has them.
+
+  Raises:
+    ValueError: a file is missing or has changed.
+  """
+  listed = directory / CHECKSUMS
+  if not listed.is_file():
+    return
+  try:
+    sums = json.loads(listed.read_text(encoding="utf-8")).items()
+  except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+    raise ValueError(
+      f"{listed} is damaged ({error}): write the model again, or delete that "
+      "file to read the others unverified"
+    ) from error
+  for name, expected in sums:
+    # A name, not a path: the list must not reach outside its directory.
+    path = directory / pathlib.PurePath(name).name
+    actual = _of_file(path) if path.is_file() else "missing"
+    if actual != expected:
+      raise ValueError(
+        f"{directory / name} is damaged or was edited ({actual} instead of "
+        f"{expected}): write the model again, or, after an edit of your own, "
+        f"delete {CHECKSUMS} there"
+      )
+
+
+def intact(directory: pathlib.Path) -> bool:
+  """Returns True for a directory with checksums that all its files have."""
+  try:
+    verify(directory)
+  except ValueError:
+    return False
+  return (directory / CHECKSUMS).is_file()
+
+
+def fingerprint(directory: pathlib.Path) -> str:
+  """Returns a text that differs between models, from a part of their bytes.
+
+  Lines "NAME: size and CRC-32"; of a large file 64 blocks that are spread over
+  it are read, which training changes all of.
+  """
+  lines = []
+  for path in sorted(directory.iterdir()):
+    if path.is_file() and path.name != CHECKSUMS:
+      lines.append(f"{path.name}: {_of_blocks(path)}")
+  return "\n".join(lines)
+
+
+def _of_blocks(path: pathlib.Path, blocks: int = 64, size: int = 2**16) -> str:
+  total, crc = path.stat().st_size, 0
+  stride = max(total // blocks, size)
+  with open(path, "rb") as file:
+    for start in range(0, total, stride):
+      file.seek(start)
+      crc = zlib.crc32(file.read(size), crc)
+  return f"{total} bytes, crc32 {crc:08x}"

@@ -1,0 +1,181 @@
+"""Arrays into safetensors files, tensor by tensor.
+
+The files are written here and not by safetensors, which wants all the tensors
+of a file at once: a second copy of the model in the host's memory.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pathlib
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from grpojax.core.mesh import fetch
+from grpojax.models.huggingface import file_checksums
+from grpojax.models.huggingface.weights import (
+  INDEX,
+  SINGLE,
+  STORED_DTYPES,
+  Leaf,
+)
+
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+def _shards(
+  sizes: Mapping[str, int], max_shard_size: int | None
+) -> list[list[str]]:
+  """Splits names in their order into files of at most so many bytes."""
+  shards, used = [[]], 0
+  for name, size in sizes.items():
+    if shards[-1] and max_shard_size and used + size > max_shard_size:
+      shards.append([])
+      used = 0
+    shards[-1].append(name)
+    used += size
+  return shards
+
+
+def _write_header(
+  stream: BinaryIO, entries: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+) -> None:
+  # "pt" is what transformers asks for: the layout of PyTorch's tensors.
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+  offset = 0
+  for name, (dtype, shape) in entries.items():
+    end = offset + math.prod(shape) * dtype.itemsize
+    header[name] = {
+      "dtype": _NAMES[dtype],
+      "shape": list(shape),
+      "data_offsets": [offset, end],
+    }
+    offset = end
+  text = json.dumps(header, separators=(",", ":")).encode()
+  text += b" " * (-len(text) % 8)  # the data are aligned
+  stream.write(struct.pack("<Q", len(text)) + text)
+
+
+def _tensors(leaf: Leaf, array: Any, dtype: np.dtype) -> Iterator[np.ndarray]:
+  """Yields the tensors of a leaf as they are stored."""
+  if isinstance(array, jax.Array) and not leaf.stacked:
+    array = array.copy()  # an array keeps the host's copy of its values
+  for place in np.ndindex(leaf.shape[: leaf.stacked]):
+    tensor = fetch(array[place] if place else array)
+    yield np.ascontiguousarray(tensor.T if leaf.transposed else tensor, dtype)
+
+
+def _lock(directory: pathlib.Path) -> int:
+  """Opens a file that keeps others from writing to a directory (flock).
+
+  Raises:
+    ValueError: another process is writing to it.
+  """
+  file = os.open(directory, os.O_RDONLY)
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    ours = os.path.samestat(os.fstat(file), os.stat(directory))
+  except (BlockingIOError, FileNotFoundError):
+    ours = False  # or the other one was done in the meantime
+  except OSError:
+    ours = True  # a file system without locks
+  if not ours:
+    os.close(file)
+    raise ValueError(f"another process is writing to {directory}")
+  return file
+
+
+@contextlib.contextmanager
+def new_directory(path: str | pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields a directory to fill; it gets its name when the context ends well.
+
+  By then it also has the checksums of its files (`file_checksums`).
+
+  Raises:
+    ValueError: `path` exists already, or another process is about to make it.
+  """
+  path = pathlib.Path(path)
+  exists = f"{path} exists already; remove it or choose another path"
+  if os.path.lexists(path):
+    raise ValueError(exists)
+  partial = path.with_name(path.name + ".partial")
+  partial.mkdir(parents=True, exist_ok=True)
+  lock = _lock(partial)
+  try:
+    for left in partial.iterdir():  # by a process that was killed
+      left.unlink()
+    yield partial
+    file_checksums.write(partial)
+    if os.path.lexists(path):  # a rename would replace an empty directory
+      raise ValueError(exists)
+    partial.rename(path)
+  except BaseException:
+    shutil.rmtree(partial, ignore_errors=True)
+    raise
+  finally:
+    os.close(lock)
+
+
+def follow(layout: Mapping[str, Leaf], arrays: Mapping[str, Any]) -> None:
+  """Takes part in another process's `write`, where arrays are spread out.
+
+  The writer asks for parts of the arrays one after another.
+  """
+  for path, leaf in layout.items():
+    for _ in _tensors(leaf, arrays[path], np.dtype(arrays[path].dtype)):
+      pass
+
+
+def write(
+  directory: pathlib.Path,
+  layout: Mapping[str, Leaf],
+  arrays: Mapping[str, Any],
+  dtype: Any = None,
+  max_shard_size: int | None = None,
+  single: str = SINGLE,
+) -> None:
+  """Writes one file, or several and an index where one would be too large.
+
+  Args:
+    directory: exists.
+    layout: our leaves by path.
+    arrays: NumPy's or JAX's, sharded or not, by the same paths.
+    dtype: type to store; None is that of each array.
+    max_shard_size: bytes of a file (a larger tensor has one of its own), or
+      None.
+    single: name of the file where there is one only.
+  """
+  entries = {
+    name: (np.dtype(dtype or arrays[path].dtype), leaf.stored_shape)
+    for path, leaf in layout.items()
+    for name in leaf.names
+  }
+  sizes = {n: math.prod(s) * d.itemsize for n, (d, s) in entries.items()}
+  tensors = (
+    tensor
+    for path, leaf in layout.items()
+    for tensor in _tensors(leaf, arrays[path], entries[leaf.names[0]][0])
+  )
+  shards, file_of = _shards(sizes, max_shard_size), {}
+  for i, names in enumerate(shards, start=1):
+    file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+    file = single if len(shards) == 1 else file
+    with open(directory / file, "wb") as stream:
+      _write_header(stream, {name: entries[name] for name in names})
+      for name in names:
+        stream.write(next(tensors).view(np.uint8))
+        file_of[name] = file
+  if len(shards) > 1:
+    index = {
+      "metadata": {"total_size": sum(sizes.values())},
+      "weight_map": dict(sorted(file_of.items())),
+    }
+    text = json.dumps(index, indent=2) + "\n"
+    (directory / INDEX).write_text(text)

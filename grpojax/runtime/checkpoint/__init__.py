@@ -1,0 +1,347 @@
+"""Checkpoints by Orbax, saved in the background.
+
+Orbax writes a checkpoint under a temporary name and renames it when it is
+complete (on gs://, where nothing can be renamed, a file says so), so a process
+that is killed leaves nothing that looks like one.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+from jaxtyping import PyTree
+from orbax.checkpoint import v1 as ocp
+
+from grpojax.core.types import Params, TrainState
+from grpojax.runtime.checkpoint import stored_arrays
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
+
+_ADVICE = "delete that directory to go back to the checkpoint before it"
+_TORN = "*.orbax-checkpoint-tmp"  # names of what Orbax has not finished
+_POLL = 1.0  # seconds between two looks at Orbax's log
+_logged_errors: list[BaseException] = []  # of the save in flight
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+  """Keeps Orbax's warnings, and what it also raises, out of the log.
+
+  Of several processes, one whose part of a save fails raises nothing until all
+  have come to a barrier. The others do not come there while they wait for that
+  part, for twenty minutes. The log has the error at once.
+  """
+  if "orbax/checkpoint" not in record.pathname:
+    return True
+  is_error = record.levelno >= logging.ERROR
+  if is_error and record.exc_info:
+    _logged_errors.append(record.exc_info[1])
+  return is_error and not record.exc_info
+
+
+logging.getLogger("absl").addFilter(_is_shown)
+
+
+def _own_error() -> BaseException | None:
+  """Error of this process's part of a save, if there are other processes."""
+  return _logged_errors[0] if _logged_errors and distributed.several() else None
+
+
+def _absolute(path: str | os.PathLike) -> epath.Path:
+  path = epath.Path(path)
+  return path if os.fspath(path).startswith("gs://") else path.absolute()
+
+
+def complete(folder: str | os.PathLike) -> list[int]:
+  """Returns the steps of the complete checkpoints in a folder, ascending.
+
+  The folder may be missing, and may hold other things.
+  """
+  on_gs = os.fspath(folder).startswith("gs://")
+  last = "commit_success.txt" if on_gs else "_CHECKPOINT_METADATA"
+  names = (path.parent.name for path in epath.Path(folder).glob(f"*/{last}"))
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+def last_good(folder: str | os.PathLike) -> str:
+  """Names the checkpoint in a folder that a run goes on from, in words."""
+  complete_steps = complete(folder)
+  if not complete_steps:
+    return "there is no checkpoint yet"
+  newest = epath.Path(folder) / str(complete_steps[-1])
+  return f"the last good checkpoint is {newest}"
+
+
+@dataclasses.dataclass
+class _Always:
+  """Policy for Orbax: preserves one step, however old it is."""
+
+  step: int | None = None
+
+  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    del context
+    return [info.step == self.step for info in checkpoints]
+
+
+@dataclasses.dataclass
+class Checkpointer:
+  """An open directory of checkpoints; made by `open_checkpointer`.
+
+  Attributes:
+    orbax: Orbax's object that writes, lists and deletes them.
+    always: policy with the step that stays beside the newest ones.
+    in_flight: Orbax's response to the save in the background, or None.
+  """
+
+  orbax: ocp.training.Checkpointer
+  always: _Always
+  in_flight: Any = None
+
+
+@contextlib.contextmanager
+def open_checkpointer(
+  directory: str | os.PathLike, keep: int = 2, readonly: bool = False
+) -> Iterator[Checkpointer]:
+  """Opens a directory of checkpoints, STEP/ each, as a context manager.
+
+  Leaving its context waits for the save in flight. Ctrl-C then ends the process
+  at once; the unfinished save is removed when the directory is next opened.
+
+  Args:
+    directory: path on a disk or gs://.
+    keep: number of the newest checkpoints that stay.
+    readonly: True for looking into a run that may be training: the temporary
+      directory of a save in flight is left alone.
+
+  Raises:
+    ValueError: `readonly`, and there are no checkpoints.
+    disk.WriteFailed: the last save has failed; raised on leaving.
+  """
+  path = _absolute(directory)
+  if readonly and not path.is_dir():
+    raise ValueError(f"{directory} does not exist: there are no checkpoints")
+  training, always = ocp.training, _Always()
+  newest = training.preservation_policies.LatestN(None if readonly else keep)
+  orbax = training.Checkpointer(
+    path,
+    # Whoever calls `save` means it. Orbax's default policy skips a save while
+    # another is in flight.
+    save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
+    preservation_policy=training.preservation_policies.AnyPreservationPolicy(
+      [newest, always]
+    ),
+    cleanup_tmp_directories=not readonly,
+  )
+  checkpointer = Checkpointer(orbax, always)
+  try:
+    yield checkpointer
+  finally:
+    with interrupts.on_ctrl_c(signal.SIG_DFL), _save_errors(checkpointer):
+      try:
+        wait(checkpointer)
+      finally:
+        if not _own_error():  # closing would wait for all processes
+          orbax.close()
+        if not readonly:
+          _remove_torn(checkpointer)
+
+
+def _remove_torn(checkpointer: Checkpointer) -> None:
+  # On gs://, which is no folder of a disk, Orbax does so itself.
+  disk.remove_all(pathlib.Path(checkpointer.orbax.directory), _TORN)
+
+
+@contextlib.contextmanager
+def _save_errors(checkpointer: Checkpointer) -> Iterator[None]:
+  """Turns whatever goes wrong in a save into `disk.WriteFailed`."""
+  try:
+    yield
+  except disk.WriteFailed:
+    raise
+  except Exception as error:
+    interrupts.skip_end(1)  # Orbax's threads may wait for each other
+    checkpointer.in_flight = None
+    if not _own_error():
+      with contextlib.suppress(Exception):  # Orbax repeats it once a thread
+        checkpointer.orbax.wait()
+    _remove_torn(checkpointer)
+    raise disk.WriteFailed(
+      f"a checkpoint could not be saved ({stored_arrays.reason(error)}); "
+      f"{last_good(checkpointer.orbax.directory)}"
+    ) from error
+
+
+def save(
+  checkpointer: Checkpointer,
+  step: int,
+  state: TrainState,
+  notes: dict[str, Any] | None = None,
+  always: int | None = None,
+) -> None:
+  """Saves `state` in the background, after any save still in flight.
+
+  The arrays are copied before this returns, so they may be donated at once.
+  A step that is on disk already is left as it is.
+
+  Args:
+    checkpointer: open directory to save to.
+    step: number of GRPO steps done; names the checkpoint.
+    state: state to save; typed random keys are stored as their data.
+    notes: JSON values that `read_notes` gives back.
+    always: step whose checkpoint stays beside the newest ones.
+
+  Raises:
+    disk.WriteFailed: this save could not be begun, or the one before it failed.
+  """
+  wait(checkpointer)
+  checkpointer.always.step = always
+  if step in steps(checkpointer):
+    return
+  state = stored_arrays.without_keys(state)
+  about = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
+  _logged_errors.clear()
+  with interrupts.deferred(signal.SIGINT), _save_errors(checkpointer):
+    checkpointer.in_flight = checkpointer.orbax.save_async(
+      int(step), state, custom_metadata=about
+    )
+
+
+def _is_done(checkpointer: Checkpointer, timeout: float | None) -> bool:
+  """Waits for the save in flight, for `timeout` seconds or to its end.
+
+  Raises:
+    disk.WriteFailed: it has failed, or this process's own part of it.
+  """
+  began = time.monotonic()
+  with _save_errors(checkpointer):
+    if error := _own_error():
+      raise error
+    try:
+      checkpointer.in_flight.result(timeout)
+    except TimeoutError:
+      if timeout is None or time.monotonic() - began < timeout / 2:
+        raise  # Orbax's own
+      return False
+  checkpointer.in_flight = None
+  return True
+
+
+def wait(checkpointer: Checkpointer) -> None:
+  """Returns when all saves are on disk.
+
+  Raises:
+    disk.WriteFailed: the save that was in flight has failed.
+  """
+  timeout = _POLL if distributed.several() else None
+  while checkpointer.in_flight and not _is_done(checkpointer, timeout):
+    pass
+
+
+def check(checkpointer: Checkpointer) -> bool:
+  """Returns at once: True where the save in flight has just ended.
+
+  Raises:
+    disk.WriteFailed: it has failed.
+  """
+  return bool(checkpointer.in_flight) and _is_done(checkpointer, 0.0)
+
+
+def steps(checkpointer: Checkpointer) -> list[int]:
+  """Returns the steps of all checkpoints, ascending; one in flight counts."""
+  return [info.step for info in checkpointer.orbax.checkpoints]
+
+
+def latest_step(checkpointer: Checkpointer) -> int | None:
+  """Returns the step of the newest checkpoint, or None."""
+  return max(steps(checkpointer), default=None)
+
+
+def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
+  """Returns the path of a checkpoint, by default of the newest."""
+  step = latest_step(checkpointer) if step is None else step
+  folder, present = checkpointer.orbax.directory, steps(checkpointer)
+  if step not in present:
+    raise ValueError(
+      f"{folder} has no checkpoint of step {step}, only {present}"
+    )
+  return epath.Path(folder) / str(step)
+
+
+def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
+  """Returns the notes that `save` was given with a state.
+
+  Raises:
+    ValueError: there is no such checkpoint, or it is damaged.
+  """
+  return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
+
+
+def restore(
+  checkpointer: Checkpointer, state: TrainState, step: int | None = None
+) -> TrainState:
+  """Loads a checkpoint.
+
+  Args:
+    checkpointer: open directory to read from.
+    state: form of what to load, and where to: arrays, or
+      `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
+    step: step of the checkpoint, by default of the newest.
+
+  Returns:
+    A state of the same structure, shapes, dtypes and shardings.
+
+  Raises:
+    ValueError: there is no such checkpoint, it is damaged, or it is of another
+      model or optimizer.
+  """
+  path = _path_of(checkpointer, step)
+  loaded = stored_arrays.load(path, stored_arrays.abstract(state), _ADVICE)
+  return stored_arrays.with_keys(loaded, state)
+
+
+def restore_policy(
+  checkpointer: Checkpointer, params: PyTree, step: int | None = None
+) -> Params:
+  """Loads a checkpoint's parameters, and reads nothing else of it.
+
+  Takes `params` as `restore` takes a state, and raises the same.
+  """
+  like = {"params": stored_arrays.abstract(params)}
+  path = _path_of(checkpointer, step)
+  return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
+
+
+def save_params(path: str | os.PathLike, params: Params) -> None:
+  """Saves parameters alone, unless they are there already.
+
+  Raises:
+    disk.WriteFailed: they could not be written.
+  """
+  path = _absolute(path)
+  if distributed.on_main(path.exists):
+    return
+  try:
+    ocp.save(path, params, custom_metadata=stored_arrays.describe(params))
+  except Exception as error:
+    raise disk.WriteFailed(
+      f"{path} could not be saved ({stored_arrays.reason(error)})"
+    ) from error
+
+
+def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
+  """Loads what `save_params` saved onto abstract or concrete `params`.
+
+  Raises:
+    ValueError: there is nothing, it is damaged, or it does not fit.
+  """
+  path = _absolute(path)
+  if not path.exists():
+    raise ValueError(f"{path} does not exist: save_params comes first")
+  advice = "delete that directory: the same command writes it again"
+  return stored_arrays.load(path, stored_arrays.abstract(params), advice)

@@ -1,0 +1,207 @@
+"""Trees of arrays as Orbax stores them, with checksums that are verified.
+
+The shape, dtype and checksum of each array stand in Orbax's custom metadata
+beside them: what comes back is bit by bit what was saved, or refused.
+"""
+
+import contextlib
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from etils import epath
+from jaxtyping import PyTree
+from orbax.checkpoint import v1 as ocp
+
+from grpojax.runtime.checkpoint import array_checksums
+
+# Entries of Orbax's custom metadata:
+_ARRAYS = "arrays"  # {path: ["float32[2, 3]", checksum]}
+_NOTES = "notes"  # [JSON, its checksum]
+
+
+class _Damaged(Exception):
+  """Stored arrays or notes are not those that were saved; says which."""
+
+
+def reason(error: BaseException) -> str:
+  """Returns the error that began it all, in a few words."""
+  while error.__cause__ or error.__context__:
+    error = error.__cause__ or error.__context__
+  text = str(error).split(" [")[0]  # TensorStore ends with all its settings
+  if isinstance(error, _Damaged):
+    return text
+  return f"{type(error).__name__}: {text[:400]}"
+
+
+@contextlib.contextmanager
+def _damage(path: epath.Path, advice: str) -> Iterator[None]:
+  """Turns whatever goes wrong in reading into one sentence with advice."""
+  try:
+    yield
+  except Exception as error:
+    raise ValueError(
+      f"{path} is damaged ({reason(error)}): {advice}"
+    ) from error
+
+
+def _is_key(leaf) -> bool:
+  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def without_keys(tree: PyTree) -> PyTree:
+  """Returns a tree as it is stored: typed random keys as their data."""
+  return jax.tree.map(
+    lambda x: jax.random.key_data(x) if _is_key(x) else x, tree
+  )
+
+
+def with_keys(stored: PyTree, like: PyTree) -> PyTree:
+  """Undoes `without_keys`; `like` may be abstract, and has the key types."""
+
+  def key_impl(key) -> str:
+    names = []  # asked while tracing: `key` may be a shape
+    jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), key)
+    return names[0]
+
+  def with_key(old, new):
+    if not _is_key(old):
+      return new
+    return jax.random.wrap_key_data(new, impl=key_impl(old))
+
+  return jax.tree.map(with_key, like, stored)
+
+
+def abstract(tree: PyTree) -> PyTree:
+  """Returns the shapes, dtypes and shardings to load for a tree.
+
+  Args:
+    tree: arrays, or `jax.ShapeDtypeStruct`s; without a sharding, they go to the
+      first device.
+  """
+  return jax.tree.map(_abstract, tree)
+
+
+def _abstract(leaf) -> jax.ShapeDtypeStruct:
+  data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+  sharding = getattr(leaf, "sharding", None)
+  if sharding is None or _is_key(leaf):
+    # Orbax would otherwise repeat the sharding of the machine that saved.
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+      sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    else:
+      spec = jax.sharding.PartitionSpec()
+      sharding = jax.sharding.NamedSharding(mesh, spec)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
+
+
+def _kinds(tree: PyTree) -> dict[str, str]:
+  """Returns the dtype and shape of each leaf by path, in words that compare."""
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): (
+      f"{leaf.dtype}{list(leaf.shape)}"
+    )
+    for path, leaf in leaves
+  }
+
+
+def describe(tree: PyTree) -> dict[str, dict[str, list[str]]]:
+  """Returns the custom metadata by which `load` verifies a tree."""
+  kinds, sums = _kinds(tree), array_checksums.by_path(tree)
+  return {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
+
+
+def _crc(text: str) -> str:
+  return f"{zlib.crc32(text.encode()):08x}"
+
+
+def sealed(notes: Mapping[str, Any]) -> dict[str, list[str]]:
+  """Returns the custom metadata that keeps JSON values beside a tree."""
+  text = json.dumps(notes, sort_keys=True)
+  return {_NOTES: [text, _crc(text)]}
+
+
+def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
+  """Returns the values that were given to `sealed`.
+
+  Args:
+    path: path of one checkpoint.
+    advice: words on what to do where it is damaged.
+
+  Raises:
+    ValueError: it is damaged.
+  """
+  with _damage(path, advice):
+    text, crc = ocp.metadata(path).custom_metadata[_NOTES]
+    if _crc(text) != crc:
+      raise _Damaged("its notes are not those that were saved")
+    return json.loads(text)
+
+
+def _check_fits(
+  saved: Mapping[str, str], asked_for: Mapping[str, str], path: epath.Path
+) -> None:
+  # Before loading: a load that fails half-way leaves Orbax's threads behind.
+  different = [
+    f"{name}: {saved.get(name, '(none)')} -> {asked_for.get(name, '(none)')}"
+    for name in sorted(saved.keys() | asked_for.keys())
+    if saved.get(name) != asked_for.get(name)
+  ]
+  if different:
+    more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
+    raise ValueError(
+      f"{path} is of another model or optimizer (its array -> yours):\n  "
+      + "\n  ".join(different[:8])
+      + more
+    )
+
+
+def load(
+  path: epath.Path, like: PyTree, advice: str, partial: bool = False
+) -> PyTree:
+  """Loads what is stored, and checks that it is what was saved.
+
+  Args:
+    path: path of one checkpoint, saved with the metadata of `describe`.
+    like: abstract arrays with shardings.
+    advice: words on what to do where it is damaged.
+    partial: True where `like` is a dict of some entries of what is stored:
+      nothing else is read.
+
+  Returns:
+    Arrays as `like`.
+
+  Raises:
+    ValueError: it is damaged, or `like` is of another model or optimizer.
+  """
+  with _damage(path, advice):
+    metadata = ocp.metadata(path)
+    stored, arrays = metadata.metadata, metadata.custom_metadata[_ARRAYS]
+    saved = {name: kind for name, (kind, _) in arrays.items()}
+    if stored is None:  # Orbax has logged why
+      raise _Damaged("its metadata cannot be read")
+    if _kinds(stored) != saved:
+      raise _Damaged("its metadata are not those of its arrays")
+  request, is_state = like, dataclasses.is_dataclass(like)
+  if partial:
+    request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | like
+    saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
+  elif is_state:  # fields that hold nothing may be younger than what is stored
+    request = {name: getattr(like, name) for name in stored}
+  _check_fits(saved, _kinds(like), path)
+  with _damage(path, advice):
+    loaded = ocp.load(path, request)
+    if partial:
+      loaded = {name: loaded[name] for name in like}
+    elif is_state:
+      loaded = dataclasses.replace(like, **loaded)
+    sums = array_checksums.by_path(loaded)
+    wrong = [name for name, value in sums.items() if arrays[name][1] != value]
+    if wrong:
+      raise _Damaged(f"{', '.join(wrong[:3])}: not the values that were saved")
+  return loaded

@@ -1,0 +1,1 @@
+"""Command lines, config files and declared settings."""

@@ -1,0 +1,144 @@
+"""Config files: Python with a `get_config()`, run and looked at with care."""
+
+import contextlib
+import difflib
+import inspect
+import io
+import os
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict, FrozenConfigDict, config_dict
+
+from grpojax.runtime.cli.config import flatten, nearest
+
+
+@contextlib.contextmanager
+def _no_input() -> Iterator[None]:
+  """Whoever asks for input gets none: a program must not wait for it."""
+  before, sys.stdin = sys.stdin, io.StringIO()
+  try:
+    yield
+  finally:
+    sys.stdin = before
+
+
+@contextlib.contextmanager
+def _located(path: str, default: Callable[[], ConfigDict]) -> Iterator[None]:
+  """Turns an error in a config file into a line that says where."""
+  try:
+    with _no_input():
+      yield
+  except (Exception, SystemExit) as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+      lines.append(error.lineno)
+    where = f"{path}, line {lines[-1]}" if lines else path
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    key = re.search(r'Key "(\w+)" does not exist', text)
+    if key:
+      guess = nearest(key[1], list(flatten(default())))
+      hint = f"; did you mean config.{guess}?" if guess else ""
+      text = f"unknown key {key[1]!r}{hint}"
+    if isinstance(error, config_dict.RequiredValueError):
+      text = (
+        "a required_placeholder has no value: give the file one, which "
+        "--config.key=value can change"
+      )
+    raise ValueError(f"{where}: {text}") from error
+
+
+def _check_call(get_config: Any, path: str, argument: Sequence[str]) -> None:
+  """Refuses a get_config that cannot be called with the argument, or none."""
+
+  def takes(*words):
+    try:
+      inspect.signature(get_config).bind(*words)
+      return True
+    except TypeError:
+      return False
+    except ValueError:  # written in C: the call will show
+      return True
+
+  if not callable(get_config):
+    raise ValueError(f"{path}: define get_config(), which returns the config")
+  if takes(*argument):
+    return
+  if argument and takes():
+    raise ValueError(f"{path}: get_config takes no argument: --config={path}")
+  if takes("text"):
+    raise ValueError(
+      f"{path}: get_config needs an argument: --config={path}:ARGUMENT"
+    )
+  raise ValueError(f"{path}: define get_config() or get_config(text)")
+
+
+def _split_argument(file: str) -> tuple[str, list[str]]:
+  """A path, and the text after its ".py:" if there is no such file."""
+  path, mark, argument = file.partition(".py:")
+  if os.path.isfile(file) or not mark:
+    return file, []
+  return f"{path}.py", [argument]
+
+
+def packaged() -> dict[str, str]:
+  """The config files that come with grpojax: paths by name."""
+  package = pathlib.Path(__file__).parents[2]
+  # In a wheel they are in the package, in a checkout beside it.
+  folders = [package / "configs", package.parent / "configs"]
+  folder = folders[0] if folders[0].is_dir() else folders[1]
+  return {path.stem: str(path) for path in sorted(folder.glob("*.py"))}
+
+
+def _find(path: str) -> str:
+  """A path, or that of the packaged config that it names if it is no file."""
+  if os.path.isfile(path):
+    return path
+  folder, name = os.path.split(os.path.normpath(path))
+  name, ours = name.removesuffix(".py"), packaged()
+  if folder in ("", "configs") and name in ours:
+    return ours[name]
+  near = {known: known for known in ours}
+  for file in pathlib.Path(folder or ".").glob("*.py"):
+    near[file.stem] = str(file)
+  guess = difflib.get_close_matches(name, near, n=1)
+  hint = f"did you mean {near[guess[0]]}? " if guess else ""
+  raise ValueError(
+    f"--config={path}: no such file (looked from {os.getcwd()}); {hint}"
+    f"grpojax has {', '.join(ours)}"
+  )
+
+
+def load_file(file: str, default: Callable[[], ConfigDict]) -> ConfigDict:
+  """Runs a config file and returns what its `get_config()` returns.
+
+  Not by config_flags: there a file without get_config gets that of the file
+  before it, and an OSError in one waits until the config is used.
+
+  Args:
+    file: a path, or PATH:ARGUMENT for a get_config that takes one. What is no
+      file may name a config that comes with grpojax: x or configs/x.py.
+    default: makes the config whose keys are suggested for unknown ones.
+
+  Raises:
+    ValueError: the file is missing or fails; one line that says where.
+  """
+  path, argument = _split_argument(file)
+  path = _find(path)
+  with _located(path, default):
+    get_config = runpy.run_path(path).get("get_config")
+  _check_call(get_config, path, argument)
+  with _located(path, default):
+    config = get_config(*argument)
+  if not isinstance(config, ConfigDict):
+    raise ValueError(f"{path}: get_config() must return a ConfigDict")
+  if isinstance(config, FrozenConfigDict):  # it cannot take overrides
+    config = ConfigDict(config)
+  with _located(path, default):
+    return config.copy_and_resolve_references()

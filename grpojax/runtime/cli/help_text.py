@@ -1,0 +1,197 @@
+"""Text of --help: settings by section, or those of a topic."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from grpojax.core.options import Option
+from grpojax.runtime.cli.config import flatten, nearest
+from grpojax.runtime.cli.config_file import packaged
+from grpojax.runtime.cli.settings import (
+  Section,
+  described,
+  flat_settings,
+  sections,
+  setting,
+  value_text,
+)
+
+_MARGIN = 36  # columns of a name, beside which its description stands
+
+
+def print_help(
+  topic: str,
+  program: str,
+  about: str,
+  flags: Mapping[str, Option],
+  declared: Section,
+  config: ConfigDict,
+) -> None:
+  """Prints the text of --help=TOPIC, or all of it for the topic "".
+
+  Args:
+    topic: Section, or part of a name: "optim", "optim.", "rate",
+      "--config.optim.learning_rate"; or of texts, where no name has it.
+    program: Command that calls the program.
+    about: Docstring of the program.
+    flags: Flags of the program.
+    declared: Settings of the config; without fields if it has no config.
+    config: Values to show, those of a --config file.
+
+  Raises:
+    ValueError: Nothing is called so.
+  """
+  rows = _by_section(declared, config)
+  text = (
+    _topic(topic, rows, flags, declared)
+    if topic
+    else _everything(program, about, rows, flags, declared)
+  )
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:  # `--help | head`: Python may not complain, either
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _columns() -> int:
+  """The terminal's width, or 80; never so narrow that nothing fits."""
+  return max(shutil.get_terminal_size((80, 24)).columns, 40)
+
+
+def _entry(name: str, text: str) -> list[str]:
+  """A name with its description beside it, or below it where it is long."""
+  margin = min(_MARGIN, _columns() // 3)
+  lines = textwrap.wrap(
+    text, _columns() - margin, break_long_words=True, break_on_hyphens=False
+  )
+  head = f"  {name}"
+  if len(head) + 2 > margin:
+    return [head, *(" " * margin + line for line in lines)]
+  first, *others = lines
+  rest = [" " * margin + line for line in others]
+  return [f"{head:{margin}}{first}", *rest]
+
+
+def _entries(rows: Iterable[tuple[str, Any, Option]]) -> list[str]:
+  """Settings or flags: name as typed, value, declaration."""
+  lines = []
+  for name, value, one in rows:
+    lines += _entry(f"--{name}={value_text(value)}", described(one))
+  return lines
+
+
+def _heading(text: str) -> list[str]:
+  return ["", *textwrap.wrap(text, _columns())]
+
+
+def _by_section(
+  declared: Section, config: ConfigDict
+) -> dict[str, list[tuple[str, Any, Option]]]:
+  """The rows of `_entries` by the dotted name of their section.
+
+  A free section is a part of the one that it is in. A key that a config file
+  has added has the description of its section.
+  """
+  known, there = dict(flat_settings(declared)), sections(declared)
+  free = [name for name, one in there.items() if one.free]
+  by_name = {"": []} | {name: [] for name in there if name not in free}
+  values = flatten(config)
+  in_order = {name: values[name] for name in known if name in values}
+  for name, value in (in_order | values).items():
+    inside = [part for part in free if name.startswith(f"{part}.")]
+    place = (inside or [name])[0].rpartition(".")[0]
+    text = there[inside[0]].text if inside else "a setting of this config"
+    one = known.get(name, setting(value, text))
+    by_name.setdefault(place, []).append((f"config.{name}", value, one))
+  for name in free:
+    row = f"config.{name}.KEY", "...", setting("...", there[name].text)
+    by_name[name.rpartition(".")[0]].append(row)
+  return by_name
+
+
+def _title(name: str, declared: Section) -> str:
+  there = {"": declared} | sections(declared)
+  return f"{name or 'general'}: {there[name].text}" if name in there else name
+
+
+def _everything(
+  program: str,
+  about: str,
+  rows: Mapping[str, Any],
+  flags: Mapping[str, Option],
+  declared: Section,
+) -> str:
+  """The settings that are changed most, then all by section."""
+  all_rows = {name: row for part in rows.values() for name, *row in part}
+  lines = about.strip().splitlines() or [f"usage: {program} [--flag=value ...]"]
+  if all_rows:
+    lines += _heading(
+      "Values below are the defaults, or those of a --config=FILE.py that is "
+      "given. --help=loss shows a section, --help=rate what has that in its "
+      'name; "config." may be left out.'
+    )
+  lines += _heading("The program's own flags")
+  lines += _entries((name, one.default, one) for name, one in flags.items())
+  if all_rows:
+    lines += _entry(
+      "--config=FILE.py",
+      "Python with get_config(); FILE.py:TEXT for get_config(TEXT); or the "
+      f"name of one that comes along: {', '.join(packaged())}",
+    )
+  names = [f"config.{name}" for name in declared.first]
+  if names:
+    lines += _heading("The settings that most people change")
+    lines += _entries((n, *all_rows[n]) for n in names if n in all_rows)
+  for name, part in rows.items():
+    if part:
+      lines += _heading(_title(name, declared)) + _entries(part)
+  if all_rows:  # the end of a long text is what a terminal shows
+    lines += _heading(
+      "That is all of it: --help=optim shows one section, --help=rate what has "
+      "that in its name."
+    )
+  return "\n".join(lines)
+
+
+def _topic(
+  topic: str,
+  rows: Mapping[str, Any],
+  flags: Mapping[str, Option],
+  declared: Section,
+) -> str:
+  """The sections of this name, or the settings that have it in theirs."""
+  word = topic.strip("-").removeprefix("config.").rstrip(".").lower()
+  chosen = [n for n in rows if word and f"{n}.".startswith(f"{word}.")]
+  if chosen:
+    lines = []
+    for name in chosen:
+      if rows[name]:
+        lines += _heading(_title(name, declared)) + _entries(rows[name])
+    return "\n".join(lines[1:])
+  every = [(name, one.default, one) for name, one in flags.items()]
+  every += [row for part in rows.values() for row in part]
+  for text in (_short_name, _description):
+    matching = [row for row in every if word and word in text(row).lower()]
+    if matching:
+      return "\n".join(_entries(matching))
+  names = [row[0].removeprefix("config.") for row in every]
+  parts = list(filter(None, rows))
+  guess = nearest(word, parts) or nearest(word, names)
+  hint = f"did you mean --help={guess}? " if guess else ""
+  raise ValueError(
+    f"--help={topic}: no setting, flag or section is called so; {hint}"
+    f"sections: {', '.join(parts)}"
+  )
+
+
+def _short_name(row: tuple[str, Any, Option]) -> str:
+  return row[0].removeprefix("config.")
+
+
+def _description(row: tuple[str, Any, Option]) -> str:
+  return described(row[2])

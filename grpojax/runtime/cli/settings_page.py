@@ -1,0 +1,101 @@
+"""Declared settings as a page of Markdown: docs/settings.md."""
+
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+
+from grpojax.core.options import Option
+from grpojax.runtime.cli.settings import (
+  Section,
+  described,
+  flat_settings,
+  sections,
+  value_text,
+)
+
+_HEAD = """# Settings
+
+Written by `python -m grpojax --settings` from the declarations that `--help`
+and the errors are made of: do not edit it. Without `--config` train and compile
+take `configs/arithmetic.py`, which changes some of these defaults.
+"""
+
+
+def _table(rows: Iterable[tuple[str, Option]]) -> list[str]:
+  lines = ["| setting | default | what it is |", "|---|---|---|"]
+  for name, one in rows:
+    default = value_text(one.default)
+    cells = [
+      f"`{name}`",
+      f"`{default}`" if default else "",
+      described(one),
+    ]
+    safe = [c.replace("|", "\\|").replace("<", "&lt;") for c in cells]
+    lines.append(f"| {' | '.join(safe)} |")
+  return [*lines, ""]
+
+
+def _changed(declared: Section, known: Section) -> list[tuple[str, Option]]:
+  """The settings whose defaults are not those of the same, known ones."""
+  before = dict(flat_settings(known))
+  return [
+    (name, one)
+    for name, one in flat_settings(declared)
+    if name not in before or one.default != before[name].default
+  ]
+
+
+def _sections(
+  declared: Section, prefix: str, known: Mapping[str, Section]
+) -> list[str]:
+  """The tables of a section and of those below it.
+
+  A section with the settings of another program has those alone that it
+  changes.
+  """
+  plain = [
+    (f"{prefix}{name}", one)
+    for name, one in declared.fields.items()
+    if isinstance(one, Option)
+  ]
+  lines = _table(plain) if plain else []
+  for name, one in sections(declared).items():
+    if one.free and "." not in name:
+      lines += [f"`{prefix}{name}.KEY`: {one.text}.", ""]
+  for name, one in declared.fields.items():
+    if isinstance(one, Option) or one.free:
+      continue
+    path = f"{prefix}{name}."
+    same = [k for k, v in known.items() if {*v.fields} <= {*one.fields}]
+    if same:
+      rows = [(f"{path}{k}", v) for k, v in _changed(one, known[same[0]])]
+      title = f"the settings of {same[0]}, with these defaults"
+      lines += [f"### {path[:-1]}: {title}", "", *_table(rows)]
+    else:
+      lines += [f"### {path[:-1]}: {one.text}", ""]
+      lines += _sections(one, path, known)
+  return lines
+
+
+def page(programs: Mapping[str, ModuleType]) -> str:
+  """The page.
+
+  Args:
+    programs: modules with FLAGS and SETTINGS (None where it has no config) by
+      the names that they are called by. Programs that have the same settings
+      share their tables.
+  """
+  lines, shared, known = [_HEAD], {}, {}
+  for name, module in programs.items():
+    shared.setdefault(id(module.SETTINGS), []).append(name)
+  groups = sorted(shared.values(), key=lambda names: "train" not in names)
+  for names in groups:
+    declared = programs[names[0]].SETTINGS
+    lines += [f"## {', '.join(names)}", ""]
+    if declared:
+      lines += ["Settings, each given as `--config.SETTING=VALUE`:", ""]
+      lines += _sections(declared, "", known)
+      known[names[-1]] = declared
+    for name in names:
+      flags = [(f"--{k}", one) for k, one in programs[name].FLAGS.items()]
+      lines += [f"Flags of `python -m grpojax.{name}`:", "", *_table(flags)]
+  return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Disks, buckets, the Hub, records and locks."""

@@ -1,0 +1,114 @@
+"""Errors of a disk, in a sentence: before a run, and in one."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+
+from grpojax.runtime.files import records
+
+# A disk that is full, over a quota or a limit, broken, or mounted read-only.
+_REFUSALS = (
+  errno.ENOSPC,
+  errno.EDQUOT,
+  errno.EFBIG,
+  errno.EIO,
+  errno.EROFS,
+)
+
+
+class WriteFailed(Exception):
+  """Something could not be written; says what, why, and what is left."""
+
+
+def refuses(error: BaseException) -> bool:
+  """Returns True where an error is of the disk, and none of the program."""
+  return isinstance(error, WriteFailed) or (
+    isinstance(error, OSError) and error.errno in _REFUSALS
+  )
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+  """Turns what the disk refuses into a message and exit code 1."""
+  try:
+    yield
+  except (WriteFailed, OSError) as error:
+    if not refuses(error):
+      raise
+    raise SystemExit(f"error: {error}") from None
+
+
+def remove_all(folder: pathlib.Path, pattern: str, seconds: float = 5.0):
+  """Removes directories of a folder, while others may still be writing to them.
+
+  After a write that failed, other threads may go on, and make again what is
+  removed under them: so it is tried for some seconds.
+  """
+  until = time.monotonic() + seconds
+  while paths := list(folder.glob(pattern)):
+    for path in paths:
+      shutil.rmtree(path, ignore_errors=True)
+    if time.monotonic() > until:
+      return
+    time.sleep(0.05)
+
+
+def check_no_url(path: str | os.PathLike, flag: str) -> None:
+  """Raises ValueError for a URL; `flag` is the flag that named it: "--out"."""
+  if re.match(r"[A-Za-z0-9]+:/", str(path)):  # a path has lost a second /
+    raise ValueError(
+      f"{flag}={path} is not a path of the file system; only models and the "
+      "--run_dir of a training may be URLs (gs://BUCKET/DIR)"
+    )
+
+
+def check_writable(path: str | os.PathLike, flag: str) -> None:
+  """Checks that a directory can be made and written; leaves nothing behind.
+
+  Args:
+    path: directory, which need not exist.
+    flag: flag that named it, for the message: "--out".
+
+  Raises:
+    ValueError: says what is wrong with it.
+  """
+  check_no_url(path, flag)
+  path = pathlib.Path(path).absolute()
+  parents = (path, *path.parents)
+  parent = next(folder for folder in parents if os.path.lexists(folder))
+  try:
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent) as probe:
+      for name in path.relative_to(parent).parts:
+        # As long as the temporary names that are renamed in the end.
+        pathlib.Path(probe, f"{name}.partial").mkdir()
+      pathlib.Path(probe, "file").write_bytes(b"0")
+  except OSError as error:
+    part = "" if parent == path else f" ({parent} is what there is of it)"
+    raise ValueError(
+      f"{flag}={path} cannot be written: {error.strerror}{part}"
+    ) from error
+
+
+def check_file(path: str | os.PathLike, flag: str) -> None:
+  """Checks that a file can be written, in a directory that exists.
+
+  Takes and raises what `check_writable` does.
+  """
+  check_no_url(path, flag)
+  path = pathlib.Path(path)
+  if not path.absolute().parent.is_dir():
+    raise ValueError(f"{flag}={path}: its directory does not exist")
+  try:
+    records.check_writable(path)
+  except OSError as error:
+    raise ValueError(
+      f"{flag}={path} cannot be written: {error.strerror}"
+    ) from error
+  except ValueError as error:
+    raise ValueError(f"{flag}={error}") from None

@@ -1,0 +1,260 @@
+"""Models and data sets of the Hugging Face Hub: ORG/NAME or ORG/NAME@REVISION.
+
+Files go to the Hub's own cache (HF_HOME), whole files once; its library asks
+for the token where `hf auth login` or HF_TOKEN put it, and nothing here reads
+it. A branch moves, a commit does not: `commit` says which one a name means now,
+and whoever keeps ORG/NAME@COMMIT reads the same files ever after.
+
+Only files that are asked for by name or pattern are fetched, and none from a
+subdirectory: no code, no pickles, no second copy of the weights.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from grpojax.models import huggingface as hf
+from grpojax.runtime.processes import interrupts
+
+CONFIG = ("config.json",)
+TEXTS = hf.COMPANIONS
+WHOLE = (*TEXTS, "model*.safetensors", "model.safetensors.index.json")
+"""Files of a model to fetch: its shape alone, all but the weights, or all."""
+
+BRANCH = "main"
+_SMALL = {"model": CONFIG, "dataset": ("README.md",)}  # to ask for a commit
+KINDS = tuple(_SMALL)
+SAY_EVERY = 10.0  # seconds between two lines about a download
+_PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
+_NAME = rf"({_PART}/{_PART})(?:@([\w./-]+))?"
+_COMMIT = r"[0-9a-f]{40}"
+_LOGIN = "give its token by `hf auth login` or HF_TOKEN"
+
+
+class Name(NamedTuple):
+  """Name of a repository of the Hub; the revision names its state."""
+
+  id: str
+  revision: str = BRANCH
+
+  def __str__(self) -> str:
+    return f"{self.id}@{self.revision}"
+
+
+def parse(text: str | os.PathLike) -> Name | None:
+  """Returns a name of the Hub's form, None where the text has another one."""
+  text = os.fspath(text)
+  match = re.fullmatch(_NAME, text, re.ASCII)
+  if not match or "--" in match[1] or ".." in text:
+    return None
+  return Name(match[1], match[2] or BRANCH)
+
+
+def is_commit(revision: str) -> bool:
+  """Returns True for a whole commit hash, which never moves."""
+  return re.fullmatch(_COMMIT, revision) is not None
+
+
+def commit(name: Name, kind: str = "model") -> str:
+  """Returns the commit of a name now; without a network, when last asked.
+
+  Raises:
+    ValueError: it cannot be had, as in `fetch`.
+  """
+  if is_commit(name.revision):
+    return name.revision
+  return fetch(name, _SMALL[kind], kind).name
+
+
+def fetch(
+  name: Name, files: Sequence[str], kind: str = "model"
+) -> pathlib.Path:
+  """Returns a directory with files of a repository, in the state of `name`.
+
+  What is in the cache is not fetched again; several processes of a host wait
+  for each other, file by file. Ctrl-C and SIGTERM end it with the piece that is
+  coming (10 MB), and files that are whole stay.
+
+  Args:
+    name: name of the repository.
+    files: names or patterns of files in its top directory.
+    kind: one of `KINDS`.
+
+  Returns:
+    The directory, to be read only; its name is the commit.
+
+  Raises:
+    ValueError: it cannot be had; says why, and what to do.
+    interrupts.Left: SIGTERM came, and this process leaves by itself.
+  """
+  import huggingface_hub
+
+  request: dict[str, Any] = {"repo_type": kind, "revision": name.revision}
+  request |= {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
+  if parse(name.id) is None:  # nothing else goes into addresses and paths
+    raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
+  with (
+    _errors(name, kind),
+    _quiet(),
+    interrupts.deferred(*interrupts.BOTH) as came,
+  ):
+    try:
+      missing = huggingface_hub.snapshot_download(
+        name.id, **request, dry_run=True, tqdm_class=_bar(name, 0, came)
+      )
+    except huggingface_hub.errors.DryRunError:
+      missing = []  # no network; what is in the cache may do
+    size = sum(f.file_size or 0 for f in missing if f.will_download)
+    _check_room(name, size)
+    if size >= 1e6:
+      print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
+    directory = huggingface_hub.snapshot_download(
+      name.id, **request, tqdm_class=_bar(name, size, came)
+    )
+  return pathlib.Path(directory)
+
+
+def _cache() -> pathlib.Path:
+  from huggingface_hub import constants
+
+  return pathlib.Path(constants.HF_HUB_CACHE)
+
+
+def _amount(size: int) -> str:
+  unit, power = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
+  return f"{size / power:.3g} {unit}"
+
+
+def _check_room(name: Name, size: int) -> None:
+  """Raises ValueError where the disk has no room for a download."""
+  folders = (_cache(), *_cache().parents)
+  free = shutil.disk_usage(next(x for x in folders if x.exists())).free
+  if size > free:
+    raise ValueError(
+      f"{name.id}: {_amount(size)} to download, and {_cache()} has room for "
+      f"{_amount(free)}: free some, or set HF_HOME to another disk"
+    )
+
+
+def _bar(name: Name, size: int, came: Sequence[int]) -> type:
+  """Returns a class for the library's progress bars: a line now and then.
+
+  It raises `interrupts.Left` where a signal has come.
+  """
+  from tqdm import tqdm
+
+  last = time.monotonic()
+
+  class Bar(tqdm):
+    monitor_interval = 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+      kwargs.pop("name", None)
+      super().__init__(*args, **kwargs | {"disable": False})
+
+    def display(self, *args: Any, **kwargs: Any) -> Any:
+      return True  # nothing is drawn
+
+    def update(self, n: Any = 1) -> Any:
+      nonlocal last
+      is_drawn = super().update(n)
+      if self.unit == "B" and came:
+        raise interrupts.Left(f"the download of {name.id} was interrupted")
+      if self.unit == "B" and size and time.monotonic() - last > SAY_EVERY:
+        last = time.monotonic()
+        amount = f"{_amount(int(self.n))} of {_amount(size)}"
+        print(f"downloading {name.id}: {amount}", flush=True)
+      return is_drawn
+
+    def close(self) -> None:
+      self.disable = True  # nor wiped away
+
+  return Bar
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Silences the library's warnings: they name signed addresses."""
+  from huggingface_hub.utils import logging
+
+  before = logging.get_verbosity()
+  logging.set_verbosity_error()
+  try:
+    yield
+  finally:
+    logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _errors(name: Name, kind: str) -> Iterator[None]:
+  """Turns the library's errors into a sentence of ours with what to do."""
+  try:
+    yield
+  except (ValueError, interrupts.Left):
+    raise
+  except Exception as error:
+    raise ValueError(_in_words(error, name, kind)) from error
+
+
+def _in_words(error: Exception, name: Name, kind: str) -> str:
+  """Says what is wrong, not in the error's words: they may hold an address."""
+  from huggingface_hub import errors
+
+  page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
+  match error:
+    case errors.GatedRepoError():
+      return (
+        f"{name.id} is gated: accept its terms at {page}, and then {_LOGIN}"
+      )
+    case errors.RepositoryNotFoundError():
+      return (
+        f"no {kind} {name.id!r}: there is no such path here, and the Hub shows "
+        f"no {kind} of that name (if it is private, {_LOGIN})"
+      )
+    case errors.RevisionNotFoundError():
+      return (
+        f"{name.id} has no revision {name.revision!r}: give a branch, a tag or "
+        f"a commit of {page}"
+      )
+    case errors.LocalEntryNotFoundError():
+      return _not_reached(name, kind)
+    case errors.HfHubHTTPError():
+      status = error.response.status_code
+      remedy = {
+        401: f"the token is not valid: {_LOGIN}",
+        403: f"your account may not read it: {_LOGIN}",
+        429: f"too many requests: wait some minutes; without a token, {_LOGIN}",
+      }.get(status, "try again later")
+      return f"{name.id}: the Hub answered {status}; {remedy}"
+    case OSError(strerror=reason) if reason:
+      return (
+        f"{name.id} cannot be stored in {_cache()} ({reason}): free some room "
+        "there, or set HF_HOME to a directory that can be written"
+      )
+  return (
+    f"the download of {name.id} was cut off ({type(error).__name__}): the same "
+    "command goes on with what is missing"
+  )
+
+
+def _not_reached(name: Name, kind: str) -> str:
+  from huggingface_hub import constants
+
+  missing = (
+    f"{kind} {name}: there is no such path here, and it is not, or not "
+    f"whole, in {_cache()}"
+  )
+  if constants.HF_HUB_OFFLINE:
+    return (
+      f"{missing}, and HF_HUB_OFFLINE is set: unset it, or download it "
+      f"elsewhere (`hf download {name.id}`) and give its directory"
+    )
+  return (
+    f"{missing}, and {constants.ENDPOINT} cannot be reached: check the network "
+    "(HTTPS_PROXY, HF_ENDPOINT), or give a directory"
+  )

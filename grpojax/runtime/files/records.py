@@ -1,0 +1,196 @@
+"""Records on disk and on screen: JSON, JSON lines, the line of a step.
+
+A row is a dict with "step" and numbers. Write the rows of step k before the
+checkpoint of step k, so that resuming from it loses none.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def _plain(value: Any) -> Any:
+  """Returns a value of JSON's own types; numbers that are not finite: None."""
+  if isinstance(value, Mapping):
+    return {str(key): _plain(item) for key, item in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_plain(item) for item in value]
+  if value is None or isinstance(value, (str, bool, int)):
+    return value
+  if isinstance(value, os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, float):
+    return float(value) if math.isfinite(value) else None
+  if hasattr(value, "dtype"):  # NumPy and JAX arrays and scalars
+    return _plain(np.asarray(value).tolist())
+  return value  # json says what it cannot write
+
+
+def _target(path: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
+  """Returns the file that is meant, and a temporary one beside it.
+
+  The first is where a link leads to: renaming would put a file in its place.
+  The second has a name that nobody else takes, on another machine either: two
+  processes that write the same file would fill one and the same other, and the
+  first to be done would take it away from the second.
+  """
+  path = pathlib.Path(os.path.realpath(path))
+  return path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def check_writable(path: str | os.PathLike) -> None:
+  """Checks that `write_text` could write a file; leaves nothing behind.
+
+  Raises:
+    ValueError: it is a directory, or a device or a pipe, in whose place a file
+      would be put.
+    OSError: the operating system refuses it.
+  """
+  path, temporary = _target(path)
+  if path.is_dir():
+    raise ValueError(f"{path} is a directory: give the name of a file")
+  if path.exists() and not path.is_file():
+    raise ValueError(f"{path} is no file: give the name of one")
+  temporary.write_text("")
+  temporary.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """Yields a path to write to; it becomes the file's where the context ends.
+
+  The file is there whole or not at all, and after an error as it was. Of
+  several processes that write it, the last one's stays.
+  """
+  target, temporary = _target(path)
+  try:
+    yield temporary
+    os.replace(temporary, target)
+  except BaseException:  # Ctrl-C, too
+    temporary.unlink(missing_ok=True)
+    raise
+
+
+@contextlib.contextmanager
+def _naming(path: str | os.PathLike) -> Iterator[None]:
+  """Says of this file what the operating system refuses in here."""
+  try:
+    yield
+  except OSError as error:
+    text = error.strerror or str(error)
+    raise OSError(error.errno, text, os.fspath(path)) from error
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+  """Writes a file whole or not at all, and waits until a disk has it."""
+  with _naming(path), replacing(path) as temporary:
+    with open(temporary, "w", encoding="utf-8") as file:
+      file.write(text)
+      file.flush()
+      os.fsync(file.fileno())
+
+
+def write_json(path: str | os.PathLike, obj: Any) -> None:
+  """Writes JSON whole or not at all; non-finite numbers become null."""
+  write_text(path, json.dumps(_plain(obj), indent=2) + "\n")
+
+
+def append_jsonl(path: str | os.PathLike, row: Mapping[str, Any]) -> None:
+  """Appends one line, in one write, and hands it to the operating system."""
+  with _naming(path), open(path, "a", encoding="utf-8") as file:
+    file.write(json.dumps(_plain(row)) + "\n")
+
+
+def _row(line: bytes) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except ValueError as error:
+    raise ValueError(f"not JSON: {error}") from error
+  if not isinstance(row, dict):
+    raise ValueError(f"a JSON object is needed, not {row!r:.40}")
+  step = row.get("step", 0)
+  if not isinstance(step, int) or isinstance(step, bool):
+    raise ValueError(f"its step is no whole number, but {step!r:.40}")
+  return row
+
+
+def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """Returns all rows; none where there is no file.
+
+  A last line without its newline was torn by a kill, and is left out.
+
+  Raises:
+    ValueError: another line is no JSON object, or its "step" is no whole
+      number; the error says which line.
+  """
+  if not os.path.exists(path):
+    return []
+  *lines, _ = pathlib.Path(path).read_bytes().split(b"\n")
+  rows = []
+  for number, line in enumerate(lines, 1):
+    try:
+      rows.append(_row(line))
+    except (RecursionError, ValueError) as error:
+      raise ValueError(
+        f"{path}, line {number}: {error}; remove the line"
+      ) from error
+  return rows
+
+
+def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
+  """Drops what a resumed run will write again: rows later than `step`.
+
+  Also drops a torn last line. Rows without a step stay.
+
+  Args:
+    path: a file, which may be missing.
+    step: step of the restored checkpoint.
+  """
+  if os.path.exists(path):
+    rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def duration(seconds: int | float) -> str:
+  """Returns seconds as people say them: "12s", "3m05s", "2h07m"."""
+  seconds = max(round(seconds), 0)
+  if seconds < 60:
+    return f"{seconds}s"
+  if seconds < 3600:
+    return f"{seconds // 60}m{seconds % 60:02d}s"
+  return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+def progress(
+  step: int,
+  steps: int,
+  seconds: int | float | None,
+  left: int | float | None,
+  metrics: Mapping[str, Any],
+) -> str:
+  """Returns the line of a step.
+
+  Args:
+    step: number of steps done.
+    steps: number of steps in all.
+    seconds: time of one step, as the caller averages it; None while that is not
+      known.
+    left: seconds that the rest takes, with all that is between steps.
+    metrics: texts, and numbers that are shown to three digits, in this order.
+  """
+  words = [f"step {step:>{len(str(steps))}}/{steps}"]
+  for name, value in metrics.items():
+    text = value if isinstance(value, str) else f"{float(value):.3g}"
+    words.append(f"{name} {text}")
+  if seconds is not None:
+    words.append(f"{seconds:.2f} s/step")
+  if left is not None:
+    words.append(f"{duration(left)} left")
+  return "  ".join(words)

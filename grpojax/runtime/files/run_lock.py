@@ -1,0 +1,112 @@
+"""One process a run directory: a lock that dies with its process.
+
+The lock is the kernel's (flock) on an open file, not the file: it is gone the
+moment its process is, however that ended. The file says who holds it; one that
+a killed process left behind keeps nobody out. Reading a run needs no lock.
+"""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import sys
+from collections.abc import Iterator
+
+LOCK = ".lock"  # in the run directory
+
+
+def me() -> dict[str, str | int]:
+  """Returns a lock's account of this process, which holds it."""
+  return {
+    "pid": os.getpid(),
+    "host": socket.gethostname(),
+    "since": datetime.datetime.now().astimezone().isoformat(" ", "seconds"),
+    "command": " ".join(sys.argv)[:200],
+  }
+
+
+def holder(text: bytes) -> str:
+  """Names the holder of a lock, whose file should hold JSON of its `me`."""
+  try:
+    held = json.loads(text)
+    return (
+      f"process {held['pid']} on {held['host']} since {held['since']} "
+      f"({held['command']})"
+    )
+  except (ValueError, KeyError, TypeError, RecursionError):
+    return "another process"  # it has not written who it is yet
+
+
+def refusal(directory: str | os.PathLike, text: bytes) -> ValueError:
+  """Returns the error for a directory that another process holds."""
+  return ValueError(
+    f"{directory} is in use by {holder(text)}; wait for it, end it, or give "
+    "another directory"
+  )
+
+
+def _is_there(file: int, path: pathlib.Path) -> bool:
+  """Returns True where an open file is still the one of that name."""
+  try:
+    return os.path.samestat(os.fstat(file), os.stat(path))
+  except FileNotFoundError:
+    return False
+
+
+def _lock(file: int, directory: pathlib.Path) -> None:
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    raise refusal(directory, os.pread(file, 2**16, 0)) from None
+  except OSError as error:
+    if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+      raise
+    print(
+      f"{directory} is on a file system without locks: nothing keeps another "
+      "process from writing there too"
+    )
+
+
+@contextlib.contextmanager
+def hold(directory: str | os.PathLike) -> Iterator[None]:
+  """Holds a run directory's lock while the context lasts.
+
+  The file descriptor is not inherited by programs that are started meanwhile. A
+  child that is forked without starting a program shares the lock, as flock has
+  it: the lock is let go of when the context ends here, or where this process is
+  killed, when the last such child has ended too.
+
+  On a file system that has no locks (some network mounts), a line says so and
+  nothing is locked.
+
+  Args:
+    directory: run directory; made where it does not exist.
+
+  Raises:
+    ValueError: another process holds it; says which.
+    OSError: the directory or the file cannot be made.
+  """
+  directory = pathlib.Path(directory)
+  directory.mkdir(parents=True, exist_ok=True)
+  path = directory / LOCK
+  while True:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+      _lock(file, directory)
+      if not _is_there(file, path):  # its holder was just ending
+        continue
+      os.ftruncate(file, 0)
+      os.pwrite(file, (json.dumps(me()) + "\n").encode(), 0)
+      try:
+        yield
+      finally:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+          fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked
+      return
+    finally:
+      os.close(file)

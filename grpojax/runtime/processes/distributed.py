@@ -1,0 +1,441 @@
+"""Several processes that train together: how they meet, agree and end.
+
+Every process runs the same program on one global mesh (jax.distributed), and
+computes whatever is cheap and the same for all: prompts, settings, how rows are
+packed. What is not cheap on the host is dealt among them (`my_rows`: decoding
+text and scoring it), and what is done once is done by process 0 (`on_main`: all
+that is written into the run directory, but for checkpoints, which Orbax writes
+from all of them).
+
+A process that raises alone leaves the others waiting in their next collective,
+so errors are exchanged where they are likely: `on_main`, `agreed`,
+`check_same`. A process that is killed is noticed by the next collective, or by
+JAX within `HEARTBEAT` seconds, which ends the others.
+
+With one process, nothing of this communicates.
+"""
+
+import contextlib
+import errno
+import glob
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed as jax_distributed
+from jax.experimental import multihost_utils
+
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import interrupts
+
+HEARTBEAT = 30
+"""Seconds after which a silent process counts as dead, and all others end."""
+
+PATIENCE = 300
+"""Seconds that a process waits for the others before a run."""
+
+SAY_AFTER = 10.0
+"""Seconds of waiting without a word."""
+
+
+# How the processes meet.
+
+
+@contextlib.contextmanager
+def joined(
+  coordinator: str = "", num_processes: str = "", process_id: str = ""
+) -> Iterator[None]:
+  """Joins the processes of a run, for as long as the context lasts.
+
+  Processes other than the first print nothing on standard output.
+
+  Args:
+    coordinator: HOST:PORT of process 0, from the command line; where empty, JAX
+      finds it (Cloud TPU, GKE, SLURM), or there is one process.
+    num_processes: number of processes; only with a coordinator.
+    process_id: number of this one, from 0; likewise.
+
+  Raises:
+    ValueError: arguments that make no sense, or the others were not found.
+    interrupts.Left: SIGTERM came while process 0 was not there yet.
+  """
+  options: dict[str, Any] = {}
+  if coordinator:
+    options = _from_arguments(coordinator, num_processes, process_id)
+  elif num_processes or process_id:
+    raise ValueError(
+      "--num_processes and --process_id need --coordinator=HOST:PORT"
+    )
+  elif not (_several(os.environ) or _on_tpu_vm()):
+    yield
+    return
+  alone = False
+  with _patience() as problems:
+    if coordinator:
+      _find_coordinator(coordinator, options["process_id"], problems)
+    try:
+      # While JAX waits, an exception of Ctrl-C would wait as well.
+      with interrupts.on_ctrl_c(signal.SIG_DFL):
+        jax.distributed.initialize(
+          **options,
+          initialization_timeout=PATIENCE + 30,
+          heartbeat_timeout_seconds=HEARTBEAT,
+          shutdown_timeout_seconds=HEARTBEAT,
+        )
+    except Exception as error:
+      if coordinator or _several(os.environ):
+        raise ValueError(
+          f"the other processes of this run were not found: {error}"
+        ) from error
+      # A single TPU host (Colab's) may have nobody to ask.
+      text = f"one process alone: {str(error).splitlines()[0]}"
+      print(text, file=sys.stderr)
+      alone = True
+  if alone:
+    yield
+    return
+  with _standard_output(), _ending_together():
+    yield
+
+
+def _several(environ: Mapping[str, str]) -> bool:
+  """Returns True in the environment of one of several processes.
+
+  JAX finds the others by itself there; it is asked only then, since it takes an
+  answer for granted.
+  """
+  tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+  slurm = "SLURM_PROCID" in environ and tasks.isdecimal() and int(tasks) > 1
+  # libtpu writes a sentence there where it finds no hosts.
+  hosts = environ.get("TPU_WORKER_HOSTNAMES", "")
+  gke = "," in hosts and " " not in hosts
+  return slurm or gke or "JAX_COORDINATOR_ADDRESS" in environ
+
+
+def _on_tpu_vm() -> bool:
+  """Returns True on a host with TPU chips, perhaps one of several."""
+  chips = glob.glob("/dev/accel[0-9]*") + glob.glob("/dev/vfio/[0-9]*")
+  return bool(chips) and importlib.util.find_spec("libtpu") is not None
+
+
+def _from_arguments(
+  coordinator: str, num_processes: str, process_id: str
+) -> dict[str, Any]:
+  """Returns options of `jax.distributed.initialize`, from the command line."""
+  host, _, port = coordinator.rpartition(":")
+  if not (host and port.isdecimal()):
+    raise ValueError(
+      f"--coordinator={coordinator}: expected HOST:PORT of process 0"
+    )
+  if not 0 < int(port) < 2**16:
+    raise ValueError(f"--coordinator={coordinator}: there is no such port")
+  numbers = {"num_processes": num_processes, "process_id": process_id}
+  for name, text in numbers.items():
+    if not text.isdecimal():
+      raise ValueError(
+        f"--{name}={text}: with --coordinator, give --num_processes=N and "
+        "--process_id=0 to N-1"
+      )
+  count, process = int(num_processes), int(process_id)
+  if not process < count:
+    raise ValueError(f"--process_id={process} must be in 0..{count - 1}")
+  return {
+    "coordinator_address": coordinator,
+    "num_processes": count,
+    "process_id": process,
+    "cluster_detection_method": "deactivate",
+  }
+
+
+def _find_coordinator(
+  coordinator: str, process: int, problems: list[str]
+) -> None:
+  """Returns when JAX can connect to process 0, or process 0 can listen.
+
+  Args:
+    coordinator: HOST:PORT of process 0.
+    process: number of this one.
+    problems: gets what is wrong, for as long as it is.
+
+  Raises:
+    ValueError: this is process 0, and the port is taken.
+    interrupts.Left: SIGTERM came meanwhile.
+  """
+  host, _, port = coordinator.rpartition(":")
+  if process == 0:
+    return _check_port(int(port))
+  with interrupts.raising_sigterm():
+    while True:
+      try:
+        address = host.strip("[]"), int(port)
+        socket.create_connection(address, timeout=5).close()
+        return problems.clear()
+      except OSError as error:
+        text = f"process 0 is not at {coordinator} ({error.strerror or error})"
+        problems[:] = [text]
+        time.sleep(0.2)
+
+
+def _check_port(port: int) -> None:
+  """Raises ValueError where process 0 cannot listen at a port."""
+  dual = socket.has_dualstack_ipv6()
+  family = socket.AF_INET6 if dual else socket.AF_INET
+  try:
+    socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
+  except OSError as error:
+    problem = str(error)
+    if error.errno == errno.EADDRINUSE:
+      problem = (
+        "is in use on this machine: by another run, by what is left of one, or "
+        "by a second --process_id=0; end that, or give all processes another "
+        "port"
+      )
+    raise ValueError(f"port {port} of --coordinator {problem}") from error
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[list[str]]:
+  """Says that this process waits, and ends it where the context lasts long.
+
+  JAX says nothing, and would abort with a trace.
+
+  Yields:
+    A list for what is wrong, to be said then.
+  """
+  arrived = threading.Event()
+  problems: list[str] = []
+
+  def watch():
+    for seconds, words in (
+      (SAY_AFTER, f"are waited for, {PATIENCE} s at most"),
+      (PATIENCE - SAY_AFTER, f"did not come within {PATIENCE} s"),
+    ):
+      if arrived.wait(seconds):
+        return
+      text = ": ".join([f"the other processes of this run {words}", *problems])
+      print(text, file=sys.stderr, flush=True)
+    print(
+      "start every one with the same --coordinator and --num_processes, and a "
+      "--process_id of its own",
+      file=sys.stderr,
+    )
+    interrupts.end(1)
+
+  threading.Thread(target=watch, daemon=True).start()
+  try:
+    yield problems
+  finally:
+    arrived.set()
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[None]:
+  """Lets only the first process's own words go to standard output.
+
+  What libraries write there from C++ (Gloo of each connection) goes to standard
+  error.
+  """
+  sys.stdout.flush()
+  before = os.dup(1)
+  os.dup2(2, 1)
+  try:
+    target = before if is_main() else os.devnull
+    like = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+    with open(target, "w", 1, closefd=not is_main(), **like) as own:
+      with contextlib.redirect_stdout(own):
+        yield
+  finally:
+    os.dup2(before, 1)
+    os.close(before)
+
+
+# How they end.
+
+
+@contextlib.contextmanager
+def _ending_together() -> Iterator[None]:
+  """Ends together with all other processes, or at once where something broke.
+
+  Those that come here by an exit code (a message, SIGTERM) may all be on their
+  way; by another error or Ctrl-C, it is alone, and the others notice.
+  """
+  code = None
+  try:
+    yield
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    interrupts.end(interrupts.INTERRUPTED)
+  except BaseException as error:
+    if _says_another_is_gone(error):
+      print(
+        f"process {jax.process_index()}: another process of this run is gone, "
+        "see what it said last; the same command resumes from the last "
+        f"checkpoint ({str(error).partition(chr(10))[0][:200]})",
+        file=sys.stderr,
+      )
+      interrupts.end(1)
+    if not isinstance(error, SystemExit):
+      traceback.print_exc()
+      interrupts.end(1)
+    code = error.code or 0
+    if isinstance(code, str):  # said before it waits
+      print(code, file=sys.stderr, flush=True)
+      code = 1
+    if code == interrupts.INTERRUPTED:
+      interrupts.end(code)
+  # What all have refused, all have refused by now.
+  seconds = 10 if code == 1 else HEARTBEAT
+  try:
+    # JAX's shutdown, of itself, aborts where another process does not come.
+    client = jax_distributed.global_state.client
+    client.wait_at_barrier("leaving", 1000 * seconds)
+  except jax.errors.JaxRuntimeError:
+    interrupts.end(code or 0)
+  jax.distributed.shutdown()
+  if code is not None:
+    sys.exit(code)
+
+
+def _says_another_is_gone(error: BaseException) -> bool:
+  """Returns True for an error that another process's end has caused.
+
+  That of a collective is a ValueError where a program is dispatched, and may
+  have been turned into an exit's message since. Some of JAX's errors are of
+  this process's own program: no memory is left, say.
+  """
+  own = "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND"
+  text, of_jax = str(error), isinstance(error, jax.errors.JaxRuntimeError)
+  return "Gloo" in text or (of_jax and not text.startswith(own))
+
+
+# Who does what.
+
+
+def count() -> int:
+  """Number of processes."""
+  # To ask JAX starts its devices, which is slow and may print: not for one.
+  return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def several() -> bool:
+  """Returns True where there are other processes."""
+  return count() > 1
+
+
+def is_main() -> bool:
+  """Returns True in the process that writes files and prints: the first."""
+  return not several() or jax.process_index() == 0
+
+
+def rows_of(process: int, rows: int) -> slice:
+  """Returns a process's part of some rows: a block, in the processes' order.
+
+  Five rows of two processes: 0, 1, 2 and 3, 4.
+  """
+  block = -(-rows // count())
+  return slice(min(process * block, rows), min((process + 1) * block, rows))
+
+
+def my_rows(rows: int) -> slice:
+  """Returns this process's part of some rows."""
+  return rows_of(jax.process_index() if several() else 0, rows)
+
+
+# What they agree on.
+
+
+def gather(value: Any) -> list[Any]:
+  """Returns the values of all processes, in their order; all must call it.
+
+  Args:
+    value: anything of JSON's types; NaN is kept.
+  """
+  if not several():
+    return [value]
+  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(text.size))
+  padded = np.zeros(sizes.max(), np.uint8)
+  padded[: text.size] = text
+  rows = multihost_utils.process_allgather(padded)
+  return [
+    json.loads(row[:size].tobytes())
+    for row, size in zip(rows, sizes, strict=True)
+  ]
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+  """Calls a function in the first process only, and returns its value in all.
+
+  Args:
+    function: returns one of JSON's types.
+
+  Raises:
+    ValueError: in all processes, whatever it raised; in the first, itself.
+  """
+  if not several():
+    return function()
+  value = None
+  with agreed():
+    value = function() if is_main() else None
+  return gather(value)[0]
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+  """Raises in all processes, at the end, what raises in here in one of them.
+
+  Nothing in here may wait for other processes.
+
+  Raises:
+    ValueError: with another process's error.
+  """
+  if not several():
+    yield
+    return
+  raised, text = None, None
+  try:
+    yield
+  except Exception as error:
+    raised, text = error, f"{type(error).__name__}: {error}"
+    if isinstance(error, (ValueError, disk.WriteFailed)):
+      text = str(error)
+  texts = gather(text)
+  if raised:
+    raise raised
+  for i, text in enumerate(texts):
+    if text:
+      raise ValueError(f"process {i}: {text}" if i else text)
+
+
+def check_same(**values: str) -> None:
+  """Checks that all processes were started with the same things.
+
+  Args:
+    **values: texts by name, such as the configuration and versions.
+
+  Raises:
+    ValueError: in all processes; names what differs, with the first line of it
+      that does.
+  """
+  first, *others = gather(values)
+  for i, other in enumerate(others, 1):
+    for name, text in other.items():
+      if text == first[name]:
+        continue
+      pairs = zip(first[name].splitlines(), text.splitlines(), strict=False)
+      lines = (f"{a.strip()} and {b.strip()}" for a, b in pairs if a != b)
+      raise ValueError(
+        f"processes 0 and {i} differ in {name}: "
+        + next(lines, "one is longer than the other")
+        + "; start all of them with the same command, packages and files"
+      )

@@ -1,0 +1,229 @@
+"""Signals: SIGTERM saves a run and ends it, Ctrl-C ends it at once.
+
+Schedulers (SLURM, Kubernetes, spot machines) send SIGTERM some seconds before
+they kill a job. A run looks for it between the parts of a step, saves a
+checkpoint, and exits with code `EXIT_PREEMPTED`.
+
+Ctrl-C is an exception, except where that would do harm: Orbax joins its
+threads, and Python takes a thread for dead whose `join` was interrupted
+(bpo-45274), so that it fails while the interpreter ends.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run: Ctrl-C, and a scheduler's."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+EXIT_PREEMPTED = 75
+"""Exit code of a preempted run: EX_TEMPFAIL of sysexits.h. The run is saved and
+not finished; run the same command again to resume it."""
+
+_NOT_OURS = (None, signal.SIG_IGN)
+"""Handlers that stay: one set in C (by JAX), and that of a background job."""
+
+_IGNORING = ("__del__", "_xla_gc_callback")
+"""Functions whose exceptions Python ignores. The second is JAX's, when garbage
+is collected, which is often while it compiles."""
+
+
+class Left(Exception):
+  """The end of a run before it began; nothing is lost, or to be saved."""
+
+
+def end(code: int) -> NoReturn:
+  """Ends this process, without what Python does at its end."""
+  for stream in (sys.stdout, sys.stderr):
+    stream.flush()
+  os._exit(code)
+
+
+def skip_end(code: int) -> None:
+  """Leaves out what Python does at a program's end, whatever that will be.
+
+  There it waits for threads, and those of Orbax wait for each other for minutes
+  after a save that failed; and it takes down what other threads still need.
+
+  Args:
+    code: exit code, whichever the program ends with.
+  """
+  # The hook is set where Python was started as one of our programs.
+  if getattr(sys.excepthook, "__module__", "") == "grpojax":
+    # The last one is the first to run; those of `atexit` come after threads.
+    threading._register_atexit(end, code)
+
+
+def exit_program() -> NoReturn:
+  """Exits after Ctrl-C; a program, once what is open is closed.
+
+  XLA compiles in threads of its own, and goes on where Ctrl-C came meanwhile.
+  It crashes when Python takes down what it needs: a program leaves that out.
+
+  Raises:
+    SystemExit: always.
+  """
+  skip_end(INTERRUPTED)
+  raise SystemExit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _handled(handler: Any, *numbers: int) -> Iterator[None]:
+  """Sets a handler of signals while the context lasts.
+
+  There are none in threads but the main one.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    numbers = ()
+  before = {number: signal.signal(number, handler) for number in numbers}
+  try:
+    yield
+  finally:
+    for number, old in before.items():
+      signal.signal(number, old or signal.SIG_DFL)
+
+
+def on_ctrl_c(
+  action: Callable[..., Any] | signal.Handlers,
+) -> contextlib.AbstractContextManager[None]:
+  """Gives Ctrl-C another effect than an exception, while the context lasts.
+
+  Args:
+    action: argument of `signal.signal`; no effect in threads but the main one.
+  """
+  return _handled(action, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def deferred(*numbers: int) -> Iterator[list[int]]:
+  """Heeds signals only when the context ends.
+
+  Not those that JAX listens to, or that are ignored (Ctrl-C, of a job in the
+  background), nor anything in threads but the main one.
+
+  Args:
+    *numbers: signals, from `BOTH`.
+
+  Yields:
+    Signals that have come, for work that ends itself where there are any.
+  """
+  came: list[int] = []
+  ours = [n for n in numbers if signal.getsignal(n) not in _NOT_OURS]
+  try:
+    with _handled(lambda number, _: came.append(number), *ours):
+      yield came
+  finally:
+    for number in dict.fromkeys(came):
+      signal.raise_signal(number)
+
+
+def _is_ignored(frame: types.FrameType | None) -> bool:
+  """Returns True where Python would ignore an exception that is raised now."""
+  while frame and frame.f_code.co_name not in _IGNORING:
+    frame = frame.f_back
+  return frame is not None
+
+
+@contextlib.contextmanager
+def raising_ctrl_c() -> Iterator[list[int]]:
+  """Raises KeyboardInterrupt at Ctrl-C; later where Python would ignore it.
+
+  Yields:
+    Signals that have come, for work that ends where there are any: one may have
+    been ignored all the same.
+  """
+  came: list[int] = []
+
+  def interrupt(number: int, frame: types.FrameType | None) -> None:
+    if _is_ignored(frame):  # send it once more
+      timer = threading.Timer(0.05, os.kill, (os.getpid(), number))
+      timer.daemon = True
+      return timer.start()
+    came.append(number)
+    raise KeyboardInterrupt
+
+  if signal.getsignal(signal.SIGINT) in _NOT_OURS:
+    yield came
+    return
+  with on_ctrl_c(interrupt):
+    yield came
+
+
+@contextlib.contextmanager
+def raising_sigterm() -> Iterator[None]:
+  """Raises `Left` at SIGTERM, while the context lasts.
+
+  Not for where JAX listens to it: its handler could not be put back. Where
+  Python ignores the exception, it is raised again when the context ends.
+  """
+  came: list[Left] = []
+
+  def leave(*_: Any) -> None:
+    came.append(Left("SIGTERM before the run began"))
+    raise came[0]
+
+  with _handled(leave, signal.SIGTERM):
+    yield
+  if came:
+    raise came[0]
+
+
+@contextlib.contextmanager
+def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
+  """Listens for SIGTERM, while the context lasts.
+
+      with sigterm_requests(several=False) as requested:
+        for step in range(steps):
+          ...
+          if requested(together=True):
+            save(...)
+            sys.exit(EXIT_PREEMPTED)
+
+  Several processes must all save the same step, whichever of them gets the
+  signal. JAX listens for it in each of them then, passes it on, and names a
+  point that none of them has reached yet.
+
+  Args:
+    several: True where this is one of several processes.
+
+  Yields:
+    `requested(together=False) -> bool`, True once SIGTERM has arrived. Several
+    processes answer alike where they ask `together`, at the same points of the
+    program; elsewhere the answer is False.
+
+  Raises:
+    ValueError: not called from the main thread.
+  """
+  if several:
+    # Imported here: this module is needed where Ctrl-C comes during imports.
+    from jax.experimental import multihost_utils
+
+    points = itertools.count(1)
+    reached = multihost_utils.reached_preemption_sync_point
+    yield lambda together=False: together and reached(next(points))
+    return
+  came: list[int] = []
+
+  def note(number: int, frame: types.FrameType | None) -> None:
+    came.append(number)
+    # The default action, not a Python handler, so that a second SIGTERM kills
+    # even while the main thread is deep inside a compiled call.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    message = b"SIGTERM: saving, then exiting; a second one kills at once\n"
+    os.write(2, message)  # print is not safe to re-enter
+
+  before = signal.signal(signal.SIGTERM, note)
+  try:
+    yield lambda together=False: bool(came)
+  finally:
+    # None: it was not set from Python, and cannot be put back from there.
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

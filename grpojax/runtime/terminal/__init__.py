@@ -1,0 +1,1 @@
+"""Progress, pictures and trackers."""

@@ -1,0 +1,110 @@
+"""Pictures of a run, drawn by matplotlib.
+
+Training rows have `reward_mean`, `completion_length_mean`, `entropy`, `kl` and
+`zero_variance_groups`, some of them `optimal_group_size` with its bounds `_low`
+and `_high` (95%; may be infinite) and the `group_size` of the step; evaluation
+rows have `accuracy`, `accuracy_low` and `accuracy_high` (a 95% interval).
+"""
+
+import math
+import os
+from typing import Any
+
+from grpojax.runtime.files import records
+
+_PANELS = (
+  ("reward_mean", "mean reward (training)"),
+  ("accuracy", "held-out accuracy, 95% interval"),
+  ("completion_length_mean", "completion length (tokens)"),
+  ("entropy", "entropy (nats a token)"),
+  ("kl", "KL to the reference (nats a token)"),
+  ("zero_variance_groups", "groups with equal rewards (share)"),
+  ("optimal_group_size", "best group size, 95% interval"),
+)
+
+
+def new_figure(rows: int, columns: int, size: tuple[float | int, float | int]):
+  """Returns a figure of `size` inches, and its axes [rows, columns]."""
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure  # not pyplot: it has global state
+
+  figure = Figure(figsize=size, dpi=100, layout="constrained")
+  FigureCanvasAgg(figure)
+  return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def save_figure(figure, path: str | os.PathLike) -> None:
+  """Writes a figure as PNG, whole or not at all."""
+  with records.replacing(path) as temporary:
+    figure.savefig(temporary, format="png")
+
+
+def learning_curve(
+  metrics_path: str | os.PathLike, out_png: str | os.PathLike
+) -> None:
+  """Draws a run's learning curve, 1000 x 700 pixels.
+
+  Args:
+    metrics_path: a JSON lines file of rows; a panel without data is left out.
+    out_png: the picture, replaced whole.
+
+  Raises:
+    ValueError: no row has anything to draw.
+  """
+  rows = [row for row in records.read_jsonl(metrics_path) if "step" in row]
+  rows.sort(key=lambda row: row["step"])  # a baseline may be a later row
+  series = {key: [row for row in rows if _has(row, key)] for key, _ in _PANELS}
+  panels = [(key, title) for key, title in _PANELS if series[key]]
+  if not panels:
+    raise ValueError(f"{metrics_path} has no rows to draw")
+  columns = math.ceil(len(panels) / 2) if len(panels) > 1 else 1
+  figure, grid = new_figure(-(-len(panels) // columns), columns, (10, 7))
+  for axes in grid.flat[len(panels) :]:
+    axes.set_visible(False)
+  for axes, (key, title) in zip(grid.flat, panels, strict=False):
+    _draw(axes, series[key], key)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+  save_figure(figure, out_png)
+
+
+def _has(row: dict[str, Any], key: str) -> bool:
+  # The best size may be infinite, which is null in the file; its bound is not.
+  key = f"{key}_low" if key == "optimal_group_size" else key
+  return isinstance(row.get(key), (int, float))
+
+
+def _draw(axes, rows: list[dict[str, Any]], key: str) -> None:
+  steps = [row["step"] for row in rows]
+  values = [math.nan if row[key] is None else row[key] for row in rows]
+  axes.plot(steps, values, marker="." if len(rows) < 30 else "")
+  if key == "optimal_group_size":
+    _draw_group_sizes(axes, steps, rows, key)
+  elif key == "accuracy":
+    axes.set_ylim(0, 1.02)
+    band = [r for r in rows if r.get("accuracy_low") is not None]
+    axes.fill_between(
+      [r["step"] for r in band],
+      [r["accuracy_low"] for r in band],
+      [r["accuracy_high"] for r in band],
+      alpha=0.25,
+    )
+  elif key == "completion_length_mean":
+    axes.set_ylim(bottom=0)
+
+
+def _draw_group_sizes(
+  axes, steps: list[int], rows: list[dict[str, Any]], key: str
+) -> None:
+  """Draws the interval of each diagnosis, and the run's own group size."""
+  sizes = [row["group_size"] for row in rows]
+  axes.plot(steps, sizes, "--", label="of this run")
+  axes.legend(fontsize=8)
+  top = max([4 * max(sizes), *(2 * row[key] for row in rows if row[key])])
+  low = [row.get(f"{key}_low") for row in rows]
+  high = [min(row.get(f"{key}_high") or top, top) for row in rows]
+  axes.vlines(steps, low, high, alpha=0.4)
+  axes.set_yscale("log", base=2)
+  axes.set_ylim(1, top)
+  axes.yaxis.set_major_formatter("{x:.0f}")

@@ -1,0 +1,275 @@
+"""Experiment trackers: the metrics of a run again, where people look at them.
+
+A tracker is one function of `TRACKERS`, which opens a run there. Where the data
+go, and with which account, say the tracker's own environment variables (and
+WANDB_MODE=offline, a sqlite MLFLOW_TRACKING_URI and trackio need no network).
+A tracker that fails is named and left out: no run ends for it.
+"""
+
+import contextlib
+import importlib.util
+import io
+import math
+import os
+import pathlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+TENSORBOARD = "tensorboard"
+PROJECT = "grpojax"
+"""Project or experiment of runs whose user names none."""
+
+
+class TrackedRun(NamedTuple):
+  """A run as a tracker gets to know it.
+
+  Attributes:
+    directory: run directory.
+    name: name for people.
+    config: settings by dotted path.
+    step: step of the checkpoint that it goes on from; -1 where it starts.
+    id: name by which the tracker knows it; "" where it does not yet.
+  """
+
+  directory: pathlib.Path
+  name: str
+  config: Mapping[str, Any]
+  step: int = -1
+  id: str = ""
+
+
+class Tracker(NamedTuple):
+  """An open run of a tracker.
+
+  Attributes:
+    log: `(step, numbers)`.
+    close: hands over what is left.
+    id: name by which the run can be gone on with; "" where none is needed.
+  """
+
+  log: Callable[[int, Mapping[str, float]], None]
+  close: Callable[[], None]
+  id: str = ""
+
+
+def tensorboard(run: TrackedRun) -> Tracker:
+  """Files in the run's directory; what a lost run has written is hidden.
+
+  tensorboardX's files, but not its SummaryWriter: that hands all over to a
+  thread, and waits for it for ever where the disk is full.
+  """
+  from tensorboardX.event_file_writer import EventsWriter
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  from tensorboardX.summary import scalar
+
+  directory = run.directory / TENSORBOARD
+  directory.mkdir(parents=True, exist_ok=True)
+  writer = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+
+  def write(step, **content):
+    writer.write_event(Event(wall_time=time.time(), step=step, **content))
+
+  # Hides what earlier files hold from this step on.
+  write(run.step + 1, session_log=SessionLog(status=SessionLog.START))
+  writer.flush()
+
+  def log(step, numbers):
+    for name, value in numbers.items():
+      write(step, summary=scalar(name, value))
+    writer.flush()
+
+  def close():
+    with contextlib.suppress(OSError):  # of a full disk, which was said before
+      writer.close()
+
+  return Tracker(log, close)
+
+
+def wandb(run: TrackedRun) -> Tracker:
+  """Weights & Biases: WANDB_PROJECT, WANDB_MODE, WANDB_API_KEY.
+
+  Curves are over "step"; steps that are done again are there twice.
+  """
+  import wandb as library
+
+  opened = library.init(
+    project=os.environ.get("WANDB_PROJECT", PROJECT),
+    name=run.name,
+    id=run.id or secrets.token_hex(8),
+    resume="allow",
+    dir=str(run.directory),
+    config=dict(run.config),
+    settings=library.Settings(console="off", silent=True),
+  )
+  opened.define_metric("*", step_metric="step")
+
+  def log(step, numbers):
+    opened.log({"step": step, **numbers})
+
+  return Tracker(log, opened.finish, opened.id)
+
+
+def mlflow(run: TrackedRun) -> Tracker:
+  """MLflow: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+  # Its own defaults wait for a server that is gone for many minutes.
+  os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+  os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+  from mlflow import entities, tracking
+
+  client = tracking.MlflowClient()
+  if run.id:
+    client.update_run(run.id, status="RUNNING")
+    id = run.id
+  else:
+    project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    known = client.get_experiment_by_name(project)
+    experiment = known and known.experiment_id
+    experiment = experiment or client.create_experiment(project)
+    id = client.create_run(experiment, run_name=run.name).info.run_id
+    settings = [
+      entities.Param(key, str(value)[:500]) for key, value in run.config.items()
+    ]
+    for i in range(0, len(settings), 100):  # as many as it takes at once
+      client.log_batch(id, params=settings[i : i + 100])
+
+  def log(step, numbers):
+    now = int(time.time() * 1000)
+    # Reward functions name their metrics freely; MLflow refuses some letters.
+    named = {re.sub(r"[^\w./ -]", "_", k)[:250]: x for k, x in numbers.items()}
+    metrics = [entities.Metric(k, x, now, step) for k, x in named.items()]
+    client.log_batch(id, metrics=metrics)
+
+  return Tracker(log, lambda: client.set_terminated(id), id)
+
+
+def trackio(run: TrackedRun) -> Tracker:
+  """Trackio: TRACKIO_DIR; `trackio show` shows it."""
+  import trackio as library
+
+  # It knows runs by their names.
+  name = run.id or f"{run.name}-{secrets.token_hex(3)}"
+  with contextlib.redirect_stdout(io.StringIO()):
+    opened = library.init(
+      project=PROJECT,
+      name=name,
+      config=dict(run.config),
+      resume="allow",
+      embed=False,
+    )
+
+  def log(step, numbers):
+    opened.log(dict(numbers), step=step)
+
+  def close():
+    with contextlib.redirect_stdout(io.StringIO()):
+      library.finish()  # of the run alone it would print again at the end
+
+  return Tracker(log, close, name)
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+  TENSORBOARD: tensorboard,
+  "wandb": wandb,
+  "mlflow": mlflow,
+  "trackio": trackio,
+}
+"""Functions that open a run, by the tracker's name."""
+
+PACKAGES = {name: name for name in TRACKERS} | {TENSORBOARD: "tensorboardX"}
+"""Packages that trackers import."""
+
+
+def check(names: Sequence[str]) -> None:
+  """Checks that the trackers can be imported.
+
+  Raises:
+    ValueError: a package is not there; the message says how to get it.
+  """
+  for name in names:
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+      raise ValueError(
+        f"log.trackers = {name!r}: {PACKAGES[name]} is not installed: pip"
+        f" install 'grpojax[{name}]'"
+      )
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the finite numbers of a row but for its step, by name."""
+  numbers = {}
+  for name, value in row.items():
+    if name == "step" or isinstance(value, bool | str):
+      continue
+    with contextlib.suppress(TypeError, ValueError):  # it is no number
+      if math.isfinite(number := float(value)):
+        numbers[name] = number
+  return numbers
+
+
+def open_all(
+  names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
+) -> tuple[dict[str, Tracker], dict[str, str]]:
+  """Opens a run in all trackers.
+
+  Args:
+    names: names of the trackers.
+    run: the run; its `id` is not read.
+    ids: ids of an earlier part of the same run, by tracker.
+
+  Returns:
+    The trackers by name, and the ids to remember.
+
+  Raises:
+    ValueError: one cannot be opened; the others are closed.
+  """
+  opened: dict[str, Tracker] = {}
+  try:
+    for name in names:
+      opened[name] = TRACKERS[name](run._replace(id=ids.get(name, "")))
+  except (Exception, SystemExit) as error:
+    close_all(opened)
+    hint = " (WANDB_MODE=offline needs no account)" if name == "wandb" else ""
+    raise ValueError(
+      f"log.trackers: {name} does not open: {_one_line(error)}{hint}; without"
+      f" it: --config.log.trackers={','.join(x for x in names if x != name)}"
+    ) from error
+  return opened, {k: one.id for k, one in opened.items() if one.id}
+
+
+def log_all(
+  opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
+) -> None:
+  """Hands a row's numbers to all trackers; names and drops one that fails.
+
+  Args:
+    opened: trackers from `open_all`; those that fail are taken out.
+    step: number of the step.
+    row: numbers, and things that are none.
+  """
+  numbers = numbers_of(row)
+  for name, tracker in list(opened.items()):
+    try:
+      tracker.log(step, numbers)
+    except (Exception, SystemExit) as error:
+      del opened[name]
+      print(
+        f"step {step}: {name} fails ({_one_line(error)}); it gets no more of"
+        " this run until it is resumed",
+        flush=True,
+      )
+
+
+def close_all(opened: Mapping[str, Tracker]) -> None:
+  """Closes all trackers, and prints which of them fails."""
+  for name, tracker in opened.items():
+    try:
+      tracker.close()
+    except (Exception, SystemExit) as error:
+      print(f"{name} does not close: {_one_line(error)}", flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+  text = " ".join(str(error).split())[:300]
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,200 @@
+"""Control tokens of templates, kept apart from text that looks like them.
+
+A tokenizer takes "<|im_end|>" for a control token wherever it stands. Templates
+write such tokens; a prompt that holds these letters must not end its own turn.
+So the contents are marked before they are set by a template: `mark` puts a name
+that nobody can guess in the place of each control token. `encode` then reads
+the tokens that are left in the text, which are the template's, as what they
+are, and the letters in the marks' places as text:
+
+    a prompt              Say <|im_end|>
+    marked                Say NONCE1;
+    set by a template     <|im_start|>user Say NONCE1;<|im_end|>
+    read as               control 0, text "user Say <|im_end|>", control 1
+
+Control tokens are the tokenizer's added tokens that are special, and others
+that its chat template writes (the turns of DeepSeek's are not marked special),
+but for tags such as <think> and </think>, which models write in their answers
+and templates look for: these are one token in prompts as in completions.
+"""
+
+import functools
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+_TAG = re.compile(r"</?[a-z_]+>")
+
+
+class Marks(NamedTuple):
+  """Control tokens of one tokenizer, and the marks that stand for them.
+
+  Attributes:
+    tokens: control tokens (tokenizers' AddedToken), the longest first.
+    numbers: their places in `tokens`, by their text.
+    pattern: finds them in a text.
+    heads: texts with which one of them begins.
+    tails: texts with which one of them ends.
+    nonce: beginning of every mark: private characters, drawn at random.
+  """
+
+  tokens: tuple[Any, ...]
+  numbers: dict[str, int]
+  pattern: re.Pattern
+  heads: tuple[str, ...]
+  tails: tuple[str, ...]
+  nonce: str
+
+
+@functools.lru_cache(maxsize=8)
+def marks(tokenizer: Any) -> Marks:
+  """Returns the marks of a tokenizer's texts."""
+  template = str(tokenizer.chat_template or "")
+
+  def is_control(token):
+    text = token.content
+    written = text in template and text.strip() and not _TAG.fullmatch(text)
+    return token.special or written
+
+  added = filter(is_control, tokenizer.added_tokens_decoder.values())
+  tokens = tuple(sorted(added, key=lambda token: -len(token.content)))
+  numbers = {token.content: k for k, token in enumerate(tokens)}
+  words = [re.escape(token.content) for token in tokens]
+  words = [
+    rf"(?<!\w){word}(?!\w)" if token.single_word else word
+    for word, token in zip(words, tokens, strict=True)
+  ]
+  splits = [(t[:i], t[i:]) for t in numbers for i in range(1, len(t))]
+  return Marks(
+    tokens,
+    numbers,
+    pattern=re.compile("|".join(words) or "(?!)"),
+    heads=tuple({head for head, _ in splits}),
+    tails=tuple({tail for _, tail in splits}),
+    nonce="".join(chr(0xE000 + byte) for byte in secrets.token_bytes(12)),
+  )
+
+
+def mark(tokenizer: Any, text: str) -> str:
+  """Returns the text with marks in the place of all control tokens.
+
+  Also at an end of the text that may become one beside a template's text, say
+  "<|im_end|" before ">".
+  """
+  known = marks(tokenizer)
+  marked = known.pattern.sub(
+    lambda match: f"{known.nonce}{known.numbers[match[0]]};", text
+  )
+  # At whitespace it would keep templates from stripping that.
+  if text.endswith(known.heads) and not text[-1].isspace():
+    marked += f"{known.nonce};"
+  if text.startswith(known.tails) and not text[0].isspace():
+    marked = f"{known.nonce};{marked}"
+  return marked
+
+
+def leave_as_it_is(tokenizer: Any, text: str) -> str:
+  """Returns the text: control tokens in it are what they look like."""
+  del tokenizer
+  return text
+
+
+SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
+  "text": mark,
+  "control": leave_as_it_is,
+}
+"""Meanings of control tokens in prompts and data: data.special_tokens."""
+
+
+def unmark(tokenizer: Any, marked: str) -> str:
+  """Returns the text that was marked."""
+  known = marks(tokenizer)
+  return re.sub(
+    f"{known.nonce}([0-9]*);",
+    lambda match: known.tokens[int(match[1])].content if match[1] else "",
+    marked,
+  )
+
+
+def encode(
+  tokenizer: Any, marked: str, add_special_tokens: bool = False
+) -> list[int]:
+  """Returns the ids of a text: marks are text, other control tokens controls.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    marked: text from `mark`, or of a template that got such texts.
+    add_special_tokens: True where the tokenizer adds those that it adds itself.
+
+  Raises:
+    ValueError: the tokenizer has no way to write a control token as text.
+  """
+  if marks(tokenizer).nonce not in marked:
+    return tokenizer.encode(marked, add_special_tokens=add_special_tokens)
+  return encode_marked(tokenizer, marked, add_special_tokens)
+
+
+def encode_marked(
+  tokenizer: Any, marked: str, add_special_tokens: bool
+) -> list[int]:
+  """Encodes a text that has marks; gives the same ids for one without."""
+  known = marks(tokenizer)
+  backend, ids = _with_aliases(tokenizer)
+  # Controls of the template become aliases; then marks become text.
+  aliased = known.pattern.sub(
+    lambda match: f"{known.nonce}{known.numbers[match[0]]}:", marked
+  )
+  text = unmark(tokenizer, aliased)
+  encoded = backend.encode(text, add_special_tokens=False).ids
+  inside = {int(k) for k in re.findall(f"{known.nonce}([0-9]+);", marked)}
+  names = {known.tokens[k].content for k in inside} - {tokenizer.unk_token}
+  wrong = {tokenizer.convert_tokens_to_ids(n) for n in names} & {*encoded}
+  if wrong:
+    raise ValueError(
+      f"a prompt has {tokenizer.convert_ids_to_tokens(min(wrong))!r} in its"
+      " text, and this tokenizer has no other way to write that than the"
+      " control token: take it out, or set data.special_tokens = 'control'"
+    )
+  if add_special_tokens:
+    encoded = backend.encode(text, add_special_tokens=True).ids
+  return [ids.get(i, i) for i in encoded]
+
+
+@functools.lru_cache(maxsize=2)
+def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
+  """Copies the tokenizer's backend, so that only aliases are controls.
+
+  The alias of control token k is NONCE k ":", with the same rules of whitespace
+  around it; so one pass over the whole text does all that the original does.
+
+  Returns:
+    The copy, and the original ids by those of the aliases.
+  """
+  import tokenizers
+
+  backend = getattr(tokenizer, "backend_tokenizer", None)
+  if not isinstance(backend, tokenizers.Tokenizer):
+    raise ValueError(
+      f"{type(tokenizer).__name__} cannot write control tokens as text: set"
+      " data.special_tokens = 'control'"
+    )
+  known = marks(tokenizer)
+  copy = tokenizers.Tokenizer.from_str(backend.to_str())
+  copy.no_truncation()
+  copy.no_padding()
+  copy.add_special_tokens(list(known.tokens))
+  copy.encode_special_tokens = True  # reads special tokens as text
+  ids = {}
+  for k, token in enumerate(known.tokens):
+    alias = tokenizers.AddedToken(
+      f"{known.nonce}{k}:",
+      lstrip=token.lstrip,
+      rstrip=token.rstrip,
+      normalized=token.normalized,
+      special=False,
+    )
+    copy.add_tokens([alias])
+    number = copy.token_to_id(alias.content)
+    ids[number] = tokenizer.convert_tokens_to_ids(token.content)
+  return copy, ids

@@ -1,0 +1,441 @@
+"""Tokenizers in Hugging Face format, from local directories only.
+
+`transformers` is imported where it is needed: it is slow to import, and nothing
+else uses it.
+"""
+
+import functools
+import os
+import pathlib
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from grpojax.models.huggingface.weights import read_json
+from grpojax.runtime.text import special_tokens as special_tokens_lib
+from grpojax.runtime.text.chat_template import DATE, set_messages, whole_chat
+from grpojax.runtime.text.chat_template import asks_for_date as asks_for_date
+from grpojax.runtime.text.chat_template import today as today
+from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
+
+PAD, EOS, UNK = "<|pad|>", "<|endoftext|>", "<|unk|>"
+SMALLEST_BPE = 256 + 2
+"""Number of tokens of the smallest BPE: all bytes, PAD and EOS."""
+
+# Q: and A: take turns; a system message, if any, stands on a line of its own.
+CHAT_TEMPLATE = (
+  "{% for message in messages %}"
+  "{% if message['role'] == 'user' %}Q: {{ message['content'] }}\n"
+  "{% elif message['role'] == 'assistant' %}A: {{ message['content'] }}\n"
+  "{% else %}{{ message['content'] }}\n{% endif %}"
+  "{% endfor %}"
+  "{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+def import_transformers() -> types.ModuleType:
+  """Returns the transformers library, imported without a word.
+
+  Where there is no PyTorch it says on standard error that models will not be
+  available. Its tokenizers are, and nothing else of it is used here. Its other
+  warnings stay: the setting lasts no longer than the import.
+  """
+  advice = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+  with mock.patch.dict(os.environ, advice):
+    import transformers
+
+  return transformers
+
+
+def load(path: str | os.PathLike) -> Any:
+  """Loads the tokenizer of a model directory, without network or remote code.
+
+  Args:
+    path: a directory with `tokenizer.json` (or another vocabulary file that
+      transformers knows) and `tokenizer_config.json`.
+
+  Returns:
+    A transformers tokenizer.
+
+  Raises:
+    ValueError: the directory or its tokenizer files are missing, or cannot be
+      read.
+  """
+  path = pathlib.Path(path)
+  if not path.is_dir():
+    raise ValueError(
+      f"no tokenizer: {path} is not a directory. Models are read from local"
+      " directories in Hugging Face format; download the model first"
+    )
+  names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+  if not any((path / name).is_file() for name in names):
+    raise ValueError(
+      f"no tokenizer in {path}: none of {', '.join(names)} is there. Copy the"
+      " tokenizer files of the model into it"
+    )
+  transformers = import_transformers()
+  # A generic class says that tokenizer.json is the whole tokenizer. For some
+  # model types (qwen2) AutoTokenizer would put the family's own in its place.
+  settings = path / "tokenizer_config.json"
+  kind = settings.is_file() and read_json(settings).get("tokenizer_class")
+  generic = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
+  name = "PreTrainedTokenizerFast" if generic else "AutoTokenizer"
+  try:
+    return getattr(transformers, name).from_pretrained(
+      str(path), local_files_only=True, trust_remote_code=False
+    )
+  except Exception as error:  # transformers raises many kinds
+    raise ValueError(f"cannot read the tokenizer in {path}: {error}") from error
+
+
+def format_prompt(
+  tokenizer: Any,
+  prompt: str | Sequence[Mapping[str, Any]],
+  template: str = "{prompt}",
+  system_prompt: str = "",
+  template_options: Mapping[str, Any] | None = None,
+) -> str:
+  """Returns a prompt as the text that the model continues.
+
+  Args:
+    tokenizer: a transformers tokenizer; its chat template, if any, sets the
+      messages.
+    prompt: text, or chat messages {"role": ..., "content": ...}.
+    template: text around a prompt that is a text, with "{prompt}" in the
+      prompt's place, and other braces doubled. In a chat that is the user's
+      message, and blanks at its ends are dropped: the chat template separates
+      messages.
+    system_prompt: message of the system before messages that have none. Where
+      the chat template has no system role, it goes before the first message's
+      text with a blank line between, as Gemma 3's template does it.
+    template_options: keywords of the chat template (enable_thinking, say), and
+      "date_string", the date that it is to write.
+
+  Raises:
+    ValueError: messages, a system prompt or options without a chat template, or
+      what the chat template does not take.
+  """
+  options = dict(template_options or {})
+  if not tokenizer.chat_template:
+    options.pop(DATE, None)  # there is nobody who would write one
+    for problem, present in (
+      ("the prompt is a list of chat messages", not isinstance(prompt, str)),
+      ("data.system_prompt is set", system_prompt),
+      ("data.template_options are set", options),
+    ):
+      if present:
+        raise ValueError(
+          f"{problem}, but the tokenizer has no chat template: use an instruct "
+          "model, or text prompts and data.template alone"
+        )
+    return _fill(template, prompt)
+  if isinstance(prompt, str):
+    text = _fill(template.strip(), prompt)
+    messages = [{"role": "user", "content": text}]
+  else:
+    messages = [dict(message) for message in prompt]
+  if system_prompt and messages[0]["role"] != "system":
+    messages = [{"role": "system", "content": system_prompt}, *messages]
+  return set_messages(tokenizer, messages, options)
+
+
+def _fill(template: str, prompt: str) -> str:
+  if "{prompt}" not in template:
+    raise ValueError(f'no "{{prompt}}" in the prompt template {template!r}')
+  return template.format(prompt=prompt)
+
+
+def encode_prompt(
+  tokenizer: Any,
+  prompt: str | Sequence[Mapping[str, Any]],
+  template: str = "{prompt}",
+  system_prompt: str = "",
+  template_options: Mapping[str, Any] | None = None,
+  special_tokens: str = "text",
+) -> tuple[str, list[int]]:
+  """Returns the text of `format_prompt`, and its ids.
+
+  A chat template writes special tokens (BOS and others) itself; without one the
+  tokenizer adds what it is configured to add.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    prompt: text or messages, as of `format_prompt`.
+    template: text around a prompt, likewise.
+    system_prompt: message of the system, likewise.
+    template_options: keywords of the chat template, likewise.
+    special_tokens: key of `SPECIAL_TOKENS`, the meaning of the names of special
+      tokens in the prompt, the messages and the system prompt. In templates
+      (the chat template, and `template`) they always are special tokens.
+
+  Raises:
+    ValueError: as `format_prompt`; or special tokens in the prompt that cannot
+      be written as text.
+  """
+
+  def written(*contents):
+    return format_prompt(
+      tokenizer, contents[0], template, contents[1], template_options
+    )
+
+  text = marked = written(prompt, system_prompt)
+  write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
+  contents = [_each_text(write, prompt), write(system_prompt)]
+  if contents != [prompt, system_prompt]:
+    marked = written(*contents)
+    if special_tokens_lib.unmark(tokenizer, marked) != text:
+      raise ValueError(
+        "the model's chat template writes another text where a prompt has the"
+        " name of a special token in it: take it out, or set"
+        f" data.special_tokens = 'control'; the prompt is {text[:200]!r}"
+      )
+  plain = not tokenizer.chat_template
+  return text, special_tokens_lib.encode(tokenizer, marked, plain)
+
+
+def encode_text(
+  tokenizer: Any, text: str, special_tokens: str = "text", **options: Any
+) -> list[int]:
+  """Returns the ids of a text that no template has set.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    text: text to encode.
+    special_tokens: key of `SPECIAL_TOKENS`, as of `encode_prompt`.
+    **options: add_special_tokens, False by default.
+  """
+  marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
+  return special_tokens_lib.encode(tokenizer, marked, **options)
+
+
+def encode_conversation(
+  tokenizer: Any,
+  sample: str | Sequence[Mapping[str, Any]],
+  special_tokens: str = "text",
+  date: str | None = None,
+) -> list[int]:
+  """Returns the ids of a text, or of a whole chat by the tokenizer's template.
+
+  A template writes its special tokens itself; to a text the tokenizer adds
+  those that it always adds.
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    sample: text or chat, with its answer.
+    special_tokens: key of `SPECIAL_TOKENS`, as of `encode_prompt`.
+    date: date that the template is to write; None is today.
+  """
+  if isinstance(sample, str):
+    return encode_text(
+      tokenizer, sample, special_tokens, add_special_tokens=True
+    )
+  write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
+  marked = whole_chat(tokenizer, _each_text(write, sample), date)
+  return special_tokens_lib.encode(tokenizer, marked)
+
+
+def _each_text(write: Callable[[str], str], content: Any) -> Any:
+  """Returns a prompt whose every text is written by `write`."""
+  if isinstance(content, str):
+    return write(content)
+  if isinstance(content, Mapping):
+    return {key: _each_text(write, value) for key, value in content.items()}
+  if isinstance(content, (list, tuple)):
+    return [_each_text(write, value) for value in content]
+  return content
+
+
+def decode_completion(
+  tokenizer: Any, ids: np.ndarray, mask: np.ndarray, eos_ids: Sequence[int]
+) -> str:
+  """Returns the text of one completion, up to its first EOS.
+
+  Special tokens that do not end it stay visible ("<|pad|>"), so that no reward
+  takes "1<|pad|>94" for "194".
+
+  Args:
+    tokenizer: a transformers tokenizer.
+    ids: completion ids, [T].
+    mask: True on the completion's tokens, [T].
+    eos_ids: ids that end a completion.
+  """
+  tokens = []
+  for token in np.asarray(ids)[np.asarray(mask)].tolist():
+    if token in eos_ids:
+      break
+    tokens.append(token)
+  return tokenizer.decode(
+    tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+  )
+
+
+def character_tokenizer(*, chat: bool = False) -> Any:
+  r"""Returns a tokenizer of single characters, for the embedded models.
+
+  Its 100 tokens: <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
+  printable ASCII (32..126) and "\n\n", the only token of two characters, which
+  can end a completion in plain text. Decoding gives back the very text.
+
+  Args:
+    chat: with the chat template "Q: {content}\nA: ".
+
+  Returns:
+    A transformers tokenizer; `save_pretrained` writes its files.
+  """
+  import tokenizers
+
+  characters = ["\n", *map(chr, range(32, 127))]
+  tokens = [PAD, EOS, UNK, *characters, "\n\n"]
+  model = tokenizers.models.BPE(
+    vocab={token: i for i, token in enumerate(tokens)},
+    merges=[("\n", "\n")],
+    unk_token=UNK,
+  )
+  backend = tokenizers.Tokenizer(model)
+  backend.decoder = tokenizers.decoders.Fuse()
+  return _wrapped(backend, chat, unk_token=UNK)
+
+
+def train_bpe(
+  texts: Iterable[str], vocab_size: int, *, chat: bool = True
+) -> Any:
+  r"""Trains a byte-level tokenizer whose tokens are frequent pieces of words.
+
+  Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in
+  GPT-2. All bytes are tokens, so any text can be written, and decoding gives
+  back the very text. Digits are never merged: a number is written digit by
+  digit. The same texts in the same order give the same tokenizer.
+
+  Args:
+    texts: texts to learn from.
+    vocab_size: tokens at most, with <|pad|> = 0 and <|endoftext|> = 1; fewer
+      where the texts have no more pairs to merge.
+    chat: with the chat template "Q: {content}\nA: ".
+
+  Returns:
+    A transformers tokenizer; `save_pretrained` writes its files.
+
+  Raises:
+    ValueError: vocab_size is too small for all bytes, or there is no text.
+  """
+  if vocab_size < SMALLEST_BPE:
+    raise ValueError(
+      f"vocab_size = {vocab_size}: must be {SMALLEST_BPE} or more, for all"
+      " bytes"
+    )
+  texts = list(texts)
+  if not any(texts):
+    raise ValueError("no texts to train a tokenizer on")
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers, trainers
+
+  backend = tokenizers.Tokenizer(models.BPE())
+  backend.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+  )
+  backend.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=[PAD, EOS],
+    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
+  )
+  backend.train_from_iterator(texts, trainer)
+  return _wrapped(backend, chat)
+
+
+def _wrapped(backend: Any, chat: bool, **special: str) -> Any:
+  """Returns a transformers tokenizer around one of the tokenizers library."""
+  tokenizer = import_transformers().PreTrainedTokenizerFast(
+    tokenizer_object=backend,
+    pad_token=PAD,
+    eos_token=EOS,
+    clean_up_tokenization_spaces=False,
+    **special,
+  )
+  if chat:
+    tokenizer.chat_template = CHAT_TEMPLATE
+  return tokenizer
+
+
+def eos_ids(
+  path: str | os.PathLike, tokenizer: Any, vocab_size: int | None = None
+) -> tuple[int, ...]:
+  """Returns the ids that end a completion.
+
+  These are those of `generation_config.json`, or of `config.json` if it names
+  none; and the tokenizer's, which ends a turn of a chat. A file may name them
+  by number or by text, one or a list.
+
+  Args:
+    path: model directory.
+    tokenizer: its tokenizer.
+    vocab_size: number of ids that the model has; None does not check them.
+
+  Returns:
+    One or more ids, without repetition; the file's, in their order, come first.
+
+  Raises:
+    ValueError: none of the three names an id, or a file names something else.
+  """
+  ids: list[int] = []
+  for name in ("generation_config.json", "config.json"):
+    file = pathlib.Path(path) / name
+    if not ids and file.is_file():
+      named = read_json(file).get("eos_token_id")
+      for token in named if isinstance(named, list) else [named]:
+        if named is not None:
+          ids.append(_eos_id(token, tokenizer, vocab_size, file))
+  if tokenizer.eos_token_id is not None:
+    ids.append(int(tokenizer.eos_token_id))
+  if not ids:
+    raise ValueError(
+      f"no end-of-sequence token in {path}: set eos_token_id in its"
+      " generation_config.json, or eos_token in tokenizer_config.json"
+    )
+  return tuple(dict.fromkeys(ids))
+
+
+def _eos_id(
+  token: Any, tokenizer: Any, vocab_size: int | None, file: pathlib.Path
+) -> int:
+  """Returns the id that a file names by its number or its text."""
+  if isinstance(token, str):
+    known = tokenizer.get_vocab().get(token)
+    if known is None:
+      raise ValueError(
+        f"{file}: eos_token_id = {token!r} is no token of the tokenizer"
+      )
+    token = known
+  if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+    raise ValueError(
+      f"{file}: eos_token_id must be an id, a token's text, or a list of them:"
+      f" {token!r} is neither"
+    )
+  if vocab_size is not None and token >= vocab_size:
+    raise ValueError(
+      f"{file}: eos_token_id = {token}, but the model's ids end at"
+      f" {vocab_size - 1}: no completion would ever end with it"
+    )
+  return token
+
+
+def pad_id(tokenizer: Any) -> int:
+  """Returns the id to pad with: that of the padding token, else of EOS.
+
+  Raises:
+    ValueError: the tokenizer has neither.
+  """
+  for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+    if token is not None:
+      return int(token)
+  raise ValueError(
+    "the tokenizer has neither a padding nor an end-of-sequence token: set"
+    " pad_token in its tokenizer_config.json"
+  )

@@ -1,0 +1,169 @@
+"""Answers of a model to prompts, and talks with it."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from grpojax.core.types import Params
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step import sampling as sampling_lib
+
+NEW, QUIT = "/new", "/quit"
+HELP = f"a line is a prompt; {NEW} forgets what was said, {QUIT} ends"
+
+Prompt = str | list[dict[str, str]]
+
+
+class Answer(NamedTuple):
+  """A completion.
+
+  Attributes:
+    text: text as the model wrote it.
+    tokens: number of its tokens, with the one that ends it.
+    finished: True if it came to its end within sampling.max_new_tokens.
+    reward: its reward, nan where it could not be computed; None without.
+  """
+
+  text: str
+  tokens: int
+  finished: bool
+  reward: float | None = None
+
+
+class Speaker(NamedTuple):
+  """A model that answers.
+
+  Attributes:
+    settings: settings of its data, sampling and rewards.
+    policy: the model.
+    params: its parameters.
+    sampler: sampler of its answers, from `step.sampling.make_sampler`.
+    key: random key of the samples.
+  """
+
+  settings: TrainSettings
+  policy: Policy
+  params: Params
+  sampler: Callable[..., Any]
+  key: jax.Array
+
+
+def speaker(
+  settings: TrainSettings,
+  policy: Policy,
+  params: Params,
+  samples: int,
+  greedy: bool,
+) -> Speaker:
+  """Makes a model answer, by samples or by its likeliest tokens (`greedy`)."""
+  sampling = settings.sampling.distribution
+  if greedy:
+    sampling = dataclasses.replace(sampling, temperature=0.0)
+  sampler = sampling_lib.make_sampler(settings, policy, samples, sampling)
+  return Speaker(
+    settings, policy, params, sampler, jax.random.key(settings.seed)
+  )
+
+
+def _with_room(settings: TrainSettings, tokens: int) -> TrainSettings:
+  """Doubles data.max_prompt_length until a prompt fits: few sizes compile."""
+  length = settings.data.max_prompt_length
+  while length < tokens:
+    length *= 2
+  data = dataclasses.replace(settings.data, max_prompt_length=length)
+  return dataclasses.replace(settings, data=data)
+
+
+def ask(
+  speaker: Speaker,
+  example: dict[str, Any],
+  turn: int = 0,
+  reward_pool: rewards_lib.RewardPool | None = None,
+) -> tuple[str, list[Answer]]:
+  """Asks a model.
+
+  Args:
+    speaker: the model.
+    example: an example with its "prompt", and columns that its rewards read.
+    turn: number of the question; another one draws other samples.
+    reward_pool: the rewards; None for none.
+
+  Returns:
+    The prompt as the model reads it, and the answers.
+
+  Raises:
+    ValueError: the model's chat template does not take the prompt.
+  """
+  settings, policy = speaker.settings, speaker.policy
+  _, ids = prompts_lib.encoder(settings, policy)(example["prompt"])
+  settings = _with_room(settings, len(ids))
+  prompts, examples = prompts_lib.prompts_of(settings, policy, [example], [0])
+  key = jax.random.fold_in(speaker.key, turn)
+  samples = speaker.sampler(speaker.params, prompts_lib.trim(prompts), key)
+  if reward_pool is None:
+    texts = policy_lib.decode(policy, samples)
+    rewards = [None] * len(texts[0])
+  else:
+    texts, scores = rewards_lib.compute_rewards(
+      policy, reward_pool, examples, samples
+    )
+    rewards = scores.rewards[0].tolist()
+  tokens = np.sum(samples.completion_mask[0], axis=-1).tolist()
+  finished = np.asarray(samples.finished[0]).tolist()
+  answers = map(Answer, texts[0], tokens, finished, rewards)
+  return examples[0]["prompt_text"], list(answers)
+
+
+def lines(answers: list[Answer]) -> list[str]:
+  """Lines of answers, to print: control characters are escaped."""
+  texts = []
+  for i, answer in enumerate(answers, 1):
+    about = [f"[{i}/{len(answers)}]"] if len(answers) > 1 else []
+    if answer.reward is not None:
+      about.append(f"reward {answer.reward:g}")
+    about.append(f"{answer.tokens} tokens")
+    if not answer.finished:
+      about.append("cut off there")
+    texts += [printable(answer.text).rstrip(), f"  ({', '.join(about)})"]
+  return texts
+
+
+def talk(
+  speaker: Speaker, read: Iterator[str], say: Callable[[str], None], turns: bool
+) -> None:
+  """Answers one line after another, to their end or `QUIT`.
+
+  Args:
+    speaker: the model; of several answers the first is remembered.
+    read: the lines.
+    say: function that prints.
+    turns: True shows the model the lines and answers before; needs a chat
+      template.
+  """
+  history: list[dict[str, str]] = []
+  for turn, line in enumerate(read):
+    text = line.strip()
+    if text == QUIT:
+      return
+    if text == NEW:
+      history = []
+    elif text:
+      user = {"role": "user", "content": text}
+      prompt: Prompt = [*history, user] if history else text
+      try:
+        _, answers = ask(speaker, {"prompt": prompt}, turn)
+      except ValueError as error:
+        say(f"error: {error}")
+        continue
+      say("\n".join(lines(answers)))
+      if turns:
+        answer = {"role": "assistant", "content": answers[0].text}
+        history = [*history, user, answer]

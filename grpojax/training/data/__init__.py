@@ -1,0 +1,1 @@
+"""Prompts, splits and mixtures of a run."""

@@ -1,0 +1,145 @@
+"""Examples as batches of prompts in the policy's format."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Prompts
+from grpojax.data import pipeline
+from grpojax.rewards import exact_ids
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.policy import Policy
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+
+Batches = Iterator[tuple[Prompts, list[dict[str, Any]]]]
+
+
+def encoder(settings: TrainSettings, policy: Policy):
+  """`(prompt) -> (text, ids)`: prompts in the policy's format."""
+  data = settings.data
+  return functools.partial(
+    tokenizer_lib.encode_prompt,
+    policy.tokenizer,
+    template=data.template,
+    system_prompt=data.system_prompt,
+    template_options=data.template_options,
+    special_tokens=data.special_tokens,
+  )
+
+
+def prompt_batches(
+  settings: TrainSettings, policy: Policy, examples, **options: Any
+) -> Batches:
+  """Batches of prompts in the policy's format, see `pipeline`."""
+  return pipeline.prompt_batches(
+    examples,
+    encoder(settings, policy),
+    max_prompt_length=settings.data.max_prompt_length,
+    pad_id=policy.pad_id,
+    **options,
+  )
+
+
+def trim(prompts: Prompts) -> Prompts:
+  """Cuts padding that all prompts of a batch share, on the host.
+
+  Args:
+    prompts: numpy arrays of `data.max_prompt_length` tokens.
+
+  Returns:
+    The shortest of a quarter, a half, three quarters and all of that length
+    (rounded up) which holds them: each size is a program to compile.
+  """
+  limit = prompts.prompt_ids.shape[1]
+  longest = np.sum(prompts.prompt_mask, axis=-1).max()
+  size = min(n for k in range(1, 5) if (n := -(-limit * k // 4)) >= longest)
+  return prompts.replace(
+    prompt_ids=prompts.prompt_ids[:, :size],
+    prompt_mask=prompts.prompt_mask[:, :size],
+  )
+
+
+def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
+  """One pass over held-out examples, in their order, each batch trimmed."""
+  batches = prompt_batches(
+    settings,
+    policy,
+    examples,
+    batch_size=settings.eval.batch_size,
+    shuffle=False,
+    repeat=False,
+  )
+  return ((trim(prompts), batch) for prompts, batch in batches)
+
+
+def take(
+  batches: Batches, count: int, mesh: jax.sharding.Mesh
+) -> tuple[Prompts, list[dict[str, Any]]]:
+  """The next batches as one, trimmed, on a mesh.
+
+  Args:
+    batches: Batches of equal size.
+    count: Number of batches to join.
+    mesh: Mesh of training.
+
+  Raises:
+    ValueError: An error of `pipeline.prompt_batches`.
+  """
+  taken = [next(batches) for _ in range(count)]
+  prompts = taken[0][0]
+  if count > 1:
+    all_prompts = [prompts for prompts, _ in taken]
+    prompts = jax.tree.map(lambda *x: np.concatenate(x), *all_prompts)
+  examples = [example for _, batch in taken for example in batch]
+  return mesh_lib.place(trim(prompts), mesh, "batch"), examples
+
+
+def training_batches(
+  settings: TrainSettings,
+  policy: Policy,
+  examples,
+  group_size: int,
+  start: int = 0,
+  parts: int = 1,
+) -> Batches:
+  """The run's prompts from number `start` on, with targets for its reward.
+
+  Each batch has one of `parts` equal parts of a step's prompts.
+  """
+  samples = batches_lib.samples_per_step(settings)
+  target = None
+  if settings.reward.on_device:
+    target, _ = device_reward(settings, policy)
+  return prompt_batches(
+    settings,
+    policy,
+    examples,
+    batch_size=samples // group_size // parts,
+    target=target,
+    seed=settings.seed,
+    start=start,
+  )
+
+
+def prompts_of(
+  settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
+) -> tuple[Prompts, list[dict[str, Any]]]:
+  """A batch of chosen examples; see `pipeline.prompts_of`."""
+  return pipeline.prompts_of(
+    examples,
+    indices,
+    encoder(settings, policy),
+    max_prompt_length=settings.data.max_prompt_length,
+    pad_id=policy.pad_id,
+  )
+
+
+def device_reward(settings: TrainSettings, policy: Policy):
+  """`(target, reward)`: the reward on ids, see `rewards.exact_ids`."""
+  (name,) = settings.reward.functions
+  return exact_ids.ON_DEVICE[name](policy.tokenizer, policy.eos_ids)

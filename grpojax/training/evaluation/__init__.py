@@ -1,0 +1,1 @@
+"""Held-out evaluations, and the best state of a run."""

@@ -1,0 +1,67 @@
+"""Best state of a run, by its greedy held-out accuracy.
+
+The best of several evaluations on the same prompts is a little luckier than it
+is good: its accuracy is no unbiased estimate, that of the last state is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+Record = dict[str, Any]
+"""JSON values that every checkpoint has: "best", the row of the evaluation with
+the highest accuracy; "last", the last step that was evaluated; "without_gain",
+the number of evaluations in a row that have not raised the highest accuracy,
+that of the starting weights included. {} is none yet."""
+
+_COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
+
+
+def after(record: Record, baseline: Row | None, row: Row) -> Record:
+  """Record after one more evaluation, which counts once.
+
+  Args:
+    record: record of the evaluations before.
+    baseline: the evaluation of the starting weights.
+    row: row of the evaluation. One on other prompts than before begins anew.
+  """
+  if row["step"] <= record.get("last", 0):
+    return record
+  best, without = record.get("best"), record.get("without_gain", 0)
+  if best and best["prompts"] != row["prompts"]:
+    best, without = None, 0
+  before = [x["accuracy"] for x in (best, baseline) if x]
+  gain = row["accuracy"] > max(before, default=-1.0)
+  if best is None or row["accuracy"] > best["accuracy"]:
+    best = {name: row[name] for name in _COLUMNS}
+  without = 0 if gain else without + 1
+  return {"best": best, "last": row["step"], "without_gain": without}
+
+
+def without_lost(record: Record, steps: Sequence[int]) -> Record:
+  """Record without a best state that is not among the checkpoints' steps."""
+  if step(record) in (None, *steps):
+    return record
+  return {name: value for name, value in record.items() if name != "best"}
+
+
+def step(record: Record) -> int | None:
+  """Step of the best state; None before the first evaluation."""
+  best = record.get("best")
+  return best["step"] if best else None
+
+
+def stopping(record: Record, limit: int) -> str | None:
+  """Reason why a run ends early, or None.
+
+  Args:
+    record: record of its evaluations.
+    limit: number of evaluations without gain in a row; 0 is no limit.
+  """
+  count = record.get("without_gain", 0)
+  if not 0 < limit <= count:
+    return None
+  return (
+    f"no higher held-out accuracy in {count} evaluations: the run ends early "
+    f"at step {record['last']}; to go on: --config.stop.no_improvement=0"
+  )

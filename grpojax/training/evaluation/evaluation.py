@@ -1,0 +1,366 @@
+"""Evaluation of one model or two by their completions of held-out prompts.
+
+Everything is computed from one value a prompt: prompts are what varies, and the
+samples of one prompt are not independent of each other.
+
+Each model writes prompts in its own format and counts them with its own
+tokenizer, so what `data.too_long` drops differs between models. Two models are
+compared on what fits both.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Params, Prompts
+from grpojax.data.pipeline import Subset
+from grpojax.rewards import exact, groups, math
+from grpojax.rewards.pool import Failure
+from grpojax.runtime.terminal.screen import printable
+from grpojax.statistics.intervals import (
+  PairedDifference,
+  mean_interval,
+  paired_difference,
+  paired_proportions,
+  wilson_interval,
+)
+from grpojax.statistics.pass_at_k import SILENT, majority_at_k, pass_at_k
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import mixtures
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.data import splits as splits_lib
+from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import rewards as rewards_lib
+
+CORRECT = 1.0  # a completion with at least this reward is right
+ANSWERS = {  # the answer in a completion, for rewards that read one
+  "exact_answer": exact.given_answer,
+  "math_answer": math.given_answer,
+}
+TITLES = {"accuracy": "greedy accuracy"}
+
+
+Batches = Iterable[tuple[Prompts, list[dict[str, Any]]]]
+
+
+class HeldOut(NamedTuple):
+  """Held-out problems that one model is asked.
+
+  Attributes:
+    batches: prompts with their examples, in the order of the data set.
+    too_long: number of problems that were left out because this model's prompt
+      of them is longer than `data.max_prompt_length`.
+  """
+
+  batches: list[tuple[Prompts, list[dict[str, Any]]]]
+  too_long: int
+
+  @property
+  def count(self) -> int:
+    """Number of problems."""
+    return sum(len(examples) for _, examples in self.batches)
+
+
+class Evaluation(NamedTuple):
+  """Completions of held-out prompts.
+
+  Attributes:
+    rewards: rewards [prompts, samples]; nan, where there is none, is not right.
+    texts: the completions, [prompts][samples].
+    examples: the problems, with their "prompt_text".
+    failures: rewards that could not be computed.
+  """
+
+  rewards: np.ndarray
+  texts: list[list[str]]
+  examples: list[dict[str, Any]]
+  failures: list[Failure] = []
+
+
+def _key(example: Mapping[str, Any], *names: str) -> str:
+  """Text by which an example is known: its values of these names."""
+  values = [example.get(name) for name in names]
+  return json.dumps(values, sort_keys=True, default=repr)
+
+
+def _in_common(
+  names: Sequence[str], splits: Sequence[splits_lib.Split]
+) -> list[Any]:
+  """Returns of each model's examples those that fit all models."""
+  prompts = [
+    [_key(split.examples[i], "prompt") for i in range(len(split.examples))]
+    for split in splits
+  ]
+  common = set.intersection(*map(set, prompts))
+  if not common:
+    raise ValueError(
+      f"no held-out prompt fits both {' and '.join(names)}: raise "
+      "--config.data.max_prompt_length"
+    )
+  return [
+    Subset(split.examples, [i for i, p in enumerate(own) if p in common])
+    for split, own in zip(splits, prompts, strict=True)
+  ]
+
+
+def held_out_problems(
+  settings: TrainSettings, names: Sequence[str], policies: Sequence[Policy]
+) -> list[HeldOut]:
+  """Held-out problems that fit all models, in each model's format.
+
+  Args:
+    settings: settings `data` and `eval` for all models.
+    names: names of the models, for errors.
+    policies: the models.
+
+  Returns:
+    For each model, the same problems in the same order.
+
+  Raises:
+    ValueError: no problem fits all models; a prompt is too long and
+      `data.too_long` is "refuse"; the data lack what a reward function needs;
+      or the data set is not the same twice.
+  """
+  models = dict(enumerate(zip(names, policies, strict=True)))
+
+  def for_each(function):
+    results = []
+    for i, (name, policy) in models.items():
+      try:
+        results.append(function(policy, i))
+      except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return results
+
+  splits = for_each(lambda p, i: splits_lib.load_split(settings, p, "test"))
+  rewards_lib.check_columns(
+    settings, rewards_lib.resolve_functions(settings), splits[0]
+  )
+  examples = [split.examples for split in splits]
+  if any(split.dropped for split in splits):
+    examples = _in_common(names, splits)
+  batches = for_each(
+    lambda p, i: list(prompts_lib.held_out(settings, p, examples[i]))
+  )
+  first, *others = (
+    [_key(e, "prompt", "answer") for _, of_batch in one for e in of_batch]
+    for one in batches
+  )
+  if any(other != first for other in others):
+    raise ValueError(
+      f"the data set {settings.data.name} gave {' and '.join(names)} different "
+      "problems: its load must return the same for the same arguments"
+    )
+  return [
+    HeldOut(one, split.dropped)
+    for one, split in zip(batches, splits, strict=True)
+  ]
+
+
+def _pad(prompts: Prompts, rows: int) -> Prompts:
+  """Fills a last, shorter batch with empty prompts: one shape, one program."""
+  missing = rows - len(prompts.prompt_ids)
+  return jax.tree.map(
+    lambda x: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), prompts
+  )
+
+
+def evaluate(
+  policy: Policy,
+  params: Params,
+  sampler: Callable[..., Any],
+  batches: Batches,
+  reward_pool: rewards_lib.RewardPool,
+  key: jax.Array,
+  batch_size: int,
+  mesh: jax.sharding.Mesh | None = None,
+  check_signals: Callable[..., None] = lambda together=False: None,
+  on_progress: Callable[[int], None] = lambda done: None,
+) -> Evaluation:
+  """Samples and scores completions of every batch.
+
+  Args:
+    policy: the model; its own parameters are not used.
+    params: the parameters to evaluate.
+    sampler: sampler from `step.sampling.make_sampler`.
+    batches: prompts and examples; the last batch may be shorter.
+    reward_pool: the rewards, of which the first decides what is right.
+    key: random key of the samples.
+    batch_size: rows that a shorter batch is padded to.
+    mesh: devices that the prompts are put on; None is one device.
+    check_signals: function that is called before each batch, `together` with
+      all processes, and while samples and rewards are waited for.
+    on_progress: function of the number of prompts that are done, called at
+      first with 0.
+  """
+  rewards, texts, evaluated, failures = [], [], [], []
+  on_progress(0)
+  for i, (prompts, examples) in enumerate(batches):
+    check_signals(together=True)
+    padded = _pad(prompts, batch_size)
+    if mesh is not None:
+      padded = mesh_lib.place(padded, mesh, "batch")
+    samples = sampler(params, padded, jax.random.fold_in(key, i))
+    policy_lib.wait(samples, check_signals)
+    decoded, scores = rewards_lib.compute_rewards(
+      policy, reward_pool, examples, samples, check_signals
+    )
+    rewards.append(rewards_lib.correctness(reward_pool, scores, examples))
+    texts += decoded
+    evaluated += examples
+    failures += groups.all_failures(scores)
+    on_progress(len(evaluated))
+  return Evaluation(np.concatenate(rewards), texts, evaluated, failures)
+
+
+def failed(failures: Sequence[Failure]) -> str:
+  """Describes rewards that could not be computed, in a line."""
+  first = failures[0]
+  reason = printable(first.reason)  # may quote the completion
+  return (
+    f"{len(failures)} rewards failed; the first: {first.function} "
+    f"({reason}) of {first.completion[:80]!r}"
+  )
+
+
+def answer_labels(
+  texts: list[list[str]], answer: Callable[[str], str | None]
+) -> Int[np.ndarray, "prompts samples"]:
+  """Equal numbers for a prompt's samples with the same answer; -1 for none.
+
+  The answers 7, 3, 7 and none, for example, are [0, 1, 0, -1].
+  """
+  rows = []
+  for group in texts:
+    answers = list(map(answer, group))
+    names = {name: i for i, name in enumerate(dict.fromkeys(answers))}
+    rows.append([SILENT if a is None else names[a] for a in answers])
+  return np.array(rows)
+
+
+def per_prompt(
+  result: Evaluation,
+  ks: Sequence[int] = (),
+  answer: Callable[[str], str | None] | None = None,
+) -> dict[str, np.ndarray]:
+  """Values that are estimated, by name: one a prompt, [prompts].
+
+  Args:
+    result: the completions.
+    ks: numbers k of pass@k; without any, the accuracy of the first completion.
+    answer: function from a completion to its answer, one of `ANSWERS`: also
+      maj@k, for the same ks.
+  """
+  right = result.rewards >= CORRECT
+  if not ks:
+    return {"accuracy": right[:, 0].astype(np.float32)}
+  values = {f"pass@{k}": np.asarray(pass_at_k(jnp.array(right), k)) for k in ks}
+  if answer is not None:
+    labels = answer_labels(result.texts, answer)
+    values |= {f"maj@{k}": majority_at_k(labels, right, k) for k in ks}
+  return values
+
+
+def outcomes(
+  result: Evaluation, accuracy: Float[np.ndarray, "B"]
+) -> dict[str, Any]:
+  """Makes a row of evaluations.jsonl but for its step, of `per_prompt`.
+
+  Returns:
+    `right`, a text of a 0 or 1 a prompt, and `problems`, a fingerprint of what
+    was asked in which order: evaluations that have the same one can be compared
+    prompt by prompt.
+  """
+  problems = [[e.get("prompt"), e.get("answer")] for e in result.examples]
+  text = json.dumps(problems, sort_keys=True, default=repr)
+  return {
+    "problems": hashlib.sha256(text.encode()).hexdigest()[:16],
+    "right": "".join(map(str, accuracy.astype(int).tolist())),
+  }
+
+
+def by_data_set(
+  settings: TrainSettings, result: Evaluation, values: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, np.ndarray]]:
+  """Values of `per_prompt` by data set; empty where nothing is mixed."""
+  return {
+    name: {key: value[rows] for key, value in values.items()}
+    for name, rows in mixtures.by_source(settings, result.examples).items()
+  }
+
+
+def _right_or_wrong(*values: np.ndarray) -> bool:
+  return all(np.isin(v, (0, 1)).all() for v in values)
+
+
+def estimate(values: np.ndarray) -> tuple[float, float, float]:
+  """Mean over prompts with its 95% interval: mean, low, high.
+
+  Wilson's interval where each prompt is right or wrong, else Student's.
+  """
+  if _right_or_wrong(values):
+    return wilson_interval(int(np.sum(values)), len(values))
+  return mean_interval(values)
+
+
+def numbers(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
+  """Estimates for JSON: fields of the accuracy, or [mean, low, high] each."""
+  estimates = {name: estimate(value) for name, value in values.items()}
+  if "accuracy" not in estimates:
+    return {name: list(value) for name, value in estimates.items()}
+  names = ("accuracy", "accuracy_low", "accuracy_high")
+  return dict(zip(names, estimates["accuracy"], strict=True))
+
+
+def compare(
+  a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
+) -> dict[str, PairedDifference]:
+  """Paired differences, a less b, of what `per_prompt` gave for two models.
+
+  Agresti and Min's interval where each prompt is right or wrong for both, else
+  Student's.
+  """
+  return {
+    name: paired_proportions(a[name] == 1, b[name] == 1)
+    if _right_or_wrong(a[name], b[name])
+    else paired_difference(a[name], b[name])
+    for name in a
+  }
+
+
+def _percent(mean: float, low: float, high: float, sign: str = "") -> str:
+  return f"{mean:{sign}.1%}  [{low:{sign}.1%}, {high:{sign}.1%}]"
+
+
+def lines(values: Mapping[str, np.ndarray]) -> list[str]:
+  """Lines of one model's numbers, to print."""
+  return [
+    f"{TITLES.get(name, name)}  {_percent(*estimate(value))}"
+    for name, value in values.items()
+  ]
+
+
+def table(
+  a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]
+) -> list[str]:
+  """Lines of both models' numbers and their paired differences, to print."""
+  rows = [("", "model", "compare", "model - compare", "p")]
+  for name, (*difference, p_value) in compare(a, b).items():
+    both = (_percent(*estimate(values[name])) for values in (a, b))
+    row = TITLES.get(name, name), *both, _percent(*difference, sign="+")
+    rows.append((*row, f"{p_value:.2g}"))
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "   ".join(
+      f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)
+    ).rstrip()
+    for row in rows
+  ]

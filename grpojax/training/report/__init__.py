@@ -1,0 +1,1 @@
+"""Metrics, samples, progress lines and the report of a run."""

@@ -1,0 +1,266 @@
+"""Metrics of a training run: written into its directory, and printed.
+
+A step's row in metrics.jsonl has all of these; a metric that is new is made in
+one of these places, and needs no other (but `reports.metric_groups` may give it
+a title):
+
+| metrics                             | made by                               |
+|-------------------------------------|---------------------------------------|
+| reward_mean, reward_std, truncated, | core.rollout.rollout_metrics          |
+| zero_variance_groups, lengths, ...  |                                       |
+| loss, kl, entropy, ratio_*, norms,  | core.update.make_update; those of     |
+| skipped_updates, entropy_*,         | the loss by what it monitors          |
+| router_aux_loss, clip_fraction_*,   |                                       |
+| gradient_weight                     |                                       |
+| rollout_*                           | core.losses.rollout_mismatch          |
+| is_weight*, off_policy_masked       | core.losses.rollout_correction        |
+| c1, c2, c3, gradient_*,             | statistics.diagnostics.metrics        |
+| optimal_group_size*                 |                                       |
+| own_* (weighted baselines)          | statistics.advantage_errors           |
+| score_norms_*                       | training.step.diagnosis               |
+| reward_failures, reward_NAME, _std, | training.step.rewards.metrics         |
+| reward_FUNCTION/NAME                |                                       |
+| gen_batches, group_acceptance,      | training.step.resampling              |
+| groups_kept                         |                                       |
+| seconds_rollout, _rewards,          | training.step.host                    |
+| seconds_reference, _update          |                                       |
+| seconds_step, tokens_per_second     | `speed`                               |
+| step, group_size, train_seconds     | training.run.fit                      |
+| success_rate_*, prompts_seen, ...   | training.step.difficulty.metrics      |
+| DATA_SET/...                        | training.data.mixtures.metrics; those |
+|                                     | of evaluations `evaluate_held_out`    |
+| accuracy, accuracy_low, _high (rows | evaluation.evaluation.numbers         |
+| of evaluations); prompts            | `evaluate_held_out`                   |
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from grpojax.core.types import Params, TrainState
+from grpojax.models import huggingface as hf
+from grpojax.models.huggingface import file_checksums
+from grpojax.rewards.pool import Failure
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.terminal import pictures
+from grpojax.runtime.terminal.screen import printable
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts
+from grpojax.training.evaluation import best, evaluation
+from grpojax.training.report import run_report, step_line
+from grpojax.training.report.step_line import Eta
+from grpojax.training.run import run_directory
+from grpojax.training.run.progress import Progress
+from grpojax.training.run.start import Run
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import diagnosis
+from grpojax.training.step import rewards as rewards_lib
+
+KEPT_FAILURES = 20  # a step, in failures.jsonl
+
+
+def _append(run: Run, name: str, row: dict[str, Any]) -> None:
+  """Adds a row to a file, once, however many processes there are."""
+  if distributed.is_main():
+    records.append_jsonl(run.file(name), row)
+
+
+def record(run: Run, row: dict[str, Any]) -> None:
+  """Writes one row to metrics.jsonl, and hands it to the trackers."""
+  _append(run, run_directory.METRICS, row)
+  run.track(row["step"], row)
+
+
+def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
+  """Rows of evaluations after a step, on the prompts that the run has now."""
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  key = step, len(run.held_out.examples)
+  return [
+    row
+    for row in rows
+    if "accuracy" in row and (row.get("step"), row.get("prompts")) == key
+  ]
+
+
+def evaluate_held_out(
+  run: Run, params: Params, step: int, check_signals: Callable[[], None]
+) -> dict[str, Any]:
+  """Greedy held-out accuracy; recorded, printed and returned.
+
+  Args:
+    run: the run.
+    params: to evaluate.
+    step: after which.
+    check_signals: called between batches and while rewards are computed; may
+      raise, and nothing is recorded then.
+  """
+  settings = run.settings
+  batches = prompts.held_out(settings, run.policy, run.held_out.examples)
+  result = evaluation.evaluate(
+    run.policy,
+    params,
+    run.greedy,
+    rewards_lib.batches_with_step(
+      run.reward_pool.pool, batches, step, settings.steps
+    ),
+    run.reward_pool,
+    jax.random.key(settings.seed),
+    settings.eval.batch_size,
+    run.mesh,
+    check_signals,
+    lambda done: run.screen.evaluated(done, len(run.held_out.examples)),
+  )
+  values = evaluation.per_prompt(result)
+  row = {"step": step} | evaluation.numbers(values)
+  row |= {"prompts": len(result.rewards)}
+  each = evaluation.by_data_set(settings, result, values)
+  for name, own in each.items():
+    row |= {f"{name}/{k}": x for k, x in evaluation.numbers(own).items()}
+  record(run, row)
+  right = {"step": step} | evaluation.outcomes(result, values["accuracy"])
+  _append(run, run_directory.EVALUATIONS, right)
+  log_failures(run, step, result.failures)
+  print(
+    f"held-out greedy accuracy after {step} steps: {row['accuracy']:.1%}  "
+    f"[{row['accuracy_low']:.1%}, {row['accuracy_high']:.1%}]",
+    flush=True,
+  )
+  for name, own in each.items():
+    print(f"  {name}:", *evaluation.lines(own), flush=True)
+  if step in (0, settings.steps):
+    shown = zip(result.examples, result.texts, result.rewards, strict=True)
+    for example, texts, rewards in itertools.islice(
+      shown, settings.eval.samples
+    ):
+      _show(example["prompt_text"], texts[0], float(rewards[0]))
+  return row
+
+
+def _show(prompt: str, completion: str, reward: float | None) -> None:
+  text = printable(prompt + completion).rstrip()
+  print("\n".join(f"    | {line}" for line in text.splitlines()))
+  print(f"    | -> reward {math.nan if reward is None else reward:g}")
+
+
+def log_failures(run: Run, step: int, failures: Sequence[Failure]) -> None:
+  """Says that rewards of a step failed, and keeps the first of them."""
+  if failures:
+    print(f"step {step}: {evaluation.failed(failures)}", flush=True)
+  for failure in failures[:KEPT_FAILURES]:
+    row = {"step": step} | failure._asdict()
+    _append(run, run_directory.FAILURES, row)
+
+
+def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
+  """Writes a step's metrics, and shows progress and samples when due."""
+  settings, step = run.settings, row["step"]
+  if not settings.loss.needs_reference:
+    row.pop("kl")  # there is nothing to diverge from
+  counts = row.pop("reward_counts", None)
+  record(run, row)
+  if counts is not None:
+    _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
+  due = step % settings.log.every == 0 or step == settings.steps
+  left = step_line.left(eta, settings.steps - step)
+  seen = (step_line.line(settings, row, eta), step_line.cells(row))
+  run.screen.stepped(step, left, *(seen if due else (None, {})))
+  for sample in shown:
+    _append(run, run_directory.SAMPLES, {"step": step} | sample)
+  if shown:
+    _show(shown[0]["prompt"], shown[0]["completion"], shown[0]["reward"])
+
+
+def speed(settings: TrainSettings, row, seconds: float) -> dict[str, float]:
+  """Seconds of the step that just ended, and tokens sampled in each."""
+  samples = batches_lib.samples_per_step(settings)
+  samples *= row.get("gen_batches", 1)
+  tokens = samples * float(row["completion_length_mean"])
+  return {"seconds_step": seconds, "tokens_per_second": tokens / seconds}
+
+
+def finish(
+  run: Run,
+  state: TrainState,
+  progress: Progress,
+  checkpointer: checkpoint.Checkpointer,
+  check_signals: Callable[[], None],
+) -> dict[str, Any]:
+  """Writes the model, the picture and the summary.
+
+  The model is the last state's or, with checkpoint.best, that of the highest
+  held-out accuracy.
+  """
+  steps, params = int(state.step), state.params
+  known = functools.partial(evaluations, run, steps)
+  if steps and not distributed.on_main(known):  # metrics.jsonl was lost
+    evaluate_held_out(run, params, steps, check_signals)
+  step = (
+    best.step(progress.evaluations) if run.settings.checkpoint.best else None
+  )
+  step = steps if step is None else step
+  if step != steps:
+    params = checkpoint.restore_policy(checkpointer, params, step)
+  model = run.file(run_directory.MODEL)
+  if not distributed.on_main(functools.partial(file_checksums.intact, model)):
+    if distributed.is_main():  # it may have been killed after this
+      run_directory.remove_model(run.directory)
+    whole = policy_lib.whole_params(run.policy, params)
+    hf.save(model, whole, run.policy.directory, dtype="float32")
+  summarize = functools.partial(_summarize, run, progress, steps, step)
+  return distributed.on_main(summarize)
+
+
+def _summarize(
+  run: Run, progress: Progress, steps: int, model_step: int
+) -> dict[str, Any]:
+  """Writes the picture and the summary, and returns that."""
+  pictures.learning_curve(
+    run.file(run_directory.METRICS), run.file(run_directory.CURVE)
+  )
+  names = "accuracy", "accuracy_low", "accuracy_high"
+  last = [progress.baseline, *evaluations(run, steps)][-1]
+  before, after = (
+    [test[name] for name in names] for test in (progress.baseline, last)
+  )
+  summary = {
+    "accuracy_before": before[0],
+    "accuracy_before_interval": before[1:],
+    "accuracy_after": after[0],
+    "accuracy_after_interval": after[1:],
+    "train_seconds": progress.train_seconds,
+    "steps": steps,
+    "model_step": model_step,
+    "eval_prompts": len(run.held_out.examples),
+    "dropped_prompts": run.train.dropped + run.held_out.dropped,
+    "failed_rewards": progress.failed_rewards,
+    "steps_with": progress.steps_with,
+  }
+  rows = records.read_jsonl(run.file(run_directory.METRICS))
+  summary |= diagnosis.summary(rows)
+  if best_row := progress.evaluations.get("best"):
+    accuracy, *interval = (best_row[name] for name in names)
+    summary |= {"best_step": best_row["step"], "best_accuracy": accuracy}
+    summary |= {"best_accuracy_interval": interval}
+  for when, row in {"before": progress.baseline, "after": last}.items():
+    each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
+    summary |= {f"{name}_{when}": value for name, value in each.items()}
+  model = run.file(run_directory.MODEL)
+  of_model = {"step": model_step, "of_steps": steps}
+  records.write_json(model / run_directory.OF_MODEL, of_model)
+  run_report.write(run.directory, summary)  # before the run is finished
+  records.write_json(run.file(run_directory.SUMMARY), summary)
+  return summary
+
+
+def report_when_due(run: Run, step: int) -> None:
+  """Writes the report after a step, every `log.report_every` of them."""
+  every = run.settings.log.report_every
+  if every and step % every == 0 and distributed.is_main():
+    run_report.write(run.directory)

@@ -1,0 +1,314 @@
+"""Reports on runs, from their directories' files: one page of HTML.
+
+A report is about what is there. Files may be missing, lines half-written or
+broken, a run unfinished: the page says so, and shows the rest.
+"""
+
+import collections
+import json
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpojax.reports import comparisons, completions, curves
+from grpojax.reports.metric_groups import layout
+from grpojax.reports.page import page
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
+from grpojax.training.config import default_config
+from grpojax.training.run import run_config, run_directory
+
+FAILURES = 200  # shown of a run, at most
+_LARGEST = 2**53  # a whole number that a page can tell from its neighbours
+
+Rows = list[dict[str, Any]]
+
+
+def _json(text: str | bytes) -> dict[str, Any] | None:
+  """Parses a text that holds an object; None if it does not."""
+  try:
+    value = json.loads(text)
+  except (RecursionError, ValueError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
+def _object(path: pathlib.Path) -> dict[str, Any] | None:
+  try:
+    return _json(path.read_bytes())
+  except OSError:
+    return None
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+  step = row.get("step")
+  whole = isinstance(step, int) and not isinstance(step, bool)
+  return whole and 0 <= step < _LARGEST
+
+
+def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
+  """Reads the rows of a file that have a step; none where there is no file.
+
+  Args:
+    path: a JSON lines file. A last line without an end is being written, and is
+      left out.
+    notes: texts for the page; the number of lines that are no such rows is
+      added.
+  """
+  try:
+    lines = path.read_bytes().split(b"\n")[:-1]
+  except FileNotFoundError:
+    return []
+  except OSError as error:
+    notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    return []
+  rows = [row for row in map(_json, lines) if row and _has_step(row)]
+  broken = sum(map(bool, lines)) - len(rows)
+  if broken:
+    notes.append(f"{path.name}: {broken} lines are no rows, and are left out")
+  return rows
+
+
+def read_samples(
+  path: pathlib.Path, notes: list[str], budget: int
+) -> tuple[Rows, dict[str, int]]:
+  """Reads rows of samples.jsonl, of as many steps as fit into a page.
+
+  Args:
+    path: the file, which may be larger than memory: other steps' rows are not
+      parsed.
+    notes: texts for the page, to which errors are added.
+    budget: bytes of rows that fit.
+
+  Returns:
+    The rows; the number of `steps` that have any, and of those that the rows
+    are of (`kept_steps`).
+  """
+  sizes: dict[int, int] = collections.defaultdict(int)
+  steps, rows = set(), []
+  try:
+    with open(path, "rb") as file:
+      for line in file:
+        if (step := _step_of(line)) is not None:
+          sizes[step] += len(line)
+      chosen = set(completions.steps_within(sizes, budget))
+      file.seek(0)
+      rows = [_json(line) for line in file if _step_of(line) in chosen]
+      steps = chosen
+  except FileNotFoundError:
+    pass
+  except OSError as error:
+    notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    sizes.clear()
+  about = {"steps": len(sizes), "kept_steps": len(steps)}
+  return [row for row in rows if row and _has_step(row)], about
+
+
+def _step_of(line: bytes) -> int | None:
+  """Step of a row that was written by a run: there it stands first."""
+  match = re.match(rb'\{"step": (\d{1,15}),.*\n', line)
+  return int(match[1]) if match else None
+
+
+def _text(value: Any) -> str | None:
+  """Makes a text of anything but null: numbers may be NaN."""
+  return value if value is None or isinstance(value, str) else str(value)
+
+
+def _failures(rows: Rows) -> dict[str, Any]:
+  """Counts rewards that could not be computed, by kind; and the first rows."""
+  counts = collections.Counter(
+    (str(row.get("function")), str(row.get("reason"))) for row in rows
+  )
+  names = ("function", "reason", "prompt", "completion")
+  return {
+    "total": len(rows),
+    "counts": [[*kind, n] for kind, n in counts.most_common(FAILURES)],
+    "rows": [
+      {"step": row["step"]} | {name: _text(row.get(name)) for name in names}
+      for row in rows[:FAILURES]
+    ],
+  }
+
+
+def _changes(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Reads the settings that were changed when the run was resumed."""
+  try:
+    lines = path.read_bytes().split(b"\n")
+  except OSError:
+    return []
+  return [
+    {
+      "step": _text(row.get("after_step")),
+      "changed": list(map(str, row["changed"])),
+    }
+    for row in map(_json, lines)
+    if row and isinstance(row.get("changed"), list)
+  ]
+
+
+def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
+  """Settings by dotted name, as texts."""
+  try:
+    whole = config_lib.from_json(json.dumps(config or {}))
+    flat = config_lib.flatten(whole)
+  except (AttributeError, KeyError, TypeError, ValueError):
+    return {}
+  return {str(name): repr(value) for name, value in flat.items()}
+
+
+def _status(
+  config: Mapping[str, Any] | None,
+  summary: Mapping[str, Any] | None,
+  last: int,
+) -> str:
+  steps = (config or {}).get("steps")
+  of = f" of {steps}" if isinstance(steps, int) else ""
+  return (
+    f"step {last}{of}" if summary is None else f"finished, {last}{of} steps"
+  )
+
+
+def _read(
+  path: pathlib.Path,
+  name: str,
+  summary: Mapping[str, Any] | None,
+  budget: int,
+) -> dict[str, Any]:
+  """Reads a run directory: what the page shows, and what it compares."""
+  notes: list[str] = []
+  metrics, counts, evaluations, failures = (
+    read_rows(path / file, notes)
+    for file in (
+      run_directory.METRICS,
+      run_directory.REWARDS,
+      run_directory.EVALUATIONS,
+      run_directory.FAILURES,
+    )
+  )
+  samples, about = read_samples(path / run_directory.SAMPLES, notes, budget)
+  config = _object(path / run_config.CONFIG)
+  if config is None:
+    notes.append(f"{run_config.CONFIG} is missing or cannot be read")
+  summary = summary or _object(path / run_directory.SUMMARY)
+  last = max((row["step"] for row in metrics), default=0)
+  columns = curves.columns(metrics)
+  answers = comparisons.answers(evaluations)
+  picture = curves.reward_picture(curves.reward_counts(counts))
+  return {
+    "columns": columns,
+    "answers": answers,
+    "settings": _flat(config),
+    "shown": {
+      "name": name,
+      "status": _status(config, summary, last),
+      "finished": summary is not None,
+      "lastStep": last,
+      "notes": notes,
+      "curves": curves.curves(columns),
+      "rewards": picture
+      or curves.reward_picture(curves.sample_counts(samples)),
+      "rewardsOfSamples": picture is None,
+      "groups": completions.groups(samples),
+      "sampled": about,
+      "gain": comparisons.before_and_after(answers),
+      "failures": _failures(failures),
+      "speed": comparisons.speed(columns),
+      "groupSize": comparisons.group_size(columns),
+      "changes": _changes(path / run_directory.CHANGES),
+    },
+  }
+
+
+def _settings(runs: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+  """All settings: first those in which runs differ, then those changed."""
+  default = _flat(default_config().to_dict())
+  rows = []
+  for name in sorted(default.keys() | set().union(*runs)):
+    values = [run.get(name) for run in runs]
+    own = {value for value in values if value is not None}
+    rows.append(
+      {
+        "name": name,
+        "default": default.get(name),
+        "values": values,
+        "differs": len(set(values)) > 1,
+        "changed": bool(own - {default.get(name)}),
+      }
+    )
+  return sorted(rows, key=lambda row: (not row["differs"], not row["changed"]))
+
+
+def _names(paths: Sequence[pathlib.Path]) -> list[str]:
+  """Names of runs: as much of their paths as tells them apart."""
+  parts = [path.absolute().parts for path in paths]
+  for count in range(1, max(map(len, parts)) + 1):
+    names = ["/".join(of_path[-count:]) for of_path in parts]
+    if len(set(names)) == len(names):
+      break
+  return names
+
+
+def report(
+  paths: Sequence[pathlib.Path],
+  names: Sequence[str] | None = None,
+  summary: Mapping[str, Any] | None = None,
+) -> str:
+  """Makes the page about runs.
+
+  Args:
+    paths: directories of the runs.
+    names: names of the runs; None is by their directories.
+    summary: summary of a single run that is about to write it.
+
+  Raises:
+    ValueError: a directory is no run's.
+  """
+  for path in paths:
+    if not any(
+      (path / x).is_file() for x in (run_config.CONFIG, run_directory.METRICS)
+    ):
+      raise ValueError(
+        f"no run at {path}: give the run directory of a training run, the one "
+        f"with its {run_config.CONFIG} and {run_directory.METRICS}"
+      )
+  names = names or _names(paths)
+  budget = completions.BUDGET // len(paths)
+  runs = [
+    _read(path, name, summary, budget)
+    for path, name in zip(paths, names, strict=True)
+  ]
+  first, *others = runs
+  data = {
+    "runs": [run["shown"] for run in runs],
+    "layout": layout(name for run in runs for name in run["shown"]["curves"]),
+    "settings": _settings([run["settings"] for run in runs]),
+    "compared": [
+      {
+        "heldOut": comparisons.held_out(first["answers"], run["answers"]),
+        "steps": comparisons.steps(first["columns"], run["columns"]),
+      }
+      for run in others
+    ],
+  }
+  return page(f"{', '.join(names)} - grpojax", data)
+
+
+def write(
+  directory: pathlib.Path, summary: Mapping[str, Any] | None = None
+) -> None:
+  """Writes a run's report.html; where it cannot, a sentence says so.
+
+  Nothing that goes wrong here ends a run.
+
+  Args:
+    directory: the run's directory.
+    summary: summary of a run that is about to write it.
+  """
+  try:
+    text = report([directory], summary=summary)
+    records.write_text(directory / run_directory.REPORT, text)
+  except Exception as error:  # whatever it is, the run is worth more
+    reason = f"{type(error).__name__}: {error}"
+    print(f"{run_directory.REPORT} was not written: {reason}", flush=True)

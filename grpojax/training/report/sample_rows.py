@@ -1,0 +1,177 @@
+"""Rows of samples.jsonl and rewards.jsonl for a step.
+
+samples.jsonl has the first `log.sample_groups` groups of a step's batch, as
+they were learned from, every `log.samples_every` steps: a row a completion, the
+rows of a group one after another.
+
+| key             | what                                                      |
+|-----------------|-----------------------------------------------------------|
+| step            | as in metrics.jsonl                                       |
+| group           | number of the group in the batch, from 0                  |
+| prompt          | as the model read it                                      |
+| completion      | its text, without the EOS                                 |
+| answer          | of the example, or null                                   |
+| reward          | weighted sum of what the functions gave; null where there |
+|                 | is none. What is compared may be another number: see      |
+|                 | reward.aggregation, loss.kl_placement and loss.truncated  |
+| rewards         | of each function, by name; null where it has none         |
+| advantage       | as the loss took it; 0 where it took none                 |
+| truncated       | cut off at its budget of tokens, without an EOS           |
+| tokens          | texts of the tokens, the EOS among them                   |
+| logprobs        | of the sampler, a number a token, in nats                 |
+| trainer_logprobs | of the policy before the update, as the training program  |
+|                 | computes them; with loss.old_logprobs="trainer" and several|
+|                 | updates a step. Null, as those of the reference, where    |
+|                 | they were not computed, for nothing is learned from it    |
+| ref_logprobs    | of the reference policy, where there is one               |
+
+rewards.jsonl has, for every step, `counts`: pairs of a reward and how many of
+all completions that were drawn have it, by rising reward; of more than `BINS`
+different rewards, those of `BINS` intervals of equal width, by their middle.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Batch
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step.resampling import ResampledBatch
+
+BINS = 32
+DIGITS = 4  # of log-probabilities, after the point
+
+
+def is_due(settings: TrainSettings, step: int) -> bool:
+  """Returns True for a step, counted from 1, whose samples are written."""
+  return (
+    settings.log.sample_groups > 0 and step % settings.log.samples_every == 0
+  )
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+  """The text of each token, as it reads after the one before it.
+
+  Some tokenizers leave out the space before the first token of a text, so each
+  is decoded together with the one before. A token that is a part of a character
+  only is a replacement character.
+  """
+  known: dict[tuple[int, ...], str] = {}
+
+  def decode(*tokens: int) -> str:
+    if tokens not in known:
+      known[tokens] = tokenizer.decode(
+        [*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
+      )
+    return known[tokens]
+
+  def after(before: int, token: int) -> str:
+    first, both = decode(before), decode(before, token)
+    return both[len(first) :] if both.startswith(first) else decode(token)
+
+  firsts = [decode(token) for token in ids[:1]]
+  pairs = zip(ids, ids[1:], strict=False)
+  return firsts + [after(before, token) for before, token in pairs]
+
+
+def of_batch(
+  settings: TrainSettings, policy: Policy, filled: ResampledBatch, batch: Batch
+) -> list[dict[str, Any]]:
+  """Rows of samples.jsonl but for their step; see the module.
+
+  All processes must call this.
+
+  Args:
+    settings: the run's.
+    policy: whose tokenizer decodes the completions.
+    filled: the samples with their rewards.
+    batch: Batch of the update.
+  """
+  samples = filled.rollout
+  arrays = {
+    "ids": samples.completion_ids,
+    "mask": samples.completion_mask,
+    "finished": samples.finished,
+    "advantage": batch.advantages,
+    "logprobs": samples.logprobs,
+    "ref_logprobs": batch.ref_logprobs,
+  }
+  if settings.loss.old_logprobs == "trainer":
+    arrays["trainer_logprobs"] = batch.old_logprobs
+  if batch.packing is not None:
+    arrays["packed"] = batch.packing.packed()
+  arrays = mesh_lib.fetch({k: v for k, v in arrays.items() if v is not None})
+  if not distributed.is_main():  # which writes them
+    return []
+  groups = min(settings.log.sample_groups, len(filled.drawn_groups))
+  return [
+    {"group": b} | _row(policy, filled, arrays, b, g)
+    for b in range(groups)
+    for g in range(arrays["ids"].shape[1])
+  ]
+
+
+def _row(policy: Policy, filled: ResampledBatch, arrays, b: int, g: int):
+  """One completion of `of_batch`."""
+  drawn, place = filled.drawn, filled.drawn_groups[b]
+  example = filled.examples[place]
+  one = {name: values[b, g] for name, values in arrays.items()}
+  ids, mask = one["ids"], one["mask"]
+  if not one.get("packed", True):
+    none = np.full(mask.shape, np.nan)
+    of_training = {"trainer_logprobs", "ref_logprobs"} & one.keys()
+    one |= dict.fromkeys(of_training, none)
+  text = tokenizer_lib.decode_completion(
+    policy.tokenizer, ids, mask, policy.eos_ids
+  )
+  return {
+    "prompt": example["prompt_text"],
+    "completion": text,
+    "answer": example.get("answer"),
+    "reward": _number(drawn.rewards[place, g]),
+    "rewards": {
+      name: _number(values[place, g]) for name, values in drawn.values.items()
+    },
+    "advantage": _number(one["advantage"]),
+    "truncated": not one["finished"],
+    "tokens": token_texts(policy.tokenizer, ids[mask].tolist()),
+  } | {
+    name: [_number(x, DIGITS) for x in values[mask]]
+    for name, values in one.items()
+    if name.endswith("logprobs")
+  }
+
+
+def _number(value: Any, digits: int = 6) -> float | None:
+  return round(float(value), digits) if np.isfinite(value) else None
+
+
+def reward_counts(
+  rewards: Float[np.ndarray, "B G"], bins: int = BINS
+) -> list[tuple[float, int]]:
+  """Counts how often each reward was given (the module has a table).
+
+  Args:
+    rewards: those that are not finite are none.
+    bins: intervals, where more rewards than that differ.
+  """
+  finite = rewards[np.isfinite(rewards)].astype(np.float64)
+  values, counts = np.unique(finite, return_counts=True)
+  if len(values) > bins:
+    counts, edges = np.histogram(finite, bins)
+    values = (edges[1:] + edges[:-1]) / 2
+  return _pairs(values, counts)
+
+
+def _pairs(
+  values: Float[np.ndarray, "K"], counts: Int[np.ndarray, "K"]
+) -> list[tuple[float, int]]:
+  there = counts > 0
+  values = [float(f"{value:.6g}") for value in values[there]]
+  return list(zip(values, counts[there].tolist(), strict=True))

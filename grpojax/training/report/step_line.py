@@ -1,0 +1,100 @@
+"""Step of a run as a line of text or a row of a table, and the time left."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from grpojax.runtime.files import records
+from grpojax.training.run.progress import troubles
+from grpojax.training.settings.run import TrainSettings
+
+Row = Mapping[str, Any]
+
+SHOWN = {  # in lines by their own names; in the table by headings and formats
+  "reward_mean": ("reward", "{:.3f}"),
+  "group_acceptance": ("accepted", "{:.0%}"),  # with dynamic sampling
+  "completion_length_mean": ("length", "{:.1f}"),
+  "truncated": ("truncated", "{:.0%}"),
+  "zero_variance_groups": ("no variance", "{:.0%}"),
+  "entropy": ("entropy", "{:.3f}"),
+  "grad_norm": ("grad norm", "{:.2g}"),
+  "tokens_per_second": ("tokens/s", "{:.0f}"),
+}
+
+
+class Eta(NamedTuple):
+  """Times that were measured since the program was started.
+
+  Attributes:
+    steps: Number of timed steps; the first compiles, and does not count.
+    seconds: Seconds that they took.
+    pauses: Number of timed pauses between steps.
+    paused: Seconds of these, for evaluations, saving and all else.
+  """
+
+  steps: int = -1
+  seconds: float = 0.0
+  pauses: int = 0
+  paused: float = 0.0
+
+
+def after_step(eta: Eta, seconds: float) -> Eta:
+  """Adds a step."""
+  if eta.steps < 0:
+    return eta._replace(steps=0)
+  return eta._replace(steps=eta.steps + 1, seconds=eta.seconds + seconds)
+
+
+def after_pause(eta: Eta, seconds: float) -> Eta:
+  """Adds the time between this step and the next."""
+  return eta._replace(pauses=eta.pauses + 1, paused=eta.paused + seconds)
+
+
+def step_seconds(eta: Eta) -> float | None:
+  """Returns the seconds of a step; None before the second one."""
+  return eta.seconds / eta.steps if eta.steps > 0 else None
+
+
+def left(eta: Eta, steps: int) -> float | None:
+  """Returns the seconds of so many more steps, with their pauses."""
+  step = step_seconds(eta)
+  if step is None:
+    return None
+  return steps * (step + eta.paused / max(eta.pauses, 1))
+
+
+def _best_group_size(row: Row) -> str | None:
+  """With its interval, where the step was diagnosed and told something."""
+  if math.isnan(row.get("optimal_group_size", math.nan)):
+    return None
+  best = [row[f"optimal_group_size{s}"] for s in ("", "_low", "_high")]
+  return "{:.0f} [{:.0f}, {:.0f}]".format(*best)
+
+
+def line(settings: TrainSettings, row: Row, eta: Eta) -> str:
+  """A step for a file: names and numbers to grep, and the time that is left."""
+  metrics = {name: row[name] for name in SHOWN if name in row}
+  if best := _best_group_size(row):
+    metrics["best_group_size"] = best
+  text = records.progress(
+    row["step"],
+    settings.steps,
+    step_seconds(eta),
+    left(eta, settings.steps - row["step"]),
+    metrics,
+  )
+  return "  ".join([text, *map("! {}".format, troubles(row))])
+
+
+def cells(row: Row) -> dict[str, str]:
+  """A step for the table, by headings; what went wrong has none."""
+  cells = {"step": f"{row['step']}"}
+  for name, (heading, form) in SHOWN.items():
+    if name in row:
+      cells[heading] = form.format(float(row[name]))
+  cells["seconds"] = f"{row['seconds_step']:.1f}"
+  if best := _best_group_size(row):
+    cells["best group size"] = best
+  if wrong := troubles(row):
+    cells[""] = ", ".join(wrong)
+  return cells

@@ -1,0 +1,340 @@
+"""A training run: its steps, evaluations and checkpoints, to the end.
+
+SIGTERM is answered where `check_signals` is called: between the parts of a
+step, while the device samples or diagnoses, between batches of an evaluation,
+at least once a second while rewards are computed, and for each prompt that is
+read before the start. What runs on in between is one compilation, the update of
+a step or (with reward.on_device) the step, the reading of the weights, and with
+reward.workers = 0 the reward of one completion; on s3:// also the copying of a
+checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from grpojax.core.types import TrainState
+from grpojax.runtime import checkpoint
+from grpojax.runtime.cli import command_line
+from grpojax.runtime.files import disk
+from grpojax.runtime.processes import distributed, interrupts
+from grpojax.runtime.terminal import screen
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.evaluation import best
+from grpojax.training.report import profiling, reporting, run_report, step_line
+from grpojax.training.run import open_run, run_storage
+from grpojax.training.run import progress as progress_lib
+from grpojax.training.run.progress import Progress
+from grpojax.training.run.start import Run
+from grpojax.training.settings.batches import draw_parts
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import device, difficulty, host, reference, rewards
+from grpojax.training.step.diagnosis import make_update_group_size
+
+CheckSignals = Callable[..., None]
+
+
+class Preempted(Exception):
+  """SIGTERM arrived; the message says what was saved."""
+
+
+class Stopped(Exception):
+  """The run cannot or should not go on; the message says why."""
+
+
+def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
+  options = {
+    "group_size": group_size,
+    "tx": tx,
+    "ref_params": run.ref_params,
+    "shardings": run.shardings,
+  }
+  if run.settings.reward.on_device:
+    return device.make_device_step(run.settings, run.policy, **options)
+  return host.make_host_step(
+    run.settings,
+    run.policy,
+    **options,
+    reward_pool=run.reward_pool,
+    check_signals=check_signals,
+  )
+
+
+def _make_after_step(run: Run):
+  """`(state, metrics, diagnosed) -> state`: the reference, the group size."""
+  settings, shardings = run.settings, run.shardings
+  update_group_size = make_update_group_size(settings, shardings)
+  update_reference = None
+  if reference.follows_policy(settings):
+    update_reference = reference.make_update_reference(settings, shardings)
+
+  def after_step(state: TrainState, metrics, diagnosed: bool) -> TrainState:
+    if update_reference is not None:
+      state = update_reference(state)
+    return update_group_size(state, metrics) if diagnosed else state
+
+  return after_step
+
+
+class _PromptStream:
+  """Prompts of the steps: in the order of the stream, or by difficulty.
+
+  It is opened anew for each group size, from what the state says was consumed.
+  """
+
+  def __init__(self, run: Run):
+    self._run, self._group_size, self._batches = run, None, iter(())
+    self._draw_prompts = None
+
+  def open(self, state: TrainState, group_size: int) -> None:
+    """Goes to where the state is, for groups of this size."""
+    run, settings = self._run, self._run.settings
+    if self._group_size != group_size:
+      self._group_size = group_size
+      examples = run.train.examples
+      if state.difficulty is not None:
+        self._draw_prompts = difficulty.make_draw_prompts(
+          settings, run.policy, examples, group_size
+        )
+      else:
+        self._batches = prompts_lib.training_batches(
+          settings,
+          run.policy,
+          examples,
+          group_size,
+          start=int(state.prompts_consumed),
+          parts=draw_parts(settings),
+        )
+    if self._draw_prompts is not None:  # when taken, which says what is wrong
+      self._batches = map(self._draw_prompts, [state])
+
+  def take(self, step: int, count: int = 1):
+    """The next prompts and their examples, of so many parts.
+
+    Raises:
+      Stopped: An endless data set's error; or files that changed, or are gone.
+    """
+    run = self._run
+    try:
+      prompts, examples = prompts_lib.take(self._batches, count, run.mesh)
+    except (ValueError, OSError) as error:
+      raise Stopped(str(error)) from error
+    pool, steps = run.reward_pool.pool, run.settings.steps
+    return prompts, rewards.with_step(pool, examples, step - 1, steps)
+
+
+def remaining_steps(
+  run: Run,
+  state: TrainState,
+  tx,
+  progress: Progress,
+  check_signals: CheckSignals,
+  around: profiling.Around = lambda step: contextlib.nullcontext(),
+) -> Iterator[tuple[TrainState, Progress]]:
+  """Yields the state and progress after each of the remaining steps.
+
+  Each is recorded and printed. `around(step)` is a context for each.
+  """
+  settings, eta, stream = run.settings, step_line.Eta(), _PromptStream(run)
+  make_step = functools.cache(
+    functools.partial(_make_step, run, tx, check_signals)
+  )
+  after_step = _make_after_step(run)
+  first, every = int(state.step) + 1, settings.diagnostics.every
+  if first <= settings.steps:
+    run.screen.busy("the first step compiles, which takes a while")
+  began = time.perf_counter() - progress.train_seconds
+  for number in range(first, settings.steps + 1):
+    check_signals(together=True)
+    start = time.perf_counter()
+    group_size = settings.group_size
+    if state.group_size is not None:
+      group_size = int(state.group_size.group_size)
+    stream.open(state, group_size)
+    prompts, examples = stream.take(number, draw_parts(settings))
+    diagnosed = every > 0 and (number - 1) % every == 0
+    step, take = make_step(group_size), functools.partial(stream.take, number)
+    with around(number):
+      state, metrics, samples, failures = step(
+        state, prompts, examples, diagnosed, take
+      )
+    state = after_step(state, metrics, diagnosed)
+    now = time.perf_counter()
+    eta = step_line.after_step(eta, now - start)
+    row = {"step": number, "group_size": group_size, **metrics}
+    row["train_seconds"] = now - began
+    row |= reporting.speed(settings, row, now - start)
+    progress = progress_lib.after(progress, row)
+    reporting.log(run, row, samples, eta)
+    reporting.log_failures(run, number, failures)
+    yield state, progress
+    eta = step_line.after_pause(eta, time.perf_counter() - now)
+
+
+def fit(
+  run: Run,
+  state: TrainState,
+  tx,
+  progress: Progress,
+  checkpointer,
+  check_signals: CheckSignals,
+  sync: CheckSignals,
+  around: profiling.Around,
+) -> tuple[TrainState, Progress]:
+  """Runs the remaining steps, evaluating and saving on the way.
+
+  `around(step)` is a context for each.
+
+  Raises:
+    Preempted: SIGTERM arrived.
+    Stopped: the run goes nowhere, or its data do.
+      The state of the last whole step is saved in both cases.
+    disk.WriteFailed, OSError: a checkpoint or a record could not be written.
+  """
+  settings, record = run.settings, progress.evaluations
+  if settings.checkpoint.best:
+    record = best.without_lost(record, checkpoint.steps(checkpointer))
+
+  def check_all(together=False):
+    saved = checkpoint.check(checkpointer)  # it may have failed
+    sync(lazily=not saved)
+    check_signals(together)
+
+  def save():
+    notes = progress_lib.to_notes(with_record())
+    sync()  # the rows of a step come before its checkpoint
+    saved = reference.state_to_device(state)
+    always = best.step(record) if settings.checkpoint.best else None
+    checkpoint.save(checkpointer, int(state.step), saved, notes, always)
+
+  def with_record():
+    return dataclasses.replace(progress, evaluations=record)
+
+  def evaluate():
+    """Evaluates when it is due; returns True where the run goes on."""
+    nonlocal record
+    step = int(state.step)
+    if step > 0 and (step % settings.eval.every == 0 or step == settings.steps):
+      rows = distributed.on_main(lambda: reporting.evaluations(run, step))
+      if not rows:
+        try:
+          rows = [
+            reporting.evaluate_held_out(run, state.params, step, check_all)
+          ]
+        except FileNotFoundError as error:  # of the held-out problems
+          raise Stopped(str(error)) from error
+      record = best.after(record, progress.baseline, rows[-1])
+    why = best.stopping(record, settings.stop.no_improvement)
+    if why and step < settings.steps:
+      print(why, flush=True)
+      return False
+    return True
+
+  def steps():
+    if evaluate():  # where the run was ended in the middle of it
+      yield from remaining_steps(run, state, tx, progress, check_all, around)
+
+  try:
+    for done in steps():
+      state, progress = done
+      goes_on = evaluate()
+      step = int(state.step)
+      is_best = settings.checkpoint.best and best.step(record) == step
+      reporting.report_when_due(run, step)
+      due = step % settings.checkpoint.every == 0 or step == settings.steps
+      if due or is_best or not goes_on:
+        save()
+      if not goes_on:
+        break
+      limits = dataclasses.asdict(settings.stop)
+      why = progress_lib.stop_reason(progress, limits)
+      if why and step < settings.steps:
+        raise Stopped(why)
+    if settings.steps == 0:  # a baseline: evaluated, saved, not trained
+      save()
+  except (Preempted, Stopped) as reason:
+    if int(state.step):  # before the first step there is nothing to keep
+      save()
+      done = f"saved step {int(state.step)}"
+      raise type(reason)("; ".join(filter(None, [str(reason), done]))) from None
+    raise
+  finally:
+    checkpoint.wait(checkpointer)
+  return state, with_record()
+
+
+def run(
+  settings: TrainSettings,
+  directory: pathlib.Path,
+  sync: Callable[..., None] = lambda lazily=False: None,
+) -> dict[str, Any] | None:
+  """A whole training run, from where it stands to its end.
+
+  Args:
+    settings: the resolved settings.
+    directory: the run's; resumed where it holds a part of the same run.
+    sync: Function that copies the directory, of `run_storage.opened`.
+
+  Returns:
+    The summary, None where the run had been finished before.
+
+  Raises:
+    SystemExit: with a message, where the run cannot be started or should not go
+      on; with code 75 after SIGTERM, 130 after an interrupt from the keyboard.
+  """
+  with command_line.usage_errors():
+    settings = open_run.settle(settings, directory)
+    if settings is None:
+      return None
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(disk.errors())
+    requested = stack.enter_context(
+      interrupts.sigterm_requests(distributed.several())
+    )
+    interrupted = stack.enter_context(interrupts.raising_ctrl_c())
+    progress_screen = stack.enter_context(
+      screen.opened(settings.steps, settings.log.every)
+    )
+
+    def check_signals(together=False):
+      if interrupted:  # and went unnoticed
+        raise KeyboardInterrupt
+      if requested(together):
+        raise Preempted
+
+    try:
+      run, state, *rest = open_run.open_all(
+        settings, directory, stack, check_signals, sync, progress_screen
+      )
+      with profiling.opened(  # ends when all is saved
+        settings.profile.steps, directory, int(state.step)
+      ) as around:
+        state, progress = fit(run, state, *rest, check_signals, sync, around)
+      checkpointer = rest[-1]
+      return reporting.finish(run, state, progress, checkpointer, check_signals)
+    except (Preempted, interrupts.Left) as done:
+      sync()  # before it says so
+      done = str(done) or "no step since the start: nothing to save"
+      print(f"{done}; the same command resumes", flush=True)
+      sys.exit(interrupts.EXIT_PREEMPTED)
+    except Stopped as reason:  # there is something to look into
+      if distributed.is_main():
+        run_report.write(directory)
+      sys.exit(f"stopped: {reason}")
+    except KeyboardInterrupt:
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
+      print(f"interrupted; {last}; the same command resumes")
+      interrupts.exit_program()
+    except OSError as error:
+      if not directory.is_dir():
+        reason = f"{directory} is gone: it was removed or renamed meanwhile"
+        raise disk.WriteFailed(reason) from error
+      if not disk.refuses(error):
+        raise
+      last = checkpoint.last_good(run_storage.checkpoints(directory))
+      raise disk.WriteFailed(f"{error}; {last}") from error

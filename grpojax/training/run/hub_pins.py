@@ -1,0 +1,164 @@
+"""Repositories of the Hugging Face Hub, pinned to their commits.
+
+`commits` has a line KIND:ORG/NAME@REVISION=COMMIT for each repository. A run
+fills it in when it starts and keeps it in its settings.json, so that it goes
+on, is evaluated and exported with the same files, whatever has become of a
+branch.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpojax.data.datasets import HUB
+from grpojax.models import huggingface as hf
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.files import bucket, hub
+from grpojax.training.data import mixtures
+from grpojax.training.settings.run import TrainSettings
+
+
+def _commits(settings: TrainSettings) -> dict[str, str]:
+  """Commits by "KIND:ORG/NAME@REVISION"."""
+  return dict(line.split("=") for line in settings.commits)
+
+
+def _data(settings: TrainSettings) -> list[tuple[str, Mapping[str, Any]]]:
+  """The path and the options of each data set of the Hub."""
+  data = settings.data
+  if mixed := mixtures.sources(settings):
+    each = [(one.name, one.path, one.options) for one in mixed.values()]
+  else:
+    each = [(data.name, data.path, data.options)]
+  return [(path, options) for name, path, options in each if name == HUB]
+
+
+def _wanted(settings: TrainSettings) -> dict[str, tuple[str, hub.Name]]:
+  """(kind, name) of what a settings may take from the Hub, by its key.
+
+  Paths that look like names are among them.
+  """
+  texts = [("model", _model(settings)), ("model", settings.reward.model)]
+  for path, options in _data(settings):
+    texts.append(("dataset", _with_revision(path, options.get("revision"))))
+  names = [(kind, hub.parse(text)) for kind, text in texts]
+  return {f"{kind}:{name}": (kind, name) for kind, name in names if name}
+
+
+def _with_revision(text: str, revision: Any) -> str:
+  return f"{text}@{revision}" if revision else text
+
+
+def _model(settings: TrainSettings) -> str:
+  return _with_revision(settings.model.path, settings.model.revision)
+
+
+def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
+  """A name with its commit, where that is known; else as it is."""
+  name = hub.parse(text)
+  commit = _commits(settings).get(f"{kind}:{name}")
+  return f"{name.id}@{commit}" if name and commit else text
+
+
+def model(settings: TrainSettings) -> str:
+  """Returns the name or path by which `policy.find_model` finds the model."""
+  return _pinned(settings, "model", _model(settings))
+
+
+def reward_model(settings: TrainSettings) -> str:
+  """Returns that of the reward model; "" where there is none."""
+  return _pinned(settings, "model", settings.reward.model)
+
+
+def data_options(
+  settings: TrainSettings, name: str, path: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+  """A data set's options, of one of the Hub with its commit as revision.
+
+  Args:
+    settings: the run's.
+    name: Kind of data set, as `data.name`.
+    path: Path or name, as `data.path`.
+    options: Options, as `data.options`.
+  """
+  if name != HUB:
+    return dict(options)
+  text = _with_revision(path, options.get("revision"))
+  pinned = hub.parse(_pinned(settings, "dataset", text))
+  known = pinned is not None and hub.is_commit(pinned.revision)
+  return dict(options) | ({"revision": pinned.revision} if known else {})
+
+
+def _with(settings: TrainSettings, commits: Mapping[str, str]) -> TrainSettings:
+  lines = sorted(f"{key}={commit}" for key, commit in commits.items())
+  return dataclasses.replace(settings, commits=tuple(lines))
+
+
+def with_commits(
+  settings: TrainSettings, commits: Sequence[str]
+) -> TrainSettings:
+  """Returns settings with the commits that a run was started with.
+
+  Args:
+    settings: Settings of the run.
+    commits: Lines of the run's own settings; those of other repositories than
+      these settings ask for are left out.
+  """
+  if not commits:
+    return settings
+  pinned = dict(line.split("=") for line in commits)
+  pinned = {k: c for k, c in pinned.items() if k in _wanted(settings)}
+  return _with(settings, pinned | _commits(settings))
+
+
+def pin(settings: TrainSettings) -> TrainSettings:
+  """Returns settings with the commits of all they take from the Hub, as of now.
+
+  Raises:
+    ValueError: the Hub does not tell; or model.revision is of a path.
+  """
+  commits = _commits(settings)
+  for key, (kind, name) in _wanted(settings).items():
+    is_path = kind == "model" and hf.exists(name.id)
+    if key not in commits and not is_path:
+      commits[key] = hub.commit(name, kind)
+  path, revision = settings.model.path, settings.model.revision
+  if revision and hf.exists(path):
+    remedy = (
+      f"is for models of the Hub, and there is a directory {path}: use ''"
+    )
+    raise ValueError(config_error("model.revision", revision, remedy))
+  return settings if commits == _commits(settings) else _with(settings, commits)
+
+
+def errors(
+  settings: TrainSettings, flat_config: Mapping[str, Any]
+) -> list[str]:
+  """Returns a line for each error of the names of the Hub.
+
+  Args:
+    settings: Settings of the run.
+    flat_config: The same by dotted path.
+  """
+  lines = []
+  path, revision = flat_config["model.path"], flat_config["model.revision"]
+  if revision and "@" in os.fspath(path):
+    remedy = f"model.path = {path!r} has one: give one of the two"
+    lines.append(config_error("model.revision", revision, remedy))
+  elif revision and bucket.is_url(path):
+    remedy = f"is for models of the Hub, and model.path = {path!r} is a URL"
+    lines.append(config_error("model.revision", revision, remedy))
+  elif revision and hub.parse(f"{path}@{revision}") is None:
+    remedy = (
+      "a branch, a tag or a commit, with model.path = ORG/NAME of the Hub"
+    )
+    lines.append(config_error("model.revision", revision, remedy))
+  for line in flat_config["commits"]:
+    key, _, commit = str(line).partition("=")
+    kind, _, name = key.partition(":")
+    good = kind in hub.KINDS and hub.parse(name) and "@" in name
+    if not (good and hub.is_commit(commit)):
+      remedy = "lines KIND:ORG/NAME@REVISION=COMMIT; a run fills it in: use ()"
+      lines.append(config_error("commits", line, remedy))
+  return lines

@@ -1,0 +1,142 @@
+"""Progress of a run beside its state, and signs that it goes nowhere.
+
+It is in every checkpoint, so that a summary does not depend on metrics.jsonl,
+which may be lost or cut.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from grpojax.training.evaluation import best
+
+Row = Mapping[str, Any]
+
+
+class Trouble(NamedTuple):
+  """A sign that a step has taught the policy nothing, or little.
+
+  Attributes:
+    shown: the metric's value from which on it is in the progress line.
+    whole: the value from which on so many such steps in a row end the run.
+    words: for the progress line, with the value put in.
+    meaning: for a run that ends.
+  """
+
+  shown: float
+  whole: float
+  words: str
+  meaning: str
+
+
+_SOME = 1e-9  # more than none
+
+STOP_CONDITIONS = {
+  "skipped_updates": Trouble(
+    shown=1,
+    whole=1,
+    words="{:.0f} updates skipped",
+    meaning="gradients were not finite, and updates were skipped",
+  ),
+  "rewards_missing": Trouble(
+    shown=_SOME,
+    whole=1,
+    words="{:.0%} without reward",
+    meaning="no completion had a reward (see failures.jsonl)",
+  ),
+  "zero_variance_groups": Trouble(
+    shown=1,
+    whole=1,
+    words="no group's rewards differ",
+    meaning="no group's rewards differed: all prompts are solved, or none is",
+  ),
+  "truncated": Trouble(
+    shown=0.5 + _SOME,
+    whole=0.5 + _SOME,
+    words="{:.0%} cut off",
+    meaning="most completions were cut off at sampling.max_new_tokens",
+  ),
+}
+"""By the metric that shows them; `stop.NAME` says how many steps in a row end a
+run, 0 for never."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """See the module; made of JSON values.
+
+  Attributes:
+    baseline: the accuracy of the starting weights, with its interval and the
+      number of prompts; None where it is not known yet.
+    train_seconds: spent on steps, and on evaluations and saves between them,
+      over all the times the run was started.
+    steps_with: for each of `STOP_CONDITIONS`, in how many steps it happened.
+    in_a_row: for each, how many of the last steps were wholly of that kind.
+    failed_rewards: that could not be computed, in all steps; evaluations do
+      not count.
+    data: fingerprints of the examples, by split.
+    frozen: Checksum of the weights that adapters are on; empty without any.
+    evaluations: Record of the best evaluation (`training.evaluation.best`).
+  """
+
+  baseline: dict[str, float] | None = None
+  train_seconds: float = 0.0
+  steps_with: dict[str, int] = dataclasses.field(default_factory=dict)
+  in_a_row: dict[str, int] = dataclasses.field(default_factory=dict)
+  failed_rewards: int = 0
+  data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  frozen: str = ""
+  evaluations: best.Record = dataclasses.field(default_factory=dict)
+
+
+def from_notes(notes: Mapping[str, Any] | None) -> Progress:
+  """Returns the progress of a checkpoint's notes; the rest is not known."""
+  names = {field.name for field in dataclasses.fields(Progress)}
+  return Progress(**{k: v for k, v in (notes or {}).items() if k in names})
+
+
+def to_notes(progress: Progress) -> dict[str, Any]:
+  """Returns the notes of a checkpoint."""
+  return dataclasses.asdict(progress)
+
+
+def after(progress: Progress, row: Row) -> Progress:
+  """Returns the progress after one more step with these metrics."""
+  steps_with, in_a_row = dict(progress.steps_with), dict(progress.in_a_row)
+  for name, trouble in STOP_CONDITIONS.items():
+    shown, whole = row[name] >= trouble.shown, row[name] >= trouble.whole
+    steps_with[name] = steps_with.get(name, 0) + bool(shown)
+    in_a_row[name] = in_a_row.get(name, 0) + 1 if whole else 0
+  return dataclasses.replace(
+    progress,
+    train_seconds=float(row["train_seconds"]),
+    steps_with=steps_with,
+    in_a_row=in_a_row,
+    failed_rewards=progress.failed_rewards + int(row.get("reward_failures", 0)),
+  )
+
+
+def troubles(row: Row) -> list[str]:
+  """Describes the troubles that a step's metrics show."""
+  return [
+    trouble.words.format(row[name])
+    for name, trouble in STOP_CONDITIONS.items()
+    if row[name] >= trouble.shown
+  ]
+
+
+def stop_reason(progress: Progress, limits: Mapping[str, int]) -> str | None:
+  """Returns the reason why a run should end, or None.
+
+  Args:
+    progress: so far.
+    limits: steps in a row by `STOP_CONDITIONS`' names; 0 is no limit.
+  """
+  for name, trouble in STOP_CONDITIONS.items():
+    count = progress.in_a_row.get(name, 0)
+    if 0 < limits[name] <= count:
+      return (
+        f"in {count} steps in a row {trouble.meaning}; to go on all the same: "
+        f"--config.stop.{name}=0"
+      )
+  return None

@@ -1,0 +1,105 @@
+"""Mesh, model and first state that the settings of a run ask for."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import optax
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages.weighted_baselines import init_score_norms
+from grpojax.core.losses.entropy import init_control
+from grpojax.core.objective import entropy_bonus
+from grpojax.core.step import init_state
+from grpojax.core.types import LM, Params, TrainState
+from grpojax.models import sharding
+from grpojax.runtime.cli.config import config_error
+from grpojax.statistics import group_size as group_size_lib
+from grpojax.training import policy as policy_lib
+from grpojax.training.policy import Policy
+from grpojax.training.run import hub_pins
+from grpojax.training.settings.conflicts import needs_score_norms
+from grpojax.training.settings.run import AUTO, TrainSettings
+
+
+def make_mesh(
+  settings: TrainSettings, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
+  """Makes the mesh of all devices.
+
+  Raises:
+    ValueError: Its axes do not multiply to their number.
+  """
+  sizes = {axis: getattr(settings.mesh, axis) for axis in mesh_lib.AXES}
+  return mesh_lib.make_mesh(**sizes, devices=devices)
+
+
+def open_policy(settings: TrainSettings) -> Policy:
+  """Opens the model, without its weights.
+
+  Raises:
+    ValueError: The directory, its configuration or its tokenizer do not fit, or
+      a loss that is not for such a model.
+  """
+  model = settings.model
+  path = hub_pins.model(settings)
+  policy = policy_lib.open_policy(path, model.dtype, model.remat)
+  check_model(settings, policy.lm)
+  return policy
+
+
+def check_model(settings: TrainSettings, lm: LM) -> None:
+  """Checks that a model has the experts that a loss is to balance.
+
+  Raises:
+    ValueError: It has none.
+  """
+  coefficient = settings.loss.router_aux_coef
+  if coefficient and lm.forward_with_load is None:
+    remedy = "balances experts, and the model has none (model.path): use 0"
+    raise ValueError(config_error("loss.router_aux_coef", coefficient, remedy))
+
+
+def with_weights(
+  settings: TrainSettings,
+  policy: Policy,
+  mesh: jax.sharding.Mesh | None = None,
+) -> Policy:
+  """Returns the policy with its weights, and adapters if there are to be any.
+
+  Args:
+    settings: Settings of the run.
+    policy: Model, from `open_policy`.
+    mesh: Mesh to load them onto; None is one device.
+
+  Raises:
+    ValueError: Weights or targets of adapters that do not fit.
+  """
+  shardings = mesh and functools.partial(sharding.shardings, mesh=mesh)
+  lora = settings.lora
+  if not lora.rank:
+    return policy_lib.with_weights(policy, "float32", shardings)
+  # Nothing is added to frozen weights, so they need no more digits than what is
+  # computed with them.
+  policy = policy_lib.with_weights(policy, settings.model.dtype, shardings)
+  return policy_lib.with_adapters(
+    policy,
+    jax.random.key(settings.seed),
+    rank=lora.rank,
+    alpha=lora.alpha,
+    targets=lora.targets,
+  )
+
+
+def first_state(
+  settings: TrainSettings, tx: optax.GradientTransformation, params: Params
+) -> TrainState:
+  """Returns the state before the first step of a run."""
+  state = init_state(params, tx, jax.random.key(settings.seed)).replace(
+    entropy=init_control(entropy_bonus(settings.loss)),
+    score_norms=init_score_norms() if needs_score_norms(settings) else None,
+  )
+  if settings.group_size != AUTO:
+    return state
+  start = settings.auto_group_size.start
+  return state.replace(group_size=group_size_lib.init_choice(start))

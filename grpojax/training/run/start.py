@@ -1,0 +1,245 @@
+"""Start of a training run: its checks, and the state that it goes on from."""
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.types import Params, TrainState
+from grpojax.data.examples import SPLITS
+from grpojax.models import sharding
+from grpojax.models.transformer import last_layers
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import bucket, hub, records
+from grpojax.runtime.processes import distributed
+from grpojax.runtime.terminal import trackers
+from grpojax.runtime.terminal.screen import Screen
+from grpojax.runtime.text import tokenizer
+from grpojax.training.data import prompts, splits
+from grpojax.training.optimizer import optimizer
+from grpojax.training.policy import Policy, find_model
+from grpojax.training.run import (
+  hub_pins,
+  memory,
+  run_directory,
+  run_storage,
+  setup,
+)
+from grpojax.training.settings import batches as batches_lib
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import difficulty
+from grpojax.training.step import reference as reference_lib
+from grpojax.training.step import rewards as rewards_lib
+from grpojax.training.step.sampling import make_sampler
+
+
+class Checked(NamedTuple):
+  """Things that the settings name, loaded and checked.
+
+  Attributes:
+    settings: Settings, with what the start of the run has decided.
+    policy: Model with the weights that the run starts from.
+    mesh: Mesh of all devices.
+    train: Examples of the training split.
+    held_out: Examples of the test split.
+    reward_model: Reward model, or None.
+  """
+
+  settings: TrainSettings
+  policy: Policy
+  mesh: jax.sharding.Mesh
+  train: splits.Split
+  held_out: splits.Split
+  reward_model: rewards_lib.Model | None
+
+
+class Run(NamedTuple):
+  """Things that stay the same all through a run."""
+
+  settings: TrainSettings
+  directory: pathlib.Path
+  policy: Policy
+  mesh: jax.sharding.Mesh
+  shardings: TrainState  # those of the state
+  ref_params: Params | None  # where it is fixed
+  reward_pool: rewards_lib.RewardPool
+  greedy: Any  # (params, prompts, key) -> Rollout, compiled once
+  train: splits.Split
+  held_out: splits.Split
+  screen: Screen = Screen()
+  track: Callable[[int, Any], None] = lambda step, row: None  # see `tracking`
+
+  def file(self, name: str) -> pathlib.Path:
+    """A path inside the run directory."""
+    return self.directory / name
+
+
+def check(
+  settings: TrainSettings,
+  directory: pathlib.Path,
+  check_signals: Callable[[], None],
+  today: str | None = None,
+) -> Checked:
+  """Loads what the settings name, and reads all prompts of finite data sets.
+
+  Args:
+    settings: Settings of the run.
+    directory: Directory of the run, which may not exist yet; written to only
+      later.
+    check_signals: Function that is called while much is read; may raise.
+    today: Date, where a chat template asks for it: the same in all
+      processes, whose clocks may differ. None is this process's.
+
+  Raises:
+    ValueError: An error that would otherwise be found after the run's start.
+  """
+  trackers.check(settings.log.trackers)
+  rewards = rewards_lib.resolve_functions(settings)
+  policy = setup.open_policy(settings)
+  settings = _with_date(settings, policy, today)
+  mesh = setup.make_mesh(settings)
+  memory.check(settings, policy, mesh)
+  batches_lib.check_mesh(settings, mesh)
+  reference_lib.check_memory(settings.model.reference, mesh)
+  sizes = batches_lib.group_sizes(settings)
+  cache = directory / run_directory.LENGTHS
+  train, held_out = (
+    splits.load_split(settings, policy, split, cache, check_signals)
+    for split in SPLITS
+  )
+  for split in (train, held_out):
+    rewards_lib.check_columns(settings, rewards, split)
+  if train.dropped or held_out.dropped:
+    print(
+      f"dropped {train.dropped} training and {held_out.dropped} held-out "
+      f"prompts of more than {settings.data.max_prompt_length} tokens"
+    )
+  difficulty.init_rates(settings, train.examples)  # refuses what is not for it
+  if settings.reward.on_device:  # what it wants to know of each prompt
+    batches = prompts.training_batches(
+      settings, policy, train.examples, sizes[0]
+    )
+    ahead = min(settings.steps, splits.MEASURED // settings.batch_size + 1)
+    for _ in itertools.islice(batches, ahead):
+      check_signals()
+  policy = setup.with_weights(settings, policy, mesh)
+  check_signals()
+  if settings.diagnostics.every and settings.diagnostics.last_layers:
+    last_layers(policy.params, settings.diagnostics.last_layers)
+  reward_model = rewards_lib.open_model(settings, mesh)
+  return Checked(settings, policy, mesh, train, held_out, reward_model)
+
+
+def _with_date(
+  settings: TrainSettings, policy: Policy, today: str | None = None
+) -> TrainSettings:
+  """Pins the date where a chat template asks for today's.
+
+  Prompts would be other ones tomorrow: on resume, and in evaluations.
+  """
+  if "date_string" in settings.data.template_options:
+    return settings
+  tokenizers = [policy.tokenizer]
+  if settings.reward.model:
+    model = find_model(hub_pins.reward_model(settings), hub.TEXTS)
+    tokenizers.append(tokenizer.load(model))
+  if not any(map(tokenizer.asks_for_date, tokenizers)):
+    return settings
+  options = settings.data.template_options | {
+    "date_string": today or tokenizer.today()
+  }
+  data = dataclasses.replace(settings.data, template_options=options)
+  return dataclasses.replace(settings, data=data)
+
+
+def _say_room(folder: str | os.PathLike, state: TrainState) -> None:
+  """Warns of a checkpoint that may not fit; Orbax compresses a bit."""
+  if bucket.is_url(folder):
+    return
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  free = shutil.disk_usage(folder).free
+  if size > free:
+    print(
+      f"! a checkpoint has {memory.gigabytes(size)}, and {folder} has room for "
+      f"{memory.gigabytes(free)}",
+      flush=True,
+    )
+
+
+def start(
+  directory: pathlib.Path,
+  checked: Checked,
+  checkpointer: checkpoint.Checkpointer,
+  reward_pool: rewards_lib.RewardPool,
+) -> tuple[Run, TrainState, optax.GradientTransformation]:
+  """Makes the state before the first step; cleans up after a run cut short.
+
+  Args:
+    directory: Directory of the run.
+    checked: Result of `check`; its parameters become the state's.
+    checkpointer: Checkpointer of the run.
+    reward_pool: Functions and model that compute rewards.
+
+  Returns:
+    The run, the state, and the optimizer.
+
+  Raises:
+    ValueError: a reference that is damaged or of another model.
+  """
+  settings, policy, mesh, train, held_out, _ = checked
+  tx = optimizer(settings)
+
+  def fresh(params):
+    state = setup.first_state(settings, tx, params)
+    return state.replace(
+      difficulty=difficulty.init_rates(settings, train.examples)
+    )
+
+  shardings = sharding.shardings(jax.eval_shape(fresh, policy.params), mesh)
+  params = jax.device_put(policy.params, shardings.params)
+  count = sum(x.size for x in jax.tree.leaves((params, policy.frozen)))
+  ref_params = following = None
+  if reference_lib.follows_policy(settings):
+    following = reference_lib.copy_policy(params, shardings.params)
+  elif settings.loss.needs_reference and policy.frozen is not None:
+    ref_params = {}  # the base model, without adapters
+  elif settings.loss.needs_reference:
+    reference = run_storage.reference(directory)
+    checkpoint.save_params(reference, params)
+    ref_params = checkpoint.restore_params(reference, params)
+    ref_params = reference_lib.to_memory(ref_params, settings.model.reference)
+  state = jax.jit(fresh, out_shardings=shardings, donate_argnums=0)(params)
+  state = reference_lib.state_to_memory(
+    state.replace(reference=following), settings
+  )
+  step = checkpoint.latest_step(checkpointer)
+  if distributed.is_main():
+    for name in run_directory.RECORDS:
+      records.truncate_jsonl(directory / name, -1 if step is None else step)
+    _say_room(run_storage.checkpoints(directory), state)
+  print(
+    f"{settings.model.path}: {count / 1e6:.3g} million parameters on "
+    f"{mesh.size} {mesh.devices.flat[0].platform} device(s)",
+    flush=True,
+  )
+  policy = policy._replace(params=None)  # the state has them
+  run = Run(
+    settings=settings,
+    directory=directory,
+    policy=policy,
+    mesh=mesh,
+    shardings=shardings,
+    ref_params=ref_params,
+    reward_pool=reward_pool,
+    greedy=make_sampler(settings, policy, 1, Sampling(0.0), mesh),
+    train=train,
+    held_out=held_out,
+  )
+  return run, state, tx

@@ -1,0 +1,243 @@
+"""Models of training runs: read, and exported for other programs."""
+
+import os
+import pathlib
+
+import jax
+from ml_collections import ConfigDict
+
+from grpojax.core.types import Params
+from grpojax.models import huggingface as hf
+from grpojax.models import lora
+from grpojax.runtime import checkpoint
+from grpojax.runtime.files import disk, hub
+from grpojax.training import policy as policy_lib
+from grpojax.training.config import from_config
+from grpojax.training.evaluation import best as best_lib
+from grpojax.training.policy import Policy
+from grpojax.training.run import (
+  hub_pins,
+  progress,
+  run_config,
+  run_directory,
+  run_storage,
+  setup,
+)
+from grpojax.training.settings.run import TrainSettings
+
+
+def is_run(model: str) -> bool:
+  """True for a run, which has a config, be its checkpoints gone or not."""
+  path = run_storage.local(model)
+  finished = run_directory.is_finished(path) and (
+    run_directory.model_directory(path) != path
+  )
+  return finished or run_directory.is_run(path)
+
+
+def read_config(model: str) -> ConfigDict:
+  """Reads the config of a run; ValueError where it has none."""
+  return run_config.read_config(run_storage.local(model))
+
+
+def load(
+  model: str, dtype: str = "float32", best: bool = False
+) -> tuple[Policy, Params]:
+  """Loads a policy and its parameters.
+
+  Args:
+    model: name or path as `policy.find_model` takes it, or a run with
+      checkpoints, of which the newest is read.
+    dtype: format of computation; a run has its own.
+    best: True reads the run's state of the highest held-out accuracy.
+
+  Raises:
+    ValueError: there is no such model, or it is damaged.
+  """
+  path = run_storage.local(model)
+  if not run_directory.is_run(path):
+    if best:
+      raise ValueError(f"--best: {model} is no run with checkpoints")
+    policy = policy_lib.load_policy(model, dtype)
+    return policy, policy.params
+  settings = from_config(run_config.read_config(path))
+  policy = setup.open_policy(settings)
+  if settings.lora.rank:  # adapters need their base
+    policy = setup.with_weights(settings, policy)
+  step = best_step(path) if best else None
+  step, params = load_params(path, settings, step)
+  run_config.say_added(path)
+  print(f"{model}: checkpoint of step {step}")
+  return policy, params
+
+
+def best_step(run: str | pathlib.Path) -> int:
+  """Step of a run's state of the highest held-out accuracy.
+
+  Raises:
+    ValueError: it was not kept, or there is none yet.
+  """
+  with checkpoint.open_checkpointer(
+    run_storage.checkpoints(run), readonly=True
+  ) as checkpointer:
+    steps = checkpoint.steps(checkpointer)
+    notes = checkpoint.read_notes(checkpointer, steps[-1]) if steps else {}
+  step = best_lib.step(progress.from_notes(notes).evaluations)
+  if step not in steps:
+    raise ValueError(
+      f"--best: {run} has kept no best state (checkpoint.best), only those of "
+      f"steps {steps}"
+    )
+  return step
+
+
+def load_params(
+  run: str | pathlib.Path,
+  settings: TrainSettings,
+  step: int | None = None,
+  device: jax.Device | None = None,
+) -> tuple[int, Params]:
+  """Loads what a run has trained, from a checkpoint.
+
+  Args:
+    run: the run directory.
+    settings: the run's settings.
+    step: step of the checkpoint; None is the newest.
+    device: device that holds the parameters; None is the first.
+
+  Returns:
+    The checkpoint's step, and what was trained: the model, or LoRA's adapters.
+
+  Raises:
+    ValueError: there is no such checkpoint, or it is damaged.
+  """
+  params = hf.abstract_params(
+    hf.read_config(policy_lib.find_model(hub_pins.model(settings), hub.CONFIG))
+  )
+  if settings.lora.rank:
+    key, targets = jax.random.key(0), settings.lora.targets
+    params = jax.eval_shape(
+      lambda params: lora.init(params, key, settings.lora.rank, targets), params
+    )
+  sharding = jax.sharding.SingleDeviceSharding(device or jax.local_devices()[0])
+  like = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params
+  )
+  if not run_directory.is_run(run):
+    raise ValueError(f"{run} has no checkpoints")
+  saved = run_storage.checkpoints(run)
+  with checkpoint.open_checkpointer(saved, readonly=True) as checkpointer:
+    if step is None:
+      step = checkpoint.latest_step(checkpointer)
+    if step is None:
+      raise ValueError(f"{run} has no complete checkpoint yet")
+    return step, checkpoint.restore_policy(checkpointer, like, step)
+
+
+def host_device() -> jax.Device:
+  """The host: a model that was trained on many devices may not fit on one."""
+  try:
+    return jax.local_devices(backend="cpu")[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out
+    return jax.local_devices()[0]
+
+
+def _plain_model(path: pathlib.Path) -> pathlib.Path | None:
+  """Returns the directory of a model; None for a run, or for neither."""
+  a_run = run_directory.model_directory(path) != pathlib.Path(path)
+  if a_run or run_directory.is_run(path):
+    return None
+  try:
+    return hf.resolve(path)
+  except ValueError:
+    return None
+
+
+def _base(settings: TrainSettings) -> tuple[str, str | None]:
+  """Returns adapters' name of their base model, and its commit on the Hub."""
+  name = (
+    None if hf.exists(settings.model.path) else hub.parse(settings.model.path)
+  )
+  if name is None:
+    path = run_storage.local(settings.model.path)
+    return str(run_directory.model_directory(path)), None
+  return name.id, hub.parse(hub_pins.model(settings)).revision
+
+
+def export(
+  run: str | pathlib.Path,
+  out: pathlib.Path,
+  step: int | None = None,
+  dtype: str | None = None,
+  adapter: bool = False,
+  best: bool = False,
+) -> str:
+  """Writes a run's model, or with `adapter` its adapters, into a new directory.
+
+  Args:
+    run: the run directory, or its URL in a bucket; or a model directory, or
+      the name of an embedded model, which is copied.
+    out: the directory to make; nothing stands there until all is written.
+    step: step of the checkpoint; None is the newest, or a finished run's model/
+      where there are no checkpoints.
+    dtype: format of the stored weights; None is as they were trained.
+    adapter: True writes LoRA's adapters in PEFT's format, not the model.
+    best: True writes the state of the highest held-out accuracy.
+
+  Returns:
+    A description of what was written.
+
+  Raises:
+    ValueError: no run, no such checkpoint, `out` exists or cannot be made, or
+      `adapter` of a run without LoRA.
+  """
+  path = run_storage.local(run)
+  model = _plain_model(path)
+  if os.path.lexists(out):
+    raise ValueError(f"--out={out} exists already; choose another directory")
+  if model:
+    disk.check_writable(out, "--out")
+    if adapter or step is not None:
+      raise ValueError(f"--adapter and --step are of a run, and {run} is none")
+    hf.save(out, hf.load_params(model), model, dtype=dtype)
+    return f"the model {run}"
+  settings = from_config(run_config.read_config(path))
+  run_config.say_added(path)
+  disk.check_writable(out, "--out")
+  if adapter and not settings.lora.rank:
+    raise ValueError(f"--adapter: {run} was not trained with LoRA (lora.rank)")
+  if best and step is not None:
+    raise ValueError("give --best or --step, not both")
+  if best:
+    step = best_step(path)
+  finished = run_directory.model_directory(path)
+  if step is None and not run_directory.is_run(path) and finished != path:
+    if adapter:
+      raise ValueError(f"--adapter: {run} has no checkpoints, only its model")
+    hf.save(out, hf.load_params(finished), finished, dtype=dtype)
+    return f"the finished model of {run}"
+  step = _export_checkpoint(path, settings, out, step, dtype, adapter)
+  return f"{'the adapters of ' if adapter else ''}step {step} of {run}"
+
+
+def _export_checkpoint(
+  path: pathlib.Path,
+  settings: TrainSettings,
+  out: pathlib.Path,
+  step: int | None,
+  dtype: str | None,
+  adapter: bool,
+) -> int:
+  """Writes a checkpoint's model or adapters; returns its step."""
+  rank, alpha = settings.lora.rank, settings.lora.alpha
+  step, params = load_params(path, settings, step, host_device())
+  needed = hub.WHOLE if rank and not adapter else hub.TEXTS
+  source = policy_lib.find_model(hub_pins.model(settings), needed)
+  if adapter:
+    base, revision = _base(settings)
+    lora.save_peft(out, params, source, alpha, dtype, base, revision)
+    return step
+  if rank:
+    params = lora.merge_lazily(hf.load_params(source), params, alpha / rank)
+  hf.save(out, params, source, dtype=dtype)
+  return step

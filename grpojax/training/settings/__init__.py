@@ -1,0 +1,1 @@
+"""Settings of a training run: dataclasses, conflicts, sizes of batches."""

@@ -1,0 +1,222 @@
+"""Sizes of a run's batches: group sizes, and their division into parts."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.advantages.weighted_baselines import init_score_norms
+from grpojax.core.binding import bind
+from grpojax.core.mesh import (
+  AXES,
+  check_rows,
+  row_shards,
+  sample_cuts,
+  sampling_mesh,
+)
+from grpojax.core.packing import micro_batches
+from grpojax.runtime.cli.config import config_error
+from grpojax.training.settings.run import AUTO, TrainSettings
+
+_TRIED = 256  # prompts, and samples of each, that an advantage is tried on
+
+
+def group_sizes(s: TrainSettings) -> list[int]:
+  """Returns the group sizes of a run: one, or all powers of two between."""
+  if s.group_size != AUTO:
+    return [s.group_size]
+  sizes = [s.auto_group_size.smallest]
+  while sizes[-1] < s.auto_group_size.largest:
+    sizes.append(2 * sizes[-1])
+  return sizes
+
+
+def samples_per_step(s: TrainSettings) -> int:
+  """Returns the number of samples N = B G, the same at every step."""
+  first = s.auto_group_size.start if s.group_size == AUTO else s.group_size
+  return s.batch_size * first
+
+
+def draw_parts(s: TrainSettings) -> int:
+  """Returns the equal parts of a step's prompts that a draw takes one of."""
+  return s.filter_groups.gen_parts if s.filter_groups.enable else 1
+
+
+def _division_errors(s: TrainSettings) -> list[str]:
+  """Errors of batches that do not divide into their parts."""
+  update = s.optim.update
+  if s.batch_size % update.minibatches:
+    remedy = (
+      f"must divide batch_size = {s.batch_size} (prompts; groups stay whole)"
+    )
+    return [config_error("optim.minibatches", update.minibatches, remedy)]
+  parts = {"sampling.parts": s.sampling.parts}
+  if s.filter_groups.enable:
+    parts["filter_groups.gen_parts"] = s.filter_groups.gen_parts
+  for size in group_sizes(s):
+    prompts = samples_per_step(s) // size
+    for setting, count in parts.items():
+      if prompts % count:
+        remedy = (
+          f"must divide a step's prompts, {prompts} with groups of {size}"
+        )
+        return [config_error(setting, count, remedy)]
+    try:
+      micro_batches.cuts(
+        prompts // update.minibatches, size, update.micro_batches
+      )
+    except ValueError as error:
+      micro = update.micro_batches
+      return [config_error("optim.micro_batches", micro, str(error))]
+  return []
+
+
+def _auto_errors(s: TrainSettings) -> list[str]:
+  """Errors of the group sizes that "auto" moves among."""
+  if s.group_size != AUTO:
+    return []
+  auto, errors = s.auto_group_size, []
+  for name in ("smallest", "start", "largest"):
+    size = getattr(auto, name)
+    power = size >= 4 and size & (size - 1) == 0
+    if not power or not auto.smallest <= size <= auto.largest:
+      remedy = "4 <= smallest <= start <= largest must be powers of two"
+      errors.append(config_error(f"auto_group_size.{name}", size, remedy))
+  if errors:
+    return errors
+  samples, updates = samples_per_step(s), s.optim.update.minibatches
+  prompts = samples // auto.largest
+  error = functools.partial(
+    config_error, "auto_group_size.largest", auto.largest
+  )
+  if samples % auto.largest or prompts % updates:
+    return [
+      error(
+        f"leaves {samples} / {auto.largest} prompts a step, which must be a "
+        f"whole multiple of optim.minibatches = {updates}: take a smaller one "
+        "or more prompts"
+      )
+    ]
+  if prompts < 3:
+    return [error(f"leaves {prompts} prompts a step; a diagnosis needs 3")]
+  return []
+
+
+def _mesh_errors(s: TrainSettings) -> list[str]:
+  sizes = {axis: getattr(s.mesh, axis) for axis in AXES}
+  remedy = "must be 1 or more, or -1 for all the other devices"
+  errors = [
+    config_error(f"mesh.{axis}", size, remedy)
+    for axis, size in sizes.items()
+    if size < 1 and size != -1
+  ]
+  if list(sizes.values()).count(-1) > 1:
+    remedy = "only one axis may be -1 (all the other devices)"
+    errors.append(config_error("mesh", tuple(sizes.values()), remedy))
+  return errors
+
+
+def _refusal(advantage: Callable, prompts: int, group_size: int) -> str:
+  """Reason why an advantage cannot have a batch of these shapes; "" for none.
+
+  Nothing is computed.
+  """
+  array = functools.partial(jax.ShapeDtypeStruct, (prompts, group_size))
+
+  def trial(rewards, lengths):
+    return bind(
+      advantage,
+      lengths=lengths,
+      logit_score_sq=rewards,
+      score_norms=init_score_norms(),
+    )(rewards)
+
+  try:
+    jax.eval_shape(trial, array(jnp.float32), array(jnp.int32))
+  except ValueError as error:
+    return str(error)
+  return ""
+
+
+def _advantage_errors(s: TrainSettings) -> list[str]:
+  """Errors of batches that the advantage refuses, with one that it takes.
+
+  It is tried on the run's shapes, so that it needs no other check than its own.
+  """
+  name, k = s.loss.advantage, s.loss.subset_size
+  advantage = bind(ADVANTAGES[name], k=k)
+  takes_k = advantage is not ADVANTAGES[name]
+  sizes = group_sizes(s)
+  for size in sorted({min(sizes), max(sizes)}):
+    # A large batch refuses nothing that a smaller one takes: tables stay small.
+    prompts = min(samples_per_step(s) // size, _TRIED)
+    size = min(size, max(_TRIED, k + 1) if takes_k else _TRIED)
+    refusal = _refusal(advantage, prompts, size)
+    if not refusal:
+      continue
+    larger = [g for g in range(size + 1, size + 9) if g != k + 1]
+    larger = sorted([*larger, k + 1]) if takes_k else larger
+    enough = [g for g in larger if not _refusal(advantage, prompts, g)]
+    if enough and takes_k:
+      remedy = (
+        f"too many for advantage = {name!r}: use a group_size of {enough[0]} "
+        f"or more (now {size}), or a smaller subset_size"
+      )
+      return [config_error("subset_size", k, remedy)]
+    if enough:
+      remedy = f"advantage = {name!r} compares completions of a prompt: use "
+      return [config_error("group_size", size, f"{remedy}{enough[0]} or more")]
+    for more in range(prompts + 1, prompts + 9):
+      if not _refusal(advantage, more, size):
+        remedy = f"advantage = {name!r} compares prompts: use {more} or more"
+        return [config_error("batch_size", prompts, remedy)]
+    return [config_error("advantage", name, refusal)]
+  return []
+
+
+def errors(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
+  """Returns a line for each error of the sizes of batches and of the mesh."""
+  del flat
+  wrong = _auto_errors(s) or _division_errors(s)
+  return wrong + _mesh_errors(s) + _advantage_errors(s)
+
+
+def check_mesh(s: TrainSettings, mesh: Mesh) -> None:
+  """Checks that a run's batches divide over its mesh.
+
+  Args:
+    s: Settings of the run.
+    mesh: Mesh of all devices, from `core.mesh.make_mesh`.
+
+  Raises:
+    ValueError: A batch that does not, with the numbers.
+  """
+  update, slots = s.optim.update, s.sampling.decoding.slots
+  sampling = sampling_mesh(mesh, s.mesh.sampling_tensor)
+  check_rows(sampling, eval_batch=s.eval.batch_size)
+  for size in group_sizes(s):
+    rows = samples_per_step(s) // size
+    for parts in {s.sampling.parts, draw_parts(s)}:
+      check_rows(sampling, size, rollout=rows // parts)
+      _check_slots(slots, sampling, rows // parts, size)
+    minibatch = rows // update.minibatches
+    with jax.set_mesh(mesh):
+      split = micro_batches.cuts(minibatch, size, update.micro_batches)
+    check_rows(mesh, size // split[1], micro_batch=minibatch // split[0])
+
+
+def _check_slots(slots: int, mesh: Mesh, prompts: int, group_size: int) -> None:
+  """Checks that each device has whole groups where slots take their samples."""
+  with jax.set_mesh(mesh):
+    _, of_groups = sample_cuts(prompts, group_size)
+  if 0 < slots < group_size and of_groups > 1:
+    remedy = (
+      f"{row_shards(mesh)} devices share {prompts} prompts, and so split their "
+      "groups, whose samples go through the slots together: use 0, or more "
+      "prompts at once"
+    )
+    raise ValueError(config_error("sampling.slots", slots, remedy))

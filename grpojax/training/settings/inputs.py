@@ -1,0 +1,239 @@
+"""Settings of what a step reads: model, data, completions and their rewards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
+from grpojax.core.decoding import Decoding
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.options import (
+  NOT_NEGATIVE,
+  ONE_OR_MORE,
+  POSITIVE,
+  frozen_options,
+  option,
+)
+from grpojax.data.datasets import DATASETS
+from grpojax.data.survey import TOO_LONG
+from grpojax.models.config import DTYPES
+from grpojax.models.layer_stacks import REMAT
+from grpojax.runtime.cli.settings import free_field, inline_field
+from grpojax.runtime.text.special_tokens import SPECIAL_TOKENS
+from grpojax.statistics.success_rates import PRIORITIES
+
+REFERENCE_MEMORY = {"device": None, "host": "pinned_host"}
+"""JAX's kinds of memory by the names of `model.reference`."""
+
+DIFFICULTY_OFF = "none"
+
+FILTER_METRICS = ("reward", "acc")
+"""Quantities that have to vary in a group: `reward`, by which its completions
+are compared; `acc`, the function that says what a right answer is. With several
+rewards `acc` leaves groups out that would teach something, and the objective is
+another."""
+
+
+@frozen_options
+class ModelSettings:
+  """Policy, and the reference that it is held to."""
+
+  path: str = option(
+    "arithmetic-instruct",
+    "a Hugging Face directory, the name of an embedded model, or ORG/NAME of "
+    "the Hugging Face Hub",
+  )
+  revision: str = option(
+    "", 'of ORG/NAME on the Hub: a branch, a tag or a commit; "" = main'
+  )
+  dtype: str = option(
+    "float32",
+    "format of computation; what is trained is float32 anyway, what is frozen "
+    "(with LoRA) has this format",
+    DTYPES,
+  )
+  remat: str = option(
+    "selective",
+    "what the backward pass computes again to save memory: nothing; the MLP's "
+    "inner values and softmax weights; all but each layer's input",
+    REMAT,
+  )
+  reference: str = option(
+    "device",
+    "where the reference policy is kept: on the devices, or in the host's "
+    "memory but for its own pass",
+    REFERENCE_MEMORY,
+  )
+  reference_every: int = option(
+    0,
+    "steps after which the reference follows the policy; 0 = it is fixed",
+    within=NOT_NEGATIVE,
+  )
+  reference_mix: float = option(
+    1.0,
+    "the policy's share of the new reference then; 1 = a copy of the policy",
+    within="(0, 1]",
+  )
+
+
+@frozen_options
+class LoraSettings:
+  """Low-rank adapters, which are trained in the place of the weights."""
+
+  rank: int = option(
+    0, "rank of the adapters; 0 = off: all is trained", within=NOT_NEGATIVE
+  )
+  alpha: float = option(
+    32.0, "adapters are scaled by alpha / rank", within=POSITIVE
+  )
+  targets: str = option(
+    "layers/(q|k|v|o|gate|up|down)",
+    "a regular expression of the paths of the weights that have adapters",
+  )
+
+
+@frozen_options
+class DataSettings:
+  """Prompts, and how they become tokens."""
+
+  name: str = option("arithmetic", "the data set", DATASETS)
+  path: str = option(
+    "",
+    "of data in files: a file, a directory, or a pattern of files; of "
+    "huggingface: ORG/NAME of the Hub",
+  )
+  options: Mapping[str, Any] = free_field(
+    "keyword arguments of the data set's load"
+  )
+  mixture: Mapping[str, Any] = free_field(
+    "several data sets in the place of that one: mixture.ANY.name, path, "
+    "options, weight, and rewards (those of reward.functions that score it)"
+  )
+  max_prompt_length: int = option(
+    32, "longest prompt, tokens with the template", within=ONE_OR_MORE
+  )
+  too_long: str = option(
+    "refuse", "what is done about prompts of more tokens", TOO_LONG
+  )
+  template: str = option(
+    "{prompt}\n", "what a plain prompt becomes (a chat has its own template)"
+  )
+  system_prompt: str = option(
+    "", 'system prompt of chats without one; "" = none'
+  )
+  special_tokens: str = option(
+    "text",
+    'what "<|im_end|>" in a prompt is: text, or the control token of that name',
+    SPECIAL_TOKENS,
+  )
+  template_options: Mapping[str, Any] = free_field(
+    "keyword arguments of the chat template"
+  )
+
+
+@frozen_options
+class DifficultySettings:
+  """Prompts drawn by their success rates."""
+
+  priority: str = option(
+    DIFFICULTY_OFF,
+    "what of its success rate makes a prompt wanted",
+    (DIFFICULTY_OFF, *PRIORITIES),
+  )
+  uniform: float = option(
+    0.1, "share of prompts that is drawn as always", within="(0, 1]"
+  )
+  half_life: float = option(
+    100.0, "steps after which what was seen counts half", within=POSITIVE
+  )
+  band: tuple[Any, ...] = option(
+    (0.1, 0.9), "success rates that priority=band wants: low, high"
+  )
+  target: tuple[Any, ...] = option(
+    (0.8, 0.3),
+    "success rate that priority=target wants at the first and the last step",
+  )
+  rows: int = option(
+    1, "groups of a step that one prompt may have", within=ONE_OR_MORE
+  )
+  importance_weights: bool = option(
+    False, "undo the choice in the loss, so that the objective stays the same"
+  )
+
+
+@frozen_options
+class SamplingSettings:
+  """Completions (the first six settings change samples, the others not)."""
+
+  max_new_tokens: int = option(
+    80, "longest completion, tokens", within=ONE_OR_MORE
+  )
+  distribution: Sampling = inline_field(Sampling)
+  decoding: Decoding = inline_field(Decoding)
+  parts: int = option(
+    1,
+    "equal parts of a step's prompts, sampled one after another: "
+    "reward.workers are at one while the next decodes",
+    within=ONE_OR_MORE,
+  )
+
+
+@frozen_options
+class RewardSettings:
+  """Rewards of the completions."""
+
+  functions: tuple[Any, ...] = option(
+    ("exact_answer",),
+    'built in, "package.module:function" or "file.py:function"; the first says '
+    "what a right answer is (1 or more), which evaluations count",
+  )
+  weights: tuple[Any, ...] = option(
+    (1.0,), "weights of the functions in the sum, a number for each"
+  )
+  options: Mapping[str, Any] = free_field(
+    "keyword arguments of a function: options.FUNCTION.key"
+  )
+  workers: int = option(
+    0,
+    "processes of this machine that compute rewards; 0 = this one does, "
+    "without a time limit",
+    within="[0, 1024]",
+  )
+  timeout: float = option(
+    10.0, "seconds a completion, in a worker", within=POSITIVE
+  )
+  model: str = option(
+    "",
+    "a reward model (sequence classifier): a directory, or ORG/NAME[@REVISION] "
+    'of the Hub; "" = none',
+  )
+  model_weight: float = option(1.0, "weight of the reward model in the sum")
+  on_device: bool = option(
+    False, "score token ids on the device: the whole step is one XLA program"
+  )
+  aggregation: str = option(
+    "sum_then_normalize",
+    "compare several functions by their weighted sum, or each normalised in "
+    "its group before it (GDPO)",
+    AGGREGATIONS,
+  )
+
+
+@frozen_options
+class FilterGroupsSettings:
+  """Dynamic sampling (DAPO): fresh prompts for groups that do not vary."""
+
+  enable: bool = option(False, "replace groups whose rewards are all equal")
+  metric: str = option(
+    "reward",
+    "in what a group must vary: the reward, or the first function's (acc)",
+    FILTER_METRICS,
+  )
+  max_num_gen_batches: int = option(
+    10, "most batches drawn for one step", within=ONE_OR_MORE
+  )
+  gen_parts: int = option(
+    1, "further draws are of 1 / gen_parts of a batch", within=ONE_OR_MORE
+  )
+  rescale: bool = option(
+    False, "scale the gradient to its length without this filter"
+  )

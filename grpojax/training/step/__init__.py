@@ -1,0 +1,1 @@
+"""Training step: what the devices and the host do for one update."""

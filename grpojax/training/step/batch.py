@@ -1,0 +1,149 @@
+"""From rewards to the batch of an update, with its packing."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.advantages.multi_reward import AGGREGATIONS
+from grpojax.core.batch import make_batch
+from grpojax.core.losses.truncation import TRUNCATED
+from grpojax.core.packing import Packing
+from grpojax.core.packing import layout as packing_layout
+from grpojax.core.rollout import rollout_metrics
+from grpojax.core.types import Batch, Rollout
+from grpojax.training.settings.inputs import RewardSettings
+from grpojax.training.settings.run import TrainSettings
+
+
+def reward_weights(reward: RewardSettings) -> Sequence[int | float]:
+  """Returns the weights of the functions, and last of a reward model."""
+  return (*reward.weights, *([reward.model_weight] if reward.model else []))
+
+
+def aggregation(
+  reward: RewardSettings,
+) -> Callable[[Float[Array, "K B G"]], Float[Array, "B G"]] | None:
+  """Returns the aggregation of functions' rewards; None for their sum."""
+  function = AGGREGATIONS[reward.aggregation]
+  if function is None:
+    return None
+  weights = reward_weights(reward)
+  return lambda values: function(values, weights=weights)
+
+
+def baseline_rewards(
+  settings: TrainSettings,
+  rollout: Rollout,
+  rewards: Float[Array, "B G"],
+  values: Float[Array, "K B G"] | None,
+) -> Float[Array, "B G"]:
+  """Returns the numbers that the completions of a group are compared by.
+
+  Args:
+    settings: Settings of the run.
+    rollout: Completions.
+    rewards: Rewards, one a completion.
+    values: Rewards of each function, where these are aggregated.
+
+  Returns:
+    Numbers, nan for a completion that is not in its group's baseline.
+  """
+  aggregate = aggregation(settings.reward)
+  compared = rewards if aggregate is None else values
+  # A completion that is dropped has no part in the normalisation, either.
+  compared, _ = TRUNCATED[settings.loss.truncated](compared, rollout.finished)
+  return compared if aggregate is None else aggregate(compared)
+
+
+def in_baseline(
+  settings: TrainSettings, rollout: Rollout, rewards: Float[np.ndarray, "B G"]
+) -> Bool[np.ndarray, "B G"]:
+  """Returns True for the completions in their group's baseline, on the host."""
+  rewarded = np.isfinite(rewards)
+  if settings.loss.truncated == "drop":
+    rewarded &= mesh_lib.fetch(rollout.finished)
+  return rewarded
+
+
+def plan_packing(
+  settings: TrainSettings,
+  rollout: Rollout,
+  rewards: Float[np.ndarray, "B G"],
+  mesh: jax.sharding.Mesh,
+) -> Packing | None:
+  """Plans which completions share rows; None where rows stay as they are.
+
+  Only completions whose log-probabilities anybody asks for get a place.
+
+  Args:
+    settings: Settings of the run.
+    rollout: Completions of a step; their mask is on the host since they became
+      text.
+    rewards: Rewards, one a completion; not finite where there is none.
+    mesh: Mesh of training, in context.
+  """
+  if not settings.optim.packing:
+    return None
+  needed = in_baseline(settings, rollout, rewards)
+  # A masked one is still in the baseline, with its KL penalty if there is one.
+  if settings.loss.truncated == "mask" and not settings.loss.kl_in_reward:
+    needed &= mesh_lib.fetch(rollout.finished)
+  mask = mesh_lib.fetch(rollout.completion_mask)
+  prompt_mask = mesh_lib.fetch(rollout.prompt_mask)
+  planned = packing_layout.plan(
+    np.where(needed, np.sum(mask, axis=-1), 0),
+    mask.shape[-1],
+    np.sum(prompt_mask, axis=-1),
+    prompt_mask.shape[-1],
+    settings.optim.update.minibatches,
+    settings.optim.update.micro_batches,
+  )
+  return mesh_lib.place(planned, mesh, "batch")
+
+
+def make_batch_program(settings: TrainSettings):
+  """Makes the part of a step between the rewards and the update.
+
+  Returns:
+    `(lm, params, rollout, rewards, *, ref_params, packing, score_norms, values,
+    scale, prompt_weights) -> (batch, metrics)`, to be jitted. `values`
+    [K, B, G] are the rewards of each function, where `reward.aggregation`
+    compares more than their sum; `scale` is a factor of all advantages once
+    they are bounded, or None.
+  """
+
+  def batch_of(
+    lm,
+    params,
+    rollout: Rollout,
+    rewards,
+    *,
+    ref_params=None,
+    packing=None,
+    score_norms=None,
+    values=None,
+    scale=None,
+    prompt_weights=None,
+  ) -> tuple[Batch, dict[str, Array]]:
+    compared = baseline_rewards(settings, rollout, rewards, values)
+    batch = make_batch(
+      lm,
+      rollout,
+      compared,
+      settings.loss,
+      options=settings.optim.update,
+      sampling=settings.sampling.distribution,
+      policy_params=params,
+      ref_params=ref_params,
+      packing=packing,
+      score_norms=score_norms,
+      prompt_weights=prompt_weights,
+    )
+    if scale is not None:
+      batch = batch.replace(advantages=scale * batch.advantages)
+    return batch, rollout_metrics(rollout, rewards, compared)
+
+  return batch_of

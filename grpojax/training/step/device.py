@@ -1,0 +1,100 @@
+"""Training step in one program, with the reward on the device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.step import make_grpo_step
+from grpojax.core.types import Params, Prompts, TrainState
+from grpojax.training import policy as policy_lib
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.policy import Policy
+from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step import reference
+from grpojax.training.step.diagnosis import make_diagnose
+from grpojax.training.step.host import StepResult
+
+
+def make_device_program(
+  settings: TrainSettings,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  shardings: TrainState,
+  diagnose: Callable[..., Any] | None = None,
+):
+  """Makes `(state, prompts, ref_params) -> (state, metrics)`, one program.
+
+  Args:
+    settings: Settings of the run.
+    policy: Model.
+    group_size: Completions a prompt, G.
+    tx: Optimizer.
+    shardings: Shardings of the state, which is donated.
+    diagnose: Function of `make_diagnose`, or None.
+  """
+  _, reward = prompts_lib.device_reward(settings, policy)
+
+  def step(lm, state, prompts, ref_params):
+    run = make_grpo_step(
+      lm,
+      tx,
+      reward,
+      group_size=group_size,
+      max_new_tokens=settings.sampling.max_new_tokens,
+      eos_ids=policy.eos_ids,
+      pad_id=policy.pad_id,
+      objective=settings.loss,
+      update=settings.optim.update,
+      sampling=settings.sampling.distribution,
+      decoding=settings.sampling.decoding,
+      diagnose=diagnose and functools.partial(diagnose, lm),
+    )
+    return run(state, prompts, ref_params)
+
+  return policy_lib.jit(
+    policy, step, donate_argnums=1, out_shardings=(shardings, None)
+  )
+
+
+def make_device_step(
+  settings: TrainSettings,
+  policy: Policy,
+  group_size: int,
+  tx: optax.GradientTransformation,
+  ref_params: Params | None,
+  shardings: TrainState,
+) -> Callable[..., StepResult]:
+  """Makes the step of `make_host_step` as one XLA program.
+
+  It returns neither samples nor failures: completions never reach the host,
+  which could pack them for the reference and the update.
+  """
+  make_program = functools.partial(
+    make_device_program, settings, policy, group_size, tx, shardings
+  )
+  plain = make_program()
+  shards = mesh_lib.row_shards(mesh_lib.mesh_of(shardings))
+  with_diagnosis = make_program(
+    make_diagnose(settings, shards, policy.vmappable)
+  )
+
+  def step(
+    state: TrainState,
+    prompts: Prompts,
+    examples: Any = None,
+    diagnosed: bool = False,
+    take: Any = None,
+  ) -> StepResult:
+    del examples, take
+    program = with_diagnosis if diagnosed else plain
+    following, state = state.reference, state.replace(reference=None)
+    ref = reference.to_device(ref_params if following is None else following)
+    state, metrics = program(state, prompts, ref)
+    state = state.replace(reference=following)
+    return StepResult(state, mesh_lib.fetch(metrics), [], [])
+
+  return step

@@ -1,0 +1,225 @@
+"""Diagnosis of a step's gradient: its noise, and what a run learns from it.
+
+The gradient is that of the policy that sampled, of all completions of a group,
+each at its full weight: of the first update of a step. What later updates of it
+see is off-policy, and is not in these numbers; nor are corrections of a sampler
+that is not the policy (`core.losses.rollout_correction`): weights w make the
+scores of the theory w times as long, and truncated ones leave them a mean that
+is not 0.
+`is_weight*` and `rollout_effective_samples` say how far from 1 they are. The
+rewards are the weighted sum of all functions, also where `reward.aggregation`
+compares something else.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Real
+
+from grpojax.core.advantages.weighted_baselines import (
+  ScoreNorms,
+  bind_norms,
+  observe_score_norms,
+  sample_weights,
+  score_norm_sums,
+)
+from grpojax.core.group_axis import present
+from grpojax.core.objective import advantage_fn
+from grpojax.core.types import LM, Params, Rollout, TrainState
+from grpojax.models.transformer import last_layers
+from grpojax.statistics import advantage_errors, diagnostics
+from grpojax.statistics import group_size as group_size_lib
+from grpojax.statistics.group_size_interval import pooled_group_size
+from grpojax.training.settings.conflicts import needs_score_norms
+from grpojax.training.settings.run import TrainSettings
+
+_BOUNDS = ("optimal_group_size_low", "optimal_group_size_high")
+_SCORE_NORM = "score_norms_{}"  # metric of a diagnosis
+
+
+def _chosen_prompts(
+  settings: TrainSettings, prompts: int, shards: int
+) -> tuple[int, int, int]:
+  """Number of prompts to diagnose, their micro-batches, and rows of each.
+
+  A prompt carries a tangent for every direction, so that micro-batches are so
+  many times smaller than those of training. Rows that are more than the number
+  only fill the devices.
+  """
+  update, diagnostics_ = settings.optim.update, settings.diagnostics
+  parts = math.gcd(prompts, update.minibatches * update.micro_batches)
+  trained_rows = prompts // parts
+  each = shards if trained_rows % shards == 0 else 1
+  most = max(trained_rows // diagnostics_.tangents, each)
+  rows = max(n for n in range(each, most + 1, each) if trained_rows % n == 0)
+  count = math.ceil(max(3, diagnostics_.share * prompts))
+  return count, min(math.ceil(count / rows), prompts // rows), rows
+
+
+def make_diagnose(
+  settings: TrainSettings, shards: int, vectorized: bool = True
+) -> Callable[..., dict[str, Array]]:
+  """Makes `(lm, params, rollout, rewards, key, score_norms=None) -> metrics`.
+
+  The metrics are the errors of the gradient and, where the run's baseline has
+  weights (`core.advantages.weighted_baselines`), its errors with these. They
+  are of `diagnostics.share` of the prompts, at least 3: the first of the batch
+  whose samples all have a reward. With too few of them all estimates are nan.
+  Which prompts these are does not depend on the mesh.
+
+  Args:
+    settings: Settings of the run.
+    shards: Parts that the mesh splits a batch into; each keeps a prompt of
+      every micro-batch.
+    vectorized: True where the model's functions can be vmapped, see
+      `projections.score_projections`.
+  """
+  options = {
+    "tangents": settings.diagnostics.tangents,
+    "chunk_size": settings.optim.update.chunk_size,
+    "sampling": settings.sampling.distribution,
+    "vectorized": vectorized,
+  }
+  if settings.diagnostics.last_layers:
+    options["split"] = functools.partial(
+      last_layers, count=settings.diagnostics.last_layers
+    )
+
+  def diagnose(
+    lm: LM,
+    params: Params,
+    rollout: Rollout,
+    rewards: Array,
+    key,
+    score_norms: ScoreNorms | None = None,
+  ):
+    prompts = rewards.shape[0]
+    count, parts, rows = _chosen_prompts(settings, prompts, shards)
+    missing = ~jnp.all(present(rewards), axis=-1)
+    chosen = jnp.argsort(missing, stable=True)[: parts * rows]
+    projections = diagnostics.score_projections(
+      lm,
+      params,
+      jax.tree.map(lambda x: x[chosen], rollout),
+      key,
+      micro_batches=parts,
+      **options,
+    )
+    # Rows that only fill the devices would make the estimates better, and the
+    # group size that they choose another one on another mesh.
+    projections, chosen = projections[:, :count], chosen[:count]
+    rollout, rewards = jax.tree.map(lambda x: x[chosen], (rollout, rewards))
+    row = diagnostics.metrics(
+      diagnostics.diagnose(projections, rewards, prompts)
+    )
+    advantage = advantage_fn(settings.loss)
+    weights = sample_weights(advantage, rollout)
+    if needs_score_norms(settings):
+      row |= _score_norm_row(projections, rewards)
+    if weights or needs_score_norms(settings):
+      errors = advantage_errors.advantage_errors(
+        projections, rewards, bind_norms(advantage, score_norms), weights
+      )
+      row |= advantage_errors.metrics(errors, row["c1"], prompts)
+    return row
+
+  return diagnose
+
+
+def _score_norm_row(
+  projections: Float[Array, "V B G"], rewards: Real[Array, "B G"]
+) -> dict[str, Float[Array, ""]]:
+  """Sums that the lengths of scores are learned from, as metrics."""
+  sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
+  return {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
+
+
+def make_update_group_size(settings: TrainSettings, shardings: TrainState):
+  """Makes `(state, metrics) -> state`, after a step with a diagnosis.
+
+  The state learns the group size, where it is chosen while training, and the
+  lengths of scores at each reward, where the advantage asks for them.
+
+  Args:
+    settings: Settings of the run.
+    shardings: Shardings of the state.
+  """
+  auto = settings.auto_group_size
+  observe_size = jax.jit(
+    functools.partial(
+      group_size_lib.observe,
+      smallest=auto.smallest,
+      largest=auto.largest,
+      decay=auto.decay,
+      margin=auto.margin,
+      confidence=auto.confidence,
+    ),
+    out_shardings=shardings.group_size,
+  )
+  observe_norms = jax.jit(
+    functools.partial(observe_score_norms, decay=settings.score_norms.decay),
+    out_shardings=shardings.score_norms,
+  )
+
+  def update_group_size(state: TrainState, row: Mapping[str, Any]):
+    old = state.group_size
+    if old is not None:
+      new = observe_size(old, row["c1"], row["c1_se"], row["c3"], row["c3_se"])
+      sizes = int(old.group_size), int(new.group_size)
+      if sizes[0] != sizes[1]:
+        print(f"group size {sizes[0]} -> {sizes[1]}", flush=True)
+      state = state.replace(group_size=new)
+    if state.score_norms is not None:
+      names = ScoreNorms.__dataclass_fields__
+      sums = ScoreNorms(**{n: row[_SCORE_NORM.format(n)] for n in names})
+      norms = observe_norms(state.score_norms, sums)
+      state = state.replace(score_norms=norms)
+    return state
+
+  return update_group_size
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+  """Summarises the group size that the gradient's noise asked for in a run.
+
+  Args:
+    rows: Metrics of steps, some of them with a diagnosis.
+
+  Returns:
+    `optimal_group_size` and `optimal_group_size_interval` (95%, over the
+    diagnoses; of a single one, its own), for summary.json; nothing without
+    diagnoses.
+  """
+  rows = [row for row in rows if "c1" in row]
+  pairs = [(row["c1"], row["c3"]) for row in rows]
+  c1, c3 = np.array(pairs, float).reshape(-1, 2).T  # null becomes nan
+  if not np.isfinite(c1 + c3).any():
+    return {}
+  bounds = [  # an infinite bound is null
+    [math.inf if x is None else x for x in map(row.get, _BOUNDS)]
+    for row in rows
+  ]
+  best, *interval = pooled_group_size(c1, c3, np.array(bounds, float))
+  return {
+    "optimal_group_size": best,
+    "optimal_group_size_interval": interval,
+  }
+
+
+def line(summary: Mapping[str, Any]) -> str:
+  """Returns a summary as a sentence; infinite bounds are null in a file."""
+  best, (low, high) = (
+    summary[f"optimal_group_size{end}"] for end in ("", "_interval")
+  )
+  best, *interval = (
+    "inf" if x is None else f"{x:.1f}" for x in (best, low, high)
+  )
+  size = f"{best} [{', '.join(interval)}]"
+  if low == 1 and high in (None, math.inf):
+    return f"the gradient's noise left the best group size open: {size}"
+  return f"the gradient's noise asked for groups of {size}"

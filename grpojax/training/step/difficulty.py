@@ -1,0 +1,190 @@
+"""Prompts drawn by their success rates, and the rates learned from a step.
+
+The success rates of all prompts are part of the state (`TrainState.difficulty`,
+see `statistics.success_rates`), by the number of the prompt among those that
+fit. They, the seed and the step decide what is drawn, so that a resumed run
+draws the same; of several processes the first one draws for all.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.binding import bind
+from grpojax.core.types import Prompts, TrainState
+from grpojax.data.arithmetic import ENDLESS
+from grpojax.data.mixture import Mixture
+from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.processes import distributed
+from grpojax.statistics import success_rates
+from grpojax.statistics.prompt_sampling import Stratum, draw
+from grpojax.statistics.success_rates import PRIORITIES, SuccessRates
+from grpojax.training.data import prompts as prompts_lib
+from grpojax.training.evaluation.evaluation import CORRECT
+from grpojax.training.policy import Policy
+from grpojax.training.settings.batches import group_sizes, samples_per_step
+from grpojax.training.settings.inputs import DIFFICULTY_OFF
+from grpojax.training.settings.run import TrainSettings
+
+INDEX = "prompt_index"  # of an example, among the training prompts that fit
+
+
+def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
+  """Returns the rates before the first step; None where prompts are not drawn.
+
+  Raises:
+    ValueError: An endless data set, or one (of a mixture: any) with fewer
+      prompts than its share of a step's.
+  """
+  if settings.difficulty.priority == DIFFICULTY_OFF:
+    return None
+  count = len(examples)
+  field = "difficulty.priority"
+  if count >= ENDLESS:
+    remedy = (
+      "a data set without end asks no prompt twice, so that none has a success "
+      "rate: give it a size (data.options.size), or use none"
+    )
+    raise ValueError(config_error(field, settings.difficulty.priority, remedy))
+  size = min(group_sizes(settings))
+  prompts = samples_per_step(settings) // size
+  strata = _strata(examples)
+  for size, weight in strata:
+    share = prompts * weight / sum(stratum.weight for stratum in strata)
+    if size * settings.difficulty.rows < share - 1e-6:
+      remedy = (
+        f"a step takes {share:g} prompts of a data set, and there are {size}: "
+        "use a smaller batch_size, more difficulty.rows, or none"
+      )
+      raise ValueError(
+        config_error(field, settings.difficulty.priority, remedy)
+      )
+  return success_rates.unknown(count)
+
+
+def _strata(examples: Any) -> list[Stratum]:
+  if isinstance(examples, Mixture):
+    return [Stratum(len(x.examples), x.weight) for x in examples.parts]
+  return [Stratum(len(examples), 1.0)]
+
+
+def _aim(settings: TrainSettings, step: int) -> float:
+  """Success rate that the priority `target` asks for at a step."""
+  first, last = settings.difficulty.target
+  return first + (last - first) * min(step / max(settings.steps - 1, 1), 1.0)
+
+
+def priorities(
+  settings: TrainSettings, rates: SuccessRates, step: int, group_size: int
+) -> Float[np.ndarray, "n"]:
+  """Returns the priority of each prompt after `step` steps."""
+  function = PRIORITIES[settings.difficulty.priority]
+  options = dataclasses.asdict(settings.difficulty)
+  options["target"] = _aim(settings, step)
+  priority = bind(function, group_size=group_size, **options)
+  return priority(*success_rates.posterior(rates))
+
+
+def make_draw_prompts(
+  settings: TrainSettings, policy: Policy, examples: Any, group_size: int
+) -> Callable[[TrainState], tuple[Prompts, list[dict[str, Any]]]]:
+  """Makes `state -> (prompts, examples)` of the next step.
+
+  The examples have their number as `INDEX`; the prompts have importance weights
+  where difficulty.importance_weights asks for them.
+
+  Args:
+    settings: Settings of the run.
+    policy: Model, whose format the prompts have.
+    examples: Random access to all examples that fit.
+    group_size: Completions a prompt, G.
+  """
+  samples = samples_per_step(settings)
+  strata = _strata(examples)
+
+  def next_prompts(state: TrainState):
+    step = int(state.step)
+    rates = mesh_lib.fetch(state.difficulty)
+    seed = np.random.SeedSequence(settings.seed, spawn_key=(step,))
+
+    def choose():
+      drawn = draw(
+        priorities(settings, rates, step, group_size),
+        strata,
+        np.random.default_rng(seed),
+        rows=samples // group_size,
+        uniform=settings.difficulty.uniform,
+        most=settings.difficulty.rows,
+      )
+      return drawn.indices.tolist(), drawn.weights.tolist()
+
+    # Logarithms round differently on unlike hosts, and a priority that differs
+    # in its last bit may move a prompt out of a batch.
+    indices, weights = distributed.on_main(choose)
+    prompts, rows = prompts_lib.prompts_of(settings, policy, examples, indices)
+    if settings.difficulty.importance_weights:
+      prompts = prompts.replace(weights=np.asarray(weights, np.float32))
+    named = zip(rows, indices, strict=True)
+    return prompts, [example | {INDEX: i} for example, i in named]
+
+  return next_prompts
+
+
+def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
+  """Makes `(state, examples, correctness [B, G]) -> state`, after the rewards.
+
+  Args:
+    settings: Settings of the run.
+    shardings: Shardings of the state.
+  """
+  observe = jax.jit(
+    bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
+    out_shardings=shardings.difficulty,
+  )
+  mesh = mesh_lib.mesh_of(shardings)
+
+  def update_success_rates(
+    state: TrainState,
+    examples: Sequence[Mapping[str, Any]],
+    correctness: Float[np.ndarray, "B G"],
+  ) -> TrainState:
+    right = np.where(
+      np.isnan(correctness), np.nan, correctness >= CORRECT
+    ).astype(np.float32)
+    indices = np.array([example[INDEX] for example in examples], np.int32)
+    seen = mesh_lib.place((indices, right), mesh)
+    return state.replace(difficulty=observe(state.difficulty, *seen))
+
+  return update_success_rates
+
+
+def metrics(
+  state: TrainState, prompts: Prompts, examples: Sequence[Mapping[str, Any]]
+) -> dict[str, int | float]:
+  """Returns the metrics of a step's draw, of a state with success rates.
+
+  Returns:
+    `success_rate_mean`, `success_rate_std`, over all prompts as they are known;
+    `prompts_seen`, the share of which there is any memory; and with importance
+    weights their largest, `importance_weight_max`, and
+    `effective_prompts` = (sum w)^2 / sum w^2.
+  """
+  rates = mesh_lib.fetch(state.difficulty)
+  a, b = success_rates.posterior(rates)
+  numbers = {example[INDEX] for example in examples}
+  row: dict[str, int | float] = {
+    "success_rate_mean": float(np.mean(a / (a + b))),
+    "success_rate_std": float(np.std(a / (a + b))),
+    "prompts_seen": float(np.mean(a + b > 2 * success_rates.PRIOR)),
+    "prompts_asked": len(numbers),
+  }
+  if prompts.weights is not None:
+    w = np.asarray(mesh_lib.fetch(prompts.weights), np.float64)
+    row["importance_weight_max"] = float(np.max(w))
+    row["effective_prompts"] = float(np.sum(w) ** 2 / np.sum(w**2))
+  return row

@@ -1,0 +1,36 @@
+"""Programs of these tests, in processes of their own."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# Eight devices of a CPU, and what libtpu would ask of a machine with TPUs.
+ENVIRONMENT = {
+  "JAX_PLATFORMS": "cpu",
+  "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+  "PYTHONPATH": str(ROOT),
+}
+
+
+def run(*words, **environment):
+  """Standard output of Python with these words."""
+  done = subprocess.run(
+    [sys.executable, *map(str, words)],
+    env=os.environ | ENVIRONMENT | environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  return done.stdout
+
+
+def compiled(program, *words, **environment):
+  """JSON that a program beside this file prints."""
+  file = pathlib.Path(__file__).with_name(program)
+  return json.loads(run(file, *words, **environment))

@@ -1,0 +1,254 @@
+"""Weights for a rollout policy that is another, against TRL and by listing."""
+
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from grpojax.core import losses
+from grpojax.core.batch import make_batch
+from grpojax.core.losses.rollout_correction import (
+  CORRECTIONS,
+  is_weights,
+  make_correction,
+)
+from grpojax.core.objective import Objective
+from grpojax.core.step import init_state
+from grpojax.core.types import Batch, Rollout
+from grpojax.core.update import UpdateOptions, make_update
+
+FILE = pathlib.Path(__file__).with_name("trl_corrections.json")
+TRL = json.loads(FILE.read_text())
+WEIGHTINGS = {"grpo": losses.sequence_mean, "dapo": losses.token_mean}
+INF = float("inf")
+
+
+def arrays():
+  """TRL's case, as one group; padding may hold anything."""
+  stored = {name: np.array(TRL[name]) for name in TRL if name != "cases"}
+  mask = stored.pop("mask") > 0
+  advantages = stored.pop("advantages")
+  logprobs = {
+    k: jnp.asarray(np.where(mask, x, np.nan))[None] for k, x in stored.items()
+  }
+  return logprobs, jnp.asarray(advantages)[None], jnp.asarray(mask)[None]
+
+
+@pytest.mark.parametrize("loss_type", WEIGHTINGS)
+def test_values_and_gradients_are_those_of_trl(loss_type, float64):
+  stored, advantages, mask = arrays()
+  weights = WEIGHTINGS[loss_type](mask)
+  old, ref, rollout = (stored[k] for k in ("old", "ref", "sampler"))
+  batch = Batch(None, None, None, mask, advantages, old, None, rollout)
+
+  def value(logprobs, correct):
+    is_weights = correct(logprobs, batch)[0] if correct else None
+    return losses.grpo_loss(
+      logprobs, advantages, weights, mask, old, ref, is_weights, beta=0.1
+    )[0]
+
+  cases = [case for case in TRL["cases"] if case["loss_type"] == loss_type]
+  assert len({case["value"] for case in cases}) > len(cases) / 2
+  assert len(cases) == 18
+
+  @jax.jit
+  def of_all():
+    corrections = [
+      make_correction(
+        case["mode"] or "none",
+        case["low"] or 0.0,
+        case["high"] or INF,
+        case["threshold"],
+      )
+      for case in cases
+    ]
+    both = jax.value_and_grad(value)
+    return [both(stored["logprobs"], correct) for correct in corrections]
+
+  for case, (found, gradient) in zip(cases, of_all(), strict=True):
+    name = str({k: v for k, v in case.items() if k != "gradient"})
+    np.testing.assert_allclose(found, case["value"], rtol=1e-6, err_msg=name)
+    gradient = np.where(mask, gradient, 0)[0]
+    np.testing.assert_allclose(
+      gradient, case["gradient"], rtol=1e-6, err_msg=name
+    )
+
+
+@pytest.fixture(scope="module")
+def policies(tabular):
+  """A chain, a rollout policy that is another, and all that they can write."""
+  p = tabular.lm(1, 3).init(jax.random.key(0))
+  q = p + 0.4 * jax.random.normal(jax.random.key(1), p.shape)
+  ids = np.array(list(itertools.product(range(3), repeat=3)))  # 0 ends
+  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
+  ids = np.unique(np.where(mask, ids, 0), axis=0)
+  mask = np.cumsum(ids == 0, -1) - (ids == 0) == 0
+  kinds = tabular.rows(np.zeros(1), ids[None])
+  rewards = np.random.default_rng(2).normal(size=len(ids))
+
+  def logprobs(table):
+    rows = [k.astype(int) for k in kinds]
+    log_p = jax.nn.log_softmax(jnp.asarray(table))[rows[0], rows[1]]
+    found = jnp.take_along_axis(log_p, jnp.asarray(ids)[None, ..., None], -1)
+    return jnp.where(mask, found[..., 0], 0.0)
+
+  return p, q, jnp.asarray(mask)[None], rewards, logprobs
+
+
+def expected_gradient(policies, correction, **bounds):
+  """Of the loss, on-policy for the trainer, over what the rollout writes."""
+  p, q, mask, rewards, logprobs = policies
+  sampled = logprobs(q)
+  share = jnp.exp(sampled.sum(-1))[..., None]  # probability of each
+  np.testing.assert_allclose(share.sum(), 1, rtol=1e-5)
+  correct = make_correction(correction, **bounds)
+
+  def loss(table):
+    scored = logprobs(table)
+    batch = Batch(
+      None, None, None, mask, jnp.asarray(rewards)[None], None, None, sampled
+    )
+    is_weights, _ = correct(scored, batch)
+    return losses.grpo_loss(
+      scored, batch.advantages, share * mask, mask, is_weights=is_weights
+    )[0]
+
+  return -jax.jit(jax.grad(loss))(p)
+
+
+def test_untruncated_sequence_weights_give_the_policys_own_gradient(policies):
+  p, _, _, rewards, logprobs = policies
+  value = lambda table: jnp.exp(logprobs(table).sum(-1))[0] @ rewards
+  truth = jax.jit(jax.grad(value))(p)
+  for name in ("sequence_truncate", "sequence_mask"):
+    found = expected_gradient(policies, name)
+    np.testing.assert_allclose(found, truth, atol=1e-6)
+  # A token's weights leave the prefixes as the sampler draws them.
+  off = [
+    np.abs(expected_gradient(policies, "token_truncate") - truth).max(),
+    np.abs(
+      expected_gradient(policies, "sequence_truncate", high=1.0) - truth
+    ).max(),
+  ]
+  assert min(off) > 1e-3
+
+
+def test_bounds(float64):
+  log_ratio = jnp.log(jnp.array([[[0.5, 3.0, 1.0], [0.2, 1.0, 1.0]]]))
+  mask = jnp.array([[[1, 1, 0], [1, 0, 0]]], bool)
+  log_ratio = jnp.where(mask, log_ratio, 0.0)
+  expected = {  # the sequences' weights are 1.5 and 0.2
+    "token_truncate": [[0.6, 1.4, 1], [0.6, 1, 1]],
+    "token_mask": [[0, 0, 1], [0, 1, 1]],
+    "sequence_truncate": [[1.4, 1.4, 1], [0.6, 1, 1]],
+    "sequence_mask": [[0, 0, 1], [0, 1, 1]],
+  }
+  assert expected.keys() == CORRECTIONS.keys() - {"none"}
+  for name, weights in expected.items():
+    found, outside = is_weights(log_ratio, mask, name, 0.6, 1.4)
+    np.testing.assert_allclose(found, [weights], rtol=1e-9)
+    np.testing.assert_array_equal(outside, mask)
+  huge = jnp.full((1, 1, 9), 20.0)
+  found, _ = is_weights(huge, huge > 0, "sequence_truncate")
+  assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_update_corrects_however_it_is_cut(tabular, several):
+  """Against the same loss written out, where the rollout is `noise` off."""
+  lm, rng = tabular.lm(2, 4), np.random.default_rng(3)
+  table = lm.init(jax.random.key(5))
+  shape = (4, 3, 5)
+  ids, noise = rng.integers(0, 4, shape), 0.4 * rng.normal(size=shape)
+  mask = np.arange(5) < rng.integers(1, 6, (4, 3, 1))
+  log_p = tabular.log_table(table)[tabular.rows(np.arange(4) % 2, ids)]
+  exact = np.take_along_axis(log_p, ids[..., None], -1)[..., 0]
+  samples = Rollout(
+    jnp.arange(4)[:, None] % 2,
+    jnp.ones((4, 1), bool),
+    jnp.asarray(ids),
+    jnp.asarray(mask),
+    jnp.asarray(np.where(mask, exact - noise, 0), jnp.float32),
+    jnp.ones((4, 3), bool),
+  )
+  rewards = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
+  noise = np.where(mask, noise, 0)
+  ratios = np.exp(noise.sum(-1, keepdims=True))
+  out = mask & (ratios > 1.2)
+  weight = np.where(mask, np.where(ratios > 1.2, 0, ratios), 0)
+  drift = -noise.sum(-1) / mask.sum(-1)
+
+  def run(micro_batches):
+    tx = optax.sgd(0.0)
+    objective = Objective(
+      correction="sequence_mask",
+      correction_high=1.2,
+      off_policy_threshold=0.1,
+      old_logprobs="trainer" if several else "rollout",
+    )
+    options = UpdateOptions(epochs=1 + several, micro_batches=micro_batches)
+    update = make_update(lm, tx, objective, options)
+
+    @jax.jit
+    def learn():
+      batch = make_batch(
+        lm,
+        samples,
+        rewards,
+        objective,
+        options=options,
+        policy_params=table,
+      )
+      return batch, update(init_state(table, tx, jax.random.key(0)), batch)[1]
+
+    return learn()
+
+  batch, row = run(6 if several else 1)
+  left_out = (np.asarray(batch.advantages) < 0) & (drift > 0.1)
+  assert out.any() and left_out.any() and (left_out != (drift > 0.1)).any()
+  advantages = np.asarray(batch.advantages)[..., None]
+  expected = -np.sum(weight * ~left_out[..., None] * advantages) / mask.sum()
+  sums = {
+    "loss": expected * mask.sum(),
+    "is_weight": weight.sum(),
+    "is_weight_bounded": out.sum(),
+    "off_policy_masked": (left_out[..., None] & mask).sum(),
+    "rollout_kl": (np.exp(noise) - 1 - noise)[mask].sum(),
+    "rollout_mismatch_mean": np.abs(noise).sum(),
+  }
+  weights = ratios[..., 0]
+  share = weights.sum() ** 2 / (weights.size * (weights**2).sum())
+  for name, value in sums.items():
+    np.testing.assert_allclose(
+      row[name], value / mask.sum(), rtol=1e-4, err_msg=name
+    )
+  found = row["rollout_effective_samples"]
+  np.testing.assert_allclose(found, share, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "settings, text",
+  [
+    ({"correction": "tis"}, "correction='tis': use one of none, token_trunc"),
+    ({"low": 1.5, "high": 2.0}, "low=1.5"),
+    ({"high": 0.5}, "high=0.5 bound importance weights"),
+    ({"threshold": 0.0}, "threshold=0.0"),
+    ({"threshold": float("nan")}, "threshold=nan"),
+  ],
+)
+def test_what_means_nothing_is_refused(settings, text):
+  assert make_correction("none", 0.5, 2.0) is None
+  with pytest.raises(ValueError, match=text):
+    make_correction(**settings)
+
+
+def test_a_batch_without_rollout_logprobs_is_refused():
+  mask = jnp.ones((1, 1, 1), bool)
+  batch = Batch(None, None, None, mask, jnp.ones((1, 1)))
+  with pytest.raises(ValueError, match="the batch has none"):
+    make_correction("token_mask")(jnp.zeros((1, 1, 1)), batch)

@@ -1,0 +1,175 @@
+"""Axes that are merged or left out on CPUs, and the programs XLA makes then."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from grpojax.core.logprobs import token_logprobs
+from grpojax.models.attention import rms_norm, two_part_attention
+from grpojax.models.config import TransformerConfig
+from grpojax.models.cpu import float32_einsum, matmul
+from grpojax.models.transformer import transformer
+
+SIZES = dict(b=2, g=3, k=2, r=2, s=5, e=4, c=7, p=6)
+RNG = np.random.default_rng(0)
+
+
+def normal(axes):
+  shape = [SIZES[axis] for axis in axes]
+  return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  "product, merged",
+  [
+    ("bgkrse,bgkce->bgkrsc", "2x3x2x10x4"),  # r and s are one axis
+    ("bkgrse,bkpe->bkgrsp", "2x2x30x4"),  # g, r and s
+    ("bgkrse,bkpe->bgkrsp", None),  # k is between g and r
+    ("bgrse,bgpe->bgsrp", None),  # in another order
+    ("bgke,bgkce->bgkc", None),  # there is none
+    ("bgse,bgce->bgsc", None),  # there is one
+  ],
+)
+def test_products_with_merged_axes(product, merged):
+  """Against NumPy's einsum, with both gradients."""
+  of_x, of_y, out = product.replace("->", ",").split(",")
+  x, y, toward = map(normal, (of_x, of_y, out))
+  function = lambda *args: float32_einsum(product, *args)
+  z, pull = jax.vjp(function, x, y)
+  dx, dy = pull(toward)
+  close = dict(rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(z, np.einsum(product, x, y), **close)
+  np.testing.assert_allclose(
+    dx, np.einsum(f"{out},{of_y}->{of_x}", toward, y), **close
+  )
+  np.testing.assert_allclose(
+    dy, np.einsum(f"{out},{of_x}->{of_y}", toward, x), **close
+  )
+  assert merges(function, x, y) == (merged is not None)
+  text = jax.jit(function).lower(x, y).as_text()
+  factors = re.findall(r"dot_general .* : \(tensor<(.*?)x?f32>", text)
+  assert factors == [merged] or merged is None
+
+
+def merges(function, *args):
+  """Returns True where a function would merge axes on a CPU."""
+  return "platform_index" in str(jax.make_jaxpr(function)(*args))
+
+
+@pytest.mark.parametrize(
+  "axis, size, kind, merged",
+  [
+    ("data", 1, AxisType.Auto, True),
+    ("data", 1, AxisType.Explicit, False),  # of an array's type at any size
+    ("data", 2, AxisType.Auto, True),  # cuts the two prompts, outermost
+    ("data", 3, AxisType.Auto, False),  # cuts the samples of each
+    ("tensor", 2, AxisType.Auto, False),
+    ("data", 2, AxisType.Explicit, False),
+    ("data", 2, AxisType.Manual, True),
+  ],
+)
+def test_what_a_mesh_cuts_keeps_its_axes(axis, size, kind, merged):
+  """Merged, samples that are cut would leave their devices."""
+  x, w = jnp.ones((2, 3, 5, 4)), jnp.ones((4, 6))
+  q, keys = normal("bkgrse"), normal("bkpe")
+  mesh = AbstractMesh((size,), (axis,), axis_types=(kind,))
+  with jax.sharding.use_abstract_mesh(mesh):
+    assert merges(matmul, x, w) == merged
+    einsum = lambda *args: float32_einsum("bkgrse,bkpe->bkgrsp", *args)
+    assert merges(einsum, q, keys) == merged
+
+
+def test_one_token():
+  """Without an axis of tokens, as in code that is vmapped over them."""
+  x, w = normal("e"), normal("ep")
+  want = np.asarray(x) @ np.asarray(w)
+  np.testing.assert_allclose(matmul(x, w), want, rtol=1e-6)
+  rows = jax.vmap(matmul, (0, None))(jnp.stack([x, 2 * x]), w)
+  np.testing.assert_allclose(rows, [want, 2 * want], rtol=1e-6)
+
+
+def test_under_shard_map():
+  """There arrays are whole on a device, and merged; the gradient too."""
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+  x, w, q, keys = normal("bgse"), normal("ep"), normal("bkgrse"), normal("bkpe")
+
+  def total(x, w, q, keys):
+    of_prompt = float32_einsum("bkgrse,bkpe->bkgrsp", q, keys)
+    return jnp.sum(matmul(x, w) ** 2) + jnp.sum(of_prompt**2)
+
+  gradient = jax.grad(total, range(4))
+  specs = P("data"), P(), P("data"), P("data")
+  there = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+  assert merges(there, x, w, q, keys)
+  for a, b in zip(there(x, w, q, keys), gradient(x, w, q, keys), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_next_tokens_keep_the_axes_of_their_rows():
+  """Decoding takes no gradient, and would be traced twice."""
+  assert not merges(matmul, jnp.ones((2, 3, 1, 4)), jnp.ones((4, 6)))
+  einsum = lambda *args: float32_einsum("bgkrse,bgkce->bgkrsc", *args)
+  assert not merges(einsum, jnp.ones((2, 3, 2, 2, 1, 4)), normal("bgkce"))
+
+
+def test_the_gradient_copies_no_large_array_in_another_order():
+  """Logits, weights of attention or the MLP's inner values.
+
+  XLA fuses such a copy with what it copies, which it then computes twice, once
+  of them in an order that is bad for caches: a quarter of an update's time.
+  """
+  vocab, mlp, new, prompt = 61, 37, 13, 7
+  config = TransformerConfig(vocab, 24, 2, 4, 2, 8, mlp)
+  lm = transformer(config)
+  params = jax.eval_shape(lm.init, jax.random.key(0))
+  ids = jax.ShapeDtypeStruct((2, 3, new), jnp.int32)
+  prompts = jax.ShapeDtypeStruct((2, prompt), jnp.int32)
+
+  def total(params, prompts, ids):
+    mask = jnp.ones(prompts.shape, bool)
+    return jnp.sum(token_logprobs(lm, params, prompts, mask, ids)[0])
+
+  compiled = jax.jit(jax.grad(total)).lower(params, prompts, ids).compile()
+  shapes = re.findall(r" = f32\[([\d,]*)\]\S* transpose\(", compiled.as_text())
+  assert shapes  # of queries, keys and values: heads come before tokens
+  for shape in shapes:
+    axes = [int(n) for n in shape.split(",")]
+    assert not {vocab, mlp} & set(axes), shape
+    of_tokens = [n for n in axes if n % new == 0 or n % prompt == 0]
+    assert len(of_tokens) < 2, shape
+
+
+def sums(function, *args):
+  """Returns the shapes that the gradient of a function sums to, compiled."""
+
+  def gradient(*args):
+    y, pull = jax.vjp(function, *args)
+    return pull(y)
+
+  text = jax.jit(gradient).lower(*args).compile().as_text()
+  shapes = re.findall(r"= f32\[([\d,]*)\]\S* reduce\(", text)
+  return {tuple(map(int, shape.split(","))) for shape in shapes if shape}
+
+
+def test_norms_and_softmax_are_summed_without_axes_of_size_1():
+  """With them, XLA's CPU code takes up to ten times as long."""
+  norm = lambda x, scale: rms_norm(x, scale, 1e-6)
+  shapes = sums(norm, jnp.ones((1, 4, 16, 32)), jnp.ones(32))
+  assert (4, 16) in shapes and (1, 4, 16) not in shapes
+  assert (32,) in shapes
+  b, k, r, s, e, p = 3, 2, 2, 8, 4, 5
+  row, prompt = jnp.ones((b, 1, k, s, e)), jnp.ones((b, k, p, e))
+  mask, prompt_mask = jnp.tril(jnp.ones((s, s), bool)), jnp.ones((b, p), bool)
+
+  def attention(q, row, prompt):
+    keys, of_prompt = (row, row), (prompt, prompt)
+    return two_part_attention(q, keys, mask, of_prompt, prompt_mask)
+
+  shapes = sums(attention, jnp.ones((b, 1, k, r, s, e)), row, prompt)
+  assert (b, k, r, s) in shapes
+  assert not any(1 in shape[:3] for shape in shapes), shapes

@@ -1,0 +1,56 @@
+"""Training runs that are made up, for the studies that are made of them."""
+
+import json
+
+import pytest
+
+from grpojax.runtime.cli import config as config_lib
+from grpojax.runtime.files import records
+from grpojax.studies import run as study
+from grpojax.training.config import to_config
+from grpojax.training.run import fit, run_config, run_directory
+
+
+def write_run(settings, directory, rewards, accuracy, **columns):
+  """Writes what a study reads of a finished run, one reward a step."""
+  directory.mkdir(parents=True)
+  rows = [
+    {"step": step, "reward_mean": reward} | columns
+    for step, reward in enumerate(rewards, 1)
+  ]
+  rows.append({"step": len(rewards), "accuracy": accuracy})
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (directory / run_directory.METRICS).write_text(text)
+  (directory / run_config.CONFIG).write_text(
+    config_lib.to_json(to_config(settings))
+  )
+  summary = {"steps": len(rewards), "accuracy_before": 0.0}
+  summary |= {"accuracy_after": accuracy}
+  records.write_json(directory / run_directory.SUMMARY, summary)
+  return summary
+
+
+@pytest.fixture
+def made_up():
+  return write_run
+
+
+@pytest.fixture
+def interrupt_third(monkeypatch):
+  """Puts `train` in the place of `fit.run`, and Ctrl-C in its third call."""
+
+  def put(train):
+    names = []
+
+    def run(settings, directory):
+      names.append(settings.name)
+      if len(names) == 3:
+        raise KeyboardInterrupt
+      return train(settings, directory)
+
+    monkeypatch.setattr(fit, "run", run)
+    return names
+
+  # The session's compilation cache stays where it is.
+  monkeypatch.setattr(study.jax.config, "update", lambda *args: None)
+  return put

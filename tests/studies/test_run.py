@@ -1,0 +1,193 @@
+"""Studies' directories and training runs, and mistakes in their settings."""
+
+import dataclasses
+import importlib
+import re
+
+import pytest
+
+from grpojax.runtime.cli.settings import to_config
+from grpojax.studies import compare, group_size
+from grpojax.studies import run as study
+from grpojax.training.run import fit
+
+MISTAKES = {
+  "baselines": [
+    ("num_prompts=1", "norm_ratio learns from the other prompts"),
+    ("samples=100", "samples = 100: each of blocks"),
+    ("powers=(0.0,)", "powers = .*more than 0"),
+    ("group_sizes=(1,)", "group_sizes = "),
+    ("configurations=()", "configurations = .*one or more"),
+    ("configurations=base,base", "configurations = .*each once"),
+    ("configurations=gsm8k", "gsm8k = '': give the directory of a run"),
+  ],
+  "compare": [
+    ("arms=advantage=grpo", "two or more"),
+    ("arms=advantage=grpo, advantage=grpo", "all different"),
+    ("arms=advantage=grpo, advantag=grpo", "did you mean"),
+    ("arms=advantage=grpo, advantage=nothing", "arm 'advantage=noth"),
+    ("arms=seed=1, advantage=grpo", "seed is set by the study"),
+    ("arms=steps=x, advantage=grpo", "type int"),
+    (
+      "arms=group_size=8, group_size=4",
+      "1536 completions a run, and 3072 of the first",
+    ),
+    ("learning_rates=(0.0,)", "numbers above 0"),
+    ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
+    ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
+    ("learning_rates=(1e-4, 0.0001)", "the same"),
+    ("train.steps=0", "steps = 0: give 1 or more"),
+    ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
+    ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
+    ("arms=advantage=grpo, eval.num_prompts=3", "256 of the first"),
+    (f"train.seed={2**32 - 1}", "train.seed"),
+  ],
+  "group_size": [
+    ("budgets=(100,)", "8 does not divide the budget 100"),
+    ("group_sizes=(1,)", "2 or more"),
+    ("predict.prompts=90", "multiple of predict.batch"),
+    ("train.optim.learning_rate=-1", "train.optim.learning_rate"),
+    ("name=../../x", "names a directory"),
+  ],
+  "gsm8k": [
+    ("data.path=nowhere", "no GSM8K in 'nowhere'"),
+    ("train.optim.learning_rate=-1", "train.optim.learning_rate"),
+    ("sft.steps=0", "sft.steps = 0"),
+  ],
+  "mse": [
+    ("samples=96", "samples = 96: must be a multiple of 64"),
+    ("samples=128", "at least 3 times"),
+    ("group_sizes=()", "whole numbers of 2 or more"),
+    ("group_sizes=(3,4)", "each must divide the largest"),
+    ("instruct=nowhere", "instruct = 'nowhere': no model at 'nowhere'"),
+    ("difficulty=(4,2)", r"difficulty = \(4, 2\): "),
+  ],
+  "suboptimality": [
+    ("steps=(5,5)", r"steps = \(5, 5\): must be increasing"),
+    ("group_sizes=(1,2)", "group_sizes = .*2 or more"),
+    ("group_sizes=(2.0,)", "whole numbers"),
+    ("num_samples=18", r"num_samples = 18: .*not of \[4, 8, 16\]"),
+    ("problem.seed=9 problem.beta=0.3", "seed = 9: .*several maxima"),
+  ],
+}
+
+
+@pytest.mark.parametrize(
+  "name, words, message",
+  [(name, *one) for name, table in MISTAKES.items() for one in table],
+)
+def test_mistakes_are_found_before_anything_is_written(
+  name, words, message, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  program = importlib.import_module(f"grpojax.studies.{name}")
+  separate = words.split() if name == "suboptimality" else [words]
+  with pytest.raises(SystemExit) as caught:
+    program.main([f"--config.{word}" for word in separate])
+  assert re.match(f"error: (.|\n)*{message}", caught.value.code)
+  assert not list(tmp_path.iterdir())
+
+
+def open_at(directory, **changes):
+  words = [f"--config.{name}={value}" for name, value in changes.items()]
+  return study.open_study(
+    [f"--run_dir={directory}", *words],
+    "p",
+    group_size.SETTINGS,
+    lambda config: [],
+    "",
+  )
+
+
+@pytest.mark.parametrize(
+  "name, text",
+  [
+    ("file", "file is a file"),
+    ("file/x", "file/x: Not a directory"),
+    ("x" * 300, "name too long"),
+    ("odd", "odd/config.json is no study's config: .*Is a directory"),
+    ("thesis", "is not empty and is no study"),
+    ("study", "another config(.|\n)*seeds: 3 -> 4"),
+  ],
+)
+def test_a_directory_that_cannot_be_the_studys(name, text, tmp_path):
+  (tmp_path / "file").touch()
+  (tmp_path / "odd" / "config.json").mkdir(parents=True)
+  (tmp_path / "thesis" / "chapter").mkdir(parents=True)
+  open_at(tmp_path / "study")
+  before = (tmp_path / "study" / "config.json").read_bytes()
+  with pytest.raises(SystemExit, match=f"^error: .*{text}"):
+    open_at(tmp_path / name, seeds=4)
+  assert (tmp_path / "study" / "config.json").read_bytes() == before
+
+
+def test_a_study_in_a_bucket_is_refused(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)  # where it would make the directory gs:
+  with pytest.raises(SystemExit, match="^error: .*is not a path of the file"):
+    open_at("gs://bucket/study")
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def study_of_one(tmp_path, made_up):
+  """A study's directory with one finished run, and its settings."""
+  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  made_up(
+    settings, study.training_run(tmp_path, settings.name), [0.1, 0.2], 0.2
+  )
+  return tmp_path, settings
+
+
+@pytest.mark.parametrize(
+  "file, text",
+  [
+    ("metrics.jsonl", ""),
+    ("metrics.jsonl", "garbage"),
+    ("metrics.jsonl", '{"step": 1, "reward_mean": 1.0}\n'),
+    ("metrics.jsonl", '{"reward_mean": 1.0}\n'),
+    (
+      "metrics.jsonl",
+      '{"step": 1, "reward_mean": "x"}\n{"step": 2, "reward_mean": 1.0}\n',
+    ),
+    ("summary.json", "[]"),
+    ("summary.json", "{}"),
+    ("summary.json", '{"steps": 2, "accuracy_after": null}'),
+  ],
+)
+def test_a_damaged_run_is_not_read(file, text, study_of_one):
+  directory, settings = study_of_one
+  assert len(study.run_metrics(directory, settings.name)) == 2
+  (study.training_run(directory, settings.name) / file).write_text(text)
+  with pytest.raises(
+    ValueError, match=rf"{file} .*delete .*{settings.name} and"
+  ):
+    study.run_metrics(directory, settings.name)
+
+
+def test_a_run_of_another_config_is_not_taken(study_of_one, monkeypatch):
+  directory, settings = study_of_one
+  monkeypatch.setattr(fit, "run", lambda *args: pytest.fail("it trains"))
+  study.train_all([settings], directory)  # finished
+  other = dataclasses.replace(settings, seed=settings.seed + 1)
+  fresh = compare.train_settings(to_config(compare.SETTINGS), 1, 1e-4, 0)
+  with pytest.raises(SystemExit, match="another config"):
+    study.train_all([fresh, other], directory)
+
+
+@pytest.mark.parametrize("code, shown", [(130, True), ("x", False)])
+def test_a_run_that_is_stopped_says_so_on_the_screen(
+  code, shown, tmp_path, monkeypatch, capsys
+):
+  """What it prints itself is in its log."""
+
+  def stopped(settings, directory):
+    print("in the log")
+    raise SystemExit(code)
+
+  monkeypatch.setattr(fit, "run", stopped)
+  settings = compare.train_settings(to_config(compare.SETTINGS), 0, 1e-4, 0)
+  with pytest.raises(SystemExit):
+    study.train_all([settings], tmp_path)
+  out = capsys.readouterr().out
+  assert "in the log" not in out
+  assert (f"{settings.name} did not end; the same command" in out) == shown

@@ -1,0 +1,357 @@
+"""A config's names and numbers reach the functions that they stand for."""
+
+import functools
+import inspect
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpojax.core import losses
+from grpojax.core.advantages import ADVANTAGES
+from grpojax.core.advantages.weighted_baselines import ScoreNorms
+from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.gradients import loss_terms
+from grpojax.core.losses import kl, surrogates
+from grpojax.core.objective import (
+  Objective,
+  advantage_fn,
+  entropy_bonus,
+  loss_fn,
+  weighting_fn,
+)
+from grpojax.core.update import UpdateOptions
+from grpojax.runtime.cli.config import flatten as flat
+from grpojax.training import config as config_module
+from grpojax.training.config import default_config
+from grpojax.training.optimizer import optimizer
+from grpojax.training.run import setup
+
+OFF = {
+  *(f"filter_groups.{x}" for x in ("metric", "gen_parts", "rescale")),
+  "filter_groups.max_num_gen_batches",
+  *(f"lora.{x}" for x in ("alpha", "targets")),
+  *(f"model.{x}" for x in ("reference_every", "reference_mix")),
+}
+"""Settings of what the toy's run does without, read by tests of their own:
+test_resampling, test_adapters and test_reference."""
+
+
+def test_every_setting_is_read_by_a_training_run(toy_run):
+  fields = {config_module.AT_TOP.get(x, x) for x in flat(default_config())}
+  assert fields - toy_run.read == OFF
+
+
+def updates(settings, gradients, start=0.0):
+  """What the optimizer adds to one parameter, for a sequence of gradients."""
+  tx = optimizer(settings)
+  x = jnp.asarray(start, jnp.float32)
+  state, found, step = tx.init(x), [], jax.jit(tx.update)
+  for gradient in gradients:
+    update, state = step(jnp.asarray(gradient, jnp.float32), state, x)
+    found.append(float(update))
+  return np.array(found)
+
+
+@pytest.mark.parametrize(
+  "schedule, factor",
+  [
+    ("constant", lambda t: 1.0 + 0 * t),
+    ("linear", lambda t: 1 - t),
+    ("cosine", lambda t: (1 + np.cos(np.pi * t)) / 2),
+  ],
+)
+def test_schedules(schedule, factor, settings_with):
+  settings = settings_with(
+    steps=5,
+    optim__epochs=2,
+    optim__minibatches=2,
+    optim__learning_rate=0.01,
+    optim__schedule=schedule,
+    optim__warmup_steps=4,
+  )
+  # Under a constant gradient Adam's update is the learning rate.
+  found = -updates(settings, [3.0] * 20)
+  warmup = np.arange(1, 5) / 5  # no update is wasted on a rate of 0
+  expected = 0.01 * np.concatenate([warmup, factor(np.arange(16) / 16)])
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-8)
+
+
+def test_the_optimizer_is_adamw(settings_with):
+  settings = settings_with(
+    optim__learning_rate=0.01,
+    optim__b1=0.5,
+    optim__b2=0.75,
+    optim__weight_decay=0.1,
+  )
+  found = updates(settings, [1.0, -2.0], start=3.0)
+  first = 0.5 * (0.5 * 1.0) + 0.5 * -2.0
+  second = 0.75 * (0.25 * 1.0) + 0.25 * 4.0
+  adam = (first / (1 - 0.5**2)) / np.sqrt(second / (1 - 0.75**2))
+  expected = [-0.01 * (1.0 + 0.1 * 3.0), -0.01 * (adam + 0.1 * 3.0)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_moments_in_bfloat16_are_those_of_adamw(settings_with):
+  changes = {"optim__weight_decay": 0.1, "optim__learning_rate": 0.01}
+  expected, found, other = (
+    updates(settings_with(**changes, **more), [1.0, -2.0, 0.3], start=3.0)
+    for more in (
+      {},
+      {"optim__moments_dtype": "bfloat16"},
+      {"optim__moments_dtype": "bfloat16", "seed": 1},
+    )
+  )
+  np.testing.assert_allclose(found, expected, rtol=0.02)
+  # Nothing is rounded before the first update; then each seed has its own bits.
+  assert found[0] == expected[0] == other[0]
+  assert (found[1:] != expected[1:]).all() and (found[1:] != other[1:]).any()
+
+
+def test_adafactor_has_the_same_rate_and_decay(settings_with):
+  """The rate is no multiple of the parameter, and scales its decay."""
+  settings = settings_with(
+    optim__name="adafactor",
+    optim__learning_rate=0.01,
+    optim__b2=0.25,
+    optim__weight_decay=0.1,
+  )
+  found = updates(settings, [1.0, -0.5], start=3.0)
+  second = 0.25 * 1.0 + 0.75 * 0.25  # 1 - 2**-0.8 is more than b2
+  expected = [-0.01 * (1.0 + 0.3), -0.01 * (-0.5 / np.sqrt(second) + 0.3)]
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_sampling_and_the_sizes_of_an_update(settings_with):
+  settings = settings_with(
+    sampling__temperature=0.7,
+    sampling__top_k=5,
+    sampling__top_p=0.9,
+    sampling__min_p=0.1,
+    sampling__repetition_penalty=1.2,
+    logits_chunk=3,
+    optim__epochs=2,
+    optim__minibatches=4,
+    optim__micro_batches=8,
+    optim__max_grad_norm=0.3,
+  )
+  assert settings.sampling.distribution == Sampling(0.7, 5, 0.9, 0.1, 1.2)
+  assert settings.optim.update == UpdateOptions(
+    epochs=2,
+    minibatches=4,
+    micro_batches=8,
+    max_grad_norm=0.3,
+    chunk_size=3,
+  )
+
+
+@functools.cache
+def scored():
+  """Random arguments of a loss: the ratios leave every bound behind."""
+  rng = np.random.default_rng(0)
+  old, new, ref = -rng.exponential(size=(3, 2, 4, 6)).astype(np.float32)
+  mask = np.arange(6) < rng.integers(1, 7, (2, 4, 1))
+  advantages = rng.standard_normal((2, 4)).astype(np.float32)
+  return tuple(map(jnp.asarray, (new, advantages, mask, old, ref)))
+
+
+@pytest.mark.parametrize(
+  "changes, expected",
+  [
+    ({}, {"kl": kl.k3}),
+    (
+      {"loss__clip_low": 0.1, "loss__clip_high": 0.4},
+      {"clip_low": 0.1, "clip_high": 0.4},
+    ),
+    ({"loss__dual_clip": 1.5}, {"dual_clip": 1.5}),
+    ({"loss__ratio": "sequence_ratio"}, {"ratio": surrogates.sequence_ratio}),
+    (
+      {"loss__ratio": "trajectory_ratio"},
+      {"ratio": surrogates.trajectory_ratio},
+    ),
+    (
+      {
+        "loss__surrogate": "cispo",
+        "loss__cispo_min": 0.5,
+        "loss__cispo_max": 1.5,
+      },
+      {"surrogate": surrogates.cispo, "cispo_min": 0.5, "cispo_max": 1.5},
+    ),
+    (
+      {
+        "loss__surrogate": "gmpo",
+        "loss__gmpo_clip_low": 0.1,
+        "loss__gmpo_clip_high": 0.2,
+      },
+      {
+        "surrogate": surrogates.gmpo,
+        "gmpo_clip_low": 0.1,
+        "gmpo_clip_high": 0.2,
+      },
+    ),
+    (
+      {
+        "loss__surrogate": "sapo",
+        "loss__sapo_temperature_pos": 0.5,
+        "loss__sapo_temperature_neg": 2.0,
+      },
+      {
+        "surrogate": surrogates.sapo,
+        "sapo_temperature_pos": 0.5,
+        "sapo_temperature_neg": 2.0,
+      },
+    ),
+    (
+      {
+        "loss__surrogate": "vespo",
+        "loss__vespo_k_pos": 1.0,
+        "loss__vespo_lambda_pos": 0.5,
+        "loss__vespo_k_neg": 0.5,
+        "loss__vespo_lambda_neg": 0.7,
+      },
+      {
+        "surrogate": surrogates.vespo,
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 0.5,
+        "vespo_k_neg": 0.5,
+        "vespo_lambda_neg": 0.7,
+      },
+    ),
+    ({"loss__beta": 0.3}, {"kl": kl.k3, "beta": 0.3}),
+    ({"loss__beta": 0.3, "loss__kl": "k2"}, {"kl": kl.k2, "beta": 0.3}),
+    (
+      {"loss__beta": 0.3, "loss__kl": "k1", "loss__kl_placement": "ratio"},
+      {"kl": kl.k1, "beta": 0.3, "kl_correction": True},
+    ),
+    (
+      {"loss__beta": 0.3, "loss__kl": "k1", "loss__kl_placement": "reward"},
+      {"beta": 0.0},
+    ),
+  ],
+)
+def test_the_loss_is_the_one_that_was_asked_for(
+  changes, expected, settings_with
+):
+  new, advantages, mask, old, ref = scored()
+  weights = mask / mask.sum()
+  arrays = (new, advantages, weights, mask, old, ref)
+  objective = settings_with(**changes).loss
+  found, _ = loss_fn(objective)(*arrays)
+  wanted, _ = losses.grpo_loss(*arrays, **expected)
+  plain, _ = losses.grpo_loss(*arrays)
+  assert float(found) == pytest.approx(float(wanted), rel=1e-6)
+  # Each of these settings matters on this data.
+  same = set(expected) <= {"kl"} or expected == {"beta": 0.0}
+  assert (float(wanted) == float(plain)) == same
+  placed = objective.kl_placement == "reward"
+  assert objective.kl_in_reward == (0.3 if placed else 0.0)
+  assert objective.needs_reference == (objective.beta > 0)
+
+
+def test_entropy_in_the_loss(tabular, settings_with):
+  plain = settings_with()
+  assert entropy_bonus(plain.loss) is None
+  settings = settings_with(
+    loss__entropy_coef=0.1, loss__top_entropy_quantile=0.2
+  )
+  assert entropy_bonus(settings.loss)[:2] == (0.1, None)
+  terms = functools.partial(
+    loss_terms, tabular.lm(1, 3), sampling=Sampling(), chunk_size=1
+  )
+  assert terms(plain.loss).entropy_share == 1
+  assert terms(settings.loss).entropy_share == 0.2
+  tx, params = optimizer(settings), jnp.zeros(3)
+  assert setup.first_state(settings, tx, params).entropy is None
+  settings = settings_with(
+    loss__entropy_coef=0.1,
+    loss__entropy_target=0.3,
+    loss__entropy_coef_delta=0.02,
+    loss__entropy_coef_max=0.5,
+  )
+  assert entropy_bonus(settings.loss) == (0.1, 0.3, 0.02, 0.5)
+  control = setup.first_state(settings, tx, params).entropy
+  assert float(control.coefficient) == pytest.approx(0.1)
+
+
+def test_experts_are_balanced_only_where_there_are_some(settings_with):
+  settings = settings_with(loss__router_aux_coef=0.01)
+  with pytest.raises(
+    ValueError, match=r"loss.router_aux_coef = 0.01: .* use 0"
+  ):
+    setup.open_policy(settings)
+
+
+def test_weightings(settings_with):
+  mask = jnp.array([[[1, 1, 1, 0], [1, 0, 0, 0]]], bool)
+  expected = {
+    "token_mean": mask / 4,
+    "sequence_mean": mask / np.array([3, 1])[:, None] / 2,
+    "fixed_length": mask / (2 * 50),
+    "sequence_sum": mask / 2,
+  }
+  for name, weights in expected.items():
+    found = weighting_fn(settings_with(loss__weighting=name).loss, 50)(mask)
+    np.testing.assert_allclose(found, weights, rtol=1e-6)
+
+
+def test_advantages(settings_with):
+  def advantages(rewards, **changes):
+    return advantage_fn(settings_with(**changes).loss)(rewards)
+
+  rewards = jnp.array([[0.0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1]])
+  centred = np.array([[-0.5, -0.5, 0.5, 0.5], [0] * 4, [-0.25] * 3 + [0.75]])
+  expected = {
+    "vanilla": rewards,
+    "dr_grpo": centred,
+    "leave_one_out": centred * 4 / 3,
+    "pairwise_rank": centred * 4 / 3,  # of binary rewards
+  }
+  for name, values in expected.items():
+    found = advantages(rewards, advantage=name)
+    np.testing.assert_allclose(found, values, atol=1e-6)
+  # k = 3: all is lost without both of two, or without the only one.
+  best = np.array([[-1, -1, 1, 1], [0] * 4, [-1, -1, -1, 3]]) * [[0], [0], [1]]
+  found = advantages(rewards, advantage="max_at_k", subset_size=3)
+  np.testing.assert_allclose(found, best, atol=1e-6)
+  found = advantages(1 - rewards, advantage="min_at_k", subset_size=3)
+  np.testing.assert_allclose(found, -best, atol=1e-6)
+
+
+def test_every_advantage_by_its_name():
+  rewards = jnp.array([[0.0, 0, 1], [1, 1, 1], [0, 1, 1], [0, 0, 0.5]])
+  lengths = jnp.array([[3, 1, 5]] * 4)
+  found = {}
+  for name in ADVANTAGES:
+    f = jax.jit(advantage_fn(Objective(advantage=name)))
+    options = {
+      "length_weighted": {"lengths": lengths},
+      "score_weighted": {"logit_score_sq": lengths + 0.5},
+      "norm_ratio": {"score_norms": ScoreNorms(*jnp.array([1.0, -0.9, 0.5]))},
+    }.get(name, {})
+    found[name] = np.asarray(f(rewards, **options))
+  for a, b in itertools.combinations(found, 2):
+    assert np.abs(found[a] - found[b]).max() > 1e-3, (a, b)
+
+
+def test_a_surrogate_gets_its_settings_of_the_section_loss(monkeypatch):
+  """Also one of one's own; what nobody asks for is no setting."""
+
+  def tilted(ratios, logprobs, advantages, *, clip_high, tau=1.0):
+    return -(ratios**tau) * advantages * clip_high, {}
+
+  for surrogate in ("tilted", tilted):
+    with monkeypatch.context() as patch:
+      patch.setitem(surrogates.SURROGATES, "tilted", tilted)
+      loss = loss_fn(Objective(surrogate=surrogate, clip_high=0.3))
+    assert loss.keywords["surrogate"].keywords == {"clip_high": 0.3}
+  known = {"surrogate", "ratio", "weighting", "kl", "kl_placement", "beta"}
+  known |= {"advantage_clip", "top_entropy_quantile", "router_aux_coef"}
+  known |= {name for name in default_config().loss if "entropy_" in name}
+  known |= {"old_logprobs", "truncated", "off_policy_threshold"}
+  known |= {"correction", "correction_low", "correction_high"}
+  asked = set()
+  for surrogate in surrogates.SURROGATES.values():
+    asked |= set(inspect.signature(surrogate).parameters)
+  assert set(default_config().loss) - known <= asked
