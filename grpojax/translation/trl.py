@@ -3,7 +3,7 @@
 Names, defaults and meanings are those of TRL 1.16 (trl/trainer/grpo_config.py,
 grpo_trainer.py, and the fields of its scripts) on transformers 5, whose
 trainer.py and optimization.py do epochs and learning rates;
-`grpojax/core/README.md` says which numbers agree.
+`grpojax/core/losses/README.md` says which numbers agree.
 """
 
 import math

@@ -1,8 +1,8 @@
 """verl's trainer configuration as settings of ours: the table `TABLE`, below.
 
 Names, defaults and meanings are those of verl 0.9
-(verl/trainer/config/ppo_trainer.yaml, core_algos.py); `grpojax/core/README.md`
-says which numbers agree.
+(verl/trainer/config/ppo_trainer.yaml, core_algos.py);
+`grpojax/core/losses/README.md` says which numbers agree.
 """
 
 import math

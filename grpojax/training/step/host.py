@@ -239,8 +239,7 @@ def run_step(
   if parts.resample_groups is not None:
     batch = parts.resample_groups(state.params, batch, key, timer, take)
   metrics = rewards_lib.metrics(batch.drawn) | batch.metrics
-  if settings.data.mixture:
-    metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
+  metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
   if state.difficulty is not None:
     metrics |= difficulty.metrics(state, prompts, examples)
 
