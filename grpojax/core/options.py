@@ -11,10 +11,13 @@ when the dataclass is made, and of what --help and docs/settings.md say.
 import dataclasses
 import difflib
 import math
+import numbers
 import re
 import typing
 from collections.abc import Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 ONE_OR_MORE = "[1, inf)"
 NOT_NEGATIVE = "[0, inf)"
@@ -95,6 +98,20 @@ def interval_text(within: str) -> str:
   return f"{low} or more" if left == "[" else f"more than {low}"
 
 
+def _other_type(default: Any, value: Any) -> str:
+  """Kind of value that an option needs, where this one is of another kind."""
+  truth = isinstance(value, (bool, np.bool_))
+  if isinstance(default, bool):
+    return "" if truth else "True or False"
+  if isinstance(default, int):
+    whole = isinstance(value, numbers.Integral) and not truth
+    return "" if whole else "a whole number"
+  if isinstance(default, float):
+    real = isinstance(value, numbers.Real) and not truth
+    return "" if real else "a number"
+  return ""
+
+
 def refusal(declared: Option, value: Any) -> str | None:
   """Returns the reason why an option cannot have a value, or None.
 
@@ -106,17 +123,25 @@ def refusal(declared: Option, value: Any) -> str | None:
   Returns:
     Sentence that says what the value must be, with the option's text.
   """
-  if callable(value) or value in declared.words:
+  functions = getattr(declared.choices, "values", tuple)()
+  if callable(value) and any(map(callable, functions)):
     return None
+  if isinstance(value, str) and value in declared.words:
+    return None
+  if kind := _other_type(declared.default, value):
+    return f"must be {kind} ({declared.text})"
   values = value if isinstance(declared.default, tuple) else (value,)
-  unknown = [x for x in values if x not in declared.choices]
+  unknown = [
+    x for x in values if not isinstance(x, str) or x not in declared.choices
+  ]
   if declared.choices and unknown:
     near = difflib.get_close_matches(str(unknown[0]), declared.choices, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{hint}use one of {', '.join(declared.choices)} ({declared.text})"
   if declared.within and not in_interval(declared.within, value):
     open_end = declared.within.endswith("inf)")
-    finite = ", and finite" if open_end and not math.isfinite(value) else ""
+    infinite = value != value or value in (math.inf, -math.inf)
+    finite = ", and finite" if open_end and infinite else ""
     words = "".join(f", or {word}" for word in declared.words)
     allowed = interval_text(declared.within)
     return f"must be {allowed}{words}{finite} ({declared.text})"

@@ -265,3 +265,22 @@ def test_a_single_update_is_on_policy():
   assert UpdateOptions(micro_batches=4).on_policy
   assert not UpdateOptions(epochs=2).on_policy
   assert not UpdateOptions(minibatches=2).on_policy
+
+
+@pytest.mark.parametrize(
+  "kind, name, value, message",
+  [
+    (Objective, "beta", "0.1", "must be a number"),
+    (Objective, "dual_clip", None, "must be a number"),
+    (Objective, "clip_high", max, "must be a number"),
+    (Objective, "clip_high", -(10**400), "must be 0 or more"),
+    (Objective, "subset_size", 2.5, "must be a whole number"),
+    (Objective, "advantage", ["grpo"], "use one of"),
+    (UpdateOptions, "minibatches", 1.5, "must be a whole number"),
+    (UpdateOptions, "epochs", True, "must be a whole number"),
+  ],
+)
+def test_a_value_of_another_type_is_refused(kind, name, value, message):
+  """By users without run-time type checks, which these tests have on."""
+  declared = options_lib.declared_options(kind)[name]
+  assert message in options_lib.refusal(declared, value)

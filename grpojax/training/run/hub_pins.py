@@ -107,7 +107,9 @@ def with_commits(
   """
   if not commits:
     return settings
-  pinned = dict(line.split("=") for line in commits)
+  lines = commits if isinstance(commits, (list, tuple)) else ()
+  pairs = [line.split("=") for line in lines if isinstance(line, str)]
+  pinned = dict(pair for pair in pairs if len(pair) == 2)  # else damaged
   pinned = {k: c for k, c in pinned.items() if k in _wanted(settings)}
   return _with(settings, pinned | _commits(settings))
 

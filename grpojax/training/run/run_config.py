@@ -117,7 +117,7 @@ def with_pins(
   run = saved(path)
   if run is None:
     return settings
-  date = run.config.data.template_options.get(DATE)
+  date = config_lib.flatten(run.config).get(f"data.template_options.{DATE}")
   if date is not None and DATE not in settings.data.template_options:
     settings = pin_date(settings, date)
   return hub_pins.with_commits(settings, run.config.get("commits") or ())

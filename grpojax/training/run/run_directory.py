@@ -62,7 +62,7 @@ def is_finished(
 def _goes_on(path: pathlib.Path, old: Any, new: TrainSettings) -> bool:
   """Returns True where a run that finished by its old config goes on."""
   try:
-    done = json.loads((path / SUMMARY).read_text())["steps"]
+    done = int(json.loads((path / SUMMARY).read_text())["steps"])
   except (KeyError, TypeError, ValueError):
     done = old.steps
   limits = {old.stop.no_improvement, new.stop.no_improvement}

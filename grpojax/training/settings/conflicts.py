@@ -188,7 +188,10 @@ CONFLICTS = (
   ),
   Conflict(
     "reward.functions",
-    lambda s: len(set(s.reward.functions)) < len(s.reward.functions),
+    lambda s: (
+      all(isinstance(name, str) for name in s.reward.functions)
+      and len(set(s.reward.functions)) < len(s.reward.functions)
+    ),
     "names must differ",
   ),
   Conflict(
