@@ -101,7 +101,7 @@ def test_a_wrong_value_is_refused_with_the_description(declared, value, text):
 def test_words_and_functions_may_stand_in_a_value_s_place():
   size = Option(8, "of it", within="[1, inf)", words=("auto",))
   assert refusal(size, "auto") is None
-  assert refusal(Option("a", "which", ("a", "b")), len) is None
+  assert refusal(Option("a", "which", {"a": max, "b": min}), len) is None
 
 
 # Dataclasses.
