@@ -46,16 +46,11 @@ def _sample_keys(
   return fold(key, first * g + jnp.arange(b * g)).reshape(b, g)
 
 
-def _check(prompts: Prompts, group_size, max_new_tokens, budgets, decoding):
+def _check(prompts: Prompts, group_size, max_new_tokens, budgets):
   if group_size < 1 or max_new_tokens < 1:
     raise ValueError(
       f"group_size={group_size} and max_new_tokens={max_new_tokens} must be "
       "at least 1"
-    )
-  if decoding.stages < 1 or decoding.slots < 0:
-    raise ValueError(
-      f"stages={decoding.stages} must be at least 1, and "
-      f"slots={decoding.slots} 0 (off) or more"
     )
   shape = (prompts.prompt_ids.shape[0], group_size)
   if budgets is not None and budgets.shape != shape:
@@ -107,7 +102,7 @@ def rollout(
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
-  _check(prompts, group_size, max_new_tokens, budgets, decoding)
+  _check(prompts, group_size, max_new_tokens, budgets)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)

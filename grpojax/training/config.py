@@ -24,7 +24,9 @@ AT_TOP = {
   "score_power": "loss.score_power",
   "logits_chunk": "optim.chunk_size",
 }
-"""Settings that stand at the top of a config, by the field that they are of."""
+"""Settings that stand at the top of a config, and the field of each."""
+
+_TOP_OF_FIELD = {field: name for name, field in AT_TOP.items()}
 
 MOST_CHANGED = (
   "name",
@@ -109,10 +111,9 @@ def from_config(config: ConfigDict) -> TrainSettings:
   try:
     settings = settings_lib.build(TrainSettings, _move(values, AT_TOP))
   except ValueError as error:
-    names = {field: name for name, field in AT_TOP.items()}
     for line in str(error).split("\n  "):
       field, rest = line.split(" = ", 1)
-      errors.append(f"--config.{names.get(field, field)} = {rest}")
+      errors.append(f"--config.{_TOP_OF_FIELD.get(field, field)} = {rest}")
   config_lib.refuse(
     errors or conflicts.errors(settings, config_lib.flatten(config))
   )
@@ -121,8 +122,7 @@ def from_config(config: ConfigDict) -> TrainSettings:
 
 def to_config(settings: TrainSettings) -> ConfigDict:
   """Returns the config that `from_config` makes such settings of."""
-  at_top = {field: name for name, field in AT_TOP.items()}
-  values = _move(settings_lib.values_of(settings), at_top)
+  values = _move(settings_lib.values_of(settings), _TOP_OF_FIELD)
   config = default_config().unlock()
   with config.ignore_type():
     config.update(values)

@@ -19,9 +19,15 @@ from grpojax.training.data import mixtures
 from grpojax.training.settings.run import TrainSettings
 
 
-def _commits(settings: TrainSettings) -> dict[str, str]:
-  """Commits by "KIND:ORG/NAME@REVISION"."""
-  return dict(line.split("=") for line in settings.commits)
+def _commits(lines: Any) -> dict[str, str]:
+  """Commits by "KIND:ORG/NAME@REVISION"; of damaged lines there are none.
+
+  Those of a run are read from its config.json, before that is checked.
+  """
+  if not isinstance(lines, (list, tuple)):
+    return {}
+  pairs = [line.split("=") for line in lines if isinstance(line, str)]
+  return dict(pair for pair in pairs if len(pair) == 2)
 
 
 def _data(settings: TrainSettings) -> list[tuple[str, Mapping[str, Any]]]:
@@ -57,7 +63,7 @@ def _model(settings: TrainSettings) -> str:
 def _pinned(settings: TrainSettings, kind: str, text: str) -> str:
   """A name with its commit, where that is known; else as it is."""
   name = hub.parse(text)
-  commit = _commits(settings).get(f"{kind}:{name}")
+  commit = _commits(settings.commits).get(f"{kind}:{name}")
   return f"{name.id}@{commit}" if name and commit else text
 
 
@@ -107,11 +113,9 @@ def with_commits(
   """
   if not commits:
     return settings
-  lines = commits if isinstance(commits, (list, tuple)) else ()
-  pairs = [line.split("=") for line in lines if isinstance(line, str)]
-  pinned = dict(pair for pair in pairs if len(pair) == 2)  # else damaged
-  pinned = {k: c for k, c in pinned.items() if k in _wanted(settings)}
-  return _with(settings, pinned | _commits(settings))
+  repositories = _wanted(settings)
+  pinned = {k: c for k, c in _commits(commits).items() if k in repositories}
+  return _with(settings, pinned | _commits(settings.commits))
 
 
 def pin(settings: TrainSettings) -> TrainSettings:
@@ -120,7 +124,7 @@ def pin(settings: TrainSettings) -> TrainSettings:
   Raises:
     ValueError: the Hub does not tell; or model.revision is of a path.
   """
-  commits = _commits(settings)
+  commits = _commits(settings.commits)
   for key, (kind, name) in _wanted(settings).items():
     is_path = kind == "model" and hf.exists(name.id)
     if key not in commits and not is_path:
@@ -131,7 +135,9 @@ def pin(settings: TrainSettings) -> TrainSettings:
       f"is for models of the Hub, and there is a directory {path}: use ''"
     )
     raise ValueError(config_error("model.revision", revision, remedy))
-  return settings if commits == _commits(settings) else _with(settings, commits)
+  if commits == _commits(settings.commits):
+    return settings
+  return _with(settings, commits)
 
 
 def errors(

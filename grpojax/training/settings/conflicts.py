@@ -18,7 +18,7 @@ from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.binding import asks_for
 from grpojax.core.losses.kl import PLACEMENTS
 from grpojax.rewards.exact_ids import ON_DEVICE
-from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.config import config_error, name_errors
 from grpojax.training.data import mixtures
 from grpojax.training.report import profiling
 from grpojax.training.run import hub_pins
@@ -106,11 +106,6 @@ _AUTO_WEIGHTS = (
 
 CONFLICTS = (
   # Names, and what belongs to one kind of thing.
-  Conflict(
-    "name",
-    lambda s: not re.fullmatch(r"[\w.-]*[\w-][\w.-]*", s.name),
-    "names a directory: use letters, digits, '_', '-' and '.'",
-  ),
   Conflict(
     "model.path",
     lambda s: not s.model.path,
@@ -441,6 +436,11 @@ def _regex_error(text: str) -> str:
   return ""
 
 
+def _name(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
+  del flat
+  return name_errors(s.name)
+
+
 def _profile(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
   try:
     steps = profiling.parse(s.profile.steps)
@@ -452,7 +452,7 @@ def _profile(s: TrainSettings, flat: Mapping[str, Any]) -> list[str]:
   return []
 
 
-CHECKS = (_profile, mixtures.errors, hub_pins.errors, batches.errors)
+CHECKS = (_name, _profile, mixtures.errors, hub_pins.errors, batches.errors)
 """Checks of several settings that are no row of the table:
 (settings, flat config) -> errors, a line each."""
 

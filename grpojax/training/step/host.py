@@ -29,7 +29,6 @@ from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, reference, resampling
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import (
-  aggregation,
   make_batch_program,
   plan_packing,
 )
@@ -296,19 +295,17 @@ def _make_batch(
 ) -> tuple[Batch, dict[str, Array]]:
   """The batch of the update, and metrics of its completions."""
   settings, mesh, rewards = parts.settings, parts.mesh, batch.rewards
-  values = None
-  if aggregation(settings.reward) is not None:
-    values = rewards_lib.stack_values(rewards)
+  placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
   if reference_params is not None:
     reference_params = reference.to_device(reference_params)
   return parts.programs.make_batch(
     state.params,
     batch.rollout,
-    mesh_lib.place(rewards.rewards, mesh, "batch", "group"),
+    placed,
     ref_params=reference_params,
     packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
     score_norms=state.score_norms,
-    values=mesh_lib.place(values, mesh, None, "batch", "group"),
+    values=values,
     scale=mesh_lib.place(batch.scale, mesh),
     prompt_weights=prompts.weights,
   )

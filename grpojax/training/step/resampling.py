@@ -12,18 +12,23 @@ from jaxtyping import Bool, Float, Int
 
 from grpojax.core import dynamic_sampling
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.advantages.multi_reward import AGGREGATIONS
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Params, Prompts, Rollout, TrainState
 from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.batch import (
+  aggregation,
   baseline_rewards,
   in_baseline,
   reward_weights,
 )
-from grpojax.training.step.rewards import RewardPool, correctness, stack_values
+from grpojax.training.step.rewards import (
+  RewardPool,
+  correctness,
+  place_rewards,
+  stack_values,
+)
 from grpojax.training.step.timer import Timer
 
 Take = Callable[[], tuple[Prompts, list[dict[str, Any]]]]
@@ -136,7 +141,7 @@ def varying_groups(
   """
   if settings.filter_groups.metric == "acc":
     values = right[None]
-  elif AGGREGATIONS[settings.reward.aggregation] is None:
+  elif aggregation(settings.reward) is None:
     values = rewards.rewards[None]
   else:
     values = stack_values(rewards)
@@ -174,7 +179,6 @@ def make_resample_groups(
     `as_drawn`.
   """
   filtering = settings.filter_groups
-  aggregates = AGGREGATIONS[settings.reward.aggregation] is not None
   replace = jax.jit(dynamic_sampling.replace_groups)
 
   @jax.jit
@@ -183,12 +187,7 @@ def make_resample_groups(
     return rollout_metrics(rollout, rewards, compared)
 
   def measured(rollout: Rollout, rewards: GroupRewards):
-    values = stack_values(rewards) if aggregates else None
-    return measure(
-      rollout,
-      mesh_lib.place(rewards.rewards, mesh, "batch", "group"),
-      mesh_lib.place(values, mesh, None, "batch", "group"),
-    )
+    return measure(rollout, *place_rewards(settings, rewards, mesh))
 
   def vary(rollout: Rollout, rewards: GroupRewards, examples):
     right = correctness(reward_pool, rewards, examples)

@@ -34,6 +34,7 @@ from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
+from grpojax.training.step.batch import aggregation
 from grpojax.training.step.sampling import (
   Sampler,
   join_rollouts,
@@ -420,6 +421,29 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
   rewarded = np.isfinite(rewards.rewards)
   values = np.stack(list(rewards.values.values()))
   return np.where(rewarded, values, np.float32(np.nan))
+
+
+def place_rewards(
+  settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
+) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
+  """Places rewards on a mesh, with each function's where they are aggregated.
+
+  Args:
+    settings: Settings of the run.
+    rewards: Rewards of a batch.
+    mesh: Mesh of training.
+
+  Returns:
+    Rewards, one a completion; and the values of `stack_values` where
+    `reward.aggregation` compares more than their sum, else None.
+  """
+  values = None
+  if aggregation(settings.reward) is not None:
+    values = stack_values(rewards)
+  return (
+    mesh_lib.place(rewards.rewards, mesh, "batch", "group"),
+    mesh_lib.place(values, mesh, None, "batch", "group"),
+  )
 
 
 def correctness(
