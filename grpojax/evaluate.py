@@ -215,9 +215,11 @@ def _evaluate(
     shown = stack.enter_context(screen.opened(0, settings.log.every))
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
-      batches = rewards_lib.batches_with_step(
-        reward_pool.pool, problems.batches, settings.steps, settings.steps
-      )
+      pool, steps = reward_pool.pool, settings.steps
+      batches = [
+        (prompts, rewards_lib.with_step(pool, examples, steps, steps))
+        for prompts, examples in problems.batches
+      ]
       result = evaluation.evaluate(
         policy,
         params,

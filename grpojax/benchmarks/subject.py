@@ -43,7 +43,7 @@ class Subject(NamedTuple):
     run: Shapes of the run.
     policy: Policy with its frozen weights, if there are any.
     state: State before the first step.
-    ref_params: Reference, as `host.make_host_step` takes it.
+    ref_params: Reference, as `host.HostStep` takes it.
     tx: Optimizer.
   """
 
@@ -158,7 +158,7 @@ def host_steps(
     rewards_lib.open_reward_pool(run.settings) as reward_pool,
     jax.set_mesh(run.mesh),
   ):
-    step = host.make_host_step(
+    step = host.HostStep(
       run.settings,
       subject.policy,
       run.group_size,

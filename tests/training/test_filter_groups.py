@@ -79,7 +79,7 @@ class Job:
     )
     self.state = jax.jit(first, out_shardings=shardings)(self.table)
     self.taken = 0
-    self.step = host.make_host_step(
+    self.step = host.HostStep(
       settings,
       self.policy,
       G,

@@ -66,7 +66,7 @@ def stepper(tiny, settings_with):
     reference = jax.device_put(
       jax.tree.map(jnp.copy, tiny.params), shardings.params
     )
-    step = host.make_host_step(
+    step = host.HostStep(
       settings,
       policy,
       G,

@@ -41,8 +41,6 @@ def test_the_step_is_said_where_it_is_asked_for(file):
   examples = [{"prompt": "a"}, {"prompt": "b"}]
   with Pool([f"{file}:how_far"]) as pool:
     found = rewards_lib.with_step(pool, examples, 3, 10)
-    batches = rewards_lib.batches_with_step(pool, [("a", examples)], 3, 10)
-    assert list(batches) == [("a", found)]
   state = {"global_step": 3, "max_steps": 10}
   assert found == [e | {"trainer_state": state} for e in examples]
   with Pool([f"{file}:compute_score"]) as pool:

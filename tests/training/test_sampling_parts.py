@@ -15,6 +15,7 @@ from grpojax.rewards import groups
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.settings import batches as batches_lib
+from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.timer import Timer
@@ -65,7 +66,7 @@ def scored(
     return program(*args)
 
   sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, 0)
-  run = rewards_lib.make_sample_and_reward(
+  run = host.make_sample_and_reward(
     policy, sampler, mesh, reward_pool, check_signals, settings.sampling.parts
   )
   ids = jnp.arange(B)[:, None]

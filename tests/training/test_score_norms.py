@@ -56,13 +56,13 @@ def test_a_diagnosis_row_and_back(settings_with):
   rng = np.random.default_rng(0)
   projections = jnp.asarray(rng.normal(size=(3, 4, 5)))
   rewards = jnp.asarray(rng.random((4, 5)))
-  row = diagnosis._score_norm_row(projections, rewards)
+  sums = score_norm_sums(jnp.mean(projections**2, 0), rewards)
+  row = {f"score_norms_{name}": x for name, x in vars(sums).items()}
   anywhere = init_state({}, optax.sgd(1.0), jax.random.key(0))
   state = anywhere.replace(score_norms=init_score_norms())
   settings = settings_with(score_norms__decay=0.25)
   update = diagnosis.make_update_group_size(settings, anywhere)
   found = update(state, {"c1": 0.0} | row).score_norms
-  sums = score_norm_sums(jnp.mean(projections**2, 0), rewards)
   expected = observe_score_norms(init_score_norms(), sums, decay=0.25)
   jax.tree.map(np.testing.assert_allclose, vars(found), vars(expected))
 

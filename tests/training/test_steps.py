@@ -84,7 +84,7 @@ def test_completions_are_never_tokenized_again(
   monkeypatch.setattr(policy_lib, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
   with rewards_lib.open_reward_pool(settings) as reward_pool:
-    step = host.make_host_step(
+    step = host.HostStep(
       settings,
       policy,
       G,

@@ -102,14 +102,18 @@ def evaluate_held_out(
       raise, and nothing is recorded then.
   """
   settings = run.settings
-  batches = prompts.held_out(settings, run.policy, run.held_out.examples)
+  pool = run.reward_pool.pool
+  batches = (
+    (batch, rewards_lib.with_step(pool, examples, step, settings.steps))
+    for batch, examples in prompts.held_out(
+      settings, run.policy, run.held_out.examples
+    )
+  )
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    rewards_lib.batches_with_step(
-      run.reward_pool.pool, batches, step, settings.steps
-    ),
+    batches,
     run.reward_pool,
     jax.random.key(settings.seed),
     settings.eval.batch_size,

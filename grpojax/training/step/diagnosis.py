@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array
 
 from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
@@ -70,14 +70,9 @@ def make_diagnose(
   weights (`core.advantages.weighted_baselines`), its errors with these. They
   are of `diagnostics.share` of the prompts, at least 3: the first of the batch
   whose samples all have a reward. With too few of them all estimates are nan.
-  Which prompts these are does not depend on the mesh.
-
-  Args:
-    settings: Settings of the run.
-    shards: Parts that the mesh splits a batch into; each keeps a prompt of
-      every micro-batch.
-    vectorized: True where the model's functions can be vmapped, see
-      `projections.score_projections`.
+  Which prompts these are does not depend on the mesh, which splits a batch into
+  `shards` parts: each keeps a prompt of every micro-batch. `vectorized` is True
+  where the model's functions can be vmapped.
   """
   options = {
     "tangents": settings.diagnostics.tangents,
@@ -120,7 +115,8 @@ def make_diagnose(
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
     if needs_score_norms(settings):
-      row |= _score_norm_row(projections, rewards)
+      sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
+      row |= {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
     if weights or needs_score_norms(settings):
       errors = advantage_errors.advantage_errors(
         projections, rewards, bind_norms(advantage, score_norms), weights
@@ -131,23 +127,11 @@ def make_diagnose(
   return diagnose
 
 
-def _score_norm_row(
-  projections: Float[Array, "V B G"], rewards: Real[Array, "B G"]
-) -> dict[str, Float[Array, ""]]:
-  """Sums that the lengths of scores are learned from, as metrics."""
-  sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
-  return {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
-
-
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
   """Makes `(state, metrics) -> state`, after a step with a diagnosis.
 
   The state learns the group size, where it is chosen while training, and the
   lengths of scores at each reward, where the advantage asks for them.
-
-  Args:
-    settings: Settings of the run.
-    shardings: Shardings of the state.
   """
   auto = settings.auto_group_size
   observe_size = jax.jit(
@@ -187,13 +171,8 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
 def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
   """Summarises the group size that the gradient's noise asked for in a run.
 
-  Args:
-    rows: Metrics of steps, some of them with a diagnosis.
-
-  Returns:
-    `optimal_group_size` and `optimal_group_size_interval` (95%, over the
-    diagnoses; of a single one, its own), for summary.json; nothing without
-    diagnoses.
+  From metrics of its steps, `optimal_group_size` and its 95% interval over the
+  diagnoses (of a single one, its own) for summary.json; {} without diagnoses.
   """
   rows = [row for row in rows if "c1" in row]
   pairs = [(row["c1"], row["c3"]) for row in rows]
@@ -205,10 +184,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows
   ]
   best, *interval = pooled_group_size(c1, c3, np.array(bounds, float))
-  return {
-    "optimal_group_size": best,
-    "optimal_group_size_interval": interval,
-  }
+  return {"optimal_group_size": best, "optimal_group_size_interval": interval}
 
 
 def line(summary: Mapping[str, Any]) -> str:
