@@ -9,9 +9,10 @@ from grpojax.aot import programs
 from grpojax.aot.report import part_flops, table
 from grpojax.benchmarks import clock, limits, subject, workloads
 from grpojax.core import mesh as mesh_lib
+from grpojax.runtime import device_memory
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
-from grpojax.training.run import setup
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
@@ -22,9 +23,7 @@ PARTS = ("rollout", "rewards", "reference", "update")
 def open_run(settings: TrainSettings) -> programs.Run:
   """Opens a run as shapes, with a reward that any text has.
 
-  Raises:
-    ValueError: what would end a training run before its first step, but for its
-      data and rewards.
+  Raises ValueError for what would end a training run before its first step.
   """
   if settings.reward.on_device:
     return open_shapes(settings)
@@ -53,34 +52,24 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  subject.check_memory(run)
+  phases = memory.training(settings, run.model, mesh)
+  memory.refuse(phases, device_memory.device_bytes(mesh.local_devices[0]))
   return run
 
 
-def _steps(opened: subject.Subject, count: int) -> subject.Rows:
-  if opened.run.settings.reward.on_device:
-    return subject.device_steps(opened, count)
-  batches = itertools.islice(subject.random_prompts(opened.run), count)
-  return subject.host_steps(opened, batches)
-
-
 def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
-  """Times a config's step.
-
-  Args:
-    run: Run, from `open_run`.
-    steps: Number of steps that are timed.
-    warmup: Number of steps before them.
-
-  Returns:
-    The report that is saved, in JSON's types.
-  """
+  """Times `steps` steps of a config; returns the report that is saved."""
   kind = run.mesh.devices.flat[0].device_kind
   peaks = limits.find(kind, run.mesh.size, run.settings.model.dtype)
   compiled = clock.compilations()
   opened, start = subject.open_subject(run), time.perf_counter()
+  if run.settings.reward.on_device:
+    batches = subject.data_prompts(opened, warmup + steps)
+  else:
+    prompts = subject.random_prompts(run)
+    batches = itertools.islice(prompts, warmup + steps)
   all_seconds, others = [], []
-  for row, seconds in clock.timed(_steps(opened, warmup + steps)):
+  for row, seconds in clock.timed(subject.steps(opened, batches)):
     metrics = {part: f"seconds_{part}" for part in PARTS}
     of_step = {p: float(row[m]) for p, m in metrics.items() if m in row}
     all_seconds.append(of_step | {"step": seconds["total"]})

@@ -54,10 +54,7 @@ def measured(
 ) -> tuple[float, float]:
   """Measures the FLOP/s of a square matrix product and the bytes/s of a copy.
 
-  Args:
-    dtype: Format of the matrices.
-    size: Rows and columns of the matrices.
-    copied: Number of float32 numbers that are read and written.
+  The latter is of float32 numbers, each of which is read and written.
   """
   x = jnp.full((size, size), 1 / size, dtype)  # its own square
   product = _shortest(jax.jit(lambda x: x @ x), x)
@@ -93,8 +90,8 @@ def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
 def _weights(run: programs.Run, mesh: jax.sharding.Mesh, tokens: int) -> float:
   """Numbers of the weights that a device reads for so many tokens.
 
-  Of experts those that tokens go to, were they all different; of an embedding
-  that is no output head as well, a row a token, which is left out.
+  Of experts those that tokens go to, were they all different. An embedding that
+  is no output head is left out: a row a token.
   """
   model, total = run.model, 0.0
   whole = run.state.params if run.policy.frozen is None else run.policy.frozen
@@ -112,8 +109,7 @@ def _weights(run: programs.Run, mesh: jax.sharding.Mesh, tokens: int) -> float:
 def _attended(run: programs.Run, t: int) -> int:
   """Numbers of keys and values that token t attends to, in all samples.
 
-  A prompt's are read once for its group. A local layer reads those in its
-  window.
+  A prompt's are read once for its group.
   """
   model, limit = run.model, run.settings.data.max_prompt_length
   total = 0

@@ -21,12 +21,13 @@ def timed(totals, others, tokens=4096):
   shares |= {"update": 1 / 4, "score_other": 1 / 8}
   return [
     side_by_side.Step(
+      i,
       row,
       {part: share * float(t) for part, share in shares.items()}
       | {"others": o},
       compilations=int(t == 99),
     )
-    for t, o in zip(totals, map(float, others), strict=True)
+    for i, (t, o) in enumerate(zip(totals, map(float, others), strict=True))
   ]
 
 
@@ -63,14 +64,11 @@ def test_steps_that_compile_are_no_measure():
   assert list(line["per_step"]) == [1, 3]
 
 
-def test_lengths_that_were_not_planned():
-  assert report(timed([1, 1], [0, 0]))["lengths_as_planned"] is True
-  assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
-
-
-def test_a_variant_says_what_was_changed():
+def test_a_line_says_what_was_changed_and_whether_lengths_are_as_planned():
   steps = timed([1, 1], [0, 0])
   assert report(steps)["variant"] == "default"
+  assert report(steps)["lengths_as_planned"] is True
+  assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
   changes = {"optim.micro_batches": 2, "model.remat": "none"}
   assert report(steps, **changes)["variant"] == (
     "model.remat=none optim.micro_batches=2"
