@@ -23,7 +23,6 @@ the same random numbers.
 
 import contextlib
 import functools
-import pathlib
 import sys
 from typing import Any
 
@@ -77,11 +76,9 @@ FLAGS = {
 SHARED = ("data.", "reward.", "sampling.max_new_tokens")
 
 
+_Models = list[tuple[policy_lib.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
 """Values of each model, by name: one a prompt."""
-
-
-_Models = list[tuple[policy_lib.Policy, Params]]
 
 
 def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
@@ -90,34 +87,36 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  if flags.samples and settings.eval.num_prompts < 2:
-    raise ValueError(
-      "an interval over prompts needs --config.eval.num_prompts=2"
-    )
-  if not flags.samples and flags.k != FLAGS["k"].default:
-    raise ValueError("--k needs --samples: pass@k is estimated from samples")
-  if not flags.samples and flags.majority:
-    raise ValueError("--majority needs --samples: there is no vote of one")
+  samples, majority = flags.samples, flags.majority
   first = settings.reward.functions[0]
-  if flags.majority and first not in evaluation.ANSWERS:
-    raise ValueError(
-      "--majority counts the votes for each answer, which only "
-      f"{', '.join(evaluation.ANSWERS)} can read: --config.reward.functions "
-      f"begins with {first!r}"
-    )
   judges = {first, *mixtures.judges(settings).values()}
-  if flags.majority and len(judges) > 1:
-    raise ValueError(
-      "--majority reads the answers to all problems alike, but the data sets "
-      f"of data.mixture are judged by {', '.join(sorted(judges))}"
-    )
-  if flags.majority and flags.samples > MOST_SAMPLES:
-    raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
-  if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
-    raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples and not all(1 <= k <= flags.samples for k in ks):
-    raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
-  return ks if flags.samples else []
+
+  def refuse(wrong: bool, message: str) -> None:
+    if wrong:
+      raise ValueError(message)
+
+  refuse(
+    samples and settings.eval.num_prompts < 2,
+    "an interval over prompts needs --config.eval.num_prompts=2",
+  )
+  refuse(
+    not samples and (majority or flags.k != FLAGS["k"].default),
+    "--k and --majority need --samples: they are estimated from samples",
+  )
+  refuse(
+    majority and (first not in evaluation.ANSWERS or len(judges) > 1),
+    f"--majority counts votes for answers as {' or '.join(evaluation.ANSWERS)} "
+    f"reads them: the problems are judged by {', '.join(sorted(judges))}",
+  )
+  refuse(
+    majority and samples > MOST_SAMPLES,
+    f"--majority takes at most --samples={MOST_SAMPLES}",
+  )
+  refuse(
+    samples and not all(1 <= k <= samples for k in ks),
+    f"--k={flags.k}: each k must be in 1..{samples}",
+  )
+  return ks if samples else []
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:

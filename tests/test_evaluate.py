@@ -384,7 +384,7 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
       ["--model={model}", "--config.reward.options.exact_answer=1"],
       "reward.options.exact_answer = 1",
     ),
-    (["--model={model}", "--majority"], "--majority needs --samples"),
+    (["--model={model}", "--majority"], "--majority need --samples"),
     (["--model={model}", "--majority", "--samples=1001"], "--samples=1000"),
     (
       [
@@ -393,7 +393,7 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
         "--samples=4",
         "--config.reward.functions=length",
       ],
-      "which only exact_answer, math_answer can read",
+      "the problems are judged by length",
     ),
     (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
     (["--compare={model}"], "--model"),

@@ -3,13 +3,14 @@
 import html
 import importlib.util
 import json
+import math
 import pathlib
 import re
 
 import pytest
 
 from grpojax import report as program
-from grpojax.training.report import reporting, run_report
+from grpojax.training.report import final_report, reporting, run_report
 from grpojax.training.run.start import Run
 
 _spec = importlib.util.spec_from_file_location(
@@ -48,7 +49,8 @@ def test_a_report_has_what_the_run_has(run):
   assert one["curves"]["accuracy"]["low"][-1] == pytest.approx(
     last["accuracy_low"], abs=1e-4
   )
-  assert one["rewards"]["total"] == 60 * 64 and not one["rewardsOfSamples"]
+  assert one["rewards"]["total"] == 60 * 64
+  assert one["groupSize"]["high"] is None  # JSON has no infinity
   assert one["failures"]["counts"] == [[*made_up.HOSTILE[:2], 1]]
   texts = {s["completion"] for g in one["groups"] for s in g["samples"]}
   assert texts == set(made_up.HOSTILE) and len(one["groups"]) == 12
@@ -140,7 +142,7 @@ def test_a_missing_or_useless_file_costs_its_part_only(run, name):
     assert bool(one["curves"]) == (name != "metrics")
     assert bool(one["groups"]) == (name != "samples")
     assert bool(one["gain"]) == (name != "evaluations")
-    assert one["rewardsOfSamples"] == (name == "rewards")
+    assert bool(one["rewards"]) == (name != "rewards")
 
 
 def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
@@ -203,6 +205,20 @@ def test_a_run_writes_reports_when_they_are_due(
   main[0] = False  # one process writes
   reporting.report_when_due(run, 1)
   assert written == []
+
+
+@pytest.mark.parametrize(
+  "best, interval, line",
+  [
+    (4.0, [1.5, None], "asked for groups of 4.0 [1.5, inf]"),
+    (4.0, [1.0, None], "left the best group size open: 4.0 [1.0, inf]"),
+    (4.0, [1.0, math.inf], "left the best group size open: 4.0 [1.0, inf]"),
+  ],
+)
+def test_the_group_size_is_said(best, interval, line):
+  sizes = {"optimal_group_size": best, "optimal_group_size_interval": interval}
+  found = final_report.group_size_line(sizes)
+  assert found == f"the gradient's noise {line}"
 
 
 def test_numbers_that_json_does_not_have_cost_no_report(run):

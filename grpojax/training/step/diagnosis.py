@@ -13,12 +13,11 @@ compares something else.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from grpojax.core.advantages.weighted_baselines import (
@@ -34,11 +33,9 @@ from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import TrainSettings
 
-_BOUNDS = ("optimal_group_size_low", "optimal_group_size_high")
 _SCORE_NORM = "score_norms_{}"  # metric of a diagnosis
 
 
@@ -166,36 +163,3 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
     return state
 
   return update_group_size
-
-
-def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Summarises the group size that the gradient's noise asked for in a run.
-
-  From metrics of its steps, `optimal_group_size` and its 95% interval over the
-  diagnoses (of a single one, its own) for summary.json; {} without diagnoses.
-  """
-  rows = [row for row in rows if "c1" in row]
-  pairs = [(row["c1"], row["c3"]) for row in rows]
-  c1, c3 = np.array(pairs, float).reshape(-1, 2).T  # null becomes nan
-  if not np.isfinite(c1 + c3).any():
-    return {}
-  bounds = [  # an infinite bound is null
-    [math.inf if x is None else x for x in map(row.get, _BOUNDS)]
-    for row in rows
-  ]
-  best, *interval = pooled_group_size(c1, c3, np.array(bounds, float))
-  return {"optimal_group_size": best, "optimal_group_size_interval": interval}
-
-
-def line(summary: Mapping[str, Any]) -> str:
-  """Returns a summary as a sentence; infinite bounds are null in a file."""
-  best, (low, high) = (
-    summary[f"optimal_group_size{end}"] for end in ("", "_interval")
-  )
-  best, *interval = (
-    "inf" if x is None else f"{x:.1f}" for x in (best, low, high)
-  )
-  size = f"{best} [{', '.join(interval)}]"
-  if low == 1 and high in (None, math.inf):
-    return f"the gradient's noise left the best group size open: {size}"
-  return f"the gradient's noise asked for groups of {size}"
