@@ -91,7 +91,7 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
   first = settings.reward.functions[0]
   judges = {first, *mixtures.judges(settings).values()}
 
-  def refuse(wrong: bool, message: str) -> None:
+  def refuse(wrong: Any, message: str) -> None:
     if wrong:
       raise ValueError(message)
 

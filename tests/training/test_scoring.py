@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from grpojax import train
-from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
@@ -52,17 +51,15 @@ def rewards(tmp_path):
   return settings
 
 
-def rollout(rows, length):
+@pytest.fixture
+def rollout(samples_of):
   """Two samples a row: of `length` tokens, finished, and of one, cut off."""
-  mask = np.arange(5) < np.array([length, 1])[:, None]
-  return Rollout(
-    prompt_ids=jnp.zeros((rows, 1), int),
-    prompt_mask=jnp.ones((rows, 1), bool),
-    completion_ids=jnp.zeros((rows, 2, 5), int),
-    completion_mask=jnp.broadcast_to(mask, (rows, 2, 5)),
-    logprobs=jnp.zeros((rows, 2, 5)),
-    finished=jnp.broadcast_to(jnp.array([True, False]), (rows, 2)),
-  )
+
+  def rollout(rows, length):
+    mask = np.arange(5) < np.array([length, 1])[:, None]
+    return samples_of(np.broadcast_to(mask, (rows, 2, 5)), [True, False])
+
+  return rollout
 
 
 @pytest.fixture
@@ -79,7 +76,7 @@ EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
 TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 
-def test_weighted_functions(rewards, score):
+def test_weighted_functions(rewards, score, rollout):
   settings = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     # A batch may have more rows: they only pad it.
@@ -103,7 +100,7 @@ def test_weighted_functions(rewards, score):
   }
 
 
-def test_a_reward_model_beside_functions(rewards, score):
+def test_a_reward_model_beside_functions(rewards, score, rollout):
   settings = rewards({"picky": 1.0}, model_weight=-2.0)
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
   with rewards_lib.open_reward_pool(settings, model) as reward_pool:

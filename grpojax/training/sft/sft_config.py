@@ -119,7 +119,7 @@ def default_config() -> ConfigDict:
 
 
 def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """Returns a line for each value that cannot be, of settings by their paths."""
+  """Returns a line for each value that cannot be, by dotted path."""
   errors = settings_lib.config_errors(SETTINGS, flat_config)
   errors += config_lib.name_errors(flat_config["name"])
 
