@@ -113,15 +113,11 @@ def test_the_batch_size_changes_nothing(toy_model, toy_task):
   assert whole.rewards.shape == parts.rewards.shape == (10, 1)
   np.testing.assert_array_equal(whole.rewards, parts.rewards)
   assert whole.texts == parts.texts and whole.examples == parts.examples
+  drawn = completions(policy, 5, toy_task, group_size=8, temperature=1.0)
+  assert drawn.texts[:5] != drawn.texts[5:]  # batches draw other samples
   assert [e["prompt"] for e in whole.examples] == [
     toy_task.load("test")[i]["prompt"] for i in range(10)
   ]
-
-
-def test_batches_draw_different_samples(toy_model, toy_task):
-  policy = load_policy(str(toy_model))
-  drawn = completions(policy, 5, toy_task, group_size=8, temperature=1.0)
-  assert drawn.texts[:5] != drawn.texts[5:]
 
 
 def test_samples(toy_model, toy_task, tmp_path, capsys):
@@ -330,27 +326,22 @@ def test_what_a_worker_cannot_load_is_said(
     evaluate.main(argv)
 
 
-def test_numbers_are_written_before_they_are_printed(
-  toy_model, toy_task, tmp_path, monkeypatch
-):
-  monkeypatch.setattr(evaluate, "_report", None)
-  out = tmp_path / "result.json"
-  argv = [f"--model={toy_model}", f"--out={out}"]
-  with pytest.raises(TypeError):
-    evaluate.main(argv + toy_task.arguments(toy_model))
-  assert "accuracy" in json.loads(out.read_text())
-
-
 def test_numbers_are_printed_whatever_the_disk_says(
   toy_model, toy_task, tmp_path, monkeypatch, capsys
 ):
   def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device", "result.json")
 
-  monkeypatch.setattr(records, "write_json", full)
   argv = [f"--model={toy_model}", f"--out={tmp_path / 'result.json'}"]
+  argv += toy_task.arguments(toy_model)
+  with monkeypatch.context() as patch:  # nor is the screen needed to write
+    patch.setattr(evaluate, "_report", None)
+    with pytest.raises(TypeError):
+      evaluate.main(argv)
+  assert "accuracy" in json.loads((tmp_path / "result.json").read_text())
+  monkeypatch.setattr(records, "write_json", full)
   with pytest.raises(SystemExit, match="error: result.json: No space left"):
-    evaluate.main(argv + toy_task.arguments(toy_model))
+    evaluate.main(argv)
   assert "greedy accuracy" in capsys.readouterr().out
 
 
@@ -377,13 +368,8 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
     (["--model=arithmetic-bose"], "no model at 'arithmetic-bose'"),
     (["--model={model}", "--samples=2", "--k=1,3"], "1..2"),
     (["--model={model}", "--k=one"], "numbers like 1,2,4"),
-    (["--model={model}", "--samples=2", "--temperature=0"], "--temperature"),
     (["--model={empty_run}"], "no complete checkpoint"),
     (["--model={model}", "--config.reward.functions=nosuch"], "'nosuch'"),
-    (
-      ["--model={model}", "--config.reward.options.exact_answer=1"],
-      "reward.options.exact_answer = 1",
-    ),
     (["--model={model}", "--majority"], "--majority need --samples"),
     (["--model={model}", "--majority", "--samples=1001"], "--samples=1000"),
     (
@@ -395,14 +381,11 @@ def test_a_data_set_that_differs_from_one_time_to_the_next(
       ],
       "the problems are judged by length",
     ),
-    (["--model={model}", "--compare=arithmetic-bose"], "no model at 'arith"),
-    (["--compare={model}"], "--model"),
     (["--model={model}", "--out={empty_run}"], "is a directory"),
     (
       ["--model={model}", "--samples=1000000000"],
       "Change --config.eval.batch_size, --s",
     ),
-    (["--model={model}", "--config.eval.num_prompts=1000000000"], "100000"),
   ],
 )
 def test_mistakes(words, text, toy_run, toy_model, tmp_path, monkeypatch):
