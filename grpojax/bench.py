@@ -14,9 +14,8 @@ are changed (--config.optim.micro_batches=1, ...) are named in "variant".
 shapes: of model.path the config.json is read (which may be alone), and no
 weights. Prompts are random, all of data.max_prompt_length tokens; completions
 have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
-second, operations of matrix products (without attention) and bytes that must be
-moved, both also as a share of the devices' peaks (on CPUs measured at the
-start).
+second and operations of matrix products (without attention), these also as a
+share of the devices' peak (on CPUs measured at the start).
 
 Steps in which other processes took 8% of the CPUs or more do not count, unless
 all were so.

@@ -40,15 +40,10 @@ def parse(text: str) -> range:
 def opened(
   text: str, directory: pathlib.Path, done: int = 0
 ) -> Iterator[Around]:
-  """Traces some steps with `jax.profiler`, for xprof and TensorBoard.
+  """Traces the steps of profile.steps (`text`), for xprof and TensorBoard.
 
-  Whatever fails, and writing what is large, comes after the step itself: close
-  this when the state is saved.
-
-  Args:
-    text: the setting profile.steps.
-    directory: directory of the run; each process writes its own files there.
-    done: number of steps that the run has done before.
+  Writing what is large may fail, and comes after the step itself: close this
+  when the state is saved. `done` steps were done before the program began.
 
   Yields:
     `(step) -> context manager`, to put around each step: the trace begins with

@@ -59,8 +59,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """The text of each token, as it reads after the one before it.
 
   Some tokenizers leave out the space before the first token of a text, so each
-  is decoded together with the one before. A token that is a part of a character
-  only is a replacement character.
+  is decoded together with the one before.
   """
   known: dict[tuple[int, ...], str] = {}
 

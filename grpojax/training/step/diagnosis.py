@@ -67,9 +67,7 @@ def make_diagnose(
   weights (`core.advantages.weighted_baselines`), its errors with these. They
   are of `diagnostics.share` of the prompts, at least 3: the first of the batch
   whose samples all have a reward. With too few of them all estimates are nan.
-  Which prompts these are does not depend on the mesh, which splits a batch into
-  `shards` parts: each keeps a prompt of every micro-batch. `vectorized` is True
-  where the model's functions can be vmapped.
+  The mesh, which splits a batch into `shards` parts, does not change these.
   """
   options = {
     "tangents": settings.diagnostics.tangents,

@@ -161,13 +161,12 @@ class HostStep:
     policy: Model; the state has the parameters.
     group_size: Completions a prompt, G.
     tx: Optimizer.
-    ref_params: Reference policy, or None; where it follows the policy, the
-      state has it.
+    ref_params: Reference policy that is fixed, or None.
     shardings: Shardings of the state, the same before and after each step.
     reward_pool: Functions and model that compute rewards.
     check_signals: Function that is called between the parts of a step
-      (`together` with all processes, see `interrupts.sigterm_requests`) and all
-      through them, but for the last, the update; may raise.
+      (`together` with all processes) and all through them, but for the last,
+      the update; may raise.
     budgets: Prompts -> [B, G], tokens that each sample may spend, or None.
   """
 
@@ -225,15 +224,10 @@ class HostStep:
     diagnosed: bool = False,
     take: resampling.Take | None = None,
   ) -> StepResult:
-    """Samples, rewards and updates, once.
+    """Samples, rewards and updates, once; the state is donated.
 
-    Args:
-      state: State before the step; donated.
-      prompts: Prompts of the step.
-      examples: Examples of these prompts.
-      diagnosed: True adds the metrics of `make_diagnose`, of the policy that
-        sampled and of the prompts as they came.
-      take: Function that gives more prompts to dynamic sampling.
+    `diagnosed` adds the metrics of `make_diagnose`, of the policy that sampled
+    and of the prompts as they came; `take` gives more to dynamic sampling.
     """
     timer, settings = Timer(), self.settings
     # A reference that follows the policy is not an argument of the update.

@@ -188,7 +188,7 @@ class PendingRewards(NamedTuple):
 
   Attributes:
     prompts: Number of its prompts, in all processes.
-    texts: Completions of this process's prompts, [own][G].
+    texts: Completions of this process's prompts.
     pending: Rewards of these.
   """
 
@@ -231,17 +231,11 @@ def collect_rewards(
   check_signals: Callable[[], None],
   every_text: bool = False,
 ) -> tuple[Texts, GroupRewards]:
-  """Waits for the rewards of a batch, by functions and model.
-
-  Args:
-    reward_pool: Functions and model.
-    examples: Examples [B] of the whole batch.
-    parts: Parts of the batch, one after another.
-    check_signals: Function that is called while it waits; may raise.
-    every_text: Return the texts of all processes, not of this one only.
+  """Waits for the rewards of all parts of a batch, in all processes.
 
   Returns:
-    Completions [B][G], and the rewards of all processes.
+    Completions [B][G] (of this process, or with `every_text` of all), and the
+    rewards.
   """
   texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -283,11 +277,10 @@ def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
 
 
 def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-  """Gathers every process's rows, in the order of the batch.
+  """Gathers rows of JSON's types of all processes, in the batch's order.
 
-  Args:
-    own: Rows of this process, of one part after another, of JSON's types.
-    sizes: Numbers of prompts of the parts, in all processes.
+  This process has its `own` of one part after another; `sizes` are the parts'
+  numbers of prompts in all processes.
   """
   if not distributed.several():
     return list(own)
@@ -433,13 +426,11 @@ def correctness(
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   """Returns the metrics of the rewards by function.
 
-  `reward_failures`, a count; of several functions `reward_NAME` and
-  `reward_NAME_std`, over the completions that each has a value for; and
-  `reward_FUNCTION/NAME`, the mean of another number that a function gave.
+  `reward_NAME` and `reward_NAME_std` are over the completions that a function
+  has a value for; `reward_FUNCTION/NAME` is the mean of another number of it.
   """
-  row: dict[str, int | float] = {
-    "reward_failures": len(groups.all_failures(rewards))
-  }
+  failures = groups.all_failures(rewards)
+  row: dict[str, int | float] = {"reward_failures": len(failures)}
   if len(rewards.values) > 1:
     for name, values in rewards.values.items():
       if not np.isnan(values).all():

@@ -150,12 +150,8 @@ def on_sampling_mesh(
   """Makes a sampler on its own mesh, of arrays that lie on that of training.
 
   JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`).
-
-  Args:
-    program: Program of `sampler_program`.
-    mesh: Mesh of training, whose arrays go in and come out.
-    tensor: Devices along the axis tensor while sampling; 0 is as in training.
+  anew by the program itself, once they are cast (`LM.prepare`). `tensor` is the
+  number of devices along that axis while sampling; 0 is as in training.
   """
   sampling_mesh = mesh_lib.sampling_mesh(mesh, tensor)
   samplers = {}  # by the number of prompts
