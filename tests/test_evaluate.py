@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import re
 import shutil
 
@@ -308,22 +307,6 @@ def test_too_few_fit_both(
   argv = [f"--model={toy_model}", f"--compare={other}", "--samples=2"]
   with pytest.raises(SystemExit, match=text):
     evaluate.main(argv + settings)
-
-
-def test_what_a_worker_cannot_load_is_said(
-  toy_model, toy_task, tmp_path, monkeypatch
-):
-  file = tmp_path / "here.py"
-  file.write_text(
-    "import os\n"
-    f"if os.getpid() != {os.getpid()}:\n  raise ImportError('only there')\n"
-    "def reward(prompt, completion, example):\n  return 1.0\n"
-  )
-  monkeypatch.setattr(evaluation, "evaluate", None)
-  settings = {"reward.functions": f"{file}:reward", "reward.workers": 1}
-  argv = [f"--model={toy_model}", *toy_task.arguments(toy_model, **settings)]
-  with pytest.raises(SystemExit, match="error: .*did not start.*only there"):
-    evaluate.main(argv)
 
 
 def test_numbers_are_printed_whatever_the_disk_says(

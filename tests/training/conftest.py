@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from grpojax import train
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Rollout
 from grpojax.models import sharding
+from grpojax.runtime.files import records
 from grpojax.training.run import setup
 from grpojax.training.step import host
 
@@ -45,6 +47,18 @@ def samples_of():
     )
 
   return samples_of
+
+
+@pytest.fixture
+def train_toy(toy_task, toy_model, tmp_path):
+  """`(name, **settings) -> rows of metrics.jsonl`, of a run of the toy task."""
+
+  def train_toy(name="run", **settings):
+    words = toy_task.arguments(toy_model, **settings)
+    train.main([*words, f"--run_dir={tmp_path / name}"])
+    return records.read_jsonl(tmp_path / name / "metrics.jsonl")
+
+  return train_toy
 
 
 class OneDeviceStep(NamedTuple):

@@ -8,16 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from grpojax import train
 from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
 from grpojax.core.types import Prompts
-from grpojax.models import huggingface as hf
 from grpojax.rewards import groups
-from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import from_config
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, resampling
 from grpojax.training.step import rewards as rewards_lib
@@ -291,74 +287,3 @@ def test_which_reward_has_to_vary(settings_with, samples_of):
   assert left == [False, False, False, False]
   left = found(loss__truncated="mask", **plain)
   assert left == [False, True, False, False]
-
-
-@pytest.mark.parametrize(
-  "changes, text",
-  [
-    ({"reward__on_device": True}, "reward.on_device is one program, which dra"),
-    ({"advantage": "vanilla"}, "learns from groups of equal rewards too: use"),
-    (
-      {
-        "loss__beta": 0.1,
-        "loss__kl": "k1",
-        "loss__kl_placement": "reward",
-      },
-      "groups of equal rewards teach something",
-    ),
-    ({"filter_groups__gen_parts": 3}, "gen_parts = 3: must divide a step's"),
-    (
-      {
-        "filter_groups__metric": "acc",
-        "filter_groups__rescale": True,
-        "reward__functions": ("exact_answer", "length"),
-        "reward__weights": (1.0, 1.0),
-      },
-      "may still differ in other rewards",
-    ),
-  ],
-)
-def test_what_cannot_be_is_refused(changes, text, config_with):
-  given = {"filter_groups__enable": True} | changes
-  with pytest.raises(ValueError) as error:
-    from_config(config_with(**given))
-  lines = str(error.value).splitlines()
-  assert len(lines) == 2 and text in lines[1]
-
-
-AUTO = {"start": 4, "largest": 16, "confidence": 0.0, "margin": 0.0}
-AUTO = {f"auto_group_size.{k}": v for k, v in (AUTO | {"decay": 0.0}).items()}
-AUTO |= {"group_size": "auto", "diagnostics.every": 1, "batch_size": 16}
-
-
-@pytest.mark.parametrize(  # each is two runs and a half
-  "auto",
-  [
-    pytest.param({}, marks=pytest.mark.slow),
-    pytest.param(AUTO, marks=pytest.mark.long, id="auto"),
-  ],
-)
-def test_a_run_that_is_resumed_is_the_same(auto, toy_task, toy_model, tmp_path):
-  settings = {"steps": 3, "checkpoint.every": 1, "eval.num_prompts": 4}
-  settings |= auto | {
-    "filter_groups.enable": True,
-    "filter_groups.gen_parts": 2,
-  }
-  settings |= {"filter_groups.rescale": True, "eval.every": 3}
-
-  def go(name, **changes):
-    words = toy_task.arguments(toy_model, **settings | changes)
-    train.main([*words, f"--run_dir={tmp_path / name}"])
-    rows = records.read_jsonl(tmp_path / name / "metrics.jsonl")
-    kept = [row for row in rows if "gen_batches" in row]
-    return hf.load_params(tmp_path / name / "model"), [
-      {k: v for k, v in row.items() if "second" not in k} for row in kept
-    ]
-
-  whole, rows = go("whole")
-  go("again", steps=2)
-  again, same = go("again")
-  jax.tree.map(np.testing.assert_array_equal, again, whole)
-  assert same == rows and len(rows) == 3
-  assert max(row["gen_batches"] for row in rows) > 1
-  assert len({row["group_size"] for row in rows}) == 1 + bool(auto)

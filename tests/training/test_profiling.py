@@ -118,9 +118,6 @@ def test_steps_that_are_done_are_not_traced_in_silence(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_traced(toy, toy_task, toy_model, tmp_path):
-  from grpojax import train
-
-  words = toy.arguments(toy_model, steps=3, profile__steps="2:3")
-  train.main([*words, f"--run_dir={tmp_path}"])
-  assert steps_in(tmp_path / profiling.PROFILE) == [2, 3]
+def test_a_run_is_traced(train_toy, tmp_path):
+  train_toy("run", steps=3, profile__steps="2:3")
+  assert steps_in(tmp_path / "run" / profiling.PROFILE) == [2, 3]

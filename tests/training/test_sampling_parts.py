@@ -139,23 +139,6 @@ def test_what_is_being_computed_is_abandoned(scored, config_with, rewards):
   assert submission.abandoned
 
 
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"sampling__parts": 3}, r"sampling\.parts = 3: must divide .* 4"),
-    ({"reward__workers": 0}, r"sampling\.parts = 2: nothing computes rewards"),
-  ],
-)
-def test_what_cannot_be_is_refused(config_with, changes, message):
-  config = config_of(config_with, 2, "exact_answer")
-  from_config(config)
-  for path, value in changes.items():
-    section, key = path.split("__")
-    config[section][key] = value
-  with pytest.raises(ValueError, match=message):
-    from_config(config)
-
-
 def test_a_part_must_fit_the_mesh(config_with):
   config = config_of(config_with, 4, "exact_answer")
   mesh = jax.sharding.Mesh(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax import train
 from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
@@ -143,7 +142,7 @@ def test_several_processes_say_what_one_says(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
+def test_rewards_that_fail(train_toy, tmp_path, capsys):
   """They are counted and kept, take no part, and training goes on."""
   file = tmp_path / "mine.py"
   file.write_text(
@@ -153,19 +152,14 @@ def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
     "    raise RuntimeError('a five')\n"
     "  return math.nan if '3' in completion else float('7' in completion)\n"
   )
-  run = tmp_path / "run"
-  argv = toy_task.arguments(
-    toy_model,
-    steps=4,
-    **{"reward.functions": f"{file}:mine", "diagnostics.every": 2},
-  )
-  train.main([*argv, f"--run_dir={run}"])
+  run, functions = tmp_path / "run", f"{file}:mine"
+  rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
   failures = records.read_jsonl(run / "failures.jsonl")
   assert {f["function"] for f in failures} == {"mine"}
   assert any(
     "a five" in f["reason"] and "5" in f["completion"] for f in failures
   )
-  for row in records.read_jsonl(run / "metrics.jsonl"):
+  for row in rows:
     if "accuracy" in row:
       continue
     assert row["rewards_missing"] == row["reward_failures"] / 64 > 0.1
@@ -191,14 +185,10 @@ def classifier(toy_model, tmp_path):
 
 
 @pytest.mark.slow  # a model more
-def test_training_with_a_reward_model(
-  classifier, toy_task, toy_model, tmp_path
-):
+def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   settings = {"reward.model": classifier, "reward.model_weight": 2.0}
   settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
-  argv = toy_task.arguments(toy_model, **settings)
-  train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
-  for row in records.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+  for row in train_toy(**settings):
     if "reward_mean" in row:
       parts = 3 * row["reward_exact_answer"] + 2 * row["reward_model"]
       assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)

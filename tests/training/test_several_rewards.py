@@ -12,7 +12,6 @@ from grpojax.core import advantages
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.advantages import multi_reward
 from grpojax.rewards import groups
-from grpojax.training.config import from_config
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import (
   aggregation,
@@ -170,35 +169,6 @@ def test_the_reward_model_has_the_last_weight(settings_with):
   )
   assert tuple(reward_weights(settings.reward)) == (2.0, 3.0)
   assert aggregation(settings.reward) is None
-
-
-@pytest.mark.parametrize(
-  "changes, text",
-  [
-    ({"reward__aggregation": "gdpo"}, "use one of sum_then_normalize, normal"),
-    ({"reward__on_device": True}, "reward.on_device has one function only"),
-    (
-      {"group_size": "auto", "diagnostics__every": 1},
-      "the best size for the weighted sum",
-    ),
-    ({"group_size": 1, "advantage": "vanilla"}, "a group of 1 has no spread"),
-    ({"advantage": "beta_binomial"}, "cannot read as successes"),
-    (
-      {"advantage": "norm_ratio", "diagnostics__every": 1},
-      "'norm_ratio' knows the scores' lengths by their sum",
-    ),
-    (
-      {"loss__beta": 0.1, "loss__kl": "k1", "loss__kl_placement": "reward"},
-      "rewards without unit",
-    ),
-  ],
-)
-def test_what_cannot_be_is_refused(changes, text, config_with):
-  given = {"reward__aggregation": "normalize_then_sum"} | changes
-  with pytest.raises(ValueError) as error:
-    from_config(config_with(**given))
-  lines = str(error.value).splitlines()
-  assert len(lines) == 2 and text in lines[1]
 
 
 @pytest.mark.slow
