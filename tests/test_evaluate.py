@@ -285,18 +285,15 @@ def test_compared_on_what_fits_both(
 
 
 @pytest.mark.parametrize(
-  "prompts, text",
-  [
-    (["12+34", "3+4"], "no held-out prompt fits both"),
-    (["12+34", "3+4", "5+4"], "needs 2"),
-  ],
+  "sums, text",
+  [("12+34 3+4", "no held-out prompt fits both"), ("12+34 3+4 5+4", "needs 2")],
 )
 def test_too_few_fit_both(
-  prompts, text, toy_model, toy_task, tmp_path, monkeypatch
+  sums, text, toy_model, toy_task, tmp_path, monkeypatch
 ):
   """Said before anything is sampled."""
   monkeypatch.setattr(evaluation, "evaluate", None)
-  rows = [{"prompt": prompt, "answer": "7"} for prompt in prompts]
+  rows = [{"prompt": prompt, "answer": "7"} for prompt in sums.split()]
   lines = "".join(json.dumps(row) + "\n" for row in rows)
   (tmp_path / "test.jsonl").write_text(lines)
   other = longer_for_threes(toy_model, tmp_path / "other")

@@ -44,13 +44,13 @@ def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
     clock, busy, own = now, all_now, own_now
 
 
-def compilations() -> list[tuple[float, float]]:
-  """Returns a list to which XLA's compilations are added: (time, seconds)."""
+def compilations() -> list[float]:
+  """Returns a list to which the seconds of XLA's compilations are added."""
   durations = []
 
   def listen(name: str, seconds: float, **_: Any) -> None:
     if "backend_compile" in name:
-      durations.append((time.perf_counter(), seconds))
+      durations.append(seconds)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   return durations

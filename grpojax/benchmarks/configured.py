@@ -117,7 +117,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   kind = run.mesh.devices.flat[0].device_kind
   machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
   compiled = clock.compilations()
-  opened, start = subject.open_subject(run), time.perf_counter()
+  opened = subject.open_subject(run)
+  before = len(compiled)
   if run.settings.reward.on_device:
     batches = subject.data_prompts(opened, warmup + steps)
   else:
@@ -134,7 +135,6 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
   samples = run.prompts * run.group_size
   sampled = samples * float(row["completion_length_mean"])  # as in all steps
-  later = [seconds for when, seconds in compiled if when >= start]
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
@@ -147,8 +147,8 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "seconds": median,
     "per_step": timed,
     "first_step_seconds": all_seconds[0]["step"],
-    "compile_seconds": sum(later),
-    "compilations": len(later),
+    "compile_seconds": sum(compiled[before:]),
+    "compilations": len(compiled) - before,
     "tokens_per_step": sampled,
     **_rates(run, machine, sampled, median),
     "peak_memory_bytes": peak_memory(run.mesh),

@@ -7,7 +7,6 @@ import json
 import pathlib
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,13 +39,13 @@ class Step(NamedTuple):
     number: Number of the step, from 0; the warm-up counts.
     row: Metrics of the step.
     seconds: Seconds by part, and what `clock.timed` has.
-    compilations: Number of programs that it compiled.
+    compiled: Seconds of the programs that it compiled.
   """
 
   number: int
   row: dict[str, Any]
   seconds: dict[str, float]
-  compilations: int
+  compiled: Sequence[float]
 
 
 def open_workload(settings: TrainSettings) -> subject.Subject:
@@ -117,19 +116,18 @@ def measure(
       batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
-  compiled, timed, before = clock.compilations(), [], 0
+  compiled, timed = clock.compilations(), []
   with contextlib.redirect_stdout(sys.stderr):
     rows = _rows(name, settings, warmup + steps)
-    began = time.perf_counter()
+    before = len(compiled)
     for row, seconds in clock.timed(rows):
       parts = {part: float(row[metric]) for part, metric in PARTS.items()}
       # What is none of the parts is rewards, text and records.
       other = seconds["total"] - sum(parts.values())
       seconds = seconds | parts | {"score_other": other}
-      timed.append(Step(len(timed), row, seconds, len(compiled) - before))
+      timed.append(Step(len(timed), row, seconds, compiled[before:]))
       before = len(compiled)
-  total = sum(step.seconds["total"] for step in timed[:warmup])
-  return report(name, settings, timed, warmup, compiled, (began, began + total))
+  return report(name, settings, timed, warmup)
 
 
 def _variant(name: str, settings: TrainSettings) -> str:
@@ -147,13 +145,8 @@ def report(
   settings: TrainSettings,
   timed: Sequence[Step],
   warmup: int,
-  compiled: Sequence[tuple[float, float]],
-  warm: tuple[float, float],
 ) -> dict[str, Any]:
-  """Makes the report of `measure`, of compilations and steps in their order.
-
-  `warm` has the times at which the first step began and the warm-up ended.
-  """
+  """Makes the report of `measure`, of steps in their order."""
   samples = settings.batch_size * settings.group_size
 
   def tokens(step: Step) -> int:
@@ -162,7 +155,7 @@ def report(
   # As the warm-up, steps that compile a shape that there was not before (of
   # packed rows) are no measure of those that follow.
   later = timed[warmup:]
-  steady = [step for step in later if not step.compilations] or later
+  steady = [step for step in later if not step.compiled] or later
   others = [step.seconds["others"] for step in steady]
   counted = clock.quiet(steady, others)
 
@@ -170,7 +163,7 @@ def report(
     return clock.spread(map(value, counted))
 
   parts = sorted({*timed[0].seconds} - {"others"})
-  during = [s for when, s in compiled if warm[0] <= when <= warm[1]]
+  during = [seconds for step in timed[:warmup] for seconds in step.compiled]
   return {
     "peer": "grpojax",
     "variant": _variant(name, settings) or "default",
@@ -181,7 +174,7 @@ def report(
     "seconds": {p: spread(lambda step, p=p: step.seconds[p]) for p in parts},
     "per_step": {
       step.number: {p: round(v, 3) for p, v in step.seconds.items()}
-      | {"compilations": step.compilations}
+      | {"compilations": len(step.compiled)}
       for step in steady
     },
     "first_step_s": round(timed[0].seconds["total"], 3),
@@ -195,7 +188,7 @@ def report(
     "versions": _versions(),
     "compile_s": round(sum(during), 3),
     "compilations_warmup": len(during),
-    "compilations_later": sum(when > warm[1] for when, _ in compiled),
+    "compilations_later": sum(len(step.compiled) for step in later),
     "rewards": [round(float(step.row["reward_mean"]), 3) for step in timed],
     "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",

@@ -9,14 +9,6 @@ from grpojax.training.config import from_config
 TAIL = workloads.WORKLOADS["tail"]
 
 
-def test_sizes():
-  # Prompts, completions of each, tokens of a prompt, new tokens.
-  assert workloads.WORKLOADS["fixed"] == (4, 8, 64, 128, 0)
-  assert TAIL == (4, 8, 64, 256, 64)
-  assert workloads.WORKLOADS["long_prompt"] == (4, 16, 512, 64, 0)
-  assert workloads.NAMES == ("fixed", "tail", "long_prompt", "arithmetic")
-
-
 def test_the_table_of_stops():
   # From NumPy's generator by the scripts of the other libraries.
   table = workloads.stop_table(TAIL)

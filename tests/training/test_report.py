@@ -90,14 +90,6 @@ def test_runs_are_compared_with_the_first(run, tmp_path):
   assert itself["steps"][0]["difference"] == 0
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
-  paths = [tmp_path / x / "run" for x in ("a", "b")]
-  for path in paths:
-    made_up.make_run(path, steps=10)
-  names = [one["name"] for one in shown(*paths)["runs"]]
-  assert names == ["a/run", "b/run"]
-
-
 def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
   rows, about = run_report.read_samples(run / "samples.jsonl", [], 10**9)
   assert len(rows) == 48 and about == {"steps": 6, "kept_steps": 6}
