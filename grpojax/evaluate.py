@@ -33,14 +33,13 @@ from ml_collections import ConfigDict
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import policy as policy_lib
 from grpojax.training import run_models
-from grpojax.training.config import SETTINGS, from_config, to_config
+from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
@@ -72,9 +71,6 @@ FLAGS = {
   "temperature": setting(1.0, "temperature of the samples", within="(0, inf)"),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
-# Settings that two models have in common when they are compared.
-SHARED = ("data.", "reward.", "sampling.max_new_tokens")
-
 
 _Models = list[tuple[policy_lib.Policy, Params]]
 _Values = list[dict[str, np.ndarray]]
@@ -144,21 +140,6 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   return settings, flags, ks
 
 
-def _note_settings(settings: TrainSettings, compare: str) -> None:
-  """Tells of a run that is evaluated on other data than it was trained for."""
-  if not run_models.is_run(compare):
-    return
-  own = config_lib.flatten(run_models.read_config(compare))
-  used = config_lib.flatten(to_config(settings))
-  names = [
-    name
-    for name in sorted(used.keys() | own.keys())
-    if name.startswith(SHARED) and used.get(name) != own.get(name)
-  ]
-  if names:
-    print(f"{compare} has other {', '.join(names)}; those of --model are used")
-
-
 def _note_left_out(
   names: list[str], problems: list[evaluation.HeldOut]
 ) -> None:
@@ -192,7 +173,6 @@ def _load(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
-  _note_settings(settings, flags.compare)
   return models, problems
 
 
