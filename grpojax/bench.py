@@ -7,19 +7,15 @@
 --workload is one GRPO step of a comparison with other libraries (see
 grpojax/benchmarks/workloads.py), each time on new prompts, with the weights of
 the step before. It prints one JSON line. arithmetic is a step of GRPO on the
-embedded arithmetic-instruct, with the default of every setting. Settings of
-how it is computed may be changed (--config.optim.micro_batches=1, ...), and are
-then in "variant"; those of what is computed may not. PEERS_MODEL_DIR may name a
-directory with the weights that the others are timed with; without it they are
-drawn.
+embedded arithmetic-instruct, with the default of every setting. Settings that
+are changed (--config.optim.micro_batches=1, ...) are named in "variant".
 
 --config is a step of any training config on random weights of its model's real
 shapes: of model.path the config.json is read (which may be alone), and no
 weights. Prompts are random, all of data.max_prompt_length tokens; completions
 have sampling.max_new_tokens. It prints a table: seconds by part, tokens a
-second, operations of matrix products (without attention) and bytes that must be
-moved, both also as a share of the devices' peaks (on CPUs measured at the
-start).
+second and operations of matrix products (without attention), these also as a
+share of the devices' peak (on CPUs measured at the start).
 
 Steps in which other processes took 8% of the CPUs or more do not count, unless
 all were so.
@@ -35,7 +31,6 @@ from ml_collections import ConfigDict
 
 from grpojax.benchmarks import configured, side_by_side, workloads
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.training.config import SETTINGS, from_config
@@ -64,18 +59,6 @@ def _check_workload(name: str, argv: list[str]) -> None:
     )
 
 
-def _check_work(name: str, config: ConfigDict) -> None:
-  """Refuses changes of what a workload computes."""
-  before = config_lib.flatten(workloads.config_of(name))
-  for key, value in config_lib.flatten(config).items():
-    if value != before.get(key) and workloads.is_work(key):
-      raise ValueError(
-        f"--config.{key}={value}: --workload={name} is that work and no other; "
-        "what can be changed is how it is computed, as "
-        "--config.optim.micro_batches"
-      )
-
-
 def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
   """The config and the flags; a workload has defaults of its own."""
   config, flags = command_line.parse(
@@ -92,7 +75,6 @@ def _parse(argv: list[str]) -> tuple[ConfigDict, ConfigDict]:
       PROGRAM,
       lambda: workloads.config_of(name),
     )
-    _check_work(name, config)
   return config, flags
 
 

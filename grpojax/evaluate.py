@@ -23,7 +23,6 @@ the same random numbers.
 
 import contextlib
 import functools
-import pathlib
 import sys
 from typing import Any
 
@@ -34,14 +33,13 @@ from ml_collections import ConfigDict
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.types import Params
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal import screen
 from grpojax.statistics.pass_at_k import MOST_SAMPLES
 from grpojax.training import policy as policy_lib
 from grpojax.training import run_models
-from grpojax.training.config import SETTINGS, from_config, to_config
+from grpojax.training.config import SETTINGS, from_config
 from grpojax.training.data import mixtures
 from grpojax.training.evaluation import evaluation
 from grpojax.training.run import memory
@@ -73,15 +71,10 @@ FLAGS = {
   "temperature": setting(1.0, "temperature of the samples", within="(0, inf)"),
   "out": setting("", 'also write the result to this JSON file; "" = none'),
 }
-# Settings that two models have in common when they are compared.
-SHARED = ("data.", "reward.", "sampling.max_new_tokens")
-
-
-_Values = list[dict[str, np.ndarray]]
-"""Values of each model, by name: one a prompt."""
-
 
 _Models = list[tuple[policy_lib.Policy, Params]]
+_Values = list[dict[str, np.ndarray]]
+"""Values of each model, by name: one a prompt."""
 
 
 def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
@@ -90,34 +83,36 @@ def _check_flags(settings: TrainSettings, flags: ConfigDict) -> list[int]:
     ks = [int(k) for k in flags.k.split(",")]
   except ValueError:
     raise ValueError(f"--k={flags.k}: give numbers like 1,2,4") from None
-  if flags.samples and settings.eval.num_prompts < 2:
-    raise ValueError(
-      "an interval over prompts needs --config.eval.num_prompts=2"
-    )
-  if not flags.samples and flags.k != FLAGS["k"].default:
-    raise ValueError("--k needs --samples: pass@k is estimated from samples")
-  if not flags.samples and flags.majority:
-    raise ValueError("--majority needs --samples: there is no vote of one")
+  samples, majority = flags.samples, flags.majority
   first = settings.reward.functions[0]
-  if flags.majority and first not in evaluation.ANSWERS:
-    raise ValueError(
-      "--majority counts the votes for each answer, which only "
-      f"{', '.join(evaluation.ANSWERS)} can read: --config.reward.functions "
-      f"begins with {first!r}"
-    )
   judges = {first, *mixtures.judges(settings).values()}
-  if flags.majority and len(judges) > 1:
-    raise ValueError(
-      "--majority reads the answers to all problems alike, but the data sets "
-      f"of data.mixture are judged by {', '.join(sorted(judges))}"
-    )
-  if flags.majority and flags.samples > MOST_SAMPLES:
-    raise ValueError(f"--majority takes at most --samples={MOST_SAMPLES}")
-  if flags.out and not pathlib.Path(flags.out).absolute().parent.is_dir():
-    raise ValueError(f"--out={flags.out}: its directory does not exist")
-  if flags.samples and not all(1 <= k <= flags.samples for k in ks):
-    raise ValueError(f"--k={flags.k}: each k must be in 1..{flags.samples}")
-  return ks if flags.samples else []
+
+  def refuse(wrong: Any, message: str) -> None:
+    if wrong:
+      raise ValueError(message)
+
+  refuse(
+    samples and settings.eval.num_prompts < 2,
+    "an interval over prompts needs --config.eval.num_prompts=2",
+  )
+  refuse(
+    not samples and (majority or flags.k != FLAGS["k"].default),
+    "--k and --majority need --samples: they are estimated from samples",
+  )
+  refuse(
+    majority and (first not in evaluation.ANSWERS or len(judges) > 1),
+    f"--majority counts votes for answers as {' or '.join(evaluation.ANSWERS)} "
+    f"reads them: the problems are judged by {', '.join(sorted(judges))}",
+  )
+  refuse(
+    majority and samples > MOST_SAMPLES,
+    f"--majority takes at most --samples={MOST_SAMPLES}",
+  )
+  refuse(
+    samples and not all(1 <= k <= samples for k in ks),
+    f"--k={flags.k}: each k must be in 1..{samples}",
+  )
+  return ks if samples else []
 
 
 def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
@@ -143,21 +138,6 @@ def _parse(argv: list[str]) -> tuple[TrainSettings, ConfigDict, list[int]]:
   if flags.out:
     disk.check_file(flags.out, "--out")
   return settings, flags, ks
-
-
-def _note_settings(settings: TrainSettings, compare: str) -> None:
-  """Tells of a run that is evaluated on other data than it was trained for."""
-  if not run_models.is_run(compare):
-    return
-  own = config_lib.flatten(run_models.read_config(compare))
-  used = config_lib.flatten(to_config(settings))
-  names = [
-    name
-    for name in sorted(used.keys() | own.keys())
-    if name.startswith(SHARED) and used.get(name) != own.get(name)
-  ]
-  if names:
-    print(f"{compare} has other {', '.join(names)}; those of --model are used")
 
 
 def _note_left_out(
@@ -193,7 +173,6 @@ def _load(
       f"{count} held-out prompt is left, and an interval over prompts needs 2: "
       "raise --config.data.max_prompt_length or --config.eval.num_prompts"
     )
-  _note_settings(settings, flags.compare)
   return models, problems
 
 
@@ -215,9 +194,11 @@ def _evaluate(
     shown = stack.enter_context(screen.opened(0, settings.log.every))
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
-      batches = rewards_lib.batches_with_step(
-        reward_pool.pool, problems.batches, settings.steps, settings.steps
-      )
+      pool, steps = reward_pool.pool, settings.steps
+      batches = [
+        (prompts, rewards_lib.with_step(pool, examples, steps, steps))
+        for prompts, examples in problems.batches
+      ]
       result = evaluation.evaluate(
         policy,
         params,

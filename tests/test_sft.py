@@ -128,25 +128,6 @@ def test_the_format_decides_the_template_and_the_end(
   assert text == {"document": "1+2\n", "dialogue": "Q: 1+2\nA: "}[form]
 
 
-def word_problems(tmp_path, **changes):
-  """The command line of a small model of GSM8K, and its directory."""
-  settings = {
-    "data.name": "gsm8k",
-    "data.path": PROBLEMS,
-    "format": "dialogue",
-    "tokenizer": "bpe",
-    "vocab_size": 300,
-    "rows": 4,
-    "row_length": 320,
-    "model.width": 16,
-    "model.layers": 1,
-    "model.heads": 2,
-  }
-  settings |= {k.replace("__", "."): v for k, v in changes.items()}
-  words = [f"--config.{key}={value}" for key, value in settings.items()]
-  return [*words, f"--out={tmp_path / 'out'}"], tmp_path / "out"
-
-
 def test_a_model_of_word_problems(tmp_path, capsys):
   config = config_with(
     format="dialogue", tokenizer="bpe", vocab_size=300, row_length=320
@@ -213,41 +194,31 @@ def test_special_tokens_in_examples(kind, count):
   assert text == "1<|endoftext|>\n2<|endoftext|><|endoftext|>"
 
 
-def test_a_chat_model_is_not_taught_documents(tmp_path):
-  shutil.copytree(hf.resolve("arithmetic-instruct"), tmp_path / "chat")
-  argv, _ = word_problems(
-    tmp_path, format="document", model__path=tmp_path / "chat"
-  )
-  assert "use dialogue" in refusal(argv)
-
-
-def test_all_too_long_is_refused(tmp_path):
-  argv, out = word_problems(tmp_path, row_length=20)
+def test_texts_that_do_not_fit_are_refused(tmp_path):
+  problems = [f"--config.data.path={PROBLEMS}", "--config.data.name=gsm8k"]
+  problems += [f"--out={tmp_path / 'out'}"]
+  chat_model = "--config.model.path=arithmetic-instruct"
+  assert "use dialogue" in refusal([*problems, chat_model])
+  small = ["width=16", "layers=1", "heads=2"]
+  small = [f"--config.model.{word}" for word in small]
+  bpe = ["--config.tokenizer=bpe", "--config.vocab_size=300"]
+  argv = [*problems, *small, *bpe, "--config.row_length=20"]
   assert "32 are of more than 20 tokens" in refusal(argv)
-  assert not out.exists()
+  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
   "word, text",
   [
     ("--config.row=3", "--config.rows?"),
-    ("--uot=x", "--out?"),
-    ("--config.format=poem", "document, dialogue"),
     ("--config.tokenizer=bpe", "arithmetic is written in characters"),
     ("--config.data.name=arithmetics", "use one of arithmetic, gsm8k"),
     ("--config.data.name=jsonl", "data.path"),
-    ("--config.hasty=1.5", "must be in [0, 1]"),
     ("--config.forget_low=0.5", "must not be below forget_low = 0.5"),
-    ("--config.data.special_tokens=x", "one of text, control"),
     ("--config.optim.warmup_steps=2200", "below steps"),
     ("--config.difficulty_high=1", "difficulty_high"),
     ("--config.model.path=arithmetic-bose", "no model at"),
-    ("--config.name=../../x", "names a directory"),
-    (f"--config.seed={2**32}", "seed = 4294967296"),
-    ("--config.optim.weight_decay=nan", "optim.weight_decay = nan"),
-    ("--config.optim.learning_rate=inf", "optim.learning_rate = inf"),
     ("--config.difficulty_high=1000000000", "1 to 1000"),
-    ("--config.rows=1000000000", "not enough memory"),
     ("--config.row_length=1000000000", "not enough memory"),
     ("--config.model.width=1000000000", "Change --config.model.width, --c"),
     ("--out=/proc/x", "No such file"),

@@ -32,8 +32,8 @@ def cpu_seconds() -> tuple[float, float]:
 def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
   """Yields each item with the seconds that it took.
 
-  They are `total` (wall seconds), `own_cpu` (CPU seconds of this process) and
-  `others` (share of all CPUs that other processes took).
+  These are `total` (wall), `own_cpu` (this process) and `others` (share of all
+  CPUs that other processes took).
   """
   clock, (busy, own) = time.perf_counter(), cpu_seconds()
   for row in rows:
@@ -44,13 +44,13 @@ def timed(rows: Iterable[Any]) -> Iterator[tuple[Any, dict[str, float]]]:
     clock, busy, own = now, all_now, own_now
 
 
-def compilations() -> list[tuple[float, float]]:
-  """Returns a list to which XLA's compilations are added: (time, seconds)."""
+def compilations() -> list[float]:
+  """Returns a list to which the seconds of XLA's compilations are added."""
   durations = []
 
   def listen(name: str, seconds: float, **_: Any) -> None:
     if "backend_compile" in name:
-      durations.append((time.perf_counter(), seconds))
+      durations.append(seconds)
 
   jax.monitoring.register_event_duration_secs_listener(listen)
   return durations
@@ -59,12 +59,10 @@ def compilations() -> list[tuple[float, float]]:
 def spread(values: Iterable[float]) -> dict[str, float]:
   """Median and range."""
   values = list(values)
-  summary = {
-    "median": statistics.median(values),
-    "min": min(values),
-    "max": max(values),
+  return {
+    function.__name__: round(float(function(values)), 4)
+    for function in (statistics.median, min, max)
   }
-  return {name: round(float(value), 4) for name, value in summary.items()}
 
 
 def quiet(steps: Sequence[Any], others: Sequence[float]) -> list[Any]:

@@ -1,30 +1,84 @@
-"""The steps of any config on random weights, timed; a table of them."""
+"""The steps of any config on random weights, timed; a table of them.
+
+Peaks of devices are those of the table of chips, or measured where it lacks a
+device.
+"""
 
 import dataclasses
 import itertools
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from grpojax.aot import programs
+import jax
+import jax.numpy as jnp
+
+from grpojax.aot import chips, programs
 from grpojax.aot.report import part_flops, table
-from grpojax.benchmarks import clock, limits, subject, workloads
+from grpojax.benchmarks import clock, subject, workloads
 from grpojax.core import mesh as mesh_lib
+from grpojax.runtime import device_memory
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training.config import to_config
-from grpojax.training.run import setup
+from grpojax.training.run import memory, setup
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import reference
 
 PARTS = ("rollout", "rewards", "reference", "update")
+_SIZE = 2048  # rows and columns of the product that is measured
+_REPEATS = 7
+
+
+class Machine(NamedTuple):
+  """Devices of one kind, and the peak of one of them.
+
+  Attributes:
+    kind: Kind of the devices.
+    count: Number of devices.
+    flops: Rate of matrix products, FLOP/s.
+    source: Source of the rate.
+  """
+
+  kind: str
+  count: int
+  flops: float
+  source: str
+
+
+def measure_flops(dtype: Any, size: int = _SIZE) -> float:
+  """Measures the FLOP/s of a square matrix product: the fastest of several."""
+  product = jax.jit(lambda x: x @ x)
+  x, seconds = jnp.full((size, size), 1 / size, dtype), []  # its own square
+  jax.block_until_ready(product(x))  # compiles
+  for _ in range(_REPEATS):
+    start = time.perf_counter()
+    x = jax.block_until_ready(product(x))
+    seconds.append(time.perf_counter() - start)
+  return 2 * size**3 / min(seconds)
+
+
+def find_machine(kind: str, count: int, dtype: Any) -> Machine:
+  """Returns the peak of `count` devices of a `device_kind`."""
+  chip = chips.of_kind(kind)
+  if chip:
+    flops = chips.device(chip).flops
+    return Machine(kind, count, flops, f"bfloat16, {chip.source}")
+  # One device of a CPU can have all its cores, which the others share.
+  flops = measure_flops(dtype) / (count if kind == "cpu" else 1)
+  return Machine(kind, count, flops, f"measured, {dtype}")
+
+
+def peak_memory(mesh: jax.sharding.Mesh) -> int | None:
+  """Most bytes that a device of this process held; None if it does not say."""
+  stats = [device.memory_stats() or {} for device in mesh.local_devices]
+  peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
+  return max(peaks, default=None)
 
 
 def open_run(settings: TrainSettings) -> programs.Run:
   """Opens a run as shapes, with a reward that any text has.
 
-  Raises:
-    ValueError: what would end a training run before its first step, but for its
-      data and rewards.
+  Raises ValueError for what would end a training run before its first step.
   """
   if settings.reward.on_device:
     return open_shapes(settings)
@@ -53,34 +107,25 @@ def open_shapes(settings: TrainSettings) -> programs.Run:
   batches_lib.check_mesh(settings, mesh)
   reference.check_memory(settings.model.reference, mesh)
   run = programs.open_run(settings, mesh)
-  subject.check_memory(run)
+  phases = memory.training(settings, run.model, mesh)
+  memory.refuse(phases, device_memory.device_bytes(mesh.local_devices[0]))
   return run
 
 
-def _steps(opened: subject.Subject, count: int) -> subject.Rows:
-  if opened.run.settings.reward.on_device:
-    return subject.device_steps(opened, count)
-  batches = itertools.islice(subject.random_prompts(opened.run), count)
-  return subject.host_steps(opened, batches)
-
-
 def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
-  """Times a config's step.
-
-  Args:
-    run: Run, from `open_run`.
-    steps: Number of steps that are timed.
-    warmup: Number of steps before them.
-
-  Returns:
-    The report that is saved, in JSON's types.
-  """
+  """Times `steps` steps of a config; returns the report that is saved."""
   kind = run.mesh.devices.flat[0].device_kind
-  peaks = limits.find(kind, run.mesh.size, run.settings.model.dtype)
+  machine = find_machine(kind, run.mesh.size, run.settings.model.dtype)
   compiled = clock.compilations()
-  opened, start = subject.open_subject(run), time.perf_counter()
+  opened = subject.open_subject(run)
+  before = len(compiled)
+  if run.settings.reward.on_device:
+    batches = subject.data_prompts(opened, warmup + steps)
+  else:
+    prompts = subject.random_prompts(run)
+    batches = itertools.islice(prompts, warmup + steps)
   all_seconds, others = [], []
-  for row, seconds in clock.timed(_steps(opened, warmup + steps)):
+  for row, seconds in clock.timed(subject.steps(opened, batches)):
     metrics = {part: f"seconds_{part}" for part in PARTS}
     of_step = {p: float(row[m]) for p, m in metrics.items() if m in row}
     all_seconds.append(of_step | {"step": seconds["total"]})
@@ -90,11 +135,10 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
   median = {part: clock.spread(s[part] for s in counted) for part in counted[0]}
   samples = run.prompts * run.group_size
   sampled = samples * float(row["completion_length_mean"])  # as in all steps
-  later = [seconds for when, seconds in compiled if when >= start]
   return {
     "config": config_lib.flatten(to_config(run.settings)),
     "mesh": {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES},
-    "machine": peaks._asdict(),
+    "machine": machine._asdict(),
     "prompts": run.prompts,
     "group_size": run.group_size,
     "steps": steps,
@@ -103,41 +147,40 @@ def measure(run: programs.Run, steps: int, warmup: int) -> dict[str, Any]:
     "seconds": median,
     "per_step": timed,
     "first_step_seconds": all_seconds[0]["step"],
-    "compile_seconds": sum(later),
-    "compilations": len(later),
+    "compile_seconds": sum(compiled[before:]),
+    "compilations": len(compiled) - before,
     "tokens_per_step": sampled,
-    **_rates(run, peaks, sampled, median),
-    "peak_memory_bytes": limits.peak_memory(run.mesh),
+    **_rates(run, machine, sampled, median),
+    "peak_memory_bytes": peak_memory(run.mesh),
     "peak_rss_bytes": clock.peak_rss_mib() * 2**20,
   }
 
 
 def _rates(
   run: programs.Run,
-  peaks: limits.Machine,
+  machine: Machine,
   tokens: float,
   seconds: dict[str, dict[str, float]],
 ) -> dict[str, Any]:
-  """Tokens, operations and bytes a second at the median, and of the peak."""
-  flops, moved = part_flops(run), limits.least_bytes(run)
-  flops["step"], moved["step"] = sum(flops.values()), sum(moved.values())
+  """Tokens and operations a second at the median; these also of the peak."""
+  flops = part_flops(run)
+  flops["step"] = sum(flops.values())
   median = {part: values["median"] for part, values in seconds.items()}
-
-  def of_peak(amounts, peak):
-    return {p: n / median[p] / peak for p, n in amounts.items() if p in median}
-
+  peak = machine.flops * machine.count
   return {
     "flops": flops,
-    "least_bytes": moved,
-    "flops_of_peak": of_peak(flops, peaks.flops * peaks.count),  # of all
-    "least_bytes_of_peak": of_peak(moved, peaks.bandwidth),  # of each device
-    "tokens_per_second": of_peak({"rollout": tokens, "step": tokens}, 1),
+    "flops_of_peak": {
+      p: n / median[p] / peak for p, n in flops.items() if p in median
+    },
+    "tokens_per_second": {
+      p: tokens / median[p] for p in ("rollout", "step") if p in median
+    },
   }
 
 
 def lines(report: dict[str, Any]) -> list[str]:
   """Writes a report for people."""
-  config, peaks = report["config"], report["machine"]
+  config, machine = report["config"], report["machine"]
   seconds = report["seconds"]
   rows = [("seconds", *seconds)]
   for name in ("median", "min", "max"):
@@ -146,8 +189,6 @@ def lines(report: dict[str, Any]) -> list[str]:
     ("tokens a second", "tokens_per_second", 1, "{:.0f}"),
     ("GFLOP", "flops", 1e9, "{:.4g}"),
     ("  of peak", "flops_of_peak", 1, "{:.1%}"),
-    ("GB at least, a device", "least_bytes", 1e9, "{:.4g}"),
-    ("  of peak", "least_bytes_of_peak", 1, "{:.1%}"),
   ):
     amounts = report[key]
     cells = (
@@ -157,15 +198,15 @@ def lines(report: dict[str, Any]) -> list[str]:
   memory = report["peak_memory_bytes"] or report["peak_rss_bytes"]
   where = "a device" if report["peak_memory_bytes"] else "of the process"
   return [
-    f"{config['model.path']}, {config['model.dtype']}, {peaks['count']} "
-    f"{peaks['kind']}: {report['prompts']} prompts x {report['group_size']} "
+    f"{config['model.path']}, {config['model.dtype']}, {machine['count']} "
+    f"{machine['kind']}: {report['prompts']} prompts x {report['group_size']} "
     f"completions, {config['data.max_prompt_length']} + "
     f"{config['sampling.max_new_tokens']} tokens",
     "",
     *table(rows),
     "",
-    f"peak: {peaks['flops'] / 1e9:.4g} GFLOP/s, "
-    f"{peaks['bandwidth'] / 1e9:.3g} GB/s a device ({peaks['source']})",
+    f"peak: {machine['flops'] / 1e9:.4g} GFLOP/s a device "
+    f"({machine['source']})",
     f"first step {report['first_step_seconds']:.1f} s, of which XLA compiles "
     f"{report['compile_seconds']:.1f} s",
     f"peak memory {memory / 2**30:.2f} GiB {where}",

@@ -4,18 +4,15 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import os
 import pathlib
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from grpojax.benchmarks import clock, configured, subject, workloads
-from grpojax.models import huggingface as hf
 from grpojax.runtime import checkpoint
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
@@ -35,64 +32,30 @@ PARTS = {
 """Parts of a comparison, and the metrics of a step that have their seconds."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # each is itself alone
-class Step:
+class Step(NamedTuple):
   """One timed step.
 
   Attributes:
+    number: Number of the step, from 0; the warm-up counts.
     row: Metrics of the step.
     seconds: Seconds by part, and what `clock.timed` has.
-    compilations: Number of programs that it compiled.
+    compiled: Seconds of the programs that it compiled.
   """
 
+  number: int
   row: dict[str, Any]
   seconds: dict[str, float]
-  compilations: int
+  compiled: Sequence[float]
 
 
-def _model_directory() -> pathlib.Path | None:
-  """PEERS_MODEL_DIR: the weights that the others are timed with."""
-  directory = os.environ.get("PEERS_MODEL_DIR")
-  if not directory:
-    return None
-  remedy = "or unset it and the weights are drawn"
-  if not os.path.isdir(directory):
-    raise ValueError(
-      f"PEERS_MODEL_DIR={directory} is no directory: give one, {remedy}"
-    )
-  theirs = vars(hf.to_transformer_config(hf.read_config(directory)))
-  ours = vars(hf.to_transformer_config(workloads.MODEL))
-  wrong = [f"{k}={v}, not {ours[k]}" for k, v in theirs.items() if v != ours[k]]
-  if wrong:
-    raise ValueError(
-      f"PEERS_MODEL_DIR={directory} is another model than all are timed with "
-      f"({', '.join(wrong)}): give that one, {remedy}"
-    )
-  return pathlib.Path(directory)
-
-
-@contextlib.contextmanager
-def open_workload(
-  name: str, settings: TrainSettings
-) -> Iterator[subject.Subject]:
-  """Opens a workload's run, with its weights.
-
-  Args:
-    name: Name of one of `workloads.WORKLOADS`.
-    settings: Settings of `workloads.config_of`, perhaps with changes of how
-      it computes.
-
-  Raises:
-    ValueError: changes that do not fit the devices or the batch, or no such
-      weights.
-  """
-  weights = _model_directory()
+def open_workload(settings: TrainSettings) -> subject.Subject:
+  """Opens a workload's run; ValueError where it does not fit the devices."""
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "config.json")
     file.write_text(json.dumps(workloads.MODEL))
-    model = dataclasses.replace(settings.model, path=str(weights or file))
+    model = dataclasses.replace(settings.model, path=str(file))
     settings = dataclasses.replace(settings, model=model)
-    yield subject.open_subject(configured.open_shapes(settings), weights)
+    return subject.open_subject(configured.open_shapes(settings))
 
 
 def default_job(settings: TrainSettings) -> subject.Rows:
@@ -119,21 +82,19 @@ def default_job(settings: TrainSettings) -> subject.Rows:
       yield records.read_jsonl(run.file(run_directory.METRICS))[-1]
 
 
-def _rows(
-  name: str, settings: TrainSettings, count: int, stack: contextlib.ExitStack
-) -> subject.Rows:
+def _rows(name: str, settings: TrainSettings, count: int) -> subject.Rows:
   """Metrics of a workload's steps."""
   if name == workloads.ARITHMETIC:
     return default_job(settings)
   with command_line.usage_errors():
-    opened = stack.enter_context(open_workload(name, settings))
+    opened = open_workload(settings)
   workload = workloads.WORKLOADS[name]
   prompts = workloads.prompt_ids(workload, count)
   batches = (
     subject.whole_prompts(ids, workloads.lengths(workload, step))
     for step, ids in enumerate(prompts)
   )
-  return subject.host_steps(opened, batches, lambda prompts: prompts.targets)
+  return subject.steps(opened, batches, lambda prompts: prompts.targets)
 
 
 def measure(
@@ -143,8 +104,7 @@ def measure(
 
   Args:
     name: Name of one of `workloads.NAMES`.
-    settings: Settings of `workloads.config_of`, perhaps with changes of how
-      it computes.
+    settings: Settings of `workloads.config_of`, perhaps with changes.
     steps: Number of steps that are timed.
     warmup: Number of steps before them.
 
@@ -156,22 +116,18 @@ def measure(
       batch.
   """
   settings = dataclasses.replace(settings, steps=warmup + steps)
-  compiled, timed, before = clock.compilations(), [], 0
-  with (
-    contextlib.redirect_stdout(sys.stderr),
-    contextlib.ExitStack() as stack,
-  ):
-    rows = _rows(name, settings, warmup + steps, stack)
-    began = time.perf_counter()
+  compiled, timed = clock.compilations(), []
+  with contextlib.redirect_stdout(sys.stderr):
+    rows = _rows(name, settings, warmup + steps)
+    before = len(compiled)
     for row, seconds in clock.timed(rows):
       parts = {part: float(row[metric]) for part, metric in PARTS.items()}
       # What is none of the parts is rewards, text and records.
       other = seconds["total"] - sum(parts.values())
       seconds = seconds | parts | {"score_other": other}
-      timed.append(Step(row, seconds, len(compiled) - before))
+      timed.append(Step(len(timed), row, seconds, compiled[before:]))
       before = len(compiled)
-  total = sum(step.seconds["total"] for step in timed[:warmup])
-  return report(name, settings, timed, warmup, compiled, (began, began + total))
+  return report(name, settings, timed, warmup)
 
 
 def _variant(name: str, settings: TrainSettings) -> str:
@@ -189,28 +145,17 @@ def report(
   settings: TrainSettings,
   timed: Sequence[Step],
   warmup: int,
-  compiled: Sequence[tuple[float, float]],
-  warm: tuple[float, float],
 ) -> dict[str, Any]:
-  """Makes the report of `measure`.
-
-  Args:
-    name: Name of the workload.
-    settings: Settings that it ran with.
-    timed: Steps, in their order.
-    warmup: Number of steps that do not count.
-    compiled: Compilations, from `clock.compilations`.
-    warm: Times at which the first step began and the last of the warm-up ended.
-  """
+  """Makes the report of `measure`, of steps in their order."""
   samples = settings.batch_size * settings.group_size
-  tokens = {
-    step: round(float(step.row["completion_length_mean"]) * samples)
-    for step in timed
-  }
+
+  def tokens(step: Step) -> int:
+    return round(float(step.row["completion_length_mean"]) * samples)
+
   # As the warm-up, steps that compile a shape that there was not before (of
   # packed rows) are no measure of those that follow.
   later = timed[warmup:]
-  steady = [step for step in later if not step.compilations] or later
+  steady = [step for step in later if not step.compiled] or later
   others = [step.seconds["others"] for step in steady]
   counted = clock.quiet(steady, others)
 
@@ -218,7 +163,7 @@ def report(
     return clock.spread(map(value, counted))
 
   parts = sorted({*timed[0].seconds} - {"others"})
-  during = [s for when, s in compiled if warm[0] <= when <= warm[1]]
+  during = [seconds for step in timed[:warmup] for seconds in step.compiled]
   return {
     "peer": "grpojax",
     "variant": _variant(name, settings) or "default",
@@ -228,22 +173,22 @@ def report(
     "others_cpu": spread(lambda step: step.seconds["others"]),
     "seconds": {p: spread(lambda step, p=p: step.seconds[p]) for p in parts},
     "per_step": {
-      timed.index(step): {p: round(v, 3) for p, v in step.seconds.items()}
-      | {"compilations": step.compilations}
+      step.number: {p: round(v, 3) for p, v in step.seconds.items()}
+      | {"compilations": len(step.compiled)}
       for step in steady
     },
     "first_step_s": round(timed[0].seconds["total"], 3),
     "warmup_s": [round(step.seconds["total"], 3) for step in timed[:warmup]],
-    "tokens_per_step": spread(tokens.get),
+    "tokens_per_step": spread(tokens),
     "longest": spread(lambda step: int(step.row["completion_length_max"])),
-    "gen_tokens_per_s": spread(lambda x: tokens[x] / x.seconds["rollout"]),
-    "step_tokens_per_s": spread(lambda x: tokens[x] / x.seconds["total"]),
-    "lengths_as_planned": _as_planned(name, list(tokens.values())),
+    "gen_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["rollout"]),
+    "step_tokens_per_s": spread(lambda x: tokens(x) / x.seconds["total"]),
+    "lengths_as_planned": _as_planned(name, list(map(tokens, timed))),
     "peak_rss_mib": clock.peak_rss_mib(),
     "versions": _versions(),
     "compile_s": round(sum(during), 3),
     "compilations_warmup": len(during),
-    "compilations_later": sum(when > warm[1] for when, _ in compiled),
+    "compilations_later": sum(len(step.compiled) for step in later),
     "rewards": [round(float(step.row["reward_mean"]), 3) for step in timed],
     "dtype": settings.model.dtype,
     "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}",

@@ -5,8 +5,8 @@ are the weights, the prompts and the reward. Completions never end by chance:
 the EOS is an id outside the vocabulary.
 """
 
+import contextlib
 import itertools
-import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,16 +20,14 @@ from grpojax.aot import programs
 from grpojax.benchmarks import workloads
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Params, Prompts, TrainState
-from grpojax.models import huggingface as hf
 from grpojax.models import lora
-from grpojax.runtime import device_memory
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits
 from grpojax.training.optimizer import optimizer
 from grpojax.training.policy import Policy
-from grpojax.training.run import memory, setup
+from grpojax.training.run import setup
 from grpojax.training.step import device, host, reference
 from grpojax.training.step import rewards as rewards_lib
 
@@ -43,7 +41,7 @@ class Subject(NamedTuple):
     run: Shapes of the run.
     policy: Policy with its frozen weights, if there are any.
     state: State before the first step.
-    ref_params: Reference, as `host.make_host_step` takes it.
+    ref_params: Reference, as `host.HostStep` takes it.
     tx: Optimizer.
   """
 
@@ -67,13 +65,6 @@ def word_tokenizer(vocab_size: int) -> Any:
   )
 
 
-def check_memory(run: programs.Run) -> None:
-  """Refuses by a ValueError what cannot fit, as a training run does."""
-  phases = memory.training(run.settings, run.model, run.mesh)
-  limit = device_memory.device_bytes(run.mesh.local_devices[0])
-  memory.refuse(phases, limit)
-
-
 def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
   """Fresh weights of these shapes and shardings."""
 
@@ -85,30 +76,15 @@ def _random(run: programs.Run, shapes: PyTree, key: Array) -> Params:
   return jax.jit(init, out_shardings=shardings)(key)
 
 
-def open_subject(
-  run: programs.Run, weights: pathlib.Path | None = None
-) -> Subject:
-  """Opens weights, optimizer state and reference of a run on shapes.
-
-  Args:
-    run: Run, from `programs.open_run`.
-    weights: Model directory to read them from; None draws them.
-
-  Raises:
-    ValueError: weights that do not fit.
-  """
+def open_subject(run: programs.Run) -> Subject:
+  """Draws weights for a run on shapes; opens its optimizer and reference."""
   settings, policy = run.settings, run.policy
   policy = policy._replace(eos_ids=(run.model.vocab_size,))
   if policy.tokenizer is None:
     policy = policy._replace(tokenizer=word_tokenizer(run.model.vocab_size))
   key = jax.random.key(settings.seed)
   shapes = run.state.params if policy.frozen is None else policy.frozen
-  if weights is None:
-    params = _random(run, shapes, key)
-  else:
-    params = hf.load_params(
-      weights, shardings=jax.tree.map(lambda x: x.sharding, shapes)
-    )
+  params = _random(run, shapes, key)
   if policy.frozen is not None:
     policy = policy._replace(frozen=params)
     params = lora.init(shapes, key, settings.lora.rank, settings.lora.targets)
@@ -137,67 +113,55 @@ def whole_prompts(ids: Int[np.ndarray, "B P"], targets: Any = None) -> Prompts:
   return Prompts(ids, np.ones(ids.shape, bool), targets)
 
 
-def host_steps(
+def data_prompts(subject: Subject, count: int) -> list[Prompts]:
+  """Prompts of `count` steps from the data, as reward.on_device needs them."""
+  settings = subject.run.settings
+  examples = splits.load_examples(settings, "train")
+  batches = prompts_lib.training_batches(
+    settings, subject.policy, examples, subject.run.group_size
+  )
+  with command_line.usage_errors():  # before anything compiles
+    return [prompts for prompts, _ in itertools.islice(batches, count)]
+
+
+def steps(
   subject: Subject,
   batches: Iterable[Prompts],
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Rows:
   """Yields the metrics of steps with the reward `workloads.count_a`.
 
+  Those of reward.on_device have the reward of their config.
+
   Args:
-    subject: Subject, from `open_subject`, of a config with that reward.
+    subject: Subject, from `open_subject`.
     batches: Prompts of each step.
     budgets: Function from prompts to the greatest lengths of their
       completions, see `step.sampling.sampler_program`.
   """
-  run = subject.run
-  shardings = jax.tree.map(lambda x: x.sharding, run.state)
+  run, settings = subject.run, subject.run.settings
+  options = {
+    "group_size": run.group_size,
+    "tx": subject.tx,
+    "ref_params": subject.ref_params,
+    "shardings": jax.tree.map(lambda x: x.sharding, run.state),
+  }
   examples = [{"prompt_text": ""}] * run.prompts
   state = subject.state
-  with (
-    rewards_lib.open_reward_pool(run.settings) as reward_pool,
-    jax.set_mesh(run.mesh),
-  ):
-    step = host.make_host_step(
-      run.settings,
-      subject.policy,
-      run.group_size,
-      subject.tx,
-      subject.ref_params,
-      shardings,
-      reward_pool,
-      check_signals=lambda together=False: None,
-      budgets=budgets,
-    )
+  with contextlib.ExitStack() as stack:
+    if settings.reward.on_device:
+      step = device.make_device_step(settings, subject.policy, **options)
+    else:
+      step = host.HostStep(
+        settings,
+        subject.policy,
+        **options,
+        reward_pool=stack.enter_context(rewards_lib.open_reward_pool(settings)),
+        check_signals=lambda together=False: None,
+        budgets=budgets,
+      )
+    stack.enter_context(jax.set_mesh(run.mesh))
     for prompts in batches:
-      prompts = mesh_lib.place(prompts, run.mesh, "batch")
-      result = step(state, prompts, examples)
-      state = result.state
-      yield result.metrics
-
-
-def device_steps(subject: Subject, count: int) -> Rows:
-  """Yields the metrics of `count` steps of a config with reward.on_device."""
-  run = subject.run
-  settings, policy = run.settings, subject.policy
-  shardings = jax.tree.map(lambda x: x.sharding, run.state)
-  examples = splits.load_examples(settings, "train")
-  batches = prompts_lib.training_batches(
-    settings, policy, examples, run.group_size
-  )
-  with command_line.usage_errors():  # before anything compiles
-    batches = list(itertools.islice(batches, count))
-  state = subject.state
-  with jax.set_mesh(run.mesh):
-    step = device.make_device_step(
-      settings,
-      policy,
-      run.group_size,
-      subject.tx,
-      subject.ref_params,
-      shardings,
-    )
-    for prompts, examples in batches:
       prompts = mesh_lib.place(prompts, run.mesh, "batch")
       result = step(state, prompts, examples)
       state = result.state

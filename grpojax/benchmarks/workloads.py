@@ -64,20 +64,6 @@ STEPS = {name: 8 for name in WORKLOADS} | {ARITHMETIC: 10}
 
 _TABLE_STEPS = 32
 
-_WORK = (
-  "seed steps batch_size group_size auto_group_size subset_size advantage "
-  "score_power score_norms data difficulty filter_groups loss lora "
-  "reward.functions reward.weights reward.options reward.aggregation "
-  "reward.model reward.model_weight reward.on_device model.path "
-  "model.reference_every model.reference_mix "
-  "sampling.max_new_tokens sampling.temperature "
-  "sampling.top_k sampling.top_p sampling.min_p sampling.repetition_penalty "
-  "optim.name optim.learning_rate optim.schedule optim.warmup_steps optim.b1 "
-  "optim.b2 optim.weight_decay optim.max_grad_norm optim.epochs "
-  "optim.minibatches diagnostics"
-).split()
-"""Settings, and sections of them, that say what is computed, not how."""
-
 
 def prompt_ids(workload: Workload, steps: int) -> Int[np.ndarray, "S B P"]:
   """The prompts of so many steps: uniform over all but padding and EOS."""
@@ -136,8 +122,3 @@ def config_of(name: str) -> ConfigDict:
   config.optim.learning_rate = 1e-6
   config.optim.b2 = 0.999
   return config
-
-
-def is_work(setting: str) -> bool:
-  """True for a setting, by its dotted path, that says what is computed."""
-  return any(setting == w or setting.startswith(f"{w}.") for w in _WORK)

@@ -69,10 +69,8 @@ def held_out(a: Answers, b: Answers) -> list[dict[str, Any]]:
 def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   """B less a of the metrics `COMPARED`, over the steps that both have.
 
-  Returns:
-    For each metric: `steps` in common, the means of both, the `difference` with
-    interval (`low`, `high`) and `p_value`, and the `blocks` of the difference
-    along training, from `curves.blocks`. Nothing of a metric with few steps.
+  Of each the means, the difference with interval and p-value, and the blocks of
+  the difference along training; nothing of a metric with few steps.
   """
   rows = []
   for name in COMPARED:
@@ -96,12 +94,8 @@ def steps(a: Columns, b: Columns) -> list[dict[str, Any]]:
   return rows
 
 
-def group_size(columns: Columns) -> dict[str, float | None] | None:
-  """G* of all diagnoses together, as a run's end has it; None without any.
-
-  Returns:
-    `best`, `low` and `high`; None for what is infinite.
-  """
+def group_size(columns: Columns) -> tuple[float, float, float] | None:
+  """G* of all diagnoses together and its 95% interval; None without any."""
   names = ("c1", "c3", "optimal_group_size_low", "optimal_group_size_high")
   c1, c3, low, high = (
     dict(zip(*columns.get(name, ((), ())), strict=True)) for name in names
@@ -111,13 +105,11 @@ def group_size(columns: Columns) -> dict[str, float | None] | None:
     return None
   # Columns have no null, which an infinite bound is.
   own = [[low.get(i, math.inf), high.get(i, math.inf)] for i in diagnosed]
-  sizes = pooled_group_size(
+  return pooled_group_size(
     np.array([c1[i] for i in diagnosed]),
     np.array([c3[i] for i in diagnosed]),
     np.array(own),
   )
-  values = [short(x) if is_number(x) else None for x in sizes]
-  return dict(zip(("best", "low", "high"), values, strict=True))
 
 
 def speed(columns: Columns) -> list[dict[str, Any]]:

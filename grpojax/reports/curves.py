@@ -106,17 +106,18 @@ def _bounds(
   name: str, columns: Columns
 ) -> dict[int, tuple[float, float | None]]:
   """A metric's own 95% interval by step; None above is infinite."""
-  steps, values = columns[name]
-  if f"{name}_low" in columns:
-    lows = dict(zip(*columns[f"{name}_low"], strict=True))
-    highs = dict(zip(*columns.get(f"{name}_high", ((), ())), strict=True))
-    return {s: (lows[s], highs.get(s)) for s in steps if s in lows}
-  if f"{name}_se" not in columns:
-    return {}
-  errors = dict(zip(*columns[f"{name}_se"], strict=True))
+
+  def by_step(name: str) -> dict[int, float]:
+    return dict(zip(*columns.get(name, ((), ())), strict=True))
+
+  values, lows, highs, errors = (
+    by_step(f"{name}{end}") for end in ("", "_low", "_high", "_se")
+  )
+  if lows:
+    return {s: (lows[s], highs.get(s)) for s in values if s in lows}
   return {
     s: (y - NORMAL * errors[s], y + NORMAL * errors[s])
-    for s, y in zip(steps, values, strict=True)
+    for s, y in values.items()
     if s in errors
   }
 
@@ -142,12 +143,9 @@ def curves(columns: Columns) -> dict[str, Curve]:
   """Curves of all metrics of a run, by name.
 
   A metric `m_low`, `m_high` or `m_se` is no curve where there is a metric `m`,
-  but its interval.
-
-  Returns:
-    For each: `x`, `y` (the extremes, where there are many steps), `last`, and
-    either `low` and `high`, its own 95% interval (None above: no bound), or the
-    `blocks` of `blocks`.
+  but its interval. Each has `x`, `y` (the extremes, where there are many
+  steps), `last`, and either `low` and `high`, its own 95% interval (None above:
+  no bound), or the `blocks` of `blocks`.
   """
 
   def is_bound(name):
@@ -171,26 +169,14 @@ def reward_counts(rows: Iterable[Mapping[str, Any]]) -> Counts:
   }
 
 
-def sample_counts(rows: Iterable[Mapping[str, Any]]) -> Counts:
-  """Counts by step from rows of samples.jsonl: of a few groups only."""
-  counts: Counts = {}
-  for row in rows:
-    if is_number(row.get("reward")):
-      counts.setdefault(row["step"], []).append((float(row["reward"]), 1))
-  return counts
-
-
 def reward_picture(counts: Counts) -> dict[str, Any] | None:
   """Shares of rewards by steps; None where there are no rewards.
 
   Two steps with rewards 0 and 1, for example:
   {"steps": [[1, 1], [2, 2]], "values": [[0, 0], [1, 1]],
-   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}.
-
-  Returns:
-    `steps`, first and last of each column; `values`, lowest and highest of each
-    row; `shares`, [columns][rows], of all rewards of the column; `total`, the
-    number of rewards.
+   "shares": [[0.75, 0.25], [0.5, 0.5]], "total": 16}:
+  first and last step of each column, lowest and highest reward of each row, the
+  share of a column's rewards in each row, and the number of rewards.
   """
   pairs = [pair for of_step in counts.values() for pair in of_step]
   if not pairs:

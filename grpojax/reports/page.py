@@ -37,12 +37,7 @@ def _source(text: str) -> str:
 
 
 def page(title: str, data: Any) -> str:
-  """Makes the whole page, which needs nothing else.
-
-  Args:
-    title: plain text.
-    data: values of JSON's types, from `training.report.run_report`.
-  """
+  """Makes the whole page of `data` of JSON's types; it needs nothing else."""
   read = lambda name: (HERE / name).read_text(encoding="utf-8")
   style = read("style.css")
   parts = "\n".join(read(f"{name}.js") for name in SCRIPTS)

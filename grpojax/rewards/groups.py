@@ -130,27 +130,6 @@ def collect_groups(
   )
 
 
-def joined_extras(
-  parts: Sequence[tuple[int, dict[str, Float[np.ndarray, "b G"]]]], size: int
-) -> dict[str, Float[np.ndarray, "B G"]]:
-  """Extras of several parts of a batch; NaN where a part lacks a name.
-
-  Args:
-    parts: number of prompts and extras of each.
-    size: G.
-  """
-  names = sorted({name for _, extras in parts for name in extras})
-  return {
-    name: np.concatenate(
-      [
-        extras.get(name, np.full((prompts, size), np.nan, np.float32))
-        for prompts, extras in parts
-      ]
-    )
-    for name in names
-  }
-
-
 def all_failures(rewards: GroupRewards) -> list[Failure]:
   """Failures of a batch: of all prompts' first completions, then the second."""
   by_completion = zip(*rewards.failures, strict=True)

@@ -88,13 +88,7 @@ def ask(
   turn: int = 0,
   reward_pool: rewards_lib.RewardPool | None = None,
 ) -> tuple[str, list[Answer]]:
-  """Asks a model.
-
-  Args:
-    speaker: the model.
-    example: an example with its "prompt", and columns that its rewards read.
-    turn: number of the question; another one draws other samples.
-    reward_pool: the rewards; None for none.
+  """Asks a model the "prompt" of an example; another turn draws other samples.
 
   Returns:
     The prompt as the model reads it, and the answers.
@@ -141,12 +135,8 @@ def talk(
 ) -> None:
   """Answers one line after another, to their end or `QUIT`.
 
-  Args:
-    speaker: the model; of several answers the first is remembered.
-    read: the lines.
-    say: function that prints.
-    turns: True shows the model the lines and answers before; needs a chat
-      template.
+  With `turns`, which need a chat template, the model is shown the lines and
+  the first answer to each before.
   """
   history: list[dict[str, str]] = []
   for turn, line in enumerate(read):

@@ -21,21 +21,20 @@ def timed(totals, others, tokens=4096):
   shares |= {"update": 1 / 4, "score_other": 1 / 8}
   return [
     side_by_side.Step(
+      i,
       row,
       {part: share * float(t) for part, share in shares.items()}
       | {"others": o},
-      compilations=int(t == 99),
+      compiled={9: [2.0], 99: [3.0]}.get(t, []),
     )
-    for t, o in zip(totals, map(float, others), strict=True)
+    for i, (t, o) in enumerate(zip(totals, map(float, others), strict=True))
   ]
 
 
 def report(steps, **settings):
   config = workloads.config_of("fixed")
   config.update_from_flattened_dict(settings)
-  compiled = [(0.5, 3.0), (1.5, 2.0), (9.0, 1.0)]
-  settings = from_config(config)
-  return side_by_side.report("fixed", settings, steps, 1, compiled, (1.0, 7.0))
+  return side_by_side.report("fixed", from_config(config), steps, 1)
 
 
 def test_only_quiet_steps_count():
@@ -49,11 +48,8 @@ def test_only_quiet_steps_count():
   assert list(line["per_step"]) == [1, 2, 3, 4]
   assert line["per_step"][3]["others"] == 0.3
   assert line["first_step_s"] == 9 and line["warmup_s"] == [9]
-  assert line["compile_s"] == 2 and line["compilations_later"] == 1
-
-
-def test_where_no_step_was_quiet_all_count():
-  line = report(timed([9, 2, 8], [0.5, 0.5, 0.5]))
+  assert line["compile_s"] == 2 and line["compilations_warmup"] == 1
+  line = report(timed([9, 2, 8], [0.5, 0.5, 0.5]))  # all, if none was quiet
   assert line["quiet"] == 0 and line["seconds"]["total"]["median"] == 5
 
 
@@ -61,16 +57,14 @@ def test_steps_that_compile_are_no_measure():
   line = report(timed([9, 2, 99, 4], [0, 0, 0, 0]))
   assert line["steps"] == 2 and line["seconds"]["total"]["max"] == 4
   assert list(line["per_step"]) == [1, 3]
+  assert line["compilations_later"] == 1
 
 
-def test_lengths_that_were_not_planned():
-  assert report(timed([1, 1], [0, 0]))["lengths_as_planned"] is True
-  assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
-
-
-def test_a_variant_says_what_was_changed():
+def test_a_line_says_what_was_changed_and_whether_lengths_are_as_planned():
   steps = timed([1, 1], [0, 0])
   assert report(steps)["variant"] == "default"
+  assert report(steps)["lengths_as_planned"] is True
+  assert report(timed([1, 1], [0, 0], 4095))["lengths_as_planned"] is False
   changes = {"optim.micro_batches": 2, "model.remat": "none"}
   assert report(steps, **changes)["variant"] == (
     "model.remat=none optim.micro_batches=2"

@@ -4,16 +4,18 @@ They share what the reference and the update compile to.
 """
 
 import json
+import math
 import statistics
 
-import jax
 import numpy as np
 import pytest
 
-from grpojax import bench
-from grpojax.benchmarks import configured, limits, side_by_side, workloads
-from grpojax.models import huggingface as hf
-from grpojax.models.transformer import transformer
+from grpojax.benchmarks import (
+  clock,
+  configured,
+  side_by_side,
+  workloads,
+)
 from grpojax.training.config import from_config
 
 B, G, P, T = SIZES = 2, 2, 3, 6
@@ -29,7 +31,6 @@ def config(monkeypatch):
   changes |= {"vocab_size": 40}
   monkeypatch.setattr(workloads, "VOCAB", 40)
   monkeypatch.setattr(workloads, "MODEL", workloads.MODEL | changes)
-  monkeypatch.delenv("PEERS_MODEL_DIR", raising=False)
   config = workloads.config_of("tail")
   config.optim.micro_batches, config.eval.batch_size = 1, B
   config.steps, config.model.remat = 3, "none"
@@ -37,7 +38,8 @@ def config(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_workload(config, capsys):
+def test_a_workload(config, capsys, monkeypatch):
+  monkeypatch.setattr(clock, "QUIET", math.inf)  # whatever else is running
   line = side_by_side.measure("tail", from_config(config), 2, 1)
   assert line["steps"] == 2 and line["first_step_s"] == line["warmup_s"][0]
   sizes = workloads.WORKLOADS["tail"]
@@ -57,33 +59,8 @@ def test_a_workload(config, capsys):
   assert capsys.readouterr().out == ""  # the line is printed by the program
 
 
-def test_weights_that_others_are_timed_with(config, monkeypatch, tmp_path):
-  source = tmp_path / "source"
-  source.mkdir()
-  (source / "config.json").write_text(json.dumps(workloads.MODEL))
-  model = hf.to_transformer_config(workloads.MODEL)
-  params = transformer(model).init(jax.random.key(9))
-  hf.save(tmp_path / "model", params, source)
-  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path / "model"))
-  with side_by_side.open_workload("tail", from_config(config)) as opened:
-    for tree in (opened.state.params, opened.ref_params):
-      jax.tree.map(np.testing.assert_array_equal, tree, params)
-  monkeypatch.delenv("PEERS_MODEL_DIR")
-  with side_by_side.open_workload("tail", from_config(config)) as opened:
-    assert (opened.state.params["embed"] != params["embed"]).all()
-
-
-def test_another_model_is_refused(config, monkeypatch, tmp_path):
-  changed = workloads.MODEL | {"num_hidden_layers": 5}
-  (tmp_path / "config.json").write_text(json.dumps(changed))
-  monkeypatch.setenv("PEERS_MODEL_DIR", str(tmp_path))
-  with pytest.raises(ValueError, match=r"another model .*\(layers=5, not 1\)"):
-    with side_by_side.open_workload("tail", from_config(config)):
-      pass
-
-
 def test_a_config(config, monkeypatch, tmp_path):
-  monkeypatch.setattr(limits, "measured", lambda dtype: (1e9, 2e9))
+  monkeypatch.setattr(configured, "measure_flops", lambda dtype: 1e9)
   file = tmp_path / "model.json"
   file.write_text(json.dumps(workloads.MODEL))
   config.model.path = str(file)
@@ -100,23 +77,8 @@ def test_a_config(config, monkeypatch, tmp_path):
     sum(flops[p] for p in ("rollout", "reference", "update"))
     / (median["step"] * 1e9)
   )
-  moved = found["least_bytes"]["rollout"] / (median["rollout"] * 2e9)
-  assert found["least_bytes_of_peak"]["rollout"] == pytest.approx(moved)
   json.dumps(found)
   text = "\n".join(configured.lines(found))
   assert "2 prompts x 2 completions, 3 + 6 tokens" in text
   assert f"{median['update']:.3f}" in text
-  assert "peak: 1 GFLOP/s, 2 GB/s a device (measured, float32)" in text
-
-
-def test_numbers_are_written_before_they_are_printed(tmp_path, monkeypatch):
-  monkeypatch.setattr(side_by_side, "measure", lambda *_: {"steps": 1})
-  out = tmp_path / "out.json"
-
-  def gone(*words, **options):
-    raise BrokenPipeError
-
-  monkeypatch.setattr(bench, "print", gone, raising=False)
-  with pytest.raises(BrokenPipeError):
-    bench.main(["--workload=fixed", f"--out={out}"])
-  assert json.loads(out.read_text()) == {"steps": 1}
+  assert "peak: 1 GFLOP/s a device (measured, float32)" in text

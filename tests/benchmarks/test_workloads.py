@@ -1,23 +1,12 @@
 """The work of the comparison: the numbers of the other libraries' scripts."""
 
-import math
-
 import numpy as np
 import pytest
 
 from grpojax.benchmarks import workloads
-from grpojax.models import huggingface as hf
 from grpojax.training.config import from_config
 
 TAIL = workloads.WORKLOADS["tail"]
-
-
-def test_sizes():
-  # Prompts, completions of each, tokens of a prompt, new tokens.
-  assert workloads.WORKLOADS["fixed"] == (4, 8, 64, 128, 0)
-  assert TAIL == (4, 8, 64, 256, 64)
-  assert workloads.WORKLOADS["long_prompt"] == (4, 16, 512, 64, 0)
-  assert workloads.NAMES == ("fixed", "tail", "long_prompt", "arithmetic")
 
 
 def test_the_table_of_stops():
@@ -47,21 +36,6 @@ def test_the_reward_counts_words_that_start_with_a():
   assert workloads.count_a("a a a", text, {}) == 2
 
 
-def test_the_decoder():
-  model = hf.to_transformer_config(workloads.MODEL)
-  assert (model.layers, model.width, model.heads, model.kv_heads) == (
-    (6, 256, 4, 2)
-  )
-  assert model.tied and model.qkv_bias
-  leaves = hf.layout(workloads.MODEL).values()
-  # A layer's matrices: q and o, k and v, gate, up and down; the embedding;
-  # biases of q, k and v; two norms a layer and the last.
-  matrices = 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704)
-  small = 6 * (256 + 128 + 128 + 2 * 256) + 256
-  size = matrices + 4096 * 256 + small
-  assert sum(math.prod(leaf.shape) for leaf in leaves) == size
-
-
 @pytest.mark.parametrize("name", workloads.NAMES)
 def test_the_config_of_each(name):
   config = workloads.config_of(name)
@@ -87,10 +61,3 @@ def test_the_config_of_each(name):
     config.data.max_prompt_length,
     config.sampling.max_new_tokens,
   )
-
-
-def test_what_is_computed_and_how():
-  for setting in ("batch_size", "loss.beta", "data.name", "optim.b2", "seed"):
-    assert workloads.is_work(setting), setting
-  for setting in ("model.remat", "optim.micro_batches", "mesh.data"):
-    assert not workloads.is_work(setting), setting

@@ -201,21 +201,3 @@ def test_a_long_run_is_drawn_bit_by_bit(opened):
     "nodes => nodes.map(node => node.getAttribute('d').length)"
   )
   assert paths and max(paths) < 10_000  # some 400 points
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1400])
-def test_it_fits_and_can_be_read(opened, scheme, width):
-  page = opened(
-    "two", color_scheme=scheme, viewport={"width": width, "height": 800}
-  )
-  scroll_through(page)
-  assert page.evaluate("document.documentElement.scrollWidth") <= width
-  light = page.evaluate(
-    """() => ["color", "backgroundColor"].map(name => {
-      const rgb = getComputedStyle(document.body)[name].match(/[0-9]+/g);
-      return rgb.reduce((sum, x) => sum + +x, 0) / 765;
-    })"""
-  )
-  assert light[0] < 0.2 and light[1] > 0.9 or scheme == "dark"
-  assert light[0] > 0.8 and light[1] < 0.2 or scheme == "light"

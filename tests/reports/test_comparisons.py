@@ -1,9 +1,11 @@
 """Runs against each other."""
 
+import math
+
 import numpy as np
 import pytest
 
-from grpojax.reports import comparisons
+from grpojax.reports import comparisons, curves
 from grpojax.statistics import intervals
 
 
@@ -96,22 +98,31 @@ def test_speed_says_where_the_time_went():
   assert comparisons.speed({}) == []
 
 
-def test_the_group_size_is_that_of_all_diagnoses_together():
-  columns = {"c1": ([1, 11, 21], [0.5, 1.5, 9.0]), "c3": ([1, 11], [8.0, 10.0])}
-  assert comparisons.group_size(columns) == {  # 1 + sqrt(9 / 1)
-    "best": 4.0,
-    "low": 1.0,
-    "high": None,
-  }
-  assert comparisons.group_size({"c1": ([1], [1.0])}) is None
+INF = math.inf
 
 
-def test_the_group_size_of_a_single_diagnosis_has_its_own_interval():
-  columns = {"c1": ([1], [1.0]), "c3": ([1], [9.0])}
-  columns["optimal_group_size_low"] = ([1], [1.5])
-  expected = {"best": 4.0, "low": 1.5, "high": None}
-  assert comparisons.group_size(columns) == expected
-  columns["optimal_group_size_high"] = ([1], [7.5])
-  assert comparisons.group_size(columns) == expected | {"high": 7.5}
-  del columns["optimal_group_size_low"]  # null, which columns do not have
-  assert comparisons.group_size(columns)["low"] is None
+@pytest.mark.parametrize(
+  "pairs, low, high, expected",
+  [
+    # 4 = 1 + sqrt(9 / 1): the mean of single best sizes would be inf.
+    ([(0.5, 8.0), (1.5, 10.0)], None, None, (4.0, 1.0, INF)),
+    ([(1.0, 9.0), (9.0, None)], 1.5, 7.5, (4.0, 1.5, 7.5)),  # its own
+    ([(1.0, 9.0)], 1.5, None, (4.0, 1.5, INF)),
+    ([(1.0, 9.0)], None, 7.5, (4.0, INF, 7.5)),  # null is infinite
+    ([(1.0, None)], None, None, None),
+    ([(math.nan, 1.0)], None, None, None),
+  ],
+)
+def test_the_group_size_is_that_of_all_diagnoses(pairs, low, high, expected):
+  rows = [{"step": 0, "accuracy": 0.5}]
+  for i, (c1, c3) in enumerate(pairs):
+    rows += [{"step": 2 * i, "c1": c1, "c3": c3}, {"step": 2 * i + 1}]
+  rows[1] |= {"optimal_group_size_low": low, "optimal_group_size_high": high}
+  assert comparisons.group_size(curves.columns(rows)) == expected
+
+
+def test_three_diagnoses_have_an_interval_of_their_own():
+  pairs = (0.5, 8.0), (2.6, 9.5), (-0.1, 9.5), (None, 1.0)
+  rows = [{"step": i, "c1": x, "c3": y} for i, (x, y) in enumerate(pairs)]
+  best, low, high = comparisons.group_size(curves.columns(rows))
+  assert best == pytest.approx(4.0) and 1 < low < 4 and high == INF

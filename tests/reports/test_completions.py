@@ -28,13 +28,6 @@ def test_rows_of_a_group_come_together():
   assert (second["reward"], second["truncated"]) == (0, True)
 
 
-def test_rows_of_older_runs_are_groups_by_prompt():
-  rows = [row(prompt=p) for p in "aab"]
-  for one in rows:
-    del one["group"]
-  assert [len(g["samples"]) for g in completions.groups(rows)] == [2, 1]
-
-
 def test_what_does_not_fit_is_left_out():
   rows = [
     row(completion=None),

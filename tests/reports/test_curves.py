@@ -134,10 +134,3 @@ def test_what_is_no_count_is_left_out():
   assert curves.reward_counts([*rows, {"step": 4, "counts": [[1, 2]]}])[4] == [
     (1.0, 2)
   ]
-
-
-def test_samples_stand_in_for_rewards():
-  rows = [{"step": 5, "reward": x} for x in (0.0, 1.0, 1.0, None, math.nan)]
-  picture = curves.reward_picture(curves.sample_counts(rows))
-  assert picture["total"] == 3
-  assert picture["shares"] == [[pytest.approx(1 / 3, 1e-4), 0.66667]]

@@ -41,13 +41,9 @@ def test_a_chat_remembers_what_was_said(asked):
   assert shown[0].splitlines()[0] == "answer 1"
 
 
-def test_new_forgets(asked):
-  chatting.talk(NOBODY, iter(["one", "/new", "two"]), print, turns=True)
-  assert asked == ["one", "two"]
-
-
-def test_one_turn_at_a_time(asked):
-  chatting.talk(NOBODY, iter(["one", "", "two"]), print, turns=False)
+@pytest.mark.parametrize("between, turns", [("/new", True), ("", False)])
+def test_what_was_said_is_not_shown_again(between, turns, asked):
+  chatting.talk(NOBODY, iter(["one", between, "two"]), print, turns=turns)
   assert asked == ["one", "two"]
 
 

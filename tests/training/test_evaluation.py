@@ -37,17 +37,6 @@ def test_accuracy():
   assert list(numbers.values()) == wilson
 
 
-def test_one_answer_has_one_label():
-  texts = [
-    ["#### 1,080", "x\n####1080", "#### 1080.", "1080"],
-    ["####7", "", "#### 7", "#### 8"],
-  ]
-  labels = evaluation.answer_labels(texts, exact.given_answer)
-  (a, b, c, d), (e, f, g, h) = labels
-  assert a == b != c and d == -1 and c >= 0
-  assert e == g != h and f == -1 and h >= 0
-
-
 def test_majority_of_texts():
   """Two of three give the answer, in two spellings; then one in three."""
   texts = [

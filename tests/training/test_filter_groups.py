@@ -7,20 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
-from grpojax import train
 from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout_metrics
-from grpojax.core.types import Prompts, Rollout
-from grpojax.models import huggingface as hf
-from grpojax.models import sharding
+from grpojax.core.types import Prompts
 from grpojax.rewards import groups
-from grpojax.runtime.files import records
 from grpojax.training import policy as policy_lib
-from grpojax.training.config import from_config
-from grpojax.training.run import setup
 from grpojax.training.settings.batches import draw_parts
 from grpojax.training.step import host, resampling
 from grpojax.training.step import rewards as rewards_lib
@@ -28,15 +21,6 @@ from grpojax.training.step import sampling as sampling_lib
 
 B, G, T, VOCAB = 4, 4, 3, 5
 REWARD = f"{pathlib.Path(__file__)}:three"
-
-
-class Words:
-  """A tokenizer whose texts are the ids."""
-
-  all_special_ids = ()
-
-  def decode(self, ids, **_):
-    return " ".join(map(str, ids))
 
 
 def three(prompt, completion, example):
@@ -63,31 +47,14 @@ def batch_of(first, count):
 class Job:
   """Steps of a chain of three kinds; the first always says the same."""
 
-  def __init__(self, tabular, settings, reward_pool):
+  def __init__(self, tabular, words, open_step, settings, reward_pool):
     self.lm = tabular.lm(3, VOCAB)
     table = self.lm.init(jax.random.key(0)).at[..., 3].add(-1.0)
     self.table = table.at[0, 0, 0].set(50.0)
-    self.policy = policy_lib.Policy(pathlib.Path(), self.lm, Words(), (0,), 0)
-    self.mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-    self.settings = settings
-    tx = optax.sgd(0.1)
-    first = lambda p: setup.first_state(settings, tx, p)
-    shardings = sharding.shardings(
-      jax.eval_shape(first, self.table),
-      self.mesh,
-      rules=((r".*", PartitionSpec()),),
-    )
-    self.state = jax.jit(first, out_shardings=shardings)(self.table)
-    self.taken = 0
-    self.step = host.make_host_step(
-      settings,
-      self.policy,
-      G,
-      tx,
-      None,
-      shardings,
-      reward_pool,
-      lambda **_: None,
+    self.policy = policy_lib.Policy(pathlib.Path(), self.lm, words, (0,), 0)
+    self.settings, self.taken = settings, 0
+    self.mesh, self.state, self.step = open_step(
+      settings, self.policy, self.table, optax.sgd(0.1), reward_pool
     )
 
   def take(self, count=None):
@@ -118,7 +85,7 @@ def settings_of(settings_with, **changes):
 
 
 @pytest.fixture
-def job(tabular, settings_with):
+def job(tabular, settings_with, open_step, words):
   """`(**changes) -> Job`."""
   with pytest.MonkeyPatch.context() as patch:
     made = []
@@ -127,7 +94,7 @@ def job(tabular, settings_with):
       settings = settings_of(settings_with, **changes)
       reward_pool = rewards_lib.open_reward_pool(settings)
       made.append(reward_pool)
-      job = Job(tabular, settings, reward_pool.__enter__())
+      job = Job(tabular, words, open_step, settings, reward_pool.__enter__())
       job.compared = []
       pack = host.plan_packing
 
@@ -155,11 +122,8 @@ def whole_rollout(job, count):
   return samples, np.any(three, -1).astype(np.float32)
 
 
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_groups_are_replaced_by_those_of_the_next_prompts(
-  job, parts, monkeypatch
-):
-  of_data_sets = []
+def test_groups_are_replaced_by_those_of_the_next_prompts(job, monkeypatch):
+  parts, of_data_sets = 2, []
 
   def spy(settings, examples, rewards):
     of_data_sets.append((examples, rewards))
@@ -254,18 +218,6 @@ def test_a_limit_leaves_room(job, limit):
 
 
 @pytest.mark.slow
-def test_rescaled_gradients_have_the_length_of_all_groups(job):
-  norms = []
-  for rescale in (False, True):
-    run = job(filter_groups__rescale=rescale, optim__max_grad_norm=1e9)
-    row = run.run()
-    norms.append(row["grad_norm"])
-  ratio = row["group_acceptance"]
-  assert 0 < ratio < 0.5
-  np.testing.assert_allclose(norms[1], ratio * norms[0], rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_leaving_out_alone_changes_nothing(job):
   """One batch, rescaled: the mean of those that vary, times their share."""
   learned = []
@@ -302,27 +254,7 @@ def test_nothing_compiles_after_the_first_draws(job):
   assert not compiled
 
 
-@pytest.mark.slow
-def test_with_several_rewards_any_of_them_may_vary(job):
-  """One is constant in all groups of a kind, the other one varies there."""
-  file = pathlib.Path(__file__)
-  run = job(
-    reward__functions=(REWARD, f"{file}:other"),
-    reward__weights=(1.0, 0.5),
-    reward__aggregation="normalize_then_sum",
-    advantage="batch_std",
-    optim__packing=False,
-  )
-  row = run.run()
-  assert row["groups_kept"] == 1 and row["gen_batches"] > 1
-  for name in ("three", "other"):
-    assert row[f"reward_{name}_std"] > 0
-  total = row["reward_three"] + 0.5 * row["reward_other"]
-  np.testing.assert_allclose(row["reward_mean"], total, rtol=1e-5)
-  assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
-
-
-def test_which_reward_has_to_vary(settings_with):
+def test_which_reward_has_to_vary(settings_with, samples_of):
   """The first function's, or whatever is compared."""
   rewards = np.array([[1.0, 1], [1, 2], [3, 1], [np.nan, 1]], np.float32)
   values = {
@@ -331,7 +263,7 @@ def test_which_reward_has_to_vary(settings_with):
   }
   scores = groups.GroupRewards(rewards, values, rewards < 0, [[], [], [], []])
   ends = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
-  samples = Rollout(*[None] * 5, finished=jnp.asarray(ends))
+  samples = samples_of(np.ones((4, 2, 1)), ends)
 
   def found(right=values["a"], **changes):
     settings = settings_of(
@@ -355,78 +287,3 @@ def test_which_reward_has_to_vary(settings_with):
   assert left == [False, False, False, False]
   left = found(loss__truncated="mask", **plain)
   assert left == [False, True, False, False]
-
-
-@pytest.mark.parametrize(
-  "changes, text",
-  [
-    ({"reward__on_device": True}, "reward.on_device is one program, which dra"),
-    ({"advantage": "vanilla"}, "learns from groups of equal rewards too: use"),
-    ({"advantage": "beta_binomial"}, "'beta_binomial' learns from groups"),
-    (
-      {
-        "loss__beta": 0.1,
-        "loss__kl": "k1",
-        "loss__kl_placement": "reward",
-      },
-      "groups of equal rewards teach something",
-    ),
-    ({"filter_groups__gen_parts": 3}, "gen_parts = 3: must divide a step's"),
-    ({"filter_groups__gen_parts": 0}, "gen_parts = 0: must be 1 or more"),
-    ({"filter_groups__max_num_gen_batches": 0}, "must be 1 or more"),
-    ({"filter_groups__metric": "score"}, "use one of reward, acc"),
-    (
-      {
-        "filter_groups__metric": "acc",
-        "filter_groups__rescale": True,
-        "reward__functions": ("exact_answer", "length"),
-        "reward__weights": (1.0, 1.0),
-      },
-      "may still differ in other rewards",
-    ),
-  ],
-)
-def test_what_cannot_be_is_refused(changes, text, config_with):
-  given = {"filter_groups__enable": True} | changes
-  with pytest.raises(ValueError) as error:
-    from_config(config_with(**given))
-  lines = str(error.value).splitlines()
-  assert len(lines) == 2 and text in lines[1]
-
-
-AUTO = {"start": 4, "largest": 16, "confidence": 0.0, "margin": 0.0}
-AUTO = {f"auto_group_size.{k}": v for k, v in (AUTO | {"decay": 0.0}).items()}
-AUTO |= {"group_size": "auto", "diagnostics.every": 1, "batch_size": 16}
-
-
-@pytest.mark.parametrize(  # each is two runs and a half
-  "auto",
-  [
-    pytest.param({}, marks=pytest.mark.slow),
-    pytest.param(AUTO, marks=pytest.mark.long, id="auto"),
-  ],
-)
-def test_a_run_that_is_resumed_is_the_same(auto, toy_task, toy_model, tmp_path):
-  settings = {"steps": 3, "checkpoint.every": 1, "eval.num_prompts": 4}
-  settings |= auto | {
-    "filter_groups.enable": True,
-    "filter_groups.gen_parts": 2,
-  }
-  settings |= {"filter_groups.rescale": True, "eval.every": 3}
-
-  def go(name, **changes):
-    words = toy_task.arguments(toy_model, **settings | changes)
-    train.main([*words, f"--run_dir={tmp_path / name}"])
-    rows = records.read_jsonl(tmp_path / name / "metrics.jsonl")
-    kept = [row for row in rows if "gen_batches" in row]
-    return hf.load_params(tmp_path / name / "model"), [
-      {k: v for k, v in row.items() if "second" not in k} for row in kept
-    ]
-
-  whole, rows = go("whole")
-  go("again", steps=2)
-  again, same = go("again")
-  jax.tree.map(np.testing.assert_array_equal, again, whole)
-  assert same == rows and len(rows) == 3
-  assert max(row["gen_batches"] for row in rows) > 1
-  assert len({row["group_size"] for row in rows}) == 1 + bool(auto)

@@ -11,15 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 from grpojax.benchmarks import clock
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Prompts
-from grpojax.models import sharding
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
-from grpojax.training.run import setup
 from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 
@@ -27,17 +24,8 @@ B, G, T, P = 4, 4, 8, 8
 EXAMPLES = [{"prompt_text": "", "answer": "1"}] * B
 
 
-class Words:
-  """A tokenizer whose texts are the ids."""
-
-  all_special_ids = ()
-
-  def decode(self, ids, **_):
-    return " ".join(map(str, ids))
-
-
 @pytest.fixture
-def stepper(tiny, settings_with):
+def stepper(tiny, settings_with, open_step, words):
   """A step of a tiny model, as `fit` runs it: `(length) -> row`."""
   settings = settings_with(
     batch_size=B,
@@ -47,34 +35,11 @@ def stepper(tiny, settings_with):
     loss__beta=0.1,
     reward__functions=(f"{pathlib.Path(__file__)}:of_length",),
   )
-  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, Words(), (0, 1), 0)
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-  tx = optax.adam(1e-3)
-
-  def first(params):
-    return setup.first_state(settings, tx, params)
-
-  shardings = sharding.shardings(
-    jax.eval_shape(first, tiny.params), mesh, rules=((r".*", PartitionSpec()),)
-  )
-  held = [jax.jit(first, out_shardings=shardings)(tiny.params)]
+  policy = policy_lib.Policy(pathlib.Path(), tiny.lm, words, (0, 1), 0)
   rng = np.random.default_rng(0)
-  with (
-    rewards_lib.open_reward_pool(settings) as reward_pool,
-    jax.set_mesh(mesh),
-  ):
-    reference = jax.device_put(
-      jax.tree.map(jnp.copy, tiny.params), shardings.params
-    )
-    step = host.make_host_step(
-      settings,
-      policy,
-      G,
-      tx,
-      reference,
-      shardings,
-      reward_pool,
-      lambda together=False: None,
+  with rewards_lib.open_reward_pool(settings) as reward_pool:
+    mesh, *held, step = open_step(
+      settings, policy, tiny.params, optax.adam(1e-3), reward_pool, True
     )
 
     def run(length):
@@ -84,7 +49,8 @@ def stepper(tiny, settings_with):
       held[0], row, *_ = step(held[0], given, EXAMPLES, False)
       return row
 
-    yield run
+    with jax.set_mesh(mesh):
+      yield run
 
 
 def of_length(prompt, completion, example):

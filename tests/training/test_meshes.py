@@ -18,41 +18,27 @@ MESHES = [
 CASES = {
   # Each axis of the mesh that cuts rows has to cut groups.
   "dense": ("llama", {}, MESHES),
-  "sampling on another mesh": (
-    "llama",
-    {},
-    [
-      {"mesh.fsdp": 8, "mesh.sampling_tensor": 2},
-      {"mesh.fsdp": 8, "mesh.sampling_tensor": 4},
-      {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1},
-    ],
-  ),
-  "the reference on the host": (
-    "llama",
-    {"model.reference": "host"},
-    [{"mesh.data": 8, "model.reference": "device"}, {"mesh.fsdp": 8}],
-  ),
-  "adapters": ("llama", {"lora.rank": 2}, MESHES),
-  "local and global layers": (
-    "gemma",
-    {"lora.rank": 2},
-    [{"mesh.data": 8}, {"mesh.fsdp": 4, "mesh.tensor": 2}],
-  ),
   # 101 tokens, untied, and 2 kv heads under tensor = 4
   "what tensor does not divide": (
     "untied",
     {},
     [{"mesh.fsdp": 4, "mesh.tensor": 2}, {"mesh.fsdp": 2, "mesh.tensor": 4}],
   ),
-  "experts": ("experts", {"loss.router_aux_coef": 0.1}, MESHES),
-  "fresh prompts": (
-    "llama",
+  "experts": ("experts", {"loss.router_aux_coef": 0.1}, MESHES[2:]),
+  # Adapters, local layers, fresh prompts, meshes and memories of their own.
+  "all else": (
+    "gemma",
     {
+      "lora.rank": 2,
       "filter_groups.enable": True,
       "filter_groups.gen_parts": 2,
       "reward.functions": (f"{PROGRAM}:rare",),
     },
-    [{"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1}],
+    [
+      {"mesh.fsdp": 8, "model.reference": "host"},
+      {"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sampling_tensor": 1},
+      {"mesh.fsdp": 8, "mesh.sampling_tensor": 4},
+    ],
   ),
 }
 
@@ -76,25 +62,8 @@ def test_a_step(what):
   on_eight_devices(what)
 
 
-# By hand, for the others have most of it.
-ALSO = (
-  "sampling on another mesh",  # one step of it is in test_a_step
-  "adapters",
-  "the reference on the host",
-  "fresh prompts",
-  "local and global layers",
-)
-
-
-@pytest.mark.parametrize(  # each case is several whole runs
-  "case",
-  [
-    pytest.param(
-      case, marks=pytest.mark.long if case in ALSO else pytest.mark.slow
-    )
-    for case in CASES
-  ],
-)
+@pytest.mark.slow  # several whole runs
+@pytest.mark.parametrize("case", CASES)
 def test_whole_runs(case):
   told = on_eight_devices("runs", json.dumps([CASES[case]]))
   assert told.count("equal: ") == len(CASES[case][2])

@@ -3,13 +3,14 @@
 import html
 import importlib.util
 import json
+import math
 import pathlib
 import re
 
 import pytest
 
 from grpojax import report as program
-from grpojax.training.report import reporting, run_report
+from grpojax.training.report import final_report, reporting, run_report
 from grpojax.training.run.start import Run
 
 _spec = importlib.util.spec_from_file_location(
@@ -48,7 +49,8 @@ def test_a_report_has_what_the_run_has(run):
   assert one["curves"]["accuracy"]["low"][-1] == pytest.approx(
     last["accuracy_low"], abs=1e-4
   )
-  assert one["rewards"]["total"] == 60 * 64 and not one["rewardsOfSamples"]
+  assert one["rewards"]["total"] == 60 * 64
+  assert one["groupSize"]["best"] == 7.0
   assert one["failures"]["counts"] == [[*made_up.HOSTILE[:2], 1]]
   texts = {s["completion"] for g in one["groups"] for s in g["samples"]}
   assert texts == set(made_up.HOSTILE) and len(one["groups"]) == 12
@@ -86,14 +88,6 @@ def test_runs_are_compared_with_the_first(run, tmp_path):
   assert [e["step"] for e in against["heldOut"]] == list(range(0, 61, 10))
   assert against["heldOut"][-1]["high"] < 0
   assert itself["steps"][0]["difference"] == 0
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path):
-  paths = [tmp_path / x / "run" for x in ("a", "b")]
-  for path in paths:
-    made_up.make_run(path, steps=10)
-  names = [one["name"] for one in shown(*paths)["runs"]]
-  assert names == ["a/run", "b/run"]
 
 
 def test_samples_that_do_not_fit_are_not_parsed(run, monkeypatch):
@@ -140,7 +134,7 @@ def test_a_missing_or_useless_file_costs_its_part_only(run, name):
     assert bool(one["curves"]) == (name != "metrics")
     assert bool(one["groups"]) == (name != "samples")
     assert bool(one["gain"]) == (name != "evaluations")
-    assert one["rewardsOfSamples"] == (name == "rewards")
+    assert bool(one["rewards"]) == (name != "rewards")
 
 
 def test_a_directory_that_is_no_run_is_refused_in_a_line(tmp_path, capsys):
@@ -203,6 +197,20 @@ def test_a_run_writes_reports_when_they_are_due(
   main[0] = False  # one process writes
   reporting.report_when_due(run, 1)
   assert written == []
+
+
+@pytest.mark.parametrize(
+  "best, interval, line",
+  [
+    (4.0, [1.5, None], "asked for groups of 4.0 [1.5, inf]"),
+    (4.0, [1.0, None], "left the best group size open: 4.0 [1.0, inf]"),
+    (4.0, [1.0, math.inf], "left the best group size open: 4.0 [1.0, inf]"),
+  ],
+)
+def test_the_group_size_is_said(best, interval, line):
+  sizes = {"optimal_group_size": best, "optimal_group_size_interval": interval}
+  found = final_report.group_size_line(sizes)
+  assert found == f"the gradient's noise {line}"
 
 
 def test_numbers_that_json_does_not_have_cost_no_report(run):

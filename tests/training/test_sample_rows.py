@@ -99,6 +99,7 @@ def test_what_is_at_hand_is_kept(case, settings_with):
 
 def test_what_was_not_computed_is_none(case, settings_with):
   policy, filled, batch = case
+  filled = filled._replace(drawn_groups=np.array([1, 3, 2]))
   lengths = np.array([[3, 0], [3, 1], [0, 0]])
   layout = packing_layout.plan(lengths, T, np.ones(B, int), 1)
   rows = sample_rows.of_batch(
@@ -111,16 +112,9 @@ def test_what_was_not_computed_is_none(case, settings_with):
   assert told == [True, False, True, True, False, False]
   assert rows[1]["ref_logprobs"] == [None] * 4
   assert None not in rows[1]["logprobs"]  # the sampler's
-
-
-def test_what_is_not_finite_is_none(case, settings_with):
-  policy, filled, batch = case
-  filled = filled._replace(drawn_groups=np.array([1, 1, 1]))
-  rows = sample_rows.of_batch(settings_with(), policy, filled, batch)
-  assert rows[1]["reward"] is None and rows[1]["rewards"] == {
-    "f": None,
-    "g": None,
-  }
+  # Nor is a reward that is not finite.
+  assert rows[1]["reward"] is None
+  assert rows[1]["rewards"] == {"f": None, "g": None}
 
 
 def test_samples_are_due_every_so_many_steps(settings_with):
@@ -141,13 +135,10 @@ def test_tokens_of_a_real_tokenizer_make_up_the_text():
   assert sample_rows.token_texts(characters, []) == []
 
 
-def test_rewards_are_counted_by_value():
+def test_rewards_are_counted_by_value_and_many_in_intervals():
   rewards = np.array([[1, 0, 1], [0.25, np.nan, -np.inf]], np.float32)
   assert sample_rows.reward_counts(rewards) == [(0, 1), (0.25, 1), (1, 2)]
   assert sample_rows.reward_counts(np.full((2, 2), np.nan, np.float32)) == []
-
-
-def test_many_rewards_are_counted_in_intervals():
   rewards = np.linspace(0, 8, 64, dtype=np.float32).reshape(8, 8)
   found = sample_rows.reward_counts(rewards, bins=8)
   assert [value for value, _ in found] == pytest.approx(np.arange(8) + 0.5)

@@ -108,16 +108,3 @@ def test_where_it_pays(monkeypatch):
   assert not waiting
   monkeypatch.setattr(os, "cpu_count", lambda: 1)
   assert not sampling_lib.halves_pay(small, 4, cpu)
-
-
-def test_a_large_model_is_one_program(tiny, monkeypatch):
-  monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)
-  program, calls = program_of(tiny.lm), []
-
-  def called(*args):
-    calls.append(args)
-    return program(*args)
-
-  args = tiny.params, prompts_of(4), jax.random.key(0)
-  sampling_lib.sample_halves(functools.partial(called), None)(*args)
-  assert calls == [args]

@@ -15,21 +15,13 @@ from grpojax.rewards import groups
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
 from grpojax.training.settings import batches as batches_lib
+from grpojax.training.step import host
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 from grpojax.training.step.timer import Timer
 
 B, G, T = 4, 3, 6
 EXAMPLES = [{"prompt_text": str(i), "answer": "1"} for i in range(B)]
-
-
-class Words:
-  """A tokenizer whose texts are the ids."""
-
-  all_special_ids = ()
-
-  def decode(self, ids, **_):
-    return " ".join(map(str, ids))
 
 
 @pytest.fixture
@@ -45,16 +37,22 @@ def rewards(tmp_path):
   return f"{file}:count", begun
 
 
-def scored(
+@pytest.fixture
+def scored(tabular, words):
+  """Samples and rewards of prompts of kinds 0 to 3, of settings."""
+  return functools.partial(sample_and_reward, tabular, words)
+
+
+def sample_and_reward(
   tabular,
+  words,
   settings,
   reward_pool,
   check_signals=lambda: None,
   on_call=lambda: None,
 ):
-  """Samples and rewards of prompts of kinds 0 to 3."""
   lm = tabular.lm(B, 7)
-  policy = policy_lib.Policy(pathlib.Path(), lm, Words(), (0,), 0)
+  policy = policy_lib.Policy(pathlib.Path(), lm, words, (0,), 0)
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   program = sampling_lib.sampler_program(
     settings, policy, G, settings.sampling.distribution
@@ -65,7 +63,7 @@ def scored(
     return program(*args)
 
   sampler = sampling_lib.on_sampling_mesh(functools.partial(called), mesh, 0)
-  run = rewards_lib.make_sample_and_reward(
+  run = host.make_sample_and_reward(
     policy, sampler, mesh, reward_pool, check_signals, settings.sampling.parts
   )
   ids = jnp.arange(B)[:, None]
@@ -90,14 +88,13 @@ def config_of(config_with, parts, name):
 
 
 def test_rewards_begin_before_the_next_part_is_sampled(
-  tabular, config_with, rewards, monkeypatch
+  scored, config_with, rewards, monkeypatch
 ):
   name, begun = rewards
   settings = from_config(config_of(config_with, 2, name))
   events, wait = [], policy_lib.wait
-  monkeypatch.setattr(
-    sampling_lib, "LARGEST_HALVED", 0
-  )  # a part is one program
+  # A part is one program.
+  monkeypatch.setattr(sampling_lib, "LARGEST_HALVED", 0)
 
   def wait_and_record(part, check_signals):
     """The second part is ready when a reward of the first has begun."""
@@ -111,11 +108,11 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     monkeypatch.setattr(policy_lib, "wait", wait_and_record)
     parts = scored(
-      tabular, settings, reward_pool, on_call=lambda: events.append("sampling")
+      settings, reward_pool, on_call=lambda: events.append("sampling")
     )
     monkeypatch.undo()
     one_part = from_config(config_of(config_with, 1, name))
-    whole = scored(tabular, one_part, reward_pool)
+    whole = scored(one_part, reward_pool)
   assert events == ["sampling", "sampling", "ready", "ready"]
   # Nothing else changed: samples, texts, rewards, failures and their order.
   jax.tree.map(np.testing.assert_array_equal, parts[0], whole[0])
@@ -124,7 +121,7 @@ def test_rewards_begin_before_the_next_part_is_sampled(
   assert failures[0] == failures[1] and len(failures[1]) > 1
 
 
-def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
+def test_what_is_being_computed_is_abandoned(scored, config_with, rewards):
   name, begun = rewards
   settings = from_config(config_of(config_with, 2, name))
   sent = []
@@ -137,27 +134,9 @@ def test_what_is_being_computed_is_abandoned(tabular, config_with, rewards):
     submit = reward_pool.pool.submit
     reward_pool.pool.submit = lambda *x: sent.append(submit(*x)) or sent[-1]
     with pytest.raises(KeyError):
-      scored(tabular, settings, reward_pool, check_signals)
+      scored(settings, reward_pool, check_signals)
   (submission,) = sent
   assert submission.abandoned
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"sampling__parts": 3}, r"sampling\.parts = 3: must divide .* 4"),
-    ({"reward__workers": 0}, r"sampling\.parts = 2: nothing computes rewards"),
-    ({"sampling__parts": 0}, r"sampling\.parts = 0: must be 1 or more"),
-  ],
-)
-def test_what_cannot_be_is_refused(config_with, changes, message):
-  config = config_of(config_with, 2, "exact_answer")
-  from_config(config)
-  for path, value in changes.items():
-    section, key = path.split("__")
-    config[section][key] = value
-  with pytest.raises(ValueError, match=message):
-    from_config(config)
 
 
 def test_a_part_must_fit_the_mesh(config_with):

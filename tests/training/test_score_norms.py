@@ -1,14 +1,11 @@
 """What a run learns of its scores' lengths: from diagnoses, kept on resume."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from grpojax import train
 from grpojax.core.advantages.weighted_baselines import (
   init_score_norms,
   observe_score_norms,
@@ -56,37 +53,30 @@ def test_a_diagnosis_row_and_back(settings_with):
   rng = np.random.default_rng(0)
   projections = jnp.asarray(rng.normal(size=(3, 4, 5)))
   rewards = jnp.asarray(rng.random((4, 5)))
-  row = diagnosis._score_norm_row(projections, rewards)
+  sums = score_norm_sums(jnp.mean(projections**2, 0), rewards)
+  row = {f"score_norms_{name}": x for name, x in vars(sums).items()}
   anywhere = init_state({}, optax.sgd(1.0), jax.random.key(0))
   state = anywhere.replace(score_norms=init_score_norms())
   settings = settings_with(score_norms__decay=0.25)
   update = diagnosis.make_update_group_size(settings, anywhere)
   found = update(state, {"c1": 0.0} | row).score_norms
-  sums = score_norm_sums(jnp.mean(projections**2, 0), rewards)
   expected = observe_score_norms(init_score_norms(), sums, decay=0.25)
   jax.tree.map(np.testing.assert_allclose, vars(found), vars(expected))
 
 
-def rows_of(directory):
-  lines = (directory / "metrics.jsonl").read_text().splitlines()
-  return [row for row in map(json.loads, lines) if "loss" in row]
-
-
 @pytest.mark.slow
-def test_a_run_learns_them_and_resumes(toy_task, toy_model, tmp_path):
+def test_a_run_learns_them_and_resumes(train_toy):
   """Killed after three steps, it goes on with the same numbers."""
   settings = {"advantage": "norm_ratio", "diagnostics.every": 2, "steps": 5}
   settings |= {"checkpoint.every": 3, "score_norms.decay": 0.5}
-  arguments = toy_task.arguments(toy_model, **settings)
-  whole, cut = tmp_path / "whole", tmp_path / "cut"
-  train.main([*arguments, f"--run_dir={whole}"])
-  train.main([*arguments, f"--run_dir={cut}", "--config.steps=3"])
-  train.main([*arguments, f"--run_dir={cut}"])
-  rows = rows_of(whole)
+  whole = train_toy("whole", **settings)
+  train_toy("cut", **settings | {"steps": 3})
+  cut = train_toy("cut", **settings)
+  rows, again = ([row for row in x if "loss" in row] for x in (whole, cut))
   names = [f"score_norms_{k}" for k in ("level", "slope", "middle")]
   told = [np.array([r[n] for n in names]) for r in rows if names[0] in r]
   assert len(told) == 3 and all(np.isfinite(x).all() for x in told)
-  for a, b in zip(rows, rows_of(cut), strict=True):
+  for a, b in zip(rows, again, strict=True):
     assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
   assert all(np.isfinite(row["own_gradient_mse"]) for row in rows[::2])
   assert abs(told[0][1]) > 0  # they matter to step 2, and at step 4 are kept

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpojax import train
-from grpojax.core.types import Rollout
 from grpojax.models import huggingface as hf
 from grpojax.rewards import exact, groups
 from grpojax.rewards.pool import Failure
@@ -52,17 +50,15 @@ def rewards(tmp_path):
   return settings
 
 
-def rollout(rows, length):
+@pytest.fixture
+def rollout(samples_of):
   """Two samples a row: of `length` tokens, finished, and of one, cut off."""
-  mask = np.arange(5) < np.array([length, 1])[:, None]
-  return Rollout(
-    prompt_ids=jnp.zeros((rows, 1), int),
-    prompt_mask=jnp.ones((rows, 1), bool),
-    completion_ids=jnp.zeros((rows, 2, 5), int),
-    completion_mask=jnp.broadcast_to(mask, (rows, 2, 5)),
-    logprobs=jnp.zeros((rows, 2, 5)),
-    finished=jnp.broadcast_to(jnp.array([True, False]), (rows, 2)),
-  )
+
+  def rollout(rows, length):
+    mask = np.arange(5) < np.array([length, 1])[:, None]
+    return samples_of(np.broadcast_to(mask, (rows, 2, 5)), [True, False])
+
+  return rollout
 
 
 @pytest.fixture
@@ -79,7 +75,7 @@ EXAMPLES = [{"prompt_text": "p", "answer": "1"}] * 2
 TEXTS = [["ab", "bad"], ["silent", "abc"]]
 
 
-def test_weighted_functions(rewards, score):
+def test_weighted_functions(rewards, score, rollout):
   settings = rewards({"length": 2.0, "picky": 0.5, "seen": 1.0})
   with rewards_lib.open_reward_pool(settings) as reward_pool:
     # A batch may have more rows: they only pad it.
@@ -103,7 +99,7 @@ def test_weighted_functions(rewards, score):
   }
 
 
-def test_a_reward_model_beside_functions(rewards, score):
+def test_a_reward_model_beside_functions(rewards, score, rollout):
   settings = rewards({"picky": 1.0}, model_weight=-2.0)
   model = lambda examples, texts: np.array([[1.0, 2.0], [3.0, 4.0]])
   with rewards_lib.open_reward_pool(settings, model) as reward_pool:
@@ -131,7 +127,7 @@ def test_several_processes_say_what_one_says(monkeypatch):
     return groups.GroupRewards(*given)
 
   said = []
-  tell = lambda own: said.append(json.loads(json.dumps(own))) or said
+  tell = lambda own: said.append(json.loads(json.dumps(own))) or (said * 2)[:2]
   monkeypatch.setattr(distributed, "count", lambda: 2)
   monkeypatch.setattr(distributed, "gather", tell)
   rewards_lib._gather_rewards(scores([0, 1, 3], "a"), sizes)  # of process 0
@@ -146,7 +142,7 @@ def test_several_processes_say_what_one_says(monkeypatch):
 
 
 @pytest.mark.slow
-def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
+def test_rewards_that_fail(train_toy, tmp_path, capsys):
   """They are counted and kept, take no part, and training goes on."""
   file = tmp_path / "mine.py"
   file.write_text(
@@ -156,19 +152,14 @@ def test_rewards_that_fail(toy_task, toy_model, tmp_path, capsys):
     "    raise RuntimeError('a five')\n"
     "  return math.nan if '3' in completion else float('7' in completion)\n"
   )
-  run = tmp_path / "run"
-  argv = toy_task.arguments(
-    toy_model,
-    steps=4,
-    **{"reward.functions": f"{file}:mine", "diagnostics.every": 2},
-  )
-  train.main([*argv, f"--run_dir={run}"])
+  run, functions = tmp_path / "run", f"{file}:mine"
+  rows = train_toy(steps=4, reward__functions=functions, diagnostics__every=2)
   failures = records.read_jsonl(run / "failures.jsonl")
   assert {f["function"] for f in failures} == {"mine"}
   assert any(
     "a five" in f["reason"] and "5" in f["completion"] for f in failures
   )
-  for row in records.read_jsonl(run / "metrics.jsonl"):
+  for row in rows:
     if "accuracy" in row:
       continue
     assert row["rewards_missing"] == row["reward_failures"] / 64 > 0.1
@@ -194,14 +185,10 @@ def classifier(toy_model, tmp_path):
 
 
 @pytest.mark.slow  # a model more
-def test_training_with_a_reward_model(
-  classifier, toy_task, toy_model, tmp_path
-):
+def test_training_with_a_reward_model(classifier, train_toy, tmp_path):
   settings = {"reward.model": classifier, "reward.model_weight": 2.0}
   settings |= {"reward.weights": "3", "steps": 2, "log.samples_every": 1}
-  argv = toy_task.arguments(toy_model, **settings)
-  train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
-  for row in records.read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+  for row in train_toy(**settings):
     if "reward_mean" in row:
       parts = 3 * row["reward_exact_answer"] + 2 * row["reward_model"]
       assert row["reward_mean"] == pytest.approx(parts, rel=1e-4)

@@ -2,25 +2,20 @@
 
 import functools
 import pathlib
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.rollout import rollout
-from grpojax.core.step import init_state
-from grpojax.core.types import Prompts, Rollout
-from grpojax.models import sharding
+from grpojax.core.types import Prompts
 from grpojax.runtime.text import tokenizer as tokenizers
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
-from grpojax.training.run import setup
-from grpojax.training.step import device, diagnosis, host
+from grpojax.training.step import diagnosis
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step.batch import plan_packing
 
@@ -41,7 +36,7 @@ def ambiguous_tokenizer():
 
 
 def test_completions_are_never_tokenized_again(
-  tabular, monkeypatch, settings_with
+  tabular, monkeypatch, settings_with, open_step
 ):
   settings = settings_with(
     batch_size=B,
@@ -57,15 +52,6 @@ def test_completions_are_never_tokenized_again(
   lm = tabular.lm(1, vocab)
   params = lm.init(jax.random.key(0)).at[..., 0].set(-9.0)  # EOS is rare
   policy = policy_lib.Policy(pathlib.Path(), lm, tokenizer, (0,), 0, params)
-  mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
-
-  tx = optax.sgd(0.0)
-  shardings = sharding.shardings(
-    jax.eval_shape(lambda p: setup.first_state(settings, tx, p), params),
-    mesh,
-    rules=((r"params", PartitionSpec()),),
-  )
-  state = jax.device_put(setup.first_state(settings, tx, params), shardings)
   text, ids = tokenizers.encode_prompt(tokenizer, "abab")
   prompts = Prompts(jnp.array([ids] * B), jnp.ones((B, len(ids)), bool))
 
@@ -84,15 +70,8 @@ def test_completions_are_never_tokenized_again(
   monkeypatch.setattr(policy_lib, "decode", spy)
   examples = [{"prompt_text": text, "answer": "1"}] * B
   with rewards_lib.open_reward_pool(settings) as reward_pool:
-    step = host.make_host_step(
-      settings,
-      policy,
-      G,
-      tx,
-      None,
-      shardings,
-      reward_pool,
-      lambda together=False: None,
+    _, state, step = open_step(
+      settings, policy, params, optax.sgd(0.0), reward_pool
     )
     _, row, shown, _ = step(state, prompts, examples, False)
   monkeypatch.undo()
@@ -163,39 +142,10 @@ def test_a_diagnosis_does_not_depend_on_how_the_work_is_cut(
   np.testing.assert_allclose(diagnosed(3, 1, 1)["c1"], one["c1"], rtol=1e-4)
 
 
-def test_a_bound_of_advantages_is_that_of_a_step_on_the_device(
-  monkeypatch, settings_with, tabular
-):
-  asked, tx = {}, optax.sgd(0.1)
-
-  def recorded(*_, **options):
-    asked.update(options)
-    return lambda *_: None
-
-  plain = {"device_reward": lambda *_: (None, None)}
-  monkeypatch.setattr(device, "make_grpo_step", recorded)
-  monkeypatch.setattr(device, "prompts_lib", types.SimpleNamespace(**plain))
-  monkeypatch.setattr(device.policy_lib, "jit", lambda _, f, **__: f)
-  policy = policy_lib.Policy(pathlib.Path(), tabular.lm(1, 3), None, (0,), 0)
-  state = init_state({}, tx, jax.random.key(0))
-  for bound in (0.0, 0.5):
-    settings = settings_with(loss__advantage_clip=bound)
-    step = device.make_device_program(settings, policy, 2, tx, state)
-    step(policy.lm, state, None, None)
-    assert asked["objective"].advantage_clip == bound
-
-
-def test_what_has_a_reward_is_packed(config_with):
+def test_what_has_a_reward_is_packed(config_with, samples_of):
   mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
   lengths = np.array([[6, 1, 2, 2], [1, 6, 1, 1]])
-  samples = Rollout(
-    jnp.zeros((B, 1), jnp.int32),
-    jnp.ones((B, 1), bool),
-    jnp.zeros((B, G, T), jnp.int32),
-    jnp.arange(T) < lengths[..., None],
-    jnp.zeros((B, G, T)),
-    jnp.ones((B, G), bool),
-  )
+  samples = samples_of(np.arange(T) < lengths[..., None])
   rewards = np.zeros((B, G), np.float32)
   rewards[0, 0] = np.nan  # 6 tokens that nobody learns from
   config = config_with(optim__micro_batches=1)
@@ -205,9 +155,8 @@ def test_what_has_a_reward_is_packed(config_with):
     counts = np.unique(found.rows.sample_of_token, return_counts=True)
     np.testing.assert_array_equal(counts[0], [-1, 0, 1, 2, 3])
     assert counts[1][1:].sum() == lengths.sum() - 6
-    assert (
-      found.copy_of_sample[0, 0] == found.prompt_of_copy.size
-    )  # it is nowhere
+    nowhere = found.prompt_of_copy.size
+    assert found.copy_of_sample[0, 0] == nowhere
     assert found.micro_batches() == 1
     config.optim.micro_batches = 8  # no part of packed rows is as small
     assert plan() is None

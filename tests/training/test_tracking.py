@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from grpojax import train
 from grpojax.runtime.terminal import trackers
 from grpojax.training.run import run_directory
 
@@ -32,17 +31,11 @@ def tracked(monkeypatch):
 
 @pytest.mark.slow  # two runs
 def test_a_resumed_run_is_the_same_run_there(
-  tracked, toy_task, toy_model, tmp_path, capsys
+  tracked, train_toy, tmp_path, capsys
 ):
   run = tmp_path / "run"
-
-  def go(steps):
-    argv = toy_task.arguments(
-      toy_model, steps=steps, log__trackers="tensorboard,wandb", eval__every=2
-    )
-    train.main([*argv, f"--run_dir={run}"])
-
-  go(2)
+  settings = {"log.trackers": "tensorboard,wandb", "eval.every": 2}
+  train_toy(steps=2, **settings)
   first = [("open", "", -1, 2, "toy"), (0, "accuracy"), (1, "loss")]
   first += [(2, "loss"), (2, "accuracy"), "close"]
   assert tracked == first
@@ -51,19 +44,18 @@ def test_a_resumed_run_is_the_same_run_there(
   assert (run / "tensorboard").is_dir()
   tracked.clear()
   capsys.readouterr()
-  go(4)  # the third step is one that it does not take
+  rows = train_toy(steps=4, **settings)
+  # The third step is one that the tracker does not take.
   assert tracked == [("open", "the_run", 2, 4, "toy")]
   printed = capsys.readouterr().out
   assert printed.count("wandb fails (TimeoutError: slow)") == 1
-  rows = (run / "metrics.jsonl").read_text().splitlines()
-  assert sum("loss" in json.loads(row) for row in rows) == 4
+  assert sum("loss" in row for row in rows) == 4
 
 
 def test_a_missing_package_is_said_before_anything_is_written(
-  toy_task, toy_model, tmp_path, monkeypatch
+  train_toy, tmp_path, monkeypatch
 ):
   monkeypatch.setitem(trackers.PACKAGES, "mlflow", "no_such_package")
-  argv = toy_task.arguments(toy_model, log__trackers="mlflow")
   with pytest.raises(SystemExit, match="pip install 'grpojax.mlflow.'"):
-    train.main([*argv, f"--run_dir={tmp_path / 'run'}"])
+    train_toy(log__trackers="mlflow")
   assert not (tmp_path / "run").exists()

@@ -161,8 +161,8 @@ function heat(node, width, picture, run) {
 function rewards() {
   const cards = RUNS.map((run, i) => el("div.card.chart", null,
     el("div.head", null, el("h3", null, RUNS.length > 1 && dot(i), visible(run.name)),
-      el("span.soft.small", null, run.rewards ? `${number(run.rewards.total)} rewards` +
-        (run.rewardsOfSamples ? ", of the sampled groups only" : "") : "")),
+      el("span.soft.small", null, run.rewards ? `${number(run.rewards.total)} rewards` :
+        "")),
     run.rewards ? drawn(el("div.plot"), (node, width) =>
       heat(node, width, run.rewards, i)) :
       el("p.empty", null, "No rewards reached the host (reward.on_device), or none " +

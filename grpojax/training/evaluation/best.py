@@ -20,10 +20,8 @@ _COLUMNS = ("step", "accuracy", "accuracy_low", "accuracy_high", "prompts")
 def after(record: Record, baseline: Row | None, row: Row) -> Record:
   """Record after one more evaluation, which counts once.
 
-  Args:
-    record: record of the evaluations before.
-    baseline: the evaluation of the starting weights.
-    row: row of the evaluation. One on other prompts than before begins anew.
+  One on other prompts than before begins anew. `baseline` is the evaluation of
+  the starting weights.
   """
   if row["step"] <= record.get("last", 0):
     return record
@@ -52,12 +50,7 @@ def step(record: Record) -> int | None:
 
 
 def stopping(record: Record, limit: int) -> str | None:
-  """Reason why a run ends early, or None.
-
-  Args:
-    record: record of its evaluations.
-    limit: number of evaluations without gain in a row; 0 is no limit.
-  """
+  """Reason why a run ends early after `limit` evaluations without gain."""
   count = record.get("without_gain", 0)
   if not 0 < limit <= count:
     return None

@@ -56,8 +56,7 @@ class HeldOut(NamedTuple):
 
   Attributes:
     batches: prompts with their examples, in the order of the data set.
-    too_long: number of problems that were left out because this model's prompt
-      of them is longer than `data.max_prompt_length`.
+    too_long: number of problems whose prompt is too long for this model.
   """
 
   batches: list[tuple[Prompts, list[dict[str, Any]]]]
@@ -116,31 +115,24 @@ def held_out_problems(
 ) -> list[HeldOut]:
   """Held-out problems that fit all models, in each model's format.
 
-  Args:
-    settings: settings `data` and `eval` for all models.
-    names: names of the models, for errors.
-    policies: the models.
-
-  Returns:
-    For each model, the same problems in the same order.
+  For each model they are the same problems in the same order.
 
   Raises:
     ValueError: no problem fits all models; a prompt is too long and
       `data.too_long` is "refuse"; the data lack what a reward function needs;
       or the data set is not the same twice.
   """
-  models = dict(enumerate(zip(names, policies, strict=True)))
 
-  def for_each(function):
+  def for_each(function, *columns):
     results = []
-    for i, (name, policy) in models.items():
+    for name, *values in zip(names, policies, *columns, strict=True):
       try:
-        results.append(function(policy, i))
+        results.append(function(*values))
       except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return results
 
-  splits = for_each(lambda p, i: splits_lib.load_split(settings, p, "test"))
+  splits = for_each(lambda p: splits_lib.load_split(settings, p, "test"))
   rewards_lib.check_columns(
     settings, rewards_lib.resolve_functions(settings), splits[0]
   )
@@ -148,7 +140,7 @@ def held_out_problems(
   if any(split.dropped for split in splits):
     examples = _in_common(names, splits)
   batches = for_each(
-    lambda p, i: list(prompts_lib.held_out(settings, p, examples[i]))
+    lambda p, own: list(prompts_lib.held_out(settings, p, own)), examples
   )
   first, *others = (
     [_key(e, "prompt", "answer") for _, of_batch in one for e in of_batch]
@@ -185,7 +177,7 @@ def evaluate(
   check_signals: Callable[..., None] = lambda together=False: None,
   on_progress: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
-  """Samples and scores completions of every batch.
+  """Samples completions of every batch of a data set, and their rewards.
 
   Args:
     policy: the model; its own parameters are not used.
@@ -198,8 +190,7 @@ def evaluate(
     mesh: devices that the prompts are put on; None is one device.
     check_signals: function that is called before each batch, `together` with
       all processes, and while samples and rewards are waited for.
-    on_progress: function of the number of prompts that are done, called at
-      first with 0.
+    on_progress: function of the number of prompts that are done, from 0.
   """
   rewards, texts, evaluated, failures = [], [], [], []
   on_progress(0)
@@ -253,11 +244,8 @@ def per_prompt(
 ) -> dict[str, np.ndarray]:
   """Values that are estimated, by name: one a prompt, [prompts].
 
-  Args:
-    result: the completions.
-    ks: numbers k of pass@k; without any, the accuracy of the first completion.
-    answer: function from a completion to its answer, one of `ANSWERS`: also
-      maj@k, for the same ks.
+  They are pass@k for each of `ks` or, without any, the accuracy of the first
+  completion; also maj@k with a function of `ANSWERS`.
   """
   right = result.rewards >= CORRECT
   if not ks:
@@ -274,10 +262,8 @@ def outcomes(
 ) -> dict[str, Any]:
   """Makes a row of evaluations.jsonl but for its step, of `per_prompt`.
 
-  Returns:
-    `right`, a text of a 0 or 1 a prompt, and `problems`, a fingerprint of what
-    was asked in which order: evaluations that have the same one can be compared
-    prompt by prompt.
+  `right` is a text of a 0 or 1 a prompt, and `problems` a fingerprint of what
+  was asked in which order: evaluations with the same one can be compared.
   """
   problems = [[e.get("prompt"), e.get("answer")] for e in result.examples]
   text = json.dumps(problems, sort_keys=True, default=repr)

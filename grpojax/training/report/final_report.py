@@ -1,15 +1,16 @@
 """Text at the end of a run: its gain, and commands to go on with."""
 
+import math
 import os
 import pathlib
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from grpojax.models import huggingface as hf
 from grpojax.runtime.files import records
 from grpojax.training.run import hub_pins, run_directory
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import diagnosis
 
 REAL = "gsm8k_qwen2_5_0_5b"  # the config to go on with from an embedded model
 
@@ -37,7 +38,7 @@ def _gain(summary: dict[str, Any]) -> list[str]:
       data_set = name.rpartition("/")[0]
       lines.append(f"  {data_set}: {summary[name]:.1%} -> {summary[last]:.1%}")
   if "optimal_group_size" in summary:
-    lines.append(diagnosis.line(summary))
+    lines.append(group_size_line(summary))
   for name, count in summary["steps_with"].items():
     if count:
       lines.append(f"steps with {name.replace('_', ' ')}: {count}")
@@ -46,13 +47,21 @@ def _gain(summary: dict[str, Any]) -> list[str]:
   return lines
 
 
-def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
-  """Shell commands to go on with a finished run, by what they do.
+def group_size_line(summary: Mapping[str, Any]) -> str:
+  """The group size of a summary; infinite bounds are null in a file."""
+  low, high = summary["optimal_group_size_interval"]
+  best, *interval = (
+    "inf" if x is None else f"{x:.1f}"
+    for x in (summary["optimal_group_size"], low, high)
+  )
+  size = f"{best} [{', '.join(interval)}]"
+  if low == 1 and high in (None, math.inf):
+    return f"the gradient's noise left the best group size open: {size}"
+  return f"the gradient's noise asked for groups of {size}"
 
-  Args:
-    run: the run directory or its URL, as the user gave it.
-    settings: the run's settings.
-  """
+
+def commands(run: str | os.PathLike, settings: TrainSettings) -> dict[str, str]:
+  """Shell commands to go on with a finished run, by what they do."""
   run, start = os.fspath(run), hub_pins.model(settings)
   name = os.path.basename(run.rstrip("/")) or "run"
   words = {
@@ -80,11 +89,7 @@ def lines(
 ) -> list[str]:
   """Lines to print when a run has come to its end.
 
-  Args:
-    run: the run directory or its URL, as the user gave it.
-    directory: the run directory on a disk.
-    settings: the run's settings.
-    summary: the run's summary, of `reporting.finish`.
+  `run` is the directory or its URL as the user gave it, `directory` on a disk.
   """
   names = {
     f"{run_directory.MODEL}/": (

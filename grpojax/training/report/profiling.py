@@ -40,68 +40,62 @@ def parse(text: str) -> range:
 def opened(
   text: str, directory: pathlib.Path, done: int = 0
 ) -> Iterator[Around]:
-  """Traces some steps with `jax.profiler`, for xprof and TensorBoard.
+  """Traces the steps of profile.steps (`text`), for xprof and TensorBoard.
 
-  Whatever fails, and writing what is large, comes after the step itself: close
-  this when the state is saved.
-
-  Args:
-    text: the setting profile.steps.
-    directory: directory of the run; each process writes its own files there.
-    done: number of steps that the run has done before.
+  Writing what is large may fail, and comes after the step itself: close this
+  when the state is saved. `done` steps were done before the program began.
 
   Yields:
     `(step) -> context manager`, to put around each step: the trace begins with
     the first of them and ends after the last, or where the context ends.
   """
-  steps, folder, running = parse(text), directory / PROFILE, []
-  before = [*folder.glob(_TRACES)]
+  steps, folder, running = parse(text), directory / PROFILE, False
+  before = {*folder.glob(_TRACES)}
   if steps and steps[-1] <= done:
     print(f"profile.steps = {text!r}: {done} steps are done, nothing is traced")
 
-  @contextlib.contextmanager
-  def errors_end_the_trace():
+  def attempt(function):
+    """An error ends the trace: whatever it is, the run is worth more."""
     nonlocal steps
     try:
-      yield
-    except Exception as error:  # whatever it is, the run is worth more
+      function()
+    except Exception as error:
       steps = range(0)
-      for half in {*folder.glob(_TRACES)} - {*before}:
+      for half in {*folder.glob(_TRACES)} - before:
         shutil.rmtree(half, ignore_errors=True)
       reason = f"{type(error).__name__}: {error}"
       print(f"profile: not written ({reason}); the run goes on", flush=True)
 
-  def start(step):
+  def start():
+    nonlocal running
     folder.mkdir(exist_ok=True)
     jax.profiler.start_trace(folder)
-    running.append(step)
+    running = True
 
   def stop():
-    running.clear()
+    nonlocal running
+    running = False
     jax.profiler.stop_trace()
-    name = MEMORY
-    if distributed.several():
-      name = f"{jax.process_index()}.{name}"
-    jax.profiler.save_device_memory_profile(folder / name)
-    print(f"profile: xprof {folder}; memory: pprof {folder / name}", flush=True)
+    own = f"{jax.process_index()}." if distributed.several() else ""
+    memory = folder / f"{own}{MEMORY}"
+    jax.profiler.save_device_memory_profile(memory)
+    print(f"profile: xprof {folder}; memory: pprof {memory}", flush=True)
 
   @contextlib.contextmanager
   def around(step):
     if step in steps and not running:
-      with errors_end_the_trace():
-        start(step)
-    if not running:
+      attempt(start)
+    with (
+      jax.profiler.StepTraceAnnotation("train", step_num=step)
+      if running
+      else contextlib.nullcontext()
+    ):
       yield
-      return
-    with jax.profiler.StepTraceAnnotation("train", step_num=step):
-      yield
-    if step == steps[-1]:
-      with errors_end_the_trace():
-        stop()
+    if running and step == steps[-1]:
+      attempt(stop)
 
   try:
     yield around
   finally:
     if running:
-      with errors_end_the_trace():
-        stop()
+      attempt(stop)

@@ -1,36 +1,10 @@
 """Metrics of a training run: written into its directory, and printed.
 
-A step's row in metrics.jsonl has all of these; a metric that is new is made in
-one of these places, and needs no other (but `reports.metric_groups` may give it
-a title):
-
-| metrics                             | made by                               |
-|-------------------------------------|---------------------------------------|
-| reward_mean, reward_std, truncated, | core.rollout.rollout_metrics          |
-| zero_variance_groups, lengths, ...  |                                       |
-| loss, kl, entropy, ratio_*, norms,  | core.update.make_update; those of     |
-| skipped_updates, entropy_*,         | the loss by what it monitors          |
-| router_aux_loss, clip_fraction_*,   |                                       |
-| gradient_weight                     |                                       |
-| rollout_*                           | core.losses.rollout_mismatch          |
-| is_weight*, off_policy_masked       | core.losses.rollout_correction        |
-| c1, c2, c3, gradient_*,             | statistics.diagnostics.metrics        |
-| optimal_group_size*                 |                                       |
-| own_* (weighted baselines)          | statistics.advantage_errors           |
-| score_norms_*                       | training.step.diagnosis               |
-| reward_failures, reward_NAME, _std, | training.step.rewards.metrics         |
-| reward_FUNCTION/NAME                |                                       |
-| gen_batches, group_acceptance,      | training.step.resampling              |
-| groups_kept                         |                                       |
-| seconds_rollout, _rewards,          | training.step.host                    |
-| seconds_reference, _update          |                                       |
-| seconds_step, tokens_per_second     | `speed`                               |
-| step, group_size, train_seconds     | training.run.fit                      |
-| success_rate_*, prompts_seen, ...   | training.step.difficulty.metrics      |
-| DATA_SET/...                        | training.data.mixtures.metrics; those |
-|                                     | of evaluations `evaluate_held_out`    |
-| accuracy, accuracy_low, _high (rows | evaluation.evaluation.numbers         |
-| of evaluations); prompts            | `evaluate_held_out`                   |
+A metric of a step has its name where it is made, and is listed nowhere else
+(but `reports.metric_groups` may give it a title): in `core`, by `rollout`,
+`update` and the losses; in `statistics.diagnostics` and `advantage_errors`; and
+in `training.step`, `training.data.mixtures` and `training.run.fit`. Those of
+evaluations are made by `evaluation.numbers`.
 """
 
 import functools
@@ -44,6 +18,7 @@ import jax
 from grpojax.core.types import Params, TrainState
 from grpojax.models import huggingface as hf
 from grpojax.models.huggingface import file_checksums
+from grpojax.reports import comparisons, curves
 from grpojax.rewards.pool import Failure
 from grpojax.runtime import checkpoint
 from grpojax.runtime.files import records
@@ -60,7 +35,6 @@ from grpojax.training.run.progress import Progress
 from grpojax.training.run.start import Run
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
-from grpojax.training.step import diagnosis
 from grpojax.training.step import rewards as rewards_lib
 
 KEPT_FAILURES = 20  # a step, in failures.jsonl
@@ -92,24 +66,24 @@ def evaluations(run: Run, step: int) -> list[dict[str, Any]]:
 def evaluate_held_out(
   run: Run, params: Params, step: int, check_signals: Callable[[], None]
 ) -> dict[str, Any]:
-  """Greedy held-out accuracy; recorded, printed and returned.
+  """Greedy held-out accuracy after a step; recorded, printed and returned.
 
-  Args:
-    run: the run.
-    params: to evaluate.
-    step: after which.
-    check_signals: called between batches and while rewards are computed; may
-      raise, and nothing is recorded then.
+  `check_signals` is called between batches and while rewards are computed; it
+  may raise, and nothing is recorded then.
   """
   settings = run.settings
-  batches = prompts.held_out(settings, run.policy, run.held_out.examples)
+  pool = run.reward_pool.pool
+  batches = (
+    (batch, rewards_lib.with_step(pool, examples, step, settings.steps))
+    for batch, examples in prompts.held_out(
+      settings, run.policy, run.held_out.examples
+    )
+  )
   result = evaluation.evaluate(
     run.policy,
     params,
     run.greedy,
-    rewards_lib.batches_with_step(
-      run.reward_pool.pool, batches, step, settings.steps
-    ),
+    batches,
     run.reward_pool,
     jax.random.key(settings.seed),
     settings.eval.batch_size,
@@ -226,14 +200,12 @@ def _summarize(
   )
   names = "accuracy", "accuracy_low", "accuracy_high"
   last = [progress.baseline, *evaluations(run, steps)][-1]
-  before, after = (
-    [test[name] for name in names] for test in (progress.baseline, last)
-  )
-  summary = {
-    "accuracy_before": before[0],
-    "accuracy_before_interval": before[1:],
-    "accuracy_after": after[0],
-    "accuracy_after_interval": after[1:],
+  summary = {}
+  for when, row in {"before": progress.baseline, "after": last}.items():
+    accuracy, *interval = (row[name] for name in names)
+    summary[f"accuracy_{when}"] = accuracy
+    summary[f"accuracy_{when}_interval"] = interval
+  summary |= {
     "train_seconds": progress.train_seconds,
     "steps": steps,
     "model_step": model_step,
@@ -243,14 +215,18 @@ def _summarize(
     "steps_with": progress.steps_with,
   }
   rows = records.read_jsonl(run.file(run_directory.METRICS))
-  summary |= diagnosis.summary(rows)
+  if sizes := comparisons.group_size(curves.columns(rows)):
+    best_size, *interval = sizes
+    summary["optimal_group_size"] = best_size
+    summary["optimal_group_size_interval"] = interval
   if best_row := progress.evaluations.get("best"):
     accuracy, *interval = (best_row[name] for name in names)
     summary |= {"best_step": best_row["step"], "best_accuracy": accuracy}
     summary |= {"best_accuracy_interval": interval}
   for when, row in {"before": progress.baseline, "after": last}.items():
-    each = {k: v for k, v in row.items() if k.endswith("/accuracy")}
-    summary |= {f"{name}_{when}": value for name, value in each.items()}
+    for name, value in row.items():
+      if name.endswith("/accuracy"):
+        summary[f"{name}_{when}"] = value
   model = run.file(run_directory.MODEL)
   of_model = {"step": model_step, "of_steps": steps}
   records.write_json(model / run_directory.OF_MODEL, of_model)

@@ -50,11 +50,8 @@ def _has_step(row: Mapping[str, Any]) -> bool:
 def read_rows(path: pathlib.Path, notes: list[str]) -> Rows:
   """Reads the rows of a file that have a step; none where there is no file.
 
-  Args:
-    path: a JSON lines file. A last line without an end is being written, and is
-      left out.
-    notes: texts for the page; the number of lines that are no such rows is
-      added.
+  A last line without an end is being written, and is left out. What is no such
+  row is counted in the `notes` for the page.
   """
   try:
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -75,18 +72,13 @@ def read_samples(
 ) -> tuple[Rows, dict[str, int]]:
   """Reads rows of samples.jsonl, of as many steps as fit into a page.
 
-  Args:
-    path: the file, which may be larger than memory: other steps' rows are not
-      parsed.
-    notes: texts for the page, to which errors are added.
-    budget: bytes of rows that fit.
+  The file may be larger than memory: the rows of other steps are not parsed.
 
   Returns:
     The rows; the number of `steps` that have any, and of those that the rows
     are of (`kept_steps`).
   """
   sizes: dict[int, int] = collections.defaultdict(int)
-  steps, rows = set(), []
   try:
     with open(path, "rb") as file:
       for line in file:
@@ -95,13 +87,11 @@ def read_samples(
       chosen = set(completions.steps_within(sizes, budget))
       file.seek(0)
       rows = [_json(line) for line in file if _step_of(line) in chosen]
-      steps = chosen
-  except FileNotFoundError:
-    pass
   except OSError as error:
-    notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-    sizes.clear()
-  about = {"steps": len(sizes), "kept_steps": len(steps)}
+    if not isinstance(error, FileNotFoundError):
+      notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+    return [], {"steps": 0, "kept_steps": 0}
+  about = {"steps": len(sizes), "kept_steps": len(chosen)}
   return [row for row in rows if row and _has_step(row)], about
 
 
@@ -158,18 +148,6 @@ def _flat(config: Mapping[str, Any] | None) -> dict[str, str]:
   return {str(name): repr(value) for name, value in flat.items()}
 
 
-def _status(
-  config: Mapping[str, Any] | None,
-  summary: Mapping[str, Any] | None,
-  last: int,
-) -> str:
-  steps = (config or {}).get("steps")
-  of = f" of {steps}" if isinstance(steps, int) else ""
-  return (
-    f"step {last}{of}" if summary is None else f"finished, {last}{of} steps"
-  )
-
-
 def _read(
   path: pathlib.Path,
   name: str,
@@ -193,29 +171,34 @@ def _read(
     notes.append(f"{run_config.CONFIG} is missing or cannot be read")
   summary = summary or _object(path / run_directory.SUMMARY)
   last = max((row["step"] for row in metrics), default=0)
+  steps = (config or {}).get("steps")
+  done = f"{last} of {steps}" if isinstance(steps, int) else f"{last}"
   columns = curves.columns(metrics)
   answers = comparisons.answers(evaluations)
-  picture = curves.reward_picture(curves.reward_counts(counts))
+  sizes = comparisons.group_size(columns)
+  if sizes:  # JSON has no infinity
+    sizes = [curves.short(x) if curves.is_number(x) else None for x in sizes]
   return {
     "columns": columns,
     "answers": answers,
     "settings": _flat(config),
     "shown": {
       "name": name,
-      "status": _status(config, summary, last),
+      "status": f"step {done}"
+      if summary is None
+      else f"finished, {done} steps",
       "finished": summary is not None,
       "lastStep": last,
       "notes": notes,
       "curves": curves.curves(columns),
-      "rewards": picture
-      or curves.reward_picture(curves.sample_counts(samples)),
-      "rewardsOfSamples": picture is None,
+      "rewards": curves.reward_picture(curves.reward_counts(counts)),
       "groups": completions.groups(samples),
       "sampled": about,
       "gain": comparisons.before_and_after(answers),
       "failures": _failures(failures),
       "speed": comparisons.speed(columns),
-      "groupSize": comparisons.group_size(columns),
+      "groupSize": sizes
+      and dict(zip(("best", "low", "high"), sizes, strict=True)),
       "changes": _changes(path / run_directory.CHANGES),
     },
   }
@@ -255,15 +238,10 @@ def report(
   names: Sequence[str] | None = None,
   summary: Mapping[str, Any] | None = None,
 ) -> str:
-  """Makes the page about runs.
+  """Makes the page about runs; ValueError where a directory is no run's.
 
-  Args:
-    paths: directories of the runs.
-    names: names of the runs; None is by their directories.
-    summary: summary of a single run that is about to write it.
-
-  Raises:
-    ValueError: a directory is no run's.
+  Runs are named by their directories unless there are names. The summary is
+  that of a single run which is about to write it.
   """
   for path in paths:
     if not any(
@@ -298,14 +276,7 @@ def report(
 def write(
   directory: pathlib.Path, summary: Mapping[str, Any] | None = None
 ) -> None:
-  """Writes a run's report.html; where it cannot, a sentence says so.
-
-  Nothing that goes wrong here ends a run.
-
-  Args:
-    directory: the run's directory.
-    summary: summary of a run that is about to write it.
-  """
+  """Writes a run's report.html; what goes wrong is said, and ends no run."""
   try:
     text = report([directory], summary=summary)
     records.write_text(directory / run_directory.REPORT, text)

@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from grpojax.core import mesh as mesh_lib
 from grpojax.core.types import Batch
@@ -59,8 +59,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
   """The text of each token, as it reads after the one before it.
 
   Some tokenizers leave out the space before the first token of a text, so each
-  is decoded together with the one before. A token that is a part of a character
-  only is a replacement character.
+  is decoded together with the one before.
   """
   known: dict[tuple[int, ...], str] = {}
 
@@ -83,16 +82,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 def of_batch(
   settings: TrainSettings, policy: Policy, filled: ResampledBatch, batch: Batch
 ) -> list[dict[str, Any]]:
-  """Rows of samples.jsonl but for their step; see the module.
-
-  All processes must call this.
-
-  Args:
-    settings: the run's.
-    policy: whose tokenizer decodes the completions.
-    filled: the samples with their rewards.
-    batch: Batch of the update.
-  """
+  """Rows of samples.jsonl but for their step; all processes must call this."""
   samples = filled.rollout
   arrays = {
     "ids": samples.completion_ids,
@@ -155,23 +145,14 @@ def _number(value: Any, digits: int = 6) -> float | None:
 def reward_counts(
   rewards: Float[np.ndarray, "B G"], bins: int = BINS
 ) -> list[tuple[float, int]]:
-  """Counts how often each reward was given (the module has a table).
-
-  Args:
-    rewards: those that are not finite are none.
-    bins: intervals, where more rewards than that differ.
-  """
+  """Counts how often each finite reward was given (the module has a table)."""
   finite = rewards[np.isfinite(rewards)].astype(np.float64)
   values, counts = np.unique(finite, return_counts=True)
   if len(values) > bins:
     counts, edges = np.histogram(finite, bins)
     values = (edges[1:] + edges[:-1]) / 2
-  return _pairs(values, counts)
-
-
-def _pairs(
-  values: Float[np.ndarray, "K"], counts: Int[np.ndarray, "K"]
-) -> list[tuple[float, int]]:
-  there = counts > 0
-  values = [float(f"{value:.6g}") for value in values[there]]
-  return list(zip(values, counts[there].tolist(), strict=True))
+  return [
+    (float(f"{value:.6g}"), count)
+    for value, count in zip(values, counts.tolist(), strict=True)
+    if count
+  ]

@@ -56,7 +56,7 @@ def _make_step(run: Run, tx, check_signals: CheckSignals, group_size: int):
   }
   if run.settings.reward.on_device:
     return device.make_device_step(run.settings, run.policy, **options)
-  return host.make_host_step(
+  return host.HostStep(
     run.settings,
     run.policy,
     **options,

@@ -90,10 +90,7 @@ def texts(
 ) -> Iterator[texts_lib.Text]:
   """Endless (context ids, learned ids) of the config's format.
 
-  Args:
-    config: a config of this program.
-    tokenizer: in the format, see `set_format`.
-    examples: from `load_examples`.
+  The tokenizer is of `set_format`, the examples are of `load_examples`.
 
   Raises:
     ValueError: no example is short enough.
@@ -239,10 +236,7 @@ def start(config: ConfigDict, source: pathlib.Path):
 def run(config: ConfigDict, out: pathlib.Path, command: str) -> None:
   """Trains, and writes the model directory `out`, whole or not at all.
 
-  Args:
-    config: the resolved config.
-    out: must not exist.
-    command: what was called, for the record in `out`/sft.json.
+  What was called, `command`, stands in `out`/sft.json.
 
   Raises:
     SystemExit: with a message, where it cannot be started.

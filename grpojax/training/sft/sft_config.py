@@ -119,11 +119,7 @@ def default_config() -> ConfigDict:
 
 
 def config_errors(flat_config: dict[str, Any]) -> list[str]:
-  """Returns a line for each value that cannot be.
-
-  Args:
-    flat_config: Settings by dotted path.
-  """
+  """Returns a line for each value that cannot be, by dotted path."""
   errors = settings_lib.config_errors(SETTINGS, flat_config)
   errors += config_lib.name_errors(flat_config["name"])
 
@@ -131,12 +127,10 @@ def config_errors(flat_config: dict[str, Any]) -> list[str]:
     if not holds:
       errors.append(config_lib.config_error(name, flat_config[name], remedy))
 
-  low = flat_config["difficulty_low"]
-  remedy = f"must not be below difficulty_low = {low}"
-  need(flat_config["difficulty_high"] >= low, "difficulty_high", remedy)
-  low = flat_config["forget_low"]
-  remedy = f"must not be below forget_low = {low}"
-  need(flat_config["forget_high"] >= low, "forget_high", remedy)
+  for name in ("difficulty", "forget"):
+    low, high = f"{name}_low", f"{name}_high"
+    remedy = f"must not be below {low} = {flat_config[low]}"
+    need(flat_config[high] >= flat_config[low], high, remedy)
   characters = flat_config["tokenizer"] != "bpe"
   remedy = "arithmetic is written in characters: use characters"
   arithmetic = flat_config["data.name"] == "arithmetic"

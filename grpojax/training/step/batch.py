@@ -42,14 +42,8 @@ def baseline_rewards(
 ) -> Float[Array, "B G"]:
   """Returns the numbers that the completions of a group are compared by.
 
-  Args:
-    settings: Settings of the run.
-    rollout: Completions.
-    rewards: Rewards, one a completion.
-    values: Rewards of each function, where these are aggregated.
-
-  Returns:
-    Numbers, nan for a completion that is not in its group's baseline.
+  They are NaN for a completion that is not in its group's baseline. `values`
+  are the rewards of each function, where these are aggregated.
   """
   aggregate = aggregation(settings.reward)
   compared = rewards if aggregate is None else values
@@ -77,13 +71,6 @@ def plan_packing(
   """Plans which completions share rows; None where rows stay as they are.
 
   Only completions whose log-probabilities anybody asks for get a place.
-
-  Args:
-    settings: Settings of the run.
-    rollout: Completions of a step; their mask is on the host since they became
-      text.
-    rewards: Rewards, one a completion; not finite where there is none.
-    mesh: Mesh of training, in context.
   """
   if not settings.optim.packing:
     return None
@@ -108,11 +95,11 @@ def make_batch_program(settings: TrainSettings):
   """Makes the part of a step between the rewards and the update.
 
   Returns:
-    `(lm, params, rollout, rewards, *, ref_params, packing, score_norms, values,
-    scale, prompt_weights) -> (batch, metrics)`, to be jitted. `values`
-    [K, B, G] are the rewards of each function, where `reward.aggregation`
-    compares more than their sum; `scale` is a factor of all advantages once
-    they are bounded, or None.
+    `(lm, params, rollout, rewards, *, values, scale, **options) -> (batch,
+    metrics)`, to be jitted. `values` [K, B, G] are the rewards of each
+    function, where `reward.aggregation` compares more than their sum; `scale`
+    is a factor of all advantages once they are bounded, or None; the options
+    are arrays that `make_batch` takes.
   """
 
   def batch_of(
@@ -121,12 +108,9 @@ def make_batch_program(settings: TrainSettings):
     rollout: Rollout,
     rewards,
     *,
-    ref_params=None,
-    packing=None,
-    score_norms=None,
     values=None,
     scale=None,
-    prompt_weights=None,
+    **options,
   ) -> tuple[Batch, dict[str, Array]]:
     compared = baseline_rewards(settings, rollout, rewards, values)
     batch = make_batch(
@@ -137,10 +121,7 @@ def make_batch_program(settings: TrainSettings):
       options=settings.optim.update,
       sampling=settings.sampling.distribution,
       policy_params=params,
-      ref_params=ref_params,
-      packing=packing,
-      score_norms=score_norms,
-      prompt_weights=prompt_weights,
+      **options,
     )
     if scale is not None:
       batch = batch.replace(advantages=scale * batch.advantages)

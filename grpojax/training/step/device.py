@@ -28,13 +28,7 @@ def make_device_program(
 ):
   """Makes `(state, prompts, ref_params) -> (state, metrics)`, one program.
 
-  Args:
-    settings: Settings of the run.
-    policy: Model.
-    group_size: Completions a prompt, G.
-    tx: Optimizer.
-    shardings: Shardings of the state, which is donated.
-    diagnose: Function of `make_diagnose`, or None.
+  The state is donated. `diagnose` is a function of `make_diagnose`, or None.
   """
   _, reward = prompts_lib.device_reward(settings, policy)
 
@@ -68,7 +62,7 @@ def make_device_step(
   ref_params: Params | None,
   shardings: TrainState,
 ) -> Callable[..., StepResult]:
-  """Makes the step of `make_host_step` as one XLA program.
+  """Makes the step of `HostStep` as one XLA program.
 
   It returns neither samples nor failures: completions never reach the host,
   which could pack them for the reference and the update.

@@ -13,13 +13,12 @@ compares something else.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Real
+from jaxtyping import Array
 
 from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
@@ -34,11 +33,9 @@ from grpojax.core.types import LM, Params, Rollout, TrainState
 from grpojax.models.transformer import last_layers
 from grpojax.statistics import advantage_errors, diagnostics
 from grpojax.statistics import group_size as group_size_lib
-from grpojax.statistics.group_size_interval import pooled_group_size
 from grpojax.training.settings.conflicts import needs_score_norms
 from grpojax.training.settings.run import TrainSettings
 
-_BOUNDS = ("optimal_group_size_low", "optimal_group_size_high")
 _SCORE_NORM = "score_norms_{}"  # metric of a diagnosis
 
 
@@ -70,14 +67,7 @@ def make_diagnose(
   weights (`core.advantages.weighted_baselines`), its errors with these. They
   are of `diagnostics.share` of the prompts, at least 3: the first of the batch
   whose samples all have a reward. With too few of them all estimates are nan.
-  Which prompts these are does not depend on the mesh.
-
-  Args:
-    settings: Settings of the run.
-    shards: Parts that the mesh splits a batch into; each keeps a prompt of
-      every micro-batch.
-    vectorized: True where the model's functions can be vmapped, see
-      `projections.score_projections`.
+  The mesh, which splits a batch into `shards` parts, does not change these.
   """
   options = {
     "tangents": settings.diagnostics.tangents,
@@ -120,7 +110,8 @@ def make_diagnose(
     advantage = advantage_fn(settings.loss)
     weights = sample_weights(advantage, rollout)
     if needs_score_norms(settings):
-      row |= _score_norm_row(projections, rewards)
+      sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
+      row |= {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
     if weights or needs_score_norms(settings):
       errors = advantage_errors.advantage_errors(
         projections, rewards, bind_norms(advantage, score_norms), weights
@@ -131,23 +122,11 @@ def make_diagnose(
   return diagnose
 
 
-def _score_norm_row(
-  projections: Float[Array, "V B G"], rewards: Real[Array, "B G"]
-) -> dict[str, Float[Array, ""]]:
-  """Sums that the lengths of scores are learned from, as metrics."""
-  sums = score_norm_sums(jnp.mean(projections**2, axis=0), rewards)
-  return {_SCORE_NORM.format(name): x for name, x in vars(sums).items()}
-
-
 def make_update_group_size(settings: TrainSettings, shardings: TrainState):
   """Makes `(state, metrics) -> state`, after a step with a diagnosis.
 
   The state learns the group size, where it is chosen while training, and the
   lengths of scores at each reward, where the advantage asks for them.
-
-  Args:
-    settings: Settings of the run.
-    shardings: Shardings of the state.
   """
   auto = settings.auto_group_size
   observe_size = jax.jit(
@@ -182,44 +161,3 @@ def make_update_group_size(settings: TrainSettings, shardings: TrainState):
     return state
 
   return update_group_size
-
-
-def summary(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-  """Summarises the group size that the gradient's noise asked for in a run.
-
-  Args:
-    rows: Metrics of steps, some of them with a diagnosis.
-
-  Returns:
-    `optimal_group_size` and `optimal_group_size_interval` (95%, over the
-    diagnoses; of a single one, its own), for summary.json; nothing without
-    diagnoses.
-  """
-  rows = [row for row in rows if "c1" in row]
-  pairs = [(row["c1"], row["c3"]) for row in rows]
-  c1, c3 = np.array(pairs, float).reshape(-1, 2).T  # null becomes nan
-  if not np.isfinite(c1 + c3).any():
-    return {}
-  bounds = [  # an infinite bound is null
-    [math.inf if x is None else x for x in map(row.get, _BOUNDS)]
-    for row in rows
-  ]
-  best, *interval = pooled_group_size(c1, c3, np.array(bounds, float))
-  return {
-    "optimal_group_size": best,
-    "optimal_group_size_interval": interval,
-  }
-
-
-def line(summary: Mapping[str, Any]) -> str:
-  """Returns a summary as a sentence; infinite bounds are null in a file."""
-  best, (low, high) = (
-    summary[f"optimal_group_size{end}"] for end in ("", "_interval")
-  )
-  best, *interval = (
-    "inf" if x is None else f"{x:.1f}" for x in (best, low, high)
-  )
-  size = f"{best} [{', '.join(interval)}]"
-  if low == 1 and high in (None, math.inf):
-    return f"the gradient's noise left the best group size open: {size}"
-  return f"the gradient's noise asked for groups of {size}"

@@ -43,28 +43,26 @@ def init_rates(settings: TrainSettings, examples: Any) -> SuccessRates | None:
   """
   if settings.difficulty.priority == DIFFICULTY_OFF:
     return None
-  count = len(examples)
-  field = "difficulty.priority"
-  if count >= ENDLESS:
-    remedy = (
+
+  def refuse(remedy):
+    field, value = "difficulty.priority", settings.difficulty.priority
+    raise ValueError(config_error(field, value, remedy))
+
+  if len(examples) >= ENDLESS:
+    refuse(
       "a data set without end asks no prompt twice, so that none has a success "
       "rate: give it a size (data.options.size), or use none"
     )
-    raise ValueError(config_error(field, settings.difficulty.priority, remedy))
-  size = min(group_sizes(settings))
-  prompts = samples_per_step(settings) // size
+  prompts = samples_per_step(settings) // min(group_sizes(settings))
   strata = _strata(examples)
   for size, weight in strata:
     share = prompts * weight / sum(stratum.weight for stratum in strata)
     if size * settings.difficulty.rows < share - 1e-6:
-      remedy = (
+      refuse(
         f"a step takes {share:g} prompts of a data set, and there are {size}: "
         "use a smaller batch_size, more difficulty.rows, or none"
       )
-      raise ValueError(
-        config_error(field, settings.difficulty.priority, remedy)
-      )
-  return success_rates.unknown(count)
+  return success_rates.unknown(len(examples))
 
 
 def _strata(examples: Any) -> list[Stratum]:
@@ -97,12 +95,6 @@ def make_draw_prompts(
 
   The examples have their number as `INDEX`; the prompts have importance weights
   where difficulty.importance_weights asks for them.
-
-  Args:
-    settings: Settings of the run.
-    policy: Model, whose format the prompts have.
-    examples: Random access to all examples that fit.
-    group_size: Completions a prompt, G.
   """
   samples = samples_per_step(settings)
   strata = _strata(examples)
@@ -136,12 +128,7 @@ def make_draw_prompts(
 
 
 def make_update_success_rates(settings: TrainSettings, shardings: TrainState):
-  """Makes `(state, examples, correctness [B, G]) -> state`, after the rewards.
-
-  Args:
-    settings: Settings of the run.
-    shardings: Shardings of the state.
-  """
+  """Makes `(state, examples, correctness [B, G]) -> state`, after rewards."""
   observe = jax.jit(
     bind(success_rates.observe, **dataclasses.asdict(settings.difficulty)),
     out_shardings=shardings.difficulty,
@@ -168,11 +155,8 @@ def metrics(
 ) -> dict[str, int | float]:
   """Returns the metrics of a step's draw, of a state with success rates.
 
-  Returns:
-    `success_rate_mean`, `success_rate_std`, over all prompts as they are known;
-    `prompts_seen`, the share of which there is any memory; and with importance
-    weights their largest, `importance_weight_max`, and
-    `effective_prompts` = (sum w)^2 / sum w^2.
+  Mean and spread are over all prompts as they are known; `prompts_seen` is the
+  share of which there is any memory; effective prompts are (sum w)^2 / sum w^2.
   """
   rates = mesh_lib.fetch(state.difficulty)
   a, b = success_rates.posterior(rates)

@@ -28,13 +28,16 @@ from grpojax.training.report import sample_rows
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step import difficulty, reference, resampling
 from grpojax.training.step import rewards as rewards_lib
-from grpojax.training.step.batch import (
-  make_batch_program,
-  plan_packing,
-)
+from grpojax.training.step.batch import make_batch_program, plan_packing
 from grpojax.training.step.diagnosis import make_diagnose
 from grpojax.training.step.rewards import RewardPool
-from grpojax.training.step.sampling import on_sampling_mesh, sampler_program
+from grpojax.training.step.sampling import (
+  Sampler,
+  join_rollouts,
+  on_sampling_mesh,
+  sampler_program,
+  split_prompts,
+)
 from grpojax.training.step.timer import Timer
 
 
@@ -43,8 +46,7 @@ class Programs(NamedTuple):
 
   Attributes:
     sample: `(params, prompts, key) -> Rollout`, on the sampling mesh.
-    make_batch: `(params, rollout, rewards, **options) -> (batch, metrics)`, see
-      `batch.make_batch_program`.
+    make_batch: `(params, rollout, rewards, **options) -> (batch, metrics)`.
     update: `(state, batch) -> (state, metrics)`; the state is donated.
   """
 
@@ -77,7 +79,7 @@ def make_programs(
   shardings: TrainState,
   budgets: Callable[[Prompts], Array] | None = None,
 ) -> Programs:
-  """Makes the programs of a step; arguments as of `make_host_step`."""
+  """Makes the programs of a step; arguments as of `HostStep`."""
   sampling = settings.sampling.distribution
 
   def update(lm, state, batch):
@@ -93,219 +95,217 @@ def make_programs(
   )
 
 
-class HostStep(NamedTuple):
-  """Parts of a step, each made once for a group size.
-
-  Attributes:
-    settings: Settings of the run.
-    policy: Model.
-    mesh: Mesh of training.
-    reward_pool: Functions and model that compute rewards.
-    check_signals: Function that is called between the parts; may raise.
-    ref_params: Reference policy that is fixed, or None.
-    programs: Compiled parts.
-    sample_and_reward: `(params, prompts, examples, key, timer, first_prompt) ->
-      (rollout, rewards)`, in `sampling.parts`.
-    first_prompt: Number of the first prompt, where groups are replaced: a later
-      draw is by the same program then; else None.
-    resample_groups: Replacement of groups that do not vary; None without it.
-    advance_stream: `(state, prompts) -> state`, likewise.
-    diagnose: `(params, rollout, rewards, key, score_norms) -> metrics`.
-    update_success_rates: `(state, examples, correctness) -> state`.
-  """
-
-  settings: TrainSettings
-  policy: Policy
-  mesh: jax.sharding.Mesh
-  reward_pool: RewardPool
-  check_signals: Callable[..., None]
-  ref_params: Params | None
-  programs: Programs
-  sample_and_reward: Callable[..., tuple[Rollout, GroupRewards]]
-  first_prompt: np.int32 | None
-  resample_groups: Callable[..., resampling.ResampledBatch] | None
-  advance_stream: Callable[[TrainState, int], TrainState] | None
-  diagnose: Callable[..., dict[str, Array]]
-  update_success_rates: Callable[..., TrainState]
-
-
-def make_host_step(
-  settings: TrainSettings,
+def make_sample_and_reward(
   policy: Policy,
-  group_size: int,
-  tx: optax.GradientTransformation,
-  ref_params: Params | None,
-  shardings: TrainState,
+  sampler: Sampler,
+  mesh: jax.sharding.Mesh,
   reward_pool: RewardPool,
-  check_signals: Callable[..., None],
-  budgets: Callable[[Prompts], Array] | None = None,
-) -> Callable[..., StepResult]:
-  """Makes a step whose rewards are computed on the host, from text.
+  check_signals: Callable[[], None],
+  parts: int,
+):
+  """Makes the sampling of prompts in equal parts, with rewards meanwhile.
+
+  All parts are dispatched at once, and decoded one after another. What is done
+  becomes text, and goes to the workers while the devices are at the next part.
+
+  Returns:
+    `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
+    rewards)`, which gives the timer "rollout" and "rewards". `first_prompt` is
+    the number of the first prompt among those that share the key, None for 0.
+  """
+  split = jax.jit(functools.partial(split_prompts, parts=parts))
+  join = jax.jit(join_rollouts)
+
+  def sample_and_reward(
+    params: Params,
+    prompts: Prompts,
+    examples,
+    key,
+    timer: Timer,
+    first_prompt=None,
+  ) -> tuple[Rollout, GroupRewards]:
+    first = [] if first_prompt is None else [mesh_lib.place(first_prompt, mesh)]
+    batches = [(prompts, *first)] if parts == 1 else split(prompts, *first)
+    rollouts = [
+      sampler(params, part, key, *number) for part, *number in batches
+    ]
+    rows, submitted = len(examples) // parts, []
+    try:
+      for i, rollout in enumerate(rollouts):
+        policy_lib.wait(rollout, check_signals)
+        if i == parts - 1:
+          timer("rollout")
+        of_part = examples[i * rows :][:rows]
+        submitted.append(
+          rewards_lib.submit_rollout(policy, reward_pool, of_part, rollout)
+        )
+    except BaseException:
+      groups.abandon([part.pending for part in submitted])
+      raise
+    _, rewards = rewards_lib.collect_rewards(
+      reward_pool, examples, submitted, check_signals
+    )
+    timer("rewards")
+    return rollouts[0] if parts == 1 else join(rollouts), rewards
+
+  return sample_and_reward
+
+
+class HostStep:
+  """Step whose rewards are computed on the host: `step(...) -> StepResult`.
+
+  A class because it shares what is made once for a group size.
 
   Args:
     settings: Settings of the run.
     policy: Model; the state has the parameters.
     group_size: Completions a prompt, G.
     tx: Optimizer.
-    ref_params: Reference policy, or None; where it follows the policy, the
-      state has it.
+    ref_params: Reference policy that is fixed, or None.
     shardings: Shardings of the state, the same before and after each step.
     reward_pool: Functions and model that compute rewards.
     check_signals: Function that is called between the parts of a step
-      (`together` with all processes, see `interrupts.sigterm_requests`) and all
-      through them, but for the last, the update; may raise.
+      (`together` with all processes) and all through them, but for the last,
+      the update; may raise.
     budgets: Prompts -> [B, G], tokens that each sample may spend, or None.
-
-  Returns:
-    `(state, prompts, examples, diagnosed, take) -> StepResult`, see `run_step`.
   """
-  mesh = mesh_lib.mesh_of(shardings)
-  programs = make_programs(settings, policy, group_size, tx, shardings, budgets)
-  sampler = on_sampling_mesh(
-    programs.sample, mesh, settings.mesh.sampling_tensor
-  )
 
-  def sample_and_reward(parts: int):
-    return rewards_lib.make_sample_and_reward(
-      policy, sampler, mesh, reward_pool, check_signals, parts
+  def __init__(
+    self,
+    settings: TrainSettings,
+    policy: Policy,
+    group_size: int,
+    tx: optax.GradientTransformation,
+    ref_params: Params | None,
+    shardings: TrainState,
+    reward_pool: RewardPool,
+    check_signals: Callable[..., None],
+    budgets: Callable[[Prompts], Array] | None = None,
+  ):
+    self.settings, self.policy = settings, policy
+    self.mesh = mesh = mesh_lib.mesh_of(shardings)
+    self.reward_pool, self.check_signals = reward_pool, check_signals
+    self.ref_params = ref_params
+    self.programs = make_programs(
+      settings, policy, group_size, tx, shardings, budgets
     )
-
-  sample_step = sample_and_reward(settings.sampling.parts)
-  filtering, resample_groups = settings.filter_groups, None
-  if filtering.enable:
-    # A later draw is by the same program, where its prompts are as many.
-    sample_draw = (
-      sample_step if filtering.gen_parts == 1 else sample_and_reward(1)
+    sampler = on_sampling_mesh(
+      self.programs.sample, mesh, settings.mesh.sampling_tensor
     )
-    resample_groups = resampling.make_resample_groups(
-      settings, sample_draw, mesh, reward_pool, check_signals
+    sample_and_reward = functools.partial(
+      make_sample_and_reward, policy, sampler, mesh, reward_pool, check_signals
     )
-  diagnose = make_diagnose(
-    settings, mesh_lib.row_shards(mesh), policy.vmappable
-  )
-  parts = HostStep(
-    settings=settings,
-    policy=policy,
-    mesh=mesh,
-    reward_pool=reward_pool,
-    check_signals=check_signals,
-    ref_params=ref_params,
-    programs=programs,
-    sample_and_reward=sample_step,
-    first_prompt=np.int32(0) if filtering.enable else None,
-    resample_groups=resample_groups,
-    advance_stream=resampling.make_advance_stream(shardings)
-    if filtering.enable
-    else None,
-    diagnose=policy_lib.jit(policy, diagnose),
-    update_success_rates=difficulty.make_update_success_rates(
+    self.sample_and_reward = sample_and_reward(settings.sampling.parts)
+    self.first_prompt = self.resample_groups = None
+    filtering = settings.filter_groups
+    if filtering.enable:
+      # A later draw is by the same program, where its prompts are as many.
+      self.first_prompt = np.int32(0)
+      sample_draw = self.sample_and_reward
+      if filtering.gen_parts > 1:
+        sample_draw = sample_and_reward(1)
+      self.resample_groups = resampling.make_resample_groups(
+        settings, sample_draw, mesh, reward_pool, check_signals
+      )
+    self.advance_stream = resampling.make_advance_stream(shardings)
+    diagnose = make_diagnose(
+      settings, mesh_lib.row_shards(mesh), policy.vmappable
+    )
+    self.diagnose = policy_lib.jit(policy, diagnose)
+    self.update_success_rates = difficulty.make_update_success_rates(
       settings, shardings
-    ),
-  )
-  return functools.partial(run_step, parts)
+    )
 
+  def __call__(
+    self,
+    state: TrainState,
+    prompts: Prompts,
+    examples: list[dict[str, Any]],
+    diagnosed: bool = False,
+    take: resampling.Take | None = None,
+  ) -> StepResult:
+    """Samples, rewards and updates, once; the state is donated.
 
-def run_step(
-  parts: HostStep,
-  state: TrainState,
-  prompts: Prompts,
-  examples: list[dict[str, Any]],
-  diagnosed: bool = False,
-  take: resampling.Take | None = None,
-) -> StepResult:
-  """Samples, rewards and updates, once.
+    `diagnosed` adds the metrics of `make_diagnose`, of the policy that sampled
+    and of the prompts as they came; `take` gives more to dynamic sampling.
+    """
+    timer, settings = Timer(), self.settings
+    # A reference that follows the policy is not an argument of the update.
+    following, state = state.reference, state.replace(reference=None)
+    reference_params = self.ref_params if following is None else following
+    key = jax.random.fold_in(state.key, state.step)
 
-  Args:
-    parts: Parts of the step.
-    state: State before it; donated.
-    prompts: Prompts of the step.
-    examples: Examples of these prompts.
-    diagnosed: True adds the metrics of `make_diagnose`, of the policy that
-      sampled and of the prompts as they came.
-    take: Function that gives more prompts to dynamic sampling.
-  """
-  timer, settings = Timer(), parts.settings
-  # A reference that follows the policy is not an argument of the update.
-  following, state = state.reference, state.replace(reference=None)
-  reference_params = parts.ref_params if following is None else following
-  key = jax.random.fold_in(state.key, state.step)
+    rollout, rewards = self.sample_and_reward(
+      state.params, prompts, examples, key, timer, self.first_prompt
+    )
+    self.check_signals(together=True)
+    batch = resampling.as_drawn(rollout, rewards, examples)
+    if self.resample_groups is not None:
+      batch = self.resample_groups(state.params, batch, key, timer, take)
+    metrics = rewards_lib.metrics(batch.drawn) | batch.metrics
+    metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
+    if state.difficulty is not None:
+      metrics |= difficulty.metrics(state, prompts, examples)
 
-  rollout, rewards = parts.sample_and_reward(
-    state.params, prompts, examples, key, timer, parts.first_prompt
-  )
-  parts.check_signals(together=True)
-  batch = resampling.as_drawn(rollout, rewards, examples)
-  if parts.resample_groups is not None:
-    batch = parts.resample_groups(state.params, batch, key, timer, take)
-  metrics = rewards_lib.metrics(batch.drawn) | batch.metrics
-  metrics |= mixtures.metrics(settings, batch.examples, batch.drawn.rewards)
-  if state.difficulty is not None:
-    metrics |= difficulty.metrics(state, prompts, examples)
+    if diagnosed:  # of the prompts as they came
+      metrics |= self._diagnose(state, rollout, rewards)
+      timer("diagnosis")
+      self.check_signals(together=True)
 
-  if diagnosed:  # of the prompts as they came
-    metrics |= _diagnose(parts, state, rollout, rewards)
-    timer("diagnosis")
-    parts.check_signals(together=True)
+    update_batch, of_batch = self._make_batch(
+      state, batch, prompts, reference_params
+    )
+    policy_lib.wait(update_batch, self.check_signals)
+    timer("reference")
 
-  update_batch, of_batch = _make_batch(
-    parts, state, batch, prompts, reference_params
-  )
-  policy_lib.wait(update_batch, parts.check_signals)
-  timer("reference")
+    # From here on the state changes; the host's work is done while the devices
+    # are at the update.
+    number = int(mesh_lib.fetch(state.step)) + 1
+    if state.difficulty is not None:
+      right = rewards_lib.correctness(self.reward_pool, rewards, examples)
+      state = self.update_success_rates(state, examples, right)
+    state, of_update = self.programs.update(state, update_batch)
+    rows = []
+    if sample_rows.is_due(settings, number):
+      rows = sample_rows.of_batch(settings, self.policy, batch, update_batch)
+    metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
+    state = self.advance_stream(state, batch.more_prompts)
+    metrics = mesh_lib.fetch(of_batch | of_update) | metrics
+    timer("update")
 
-  # From here on the state changes; the host's work is done while the devices
-  # are at the update.
-  number = int(mesh_lib.fetch(state.step)) + 1
-  if state.difficulty is not None:
-    right = rewards_lib.correctness(parts.reward_pool, rewards, examples)
-    state = parts.update_success_rates(state, examples, right)
-  state, of_update = parts.programs.update(state, update_batch)
-  rows = []
-  if sample_rows.is_due(settings, number):
-    rows = sample_rows.of_batch(settings, parts.policy, batch, update_batch)
-  metrics["reward_counts"] = sample_rows.reward_counts(batch.drawn.rewards)
-  if parts.advance_stream is not None:
-    state = parts.advance_stream(state, batch.more_prompts)
-  metrics = mesh_lib.fetch(of_batch | of_update) | metrics
-  timer("update")
+    metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
+    state = state.replace(reference=following)
+    return StepResult(state, metrics, rows, groups.all_failures(batch.drawn))
 
-  metrics |= {f"seconds_{name}": s for name, s in timer.seconds.items()}
-  state = state.replace(reference=following)
-  return StepResult(state, metrics, rows, groups.all_failures(batch.drawn))
+  def _diagnose(
+    self, state: TrainState, rollout: Rollout, rewards: GroupRewards
+  ) -> dict[str, Any]:
+    """Metrics of a diagnosis, on the host."""
+    placed = mesh_lib.place(rewards.rewards, self.mesh, "batch", "group")
+    metrics = self.diagnose(
+      state.params, rollout, placed, diagnosis_key(state), state.score_norms
+    )
+    policy_lib.wait(metrics, self.check_signals)
+    return mesh_lib.fetch(metrics)
 
-
-def _diagnose(
-  parts: HostStep, state: TrainState, rollout: Rollout, rewards: GroupRewards
-) -> dict[str, Any]:
-  """Metrics of a diagnosis, on the host."""
-  placed = mesh_lib.place(rewards.rewards, parts.mesh, "batch", "group")
-  metrics = parts.diagnose(
-    state.params, rollout, placed, diagnosis_key(state), state.score_norms
-  )
-  policy_lib.wait(metrics, parts.check_signals)
-  return mesh_lib.fetch(metrics)
-
-
-def _make_batch(
-  parts: HostStep,
-  state: TrainState,
-  batch: resampling.ResampledBatch,
-  prompts: Prompts,
-  reference_params: Params | None,
-) -> tuple[Batch, dict[str, Array]]:
-  """The batch of the update, and metrics of its completions."""
-  settings, mesh, rewards = parts.settings, parts.mesh, batch.rewards
-  placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
-  if reference_params is not None:
-    reference_params = reference.to_device(reference_params)
-  return parts.programs.make_batch(
-    state.params,
-    batch.rollout,
-    placed,
-    ref_params=reference_params,
-    packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
-    score_norms=state.score_norms,
-    values=values,
-    scale=mesh_lib.place(batch.scale, mesh),
-    prompt_weights=prompts.weights,
-  )
+  def _make_batch(
+    self,
+    state: TrainState,
+    batch: resampling.ResampledBatch,
+    prompts: Prompts,
+    reference_params: Params | None,
+  ) -> tuple[Batch, dict[str, Array]]:
+    """The batch of the update, and metrics of its completions."""
+    settings, mesh, rewards = self.settings, self.mesh, batch.rewards
+    placed, values = rewards_lib.place_rewards(settings, rewards, mesh)
+    return self.programs.make_batch(
+      state.params,
+      batch.rollout,
+      placed,
+      ref_params=reference.to_device(reference_params),
+      packing=plan_packing(settings, batch.rollout, rewards.rewards, mesh),
+      score_norms=state.score_norms,
+      values=values,
+      scale=mesh_lib.place(batch.scale, mesh),
+      prompt_weights=prompts.weights,
+    )

@@ -11,6 +11,7 @@ every step an exponential average. Of adapters, both factors are mixed, and the
 base stays as it is.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +27,7 @@ from grpojax.training.settings.run import TrainSettings
 
 
 def check_memory(memory: str, mesh: Mesh) -> None:
-  """Checks that the devices have a kind of memory.
-
-  Args:
-    memory: Name of `REFERENCE_MEMORY`.
-    mesh: Mesh of the run.
-
-  Raises:
-    ValueError: They have none of that kind.
-  """
+  """Raises ValueError where the devices lack a kind of `REFERENCE_MEMORY`."""
   device, kind = mesh.local_devices[0], REFERENCE_MEMORY[memory]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if kind is not None and kind not in kinds:
@@ -48,12 +41,7 @@ def follows_policy(settings: TrainSettings) -> bool:
 
 
 def to_memory(params: Params | None, memory: str) -> Any:
-  """Moves a reference to where it is kept between its passes.
-
-  Args:
-    params: Parameters on the devices; {} of adapters, and None, stay.
-    memory: Name of `REFERENCE_MEMORY`.
-  """
+  """Moves a reference to where it is kept; {} of adapters, and None, stay."""
   kind = REFERENCE_MEMORY[memory]
   if kind is None:
     return params
@@ -89,28 +77,17 @@ def copy_policy(params: Params, shardings: PyTree) -> Params:
   return copy(params)
 
 
-def mix_params(reference: Params, params: Params, mix: float | int) -> Params:
-  """Returns mix * params + (1 - mix) * reference, in the latter's dtypes."""
-  return jax.tree.map(
-    lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params
-  )
-
-
 def make_update_reference(
   settings: TrainSettings, shardings: TrainState
 ) -> Callable[[TrainState], TrainState]:
-  """Makes `state -> state` with the reference of the next step.
-
-  Args:
-    settings: Settings of the run, whose reference follows the policy.
-    shardings: Shardings of the state.
-  """
+  """Makes `state -> state` with the reference of the next step."""
   every, mix = settings.model.reference_every, settings.model.reference_mix
-  move = jax.jit(
-    lambda old, params: mix_params(old, params, mix),
-    donate_argnums=0,
-    out_shardings=shardings.params,
-  )
+
+  @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings.params)
+  def move(reference: Params, params: Params) -> Params:
+    return jax.tree.map(
+      lambda r, p: (mix * p + (1 - mix) * r).astype(r.dtype), reference, params
+    )
 
   def update_reference(state: TrainState) -> TrainState:
     if int(state.step) % every:

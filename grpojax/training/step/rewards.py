@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from grpojax.core import mesh as mesh_lib
-from grpojax.core.types import Params, Prompts, Rollout
+from grpojax.core.types import Rollout
 from grpojax.data.examples import SOURCE
 from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
@@ -35,12 +35,6 @@ from grpojax.training.policy import Policy
 from grpojax.training.run import hub_pins
 from grpojax.training.settings.run import TrainSettings
 from grpojax.training.step.batch import aggregation
-from grpojax.training.step.sampling import (
-  Sampler,
-  join_rollouts,
-  split_prompts,
-)
-from grpojax.training.step.timer import Timer
 
 MODEL = "model"  # the reward model's name among the functions'
 
@@ -69,11 +63,7 @@ class RewardPool(NamedTuple):
 
 
 def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
-  """Returns the reward functions by themselves.
-
-  Raises:
-    ValueError: A function that does not exist, or options that it lacks.
-  """
+  """Returns the reward functions; ValueError for one that does not exist."""
   reward = settings.reward
   return functions.resolve_all(reward.functions, reward.options)
 
@@ -81,16 +71,9 @@ def resolve_functions(settings: TrainSettings) -> list[functions.Reward]:
 def check_columns(
   settings: TrainSettings, rewards: Sequence[functions.Reward], split: Any
 ) -> None:
-  """Checks that the data have the columns that reward functions ask for.
+  """Raises ValueError where data lack a column that a function asks for.
 
-  Args:
-    settings: Settings of the run.
-    rewards: Functions, from `resolve_functions`.
-    split: A `splits.Split`, of which the first example of each data set is
-      looked at.
-
-  Raises:
-    ValueError: A column is missing.
+  The first example of each data set of `split`, a `splits.Split`, is looked at.
   """
   parts, only = split.parts or {"": split}, mixtures.scored_by(settings)
   names = settings.reward.functions
@@ -105,26 +88,11 @@ def check_columns(
 def with_step(
   pool: Pool, examples: list[dict[str, Any]], step: int, steps: int
 ) -> list[dict[str, Any]]:
-  """Adds to examples how far the run is, where a function asks for it.
-
-  Args:
-    pool: Reward functions.
-    examples: Examples of prompts that are about to be sampled.
-    step: Steps done.
-    steps: Steps of the run.
-  """
+  """Adds to examples that `step` of `steps` are done, if a function asks."""
   if not pool.wants(STATE):
     return examples
   state = {"global_step": step, "max_steps": steps}  # TRL's names
   return [{**example, STATE: state} for example in examples]
-
-
-def batches_with_step(
-  pool: Pool, batches: Iterable[tuple[Any, Any]], step: int, steps: int
-) -> Iterator[tuple[Any, Any]]:
-  """Yields batches of prompts whose examples say how far the run is."""
-  for prompts, examples in batches:
-    yield prompts, with_step(pool, examples, step, steps)
 
 
 def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
@@ -140,20 +108,11 @@ def _conversation(tokenizer: Any, example: Mapping[str, Any], text: str):
 def open_model(
   settings: TrainSettings, mesh: jax.sharding.Mesh
 ) -> Model | None:
-  """Loads the reward model; None where there is none.
+  """Loads the reward model onto a mesh; None where there is none.
 
-  It reads the prompt and the completion as a chat of two turns where its
-  tokenizer has a chat template, else as one text, as the policy wrote it. Of
-  what is longer than all that the policy may read and write, it reads the end.
-  Names of special tokens in them are what data.special_tokens says, so that no
+  Of what is longer than all that the policy may read and write, it reads the
+  end. Names of special tokens are what data.special_tokens says, so that no
   completion can end its turn and go on as the user.
-
-  Args:
-    settings: Settings of the run.
-    mesh: Mesh to load it onto, and to split its batches over.
-
-  Returns:
-    `(examples, texts) -> rewards [B, G]`.
 
   Raises:
     ValueError: It is no sequence classifier with one label.
@@ -208,10 +167,6 @@ def open_reward_pool(
 ) -> Iterator[RewardPool]:
   """Starts the reward functions, and ends their processes.
 
-  Args:
-    settings: Settings of the run.
-    model: Reward model, from `open_model`.
-
   Raises:
     ValueError: A function that does not exist, or options that it lacks.
   """
@@ -233,7 +188,7 @@ class PendingRewards(NamedTuple):
 
   Attributes:
     prompts: Number of its prompts, in all processes.
-    texts: Completions of this process's prompts, [own][G].
+    texts: Completions of this process's prompts.
     pending: Rewards of these.
   """
 
@@ -250,15 +205,8 @@ def submit_rollout(
 ) -> PendingRewards:
   """Decodes this process's completions, and sends them to the functions.
 
-  Nothing more is asked of the devices, which may be at the next samples.
-
-  Args:
-    policy: Model, whose tokenizer decodes them.
-    reward_pool: Functions.
-    examples: Examples of the prompts; the rollout may have more, which only pad
-      the batch.
-    rollout: Completions that are done; in every process the same part of the
-      batch.
+  Nothing more is asked of the devices, which may be at the next samples. Of the
+  rollout, rows beyond the examples only pad the batch.
   """
   names = ("completion_ids", "completion_mask", "finished")
   on_host = mesh_lib.fetch({name: getattr(rollout, name) for name in names})
@@ -283,18 +231,11 @@ def collect_rewards(
   check_signals: Callable[[], None],
   every_text: bool = False,
 ) -> tuple[Texts, GroupRewards]:
-  """Waits for the rewards of a batch.
-
-  Args:
-    reward_pool: Functions and model.
-    examples: Examples [B] of the whole batch.
-    parts: Parts of the batch, one after another.
-    check_signals: Function that is called while it waits; may raise.
-    every_text: Return the texts of all processes, not of this one only.
+  """Waits for the rewards of all parts of a batch, in all processes.
 
   Returns:
-    Completions [B][G] (of several processes, the first has the first ones), and
-    the rewards of all of them.
+    Completions [B][G] (of this process, or with `every_text` of all), and the
+    rewards.
   """
   texts = [group for part in parts for group in part.texts]
   sizes = [part.prompts for part in parts]
@@ -324,22 +265,27 @@ def compute_rewards(
   )
 
 
-def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-  """Gathers every process's rows, in the order of the batch.
+def _batch_order(sizes: Sequence[int]) -> Int[np.ndarray, "B"]:
+  """Order of the batch among the rows of one process after another."""
+  parts = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+  by_process = [
+    part[distributed.rows_of(process, len(part))]
+    for process in range(distributed.count())
+    for part in parts
+  ]
+  return np.argsort(np.concatenate(by_process))
 
-  Args:
-    own: Rows of this process, of one part after another, of JSON's types.
-    sizes: Numbers of prompts of the parts, in all processes.
+
+def gather_rows(own: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+  """Gathers rows of JSON's types of all processes, in the batch's order.
+
+  This process has its `own` of one part after another; `sizes` are the parts'
+  numbers of prompts in all processes.
   """
   if not distributed.several():
     return list(own)
-  rows_of_process = list(map(iter, distributed.gather(list(own))))
-  return [
-    next(rows)
-    for size in sizes
-    for process, rows in enumerate(rows_of_process)
-    for _ in range(size)[distributed.rows_of(process, size)]
-  ]
+  rows = [row for rows in distributed.gather(list(own)) for row in rows]
+  return [rows[i] for i in _batch_order(sizes)]
 
 
 def _gather_rewards(
@@ -348,26 +294,63 @@ def _gather_rewards(
   """Gathers the rewards of all processes, from this one's."""
   if not distributed.several():
     return rewards
-  names = list(rewards.values)
-  extras = [
-    {name: values[i].tolist() for name, values in rewards.extras.items()}
-    for i in range(len(rewards.rewards))
-  ]
-  arrays = [rewards.rewards, rewards.failed, *rewards.values.values()]
-  columns = [rewards.failures, extras, *(x.tolist() for x in arrays)]
-  rows = gather_rows(list(zip(*columns, strict=True)), sizes)
-  failures, extras, totals, failed, *values = zip(*rows, strict=True)
-  extras_of_rows = [
-    (1, {name: np.array([x], np.float32) for name, x in row.items()})
-    for row in extras
-  ]
-  return GroupRewards(
-    np.array(totals, np.float32),
-    {n: np.array(x, np.float32) for n, x in zip(names, values, strict=True)},
-    np.array(failed, bool),
-    [[[Failure(*x) for x in one] for one in group] for group in failures],
-    groups.joined_extras(extras_of_rows, rewards.rewards.shape[1]),
+
+  def array(rows):  # a process may have no prompt of a short batch
+    return np.array(rows, np.float32).reshape(-1, rewards.rewards.shape[1])
+
+  def parse(fields):
+    parsed = _map_arrays(array, GroupRewards(*fields))
+    return parsed._replace(
+      failed=parsed.failed.astype(bool),
+      failures=[
+        [[Failure(*failure) for failure in failures] for failures in group]
+        for group in parsed.failures
+      ],
+    )
+
+  fields = distributed.gather(_map_arrays(np.ndarray.tolist, rewards))
+  return take_groups(join_groups(map(parse, fields)), _batch_order(sizes))
+
+
+def _map_arrays(function: Callable[..., Any], *parts: GroupRewards):
+  """Calls a function with each array of rewards; functions keep their order."""
+  first = parts[0]  # no jax.tree.map, which sorts names
+  return first._replace(
+    rewards=function(*(part.rewards for part in parts)),
+    values={
+      name: function(*(part.values[name] for part in parts))
+      for name in first.values
+    },
+    failed=function(*(part.failed for part in parts)),
+    extras={
+      name: function(*(part.extras[name] for part in parts))
+      for name in first.extras
+    },
   )
+
+
+def take_groups(
+  rewards: GroupRewards, rows: Int[np.ndarray, "B"]
+) -> GroupRewards:
+  """Returns the rewards of the groups of these numbers."""
+  taken = _map_arrays(lambda x: x[rows], rewards)
+  return taken._replace(failures=[rewards.failures[row] for row in rows])
+
+
+def join_groups(parts: Iterable[GroupRewards]) -> GroupRewards:
+  """Joins rewards, one part after another; NaN where one lacks an extra."""
+  parts = list(parts)
+  names = sorted({name for part in parts for name in part.extras})
+
+  def with_all_extras(part: GroupRewards) -> GroupRewards:
+    none = np.full_like(part.rewards, np.nan)
+    return part._replace(extras={n: part.extras.get(n, none) for n in names})
+
+  joined = _map_arrays(
+    lambda *arrays: np.concatenate(arrays), *map(with_all_extras, parts)
+  )
+  failures = [group for part in parts for group in part.failures]
+  return joined._replace(failures=failures)
 
 
 def add_model(
@@ -379,28 +362,15 @@ def add_model(
 ) -> GroupRewards:
   """Adds a reward model's rewards, also where all functions abstain.
 
-  Args:
-    reward_pool: Functions and model.
-    rewards: Rewards by the functions.
-    by_model: Rewards by the model.
-    examples: Examples [B], for the failures.
-    texts: Completions [B][G], likewise.
-
-  Returns:
-    Rewards, nan where there is none; the reward model's values are among those
-    of the functions, by the name `MODEL`.
+  They are among the values of the functions, by the name `MODEL`; one that is
+  not finite is a failure of this example and text.
   """
   by_model = by_model.astype(np.float32)
   finite = np.isfinite(by_model)
-
-  def failures(b, g):
-    if finite[b, g]:
-      return [*rewards.failures[b][g]]
+  failures = [[[*failed] for failed in group] for group in rewards.failures]
+  for b, g in np.argwhere(~finite).tolist():
     reason, prompt = f"returned {by_model[b, g]}", examples[b]["prompt_text"]
-    failure = Failure(MODEL, reason, prompt, texts[b][g])
-    return [*rewards.failures[b][g], failure]
-
-  rows, columns = map(range, by_model.shape)
+    failures[b][g].append(Failure(MODEL, reason, prompt, texts[b][g]))
   by_functions = np.where(np.isnan(rewards.rewards), 0, rewards.rewards)
   failed = rewards.failed | ~finite
   total = by_functions + reward_pool.model_weight * by_model
@@ -408,7 +378,7 @@ def add_model(
     rewards=np.where(failed, np.nan, total).astype(np.float32),
     values=rewards.values | {MODEL: np.where(finite, by_model, np.nan)},
     failed=failed,
-    failures=[[failures(b, g) for g in columns] for b in rows],
+    failures=failures,
   )
 
 
@@ -426,16 +396,9 @@ def stack_values(rewards: GroupRewards) -> Float[np.ndarray, "K B G"]:
 def place_rewards(
   settings: TrainSettings, rewards: GroupRewards, mesh: jax.sharding.Mesh
 ) -> tuple[Float[jax.Array, "B G"], Float[jax.Array, "K B G"] | None]:
-  """Places rewards on a mesh, with each function's where they are aggregated.
+  """Places rewards on a mesh, and each function's where they are aggregated.
 
-  Args:
-    settings: Settings of the run.
-    rewards: Rewards of a batch.
-    mesh: Mesh of training.
-
-  Returns:
-    Rewards, one a completion; and the values of `stack_values` where
-    `reward.aggregation` compares more than their sum, else None.
+  The latter are None where `reward.aggregation` compares nothing but the sum.
   """
   values = None
   if aggregation(settings.reward) is not None:
@@ -461,16 +424,13 @@ def correctness(
 
 
 def metrics(rewards: GroupRewards) -> dict[str, int | float]:
-  """Returns scalars for a log.
+  """Returns the metrics of the rewards by function.
 
-  `reward_failures`, a count, and where there are several functions
-  `reward_NAME` and `reward_NAME_std`, the mean and standard deviation of each
-  over the completions that it has a value for; `reward_FUNCTION/NAME`, the mean
-  of another number that a function gave.
+  `reward_NAME` and `reward_NAME_std` are over the completions that a function
+  has a value for; `reward_FUNCTION/NAME` is the mean of another number of it.
   """
-  row: dict[str, int | float] = {
-    "reward_failures": len(groups.all_failures(rewards))
-  }
+  failures = groups.all_failures(rewards)
+  row: dict[str, int | float] = {"reward_failures": len(failures)}
   if len(rewards.values) > 1:
     for name, values in rewards.values.items():
       if not np.isnan(values).all():
@@ -479,77 +439,3 @@ def metrics(rewards: GroupRewards) -> dict[str, int | float]:
   for name, values in rewards.extras.items():  # a number in each is not nan
     row[f"reward_{name}"] = float(np.nanmean(values))
   return row
-
-
-def make_sample_and_reward(
-  policy: Policy,
-  sampler: Sampler,
-  mesh: jax.sharding.Mesh,
-  reward_pool: RewardPool,
-  check_signals: Callable[[], None],
-  parts: int,
-):
-  """Makes the sampling of prompts in parts, with rewards meanwhile.
-
-  All parts are dispatched at once, and decoded one after another. What is done
-  becomes text, and goes to the workers while the devices are at the next part.
-
-  Args:
-    policy: Model.
-    sampler: Sampler of `sampling.on_sampling_mesh`.
-    mesh: Mesh of training.
-    reward_pool: Functions and model.
-    check_signals: Function that is called while it waits; may raise. Rewards
-      that are being computed then are abandoned.
-    parts: Number of equal parts.
-
-  Returns:
-    `(params, prompts, examples, key, timer, first_prompt=None) -> (rollout,
-    rewards)`, which gives the timer "rollout" and "rewards". `first_prompt` is
-    the number of the first prompt among those that share the key, None for 0.
-  """
-  split = jax.jit(functools.partial(split_prompts, parts=parts))
-  join = jax.jit(join_rollouts)
-
-  def dispatch(params: Params, prompts: Prompts, key, *first) -> list[Rollout]:
-    if parts == 1:
-      return [sampler(params, prompts, key, *first)]
-    return [
-      sampler(params, part, key, number)
-      for part, number in split(prompts, *first)
-    ]
-
-  def sample_and_reward(
-    params: Params,
-    prompts: Prompts,
-    examples,
-    key,
-    timer: Timer,
-    first_prompt=None,
-  ) -> tuple[Rollout, GroupRewards]:
-    first = (
-      () if first_prompt is None else (mesh_lib.place(first_prompt, mesh),)
-    )
-    rollouts = dispatch(params, prompts, key, *first)
-    submitted: list[PendingRewards] = []
-    rows = len(examples) // parts
-    try:
-      for i, rollout in enumerate(rollouts):
-        policy_lib.wait(rollout, check_signals)
-        if i == len(rollouts) - 1:
-          timer("rollout")
-        submitted.append(
-          submit_rollout(
-            policy, reward_pool, examples[i * rows :][:rows], rollout
-          )
-        )
-    except BaseException:
-      groups.abandon([part.pending for part in submitted])
-      raise
-    _, rewards = collect_rewards(
-      reward_pool, examples, submitted, check_signals
-    )
-    timer("rewards")
-    return rollouts[0] if parts == 1 else join(rollouts), rewards
-
-  return sample_and_reward

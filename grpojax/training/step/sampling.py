@@ -38,18 +38,13 @@ the number of the first prompt among those that share the key; 0 without it."""
 def split_prompts(
   prompts: Prompts, first: Int[Array, ""] | int = 0, *, parts: int
 ) -> list[tuple[Prompts, Int[Array, ""]]]:
-  """Splits a batch into equal parts, each with its first prompt's number.
-
-  Args:
-    prompts: B prompts, of which `parts` is a divisor.
-    first: Number of the first of them.
-    parts: Number of parts.
-  """
+  """Splits a batch into equal parts, each with its first prompt's number."""
   rows = prompts.prompt_ids.shape[0] // parts
 
   def part(start):
-    split = jax.tree.map(lambda x: x[start : start + rows], prompts)
-    split = jax.tree.map(lambda x: mesh_lib.constrain(x, "batch"), split)
+    split = jax.tree.map(
+      lambda x: mesh_lib.constrain(x[start : start + rows], "batch"), prompts
+    )
     return split, jnp.int32(first + start)
 
   return [part(i * rows) for i in range(parts)]
@@ -64,10 +59,7 @@ def join_rollouts(parts: list[Rollout]) -> Rollout:
 def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
   """Returns True where two halves take less time than the whole batch.
 
-  Args:
-    weights: Arrays that a program reads for a token.
-    rows: Prompts of the batch.
-    devices: Devices that sample.
+  `weights` are what a program reads for a token, `rows` the batch's prompts.
   """
   one_cpu = [device.platform for device in devices] == ["cpu"]
   # Else one thread would wait for its half before the other begins.
@@ -80,9 +72,7 @@ def halves_pay(weights: PyTree, rows: int, devices: Sequence[Any]) -> bool:
 def sample_halves(program: Sampler, mesh: jax.sharding.Mesh | None) -> Sampler:
   """Makes a sampler of a `sampler_program`, in halves where that pays.
 
-  Args:
-    program: The compiled program.
-    mesh: Mesh of sampling; None is one device.
+  `mesh` is that of sampling; None is one device.
   """
   split = jax.jit(functools.partial(split_prompts, parts=2))
   join = jax.jit(join_rollouts)
@@ -114,13 +104,8 @@ def sampler_program(
 ):
   """Compiles `(params, prompts, key, first_prompt=0) -> Rollout`.
 
-  Args:
-    settings: Settings of the run, or of an evaluation.
-    policy: Model.
-    group_size: Completions a prompt, G.
-    sampling: Distribution to sample from.
-    budgets: Prompts -> [B, G], tokens that each sample may spend; None is
-      `sampling.max_new_tokens` for all.
+  `budgets`, of prompts, are the tokens [B, G] that each sample may spend; None
+  is `sampling.max_new_tokens` for all.
   """
 
   def sample(lm, params, prompts, key, first_prompt=0):
@@ -148,12 +133,8 @@ def with_result_shardings(
   """Pins the results of a `sampler_program` to the sampling mesh.
 
   Where parameters lie on another mesh, XLA (Shardy) knows of two, and may take
-  one for the other where a result's sharding is a constraint alone.
-
-  Args:
-    program: The compiled program.
-    mesh: Mesh of sampling, in context.
-    *args: Arguments of the program, or their shapes.
+  one for the other where a result's sharding is a constraint alone. `args` are
+  the program's arguments, or their shapes; the mesh is in context.
   """
   shardings = mesh_lib.map_rows(
     lambda x, *names: mesh_lib.activation_sharding(mesh, x.shape, *names),
@@ -169,12 +150,8 @@ def on_sampling_mesh(
   """Makes a sampler on its own mesh, of arrays that lie on that of training.
 
   JAX computes nothing of arrays of two meshes. The parameters are laid out
-  anew by the program itself, once they are cast (`LM.prepare`).
-
-  Args:
-    program: Program of `sampler_program`.
-    mesh: Mesh of training, whose arrays go in and come out.
-    tensor: Devices along the axis tensor while sampling; 0 is as in training.
+  anew by the program itself, once they are cast (`LM.prepare`). `tensor` is the
+  number of devices along that axis while sampling; 0 is as in training.
   """
   sampling_mesh = mesh_lib.sampling_mesh(mesh, tensor)
   samplers = {}  # by the number of prompts
@@ -206,15 +183,7 @@ def make_sampler(
   sampling: Sampling,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Sampler:
-  """Makes `(params, prompts, key) -> Rollout`, compiled.
-
-  Args:
-    settings: Settings of the run, or of an evaluation.
-    policy: Model.
-    group_size: Completions a prompt, G.
-    sampling: Distribution to sample from.
-    mesh: Mesh of training; None is one device.
-  """
+  """Makes `(params, prompts, key) -> Rollout`, on one device or a mesh."""
   program = sampler_program(settings, policy, group_size, sampling)
   if mesh is None:
     return sample_halves(program, None)

@@ -9,9 +9,7 @@ class Timer:
       timer = Timer()
       samples = sample(...)
       timer("rollout")
-      rewards = reward(samples)
-      timer("rewards")
-      timer.seconds  # {"rollout": ..., "rewards": ...}
+      timer.seconds  # {"rollout": ...}
 
   Attributes:
     seconds: Seconds by name; those of a name that is called again are added.

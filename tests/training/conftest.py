@@ -1,0 +1,99 @@
+"""What tests of steps share: samples by hand, and a step on one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from grpojax import train
+from grpojax.core import mesh as mesh_lib
+from grpojax.core.types import Rollout
+from grpojax.models import sharding
+from grpojax.runtime.files import records
+from grpojax.training.run import setup
+from grpojax.training.step import host
+
+
+class Words:
+  """A tokenizer whose texts are the ids."""
+
+  all_special_ids = ()
+
+  def decode(self, ids, **_):
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def words():
+  return Words()
+
+
+@pytest.fixture
+def samples_of():
+  """`(mask [B, G, T], finished) -> Rollout`, of prompts of one token."""
+
+  def samples_of(mask, finished=True):
+    mask = jnp.asarray(mask, bool)
+    rows = jnp.ones((mask.shape[0], 1), bool)
+    return Rollout(
+      prompt_ids=rows.astype(jnp.int32),
+      prompt_mask=rows,
+      completion_ids=jnp.ones(mask.shape, jnp.int32),
+      completion_mask=mask,
+      logprobs=jnp.zeros(mask.shape),
+      finished=jnp.broadcast_to(jnp.asarray(finished, bool), mask.shape[:2]),
+    )
+
+  return samples_of
+
+
+@pytest.fixture
+def train_toy(toy_task, toy_model, tmp_path):
+  """`(name, **settings) -> rows of metrics.jsonl`, of a run of the toy task."""
+
+  def train_toy(name="run", **settings):
+    words = toy_task.arguments(toy_model, **settings)
+    train.main([*words, f"--run_dir={tmp_path / name}"])
+    return records.read_jsonl(tmp_path / name / "metrics.jsonl")
+
+  return train_toy
+
+
+class OneDeviceStep(NamedTuple):
+  """A step on one device, with the state before it."""
+
+  mesh: jax.sharding.Mesh
+  state: Any
+  step: host.HostStep
+
+
+@pytest.fixture
+def open_step():
+  """`(settings, policy, params, tx, reward_pool) -> OneDeviceStep`."""
+
+  def open_step(settings, policy, params, tx, reward_pool, reference=False):
+    mesh = mesh_lib.make_mesh(devices=jax.devices()[:1])
+    first = lambda params: setup.first_state(settings, tx, params)
+    shardings = sharding.shardings(
+      jax.eval_shape(first, params), mesh, rules=((r".*", PartitionSpec()),)
+    )
+    state = jax.jit(first, out_shardings=shardings)(params)
+    if reference:
+      reference = jax.device_put(
+        jax.tree.map(jnp.copy, params), shardings.params
+      )
+    step = host.HostStep(
+      settings,
+      policy,
+      settings.group_size,
+      tx,
+      reference or None,
+      shardings,
+      reward_pool,
+      lambda together=False: None,
+    )
+    return OneDeviceStep(mesh, state, step)
+
+  return open_step
