@@ -135,7 +135,7 @@ def test_real_files(name, tmp_path, capsys):
   leaves = flatten(config)
   assert {key: leaves[key] for key in EXPECTED[name]} == EXPECTED[name]
   said = capsys.readouterr().out
-  assert "means something else here" in said and "has no counterpart" in said
+  assert "means something else" in said and "has no counterpart" in said
   for line in said.splitlines()[1:]:
     about = line.removeprefix("- ").split(" ")[0]
     assert about in out.read_text()
@@ -143,8 +143,8 @@ def test_real_files(name, tmp_path, capsys):
 
 def test_what_a_file_does_not_say_is_said(tmp_path):
   def missing(name):
-    missing = translate.translate_file(DATA / name).missing
-    return {note.theirs for note in missing}
+    notes = translate.translate_file(DATA / name).notes
+    return {note.theirs for note in notes if note.missing}
 
   assert missing("trl_script.py") == {"learning_rate", "num_train_epochs"}
   assert {"use_vllm", "attn_implementation"} <= missing("trl_grpo.yaml")
@@ -152,7 +152,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
   assert "trainer.critic_warmup" in missing("verl_grpo.yaml")
   text = "num_generations: 8\nmy_own: 3\n"
   _, _, translation = become(text, tmp_path)
-  assert ("my_own", "not known here") in translation.missing
+  assert ("my_own", "not known here", True) in translation.notes
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_epochs_of_trl(text, prompts, cuts, epochs, tmp_path):
 
 def test_what_trl_does_otherwise_is_said(tmp_path):
   def said(text):
-    return {note.theirs for note in become(text, tmp_path)[2].differs}
+    return {note.theirs for note in become(text, tmp_path)[2].notes}
 
   always = said("temperature: 1\n")
   assert said("weight_decay: 0.1\n") - always == {"weight_decay"}
   assert said("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
-  batch = become("scale_rewards: batch\n", tmp_path)[2].differs
+  batch = become("scale_rewards: batch\n", tmp_path)[2].notes
   assert any("less their group's mean" in note.text for note in batch)
   masked = "mask_truncated_completions: true\nloss_type: {}\n"
   assert "loss_type" not in said(masked.format("dapo"))
@@ -499,7 +499,7 @@ def test_reward_functions_of_a_script_are_its_own(tmp_path):
   script += "GRPOTrainer(model='m', reward_funcs=mine, args=args).train()\n"
   _, leaves, translation = become(script, tmp_path, ".py")
   assert leaves["reward.functions"] == (f"{tmp_path / 'theirs.py'}:mine",)
-  assert any("__main__" in note.text for note in translation.differs)
+  assert any("__main__" in note.text for note in translation.notes)
 
 
 @pytest.mark.parametrize(
