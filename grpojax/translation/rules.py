@@ -6,7 +6,6 @@ settings yields what is to be set and said. `trl` and `verl` are such tables;
 the functions that both have need of stand below.
 """
 
-import fnmatch
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -67,17 +66,16 @@ class Library(NamedTuple):
 
   Attributes:
     name: Name and version.
+    page: Page of our documentation about it.
     table: Rows by their names.
     always: Notes that hold whatever a file says.
-    ignored: Reasons why nothing is translated, and patterns of names for each;
-      the first that fits counts, and "" is not worth a word.
     older: Beginnings of names in newer versions by those in older ones.
   """
 
   name: str
+  page: str
   table: Mapping[str, Row]
   always: tuple[Note, ...]
-  ignored: Mapping[str, str]
   older: Mapping[str, str] = {}
 
   def newer(self, name: str) -> str:
@@ -87,17 +85,10 @@ class Library(NamedTuple):
         return newer + name.removeprefix(older)
     return name
 
-  def reason(self, name: str) -> str | None:
-    """The reason why a name is ignored; None where no pattern fits."""
-    for reason, patterns in self.ignored.items():
-      if any(fnmatch.fnmatchcase(name, one) for one in patterns.split()):
-        return reason
-    return None
-
   def knows(self, name: str) -> bool:
-    """True for a name of the library's."""
-    name = self.newer(name)
-    return name in self.table or self.reason(name) is not None
+    """True for a name of the table, and for all below one."""
+    parts = self.newer(name).split(".")
+    return any(".".join(parts[:n]) in self.table for n in range(len(parts) + 1))
 
 
 class Theirs(NamedTuple):
@@ -158,10 +149,10 @@ def translate(
       f"a value is of no kind that {library.name} takes ({error}): a list or 0"
       " where there is a name or a size, or the like"
     ) from error
-  for name in theirs.values:
-    reason = library.reason(name)
-    if name not in library.table and reason != "":
-      notes.append(Note(name, reason or "not known here", missing=True))
+  unknown = [name for name in theirs.values if not library.knows(name)]
+  if unknown:
+    text = f"nothing here is called so, or needs it ({library.page})"
+    notes.append(Note(", ".join(unknown), text, missing=True))
   return Translation(library.name, tuple(settings), tuple(notes))
 
 
@@ -220,6 +211,15 @@ OWN_ADVANTAGE = (
 def filter_size(theirs: Theirs, name: str) -> int | float:
   """Top-k and the like, which are off at none, 0 or -1."""
   return max(theirs[name] or 0, 0)
+
+
+def only_if(*flags: str) -> Callable[[Theirs, str], Any]:
+  """Makes the value one that counts where their settings `flags` are on."""
+
+  def value(theirs, name):
+    return theirs[name] if all(theirs[flag] for flag in flags) else None
+
+  return value
 
 
 def none_for_0(theirs: Theirs, name: str) -> Any:
@@ -283,21 +283,18 @@ def run_name(theirs: Theirs, name: str) -> Items:
 LORA_TARGETS = tuple("q k v o gate up down".split())
 
 
-def lora(theirs: Theirs, rank: str, alpha: str, targets: str) -> Items:
-  """Low-rank adapters; of what `targets` names, or of all matrices."""
-  yield theirs.setting("lora.rank", theirs[rank], rank)
-  yield theirs.setting("lora.alpha", theirs[alpha], alpha)
-  names = theirs[targets]
+def lora_targets(theirs: Theirs, name: str) -> Items:
+  """Matrices that have adapters: all of them, or some."""
+  names = theirs[name]
   if names in (None, "all-linear"):
     return
   names = [names] if isinstance(names, str) else list(names)
   known = [n for n in LORA_TARGETS if f"{n}_proj" in names]
   if known:
-    pattern = f"layers/({'|'.join(known)})"
-    yield theirs.setting("lora.targets", pattern, targets)
+    yield theirs.setting("lora.targets", f"layers/({'|'.join(known)})", name)
   if len(known) < len(names):
     text = f"{names}: adapters are of {', '.join(LORA_TARGETS)} (_proj)"
-    yield Note(targets, text, missing=True)
+    yield Note(name, text, missing=True)
 
 
 def data(theirs: Theirs, name: str) -> Items:

@@ -105,13 +105,6 @@ def _model(theirs: Theirs, name: str) -> Items:
   return rules.model(theirs, "model" if theirs["model"] else name)
 
 
-def _lora(theirs: Theirs, name: str) -> Items:
-  if theirs[name]:
-    yield from rules.lora(
-      theirs, rank="lora_r", alpha="lora_alpha", targets="lora_target_modules"
-    )
-
-
 def _rewards(theirs: Theirs, name: str) -> Items:
   names, weights = theirs[name], theirs["reward_weights"]
   names = [names] if isinstance(names, str) else list(names or ())
@@ -230,32 +223,19 @@ def _kl(theirs: Theirs, name: str) -> Items:
     yield Note(
       "use_bias_correction_kl", "TRL multiplies by the sequence's ratio here"
     )
-  if theirs["sync_ref_model"]:
-    every, mix = "ref_model_sync_steps", "ref_model_mixup_alpha"
-    yield theirs.setting("model.reference_every", _every(theirs, every), every)
-    yield theirs.setting("model.reference_mix", theirs[mix], mix)
 
 
-def _entropy_target(theirs: Theirs, name: str) -> float | None:
-  return theirs[name] if theirs["use_adaptive_entropy"] else None
+def _sync_every(theirs: Theirs, name: str) -> int | None:
+  follows = theirs["beta"] and theirs["sync_ref_model"]
+  return _every(theirs, name) if follows else None
 
 
-def _vllm(theirs: Theirs, name: str) -> Items:
-  """Corrections for a sampler that is not the policy."""
-  if not theirs[name]:
-    return
-  text = "sampling is a part of the program, on the same devices"
-  yield Note(name, text, missing=True)
-  prefix = "vllm_importance_sampling"
-  if theirs[f"{prefix}_correction"]:
-    for ours, one in (
-      ("correction", "mode"),
-      ("correction_low", "clip_min"),
-      ("correction_high", "clip_max"),
-    ):
-      value = theirs[f"{prefix}_{one}"] or 0.0
-      yield theirs.setting(f"loss.{ours}", value, f"{prefix}_{one}")
-    yield Setting("loss.old_logprobs", "trainer", "as TRL does with vLLM")
+def _old_logprobs(theirs: Theirs, name: str) -> str | None:
+  corrected = theirs[name] and theirs["vllm_importance_sampling_correction"]
+  return "trainer" if corrected else None
+
+
+_with_vllm = rules.only_if("use_vllm", "vllm_importance_sampling_correction")
 
 
 def _warmup(theirs: Theirs, name: str) -> Items:
@@ -295,10 +275,10 @@ TABLE = {
   "bf16": Row(True, "model.dtype", {True: "bfloat16", False: None}),
   "fp16": Row(False, note="there is no float16: bfloat16 needs no scaling"),
   "gradient_checkpointing": Row(True, "model.remat", rules.REMAT),
-  "use_peft": Row(False, _lora),
-  "lora_r": Row(16),
-  "lora_alpha": Row(32),
-  "lora_target_modules": Row(),
+  "use_peft": Row(False),
+  "lora_r": Row(16, "lora.rank", rules.only_if("use_peft")),
+  "lora_alpha": Row(32, "lora.alpha", rules.only_if("use_peft")),
+  "lora_target_modules": Row(None, rules.lora_targets),
   "dataset_name": Row(None, rules.data),
   "max_prompt_length": Row(512, "data.max_prompt_length"),
   "chat_template_kwargs": Row(None, rules.template_options),
@@ -350,23 +330,38 @@ TABLE = {
   "beta": Row(0.0, _kl),
   "use_bias_correction_kl": Row(True),
   "sync_ref_model": Row(False),
-  "ref_model_sync_steps": Row(512),
-  "ref_model_mixup_alpha": Row(0.6),
+  "ref_model_sync_steps": Row(512, "model.reference_every", _sync_every),
+  "ref_model_mixup_alpha": Row(
+    0.6, "model.reference_mix", rules.only_if("beta", "sync_ref_model")
+  ),
   "router_aux_loss_coef": Row(None, "loss.router_aux_coef", rules.none_for_0),
   "top_entropy_quantile": Row(1.0, "loss.top_entropy_quantile"),
   "entropy_coef": Row(0.0, "loss.entropy_coef"),
   "entropy_coef_max": Row(1.0, "loss.entropy_coef_max"),
   "entropy_coef_delta": Row(0.005, "loss.entropy_coef_delta"),
-  "entropy_target": Row(0.2, "loss.entropy_target", _entropy_target),
+  "entropy_target": Row(
+    0.2, "loss.entropy_target", rules.only_if("use_adaptive_entropy")
+  ),
   "use_adaptive_entropy": Row(False),
   "off_policy_mask_threshold": Row(
     None, "loss.off_policy_threshold", rules.none_for_0
   ),
-  "use_vllm": Row(False, _vllm),
+  "use_vllm": Row(
+    False,
+    "loss.old_logprobs",
+    _old_logprobs,
+    "sampling is a part of the program, on the same devices",
+  ),
   "vllm_importance_sampling_correction": Row(True),
-  "vllm_importance_sampling_mode": Row("sequence_mask"),
-  "vllm_importance_sampling_clip_min": Row(),
-  "vllm_importance_sampling_clip_max": Row(3.0),
+  "vllm_importance_sampling_mode": Row(
+    "sequence_mask", "loss.correction", _with_vllm
+  ),
+  "vllm_importance_sampling_clip_min": Row(
+    None, "loss.correction_low", _with_vllm
+  ),
+  "vllm_importance_sampling_clip_max": Row(
+    3.0, "loss.correction_high", _with_vllm
+  ),
   # Optimizer.
   "optim": Row("adamw_torch_fused", rules.optimizer),
   "learning_rate": Row(1e-6, "optim.learning_rate"),
@@ -401,23 +396,4 @@ ALWAYS = (
   ),
 )
 
-IGNORED = {
-  "": "chat_template_kwargs.* log_completions eval_strategy save_strategy",
-  "there is no vLLM: sampling is part of the program": "vllm_*",
-  "evaluations are greedy, before, in between and at the end: eval.*": (
-    "num_generations_eval per_device_eval_batch_size do_train do_eval"
-  ),
-  "see model.dtype and model.remat": (
-    "dtype torch_dtype model_init_kwargs* tf32 gradient_checkpointing_kwargs*"
-  ),
-  "mesh.fsdp and mesh.tensor shard parameters": "deepspeed fsdp ds3_gather_*",
-  "nothing here needs it": (
-    "adam_epsilon attn_implementation cache_implementation ddp_timeout"
-    " dataloader_num_workers disable_dropout entropy_coef_min"
-    " generation_kwargs* logging_first_step logging_strategy"
-    " pad_to_multiple_of push_to_hub remove_unused_columns shuffle_dataset"
-    " trust_remote_code"
-  ),
-}
-
-LIBRARY = Library("TRL 1.16", TABLE, ALWAYS, IGNORED)
+LIBRARY = Library("TRL 1.16", "docs/from-trl.md", TABLE, ALWAYS)

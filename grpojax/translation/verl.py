@@ -38,12 +38,6 @@ def _offload(theirs: Theirs, name: str) -> str | None:
   return "host" if theirs[name] and theirs[f"{ACTOR}.use_kl_loss"] else None
 
 
-def _lora(theirs: Theirs, name: str) -> Items:
-  if theirs[name]:
-    alpha, targets = f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"
-    yield from rules.lora(theirs, rank=name, alpha=alpha, targets=targets)
-
-
 def _prompt_key(theirs: Theirs, name: str) -> str | None:
   return None if theirs[name] == "prompt" else theirs[name]
 
@@ -270,29 +264,24 @@ def _correction(theirs: Theirs, name: str) -> Items:
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
 
 
-def _filter_groups(theirs: Theirs, name: str) -> Items:
-  """DAPO's dynamic sampling."""
-  if not theirs[name]:
-    return
-  metric, limit = f"{FILTER}.metric", f"{FILTER}.max_num_gen_batches"
-  yield theirs.setting("filter_groups.enable", theirs[name], name)
-  ours = "acc" if theirs[metric] == "acc" else "reward"
-  yield theirs.setting("filter_groups.metric", ours, metric)
-  batches = theirs[limit] if theirs[limit] > 0 else 100
-  yield theirs.setting("filter_groups.max_num_gen_batches", batches, limit)
-  yield Note(
-    limit,
-    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
-    " verl's run, and here the rest of the batch is free",
-  )
+def _filter_metric(theirs: Theirs, name: str) -> str | None:
+  ours = "acc" if theirs[name] == "acc" else "reward"
+  return ours if theirs[f"{FILTER}.enable"] else None
+
+
+def _filter_limit(theirs: Theirs, name: str) -> int | None:
+  limit = theirs[name] if theirs[name] > 0 else 100
+  return limit if theirs[f"{FILTER}.enable"] else None
 
 
 TABLE = {
   # Model, data and rewards.
   f"{MODEL}.path": Row(None, _model),
-  f"{MODEL}.lora_rank": Row(0, _lora),
-  f"{MODEL}.lora_alpha": Row(16),
-  f"{MODEL}.target_modules": Row("all-linear"),
+  f"{MODEL}.lora_rank": Row(0, "lora.rank", rules.none_for_0),
+  f"{MODEL}.lora_alpha": Row(
+    16, "lora.alpha", rules.only_if(f"{MODEL}.lora_rank")
+  ),
+  f"{MODEL}.target_modules": Row("all-linear", rules.lora_targets),
   f"{MODEL}.enable_gradient_checkpointing": Row(
     True, "model.remat", rules.REMAT
   ),
@@ -312,6 +301,7 @@ TABLE = {
   "data.apply_chat_template_kwargs": Row(None, rules.template_options),
   f"{REWARD}.path": Row(None, _rewards),
   f"{REWARD}.name": Row("compute_score"),
+  f"{REWARD}.reward_kwargs": Row(),
   f"{BUFFER}.enable": Row(False),
   f"{BUFFER}.len": Row(0),
   f"{BUFFER}.penalty_factor": Row(1.0),
@@ -390,9 +380,15 @@ TABLE = {
   "algorithm.kl_ctrl.kl_coef": Row(0.001),
   f"{CORRECTION}.rollout_is": Row(None, _correction),
   f"{CORRECTION}.rollout_is_threshold": Row("2.0"),
-  f"{FILTER}.enable": Row(False, _filter_groups),
-  f"{FILTER}.metric": Row(),
-  f"{FILTER}.max_num_gen_batches": Row(0),
+  f"{FILTER}.enable": Row(False, "filter_groups.enable"),
+  f"{FILTER}.metric": Row(None, "filter_groups.metric", _filter_metric),
+  f"{FILTER}.max_num_gen_batches": Row(
+    0,
+    "filter_groups.max_num_gen_batches",
+    _filter_limit,
+    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
+    " verl's run, and here the rest of the batch is free",
+  ),
   # Optimizer.
   f"{ACTOR}.optim.optimizer": Row("AdamW", rules.optimizer),
   f"{ACTOR}.optim.lr": Row(1e-6, "optim.learning_rate"),
@@ -408,30 +404,4 @@ TABLE = {
 
 ALWAYS = (Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),)
 
-IGNORED = {
-  "": "defaults* hydra* *_target_ data.apply_chat_template_kwargs*"
-  f" {REWARD}.reward_kwargs.*",
-  "there is no critic: advantages come from groups": (
-    "critic.* trainer.critic_warmup"
-  ),
-  "loss.correction has token_mask and sequence_mask, which leave the tokens in"
-  " the mean": f"{CORRECTION}.rollout_rs*",
-  "see logits_chunk, optim.micro_batches and optim.packing": (
-    f"{ROLLOUT}.log_prob* {ACTOR}.ppo_max_token_len* {ACTOR}.use_dynamic_bsz"
-    f" {MODEL}.use_remove_padding trainer.balance_batch"
-  ),
-  "there is no inference engine: sampling is in the program": f"{ROLLOUT}.*",
-  "see model.reference, mesh.fsdp, mesh.tensor and mesh.expert": (
-    f"actor_rollout_ref.ref.* {ACTOR}.fsdp_config* {ACTOR}.megatron*"
-    f" {ACTOR}.strategy"
-  ),
-  "prompts are shuffled, and never cut: see data.too_long": (
-    "data.truncation data.shuffle*"
-  ),
-  "see reward.*": "reward.*",
-  "nothing here needs it": (
-    "algorithm.* actor_rollout_ref.* data.* ray_kwargs* ray_init* trainer.*"
-  ),
-}
-
-LIBRARY = Library("verl 0.9", TABLE, ALWAYS, IGNORED, OLDER)
+LIBRARY = Library("verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, OLDER)
