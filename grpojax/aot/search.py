@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 from flax.traverse_util import unflatten_dict
 
 from grpojax.aot import chips, programs, report
@@ -29,8 +28,6 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
 LARGEST_TENSOR = 16
-SAVED = {"full": 1, "selective": 4, "none": 10}
-"""Activations saved of a layer, in sizes of its input; there are more."""
 
 Layout = dict[str, Any]
 """Settings of a layout, by their names in a config."""
@@ -95,7 +92,7 @@ def _try(
   try:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
-    least = _least_memory(settings, mesh)
+    least = memory.training(settings, _model(settings), mesh)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:
     say(f"{name} {words}: {error}")
@@ -106,22 +103,6 @@ def _try(
   verdict = f"{part['seconds']:.3g} s" if part["fits"] else "does not fit"
   say(f"{name} {words}: {gib:.2f} GiB, {verdict}")
   return part if part["fits"] else None
-
-
-def _least_memory(settings: TrainSettings, mesh: jax.sharding.Mesh):
-  """Memory that a run cannot do without, by `training.run.memory`."""
-  scale = SAVED[settings.model.remat]
-  return {
-    phase: [
-      part._replace(bytes=scale * part.bytes)
-      if part.text == "activations"
-      else part
-      for part in parts
-    ]
-    for phase, parts in memory.training(
-      settings, _model(settings), mesh
-    ).items()
-  }
 
 
 def _mesh_settings(mesh: dict[str, int]) -> Layout:

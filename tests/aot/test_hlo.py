@@ -97,11 +97,6 @@ def test_what_is_no_module_is_refused(text):
     hlo.parse(text)
 
 
-def test_tokens_must_not_be_negative():
-  with pytest.raises(ValueError, match="token_loop_trips=-1"):
-    costs("ENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}", tokens=-1)
-
-
 def test_an_unknown_opcode_costs_its_bytes():
   found = costs("""ENTRY %e (p: f32[100]) -> f32[50] {
   %p = f32[100]{0} parameter(0)
