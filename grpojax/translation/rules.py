@@ -24,7 +24,7 @@ class Setting(NamedTuple):
 
 
 class Note(NamedTuple):
-  """What a setting of theirs means here, or that it has no counterpart."""
+  """Sentence on what a setting of theirs means here, or that it is missing."""
 
   theirs: str
   text: str

@@ -29,15 +29,15 @@ def settled(translation: Translation) -> dict[str, Setting]:
     by_name[one.name] = one._replace(value=_typed(one, known.get(one.name)))
   order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   order += [name for name in by_name if name not in order]
-  wanted = {}
+  settings = {}
   for name in order:
     one = by_name.get(name)
     if one and (
       one.value != known.get(name)
       or (one.theirs and "(default)" not in one.theirs)
     ):
-      wanted[name] = one
-  return wanted
+      settings[name] = one
+  return settings
 
 
 def _typed(setting: Setting, default: Any) -> Any:
