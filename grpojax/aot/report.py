@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from grpojax.aot import chips, parts, programs, roofline, topology
 from grpojax.aot.chips import Chip
@@ -115,8 +114,9 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   if name == "rollout":
     of_which["cache"] = min(_cache_bytes(run), temporary)
   elif name in ("update", "step"):
-    gradients = _float32_bytes(run.state.params)
-    of_which["gradients"] = min(gradients, temporary)
+    leaves = jax.tree.leaves(run.state.params)
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) for x in leaves]
+    of_which["gradients"] = min(4 * sum(sizes), temporary)  # in float32
   return {
     "parameters": params,
     "optimizer": optimizer,
@@ -124,15 +124,6 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
     **of_which,
     "temporaries": temporary - sum(of_which.values()),
   }
-
-
-def _float32_bytes(params: PyTree) -> int:
-  return shard_bytes(
-    jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding),
-      params,
-    )
-  )
 
 
 def _part(

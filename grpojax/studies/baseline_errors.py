@@ -27,20 +27,12 @@ from grpojax.studies.errors import best_baseline
 
 
 class Pool(NamedTuple):
-  """S completions of one prompt.
+  """S completions of one prompt."""
 
-  Attributes:
-    gram: inner products of their scores.
-    rewards: rewards, one each.
-    lengths: lengths in tokens.
-    logit_score_sq: squared lengths of the scores of their logits, from
-      `weighted_baselines.logit_score_sq`.
-  """
-
-  gram: Float[np.ndarray, "S S"]
+  gram: Float[np.ndarray, "S S"]  # inner products of their scores
   rewards: Float[np.ndarray, "S"]
-  lengths: Float[np.ndarray, "S"]
-  logit_score_sq: Float[np.ndarray, "S"]
+  lengths: Float[np.ndarray, "S"]  # in tokens
+  logit_score_sq: Float[np.ndarray, "S"]  # from `core.advantages`
 
 
 Advantage = Callable[[Pool], Array]  # of groups, fields [n, G] -> [n, G]

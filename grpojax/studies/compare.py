@@ -217,11 +217,7 @@ def table(
 def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
   """Draws reward along training, by learning rate, and the differences.
 
-  Args:
-    rows: rows of curves.csv.
-    tuned: rewards of the tuning.
-    lines: rows of results.csv.
-    path: PNG to write.
+  `rows` are those of curves.csv, `lines` those of results.csv.
   """
   with study.picture(path, 1, 3) as axes:
     along, by_rate, more = axes[0]
@@ -264,12 +260,7 @@ def write(
 ) -> None:
   """Writes the tables and the picture, and prints the result.
 
-  Args:
-    config: the study's config.
-    directory: the study's directory.
-    tuned: rewards of the tuning.
-    rates: learning rates that were chosen, one an arm.
-    runs: runs of the comparison, for each arm and seed.
+  There are a learning rate that was chosen, and runs by seed, for each arm.
   """
   arms = config.arms
   rewards, accuracies, curves = [], [], []

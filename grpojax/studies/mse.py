@@ -114,19 +114,12 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 
 class Bench(NamedTuple):
-  """All that one configuration's prompts need.
-
-  Attributes:
-    policy: the model.
-    batches: one prompt each, with its example.
-    sampler: sampler of one pool, from `step.sampling.make_sampler`.
-    score: function from `errors.make_score`.
-  """
+  """All that one configuration's prompts need."""
 
   policy: policy_lib.Policy
-  batches: list
-  sampler: Any
-  score: Any
+  batches: list  # one prompt each, with its example
+  sampler: Any  # of one pool, from `step.sampling.make_sampler`
+  score: Any  # from `errors.make_score`
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
@@ -185,21 +178,13 @@ def prompt_key(seed: int, name: str, index: int) -> jax.Array:
 
 
 class Sampled(NamedTuple):
-  """Completions of one prompt: pools, one after another.
+  """Completions of one prompt: pools, one after another."""
 
-  Attributes:
-    mask: True on their tokens.
-    rewards: a reward each.
-    gram: inner products of their scores.
-    distinct: number of different ones.
-    logprobs: log-probabilities of their tokens.
-  """
-
-  mask: np.ndarray
-  rewards: np.ndarray
-  gram: np.ndarray
-  distinct: int
-  logprobs: np.ndarray
+  mask: np.ndarray  # [S, T], True on their tokens
+  rewards: np.ndarray  # [S]
+  gram: np.ndarray  # [S, S], inner products of their scores
+  distinct: int  # number of different ones
+  logprobs: np.ndarray  # [S, T]
 
 
 def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
@@ -217,13 +202,8 @@ def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
   gram, distinct = errors.score_gram(
     bench.score, bench.policy.params, prompts, np.concatenate(ids), mask
   )
-  return Sampled(
-    mask,
-    np.array(rewards, np.float32),
-    gram,
-    distinct,
-    np.concatenate(logprobs),
-  )
+  rewards = np.array(rewards, np.float32)
+  return Sampled(mask, rewards, gram, distinct, np.concatenate(logprobs))
 
 
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):

@@ -92,38 +92,25 @@ def config_errors(config: ConfigDict) -> list[str]:
 class Bandit(NamedTuple):
   """The bandit and its optimum: all that theory needs.
 
-  Attributes:
-    problem: the bandit.
-    optimum: theta*.
-    curvature: H = -grad^2 J(theta*).
-    eta: numerator of the step sizes, 1 / the smallest curvature; the 1/n rate
-      needs more than half of that.
-    best: J*.
+  The numerator of the step sizes, eta, is 1 / the smallest curvature; the 1/n
+  rate needs more than half of that.
   """
 
   problem: tabular.Problem
-  optimum: Float[np.ndarray, "d"]
-  curvature: Float[np.ndarray, "d d"]
+  optimum: Float[np.ndarray, "d"]  # theta*
+  curvature: Float[np.ndarray, "d d"]  # H = -grad^2 J(theta*)
   eta: float
-  best: float
+  best: float  # J*
 
 
 class Outcome(NamedTuple):
-  """One estimator at one group size, all in units of n times the reward.
+  """One estimator at one group size, all in units of n times the reward."""
 
-  Attributes:
-    gaps: n (J* - J(theta_n)) of every run, for each n of config.steps.
-    limit: quantiles of the limit distribution.
-    limit_mean: mean of the limit distribution.
-    linear_mean: mean for each n if J were quadratic.
-    bands: 95% bounds of the distances that chance makes (KS, Wasserstein-1).
-  """
-
-  gaps: Float[np.ndarray, "S R"]
-  limit: Float[np.ndarray, "Q"]
+  gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) of each n and run
+  limit: Float[np.ndarray, "Q"]  # quantiles of the limit distribution
   limit_mean: float
-  linear_mean: Float[np.ndarray, "S"]
-  bands: tuple[float, float]
+  linear_mean: Float[np.ndarray, "S"]  # for each n if J were quadratic
+  bands: tuple[float, float]  # 95% of the KS and W1 that chance makes
 
 
 Outcomes = Mapping[tuple[str, int], Outcome]

@@ -227,9 +227,9 @@ def none_for_0(theirs: Theirs, name: str) -> Any:
   return theirs[name] or None
 
 
-def max_grad_norm(theirs: Theirs, name: str) -> float | None:
+def max_grad_norm(theirs: Theirs, name: str) -> float:
   """A bound of the gradient's norm; with 0 one that is never reached."""
-  return None if theirs[name] is None else theirs[name] or 1e9
+  return theirs[name] or 1e9
 
 
 def known_trackers(theirs: Theirs, name: str) -> tuple[str, ...]:
