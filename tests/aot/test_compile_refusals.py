@@ -47,7 +47,6 @@ WHOLE = dataclasses.asdict(PART)
   "damage",
   [
     "",
-    "[1]",
     "null",
     '{"memory_bytes": 3}',  # what is missing would be 0
     json.dumps(WHOLE | {"more": 1}),
