@@ -23,7 +23,7 @@ from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   score_norm_sums,
 )
-from grpojax.studies.errors import best_baseline
+from grpojax.studies.errors import best_baseline, without_each
 
 
 class Pool(NamedTuple):
@@ -134,10 +134,7 @@ def measure(
   inside = pool.gram[groups[..., :, None], groups[..., None, :]]  # [b, m, G, G]
 
   # |g|^2 of the whole pool, and without each of its blocks.
-  samples = np.arange(n)
-  subsets = [samples] + [
-    np.delete(samples.reshape(blocks, -1), i, 0).ravel() for i in range(blocks)
-  ]
+  subsets = [np.arange(n), *without_each(blocks, n)]
   truth = np.array([gradient_sq(pool, constant, x) for x in subsets])
 
   advantage_of = estimators(

@@ -254,7 +254,7 @@ def group_errors(
   """
   size = len(rewards) // blocks
   rewards = rewards.astype(np.float64)
-  subsets = [np.arange(blocks), *_without_each(blocks)]
+  subsets = [np.arange(blocks), *without_each(blocks, blocks)]
   errors = []
   for g in group_sizes:
     terms = _terms(gram, rewards, g, blocks, baseline)
@@ -267,14 +267,15 @@ def moment_replicates(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"], blocks: int
 ) -> Moments:
   """Estimates the moments without each of the pool's blocks, [blocks]."""
-  samples = np.arange(len(rewards)).reshape(blocks, -1)
-  subsets = [samples[chosen].ravel() for chosen in _without_each(blocks)]
+  subsets = without_each(blocks, len(rewards))
   replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in subsets]
   return Moments(*np.array(replicates).T)
 
 
-def _without_each(blocks: int) -> list[np.ndarray]:
-  return [np.delete(np.arange(blocks), i) for i in range(blocks)]
+def without_each(blocks: int, count: int) -> list[np.ndarray]:
+  """Indices below `count` without those of each block."""
+  by_block = np.arange(count).reshape(blocks, -1)
+  return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 
 
 def jackknife(
