@@ -69,18 +69,18 @@ def main(argv: list[str]) -> int:
     if out:
       disk.check_file(out, "--out")  # before hours of compiling
     settings = from_config(config)
-    devices, chip = topology.devices(flags.topology)
+    machine = topology.machine(flags.topology)
     if flags.search:
       search.check(settings)
     else:
-      mesh = setup.make_mesh(settings, devices)
+      mesh = setup.make_mesh(settings, machine.devices)
       batches_lib.check_mesh(settings, mesh)
       run = programs.open_run(settings, mesh)
   if flags.search:
-    result = search.search(settings, devices, flags.topology, chip, _say)
+    result = search.search(settings, machine, _say)
     text = search.lines(result)
   else:
-    result = report.report(run, flags.topology, chip, _say)
+    result = report.report(run, machine, _say)
     text = report.lines(result)
   print("\n".join(text), flush=True)
   if out:

@@ -24,6 +24,7 @@ from grpojax.runtime.files import records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
+from grpojax.translation.rules import Note
 
 FLAGS = {
   "file": setting("", "the configuration of TRL or verl"),
@@ -61,34 +62,15 @@ def translate_file(
     )
   library = LIBRARIES[counts.index(max(counts))]
   translation = rules.translate(library, source.settings, processes, examples)
-  unread = tuple(
-    rules.Missing(
-      name,
-      f"{text} is no plain value: what the library has by default is"
-      " taken; set it yourself",
-    )
-    for name, text in source.unread.items()
-  )
-  translation = translation._replace(missing=unread + translation.missing)
-  if not any(f"{path}:" in str(one.value) for one in translation.settings):
-    return translation
-  note = rules.Differs(
-    "reward_funcs",
-    f"workers import {path}: what starts its training has to stand under"
-    " `if __name__ == '__main__'`, or the functions in a file of their own",
-  )
-  return translation._replace(differs=(*translation.differs, note))
-
-
-def _print_notes(translation: rules.Translation) -> None:
-  """Prints what means something else, and what has no counterpart."""
-  titles = {
-    "means something else here": translation.differs,
-    "has no counterpart": translation.missing,
-  }
-  for title, notes in titles.items():
-    for line in dict.fromkeys(f"{n.theirs} {title}: {n.text}" for n in notes):
-      print(printable(f"- {line}"))
+  notes = [*translation.notes]
+  for name, text in source.unread.items():
+    text += " is no plain value: the library's default is taken; set it"
+    notes.append(Note(name, text, missing=True))
+  if any(f"{path}:" in str(one.value) for one in translation.settings):
+    text = f"workers import {path}: what starts its training has to stand under"
+    text += " `if __name__ == '__main__'`, or they in a file of their own"
+    notes.append(Note("reward_funcs", text))
+  return translation._replace(notes=tuple(notes))
 
 
 def main(argv: list[str]) -> None:
@@ -108,7 +90,9 @@ def main(argv: list[str]) -> None:
     if flags.out:
       records.write_text(flags.out, text)
       print(f"{file} ({translation.library}) -> {flags.out}")
-      _print_notes(translation)
+      for note in dict.fromkeys(translation.notes):
+        means = "has no counterpart" if note.missing else "means something else"
+        print(printable(f"- {note.theirs} {means}: {note.text}"))
     else:
       print(text, end="")
     try:

@@ -98,14 +98,6 @@ def test_a_step_on_a_slice(tmp_path, chip):
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_twice(tmp_path):
-  first, found = compile_step(tmp_path, "--topology=cpu:2")
-  assert "kept from before" not in first.stderr
-  again, same = compile_step(tmp_path, "--topology=cpu:2")
-  assert again.stderr.count("kept from before") == 3 and same == found
-
-
-@pytest.mark.slow
 def test_the_fused_step(tmp_path):
   words = ["--config.reward.on_device=True", "--topology=cpu:2"]
   words += ["--config.data.max_prompt_length=32"]
@@ -158,7 +150,8 @@ def test_exit_codes(monkeypatch, capsys, search, fits, code):
     monkeypatch.setattr(module, name, lambda *_: found)
     monkeypatch.setattr(module, "lines", lambda found: ["said"])
   monkeypatch.setattr(program.search, "check", lambda config: None)
-  monkeypatch.setattr(program.topology, "devices", lambda name: ([], None))
+  machine = topology.Machine("cpu:2", None, [])
+  monkeypatch.setattr(program.topology, "machine", lambda name: machine)
   monkeypatch.setattr(program.setup, "make_mesh", lambda *_: None)
   monkeypatch.setattr(program.batches_lib, "check_mesh", lambda *_: None)
   monkeypatch.setattr(program.programs, "open_run", lambda *_: None)

@@ -35,70 +35,28 @@ _BOOK = (
   "https://jax-ml.github.io/scaling-book/tpus (ICI one-way bandwidth a link)"
 )
 _GOOGLE = "https://docs.cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 
 CHIPS: dict[str, Chip] = {
-  "v4": Chip(
-    flops=275e12,  # "275 teraflops (bf16 or int8)"
-    hbm_bytes=32 * _GIB,
-    hbm_bandwidth=1200e9,
-    link_bandwidth=45e9,
-    source=f"{_GOOGLE}v4; {_BOOK}",  # its two cores are one (megacore)
-  ),
-  "v5e": Chip(
-    flops=197e12,
-    hbm_bytes=16 * _GIB,
-    hbm_bandwidth=819e9,
-    link_bandwidth=45e9,  # Google: 400 GB/s over 4 ports, both ways
-    source=f"{_GOOGLE}v5e; {_BOOK}",
-  ),
-  "v5p": Chip(
-    flops=459e12,
-    hbm_bytes=95 * _GIB,  # of 96 GiB, less what the system keeps
-    hbm_bandwidth=2765e9,
-    link_bandwidth=90e9,  # Google: 1200 GB/s over 6 links, both ways
-    source=f"{_GOOGLE}v5p; {_BOOK}",
-  ),
-  "v6e": Chip(
-    flops=918e12,
-    hbm_bytes=32 * _GIB,
-    hbm_bandwidth=1638e9,
-    link_bandwidth=90e9,  # Google: 800 GB/s over 4 ports, both ways
-    source=f"{_GOOGLE}v6e; {_BOOK}",
-  ),
-  "tpu7x": Chip(
-    flops=2307e12,
-    hbm_bytes=192 * _GIB,
-    hbm_bandwidth=7380e9,
-    # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
-    # which does not have this chip, has nine tenths of that for the others.
-    link_bandwidth=90e9,
-    source=f"{_GOOGLE}tpu7x",
-    devices=2,  # "two TPU devices": the chiplets share the links
-  ),
-  # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways.
-  "h100": Chip(
-    flops=989e12,  # dense; data sheets print twice that, with sparsity
-    hbm_bytes=80 * 10**9,
-    hbm_bandwidth=3350e9,
-    link_bandwidth=450e9,
-    source="https://www.nvidia.com/en-us/data-center/h100 (SXM)",
-  ),
-  "h200": Chip(
-    flops=989e12,
-    hbm_bytes=141 * 10**9,
-    hbm_bandwidth=4800e9,
-    link_bandwidth=450e9,
-    source="https://www.nvidia.com/en-us/data-center/h200 (SXM)",
-  ),
+  # v4's two cores are one (megacore). "275 teraflops (bf16 or int8)".
+  "v4": Chip(275e12, 32 * _GIB, 1200e9, 45e9, f"{_GOOGLE}v4; {_BOOK}"),
+  # Links, Google: 400 GB/s over 4 ports, both ways.
+  "v5e": Chip(197e12, 16 * _GIB, 819e9, 45e9, f"{_GOOGLE}v5e; {_BOOK}"),
+  # 96 GiB, less what the system keeps; 1200 GB/s over 6 links, both ways.
+  "v5p": Chip(459e12, 95 * _GIB, 2765e9, 90e9, f"{_GOOGLE}v5p; {_BOOK}"),
+  # 800 GB/s over 4 ports, both ways.
+  "v6e": Chip(918e12, 32 * _GIB, 1638e9, 90e9, f"{_GOOGLE}v6e; {_BOOK}"),
+  # 1200 GB/s over the 6 links of a 3D torus, both ways: 100 GB/s; the book,
+  # which does not have this chip, has nine tenths of that for the others. "Two
+  # TPU devices": the chiplets share the links.
+  "tpu7x": Chip(2307e12, 192 * _GIB, 7380e9, 90e9, f"{_GOOGLE}tpu7x", 2),
+  # NVLink joins all GPUs of a node by a switch: 900 GB/s both ways. Products
+  # are dense; data sheets print twice that, with sparsity.
+  "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, f"{_NVIDIA}h100 (SXM)"),
+  "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, f"{_NVIDIA}h200 (SXM)"),
   # Made up, so that a program can be tried on virtual devices of a CPU: its
   # times mean nothing.
-  "cpu": Chip(
-    flops=1e12,
-    hbm_bytes=16 * _GIB,
-    hbm_bandwidth=50e9,
-    link_bandwidth=10e9,
-    source="nominal: no CPU was measured",
-  ),
+  "cpu": Chip(1e12, 16 * _GIB, 50e9, 10e9, "nominal: no CPU was measured"),
 }
 
 

@@ -15,24 +15,17 @@ from grpojax.aot.hlo import (
 class Collective(NamedTuple):
   """Collective operation of a program.
 
-  Attributes:
-    kind: Opcode, "all-gather", "reduce-scatter", ... ; one that XLA fuses of an
-      all-reduce and a slice of its result counts as a reduce-scatter.
-    bytes: Bytes that each device sends in one run.
-    trips: Number of runs.
-    in_token_loop: True where the token loop runs it.
-    group_size: Number of devices that it joins.
-    op_name: Place in the traced program that it comes from.
-    name: Name of the instruction.
+  One that XLA fuses of an all-reduce and a slice of its result counts as a
+  reduce-scatter.
   """
 
-  kind: str
-  bytes: int
-  trips: int
+  kind: str  # opcode: "all-gather", "reduce-scatter", ...
+  bytes: int  # that each device sends in one run
+  trips: int  # number of runs
   in_token_loop: bool
-  group_size: int
-  op_name: str
-  name: str
+  group_size: int  # number of devices that it joins
+  op_name: str  # place in the traced program that it comes from
+  name: str  # of the instruction
 
 
 def _ring(kind: str, operand: int, result: int, n: int) -> float:
@@ -104,7 +97,7 @@ def find(
 
   Returns:
     The collectives with trips 1, outside of the token loop; and the names of
-    those of them in `inside` that were paid for before.
+    those in `inside` that were paid for before.
   """
   collectives, paid = [], set()
   for i in inside.instructions.values():

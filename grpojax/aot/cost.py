@@ -13,39 +13,23 @@ from grpojax.aot.hlo import Computation, Instruction, Module
 
 
 class InstructionCost(NamedTuple):
-  """Instruction of the schedule, and its costs.
-
-  Attributes:
-    name: Name of the instruction.
-    opcode: Opcode of `hlo.Instruction`.
-    op_name: Place in the traced program that it comes from.
-    flops: Operations of its matrix products, in one run.
-    bytes: HBM bytes that it reads and writes, in one run.
-    trips: Number of runs.
-    in_token_loop: True where the token loop runs it.
-    collectives: Collectives by which it sends to other devices.
-  """
+  """Instruction of the schedule, and its costs."""
 
   name: str
   opcode: str
-  op_name: str
-  flops: int
-  bytes: int
-  trips: int
+  op_name: str  # place in the traced program that it comes from
+  flops: int  # of its matrix products, in one run
+  bytes: int  # of HBM that it reads and writes, in one run
+  trips: int  # number of runs
   in_token_loop: bool
-  collectives: tuple[Collective, ...]
+  collectives: tuple[Collective, ...]  # by which it sends to other devices
 
 
 class Cost(NamedTuple):
-  """Costs of one run of a program, on each device.
+  """Costs of one run of a program, on each device."""
 
-  Attributes:
-    instructions: Instructions that move or compute anything.
-    token_loops: op_names of the loops that were taken for the token loop.
-  """
-
-  instructions: tuple[InstructionCost, ...]
-  token_loops: tuple[str, ...]
+  instructions: tuple[InstructionCost, ...]  # that move or compute anything
+  token_loops: tuple[str, ...]  # op_names of what was taken for the token loop
 
   @property
   def flops(self) -> int:
@@ -176,17 +160,9 @@ def cost(module: Module, token_loop_trips: int) -> Cost:
   Of a conditional the heaviest branch counts. A loop that something else than a
   counter can end is taken for a token loop, which decodes until all samples
   have ended. It runs as often as its counter allows (`trips.trip_count`); where
-  that is not known `token_loop_trips` times, and once within another one.
-
-  Args:
-    module: Program, from `hlo.parse`.
-    token_loop_trips: Number of trips of the token loop: tokens of a completion.
-
-  Raises:
-    ValueError: `token_loop_trips` is negative.
+  that is not known `token_loop_trips` times, the tokens of a completion, and
+  once within another one.
   """
-  if token_loop_trips < 0:
-    raise ValueError(f"token_loop_trips={token_loop_trips}: must be 0 or more")
   walk = _Walk(module, token_loop_trips, 1, False, {}, "", [])
   entry = module.computations[module.entry]
   return Cost(tuple(_walk(walk, entry)), tuple(walk.token_loops))

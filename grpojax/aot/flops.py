@@ -8,6 +8,7 @@ bound by memory in any model of ours and counted there (`aot/memory.py`).
 import functools
 import math
 import re
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,64 +22,64 @@ def _dims(
   return computation.instructions[name].shapes[0].dims
 
 
+class _Dimension(NamedTuple):
+  """A dimension of a convolution's window; `low` is its padding before."""
+
+  size: int
+  stride: int
+  low: int
+  lhs_dilate: int
+  rhs_dilate: int
+
+
+_DEFAULTS = {"stride": "1", "pad": "0", "lhs_dilate": "1", "rhs_dilate": "1"}
+
+
+def _window(instruction: Instruction) -> list[_Dimension]:
+  """Dimensions of window={size=2x4 pad=0_0x1_1 ...}."""
+  text = (attribute(instruction, "window") or "{}").strip("{}")
+  words = dict(part.split("=") for part in text.split())
+  sizes = words.get("size", "").split("x") if words else []
+  columns = [sizes]
+  for key, default in _DEFAULTS.items():
+    values = words[key].split("x") if key in words else [default] * len(sizes)
+    columns.append([value.split("_")[0] for value in values])
+  return [_Dimension(*map(int, row)) for row in zip(*columns, strict=True)]
+
+
 @functools.cache
-def _valid_positions(
-  size: int,
-  stride: int,
-  low: int,
-  base: int,
-  window: int,
-  length: int,
-  out: int,
-) -> int:
-  """Number of (output, window) positions of one dimension that meet an input.
+def _valid_positions(window: _Dimension, length: int, out: int) -> int:
+  """Number of (output, window) positions of a dimension that meet an input.
 
   Neither padding nor the holes of a dilated input count, as in XLA's
   HloCostAnalysis::HandleConvolution.
   """
-  reached = np.arange(out) * stride - low
+  base = window.lhs_dilate
+  reached = np.arange(out) * window.stride - window.low
   count = 0
-  for k in range(size):
-    at = reached + k * window
+  for k in range(window.size):
+    at = reached + k * window.rhs_dilate
     count += int(np.sum((at % base == 0) & (at >= 0) & (at < length * base)))
   return count
 
 
-def _window(instruction: Instruction) -> dict[str, list[str]]:
-  """Reads window={...} as {"size": ["2", "4"], "pad": ["0_0", "1_1"]}."""
-  text = (attribute(instruction, "window") or "{}").strip("{}")
-  return {
-    key: value.split("x") for key, value in (p.split("=") for p in text.split())
-  }
-
-
 def _convolution(instruction: Instruction, computation: Computation) -> int:
   """Counts a convolution. On TPU every dot is one, with windows for batches."""
-  lhs, rhs = (_dims(instruction, computation, n) for n in (0, 1))
-  out = instruction.shapes[0].dims
-  names = re.fullmatch(
+  labels = re.fullmatch(
     r"(\w+)_(\w+)->(\w+)", attribute(instruction, "dim_labels")
   ).groups()
-  lhs, rhs, out = (
-    dict(zip(n, dims, strict=True))
-    for n, dims in zip(names, (lhs, rhs, out), strict=True)
+  arrays = (
+    _dims(instruction, computation, 0),
+    _dims(instruction, computation, 1),
+    instruction.shapes[0].dims,
   )
-  window = _window(instruction)
+  lhs, rhs, out = (
+    dict(zip(names, dims, strict=True))
+    for names, dims in zip(labels, arrays, strict=True)
+  )
   positions = 1
-  for d, size in enumerate(window.get("size", ())):
-
-    def field(key, default="1", d=d):
-      return window[key][d] if key in window else default
-
-    positions *= _valid_positions(
-      size=int(size),
-      stride=int(field("stride")),
-      low=int(field("pad", "0_0").split("_")[0]),
-      base=int(field("lhs_dilate")),
-      window=int(field("rhs_dilate")),
-      length=lhs[str(d)],
-      out=out[str(d)],
-    )
+  for d, window in enumerate(_window(instruction)):
+    positions *= _valid_positions(window, lhs[str(d)], out[str(d)])
   groups = int(attribute(instruction, "batch_group_count") or 1)
   # The kernel's input features are those of one feature group already.
   return 2 * rhs["i"] * rhs["o"] * lhs["b"] // groups * positions
@@ -134,25 +135,20 @@ def _groups_skipped(instruction: Instruction) -> int:
   mask, in a fusion that skips tiles outside of a row's own group. Tiles that a
   border between groups runs through are done twice: not counted.
   """
-  size, dilated = (_window(instruction).get(k) for k in ("size", "lhs_dilate"))
-  if not dilated:
-    return 1
   return math.prod(
-    int(s) for s, b in zip(size, dilated, strict=True) if s == b and int(s) > 1
+    d.size for d in _window(instruction) if d.size == d.lhs_dilate
   )
 
 
-def flops(instructions: Computation, fusion: Instruction) -> int:
+def flops(inside: Computation, fusion: Instruction) -> int:
   """Counts the operations of one run of an instruction.
 
-  Args:
-    instructions: Computation of the instruction, from `memory.contents`.
-    fusion: Instruction itself.
+  `inside` is the instruction by `memory.contents`, `fusion` itself.
   """
   total = 0
   ragged = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in fusion.attributes
-  for i in instructions.instructions.values():
+  for i in inside.instructions.values():
     if i.opcode in _COUNTS:
-      count = _COUNTS[i.opcode](i, instructions)
+      count = _COUNTS[i.opcode](i, inside)
       total += count // (_groups_skipped(i) if ragged else 1)
   return total

@@ -13,15 +13,12 @@ from typing import NamedTuple
 class Shape(NamedTuple):
   """Array of a value; a tuple's value has several, nesting dropped.
 
-  Attributes:
-    dtype: Format as HLO spells it, "bf16", "pred", "token".
-    dims: Sizes on one device; a bounded dynamic size counts as its bound.
-    memory_space: Number of the memory: 0 is the device's main memory (HBM); on
-      TPU others are VMEM (1), SMEM, semaphores, the host's memory (5).
+  Memory 0 is the device's main memory (HBM); on TPU others are VMEM (1), SMEM,
+  semaphores, the host's memory (5).
   """
 
-  dtype: str
-  dims: tuple[int, ...]
+  dtype: str  # as HLO spells it: "bf16", "pred", "token"
+  dims: tuple[int, ...]  # on one device; of a dynamic size the bound
   memory_space: int = 0
 
   @property
@@ -36,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Instruction(NamedTuple):
-  """Line of a computation.
+  """Line of a computation: NAME = SHAPES OPCODE(LITERAL), ATTRIBUTES.
 
   Attributes:
     name: Name without the percent sign.
@@ -46,8 +43,7 @@ class Instruction(NamedTuple):
       parameter has none, but a `literal`.
     literal: Text in the parentheses.
     attributes: Text behind the parentheses.
-    called: Computations that it runs or applies, with their attributes:
-      ("body", "region_1"), ("calls", "fused_computation").
+    called: Computations that it runs or applies, ("body", "region_1") for one.
     op_name: Place in the traced program that it comes from, "" if unknown.
     is_root: True where its value is the computation's result.
   """
@@ -82,19 +78,11 @@ class Computation(NamedTuple):
 
 
 class Module(NamedTuple):
-  """Program of one device.
+  """Program of one device."""
 
-  Attributes:
-    name: Name that XLA gives it, "jit_step".
-    computations: Computations by name.
-    entry: Name of the computation that the program starts with.
-    devices: Number of devices that run the program together.
-  """
-
-  name: str
   computations: dict[str, Computation]
-  entry: str
-  devices: int
+  entry: str  # name of the computation that the program starts with
+  devices: int  # that run the program together
 
 
 def _bits(dtype: str) -> int:
@@ -210,7 +198,7 @@ def parse(text: str) -> Module:
     raise ValueError(f"HLO module {name[1]} has no ENTRY computation")
   first = text.split("\n", 1)[0]
   counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first)
-  return Module(name[1], computations, entry, math.prod(map(int, counts)))
+  return Module(computations, entry, math.prod(map(int, counts)))
 
 
 def attribute(instruction: Instruction, key: str) -> str | None:

@@ -176,10 +176,8 @@ def hbm_bytes(
 ) -> int:
   """Returns the bytes of HBM that one run of an instruction moves.
 
-  Args:
-    inside: Computation of the instruction, from `contents`.
-    shapes: Shapes of its result.
-    paid: Names in `inside` of collectives that another instruction pays for.
+  `inside` is the instruction by `contents`, `shapes` are those of its result,
+  and `paid` names collectives that another instruction pays for.
   """
   results = _results(inside)
   in_place = frozenset(i.name for i in results if i.opcode in _IN_PLACE)

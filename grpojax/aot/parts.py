@@ -21,6 +21,7 @@ import jax
 
 from grpojax.aot import cost, hlo, roofline
 from grpojax.aot.chips import Chip
+from grpojax.aot.topology import Machine
 from grpojax.runtime.files import records
 
 VERSION = 2  # of what is kept; count up when the counting changes
@@ -30,51 +31,38 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-  """Program on one device (a chip, or the part of one that XLA sees).
+  """Program on one device (a chip, or the part of one that XLA sees)."""
 
-  Attributes:
-    memory_bytes: Bytes of arguments, of results that are not written in their
-      place, and of all temporaries.
-    temporary_bytes: Bytes of temporaries.
-    flops: Operations of matrix products.
-    bytes: Bytes read from HBM and written to it.
-    collective_bytes: Bytes sent to other chips.
-    token_loop_collective_bytes: Those of them that the token loop sends.
-    collectives: Bytes and runs of collectives, by kind.
-    seconds: Estimate, one thing after another.
-    overlapped_seconds: Estimate, if all ran side by side.
-    token_loop_seconds: Part of `seconds` in the token loop.
-    compile_seconds: Seconds to compile it.
-    heaviest: Instructions that move most, as (bytes, place in the code).
-    error: Reason why XLA refused to compile it, or "".
-  """
-
-  memory_bytes: int
+  memory_bytes: int  # arguments, new results and temporaries
   temporary_bytes: int = 0
-  flops: int = 0
-  bytes: int = 0
-  collective_bytes: int = 0
-  token_loop_collective_bytes: int = 0
+  flops: int = 0  # of matrix products
+  bytes: int = 0  # read from HBM and written to it
+  collective_bytes: int = 0  # sent to other chips
+  token_loop_collective_bytes: int = 0  # those that the token loop sends
   collectives: dict[str, dict[str, int]] = dataclasses.field(
     default_factory=dict
-  )
-  seconds: float = 0.0
-  overlapped_seconds: float = 0.0
-  token_loop_seconds: float = 0.0
+  )  # bytes and runs, by kind
+  seconds: float = 0.0  # estimate, one thing after another
+  overlapped_seconds: float = 0.0  # estimate, if all ran side by side
+  token_loop_seconds: float = 0.0  # part of `seconds` in the token loop
   compile_seconds: float = 0.0
-  heaviest: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-  error: str = ""
+  heaviest: list[tuple[int, str]] = dataclasses.field(
+    default_factory=list
+  )  # instructions that move most: bytes, place in the code
+  error: str = ""  # reason why XLA refused to compile it
+
+
+_ADDED = (
+  "flops bytes collective_bytes token_loop_collective_bytes seconds "
+  "overlapped_seconds token_loop_seconds"
+).split()
 
 
 def repeated(part: Part, runs: int) -> Part:
   """Returns the needs of several runs, one after another, in one memory."""
-  counts = (
-    "flops bytes collective_bytes token_loop_collective_bytes seconds "
-    "overlapped_seconds token_loop_seconds"
-  ).split()
   return dataclasses.replace(
     part,
-    **{name: runs * getattr(part, name) for name in counts},
+    **{name: runs * getattr(part, name) for name in _ADDED},
     collectives={
       kind: {name: runs * count for name, count in of.items()}
       for kind, of in part.collectives.items()
@@ -136,35 +124,28 @@ def _count(compiled: Any, chip: Chip, trips: int) -> Part:
 
 
 def _compile(lowered: jax.stages.Lowered, chip: Chip, trips: int) -> Part:
-  start, compiled = time.perf_counter(), None
+  start = time.perf_counter()
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     memory = _out_of_memory(error)
     if memory is None:
       raise
-  seconds = time.perf_counter() - start
-  if compiled is None:
+    seconds = time.perf_counter() - start
     return Part(memory, compile_seconds=seconds, error="out of memory")
+  seconds = time.perf_counter() - start
   part = _count(compiled, chip, trips)
   return dataclasses.replace(part, compile_seconds=seconds)
 
 
 def _read(file: pathlib.Path) -> Part | None:
   """Reads a result; None if there is none, or it is damaged."""
-  fields = {field.name: field for field in dataclasses.fields(Part)}
   try:
     values = json.loads(file.read_text())
-    if values.keys() != fields.keys():
-      return None
-  except (OSError, ValueError, AttributeError):
+    complete = len(values) == len(dataclasses.fields(Part))
+    return Part(**values) if complete else None
+  except (OSError, ValueError, TypeError):
     return None
-  numbers = (
-    values[n] for n, field in fields.items() if field.type in (int, float)
-  )
-  if not all(isinstance(n, (int, float)) for n in numbers):
-    return None
-  return Part(**values)
 
 
 def _write(file: pathlib.Path, part: Part) -> None:
@@ -176,22 +157,16 @@ def _write(file: pathlib.Path, part: Part) -> None:
 
 
 def measure(
-  lowered: jax.stages.Lowered, topology: str, chip: Chip, trips: int
+  lowered: jax.stages.Lowered, machine: Machine, trips: int
 ) -> tuple[Part, bool]:
-  """Compiles a program, or takes the result of the last time.
+  """Compiles a program, or takes the result of the last time, which is said.
 
-  Args:
-    lowered: Program.
-    topology: Name of the machine.
-    chip: Peaks of a whole chip.
-    trips: Number of trips of the token loop.
-
-  Returns:
-    The result, and True where it is that of the last time.
+  `trips` is the number of trips of the token loop.
   """
   text = lowered.as_text()
   flags = [f"{name}={os.environ.get(name, '')}" for name in _FLAGS]
-  key = f"{VERSION}|{_versions()}|{flags}|{topology}|{trips}|{chip}|{text}"
+  chip = machine.chip
+  key = f"{VERSION}|{_versions()}|{flags}|{machine.name}|{trips}|{chip}|{text}"
   name = hashlib.sha256(key.encode()).hexdigest()
   file = cache_directory() / f"{name}.json"
   part = _read(file)

@@ -29,52 +29,36 @@ from grpojax.training.step.batch import aggregation
 
 
 class Run(NamedTuple):
-  """Training run as shapes.
-
-  Attributes:
-    settings: Settings of the run.
-    model: Shape of its model.
-    policy: Functions of the model, with abstract parameters.
-    mesh: Mesh of training.
-    state: Abstract state, with shardings.
-    ref_params: Abstract parameters of the reference, {} with adapters, or None.
-    group_size: Number of completions a prompt, G.
-    prompts: Number of prompts a step, B.
-  """
+  """Training run as shapes."""
 
   settings: TrainSettings
   model: TransformerConfig
-  policy: Policy
-  mesh: Mesh
-  state: TrainState
-  ref_params: PyTree | None
-  group_size: int
-  prompts: int
+  policy: Policy  # with abstract parameters
+  mesh: Mesh  # of training
+  state: TrainState  # abstract, with shardings
+  ref_params: PyTree | None  # of the reference, {} with adapters
+  group_size: int  # completions a prompt, G
+  prompts: int  # prompts a step, B
 
 
-def read_model(path: str) -> tuple[pathlib.Path, dict[str, Any]]:
-  """Reads a model's directory and its config.json.
-
-  Args:
-    path: Path or name, as `policy.find_model` takes it, or a config.json by
-      itself, of any name.
+def read_model(path: str) -> dict[str, Any]:
+  """Reads a model's config.json; `path` may be that file, of any name.
 
   Raises:
     ValueError: there is none, or it is not of a model.
   """
   file = pathlib.Path(path)
-  if file.is_file():
-    try:
-      hf_config = json.loads(file.read_text())
-    except ValueError as error:
-      raise ValueError(
-        f"--config.model.path = {path!r}: no JSON ({error})"
-      ) from None
-    if not isinstance(hf_config, dict) or "model_type" not in hf_config:
-      raise ValueError(f"--config.model.path = {path!r}: has no model_type")
-    return file.parent, hf_config
-  directory = policy_lib.find_model(path, hub.CONFIG)
-  return directory, hf.read_config(directory)
+  if not file.is_file():
+    return hf.read_config(policy_lib.find_model(path, hub.CONFIG))
+  try:
+    hf_config = json.loads(file.read_text())
+  except ValueError as error:
+    raise ValueError(
+      f"--config.model.path = {path!r}: no JSON ({error})"
+    ) from None
+  if not isinstance(hf_config, dict) or "model_type" not in hf_config:
+    raise ValueError(f"--config.model.path = {path!r}: has no model_type")
+  return hf_config
 
 
 def _policy(settings: TrainSettings, hf_config: dict[str, Any]) -> Policy:
@@ -113,7 +97,7 @@ def open_run(settings: TrainSettings, mesh: Mesh) -> Run:
     ValueError: a model or targets of adapters that do not fit; with
       reward.on_device, data that cannot be read.
   """
-  _, hf_config = read_model(hub_pins.model(settings))
+  hf_config = read_model(hub_pins.model(settings))
   if settings.reward.on_device:  # its reward is one on the tokenizer's ids
     policy = setup.open_policy(settings)
   else:

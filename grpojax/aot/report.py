@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from grpojax.aot import chips, parts, programs, roofline, topology
 from grpojax.aot.chips import Chip
 from grpojax.aot.parts import Part
+from grpojax.aot.topology import Machine
 from grpojax.core import mesh as mesh_lib
 from grpojax.models.config import TransformerConfig, parameter_shapes
 from grpojax.models.sharding import shard_bytes
@@ -21,11 +21,9 @@ GIB = 2**30
 
 
 def active_parameters(model: TransformerConfig) -> tuple[int, int]:
-  """Counts the parameters that a token is multiplied with.
+  """Counts the parameters that a token is multiplied with: layers, and head.
 
-  Returns:
-    The number of those of the layers' matrices (of experts the few that a token
-    goes to), and of those of the output head.
+  Of experts the few that a token goes to.
   """
   shapes, total = parameter_shapes(model), 0
   for name, shape in shapes["layers"].items():
@@ -47,7 +45,7 @@ def forward_passes(run: programs.Run) -> tuple[int, int]:
   settings, update = run.settings, run.settings.optim.update
   off_policy = update.epochs * update.minibatches > 1
   before = int(run.ref_params is not None)
-  before += int((settings.loss.old_logprobs == "trainer") and off_policy)
+  before += int(settings.loss.old_logprobs == "trainer" and off_policy)
   of_all = (
     settings.loss.top_entropy_quantile < 1 or settings.loss.router_aux_coef
   )
@@ -116,8 +114,9 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
   if name == "rollout":
     of_which["cache"] = min(_cache_bytes(run), temporary)
   elif name in ("update", "step"):
-    gradients = _float32_bytes(run.state.params)
-    of_which["gradients"] = min(gradients, temporary)
+    leaves = jax.tree.leaves(run.state.params)
+    sizes = [math.prod(x.sharding.shard_shape(x.shape)) for x in leaves]
+    of_which["gradients"] = min(4 * sum(sizes), temporary)  # in float32
   return {
     "parameters": params,
     "optimizer": optimizer,
@@ -125,15 +124,6 @@ def _memory(run: programs.Run, name: str, part: Part) -> dict[str, int]:
     **of_which,
     "temporaries": temporary - sum(of_which.values()),
   }
-
-
-def _float32_bytes(params: PyTree) -> int:
-  return shard_bytes(
-    jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding),
-      params,
-    )
-  )
 
 
 def _part(
@@ -152,60 +142,48 @@ def _part(
 
 
 def measure(
-  run: programs.Run, name: str, machine: str, chip: Chip, say: Say
+  run: programs.Run, name: str, machine: Machine, say: Say
 ) -> dict[str, Any]:
-  """Compiles one program of a step.
-
-  Args:
-    run: Run, from `programs.open_run`.
-    name: Name of the program.
-    machine: Name of the topology.
-    chip: Chip of the machine.
-    say: Function that is told what is being done.
-
-  Returns:
-    Its entry in the report.
-  """
+  """Compiles the program of a step with this name; its entry in the report."""
   sampling = run.settings.sampling
   trips = max(sampling.max_new_tokens - 1, 1)
   say(f"compiling {name} ...")
   lowered = programs.lower(run, name)
-  part, cached = parts.measure(lowered, machine, chip, trips)
+  part, cached = parts.measure(lowered, machine, trips)
   suffix = " (kept from before)" if cached else ""
   say(f"compiling {name}: {part.compile_seconds:.0f} s{suffix}")
   if name == "rollout":  # which was compiled for one part of the prompts
     part = parts.repeated(part, sampling.parts)
-  return _part(run, name, part, chip)
+  return _part(run, name, part, machine.chip)
 
 
-def report(
-  run: programs.Run, machine: str, chip: Chip, say: Say
-) -> dict[str, Any]:
+def report(run: programs.Run, machine: Machine, say: Say) -> dict[str, Any]:
   """Makes the report of all programs, as it is saved."""
   entries = {
-    name: measure(run, name, machine, chip, say)
+    name: measure(run, name, machine, say)
     for name in programs.names(run.settings)
   }
   seconds = sum(part["seconds"] for part in entries.values())
   samples = run.prompts * run.group_size
   tokens = samples * run.settings.sampling.max_new_tokens
-  _, count = topology.parse(machine)
+  _, count = topology.parse(machine.name)
   fits = all(part["fits"] for part in entries.values())
   mesh = {axis: run.mesh.shape[axis] for axis in mesh_lib.AXES}
   sampling_tensor = run.settings.mesh.sampling_tensor or mesh["tensor"]
   result = {
     "fits": fits,
-    "topology": machine,
+    "topology": machine.name,
     "mesh": mesh | {"sampling_tensor": sampling_tensor},
     "micro_batches": run.settings.optim.update.micro_batches,
     "remat": run.settings.model.remat,
-    "device_memory_bytes": chips.device(chip).hbm_bytes,
+    "device_memory_bytes": chips.device(machine.chip).hbm_bytes,
     "parts": entries,
     "step_seconds": seconds if fits else None,
   }
   if fits:
     result["tokens_per_second"] = tokens / seconds
-    result["mfu"] = roofline.mfu(model_flops(run), seconds, count, chip)
+    flops = model_flops(run)
+    result["mfu"] = roofline.mfu(flops, seconds, count, machine.chip)
   return result
 
 

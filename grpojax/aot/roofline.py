@@ -31,22 +31,13 @@ HOP_SECONDS = 1e-6
 
 
 class Estimate(NamedTuple):
-  """Seconds of one run of a program.
+  """Seconds of one run of a program."""
 
-  Attributes:
-    compute: Seconds of instructions that their products keep busy longest.
-    memory: Seconds of instructions that their HBM traffic keeps busy longest.
-    collective: Seconds of sending between chips.
-    token_loop: Part of `seconds` that is the token loop's.
-    overlapped: Seconds if all products, all HBM traffic and all sending ran
-      side by side: the longest of the three.
-  """
-
-  compute: float
-  memory: float
-  collective: float
-  token_loop: float
-  overlapped: float
+  compute: float  # of instructions that their products keep busy longest
+  memory: float  # of instructions that their HBM traffic keeps busy longest
+  collective: float  # of sending between chips
+  token_loop: float  # part of `seconds` that is the token loop's
+  overlapped: float  # the longest of products, HBM traffic and sending
 
   @property
   def seconds(self) -> float:
@@ -83,12 +74,7 @@ def _sequential(cost: Cost, chip: Chip) -> tuple[float, float, float]:
 
 
 def estimate(cost: Cost, chip: Chip) -> Estimate:
-  """Estimates the seconds of a run at the chip's peaks.
-
-  Args:
-    cost: Cost of the program on a device.
-    chip: Entry of `chips.CHIPS`; a device has its share of it.
-  """
+  """Estimates the seconds of a run; a device has its share of the chip."""
   peaks = chips.device(chip)
   compute, memory, collective = _sequential(cost, peaks)
   return Estimate(
@@ -107,19 +93,7 @@ def mfu(
 ) -> float:
   """Model-FLOPs utilisation (Chowdhery et al. 2022, appendix B).
 
-  Args:
-    model_flops: Operations that the model needs, whatever the program computes
-      again: about 2 a parameter and token forward, 6 trained.
-    seconds: Seconds that they took.
-    count: Number of chips, not of XLA devices.
-    chip: Entry of `chips.CHIPS`.
-
-  Returns:
-    The share of the chips' peak.
-
-  Raises:
-    ValueError: no time, or no chips.
+  The share of the peak of `count` whole chips that the model needs, whatever
+  the program computes again.
   """
-  if seconds <= 0 or count <= 0:
-    raise ValueError(f"seconds={seconds}, chips={count}: must be positive")
   return model_flops / (seconds * count * chip.flops)

@@ -13,14 +13,13 @@ Layouts are ranked by the sum of the two; the best is then compiled whole.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from flax.traverse_util import unflatten_dict
 
 from grpojax.aot import chips, programs, report
-from grpojax.aot.chips import Chip
 from grpojax.aot.report import Say
+from grpojax.aot.topology import Machine
 from grpojax.models import huggingface as hf
 from grpojax.models.config import TransformerConfig
 from grpojax.models.layer_stacks import REMAT
@@ -29,32 +28,9 @@ from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
 LARGEST_TENSOR = 16
-SAVED = {"full": 1, "selective": 4, "none": 10}
-"""Activations saved of a layer, in sizes of its input; there are more."""
 
-
-class Machine(NamedTuple):
-  """Machine that layouts are tried on; `say` is told what is being done."""
-
-  devices: list[jax.Device]
-  name: str
-  chip: Chip
-  say: Say
-
-
-class Rollout(NamedTuple):
-  """Layout of sampling that fits, and its part of the report."""
-
-  expert: int
-  tensor: int
-  part: dict[str, Any]
-
-
-class Update(NamedTuple):
-  """Settings of an update that fit, and its part of the report."""
-
-  settings: dict[str, Any]
-  part: dict[str, Any]
+Layout = dict[str, Any]
+"""Settings of a layout, by their names in a config."""
 
 
 def _powers(limit: int) -> Iterator[int]:
@@ -91,7 +67,7 @@ def meshes(model: TransformerConfig, devices: int) -> list[dict[str, int]]:
 def with_layout(
   settings: TrainSettings, layout: Mapping[str, Any]
 ) -> TrainSettings:
-  """Returns the settings with those of a layout, by their names in a config."""
+  """Returns the settings with those of a layout."""
   sections, optim = unflatten_dict(layout, sep="."), settings.optim
   update = dataclasses.replace(optim.update, **sections.get("optim", {}))
   return dataclasses.replace(
@@ -103,12 +79,12 @@ def with_layout(
 
 
 def _model(settings: TrainSettings) -> TransformerConfig:
-  _, hf_config = programs.read_model(hub_pins.model(settings))
+  hf_config = programs.read_model(hub_pins.model(settings))
   return hf.to_transformer_config(hf_config)
 
 
 def _try(
-  settings: TrainSettings, layout: dict[str, Any], name: str, machine: Machine
+  settings: TrainSettings, layout: Layout, name: str, machine: Machine, say: Say
 ) -> dict[str, Any] | None:
   """A program's part of the report in a layout, if it fits."""
   settings = with_layout(settings, layout)
@@ -116,72 +92,56 @@ def _try(
   try:
     mesh = setup.make_mesh(settings, machine.devices)
     batches_lib.check_mesh(settings, mesh)
-    least = _least_memory(settings, mesh)
+    least = memory.training(settings, _model(settings), mesh)
     memory.refuse(least, chips.device(machine.chip).hbm_bytes)
   except ValueError as error:
-    machine.say(f"{name} {words}: {error}")
+    say(f"{name} {words}: {error}")
     return None
   run = programs.open_run(settings, mesh)
-  part = report.measure(run, name, machine.name, machine.chip, lambda _: None)
+  part = report.measure(run, name, machine, lambda _: None)
   gib = part["memory_bytes"] / report.GIB
   verdict = f"{part['seconds']:.3g} s" if part["fits"] else "does not fit"
-  machine.say(f"{name} {words}: {gib:.2f} GiB, {verdict}")
+  say(f"{name} {words}: {gib:.2f} GiB, {verdict}")
   return part if part["fits"] else None
 
 
-def _least_memory(settings: TrainSettings, mesh: jax.sharding.Mesh):
-  """Memory that a run cannot do without, by `training.run.memory`."""
-  scale = SAVED[settings.model.remat]
-  return {
-    phase: [
-      part._replace(bytes=scale * part.bytes)
-      if part.text == "activations"
-      else part
-      for part in parts
-    ]
-    for phase, parts in memory.training(
-      settings, _model(settings), mesh
-    ).items()
-  }
-
-
-def _mesh_settings(mesh: dict[str, int]) -> dict[str, int]:
+def _mesh_settings(mesh: dict[str, int]) -> Layout:
   return {f"mesh.{axis}": n for axis, n in mesh.items()}
 
 
 def _rollouts(
-  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
-) -> list[Rollout]:
-  """The first way to share weights that fits, for each size of expert.
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine, say
+) -> dict[int, tuple[int, dict[str, Any]]]:
+  """The fewest devices a weight that fit, and the program, by size of expert.
 
   The expert axis is the update's too, so it is part of the settings.
   """
-  fitting, count = [], len(machine.devices)
+  fitting, count = {}, len(machine.devices)
   for expert in sorted({shape["expert"] for shape in shapes}):
     for tensor in tensors(_model(settings), count // expert):
       mesh = dict(data=1, fsdp=count // expert, expert=expert, tensor=1)
       layout = _mesh_settings(mesh) | {"mesh.sampling_tensor": tensor}
-      part = _try(settings, layout, "rollout", machine)
+      part = _try(settings, layout, "rollout", machine, say)
       if part:
-        fitting.append(Rollout(expert, tensor, part))
+        fitting[expert] = tensor, part
         break  # a weight that more devices share takes longer to add up
   return fitting
 
 
 def _updates(
-  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine
-) -> list[Update]:
+  settings: TrainSettings, shapes: list[dict[str, int]], machine: Machine, say
+) -> list[tuple[Layout, dict[str, Any]]]:
   """The first micro-batches that fit, for each mesh; the fastest first."""
   fitting, samples = [], batches_lib.samples_per_step(settings)
   for mesh, remat in itertools.product(shapes, REMAT):
     for micro_batches in _powers(samples // settings.optim.update.minibatches):
       layout = _mesh_settings(mesh)
       layout |= {"optim.micro_batches": micro_batches, "model.remat": remat}
-      part = _try(settings, layout, "update", machine)
+      part = _try(settings, layout, "update", machine, say)
       if part:
-        fitting.append(Update(layout, part))
+        fitting.append((layout, part))
         break
-  return sorted(fitting, key=lambda update: update.part["seconds"])
+  return sorted(fitting, key=lambda update: update[1]["seconds"])
 
 
 def check(settings: TrainSettings) -> None:
@@ -200,50 +160,34 @@ def check(settings: TrainSettings) -> None:
 
 
 def search(
-  settings: TrainSettings,
-  devices: list[jax.Device],
-  machine: str,
-  chip: Chip,
-  say: Say,
+  settings: TrainSettings, machine: Machine, say: Say
 ) -> dict[str, Any]:
   """Tries layouts of sampling and of training.
 
-  Args:
-    settings: Settings of the run; its mesh, micro-batches and remat are not
-      used.
-    devices: Devices of the machine.
-    machine: Name of the machine.
-    chip: Chip of the machine.
-    say: Function that is told what is being done.
+  The settings' own mesh, micro-batches and remat are not used.
 
   Returns:
     The report of the best layout, with all that fit as "ranking"; or, where
     nothing fits, {"fits": False, "topology": machine, "ranking": []}.
   """
-  shapes = meshes(_model(settings), len(devices))
-  place = Machine(devices, machine, chip, say)
-  rollouts = _rollouts(settings, shapes, place)
-  updates = _updates(settings, shapes, place)
-  ranking = [
-    {
-      "step_seconds": update.part["seconds"] + rollout.part["seconds"],
-      "settings": update.settings | {"mesh.sampling_tensor": rollout.tensor},
-      "memory_bytes": max(
-        rollout.part["memory_bytes"], update.part["memory_bytes"]
-      ),
-    }
-    for update in updates
-    for rollout in rollouts
-    if rollout.expert == update.settings["mesh.expert"]
-  ]
+  shapes = meshes(_model(settings), len(machine.devices))
+  rollouts = _rollouts(settings, shapes, machine, say)
+  ranking = []
+  for layout, update in _updates(settings, shapes, machine, say):
+    if layout["mesh.expert"] in rollouts:
+      tensor, rollout = rollouts[layout["mesh.expert"]]
+      needed = rollout["memory_bytes"], update["memory_bytes"]
+      one = {"step_seconds": update["seconds"] + rollout["seconds"]}
+      one |= {"settings": layout | {"mesh.sampling_tensor": tensor}}
+      ranking.append(one | {"memory_bytes": max(needed)})
   ranking.sort(key=lambda layout: layout["step_seconds"])
   for layout in ranking:
     best = with_layout(settings, layout["settings"])
-    run = programs.open_run(best, setup.make_mesh(best, devices))
-    whole = report.report(run, machine, chip, say)
+    run = programs.open_run(best, setup.make_mesh(best, machine.devices))
+    whole = report.report(run, machine, say)
     if whole["fits"]:
       return whole | {"ranking": ranking, "settings": layout["settings"]}
-  return {"fits": False, "topology": machine, "ranking": ranking}
+  return {"fits": False, "topology": machine.name, "ranking": ranking}
 
 
 def command(settings: dict[str, Any]) -> str:

@@ -3,12 +3,21 @@
 import math
 import os
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
 from grpojax.aot.chips import CHIPS, Chip
+
+
+class Machine(NamedTuple):
+  """Devices that programs are compiled for, and what they are."""
+
+  name: str
+  chip: Chip
+  devices: list[jax.Device]
+
 
 LARGEST = 9216  # chips, of a pod of tpu7x
 # What libtpu would ask of the machine that it runs on.
@@ -55,11 +64,10 @@ def _options(name: str) -> dict[str, Any]:
   return options
 
 
-def devices(name: str) -> tuple[list[jax.Device], Chip]:
-  """Returns the devices of a machine by its name, and their chip.
+def machine(name: str) -> Machine:
+  """Returns a machine by its name.
 
-  Call it before JAX is used for anything else: for a CPU it sets the number of
-  devices.
+  For a CPU it sets the number of devices, before JAX is used for anything else.
 
   Raises:
     ValueError: no such machine, or libtpu is missing.
@@ -68,7 +76,7 @@ def devices(name: str) -> tuple[list[jax.Device], Chip]:
   jax.config.update("jax_platforms", "cpu")
   if kind == "cpu":
     jax.config.update("jax_num_cpu_devices", count)
-    return jax.devices(), CHIPS[kind]
+    return Machine(name, CHIPS[kind], jax.devices())
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   try:
@@ -84,4 +92,4 @@ def devices(name: str) -> tuple[list[jax.Device], Chip]:
     raise ValueError(
       f"--topology={name}: {remedy}: {str(error).splitlines()[0]}"
     ) from None
-  return list(topology.devices), CHIPS[kind]
+  return Machine(name, CHIPS[kind], list(topology.devices))

@@ -139,15 +139,10 @@ def _counted(
 
 
 class Trips(NamedTuple):
-  """Number of times that a loop runs.
+  """Number of times that a loop runs."""
 
-  Attributes:
-    most: Largest number of iterations; None if the condition does not say.
-    exact: True where nothing else can end the loop.
-  """
-
-  most: int | None
-  exact: bool
+  most: int | None  # iterations; None if the condition does not say
+  exact: bool  # nothing else can end the loop
 
 
 def trip_count(
@@ -159,12 +154,7 @@ def trip_count(
   does not. There the count is known where the condition is a comparison of a
   counter with a constant, the counter starts at a constant and each iteration
   adds a constant to it. Where it is that and something else, that is the most.
-
-  Args:
-    module: Program.
-    computation: Computation with the loop.
-    loop: Instruction of the `while`.
-    outer: Constants of the loop around it.
+  `outer` are the constants of the loop around it.
   """
   known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
   if known:

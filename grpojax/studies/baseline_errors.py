@@ -23,24 +23,16 @@ from grpojax.core.advantages.weighted_baselines import (
   ScoreNorms,
   score_norm_sums,
 )
-from grpojax.studies.errors import best_baseline
+from grpojax.studies.errors import best_baseline, without_each
 
 
 class Pool(NamedTuple):
-  """S completions of one prompt.
+  """S completions of one prompt."""
 
-  Attributes:
-    gram: inner products of their scores.
-    rewards: rewards, one each.
-    lengths: lengths in tokens.
-    logit_score_sq: squared lengths of the scores of their logits, from
-      `weighted_baselines.logit_score_sq`.
-  """
-
-  gram: Float[np.ndarray, "S S"]
+  gram: Float[np.ndarray, "S S"]  # inner products of their scores
   rewards: Float[np.ndarray, "S"]
-  lengths: Float[np.ndarray, "S"]
-  logit_score_sq: Float[np.ndarray, "S"]
+  lengths: Float[np.ndarray, "S"]  # in tokens
+  logit_score_sq: Float[np.ndarray, "S"]  # from `core.advantages`
 
 
 Advantage = Callable[[Pool], Array]  # of groups, fields [n, G] -> [n, G]
@@ -49,40 +41,34 @@ Advantage = Callable[[Pool], Array]  # of groups, fields [n, G] -> [n, G]
 def norms_of_others(pools: Sequence[Pool], index: int) -> ScoreNorms:
   """Sums that `norm_ratio` would learn from the other prompts' pools."""
   scaled = []
-  for i, pool in enumerate(pools):
-    if i != index:
-      sums = score_norm_sums(
-        jnp.diag(pool.gram)[None], jnp.asarray(pool.rewards)[None]
-      )
-      # Each prompt weighs alike: the scale of its scores is its own.
-      middle = jnp.maximum(sums.middle, 1e-30)
-      scaled.append([x / middle for x in (sums.level, sums.slope, sums.middle)])
+  for pool in [*pools[:index], *pools[index + 1 :]]:
+    sums = score_norm_sums(
+      jnp.diag(pool.gram)[None], jnp.asarray(pool.rewards)[None]
+    )
+    # Each prompt weighs alike: the scale of its scores is its own.
+    middle = jnp.maximum(sums.middle, 1e-30)
+    scaled.append([x / middle for x in (sums.level, sums.slope, sums.middle)])
   level, slope, middle = (sum(x) for x in zip(*scaled, strict=True))
   return ScoreNorms(level, slope, middle)
 
 
 def estimators(
-  value: float, best: float, norms: ScoreNorms, powers: Sequence[float]
+  value: float, best: float, norms: ScoreNorms
 ) -> dict[str, Advantage]:
-  """Advantages that are compared, by name.
-
-  Args:
-    value: V(x), for the oracle.
-    best: the best constant baseline.
-    norms: norms of other prompts' scores.
-    powers: powers of `score_weighted`.
-  """
+  """Advantages that are compared, by name; `value` is V(x), for the oracle."""
   a = advantages
 
   def weighted(power):
-    return lambda p: a.score_weighted(p.rewards, p.logit_score_sq, float(power))
+    return lambda p: a.score_weighted(p.rewards, p.logit_score_sq, power)
 
   return {
     "leave_one_out": lambda p: a.leave_one_out(p.rewards),
     "vanilla": lambda p: a.vanilla(p.rewards),
     "oracle": lambda p: p.rewards - value,
     "length_weighted": lambda p: a.length_weighted(p.rewards, p.lengths),
-    **{f"score_weighted, power {n:g}": weighted(n) for n in powers},
+    "score_weighted, power 1": weighted(1.0),
+    "score_weighted, power 2": weighted(2.0),
+    "score_weighted, power 3": weighted(3.0),
     "true |s|^2 weights": lambda p: a.score_weighted(p.rewards, p.gram, 1.0),
     "norm_ratio": lambda p: a.norm_ratio(p.rewards, norms),
     "best constant": lambda p: p.rewards - best,
@@ -104,12 +90,9 @@ def _divisions(size: int, group_size: int, blocks: int, rounds: int, seed: int):
 
 
 def gradient_sq(pool: Pool, constant: float, samples: np.ndarray) -> float:
-  """Unbiased estimate of |g|^2 from some of a pool's samples.
+  """Unbiased estimate of |g|^2 from the samples of a pool with these indices.
 
-  Args:
-    pool: pool of the prompt.
-    constant: a baseline that this pool did not choose.
-    samples: indices of the samples.
+  `constant` is a baseline that this pool did not choose.
   """
   y = pool.rewards[samples].astype(np.float64) - constant
   products = pool.gram[np.ix_(samples, samples)] * y[:, None] * y
@@ -122,9 +105,8 @@ def measure(
   index: int,
   group_size: int,
   *,
-  blocks: int = 8,
+  blocks: int,
   rounds: int = 8,
-  powers: Sequence[float] = (1, 2, 3),
 ) -> dict[str, tuple[float, Float[np.ndarray, "b"]]]:
   """Measures the mean squared errors of one prompt's gradient.
 
@@ -134,7 +116,6 @@ def measure(
     group_size: G; divides S / blocks.
     blocks: number b of blocks of the pool.
     rounds: number of divisions of each block into groups.
-    powers: powers of `score_weighted`.
 
   Returns:
     For each of `estimators` its error, and the same without each block.
@@ -153,17 +134,13 @@ def measure(
   inside = pool.gram[groups[..., :, None], groups[..., None, :]]  # [b, m, G, G]
 
   # |g|^2 of the whole pool, and without each of its blocks.
-  samples = np.arange(n)
-  subsets = [samples] + [
-    np.delete(samples.reshape(blocks, -1), i, 0).ravel() for i in range(blocks)
-  ]
+  subsets = [np.arange(n), *without_each(blocks, n)]
   truth = np.array([gradient_sq(pool, constant, x) for x in subsets])
 
   advantage_of = estimators(
     float(pool.rewards.mean()),
     others[index],
     norms_of_others(pools, index),
-    powers,
   )
   errors = {}
   for name, advantage in advantage_of.items():

@@ -32,8 +32,7 @@ from ml_collections import ConfigDict
 
 from grpojax.core.options import ONE_OR_MORE
 from grpojax.runtime.cli import command_line
-from grpojax.runtime.cli.settings import changed, section, setting
-from grpojax.runtime.terminal import pictures
+from grpojax.runtime.cli.settings import changed, setting
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
 from grpojax.training.config import SETTINGS as TRAIN_SETTINGS
@@ -41,13 +40,9 @@ from grpojax.training.config import from_config
 from grpojax.training.settings import batches as batches_lib
 from grpojax.training.settings.run import TrainSettings
 
-PROGRAM = "python -m grpojax.studies.compare"
-
-
 FLAGS = study.FLAGS
-SETTINGS = section(
-  "the study",
-  name=setting("compare", "of the study; its directory is runs/NAME"),
+SETTINGS = study.settings(
+  "compare",
   arms=setting(
     (
       "advantage=leave_one_out",
@@ -91,20 +86,6 @@ Tuned = Mapping[tuple[int, float], float]
 """Mean reward of each arm, by its place, and learning rate."""
 
 
-def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
-  """Makes the training settings of an arm.
-
-  Raises:
-    ValueError: for a setting that `grpojax.train` does not have, or a value of
-      another type.
-  """
-  words = [f"--config.{word}" for word in arm.split()]
-  run, _ = command_line.parse(
-    words, {}, TRAIN_SETTINGS, PROGRAM, lambda: config.train
-  )
-  return run
-
-
 def train_settings(
   config: ConfigDict, arm: int, rate: float, seed: int
 ) -> TrainSettings:
@@ -113,7 +94,10 @@ def train_settings(
   Raises:
     ValueError: Settings that a training run cannot have.
   """
-  run = arm_config(config, config.arms[arm])
+  words = [f"--config.{word}" for word in config.arms[arm].split()]
+  run, _ = command_line.parse(
+    words, {}, TRAIN_SETTINGS, "grpojax.studies.compare", lambda: config.train
+  )
   with run.unlocked():
     run.name = f"arm{arm}-rate{rate:g}-seed{seed}"
     run.optim.learning_rate, run.seed = float(rate), config.train.seed + seed
@@ -126,20 +110,16 @@ def config_errors(config: ConfigDict) -> list[str]:
   if len(config.arms) < 2 or len(set(config.arms)) < len(config.arms):
     wrong.append(f"arms = {config.arms!r}: give two or more, all different")
   rates = config.learning_rates
-  if not rates or not all(
-    type(r) in (int, float) and 0 < r < math.inf for r in rates
-  ):
-    wrong.append(f"learning_rates = {rates!r}: give finite numbers above 0")
-  elif len({f"{r:g}" for r in rates}) < len(rates):
-    wrong.append(f"learning_rates = {rates!r}: two of them are the same")
-  most = 2**32 - config.seeds - config.tuning_seeds
-  if not 0 <= config.train.seed <= most:
-    wrong.append(f"train.seed = {config.train.seed}: must be in 0..{most}")
+  usable = [r for r in rates if type(r) in (int, float) and 0 < r < math.inf]
+  if not rates or len({f"{r:g}" for r in usable}) < len(rates):
+    remedy = "give finite numbers above 0, all different"
+    wrong.append(f"learning_rates = {rates!r}: {remedy}")
   if wrong:
     return wrong
+  last_seed = config.seeds + config.tuning_seeds - 1
   for i, arm in enumerate(config.arms):
     try:
-      train_settings(config, i, rates[0], 0)
+      train_settings(config, i, rates[0], last_seed)
     except ValueError as error:
       wrong.append(f"arm {arm!r}: {error}")
     for name in ("seed", "name", "optim.learning_rate"):
@@ -149,37 +129,24 @@ def config_errors(config: ConfigDict) -> list[str]:
 
 
 def _incomparable(config: ConfigDict) -> list[str]:
-  """Lists the arms that cannot be compared with the first."""
-  rate = config.learning_rates[0]
-  runs = [train_settings(config, i, rate, 0) for i in range(len(config.arms))]
-  wrong, evaluated = [], runs[0].eval.num_prompts
-  for arm, run in zip(config.arms, runs, strict=True):
-    if run.steps < 1:
-      wrong.append(f"arm {arm!r}: steps = {run.steps}: give 1 or more")
-    unequal = {
-      "filter_groups.enable": run.filter_groups.enable,
-      "stop.no_improvement": run.stop.no_improvement,
-    }
-    for name, value in unequal.items():
-      if value:
-        wrong.append(
-          f"arm {arm!r}: with {name} a run samples as much as it needs, and "
-          "arms are compared at equal samples"
-        )
-    if run.eval.num_prompts != evaluated:
+  """Lists the arms that do not spend what the first does."""
+  wrong, spent = [], []
+  for i, arm in enumerate(config.arms):
+    run = train_settings(config, i, config.learning_rates[0], 0)
+    samples = run.steps * batches_lib.samples_per_step(run)
+    spent.append((samples, run.eval.num_prompts))
+    if run.filter_groups.enable or run.stop.no_improvement:
       wrong.append(
-        f"arm {arm!r}: eval.num_prompts = {run.eval.num_prompts}, and "
-        f"{evaluated} of the first: give all the same"
+        f"arm {arm!r}: with filter_groups.enable or stop.no_improvement a run "
+        "samples as much as it needs, and arms are compared at equal samples"
       )
-  if wrong:
-    return wrong
-  samples = [run.steps * batches_lib.samples_per_step(run) for run in runs]
-  return [
-    f"arm {arm!r}: {count} completions a run, and {samples[0]} of the first:"
-    " set batch_size (prompts a step) or steps for as many"
-    for arm, count in zip(config.arms, samples, strict=True)
-    if count != samples[0]
-  ]
+    elif not samples or spent[i] != spent[0]:
+      wrong.append(
+        f"arm {arm!r}: {samples} completions a run and {spent[i][1]} held-out "
+        "problems, and {} and {} of the first: set steps, batch_size (prompts "
+        "a step) and eval.num_prompts for as many".format(*spent[0])
+      )
+  return wrong
 
 
 def mean_reward(directory: pathlib.Path, name: str) -> float:
@@ -201,19 +168,18 @@ def tune(config: ConfigDict, directory: pathlib.Path) -> Tuned:
     for arm, rate in points
   }
   study.train_all([*itertools.chain(*runs.values())], directory)
-  with command_line.usage_errors():
-    return {
-      point: sum(mean_reward(directory, run.name) for run in of_point)
-      / len(of_point)
-      for point, of_point in runs.items()
-    }
+  tuned = {}
+  for point, of_point in runs.items():
+    rewards = [mean_reward(directory, run.name) for run in of_point]
+    tuned[point] = sum(rewards) / len(rewards)
+  return tuned
 
 
 def best_rates(tuned: Tuned) -> list[float]:
   """Learning rate of the highest mean reward, for each arm in its place.
 
   Raises:
-    ValueError: an arm never had a reward.
+    SystemExit: an arm never had a reward.
   """
   best = {}
   for (arm, rate), reward in tuned.items():
@@ -221,7 +187,7 @@ def best_rates(tuned: Tuned) -> list[float]:
       best[arm] = reward, rate
   lost = {arm for arm, _ in tuned} - best.keys()
   if lost:
-    raise ValueError(f"no run of the arms {sorted(lost)} had any reward")
+    raise SystemExit(f"error: no run of the arms {sorted(lost)} had a reward")
   return [best[arm][1] for arm in sorted(best)]
 
 
@@ -232,15 +198,9 @@ def table(
 ) -> list[dict[str, Any]]:
   """Rows of results.csv: means over seeds, and differences from the first arm.
 
-  Args:
-    arms: settings of each arm.
-    rates: learning rate of each.
-    numbers: quantities that are compared, by name, each [arms, seeds].
-
-  Returns:
-    For each number NAME its mean, NAME_more (than the first arm's), and that
-    difference's 95% interval (Student's, of the pairs of one seed each),
-    NAME_more_low and NAME_more_high.
+  `numbers` are [arms, seeds], by name. For each NAME there are its mean,
+  NAME_more (than the first arm's), and that difference's 95% interval
+  (Student's, of the pairs of one seed each), NAME_more_low and NAME_more_high.
   """
   lines = []
   for i, (arm, rate) in enumerate(zip(arms, rates, strict=True)):
@@ -257,42 +217,33 @@ def table(
 def draw(rows, tuned: Tuned, lines, path: pathlib.Path) -> None:
   """Draws reward along training, by learning rate, and the differences.
 
-  Args:
-    rows: rows of curves.csv.
-    tuned: rewards of the tuning.
-    lines: rows of results.csv.
-    path: PNG to write.
+  `rows` are those of curves.csv, `lines` those of results.csv.
   """
-  figure, ((along, by_rate, more),) = study.new_figure(1, 3)
-  for i, line in enumerate(lines):
-    arm, colour = line["arm"], f"C{i}"
-    of_arm = [r for r in rows if r["arm"] == arm and r["reward"] is not None]
-    steps = sorted({r["step"] for r in of_arm})
-    means = [
-      np.mean([r["reward"] for r in of_arm if r["step"] == s]) for s in steps
-    ]
-    along.plot(steps, means, color=colour, lw=1.5)
-    rates = sorted(rate for a, rate in tuned if a == i)
-    by_rate.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
-    middle, low, high = (
-      line[f"reward_more{end}"] for end in ("", "_low", "_high")
-    )
-    ends = [[middle - low], [high - middle]]
-    more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
-  along.set(xlabel="step", ylabel="mean reward")
-  by_rate.set(xlabel="learning rate (tuning)", xscale="log")
-  rates = sorted({rate for _, rate in tuned})
-  by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
-  by_rate.minorticks_off()
-  by_rate.set_ylabel("mean reward over training")
-  more.axvline(0, color="black", lw=0.8)
-  more.set_yticks(range(0, -len(lines), -1))
-  names = [line["arm"].replace(" ", "\n") for line in lines]
-  more.set_yticklabels(names, fontsize=7)
-  more.set_xlabel("mean reward more than the first, 95%")
-  for axes in (along, by_rate, more):
-    axes.grid(alpha=0.3)
-  pictures.save_figure(figure, path)
+  with study.picture(path, 1, 3) as axes:
+    along, by_rate, more = axes[0]
+    for i, line in enumerate(lines):
+      arm, colour = line["arm"], f"C{i}"
+      rewards = study.by_step([r for r in rows if r["arm"] == arm], "reward")
+      means = [np.mean(x) for x in rewards.values()]
+      along.plot([*rewards], means, color=colour, lw=1.5)
+      rates = sorted(rate for a, rate in tuned if a == i)
+      by_rate.plot(rates, [tuned[i, x] for x in rates], "o-", color=colour)
+      middle, low, high = (
+        line[f"reward_more{end}"] for end in ("", "_low", "_high")
+      )
+      ends = [[middle - low], [high - middle]]
+      more.errorbar(middle, -i, xerr=ends, fmt="o", color=colour, capsize=3)
+    along.set(xlabel="step", ylabel="mean reward")
+    by_rate.set(xlabel="learning rate (tuning)", xscale="log")
+    by_rate.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    by_rate.minorticks_off()
+    by_rate.set_ylabel("mean reward over training")
+    more.axvline(0, color="black", lw=0.8)
+    names = [line["arm"].replace(" ", "\n") for line in lines]
+    more.set_yticks(range(0, -len(lines), -1), names, fontsize=7)
+    more.set_xlabel("mean reward more than the first, 95%")
+    for ax in axes[0]:
+      ax.grid(alpha=0.3)
 
 
 def _with_difference(line: Mapping[str, Any], name: str) -> str:
@@ -309,42 +260,27 @@ def write(
 ) -> None:
   """Writes the tables and the picture, and prints the result.
 
-  Args:
-    config: the study's config.
-    directory: the study's directory.
-    tuned: rewards of the tuning.
-    rates: learning rates that were chosen, one an arm.
-    runs: runs of the comparison, for each arm and seed.
+  There are a learning rate that was chosen, and runs by seed, for each arm.
   """
   arms = config.arms
-  rewards = [
-    [mean_reward(directory, run.name) for run in of_arm] for of_arm in runs
-  ]
-  accuracies = [
-    [study.run_summary(directory, run.name)["accuracy_after"] for run in of_arm]
-    for of_arm in runs
-  ]
+  rewards, accuracies, curves = [], [], []
+  for arm, of_arm in zip(arms, runs, strict=True):
+    names = [run.name for run in of_arm]
+    rewards.append([mean_reward(directory, name) for name in names])
+    summaries = [study.run_summary(directory, name) for name in names]
+    accuracies.append([summary["accuracy_after"] for summary in summaries])
+    for seed, name in enumerate(names):
+      for row in study.run_metrics(directory, name):
+        curve = {"arm": arm, "seed": seed, "step": row["step"]}
+        curve |= {"reward": row["reward_mean"], "accuracy": row["accuracy"]}
+        curves.append(curve)
   numbers = {"reward": np.array(rewards), "accuracy": np.array(accuracies)}
   lines = table(arms, rates, numbers)
   tuning = [
     {"arm": arms[i], "learning_rate": rate, "reward": reward}
     for (i, rate), reward in tuned.items()
   ]
-  curves = [
-    {
-      "arm": arm,
-      "seed": seed,
-      "step": row["step"],
-      "reward": row["reward_mean"],
-      "accuracy": row["accuracy"],
-    }
-    for arm, of_arm in zip(arms, runs, strict=True)
-    for seed, run in enumerate(of_arm)
-    for row in study.run_metrics(directory, run.name)
-  ]
-  study.write_csv(directory / "tuning.csv", tuning)
-  study.write_csv(directory / "curves.csv", curves)
-  study.write_csv(directory / "results.csv", lines)
+  study.write_tables(directory, tuning=tuning, curves=curves, results=lines)
   draw(curves, tuned, lines, directory / "compare.png")
   ends = (min(config.learning_rates), max(config.learning_rates))
   for line in lines:
@@ -355,19 +291,18 @@ def write(
       f"reward {_with_difference(line, 'reward')}; "
       f"accuracy {_with_difference(line, 'accuracy')}"
     )
-  print(f"differences are from the first; tables are in {directory}/")
+  print("differences are from the first arm")
+  print(f"tables and picture are in {directory}/")
 
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(
-    argv, PROGRAM, SETTINGS, config_errors, __doc__
-  )
-  study.share_compilations(directory)
-  with study.resumable():
+  with study.study(argv, SETTINGS, config_errors, __doc__) as (
+    config,
+    directory,
+  ):
     tuned = tune(config, directory)
-    with command_line.usage_errors():
-      rates = best_rates(tuned)
+    rates = best_rates(tuned)
     runs = [
       [train_settings(config, arm, rate, seed) for seed in range(config.seeds)]
       for arm, rate in enumerate(rates)
@@ -375,7 +310,6 @@ def main(argv: list[str]) -> None:
     # Seed by seed: what is there of an interrupted study can be compared.
     by_seed = zip(*runs, strict=True)
     study.train_all([*itertools.chain(*by_seed)], directory)
-  with command_line.usage_errors():
     write(config, directory, tuned, rates, runs)
 
 

@@ -28,6 +28,7 @@ from grpojax.statistics.intervals import t_quantile
 from grpojax.statistics.u_statistics import Estimators, Moments
 
 _COLUMNS = 2**16  # parameters whose products are summed up in float32
+_AT_ONCE = 8  # completions whose gradients are computed together
 
 PromptMeans = tuple[np.ndarray, np.ndarray]
 """One number a prompt, [X], and the same without each block, [X, b]."""
@@ -36,14 +37,9 @@ PromptMeans = tuple[np.ndarray, np.ndarray]
 def make_score(lm: LM, sampling: Sampling = Sampling()) -> Callable:
   """Compiles exact scores of several completions of one prompt.
 
-  Args:
-    lm: the model.
-    sampling: the distribution that the completions were drawn from.
-
-  Returns:
-    `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask [n, T]) ->
-    scores [n, d]`, d all parameters of the model, in the order of
-    `ravel_pytree`. It holds n copies of all activations and parameters.
+  It is `(params, prompt_ids [1, P], prompt_mask [1, P], ids [n, T], mask
+  [n, T]) -> scores [n, d]`, d all parameters, in the order of `ravel_pytree`,
+  and holds n copies of all activations and parameters.
   """
 
   def logprob(params, prompt_ids, prompt_mask, ids, mask):
@@ -64,34 +60,26 @@ def score_gram(
   prompts: Prompts,
   ids: Int[np.ndarray, "S T"],
   mask: Bool[np.ndarray, "S T"],
-  chunk_size: int = 8,
 ) -> tuple[Float[np.ndarray, "S S"], int]:
-  """Computes the inner products of the scores of a pool of completions.
+  """Inner products of the scores of a prompt's completions.
 
   A pool repeats itself (short answers above all), so the gradient of each
-  distinct completion is computed once. Holds d float32 for each of these.
-
-  Args:
-    score: function from `make_score`.
-    params: the model's parameters.
-    prompts: one prompt.
-    ids: completions of it.
-    mask: True on the completions' tokens.
-    chunk_size: number of completions whose gradients are computed at once.
+  distinct completion is computed once, with `score` of `make_score`. Holds d
+  float32 for each of these.
 
   Returns:
     The Gram matrix, float64, and the number of distinct completions.
   """
   rows, index = np.unique(np.where(mask, ids, -1), axis=0, return_inverse=True)
   count = len(rows)
-  padding = -count % chunk_size  # one shape, one program
+  padding = -count % _AT_ONCE  # one shape, one program
   rows = np.pad(rows, [(0, padding), (0, 0)], constant_values=-1)
   score_chunk = functools.partial(
     score, params, prompts.prompt_ids, prompts.prompt_mask
   )
   chunks = [
     np.asarray(score_chunk(np.maximum(chunk, 0), chunk >= 0))
-    for chunk in np.split(rows, len(rows) // chunk_size)
+    for chunk in np.split(rows, len(rows) // _AT_ONCE)
   ]
   gram = _inner_products(np.concatenate(chunks)[:count])
   index = index.reshape(-1)  # numpy 2.0 gave it a second axis
@@ -164,18 +152,12 @@ class _Terms(NamedTuple):
   A form is a sum over a group of weights times scores; the four are vanilla,
   leave_one_out, centred and the mean score. A truth is an estimate of g from
   all samples of a block.
-
-  Attributes:
-    squares: products of the forms of one group, [4, 4, b], group means.
-    cross: forms in one block times truths in another, [4, b, b], group means.
-    truth: truths times truths, [b, b].
-    sums: sums of the block's rewards and of their squares, [2, b].
   """
 
-  squares: np.ndarray
-  cross: np.ndarray
-  truth: np.ndarray
-  sums: np.ndarray
+  squares: np.ndarray  # [4, 4, b]: products of the forms of one group
+  cross: np.ndarray  # [4, b, b]: forms in one block times truths in another
+  truth: np.ndarray  # [b, b]: truths times truths
+  sums: np.ndarray  # [2, b]: sums of the rewards and of their squares
 
 
 def _terms(gram, rewards, group_size, blocks, baseline) -> _Terms:
@@ -248,7 +230,7 @@ def group_errors(
   rewards: Real[np.ndarray, "S"],
   group_sizes: Sequence[int],
   blocks: int,
-  baseline: float = 0.0,
+  baseline: float,
 ) -> tuple[Estimators, Estimators]:
   """Measures the mean squared errors of groups of completions.
 
@@ -262,7 +244,7 @@ def group_errors(
     gram: inner products of the pool's scores.
     rewards: rewards of the pool.
     group_sizes: divisors of S / blocks.
-    blocks: b >= 3. They are independent, and `jackknife` counts on that.
+    blocks: b >= 3.
     baseline: constant subtracted from the rewards where g is stood in for.
       Chosen without this pool it leaves that unbiased.
 
@@ -272,7 +254,7 @@ def group_errors(
   """
   size = len(rewards) // blocks
   rewards = rewards.astype(np.float64)
-  subsets = [np.arange(blocks), *_without_each(blocks)]
+  subsets = [np.arange(blocks), *without_each(blocks, blocks)]
   errors = []
   for g in group_sizes:
     terms = _terms(gram, rewards, g, blocks, baseline)
@@ -285,25 +267,24 @@ def moment_replicates(
   gram: Float[np.ndarray, "S S"], rewards: Real[np.ndarray, "S"], blocks: int
 ) -> Moments:
   """Estimates the moments without each of the pool's blocks, [blocks]."""
-  samples = np.arange(len(rewards)).reshape(blocks, -1)
-  subsets = [samples[chosen].ravel() for chosen in _without_each(blocks)]
+  subsets = without_each(blocks, len(rewards))
   replicates = [score_moments(gram[np.ix_(k, k)], rewards[k]) for k in subsets]
   return Moments(*np.array(replicates).T)
 
 
-def _without_each(blocks: int) -> list[np.ndarray]:
-  return [np.delete(np.arange(blocks), i) for i in range(blocks)]
+def without_each(blocks: int, count: int) -> list[np.ndarray]:
+  """Indices below `count` without those of each block."""
+  by_block = np.arange(count).reshape(blocks, -1)
+  return [np.delete(by_block, i, axis=0).ravel() for i in range(blocks)]
 
 
 def jackknife(
   replicates: Float[np.ndarray, "*X b"],
 ) -> Float[np.ndarray, "*X"]:
-  """Variance of a statistic of b independent blocks (R. G. Miller, 1974).
+  """Variance of a statistic, from its values without each of b blocks.
 
-  For U-statistics it is biased upwards only (B. Efron and C. Stein, 1981).
-
-  Args:
-    replicates: the statistic without each of the blocks.
+  R. G. Miller, 1974. For U-statistics it is biased upwards only (B. Efron and
+  C. Stein, 1981).
   """
   blocks = replicates.shape[-1]
   return np.asarray(np.var(replicates, axis=-1) * (blocks - 1))
@@ -312,11 +293,8 @@ def jackknife(
 def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
   """Half the width of a 95% interval for a mean of independent estimates.
 
-  Student's t with the degrees of freedom of Welch and Satterthwaite.
-
-  Args:
-    variances: variances of the estimates.
-    degrees: degrees of freedom of each variance.
+  Student's t with the degrees of freedom of Welch and Satterthwaite, each
+  variance having `degrees` of its own.
   """
   total = float(variances.sum())
   if total == 0:

@@ -34,11 +34,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.config import below, config_error
 from grpojax.runtime.cli.settings import changed, section, setting, to_config
 from grpojax.runtime.files import records
-from grpojax.runtime.terminal import pictures
 from grpojax.statistics import diagnostics
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import run as study
@@ -52,13 +50,9 @@ from grpojax.training.settings.run import AUTO, TrainSettings
 from grpojax.training.step import rewards as rewards_lib
 from grpojax.training.step import sampling as sampling_lib
 
-PROGRAM = "python -m grpojax.studies.group_size"
-
-
 FLAGS = study.FLAGS
-SETTINGS = section(
-  "the study",
-  name=setting("group_size", "name of the study; its directory is runs/NAME"),
+SETTINGS = study.settings(
+  "group_size",
   seeds=setting(3, "runs of each size; an interval needs 2", within="[2, inf)"),
   budgets=setting((128, 256), "samples a step"),
   group_sizes=setting((4, 8, 16, 32, 64, 128), "fixed group sizes"),
@@ -93,18 +87,14 @@ SETTINGS = section(
 
 
 def default_config() -> ConfigDict:
-  """Makes the config of the quick setting."""
+  """Makes the config of the quick setting, which configs/figure5.py changes."""
   return to_config(SETTINGS)
 
 
 def train_settings(
   config: ConfigDict, budget: int, group_size: int | str, seed: int
 ) -> TrainSettings:
-  """Makes the training run of one point of the study.
-
-  Raises:
-    ValueError: Settings that a training run cannot have.
-  """
+  """Makes the training run of one point; ValueError if there can be none."""
   run = config.train.copy_and_resolve_references()
   auto = group_size == AUTO
   with run.unlocked(), run.ignore_type():
@@ -148,13 +138,10 @@ def config_errors(config: ConfigDict) -> list[str]:
     wrong.append(config_error("predict.prompts", p.prompts, remedy))
   if wrong:
     return wrong
-  for budget, size in itertools.product(config.budgets, config.group_sizes):
-    if budget % size:
-      remedy = f"{size} does not divide the budget {budget}"
-      wrong.append(config_error("group_sizes", config.group_sizes, remedy))
-  if wrong:
-    return wrong
   for seed, budget, size in _points(config):
+    if size != AUTO and budget % size:
+      remedy = f"{size} does not divide the budget {budget}"
+      return [config_error("group_sizes", config.group_sizes, remedy)]
     try:
       train_settings(config, budget, size, seed)
     except ValueError as error:
@@ -166,7 +153,7 @@ def config_errors(config: ConfigDict) -> list[str]:
 def predict(config: ConfigDict) -> dict[str, Any]:
   """Diagnoses the policy that training starts from, on training prompts."""
   p = config.predict
-  # Of the runs' common settings; a run's own ones are of no account here.
+  # Settings that all runs have; a run's own ones are of no account here.
   settings = dataclasses.replace(
     train_settings(config, config.budgets[0], config.group_sizes[0], seed=0),
     seed=config.train.seed,
@@ -244,13 +231,6 @@ def _select(rows, **values) -> list[Mapping[str, Any]]:
   return [r for r in rows if all(r[k] == v for k, v in values.items())]
 
 
-def _steps_and(rows, *names: str):
-  """Returns the steps of the rows, and at each the values of some columns."""
-  steps = sorted({r["step"] for r in rows})
-  at = [_select(rows, step=s) for s in steps]
-  return steps, *([[r[name] for r in x] for x in at] for name in names)
-
-
 def table(config: ConfigDict, rows) -> list[dict[str, Any]]:
   """Means over a whole training run, over seeds with 95% intervals.
 
@@ -324,25 +304,23 @@ def _along(rows, budget: int):
   Over the seeds and the whole run: single estimates are too noisy.
   """
   automatic = _select(rows, budget=budget, run=AUTO)
-  diagnosed = [r for r in automatic if r["c1"] is not None]
-  steps, *values = _steps_and(diagnosed, "c1", "c3")
-  c1, c3 = (np.cumsum([np.mean(at) for at in x]) for x in values)
+  at_step = study.by_step(automatic, "c1"), study.by_step(automatic, "c3")
+  c1, c3 = (np.cumsum([np.mean(x) for x in by.values()]) for by in at_step)
   with np.errstate(divide="ignore", invalid="ignore"):
     best = 1 + np.sqrt(np.maximum(c3, 0) / np.maximum(c1, 0))
-  return np.array(steps), best
+  return np.array([*at_step[0]]), best
 
 
 def draw(config: ConfigDict, rows, lines, prediction, path) -> None:
   """Draws accuracy against steps, mean reward against G, G along the runs."""
-  figure, grid = study.new_figure(len(config.budgets), 3)
-  for axes, budget in zip(grid, config.budgets, strict=True):
-    _draw_curves(axes[0], config, rows, budget)
-    _draw_sizes(axes[1], lines, budget, prediction)
-    _draw_choice(axes[2], config, rows, budget)
-    axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
-    for ax in axes:
-      ax.grid(alpha=0.3)
-  pictures.save_figure(figure, path)
+  with study.picture(path, len(config.budgets), 3) as grid:
+    for axes, budget in zip(grid, config.budgets, strict=True):
+      _draw_curves(axes[0], config, rows, budget)
+      _draw_sizes(axes[1], lines, budget, prediction)
+      _draw_choice(axes[2], config, rows, budget)
+      axes[0].set_title(f"N = {budget} samples a step", fontsize=10)
+      for ax in axes:
+        ax.grid(alpha=0.3)
 
 
 def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
@@ -353,23 +331,14 @@ def _draw_curves(axes, config: ConfigDict, rows, budget) -> None:
   colours = [*map(colormaps["viridis_r"], shades), "crimson"]
   for size, colour in zip(sizes, colours, strict=True):
     of_size = _select(rows, budget=budget, run=str(size))
-    of_size = [r for r in of_size if r["accuracy"] is not None]
-    steps, values = _steps_and(of_size, "accuracy")
-    mean, low, high = np.array([mean_interval(np.array(v)) for v in values]).T
+    values = study.by_step(of_size, "accuracy")
+    intervals = [mean_interval(np.array(x)) for x in values.values()]
+    mean, low, high = np.array(intervals).T
     name = f"G = {size}" if size != AUTO else AUTO
-    axes.plot(steps, mean, color=colour, label=name, lw=1.5)
-    axes.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+    axes.plot([*values], mean, color=colour, label=name, lw=1.5)
+    axes.fill_between([*values], low, high, color=colour, alpha=0.12, lw=0)
   axes.set(xlabel="step", ylabel="held-out accuracy (greedy)", ylim=(0, 1.02))
   axes.legend(fontsize=7, loc="lower right")
-
-
-def _log_sizes(axes, which: str, sizes) -> None:
-  """Makes an axis, "x" or "y", logarithmic with the group sizes as ticks."""
-  getattr(axes, f"set_{which}scale")("log", base=2)
-  names = [str(size) for size in sizes]
-  limits = (min(sizes) / 1.5, max(sizes) * 1.5)
-  settings = {"ticks": sizes, "ticklabels": names, "lim": limits}
-  axes.set(**{f"{which}{name}": value for name, value in settings.items()})
 
 
 def _draw_sizes(axes, lines, budget, prediction) -> None:
@@ -384,7 +353,9 @@ def _draw_sizes(axes, lines, budget, prediction) -> None:
   axes.axhspan(
     auto["reward_low"], auto["reward_high"], color="crimson", alpha=0.12, lw=0
   )
-  _log_sizes(axes, "x", sizes)
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(sizes, [str(size) for size in sizes])
+  axes.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
   low, high, best = (
     prediction[f"optimal_group_size{end}"] for end in ("_low", "_high", "")
   )
@@ -413,7 +384,10 @@ def _draw_choice(axes, config: ConfigDict, rows, budget) -> None:
   axes.plot(
     steps[finite], best[finite], "k--", label="G* of all estimates so far"
   )
-  _log_sizes(axes, "y", config.group_sizes)
+  sizes = config.group_sizes
+  axes.set_yscale("log", base=2)
+  axes.set_yticks(sizes, [str(size) for size in sizes])
+  axes.set_ylim(min(sizes) / 1.5, max(sizes) * 1.5)
   axes.set(xlabel="step", ylabel="group size")
   axes.legend(fontsize=7)
 
@@ -422,11 +396,10 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
   """Writes the tables, the summary and the picture, and prints the result."""
   rows = curves(config, directory)
   lines = table(config, rows)
-  study.write_csv(directory / "curves.csv", rows)
   plain = [
     {k: v for k, v in x.items() if not isinstance(v, list)} for x in lines
   ]
-  study.write_csv(directory / "results.csv", plain)
+  study.write_tables(directory, curves=rows, results=plain)
   along = {}
   for budget in config.budgets:
     best = _along(rows, budget)[1]
@@ -461,22 +434,19 @@ def write(config: ConfigDict, directory: pathlib.Path, prediction) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the program with `argv`, the words after its name."""
-  config, directory = study.open_study(
-    argv, PROGRAM, SETTINGS, config_errors, __doc__
-  )
-  study.share_compilations(directory)
-  path = directory / "prediction.json"
-  with study.resumable():
+  with study.study(argv, SETTINGS, config_errors, __doc__) as (
+    config,
+    directory,
+  ):
+    path = directory / "prediction.json"
     if not path.exists():
       records.write_json(path, predict(config))
-    prediction = json.loads(path.read_text())
     runs = [
       train_settings(config, budget, size, seed)
       for seed, budget, size in _points(config)
     ]
     study.train_all(runs, directory)
-  with command_line.usage_errors():
-    write(config, directory, prediction)
+    write(config, directory, json.loads(path.read_text()))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +34,9 @@ from grpojax.data import arithmetic
 from grpojax.rewards.exact import exact_answer
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.config import config_error
-from grpojax.runtime.cli.settings import section, setting
+from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
-from grpojax.runtime.terminal import pictures
-from grpojax.runtime.text import tokenizer as tokenizer_lib
+from grpojax.runtime.text import tokenizer
 from grpojax.statistics import u_statistics
 from grpojax.statistics.u_statistics import Moments
 from grpojax.studies import errors, run
@@ -69,10 +68,9 @@ _PANELS = (  # label; columns of a point, its interval and its curve
 
 
 FLAGS = run.FLAGS
-SETTINGS = section(
-  "the study",
-  name=setting("mse", "name of the study; its directory is runs/NAME"),
-  seed=setting(0, "seed of all random numbers", within="[0, 2**32)"),
+SETTINGS = run.settings(
+  "mse",
+  seed=run.SEED,
   base=setting(
     "arithmetic-base", "model prompted in context: embedded, or a directory"
   ),
@@ -83,17 +81,11 @@ SETTINGS = section(
     2, "solved training problems before an in-context prompt", within="[1, inf)"
   ),
   num_prompts=setting(12, "held-out problems", within="[1, inf)"),
-  difficulty=setting(
-    (2, 4), "operations of a problem, lowest and highest number"
-  ),
   samples=setting(768, "completions a prompt in each of the two pools"),
   group_sizes=setting(
     (2, 4, 8, 16, 32, 64), "group sizes, each a divisor of the largest"
   ),
   max_new_tokens=setting(80, "longest completion, tokens", within="[1, inf)"),
-  chunk_size=setting(
-    8, "completions whose gradients are computed at once", within="[1, inf)"
-  ),
 )
 """About seven minutes of CPU time."""
 
@@ -103,13 +95,11 @@ def config_errors(config: ConfigDict) -> list[str]:
   wrong = []
   sizes = config.group_sizes
   if not sizes or not all(isinstance(g, int) and g >= 2 for g in sizes):
-    wrong.append(
-      config_error("group_sizes", sizes, "give whole numbers of 2 or more")
-    )
+    remedy = "give whole numbers of 2 or more"
+    wrong.append(config_error("group_sizes", sizes, remedy))
   elif any(max(sizes) % g for g in sizes) or len(set(sizes)) < len(sizes):
-    wrong.append(
-      config_error("group_sizes", sizes, "each must divide the largest, once")
-    )
+    remedy = "each must divide the largest, once"
+    wrong.append(config_error("group_sizes", sizes, remedy))
   elif config.samples % max(sizes) or config.samples < 3 * max(sizes):
     remedy = (
       f"must be a multiple of {max(sizes)}, the largest group, at least 3 times"
@@ -120,54 +110,37 @@ def config_errors(config: ConfigDict) -> list[str]:
       policy_lib.find_model(config[name])
     except ValueError as error:
       wrong.append(config_error(name, config[name], f"{error}"))
-  try:
-    arithmetic.load("test", difficulty=config.difficulty)
-  except (TypeError, ValueError) as error:
-    wrong.append(config_error("difficulty", config.difficulty, f"{error}"))
   return wrong
 
 
 class Bench(NamedTuple):
-  """All that one configuration's prompts need.
-
-  Attributes:
-    policy: the model.
-    batches: one prompt each, with its example.
-    sampler: sampler of one pool, from `step.sampling.make_sampler`.
-    score: function from `errors.make_score`.
-    rewards: `(example, texts) -> [S]`, the rewards of a pool's completions.
-  """
+  """All that one configuration's prompts need."""
 
   policy: policy_lib.Policy
-  batches: list
-  sampler: Any
-  score: Any
-  rewards: Callable[[dict[str, Any], Sequence[str]], np.ndarray]
+  batches: list  # one prompt each, with its example
+  sampler: Any  # of one pool, from `step.sampling.make_sampler`
+  score: Any  # from `errors.make_score`
 
 
 def open_bench(config: ConfigDict, name: str) -> Bench:
   """Loads a configuration's model, and formats its prompts.
 
-  Args:
-    config: the study's config.
-    name: one of CONFIGURATIONS.
-
   Raises:
-    ValueError: the model cannot be read, or takes no examples in its prompt.
+    SystemExit: the model cannot be read, or takes no examples in its prompt.
   """
   path = config.instruct if name == "instruct" else config.base
-  policy = policy_lib.load_policy(path)
+  with command_line.usage_errors():
+    policy = policy_lib.load_policy(path)
   train = default_config()
   train.seed = config.seed
   train.eval.num_prompts = config.num_prompts
-  train.data.options.difficulty = config.difficulty
   train.sampling.max_new_tokens = config.max_new_tokens
   settings = from_config(train)
   template = settings.data.template
   if name == "in-context":
     if policy.tokenizer.chat_template:
-      raise ValueError(
-        f"--config.base = {path!r} has a chat template: the in-context "
+      raise SystemExit(
+        f"error: --config.base = {path!r} has a chat template: the in-context "
         "configuration needs a model of plain text"
       )
     examples = splits.load_examples(settings, "train")
@@ -175,10 +148,12 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     shots = (f"{p}\n{arithmetic.solution(p)}\n\n" for p in solved)
     template = "".join(shots) + template
   held_out = splits.load_examples(settings, "test")
-  longest = max(
-    len(_encode(policy, held_out[i]["prompt"], template))
-    for i in range(config.num_prompts)
-  )
+
+  def length(index):
+    prompt = held_out[index]["prompt"]
+    return len(tokenizer.encode_prompt(policy.tokenizer, prompt, template)[1])
+
+  longest = max(map(length, range(config.num_prompts)))
   data = dataclasses.replace(
     settings.data, template=template, max_prompt_length=longest
   )
@@ -192,65 +167,69 @@ def open_bench(config: ConfigDict, name: str) -> Bench:
     list(batches),
     sampling_lib.make_sampler(settings, policy, config.samples, sampling),
     errors.make_score(policy.lm, sampling),
-    rewards_of,
   )
 
 
-def _encode(policy, prompt, template):
-  return tokenizer_lib.encode_prompt(policy.tokenizer, prompt, template)[1]
-
-
-def rewards_of(example: dict[str, Any], texts: Sequence[str]) -> np.ndarray:
-  """Rewards [S] of the completions of one prompt."""
-  rewards = [exact_answer("", text, example) for text in texts]
-  return np.array(rewards, np.float32)
-
-
-def prompt_key(seed: int, configuration: int, index: int) -> jax.Array:
-  """Random key of a prompt's samples, by its places."""
-  key = jax.random.fold_in(jax.random.key(seed), configuration)
+def prompt_key(seed: int, name: str, index: int) -> jax.Array:
+  """Random key of the samples of a configuration's prompt."""
+  key = jax.random.key(seed)
+  key = jax.random.fold_in(key, CONFIGURATIONS.index(name))
   return jax.random.fold_in(key, index)
+
+
+class Sampled(NamedTuple):
+  """Completions of one prompt: pools, one after another."""
+
+  mask: np.ndarray  # [S, T], True on their tokens
+  rewards: np.ndarray  # [S]
+  gram: np.ndarray  # [S, S], inner products of their scores
+  distinct: int  # number of different ones
+  logprobs: np.ndarray  # [S, T]
+
+
+def sample(bench: Bench, index: int, keys: Sequence[jax.Array]) -> Sampled:
+  """Samples a pool for each key, and computes the scores of all together."""
+  prompts, (example,) = bench.batches[index]
+  ids, mask, logprobs, rewards = [], [], [], []
+  for key in keys:
+    pool = bench.sampler(bench.policy.params, prompts, key)
+    (texts,) = policy_lib.decode(bench.policy, pool)
+    rewards += [exact_answer("", text, example) for text in texts]
+    ids.append(np.asarray(pool.completion_ids[0]))
+    mask.append(np.asarray(pool.completion_mask[0]))
+    logprobs.append(np.asarray(pool.logprobs[0]))
+  mask = np.concatenate(mask)
+  gram, distinct = errors.score_gram(
+    bench.score, bench.policy.params, prompts, np.concatenate(ids), mask
+  )
+  rewards = np.array(rewards, np.float32)
+  return Sampled(mask, rewards, gram, distinct, np.concatenate(logprobs))
 
 
 def _measure(config: ConfigDict, bench: Bench, name: str, index: int):
   """Samples two pools for a prompt; returns its row of results."""
-  prompts, examples = bench.batches[index]
-  key = prompt_key(config.seed, CONFIGURATIONS.index(name), index)
-  ids, mask, rewards = [], [], []
-  for pool in range(2):
-    samples = bench.sampler(
-      bench.policy.params, prompts, jax.random.fold_in(key, pool)
-    )
-    texts = policy_lib.decode(bench.policy, samples)
-    rewards.append(bench.rewards(examples[0], texts[0]))
-    ids.append(np.asarray(samples.completion_ids[0]))
-    mask.append(np.asarray(samples.completion_mask[0]))
-  products, distinct = errors.score_gram(
-    bench.score,
-    bench.policy.params,
-    prompts,
-    np.concatenate(ids),
-    np.concatenate(mask),
-    config.chunk_size,
-  )
+  key = prompt_key(config.seed, name, index)
+  sampled = sample(bench, index, [jax.random.fold_in(key, i) for i in (0, 1)])
   # The first pool is measured, the second gives theory its moments.
   n, blocks = config.samples, config.samples // max(config.group_sizes)
-  first, second = products[:n, :n], products[n:, n:]
-  baseline = errors.best_baseline(second, rewards[1])
+  first, second = sampled.gram[:n, :n], sampled.gram[n:, n:]
+  rewards, rewards_of_second = sampled.rewards[:n], sampled.rewards[n:]
+  baseline = errors.best_baseline(second, rewards_of_second)
   measured, measured_without = errors.group_errors(
-    first, rewards[0], config.group_sizes, blocks, baseline
+    first, rewards, config.group_sizes, blocks, baseline
   )
-  without = errors.moment_replicates(second, rewards[1], blocks)
+  moments = errors.score_moments(second, rewards_of_second)
+  without = errors.moment_replicates(second, rewards_of_second, blocks)
   return {
     "configuration": name,
     "index": index,
-    "problem": examples[0]["prompt"],
-    "success": float(np.mean(rewards)),
-    "distinct": distinct,
+    "problem": bench.batches[index][1][0]["prompt"],
+    "success": float(np.mean(sampled.rewards)),
+    "distinct": sampled.distinct,
     "best_baseline": baseline,
     "errors": measured._asdict(),
     "errors_without": measured_without._asdict(),
-    "moments": errors.score_moments(second, rewards[1])._asdict(),
+    "moments": moments._asdict(),
     "moments_without": without._asdict(),
   }
 
@@ -261,17 +240,15 @@ def _collect(config: ConfigDict, path: pathlib.Path) -> list[dict[str, Any]]:
   rows = {(r["configuration"], r["index"]): r for r in records.read_jsonl(path)}
   points = [(n, i) for n in CONFIGURATIONS for i in range(config.num_prompts)]
   missing = [point for point in points if point not in rows]
-  with command_line.usage_errors():
-    benches = {name: open_bench(config, name) for name in dict(missing)}
-  start = time.time()
+  benches = {name: open_bench(config, name) for name in dict(missing)}
+  began = time.perf_counter()
   for number, (name, index) in enumerate(missing, 1):
     row = rows[name, index] = _measure(config, benches[name], name, index)
     records.append_jsonl(path, row)
-    left = (time.time() - start) / number * (len(missing) - number)
     print(
       f"prompt {len(rows)}/{len(points)}  {name}: {row['problem']}  "
       f"{row['success']:.0%} right, {row['distinct']} distinct  "
-      f"{records.duration(left)} left",
+      f"{run.time_left(began, number, len(missing))}",
       flush=True,
     )
   return [rows[point] for point in points]
@@ -314,14 +291,9 @@ def table(
 ) -> list[dict[str, Any]]:
   """Rows of results.csv: one a configuration, estimator and group size.
 
-  Args:
-    rows: rows of the study, one a configuration and prompt.
-    group_sizes: group sizes that were measured.
-
-  Returns:
-    Measured mean squared error and theory, means over prompts with 95%
-    intervals; their difference in standard errors; and the ratio to the
-    oracle's error.
+  Each has the measured mean squared error and theory, means over prompts with
+  95% intervals; their difference in standard errors; and the ratio to the
+  oracle's error.
   """
   rows_of_table = []
   for name, of_configuration in _by_configuration(rows).items():
@@ -358,12 +330,7 @@ def table(
 def summary(
   rows: Sequence[Mapping[str, Any]], rows_of_table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-  """Contents of summary.json, by configuration.
-
-  Means over prompts of the success rate, of the distinct completions in both
-  pools and of the best baseline; mean moments with intervals; and for each
-  estimator its largest deviation from theory.
-  """
+  """Means over prompts and largest deviations from theory, by configuration."""
   lines = _by_configuration(rows_of_table)
   summaries = {}
   for name, of_configuration in _by_configuration(rows).items():
@@ -390,28 +357,31 @@ def draw(
 ) -> None:
   """Draws errors, and below them ratios to the oracle's, against group size."""
   configurations = _by_configuration(rows)
-  figure, axes = run.new_figure(2, len(configurations), width=3.6)
-  for column, (name, lines) in zip(axes.T, configurations.items(), strict=True):
-    for estimator, style in _STYLES.items():
-      of_curve = [r for r in lines if r["estimator"] == estimator]
-      for ax, (_, columns) in zip(column, _PANELS, strict=True):
-        _lines(ax, of_curve, style, columns)
-    column[0].set_title(_TITLES[name].format(shots=config.shots), fontsize=10)
-    column[1].set_xlabel("group size G")
-    for ax in column:
-      ax.set_xscale("log", base=2)
-      if ax.dataLim.y1 > 0:  # else all rewards were equal
-        ax.set_yscale("log")
-      ax.set_xticks(config.group_sizes, [str(g) for g in config.group_sizes])
-      ax.grid(alpha=0.3)
-  for ax, (label, _) in zip(axes[:, 0], _PANELS, strict=True):
-    ax.set_ylabel(label)
-  legend = axes[0, 0].get_legend_handles_labels()
-  figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=9)
-  pictures.save_figure(figure, path)
+  with run.picture(path, 2, len(configurations), width=3.6) as axes:
+    for column, (name, lines) in zip(
+      axes.T, configurations.items(), strict=True
+    ):
+      for estimator, style in _STYLES.items():
+        of_curve = [r for r in lines if r["estimator"] == estimator]
+        for ax, (_, columns) in zip(column, _PANELS, strict=True):
+          _draw_curve(ax, of_curve, style, columns)
+      column[0].set_title(_TITLES[name].format(shots=config.shots), fontsize=10)
+      column[1].set_xlabel("group size G")
+      for ax in column:
+        ax.set_xscale("log", base=2)
+        if ax.dataLim.y1 > 0:  # else all rewards were equal
+          ax.set_yscale("log")
+        ax.set_xticks(config.group_sizes, [str(g) for g in config.group_sizes])
+        ax.grid(alpha=0.3)
+    for ax, (label, _) in zip(axes[:, 0], _PANELS, strict=True):
+      ax.set_ylabel(label)
+    legend = axes[0, 0].get_legend_handles_labels()
+    axes[0, 0].figure.legend(
+      *legend, loc="outside lower center", ncols=4, fontsize=9
+    )
 
 
-def _lines(ax, rows, style, columns):
+def _draw_curve(ax, rows, style, columns) -> None:
   """Draws points with intervals over a curve: columns point, ends and curve."""
   label, colour, marker, shift = style
   value, low, high, theory = (
@@ -430,9 +400,8 @@ def _lines(ax, rows, style, columns):
     value,
     (value - low, high - value),
     color=colour,
-    marker=marker,
+    fmt=marker,
     ms=4,
-    lw=0,
     elinewidth=1,
     capsize=2,
     label=label,
@@ -441,16 +410,13 @@ def _lines(ax, rows, style, columns):
 
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
-  config, directory = run.open_study(
-    argv, "python -m grpojax.studies.mse", SETTINGS, config_errors, __doc__
-  )
-  with run.resumable():
+  with run.study(argv, SETTINGS, config_errors, __doc__) as (config, directory):
     rows = _collect(config, directory / "rows.jsonl")
-  results = table(rows, config.group_sizes)
-  run.write_csv(directory / "results.csv", results)
-  records.write_json(directory / "summary.json", summary(rows, results))
-  draw(results, config, directory / "mse.png")
-  print(f"wrote {directory}/results.csv, summary.json and mse.png")
+    results = table(rows, config.group_sizes)
+    run.write_tables(directory, results=results)
+    records.write_json(directory / "summary.json", summary(rows, results))
+    draw(results, config, directory / "mse.png")
+    print(f"tables and picture are in {directory}/")
 
 
 if __name__ == "__main__":

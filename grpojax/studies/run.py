@@ -1,4 +1,4 @@
-"""Run directories, training runs, tables and pictures of the studies.
+"""The skeleton of a study: its directory, training runs, tables and pictures.
 
 A study's directory, by default runs/NAME, holds config.json, the partial
 results that make it resumable, and at the end results.csv, summary.json and
@@ -10,7 +10,6 @@ import contextlib
 import csv
 import io
 import json
-import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +19,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from grpojax.core.options import Option
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
-from grpojax.runtime.cli.settings import Section, setting, to_config
+from grpojax.runtime.cli.settings import Section, section, setting, to_config
 from grpojax.runtime.files import disk, records
 from grpojax.runtime.processes import interrupts
 from grpojax.runtime.terminal import pictures
@@ -32,36 +32,44 @@ from grpojax.training.settings.run import TrainSettings
 
 FLAGS = {"run_dir": setting("", 'where to write; "" = runs/NAME')}
 """The flags of every study."""
+SEED = setting(0, "seed of all random numbers", within="[0, 2**32)")
 
 
-def open_study(
+def settings(name: str, **fields: Option | Section) -> Section:
+  """Declares a study's settings; `name` is that of its module too."""
+  about = "name of the study; its directory is runs/NAME"
+  return section("the study", name=setting(name, about), **fields)
+
+
+@contextlib.contextmanager
+def study(
   argv: Sequence[str],
-  program: str,
   declared: Section,
   config_errors: Callable[[ConfigDict], list[str]],
   about: str,
-) -> tuple[ConfigDict, pathlib.Path]:
-  """Reads a study's command line, and starts or resumes its directory.
+) -> Iterator[tuple[ConfigDict, pathlib.Path]]:
+  """Starts or resumes a study; Ctrl-C ends it with a line that says how.
 
   Args:
     argv: the arguments: --config=FILE, --config.key=value, --run_dir=DIR.
-    program: command of the study, for --help.
-    declared: the settings; `name` names the run directory.
+    declared: the settings, from `settings`.
     config_errors: lists what is wrong with values that are in their ranges.
     about: text of --help: the study's docstring.
 
-  Returns:
+  Yields:
     The config and the run directory.
 
   Raises:
     SystemExit: with a message, for a command line or a config that cannot be
       used, or a directory of something else.
   """
+  default = to_config(declared)
+  program = f"python -m grpojax.studies.{default.name}"
   with command_line.usage_errors():
     config, flags = command_line.parse(
       argv, FLAGS, declared, program, about=about
     )
-    default, words = to_config(declared), settings_lib.words(declared)
+    words = settings_lib.words(declared)
     config_lib.refuse(
       config_lib.check_keys(config, default, words)
       or config_lib.name_errors(config.name)
@@ -71,12 +79,17 @@ def open_study(
     directory = pathlib.Path(flags.run_dir or f"runs/{config.name}")
     disk.check_no_url(directory, "--run_dir")
     _open(directory, config, default)
-  return config, directory
+  try:
+    yield config, directory
+  except KeyboardInterrupt:
+    print("interrupted; the same command goes on with what is not done yet")
+    interrupts.exit_program()
 
 
 def _open(
   directory: pathlib.Path, config: ConfigDict, default: ConfigDict
 ) -> None:
+  """Makes a study's directory, or checks that it is one of this config."""
   if directory.exists() and not directory.is_dir():
     raise ValueError(f"{directory} is a file; give a directory as --run_dir")
   path = directory / "config.json"
@@ -105,25 +118,21 @@ def _open(
     records.write_text(path, config_lib.to_json(config))
 
 
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
-  """Ends the program at Ctrl-C, with a line that says what to do."""
-  try:
-    yield
-  except KeyboardInterrupt:
-    print("interrupted; the same command goes on with what is not done yet")
-    interrupts.exit_program()
-
-
-def share_compilations(directory: pathlib.Path) -> None:
-  """Compiles programs that the runs have in common once, into `directory`."""
-  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def time_left(began: float, done: int, count: int) -> str:
+  """Time that the rest of `count` equal parts takes, as text."""
+  seconds = (time.perf_counter() - began) / done * (count - done)
+  return f"{records.duration(seconds)} left"
 
 
 def training_run(directory: pathlib.Path, name: str) -> pathlib.Path:
   """Path of one of a study's training runs."""
   return directory / "runs" / name
+
+
+def _share_compilations(directory: pathlib.Path) -> None:
+  """Compiles programs that the runs have in common once."""
+  jax.config.update("jax_compilation_cache_dir", str(directory / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
@@ -132,6 +141,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
   Raises:
     SystemExit: a run's directory has another config, or a run was stopped.
   """
+  _share_compilations(directory)
   unfinished = []
   with command_line.usage_errors():
     for run in runs:  # all of them before any trains
@@ -141,7 +151,7 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
         unfinished.append(run)
     (directory / "logs").mkdir(exist_ok=True)
   began = time.perf_counter()
-  for i, run in enumerate(unfinished):
+  for i, run in enumerate(unfinished, 1):
     try:
       with (
         open(directory / "logs" / f"{run.name}.txt", "a") as log,
@@ -152,12 +162,10 @@ def train_all(runs: Sequence[TrainSettings], directory: pathlib.Path) -> None:
       if not isinstance(stopped.code, str):  # no error: only the log says it
         print(f"{run.name} did not end; the same command goes on from there")
       raise
-    spent = time.perf_counter() - began
-    left = records.duration(spent / (i + 1) * (len(unfinished) - i - 1))
     print(
-      f"run {i + 1}/{len(unfinished)}  {run.name}: accuracy "
+      f"run {i}/{len(unfinished)}  {run.name}: accuracy "
       f"{outcome['accuracy_before']:.1%} -> {outcome['accuracy_after']:.1%}  "
-      f"{left} left",
+      f"{time_left(began, i, len(unfinished))}",
       flush=True,
     )
 
@@ -168,22 +176,18 @@ def _reading(path: pathlib.Path) -> Iterator[None]:
   try:
     yield
   except (OSError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(
-      f"{path} is not that of a finished run ({error!r}): delete "
+    raise SystemExit(
+      f"error: {path} is not that of a finished run ({error!r}): delete "
       f"{path.parent} and run the same command, which makes it again"
     ) from None
 
 
 def run_summary(directory: pathlib.Path, name: str) -> dict[str, Any]:
-  """Reads a finished training run's summary: "steps" and "accuracy_after".
-
-  Raises:
-    ValueError: it lacks them.
-  """
+  """Reads a finished training run's summary: "steps" and "accuracy_after"."""
   path = training_run(directory, name) / run_directory.SUMMARY
   with _reading(path):
     summary = json.loads(path.read_text())
-    return summary | {
+    return {
       "steps": int(summary["steps"]),
       "accuracy_after": float(summary["accuracy_after"]),
     }
@@ -193,7 +197,7 @@ def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
   """Reads a row a training step, with the accuracy where it was evaluated.
 
   Raises:
-    ValueError: the run lacks a step, or its file is damaged.
+    SystemExit: the run lacks a step, or its file is damaged.
   """
   steps = run_summary(directory, name)["steps"]
   path = training_run(directory, name) / run_directory.METRICS
@@ -207,6 +211,17 @@ def run_metrics(directory: pathlib.Path, name: str) -> list[dict[str, Any]]:
     return [row | {"accuracy": accuracy.get(row["step"])} for row in trained]
 
 
+def by_step(
+  rows: Sequence[Mapping[str, Any]], column: str
+) -> dict[int, list[float]]:
+  """Values of a column at each step, ascending; None is no value."""
+  values: dict[int, list[float]] = {}
+  for row in sorted(rows, key=lambda row: row["step"]):
+    if row[column] is not None:
+      values.setdefault(row["step"], []).append(row[column])
+  return values
+
+
 def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
   """Rounds the floats of a row to some significant digits."""
   return {
@@ -215,22 +230,24 @@ def rounded(row: Mapping[str, Any], digits: int = 6) -> dict[str, Any]:
   }
 
 
-def write_csv(
-  path: str | os.PathLike, rows: Sequence[Mapping[str, Any]]
+def write_tables(
+  directory: pathlib.Path, **tables: Sequence[Mapping[str, Any]]
 ) -> None:
-  """Writes rows as CSV, whole or not at all; the first row names the columns.
-
-  Raises:
-    ValueError: a row has a column that the first one lacks.
-  """
-  text = io.StringIO()
-  writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-  writer.writeheader()
-  writer.writerows(rows)
-  records.write_text(path, text.getvalue())
+  """Writes NAME.csv of each table; its first row names the columns."""
+  for name, rows in tables.items():
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    records.write_text(directory / f"{name}.csv", text.getvalue())
 
 
-def new_figure(rows: int, columns: int, width: float = 4.0):
-  """Makes a figure and its axes [rows, columns]; each `width` inches wide."""
+@contextlib.contextmanager
+def picture(
+  path: pathlib.Path, rows: int, columns: int, width: float = 4.0
+) -> Iterator[np.ndarray]:
+  """Yields axes [rows, columns], each `width` inches wide, and writes a PNG."""
   size = (width * columns, 0.8 * width * rows)
-  return pictures.new_figure(rows, columns, size)
+  figure, axes = pictures.new_figure(rows, columns, size)
+  yield axes
+  pictures.save_figure(figure, path)

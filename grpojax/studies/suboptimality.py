@@ -31,58 +31,42 @@ from ml_collections import ConfigDict
 
 from grpojax.core.step import init_state
 from grpojax.core.types import Prompts, TrainState
-from grpojax.runtime.cli import settings
 from grpojax.runtime.cli.config import config_error
+from grpojax.runtime.cli.settings import setting
 from grpojax.runtime.files import records
-from grpojax.runtime.terminal import pictures
 from grpojax.statistics.intervals import mean_interval
 from grpojax.studies import asymptotics, run, tabular
 
-ESTIMATORS = ("vanilla", "leave_one_out", "oracle")
 LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of quantiles.csv
 _CHUNK = 500  # steps between two lines of progress
-_COLOURS = {"vanilla": "C3", "leave_one_out": "C0", "oracle": "C2"}
-_NAMES = {"vanilla": "vanilla", "leave_one_out": "GRPO", "oracle": "oracle"}
-
+# Name in the picture, and colour.
+ESTIMATORS = {
+  "vanilla": ("vanilla", "C3"),
+  "leave_one_out": ("GRPO", "C0"),
+  "oracle": ("oracle", "C2"),
+}
+PROBLEM = {
+  "seed": 0,
+  "prompts": 8,
+  "vocab": 4,
+  "dims": 3,
+  "spread": 0.5,
+  "beta": 0.5,
+}
+"""The bandit, see `tabular.make_problem`."""
+OFFSET = 20  # step sizes are eta / (n + OFFSET)
 
 FLAGS = run.FLAGS
-SETTINGS = settings.section(
-  "the study",
-  name=settings.setting(
-    "suboptimality", "name of the study; its directory is runs/NAME"
-  ),
-  seed=settings.setting(0, "seed of all random numbers", within="[0, 2**32)"),
-  runs=settings.setting(
+SETTINGS = run.settings(
+  "suboptimality",
+  seed=run.SEED,
+  runs=setting(
     3000, "independent GRPO runs for each estimator and G", within="[2, inf)"
   ),
-  steps=settings.setting((100, 500, 2000), "n, at which the gap is measured"),
-  num_samples=settings.setting(16, "N = B G completions a step"),
-  group_sizes=settings.setting((2, 4, 8, 16), "group sizes G"),
-  gain=settings.setting(
-    1.0,
-    "eta times the smallest curvature; the 1/n rate needs more than 1/2",
-    within="(0.5, inf)",
-  ),
-  offset=settings.setting(
-    20, "step sizes are eta / (n + offset)", within="[0, inf)"
-  ),
-  problem=settings.section(
-    "the bandit, see tabular.make_problem",
-    seed=settings.setting(0, "seed of its random numbers"),
-    prompts=settings.setting(8, "prompts, equally likely", within="[1, inf)"),
-    vocab=settings.setting(4, "completions of a prompt", within="[2, inf)"),
-    dims=settings.setting(3, "parameters of the policy", within="[2, inf)"),
-    spread=settings.setting(
-      0.5, "how much the prompts differ", within="(0, inf)"
-    ),
-    beta=settings.setting(
-      0.5,
-      "coefficient of the KL divergence from the reference",
-      within="(0, inf)",
-    ),
-  ),
+  steps=setting((100, 500, 2000), "n, at which the gap is measured"),
+  num_samples=setting(16, "N = B G completions a step"),
+  group_sizes=setting((2, 4, 8, 16), "group sizes G"),
 )
-"""The embedded study."""
 
 
 def config_errors(config: ConfigDict) -> list[str]:
@@ -101,66 +85,50 @@ def config_errors(config: ConfigDict) -> list[str]:
     remedy = (
       f"must be a positive multiple of every group size, not of {odd_sizes}"
     )
-    return [config_error("num_samples", config.num_samples, remedy)]
-  try:
-    setting(config)
-  except ValueError as error:
-    return [config_error("problem.seed", config.problem.seed, f"{error}")]
-  return []
+    errors.append(config_error("num_samples", config.num_samples, remedy))
+  return errors
 
 
-class Setting(NamedTuple):
-  """The bandit and its optimum: all that theory needs, from the config alone.
+class Bandit(NamedTuple):
+  """The bandit and its optimum: all that theory needs.
 
-  Attributes:
-    problem: the bandit.
-    optimum: theta*.
-    curvature: H = -grad^2 J(theta*).
-    eta: numerator of the step sizes.
-    best: J*.
+  The numerator of the step sizes, eta, is 1 / the smallest curvature; the 1/n
+  rate needs more than half of that.
   """
 
   problem: tabular.Problem
-  optimum: Float[np.ndarray, "d"]
-  curvature: Float[np.ndarray, "d d"]
+  optimum: Float[np.ndarray, "d"]  # theta*
+  curvature: Float[np.ndarray, "d d"]  # H = -grad^2 J(theta*)
   eta: float
-  best: float
+  best: float  # J*
 
 
 class Outcome(NamedTuple):
-  """One estimator at one group size, all in units of n times the reward.
+  """One estimator at one group size, all in units of n times the reward."""
 
-  Attributes:
-    gaps: n (J* - J(theta_n)) of every run, for each n of config.steps.
-    limit: quantiles of the limit distribution.
-    limit_mean: mean of the limit distribution.
-    linear_mean: mean for each n if J were quadratic.
-    bands: 95% bounds of the distances that chance makes (KS, Wasserstein-1).
-  """
-
-  gaps: Float[np.ndarray, "S R"]
-  limit: Float[np.ndarray, "Q"]
+  gaps: Float[np.ndarray, "S R"]  # n (J* - J(theta_n)) of each n and run
+  limit: Float[np.ndarray, "Q"]  # quantiles of the limit distribution
   limit_mean: float
-  linear_mean: Float[np.ndarray, "S"]
-  bands: tuple[float, float]
+  linear_mean: Float[np.ndarray, "S"]  # for each n if J were quadratic
+  bands: tuple[float, float]  # 95% of the KS and W1 that chance makes
 
 
 Outcomes = Mapping[tuple[str, int], Outcome]
 """Outcomes by estimator and group size."""
 
 
-def setting(config: ConfigDict) -> Setting:
-  """Finds the bandit's optimum; ValueError where that is degenerate."""
-  problem = tabular.make_problem(**config.problem)
+def bandit() -> Bandit:
+  """Makes the bandit, and finds its optimum."""
+  problem = tabular.make_problem(**PROBLEM)
   optimum = tabular.optimum(problem)
   curvature = -tabular.derivatives(problem, optimum)[1]
-  eta = float(config.gain / np.linalg.eigvalsh(curvature)[0])
+  eta = float(1.0 / np.linalg.eigvalsh(curvature)[0])
   best = float(tabular.objective(problem, optimum))
-  return Setting(problem, optimum, curvature, eta, best)
+  return Bandit(problem, optimum, curvature, eta, best)
 
 
 def make_advance(
-  config: ConfigDict, known: Setting, estimator: str, group_size: int
+  config: ConfigDict, known: Bandit, estimator: str, group_size: int
 ) -> tuple[Callable, tuple[TrainState, Array]]:
   """Makes one program of all runs of an estimator.
 
@@ -169,14 +137,14 @@ def make_advance(
     the runs before their first step: training states and the keys that their
     prompts are drawn with, each with a leading axis of runs.
   """
-  tx = optax.sgd(lambda count: known.eta / (count + 1 + config.offset))
+  tx = optax.sgd(lambda count: known.eta / (count + 1 + OFFSET))
   step = tabular.make_step(known.problem, estimator, group_size, tx)
   reference = tabular.policy(known.problem).init(jax.random.key(0))
   shape = (config.num_samples // group_size, 1)
 
   def one_step(state, key):
     key = jax.random.fold_in(key, state.step)
-    ids = jax.random.randint(key, shape, 0, config.problem.prompts)
+    ids = jax.random.randint(key, shape, 0, PROBLEM["prompts"])
     prompts = Prompts(ids, jnp.ones(shape, bool))
     return step(state, prompts, reference)[0]
 
@@ -196,21 +164,20 @@ def make_advance(
 
 
 def simulate(
-  config: ConfigDict, known: Setting, estimator: str, group_size: int
+  config: ConfigDict, known: Bandit, estimator: str, group_size: int
 ) -> Float[np.ndarray, "S R d"]:
   """Makes the runs, with progress; their parameters at each of config.steps."""
   advance, runs = make_advance(config, known, estimator, group_size)
-  start, step, snapshots = time.perf_counter(), 0, []
+  began, step, snapshots = time.perf_counter(), 0, []
   for n in config.steps:
     while step < n:
       chunk = min(_CHUNK, n - step)
       runs = advance(runs, chunk)
       step += chunk
       params = np.asarray(runs[0].params, float)
-      seconds = int(time.perf_counter() - start)
       print(
         f"{estimator} G={group_size}: step {step}/{config.steps[-1]}, "
-        f"{records.duration(seconds)}",
+        f"{records.duration(time.perf_counter() - began)}",
         flush=True,
       )
     snapshots.append(params)
@@ -219,7 +186,7 @@ def simulate(
 
 def load_or_simulate(
   config: ConfigDict,
-  known: Setting,
+  known: Bandit,
   directory: pathlib.Path,
   estimator: str,
   group_size: int,
@@ -238,7 +205,7 @@ def load_or_simulate(
 
 def outcome(
   config: ConfigDict,
-  known: Setting,
+  known: Bandit,
   estimator: str,
   group_size: int,
   gaps: Float[np.ndarray, "S R"],
@@ -255,7 +222,7 @@ def outcome(
   weights = asymptotics.chi_square_weights(h, covariance)
   limit = asymptotics.chi_square_quantiles(weights)
   linear = asymptotics.linear_gap(
-    h, noise, -known.optimum, eta, config.offset, config.steps
+    h, noise, -known.optimum, eta, OFFSET, config.steps
   )
   return Outcome(
     gaps,
@@ -266,7 +233,7 @@ def outcome(
   )
 
 
-def best_group_size(config: ConfigDict, known: Setting) -> float:
+def best_group_size(known: Bandit) -> float:
   """Group size that minimises the mean of the limit at N samples a step.
 
   The mean is linear in the noise, so it has the form a1 G + a2 + a3 / (G - 1)
@@ -337,18 +304,17 @@ def draw(
   path: pathlib.Path, steps: tuple[int, ...], outcomes: Outcomes
 ) -> None:
   """Draws the distributions, their means against G, and convergence in n."""
-  figure, axes = run.new_figure(1, 3, 4.2)
   sizes = sorted({g for _, g in outcomes})
-  _distributions(axes[0, 0], sizes[0], steps[-1], outcomes)
-  _means(axes[0, 1], sizes, steps[-1], outcomes)
-  _convergence(axes[0, 2], steps, outcomes)
-  pictures.save_figure(figure, path)
+  with run.picture(path, 1, 3, 4.2) as axes:
+    _distributions(axes[0, 0], sizes[0], steps[-1], outcomes)
+    _means(axes[0, 1], sizes, steps[-1], outcomes)
+    _convergence(axes[0, 2], steps, outcomes)
 
 
 def _distributions(axis, g, n, outcomes) -> None:
   """Draws the share of runs above each gap: theory a line, runs points."""
-  for name, colour in _COLOURS.items():
-    result = outcomes[name, g]
+  for estimator, (name, colour) in ESTIMATORS.items():
+    result = outcomes[estimator, g]
     tail = 1 - (np.arange(len(result.limit)) + 0.5) / len(result.limit)
     axis.plot(result.limit, tail, colour, lw=1)
     gaps = np.sort(result.gaps[-1])
@@ -357,9 +323,7 @@ def _distributions(axis, g, n, outcomes) -> None:
       np.searchsorted(-tail, -np.geomspace(1, 0.5 / len(gaps), 40))
     )
     points = points[points < len(gaps)]
-    axis.plot(
-      gaps[points], tail[points], f"{colour}o", ms=3, label=_NAMES[name]
-    )
+    axis.plot(gaps[points], tail[points], f"{colour}o", ms=3, label=name)
   axis.set(
     yscale="log",
     xlabel=f"n x gap, n = {n}, G = {g}",
@@ -377,11 +341,11 @@ def _intervals(axis, x, gaps, colour, label) -> None:
 
 
 def _means(axis, sizes, n, outcomes) -> None:
-  for name, colour in _COLOURS.items():
-    of_size = [outcomes[name, g] for g in sizes]
+  for estimator, (name, colour) in ESTIMATORS.items():
+    of_size = [outcomes[estimator, g] for g in sizes]
     axis.plot(sizes, [result.limit_mean for result in of_size], colour, lw=1)
     gaps = np.array([result.gaps[-1] for result in of_size])
-    _intervals(axis, sizes, gaps, colour, _NAMES[name])
+    _intervals(axis, sizes, gaps, colour, name)
   axis.set_xscale("log", base=2)
   axis.set_xticks(sizes, map(str, sizes))
   axis.set(
@@ -395,12 +359,10 @@ def _means(axis, sizes, n, outcomes) -> None:
 def _convergence(axis, steps, outcomes) -> None:
   """Draws the mean over G of the ratio to the limit, for each estimator."""
   steps = np.array(steps)
-  for shift, (name, colour) in zip(
-    (0.93, 1, 1.07), _COLOURS.items(), strict=True
-  ):
-    of_size = [
-      result for (estimator, _), result in outcomes.items() if estimator == name
-    ]
+  shifts = dict(zip(ESTIMATORS, (0.93, 1, 1.07), strict=True))
+  for estimator, (_, colour) in ESTIMATORS.items():
+    shift = shifts[estimator]
+    of_size = [x for (name, _), x in outcomes.items() if name == estimator]
     ratio = np.array([result.gaps / result.limit_mean for result in of_size])
     _intervals(axis, steps * shift, ratio.mean(0), colour, None)
     linear = [result.linear_mean / result.limit_mean for result in of_size]
@@ -418,40 +380,31 @@ def _convergence(axis, steps, outcomes) -> None:
 
 def main(argv: list[str]) -> None:
   """Runs the study with `argv`, the words after its name."""
-  config, directory = run.open_study(
-    argv,
-    "python -m grpojax.studies.suboptimality",
-    SETTINGS,
-    config_errors,
-    __doc__,
-  )
-  start, known, outcomes = time.perf_counter(), setting(config), {}
-  with run.resumable():
-    for estimator, size in itertools.product(ESTIMATORS, config.group_sizes):
-      gaps = load_or_simulate(config, known, directory, estimator, size)
-      outcomes[estimator, size] = outcome(config, known, estimator, size, gaps)
-  rows = tables(config.steps, outcomes)
-  for name, table in rows.items():
-    run.write_csv(directory / f"{name}.csv", table)
-  best = best_group_size(config, known)
-  summary = {
-    "theta_star": list(known.optimum),
-    "curvature": list(np.linalg.eigvalsh(known.curvature)),
-    "eta": known.eta,
-    "best_group_size": best,
-    "results": [r for r in rows["results"] if r["n"] == config.steps[-1]],
-  }
-  records.write_json(directory / "summary.json", summary)
-  draw(directory / "suboptimality.png", config.steps, outcomes)
-  for row in summary["results"]:
-    print(
-      "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
-      "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance {ks_band:.4f}),"
-      " W1 {w1:.4f} ({w1_band:.4f})".format(**row)
-    )
-  print(f"GRPO's limit is smallest at G = {best:.2f}")
-  seconds = int(time.perf_counter() - start)
-  print(f"{directory}, {records.duration(seconds)}")
+  with run.study(argv, SETTINGS, config_errors, __doc__) as (config, directory):
+    began, known, outcomes = time.perf_counter(), bandit(), {}
+    for estimator, g in itertools.product(ESTIMATORS, config.group_sizes):
+      gaps = load_or_simulate(config, known, directory, estimator, g)
+      outcomes[estimator, g] = outcome(config, known, estimator, g, gaps)
+    rows = tables(config.steps, outcomes)
+    run.write_tables(directory, **rows)
+    best = best_group_size(known)
+    summary = {
+      "theta_star": list(known.optimum),
+      "curvature": list(np.linalg.eigvalsh(known.curvature)),
+      "eta": known.eta,
+      "best_group_size": best,
+      "results": [r for r in rows["results"] if r["n"] == config.steps[-1]],
+    }
+    records.write_json(directory / "summary.json", summary)
+    draw(directory / "suboptimality.png", config.steps, outcomes)
+    for row in summary["results"]:
+      print(
+        "{estimator:15} G={group_size:<3} n x gap {mean:.4f} [{low:.4f}, "
+        "{high:.4f}], limit {limit_mean:.4f}; KS {ks:.4f} (chance "
+        "{ks_band:.4f}), W1 {w1:.4f} ({w1_band:.4f})".format(**row)
+      )
+    print(f"GRPO's limit is smallest at G = {best:.2f}")
+    print(f"{directory}, {records.duration(time.perf_counter() - began)}")
 
 
 if __name__ == "__main__":

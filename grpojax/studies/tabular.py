@@ -33,13 +33,7 @@ from grpojax.statistics import u_statistics
 
 
 class Problem(NamedTuple):
-  """Definition of the bandit.
-
-  Attributes:
-    features: features phi of each prompt and completion.
-    rewards: rewards r, 0 or 1.
-    beta: weight of the penalty, in units of the reward a nat.
-  """
+  """Features phi, rewards r (0 or 1), and weight of the penalty a nat."""
 
   features: Float[np.ndarray, "X V d"]
   rewards: Float[np.ndarray, "X V"]
@@ -47,13 +41,7 @@ class Problem(NamedTuple):
 
 
 class Population(NamedTuple):
-  """All completions of all prompts under one policy.
-
-  Attributes:
-    probabilities: pi_theta(y | x).
-    scores: grad_theta log pi_theta(y | x).
-    rewards: penalised rewards Z.
-  """
+  """All completions of all prompts: pi(y | x), its score, and Z."""
 
   probabilities: Float[np.ndarray, "X V"]
   scores: Float[np.ndarray, "X V d"]
@@ -63,7 +51,7 @@ class Population(NamedTuple):
 def make_problem(
   seed: int, prompts: int, vocab: int, dims: int, spread: float, beta: float
 ) -> Problem:
-  """Draws a problem: features, and the signs that make the rewards.
+  """Draws features, and the signs that make the rewards.
 
   Both are normal, a part common to all prompts plus `spread` times a part of
   each prompt's own.
@@ -146,22 +134,22 @@ def maximise(
   return theta
 
 
-def optimum(problem: Problem, starts: int = 20) -> Float[np.ndarray, "d"]:
-  """Finds theta*, the maximum of J, from theta = 0 and from normal starts.
+def optimum(problem: Problem) -> Float[np.ndarray, "d"]:
+  """Finds theta*, the maximum of J, from theta = 0 and 19 normal starts.
 
   Raises:
-    ValueError: the starts lead to different maxima, or J is flat at the best.
+    ValueError: the starts lead to different maxima, or J is flat at the best:
+      the theory is of a single one.
   """
   dims = problem.features.shape[-1]
-  first = np.random.default_rng(0).normal(scale=2.0, size=(starts, dims))
+  first = np.random.default_rng(0).normal(scale=2.0, size=(20, dims))
   first[0] = 0
   ends = [maximise(problem, theta) for theta in first]
   best = max(ends, key=lambda theta: objective(problem, theta))
-  hint = "choose another problem.seed, or a larger problem.beta"
-  if max(np.abs(theta - best).max() for theta in ends) > 1e-4:
-    raise ValueError(f"the objective has several maxima: {hint}")
-  if np.linalg.eigvalsh(-derivatives(problem, best)[1])[0] < 1e-4:
-    raise ValueError(f"the objective is flat at its maximum: {hint}")
+  apart = max(np.abs(theta - best).max() for theta in ends)
+  flattest = np.linalg.eigvalsh(-derivatives(problem, best)[1])[0]
+  if apart > 1e-4 or flattest < 1e-4:
+    raise ValueError("several maxima, or a flat one: choose another problem")
   return best
 
 
@@ -193,8 +181,7 @@ def policy(problem: Problem) -> LM:
   """Makes the softmax policy a language model of one-token completions.
 
   A prompt is one id, its index x; the parameters are theta [d], and `init`
-  gives the reference. A completion of several tokens would be so many
-  independent draws.
+  gives the reference.
   """
   features = jnp.asarray(problem.features, jnp.float32)
 

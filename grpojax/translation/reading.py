@@ -19,9 +19,10 @@ MAX_VALUES = 5000  # keys, and items of lists
 SUFFIXES = (".yaml", ".yml", ".json", ".py")
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_PREFIXES = {"GRPOConfig": "", "GRPOTrainer": "", "LoraConfig": "lora."}
-"""Calls whose keywords are settings, and the beginning of their names."""
 _NO_SETTINGS = ("args", "processing_class", "peft_config", "train_dataset")
+_LORA = {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
+"""What peft's LoraConfig is by default, in the names of TRL's own scripts."""
+_LORA_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
 class Source(NamedTuple):
@@ -57,11 +58,11 @@ def read(path: str | os.PathLike) -> Source:
       return _read_script(text, path)
     tree = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
     return Source(_flatten(tree), {})
+  except SyntaxError as error:
+    raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
   except (ValueError, RecursionError, MemoryError, yaml.YAMLError) as error:
     reason = " ".join(str(error).split())[:300] or type(error).__name__
     raise ValueError(f"{path} cannot be read: {reason}") from error
-  except SyntaxError as error:
-    raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
 
 
 def _number_or_text(value: Any) -> Any:
@@ -79,28 +80,26 @@ def _flatten(tree: Any) -> dict[str, Any]:
     ValueError: no mapping, or more keys than a configuration has. An alias of
       YAML may stand for far more than is written, so visits are counted.
   """
+  if not isinstance(tree, Mapping):
+    raise ValueError(f"keys and values are needed, not {type(tree).__name__}")
   flat: dict[str, Any] = {}
-  visits = 0
-
-  def visit(value, path):
-    nonlocal visits
+  waiting, visits = [("", tree)], 0
+  while waiting:
+    path, value = waiting.pop()
     visits += 1
-    if visits > MAX_VALUES or len(path) > 30:
+    if visits > MAX_VALUES:
       raise ValueError("more keys than a configuration has")
     if isinstance(value, Mapping) and (value or not path):
-      for key, item in value.items():
-        visit(item, [*path, str(key)])
+      prefix = f"{path}." if path else ""
+      below = [(f"{prefix}{key}", item) for key, item in value.items()]
+      waiting += reversed(below)
     elif isinstance(value, list | tuple):
-      flat[".".join(path)] = [
+      flat[path] = [
         "..." if isinstance(x, list | Mapping) else _number_or_text(x)
         for x in value[:MAX_VALUES]
       ]
     else:
-      flat[".".join(path)] = _number_or_text(value)
-
-  if not isinstance(tree, Mapping):
-    raise ValueError(f"keys and values are needed, not {type(tree).__name__}")
-  visit(tree, [])
+      flat[path] = _number_or_text(value)
   return flat
 
 
@@ -113,17 +112,22 @@ def _read_script(text: str, path: pathlib.Path) -> Source:
   constants, functions = _constants(tree), _functions(tree, path)
   settings, unread = {}, {}
   for call in calls:
-    function = _called(call)
-    arguments = call.keywords if function in _PREFIXES else []
-    nodes = {x.arg: x.value for x in arguments if x.arg not in _NO_SETTINGS}
-    if function == "load_dataset" and call.args:
-      nodes = {"dataset_name": call.args[0]}
+    nodes = {x.arg or "**": x.value for x in call.keywords}
+    match _called(call):
+      case "load_dataset" if call.args:
+        nodes = {"dataset_name": call.args[0]}
+      case "LoraConfig":
+        settings |= _LORA
+        nodes = {_LORA_NAMES.get(name, name): x for name, x in nodes.items()}
+      case "GRPOConfig" | "GRPOTrainer":
+        pass
+      case _:
+        continue
     for name, node in nodes.items():
-      name = f"{_PREFIXES.get(function, '')}{name or '**'}"
       try:
         if name == "reward_funcs":
           settings[name] = _reward_functions(node, functions)
-        else:
+        elif name not in _NO_SETTINGS:
           settings[name] = _literal(node, constants)
       except ValueError:
         unread[name] = ast.unparse(node)[:80]
@@ -145,20 +149,15 @@ def _literal(node: ast.expr, constants: Mapping[str, Any]) -> Any:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-  """Names that are assigned a literal, or a model of that name."""
+  """Names that are assigned a literal."""
   constants: dict[str, Any] = {}
   for node in ast.walk(tree):
-    if not isinstance(node, ast.Assign):
-      continue
-    target, value = node.targets[0], node.value
-    if not isinstance(target, ast.Name):
-      continue
-    if isinstance(value, ast.Call) and _called(value) == "from_pretrained":
-      value = (value.args or [value])[0]
-    try:
-      constants[target.id] = _literal(value, constants)
-    except ValueError:
-      constants.pop(target.id, None)
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+      name = node.targets[0].id
+      try:
+        constants[name] = _literal(node.value, constants)
+      except ValueError:
+        constants.pop(name, None)
   return constants
 
 
@@ -182,6 +181,6 @@ def _reward_functions(
   return [
     functions[one.id]
     if isinstance(one, ast.Name) and one.id in functions
-    else str(_literal(one, {}))
+    else str(ast.literal_eval(one))
     for one in nodes
   ]

@@ -8,36 +8,25 @@ Names, defaults and meanings are those of verl 0.9
 import math
 
 from grpojax.translation import rules
-from grpojax.translation.rules import (
-  Differs,
-  Items,
-  Library,
-  Missing,
-  Rule,
-  Setting,
-  Theirs,
-)
-
-_GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+from grpojax.translation.rules import Items, Library, Note, Row, Setting, Theirs
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 REWARD = "reward.custom_reward_function"
-BUFFERS = (
-  "reward_model.overlong_buffer",
-  "reward_model.reward_kwargs.overlong_buffer_cfg",
-  "reward.reward_kwargs.overlong_buffer_cfg",
-)
-"""Places of DAPO's buffer in older and newer configurations."""
-
-
-def _max_norm_of_actor(theirs: Theirs, name: str) -> float | None:
-  """actor.grad_clip, of which optim.clip_grad is the newer name."""
-  if name not in theirs.values:
-    return None
-  return rules.max_grad_norm(theirs, name)
+REWARD_MODEL = "reward.reward_model"
+BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
+_GPUS, _NODES = "trainer.n_gpus_per_node", "trainer.nnodes"
+OLDER = {
+  "custom_reward_function.": f"{REWARD}.",
+  "reward_model.reward_kwargs.overlong_buffer_cfg.": f"{BUFFER}.",
+  "reward_model.overlong_buffer.": f"{BUFFER}.",
+  "reward_model.model.path": f"{REWARD_MODEL}.model_path",
+  "reward_model.": f"{REWARD_MODEL}.",
+  f"{ACTOR}.optim.clip_grad": f"{ACTOR}.grad_clip",
+}
+"""Beginnings of names in configurations of other versions."""
 
 
 def _model(theirs: Theirs, name: str) -> Items:
@@ -49,17 +38,8 @@ def _offload(theirs: Theirs, name: str) -> str | None:
   return "host" if theirs[name] and theirs[f"{ACTOR}.use_kl_loss"] else None
 
 
-def _lora(theirs: Theirs, name: str) -> Items:
-  if theirs[name]:
-    alpha, targets = f"{MODEL}.lora_alpha", f"{MODEL}.target_modules"
-    yield from rules.lora(theirs, rank=name, alpha=alpha, targets=targets)
-
-
 def _prompt_key(theirs: Theirs, name: str) -> str | None:
-  files = theirs["data.train_files"]
-  files = files[0] if isinstance(files, list) and files else files
-  is_default = theirs[name] == "prompt" or rules.is_gsm8k(files)
-  return None if is_default else theirs[name]
+  return None if theirs[name] == "prompt" else theirs[name]
 
 
 def _seed(theirs: Theirs, name: str) -> int:
@@ -68,49 +48,33 @@ def _seed(theirs: Theirs, name: str) -> int:
 
 def _rewards(theirs: Theirs, name: str) -> Items:
   """The reward function, and DAPO's penalty of long completions."""
-  place = REWARD if theirs[name] else "custom_reward_function"
-  path = theirs[f"{place}.path"]
   weights = {"math_answer": 1.0}
-  if path:
-    function = theirs[f"{place}.name"]
-    weights = {f"{path}:{function}": 1.0}
-    prefix = f"{place}.reward_kwargs."
+  if theirs[name]:
+    function = theirs[f"{REWARD}.name"]
+    weights = {f"{theirs[name]}:{function}": 1.0}
     label = str(function).rpartition(":")[2]
-    for key, value in theirs.values.items():
-      if key.startswith(prefix):
-        option = key.removeprefix(prefix)
-        yield Setting(f"reward.options.{label}.{option}", value, key)
+    kwargs = f"{REWARD}.reward_kwargs"
+    yield from theirs.below(kwargs, f"reward.options.{label}")
   else:
-    yield Differs(
+    yield Note(
       name,
       "verl chooses by data_source; here math_answer is taken (a compute_score"
       " of verl's runs as it is: reward.functions ="
       " ('file.py:compute_score',))",
     )
-  for buffer in [b for b in BUFFERS if theirs[f"{b}.enable"]][:1]:
-    weights["overlong"] = float(theirs[f"{buffer}.penalty_factor"])
-    size = f"{buffer}.len"
+  if theirs[f"{BUFFER}.enable"]:
+    weights["overlong"] = float(theirs[f"{BUFFER}.penalty_factor"])
+    size = f"{BUFFER}.len"
     yield theirs.setting("reward.options.overlong.cache", theirs[size], size)
-  yield theirs.setting("reward.functions", tuple(weights), f"{place}.path")
+  yield theirs.setting("reward.functions", tuple(weights), name)
   yield Setting("reward.weights", tuple(weights.values()))
 
 
 def _reward_model(theirs: Theirs, name: str) -> Items:
-  if not theirs[name]:
-    return
-  older = "reward_model.model.path"
-  newer = "reward.reward_model.model_path"
-  path = newer if name.startswith("reward.") else older
-  yield theirs.setting("reward.model", str(theirs[path] or ""), path)
-  yield Differs(path, "a sequence classifier, added to what the functions say")
-
-
-def _group_size(theirs: Theirs, name: str) -> Items:
-  yield theirs.setting("group_size", theirs[name], name)
-  if theirs[name] < 2:
-    yield Differs(
-      name, "a group of 1 has nothing to compare with: use 2 or more"
-    )
+  if theirs[name]:
+    path = f"{REWARD_MODEL}.model_path"
+    yield theirs.setting("reward.model", str(theirs[path] or ""), path)
+    yield Note(path, "a sequence classifier, added to what the functions say")
 
 
 def _minibatch_count(theirs: Theirs) -> int:
@@ -130,22 +94,21 @@ def _minibatches(theirs: Theirs, name: str) -> Items:
   count = _minibatch_count(theirs)
   yield theirs.setting("optim.minibatches", count, name)
   if count * size != prompts:
-    yield Differs(
+    yield Note(
       name,
       f"{prompts} prompts are not a multiple of {size}: {count} equal"
       f" minibatches of {prompts // count} prompts here",
     )
 
 
-def _micro_batches(theirs: Theirs, name: str) -> Items:
+def _micro_batches(theirs: Theirs, name: str) -> int:
   prompts = theirs["data.train_batch_size"] // _minibatch_count(theirs)
   group_size = theirs[f"{ROLLOUT}.n"]
   at_least = 4
   if theirs[name]:
     rows = theirs[name] * theirs[_GPUS] * theirs[_NODES]
     at_least = prompts * group_size // rows
-  count = rules.micro_batches(prompts, group_size, at_least)
-  yield theirs.setting("optim.micro_batches", count, name, _GPUS, _NODES)
+  return rules.micro_batches(prompts, group_size, at_least)
 
 
 def _run_steps(theirs: Theirs) -> int | None:
@@ -161,8 +124,7 @@ def _run_steps(theirs: Theirs) -> int | None:
 def _steps(theirs: Theirs, name: str) -> Items:
   steps = _run_steps(theirs)
   epochs = "trainer.total_epochs"
-  comment = name if theirs[name] else epochs
-  yield theirs.setting("steps", steps or 100, comment)
+  yield theirs.setting("steps", steps or 100, name if theirs[name] else epochs)
   if steps is None:
     yield rules.unknown_steps(epochs, name)
 
@@ -177,11 +139,10 @@ def _warmup(theirs: Theirs, name: str) -> Items:
   count = theirs[name]
   if count <= 0:
     name = f"{name}_ratio"
-    count = int(theirs[name] * (_run_steps(theirs) or 100))
-  count = int(count)
-  yield theirs.setting("optim.warmup_steps", count * updates, name)
-  if count:
-    yield Differs(
+    count = theirs[name] * (_run_steps(theirs) or 100)
+  yield theirs.setting("optim.warmup_steps", int(count) * updates, name)
+  if int(count):
+    yield Note(
       name,
       "verl's rate changes once a step, and is 0 in the first one; here it"
       f" rises with each of a step's {updates} updates, from the first on",
@@ -189,93 +150,78 @@ def _warmup(theirs: Theirs, name: str) -> Items:
 
 
 def _betas(theirs: Theirs, name: str) -> Items:
-  for ours, beta in zip(("b1", "b2"), theirs[name], strict=True):
-    yield theirs.setting(f"optim.{ours}", beta, name)
+  first, second = theirs[name]
+  yield theirs.setting("optim.b1", first, name)
+  yield theirs.setting("optim.b2", second, name)
 
 
 _ADVANTAGES = {
+  "grpo": "grpo",
   "rloo": "leave_one_out",
-  "rloo_vectorized": "leave_one_out",
   "opo": "length_weighted",
   "gdpo": "batch_std",
 }
 
 
 def _advantage(theirs: Theirs, name: str) -> Items:
-  kind, by_std = theirs[name], "algorithm.norm_adv_by_std_in_grpo"
-  if kind in ("grpo", "grpo_vectorized"):
-    ours = "grpo" if theirs[by_std] else "dr_grpo"
-    yield theirs.setting("advantage", ours, name, by_std)
-    yield rules.own_advantage(name)
-  elif kind in _ADVANTAGES:
-    yield theirs.setting("advantage", _ADVANTAGES[kind], name)
-    if kind == "gdpo":
-      yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
-      yield Differs(name, "verl whitens over tokens, here over completions")
-  else:
-    why = "needs a critic" if kind == "gae" else "has no counterpart"
-    yield Setting("advantage", "leave_one_out")
-    yield Missing(
-      name,
-      f"{kind!r} {why}: advantage = 'leave_one_out' compares with the group",
-    )
+  kind = theirs[name]
+  ours = _ADVANTAGES.get(kind, "leave_one_out")
+  if kind == "grpo" and not theirs["algorithm.norm_adv_by_std_in_grpo"]:
+    ours = "dr_grpo"
+  yield theirs.setting("advantage", ours, name)
+  if kind == "gdpo":
+    yield theirs.setting("reward.aggregation", "normalize_then_sum", name)
+    yield Note(name, "verl whitens over tokens, here over completions")
+  if kind not in _ADVANTAGES:
+    text = f"{kind!r}: advantage = 'leave_one_out' compares with the group"
+    yield Note(name, text, missing=True)
 
 
-_SURROGATES = {
-  "vanilla": "clipped",
-  "gspo": "clipped",
-  "cispo": "cispo",
-  "geo_mean": "gmpo",
-  "sapo": "sapo",
+_CLIPPED = ("loss.clip_low", "loss.clip_high")
+_SURROGATES = {  # surrogate, and settings of its bounds
+  "vanilla": ("clipped", _CLIPPED),
+  "gspo": ("clipped", _CLIPPED),
+  "cispo": ("cispo", ("loss.cispo_min", "loss.cispo_max")),
+  "geo_mean": ("gmpo", ("loss.gmpo_clip_low", "loss.gmpo_clip_high")),
+  "sapo": ("sapo", _CLIPPED),  # which has temperatures in their place
 }
 
 
 def _surrogate(theirs: Theirs, name: str) -> Items:
   mode = theirs[name]
-  surrogate = _SURROGATES.get(mode, "clipped")
+  if mode not in _SURROGATES:
+    yield Note(name, f"{mode!r}: the clipped loss is taken", missing=True)
+  surrogate, (ours_low, ours_high) = _SURROGATES.get(
+    mode, _SURROGATES["vanilla"]
+  )
   ratio = "sequence_ratio" if mode == "gspo" else "token_ratio"
   yield theirs.setting("loss.surrogate", surrogate, name)
   yield theirs.setting("loss.ratio", ratio, name)
   if mode in ("geo_mean", "sapo"):
     comment = f"{mode} always takes it"
     yield Setting("loss.weighting", "sequence_mean", comment)
-  if mode not in _SURROGATES:
-    yield Missing(name, f"{mode!r}: the clipped loss is taken")
   if mode == "gspo":
-    yield Differs(name, "verl bounds the ratio by e^10")
-  yield from _bounds(theirs, surrogate)
+    yield Note(name, "verl bounds the ratio by e^10")
 
+  def bound(name):  # where it is null, of both sides
+    value = theirs.values.get(name, 0.2)
+    return float(theirs[f"{ACTOR}.clip_ratio"] if value is None else value)
 
-def _bounds(theirs: Theirs, surrogate: str) -> Items:
-  """Bounds of the importance ratios, or temperatures in their place."""
-  both = f"{ACTOR}.clip_ratio"
-  low_name, high_name = f"{both}_low", f"{both}_high"
-  if surrogate == "sapo":
-    for sign in ("pos", "neg"):
-      tau = f"{ACTOR}.tau_{sign}"
-      ours = f"loss.sapo_temperature_{sign}"
-      yield theirs.setting(ours, theirs[tau], tau)
-    return
-  low, high = theirs[low_name], theirs[high_name]
-  low = float(theirs[both] if low is None else low)
-  high = float(theirs[both] if high is None else high)
+  low_name, high_name = f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"
+  low, high = bound(low_name), bound(high_name)
   if surrogate == "cispo":  # bounds of the ratio itself
     low, high = max(1 - low, 0.0), 1 + high
-    ours = ("cispo_min", "cispo_max")
-  else:
-    prefix = "gmpo_" if surrogate == "gmpo" else ""
-    ours = (f"{prefix}clip_low", f"{prefix}clip_high")
-  yield theirs.setting(f"loss.{ours[0]}", low, low_name)
-  yield theirs.setting(f"loss.{ours[1]}", high, high_name)
+  yield theirs.setting(ours_low, low, low_name)
+  yield theirs.setting(ours_high, high, high_name)
   if surrogate == "clipped":
-    dual = f"{both}_c"
+    dual = f"{ACTOR}.clip_ratio_c"
     yield theirs.setting("loss.dual_clip", theirs[dual], dual)
 
 
 def _entropy(theirs: Theirs, name: str) -> Items:
   yield theirs.setting("loss.entropy_coef", theirs[name], name)
   if theirs[name] and theirs[f"{ACTOR}.loss_agg_mode"] != "token-mean":
-    yield Differs(name, "the bonus is the mean over tokens whatever the loss")
+    yield Note(name, "the bonus is the mean over tokens whatever the loss")
 
 
 _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
@@ -284,33 +230,25 @@ _KLS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 def _kl(theirs: Theirs, name: str) -> Items:
   """KL as a term of the loss, or in the reward."""
   in_reward = "algorithm.use_kl_in_reward"
-  coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
   if theirs[in_reward]:
-    yield from _kl_in_reward(theirs, in_reward)
-    if theirs[name]:
-      yield Missing(name, "one KL term: the one in the reward is taken")
-  elif not theirs[name]:
-    yield theirs.setting("loss.beta", 0.0, name)
-  else:
-    estimator = str(theirs[kind])
+    coefficient = "algorithm.kl_ctrl.kl_coef"
     yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
-    yield theirs.setting("loss.kl", _KLS.get(estimator, "k3"), kind)
+    yield theirs.setting("loss.kl", "k1", "algorithm.kl_penalty")
+    yield theirs.setting("loss.kl_placement", "reward", in_reward)
+    if theirs[name] or theirs["algorithm.kl_penalty"] not in ("kl", "k1"):
+      text = "there is one KL term, k1 in the reward"
+      yield Note(in_reward, text, missing=True)
+  elif theirs[name]:
+    coefficient, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
+    yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
+    yield theirs.setting("loss.kl", _KLS.get(theirs[kind], "k3"), kind)
     yield theirs.setting("loss.kl_placement", "loss", name)
-    if estimator not in _KLS:
-      yield Missing(
-        kind,
-        f"{estimator!r}: as a term of the loss k1 has no expected gradient, and"
-        " |k1| is no estimate of the divergence; k3 is taken",
-      )
-
-
-def _kl_in_reward(theirs: Theirs, name: str) -> Items:
-  coefficient, penalty = "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
-  yield theirs.setting("loss.beta", theirs[coefficient], coefficient)
-  yield theirs.setting("loss.kl", "k1", penalty)
-  yield theirs.setting("loss.kl_placement", "reward", name)
-  if theirs[penalty] not in ("kl", "k1"):
-    yield Missing(penalty, "k1 is taken")
+    if theirs[kind] not in _KLS:
+      text = f"{theirs[kind]!r}: k3 is taken, for as a term of the loss k1 has"
+      text += " no expected gradient, and |k1| estimates no divergence"
+      yield Note(kind, text, missing=True)
+  else:
+    yield theirs.setting("loss.beta", 0.0, name)
 
 
 def _correction(theirs: Theirs, name: str) -> Items:
@@ -326,88 +264,86 @@ def _correction(theirs: Theirs, name: str) -> Items:
   yield Setting("loss.old_logprobs", "trainer", "as verl does")
 
 
-def _filter_groups(theirs: Theirs, name: str) -> Items:
-  """DAPO's dynamic sampling."""
-  if not theirs[name]:
-    return
-  metric, limit = f"{FILTER}.metric", f"{FILTER}.max_num_gen_batches"
-  yield theirs.setting("filter_groups.enable", theirs[name], name)
-  ours = "acc" if theirs[metric] == "acc" else "reward"
-  yield theirs.setting("filter_groups.metric", ours, metric)
-  batches = theirs[limit] if theirs[limit] > 0 else 100
-  yield theirs.setting("filter_groups.max_num_gen_batches", batches, limit)
-  yield Differs(
-    limit,
-    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
-    " verl's run, and here the rest of the batch is free",
-  )
+def _filter_metric(theirs: Theirs, name: str) -> str | None:
+  ours = "acc" if theirs[name] == "acc" else "reward"
+  return ours if theirs[f"{FILTER}.enable"] else None
+
+
+def _filter_limit(theirs: Theirs, name: str) -> int | None:
+  limit = theirs[name] if theirs[name] > 0 else 100
+  return limit if theirs[f"{FILTER}.enable"] else None
 
 
 TABLE = {
   # Model, data and rewards.
-  f"{MODEL}.path": Rule(None, _model),
-  f"{MODEL}.lora_rank": Rule(0, _lora),
-  f"{MODEL}.lora_alpha": Rule(16),
-  f"{MODEL}.target_modules": Rule("all-linear"),
-  f"{MODEL}.enable_gradient_checkpointing": Rule(
+  f"{MODEL}.path": Row(None, _model),
+  f"{MODEL}.lora_rank": Row(0, "lora.rank", rules.none_for_0),
+  f"{MODEL}.lora_alpha": Row(
+    16, "lora.alpha", rules.only_if(f"{MODEL}.lora_rank")
+  ),
+  f"{MODEL}.target_modules": Row("all-linear", rules.lora_targets),
+  f"{MODEL}.enable_gradient_checkpointing": Row(
     True, "model.remat", rules.REMAT
   ),
-  "actor_rollout_ref.ref.fsdp_config.param_offload": Rule(
+  "actor_rollout_ref.ref.fsdp_config.param_offload": Row(
     False, "model.reference", _offload
   ),
-  "data.train_files": Rule(None, rules.data),
-  "data.val_files": Rule(
-    differs="held-out problems are the test split of the same data"
+  "data.train_files": Row(None, rules.data),
+  "data.val_files": Row(
+    note="held-out problems are the test split of the same data"
   ),
-  "data.prompt_key": Rule("prompt", "data.options.prompt", _prompt_key),
-  "data.max_prompt_length": Rule(512, "data.max_prompt_length"),
-  "data.max_response_length": Rule(512, "sampling.max_new_tokens"),
-  "data.filter_overlong_prompts": Rule(
+  "data.prompt_key": Row("prompt", "data.options.prompt", _prompt_key),
+  "data.max_prompt_length": Row(512, "data.max_prompt_length"),
+  "data.max_response_length": Row(512, "sampling.max_new_tokens"),
+  "data.filter_overlong_prompts": Row(
     False, "data.too_long", {True: "drop", False: "refuse"}
   ),
-  "data.apply_chat_template_kwargs": Rule(None, rules.template_options),
-  f"{REWARD}.path": Rule(None, _rewards),
-  f"{REWARD}.name": Rule("compute_score"),
-  "custom_reward_function.path": Rule(),
-  "custom_reward_function.name": Rule("compute_score"),
-  **{f"{buffer}.enable": Rule(False) for buffer in BUFFERS},
-  **{f"{buffer}.len": Rule(0) for buffer in BUFFERS},
-  **{f"{buffer}.penalty_factor": Rule(1.0) for buffer in BUFFERS},
-  "reward_model.enable": Rule(False, _reward_model),
-  "reward_model.model.path": Rule(),
-  "reward.reward_model.enable": Rule(False, _reward_model),
-  "reward.reward_model.model_path": Rule(),
+  "data.apply_chat_template_kwargs": Row(None, rules.template_options),
+  f"{REWARD}.path": Row(None, _rewards),
+  f"{REWARD}.name": Row("compute_score"),
+  f"{REWARD}.reward_kwargs": Row(),
+  f"{BUFFER}.enable": Row(False),
+  f"{BUFFER}.len": Row(0),
+  f"{BUFFER}.penalty_factor": Row(1.0),
+  f"{REWARD_MODEL}.enable": Row(False, _reward_model),
+  f"{REWARD_MODEL}.model_path": Row(),
   # Batches and length of the run.
-  "data.seed": Rule(None, "seed", _seed),
-  "data.train_batch_size": Rule(1024, "batch_size"),
-  "data.gen_batch_size": Rule(
-    differs="a step's first draw is a whole batch here (filter_groups.gen_parts"
+  "data.seed": Row(None, "seed", _seed),
+  "data.train_batch_size": Row(1024, "batch_size"),
+  "data.gen_batch_size": Row(
+    note="a step's first draw is a whole batch here (filter_groups.gen_parts"
     " cuts the later ones)"
   ),
-  f"{ROLLOUT}.n": Rule(1, _group_size),
-  f"{ACTOR}.ppo_mini_batch_size": Rule(256, _minibatches),
-  f"{ACTOR}.ppo_micro_batch_size_per_gpu": Rule(None, _micro_batches),
-  f"{ACTOR}.ppo_epochs": Rule(1, "optim.epochs"),
-  _GPUS: Rule(8),
-  _NODES: Rule(1),
-  "trainer.total_training_steps": Rule(None, _steps),
-  "trainer.total_epochs": Rule(30),
-  "trainer.project_name": Rule("verl_examples"),
-  "trainer.experiment_name": Rule("gsm8k", rules.run_name),
-  "trainer.logger": Rule(("console", "wandb"), rules.trackers),
-  "trainer.save_freq": Rule(-1, "checkpoint.every", _every),
-  "trainer.test_freq": Rule(-1, "eval.every", _every),
-  "trainer.max_actor_ckpt_to_keep": Rule(
+  f"{ROLLOUT}.n": Row(1, "group_size"),
+  f"{ACTOR}.ppo_mini_batch_size": Row(256, _minibatches),
+  f"{ACTOR}.ppo_micro_batch_size_per_gpu": Row(
+    None, "optim.micro_batches", _micro_batches
+  ),
+  f"{ACTOR}.ppo_epochs": Row(1, "optim.epochs"),
+  _GPUS: Row(8),
+  _NODES: Row(1),
+  "trainer.total_training_steps": Row(None, _steps),
+  "trainer.total_epochs": Row(30),
+  "trainer.project_name": Row(),
+  "trainer.experiment_name": Row("gsm8k", rules.run_name),
+  "trainer.logger": Row(
+    ("console", "wandb"), "log.trackers", rules.known_trackers
+  ),
+  "trainer.save_freq": Row(-1, "checkpoint.every", _every),
+  "trainer.test_freq": Row(-1, "eval.every", _every),
+  "trainer.max_actor_ckpt_to_keep": Row(
     None, "checkpoint.keep", rules.none_for_0
   ),
   # Sampling.
-  f"{ROLLOUT}.temperature": Rule(1.0, "sampling.temperature"),
-  f"{ROLLOUT}.top_k": Rule(-1, rules.sampling_filter),
-  f"{ROLLOUT}.top_p": Rule(1.0, rules.sampling_filter),
+  f"{ROLLOUT}.temperature": Row(1.0, "sampling.temperature"),
+  f"{ROLLOUT}.top_k": Row(
+    -1, "sampling.top_k", rules.filter_size, rules.SAMPLED
+  ),
+  f"{ROLLOUT}.top_p": Row(1.0, "sampling.top_p", note=rules.SAMPLED),
   # Advantages and loss.
-  "algorithm.adv_estimator": Rule("gae", _advantage),
-  "algorithm.norm_adv_by_std_in_grpo": Rule(True),
-  f"{ACTOR}.loss_agg_mode": Rule(
+  "algorithm.adv_estimator": Row("gae", _advantage),
+  "algorithm.norm_adv_by_std_in_grpo": Row(True),
+  f"{ACTOR}.loss_agg_mode": Row(
     "token-mean",
     "loss.weighting",
     {
@@ -417,90 +353,55 @@ TABLE = {
       "seq-mean-token-sum-norm": "fixed_length",
     },
   ),
-  f"{ACTOR}.loss_scale_factor": Rule(
-    differs="with loss_agg_mode = seq-mean-token-sum-norm sums are divided by"
+  f"{ACTOR}.loss_scale_factor": Row(
+    note="with loss_agg_mode = seq-mean-token-sum-norm sums are divided by"
     " sampling.max_new_tokens: scale the learning rate"
   ),
-  f"{ACTOR}.policy_loss.loss_mode": Rule("vanilla", _surrogate),
-  f"{ACTOR}.clip_ratio": Rule(
+  f"{ACTOR}.policy_loss.loss_mode": Row("vanilla", _surrogate),
+  f"{ACTOR}.clip_ratio": Row(
     0.2,
-    differs="verl takes clip_ratio_low and clip_ratio_high, and this only where"
+    note="verl takes clip_ratio_low and clip_ratio_high, and this only where"
     " they are null",
   ),
-  f"{ACTOR}.clip_ratio_low": Rule(0.2),
-  f"{ACTOR}.clip_ratio_high": Rule(0.2),
-  f"{ACTOR}.clip_ratio_c": Rule(3.0),
-  f"{ACTOR}.tau_pos": Rule(1.0),
-  f"{ACTOR}.tau_neg": Rule(1.05),
-  f"{ACTOR}.entropy_coeff": Rule(0.0, _entropy),
-  f"{ACTOR}.use_kl_loss": Rule(False, _kl),
-  f"{ACTOR}.kl_loss_coef": Rule(0.001),
-  f"{ACTOR}.kl_loss_type": Rule("low_var_kl"),
-  "algorithm.use_kl_in_reward": Rule(
+  f"{ACTOR}.clip_ratio_low": Row(),
+  f"{ACTOR}.clip_ratio_high": Row(),
+  f"{ACTOR}.clip_ratio_c": Row(3.0),
+  f"{ACTOR}.tau_pos": Row(1.0, "loss.sapo_temperature_pos"),
+  f"{ACTOR}.tau_neg": Row(1.05, "loss.sapo_temperature_neg"),
+  f"{ACTOR}.entropy_coeff": Row(0.0, _entropy),
+  f"{ACTOR}.use_kl_loss": Row(False, _kl),
+  f"{ACTOR}.kl_loss_coef": Row(0.001),
+  f"{ACTOR}.kl_loss_type": Row("low_var_kl"),
+  "algorithm.use_kl_in_reward": Row(
     False,
-    differs="the penalty is of the whole completion here, there of each token",
+    note="the penalty is of the whole completion here, there of each token",
   ),
-  "algorithm.kl_penalty": Rule("kl"),
-  "algorithm.kl_ctrl.kl_coef": Rule(0.001),
-  f"{CORRECTION}.rollout_is": Rule(None, _correction),
-  f"{CORRECTION}.rollout_is_threshold": Rule("2.0"),
-  f"{FILTER}.enable": Rule(False, _filter_groups),
-  f"{FILTER}.metric": Rule(),
-  f"{FILTER}.max_num_gen_batches": Rule(0),
+  "algorithm.kl_penalty": Row("kl"),
+  "algorithm.kl_ctrl.kl_coef": Row(0.001),
+  f"{CORRECTION}.rollout_is": Row(None, _correction),
+  f"{CORRECTION}.rollout_is_threshold": Row("2.0"),
+  f"{FILTER}.enable": Row(False, "filter_groups.enable"),
+  f"{FILTER}.metric": Row(None, "filter_groups.metric", _filter_metric),
+  f"{FILTER}.max_num_gen_batches": Row(
+    0,
+    "filter_groups.max_num_gen_batches",
+    _filter_limit,
+    "0 is no limit in verl, and 100 batches here; a limit that is met ends"
+    " verl's run, and here the rest of the batch is free",
+  ),
   # Optimizer.
-  f"{ACTOR}.optim.optimizer": Rule("AdamW", rules.optimizer),
-  f"{ACTOR}.optim.lr": Rule(1e-6, "optim.learning_rate"),
-  f"{ACTOR}.optim.lr_warmup_steps": Rule(-1, _warmup),
-  f"{ACTOR}.optim.lr_warmup_steps_ratio": Rule(0.0),
-  f"{ACTOR}.optim.lr_scheduler_type": Rule("constant", rules.schedule),
-  f"{ACTOR}.optim.weight_decay": Rule(0.01, "optim.weight_decay"),
-  f"{ACTOR}.optim.betas": Rule((0.9, 0.999), _betas),
-  f"{ACTOR}.optim.clip_grad": Rule(
-    1.0, "optim.max_grad_norm", rules.max_grad_norm
+  f"{ACTOR}.optim.optimizer": Row("AdamW", rules.optimizer),
+  f"{ACTOR}.optim.lr": Row(1e-6, "optim.learning_rate"),
+  f"{ACTOR}.optim.lr_warmup_steps": Row(-1, _warmup),
+  f"{ACTOR}.optim.lr_warmup_steps_ratio": Row(0.0),
+  f"{ACTOR}.optim.lr_scheduler_type": Row(
+    "constant", "optim.schedule", rules.SCHEDULE
   ),
-  f"{ACTOR}.grad_clip": Rule(1.0, "optim.max_grad_norm", _max_norm_of_actor),
+  f"{ACTOR}.optim.weight_decay": Row(0.01, "optim.weight_decay"),
+  f"{ACTOR}.optim.betas": Row((0.9, 0.999), _betas),
+  f"{ACTOR}.grad_clip": Row(1.0, "optim.max_grad_norm", rules.max_grad_norm),
 }
 
-IGNORED = {
-  "": "defaults* hydra* *_target_ data.apply_chat_template_kwargs*"
-  " *custom_reward_function.reward_kwargs.*",
-  "there is no critic: advantages come from groups": (
-    "critic.* trainer.critic_warmup"
-  ),
-  "rewards are of whole completions": "algorithm.gamma* algorithm.lam*",
-  "loss.beta is fixed": "algorithm.kl_ctrl.type",
-  "loss.correction has token_mask and sequence_mask, which leave the tokens in"
-  " the mean": f"{CORRECTION}.rollout_rs*",
-  "evaluations are greedy: grpojax.evaluate has more": f"{ROLLOUT}.val_kwargs*",
-  "one turn a completion": f"{ROLLOUT}.multi_turn*",
-  "they are always known": f"{ROLLOUT}.calculate_log_probs",
-  "training always samples": f"{ROLLOUT}.do_sample",
-  "see logits_chunk, optim.micro_batches and optim.packing": (
-    f"{ROLLOUT}.log_prob* {ACTOR}.ppo_max_token_len* {ACTOR}.use_dynamic_bsz"
-    f" {MODEL}.use_remove_padding trainer.balance_batch"
-  ),
-  "there is no inference engine: sampling is in the program": f"{ROLLOUT}.*",
-  "see model.reference, mesh and logits_chunk": "actor_rollout_ref.ref.*",
-  "see mesh.fsdp, mesh.tensor and mesh.expert": (
-    f"{ACTOR}.fsdp_config* {ACTOR}.megatron* {ACTOR}.strategy"
-  ),
-  "sequences are not cut over devices": f"{ACTOR}.ulysses*",
-  "prompts are never cut: see data.too_long": "data.truncation",
-  "prompts are always shuffled, each epoch anew": "data.shuffle*",
-  "rewards get the messages, and data_source": (
-    "data.return_raw_chat data.reward_fn_key"
-  ),
-  "see reward.*": "reward.* reward_*.* custom_reward_function.*",
-  "accuracy is always measured before": "trainer.val_before_train",
-  "the same command resumes": "trainer.resume_mode",
-  "--run_dir says where": "trainer.default_local_dir",
-  "there is no Ray: one program on all devices": "ray_kwargs* ray_init*",
-  "nothing here does that": "algorithm.* actor_rollout_ref.* data.* trainer.*",
-}
+ALWAYS = (Note("algorithm.adv_estimator", rules.OWN_ADVANTAGE),)
 
-LIBRARY = Library(
-  "verl 0.9",
-  TABLE,
-  IGNORED,
-  nullable=(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
-)
+LIBRARY = Library("verl 0.9", "docs/from-verl.md", TABLE, ALWAYS, OLDER)

@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -10,7 +9,7 @@ from ml_collections import ConfigDict
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.cli import settings as settings_lib
 from grpojax.training.config import SETTINGS, default_config
-from grpojax.translation.rules import Differs, Missing, Setting, Translation
+from grpojax.translation.rules import Note, Setting, Translation
 
 WIDTH = 80
 
@@ -24,46 +23,45 @@ def settled(translation: Translation) -> dict[str, Setting]:
   Raises:
     ValueError: a value of a wrong type.
   """
-  default = default_config()
-  known, free = config_lib.flatten(default), config_lib.free_sections(default)
+  known = config_lib.flatten(default_config())
   by_name = {}
   for one in translation.settings:
-    kind = None if config_lib.is_free(one.name, free) else type(known[one.name])
-    by_name[one.name] = one._replace(value=_typed(one, one.value, kind))
+    by_name[one.name] = one._replace(value=_typed(one, known.get(one.name)))
   order = [path for path, _ in settings_lib.flat_settings(SETTINGS)]
   order += [name for name in by_name if name not in order]
-  return {
-    name: by_name[name]
-    for name in order
-    if name in by_name
-    and (
-      by_name[name].value != known.get(name)
-      or by_name[name].theirs
-      and "(default)" not in by_name[name].theirs
-    )
-  }
+  settings = {}
+  for name in order:
+    one = by_name.get(name)
+    if one and (
+      one.value != known.get(name)
+      or (one.theirs and "(default)" not in one.theirs)
+    ):
+      settings[name] = one
+  return settings
 
 
-def _typed(setting: Setting, value: Any, kind: type | None) -> Any:
-  """The value in a type that Python writes as it is read.
+def _typed(setting: Setting, default: Any) -> Any:
+  """The value in the type of the default, or for None as a plain one.
 
   Raises:
-    ValueError: it is not of this kind (None: any), or no such value.
+    ValueError: it is not of this kind, or nothing that Python reads again.
   """
-  source = setting.theirs or setting.name
-  if isinstance(value, list | tuple) and kind in (tuple, None):
-    return tuple(_typed(setting, item, None) for item in value)
-  if isinstance(value, float) and not math.isfinite(value):
-    raise ValueError(f"{source}: {value} is not finite")
+  value = setting.value
+  if isinstance(value, list | tuple) and isinstance(default, tuple | None):
+    items = (setting._replace(value=item) for item in value)
+    return tuple(_typed(item, None) for item in items)
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  if kind in (int, float) and is_number and value == kind(value):
-    return kind(value)
-  if kind in (bool, str) and isinstance(value, kind):
+  if is_number and math.isfinite(value):
+    if default is None:
+      return value
+    kind = type(default)
+    if kind in (int, float) and value == kind(value):
+      return kind(value)
+  elif isinstance(value, bool | str | None) and (
+    default is None or type(value) is type(default)
+  ):
     return value
-  if kind is None and (value is None or is_number):
-    return value
-  if kind is None and isinstance(value, str | bool):
-    return value
+  source = setting.theirs or setting.name
   raise ValueError(f"{source}: {setting.name} cannot be {value!r}")
 
 
@@ -112,33 +110,29 @@ def _comment(text: str, indent: str = "", first: str = "") -> list[str]:
   return [f"{indent}# {line}" for line in lines]
 
 
-def _assignment(target: str, value: Any, theirs: str) -> list[str]:
+def _assignment(name: str, one: Setting) -> list[str]:
   """An assignment with its comment beside it, or above where it is long."""
-  line, comment = f"  {target} = {value!r}", _comment(theirs)
+  line, comment = f"  config.{name} = {one.value!r}", _comment(one.theirs)
   if len(comment) == 1 and len(line) + 2 + len(comment[0]) <= WIDTH:
     return [f"{line}  {comment[0]}"]
-  return [*_comment(theirs, "  "), line]
+  return [*_comment(one.theirs, "  "), line]
 
 
-def _notes(title: str, notes: Sequence[Differs | Missing]) -> list[str]:
-  if not notes:
-    return []
+def _notes(title: str, notes: list[Note]) -> list[str]:
   texts = dict.fromkeys(f"{note.theirs}: {note.text}" for note in notes)
   lines = [line for text in texts for line in _comment(text, first="- ")]
-  return [f"# {title}:", *lines, "#"]
+  return [f"# {title}:", *lines, "#"] if lines else []
 
 
 def config_file(translation: Translation, source: str) -> str:
-  """Returns the text of a config file.
-
-  Args:
-    translation: Settings and notes.
-    source: Name of the file that was translated.
+  """Returns the text of a config file, translated from a file `source`.
 
   Raises:
     ValueError: a value of a wrong type.
   """
   fixed, nested = _by_section(translation)
+  differs = [note for note in translation.notes if not note.missing]
+  missing = [note for note in translation.notes if note.missing]
   lines = [
     '"""GRPO, translated from another library\'s configuration."""',
     "",
@@ -153,8 +147,8 @@ def config_file(translation: Translation, source: str) -> str:
     "#",
     "# Command:   python -m grpojax.train --config=THIS_FILE",
     "#",
-    *_notes("What means something else here", translation.differs),
-    *_notes("What has no counterpart", translation.missing),
+    *_notes("What means something else here", differs),
+    *_notes("What has no counterpart", missing),
     "",
     "from grpojax.training.config import default_config",
     "",
@@ -163,7 +157,7 @@ def config_file(translation: Translation, source: str) -> str:
     "  config = default_config()",
   ]
   for name, one in fixed.items():
-    lines += _assignment(f"config.{name}", one.value, one.theirs)
+    lines += _assignment(name, one)
   for section, values in nested.items():
     lines.append(f"  config.{section}.update({values!r})")
   return "\n".join([*lines, "  return config", ""])

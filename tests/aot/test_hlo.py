@@ -6,13 +6,20 @@ from grpojax.aot import cost, hlo
 from grpojax.aot.hlo import Shape
 
 
-def parsed(body, *computations, devices=8):
-  head = f"HloModule m, is_scheduled=true, num_partitions={devices}"
-  return hlo.parse("\n\n".join([head, *computations, body]))
+def block(name, parameters, *lines):
+  """Text of a computation; "e" is the program's entry."""
+  start = "ENTRY %e" if name == "e" else f"%{name}"
+  given = [
+    f"  %{key} = {shape} parameter({i})"
+    for i, (key, shape) in enumerate(parameters.items())
+  ]
+  return "\n".join([f"{start} {{", *given, *(f"  {x}" for x in lines), "}"])
 
 
-def costs(body, *computations, tokens=10):
-  return cost.cost(parsed(body, *computations), tokens)
+def costs(*computations, tokens=10):
+  """Costs of a program on 8 devices."""
+  head = "HloModule m, is_scheduled=true, num_partitions=8"
+  return cost.cost(hlo.parse("\n\n".join([head, *computations])), tokens)
 
 
 def only(line):
@@ -97,66 +104,43 @@ def test_what_is_no_module_is_refused(text):
     hlo.parse(text)
 
 
-def test_tokens_must_not_be_negative():
-  with pytest.raises(ValueError, match="token_loop_trips=-1"):
-    costs("ENTRY %e () -> f32[] {\n  ROOT %c = f32[] constant(1)\n}", tokens=-1)
-
-
 def test_an_unknown_opcode_costs_its_bytes():
-  found = costs("""ENTRY %e (p: f32[100]) -> f32[50] {
-  %p = f32[100]{0} parameter(0)
-  ROOT %n = f32[50]{0} quantum-sort(%p, how=well), novelty={yes}
-}""")
+  line = "ROOT %n = f32[50]{0} quantum-sort(%p, how=well), novelty={yes}"
+  found = costs(block("e", {"p": "f32[100]{0}"}, line))
   assert (found.flops, found.bytes) == (0, 400 + 200)
 
 
-ADD = """%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %s = f32[] add(%a, %b)
-}"""
+ADD = block("add", {"a": "f32[]", "b": "f32[]"}, "ROOT %s = f32[] add(%a, %b)")
+FOURS = "replica_groups=[2,4]<=[8]"
+PAIR = "source_target_pairs={{0,1},{1,0}}"
+NOWHERE = "source_target_pairs={{0,0},{1,1}}"
 
 
 @pytest.mark.parametrize(
   "line, kind, sent",
   [
     # 4 devices; the operand is 400 bytes.
-    ("f32[400] all-gather(%p), replica_groups=[2,4]<=[8]", "all-gather", 1200),
-    ("f32[25] reduce-scatter(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
+    (f"f32[400] all-gather(%p), {FOURS}", "all-gather", 1200),
+    (f"f32[25] reduce-scatter(%p), {FOURS}, to_apply=%add",)
     + ("reduce-scatter", 300),
-    ("f32[100] all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
-    + ("all-reduce", 600),
-    ("f32[100] all-to-all(%p), replica_groups=[2,4]<=[8]", "all-to-all", 300),
-    (
-      "f32[100] collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
-      "collective-permute",
-      400,
-    ),
-    (
-      "f32[100] collective-permute(%p), source_target_pairs={{0,0},{1,1}}",
-      "collective-permute",
-      0,
-    ),
+    (f"f32[100] all-reduce(%p), {FOURS}, to_apply=%add", "all-reduce", 600),
+    (f"f32[100] all-to-all(%p), {FOURS}", "all-to-all", 300),
+    (f"f32[100] collective-permute(%p), {PAIR}", "collective-permute", 400),
+    (f"f32[100] collective-permute(%p), {NOWHERE}", "collective-permute", 0),
     ("f32[100] all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add",)
     + ("all-reduce", 0),
     # As XLA:GPU spells them.
-    (
-      "(f32[100], f32[400]) all-gather-start(%p), replica_groups=[2,4]<=[8]",
-      "all-gather",
-      1200,
-    ),
-    ("f32[100] all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add",)
+    (f"(f32[100], f32[400]) all-gather-start(%p), {FOURS}", "all-gather", 1200),
+    (f"f32[100] all-reduce-start(%p), {FOURS}, to_apply=%add",)
     + ("all-reduce", 600),
   ],
 )
 def test_bytes_between_devices(line, kind, sent):
-  body = "ENTRY %e (p: f32[100]) -> f32[1] {\n  %p = f32[100] parameter(0)\n"
-  done = line.split("(%p)")[0].split()[-1].replace("-start", "-done")
+  lines = [f"ROOT %r = {line}"]
   if "-start" in line:
-    body += f"  %s = {line}\n  ROOT %r = f32[100] {done}(%s)\n}}"
-  else:
-    body += f"  ROOT %r = {line}\n}}"
-  (c,) = costs(body, ADD).collectives
+    done = line.split("(%p)")[0].split()[-1].replace("-start", "-done")
+    lines = [f"%s = {line}", f"ROOT %r = f32[100] {done}(%s)"]
+  (c,) = costs(block("e", {"p": "f32[100]"}, *lines), ADD).collectives
   assert (c.kind, c.bytes, c.trips) == (kind, sent, 1)
 
 
@@ -167,28 +151,22 @@ def test_several_arrays_reduced_and_cut_together(whole):
   If any of them is used whole, it is an all-reduce.
   """
   second = "%y" if whole else "%t"
-  fusion = f"""%scatter (p: f32[64], q: f32[32]) -> (f32[16], f32[8]) {{
-  %p = f32[64]{{0}} parameter(0)
-  %q = f32[32]{{0}} parameter(1)
-  %i = u32[] partition-id()
-  %r = (f32[64]{{0}}, f32[32]{{0}}) all-reduce(%p, %q),\
- replica_groups=[2,4]<=[8], to_apply=%add
-  %x = f32[64]{{0}} get-tuple-element(%r), index=0
-  %y = f32[32]{{0}} get-tuple-element(%r), index=1
-  %s = f32[16]{{0}} dynamic-slice(%x, %i), dynamic_slice_sizes={{16}}
-  %t = f32[8]{{0}} dynamic-slice(%y, %i), dynamic_slice_sizes={{8}}
-  ROOT %o = (f32[16]{{0}}, f32[32]{{0}}) tuple(%s, {second})
-}}"""
-  (c,) = costs(
-    """ENTRY %e (a: f32[64], b: f32[32]) -> (f32[16], f32[8]) {
-  %a = f32[64]{0} parameter(0)
-  %b = f32[32]{0} parameter(1)
-  ROOT %f = (f32[16]{0}, f32[8]{0}) fusion(%a, %b), kind=kCustom,\
- calls=%scatter
-}""",
-    ADD,
-    fusion,
-  ).collectives
+  parameters = {"p": "f32[64]{0}", "q": "f32[32]{0}"}
+  scatter = block(
+    "scatter",
+    parameters,
+    "%i = u32[] partition-id()",
+    f"%r = (f32[64]{{0}}, f32[32]{{0}}) all-reduce(%p, %q), {FOURS},"
+    " to_apply=%add",
+    "%x = f32[64]{0} get-tuple-element(%r), index=0",
+    "%y = f32[32]{0} get-tuple-element(%r), index=1",
+    "%s = f32[16]{0} dynamic-slice(%x, %i), dynamic_slice_sizes={16}",
+    "%t = f32[8]{0} dynamic-slice(%y, %i), dynamic_slice_sizes={8}",
+    f"ROOT %o = (f32[16]{{0}}, f32[32]{{0}}) tuple(%s, {second})",
+  )
+  line = "ROOT %f = (f32[16]{0}, f32[8]{0}) fusion(%p, %q), kind=kCustom,"
+  line += " calls=%scatter"
+  (c,) = costs(block("e", parameters, line), ADD, scatter).collectives
   want = ("all-reduce", 2 * 288) if whole else ("reduce-scatter", 288)
   assert (c.kind, c.bytes) == want  # 3 of 4 pieces of 384 bytes
 
@@ -196,41 +174,42 @@ def test_several_arrays_reduced_and_cut_together(whole):
 def test_a_chain_of_fusions_is_one_collective():
   """XLA:TPU, a gather beside a product: start, product, done."""
   gather = (
-    "all-gather(%p0), channel_id=2, replica_groups=[1,8]<=[8], dimensions={0},"
+    "%g = f32[128]{0} all-gather(%p0), channel_id=2,"
+    " replica_groups=[1,8]<=[8], dimensions={0},"
     ' frontend_attributes={chain_id="0"}'
   )
-  start = f"""%start (p0: f32[16]) -> (f32[16], f32[128], u32[]) {{
-  %p0 = f32[16]{{0}} parameter(0)
-  %g = f32[128]{{0}} {gather}
-  ROOT %c = (f32[16]{{0}}, f32[128]{{0}}, u32[]{{:S(2)}}) custom-call(%g),\
- custom_call_target="AsyncCollectiveStart"
-}}"""
-  product = f"""%beside (p0: f32[16], p1: f32[8,8]) -> (f32[8,8], f32[128]) {{
-  %p0 = f32[16]{{0}} parameter(0)
-  %p1 = f32[8,8]{{1,0}} parameter(1)
-  %d = f32[8,8]{{1,0}} convolution(%p1, %p1), dim_labels=bf_io->bf
-  %g = f32[128]{{0}} {gather}
-  ROOT %t = (f32[8,8]{{1,0}}, f32[128]{{0}}) tuple(%d, %g)
-}}"""
-  done = f"""%done (p0: f32[16], p1: f32[128]) -> f32[128] {{
-  %p0 = f32[16]{{0}} parameter(0)
-  %p1 = f32[128]{{0}} parameter(1)
-  %g = f32[128]{{0}} {gather}
-  ROOT %c = f32[128]{{0}} custom-call(%p0, %p1, %g),\
- custom_call_target="AsyncCollectiveDone"
-}}"""
+  start = block(
+    "start",
+    {"p0": "f32[16]{0}"},
+    gather,
+    "ROOT %c = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) custom-call(%g),"
+    ' custom_call_target="AsyncCollectiveStart"',
+  )
+  product = block(
+    "beside",
+    {"p0": "f32[16]{0}", "p1": "f32[8,8]{1,0}"},
+    "%d = f32[8,8]{1,0} convolution(%p1, %p1), dim_labels=bf_io->bf",
+    gather,
+    "ROOT %t = (f32[8,8]{1,0}, f32[128]{0}) tuple(%d, %g)",
+  )
+  done = block(
+    "done",
+    {"p0": "f32[16]{0}", "p1": "f32[128]{0}"},
+    gather,
+    "ROOT %c = f32[128]{0} custom-call(%p0, %p1, %g),"
+    ' custom_call_target="AsyncCollectiveDone"',
+  )
   found = costs(
-    """ENTRY %e (x: f32[16], w: f32[8,8]) -> f32[128] {
-  %x = f32[16]{0} parameter(0)
-  %w = f32[8,8]{1,0} parameter(1)
-  %s = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), kind=kCustom,\
- calls=%start
-  %a = f32[16]{0} get-tuple-element(%s), index=0
-  %b = f32[128]{0} get-tuple-element(%s), index=1
-  %f = (f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), kind=kOutput, calls=%beside
-  %c = f32[128]{0} get-tuple-element(%f), index=1
-  ROOT %r = f32[128]{0} fusion(%a, %c), kind=kCustom, calls=%done
-}""",
+    block(
+      "e",
+      {"x": "f32[16]{0}", "w": "f32[8,8]{1,0}"},
+      "%s = (f32[16]{0}, f32[128]{0}, u32[]{:S(2)}) fusion(%x), calls=%start",
+      "%a = f32[16]{0} get-tuple-element(%s), index=0",
+      "%b = f32[128]{0} get-tuple-element(%s), index=1",
+      "%f = (f32[8,8]{1,0}, f32[128]{0}) fusion(%a, %w), calls=%beside",
+      "%c = f32[128]{0} get-tuple-element(%f), index=1",
+      "ROOT %r = f32[128]{0} fusion(%a, %c), kind=kCustom, calls=%done",
+    ),
     start,
     product,
     done,
@@ -249,20 +228,21 @@ def test_a_chain_of_fusions_is_one_collective():
 def test_a_call_beside(spelling):
   """TPU7x, a collective on the sparse cores; XLA:GPU, on another stream."""
   opcode, attribute = spelling.split()
-  called = """%called (q: f32[100], t: token[]) -> f32[400] {
-  %q = f32[100]{0} parameter(0)
-  %t = token[] parameter(1)
-  ROOT %g = f32[400]{0} all-gather(%q), replica_groups=[2,4]<=[8]
-}"""
+  called = block(
+    "called",
+    {"q": "f32[100]{0}", "t": "token[]"},
+    f"ROOT %g = f32[400]{{0}} all-gather(%q), {FOURS}",
+  )
   found = costs(
-    f"""ENTRY %e (p: f32[100]) -> f32[400] {{
-  %p = f32[100]{{0}} parameter(0)
-  %t = token[] after-all()
-  %s = ((f32[100]{{0}}, token[]), f32[400]{{0}}) {opcode}(%p, %t),\
- async_execution_thread="sparsecore", {attribute}=%called,\
- metadata={{op_name="jit(f)/dot"}}
-  ROOT %d = f32[400]{{0}} {opcode.replace("start", "done")}(%s)
-}}""",
+    block(
+      "e",
+      {"p": "f32[100]{0}"},
+      "%t = token[] after-all()",
+      f"%s = ((f32[100]{{0}}, token[]), f32[400]{{0}}) {opcode}(%p, %t),"
+      f' async_execution_thread="sparsecore", {attribute}=%called,'
+      ' metadata={op_name="jit(f)/dot"}',
+      f"ROOT %d = f32[400]{{0}} {opcode.replace('start', 'done')}(%s)",
+    ),
     called,
   )
   (c,) = found.collectives
@@ -290,145 +270,124 @@ def test_a_call_beside(spelling):
   ],
 )
 def test_bytes_of_one_instruction(line, moved):
-  found = costs(f"""ENTRY %e (p: f32[64]) -> f32[1] {{
-  %p = f32[64]{{0}} parameter(0)
-  ROOT %r = {line}
-}}""")
+  found = costs(block("e", {"p": "f32[64]{0}"}, f"ROOT %r = {line}"))
   assert found.bytes == moved
 
 
 def test_a_fusion_reads_what_it_slices_and_writes_what_it_updates():
-  inner = """%inner (a: f32[10,64], i: s32[]) -> f32[64] {
-  %a = f32[10,64]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %z = s32[] constant(0)
-  %s = f32[1,64]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,64}
-  ROOT %b = f32[64]{0} bitcast(%s)
-}"""
-  outer = """%outer (a: f32[10,64], c: f32[5,64], i: s32[]) -> f32[5,64] {
-  %a = f32[10,64]{1,0} parameter(0)
-  %c = f32[5,64]{1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %z = s32[] constant(0)
-  %f = f32[64]{0} fusion(%a, %i), kind=kLoop, calls=%inner
-  %n = f32[64]{0} negate(%f)
-  %u = f32[1,64]{1,0} reshape(%n)
-  ROOT %r = f32[5,64]{1,0} dynamic-update-slice(%c, %u, %i, %z)
-}"""
-  found = costs(
-    """ENTRY %e (a: f32[10,64], c: f32[5,64], i: s32[]) -> f32[5,64] {
-  %a = f32[10,64]{1,0} parameter(0)
-  %c = f32[5,64]{1,0} parameter(1)
-  %i = s32[]{:S(6)} parameter(2)
-  ROOT %r = f32[5,64]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%outer
-}""",
-    inner,
-    outer,
+  inner = block(
+    "inner",
+    {"a": "f32[10,64]{1,0}", "i": "s32[]"},
+    "%z = s32[] constant(0)",
+    "%s = f32[1,64]{1,0} dynamic-slice(%a, %i, %z), dynamic_slice_sizes={1,64}",
+    "ROOT %b = f32[64]{0} bitcast(%s)",
   )
+  parameters = {"a": "f32[10,64]{1,0}", "c": "f32[5,64]{1,0}"}
+  outer = block(
+    "outer",
+    parameters | {"i": "s32[]"},
+    "%z = s32[] constant(0)",
+    "%f = f32[64]{0} fusion(%a, %i), kind=kLoop, calls=%inner",
+    "%n = f32[64]{0} negate(%f)",
+    "%u = f32[1,64]{1,0} reshape(%n)",
+    "ROOT %r = f32[5,64]{1,0} dynamic-update-slice(%c, %u, %i, %z)",
+  )
+  line = "ROOT %r = f32[5,64]{1,0} fusion(%a, %c, %i), kind=kLoop, calls=%outer"
+  entry = block("e", parameters | {"i": "s32[]{:S(6)}"}, line)
+  found = costs(entry, inner, outer)
   # One row of `a` read, one of `c` written; the index, as fused, is 4 bytes.
   assert found.bytes == 256 + 256 + 4
 
 
+DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
 @pytest.mark.parametrize(
-  "line, flops",
+  "a, line, flops",
   [
-    ('f32[4,8] custom-call(%a, %b), custom_call_target="__onednn$matmul"',)
-    + (2 * 4 * 8 * 16,),
     (
-      "f32[4,8] dot(%a, %b), lhs_contracting_dims={1},"
-      " rhs_contracting_dims={0}",
-    )
-    + (2 * 4 * 8 * 16,),
+      "f32[4,16]",
+      'f32[4,8] custom-call(%a, %b), custom_call_target="__onednn$matmul"',
+      2 * 4 * 8 * 16,
+    ),
+    ("f32[4,16]", f"f32[4,8] dot(%a, %b), {DOT}", 2 * 4 * 8 * 16),
     # Padding meets nothing: 4 outputs of a window of 3 over 4 inputs, 10 pairs.
     (
-      "f32[4,8] convolution(%a, %c), window={size=3 pad=1_1},"
-      " dim_labels=0f_0io->0f",
-    )
-    + (2 * 16 * 8 * 10,),
+      "f32[4,1,16]",
+      "f32[4,1,8] convolution(%a, %c), window={size=3 pad=1_1},"
+      " dim_labels=0bf_0io->0bf",
+      2 * 16 * 8 * 10,
+    ),
+    (  # A kernel says what it does.
+      "f32[4,16]",
+      'f32[4,8] custom-call(%a), custom_call_target="tpu_custom_call",'
+      ' backend_config={"custom_call_config":{"body":"TUzvUg==",'
+      '"cost_estimate":{"flops":"12345","transcendentals":"0"}}}',
+      12345,
+    ),
   ],
 )
-def test_flops(line, flops):
-  line = line.replace("0f_0io->0f", "0bf_0io->0bf")
-  conv = "convolution" in line
-  a = "f32[4,1,16]" if conv else "f32[4,16]"
-  found = costs(f"""ENTRY %e (a: {a}, b: f32[16,8]) -> f32[4,8] {{
-  %a = {a} parameter(0)
-  %b = f32[16,8] parameter(1)
-  %c = f32[3,16,8] parameter(2)
-  ROOT %r = {line.replace("f32[4,8]", "f32[4,1,8]") if conv else line}
-}}""")
-  assert found.flops == flops
+def test_flops(a, line, flops):
+  parameters = {"a": a, "b": "f32[16,8]", "c": "f32[3,16,8]"}
+  assert costs(block("e", parameters, f"ROOT %r = {line}")).flops == flops
 
 
 @pytest.mark.parametrize(
   "lhs, rhs, result, contracted",
   [
-    ("f32[64,16]", "f32[8,16,32]", "f32[64,32]", (1, 1)),
-    ("f32[64,16]", "f32[64,32]", "f32[8,16,32]", (0, 0)),  # its gradient
+    ("f32[64,16]", "f32[8,16,32]", "f32[64,32]", 1),
+    ("f32[64,16]", "f32[64,32]", "f32[8,16,32]", 0),  # its gradient
   ],
 )
 def test_a_ragged_dot_meets_one_matrix_a_row(lhs, rhs, result, contracted):
-  found = costs(f"""ENTRY %e (a: {lhs}, b: {rhs}, g: s32[8]) -> {result} {{
-  %a = {lhs} parameter(0)
-  %b = {rhs} parameter(1)
-  %g = s32[8] parameter(2)
-  ROOT %r = {result} ragged-dot(%a, %b, %g),\
- lhs_contracting_dims={{{contracted[0]}}},\
- rhs_contracting_dims={{{contracted[1]}}}, lhs_ragged_dims={{0}}
-}}""")
+  line = (
+    f"ROOT %r = {result} ragged-dot(%a, %b, %g),"
+    f" lhs_contracting_dims={{{contracted}}},"
+    f" rhs_contracting_dims={{{contracted}}}, lhs_ragged_dims={{0}}"
+  )
+  found = costs(block("e", {"a": lhs, "b": rhs, "g": "s32[8]"}, line))
   assert found.flops == 2 * 64 * 16 * 32
 
 
-def test_a_kernel_says_what_it_does():
-  found = costs("""ENTRY %e (x: f32[8,8]) -> f32[8,8] {
-  %x = f32[8,8] parameter(0)
-  ROOT %k = f32[8,8] custom-call(%x), custom_call_target="tpu_custom_call",\
- backend_config={"custom_call_config":{"body":"TUzvUg==","cost_estimate":\
-{"flops":"12345","transcendentals":"0","bytes_accessed":"6789"}}}
-}""")
-  assert found.flops == 12345
+STATE = "(s32[], f32[8,8], s32[])"
+ELEMENTS = (
+  "%i = s32[] get-tuple-element(%s), index=0",
+  "%x = f32[8,8] get-tuple-element(%s), index=1",
+  "%limit = s32[] get-tuple-element(%s), index=2",
+)
+PRODUCT = f"%y = f32[8,8] dot(%x, %x), {DOT}"
+COMPARE = block(
+  "compare",
+  {"a": "s32[]", "b": "s32[]"},
+  "ROOT %c = pred[] compare(%a, %b), direction=LT",
+)
 
 
 def loop(condition, step="add(%i, %one)", start=0):
   """A while over (counter, array, limit), with a fixed limit of 7."""
-  state = "(s32[], f32[8,8], s32[])"
-  return costs(
-    f"""ENTRY %e (x: f32[8,8]) -> {state} {{
-  %x = f32[8,8] parameter(0)
-  %start = s32[] constant({start})
-  %limit = s32[] constant(7)
-  %copied = s32[] copy(%start)
-  %t = {state} tuple(%copied, %x, %limit)
-  ROOT %w = {state} while(%t), condition=%cond, body=%body,\
- metadata={{op_name="the loop"}}
-}}""",
-    f"""%cond (s: {state}) -> pred[] {{
-  %s = {state} parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = f32[8,8] get-tuple-element(%s), index=1
-  %limit = s32[] get-tuple-element(%s), index=2
-  %five = s32[] constant(5)
-  {condition}
-}}""",
-    f"""%body (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = f32[8,8] get-tuple-element(%s), index=1
-  %limit = s32[] get-tuple-element(%s), index=2
-  %one = s32[] constant(1)
-  %two = s32[] constant(2)
-  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
- rhs_contracting_dims={{0}}
-  %next = s32[] {step}
-  ROOT %r = {state} tuple(%next, %y, %limit)
-}}""",
-    """%compare (a: s32[], b: s32[]) -> pred[] {
-  %a = s32[] parameter(0)
-  %b = s32[] parameter(1)
-  ROOT %c = pred[] compare(%a, %b), direction=LT
-}""",
-    tokens=100,
+  entry = block(
+    "e",
+    {"x": "f32[8,8]"},
+    f"%start = s32[] constant({start})",
+    "%limit = s32[] constant(7)",
+    "%copied = s32[] copy(%start)",
+    f"%t = {STATE} tuple(%copied, %x, %limit)",
+    f"ROOT %w = {STATE} while(%t), condition=%cond, body=%body,"
+    ' metadata={op_name="the loop"}',
   )
+  five = "%five = s32[] constant(5)"
+  cond = block("cond", {"s": STATE}, *ELEMENTS, five, condition)
+  body = block(
+    "body",
+    {"s": STATE},
+    *ELEMENTS,
+    "%one = s32[] constant(1)",
+    "%two = s32[] constant(2)",
+    PRODUCT,
+    f"%next = s32[] {step}",
+    f"ROOT %r = {STATE} tuple(%next, %y, %limit)",
+  )
+  return costs(entry, cond, body, COMPARE, tokens=100)
 
 
 LESS = "ROOT %c = pred[] compare(%i, %five), direction=LT"
@@ -478,68 +437,54 @@ def test_any_other_loop_is_the_token_loop(trips, arguments):
   assert found.in_token_loop.flops == found.flops
 
 
+PAIRED = "(s32[], f32[8,8])"
+ANY = block(
+  "any",
+  {"s": PAIRED},
+  'ROOT %c = pred[] custom-call(%s), custom_call_target="any"',
+)
+
+
 def test_known_trip_count_and_the_heavier_branch():
-  state = "(s32[], f32[8,8])"
-  branches = [
-    f"""%{name} (x: f32[8,8]) -> f32[8,8] {{
-  %x = f32[8,8] parameter(0)
-  ROOT %y = f32[8,8] {line}
-}}"""
-    for name, line in (
-      ("light", "copy(%x)"),
-      (
-        "heavy",
-        "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-      ),
-    )
-  ]
+  array = {"x": "f32[8,8]"}
+  light = block("light", array, "ROOT %y = f32[8,8] copy(%x)")
+  heavy = block("heavy", array, f"ROOT {PRODUCT}")
   found = costs(
-    f"""ENTRY %e (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  ROOT %w = {state} while(%s), condition=%cond, body=%body,\
- backend_config={{"known_trip_count":{{"n":"12"}}}}
-}}""",
-    f"""%cond (s: {state}) -> pred[] {{
-  %s = {state} parameter(0)
-  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
-}}""",
-    f"""%body (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = f32[8,8] get-tuple-element(%s), index=1
-  %y = f32[8,8] conditional(%i, %x, %x), branch_computations={{%light, %heavy}}
-  ROOT %r = {state} tuple(%i, %y)
-}}""",
-    *branches,
+    block(
+      "e",
+      {"s": PAIRED},
+      f"ROOT %w = {PAIRED} while(%s), condition=%any, body=%body,"
+      ' backend_config={"known_trip_count":{"n":"12"}}',
+    ),
+    ANY,
+    block(
+      "body",
+      {"s": PAIRED},
+      *ELEMENTS[:2],
+      "%y = f32[8,8] conditional(%i, %x, %x),"
+      " branch_computations={%light, %heavy}",
+      f"ROOT %r = {PAIRED} tuple(%i, %y)",
+    ),
+    light,
+    heavy,
   )
   assert found.flops == 12 * 2 * 8 * 8 * 8
   assert found.token_loops == ()
 
 
 def test_an_unknown_loop_in_the_token_loop_counts_once():
-  state = "(s32[], f32[8,8])"
-  condition = f"""(s: {state}) -> pred[] {{
-  %s = {state} parameter(0)
-  ROOT %c = pred[] custom-call(%s), custom_call_target="any"
-}}"""
+  loop = f"ROOT %w = {PAIRED} while(%s), condition=%any, body="
   found = costs(
-    f"""ENTRY %e (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  ROOT %w = {state} while(%s), condition=%any, body=%token
-}}""",
-    f"%any {condition}",
-    f"""%token (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  ROOT %w = {state} while(%s), condition=%any, body=%search
-}}""",
-    f"""%search (s: {state}) -> {state} {{
-  %s = {state} parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %x = f32[8,8] get-tuple-element(%s), index=1
-  %y = f32[8,8] dot(%x, %x), lhs_contracting_dims={{1}},\
- rhs_contracting_dims={{0}}
-  ROOT %r = {state} tuple(%i, %y)
-}}""",
+    block("e", {"s": PAIRED}, f"{loop}%token"),
+    ANY,
+    block("token", {"s": PAIRED}, f"{loop}%search"),
+    block(
+      "search",
+      {"s": PAIRED},
+      *ELEMENTS[:2],
+      PRODUCT,
+      f"ROOT %r = {PAIRED} tuple(%i, %y)",
+    ),
   )
   assert found.flops == 10 * 2 * 8 * 8 * 8
   assert len(found.token_loops) == 2

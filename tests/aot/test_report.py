@@ -115,8 +115,8 @@ def test_parts_of_the_prompts_are_sampled_one_after_another(monkeypatch):
   monkeypatch.setattr(programs, "lower", lambda *_: None)
   monkeypatch.setattr(report.parts, "measure", lambda *_: (part, False))
   run = open_run(**{"sampling.parts": 4})
-  chip = report.chips.CHIPS["cpu"]
-  args = "cpu:1", chip, lambda _: None
+  machine = report.Machine("cpu:1", report.chips.CHIPS["cpu"], [])
+  args = machine, lambda _: None
   once = report.measure(run, "update", *args)
   four = report.measure(run, "rollout", *args)
   assert (once["seconds"], four["seconds"]) == (0.5, 2.0)

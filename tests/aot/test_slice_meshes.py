@@ -49,7 +49,7 @@ def test_any_mesh_can_be_laid_on_a_slice():
 
 if __name__ == "__main__":
   for name in sys.argv[1:]:
-    devices, chip = topology.devices(name)
+    _, chip, devices = topology.machine(name)
     print(name, make_mesh(devices=devices).size, chip.devices)
     if len(devices) > 4:
       check(devices)

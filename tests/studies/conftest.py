@@ -6,7 +6,7 @@ import pytest
 
 from grpojax.runtime.cli import config as config_lib
 from grpojax.runtime.files import records
-from grpojax.studies import run as study
+from grpojax.studies import run
 from grpojax.training.config import to_config
 from grpojax.training.run import fit, run_config, run_directory
 
@@ -35,6 +35,12 @@ def made_up():
   return write_run
 
 
+@pytest.fixture(autouse=True)
+def compilation_cache(monkeypatch):
+  """The session's stays where it is."""
+  monkeypatch.setattr(run, "_share_compilations", lambda directory: None)
+
+
 @pytest.fixture
 def interrupt_third(monkeypatch):
   """Puts `train` in the place of `fit.run`, and Ctrl-C in its third call."""
@@ -51,6 +57,4 @@ def interrupt_third(monkeypatch):
     monkeypatch.setattr(fit, "run", run)
     return names
 
-  # The session's compilation cache stays where it is.
-  monkeypatch.setattr(study.jax.config, "update", lambda *args: None)
   return put

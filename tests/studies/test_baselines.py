@@ -55,9 +55,7 @@ def exact_errors(size):
 def test_errors_are_those_of_all_groups():
   rng = np.random.default_rng(0)
   pools = [pool_of(rng.choice(4, 4000, p=P)) for _ in range(2)]
-  measured = baseline_errors.measure(
-    pools, 0, 4, blocks=10, rounds=4, powers=(2.0,)
-  )
+  measured = baseline_errors.measure(pools, 0, 4, blocks=10, rounds=4)
   for name, exact in exact_errors(4).items():
     mean, without = measured[name]
     error = np.sqrt(np.var(without) * 9)

@@ -35,7 +35,7 @@ def test_the_rate_of_the_highest_reward():
   nan = math.nan
   tuned = {(0, 0.1): 0.5, (0, 0.2): 0.7, (1, 0.1): nan, (1, 0.2): 0.1}
   assert compare.best_rates(tuned) == [0.2, 0.2]
-  with pytest.raises(ValueError, match=r"\[1\]"):
+  with pytest.raises(SystemExit, match=r"error: .*\[1\]"):
     compare.best_rates(tuned | {(1, 0.2): nan})
 
 

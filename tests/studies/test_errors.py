@@ -154,8 +154,9 @@ LENGTHS = np.array([4, 2, 4, 2, 4, 3])
 
 
 @pytest.mark.slow  # many gradients
-def test_gram_matrix(tiny):
+def test_gram_matrix(tiny, monkeypatch):
   """Against the Jacobian of all log-probabilities."""
+  monkeypatch.setattr(errors, "_AT_ONCE", 3)
   mask = np.arange(IDS.shape[1]) < LENGTHS[:, None]
   prompts = Prompts(PROMPT, np.arange(5)[None] < 3)
   sampling = Sampling(temperature=1.7)
@@ -180,7 +181,6 @@ def test_gram_matrix(tiny):
     prompts,
     IDS,
     mask,
-    chunk_size=3,
   )
   assert distinct == 4 and gram.dtype == np.float64
   expected = scores @ scores.T

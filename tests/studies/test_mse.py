@@ -91,25 +91,22 @@ def test_the_curve_comes_from_the_second_pool(monkeypatch):
   """Pools of reward 0 and 1: only the second has a mean reward."""
   config = to_config(mse.SETTINGS).unlock()
   config.samples, config.group_sizes = 6, (2,)
-  pools = iter([0.0, 1.0])
+  pools = iter(["#### 1", "#### 2"])
   sampled = types.SimpleNamespace(
     completion_ids=np.zeros((1, 6, 1), np.int32),
     completion_mask=np.ones((1, 6, 1), bool),
+    logprobs=np.zeros((1, 6, 1), np.float32),
   )
-  monkeypatch.setattr(policy_lib, "decode", lambda *args: [None])
-  monkeypatch.setattr(
-    mse, "rewards_of", lambda *args: np.full(6, next(pools), np.float32)
-  )
+  monkeypatch.setattr(policy_lib, "decode", lambda *args: [[next(pools)] * 6])
   scores = np.arange(12.0)[:, None]
   monkeypatch.setattr(
     mse.errors, "score_gram", lambda *args: (scores @ scores.T, 12)
   )
   bench = mse.Bench(
     policy=types.SimpleNamespace(params=None),
-    batches=[(None, [{"prompt": "1+1"}])],
+    batches=[(None, [{"prompt": "1+1", "answer": "2"}])],
     sampler=lambda *args: sampled,
     score=None,
-    rewards=mse.rewards_of,
   )
   row = mse._measure(config, bench, "base", 0)
   assert row["success"] == 0.5 and row["best_baseline"] == 1

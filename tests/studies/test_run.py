@@ -15,11 +15,7 @@ MISTAKES = {
   "baselines": [
     ("num_prompts=1", "norm_ratio learns from the other prompts"),
     ("samples=100", "samples = 100: each of blocks"),
-    ("powers=(0.0,)", "powers = .*more than 0"),
     ("group_sizes=(1,)", "group_sizes = "),
-    ("configurations=()", "configurations = .*one or more"),
-    ("configurations=base,base", "configurations = .*each once"),
-    ("configurations=gsm8k", "gsm8k = '': give the directory of a run"),
   ],
   "compare": [
     ("arms=advantage=grpo", "two or more"),
@@ -30,17 +26,17 @@ MISTAKES = {
     ("arms=steps=x, advantage=grpo", "type int"),
     (
       "arms=group_size=8, group_size=4",
-      "1536 completions a run, and 3072 of the first",
+      "1536 completions a run .*, and 3072 and 256 of the first",
     ),
-    ("learning_rates=(0.0,)", "numbers above 0"),
+    ("learning_rates=(0.0,)", "finite numbers above 0"),
     ("learning_rates=(1e-4, 1e999)", "finite numbers above 0"),
     ("learning_rates=(True, 1e-4)", "finite numbers above 0"),
-    ("learning_rates=(1e-4, 0.0001)", "the same"),
-    ("train.steps=0", "steps = 0: give 1 or more"),
+    ("learning_rates=(1e-4, 0.0001)", "all different"),
+    ("train.steps=0", "0 completions a run"),
     ("arms=advantage=grpo, filter_groups.enable=True", "at equal samples"),
     ("arms=advantage=grpo, stop.no_improvement=2", "at equal samples"),
-    ("arms=advantage=grpo, eval.num_prompts=3", "256 of the first"),
-    (f"train.seed={2**32 - 1}", "train.seed"),
+    ("arms=advantage=grpo, eval.num_prompts=3", "3 held-out problems"),
+    (f"train.seed={2**32 - 1}", "seed = 4294967301"),
   ],
   "group_size": [
     ("budgets=(100,)", "8 does not divide the budget 100"),
@@ -49,25 +45,18 @@ MISTAKES = {
     ("train.optim.learning_rate=-1", "train.optim.learning_rate"),
     ("name=../../x", "names a directory"),
   ],
-  "gsm8k": [
-    ("data.path=nowhere", "no GSM8K in 'nowhere'"),
-    ("train.optim.learning_rate=-1", "train.optim.learning_rate"),
-    ("sft.steps=0", "sft.steps = 0"),
-  ],
   "mse": [
     ("samples=96", "samples = 96: must be a multiple of 64"),
     ("samples=128", "at least 3 times"),
     ("group_sizes=()", "whole numbers of 2 or more"),
     ("group_sizes=(3,4)", "each must divide the largest"),
     ("instruct=nowhere", "instruct = 'nowhere': no model at 'nowhere'"),
-    ("difficulty=(4,2)", r"difficulty = \(4, 2\): "),
   ],
   "suboptimality": [
     ("steps=(5,5)", r"steps = \(5, 5\): must be increasing"),
     ("group_sizes=(1,2)", "group_sizes = .*2 or more"),
     ("group_sizes=(2.0,)", "whole numbers"),
     ("num_samples=18", r"num_samples = 18: .*not of \[4, 8, 16\]"),
-    ("problem.seed=9 problem.beta=0.3", "seed = 9: .*several maxima"),
   ],
 }
 
@@ -81,22 +70,17 @@ def test_mistakes_are_found_before_anything_is_written(
 ):
   monkeypatch.chdir(tmp_path)
   program = importlib.import_module(f"grpojax.studies.{name}")
-  separate = words.split() if name == "suboptimality" else [words]
   with pytest.raises(SystemExit) as caught:
-    program.main([f"--config.{word}" for word in separate])
+    program.main([f"--config.{words}"])
   assert re.match(f"error: (.|\n)*{message}", caught.value.code)
   assert not list(tmp_path.iterdir())
 
 
 def open_at(directory, **changes):
   words = [f"--config.{name}={value}" for name, value in changes.items()]
-  return study.open_study(
-    [f"--run_dir={directory}", *words],
-    "p",
-    group_size.SETTINGS,
-    lambda config: [],
-    "",
-  )
+  argv = [f"--run_dir={directory}", *words]
+  with study.study(argv, group_size.SETTINGS, lambda config: [], ""):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -159,7 +143,7 @@ def test_a_damaged_run_is_not_read(file, text, study_of_one):
   assert len(study.run_metrics(directory, settings.name)) == 2
   (study.training_run(directory, settings.name) / file).write_text(text)
   with pytest.raises(
-    ValueError, match=rf"{file} .*delete .*{settings.name} and"
+    SystemExit, match=rf"^error: .*{file} .*delete .*{settings.name} and"
   ):
     study.run_metrics(directory, settings.name)
 

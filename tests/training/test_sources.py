@@ -63,7 +63,7 @@ def test_weights_come_when_they_are_read_and_of_the_same_commit(served, model):
 
 
 def test_a_shape_needs_no_more_than_config_json(served):
-  _, hf_config = programs.read_model(ID)
+  hf_config = programs.read_model(ID)
   assert "model_type" in hf_config
   assert served.fetched() == ["config.json"]
 

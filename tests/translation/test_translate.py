@@ -135,36 +135,39 @@ def test_real_files(name, tmp_path, capsys):
   leaves = flatten(config)
   assert {key: leaves[key] for key in EXPECTED[name]} == EXPECTED[name]
   said = capsys.readouterr().out
-  assert "means something else here" in said and "has no counterpart" in said
+  assert "means something else" in said and "has no counterpart" in said
   for line in said.splitlines()[1:]:
     about = line.removeprefix("- ").split(" ")[0]
     assert about in out.read_text()
 
 
 def test_what_a_file_does_not_say_is_said(tmp_path):
-  def missing(name):
-    missing = translate.translate_file(DATA / name).missing
-    return {note.theirs for note in missing}
+  def missing(path):
+    notes = translate.translate_file(path).notes
+    return {
+      n for note in notes if note.missing for n in note.theirs.split(", ")
+    }
 
-  assert missing("trl_script.py") == {"learning_rate", "num_train_epochs"}
-  assert {"use_vllm", "attn_implementation"} <= missing("trl_grpo.yaml")
-  assert "trainer.total_epochs" in missing("verl_grpo.yaml")
-  assert "trainer.critic_warmup" in missing("verl_grpo.yaml")
-  text = "num_generations: 8\nmy_own: 3\n"
-  _, _, translation = become(text, tmp_path)
-  assert ("my_own", "not known here") in translation.missing
+  assert missing(DATA / "trl_script.py") == {
+    "learning_rate",
+    "num_train_epochs",
+  }
+  assert {"vllm_mode", "attn_implementation"} <= missing(DATA / "trl_grpo.yaml")
+  assert {"trainer.total_epochs", "trainer.critic_warmup"} <= missing(
+    DATA / "verl_grpo.yaml"
+  )
+  (tmp_path / "x.yaml").write_text("num_generations: 8\nmy_own: 3\n")
+  assert "my_own" in missing(tmp_path / "x.yaml")
 
 
 @pytest.mark.parametrize(
   "text, expected",
   [
     ("loss_type: grpo", {"loss.weighting": "sequence_mean"}),
-    ("loss_type: bnpo", {"loss.weighting": "token_mean"}),
     (
       "loss_type: cispo\nepsilon_high: 5",
       {"loss.surrogate": "cispo", "loss.cispo_max": 5.0},
     ),
-    ("loss_type: cispo", {"loss.cispo_max": 1.0}),
     (
       "loss_type: sapo\nsapo_temperature_neg: 1.2",
       {"loss.surrogate": "sapo", "loss.sapo_temperature_neg": 1.2}
@@ -181,7 +184,6 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
     ),
     ("importance_sampling_level: sequence", {"loss.ratio": "sequence_ratio"}),
     ("scale_rewards: batch", {"advantage": "batch_std"}),
-    ("scale_rewards: none", {"advantage": "dr_grpo"}),
     ("scale_rewards: true", {"advantage": "grpo"}),
     (
       "multi_objective_aggregation: normalize_then_sum",
@@ -196,8 +198,6 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
       {"model.reference_every": 128, "model.reference_mix": 0.6},
     ),
     ("delta: 2.5", {"loss.dual_clip": 2.5}),
-    ("router_aux_loss_coef: 0.001", {"loss.router_aux_coef": 0.001}),
-    ("off_policy_mask_threshold: 0.5", {"loss.off_policy_threshold": 0.5}),
     (
       "use_adaptive_entropy: true\nentropy_coef: 0.01",
       {"loss.entropy_target": 0.2, "loss.entropy_coef": 0.01},
@@ -216,17 +216,17 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
       {"reward.functions": ("my.module:score",), "reward.weights": (2.0,)}
       | {"reward.model": "org/reward-model", "reward.model_weight": 3.0},
     ),
-    ("max_steps: 10\nwarmup_steps: 0.2", {"optim.warmup_steps": 2}),
     (
       "max_steps: 10\nwarmup_ratio: 0.25\nlr_scheduler_type: cosine",
       {"optim.warmup_steps": 3, "optim.schedule": "cosine"},
     ),
-    (  # transformers' get_scheduler: constant takes no warm-up
-      "max_steps: 10\nwarmup_steps: 3\nlr_scheduler_type: constant",
+    # transformers' get_scheduler: constant takes no warm-up.
+    (
+      "warmup_steps: 3\nlr_scheduler_type: constant",
       {"optim.warmup_steps": 0, "optim.schedule": "constant"},
     ),
     (
-      "max_steps: 10\nwarmup_steps: 3\nlr_scheduler_type: constant_with_warmup",
+      "warmup_steps: 3\nlr_scheduler_type: constant_with_warmup",
       {"optim.warmup_steps": 3, "optim.schedule": "constant"},
     ),
     # Four generations of one policy, and then an update of all of them.
@@ -236,8 +236,7 @@ def test_what_a_file_does_not_say_is_said(tmp_path):
     ),
     ("dataset_name: openai/gsm8k", {"data.name": "gsm8k"}),
     ("dataset_name: my/train.jsonl", {"data.name": "jsonl"}),
-    ("gradient_checkpointing: false", {"model.remat": "none"}),
-    ("max_steps: 5\nlearning_rate: 2e-5", {"optim.learning_rate": 2e-5}),
+    ("learning_rate: 2e-5", {"optim.learning_rate": 2e-5}),
     (
       "chat_template_kwargs: {enable_thinking: false}",
       {"data.template_options.enable_thinking": False},
@@ -275,12 +274,12 @@ def test_epochs_of_trl(text, prompts, cuts, epochs, tmp_path):
 
 def test_what_trl_does_otherwise_is_said(tmp_path):
   def said(text):
-    return {note.theirs for note in become(text, tmp_path)[2].differs}
+    return {note.theirs for note in become(text, tmp_path)[2].notes}
 
   always = said("temperature: 1\n")
   assert said("weight_decay: 0.1\n") - always == {"weight_decay"}
   assert said("max_steps: 9\nwarmup_steps: 2\n") - always == {"warmup_steps"}
-  batch = become("scale_rewards: batch\n", tmp_path)[2].differs
+  batch = become("scale_rewards: batch\n", tmp_path)[2].notes
   assert any("less their group's mean" in note.text for note in batch)
   masked = "mask_truncated_completions: true\nloss_type: {}\n"
   assert "loss_type" not in said(masked.format("dapo"))
@@ -295,7 +294,6 @@ ACTOR = "actor_rollout_ref.actor"
 @pytest.mark.parametrize(
   "text, expected",
   [
-    ("algorithm.adv_estimator: rloo", {"advantage": "leave_one_out"}),
     ("algorithm.adv_estimator: opo", {"advantage": "length_weighted"}),
     ("algorithm.norm_adv_by_std_in_grpo: False", {"advantage": "dr_grpo"}),
     (
@@ -325,10 +323,6 @@ ACTOR = "actor_rollout_ref.actor"
       {"loss.weighting": "fixed_length"},
     ),
     (
-      f"{ACTOR}.loss_agg_mode: seq-mean-token-sum",
-      {"loss.weighting": "sequence_sum"},
-    ),
-    (
       f"{ACTOR}.clip_ratio_low: null\n{ACTOR}.clip_ratio: 0.3",
       {"loss.clip_low": 0.3, "loss.clip_high": 0.2},
     ),
@@ -336,10 +330,6 @@ ACTOR = "actor_rollout_ref.actor"
       f"{ACTOR}.use_kl_loss: True\n{ACTOR}.kl_loss_type: mse"
       f"\n{ACTOR}.kl_loss_coef: 0.02",
       {"loss.kl": "k2", "loss.kl_placement": "loss", "loss.beta": 0.02},
-    ),
-    (
-      f"{ACTOR}.use_kl_loss: True\n{ACTOR}.kl_loss_type: kl",
-      {"loss.kl": "k3", "loss.beta": 0.001},
     ),
     (
       "algorithm.use_kl_in_reward: True\nalgorithm.kl_ctrl.kl_coef: 0.05",
@@ -378,23 +368,11 @@ ACTOR = "actor_rollout_ref.actor"
       {"reward.model": "/m/rm"},
     ),
     (
-      "data.apply_chat_template_kwargs.enable_thinking: False",
-      {"data.template_options.enable_thinking": False},
-    ),
-    (
       "data.train_batch_size: 384",  # 256 does not divide it
       {"batch_size": 384, "optim.minibatches": 2},
     ),
-    (
-      "actor_rollout_ref.rollout.top_k: 50"
-      "\nactor_rollout_ref.rollout.top_p: 0.9",
-      {"sampling.top_k": 50, "sampling.top_p": 0.9},
-    ),
-    (
-      "actor_rollout_ref.model.lora_rank: 32"
-      "\nactor_rollout_ref.model.lora_alpha: 64",
-      {"lora.rank": 32, "lora.alpha": 64.0},
-    ),
+    ("actor_rollout_ref.rollout.top_k: -1", {"sampling.top_k": 0}),
+    ("actor_rollout_ref.model.lora_rank: 32", {"lora.alpha": 16.0}),
   ],
 )
 def test_settings_of_verl(text, expected, tmp_path):
@@ -405,13 +383,11 @@ def test_settings_of_verl(text, expected, tmp_path):
 
 
 def test_json_and_nested_yaml_are_the_same(tmp_path):
-  nested = "data:\n  train_batch_size: 64\nalgorithm: {adv_estimator: rloo}\n"
-  nested += f"{ACTOR}:\n  ppo_mini_batch_size: 32\n"
-  nested += "actor_rollout_ref.rollout.n: 4\n"
-  flat = '{"data.train_batch_size": 64, "algorithm": {"adv_estimator": "rloo"},'
-  flat += f'"{ACTOR}.ppo_mini_batch_size": 32,'
-  flat += '"actor_rollout_ref": {"rollout": {"n": 4}}}'
-  assert become(nested, tmp_path)[1] == become(flat, tmp_path, ".json")[1]
+  nested = "data:\n  train_batch_size: 512\nalgorithm: {adv_estimator: rloo}\n"
+  flat = '{"data.train_batch_size": 512, "algorithm.adv_estimator": "rloo"}'
+  settings = become(nested, tmp_path)[1]
+  assert settings == become(flat, tmp_path, ".json")[1]
+  assert settings["advantage"] == "leave_one_out"
 
 
 @pytest.mark.parametrize(
@@ -420,7 +396,6 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
     ("a: 1\n", ".yaml", "none of its names is one of TRL's.*a$"),
     ("- 1\n", ".yaml", "keys and values are needed, not list"),
     ("a: !!python/object/apply:os.system [ls]", ".yaml", "cannot be read"),
-    ("a: [1", ".yaml", "cannot be read"),
     ("{", ".json", "cannot be read"),
     ("print(1)", ".py", r"it has no GRPOConfig\(...\)"),
     ("def f(:", ".py", "theirs.py, line 1"),
@@ -432,7 +407,6 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
     ),
     ("temperature: .inf", ".yaml", "temperature = inf: TRL 1.16 has a number"),
     ("loss_type: other", ".yaml", "loss_type = 'other': use one of grpo"),
-    ("scale_rewards: 3", ".yaml", "scale_rewards = 3: use one of"),
     ("num_generations: 7", ".yaml", "multiple of num_generations = 7"),
     (
       "generation_batch_size: 8\nsteps_per_generation: 2",
@@ -449,18 +423,12 @@ def test_json_and_nested_yaml_are_the_same(tmp_path):
       ".yaml",
       "completions is over 1048576: check the sizes",
     ),
-    ("num_generations: 0\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
     ("report_to: 5\nbeta: 0", ".yaml", "a value is of no kind that TRL"),
-    ("run_name: 3\nmodel: {a: 1}\nbeta: 0", ".yaml", None),
-    ("temperature: 1\nreport_to: {a: [1]}", ".yaml", None),
   ],
 )
 def test_bad_files_are_a_sentence(text, suffix, message, tmp_path):
   path = tmp_path / f"theirs{suffix}"
   path.write_text(text)
-  if message is None:  # odd, and no error
-    translate.translate_file(path)
-    return
   with pytest.raises(ValueError, match=message) as caught:
     translate.translate_file(path)
   assert "\n" not in str(caught.value)
@@ -499,7 +467,7 @@ def test_reward_functions_of_a_script_are_its_own(tmp_path):
   script += "GRPOTrainer(model='m', reward_funcs=mine, args=args).train()\n"
   _, leaves, translation = become(script, tmp_path, ".py")
   assert leaves["reward.functions"] == (f"{tmp_path / 'theirs.py'}:mine",)
-  assert any("__main__" in note.text for note in translation.differs)
+  assert any("__main__" in note.text for note in translation.notes)
 
 
 @pytest.mark.parametrize(
@@ -540,13 +508,6 @@ def test_a_config_that_would_be_refused_is_said(tmp_path, capsys):
 def test_wrong_command_lines(argv, message):
   with pytest.raises(SystemExit, match=message):
     translate.main(argv)
-
-
-def test_it_prints_a_config_file(tmp_path, capsys):
-  translate.main([str(DATA / "verl_dapo.yaml")])
-  out = tmp_path / "x.py"
-  out.write_text(capsys.readouterr().out)
-  assert config_file.load_file(str(out), default_config).batch_size == 512
 
 
 def test_what_a_file_says_does_not_act_on_the_terminal(tmp_path, capsys):
