@@ -26,6 +26,7 @@ Keywords in `reward.options.FUNCTION` are passed as they are, instead of
 columns. Neither may be `async`.
 """
 
+import difflib
 import functools
 import inspect
 import types
@@ -100,15 +101,7 @@ class Trl(NamedTuple):
   sources: Sequence[str] | None = None
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
-    """Returns for each item a number, None, or a dict with "score".
-
-    Args:
-      items: completions of one prompt; their examples have the same columns.
-
-    Raises:
-      TypeError: the function returns no list.
-      Exception: the function's own.
-    """
+    """Returns for each completion of one prompt a number, None, or a dict."""
     examples = [example for _, _, example in items]
     if self.sources is not None and examples[0].get(SOURCE) not in self.sources:
       return [None] * len(items)
@@ -153,20 +146,20 @@ def _taken(reward: Verl | Trl, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
-) -> Verl | Trl | None:
-  """Wraps a function by the convention that it follows.
+) -> Callable[..., Any]:
+  """Binds a function's options, and wraps it by the convention it follows.
 
   Args:
     name: its name, for errors.
-    function: the user's.
+    function: one of any of the three conventions.
     options: keyword arguments to bind.
 
   Returns:
-    `Verl` or `Trl`; None where it follows ours.
+    `Verl` or `Trl`; the function itself where it follows ours.
 
   Raises:
-    ValueError: its parameters are of two conventions, an option is none of
-      them, or it is asynchronous or cannot be called by keywords.
+    ValueError: its parameters are of two conventions, or of none, it does not
+      take an option, it is asynchronous or cannot be called by keywords.
   """
   call = getattr(function, "__call__", None)  # noqa: B004
   if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
@@ -174,40 +167,64 @@ def follow(
       f"reward {name!r} is asynchronous, and rewards run one after another in"
       " each worker: write `def` and asyncio.run(...) inside of it"
     )
+  bound = functools.partial(function, **options) if options else function
   try:
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
   except ValueError:  # some functions that are written in C
-    return None
+    return bound
+  parameters = signature.parameters
   kind = _convention(name, parameters)
-  if kind is None:
-    return None
-  reserved = _TRL_GIVES if kind is Trl else VERL
-  free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   named = {
     key: p
     for key, p in parameters.items()
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
   }
-  if wrong := [key for key in options if key in reserved]:
-    raise ValueError(f"reward {name!r}: {wrong[0]!r} is no option of it")
-  if wrong := [key for key in options if not (free or key in named)]:
-    known = [key for key in named if key not in reserved]
-    raise ValueError(
-      f"reward {name!r} has no option {wrong[0]!r}: it takes {known or 'none'}"
-    )
+  if kind is None:
+    first = list(parameters.values())[:3]
+    reserved = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD]
+  else:
+    reserved = _TRL_GIVES if kind is Trl else VERL
+  free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  known = [key for key in named if key not in reserved]
+  for key in options:
+    if key in reserved or not (free or key in known):
+      raise ValueError(
+        f"reward {name!r} has no option {key!r}, but {known or 'none'}"
+        f"{nearest(key, known)}"
+      )
+  if kind is None:
+    _check_ours(name, signature, options)
+    return bound
   if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
     raise ValueError(
       f"reward {name!r}: {kind.__name__.upper()}'s convention passes all by"
       " keywords, and it has parameters that take none"
     )
   takes = [key for key in named if key not in options]
+  needs = [key for key in takes if key not in reserved]
   needs = [
-    key
-    for key in takes
-    if key not in reserved and named[key].default is inspect.Parameter.empty
+    key for key in needs if named[key].default is inspect.Signature.empty
   ]
-  bound = functools.partial(function, **options) if options else function
   return kind(bound, None if free else takes, needs)
+
+
+def _check_ours(
+  name: str, signature: inspect.Signature, options: Mapping[str, Any]
+) -> None:
+  try:
+    signature.bind("", "", {}, **options)
+  except TypeError as error:
+    raise ValueError(
+      f"reward {name!r} cannot be called with prompt, completion, example and"
+      f" the options {options}: {error} (TRL's convention is known by a"
+      " parameter `completions`, verl's by one `solution_str`)"
+    ) from error
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+  """Returns "; did you mean ...?", or nothing where no name is near."""
+  close = difflib.get_close_matches(name, candidates, 1)
+  return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _convention(
@@ -232,16 +249,13 @@ def _convention(
 def check_columns(
   name: str, reward: Callable[..., Any], example: Mapping[str, Any], data: str
 ) -> None:
-  """Checks that the data have the columns that a function needs.
+  """Raises ValueError where an example lacks a column that a function needs.
 
   Args:
     name: name of the function.
     reward: result of `functions.resolve`; one of our convention needs nothing.
     example: one of the data set.
     data: name of the data set, for the error.
-
-  Raises:
-    ValueError: a column is missing; the message lists those that are there.
   """
   if not isinstance(reward, (Verl, Trl)):
     return

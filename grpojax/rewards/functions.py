@@ -11,11 +11,8 @@ process starts in a fraction of a second.
 """
 
 import contextlib
-import difflib
-import functools
 import importlib
 import importlib.util
-import inspect
 import math
 import os
 import pathlib
@@ -25,6 +22,7 @@ from typing import Any
 
 from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions
+from grpojax.rewards.conventions import nearest
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -69,35 +67,23 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     takes all completions of a prompt at once.
 
   Raises:
-    ValueError: there is no such function, its file cannot be loaded, it
-      follows no convention, or more than one, it does not take these options,
-      or a built-in function refuses an option's value.
+    ValueError: there is no such function, its file cannot be loaded,
+      `conventions.follow` refuses it, or a built-in one an option's value.
   """
-  options = dict(options or {})
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
-  if not callable(function):
-    if function is not None:
-      raise ValueError(f"reward {name!r} is no function: {type(function)}")
-    hint = _nearest(attribute, [n for n in vars(module) if n[0] != "_"])
+  if function is None:
+    hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
-  if name not in BUILT_IN:
-    followed = conventions.follow(name, function, options)
-    if followed is not None:
-      return followed
-  try:
-    signature = inspect.signature(function)
-  except ValueError:  # some functions that are written in C
-    signature = None
-  if signature is not None:
-    _check(name, signature, options)
-  bound = functools.partial(function, **options) if options else function
+  if not callable(function):
+    raise ValueError(f"reward {name!r} is no function: {type(function)}")
+  reward = conventions.follow(name, function, dict(options or {}))
   if name in BUILT_IN:
     try:
-      bound("", "", dict(_TRIAL))  # refuses values of options
+      reward("", "", dict(_TRIAL))  # refuses values of options
     except (TypeError, ValueError) as error:
       raise ValueError(f"reward {name!r}: {error}") from error
-  return bound
+  return reward
 
 
 def resolve_all(
@@ -105,7 +91,7 @@ def resolve_all(
   options: Mapping[str, Any] | None = None,
   sources: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Reward]:
-  """Finds the functions of several names, by `resolve`.
+  """Finds the functions of several names, each by `resolve`.
 
   Args:
     names: names of functions.
@@ -132,7 +118,7 @@ def resolve_all(
     if name not in labels:
       raise ValueError(
         f"options of {name!r}, which is none of the reward functions {labels}"
-        f"{_nearest(name, labels)}"
+        f"{nearest(name, labels)}"
       )
   rewards = []
   for name, short in zip(names, labels, strict=True):
@@ -161,15 +147,8 @@ def combine(
 ) -> float | None:
   """Computes the weighted sum of the rewards of one completion.
 
-  A function that abstains adds nothing, and the weights of the others stay as
-  they are.
-
-  Args:
-    values: a value of each function; None where it abstains.
-    weights: one for each value.
-
-  Returns:
-    The sum; None where all abstain.
+  A function that abstains (None) adds nothing, and the weights of the others
+  stay as they are. None where all abstain.
   """
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
@@ -181,7 +160,7 @@ def _module(name: str) -> ModuleType:
   if not colon:
     if name not in BUILT_IN:
       raise ValueError(
-        f"unknown reward {name!r}{_nearest(name, list(BUILT_IN))}: choose one"
+        f"unknown reward {name!r}{nearest(name, list(BUILT_IN))}: choose one"
         f" of {list(BUILT_IN)}, or your own as package.module:function or"
         " path/to/file.py:function"
       )
@@ -236,37 +215,3 @@ def describe(error: BaseException) -> str:
     trace = trace.tb_next
   file = os.path.basename(trace.tb_frame.f_code.co_filename)
   return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"
-
-
-def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):
-  """Refuses options that the function does not take."""
-  if wrong := [key for key in options if not _takes(signature, key)]:
-    known = [key for key in signature.parameters if _takes(signature, key)]
-    raise ValueError(
-      f"reward {name!r} has no option {wrong[0]!r}"
-      f"{_nearest(wrong[0], known)}: it takes {known or 'none'}"
-    )
-  try:
-    signature.bind("", "", {}, **options)
-  except TypeError as error:
-    raise ValueError(
-      f"reward {name!r} cannot be called with prompt, completion, example and"
-      f" the options {options}: {error} (TRL's convention is known by a"
-      " parameter `completions`, verl's by one `solution_str`)"
-    ) from error
-
-
-def _takes(signature: inspect.Signature, key: str) -> bool:
-  """True where the function has this keyword, besides its three arguments."""
-  for i, p in enumerate(signature.parameters.values()):
-    by_name = p.kind is p.KEYWORD_ONLY or (
-      p.kind is p.POSITIONAL_OR_KEYWORD and i > 2
-    )
-    if p.kind is p.VAR_KEYWORD or (p.name == key and by_name):
-      return True
-  return False
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-  close = difflib.get_close_matches(name, candidates, 1)
-  return f"; did you mean {close[0]!r}?" if close else ""

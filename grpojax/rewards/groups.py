@@ -30,18 +30,6 @@ class GroupRewards(NamedTuple):
   extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
-class Pending(NamedTuple):
-  """Groups on their way, from `submit_groups`.
-
-  Attributes:
-    submission: their jobs.
-    shape: (prompts, completions of each).
-  """
-
-  submission: Submission
-  shape: tuple[int, int]
-
-
 def submit_groups(
   pool: Pool,
   examples: Sequence[dict[str, Any]],
@@ -50,7 +38,7 @@ def submit_groups(
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
-) -> Pending:
+) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
   Args:
@@ -63,7 +51,6 @@ def submit_groups(
     max_length: the limit on completions, T, tokens.
     ids: the completions' tokens, where a function may take them.
   """
-  prompts, size = len(examples), lengths.shape[1]
   with_ids = ids is not None and pool.wants(IDS)
 
   def job(b: int, g: int) -> Job:
@@ -76,24 +63,21 @@ def submit_groups(
       added[IDS] = ids[b, g, : lengths[b, g]].tolist()
     return Job(examples[b]["prompt_text"], texts[b][g], examples[b] | added)
 
-  # Job number g * B + b, so that neighbours are of different prompts: if one
-  # example makes a function hang, its completions do not come one after the
-  # other, and the pool does not give up the batch.
-  jobs = [job(b, g) for g in range(size) for b in range(prompts)]
-  together = [range(b, len(jobs), prompts) for b in range(prompts)]
-  return Pending(pool.submit(jobs, together), (prompts, size))
+  size = lengths.shape[1]
+  jobs = [[job(b, g) for g in range(size)] for b in range(len(examples))]
+  return pool.submit(jobs, size)
 
 
 def collect_groups(
   pool: Pool,
-  pending: Sequence[Pending],
-  check_signals: Callable[[], None] | None = None,
+  submissions: Sequence[Submission],
+  check_signals: Callable[[], None] = lambda: None,
 ) -> GroupRewards:
   """Waits for groups that `submit_groups` has sent off.
 
   Args:
     pool: the one that they were sent to.
-    pending: the groups, one part of a batch after another; all of one size.
+    submissions: one part of a batch after another, with groups of one size.
     check_signals: called while it waits, as by `Pool.collect`; where it raises,
       all of them are abandoned.
 
@@ -102,19 +86,17 @@ def collect_groups(
   """
   groups = []  # [B][G] results
   try:
-    for part in pending:
-      results = pool.collect(part.submission, check_signals)
-      prompts = part.shape[0]
-      groups += [results[b::prompts] for b in range(prompts)]
+    for submission in submissions:
+      groups += pool.collect(submission, check_signals)
   except BaseException:
-    abandon(pending)
+    abandon(submissions)
     raise
-  size = pending[0].shape[1]
   results = [result for group in groups for result in group]
   names = sorted({name for result in results for name in result.extras})
 
   def array(values: Iterable, dtype=np.float32) -> np.ndarray:
-    return np.array(list(values), dtype).reshape(len(groups), size)
+    shape = len(groups), submissions[0].size
+    return np.array(list(values), dtype).reshape(shape)
 
   return GroupRewards(
     array(r.reward for r in results),
@@ -140,15 +122,14 @@ def joined_extras(
     size: G.
   """
   names = sorted({name for _, extras in parts for name in extras})
-  return {
-    name: np.concatenate(
-      [
-        extras.get(name, np.full((prompts, size), np.nan, np.float32))
-        for prompts, extras in parts
-      ]
-    )
-    for name in names
-  }
+  joined = {}
+  for name in names:
+    arrays = [
+      extras.get(name, np.full((prompts, size), np.nan, np.float32))
+      for prompts, extras in parts
+    ]
+    joined[name] = np.concatenate(arrays)
+  return joined
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
@@ -157,7 +138,7 @@ def all_failures(rewards: GroupRewards) -> list[Failure]:
   return [x for row in by_completion for failures in row for x in failures]
 
 
-def abandon(pending: Sequence[Pending]) -> None:
+def abandon(submissions: Sequence[Submission]) -> None:
   """Gives up groups for which nobody waits: the rest is not tried."""
-  for part in pending:
-    part.submission.abandoned = True
+  for submission in submissions:
+    submission.abandoned = True

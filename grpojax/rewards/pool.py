@@ -7,17 +7,16 @@ A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
-
-    submit   jobs -> tasks, each done by a thread with one idle worker
-    collect  (task, outcomes), from `Submission.done` in any order -> results
+A thread with one idle worker does a task; `collect` waits for the outcomes.
 """
 
 import concurrent.futures
 import contextlib
+import itertools
 import math
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from grpojax.rewards import conventions, functions, worker
@@ -74,43 +73,45 @@ class _Task(NamedTuple):
 
   Attributes:
     functions: indices of the functions.
-    jobs: indices of the completions: one, or (TRL's convention) a whole group.
+    places: (prompt, completion) of each job: one, or (TRL's convention) those
+      of a whole group.
   """
 
   functions: Sequence[int]
-  jobs: Sequence[int]
+  places: Sequence[tuple[int, int]]
+
+
+_Done = tuple[_Task, list[Outcome]]  # of a task, function by function
 
 
 class Submission:
-  """Jobs on their way, made by `Pool.submit`.
+  """Groups of jobs on their way, one group a prompt, made by `Pool.submit`.
 
-  A class because the threads share it: `done` is where they put each task with
-  its outcomes (or the exception that ended the thread's work).
+  A class because threads share it: they put each task with its outcomes (or
+  the exception that ended the thread's work) into `done`.
   """
 
-  def __init__(self, jobs: list[Job], tasks: list[_Task]):
-    self.jobs, self.tasks = jobs, tasks
+  def __init__(
+    self, groups: Sequence[Sequence[Job]], size: int, tasks: list[_Task]
+  ):
+    self.groups, self.size, self.tasks = groups, size, tasks
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
     # Workers lost in a row, without a result in between. Threads count without
     # a lock: one that is missed only delays giving up.
     self.lost = 0
 
-  def items(self, task: _Task) -> list[Job]:
+  def jobs(self, task: _Task) -> list[Job]:
     """The completions of a task."""
-    return [self.jobs[i] for i in task.jobs]
+    return [self.groups[b][g] for b, g in task.places]
 
 
 class Pool:
-  """Computes rewards by functions of these names.
+  """Computes rewards by functions of these names; use it in a `with`.
 
-  A class because it holds processes: use it in a `with`, or `close` it.
-
-  Where nothing but hanging or crashing happens, a batch is given up after
+  Where nothing but hanging or crashing happens, a submission is given up after
   `patience` = max(8, 4 * workers) workers lost in a row: its other completions
-  are failures too, after about patience / workers * timeout seconds. The next
-  batch starts afresh. Single completions that hang cost timeout / workers
-  seconds each, on average.
+  are failures too. The next one starts afresh.
 
   Args:
     names: names of the reward functions, for `functions.resolve`.
@@ -123,8 +124,8 @@ class Pool:
     sources: data sets that each function is for, by short name.
 
   Raises:
-    ValueError: functions that `functions.resolve_all` refuses, a number out
-      of range, or a worker that did not start.
+    ValueError: functions that `functions.resolve_all` refuses, or a worker that
+      did not start.
   """
 
   def __init__(
@@ -139,18 +140,6 @@ class Pool:
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
     self._functions = functions.resolve_all(names, options, sources)
-    if len(self.weights) != len(names) or not all(
-      map(math.isfinite, self.weights)
-    ):
-      raise ValueError(
-        f"reward weights {self.weights}: give a finite number for each of"
-        f" {self.names}"
-      )
-    if workers < 0 or timeout <= 0 or not math.isfinite(timeout):
-      raise ValueError(
-        f"workers = {workers}, timeout = {timeout}: workers must not be"
-        " negative, and the timeout a positive number of seconds"
-      )
     keywords = {name: dict(each) for name, each in (options or {}).items()}
     setup = {"names": list(names), "options": keywords, "sources": sources}
     setup["timeout"] = timeout
@@ -177,66 +166,72 @@ class Pool:
     return any(conventions.wants(f, name) for f in self._functions)
 
   def compute(self, jobs: Sequence[Job]) -> list[Result]:
-    """Results in the order of the jobs."""
-    return self.collect(self.submit(jobs))
+    """Results in the order of the jobs, each a group of its own."""
+    results = self.collect(self.submit([[job] for job in jobs], 1))
+    return [result for (result,) in results]
 
-  def submit(
-    self, jobs: Sequence[Job], groups: Sequence[Sequence[int]] | None = None
-  ) -> Submission:
+  def submit(self, groups: Sequence[Sequence[Job]], size: int) -> Submission:
     """Starts to compute rewards and returns at once.
 
     Args:
-      jobs: the completions.
-      groups: indices of those of one prompt, which functions of TRL's
-        convention get together; None is each for itself.
+      groups: the completions of each prompt, which functions of TRL's
+        convention get together.
+      size: number of completions of each prompt.
 
     Raises:
       ValueError: an example has something that is no JSON.
     """
-    groups = [[i] for i in range(len(jobs))] if groups is None else groups
     whole = [isinstance(f, conventions.Trl) for f in self._functions]
     of_jobs = [i for i, takes_groups in enumerate(whole) if not takes_groups]
     of_groups = [i for i, takes_groups in enumerate(whole) if takes_groups]
-    tasks = [_Task(of_jobs, [job]) for job in range(len(jobs)) if of_jobs]
-    tasks += [_Task(of_groups, group) for group in groups if of_groups]
-    sent = Submission(list(jobs), tasks)
+    prompts, tasks = range(len(groups)), []
+    if of_jobs:
+      # First completions, then second ones: where one example makes a function
+      # hang, its completions are not in a row, and the rest is not given up.
+      places = [(b, g) for g in range(size) for b in prompts]
+      tasks += [_Task(of_jobs, [place]) for place in places]
+    if of_groups:
+      rows = [[(b, g) for g in range(size)] for b in prompts]
+      tasks += [_Task(of_groups, row) for row in rows]
+    sent = Submission(groups, size, tasks)
     if self._workers:
-      lines = [to_line([task.functions, sent.items(task)]) for task in tasks]
+      lines = [to_line([task.functions, sent.jobs(task)]) for task in tasks]
       for task, line in zip(tasks, lines, strict=True):
         self._threads.submit(self._run, sent, task, line)
     return sent
 
   def collect(
-    self, sent: Submission, check_signals: Callable[[], None] | None = None
-  ) -> list[Result]:
-    """Waits for the results of a submission, in the order of its jobs.
+    self, sent: Submission, check_signals: Callable[[], None] = lambda: None
+  ) -> list[list[Result]]:
+    """Waits for the results of a submission, in the order of its groups.
 
     Args:
       sent: result of `submit`.
       check_signals: called while it waits: every `POLL` seconds or, without
-        workers, before each completion; the longest time without a call is then
-        that of one completion's reward. It may raise, say because the run is to
-        end. Then the submission is abandoned: none of its other jobs are tried,
-        and workers that are at one are killed (new ones start when they are
-        needed), so nothing keeps `close` or the next submission waiting.
+        workers, before each completion. Where it raises, the submission is
+        abandoned: its other jobs are not tried, and workers that are at one are
+        killed, so nothing keeps `close` or the next submission waiting.
 
     Raises:
       Exception: that of `check_signals`.
     """
-    outcomes: list[list] = [[None] * len(self.names) for _ in sent.jobs]
+    outcomes: dict[Any, Outcome] = {}  # by function and place
     next_done = self._next_done if self._workers else self._next_here
     try:
-      # A SimpleQueue, not futures: those may stay locked where Ctrl-C
-      # interrupts a wait for them, and then nothing could end.
       for task, values in next_done(sent, check_signals):
-        for i, outcome in enumerate(values):  # function by function
-          function, job = divmod(i, len(task.jobs))
-          outcomes[task.jobs[job]][task.functions[function]] = outcome
+        keys = itertools.product(task.functions, task.places)
+        outcomes |= zip(keys, values, strict=True)
     except BaseException:
       sent.abandoned = True
       raise
-    pairs = zip(sent.jobs, outcomes, strict=True)
-    return [self._result(job, of_job) for job, of_job in pairs]
+    indices = range(len(self.names))
+    return [
+      [
+        self._result(job, [outcomes[i, (b, g)] for i in indices])
+        for g, job in enumerate(group)
+      ]
+      for b, group in enumerate(sent.groups)
+    ]
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
@@ -251,26 +246,26 @@ class Pool:
   def __exit__(self, *_):
     self.close()
 
-  def _next_here(self, sent: Submission, check_signals):
+  def _next_here(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Computes the tasks in this process, one after the other."""
     for task in sent.tasks:
-      if check_signals:
-        check_signals()
-      items = sent.items(task)
-      results = [
-        worker.evaluate(self._functions[i], items) for i in task.functions
-      ]
-      yield task, [outcome for of_items in results for outcome in of_items]
+      check_signals()
+      outcomes = []
+      for i in task.functions:
+        outcomes += worker.evaluate(self._functions[i], sent.jobs(task))
+      yield task, outcomes
 
-  def _next_done(self, sent: Submission, check_signals):
+  def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Waits for the tasks that threads have done, in any order."""
     last = time.monotonic()
     for _ in sent.tasks:
       message = None
       while message is None:
+        # A SimpleQueue, not futures: those may stay locked where Ctrl-C
+        # interrupts a wait for them, and then nothing could end.
         with contextlib.suppress(queue.Empty):
-          message = sent.done.get(timeout=check_signals and POLL)
-        if check_signals and time.monotonic() - last >= POLL:
+          message = sent.done.get(timeout=POLL)
+        if time.monotonic() - last >= POLL:
           check_signals()
           last = time.monotonic()
       if isinstance(message, BaseException):
@@ -283,7 +278,7 @@ class Pool:
     def stop() -> bool:
       return self._closed or sent.abandoned
 
-    size = len(task.jobs)
+    size = len(task.places)
     count = len(task.functions) * size
     outcomes: list[Outcome] = []  # function by function
     process = self._idle.get()
@@ -292,7 +287,8 @@ class Pool:
         raise Lost("stopped")
       if sent.lost >= self.patience:
         raise Lost(f"not tried: {self.patience} workers were lost in a row")
-      process.ask(line, count, self._timeout * size, outcomes, stop)
+      for outcome in process.ask(line, count, self._timeout * size, stop):
+        outcomes.append(outcome)
       sent.lost = 0
       sent.done.put((task, outcomes))
     except Lost as error:
@@ -310,20 +306,17 @@ class Pool:
 
   def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
     """The reward of a completion, from what each function made of it."""
-    named = list(zip(self.names, outcomes, strict=True))
     values = tuple(outcome.value for outcome in outcomes)
-    errors = [(name, x.error) for name, x in named if x.error is not None]
+    errors, extras = [], {}
+    for name, outcome in zip(self.names, outcomes, strict=True):
+      if outcome.error is not None:
+        errors.append((name, outcome.error))
+      for key, number in outcome.extras.items():
+        extras[f"{name}/{key}"] = number
     total = None if errors else functions.combine(values, self.weights)
     if total is not None and abs(total) > worker.LARGEST:
       error = f"is {total:.3g}, more than {worker.LARGEST:g}"
       errors, total = [("weighted sum", error)], None
-    extras = {
-      f"{name}/{key}": number
-      for name, outcome in named
-      for key, number in outcome.extras.items()
-    }
-    failures = (
-      Failure(name, error, job.prompt, job.completion) for name, error in errors
-    )
+    failures = [Failure(*error, job.prompt, job.completion) for error in errors]
     reward = math.nan if total is None else total
     return Result(reward, values, tuple(failures), extras)

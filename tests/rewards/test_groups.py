@@ -61,7 +61,7 @@ def test_groups_are_abandoned_where_check_signals_raises():
     assert not rewards.failed.any()  # abstaining is no failure
     with pytest.raises(KeyError):
       groups.collect_groups(pool, [pending], check_signals)
-  assert pending.submission.abandoned
+  assert pending.abandoned
 
 
 def test_neighbouring_jobs_are_of_different_prompts():
@@ -69,7 +69,8 @@ def test_neighbouring_jobs_are_of_different_prompts():
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
   ones = np.ones((3, 4), np.int32)
   with Pool([f"{USER}:behave"]) as pool:
-    pending = groups.submit_groups(
+    sent = groups.submit_groups(
       pool, examples, [["1"] * 4] * 3, ones, ones > 0, 8
     )
-  assert "".join(job.prompt for job in pending.submission.jobs) == "abc" * 4
+  jobs = [job for task in sent.tasks for job in sent.jobs(task)]
+  assert "".join(job.prompt for job in jobs) == "abc" * 4

@@ -23,16 +23,20 @@ def jobs(*completions):
   return [Job("p", completion, {"answer": "7"}) for completion in completions]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 3])
+def send(pool, *completions):
+  """Submits completions, each of a prompt of its own."""
+  return pool.submit([[job] for job in jobs(*completions)], 1)
+
+
+def collect(pool, sent, *check_signals):
+  return [result for (result,) in pool.collect(sent, *check_signals)]
+
+
+@pytest.fixture(scope="module", params=[0, 2])
 def pool(request):
   options = {"behave": {"scale": 2.0}}
-  with Pool(
-    [BEHAVE, PROMPT],
-    options,
-    weights=(1, 10),
-    workers=request.param,
-    timeout=30,
-  ) as made:
+  settings = {"weights": (1, 10), "workers": request.param, "timeout": 30}
+  with Pool([BEHAVE, PROMPT], options, **settings) as made:
     yield made
 
 
@@ -67,17 +71,12 @@ def test_a_failure_is_reported_and_does_not_spread(pool, completion, reason):
   assert good == (18.0, (8.0, 1.0), (), {})
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sum_that_is_too_large_is_a_failure(workers):
-  with Pool([BEHAVE], weights=[1e9], workers=workers) as pool:
+def test_a_sum_that_is_too_large_is_a_failure():
+  with Pool([BEHAVE], weights=[1e9]) as pool:
     bad, good = pool.compute(jobs("1e29", "4"))
-  assert math.isnan(bad.reward)
+  assert math.isnan(bad.reward) and good.reward == 4e9
   [failure] = bad.failures
-  assert (failure.function, failure.reason) == (
-    "weighted sum",
-    "is 1e+38, more than 1e+30",
-  )
-  assert good.reward == 4e9
+  assert failure[:2] == ("weighted sum", "is 1e+38, more than 1e+30")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -86,22 +85,18 @@ def test_an_example_that_is_changed_stays_for_the_others(workers):
   group = [Job("p", str(i), dict(given)) for i in range(3)]
   functions = [f"{USER}:changes", f"{USER}:changes_all"]
   with Pool(functions, workers=workers) as pool:
-    found = pool.collect(pool.submit(group, [range(3)]))
+    (found,) = pool.collect(pool.submit([group], 3))
   assert [result.values for result in found] == [(1.0, 1.0)] * 3
   assert given == {"seen": []}
 
 
 def test_batches_overlap(pool):
-  first = pool.submit(jobs(*"12345"))
-  second = pool.submit(jobs(*"678"))
-  assert [r.values[0] for r in pool.collect(second)] == [12, 14, 16]
-  assert [r.values[0] for r in pool.collect(first)] == [2, 4, 6, 8, 10]
+  first, second = send(pool, *"12345"), send(pool, *"678")
+  assert [r.values[0] for r in collect(pool, second)] == [12, 14, 16]
+  assert [r.values[0] for r in collect(pool, first)] == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize(
-  "workers", [pytest.param(1, marks=pytest.mark.slow), 2]
-)
-def test_lost_workers_are_replaced(workers):
+def test_lost_workers_are_replaced():
   bad = {
     "sleep": "no result after 1 s",
     "hang": "no result after 1 s",
@@ -111,7 +106,7 @@ def test_lost_workers_are_replaced(workers):
     "memory": "raised MemoryError",
   }
   mixed = [c for i, name in enumerate(bad) for c in (str(i), name)]
-  with Pool([PROMPT, BEHAVE], workers=workers, timeout=1) as pool:
+  with Pool([PROMPT, BEHAVE], workers=2, timeout=1) as pool:
     results = pool.compute(jobs(*mixed))
   for completion, result in zip(mixed, results, strict=True):
     if completion in bad:
@@ -126,18 +121,11 @@ def test_lost_workers_are_replaced(workers):
 def test_workers_are_light_and_their_pipes_safe():
   text = 'quote " \\ \n line \u2028 é \ud800 ' + "x" * 300_000
   example = {"answer": "7", "bonus": np.int64(2), "ids": np.arange(3)}
-  names = [
-    BEHAVE,
-    PROMPT,
-    "exact_answer",
-    "math_answer",
-    "format",
-    "unfinished",
-  ]
-  with Pool(names, workers=1) as pool:
+  built_in = ("exact_answer", "math_answer", "format", "unfinished")
+  with Pool([BEHAVE, PROMPT, *built_in], workers=1) as pool:
     results = pool.compute([*jobs("jax", "pipes"), Job(text, "3", example)])
     with pytest.raises(ValueError, match="only JSON.*object"):
-      pool.submit([Job("", "", {"x": object()})])
+      pool.compute([Job("", "", {"x": object()})])
   assert [r.values[0] for r in results] == [0.0, 0.0, 3.0]
   assert results[2].values[1] == len(text) + 2
 
@@ -175,6 +163,23 @@ def test_replies_are_told_apart():
   assert process._answers(bad + lines + bad, "me") == [x for _, x in good]
 
 
+@contextlib.contextmanager
+def program(code):
+  """A program of its own that runs this code."""
+  started = subprocess.Popen(
+    [sys.executable, "-c", textwrap.dedent(code)],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    start_new_session=True,
+  )
+  try:
+    yield started
+  finally:
+    started.kill()
+
+
 def test_a_fork_does_not_go_on_in_this_process():
   """Without workers the child would go on in the caller's program."""
   code = f"""
@@ -183,13 +188,8 @@ def test_a_fork_does_not_go_on_in_this_process():
       [result] = pool.compute([Job("", "twice 3 0.1", {{}})])
     print(result.reward, flush=True)
   """
-  done = subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(code)],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdout=subprocess.PIPE,  # ends when the child has ended, too
-    check=True,
-  )
-  assert done.stdout == b"3.0\n"
+  with program(code) as started:  # its pipes end when the child has ended, too
+    assert started.communicate(timeout=60)[0] == "3.0\n"
 
 
 class Enough(Exception):
@@ -206,11 +206,11 @@ def test_a_submission_is_abandoned_where_check_signals_raises(tmp_path):
       raise Enough
 
   with Pool([BEHAVE], workers=2, timeout=40) as pool:
-    first = pool.submit(jobs("sleep", "hang", f"touch {done}"))
+    first = send(pool, "sleep", "hang", f"touch {done}")
     with pytest.raises(Enough):
       pool.collect(first, check_signals)
     assert [r.reward for r in pool.compute(jobs("1", "2", "3"))] == [1, 2, 3]
-    pool.submit(jobs(*["hang"] * 9))
+    send(pool, *["hang"] * 9)
     time.sleep(0.2)
   assert not done.exists()
   assert time.monotonic() < start + 30
@@ -219,8 +219,8 @@ def test_a_submission_is_abandoned_where_check_signals_raises(tmp_path):
 def test_check_signals_is_called_while_it_waits_and_between_completions():
   calls = []
   with Pool([BEHAVE], workers=1) as pool:
-    sent = pool.submit(jobs(*["slow1"] * 12))
-    results = pool.collect(sent, lambda: calls.append(time.monotonic()))
+    sent = send(pool, *["slow1"] * 12)
+    results = collect(pool, sent, lambda: calls.append(time.monotonic()))
   assert [r.reward for r in results] == [1] * 12
   assert len(calls) >= 2 and max(np.diff(calls)) < 1
 
@@ -231,7 +231,7 @@ def test_check_signals_is_called_while_it_waits_and_between_completions():
 
   calls.clear()
   with Pool([BEHAVE]) as pool, pytest.raises(Enough):
-    pool.collect(pool.submit(jobs(*"12345")), check_signals)
+    pool.collect(send(pool, *"12345"), check_signals)
   assert len(calls) == 3
 
 
@@ -244,20 +244,6 @@ def test_a_batch_in_which_everything_hangs_is_given_up():
     # One result in between, and nothing is given up; nor in the next batch.
     mixed = pool.compute(jobs(*["exit"] * 5, "1", *["exit"] * 5, "2"))
     assert [r.reward for r in mixed if not r.failures] == [1, 2]
-
-
-@pytest.mark.parametrize(
-  "options, message",
-  [
-    ({"weights": (1, 2)}, "weights"),
-    ({"weights": (math.nan,)}, "weights"),
-    ({"timeout": 0}, "timeout"),
-    ({"workers": -1}, "workers"),
-  ],
-)
-def test_what_cannot_work_is_refused(options, message):
-  with pytest.raises(ValueError, match=message):
-    Pool([BEHAVE], **options)
 
 
 def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
@@ -274,47 +260,35 @@ def test_a_worker_that_cannot_start_is_an_error(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def started(completions, timeout):
+def at_work(completions, timeout):
   """A program that waits for the rewards of these completions."""
   code = f"""
     import signal, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it
     from grpojax.rewards.pool import (Job, Pool)
     with Pool([{BEHAVE!r}], workers=2, timeout={timeout}) as pool:
-      batch = pool.submit([Job("", c, {{}}) for c in {completions!r}])
+      jobs = [[Job("", c, {{}})] for c in {completions!r}]
+      batch = pool.submit(jobs, 1)
       time.sleep(0.5)  # the workers are at it
       print("ready", flush=True)
       pool.collect(batch)
   """
-  program = subprocess.Popen(
-    [sys.executable, "-c", textwrap.dedent(code)],
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    start_new_session=True,
-  )
-  try:
-    assert program.stdout.readline() == "ready\n"
-    yield program
-  finally:
-    program.kill()
+  with program(code) as started:
+    assert started.stdout.readline() == "ready\n"
+    yield started
 
 
-@pytest.mark.parametrize(
-  "completion", [pytest.param("sleep", marks=pytest.mark.slow), "hang"]
-)
-def test_no_worker_outlives_a_killed_parent(completion):
-  with started([completion], timeout=1) as program:  # one worker is idle
-    program.kill()
+def test_no_worker_outlives_a_killed_parent():
+  with at_work(["hang"], timeout=1) as started:  # one worker is idle
+    started.kill()
     # Ends when nobody holds the other end: they have all gone.
-    _, errors = program.communicate(timeout=60)
+    _, errors = started.communicate(timeout=60)
   assert errors == ""
 
 
 def test_interrupting_ends_the_workers_quietly():
-  with started(["sleep", "hang"] * 4, timeout=600) as program:
-    os.killpg(program.pid, signal.SIGINT)
-    _, errors = program.communicate(timeout=60)
+  with at_work(["sleep", "hang"] * 4, timeout=600) as started:
+    os.killpg(started.pid, signal.SIGINT)
+    _, errors = started.communicate(timeout=60)
   assert errors.count("Traceback") == 1 and "KeyboardInterrupt" in errors
-  assert program.returncode == -signal.SIGINT
+  assert started.returncode == -signal.SIGINT

@@ -26,7 +26,7 @@ from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
 from grpojax.rewards.conventions import STATE
 from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import Failure, Pool
+from grpojax.rewards.pool import Failure, Pool, Submission
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
@@ -239,7 +239,7 @@ class PendingRewards(NamedTuple):
 
   prompts: int
   texts: Texts
-  pending: groups.Pending
+  pending: Submission
 
 
 def submit_rollout(
