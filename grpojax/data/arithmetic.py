@@ -2,16 +2,14 @@
 
 A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
 product of a two-digit number and a digit (10..99 times 2..9), then additions of
-two-digit numbers (10..99). Its difficulty is the number of operations.
-
-The split of a problem is a property of the problem: the CRC-32 of its
-expression falls in one of ten buckets, and one bucket is the test split. So the
-training and test splits share no problem, whatever their seeds and sizes.
+two-digit numbers (10..99). Its difficulty is the number of operations. The
+split is a property of the problem (one in ten of the CRC-32 is held out), so
+training and test share no problem, whatever their seeds and sizes.
 
 The same file writes the texts that the small models learn from before
-reinforcement learning. Their authors are either careful (running steps, then
-the answer) or hasty (the answer straight away), and may forget to carry; a
-reader of such texts learns these habits, and a reward can teach it which pay.
+reinforcement learning. Their authors are careful (running steps, then the
+answer) or hasty (the answer straight away), and may forget to carry; a reader
+of such texts learns these habits, and a reward can teach it which pay.
 """
 
 import functools
@@ -53,8 +51,8 @@ def steps(
     add: addition as its author does it; they go on from what they wrote.
 
   Returns:
-    One line an operation, the sums starting from the value so far (for
-    "23*4+5": "20*4=80", "3*4=12", "80+12=92" and "92+5=97"), and the value.
+    One line an operation (for "23*4+5": "20*4=80", "3*4=12", "80+12=92" and
+    "92+5=97"), and the value.
 
   Raises:
     ValueError: the expression is of another form.
@@ -100,17 +98,13 @@ def sample(
   split: str = "train",
   difficulty: int | Sequence[int] = (2, 4),
 ) -> str:
-  """Draws a problem of a split.
+  """Draws a problem of a split, drawn anew until it is of that split.
 
   Args:
     rng: source of randomness; it advances.
     split: "train" or "test".
     difficulty: number of operations, or its lowest and highest value, from
-      which it is drawn uniformly. (Drawn anew until the problem is of the
-      split, which does not favour any difficulty.)
-
-  Returns:
-    The expression.
+      which it is drawn uniformly.
 
   Raises:
     ValueError: unknown split, or a difficulty that is not 1 <= low <= high.
@@ -131,7 +125,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns arithmetic problems as random-access examples.
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}.
 
   Example i depends on (seed, split, difficulty, i) alone: not on the process,
   the machine or what was read before. Problems may repeat, as in any sample
@@ -142,9 +136,6 @@ def load(
     seed: a non-negative integer.
     difficulty: number of operations, or its (lowest, highest) value.
     size: number of examples; None is endless in practice.
-
-  Returns:
-    A sequence of {"prompt": "23*4+17+85", "answer": "194"}.
 
   Raises:
     ValueError: unknown split, or a difficulty, seed or size out of range.
@@ -213,12 +204,9 @@ def dialogue(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, str]:
-  r"""Writes a training problem and its solution, for an instruct model.
+  r"""Writes "Q: EXPRESSION\nA: " and a solution, for an instruct model.
 
   Args and errors are those of `document`.
-
-  Returns:
-    The prompt "Q: EXPRESSION\nA: " and the completion, a solution.
   """
   author = _author(rng, hasty, forget)
   problem = sample(rng, "train", difficulty)
@@ -241,9 +229,6 @@ def forgetful_sum(
     b: another one.
     forget: probabilities that a carry is forgotten where the digits make 10,
       and where they make 19; linear between them.
-
-  Returns:
-    The sum, right if no carry was forgotten.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))

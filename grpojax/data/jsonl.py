@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def _object(line: bytes) -> Row:
 def _opened(
   file: pathlib.Path,
   most: int | None,
-  fields: fields_lib.Fields,
+  example: Callable[[Row], Row],
   split: str,
   share: int | float,
 ) -> Examples:
@@ -71,9 +71,8 @@ def _opened(
   if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
     raise ValueError(f"{file} is compressed: uncompress it (random access)")
   places = array.array("q")  # begin and end of each line, in turn
-  for place in itertools.islice(
-    fields_lib.chosen(rows(file), fields, split, share), most
-  ):
+  chosen = fields_lib.chosen(rows(file), example, split, share)
+  for place in itertools.islice(chosen, most):
     places.extend(place)
   table, size = np.array(places, np.int64).reshape(-1, 2), os.path.getsize(file)
 
@@ -87,7 +86,7 @@ def _opened(
         )
       opened.seek(start)
       line = opened.read(stop - start)
-    return fields_lib.example(_object(line), fields)
+    return example(_object(line))
 
   return Examples(len(table), read)
 
@@ -129,5 +128,6 @@ def load(
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  opened = functools.partial(_opened, fields=fields, split=split, share=test)
+  example = functools.partial(fields_lib.example, fields=fields)
+  opened = functools.partial(_opened, example=example, split=split, share=test)
   return files.load("jsonl", opened, split, path, test, size)

@@ -58,8 +58,7 @@ def prompt_batches(
     target: `(example) -> arrays` for a jittable reward; stacked in
       `Prompts.targets`.
     seed: seed of the shuffle; an epoch's order depends on it and on the epoch.
-    start: prompts already taken from the stream; the first one to come has
-      this index (exact resume: `TrainState.prompts_consumed`).
+    start: number of prompts that were already taken from the stream.
     shuffle: shuffle every epoch. An endless stream is left in its order.
     repeat: go on for ever; else one epoch, whose last batch may be shorter.
 
@@ -68,16 +67,11 @@ def prompt_batches(
     each with its formatted text added as "prompt_text".
 
   Raises:
-    ValueError: no examples, a number out of range, or (while iterating) a
-      prompt that is empty or longer than `max_prompt_length`.
+    ValueError: no examples, or (while iterating) a prompt that is empty or
+      longer than `max_prompt_length`.
   """
   if not len(examples):
     raise ValueError("no examples to make prompts from")
-  if batch_size < 1 or max_prompt_length < 1 or start < 0:
-    raise ValueError(
-      "batch_size and max_prompt_length must be at least 1 and start at least"
-      f" 0, got {batch_size}, {max_prompt_length} and {start}"
-    )
   stream = functools.partial(_stream, shuffle=shuffle, repeat=repeat)
   if repeat and isinstance(examples, Mixture):
     dataset = interleaved(examples, stream, seed)
@@ -104,7 +98,7 @@ def prompts_of(
   encode: Encode,
   *,
   max_prompt_length: int,
-  pad_id: int = 0,
+  pad_id: int,
 ) -> tuple[Prompts, list[Example]]:
   """Makes a batch of chosen examples; arguments as in `prompt_batches`."""
   return _collate(
@@ -132,13 +126,13 @@ def _row(
   target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
   text, ids = encode(example["prompt"])
-  if not 1 <= len(ids) <= max_prompt_length:
+  if not len(ids):
+    raise ValueError(f"a prompt without tokens: {example['prompt']!r}")
+  if len(ids) > max_prompt_length:
     raise ValueError(
       f"a prompt has {len(ids)} tokens, but max_prompt_length ="
       f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
       f" set --config.data.too_long = 'drop': {text[:80]!r}"
-      if len(ids)
-      else f"a prompt without tokens: {example['prompt']!r}"
     )
   padded = np.full(max_prompt_length, pad_id, np.int32)
   padded[: len(ids)] = ids

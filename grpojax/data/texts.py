@@ -20,11 +20,7 @@ Text = tuple[list[int], list[int]]
 
 
 def solution(example: dict[str, Any]) -> str:
-  """Returns the completion to learn: an example's "solution", else "answer".
-
-  Raises:
-    ValueError: it has neither.
-  """
+  """Returns the completion to learn: an example's "solution", else "answer"."""
   for name in ("solution", "answer"):
     if name in example:
       return str(example[name])
@@ -139,7 +135,7 @@ class Rows(NamedTuple):
 
 
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
-  """Fills rows with whole texts, in order.
+  """Fills rows with whole texts, in order; a last partial batch is dropped.
 
   So the same texts make the same rows for ever, and the embedded models can be
   made again. (Grain's packing puts each text where it fits first, which depends
@@ -149,9 +145,6 @@ def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
     texts: texts to pack.
     rows: N, rows a batch.
     length: S, tokens a row.
-
-  Yields:
-    `Rows`, for as long as there are texts; a last partial batch is dropped.
 
   Raises:
     ValueError: a text longer than a row.

@@ -8,22 +8,18 @@ The names of a function's parameters say which convention it follows:
 | solution_str                             | verl calls `compute_score`        |
 | none of them, and it takes three         | (prompt, completion, example)     |
 
-Names of two conventions in one function are an error. A function is given what
-it has a parameter for, and all there is where it has `**kwargs`.
+A function is given by keywords what it has a parameter for, and all there is
+where it has `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
-TRL: once for all completions of a prompt, by keywords: prompts; completions,
-each a text, or where the prompt is a list of messages a list of one message of
-the assistant; completion_ids, with their EOS; trainer_state, with global_step
-(steps done) and max_steps; log_metric; log_extra, which keeps nothing; and the
-data's other columns, each a list. It returns as many numbers; None abstains.
+TRL: once for all completions of a prompt, each a text, or where the prompt is a
+list of messages a list of one message; completion_ids have their EOS;
+trainer_state has global_step (steps done) and max_steps; log_extra keeps
+nothing; the data's other columns are lists. It returns as many numbers; None
+abstains.
 
-verl: once a completion, by keywords: solution_str; ground_truth, which is
-reward_model["ground_truth"], else the columns ground_truth or answer;
-data_source; extra_info, {} where the data have none. It returns a number, or a
-dict with "score" whose other numbers are logged.
-
-Keywords in `reward.options.FUNCTION` are passed as they are, instead of
-columns. Neither may be `async`.
+verl: once a completion; ground_truth is reward_model["ground_truth"], else the
+columns ground_truth or answer; extra_info is {} where the data have none. It
+returns a number, or a dict with "score" whose other numbers are logged.
 """
 
 import difflib
@@ -88,10 +84,7 @@ class Verl(NamedTuple):
 class Trl(NamedTuple):
   """A function of TRL's convention: all completions of a prompt in one call.
 
-  Attributes:
-    function: the user's, with its options bound.
-    takes: names of its parameters that are not bound; None is any.
-    needs: those of them without a default.
+  Attributes: those of `Verl`, and
     sources: data sets of a mixture that it is for; None is all.
   """
 
@@ -148,11 +141,6 @@ def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
   """Binds a function's options, and wraps it by the convention it follows.
-
-  Args:
-    name: its name, for errors.
-    function: one of any of the three conventions.
-    options: keyword arguments to bind.
 
   Returns:
     `Verl` or `Trl`; the function itself where it follows ours.
@@ -232,11 +220,10 @@ def _convention(
 ) -> type[Verl] | type[Trl] | None:
   """Recognizes a convention by names of parameters; None for ours."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
-  marks = {
-    kind: named[0]
-    for kind, names in kinds.items()
-    if (named := [key for key in parameters if key in names])
-  }
+  marks = {}
+  for kind, names in kinds.items():
+    if named := [key for key in parameters if key in names]:
+      marks[kind] = named[0]
   if len(marks) > 1:
     both = " and ".join(f"{key!r} ({kind})" for kind, key in marks.items())
     raise ValueError(

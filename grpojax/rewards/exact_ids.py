@@ -25,8 +25,8 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` as a jittable function of token ids.
 
-  It needs a tokenizer whose characters are tokens: then the ids spell the text,
-  and looking for "####" in the ids is looking for it in the text.
+  It needs a tokenizer whose characters are tokens: then looking for "####" in
+  the ids is looking for it in the text.
 
   Args:
     tokenizer: a Hugging Face tokenizer of single characters. Longer tokens are
@@ -37,13 +37,12 @@ def exact_answer_ids(
 
   Returns:
     target: `(example) -> {"answer": int32 [2, A + 1]}`, the two spellings of
-      its answer in the code of `_code`, with zeros after them. Raises
-      ValueError where an answer is too long or its ids would be ambiguous.
-    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked to
-      [B, 2, A + 1].
+      its answer as `_code`s, with zeros after them.
+    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked.
 
   Raises:
-    ValueError: the tokenizer is of another kind; use `exact_answer` then.
+    ValueError: the tokenizer is of another kind; from `target`, an answer that
+      is too long, or whose ids would be ambiguous.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
@@ -78,9 +77,7 @@ def _last_answer(
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
   """Finds the stripped text after the last "####", and True where there is one.
 
-  Args:
-    codes: the text as codes, 0 where a token adds no text.
-    width: codes returned: the beginning of a longer text, a shorter one and 0s.
+  Of a longer text the first `width` codes; 0 where a token adds no text.
   """
   size = codes.shape[-1]
   # Text first, in its order; what writes nothing last.

@@ -23,10 +23,10 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Reads a reward model's directory.
+  """Reads a reward model: a sequence classifier of a supported family.
 
   Args:
-    path: a sequence classifier of a supported family, with one label.
+    path: its directory.
     **options: those of `hf.load`.
 
   Raises:
@@ -49,7 +49,7 @@ def rewards(
   ids: Int[Array, "N S"],
   mask: Bool[Array, "N S"],
 ) -> Float[Array, "N"]:
-  """Returns the reward of each sequence: the logit at its last real token.
+  """Returns the logit of each sequence at its last real token.
 
   Args:
     lm: a classifier with one label.

@@ -173,7 +173,7 @@ def test_what_fits_of_each_data_set(
   }
   whole = found["train"]
   assert whole.dropped == 6 and len(whole.examples) == 14
-  assert len(whole.survey.lengths) == 20
+  assert len(whole.lengths) == 20
   assert len(found["test"].examples) == 6
   assert {e[SOURCE] for e in found["test"].examples} == {"nines", "ones"}
   _, batch = next(
@@ -185,8 +185,8 @@ def test_what_fits_of_each_data_set(
   splits.save_lengths(file, found)
   monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
   again = splits.load_split(settings, policy, "train", file)
-  assert again.survey.fingerprint == whole.survey.fingerprint
-  np.testing.assert_array_equal(again.survey.lengths, whole.survey.lengths)
+  assert again.fingerprint == whole.fingerprint
+  np.testing.assert_array_equal(again.lengths, whole.lengths)
 
 
 def test_an_error_says_which_data_set_it_is_of(files, config_with):
