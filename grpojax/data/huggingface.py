@@ -41,7 +41,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
 
   logs = datasets.utils.logging, hub_logging
   levels = [log.get_verbosity() for log in logs]
-  hidden = not datasets.is_progress_bar_enabled()
+  bars = datasets.is_progress_bar_enabled()
   for log in logs:
     log.set_verbosity_error()
   datasets.disable_progress_bars()
@@ -68,7 +68,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   finally:
     for log, level in zip(logs, levels, strict=True):
       log.set_verbosity(level)
-    if not hidden:
+    if bars:
       datasets.enable_progress_bars()
 
 

@@ -63,7 +63,7 @@ def test_a_mixture_as_it_is_written(config_with):
     ({"path": 3}, "path = 3: must be a text"),
     ({"options": 3}, "options = 3: is a section"),
     ({"rewards": "length"}, "rewards = 'length': names, each once, among"),
-    ({"rewards": 3}, "rewards = 3: must be names"),
+    ({"rewards": 3}, "rewards = 3: names, each once, among"),
     ({"rewards": ("exact_answer",)}, "reward.functions = .*format: leave"),
     (3, "mixture.gsm8k = 3: is a section"),
   ],

@@ -187,7 +187,6 @@ def open_model(
     ),
     lengths=lengths,
     batch_size=rows,
-    too_long="cut",
     sharding=mesh_lib.batch_sharding(mesh, rows),
   )
 
