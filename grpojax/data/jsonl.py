@@ -27,14 +27,9 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
-  """Reads the JSON objects of a file in turn; blank lines are skipped.
+  """Yields "FILE, line 3", the bytes where a line begins and ends, its object.
 
-  Args:
-    file: UTF-8 text, with or without a byte order mark.
-
-  Yields:
-    "FILE, line 3" for errors, the bytes where the line begins and ends, and its
-    object.
+  Blank lines are skipped, and so is a byte order mark.
 
   Raises:
     ValueError: a line is no JSON object; the error names it.
@@ -119,8 +114,8 @@ def load(
       split, about; which examples depends on their prompts alone.
 
   Returns:
-    A sequence of the lines' objects, with "prompt" and "answer" (a text) set
-    from the fields above; all other fields are as they are.
+    The lines' objects, with "prompt" and "answer" (a text) set from the fields
+    above; all other fields are as they are.
 
   Raises:
     ValueError: an unknown split, a missing file, no example, or a line that is
