@@ -91,9 +91,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
   return {"score": right, "acc": right > 0, "pred": solution_str, "length":
           len(solution_str), "bad": float("nan")}
 
-def seen(**kwargs):
-  return 1.0
-
 def everything(solution_str, **kwargs):
   assert sorted(kwargs) == ["data_source", "extra_info", "ground_truth"], kwargs
   return float(kwargs["extra_info"] == {})
@@ -182,21 +179,18 @@ def test_trl_functions_of_text(files, workers):
   assert not result.failed.any() and result.extras == {}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_trl_functions_of_conversations(files, workers):
+def test_trl_functions_of_conversations(files):
   """And what they log."""
   prompt = [{"role": "user", "content": "What?"}]
   texts = [["<think>a</think><answer>b</answer>", "no"]]
   state = {"global_step": 3, "max_steps": 12}
   example = {"prompt": prompt, "trainer_state": state}
   names = [f"{files['trl']}:{n}" for n in ("format_reward_func", "state_func")]
-  found, _ = computed(names, [example], texts, workers)
+  found, _ = computed(names, [example], texts)
   np.testing.assert_array_equal(found, [[[1, 0]], [[0.25, 0.25]]])
   plain = [{"prompt": "p"}, {"prompt": "q"}]
   texts = [["1", "333"], ["55555", "5555555"]]
-  found, result = computed(
-    [f"{files['trl']}:metric_func"], plain, texts, workers
-  )
+  found, result = computed([f"{files['trl']}:metric_func"], plain, texts, 1)
   np.testing.assert_array_equal(found, np.full((1, 2, 2), 0.5))
   assert list(result.extras) == ["metric_func/mean_length"]
   np.testing.assert_array_equal(
@@ -222,9 +216,9 @@ def test_verl_functions(files, workers):
   assert {k: v.tolist() for k, v in result.extras.items()} == extras
   plain = {"answer": "12", "data_source": "x"}
   names = [f"{files['verl']}:{name}" for name in ("gsm8k", "everything")]
-  found, _ = computed(names, [plain], texts, workers)
+  found, _ = computed(names, [plain], texts)
   np.testing.assert_array_equal(found, [[[1, 0, 0]], [[1, 1, 1]]])
-  _, result = computed([f"{files['verl']}:no_score"], [plain], texts, workers)
+  _, result = computed([f"{files['verl']}:no_score"], [plain], texts)
   [failure, *_] = groups.all_failures(result)
   assert result.failed.all() and "a dict without 'score'" in failure.reason
 
@@ -308,16 +302,17 @@ def test_what_follows_no_convention_is_refused(files, name, message):
 
 
 @pytest.mark.parametrize(
-  "name, options, message",
+  "file, name, options",
   [
-    ("trl.py:odd", {"completions": 1}, "no option 'completions'"),
-    ("verl.py:gsm8k", {"metod": 1}, "no option 'metod', but .'ground_truth"),
-    ("verl.py:gsm8k", {"solution_str": ""}, "no option 'solution_str'"),
+    ("trl", "odd", {"completions": 1}),
+    ("verl", "gsm8k", {"metod": 1}),
+    ("verl", "gsm8k", {"solution_str": ""}),
   ],
 )
-def test_options_are_checked(files, name, options, message):
-  with pytest.raises(ValueError, match=message):
-    functions.resolve(files["trl"].replace("trl.py", name), options)
+def test_options_are_checked(files, file, name, options):
+  (option,) = options
+  with pytest.raises(ValueError, match=f"no option '{option}', but .'"):
+    functions.resolve(f"{files[file]}:{name}", options)
 
 
 def test_missing_columns_are_named(files):

@@ -48,22 +48,11 @@ def test_text_reward(completion, answer, expected):
   assert on_text(completion, answer) == expected
 
 
-@pytest.mark.parametrize(
-  "completion, expected",
-  [
-    ("92+17=109\n#### 1,194\n\n", "1194"),
-    ("#### 3\n#### -1,080.50", "-1080.50"),
-    ("#### two, three ", "two, three"),
-    ("### 1194", None),
-    ("#### \n", None),
-  ],
-)
-def test_given_answer(completion, expected):
-  assert exact.given_answer(completion) == expected
-
-
 def test_the_same_answer_is_as_right():
   """Whoever gives the answer's own answer is right, and nobody else."""
+  assert exact.given_answer("2\n#### -1,080.50\n\n") == "-1080.50"
+  assert exact.given_answer("### 1194") is None
+  assert exact.given_answer("#### \n") is None
   texts = "1234 1,234 12,34 +1234 01234 1234. 1,234.0 1234.0 ,1234 x".split()
   for answer in texts:
     same = exact.given_answer(f"#### {answer}")
@@ -112,37 +101,13 @@ def assert_same(eos_ids, rows, answer, width=32, longest=16):
 
 
 ADVERSARIAL = [
-  "",
-  "#",
-  "###",
-  "####",
-  "####7",
-  "##### 7",
-  "######## 7",
-  "#### #7",
-  "#### 7 #",
-  "#### 7####",
-  "#### 7\n#### ",
-  "#### 8 #### 7",
-  "#### 7 #### 8",
-  "#### 7\n",
-  "#### 7\n\n",
-  "####\n\n7\n\n\n",
-  "\n\n#### \n 7 \n ",
-  "## ## 7",
-  "####<|endoftext|> 7",
-  "####<|endoftext|>7",
-  "#### 7<|endoftext|>",
-  "#### 7<|endoftext|>8",
-  "#### 7<|pad|>",
-  "#### <|pad|>7",
-  "##<|pad|>## 7",
-  "##<|endoftext|>## 7",
-  "#### 7\n\n8",
-  "#### 8\n\n#### 7",
-  "#### 77",
-  "7",
-  "#### é7",
+  *("", "#", "###", "####", "####7", "##### 7", "######## 7", "#### #7"),
+  *("#### 7 #", "#### 7####", "#### 7\n#### ", "#### 8 #### 7"),
+  *("#### 7 #### 8", "#### 7\n", "#### 7\n\n", "####\n\n7\n\n\n"),
+  *("\n\n#### \n 7 \n ", "## ## 7", "####<|endoftext|> 7"),
+  *("####<|endoftext|>7", "#### 7<|endoftext|>", "#### 7<|endoftext|>8"),
+  *("#### 7<|pad|>", "#### <|pad|>7", "##<|pad|>## 7", "##<|endoftext|>## 7"),
+  *("#### 7\n\n8", "#### 8\n\n#### 7", "#### 77", "7", "#### é7"),
 ]
 
 
@@ -156,8 +121,10 @@ def test_adversarial_texts_agree(eos_ids, answer):
     assert 5 < found.sum() < len(found) / 2
 
 
-@pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK), (BLANK, UNK, PAD)])
-@pytest.mark.parametrize("answer", ["1234", "-12.5", "5,5"])
+@pytest.mark.parametrize(
+  "eos_ids, answer",
+  [((EOS,), "1234"), ((EOS, BLANK), "-12.5"), ((BLANK, UNK, PAD), "5,5")],
+)
 def test_random_ids_agree(eos_ids, answer):
   rng = np.random.default_rng(0)
   # Few characters, so that marks and answers do occur; two ids that no token
@@ -176,17 +143,11 @@ def test_random_ids_agree(eos_ids, answer):
   assert found.sum() > 50
 
 
-def test_completions_shorter_than_the_mark_agree():
+def test_texts_shorter_than_the_mark_and_longer_than_answers_agree():
   for width in (1, 4, 5):
-    rows = [
-      TOKENIZER.encode("####7"[-width:]),
-      TOKENIZER.encode("####"[:width]),
-    ]
-    found = assert_same((EOS,), rows, "7", width)
+    texts = ["####7"[-width:], "####"[:width]]
+    found = assert_same((EOS,), [*map(TOKENIZER.encode, texts)], "7", width)
     assert found[0] == (width == 5)
-
-
-def test_texts_longer_than_the_longest_answer_agree():
   texts = ["####7", "####77", "####7 7", "####7 ", "#### 7#"]
   rows = [TOKENIZER.encode(text) for text in texts]
   assert assert_same((EOS,), rows, "7", longest=1).tolist() == [1, 0, 0, 1, 0]
