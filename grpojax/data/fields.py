@@ -118,11 +118,7 @@ def _answer(row: Row, fields: Fields) -> str:
 
 
 def table_example(row: Row, fields: Fields) -> Row:
-  """Returns the `example` of a table's row, in JSON's types.
-
-  Raises:
-    ValueError: a value is of bytes, or an error of `example`.
-  """
+  """Returns the `example` of a table's row, in JSON's types; refuses bytes."""
   row = {name: _plain(item, name) for name, item in row.items()}
   return example(row, fields)
 

@@ -27,8 +27,7 @@ def load(
     kind: "jsonl" or "parquet", `data.name` and the files' suffix.
     opened: `(file, most) -> random access` to its examples, `most` of them.
     split: "train" or "test".
-    path: a file, a directory with files of each split, or a pattern of files
-      ("part-*.jsonl"; "**" is any depth of directories).
+    path: a file, a directory with files of each split, or a pattern.
     share: share of one set of files that is held out, else 0.
     size: examples at most; None is all.
 

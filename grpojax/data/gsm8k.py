@@ -106,8 +106,6 @@ def _directory(path: pathlib.Path) -> Any:
 
 
 def _records(builder: Any, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  if split not in builder.info.splits:
-    raise ValueError(f"{builder.data_dir} has no split {split!r}")
   for number, row in enumerate(builder.as_data_source(split)):
     texts = {
       name: value.decode() if isinstance(value, bytes) else value
@@ -132,10 +130,6 @@ def load(
       default directory, where the data are downloaded if they are not there.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many problems; None is all.
-
-  Returns:
-    The problems in the order of the file. TensorFlow Datasets has the same ones
-    in an order of its own, always the same.
 
   Raises:
     ValueError: an unknown split, data that are missing and cannot be

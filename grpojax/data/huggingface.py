@@ -36,7 +36,7 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
-  """Turns errors of the library into sentences with a remedy; hides bars."""
+  """Turns the library's errors into sentences with a remedy; keeps it quiet."""
   from huggingface_hub.utils import logging as hub_logging
 
   logs = datasets.utils.logging, hub_logging
@@ -140,18 +140,15 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """Reads the examples of one split, in their order.
+  """Reads the rows of one split in their order, as `jsonl.load` does.
 
-  Args and errors are those of `jsonl.load`, and
+  Args not of `jsonl.load`:
     path: ORG/NAME of the data set on the Hub.
     configuration: name of one, where the data set has several ("main").
     revision: a branch, a tag or a commit; "" is main.
     train_split: the Hub's name of the training split.
     test_split: its name of the test split; not used with `test`.
     columns: those to read; () is all. Bytes (images) cannot be read.
-
-  Returns:
-    A sequence of rows as `jsonl.load` gives them; dates are texts.
   """
   del seed
   check_split(split)

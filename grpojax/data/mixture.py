@@ -57,10 +57,9 @@ def interleaved(
   """Makes an endless stream in which the data sets take turns.
 
   Their shares are kept all along, by `grain.MapDataset.mix`: of any n prompts
-  in a row a data set has its share of n, give or take one or two. So every
-  batch has the mixture's shares, not only the average batch. (To 1% of a share:
-  grain rounds weights.) The prompt at a place of the stream depends on that
-  place and the seed alone.
+  in a row a data set has its share of n, give or take one or two, to 1% of the
+  share (grain rounds weights). The prompt at a place of the stream depends on
+  that place and the seed alone.
 
   Args:
     mixture: the data sets.

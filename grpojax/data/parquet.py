@@ -124,13 +124,9 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Sequence[Row]:
-  """Reads the examples of one split, in the order of the files.
+  """Reads the rows of one split as `jsonl.load` does; dates are texts.
 
-  Args and errors are those of `jsonl.load`, and
-    columns: those to read; () is all. Bytes (images) cannot be read.
-
-  Returns:
-    A sequence of rows as `jsonl.load` gives them; dates are texts.
+  `columns` are those to read; () is all. Bytes (images) cannot be read.
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)

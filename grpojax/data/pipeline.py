@@ -77,33 +77,14 @@ def prompt_batches(
     dataset = interleaved(examples, stream, seed)
   else:
     dataset = stream(examples, np.random.SeedSequence(seed))
-  row = functools.partial(
-    _row,
-    encode=encode,
-    max_prompt_length=max_prompt_length,
-    pad_id=pad_id,
-    target=target,
-  )
+  options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}
+  options |= {"encode": encode, "target": target}
+  dataset = dataset[start:].map(functools.partial(row, **options))
   # An endless stream has no remainder (and grain overflows if it may have one).
-  dataset = dataset[start:].map(row)
-  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=_collate)
+  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=collate)
   # Threads read ahead but deliver in order: the batches do not depend on them.
-  options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
-  return iter(dataset.to_iter_dataset(options))
-
-
-def prompts_of(
-  examples: Any,
-  indices: Sequence[int],
-  encode: Encode,
-  *,
-  max_prompt_length: int,
-  pad_id: int,
-) -> tuple[Prompts, list[Example]]:
-  """Makes a batch of chosen examples; arguments as in `prompt_batches`."""
-  return _collate(
-    [_row(examples[int(i)], encode, max_prompt_length, pad_id) for i in indices]
-  )
+  reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
+  return iter(dataset.to_iter_dataset(reading))
 
 
 def _stream(
@@ -118,13 +99,14 @@ def _stream(
   return dataset.repeat() if repeat else dataset
 
 
-def _row(
+def row(
   example: Example,
   encode: Encode,
   max_prompt_length: int,
   pad_id: int,
   target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
+  """Returns an example's padded ids, their number, its target, and itself."""
   text, ids = encode(example["prompt"])
   if not len(ids):
     raise ValueError(f"a prompt without tokens: {example['prompt']!r}")
@@ -140,7 +122,8 @@ def _row(
   return padded, len(ids), arrays, {**example, "prompt_text": text}
 
 
-def _collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
+def collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
+  """Makes a batch of prompts, and the list of their examples."""
   ids, lengths, arrays, examples = zip(*rows, strict=True)
   prompt_ids = np.stack(ids)
   mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]

@@ -150,23 +150,14 @@ def _refusal(reason: str) -> str:
 
 def _check_answer(
   text: str, characters: set[str], longer: Sequence[str], max_length: int
-):
-  if len(text) > max_length:
+) -> None:
+  fits = len(text) <= max_length and set(text) <= characters
+  if not fits or any(token in text for token in longer):
     raise ValueError(
-      f"the answer {text!r} has {len(text)} characters, but max_answer_length ="
-      f" {max_length}: raise it"
+      f"the answer {text!r} cannot be compared in ids, which needs at most"
+      f" max_answer_length = {max_length} characters, each a token of its own"
+      " and no longer token among them: use the reward on text (exact_answer)"
     )
-  if missing := set(text) - characters:
-    raise ValueError(
-      f"the answer {text!r} can never be given: no token of this tokenizer"
-      f" writes {min(missing)!r}"
-    )
-  for token in longer:
-    if token in text:
-      raise ValueError(
-        f"the answer {text!r} holds {token!r}, which a token of more than one"
-        " character also writes: its ids are ambiguous; use exact_answer"
-      )
 
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}

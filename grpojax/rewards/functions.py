@@ -51,7 +51,8 @@ def label(name: str) -> str:
 
 
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
-"""Result of `resolve`: a function of a completion, or (TRL's) of a group."""
+"""`(prompt, completion, example) -> float | None`, or a dict with numbers to be
+logged; or one of TRL's convention, of all completions of a prompt at once."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
@@ -60,11 +61,6 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   Args:
     name: a built-in one, "package.module:function" or "file.py:function".
     options: keyword arguments.
-
-  Returns:
-    `(prompt, completion, example) -> float | None`, or a dict with numbers to
-    be logged (`worker.evaluate` reads it); or one of TRL's convention, which
-    takes all completions of a prompt at once.
 
   Raises:
     ValueError: there is no such function, its file cannot be loaded,

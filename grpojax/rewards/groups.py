@@ -14,13 +14,12 @@ class GroupRewards(NamedTuple):
   """Rewards of all completions of a batch.
 
   Attributes:
-    rewards: [B, G], float32; NaN where there is none: to be masked out.
-    values: [B, G] for each function, by short name; NaN where it has none.
-    failed: [B, G], True where the reward could not be computed; where it is NaN
+    rewards: float32; NaN where there is none: to be masked out.
+    values: values of each function, by short name; NaN where it has none.
+    failed: True where the reward could not be computed; where it is NaN
       otherwise, all functions abstain.
     failures: [B][G], reasons for that; `all_failures` lists them.
-    extras: [B, G] for each other number that the functions returned, by
-      "FUNCTION/NAME"; NaN where it was not returned.
+    extras: other numbers that functions returned, by "FUNCTION/NAME", or NaN.
   """
 
   rewards: Float[np.ndarray, "B G"]
@@ -73,16 +72,10 @@ def collect_groups(
   submissions: Sequence[Submission],
   check_signals: Callable[[], None] = lambda: None,
 ) -> GroupRewards:
-  """Waits for groups that `submit_groups` has sent off.
+  """Waits for what `submit_groups` has sent, one part of a batch after another.
 
-  Args:
-    pool: the one that they were sent to.
-    submissions: one part of a batch after another, with groups of one size.
-    check_signals: called while it waits, as by `Pool.collect`; where it raises,
-      all of them are abandoned.
-
-  Returns:
-    The rewards as if all groups had been sent at once.
+  As if all groups had been sent at once. Where `check_signals`, which is called
+  while it waits, raises, all of them are abandoned.
   """
   groups = []  # [B][G] results
   try:
@@ -98,29 +91,24 @@ def collect_groups(
     shape = len(groups), submissions[0].size
     return np.array(list(values), dtype).reshape(shape)
 
+  values, extras = {}, {}
+  for i, name in enumerate(pool.names):
+    values[name] = array(r.values[i] for r in results)
+  for name in names:
+    extras[name] = array(r.extras.get(name, np.nan) for r in results)
   return GroupRewards(
     array(r.reward for r in results),
-    {
-      name: array(r.values[i] for r in results)
-      for i, name in enumerate(pool.names)
-    },
+    values,
     array((bool(r.failures) for r in results), bool),
     [[r.failures for r in group] for group in groups],
-    {
-      name: array(r.extras.get(name, np.nan) for r in results) for name in names
-    },
+    extras,
   )
 
 
 def joined_extras(
   parts: Sequence[tuple[int, dict[str, Float[np.ndarray, "b G"]]]], size: int
 ) -> dict[str, Float[np.ndarray, "B G"]]:
-  """Extras of several parts of a batch; NaN where a part lacks a name.
-
-  Args:
-    parts: number of prompts and extras of each.
-    size: G.
-  """
+  """Joins extras of parts (prompts, extras); NaN where one lacks a name."""
   names = sorted({name for _, extras in parts for name in extras})
   joined = {}
   for name in names:

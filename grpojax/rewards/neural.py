@@ -1,9 +1,7 @@
 """A reward model: a sequence classifier that reads prompt and completion.
 
 The reward is the classifier's one logit at the last real token, as in
-transformers' `AutoModelForSequenceClassification`. `rewards` is a pure function
-of token ids and may stand inside a compiled step; `make_reward_model` takes
-texts or chats, on the host.
+transformers' `AutoModelForSequenceClassification`.
 """
 
 import os
@@ -49,14 +47,7 @@ def rewards(
   ids: Int[Array, "N S"],
   mask: Bool[Array, "N S"],
 ) -> Float[Array, "N"]:
-  """Returns the logit of each sequence at its last real token.
-
-  Args:
-    lm: a classifier with one label.
-    params: its parameters.
-    ids: whole sequences, right-padded.
-    mask: True on real tokens, a leading run of at least one in each row.
-  """
+  """Returns the logit of each right-padded sequence at its last real token."""
   prefix = lm.prefill(params, ids, mask)
   return lm.unembed(params, prefix.last_hidden)[:, 0]
 

@@ -36,14 +36,7 @@ class Job(NamedTuple):
 
 
 class Failure(NamedTuple):
-  """A reward that could not be computed.
-
-  Attributes:
-    function: short name of the function.
-    reason: its mistake, in words.
-    prompt: the prompt.
-    completion: the completion.
-  """
+  """A reward that could not be computed: by which function, and why."""
 
   function: str
   reason: str
@@ -55,8 +48,7 @@ class Result(NamedTuple):
   """The reward of a completion.
 
   Attributes:
-    reward: the weighted sum of the values (`functions.combine`); NaN where a
-      function failed, or all abstain.
+    reward: weighted sum of the values; NaN where one failed or all abstain.
     values: one for each function; None where it abstains or failed.
     failures: empty if all went well.
     extras: other numbers of the functions, by "FUNCTION/NAME".
@@ -73,8 +65,7 @@ class _Task(NamedTuple):
 
   Attributes:
     functions: indices of the functions.
-    places: (prompt, completion) of each job: one, or (TRL's convention) those
-      of a whole group.
+    places: (prompt, completion) of one job, or (TRL's) of a whole group's.
   """
 
   functions: Sequence[int]
@@ -87,8 +78,7 @@ _Done = tuple[_Task, list[Outcome]]  # of a task, function by function
 class Submission:
   """Groups of jobs on their way, one group a prompt, made by `Pool.submit`.
 
-  A class because threads share it: they put each task with its outcomes (or
-  the exception that ended the thread's work) into `done`.
+  Threads put each task with its outcomes, or an exception, into `done`.
   """
 
   def __init__(
@@ -140,9 +130,12 @@ class Pool:
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
     self._functions = functions.resolve_all(names, options, sources)
-    keywords = {name: dict(each) for name, each in (options or {}).items()}
-    setup = {"names": list(names), "options": keywords, "sources": sources}
-    setup["timeout"] = timeout
+    setup = {
+      "names": list(names),
+      "options": {name: dict(each) for name, each in (options or {}).items()},
+      "sources": sources,
+      "timeout": timeout,
+    }
     self._timeout, self.patience = timeout, max(8, 4 * workers)
     self._workers = [Process(to_line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
@@ -162,7 +155,7 @@ class Pool:
       raise
 
   def wants(self, name: str) -> bool:
-    """True where a function takes `conventions.IDS` or `STATE`, by `name`."""
+    """True where a function takes something that costs to bring."""
     return any(conventions.wants(f, name) for f in self._functions)
 
   def compute(self, jobs: Sequence[Job]) -> list[Result]:
@@ -171,19 +164,15 @@ class Pool:
     return [result for (result,) in results]
 
   def submit(self, groups: Sequence[Sequence[Job]], size: int) -> Submission:
-    """Starts to compute rewards and returns at once.
-
-    Args:
-      groups: the completions of each prompt, which functions of TRL's
-        convention get together.
-      size: number of completions of each prompt.
+    """Starts to compute the rewards of groups of `size` completions.
 
     Raises:
       ValueError: an example has something that is no JSON.
     """
-    whole = [isinstance(f, conventions.Trl) for f in self._functions]
-    of_jobs = [i for i, takes_groups in enumerate(whole) if not takes_groups]
-    of_groups = [i for i, takes_groups in enumerate(whole) if takes_groups]
+    of_jobs, of_groups = [], []
+    for i, function in enumerate(self._functions):
+      takes_groups = isinstance(function, conventions.Trl)
+      (of_groups if takes_groups else of_jobs).append(i)
     prompts, tasks = range(len(groups)), []
     if of_jobs:
       # First completions, then second ones: where one example makes a function
@@ -205,15 +194,10 @@ class Pool:
   ) -> list[list[Result]]:
     """Waits for the results of a submission, in the order of its groups.
 
-    Args:
-      sent: result of `submit`.
-      check_signals: called while it waits: every `POLL` seconds or, without
-        workers, before each completion. Where it raises, the submission is
-        abandoned: its other jobs are not tried, and workers that are at one are
-        killed, so nothing keeps `close` or the next submission waiting.
-
-    Raises:
-      Exception: that of `check_signals`.
+    `check_signals` is called every `POLL` seconds or, without workers, before
+    each completion. Where it raises, the submission is abandoned: its other
+    jobs are not tried, and workers that are at one are killed, so nothing keeps
+    `close` or the next submission waiting.
     """
     outcomes: dict[Any, Outcome] = {}  # by function and place
     next_done = self._next_done if self._workers else self._next_here
@@ -224,14 +208,13 @@ class Pool:
     except BaseException:
       sent.abandoned = True
       raise
-    indices = range(len(self.names))
-    return [
-      [
-        self._result(job, [outcomes[i, (b, g)] for i in indices])
-        for g, job in enumerate(group)
-      ]
-      for b, group in enumerate(sent.groups)
-    ]
+    results = []
+    for b, group in enumerate(sent.groups):
+      results.append([])
+      for g, job in enumerate(group):
+        of_job = [outcomes[i, (b, g)] for i in range(len(self.names))]
+        results[b].append(self._result(job, of_job))
+    return results
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""

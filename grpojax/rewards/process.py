@@ -40,11 +40,7 @@ class Lost(Exception):
 
 
 class Process:
-  """One worker as its parent sees it; one thread at a time may use it.
-
-  It leads a session of its own: Ctrl-C in a terminal does not reach it, and
-  what it has started is killed with it.
-  """
+  """One worker as its parent sees it; one thread at a time may use it."""
 
   def __init__(self, setup: bytes):
     self._setup = setup
@@ -64,6 +60,7 @@ class Process:
       bufsize=0,
       # A function that uses JAX must not take the accelerator.
       env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+      # Ctrl-C does not reach it, and what it has started is killed with it.
       start_new_session=True,
     )
     for pipe in (self._process.stdin, self._process.stdout):
@@ -86,10 +83,8 @@ class Process:
     """Sends a line and yields `count` answers, within so many seconds.
 
     Starts a process if there is none. `stop` is asked every `_STOP` seconds.
-
-    Raises:
-      Lost: no answer in time, `stop` said True, or the process has died. It is
-        killed.
+    Raises `Lost`, and kills the process, where no answer comes in time, `stop`
+    says True, or it has died.
     """
     if self._process is not None and self._process.poll() is not None:
       self.kill()  # it ended after its last answer, no fault of this line
@@ -156,8 +151,7 @@ class Process:
 def _answers(lines: Iterable[bytes], name: str) -> list[Outcome]:
   """Outcomes in the lines [name, value, error, extras].
 
-  Other lines are ignored: late answers to earlier questions, or text that a
-  function wrote.
+  Others, late answers or text that a function wrote, are ignored.
   """
   outcomes = []
   for line in lines:

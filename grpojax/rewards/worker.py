@@ -57,9 +57,8 @@ def evaluate(
 ) -> list[Outcome]:
   """Calls a function on completions, whatever it does.
 
-  An error is an exception, but for Ctrl-C, and a value that is neither None nor
-  a finite number; None abstains. Only this process returns, not one that the
-  function has forked; and changes that it makes in an example stay its own.
+  Only this process returns, not one that the function has forked; and changes
+  that it makes in an example stay its own.
   """
   items = [(*texts, copy.deepcopy(example)) for *texts, example in items]
   if isinstance(reward, conventions.Trl):

@@ -156,16 +156,10 @@ def test_texts_shorter_than_the_mark_and_longer_than_answers_agree():
 def test_answers_that_ids_cannot_hold_are_refused():
   target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
   assert target({"answer": " 123 "})["answer"].astype(bool).sum() == 6
-  for answer, message in (
-    ("1234", "max_answer_length = 4"),  # "1,234" has five characters
-    ("é", "no token"),
-    ("a\n\nb", "ambiguous"),
-  ):
-    with pytest.raises(ValueError, match=message):
+  # "1,234" has five characters; no token is é, or it is not one by itself.
+  for answer in ("1234", "é", "a\n\nb"):
+    with pytest.raises(ValueError, match="max_answer_length = 4 characters"):
       target({"answer": answer})
-  target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,))
-  with pytest.raises(ValueError, match="ambiguous"):
-    target({"answer": "<|pad|>"})
 
 
 def trained(extra, merges=()):
@@ -194,5 +188,5 @@ def test_tokenizers_with_longer_tokens_are_refused(pair):
 def test_words_without_digits_are_allowed_but_not_in_answers():
   target, _ = exact_ids.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
   assert target({"answer": "ba"})["answer"].astype(bool).sum() == 4
-  with pytest.raises(ValueError, match="ambiguous"):
+  with pytest.raises(ValueError, match="'cab' cannot be compared in ids"):
     target({"answer": "cab"})

@@ -114,12 +114,12 @@ def prompts_of(
   settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
   """A batch of chosen examples."""
-  return pipeline.prompts_of(
-    examples,
-    indices,
-    encoder(settings, policy),
-    max_prompt_length=settings.data.max_prompt_length,
-    pad_id=policy.pad_id,
+  encode, limit = encoder(settings, policy), settings.data.max_prompt_length
+  return pipeline.collate(
+    [
+      pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
+      for i in indices
+    ]
   )
 
 

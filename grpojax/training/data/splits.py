@@ -101,10 +101,6 @@ def load_split(
     split: "train" or "test".
     cache: a file of `save_lengths`, which may be missing.
     check_signals: called between examples; may raise.
-
-  Raises:
-    ValueError: examples that cannot be read, or prompts that cannot be encoded
-      or are too long (data.too_long).
   """
   fit = functools.partial(_fit, settings, policy, cache, check_signals)
   examples = load_examples(settings, split)
@@ -182,11 +178,7 @@ def prompt_lengths(
   most: int,
   check_signals: Callable[[], None],
 ) -> Int[np.ndarray, "n"]:
-  """Returns the numbers of tokens of the first `most` prompts.
-
-  Raises:
-    ValueError: a prompt that cannot be encoded, or that has no token.
-  """
+  """Returns the numbers of tokens of the first `most` prompts."""
   lengths = np.empty(min(len(examples), most), np.int32)
   for i in _watched(len(lengths), "measured", check_signals):
     prompt = examples[i]["prompt"]
