@@ -14,15 +14,18 @@ from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
 
 
+@pytest.fixture(scope="module")
+def policy():
+  return policy_lib.open_policy("arithmetic-instruct")
+
+
 def test_problems_of_a_run(settings_with):
   def prompts(load, count=20, **changes):
     examples = load(settings_with(**changes))
     return [examples[i]["prompt"] for i in range(count)]
 
-  train, test = (
-    functools.partial(splits_lib.load_examples, split=split)
-    for split in ("train", "test")
-  )
+  train = functools.partial(splits_lib.load_examples, split="train")
+  test = functools.partial(splits_lib.load_examples, split="test")
   assert prompts(train) == prompts(train) != prompts(train, seed=1)
   assert prompts(test) == prompts(test, seed=1)
   assert len(test(settings_with(eval__num_prompts=21))) == 21
@@ -46,8 +49,7 @@ def jsonl(tmp_path):
   }
 
 
-def test_long_prompts_are_refused_or_dropped(jsonl, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_long_prompts_are_refused_or_dropped(policy, jsonl, settings_with):
   changes = jsonl | {"data__template": "{prompt}"}
   settings = settings_with(**changes)
   train = splits_lib.load_examples(settings, "train")
@@ -73,8 +75,7 @@ def test_long_prompts_are_refused_or_dropped(jsonl, settings_with):
     splits_lib.load_split(settings_with(**changes), policy, "train")
 
 
-def test_a_stream_of_what_fits_resumes_exactly(jsonl, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_a_stream_of_what_fits_resumes_exactly(policy, jsonl, settings_with):
   changes = jsonl | {"data__too_long": "drop", "data__template": "{prompt}"}
   settings = settings_with(**changes)
   examples = splits_lib.load_split(settings, policy, "train").examples
@@ -91,8 +92,7 @@ def test_a_stream_of_what_fits_resumes_exactly(jsonl, settings_with):
     assert rest == whole[start : start + 8]
 
 
-def test_the_config_sets_the_prompt(jsonl, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_the_config_sets_the_prompt(policy, jsonl, settings_with):
   changes = {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
   settings = settings_with(**jsonl | changes)
   examples = splits_lib.load_split(settings, policy, "train").examples
@@ -106,9 +106,8 @@ def test_the_config_sets_the_prompt(jsonl, settings_with):
 
 @pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
 def test_the_config_says_what_special_tokens_are(
-  kind, count, jsonl, settings_with
+  policy, kind, count, jsonl, settings_with
 ):
-  policy = policy_lib.open_policy("arithmetic-instruct")
   changes = {"data__special_tokens": kind, "data__max_prompt_length": 32}
   settings = settings_with(**jsonl | changes)
   examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
@@ -131,14 +130,14 @@ def test_the_config_says_what_special_tokens_are(
     ({"data__too_long": "drop", "steps": 1}, "endless"),
   ],
 )
-def test_mistakes_are_refused(changes, hint, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_mistakes_are_refused(policy, changes, hint, settings_with):
   with pytest.raises(ValueError, match=hint):
     splits_lib.load_split(settings_with(**changes), policy, "train")
 
 
-def test_prompts_are_measured_once(jsonl, settings_with, tmp_path, monkeypatch):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_prompts_are_measured_once(
+  policy, jsonl, settings_with, tmp_path, monkeypatch
+):
   changes = jsonl | {"data__too_long": "drop"}
   file, measured = tmp_path / "lengths.npz", []
   encode = prompts_lib.tokenizer_lib.encode_prompt
@@ -189,8 +188,7 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
   np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
 
 
-def test_held_out_prompts_are_trimmed(settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_held_out_prompts_are_trimmed(policy, settings_with):
   settings = settings_with(data__max_prompt_length=100, eval__num_prompts=3)
   examples = splits_lib.load_examples(settings, "test")
   ((prompts, _),) = prompts_lib.held_out(settings, policy, examples)
@@ -215,8 +213,9 @@ def test_the_fingerprint_is_of_the_examples_and_their_order():
   assert len({first, *map(fingerprint, others)}) == 5
 
 
-def test_an_endless_data_set_is_read_as_far_as_it_is_used(settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_an_endless_data_set_is_read_as_far_as_it_is_used(
+  policy, settings_with
+):
   settings = settings_with(steps=1, data__max_prompt_length=99)
   split = splits_lib.load_split(settings, policy, "train")
   assert len(split.examples) == arithmetic.ENDLESS
