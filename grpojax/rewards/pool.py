@@ -1,7 +1,8 @@
 """Worker processes that compute rewards, with a time limit for each completion.
 
     with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
-      results = pool.compute([Job(prompt, completion, example), ...])
+      submission = pool.submit([[(prompt, completion, example), ...], ...], G)
+      rewards = pool.collect([submission]).rewards  # [B, G]
 
 A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected. Workers
@@ -10,29 +11,26 @@ JSON, nothing that could run code; `worker` tells what else a function may do.
 A thread with one idle worker does a task; `collect` waits for the outcomes.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import functools
 import itertools
-import math
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Bool, Float
+
 from grpojax.rewards import conventions, functions, worker
+from grpojax.rewards.conventions import Item
 from grpojax.rewards.process import Lost, Process, to_line
 from grpojax.rewards.worker import Outcome
 
 POLL = 0.5
 """Seconds between two calls of `check_signals`: so many to twice as many."""
-
-
-class Job(NamedTuple):
-  """A completion to be judged: two texts, and the example (of JSON values)."""
-
-  prompt: str
-  completion: str
-  example: dict[str, Any]
 
 
 class Failure(NamedTuple):
@@ -44,20 +42,24 @@ class Failure(NamedTuple):
   completion: str
 
 
-class Result(NamedTuple):
-  """The reward of a completion.
+class GroupRewards(NamedTuple):
+  """Rewards of all completions of a batch.
 
   Attributes:
-    reward: weighted sum of the values; NaN where one failed or all abstain.
-    values: one for each function; None where it abstains or failed.
-    failures: empty if all went well.
-    extras: other numbers of the functions, by "FUNCTION/NAME".
+    rewards: weighted sum of the values (`functions.combine`), float32; NaN
+      where there is none: to be masked out.
+    values: values of each function, by short name; NaN where it has none.
+    failed: True where the reward could not be computed; where it is NaN
+      otherwise, all functions abstain.
+    failures: [B][G], reasons for that; `groups.all_failures` lists them.
+    extras: other numbers that functions returned, by "FUNCTION/NAME", or NaN.
   """
 
-  reward: float
-  values: tuple[float | None, ...]
-  failures: tuple[Failure, ...]
-  extras: Mapping[str, float] = {}
+  rewards: Float[np.ndarray, "B G"]
+  values: dict[str, Float[np.ndarray, "B G"]]
+  failed: Bool[np.ndarray, "B G"]
+  failures: list[list[Sequence[Failure]]]
+  extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
 class _Task(NamedTuple):
@@ -65,7 +67,7 @@ class _Task(NamedTuple):
 
   Attributes:
     functions: indices of the functions.
-    places: (prompt, completion) of one job, or (TRL's) of a whole group's.
+    places: (prompt, completion) of one item, or (TRL's) of a whole group's.
   """
 
   functions: Sequence[int]
@@ -76,13 +78,13 @@ _Done = tuple[_Task, list[Outcome]]  # of a task, function by function
 
 
 class Submission:
-  """Groups of jobs on their way, one group a prompt, made by `Pool.submit`.
+  """Groups of `size` items on their way, one a prompt, made by `Pool.submit`.
 
   Threads put each task with its outcomes, or an exception, into `done`.
   """
 
   def __init__(
-    self, groups: Sequence[Sequence[Job]], size: int, tasks: list[_Task]
+    self, groups: Sequence[Sequence[Item]], size: int, tasks: list[_Task]
   ):
     self.groups, self.size, self.tasks = groups, size, tasks
     self.done: queue.SimpleQueue = queue.SimpleQueue()
@@ -91,9 +93,15 @@ class Submission:
     # a lock: one that is missed only delays giving up.
     self.lost = 0
 
-  def jobs(self, task: _Task) -> list[Job]:
+  def items(self, task: _Task) -> list[Item]:
     """The completions of a task."""
     return [self.groups[b][g] for b, g in task.places]
+
+
+def abandon(submissions: Sequence[Submission]) -> None:
+  """Gives up what nobody waits for: the rest is not tried."""
+  for submission in submissions:
+    submission.abandoned = True
 
 
 class Pool:
@@ -158,12 +166,7 @@ class Pool:
     """True where a function takes something that costs to bring."""
     return any(conventions.wants(f, name) for f in self._functions)
 
-  def compute(self, jobs: Sequence[Job]) -> list[Result]:
-    """Results in the order of the jobs, each a group of its own."""
-    results = self.collect(self.submit([[job] for job in jobs], 1))
-    return [result for (result,) in results]
-
-  def submit(self, groups: Sequence[Sequence[Job]], size: int) -> Submission:
+  def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
     """Starts to compute the rewards of groups of `size` completions.
 
     Raises:
@@ -184,37 +187,85 @@ class Pool:
       tasks += [_Task(of_groups, row) for row in rows]
     sent = Submission(groups, size, tasks)
     if self._workers:
-      lines = [to_line([task.functions, sent.jobs(task)]) for task in tasks]
+      lines = [to_line([task.functions, sent.items(task)]) for task in tasks]
       for task, line in zip(tasks, lines, strict=True):
         self._threads.submit(self._run, sent, task, line)
     return sent
 
   def collect(
-    self, sent: Submission, check_signals: Callable[[], None] = lambda: None
-  ) -> list[list[Result]]:
-    """Waits for the results of a submission, in the order of its groups.
+    self,
+    submissions: Sequence[Submission],
+    check_signals: Callable[[], None] = lambda: None,
+  ) -> GroupRewards:
+    """Waits for parts of a batch; returns the rewards as if they were one.
 
     `check_signals` is called every `POLL` seconds or, without workers, before
-    each completion. Where it raises, the submission is abandoned: its other
-    jobs are not tried, and workers that are at one are killed, so nothing keeps
-    `close` or the next submission waiting.
+    each completion. Where it raises, all of them are abandoned: other items are
+    not tried, and workers that are at one are killed, so nothing keeps `close`
+    or the next submission waiting.
     """
-    outcomes: dict[Any, Outcome] = {}  # by function and place
-    next_done = self._next_done if self._workers else self._next_here
+    rows = []  # [B][G] of an item and its outcomes
     try:
-      for task, values in next_done(sent, check_signals):
-        keys = itertools.product(task.functions, task.places)
-        outcomes |= zip(keys, values, strict=True)
+      for sent in submissions:
+        outcomes = self._outcomes(sent, check_signals)
+        for b, group in enumerate(sent.groups):
+          rows.append([(x, outcomes[b, g]) for g, x in enumerate(group)])
     except BaseException:
-      sent.abandoned = True
+      abandon(submissions)
       raise
-    results = []
-    for b, group in enumerate(sent.groups):
-      results.append([])
-      for g, job in enumerate(group):
-        of_job = [outcomes[i, (b, g)] for i in range(len(self.names))]
-        results[b].append(self._result(job, of_job))
-    return results
+    shape = len(rows), submissions[0].size
+    return self._group_rewards(rows, shape)
+
+  def _outcomes(
+    self, sent: Submission, check_signals: Callable[[], None]
+  ) -> dict[tuple[int, int], dict[int, Outcome]]:
+    """Waits for the outcomes by place and function."""
+    outcomes = collections.defaultdict(dict)
+    next_done = self._next_done if self._workers else self._next_here
+    for task, values in next_done(sent, check_signals):
+      keys = itertools.product(task.functions, task.places)
+      for (i, place), outcome in zip(keys, values, strict=True):
+        outcomes[place][i] = outcome
+    return outcomes
+
+  def _group_rewards(
+    self,
+    rows: list[list[tuple[Item, dict[int, Outcome]]]],
+    shape: tuple[int, int],
+  ) -> GroupRewards:
+    """Makes arrays of what each function made of each item."""
+    absent = functools.partial(np.full, shape, np.nan, np.float32)
+    rewards, values = absent(), {name: absent() for name in self.names}
+    extras = collections.defaultdict(absent)
+    failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
+    for b, g in np.ndindex(shape):
+      (prompt, completion, _), outcomes = rows[b][g]
+      errors = []
+      for i, name in enumerate(self.names):
+        value, error, numbers = outcomes[i]
+        if value is not None:
+          values[name][b, g] = value
+        if error is not None:
+          errors.append((name, error))
+        for key, number in numbers.items():
+          extras[f"{name}/{key}"][b, g] = number
+      of_functions = [outcomes[i].value for i in range(len(self.names))]
+      total = functions.combine(of_functions, self.weights)
+      if total is not None and not errors:
+        if abs(total) <= worker.LARGEST:
+          rewards[b, g] = total
+        else:
+          error = f"is {total:.3g}, more than {worker.LARGEST:g}"
+          errors.append(("weighted sum", error))
+      failed = [Failure(*error, prompt, completion) for error in errors]
+      failures[b].append(failed)
+    return GroupRewards(
+      rewards,
+      values,
+      np.array([bool(x) for row in failures for x in row], bool).reshape(shape),
+      failures,
+      {name: extras[name] for name in sorted(extras)},
+    )
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
@@ -235,7 +286,7 @@ class Pool:
       check_signals()
       outcomes = []
       for i in task.functions:
-        outcomes += worker.evaluate(self._functions[i], sent.jobs(task))
+        outcomes += worker.evaluate(self._functions[i], sent.items(task))
       yield task, outcomes
 
   def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
@@ -286,20 +337,3 @@ class Pool:
       sent.done.put(error)
     finally:
       self._idle.put(process)
-
-  def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
-    """The reward of a completion, from what each function made of it."""
-    values = tuple(outcome.value for outcome in outcomes)
-    errors, extras = [], {}
-    for name, outcome in zip(self.names, outcomes, strict=True):
-      if outcome.error is not None:
-        errors.append((name, outcome.error))
-      for key, number in outcome.extras.items():
-        extras[f"{name}/{key}"] = number
-    total = None if errors else functions.combine(values, self.weights)
-    if total is not None and abs(total) > worker.LARGEST:
-      error = f"is {total:.3g}, more than {worker.LARGEST:g}"
-      errors, total = [("weighted sum", error)], None
-    failures = [Failure(*error, job.prompt, job.completion) for error in errors]
-    reward = math.nan if total is None else total
-    return Result(reward, values, tuple(failures), extras)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpojax.rewards import conventions, functions, groups
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 
 TRL = '''
 import re
@@ -153,8 +153,7 @@ def computed(names, examples, texts, workers=0, options=None, **keywords):
   examples = [{"prompt_text": "text"} | e for e in examples]
   given = examples, texts, lengths, lengths > 0, 9, ids
   with Pool(names, options, workers=workers, **keywords) as pool:
-    pending = groups.submit_groups(pool, *given)
-    result = groups.collect_groups(pool, [pending])
+    result = pool.collect([groups.submit_groups(pool, *given)])
   return list(result.values.values()), result
 
 
@@ -363,7 +362,7 @@ def test_trls_own_functions():
   prompt = [{"role": "user", "content": "?"}]
   texts = ["<think>\nI.\n</think>\nA.", "<think>\nI.\nA."]
   with Pool(["trl.rewards:think_format_reward"]) as pool:
-    jobs = [Job("?", text, {"prompt": prompt}) for text in texts]
-    found = [r.reward for r in pool.compute(jobs)]
+    group = [("?", text, {"prompt": prompt}) for text in texts]
+    found = pool.collect([pool.submit([group], 2)]).rewards[0].tolist()
   assert found == think_format_reward([[{"content": t}] for t in texts])
   assert "trl" in sys.modules

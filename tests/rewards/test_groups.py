@@ -11,7 +11,7 @@ USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 
 
 def compute(pool, *args):
-  return groups.collect_groups(pool, [groups.submit_groups(pool, *args)])
+  return pool.collect([groups.submit_groups(pool, *args)])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -55,5 +55,5 @@ def test_neighbouring_jobs_are_of_different_prompts():
     sent = groups.submit_groups(
       pool, examples, [["1"] * 4] * 3, ones, ones > 0, 8
     )
-  jobs = [job for task in sent.tasks for job in sent.jobs(task)]
-  assert "".join(job.prompt for job in jobs) == "abc" * 4
+  items = [item for task in sent.tasks for item in sent.items(task)]
+  assert "".join(prompt for prompt, _, _ in items) == "abc" * 4

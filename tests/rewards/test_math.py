@@ -4,7 +4,7 @@ import pathlib
 import pytest
 
 from grpojax.rewards import math
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 
 # Labelled by hand: is the completion right? Where "miss" is set math_answer
 # disagrees with the label; those are limits, kept so that the figure is honest.
@@ -235,9 +235,8 @@ def test_hostile_text_takes_no_time():
     texts += ["answer is " + many, f"{many}5"]
   example = {"answer": "7777777"}  # too long a one, and no text would be read
   with Pool(["math_answer"], workers=1, timeout=30) as pool:
-    results = pool.compute([Job("", text, example) for text in texts])
-  assert [result.failures for result in results if result.failures] == []
-  assert all(result.reward == 0.0 for result in results)
+    sent = pool.submit([[("", text, example)] for text in texts], 1)
+    assert (pool.collect([sent]).rewards == 0.0).all()
 
 
 def test_only_the_end_of_a_text_is_read():

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
@@ -85,10 +85,10 @@ def test_a_mixture_has_no_path_of_its_own(config_with):
 def test_functions_score_their_data_sets():
   options = {"workers": 1, "sources": {"format": ["b"]}, "timeout": 60}
   with Pool(["exact_answer", "format"], **options) as pool:
-    jobs = [Job("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
-    one, two = pool.compute(jobs)
-  assert one.values[1] is None and one.reward == one.values[0]
-  assert two.values[1] is not None and not (one.failures or two.failures)
+    group = [("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
+    found = pool.collect([pool.submit([group], 2)])
+  np.testing.assert_array_equal(found.values["format"], [[np.nan, 0]])
+  assert not found.failed.any() and np.isfinite(found.rewards).all()
 
 
 def test_a_right_answer_is_what_its_data_set_says():
