@@ -82,22 +82,15 @@ class Verl(NamedTuple):
 
 
 class Trl(NamedTuple):
-  """A function of TRL's convention: all completions of a prompt in one call.
-
-  Attributes: those of `Verl`, and
-    sources: data sets of a mixture that it is for; None is all.
-  """
+  """A function of TRL's convention: all completions of a prompt in one call."""
 
   function: Callable[..., Any]
   takes: Collection[str] | None
   needs: Sequence[str]
-  sources: Sequence[str] | None = None
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
     """Returns for each completion of one prompt a number, None, or a dict."""
     examples = [example for _, _, example in items]
-    if self.sources is not None and examples[0].get(SOURCE) not in self.sources:
-      return [None] * len(items)
     prompts = [example.get("prompt", text) for text, _, example in items]
     texts = [completion for _, completion, _ in items]
     if isinstance(prompts[0], list):  # a conversation

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions
 from grpojax.rewards.conventions import nearest
 
@@ -68,11 +67,9 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
   """
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
-  if function is None:
+  if not callable(function):
     hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
-  if not callable(function):
-    raise ValueError(f"reward {name!r} is no function: {type(function)}")
   reward = conventions.follow(name, function, dict(options or {}))
   if name in BUILT_IN:
     try:
@@ -83,17 +80,9 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def resolve_all(
-  names: Sequence[str],
-  options: Mapping[str, Any] | None = None,
-  sources: Mapping[str, Sequence[str]] | None = None,
+  names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> list[Reward]:
-  """Finds the functions of several names, each by `resolve`.
-
-  Args:
-    names: names of functions.
-    options: keyword arguments of each, by its `label`.
-    sources: data sets of a mixture that a function is for, by its `label`; it
-      abstains from the others. One that is not named is for all.
+  """Finds the functions of several names, each with options by its `label`.
 
   Raises:
     ValueError: no names, the same label twice, options of a function that is
@@ -116,26 +105,7 @@ def resolve_all(
         f"options of {name!r}, which is none of the reward functions {labels}"
         f"{nearest(name, labels)}"
       )
-  rewards = []
-  for name, short in zip(names, labels, strict=True):
-    reward = resolve(name, options.get(short))
-    if short in (sources or {}):
-      reward = _restricted(reward, tuple(sources[short]))
-    rewards.append(reward)
-  return rewards
-
-
-def _restricted(reward: Reward, sources: Sequence[str]) -> Reward:
-  """A reward that abstains from the examples of other data sets."""
-  if isinstance(reward, conventions.Trl):
-    return reward._replace(sources=sources)
-
-  def restricted(prompt, completion, example):
-    if example.get(SOURCE) in sources:
-      return reward(prompt, completion, example)
-    return None
-
-  return restricted
+  return [resolve(name, options.get(label(name))) for name in names]
 
 
 def combine(

@@ -137,11 +137,12 @@ class Pool:
   ):
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
-    self._functions = functions.resolve_all(names, options, sources)
+    self._functions = functions.resolve_all(names, options)
+    self._sources = [(sources or {}).get(name) for name in self.names]
     setup = {
       "names": list(names),
       "options": {name: dict(each) for name, each in (options or {}).items()},
-      "sources": sources,
+      "sources": self._sources,
       "timeout": timeout,
     }
     self._timeout, self.patience = timeout, max(8, 4 * workers)
@@ -284,9 +285,9 @@ class Pool:
     """Computes the tasks in this process, one after the other."""
     for task in sent.tasks:
       check_signals()
-      outcomes = []
+      outcomes, items = [], sent.items(task)
       for i in task.functions:
-        outcomes += worker.evaluate(self._functions[i], sent.items(task))
+        outcomes += worker.evaluate(self._functions[i], items, self._sources[i])
       yield task, outcomes
 
   def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:

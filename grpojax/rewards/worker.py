@@ -21,9 +21,10 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
 
 LARGEST = 1e30
@@ -53,13 +54,18 @@ class Outcome(NamedTuple):
 
 
 def evaluate(
-  reward: functions.Reward, items: Sequence[conventions.Item]
+  reward: functions.Reward,
+  items: Sequence[conventions.Item],
+  sources: Collection[str] | None = None,
 ) -> list[Outcome]:
-  """Calls a function on completions, whatever it does.
+  """Calls a function on completions of one prompt, whatever it does.
 
-  Only this process returns, not one that the function has forked; and changes
-  that it makes in an example stay its own.
+  It abstains from data sets other than `sources`. Only this process returns,
+  not one that the function has forked; and changes that it makes in an example
+  stay its own.
   """
+  if sources is not None and items[0][2].get(SOURCE) not in sources:
+    return [Outcome(None)] * len(items)
   items = [(*texts, copy.deepcopy(example)) for *texts, example in items]
   if isinstance(reward, conventions.Trl):
     return _call(lambda: reward(items), len(items))
@@ -142,9 +148,7 @@ def main() -> None:
   setup = json.loads(line)
   try:
     _limit_memory()
-    rewards = functions.resolve_all(
-      setup["names"], setup["options"], setup["sources"]
-    )
+    rewards = functions.resolve_all(setup["names"], setup["options"])
   except BaseException as error:
     plain = isinstance(error, ValueError)
     reason = str(error) if plain else functions.describe(error)
@@ -160,7 +164,7 @@ def main() -> None:
     limit = setup["timeout"] * len(items) + LEEWAY
     signal.setitimer(signal.ITIMER_REAL, limit)
     for i in numbers_of_functions:
-      for outcome in evaluate(rewards[i], items):
+      for outcome in evaluate(rewards[i], items, setup["sources"][i]):
         reply(name, outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
 
