@@ -97,14 +97,8 @@ def sample(
 ) -> str:
   """Draws a problem of a split; `rng` advances.
 
-  Args:
-    rng: source of randomness.
-    split: "train" or "test".
-    difficulty: number of operations, or its lowest and highest value, from
-      which it is drawn uniformly.
-
-  Raises:
-    ValueError: unknown split, or a difficulty that is not 1 <= low <= high.
+  The difficulty is a number of operations, or its lowest and highest value,
+  from which it is drawn uniformly.
   """
   check_split(split)
   low, high = _bounds(difficulty)
@@ -180,9 +174,6 @@ def document(
 
   Returns:
     "EXPRESSION\nSOLUTION\n\n" for each problem.
-
-  Raises:
-    ValueError: as in `sample`, or probabilities outside [0, 1].
   """
   author = _author(rng, hasty, forget)
   count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))

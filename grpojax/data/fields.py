@@ -37,11 +37,7 @@ class Fields(NamedTuple):
 
 
 def example(row: Row, fields: Fields) -> Row:
-  """Adds a row's prompt and answer under their usual names.
-
-  Raises:
-    ValueError: it has none, or they are not what they must be.
-  """
+  """Adds a row's prompt and answer under their usual names; checks them."""
   prompt, name = _value(row, fields.prompt), fields.prompt
   if prompt is None and _value(row, fields.messages) is not None:
     prompt, name = _value(row, fields.messages), fields.messages
@@ -148,16 +144,14 @@ def chosen(
 ) -> Iterator[Any]:
   """Yields the keys of the rows that are examples of a split; checks all.
 
-  A row is held out by its prompt alone, so no prompt is in both splits.
+  A row is held out by its prompt alone, so no prompt is in both splits. An
+  error has the label of its row.
 
   Args:
-    rows: (label for errors, key, row).
+    rows: (label, key, row).
     read: makes an example of a row.
     split: "train" or "test".
     share: share that is held out as the test split; 0: all are of the split.
-
-  Raises:
-    ValueError: a row that is malformed; the error names it.
   """
   for label, key, row in rows:
     try:

@@ -30,9 +30,6 @@ def load(
     path: a file, a directory with files of each split, or a pattern.
     share: share of one set of files that is held out, else 0.
     size: examples at most; None is all.
-
-  Raises:
-    ValueError: no such files, or no example of the split.
   """
   check_split(split)
   check_share(share)

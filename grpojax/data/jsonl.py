@@ -29,10 +29,8 @@ _BOM = b"\xef\xbb\xbf"
 def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
   """Yields "FILE, line 3", the bytes where a line begins and ends, its object.
 
-  Blank lines are skipped, and so is a byte order mark.
-
-  Raises:
-    ValueError: a line is no JSON object; the error names it.
+  Blank lines are skipped, and so is a byte order mark. A line that is no JSON
+  object is a ValueError that names it.
   """
   stop = 0
   with open(file, "rb") as lines:

@@ -51,13 +51,8 @@ def encode_examples(
 ) -> tuple[list[Text], int]:
   """Encodes examples as texts: the prompt, the solution and an EOS.
 
-  Args:
-    examples: dicts with a "prompt" and a "solution" (else an "answer").
-    encode_prompt: a prompt, text or chat messages, to ids.
-    encode: a text to ids.
-    eos_id: ends every text.
-    longest: texts of more tokens are left out.
-    learn_prompts: True where the loss counts the prompts too.
+  Texts of more than `longest` tokens are left out. With `learn_prompts` the
+  loss counts the prompts too.
 
   Returns:
     The texts, and the number of those left out.

@@ -1,11 +1,9 @@
 """Right or wrong by the text after the last "####": the reward `exact_answer`.
 
-`exact_answer` reads text, on the host; `exact_ids` is the same reward on token
-ids, inside a compiled step. Nothing is evaluated: texts are compared.
-
-The text after the last "####", without the whitespace around it, must be one of
-the answer's spellings: for a whole or decimal number with or without thousands
-separators ("1080", "1,080"), for any other answer the answer itself.
+That text, without the whitespace around it, must be one of the answer's
+spellings: for a whole or decimal number with or without thousands separators
+("1080", "1,080"), for any other answer the answer itself. `exact_ids` is the
+same reward on token ids. Nothing is evaluated: texts are compared.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""The reward `exact_answer` on token ids, inside a compiled step.
-
-It gives the same as the reward on text on every sequence of ids.
-"""
+"""The reward `exact_answer` on token ids, inside a compiled step: the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -6,8 +6,8 @@ and completion are texts, the example is a dict, None abstains. A name is one of
 Functions of TRL's and verl's users are known by the names of their parameters:
 `conventions`.
 
-This module and those of the built-in rewards load without JAX, so that a worker
-process starts in a fraction of a second.
+This module and those of the built-in rewards load without JAX, so that workers
+start quickly.
 """
 
 import contextlib

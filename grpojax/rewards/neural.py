@@ -21,15 +21,10 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Reads a reward model: a sequence classifier of a supported family.
-
-  Args:
-    path: its directory.
-    **options: those of `hf.load`.
+  """Reads a reward model by `hf.load`: a classifier of a supported family.
 
   Raises:
-    ValueError: it is no sequence classifier, or has several labels, or
-      `hf.load` refuses it.
+    ValueError: it is no sequence classifier, or has several labels.
   """
   labels = hf.to_transformer_config(hf.read_config(path)).labels
   if labels != 1:

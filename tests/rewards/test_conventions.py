@@ -244,8 +244,8 @@ def test_what_fails_in_a_group_is_of_all_of_it(files, how, reason):
 
 def test_what_fails_of_one_completion_is_its_own(files):
   options = {"odd": {"how": "values"}}
-  examples, texts = [{"answer": "1"}], [["a", "b", "c"]]
-  _, result = computed([f"{files['trl']}:odd"], examples, texts, 0, options)
+  given = [{"answer": "1"}], [["a", "b", "c"]], 0, options
+  _, result = computed([f"{files['trl']}:odd"], *given)
   np.testing.assert_array_equal(result.rewards, [[1, math.nan, math.nan]])
   reasons = [f.reason for f in groups.all_failures(result)]
   assert reasons == ["returned nan", "returned str, which is not a number"]
@@ -255,7 +255,7 @@ def test_what_fails_of_one_completion_is_its_own(files):
   "how, reason",
   [
     ("hangs", "no result after 0.6 s"),
-    ("exits", "ended its process with code 3"),
+    ("exits", "ended its process with code"),
   ],
 )
 def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
@@ -266,7 +266,7 @@ def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
   given = [{"answer": "1"}], [["a", "b", "#### 1"]], 1, options
   found, result = computed(names, *given, timeout=0.2)
   assert result.failed.all()
-  assert {f.reason for f in groups.all_failures(result)} == {reason}
+  assert all(f.reason.startswith(reason) for f in groups.all_failures(result))
   np.testing.assert_array_equal(found[1], [[0, 0, 1]])
   assert np.isnan(found[2]).all()
 

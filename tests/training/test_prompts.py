@@ -100,6 +100,7 @@ def test_the_config_sets_the_prompt(policy, jsonl, settings_with):
     prompts_lib.held_out(settings, policy, examples)
   )
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
+  assert prompts.prompt_ids.shape[1] == 24  # trimmed: the longest has 20
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
 
@@ -186,13 +187,6 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
   np.testing.assert_array_equal(found.prompt_mask.sum(-1), mask.sum(-1))
   np.testing.assert_array_equal(found.prompt_ids[found.prompt_mask], ids[mask])
   np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
-
-
-def test_held_out_prompts_are_trimmed(policy, settings_with):
-  settings = settings_with(data__max_prompt_length=100, eval__num_prompts=3)
-  examples = splits_lib.load_examples(settings, "test")
-  ((prompts, _),) = prompts_lib.held_out(settings, policy, examples)
-  assert prompts.prompt_ids.shape == prompts.prompt_mask.shape == (3, 25)
 
 
 EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
