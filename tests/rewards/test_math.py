@@ -40,52 +40,46 @@ def test_the_first_kind_of_place_decides(text, expected):
   assert math.find_answer(text) == expected
 
 
-@pytest.mark.parametrize(
-  "text, expected",
-  [
-    ("The answer is not 5", None),
-    ("The answer is **not** $5$.", None),
-    ("The answer is not equal to 5 apples.", None),
-    ("The answer is (not 5)", None),
-    ("The answer is neither 5 nor 6.", None),
-    ("The answer is not 0 or 5", None),
-    ("The answer isn't 5", None),
-    ("The answer isn’t 5", None),
-    ("The answer cannot be -5", None),
-    ("Answer: not 5", None),
-    ("<answer>not 5</answer>", None),
-    ("#### not 5", None),
-    (r"\boxed{not 5}", None),
-    (r"The answer is not \boxed{5}.", None),
-    (r"It is \boxed{5}, not $\boxed{6}$.", "5"),
-    (r"It is not \boxed{5} but \boxed{6}.", "6"),
-    (r"\boxed{5 \text{ (not 6)}}", "5"),
-    (r"\boxed{x \neq 5}", "xneq5"),
-    ("The answer is x ≠ 5", "xneq5"),
-    ("#### 5 (not 6)", "5"),
-    ("#### 5 (not 6 apples)", "5"),
-    ("#### 5, not 6", "5"),
-    ("#### 5 rather than 6", "5"),
-    ("#### not 5 but 6", "6"),
-    ("The answer is 5, not 6", "5"),
-    ("The answer is 5 (not 6)", "5"),
-    ("The answer is 5 instead of 6", "5"),
-    ("The answer is not 6 but 5", "5"),
-    ("The answer is not 6, but 5.", "5"),
-    ("The answer is definitely not 5. It is 6", "6"),
-    ("The answer is definitely not 5", None),
-    ("The answer is 4. Wait, the answer is not 4. It is 6", "6"),
-    ("The answer is 6. So the answer is not 4.", "6"),
-    ("answer: not sure, maybe 5", "5"),
-    ("Answer: not possible", "notpossible"),
-    ("The answer is knot 5", "5"),
-    ("The answer is nothing but 5", "5"),
-    ("NaN", None),
-    ("#### NaN", None),
+DENIALS = {
+  None: [
+    *("The answer is not 5", "The answer is **not** $5$."),
+    *("The answer is not equal to 5 apples.", "The answer is (not 5)"),
+    *("The answer is neither 5 nor 6.", "The answer is not 0 or 5"),
+    *("The answer isn't 5", "The answer isn’t 5", "The answer cannot be -5"),
+    *("Answer: not 5", "<answer>not 5</answer>", "#### not 5"),
+    *(r"\boxed{not 5}", r"The answer is not \boxed{5}."),
+    *("The answer is definitely not 5", "NaN", "#### NaN"),
   ],
-)
-def test_what_is_denied_is_no_answer(text, expected):
-  assert math.given_answer(text) == expected
+  "5": [
+    *(r"It is \boxed{5}, not $\boxed{6}$.", r"\boxed{5 \text{ (not 6)}}"),
+    *("#### 5 (not 6)", "#### 5 (not 6 apples)", "#### 5, not 6"),
+    *("#### 5 rather than 6", "The answer is 5, not 6"),
+    *("The answer is 5 (not 6)", "The answer is 5 instead of 6"),
+    *("The answer is not 6 but 5", "The answer is not 6, but 5."),
+    *("answer: not sure, maybe 5", "The answer is knot 5"),
+    "The answer is nothing but 5",
+  ],
+  "6": [
+    *(r"It is not \boxed{5} but \boxed{6}.", "#### not 5 but 6"),
+    "The answer is definitely not 5. It is 6",
+    "The answer is 4. Wait, the answer is not 4. It is 6",
+    "The answer is 6. So the answer is not 4.",
+  ],
+  "xneq5": [
+    r"\boxed{x \neq 5}",
+    "The answer is x ≠ 5",
+  ],
+  "notpossible": [
+    "Answer: not possible",
+  ],
+}
+"""Answers, and texts that give them."""
+
+
+def test_what_is_denied_is_no_answer():
+  for expected, texts in DENIALS.items():
+    for text in texts:
+      assert math.given_answer(text) == expected, text
 
 
 LABELS = [
@@ -227,7 +221,7 @@ def test_hostile_text_takes_no_time():
 
   The workers' limit, generous as it is, tells: it would be a failure.
   """
-  texts = [u * (10**7 // len(u)) for u in UNITS[:3]]
+  texts = [UNITS[0] * 10**6]
   for unit in UNITS:
     many = unit * (math.WINDOW // len(unit))
     few = unit * (450 // len(unit))
