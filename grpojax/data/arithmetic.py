@@ -2,16 +2,13 @@
 
 A problem is an expression such as `23*4+17+85`: with probability 1/2 a leading
 product of a two-digit number and a digit (10..99 times 2..9), then additions of
-two-digit numbers (10..99). Its difficulty is the number of operations.
+two-digit numbers (10..99). Its difficulty is the number of operations. The
+split is a property of the problem (one in ten by its CRC-32 is held out), so
+training and test share no problem, whatever their seeds and sizes.
 
-The split of a problem is a property of the problem: the CRC-32 of its
-expression falls in one of ten buckets, and one bucket is the test split. So the
-training and test splits share no problem, whatever their seeds and sizes.
-
-The same file writes the texts that the small models learn from before
-reinforcement learning. Their authors are either careful (running steps, then
-the answer) or hasty (the answer straight away), and may forget to carry; a
-reader of such texts learns these habits, and a reward can teach it which pay.
+The same file writes the texts that the small models learn from: their authors
+are careful (running steps, then the answer) or hasty (the answer straight
+away), and may forget to carry. A reward can teach which of these habits pay.
 """
 
 import functools
@@ -27,11 +24,12 @@ from grpojax.data.examples import MARK, SPLITS, Examples, check_split
 ENDLESS = 2**31 - 1  # the length of a split that nobody limited
 
 MOST_HELD_OUT = 100_000
-"""Test problems that are drawn at most: all of them are encoded before a run,
-and asked at every evaluation. The interval of an accuracy is +-0.3% then."""
+"""Test problems at most: all are encoded before a run, and asked at every
+evaluation. The interval of an accuracy is +-0.3% then."""
 
 _BUCKETS = 10
 _MOST_OPERATIONS = 1000
+_MOST_PROBLEMS = 3  # of a document
 _EXPRESSION = re.compile(r"[0-9]+(\*[0-9]+)?(\+[0-9]+)*")
 
 
@@ -46,15 +44,12 @@ def steps(
 ) -> tuple[list[str], int]:
   """Computes the running steps of a problem, and its value.
 
-  A product goes by the tens and the units of its first number.
+  A product goes by the tens and the units of its first number: "23*4+5" gives
+  "20*4=80", "3*4=12", "80+12=92" and "92+5=97".
 
   Args:
     expression: a sum whose first term may be a product of two numbers.
     add: addition as its author does it; they go on from what they wrote.
-
-  Returns:
-    One line an operation, the sums starting from the value so far (for
-    "23*4+5": "20*4=80", "3*4=12", "80+12=92" and "92+5=97"), and the value.
 
   Raises:
     ValueError: the expression is of another form.
@@ -100,20 +95,10 @@ def sample(
   split: str = "train",
   difficulty: int | Sequence[int] = (2, 4),
 ) -> str:
-  """Draws a problem of a split.
+  """Draws a problem of a split; `rng` advances.
 
-  Args:
-    rng: source of randomness; it advances.
-    split: "train" or "test".
-    difficulty: number of operations, or its lowest and highest value, from
-      which it is drawn uniformly. (Drawn anew until the problem is of the
-      split, which does not favour any difficulty.)
-
-  Returns:
-    The expression.
-
-  Raises:
-    ValueError: unknown split, or a difficulty that is not 1 <= low <= high.
+  The difficulty is a number of operations, or its lowest and highest value,
+  from which it is drawn uniformly.
   """
   check_split(split)
   low, high = _bounds(difficulty)
@@ -131,7 +116,7 @@ def load(
   difficulty: int | Sequence[int] = (2, 4),
   size: int | None = None,
 ) -> Examples:
-  """Returns arithmetic problems as random-access examples.
+  """Returns problems {"prompt": "23*4+17+85", "answer": "194"}.
 
   Example i depends on (seed, split, difficulty, i) alone: not on the process,
   the machine or what was read before. Problems may repeat, as in any sample
@@ -142,9 +127,6 @@ def load(
     seed: a non-negative integer.
     difficulty: number of operations, or its (lowest, highest) value.
     size: number of examples; None is endless in practice.
-
-  Returns:
-    A sequence of {"prompt": "23*4+17+85", "answer": "194"}.
 
   Raises:
     ValueError: unknown split, or a difficulty, seed or size out of range.
@@ -181,28 +163,21 @@ def document(
   difficulty: int | Sequence[int] = (2, 4),
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
-  most: int = 4,
 ) -> str:
-  r"""Writes 1 to `most` training problems by one author, for a base model.
+  r"""Writes 1 to 3 training problems by one author, for a base model.
 
   Args:
     rng: source of randomness; it advances.
     difficulty: number of operations, as in `sample`.
     hasty: probability that the author is hasty, in the whole document.
     forget: frequencies of forgotten carries, as in `forgetful_sum`.
-    most: highest number of problems.
 
   Returns:
     "EXPRESSION\nSOLUTION\n\n" for each problem.
-
-  Raises:
-    ValueError: as in `sample`, or probabilities outside [0, 1].
   """
   author = _author(rng, hasty, forget)
-  problems = [
-    sample(rng, "train", difficulty)
-    for _ in range(int(rng.integers(1, most, endpoint=True)))
-  ]
+  count = int(rng.integers(1, _MOST_PROBLEMS, endpoint=True))
+  problems = [sample(rng, "train", difficulty) for _ in range(count)]
   return "".join(f"{problem}\n{author(problem)}\n\n" for problem in problems)
 
 
@@ -213,13 +188,7 @@ def dialogue(
   hasty: float = 0.6,
   forget: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, str]:
-  r"""Writes a training problem and its solution, for an instruct model.
-
-  Args and errors are those of `document`.
-
-  Returns:
-    The prompt "Q: EXPRESSION\nA: " and the completion, a solution.
-  """
+  r"""Writes "Q: EXPRESSION\nA: " and a solution; arguments as in `document`."""
   author = _author(rng, hasty, forget)
   problem = sample(rng, "train", difficulty)
   return f"Q: {problem}\nA: ", author(problem)
@@ -233,17 +202,8 @@ def forgetful_sum(
   The more the digits of a column make, the more often its carry is forgotten:
   48+37=75. What the first column makes is written out: 95+7 is 102 or 92. A
   small model that has read such solutions makes their mistakes, and has
-  something to unlearn (grpojax/assets/README.md).
-
-  Args:
-    rng: source of randomness; one draw for each carry.
-    a: a whole number, not negative.
-    b: another one.
-    forget: probabilities that a carry is forgotten where the digits make 10,
-      and where they make 19; linear between them.
-
-  Returns:
-    The sum, right if no carry was forgotten.
+  something to unlearn (grpojax/assets/README.md). `forget` are the
+  probabilities where the digits make 10 and 19; linear between them.
   """
   low, high = forget
   columns = max(len(str(a)), len(str(b)))

@@ -9,11 +9,10 @@ A data set plugs in by its `load` in `DATASETS`:
 - `size`, if it is given, limits the number of examples.
 - `path`, where `load` has that parameter, is the place of its files; "" is its
   own place, or a ValueError that says what to give.
-- Other keyword arguments are the config's `data.options`, by their names. They
-  are checked against its annotations: numbers, texts, and sequences of them.
-- It returns a sequence (`__len__` and `__getitem__`) of dicts as `examples`
-  says, the same for the same arguments, or raises ValueError in a sentence that
-  says what is wrong and what to do.
+- Others are the config's `data.options`, which are checked against their
+  annotations: numbers, texts, and sequences of them.
+- It returns a sequence of dicts as `examples` says, the same for the same
+  arguments, or raises ValueError in a sentence that says what to do.
 """
 
 import inspect
@@ -72,7 +71,7 @@ def load(
   options: Mapping[str, Any] | None = None,
   **settings: Any,
 ) -> Any:
-  """Opens a data set by its name.
+  """Opens a data set by its name: random access to examples.
 
   Args:
     name: one of `DATASETS`.
@@ -80,9 +79,6 @@ def load(
     path: place of its files; "" is its own place.
     options: keyword arguments of its load, as a user gave them.
     **settings: more of them, as the program gives them.
-
-  Returns:
-    Random access to examples.
 
   Raises:
     ValueError: the data set cannot be read, or does not have these options, or

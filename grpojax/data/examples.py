@@ -32,12 +32,7 @@ def check_split(split: str) -> None:
 
 
 class Examples(Sequence):
-  """Random access to examples that are read when they are asked for.
-
-  Args:
-    size: number of examples.
-    read: index in [0, size) -> example.
-  """
+  """Random access to `size` examples that are read when they are asked for."""
 
   def __init__(self, size: int, read: Callable[[int], Example]):
     self._size, self.read = size, read
@@ -55,12 +50,9 @@ class Examples(Sequence):
 def concatenate(
   sizes: Sequence[int], read: Callable[[int, int], Example]
 ) -> Examples:
-  """Joins parts, one after another.
+  """Joins parts of these sizes, one after another, of `read(part, index)`.
 
-  Args:
-    sizes: number of examples of each part. Of sizes (3, 2), example 4 is
-      number 1 of part 1.
-    read: (part, index in it) -> example.
+  Of sizes (3, 2), example 4 is number 1 of part 1.
   """
   starts = [0, *itertools.accumulate(sizes)]
 

@@ -9,7 +9,7 @@ import datetime
 import decimal
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
@@ -37,11 +37,7 @@ class Fields(NamedTuple):
 
 
 def example(row: Row, fields: Fields) -> Row:
-  """Adds a row's prompt and answer under their usual names.
-
-  Raises:
-    ValueError: it has none, or they are not what they must be.
-  """
+  """Adds a row's prompt and answer under their usual names; checks them."""
   prompt, name = _value(row, fields.prompt), fields.prompt
   if prompt is None and _value(row, fields.messages) is not None:
     prompt, name = _value(row, fields.messages), fields.messages
@@ -117,13 +113,10 @@ def _answer(row: Row, fields: Fields) -> str:
   return answer
 
 
-def plain_row(row: Row) -> Row:
-  """A table's row in JSON's types, of which examples are made.
-
-  Raises:
-    ValueError: a value is of bytes.
-  """
-  return {name: _plain(item, name) for name, item in row.items()}
+def table_example(row: Row, fields: Fields) -> Row:
+  """Returns the `example` of a table's row, in JSON's types; refuses bytes."""
+  row = {name: _plain(item, name) for name, item in row.items()}
+  return example(row, fields)
 
 
 def _plain(item: Any, column: str) -> Any:
@@ -143,53 +136,26 @@ def _plain(item: Any, column: str) -> Any:
   )
 
 
-def numbered(
-  rows: Iterable[tuple[Any, Row]], table: str
-) -> Iterator[tuple[str, Any, Row]]:
-  """Labels a table's rows for `chosen`, counting from 1.
-
-  Args:
-    rows: pairs (key, row).
-    table: its name, for errors.
-
-  Yields:
-    ("TABLE, row 1", key, row in JSON's types).
-
-  Raises:
-    ValueError: a value is of bytes; the error names the row.
-  """
-  for number, (key, row) in enumerate(rows, 1):
-    try:
-      yield f"{table}, row {number}", key, plain_row(row)
-    except ValueError as error:
-      raise ValueError(f"{table}, row {number}: {error}") from error
-
-
 def chosen(
-  rows: Iterator[tuple[str, Any, Row]],
-  fields: Fields,
+  rows: Iterable[tuple[str, Any, Row]],
+  read: Callable[[Row], Row],
   split: str,
   share: int | float,
 ) -> Iterator[Any]:
-  """Chooses the rows that are examples of a split, and checks all of them.
+  """Yields the keys of the rows that are examples of a split; checks all.
 
-  A row is held out by its prompt alone, so no prompt is in both splits.
+  A row is held out by its prompt alone, so no prompt is in both splits. An
+  error has the label of its row.
 
   Args:
-    rows: (label for errors, key, row).
-    fields: names of its fields.
+    rows: (label, key, row).
+    read: makes an example of a row.
     split: "train" or "test".
     share: share that is held out as the test split; 0: all are of the split.
-
-  Yields:
-    The keys of the chosen rows.
-
-  Raises:
-    ValueError: a row that is malformed; the error names it.
   """
   for label, key, row in rows:
     try:
-      prompt = example(row, fields)["prompt"]
+      prompt = read(row)["prompt"]
     except ValueError as error:
       raise ValueError(f"{label}: {error}") from error
     text = prompt if isinstance(prompt, str) else json.dumps(prompt)
@@ -202,3 +168,15 @@ def check_share(share: int | float) -> None:
   """Raises ValueError where data.options.test is no share."""
   if not 0 <= share <= 1:
     raise ValueError(f"--config.data.options.test = {share}: a share in 0..1")
+
+
+def check_columns(
+  columns: Iterable[str], known: Sequence[str], table: str
+) -> None:
+  """Raises ValueError where data.options.columns names one that is missing."""
+  unknown = sorted({*columns} - {*known})
+  if unknown:
+    raise ValueError(
+      f"--config.data.options.columns: {table} has no column {unknown[0]!r}; "
+      f"its columns are {known}"
+    )

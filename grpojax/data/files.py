@@ -27,13 +27,9 @@ def load(
     kind: "jsonl" or "parquet", `data.name` and the files' suffix.
     opened: `(file, most) -> random access` to its examples, `most` of them.
     split: "train" or "test".
-    path: a file, a directory with files of each split, or a pattern of files
-      ("part-*.jsonl"; "**" is any depth of directories).
+    path: a file, a directory with files of each split, or a pattern.
     share: share of one set of files that is held out, else 0.
     size: examples at most; None is all.
-
-  Raises:
-    ValueError: no such files, or no example of the split.
   """
   check_split(split)
   check_share(share)
@@ -47,8 +43,6 @@ def load(
   if not any(map(len, parts)):
     names = files[0] if len(files) == 1 else f"{len(files)} files of data.path"
     raise ValueError(f"{names} holds no example of the split {split!r}")
-  if len(parts) == 1:
-    return parts[0]
   return concatenate([*map(len, parts)], lambda i, j: parts[i][j])
 
 
@@ -71,22 +65,20 @@ def _files(
       )
     return _in_directory(place, split, f".{kind}")
   files = [place] if place.is_file() else []
-  if not files and glob.has_magic(str(path)):
+  problem = "is no file" if os.path.lexists(place) else "does not exist"
+  if glob.has_magic(str(path)) and not files:
     matches = map(pathlib.Path, glob.glob(str(path), recursive=True))
-    files = sorted(file for file in matches if file.is_file())
-    if not files:
-      raise ValueError(
-        f"--config.data.path = {str(path)!r}: no file matches it"
-      )
+    files, problem = (
+      sorted(filter(pathlib.Path.is_file, matches)),
+      "matches none",
+    )
   if not files:
-    problem = "is no file" if os.path.lexists(place) else "does not exist"
     raise ValueError(f"--config.data.path: {place} {problem}")
   if not share and split == "test":
-    kind_of_path = "a single file" if len(files) == 1 else "one set of files"
     raise ValueError(
-      f"--config.data.path = {str(path)!r} is {kind_of_path} without held-out "
-      f"problems: give a directory with train.{kind} and test.{kind}, or hold "
-      "out a share of its problems by data.options.test (0.05, say; 1 is all)"
+      f"--config.data.path = {str(path)!r} is one set of files without "
+      f"held-out problems: give a directory with train.{kind} and test.{kind}, "
+      "or hold out a share by data.options.test (0.05, say; 1 is all)"
     )
   return files
 

@@ -6,7 +6,6 @@ needs no TensorFlow), or from a local copy of either of two kinds: a directory
 that TensorFlow Datasets prepared, or the original train.jsonl and test.jsonl.
 """
 
-import contextlib
 import itertools
 import os
 import pathlib
@@ -25,14 +24,13 @@ _LOCAL = (
 
 def _example(row: dict[str, Any], label: str) -> dict[str, str]:
   question, solution = row.get("question"), row.get("answer")
-  if not isinstance(question, str) or not isinstance(solution, str):
+  texts = isinstance(question, str) and isinstance(solution, str)
+  if not texts or not question or MARK not in solution:
     raise ValueError(
       f"{label}: not a GSM8K problem, an object with the texts question and "
-      "answer"
+      f"answer, which has a {MARK}"
     )
-  _, mark, answer = solution.rpartition(MARK)
-  if not mark or not question:
-    raise ValueError(f"{label}: the answer has no {MARK}, or no question")
+  answer = solution.rpartition(MARK)[2]
   return {"prompt": question, "answer": answer.strip(), "solution": solution}
 
 
@@ -49,33 +47,26 @@ def _tfds() -> Any:
   return tensorflow_datasets
 
 
-@contextlib.contextmanager
-def _one_process(directory: pathlib.Path) -> Iterator[None]:
-  """Lets in one process of those that share a directory; the others wait."""
-  import fcntl
-
-  directory.mkdir(parents=True, exist_ok=True)
-  with open(directory / "gsm8k.lock", "w") as file:
-    fcntl.flock(file, fcntl.LOCK_EX)  # released with the process, too
-    yield
-
-
 def _prepared() -> Any:
   """The builder of TensorFlow Datasets' own copy, made where there is none."""
+  import fcntl
+
   tfds = _tfds()
-
-  def builder():
-    # Parquet, another choice, loses rows; TFRecord needs TensorFlow.
-    return tfds.builder("gsm8k", file_format="array_record")
-
-  dataset = builder()
-  if dataset.is_prepared():
-    return dataset
-  with _one_process(pathlib.Path(dataset.data_dir).parents[1]):
-    dataset = builder()
-    if not dataset.is_prepared():
-      _download(dataset)
-  return dataset
+  # Parquet, another choice, loses rows; TFRecord needs TensorFlow.
+  form = {"file_format": "array_record"}
+  builder = tfds.builder("gsm8k", **form)
+  if builder.is_prepared():
+    return builder
+  directory = pathlib.Path(builder.data_dir).parents[1]
+  directory.mkdir(parents=True, exist_ok=True)
+  with open(directory / "gsm8k.lock", "w") as lock:
+    # Lets in one of the processes that share a directory; the others wait, and
+    # find what it has prepared. The lock is released with the process, too.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    builder = tfds.builder("gsm8k", **form)
+    if not builder.is_prepared():
+      _download(builder)
+  return builder
 
 
 def _download(builder: Any) -> None:
@@ -115,8 +106,6 @@ def _directory(path: pathlib.Path) -> Any:
 
 
 def _records(builder: Any, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  if split not in builder.info.splits:
-    raise ValueError(f"{builder.data_dir} has no split {split!r}")
   for number, row in enumerate(builder.as_data_source(split)):
     texts = {
       name: value.decode() if isinstance(value, bytes) else value
@@ -132,7 +121,7 @@ def load(
   seed: int = 0,
   size: int | None = None,
 ) -> Examples:
-  """Reads the problems of one split.
+  """Reads {"prompt": the question, "answer": "72", "solution": ...}.
 
   Args:
     split: "train" or "test".
@@ -141,11 +130,6 @@ def load(
       default directory, where the data are downloaded if they are not there.
     seed: not used; the order of training is that of the prompt pipeline.
     size: the first so many problems; None is all.
-
-  Returns:
-    A sequence of {"prompt": the question, "answer": "72", "solution": ...}, in
-    the order of the file. TensorFlow Datasets has the same problems in an order
-    of its own, always the same.
 
   Raises:
     ValueError: an unknown split, data that are missing and cannot be

@@ -6,6 +6,7 @@ pickles are never run or read.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from grpojax.data import fields as fields_lib
-from grpojax.data.examples import Example, Examples, check_split
+from grpojax.data.examples import Examples, check_split
 
 _KINDS = ("arrow", "csv", "json", "parquet", "text")
 _CACHED = "cache"  # a table that the library made of files before
@@ -35,12 +36,12 @@ def _library() -> Any:
 
 @contextlib.contextmanager
 def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
-  """Turns errors of the library into sentences with a remedy; hides bars."""
+  """Turns the library's errors into sentences with a remedy; keeps it quiet."""
   from huggingface_hub.utils import logging as hub_logging
 
   logs = datasets.utils.logging, hub_logging
   levels = [log.get_verbosity() for log in logs]
-  hidden = not datasets.is_progress_bar_enabled()
+  bars = datasets.is_progress_bar_enabled()
   for log in logs:
     log.set_verbosity_error()
   datasets.disable_progress_bars()
@@ -67,7 +68,7 @@ def _errors(datasets: Any, path: str, revision: str) -> Iterator[None]:
   finally:
     for log, level in zip(logs, levels, strict=True):
       log.set_verbosity(level)
-    if not hidden:
+    if bars:
       datasets.enable_progress_bars()
 
 
@@ -139,30 +140,15 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Examples:
-  """Reads the examples of one split, in their order.
+  """Reads the rows of one split in their order, as `jsonl.load` does.
 
-  Args:
-    split: "train" or "test".
+  Args not of `jsonl.load`:
     path: ORG/NAME of the data set on the Hub.
-    seed: not used; the order of training is that of the prompt pipeline.
-    size: the first so many examples; None is all. Later rows are not checked.
     configuration: name of one, where the data set has several ("main").
     revision: a branch, a tag or a commit; "" is main.
     train_split: the Hub's name of the training split.
     test_split: its name of the test split; not used with `test`.
-    prompt: name of the column with the prompt (`fields.Fields` has all four).
-    answer: name of the column with the answer.
-    messages: name of the column with the prompt where there is no `prompt`.
-    answer_after: mark before the answer.
     columns: those to read; () is all. Bytes (images) cannot be read.
-    test: share of train_split that is held out, as in `jsonl.load`.
-
-  Returns:
-    A sequence of rows as `jsonl.load` gives them; dates are texts.
-
-  Raises:
-    ValueError: the data set cannot be had, has no such split or no example, or
-      a row is malformed.
   """
   del seed
   check_split(split)
@@ -180,23 +166,15 @@ def load(
     )
   name = train_split if test or split == "train" else test_split
   table = _table(path, configuration, revision, name)
-  unknown = sorted({*columns} - {*table.column_names})
-  if unknown:
-    raise ValueError(
-      f"--config.data.options.columns: {path} has no column {unknown[0]!r}; "
-      f"its columns are {table.column_names}"
-    )
+  fields_lib.check_columns(columns, table.column_names, path)
   table = table.select_columns(list(columns)) if columns else table
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
+  example = functools.partial(fields_lib.table_example, fields=fields)
   label = f"{path}, {name} split"
-  rows = fields_lib.numbered(enumerate(table), label)
-  chosen = fields_lib.chosen(rows, fields, split, test)
+  rows = ((f"{label}, row {i + 1}", i, row) for i, row in enumerate(table))
+  chosen = fields_lib.chosen(rows, example, split, test)
   numbers = np.fromiter(itertools.islice(chosen, size), np.int64)
   if not len(numbers):
     raise ValueError(f"{label} holds no example of the split {split!r}")
 
-  def read(index: int) -> Example:
-    row = fields_lib.plain_row(table[int(numbers[index])])
-    return fields_lib.example(row, fields)
-
-  return Examples(len(numbers), read)
+  return Examples(len(numbers), lambda i: example(table[int(numbers[i])]))

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -27,17 +27,10 @@ _BOM = b"\xef\xbb\xbf"
 
 
 def rows(file: pathlib.Path) -> Iterator[tuple[str, tuple[int, int], Row]]:
-  """Reads the JSON objects of a file in turn; blank lines are skipped.
+  """Yields "FILE, line 3", the bytes where a line begins and ends, its object.
 
-  Args:
-    file: UTF-8 text, with or without a byte order mark.
-
-  Yields:
-    "FILE, line 3" for errors, the bytes where the line begins and ends, and its
-    object.
-
-  Raises:
-    ValueError: a line is no JSON object; the error names it.
+  Blank lines are skipped, and so is a byte order mark. A line that is no JSON
+  object is a ValueError that names it.
   """
   stop = 0
   with open(file, "rb") as lines:
@@ -63,7 +56,7 @@ def _object(line: bytes) -> Row:
 def _opened(
   file: pathlib.Path,
   most: int | None,
-  fields: fields_lib.Fields,
+  example: Callable[[Row], Row],
   split: str,
   share: int | float,
 ) -> Examples:
@@ -71,9 +64,8 @@ def _opened(
   if file.suffix in (".gz", ".bz2", ".xz", ".zst"):
     raise ValueError(f"{file} is compressed: uncompress it (random access)")
   places = array.array("q")  # begin and end of each line, in turn
-  for place in itertools.islice(
-    fields_lib.chosen(rows(file), fields, split, share), most
-  ):
+  chosen = fields_lib.chosen(rows(file), example, split, share)
+  for place in itertools.islice(chosen, most):
     places.extend(place)
   table, size = np.array(places, np.int64).reshape(-1, 2), os.path.getsize(file)
 
@@ -87,7 +79,7 @@ def _opened(
         )
       opened.seek(start)
       line = opened.read(stop - start)
-    return fields_lib.example(_object(line), fields)
+    return example(_object(line))
 
   return Examples(len(table), read)
 
@@ -120,8 +112,8 @@ def load(
       split, about; which examples depends on their prompts alone.
 
   Returns:
-    A sequence of the lines' objects, with "prompt" and "answer" (a text) set
-    from the fields above; all other fields are as they are.
+    The lines' objects, with "prompt" and "answer" (a text) set from the fields
+    above; all other fields are as they are.
 
   Raises:
     ValueError: an unknown split, a missing file, no example, or a line that is
@@ -129,5 +121,6 @@ def load(
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
-  opened = functools.partial(_opened, fields=fields, split=split, share=test)
+  example = functools.partial(fields_lib.example, fields=fields)
+  opened = functools.partial(_opened, example=example, split=split, share=test)
   return files.load("jsonl", opened, split, path, test, size)

@@ -37,10 +37,11 @@ class Mixture(Examples):
 
   def __init__(self, parts: Sequence[Part]):
     self.parts = tuple(parts)
-    sizes = [len(part.examples) for part in self.parts]
-    whole = concatenate(
-      sizes, lambda i, j: _named(self.parts[i].examples[j], self.parts[i].name)
-    )
+
+    def read(i: int, j: int) -> Example:
+      return _named(parts[i].examples[j], parts[i].name)
+
+    whole = concatenate([len(part.examples) for part in parts], read)
     super().__init__(len(whole), whole.read)
 
 
@@ -56,10 +57,9 @@ def interleaved(
   """Makes an endless stream in which the data sets take turns.
 
   Their shares are kept all along, by `grain.MapDataset.mix`: of any n prompts
-  in a row a data set has its share of n, give or take one or two. So every
-  batch has the mixture's shares, not only the average batch. The prompt at a
-  place of the stream depends on that place and the seed alone. A share is kept
-  to 1% of itself: grain rounds weights.
+  in a row a data set has its share of n, give or take one or two, to 1% of the
+  share (grain rounds weights). The prompt at a place of the stream depends on
+  that place and the seed alone.
 
   Args:
     mixture: the data sets.

@@ -16,7 +16,7 @@ import itertools
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from grpojax.data import fields as fields_lib
@@ -37,23 +37,19 @@ def _reader(file: pathlib.Path, columns: Sequence[str]) -> Any:
   except (pyarrow.ArrowException, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ValueError(f"{file} is no Parquet file: {reason}") from error
-  unknown = sorted({*columns} - {*reader.schema_arrow.names})
-  if unknown:
-    raise ValueError(
-      f"--config.data.options.columns: {file} has no column {unknown[0]!r}; "
-      f"its columns are {reader.schema_arrow.names}"
-    )
+  fields_lib.check_columns(columns, reader.schema_arrow.names, str(file))
   return reader
 
 
 def _rows(
   reader: Any, columns: Sequence[str], file: pathlib.Path
-) -> Iterator[tuple[tuple[Any, int], Row]]:
-  """All rows, with their batch and their place in it."""
+) -> Iterator[tuple[str, tuple[Any, int], Row]]:
+  """All rows: a label for errors, their batch and their place in it."""
   import pyarrow
 
   batches = reader.iter_batches(_ROWS, columns=list(columns) or None)
   damages = pyarrow.ArrowException, OSError, OverflowError, UnicodeError
+  number = 0
   while True:
     try:
       batch = next(batches, None)
@@ -64,7 +60,8 @@ def _rows(
     if batch is None:
       return
     for i, row in enumerate(rows):
-      yield (batch, i), row
+      number += 1
+      yield f"{file}, row {number}", (batch, i), row
 
 
 def _taken(
@@ -81,7 +78,7 @@ def _opened(
   file: pathlib.Path,
   most: int | None,
   columns: Sequence[str],
-  fields: fields_lib.Fields,
+  example: Callable[[Row], Row],
   split: str,
   share: int | float,
 ) -> Examples:
@@ -89,9 +86,7 @@ def _opened(
   import pyarrow
 
   rows = _rows(_reader(file, columns), columns, file)
-  places = fields_lib.chosen(
-    fields_lib.numbered(rows, str(file)), fields, split, share
-  )
+  places = fields_lib.chosen(rows, example, split, share)
   with tempfile.NamedTemporaryFile(prefix="grpojax-", suffix=".arrow") as copy:
     try:
       writer = None
@@ -111,7 +106,7 @@ def _opened(
 
   def read(batch: int, index: int) -> Row:
     (row,) = batches[batch].slice(index, 1).to_pylist()
-    return fields_lib.example(fields_lib.plain_row(row), fields)
+    return example(row)
 
   return concatenate([batch.num_rows for batch in batches], read)
 
@@ -129,30 +124,14 @@ def load(
   columns: Sequence[str] = (),
   test: int | float = 0.0,
 ) -> Sequence[Row]:
-  """Reads the examples of one split, in the order of the files.
+  """Reads the rows of one split as `jsonl.load` does; dates are texts.
 
-  Args:
-    split: "train" or "test".
-    path: a file, a pattern of files, or a directory, as for `jsonl.load`.
-    seed: not used; the order of training is that of the prompt pipeline.
-    size: the first so many examples; None is all. Later rows are not read.
-    prompt: name of the column with the prompt (`fields.Fields` has all four).
-    answer: name of the column with the answer.
-    messages: name of the column with the prompt where there is no `prompt`.
-    answer_after: mark before the answer.
-    columns: those to read; () is all. Bytes (images) cannot be read.
-    test: share that is held out, as in `jsonl.load`.
-
-  Returns:
-    A sequence of rows as `jsonl.load` gives them; dates are texts.
-
-  Raises:
-    ValueError: an unknown split, a missing or damaged file, no example, or a
-      row that is malformed.
+  `columns` are those to read; () is all. Bytes (images) cannot be read.
   """
   del seed
   fields = fields_lib.Fields(prompt, answer, messages, answer_after)
+  example = functools.partial(fields_lib.table_example, fields=fields)
   opened = functools.partial(
-    _opened, columns=columns, fields=fields, split=split, share=test
+    _opened, columns=columns, example=example, split=split, share=test
   )
   return files.load("parquet", opened, split, path, test, size)

@@ -58,8 +58,7 @@ def prompt_batches(
     target: `(example) -> arrays` for a jittable reward; stacked in
       `Prompts.targets`.
     seed: seed of the shuffle; an epoch's order depends on it and on the epoch.
-    start: prompts already taken from the stream; the first one to come has
-      this index (exact resume: `TrainState.prompts_consumed`).
+    start: number of prompts that were already taken from the stream.
     shuffle: shuffle every epoch. An endless stream is left in its order.
     repeat: go on for ever; else one epoch, whose last batch may be shorter.
 
@@ -68,48 +67,24 @@ def prompt_batches(
     each with its formatted text added as "prompt_text".
 
   Raises:
-    ValueError: no examples, a number out of range, or (while iterating) a
-      prompt that is empty or longer than `max_prompt_length`.
+    ValueError: no examples, or (while iterating) a prompt that is empty or
+      longer than `max_prompt_length`.
   """
   if not len(examples):
     raise ValueError("no examples to make prompts from")
-  if batch_size < 1 or max_prompt_length < 1 or start < 0:
-    raise ValueError(
-      "batch_size and max_prompt_length must be at least 1 and start at least"
-      f" 0, got {batch_size}, {max_prompt_length} and {start}"
-    )
   stream = functools.partial(_stream, shuffle=shuffle, repeat=repeat)
   if repeat and isinstance(examples, Mixture):
     dataset = interleaved(examples, stream, seed)
   else:
     dataset = stream(examples, np.random.SeedSequence(seed))
-  row = functools.partial(
-    _row,
-    encode=encode,
-    max_prompt_length=max_prompt_length,
-    pad_id=pad_id,
-    target=target,
-  )
+  options = {"max_prompt_length": max_prompt_length, "pad_id": pad_id}
+  options |= {"encode": encode, "target": target}
+  dataset = dataset[start:].map(functools.partial(row, **options))
   # An endless stream has no remainder (and grain overflows if it may have one).
-  dataset = dataset[start:].map(row)
-  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=_collate)
+  dataset = dataset.batch(batch_size, drop_remainder=repeat, batch_fn=collate)
   # Threads read ahead but deliver in order: the batches do not depend on them.
-  options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
-  return iter(dataset.to_iter_dataset(options))
-
-
-def prompts_of(
-  examples: Any,
-  indices: Sequence[int],
-  encode: Encode,
-  *,
-  max_prompt_length: int,
-  pad_id: int = 0,
-) -> tuple[Prompts, list[Example]]:
-  """Makes a batch of chosen examples; arguments as in `prompt_batches`."""
-  return _collate(
-    [_row(examples[int(i)], encode, max_prompt_length, pad_id) for i in indices]
-  )
+  reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)
+  return iter(dataset.to_iter_dataset(reading))
 
 
 def _stream(
@@ -124,21 +99,22 @@ def _stream(
   return dataset.repeat() if repeat else dataset
 
 
-def _row(
+def row(
   example: Example,
   encode: Encode,
   max_prompt_length: int,
   pad_id: int,
   target: Callable[[Example], dict[str, np.ndarray]] | None = None,
 ) -> tuple[np.ndarray, int, Any, Example]:
+  """Returns an example's padded ids, their number, its target, and itself."""
   text, ids = encode(example["prompt"])
-  if not 1 <= len(ids) <= max_prompt_length:
+  if not len(ids):
+    raise ValueError(f"a prompt without tokens: {example['prompt']!r}")
+  if len(ids) > max_prompt_length:
     raise ValueError(
       f"a prompt has {len(ids)} tokens, but max_prompt_length ="
       f" {max_prompt_length}; prompts are never cut: raise max_prompt_length or"
       f" set --config.data.too_long = 'drop': {text[:80]!r}"
-      if len(ids)
-      else f"a prompt without tokens: {example['prompt']!r}"
     )
   padded = np.full(max_prompt_length, pad_id, np.int32)
   padded[: len(ids)] = ids
@@ -146,7 +122,8 @@ def _row(
   return padded, len(ids), arrays, {**example, "prompt_text": text}
 
 
-def _collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
+def collate(rows: Sequence[tuple]) -> tuple[Prompts, list[Example]]:
+  """Makes a batch of prompts, and the list of their examples."""
   ids, lengths, arrays, examples = zip(*rows, strict=True)
   prompt_ids = np.stack(ids)
   mask = np.arange(prompt_ids.shape[1]) < np.array(lengths)[:, None]

@@ -20,11 +20,7 @@ Text = tuple[list[int], list[int]]
 
 
 def solution(example: dict[str, Any]) -> str:
-  """Returns the completion to learn: an example's "solution", else "answer".
-
-  Raises:
-    ValueError: it has neither.
-  """
+  """Returns the completion to learn: an example's "solution", else "answer"."""
   for name in ("solution", "answer"):
     if name in example:
       return str(example[name])
@@ -55,13 +51,8 @@ def encode_examples(
 ) -> tuple[list[Text], int]:
   """Encodes examples as texts: the prompt, the solution and an EOS.
 
-  Args:
-    examples: dicts with a "prompt" and a "solution" (else an "answer").
-    encode_prompt: a prompt, text or chat messages, to ids.
-    encode: a text to ids.
-    eos_id: ends every text.
-    longest: texts of more tokens are left out.
-    learn_prompts: True where the loss counts the prompts too.
+  Texts of more than `longest` tokens are left out. With `learn_prompts` the
+  loss counts the prompts too.
 
   Returns:
     The texts, and the number of those left out.
@@ -82,8 +73,6 @@ def encode_examples(
   if not texts:
     raise ValueError(
       f"no text to learn: {dropped} are of more than {longest} tokens"
-      if dropped
-      else "no text to learn: no examples"
     )
   return texts, dropped
 
@@ -104,21 +93,17 @@ def arithmetic_texts(
   seed: int,
   **options: Any,
 ) -> Iterator[Text]:
-  """Yields arithmetic texts without end, each drawn anew.
+  """Yields arithmetic texts without end, each drawn anew and ended by an EOS.
 
-  Args:
-    form: "document", learned whole, or "dialogue", of which only the answer is.
-    encode: a text to ids.
-    eos_id: ends every text.
-    seed: seed of all draws.
-    **options: difficulty, hasty and forget, as in `arithmetic.document`.
+  A "document" is learned whole; of a "dialogue" only the answer is. Options are
+  difficulty, hasty and forget, as in `arithmetic.document`.
   """
   rng = np.random.default_rng(seed)
   while True:
     if form == "dialogue":
       prompt, text = arithmetic.dialogue(rng, **options)
     else:
-      prompt, text = "", arithmetic.document(rng, most=3, **options)
+      prompt, text = "", arithmetic.document(rng, **options)
     yield (encode(prompt) if prompt else []), [*encode(text), eos_id]
 
 
@@ -139,22 +124,12 @@ class Rows(NamedTuple):
 
 
 def pack(texts: Iterator[Text], rows: int, length: int) -> Iterator[Rows]:
-  """Fills rows with whole texts, in order.
+  """Fills `rows` rows of `length` tokens with whole texts, in order.
 
   So the same texts make the same rows for ever, and the embedded models can be
   made again. (Grain's packing puts each text where it fits first, which depends
-  on the number of open rows.)
-
-  Args:
-    texts: texts to pack.
-    rows: N, rows a batch.
-    length: S, tokens a row.
-
-  Yields:
-    `Rows`, for as long as there are texts; a last partial batch is dropped.
-
-  Raises:
-    ValueError: a text longer than a row.
+  on the number of open rows.) A last partial batch is dropped, and a text that
+  is longer than a row is a ValueError.
   """
 
   def empty():

@@ -8,24 +8,21 @@ The names of a function's parameters say which convention it follows:
 | solution_str                             | verl calls `compute_score`        |
 | none of them, and it takes three         | (prompt, completion, example)     |
 
-Names of two conventions in one function are an error. A function is given what
-it has a parameter for, and all there is where it has `**kwargs`.
+A function is given by keywords what it has a parameter for, and all there is
+where it has `**kwargs`; options of `reward.options.FUNCTION` replace columns.
 
-TRL: once for all completions of a prompt, by keywords: prompts; completions,
-each a text, or where the prompt is a list of messages a list of one message of
-the assistant; completion_ids, with their EOS; trainer_state, with global_step
-(steps done) and max_steps; log_metric; log_extra, which keeps nothing; and the
-data's other columns, each a list. It returns as many numbers; None abstains.
+TRL: once for all completions of a prompt, each a text, or where the prompt is a
+list of messages a list of one message; completion_ids have their EOS;
+trainer_state has global_step (steps done) and max_steps; log_extra keeps
+nothing; the data's other columns are lists. It returns as many numbers; None
+abstains.
 
-verl: once a completion, by keywords: solution_str; ground_truth, which is
-reward_model["ground_truth"], else the columns ground_truth or answer;
-data_source; extra_info, {} where the data have none. It returns a number, or a
-dict with "score" whose other numbers are logged.
-
-Keywords in `reward.options.FUNCTION` are passed as they are, instead of
-columns. Neither may be `async`.
+verl: once a completion; ground_truth is reward_model["ground_truth"], else the
+columns ground_truth or answer; extra_info is {} where the data have none. It
+returns a number, or a dict with "score" whose other numbers are logged.
 """
 
+import difflib
 import functools
 import inspect
 import types
@@ -85,33 +82,15 @@ class Verl(NamedTuple):
 
 
 class Trl(NamedTuple):
-  """A function of TRL's convention: all completions of a prompt in one call.
-
-  Attributes:
-    function: the user's, with its options bound.
-    takes: names of its parameters that are not bound; None is any.
-    needs: those of them without a default.
-    sources: data sets of a mixture that it is for; None is all.
-  """
+  """A function of TRL's convention: all completions of a prompt in one call."""
 
   function: Callable[..., Any]
   takes: Collection[str] | None
   needs: Sequence[str]
-  sources: Sequence[str] | None = None
 
   def __call__(self, items: Sequence[Item]) -> list[Any]:
-    """Returns for each item a number, None, or a dict with "score".
-
-    Args:
-      items: completions of one prompt; their examples have the same columns.
-
-    Raises:
-      TypeError: the function returns no list.
-      Exception: the function's own.
-    """
+    """Returns for each completion of one prompt a number, None, or a dict."""
     examples = [example for _, _, example in items]
-    if self.sources is not None and examples[0].get(SOURCE) not in self.sources:
-      return [None] * len(items)
     prompts = [example.get("prompt", text) for text, _, example in items]
     texts = [completion for _, completion, _ in items]
     if isinstance(prompts[0], list):  # a conversation
@@ -153,20 +132,15 @@ def _taken(reward: Verl | Trl, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def follow(
   name: str, function: Callable[..., Any], options: Mapping[str, Any]
-) -> Verl | Trl | None:
-  """Wraps a function by the convention that it follows.
-
-  Args:
-    name: its name, for errors.
-    function: the user's.
-    options: keyword arguments to bind.
+) -> Callable[..., Any]:
+  """Binds a function's options, and wraps it by the convention it follows.
 
   Returns:
-    `Verl` or `Trl`; None where it follows ours.
+    `Verl` or `Trl`; the function itself where it follows ours.
 
   Raises:
-    ValueError: its parameters are of two conventions, an option is none of
-      them, or it is asynchronous or cannot be called by keywords.
+    ValueError: its parameters are of two conventions, or of none, it does not
+      take an option, it is asynchronous or cannot be called by keywords.
   """
   call = getattr(function, "__call__", None)  # noqa: B004
   if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
@@ -174,40 +148,64 @@ def follow(
       f"reward {name!r} is asynchronous, and rewards run one after another in"
       " each worker: write `def` and asyncio.run(...) inside of it"
     )
+  bound = functools.partial(function, **options) if options else function
   try:
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
   except ValueError:  # some functions that are written in C
-    return None
+    return bound
+  parameters = signature.parameters
   kind = _convention(name, parameters)
-  if kind is None:
-    return None
-  reserved = _TRL_GIVES if kind is Trl else VERL
-  free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   named = {
     key: p
     for key, p in parameters.items()
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
   }
-  if wrong := [key for key in options if key in reserved]:
-    raise ValueError(f"reward {name!r}: {wrong[0]!r} is no option of it")
-  if wrong := [key for key in options if not (free or key in named)]:
-    known = [key for key in named if key not in reserved]
-    raise ValueError(
-      f"reward {name!r} has no option {wrong[0]!r}: it takes {known or 'none'}"
-    )
+  if kind is None:
+    first = list(parameters.values())[:3]
+    reserved = [p.name for p in first if p.kind is p.POSITIONAL_OR_KEYWORD]
+  else:
+    reserved = _TRL_GIVES if kind is Trl else VERL
+  free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  known = [key for key in named if key not in reserved]
+  for key in options:
+    if key in reserved or not (free or key in known):
+      raise ValueError(
+        f"reward {name!r} has no option {key!r}, but {known or 'none'}"
+        f"{nearest(key, known)}"
+      )
+  if kind is None:
+    _check_ours(name, signature, options)
+    return bound
   if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
     raise ValueError(
       f"reward {name!r}: {kind.__name__.upper()}'s convention passes all by"
       " keywords, and it has parameters that take none"
     )
   takes = [key for key in named if key not in options]
+  needs = [key for key in takes if key not in reserved]
   needs = [
-    key
-    for key in takes
-    if key not in reserved and named[key].default is inspect.Parameter.empty
+    key for key in needs if named[key].default is inspect.Signature.empty
   ]
-  bound = functools.partial(function, **options) if options else function
   return kind(bound, None if free else takes, needs)
+
+
+def _check_ours(
+  name: str, signature: inspect.Signature, options: Mapping[str, Any]
+) -> None:
+  try:
+    signature.bind("", "", {}, **options)
+  except TypeError as error:
+    raise ValueError(
+      f"reward {name!r} cannot be called with prompt, completion, example and"
+      f" the options {options}: {error} (TRL's convention is known by a"
+      " parameter `completions`, verl's by one `solution_str`)"
+    ) from error
+
+
+def nearest(name: str, candidates: Collection[str]) -> str:
+  """Returns "; did you mean ...?", or nothing where no name is near."""
+  close = difflib.get_close_matches(name, candidates, 1)
+  return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _convention(
@@ -215,11 +213,10 @@ def _convention(
 ) -> type[Verl] | type[Trl] | None:
   """Recognizes a convention by names of parameters; None for ours."""
   kinds = {"TRL's": TRL, "verl's": VERL, "grpojax's own": OURS}
-  marks = {
-    kind: named[0]
-    for kind, names in kinds.items()
-    if (named := [key for key in parameters if key in names])
-  }
+  marks = {}
+  for kind, names in kinds.items():
+    if named := [key for key in parameters if key in names]:
+      marks[kind] = named[0]
   if len(marks) > 1:
     both = " and ".join(f"{key!r} ({kind})" for kind, key in marks.items())
     raise ValueError(
@@ -232,16 +229,13 @@ def _convention(
 def check_columns(
   name: str, reward: Callable[..., Any], example: Mapping[str, Any], data: str
 ) -> None:
-  """Checks that the data have the columns that a function needs.
+  """Raises ValueError where an example lacks a column that a function needs.
 
   Args:
     name: name of the function.
     reward: result of `functions.resolve`; one of our convention needs nothing.
     example: one of the data set.
     data: name of the data set, for the error.
-
-  Raises:
-    ValueError: a column is missing; the message lists those that are there.
   """
   if not isinstance(reward, (Verl, Trl)):
     return

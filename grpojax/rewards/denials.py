@@ -59,9 +59,6 @@ _SUPPOSED = re.compile(
 def remove(text: str) -> tuple[str, set[str | None]]:
   """Takes the denials out of a text.
 
-  Args:
-    text: any text.
-
   Returns:
     The text, with "is `GONE`." for "isn't 6." and "is 5" for "is not 6 but 5",
     and the denied expressions as `quantities.canonical` spells them.

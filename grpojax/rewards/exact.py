@@ -1,11 +1,9 @@
 """Right or wrong by the text after the last "####": the reward `exact_answer`.
 
-`exact_answer` reads text, on the host; `exact_ids` is the same reward on token
-ids, inside a compiled step. Nothing is evaluated: texts are compared.
-
-The text after the last "####", without the whitespace around it, must be one of
-the answer's spellings: for a whole or decimal number with or without thousands
-separators ("1080", "1,080"), for any other answer the answer itself.
+That text, without the whitespace around it, must be one of the answer's
+spellings: for a whole or decimal number with or without thousands separators
+("1080", "1,080"), for any other answer the answer itself. `exact_ids` is the
+same reward on token ids. Nothing is evaluated: texts are compared.
 """
 
 import re
@@ -19,12 +17,8 @@ _NUMBER = re.compile(r"([+-]?)([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)((?:\.[0-9]+)?)")
 def spellings(answer: str) -> tuple[str, str]:
   """Returns the two texts that count as an answer: without and with separators.
 
-  Args:
-    answer: the answer; whitespace around it does not count.
-
-  Returns:
-    For "1080" as for "1,080": ("1080", "1,080"). For what is no number, or has
-    its separators in other places ("10,80"): twice the answer.
+  For "1080" as for "1,080": ("1080", "1,080"). For what is no number, or has
+  its separators in other places ("10,80"): twice the answer, stripped.
   """
   answer = answer.strip()
   number = _NUMBER.fullmatch(answer)
@@ -42,13 +36,7 @@ def given_answer(completion: str) -> str | None:
   """Reads the answer that a completion gives, in one spelling: to count votes.
 
   Completions that give the same answer are equally right by `exact_answer`.
-
-  Args:
-    completion: the completion's text, without its EOS.
-
-  Returns:
-    The text after the last "####" as `exact_answer` compares it, a number
-    without its thousands separators; None without "####" or text after it.
+  None without "####" or text after it.
   """
   _, mark, tail = completion.rpartition(MARK)
   return (spellings(tail)[0] or None) if mark else None

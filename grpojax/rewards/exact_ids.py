@@ -1,7 +1,4 @@
-"""The reward `exact_answer` on token ids, inside a compiled step.
-
-It gives the same as the reward on text on every sequence of ids.
-"""
+"""The reward `exact_answer` on token ids, inside a compiled step: the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +22,8 @@ def exact_answer_ids(
 ]:
   """Builds `exact_answer` as a jittable function of token ids.
 
-  It needs a tokenizer whose characters are tokens: then the ids spell the text,
-  and looking for "####" in the ids is looking for it in the text.
+  It needs a tokenizer whose characters are tokens: then looking for "####" in
+  the ids is looking for it in the text.
 
   Args:
     tokenizer: a Hugging Face tokenizer of single characters. Longer tokens are
@@ -37,13 +34,12 @@ def exact_answer_ids(
 
   Returns:
     target: `(example) -> {"answer": int32 [2, A + 1]}`, the two spellings of
-      its answer in the code of `_code`, with zeros after them. Raises
-      ValueError where an answer is too long or its ids would be ambiguous.
-    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked to
-      [B, 2, A + 1].
+      its answer as `_code`s, with zeros after them.
+    reward: `(rollout, targets) -> [B, G]`, 1.0 or 0.0, with targets stacked.
 
   Raises:
-    ValueError: the tokenizer is of another kind; use `exact_answer` then.
+    ValueError: the tokenizer is of another kind; from `target`, an answer that
+      is too long, or whose ids would be ambiguous.
   """
   texts = _token_texts(tokenizer)
   codes = np.array([_code(i, text) for i, text in enumerate(texts)] + [0])
@@ -78,9 +74,7 @@ def _last_answer(
 ) -> tuple[Int[Array, "B G width"], Bool[Array, "B G"]]:
   """Finds the stripped text after the last "####", and True where there is one.
 
-  Args:
-    codes: the text as codes, 0 where a token adds no text.
-    width: codes returned: the beginning of a longer text, a shorter one and 0s.
+  Of a longer text the first `width` codes; 0 where a token adds no text.
   """
   size = codes.shape[-1]
   # Text first, in its order; what writes nothing last.
@@ -153,23 +147,14 @@ def _refusal(reason: str) -> str:
 
 def _check_answer(
   text: str, characters: set[str], longer: Sequence[str], max_length: int
-):
-  if len(text) > max_length:
+) -> None:
+  fits = len(text) <= max_length and set(text) <= characters
+  if not fits or any(token in text for token in longer):
     raise ValueError(
-      f"the answer {text!r} has {len(text)} characters, but max_answer_length ="
-      f" {max_length}: raise it"
+      f"the answer {text!r} cannot be compared in ids, which needs at most"
+      f" max_answer_length = {max_length} characters, each a token of its own"
+      " and no longer token among them: use the reward on text (exact_answer)"
     )
-  if missing := set(text) - characters:
-    raise ValueError(
-      f"the answer {text!r} can never be given: no token of this tokenizer"
-      f" writes {min(missing)!r}"
-    )
-  for token in longer:
-    if token in text:
-      raise ValueError(
-        f"the answer {text!r} holds {token!r}, which a token of more than one"
-        " character also writes: its ids are ambiguous; use exact_answer"
-      )
 
 
 ON_DEVICE = {"exact_answer": exact_answer_ids}

@@ -6,16 +6,13 @@ and completion are texts, the example is a dict, None abstains. A name is one of
 Functions of TRL's and verl's users are known by the names of their parameters:
 `conventions`.
 
-This module and those of the built-in rewards load without JAX, so that a worker
-process starts in a fraction of a second.
+This module and those of the built-in rewards load without JAX, so that workers
+start quickly.
 """
 
 import contextlib
-import difflib
-import functools
 import importlib
 import importlib.util
-import inspect
 import math
 import os
 import pathlib
@@ -23,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions
+from grpojax.rewards.conventions import nearest
 
 BUILT_IN = {
   "exact_answer": "exact",
@@ -53,7 +50,8 @@ def label(name: str) -> str:
 
 
 Reward = Callable[[str, str, dict[str, Any]], Any] | conventions.Trl
-"""Result of `resolve`: a function of a completion, or (TRL's) of a group."""
+"""`(prompt, completion, example) -> float | None`, or a dict with numbers to be
+logged; or one of TRL's convention, of all completions of a prompt at once."""
 
 
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
@@ -63,55 +61,28 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     name: a built-in one, "package.module:function" or "file.py:function".
     options: keyword arguments.
 
-  Returns:
-    `(prompt, completion, example) -> float | None`, or a dict with numbers to
-    be logged (`worker.evaluate` reads it); or one of TRL's convention, which
-    takes all completions of a prompt at once.
-
   Raises:
-    ValueError: there is no such function, its file cannot be loaded, it
-      follows no convention, or more than one, it does not take these options,
-      or a built-in function refuses an option's value.
+    ValueError: there is no such function, its file cannot be loaded,
+      `conventions.follow` refuses it, or a built-in one an option's value.
   """
-  options = dict(options or {})
   module, attribute = _module(name), label(name)
   function = getattr(module, attribute, None)
   if not callable(function):
-    if function is not None:
-      raise ValueError(f"reward {name!r} is no function: {type(function)}")
-    hint = _nearest(attribute, [n for n in vars(module) if n[0] != "_"])
+    hint = nearest(attribute, [n for n in vars(module) if n[0] != "_"])
     raise ValueError(f"reward {name!r}: no such function{hint}")
-  if name not in BUILT_IN:
-    followed = conventions.follow(name, function, options)
-    if followed is not None:
-      return followed
-  try:
-    signature = inspect.signature(function)
-  except ValueError:  # some functions that are written in C
-    signature = None
-  if signature is not None:
-    _check(name, signature, options)
-  bound = functools.partial(function, **options) if options else function
+  reward = conventions.follow(name, function, dict(options or {}))
   if name in BUILT_IN:
     try:
-      bound("", "", dict(_TRIAL))  # refuses values of options
+      reward("", "", dict(_TRIAL))  # refuses values of options
     except (TypeError, ValueError) as error:
       raise ValueError(f"reward {name!r}: {error}") from error
-  return bound
+  return reward
 
 
 def resolve_all(
-  names: Sequence[str],
-  options: Mapping[str, Any] | None = None,
-  sources: Mapping[str, Sequence[str]] | None = None,
+  names: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> list[Reward]:
-  """Finds the functions of several names, by `resolve`.
-
-  Args:
-    names: names of functions.
-    options: keyword arguments of each, by its `label`.
-    sources: data sets of a mixture that a function is for, by its `label`; it
-      abstains from the others. One that is not named is for all.
+  """Finds the functions of several names, each with options by its `label`.
 
   Raises:
     ValueError: no names, the same label twice, options of a function that is
@@ -132,28 +103,9 @@ def resolve_all(
     if name not in labels:
       raise ValueError(
         f"options of {name!r}, which is none of the reward functions {labels}"
-        f"{_nearest(name, labels)}"
+        f"{nearest(name, labels)}"
       )
-  rewards = []
-  for name, short in zip(names, labels, strict=True):
-    reward = resolve(name, options.get(short))
-    if short in (sources or {}):
-      reward = _restricted(reward, tuple(sources[short]))
-    rewards.append(reward)
-  return rewards
-
-
-def _restricted(reward: Reward, sources: Sequence[str]) -> Reward:
-  """A reward that abstains from the examples of other data sets."""
-  if isinstance(reward, conventions.Trl):
-    return reward._replace(sources=sources)
-
-  def restricted(prompt, completion, example):
-    if example.get(SOURCE) in sources:
-      return reward(prompt, completion, example)
-    return None
-
-  return restricted
+  return [resolve(name, options.get(label(name))) for name in names]
 
 
 def combine(
@@ -161,15 +113,8 @@ def combine(
 ) -> float | None:
   """Computes the weighted sum of the rewards of one completion.
 
-  A function that abstains adds nothing, and the weights of the others stay as
-  they are.
-
-  Args:
-    values: a value of each function; None where it abstains.
-    weights: one for each value.
-
-  Returns:
-    The sum; None where all abstain.
+  A function that abstains (None) adds nothing, and the weights of the others
+  stay as they are. None where all abstain.
   """
   pairs = zip(values, weights, strict=True)
   terms = [weight * value for value, weight in pairs if value is not None]
@@ -181,7 +126,7 @@ def _module(name: str) -> ModuleType:
   if not colon:
     if name not in BUILT_IN:
       raise ValueError(
-        f"unknown reward {name!r}{_nearest(name, list(BUILT_IN))}: choose one"
+        f"unknown reward {name!r}{nearest(name, list(BUILT_IN))}: choose one"
         f" of {list(BUILT_IN)}, or your own as package.module:function or"
         " path/to/file.py:function"
       )
@@ -236,37 +181,3 @@ def describe(error: BaseException) -> str:
     trace = trace.tb_next
   file = os.path.basename(trace.tb_frame.f_code.co_filename)
   return f"{type(error).__name__}: {message} ({file}:{trace.tb_lineno})"
-
-
-def _check(name: str, signature: inspect.Signature, options: dict[str, Any]):
-  """Refuses options that the function does not take."""
-  if wrong := [key for key in options if not _takes(signature, key)]:
-    known = [key for key in signature.parameters if _takes(signature, key)]
-    raise ValueError(
-      f"reward {name!r} has no option {wrong[0]!r}"
-      f"{_nearest(wrong[0], known)}: it takes {known or 'none'}"
-    )
-  try:
-    signature.bind("", "", {}, **options)
-  except TypeError as error:
-    raise ValueError(
-      f"reward {name!r} cannot be called with prompt, completion, example and"
-      f" the options {options}: {error} (TRL's convention is known by a"
-      " parameter `completions`, verl's by one `solution_str`)"
-    ) from error
-
-
-def _takes(signature: inspect.Signature, key: str) -> bool:
-  """True where the function has this keyword, besides its three arguments."""
-  for i, p in enumerate(signature.parameters.values()):
-    by_name = p.kind is p.KEYWORD_ONLY or (
-      p.kind is p.POSITIONAL_OR_KEYWORD and i > 2
-    )
-    if p.kind is p.VAR_KEYWORD or (p.name == key and by_name):
-      return True
-  return False
-
-
-def _nearest(name: str, candidates: Sequence[str]) -> str:
-  close = difflib.get_close_matches(name, candidates, 1)
-  return f"; did you mean {close[0]!r}?" if close else ""

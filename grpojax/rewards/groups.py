@@ -1,45 +1,13 @@
-"""Rewards of groups of completions: lists of texts in, arrays [B, G] out."""
+"""Groups of completions, from a rollout's texts to what a pool judges."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
-from grpojax.rewards.conventions import IDS
-from grpojax.rewards.pool import Failure, Job, Pool, Submission
-
-
-class GroupRewards(NamedTuple):
-  """Rewards of all completions of a batch.
-
-  Attributes:
-    rewards: [B, G], float32; NaN where there is none: to be masked out.
-    values: [B, G] for each function, by short name; NaN where it has none.
-    failed: [B, G], True where the reward could not be computed; where it is NaN
-      otherwise, all functions abstain.
-    failures: [B][G], reasons for that; `all_failures` lists them.
-    extras: [B, G] for each other number that the functions returned, by
-      "FUNCTION/NAME"; NaN where it was not returned.
-  """
-
-  rewards: Float[np.ndarray, "B G"]
-  values: dict[str, Float[np.ndarray, "B G"]]
-  failed: Bool[np.ndarray, "B G"]
-  failures: list[list[Sequence[Failure]]]
-  extras: dict[str, Float[np.ndarray, "B G"]] = {}
-
-
-class Pending(NamedTuple):
-  """Groups on their way, from `submit_groups`.
-
-  Attributes:
-    submission: their jobs.
-    shape: (prompts, completions of each).
-  """
-
-  submission: Submission
-  shape: tuple[int, int]
+from grpojax.rewards.conventions import IDS, Item
+from grpojax.rewards.pool import Failure, GroupRewards, Pool, Submission
 
 
 def submit_groups(
@@ -50,7 +18,7 @@ def submit_groups(
   finished: Bool[np.ndarray, "B G"],
   max_length: int,
   ids: Int[np.ndarray, "B G T"] | None = None,
-) -> Pending:
+) -> Submission:
   """Starts to compute the rewards of groups and returns at once.
 
   Args:
@@ -58,15 +26,14 @@ def submit_groups(
     examples: [B]; each has a "prompt_text". The reward functions see them with
       three more keys: "completion_length", "max_completion_length", "finished".
     texts: [B][G] completions, without their EOS.
-    lengths: [B, G], tokens, with the EOS.
-    finished: [B, G], True where an EOS ended the completion.
+    lengths: tokens, with the EOS.
+    finished: True where an EOS ended the completion.
     max_length: the limit on completions, T, tokens.
     ids: the completions' tokens, where a function may take them.
   """
-  prompts, size = len(examples), lengths.shape[1]
   with_ids = ids is not None and pool.wants(IDS)
 
-  def job(b: int, g: int) -> Job:
+  def item(b: int, g: int) -> Item:
     added = {
       "completion_length": int(lengths[b, g]),
       "max_completion_length": max_length,
@@ -74,69 +41,14 @@ def submit_groups(
     }
     if with_ids:
       added[IDS] = ids[b, g, : lengths[b, g]].tolist()
-    return Job(examples[b]["prompt_text"], texts[b][g], examples[b] | added)
+    return examples[b]["prompt_text"], texts[b][g], examples[b] | added
 
-  # Job number g * B + b, so that neighbours are of different prompts: if one
-  # example makes a function hang, its completions do not come one after the
-  # other, and the pool does not give up the batch.
-  jobs = [job(b, g) for g in range(size) for b in range(prompts)]
-  together = [range(b, len(jobs), prompts) for b in range(prompts)]
-  return Pending(pool.submit(jobs, together), (prompts, size))
-
-
-def collect_groups(
-  pool: Pool,
-  pending: Sequence[Pending],
-  check_signals: Callable[[], None] | None = None,
-) -> GroupRewards:
-  """Waits for groups that `submit_groups` has sent off.
-
-  Args:
-    pool: the one that they were sent to.
-    pending: the groups, one part of a batch after another; all of one size.
-    check_signals: called while it waits, as by `Pool.collect`; where it raises,
-      all of them are abandoned.
-
-  Returns:
-    The rewards as if all groups had been sent at once.
-  """
-  groups = []  # [B][G] results
-  try:
-    for part in pending:
-      results = pool.collect(part.submission, check_signals)
-      prompts = part.shape[0]
-      groups += [results[b::prompts] for b in range(prompts)]
-  except BaseException:
-    abandon(pending)
-    raise
-  size = pending[0].shape[1]
-  results = [result for group in groups for result in group]
-  names = sorted({name for result in results for name in result.extras})
-
-  def array(values: Iterable, dtype=np.float32) -> np.ndarray:
-    return np.array(list(values), dtype).reshape(len(groups), size)
-
-  return GroupRewards(
-    array(r.reward for r in results),
-    {
-      name: array(r.values[i] for r in results)
-      for i, name in enumerate(pool.names)
-    },
-    array((bool(r.failures) for r in results), bool),
-    [[r.failures for r in group] for group in groups],
-    {
-      name: array(r.extras.get(name, np.nan) for r in results) for name in names
-    },
-  )
+  size = lengths.shape[1]
+  rows = [[item(b, g) for g in range(size)] for b in range(len(examples))]
+  return pool.submit(rows, size)
 
 
 def all_failures(rewards: GroupRewards) -> list[Failure]:
   """Failures of a batch: of all prompts' first completions, then the second."""
   by_completion = zip(*rewards.failures, strict=True)
   return [x for row in by_completion for failures in row for x in failures]
-
-
-def abandon(pending: Sequence[Pending]) -> None:
-  """Gives up groups for which nobody waits: the rest is not tried."""
-  for part in pending:
-    part.submission.abandoned = True

@@ -12,14 +12,9 @@ def length(
 ) -> float:
   """Minus the distance from a target length, as a share of the longest.
 
-  The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the limit. With target
-  0 shorter is better; with a negative weight longer is.
-
-  Returns:
-    -|length - target| / max_completion_length.
-
-  Raises:
-    ValueError: a negative target.
+  The penalty of L1 (arXiv 2503.04697, eq. 1) in units of the limit:
+  -|length - target| / max_completion_length. With target 0 shorter is better;
+  with a negative weight longer is. ValueError for a negative target.
   """
   if target < 0:
     raise ValueError(f"target = {target}: must be 0 or more tokens")
@@ -37,13 +32,8 @@ def overlong(
   """DAPO's soft punishment of overlong completions (arXiv 2503.14476, eq. 13).
 
   Up to L_max - L_cache tokens 0; from there linearly down to -1 at L_max, the
-  limit on completions.
-
-  L_cache is `cache` tokens, at most the limit; None is a fifth of it, as in the
-  paper (4,096 of 20,480).
-
-  Raises:
-    ValueError: a cache that is not positive.
+  limit on completions. L_cache is `cache` tokens, at most the limit; None is a
+  fifth of it, as in the paper. ValueError for a cache that is not positive.
   """
   longest = example["max_completion_length"]
   size = longest / 5 if cache is None else min(cache, longest)

@@ -77,19 +77,13 @@ def given_answer(completion: str) -> str | None:
   """Reads the answer that a completion gives, in one spelling: to count votes.
 
   Completions that give the same answer are equally right by `math_answer`.
-
-  Returns:
-    `quantities.canonical` of the answer; None where none is found.
   """
   answer = find_answer(completion)
   return None if answer is None else quantities.canonical(answer)
 
 
 def reference_answer(example: dict[str, Any]) -> str:
-  """Reads an example's "answer": an answer, or one found in a solution.
-
-  A solution is a text with a box or a "####".
-  """
+  """Reads an "answer": an answer, or a solution with a box or a "####"."""
   reference = str(example["answer"])
   if MARK in reference or "boxed" in reference:
     return find_answer(reference) or reference
@@ -97,10 +91,7 @@ def reference_answer(example: dict[str, Any]) -> str:
 
 
 def math_answer(prompt: str, completion: str, example: dict[str, Any]) -> float:
-  """1.0 if the completion's answer equals the reference answer, else 0.0.
-
-  The reference is an answer or a solution, as `reference_answer` reads it.
-  """
+  """1.0 if the completion's answer equals `reference_answer`, else 0.0."""
   expected = quantities.canonical(reference_answer(example))
   return float(expected is not None and given_answer(completion) == expected)
 

@@ -1,9 +1,7 @@
 """A reward model: a sequence classifier that reads prompt and completion.
 
 The reward is the classifier's one logit at the last real token, as in
-transformers' `AutoModelForSequenceClassification`. `rewards` is a pure function
-of token ids and may stand inside a compiled step; `make_reward_model` takes
-texts or chats, on the host.
+transformers' `AutoModelForSequenceClassification`.
 """
 
 import os
@@ -23,15 +21,10 @@ Chat = list[dict[str, Any]]
 
 
 def load(path: str | os.PathLike, **options: Any) -> tuple[LM, Params]:
-  """Reads a reward model's directory.
-
-  Args:
-    path: a sequence classifier of a supported family, with one label.
-    **options: those of `hf.load`.
+  """Reads a reward model by `hf.load`: a classifier of a supported family.
 
   Raises:
-    ValueError: it is no sequence classifier, or has several labels, or
-      `hf.load` refuses it.
+    ValueError: it is no sequence classifier, or has several labels.
   """
   labels = hf.to_transformer_config(hf.read_config(path)).labels
   if labels != 1:
@@ -49,29 +42,9 @@ def rewards(
   ids: Int[Array, "N S"],
   mask: Bool[Array, "N S"],
 ) -> Float[Array, "N"]:
-  """Returns the reward of each sequence: the logit at its last real token.
-
-  Args:
-    lm: a classifier with one label.
-    params: its parameters.
-    ids: whole sequences, right-padded.
-    mask: True on real tokens, a leading run of at least one in each row.
-  """
+  """Returns the logit of each right-padded sequence at its last real token."""
   prefix = lm.prefill(params, ids, mask)
   return lm.unembed(params, prefix.last_hidden)[:, 0]
-
-
-def _fit(rows: list[list[int]], limit: int, too_long: str) -> list[list[int]]:
-  """Rows of 1 to `limit` tokens."""
-  for row in rows:
-    if not row:
-      raise ValueError("a text to judge has no tokens at all")
-    if len(row) > limit and too_long == "refuse":
-      raise ValueError(
-        f"a text to judge has {len(row)} tokens, more than {limit}: give a "
-        'larger length, or too_long="cut" to read its last tokens only'
-      )
-  return [row[-limit:] for row in rows]
 
 
 def _batches(rows: list[list[int]], lengths: Sequence[int], batch_size: int):
@@ -95,46 +68,36 @@ def make_reward_model(
   params: Params,
   encode: Callable[[str | Chat], list[int]],
   *,
-  lengths: Sequence[int] = (256, 512, 1024, 2048),
-  batch_size: int = 8,
-  too_long: str = "refuse",
+  lengths: Sequence[int],
+  batch_size: int,
   sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[Sequence[str | Chat]], np.ndarray]:
   """Makes a function from texts or chats to their rewards.
 
-  It compiles once for each length that occurs, whatever texts it is given.
+  It compiles once for each length that occurs, whatever texts it is given. Of
+  what is longer than the longest it reads the end: that is the completion, and
+  the reward is read there.
 
   Args:
     lm: a classifier, by `load`.
     params: its parameters, placed on the mesh as the caller wants them.
     encode: a sample's ids, by the reward model's own tokenizer and template.
-    lengths: tokens that sequences are padded to; the longest is the limit.
+    lengths: tokens that sequences are padded to, in ascending order.
     batch_size: sequences computed at once; with a sharding, a multiple of the
       devices that it splits the rows over.
-    too_long: "refuse", or "cut" to read the last tokens of what is longer
-      (the end is the completion, and the reward is read there).
     sharding: sharding of ids and mask [batch_size, length]; None is JAX's.
 
   Returns:
     `(samples) -> rewards`, float32, in the order of the samples: each a whole
-    text, or a chat whose last message is the completion.
-
-  Raises:
-    ValueError: settings that make no sense; from the returned function, a
-      sample without tokens, or a longer one than the limit.
+    text, or a chat whose last message is the completion. A sample without
+    tokens is a ValueError.
   """
-  lengths = sorted(set(lengths))
-  if not lengths or lengths[0] < 1 or batch_size < 1:
-    raise ValueError(
-      f"lengths={lengths} and batch_size={batch_size} must be at least 1"
-    )
-  if too_long not in ("refuse", "cut"):
-    raise ValueError(f'too_long={too_long!r} must be "refuse" or "cut"')
   run = jax.jit(lambda params, ids, mask: rewards(lm, params, ids, mask))
 
   def reward_model(samples: Sequence[str | Chat]) -> np.ndarray:
-    rows = [encode(sample) for sample in samples]
-    rows = _fit(rows, lengths[-1], too_long)
+    rows = [encode(sample)[-lengths[-1] :] for sample in samples]
+    if not all(rows):
+      raise ValueError("a text to judge has no tokens at all")
     result = np.zeros(len(rows), np.float32)
     pending = []
     for indices, *arrays in _batches(rows, lengths, batch_size):

@@ -1,26 +1,31 @@
 """Worker processes that compute rewards, with a time limit for each completion.
 
     with Pool(["math_verify", "overlong"], workers=4, timeout=10.0) as pool:
-      results = pool.compute([Job(prompt, completion, example), ...])
+      submission = pool.submit([[(prompt, completion, example), ...], ...], G)
+      rewards = pool.collect([submission]).rewards  # [B, G]
 
 A reward that raises, hangs, ends its process, or returns something other than a
 finite number is a `Failure` and gives NaN; the others are not affected. Workers
 are new programs, never forks, and load no JAX. Processes exchange lines of
 JSON, nothing that could run code; `worker` tells what else a function may do.
-
-    submit   jobs -> tasks, each done by a thread with one idle worker
-    collect  (task, outcomes), from `Submission.done` in any order -> results
+A thread with one idle worker does a task; `collect` waits for the outcomes.
 """
 
+import collections
 import concurrent.futures
 import contextlib
-import math
+import functools
+import itertools
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Bool, Float
+
 from grpojax.rewards import conventions, functions, worker
+from grpojax.rewards.conventions import Item
 from grpojax.rewards.process import Lost, Process, to_line
 from grpojax.rewards.worker import Outcome
 
@@ -28,23 +33,8 @@ POLL = 0.5
 """Seconds between two calls of `check_signals`: so many to twice as many."""
 
 
-class Job(NamedTuple):
-  """A completion to be judged: two texts, and the example (of JSON values)."""
-
-  prompt: str
-  completion: str
-  example: dict[str, Any]
-
-
 class Failure(NamedTuple):
-  """A reward that could not be computed.
-
-  Attributes:
-    function: short name of the function.
-    reason: its mistake, in words.
-    prompt: the prompt.
-    completion: the completion.
-  """
+  """A reward that could not be computed: by which function, and why."""
 
   function: str
   reason: str
@@ -52,21 +42,24 @@ class Failure(NamedTuple):
   completion: str
 
 
-class Result(NamedTuple):
-  """The reward of a completion.
+class GroupRewards(NamedTuple):
+  """Rewards of all completions of a batch.
 
   Attributes:
-    reward: the weighted sum of the values (`functions.combine`); NaN where a
-      function failed, or all abstain.
-    values: one for each function; None where it abstains or failed.
-    failures: empty if all went well.
-    extras: other numbers of the functions, by "FUNCTION/NAME".
+    rewards: weighted sum of the values (`functions.combine`), float32; NaN
+      where there is none: to be masked out.
+    values: values of each function, by short name; NaN where it has none.
+    failed: True where the reward could not be computed; where it is NaN
+      otherwise, all functions abstain.
+    failures: [B][G], reasons for that; `groups.all_failures` lists them.
+    extras: other numbers that functions returned, by "FUNCTION/NAME", or NaN.
   """
 
-  reward: float
-  values: tuple[float | None, ...]
-  failures: tuple[Failure, ...]
-  extras: Mapping[str, float] = {}
+  rewards: Float[np.ndarray, "B G"]
+  values: dict[str, Float[np.ndarray, "B G"]]
+  failed: Bool[np.ndarray, "B G"]
+  failures: list[list[Sequence[Failure]]]
+  extras: dict[str, Float[np.ndarray, "B G"]] = {}
 
 
 class _Task(NamedTuple):
@@ -74,43 +67,49 @@ class _Task(NamedTuple):
 
   Attributes:
     functions: indices of the functions.
-    jobs: indices of the completions: one, or (TRL's convention) a whole group.
+    places: (prompt, completion) of one item, or (TRL's) of a whole group's.
   """
 
   functions: Sequence[int]
-  jobs: Sequence[int]
+  places: Sequence[tuple[int, int]]
+
+
+_Done = tuple[_Task, list[Outcome]]  # of a task, function by function
 
 
 class Submission:
-  """Jobs on their way, made by `Pool.submit`.
+  """Groups of `size` items on their way, one a prompt, made by `Pool.submit`.
 
-  A class because the threads share it: `done` is where they put each task with
-  its outcomes (or the exception that ended the thread's work).
+  Threads put each task with its outcomes, or an exception, into `done`.
   """
 
-  def __init__(self, jobs: list[Job], tasks: list[_Task]):
-    self.jobs, self.tasks = jobs, tasks
+  def __init__(
+    self, groups: Sequence[Sequence[Item]], size: int, tasks: list[_Task]
+  ):
+    self.groups, self.size, self.tasks = groups, size, tasks
     self.done: queue.SimpleQueue = queue.SimpleQueue()
     self.abandoned = False
     # Workers lost in a row, without a result in between. Threads count without
     # a lock: one that is missed only delays giving up.
     self.lost = 0
 
-  def items(self, task: _Task) -> list[Job]:
+  def items(self, task: _Task) -> list[Item]:
     """The completions of a task."""
-    return [self.jobs[i] for i in task.jobs]
+    return [self.groups[b][g] for b, g in task.places]
+
+
+def abandon(submissions: Sequence[Submission]) -> None:
+  """Gives up what nobody waits for: the rest is not tried."""
+  for submission in submissions:
+    submission.abandoned = True
 
 
 class Pool:
-  """Computes rewards by functions of these names.
+  """Computes rewards by functions of these names; use it in a `with`.
 
-  A class because it holds processes: use it in a `with`, or `close` it.
-
-  Where nothing but hanging or crashing happens, a batch is given up after
+  Where nothing but hanging or crashing happens, a submission is given up after
   `patience` = max(8, 4 * workers) workers lost in a row: its other completions
-  are failures too, after about patience / workers * timeout seconds. The next
-  batch starts afresh. Single completions that hang cost timeout / workers
-  seconds each, on average.
+  are failures too. The next one starts afresh.
 
   Args:
     names: names of the reward functions, for `functions.resolve`.
@@ -123,8 +122,8 @@ class Pool:
     sources: data sets that each function is for, by short name.
 
   Raises:
-    ValueError: functions that `functions.resolve_all` refuses, a number out
-      of range, or a worker that did not start.
+    ValueError: functions that `functions.resolve_all` refuses, or a worker that
+      did not start.
   """
 
   def __init__(
@@ -138,22 +137,14 @@ class Pool:
   ):
     self.names = [functions.label(name) for name in names]
     self.weights = [1.0] * len(names) if weights is None else list(weights)
-    self._functions = functions.resolve_all(names, options, sources)
-    if len(self.weights) != len(names) or not all(
-      map(math.isfinite, self.weights)
-    ):
-      raise ValueError(
-        f"reward weights {self.weights}: give a finite number for each of"
-        f" {self.names}"
-      )
-    if workers < 0 or timeout <= 0 or not math.isfinite(timeout):
-      raise ValueError(
-        f"workers = {workers}, timeout = {timeout}: workers must not be"
-        " negative, and the timeout a positive number of seconds"
-      )
-    keywords = {name: dict(each) for name, each in (options or {}).items()}
-    setup = {"names": list(names), "options": keywords, "sources": sources}
-    setup["timeout"] = timeout
+    self._functions = functions.resolve_all(names, options)
+    self._sources = [(sources or {}).get(name) for name in self.names]
+    setup = {
+      "names": list(names),
+      "options": {name: dict(each) for name, each in (options or {}).items()},
+      "sources": self._sources,
+      "timeout": timeout,
+    }
     self._timeout, self.patience = timeout, max(8, 4 * workers)
     self._workers = [Process(to_line(setup)) for _ in range(workers)]
     self._idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
@@ -173,33 +164,29 @@ class Pool:
       raise
 
   def wants(self, name: str) -> bool:
-    """True where a function takes `conventions.IDS` or `STATE`, by `name`."""
+    """True where a function takes something that costs to bring."""
     return any(conventions.wants(f, name) for f in self._functions)
 
-  def compute(self, jobs: Sequence[Job]) -> list[Result]:
-    """Results in the order of the jobs."""
-    return self.collect(self.submit(jobs))
-
-  def submit(
-    self, jobs: Sequence[Job], groups: Sequence[Sequence[int]] | None = None
-  ) -> Submission:
-    """Starts to compute rewards and returns at once.
-
-    Args:
-      jobs: the completions.
-      groups: indices of those of one prompt, which functions of TRL's
-        convention get together; None is each for itself.
+  def submit(self, groups: Sequence[Sequence[Item]], size: int) -> Submission:
+    """Starts to compute the rewards of groups of `size` completions.
 
     Raises:
       ValueError: an example has something that is no JSON.
     """
-    groups = [[i] for i in range(len(jobs))] if groups is None else groups
-    whole = [isinstance(f, conventions.Trl) for f in self._functions]
-    of_jobs = [i for i, takes_groups in enumerate(whole) if not takes_groups]
-    of_groups = [i for i, takes_groups in enumerate(whole) if takes_groups]
-    tasks = [_Task(of_jobs, [job]) for job in range(len(jobs)) if of_jobs]
-    tasks += [_Task(of_groups, group) for group in groups if of_groups]
-    sent = Submission(list(jobs), tasks)
+    of_jobs, of_groups = [], []
+    for i, function in enumerate(self._functions):
+      takes_groups = isinstance(function, conventions.Trl)
+      (of_groups if takes_groups else of_jobs).append(i)
+    prompts, tasks = range(len(groups)), []
+    if of_jobs:
+      # First completions, then second ones: where one example makes a function
+      # hang, its completions are not in a row, and the rest is not given up.
+      places = [(b, g) for g in range(size) for b in prompts]
+      tasks += [_Task(of_jobs, [place]) for place in places]
+    if of_groups:
+      rows = [[(b, g) for g in range(size)] for b in prompts]
+      tasks += [_Task(of_groups, row) for row in rows]
+    sent = Submission(groups, size, tasks)
     if self._workers:
       lines = [to_line([task.functions, sent.items(task)]) for task in tasks]
       for task, line in zip(tasks, lines, strict=True):
@@ -207,36 +194,79 @@ class Pool:
     return sent
 
   def collect(
-    self, sent: Submission, check_signals: Callable[[], None] | None = None
-  ) -> list[Result]:
-    """Waits for the results of a submission, in the order of its jobs.
+    self,
+    submissions: Sequence[Submission],
+    check_signals: Callable[[], None] = lambda: None,
+  ) -> GroupRewards:
+    """Waits for parts of a batch; returns the rewards as if they were one.
 
-    Args:
-      sent: result of `submit`.
-      check_signals: called while it waits: every `POLL` seconds or, without
-        workers, before each completion; the longest time without a call is then
-        that of one completion's reward. It may raise, say because the run is to
-        end. Then the submission is abandoned: none of its other jobs are tried,
-        and workers that are at one are killed (new ones start when they are
-        needed), so nothing keeps `close` or the next submission waiting.
-
-    Raises:
-      Exception: that of `check_signals`.
+    `check_signals` is called every `POLL` seconds or, without workers, before
+    each completion. Where it raises, all of them are abandoned: other items are
+    not tried, and workers that are at one are killed, so nothing keeps `close`
+    or the next submission waiting.
     """
-    outcomes: list[list] = [[None] * len(self.names) for _ in sent.jobs]
-    next_done = self._next_done if self._workers else self._next_here
+    rows = []  # [B][G] of an item and its outcomes
     try:
-      # A SimpleQueue, not futures: those may stay locked where Ctrl-C
-      # interrupts a wait for them, and then nothing could end.
-      for task, values in next_done(sent, check_signals):
-        for i, outcome in enumerate(values):  # function by function
-          function, job = divmod(i, len(task.jobs))
-          outcomes[task.jobs[job]][task.functions[function]] = outcome
+      for sent in submissions:
+        outcomes = self._outcomes(sent, check_signals)
+        for b, group in enumerate(sent.groups):
+          rows.append([(x, outcomes[b, g]) for g, x in enumerate(group)])
     except BaseException:
-      sent.abandoned = True
+      abandon(submissions)
       raise
-    pairs = zip(sent.jobs, outcomes, strict=True)
-    return [self._result(job, of_job) for job, of_job in pairs]
+    shape = len(rows), submissions[0].size
+    return self._group_rewards(rows, shape)
+
+  def _outcomes(
+    self, sent: Submission, check_signals: Callable[[], None]
+  ) -> dict[tuple[int, int], dict[int, Outcome]]:
+    """Waits for the outcomes by place and function."""
+    outcomes = collections.defaultdict(dict)
+    next_done = self._next_done if self._workers else self._next_here
+    for task, values in next_done(sent, check_signals):
+      keys = itertools.product(task.functions, task.places)
+      for (i, place), outcome in zip(keys, values, strict=True):
+        outcomes[place][i] = outcome
+    return outcomes
+
+  def _group_rewards(
+    self,
+    rows: list[list[tuple[Item, dict[int, Outcome]]]],
+    shape: tuple[int, int],
+  ) -> GroupRewards:
+    """Makes arrays of what each function made of each item."""
+    absent = functools.partial(np.full, shape, np.nan, np.float32)
+    rewards, values = absent(), {name: absent() for name in self.names}
+    extras = collections.defaultdict(absent)
+    failures: list[list[Sequence[Failure]]] = [[] for _ in rows]
+    for b, g in np.ndindex(shape):
+      (prompt, completion, _), outcomes = rows[b][g]
+      errors = []
+      for i, name in enumerate(self.names):
+        value, error, numbers = outcomes[i]
+        if value is not None:
+          values[name][b, g] = value
+        if error is not None:
+          errors.append((name, error))
+        for key, number in numbers.items():
+          extras[f"{name}/{key}"][b, g] = number
+      of_functions = [outcomes[i].value for i in range(len(self.names))]
+      total = functions.combine(of_functions, self.weights)
+      if total is not None and not errors:
+        if abs(total) <= worker.LARGEST:
+          rewards[b, g] = total
+        else:
+          error = f"is {total:.3g}, more than {worker.LARGEST:g}"
+          errors.append(("weighted sum", error))
+      failed = [Failure(*error, prompt, completion) for error in errors]
+      failures[b].append(failed)
+    return GroupRewards(
+      rewards,
+      values,
+      np.array([bool(x) for row in failures for x in row], bool).reshape(shape),
+      failures,
+      {name: extras[name] for name in sorted(extras)},
+    )
 
   def close(self) -> None:
     """Ends the workers, also in the middle of a submission."""
@@ -251,26 +281,26 @@ class Pool:
   def __exit__(self, *_):
     self.close()
 
-  def _next_here(self, sent: Submission, check_signals):
+  def _next_here(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Computes the tasks in this process, one after the other."""
     for task in sent.tasks:
-      if check_signals:
-        check_signals()
-      items = sent.items(task)
-      results = [
-        worker.evaluate(self._functions[i], items) for i in task.functions
-      ]
-      yield task, [outcome for of_items in results for outcome in of_items]
+      check_signals()
+      outcomes, items = [], sent.items(task)
+      for i in task.functions:
+        outcomes += worker.evaluate(self._functions[i], items, self._sources[i])
+      yield task, outcomes
 
-  def _next_done(self, sent: Submission, check_signals):
+  def _next_done(self, sent: Submission, check_signals) -> Iterator[_Done]:
     """Waits for the tasks that threads have done, in any order."""
     last = time.monotonic()
     for _ in sent.tasks:
       message = None
       while message is None:
+        # A SimpleQueue, not futures: those may stay locked where Ctrl-C
+        # interrupts a wait for them, and then nothing could end.
         with contextlib.suppress(queue.Empty):
-          message = sent.done.get(timeout=check_signals and POLL)
-        if check_signals and time.monotonic() - last >= POLL:
+          message = sent.done.get(timeout=POLL)
+        if time.monotonic() - last >= POLL:
           check_signals()
           last = time.monotonic()
       if isinstance(message, BaseException):
@@ -283,7 +313,7 @@ class Pool:
     def stop() -> bool:
       return self._closed or sent.abandoned
 
-    size = len(task.jobs)
+    size = len(task.places)
     count = len(task.functions) * size
     outcomes: list[Outcome] = []  # function by function
     process = self._idle.get()
@@ -292,7 +322,8 @@ class Pool:
         raise Lost("stopped")
       if sent.lost >= self.patience:
         raise Lost(f"not tried: {self.patience} workers were lost in a row")
-      process.ask(line, count, self._timeout * size, outcomes, stop)
+      for outcome in process.ask(line, count, self._timeout * size, stop):
+        outcomes.append(outcome)
       sent.lost = 0
       sent.done.put((task, outcomes))
     except Lost as error:
@@ -307,23 +338,3 @@ class Pool:
       sent.done.put(error)
     finally:
       self._idle.put(process)
-
-  def _result(self, job: Job, outcomes: Sequence[Outcome]) -> Result:
-    """The reward of a completion, from what each function made of it."""
-    named = list(zip(self.names, outcomes, strict=True))
-    values = tuple(outcome.value for outcome in outcomes)
-    errors = [(name, x.error) for name, x in named if x.error is not None]
-    total = None if errors else functions.combine(values, self.weights)
-    if total is not None and abs(total) > worker.LARGEST:
-      error = f"is {total:.3g}, more than {worker.LARGEST:g}"
-      errors, total = [("weighted sum", error)], None
-    extras = {
-      f"{name}/{key}": number
-      for name, outcome in named
-      for key, number in outcome.extras.items()
-    }
-    failures = (
-      Failure(name, error, job.prompt, job.completion) for name, error in errors
-    )
-    reward = math.nan if total is None else total
-    return Result(reward, values, tuple(failures), extras)

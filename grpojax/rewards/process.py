@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from grpojax.rewards.worker import Outcome
@@ -40,11 +40,7 @@ class Lost(Exception):
 
 
 class Process:
-  """One worker as its parent sees it; one thread at a time may use it.
-
-  It leads a session of its own: Ctrl-C in a terminal does not reach it, and
-  what it has started is killed with it.
-  """
+  """One worker as its parent sees it; one thread at a time may use it."""
 
   def __init__(self, setup: bytes):
     self._setup = setup
@@ -64,6 +60,7 @@ class Process:
       bufsize=0,
       # A function that uses JAX must not take the accelerator.
       env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+      # Ctrl-C does not reach it, and what it has started is killed with it.
       start_new_session=True,
     )
     for pipe in (self._process.stdin, self._process.stdout):
@@ -71,35 +68,30 @@ class Process:
 
   def wait_until_ready(self, stop: Callable[[], bool]) -> None:
     """Waits until the functions are loaded; raises as `ask`."""
-    answers: list[Outcome] = []
-    self._exchange(self._setup, 1, _START, answers, stop)
-    if answers[0].error is not None:
+    (answer,) = self._exchange(self._setup, 1, _START, stop)
+    if answer.error is not None:
       self.kill()
-      raise Lost(answers[0].error)
+      raise Lost(answer.error)
 
   def ask(
     self,
     line: bytes,
     count: int,
     timeout: int | float,
-    answers: list[Outcome],
     stop: Callable[[], bool],
-  ) -> None:
-    """Sends a line and appends `count` answers, within so many seconds.
+  ) -> Iterator[Outcome]:
+    """Sends a line and yields `count` answers, within so many seconds.
 
-    Starts a process if there is none. Answers that came are in the list also
-    where some are missing in the end. `stop` is asked every `_STOP` seconds.
-
-    Raises:
-      Lost: no answer in time, `stop` said True, or the process has died. It is
-        killed.
+    Starts a process if there is none. `stop` is asked every `_STOP` seconds.
+    Raises `Lost`, and kills the process, where no answer comes in time, `stop`
+    says True, or it has died.
     """
     if self._process is not None and self._process.poll() is not None:
       self.kill()  # it ended after its last answer, no fault of this line
     if self._process is None:
       self.start()
       self.wait_until_ready(stop)
-    self._exchange(line, count, timeout, answers, stop)
+    yield from self._exchange(line, count, timeout, stop)
 
   def kill(self) -> None:
     """Kills the process and what it has started, if there is one."""
@@ -112,10 +104,11 @@ class Process:
     process.stdin.close()
     process.stdout.close()
 
-  def _exchange(self, line, count, timeout, answers, stop) -> None:
+  def _exchange(self, line, count, timeout, stop) -> Iterator[Outcome]:
     """Writes the line and reads the answers, both as far as the pipes go."""
-    process, deadline = self._process, time.monotonic() + timeout
-    reader, writer = process.stdout.fileno(), process.stdin.fileno()
+    deadline = time.monotonic() + timeout
+    reader = self._process.stdout.fileno()
+    writer = self._process.stdin.fileno()
     poller = select.poll()
     poller.register(reader, select.POLLIN)
     poller.register(writer, select.POLLOUT)
@@ -123,7 +116,7 @@ class Process:
     name = secrets.token_hex(8)
     rest = memoryview(f"{name} ".encode() + line)
     try:
-      while len(answers) < count:
+      while count:
         left = deadline - time.monotonic()
         if left <= 0:
           raise Lost(f"no result after {timeout:g} s")
@@ -138,8 +131,9 @@ class Process:
           if not rest:
             poller.unregister(writer)
         if reader in ready:
-          new = _answers(self._read(reader), name)
-          answers += new[: count - len(answers)]
+          answers = _answers(self._read(reader), name)[:count]
+          count -= len(answers)
+          yield from answers
     except BaseException:
       self.kill()
       raise
@@ -157,8 +151,7 @@ class Process:
 def _answers(lines: Iterable[bytes], name: str) -> list[Outcome]:
   """Outcomes in the lines [name, value, error, extras].
 
-  Other lines are ignored: late answers to earlier questions, or text that a
-  function wrote.
+  Others, late answers or text that a function wrote, are ignored.
   """
   outcomes = []
   for line in lines:
@@ -181,6 +174,5 @@ def _end_of(process: subprocess.Popen) -> str:
     return "the worker closed its pipe"
   if code >= 0:
     return f"ended its process with code {code}"
-  with contextlib.suppress(ValueError):
-    return f"ended its process by {signal.Signals(-code).name}"
-  return f"ended its process by signal {-code}"
+  names = {signal_.value: signal_.name for signal_ in signal.Signals}
+  return f"ended its process by {names.get(-code, f'signal {-code}')}"

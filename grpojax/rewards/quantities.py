@@ -133,11 +133,7 @@ def _decimal(digits: str) -> Fraction:
 
 
 def number(text: str) -> Fraction | None:
-  """Reads the number that a text means, exactly; None if it is not one number.
-
-  Args:
-    text: an answer alone, such as "x = 1,234.50 dollars".
-  """
+  """Reads an answer alone ("x = 1,234.50 dollars"); None if not one number."""
   text = text.strip()
   if _SIMPLE.fullmatch(text):
     return Fraction(text)
@@ -185,11 +181,7 @@ def _only_words(text: str) -> bool:
 def canonical(text: str) -> str | None:
   """Returns the one spelling of all answers equal to this; None if none.
 
-  Args:
-    text: an answer alone; of more than `LONGEST` characters it is none.
-
-  Returns:
-    A reduced fraction such as "2469/2" for a number, otherwise text.
+  A reduced fraction such as "2469/2" for a number, otherwise text.
   """
   text = text.strip()
   if len(text) > LONGEST:
@@ -213,9 +205,6 @@ def canonical(text: str) -> str | None:
 
 
 def equal(first: str, second: str) -> bool:
-  """True where two answers are the same number, or else the same text.
-
-  Both are answers alone, without their solutions.
-  """
+  """True where two answers are the same number, or else the same text."""
   spelling = canonical(first)
   return spelling is not None and spelling == canonical(second)

@@ -23,8 +23,7 @@ def math_verify(prompt: str, completion: str, example: dict[str, Any]) -> float:
   The answer is found as in `math.math_answer`, and is right if that says so;
   otherwise Math-Verify decides. Only its grammar of LaTeX is used, which builds
   expressions: its parser of plain expressions would have Python evaluate them.
-  (SymPy reads the numbers, tokens of digits and a point, by evaluating them.)
-
+  (SymPy evaluates numbers, tokens of digits and a point.)
   """
   if math.math_answer(prompt, completion, example):
     return 1.0

@@ -3,16 +3,13 @@
 It reads lines `ID JSON` from its standard input. The first one names the reward
 functions; every other one is a task, completions and the functions that judge
 them. For each function and completion it answers [ID, value, error, extras].
-The ID is random, so that no answer passes for one to another line. What the
-functions print goes to standard error.
+The ID is random, so that no answer passes for one to another line.
 
-Functions are trusted not to attack: one that forks, reads, prints, closes files
-or writes to all that are open does no harm to other completions, but one that
-looks for the present ID in this process can answer in its own favour. Who runs
-code that a model wrote must do it in a sandbox of its own.
-
-It ends when its input does, so also when its parent was killed; the system's
-alarm ends it then if a function hangs, after `LEEWAY`.
+A function that forks, reads, prints, closes files or writes to all that are
+open does no harm to other completions, but one that looks for the present ID in
+this process can answer in its own favour: code that a model wrote needs a
+sandbox of its own. The worker ends when its input does, so also when its parent
+was killed; the system's alarm ends it then if a function hangs.
 """
 
 import contextlib
@@ -24,17 +21,18 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from grpojax.data.examples import SOURCE
 from grpojax.rewards import conventions, functions
 
 LARGEST = 1e30
 """Largest absolute value of a reward: sums of them fit into float32."""
 
 LEEWAY = 2.0
-"""Seconds beyond a task's limit after which the system ends a worker. Its
-parent kills it at the limit; this is for a worker whose parent has died."""
+"""Seconds beyond a task's limit, at which the parent kills a worker, after
+which the system does where the parent has died."""
 
 _MEMORY = 2**33  # bytes of data that a worker may allocate
 _MOST_EXTRAS, _LONGEST_NAME = 32, 64
@@ -56,19 +54,18 @@ class Outcome(NamedTuple):
 
 
 def evaluate(
-  reward: functions.Reward, items: Sequence[conventions.Item]
+  reward: functions.Reward,
+  items: Sequence[conventions.Item],
+  sources: Collection[str] | None = None,
 ) -> list[Outcome]:
-  """Calls a function on completions, whatever it does.
+  """Calls a function on completions of one prompt, whatever it does.
 
-  An error is an exception, but for Ctrl-C, and a value that is neither None nor
-  a finite number; None abstains. Only this process returns, not one that the
-  function has forked; and changes that it makes in an example stay its own.
-
-  Args:
-    reward: the function.
-    items: prompt, completion and example of each; all of one prompt where the
-      function takes them together.
+  It abstains from data sets other than `sources`. Only this process returns,
+  not one that the function has forked; and changes that it makes in an example
+  stay its own.
   """
+  if sources is not None and items[0][2].get(SOURCE) not in sources:
+    return [Outcome(None)] * len(items)
   items = [(*texts, copy.deepcopy(example)) for *texts, example in items]
   if isinstance(reward, conventions.Trl):
     return _call(lambda: reward(items), len(items))
@@ -91,30 +88,30 @@ def _call(function: Callable[[], Sequence[Any]], count: int) -> list[Outcome]:
 
 
 def _outcome(value: Any) -> Outcome:
-  """Reads a returned value: None, a number, a scalar array, or a dict.
+  """Reads a returned value: None, a number, a scalar array, or verl's dict.
 
-  A dict has the reward as "score", as verl's functions return it. Its other
-  finite numbers are extras (the first 32); anything else in it is ignored.
+  A dict has the reward as "score"; its other finite numbers are extras (the
+  first 32), and anything else in it is ignored.
   """
-  extras = {}
+  extras: dict[str, float] = {}
   if isinstance(value, Mapping):
     if _REWARD not in value:
       return Outcome(None, f"returned a dict without {_REWARD!r}")
-    others = {key: _scalar(x) for key, x in value.items() if key != _REWARD}
-    logged = [(key, x) for key, x in others.items() if _is_finite(x)]
-    extras = {
-      str(k)[:_LONGEST_NAME]: float(x) for k, x in logged[:_MOST_EXTRAS]
-    }
+    for key, other in value.items():
+      other = _scalar(other)
+      if key != _REWARD and _is_finite(other) and len(extras) < _MOST_EXTRAS:
+        extras[str(key)[:_LONGEST_NAME]] = float(other)
     value = value[_REWARD]
   value = _scalar(value)
   if value is None:
     return Outcome(None, None, extras)
   if not isinstance(value, numbers.Real):
     error = f"returned {type(value).__name__}, which is not a number"
-    return Outcome(None, error, extras)
-  if not _is_finite(float(value)):
-    return Outcome(None, f"returned {float(value)}", extras)
-  return Outcome(float(value), None, extras)
+  elif not _is_finite(float(value)):
+    error = f"returned {float(value)}"
+  else:
+    return Outcome(float(value), None, extras)
+  return Outcome(None, error, extras)
 
 
 def _scalar(value: Any) -> Any:
@@ -129,9 +126,8 @@ def _is_finite(value: Any) -> bool:
 def _limit_memory() -> None:
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   _, most = resource.getrlimit(resource.RLIMIT_DATA)
-  unlimited = most == resource.RLIM_INFINITY
-  size = _MEMORY if unlimited else min(_MEMORY, most)
-  resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+  if most == resource.RLIM_INFINITY or most > _MEMORY:
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
 
 
 def main() -> None:
@@ -152,14 +148,11 @@ def main() -> None:
   setup = json.loads(line)
   try:
     _limit_memory()
-    rewards = functions.resolve_all(
-      setup["names"], setup["options"], setup["sources"]
-    )
+    rewards = functions.resolve_all(setup["names"], setup["options"])
   except BaseException as error:
     plain = isinstance(error, ValueError)
-    reply(
-      name, Outcome(None, str(error) if plain else functions.describe(error))
-    )
+    reason = str(error) if plain else functions.describe(error)
+    reply(name, Outcome(None, reason))
     return
   reply(name, Outcome(0.0))  # ready
   for line in requests:
@@ -171,7 +164,7 @@ def main() -> None:
     limit = setup["timeout"] * len(items) + LEEWAY
     signal.setitimer(signal.ITIMER_REAL, limit)
     for i in numbers_of_functions:
-      for outcome in evaluate(rewards[i], items):
+      for outcome in evaluate(rewards[i], items, setup["sources"][i]):
         reply(name, outcome)
     signal.setitimer(signal.ITIMER_REAL, 0)
 

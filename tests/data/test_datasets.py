@@ -54,24 +54,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
     datasets.load("gsm8", "train")
 
 
-def test_a_data_set_that_takes_any_option(monkeypatch):
-  def load(split, *, seed=0, size=None, **options):
-    return [options | {"size": size}]
-
-  monkeypatch.setitem(datasets.DATASETS, "mine", load)
-  options = {"colour": 1, "size": 2}
-  assert datasets.load("mine", "train", "", options) == [options]
-
-
 WRONG = [
   *[(name, "size", value) for name in datasets.DATASETS for value in ("x", 0)],
-  *[("jsonl", "size", value) for value in (1.5, -1)],
-  ("arithmetic", "difficulty", "hard"),
-  ("arithmetic", "difficulty", (1.5, 2)),
-  ("arithmetic", "difficulty", True),
-  ("arithmetic", "difficulty", {"low": 1}),
+  *[("arithmetic", "difficulty", x) for x in ("hard", (1.5, 2), True)],
   *[("jsonl", key, 3) for key in ("prompt", "answer", "messages")],
-  ("jsonl", "test", "half"),
+  *[("jsonl", "size", 1.5), ("jsonl", "test", "half")],
 ]
 
 
@@ -89,12 +76,14 @@ def test_options_are_checked_against_annotations(monkeypatch):
   def load(split, *, seed=0, size: int | None = None, rate: float = 0.0, x=1):
     return [rate]
 
-  def later(split, *, size: "int | None" = None, path: object = None):
-    return [size]
+  def later(split, *, size: "int | None" = None, path: object = None, **more):
+    return [size, more]
 
   monkeypatch.setitem(datasets.DATASETS, "mine", load)
   for rate in (2, 0.5):
     options = {"rate": rate, "size": None, "x": [set()]}
     assert datasets.load("mine", "train", "", options) == [rate]
   monkeypatch.setitem(datasets.DATASETS, "mine", later)
-  assert datasets.load("mine", "train", "", {"size": "7"}) == ["7"]
+  options = {"size": "7", "colour": 1}
+  loaded = datasets.load("mine", "train", "", options)
+  assert loaded == ["7", {"colour": 1}]

@@ -28,8 +28,6 @@ def test_problems_in_the_order_of_the_file():
 @pytest.mark.parametrize(
   "line",
   [
-    "no json",
-    '{"question": "How many?"}',
     '{"question": "How many?", "answer": 3}',
     '{"question": "How many?", "answer": "three"}',
     '{"question": "", "answer": "#### 3"}',
@@ -78,8 +76,9 @@ def contents(examples):
   return sorted(tuple(sorted(example.items())) for example in examples)
 
 
-@pytest.mark.parametrize("below", ["", "gsm8k", "gsm8k/1.0.0"])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+  "below, split", [("", "train"), ("gsm8k", "test"), ("gsm8k/1.0.0", "train")]
+)
 def test_both_local_copies_hold_the_same_problems(below, split, prepared):
   found = gsm8k.load(split, path=prepared / below)
   assert contents(found) == contents(gsm8k.load(split, path=SAMPLE))
@@ -139,13 +138,7 @@ def test_one_process_prepares(tmp_path, monkeypatch):
   assert log == ["prepared"] and set(formats) == {("gsm8k", "array_record")}
   # Another process may have prepared it while this one waited for the lock.
   log.clear()
-  wait = gsm8k._one_process
-
-  def another(directory):
-    log.append("prepared")
-    return wait(directory)
-
-  monkeypatch.setattr(gsm8k, "_one_process", another)
+  monkeypatch.setattr(fcntl, "flock", lambda *_: log.append("prepared"))
   gsm8k._prepared()
   assert log == ["prepared"]
 

@@ -52,7 +52,7 @@ def served():
     "main/train-00000-of-00002.parquet": table(sums(30, 1)),
     "main/train-00001-of-00002.parquet": table(sums(10, 100)),
     "main/test-00000-of-00001.parquet": table(sums(4, 2)),
-    "other/a.parquet": table([{"prompt": "x", "answer": None}]),
+    "other/a.parquet": table([{"prompt": "x"}]),
   }
   own.add("org/sums", files, kind="datasets")
   lines = b'{"prompt": "1?", "answer": 1}\n{"prompt": "2?", "answer": 2}\n'
@@ -82,20 +82,11 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def asking(home, **environ):
-  environ = (
-    os.environ
-    | {
-      "HF_HOME": str(home),
-      "HF_HUB_DISABLE_XET": "1",
-      "PYTHONPATH": os.pathsep.join(
-        [str(pathlib.Path(__file__).parents[2]), *sys.path]
-      ),
-    }
-    | environ
-  )
+  environ |= {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+  environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
   with subprocess.Popen(
     [sys.executable, "-c", ASK],
-    env=environ,
+    env=os.environ | environ,
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -125,30 +116,27 @@ def test_data_sets_of_the_hub(tmp_path):
     asking(tmp_path, HF_ENDPOINT=address) as ask,
   ):
     train = ask("train", "org/sums", **GSM8K)
-    rows = [*sums(30, 1), *sums(10, 100)]
     assert train == [
       row
       | {"prompt": row["question"], "solution": row["answer"]}
       | {"answer": row["answer"].split()[-1]}
-      for row in rows
+      for row in [*sums(30, 1), *sums(10, 100)]
     ]
     assert len(ask("test", "org/sums", **GSM8K)) == 4
     assert ask("train", "org/sums", **GSM8K, size=3) == train[:3]
     held_out = ask("test", "org/sums", **GSM8K, test=0.3)
-    kept = ask("train", "org/sums", **GSM8K, test=0.3)
-    assert held_out and sorted(map(str, held_out + kept)) == sorted(
-      map(str, train)
-    )
+    whole = held_out + ask("train", "org/sums", **GSM8K, test=0.3)
+    assert held_out and sorted(map(str, whole)) == sorted(map(str, train))
     few = ask("test", "org/sums", **GSM8K, columns=["question", "answer"])
     assert few[0].keys() == {"question", "prompt", "answer", "solution"}
     (row,) = ask("train", "org/lines")
     assert row == {"prompt": "other", "answer": "3"}
     old = ask("train", "org/lines", revision=hub_server.COMMIT)
     assert [row["answer"] for row in old] == ["1", "2"]
-    for asked, text in REFUSED:
-      said = ask(**asked)
-      assert isinstance(said, str) and text in said, said
-      assert "\n" not in said
+    for split, path, options, text in REFUSED:
+      message = ask(split, path, **options)
+      assert isinstance(message, str) and text in message, message
+      assert "\n" not in message
   with asking(tmp_path, HF_HUB_OFFLINE="1") as ask:
     old = ask("train", "org/lines", revision=hub_server.COMMIT)
     assert isinstance(old, list), old
@@ -159,30 +147,17 @@ def test_data_sets_of_the_hub(tmp_path):
   assert not [path for _, path in own.log if path.endswith(".tar")]
 
 
-def asked(split, path, **options):
-  return {"split": split, "path": path} | options
-
-
+MAIN = {"configuration": "main"}
 REFUSED = [
-  (asked("train", "org/sums"), "data.options.configuration names one"),
-  (asked("train", "org/sums", configuration="x"), "data.options.configuration"),
-  (asked("test", "org/lines"), "no split 'test', but ['train']: data.options"),
-  (asked("train", "org/none"), "no data set 'org/none' with a revision 'main'"),
-  (asked("train", "org/lines", revision="v9"), "with a revision 'v9'"),
-  (asked("train", "org/script"), "data set org/script"),
-  (asked("train", "org/tar"), "others may hold code"),
-  (
-    asked("train", "org/sums", configuration="main"),
-    "row 1: no field 'prompt'",
-  ),
-  (
-    asked("train", "org/sums", configuration="other"),
-    "org/sums, train split, row 1: the answer 'answer' must be",
-  ),
-  (
-    asked("train", "org/sums", **GSM8K, columns=["x"]),
-    "has no column 'x'; its columns are ['question'",
-  ),
+  ("train", "org/sums", {}, "data.options.configuration names one"),
+  ("train", "org/sums", {"configuration": "x"}, "data.options.configuration"),
+  ("test", "org/lines", {}, "no split 'test', but ['train']: data.options"),
+  ("train", "org/none", {}, "no data set 'org/none' with a revision 'main'"),
+  ("train", "org/lines", {"revision": "v9"}, "with a revision 'v9'"),
+  ("train", "org/script", {}, "data set org/script"),
+  ("train", "org/tar", {}, "others may hold code"),
+  ("train", "org/sums", MAIN, "train split, row 1: no field 'prompt'"),
+  ("train", "org/sums", MAIN | {"columns": ["x"]}, "no column 'x'; its col"),
 ]
 
 

@@ -39,7 +39,7 @@ def test_every_batch_has_the_shares_and_every_epoch_its_prompts():
     assert len(set(map(tuple, epochs))) > 1  # each in an order of its own
 
 
-@pytest.mark.parametrize("start", [0, 1, 6, 29])
+@pytest.mark.parametrize("start", [1, 29])
 def test_a_run_resumed_anywhere_continues_the_same_stream(start):
   endless = Part("c", 0.5, arithmetic.load("train", seed=1))
   whole = sum(asked(batches([*PARTS, endless]), 20), [])

@@ -100,27 +100,22 @@ def test_a_pattern_is_one_set_of_files(kind, tmp_path):
   ]
   assert sorted(map(str, sum(halves, []))) == sorted(map(str, plain(60)))
   assert all(halves)
-  with pytest.raises(ValueError, match="one set of files without held-out"):
-    kind.load("test", path=pattern)
-  with pytest.raises(ValueError, match="no file matches"):
-    kind.load("train", path=str(tmp_path / "q*"))
-  with pytest.raises(ValueError, match="2 files of data.path holds no example"):
-    kind.load("train", path=pattern, test=1)
-  with pytest.raises(ValueError, match=rf"train{kind.suffix} does not exist"):
-    kind.load("train", path=tmp_path)
-  with pytest.raises(ValueError, match="and data.options.test"):
-    kind.load("train", path=tmp_path)
+  no_file = rf"train{kind.suffix} does not exist.*and data.options.test"
+  for split, path, share, message in (
+    ("test", pattern, 0, "one set of files without held-out"),
+    ("train", str(tmp_path / "q*"), 0, r"q\* matches none"),
+    ("train", pattern, 1, "2 files of data.path holds no example"),
+    ("train", tmp_path, 0, no_file),
+  ):
+    with pytest.raises(ValueError, match=message):
+      kind.load(split, path=path, test=share)
 
 
 def test_the_answer_follows_a_mark(kind, tmp_path):
   rows = [{"prompt": "6 * 7?", "answer": "6 * 7 = 42\n#### no #### 42 "}]
   file = kind(tmp_path / "a", rows)
   (row,) = kind.load("train", path=file, answer_after="####")
-  assert row == {
-    "prompt": "6 * 7?",
-    "answer": "42",
-    "solution": rows[0]["answer"],
-  }
+  assert row == rows[0] | {"answer": "42", "solution": rows[0]["answer"]}
   with pytest.raises(ValueError, match="has no '@'.*answer_after"):
     kind.load("train", path=file, answer_after="@")
 
@@ -164,9 +159,7 @@ def test_a_bad_row_is_named(tmp_path):
   """Its checks are those of JSONL's lines."""
   rows = [*plain(2), plain(1)[0] | {"answer": None}, *plain(1)]
   file = write(tmp_path / "a.parquet", rows)
-  with pytest.raises(
-    ValueError, match="a.parquet, row 3: .*a number, not None"
-  ):
+  with pytest.raises(ValueError, match="row 3: .*a number, not None"):
     parquet.load("train", path=file)
   assert len(parquet.load("train", path=file, size=2)) == 2
 

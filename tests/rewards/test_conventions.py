@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grpojax.rewards import conventions, functions, groups
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 
 TRL = '''
 import re
@@ -91,9 +91,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
   return {"score": right, "acc": right > 0, "pred": solution_str, "length":
           len(solution_str), "bad": float("nan")}
 
-def seen(**kwargs):
-  return 1.0
-
 def everything(solution_str, **kwargs):
   assert sorted(kwargs) == ["data_source", "extra_info", "ground_truth"], kwargs
   return float(kwargs["extra_info"] == {})
@@ -156,8 +153,7 @@ def computed(names, examples, texts, workers=0, options=None, **keywords):
   examples = [{"prompt_text": "text"} | e for e in examples]
   given = examples, texts, lengths, lengths > 0, 9, ids
   with Pool(names, options, workers=workers, **keywords) as pool:
-    pending = groups.submit_groups(pool, *given)
-    result = groups.collect_groups(pool, [pending])
+    result = pool.collect([groups.submit_groups(pool, *given)])
   return list(result.values.values()), result
 
 
@@ -182,21 +178,18 @@ def test_trl_functions_of_text(files, workers):
   assert not result.failed.any() and result.extras == {}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_trl_functions_of_conversations(files, workers):
+def test_trl_functions_of_conversations(files):
   """And what they log."""
   prompt = [{"role": "user", "content": "What?"}]
   texts = [["<think>a</think><answer>b</answer>", "no"]]
   state = {"global_step": 3, "max_steps": 12}
   example = {"prompt": prompt, "trainer_state": state}
   names = [f"{files['trl']}:{n}" for n in ("format_reward_func", "state_func")]
-  found, _ = computed(names, [example], texts, workers)
+  found, _ = computed(names, [example], texts)
   np.testing.assert_array_equal(found, [[[1, 0]], [[0.25, 0.25]]])
   plain = [{"prompt": "p"}, {"prompt": "q"}]
   texts = [["1", "333"], ["55555", "5555555"]]
-  found, result = computed(
-    [f"{files['trl']}:metric_func"], plain, texts, workers
-  )
+  found, result = computed([f"{files['trl']}:metric_func"], plain, texts, 1)
   np.testing.assert_array_equal(found, np.full((1, 2, 2), 0.5))
   assert list(result.extras) == ["metric_func/mean_length"]
   np.testing.assert_array_equal(
@@ -222,9 +215,9 @@ def test_verl_functions(files, workers):
   assert {k: v.tolist() for k, v in result.extras.items()} == extras
   plain = {"answer": "12", "data_source": "x"}
   names = [f"{files['verl']}:{name}" for name in ("gsm8k", "everything")]
-  found, _ = computed(names, [plain], texts, workers)
+  found, _ = computed(names, [plain], texts)
   np.testing.assert_array_equal(found, [[[1, 0, 0]], [[1, 1, 1]]])
-  _, result = computed([f"{files['verl']}:no_score"], [plain], texts, workers)
+  _, result = computed([f"{files['verl']}:no_score"], [plain], texts)
   [failure, *_] = groups.all_failures(result)
   assert result.failed.all() and "a dict without 'score'" in failure.reason
 
@@ -251,8 +244,8 @@ def test_what_fails_in_a_group_is_of_all_of_it(files, how, reason):
 
 def test_what_fails_of_one_completion_is_its_own(files):
   options = {"odd": {"how": "values"}}
-  examples, texts = [{"answer": "1"}], [["a", "b", "c"]]
-  _, result = computed([f"{files['trl']}:odd"], examples, texts, 0, options)
+  given = [{"answer": "1"}], [["a", "b", "c"]], 0, options
+  _, result = computed([f"{files['trl']}:odd"], *given)
   np.testing.assert_array_equal(result.rewards, [[1, math.nan, math.nan]])
   reasons = [f.reason for f in groups.all_failures(result)]
   assert reasons == ["returned nan", "returned str, which is not a number"]
@@ -262,7 +255,7 @@ def test_what_fails_of_one_completion_is_its_own(files):
   "how, reason",
   [
     ("hangs", "no result after 0.6 s"),
-    ("exits", "ended its process with code 3"),
+    ("exits", "ended its process with code"),
   ],
 )
 def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
@@ -273,7 +266,7 @@ def test_a_group_that_is_lost_has_a_limit_of_its_size(files, how, reason):
   given = [{"answer": "1"}], [["a", "b", "#### 1"]], 1, options
   found, result = computed(names, *given, timeout=0.2)
   assert result.failed.all()
-  assert {f.reason for f in groups.all_failures(result)} == {reason}
+  assert all(f.reason.startswith(reason) for f in groups.all_failures(result))
   np.testing.assert_array_equal(found[1], [[0, 0, 1]])
   assert np.isnan(found[2]).all()
 
@@ -308,20 +301,17 @@ def test_what_follows_no_convention_is_refused(files, name, message):
 
 
 @pytest.mark.parametrize(
-  "name, options, message",
+  "file, name, options",
   [
-    ("trl.py:odd", {"completions": 1}, "'completions' is no option"),
-    (
-      "verl.py:gsm8k",
-      {"metod": 1},
-      "no option 'metod': it takes .'ground_truth",
-    ),
-    ("verl.py:gsm8k", {"solution_str": ""}, "'solution_str' is no option"),
+    ("trl", "odd", {"completions": 1}),
+    ("verl", "gsm8k", {"metod": 1}),
+    ("verl", "gsm8k", {"solution_str": ""}),
   ],
 )
-def test_options_are_checked(files, name, options, message):
-  with pytest.raises(ValueError, match=message):
-    functions.resolve(files["trl"].replace("trl.py", name), options)
+def test_options_are_checked(files, file, name, options):
+  (option,) = options
+  with pytest.raises(ValueError, match=f"no option '{option}', but .'"):
+    functions.resolve(f"{files[file]}:{name}", options)
 
 
 def test_missing_columns_are_named(files):
@@ -372,7 +362,7 @@ def test_trls_own_functions():
   prompt = [{"role": "user", "content": "?"}]
   texts = ["<think>\nI.\n</think>\nA.", "<think>\nI.\nA."]
   with Pool(["trl.rewards:think_format_reward"]) as pool:
-    jobs = [Job("?", text, {"prompt": prompt}) for text in texts]
-    found = [r.reward for r in pool.compute(jobs)]
+    group = [("?", text, {"prompt": prompt}) for text in texts]
+    found = pool.collect([pool.submit([group], 2)]).rewards[0].tolist()
   assert found == think_format_reward([[{"content": t}] for t in texts])
   assert "trl" in sys.modules

@@ -24,22 +24,13 @@ def on_text(completion, answer):
     ("92+17=109\n#### 194\n\n", "194", 1),
     ("####194", " 194 ", 1),
     ("#### 3\n#### 194", "194", 1),
-    ("#### 194\n#### 3", "194", 0),
     ("##### 194", "194", 1),
-    ("### 194", "194", 0),
-    ("194", "194", 0),
-    ("#### 194.", "194", 0),
-    ("#### 194 195", "194", 0),
-    ("#### 100+94", "194", 0),
-    ("#### 0194", "194", 0),
-    ("####", "194", 0),
     ("", "", 0),
     ("#### 1,234,567", "1234567", 1),
     ("#### 1234567", "1,234,567", 1),
     ("#### -1,080.50", "-1080.50", 1),
     ("#### 12,34,567", "1234567", 0),
     ("#### 1234,567", "1234567", 0),
-    ("#### ,194", "194", 0),
     ("#### 1,23", "1,23", 1),
     ("#### two, three", "two, three", 1),
   ],
@@ -48,22 +39,22 @@ def test_text_reward(completion, answer, expected):
   assert on_text(completion, answer) == expected
 
 
-@pytest.mark.parametrize(
-  "completion, expected",
-  [
-    ("92+17=109\n#### 1,194\n\n", "1194"),
-    ("#### 3\n#### -1,080.50", "-1080.50"),
-    ("#### two, three ", "two, three"),
-    ("### 1194", None),
-    ("#### \n", None),
-  ],
-)
-def test_given_answer(completion, expected):
-  assert exact.given_answer(completion) == expected
+WRONG = [
+  *("#### 194\n#### 3", "### 194", "194", "#### 194.", "#### 194 195"),
+  *("#### 100+94", "#### 0194", "####", "#### ,194"),
+]
+
+
+def test_other_texts_are_wrong():
+  for completion in WRONG:
+    assert on_text(completion, "194") == 0, completion
 
 
 def test_the_same_answer_is_as_right():
   """Whoever gives the answer's own answer is right, and nobody else."""
+  assert exact.given_answer("2\n#### -1,080.50\n\n") == "-1080.50"
+  assert exact.given_answer("### 1194") is None
+  assert exact.given_answer("#### \n") is None
   texts = "1234 1,234 12,34 +1234 01234 1234. 1,234.0 1234.0 ,1234 x".split()
   for answer in texts:
     same = exact.given_answer(f"#### {answer}")
@@ -112,37 +103,13 @@ def assert_same(eos_ids, rows, answer, width=32, longest=16):
 
 
 ADVERSARIAL = [
-  "",
-  "#",
-  "###",
-  "####",
-  "####7",
-  "##### 7",
-  "######## 7",
-  "#### #7",
-  "#### 7 #",
-  "#### 7####",
-  "#### 7\n#### ",
-  "#### 8 #### 7",
-  "#### 7 #### 8",
-  "#### 7\n",
-  "#### 7\n\n",
-  "####\n\n7\n\n\n",
-  "\n\n#### \n 7 \n ",
-  "## ## 7",
-  "####<|endoftext|> 7",
-  "####<|endoftext|>7",
-  "#### 7<|endoftext|>",
-  "#### 7<|endoftext|>8",
-  "#### 7<|pad|>",
-  "#### <|pad|>7",
-  "##<|pad|>## 7",
-  "##<|endoftext|>## 7",
-  "#### 7\n\n8",
-  "#### 8\n\n#### 7",
-  "#### 77",
-  "7",
-  "#### é7",
+  *("", "#", "###", "####", "####7", "##### 7", "######## 7", "#### #7"),
+  *("#### 7 #", "#### 7####", "#### 7\n#### ", "#### 8 #### 7"),
+  *("#### 7 #### 8", "#### 7\n", "#### 7\n\n", "####\n\n7\n\n\n"),
+  *("\n\n#### \n 7 \n ", "## ## 7", "####<|endoftext|> 7"),
+  *("####<|endoftext|>7", "#### 7<|endoftext|>", "#### 7<|endoftext|>8"),
+  *("#### 7<|pad|>", "#### <|pad|>7", "##<|pad|>## 7", "##<|endoftext|>## 7"),
+  *("#### 7\n\n8", "#### 8\n\n#### 7", "#### 77", "7", "#### é7"),
 ]
 
 
@@ -156,8 +123,10 @@ def test_adversarial_texts_agree(eos_ids, answer):
     assert 5 < found.sum() < len(found) / 2
 
 
-@pytest.mark.parametrize("eos_ids", [(EOS,), (EOS, BLANK), (BLANK, UNK, PAD)])
-@pytest.mark.parametrize("answer", ["1234", "-12.5", "5,5"])
+@pytest.mark.parametrize(
+  "eos_ids, answer",
+  [((EOS,), "1234"), ((EOS, BLANK), "-12.5"), ((BLANK, UNK, PAD), "5,5")],
+)
 def test_random_ids_agree(eos_ids, answer):
   rng = np.random.default_rng(0)
   # Few characters, so that marks and answers do occur; two ids that no token
@@ -176,17 +145,11 @@ def test_random_ids_agree(eos_ids, answer):
   assert found.sum() > 50
 
 
-def test_completions_shorter_than_the_mark_agree():
+def test_texts_shorter_than_the_mark_and_longer_than_answers_agree():
   for width in (1, 4, 5):
-    rows = [
-      TOKENIZER.encode("####7"[-width:]),
-      TOKENIZER.encode("####"[:width]),
-    ]
-    found = assert_same((EOS,), rows, "7", width)
+    texts = ["####7"[-width:], "####"[:width]]
+    found = assert_same((EOS,), [*map(TOKENIZER.encode, texts)], "7", width)
     assert found[0] == (width == 5)
-
-
-def test_texts_longer_than_the_longest_answer_agree():
   texts = ["####7", "####77", "####7 7", "####7 ", "#### 7#"]
   rows = [TOKENIZER.encode(text) for text in texts]
   assert assert_same((EOS,), rows, "7", longest=1).tolist() == [1, 0, 0, 1, 0]
@@ -195,16 +158,10 @@ def test_texts_longer_than_the_longest_answer_agree():
 def test_answers_that_ids_cannot_hold_are_refused():
   target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,), max_answer_length=4)
   assert target({"answer": " 123 "})["answer"].astype(bool).sum() == 6
-  for answer, message in (
-    ("1234", "max_answer_length = 4"),  # "1,234" has five characters
-    ("é", "no token"),
-    ("a\n\nb", "ambiguous"),
-  ):
-    with pytest.raises(ValueError, match=message):
+  # "1,234" has five characters; no token is é, or it is not one by itself.
+  for answer in ("1234", "é", "a\n\nb"):
+    with pytest.raises(ValueError, match="max_answer_length = 4 characters"):
       target({"answer": answer})
-  target, _ = exact_ids.exact_answer_ids(TOKENIZER, (EOS,))
-  with pytest.raises(ValueError, match="ambiguous"):
-    target({"answer": "<|pad|>"})
 
 
 def trained(extra, merges=()):
@@ -233,5 +190,5 @@ def test_tokenizers_with_longer_tokens_are_refused(pair):
 def test_words_without_digits_are_allowed_but_not_in_answers():
   target, _ = exact_ids.exact_answer_ids(trained(["ab"], [("a", "b")]), (0,))
   assert target({"answer": "ba"})["answer"].astype(bool).sum() == 4
-  with pytest.raises(ValueError, match="ambiguous"):
+  with pytest.raises(ValueError, match="'cab' cannot be compared in ids"):
     target({"answer": "cab"})

@@ -35,31 +35,30 @@ def test_unfinished():
   assert unfinished("", "", {"finished": False}) == -1
 
 
-@pytest.mark.parametrize(
-  "completion, expected",
-  [
-    ("<think>a</think><answer>b</answer>", 1),
-    ("\n<think>\na < b\n</think>\n\n<answer> b </answer>\n", 1),
-    ("<think>a</think><answer>b</answer> so", 0),
-    ("so <think>a</think><answer>b</answer>", 0),
-    ("<think>a</think> so <answer>b</answer>", 0),
-    ("<answer>b</answer><think>a</think>", 0),
-    ("<think>a<answer>b</answer></think>", 0),
-    ("<think>a<answer>b</think></answer>", 0),
-    ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
-    ("<think>a <answer>b</answer></think><answer>c</answer>", 0),
-    ("<think> </think><answer>b</answer>", 0),
-    ("<think>a</think><answer>\n</answer>", 0),
-    ("<think>a</think><answer>b", 0),
-    ("</think>a<think><answer>b</answer>", 0),
-    ("<Think>a</Think><answer>b</answer>", 0),
-    ("a</think><answer>b</answer>", 0),
-    ("", 0),
-    ("<think>" * 200_000, 0),
-  ],
-)
-def test_format(completion, expected):
-  assert format("", completion, {}) == expected
+GOOD = [
+  "<think>a</think><answer>b</answer>",
+  "\n<think>\na < b\n</think>\n\n<answer> b </answer>\n",
+]
+BAD = [
+  "<think>a</think><answer>b</answer> so",
+  "so <think>a</think><answer>b</answer>",
+  "<think>a</think> so <answer>b</answer>",
+  *("<answer>b</answer><think>a</think>", "<think>a<answer>b</answer></think>"),
+  "<think>a<answer>b</think></answer>",
+  "<think>a</think><answer>b</answer><answer>b</answer>",
+  "<think>a <answer>b</answer></think><answer>c</answer>",
+  "<think> </think><answer>b</answer>",
+  *("<think>a</think><answer>\n</answer>", "<think>a</think><answer>b"),
+  *("</think>a<think><answer>b</answer>", "<Think>a</Think><answer>b</answer>"),
+  *("a</think><answer>b</answer>", ""),
+]
+
+
+def test_format():
+  for completion in GOOD:
+    assert format("", completion, {}) == 1, completion
+  for completion in [*BAD, "<think>" * 200_000]:
+    assert format("", completion, {}) == 0, completion[:99]
 
 
 def test_the_prompt_may_open_the_first_tag():

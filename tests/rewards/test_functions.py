@@ -15,18 +15,6 @@ EXAMPLE = {
 }
 
 
-def test_built_in_functions_and_their_options():
-  def reward(name, options=None, text="A: 12"):
-    return functions.resolve(name, options)("", text, EXAMPLE)
-
-  assert reward("math_answer") == 1.0 and reward("exact_answer") == 0.0
-  assert reward("format", {"tags": ["a"]}, "<a>x</a>") == 1.0
-  assert reward("format", None, "<a>x</a>") == 0.0
-  assert reward("length", {"target": 5}) == -0.1
-  assert reward("overlong", {"cache": 8}) == -0.5
-  assert reward("unfinished") == 0.0
-
-
 def test_functions_of_a_user(tmp_path, monkeypatch):
   function = functions.resolve(f"{USER}:behave", {"scale": 3})
   assert function("", "2", {}) == 6.0
@@ -47,11 +35,11 @@ def test_functions_of_a_user(tmp_path, monkeypatch):
     ("no.such.package:f", {}, "No module named 'no'"),
     ("no/such/file.py:f", {}, "there is no file /.*such/file.py$"),
     (f"{USER}:behav", {}, "no such function; did you mean 'behave'"),
-    (f"{USER}:not_a_function", {}, "is no function: .*int"),
+    (f"{USER}:not_a_function", {}, "no such function"),
     (f"{USER}:two_arguments", {}, "cannot be called"),
-    (f"{USER}:behave", {"scal": 1}, "no option 'scal'; did you mean 'scale'"),
+    (f"{USER}:behave", {"scal": 1}, "no option 'scal'.*; did you mean 'scale'"),
     (f"{USER}:behave", {"prompt": ""}, "no option 'prompt'"),
-    ("math_answer", {"x": 1}, "no option 'x': it takes none"),
+    ("math_answer", {"x": 1}, "no option 'x', but none"),
     ("length", {"target": -1}, "must be 0 or more"),
     ("overlong", {"cache": 0}, "must be positive"),
     ("format", {"tags": ["a", "a"]}, "give different names"),

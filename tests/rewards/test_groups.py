@@ -11,7 +11,7 @@ USER = str(pathlib.Path(__file__).with_name("user_rewards.py"))
 
 
 def compute(pool, *args):
-  return groups.collect_groups(pool, [groups.submit_groups(pool, *args)])
+  return pool.collect([groups.submit_groups(pool, *args)])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -47,29 +47,13 @@ def test_groups_have_rewards_and_failures_are_masked(workers):
   assert failure.prompt == "abc" and failure.completion == "raise"
 
 
-def test_groups_are_abandoned_where_check_signals_raises():
-  def check_signals():
-    raise KeyError
-
-  shape = np.ones((1, 2), np.int32)
-  with Pool([f"{USER}:behave"]) as pool:
-    pending = groups.submit_groups(
-      pool, [{"prompt_text": ""}], [["none", "2"]], shape, shape > 0, 8
-    )
-    rewards = groups.collect_groups(pool, [pending])
-    np.testing.assert_array_equal(rewards.rewards, [[math.nan, 2]])
-    assert not rewards.failed.any()  # abstaining is no failure
-    with pytest.raises(KeyError):
-      groups.collect_groups(pool, [pending], check_signals)
-  assert pending.submission.abandoned
-
-
 def test_neighbouring_jobs_are_of_different_prompts():
   """So that one bad example does not make a whole batch be given up."""
   examples = [{"prompt_text": p, "answer": ""} for p in "abc"]
   ones = np.ones((3, 4), np.int32)
   with Pool([f"{USER}:behave"]) as pool:
-    pending = groups.submit_groups(
+    sent = groups.submit_groups(
       pool, examples, [["1"] * 4] * 3, ones, ones > 0, 8
     )
-  assert "".join(job.prompt for job in pending.submission.jobs) == "abc" * 4
+  items = [item for task in sent.tasks for item in sent.items(task)]
+  assert "".join(prompt for prompt, _, _ in items) == "abc" * 4

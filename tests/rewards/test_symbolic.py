@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from grpojax.rewards import functions
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 
 
 def test_without_math_verify_it_says_what_to_install(monkeypatch):
@@ -30,8 +30,9 @@ def test_symbolic_answers_in_a_worker():
     ("The answer is not 5", "5", 0),
     (r"\boxed{y+x}", "x+y", 1),
   ]
-  jobs = [Job("", text, {"answer": answer}) for text, answer, _ in cases]
+  group = [("", text, {"answer": answer}) for text, answer, _ in cases]
   with Pool(["math_verify"], workers=1, timeout=30) as pool:
-    results = pool.compute(jobs)
-  for (text, _, expected), result in zip(cases, results, strict=True):
-    assert result.reward == expected, (text, result)
+    sent = pool.submit([[item] for item in group], 1)
+    rewards = pool.collect([sent]).rewards[:, 0]
+  for (text, _, expected), reward in zip(cases, rewards, strict=True):
+    assert reward == expected, text

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from grpojax import evaluate
 from grpojax.data.examples import SOURCE
-from grpojax.rewards.pool import Job, Pool
+from grpojax.rewards.pool import Pool
 from grpojax.runtime.cli import config as config_lib
 from grpojax.training import policy as policy_lib
 from grpojax.training.config import from_config
@@ -58,12 +58,11 @@ def test_a_mixture_as_it_is_written(config_with):
   [
     ({"wieght": 1}, "mixture.gsm8k.wieght = 1: unknown.*did you mean weight"),
     ({"weight": 0}, "mixture.gsm8k.weight = 0: must be a number more than 0"),
-    ({"weight": "3"}, "mixture.gsm8k.weight = '3'"),
     ({"name": "gsm9k"}, "name = 'gsm9k': use one of arithmetic, gsm8k"),
     ({"path": 3}, "path = 3: must be a text"),
     ({"options": 3}, "options = 3: is a section"),
     ({"rewards": "length"}, "rewards = 'length': names, each once, among"),
-    ({"rewards": 3}, "rewards = 3: must be names"),
+    ({"rewards": 3}, "rewards = 3: names, each once, among"),
     ({"rewards": ("exact_answer",)}, "reward.functions = .*format: leave"),
     (3, "mixture.gsm8k = 3: is a section"),
   ],
@@ -73,27 +72,23 @@ def test_mistakes_are_refused(part, text, config_with):
     from_config(config_with(**TWO, **mixture(gsm8k=part)))
 
 
-@pytest.mark.parametrize("field", ["data__path", "data__options__size"])
-def test_a_mixture_has_no_path_of_its_own(field, config_with):
-  config = config_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
-  with pytest.raises(ValueError, match=r"write data.mixture.NAME.\w+"):
-    from_config(config)
-
-
-def test_a_name_must_do_for_metrics(config_with):
+def test_a_mixture_has_no_path_of_its_own(config_with):
+  for field in ("data__path", "data__options__size"):
+    config = config_with(**{field: "x"}, **mixture(gsm8k={"weight": 1}))
+    with pytest.raises(ValueError, match=r"write data.mixture.NAME.\w+"):
+      from_config(config)
   config = config_with(**mixture(**{"a/b": {"name": "gsm8k"}}))
   with pytest.raises(ValueError, match="data.mixture = 'a/b': names metrics"):
     from_config(config)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_functions_score_their_data_sets(workers):
-  options = {"workers": workers, "sources": {"format": ["b"]}, "timeout": 60}
+def test_functions_score_their_data_sets():
+  options = {"workers": 1, "sources": {"format": ["b"]}, "timeout": 60}
   with Pool(["exact_answer", "format"], **options) as pool:
-    jobs = [Job("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
-    one, two = pool.compute([*jobs])
-  assert one.values[1] is None and one.reward == one.values[0]
-  assert two.values[1] is not None and not (one.failures or two.failures)
+    group = [("p", "1", {"answer": "1", SOURCE: name}) for name in "ab"]
+    found = pool.collect([pool.submit([group], 2)])
+  np.testing.assert_array_equal(found.values["format"], [[np.nan, 0]])
+  assert not found.failed.any() and np.isfinite(found.rewards).all()
 
 
 def test_a_right_answer_is_what_its_data_set_says():
@@ -167,26 +162,23 @@ def test_what_fits_of_each_data_set(
     data__too_long="drop",
     eval__num_prompts=3,  # of each
   )
-  found = {
-    split: splits.load_split(settings, policy, split)
-    for split in ("train", "test")
-  }
-  whole = found["train"]
+  whole, test = (
+    splits.load_split(settings, policy, split) for split in ("train", "test")
+  )
   assert whole.dropped == 6 and len(whole.examples) == 14
-  assert len(whole.survey.lengths) == 20
-  assert len(found["test"].examples) == 6
-  assert {e[SOURCE] for e in found["test"].examples} == {"nines", "ones"}
+  assert len(whole.lengths) == 20 and len(test.examples) == 6
+  assert {e[SOURCE] for e in test.examples} == {"nines", "ones"}
   _, batch = next(
     prompts_lib.training_batches(settings, policy, whole.examples, 8)
   )
   assert sum(e[SOURCE] == "ones" for e in batch) == 16
   # Measured once.
   file = tmp_path / "lengths.npz"
-  splits.save_lengths(file, found)
+  splits.save_lengths(file, {"train": whole})
   monkeypatch.setattr(prompts_lib.tokenizer_lib, "encode_prompt", print)
   again = splits.load_split(settings, policy, "train", file)
-  assert again.survey.fingerprint == whole.survey.fingerprint
-  np.testing.assert_array_equal(again.survey.lengths, whole.survey.lengths)
+  assert again.fingerprint == whole.fingerprint
+  np.testing.assert_array_equal(again.lengths, whole.lengths)
 
 
 def test_an_error_says_which_data_set_it_is_of(files, config_with):

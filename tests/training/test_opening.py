@@ -4,10 +4,8 @@ import contextlib
 import errno
 import tempfile
 
-import numpy as np
 import pytest
 
-from grpojax.data.survey import Survey
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.terminal import screen
 from grpojax.runtime.text import tokenizer
@@ -25,8 +23,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path, monkeypatch):
 
 def test_processes_that_read_other_examples_are_refused(monkeypatch):
   def checked(count, fingerprint):
-    found = Survey(fingerprint, np.ones(count, np.int32))
-    split = splits.Split(["?"] * count, 0, found, "key")
+    split = splits.Split(["?"] * count, 0, fingerprint)
     return start.Checked(None, None, None, split, split, None)
 
   said = []

@@ -1,15 +1,22 @@
 """A config's data sets, and their prompts."""
 
 import functools
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from grpojax.core.types import Prompts
+from grpojax.data import arithmetic
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import prompts as prompts_lib
 from grpojax.training.data import splits as splits_lib
+
+
+@pytest.fixture(scope="module")
+def policy():
+  return policy_lib.open_policy("arithmetic-instruct")
 
 
 def test_problems_of_a_run(settings_with):
@@ -17,10 +24,8 @@ def test_problems_of_a_run(settings_with):
     examples = load(settings_with(**changes))
     return [examples[i]["prompt"] for i in range(count)]
 
-  train, test = (
-    functools.partial(splits_lib.load_examples, split=split)
-    for split in ("train", "test")
-  )
+  train = functools.partial(splits_lib.load_examples, split="train")
+  test = functools.partial(splits_lib.load_examples, split="test")
   assert prompts(train) == prompts(train) != prompts(train, seed=1)
   assert prompts(test) == prompts(test, seed=1)
   assert len(test(settings_with(eval__num_prompts=21))) == 21
@@ -44,8 +49,7 @@ def jsonl(tmp_path):
   }
 
 
-def test_long_prompts_are_refused_or_dropped(jsonl, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_long_prompts_are_refused_or_dropped(policy, jsonl, settings_with):
   changes = jsonl | {"data__template": "{prompt}"}
   settings = settings_with(**changes)
   train = splits_lib.load_examples(settings, "train")
@@ -66,10 +70,29 @@ def test_long_prompts_are_refused_or_dropped(jsonl, settings_with):
     assert max(lengths) == 12
   settings = settings_with(**changes, eval__num_prompts=3)
   assert len(splits_lib.load_split(settings, policy, "test").examples) == 3
+  changes["data__max_prompt_length"] = 5
+  with pytest.raises(ValueError, match="all 12 prompts are longer"):
+    splits_lib.load_split(settings_with(**changes), policy, "train")
 
 
-def test_the_config_sets_the_prompt(jsonl, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_a_stream_of_what_fits_resumes_exactly(policy, jsonl, settings_with):
+  changes = jsonl | {"data__too_long": "drop", "data__template": "{prompt}"}
+  settings = settings_with(**changes)
+  examples = splits_lib.load_split(settings, policy, "train").examples
+
+  def answers(count, **options):
+    stream = prompts_lib.prompt_batches(settings, policy, examples, **options)
+    batches = itertools.islice(stream, count)
+    return [row["answer"] for _, batch in batches for row in batch]
+
+  whole = answers(10, batch_size=3, seed=3)
+  assert sorted(whole[: len(examples)]) == sorted("12345")
+  for start in (0, 4, len(examples), 11):
+    rest = answers(4, batch_size=2, seed=3, start=start)
+    assert rest == whole[start : start + 8]
+
+
+def test_the_config_sets_the_prompt(policy, jsonl, settings_with):
   changes = {"data__template": "{prompt}+1", "data__max_prompt_length": 32}
   settings = settings_with(**jsonl | changes)
   examples = splits_lib.load_split(settings, policy, "train").examples
@@ -77,15 +100,15 @@ def test_the_config_sets_the_prompt(jsonl, settings_with):
     prompts_lib.held_out(settings, policy, examples)
   )
   assert example["prompt_text"] == "Q: 9+1\nA: " and example["answer"] == "1"
+  assert prompts.prompt_ids.shape[1] == 24  # trimmed: the longest has 20
   ids = prompts.prompt_ids[0][np.asarray(prompts.prompt_mask[0])]
   assert policy.tokenizer.decode(ids) == example["prompt_text"]
 
 
 @pytest.mark.parametrize("kind, count", [("text", 0), ("control", 1)])
 def test_the_config_says_what_special_tokens_are(
-  kind, count, jsonl, settings_with
+  policy, kind, count, jsonl, settings_with
 ):
-  policy = policy_lib.open_policy("arithmetic-instruct")
   changes = {"data__special_tokens": kind, "data__max_prompt_length": 32}
   settings = settings_with(**jsonl | changes)
   examples = [{"prompt": "1<|endoftext|>", "answer": "1"}]
@@ -108,14 +131,14 @@ def test_the_config_says_what_special_tokens_are(
     ({"data__too_long": "drop", "steps": 1}, "endless"),
   ],
 )
-def test_mistakes_are_refused(changes, hint, settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_mistakes_are_refused(policy, changes, hint, settings_with):
   with pytest.raises(ValueError, match=hint):
     splits_lib.load_split(settings_with(**changes), policy, "train")
 
 
-def test_prompts_are_measured_once(jsonl, settings_with, tmp_path, monkeypatch):
-  policy = policy_lib.open_policy("arithmetic-instruct")
+def test_prompts_are_measured_once(
+  policy, jsonl, settings_with, tmp_path, monkeypatch
+):
   changes = jsonl | {"data__too_long": "drop"}
   file, measured = tmp_path / "lengths.npz", []
   encode = prompts_lib.tokenizer_lib.encode_prompt
@@ -166,9 +189,60 @@ def test_padding_that_all_prompts_share_is_cut(longest, size):
   np.testing.assert_array_equal(found.targets["answer"], np.arange(3))
 
 
-def test_held_out_prompts_are_trimmed(settings_with):
-  policy = policy_lib.open_policy("arithmetic-instruct")
-  settings = settings_with(data__max_prompt_length=100, eval__num_prompts=3)
-  examples = splits_lib.load_examples(settings, "test")
-  ((prompts, _),) = prompts_lib.held_out(settings, policy, examples)
-  assert prompts.prompt_ids.shape == prompts.prompt_mask.shape == (3, 25)
+EXAMPLES = [{"prompt": "x" * (i % 5 + 1), "answer": str(i)} for i in range(10)]
+
+
+def test_the_fingerprint_is_of_the_examples_and_their_order():
+  def fingerprint(examples):
+    return splits_lib.fingerprint(examples, lambda: None)
+
+  first = fingerprint(EXAMPLES)
+  assert fingerprint([dict(reversed(e.items())) for e in EXAMPLES]) == first
+  others = [
+    EXAMPLES[:-1],
+    EXAMPLES[::-1],
+    [*EXAMPLES[:-1], EXAMPLES[-1] | {"answer": "10"}],
+    [*EXAMPLES[:-1], EXAMPLES[-1] | {"level": 1}],
+  ]
+  assert len({first, *map(fingerprint, others)}) == 5
+
+
+def test_an_endless_data_set_is_read_as_far_as_it_is_used(
+  policy, settings_with
+):
+  settings = settings_with(steps=1, data__max_prompt_length=99)
+  split = splits_lib.load_split(settings, policy, "train")
+  assert len(split.examples) == arithmetic.ENDLESS
+  prompts_of_step = 256 // 8  # the default's samples and group size
+  assert len(split.lengths) == prompts_of_step < splits_lib.FINGERPRINTED
+  longer = splits_lib.load_split(
+    settings_with(steps=10**6, data__max_prompt_length=99), policy, "train"
+  )
+  assert len(longer.lengths) == splits_lib.MEASURED
+  assert longer.fingerprint == split.fingerprint
+
+
+def test_a_long_pass_may_be_ended_and_says_how_far_it_is(monkeypatch, capsys):
+  class Ended(Exception):
+    pass
+
+  calls = iter(range(99))
+
+  def check_signals():
+    if next(calls) == 4:
+      raise Ended
+
+  monkeypatch.setattr(splits_lib, "_REPORT_EVERY", -1)
+  with pytest.raises(Ended):
+    splits_lib.fingerprint(EXAMPLES, check_signals)
+  lines = [f"read {i} of 10 prompts" for i in range(4)]
+  assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_prompt_without_tokens_is_refused():
+  encode = lambda prompt: (prompt, list(prompt))
+  lengths = splits_lib.prompt_lengths(EXAMPLES, encode, 99, lambda: None)
+  np.testing.assert_array_equal(lengths, [1, 2, 3, 4, 5] * 2)
+  examples = [*EXAMPLES, {"prompt": ""}]
+  with pytest.raises(ValueError, match="example 10: a prompt without tokens"):
+    splits_lib.prompt_lengths(examples, encode, 99, lambda: None)

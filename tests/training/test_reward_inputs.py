@@ -31,7 +31,7 @@ def file(tmp_path):
 
 
 def split(**columns):
-  return splits.Split([{"prompt": "p"} | columns], 0, None, "")
+  return splits.Split([{"prompt": "p"} | columns])
 
 
 def test_the_step_is_said_where_it_is_asked_for(file):
@@ -54,7 +54,7 @@ def test_columns_of_each_data_set_of_a_mixture(file):
   rewards = rewards_lib.resolve_functions(settings)
 
   def check(**parts):
-    whole = splits.Split(None, 0, None, "", parts)
+    whole = splits.Split(None, parts=parts)
     rewards_lib.check_columns(settings, rewards, whole)
 
   # A mixture names the data set of each example, so verl's finds that.

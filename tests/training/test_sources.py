@@ -97,12 +97,6 @@ def texts(served):
   return {k: v for k, v in files.items() if not k.endswith(".safetensors")}
 
 
-def test_a_name_with_its_commit(served, model):
-  assert policy.pinned(ID) == policy.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
-  for path in (model.name, str(model), "gs://a/b", "nothing"):
-    assert policy.pinned(path) == path
-
-
 def test_other_programs_take_names_too(served, model, tmp_path):
   config = sft_config.default_config()
   config.model.path, config.rows = ID, 1
@@ -112,6 +106,9 @@ def test_other_programs_take_names_too(served, model, tmp_path):
   same(params, whole)
   _, params = run_models.load(f"{ID}@{COMMIT}")
   same(params, whole)
+  assert policy.pinned(ID) == policy.pinned(f"{ID}@main") == f"{ID}@{COMMIT}"
+  for path in (model.name, str(model), "gs://a/b", "nothing"):
+    assert policy.pinned(path) == path
 
 
 def made(**changes):
@@ -127,6 +124,8 @@ LINES = (f"model:org/judge@v1={COMMIT}", f"model:{ID}@main={COMMIT}")
 
 
 def test_a_config_is_pinned_once_and_for_all(served):
+  plain = made()
+  assert hub_pins.pin(plain) is plain and not served.log
   served.add("org/judge", texts(served), branch="v1")
   settings = made(model__path=ID, reward__model="org/judge@v1")
   pinned = hub_pins.pin(settings)
@@ -146,11 +145,6 @@ def test_a_config_is_pinned_once_and_for_all(served):
   saved = config_lib.to_json(config_module.to_config(pinned))
   saved = config_module.from_config(config_lib.from_json(saved))
   assert hub_pins.with_commits(settings, saved.commits) == pinned
-
-
-def test_a_config_without_names_of_the_hub_stays_as_it_is(served):
-  settings = made()
-  assert hub_pins.pin(settings) is settings and not served.log
 
 
 def test_data_of_the_hub_are_pinned_too(served):
@@ -179,12 +173,10 @@ def test_data_of_the_hub_are_pinned_too(served):
   "changes, text",
   [
     ({"model__revision": "v1"}, "with model.path = ORG/NAME"),
-    ({"model__path": "/a/b", "model__revision": "v1"}, "with model.path = ORG"),
     ({"model__path": "a/b", "model__revision": "../x"}, "a branch, a tag"),
     ({"model__path": "a/b@v1", "model__revision": "v2"}, "one of the two"),
     ({"model__path": "gs://a/b", "model__revision": "v2"}, "is a URL"),
     ({"commits": ("x",)}, "commits = 'x': lines KIND:"),
-    ({"commits": (f"model:a/b={COMMIT}",)}, "a run fills it in"),
     ({"commits": (f"space:a/b@main={COMMIT}",)}, "a run fills it in"),
     ({"commits": (f"model:a/b@main={COMMIT[1:]}",)}, "a run fills it in"),
     ({"commits": (3,)}, "commits = 3"),

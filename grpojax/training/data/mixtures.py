@@ -11,7 +11,7 @@ functions see, and by which metrics and accuracies are reported.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,18 +60,13 @@ def sources(settings: TrainSettings) -> dict[str, Source]:
 
 
 def scored_by(settings: TrainSettings) -> dict[str, list[str]]:
-  """Returns the data sets that a reward function is for, by its label.
-
-  Functions that score all of them are not in it: none are where nothing is
-  mixed.
-  """
-  named = sources(settings)
-  labels = list(map(label, settings.reward.functions))
-  data_sets = {
-    name: [s for s, one in named.items() if name in (one.rewards or labels)]
-    for name in labels
-  }
-  return {k: x for k, x in data_sets.items() if len(x) < len(named)}
+  """The data sets that a reward function is for; those for all are left out."""
+  named, sources_of = sources(settings), {}
+  for name in map(label, settings.reward.functions):
+    own = [k for k, x in named.items() if not x.rewards or name in x.rewards]
+    if len(own) < len(named):
+      sources_of[name] = own
+  return sources_of
 
 
 def judges(settings: TrainSettings) -> dict[str, str]:
@@ -85,86 +80,72 @@ def judges(settings: TrainSettings) -> dict[str, str]:
 def errors(
   settings: TrainSettings, flat_config: Mapping[str, Any]
 ) -> list[str]:
-  """Returns a line for each error of a mixture: setting, value, what to do.
-
-  Args:
-    settings: Settings of the run.
-    flat_config: The same by dotted path.
-  """
-  prefix = f"{SECTION}."
+  """Returns a line for each error of a mixture: setting, value, what to do."""
   parts, lines = settings.data.mixture, []
   if not parts:
     return []
-  for field in flat_config:
-    if field.startswith("data.options.") or (
-      field == "data.path" and flat_config[field]
-    ):
-      remedy = (
-        f"is of one data set: write {prefix}NAME.{field[5:]}, or no mixture"
-      )
-      lines.append(config_error(field, flat_config[field], remedy))
-  labels = [
-    label(x) for x in flat_config["reward.functions"] if isinstance(x, str)
-  ]
+  for field, value in flat_config.items():
+    if field.startswith("data.options.") or (field == "data.path" and value):
+      name = f"{SECTION}.NAME.{field.removeprefix('data.')}"
+      remedy = f"is of one data set: write {name}, or no mixture"
+      lines.append(config_error(field, value, remedy))
+  functions = flat_config["reward.functions"]
+  labels = [label(x) for x in functions if isinstance(x, str)]
   for part, options in parts.items():
-    lines += _part(f"{prefix}{part}", part, options, labels)
+    lines += _part(part, options, labels)
   if lines:
     return lines
-  rewards_of_parts = [
-    _source(part, options).rewards or labels for part, options in parts.items()
-  ]
-  idle = sorted(
-    set(labels) - {name for names in rewards_of_parts for name in names}
-  )
+  idle = set(labels)
+  for part, options in parts.items():
+    idle -= {*(_source(part, options).rewards or labels)}
   if idle:
-    remedy = f"no data set of data.mixture is scored by {idle[0]}: leave it out"
-    lines.append(
-      config_error("reward.functions", flat_config["reward.functions"], remedy)
+    remedy = (
+      f"no data set of data.mixture is scored by {min(idle)}: leave it out"
     )
+    lines.append(config_error("reward.functions", functions, remedy))
   return lines
 
 
-def _part(
-  field: str, part: str, options: Any, labels: Sequence[str]
-) -> list[str]:
+def _part(part: str, options: Any, labels: Sequence[str]) -> list[str]:
   """Returns a line for each error of one data set of a mixture."""
+  field = f"{SECTION}.{part}"
   if not isinstance(options, Mapping):
     remedy = f"is a section: {field}.name, .path, .options, .weight, .rewards"
     return [config_error(field, options, remedy)]
   errors = []
-
-  def need(key, holds, remedy):
-    if not holds:
-      errors.append(config_error(f"{field}.{key}", options[key], remedy))
-
-  for key in options:
-    if key not in Source._fields:
-      guess = nearest(key, Source._fields)
-      hint = f"; did you mean {guess}?" if guess else ""
-      need(key, False, f"unknown: use {', '.join(Source._fields)}{hint}")
   if not re.fullmatch(r"[\w-]+", part):
     remedy = "names metrics: use letters, digits, '_' and '-'"
     errors.append(config_error(SECTION, part, remedy))
-  source = {"name": part, "path": "", "options": {}, "weight": 1.0} | options
-  if source["name"] not in DATASETS:
-    remedy = f"use one of {', '.join(DATASETS)}"
-    errors.append(config_error(f"{field}.name", source["name"], remedy))
-  weight = source["weight"]
-  number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-  remedy = "must be a number more than 0"
-  need("weight", number and 0 < weight < math.inf, remedy)
-  need("path", isinstance(source["path"], str), "must be a text")
-  need("options", isinstance(source["options"], Mapping), "is a section")
-  rewards = options.get("rewards", ())
-  texts = [rewards] if isinstance(rewards, str) else rewards
-  if not isinstance(texts, Sequence) or not all(
-    isinstance(x, str) for x in texts
-  ):
-    need("rewards", False, "must be names of reward.functions")
-    return errors
-  names = _source(part, {"rewards": rewards}).rewards
-  good = len(set(names)) == len(names) and set(names) <= set(labels)
-  need("rewards", good, f"names, each once, among reward.functions: {labels}")
+  for key in sorted({*options} - {*Source._fields}):
+    guess = nearest(key, Source._fields)
+    hint = f"; did you mean {guess}?" if guess else ""
+    remedy = f"unknown: use {', '.join(Source._fields)}{hint}"
+    errors.append(config_error(f"{field}.{key}", options[key], remedy))
+
+  def need(key: str, default: Any, holds: Callable[[Any], bool], remedy: str):
+    if not holds(value := options.get(key, default)):
+      errors.append(config_error(f"{field}.{key}", value, remedy))
+
+  def positive(weight) -> bool:
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    return number and 0 < weight < math.inf
+
+  def of_labels(rewards) -> bool:
+    names = [rewards] if isinstance(rewards, str) else rewards
+    if not isinstance(names, Sequence) or not all(
+      isinstance(name, str) for name in names
+    ):
+      return False
+    names = _source(part, {"rewards": rewards}).rewards
+    return len(set(names)) == len(names) and set(names) <= set(labels)
+
+  names = list(DATASETS)
+  need("name", part, names.__contains__, f"use one of {', '.join(names)}")
+  need("weight", 1.0, positive, "must be a number more than 0")
+  need("path", "", lambda path: isinstance(path, str), "must be a text")
+  need("options", {}, lambda x: isinstance(x, Mapping), "is a section")
+  remedy = f"names, each once, among reward.functions: {labels}"
+  need("rewards", (), of_labels, remedy)
   return errors
 
 
@@ -184,11 +165,6 @@ def metrics(
   rewards: Float[np.ndarray, "B G"],
 ) -> dict[str, int | float]:
   """A step's numbers by data set: none where nothing is mixed.
-
-  Args:
-    settings: the run's.
-    examples: [B].
-    rewards: not finite where there is none.
 
   Returns:
     `NAME/prompts`, a count; and, as the metrics of all, `NAME/reward_mean` (of

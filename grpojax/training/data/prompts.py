@@ -48,12 +48,8 @@ def prompt_batches(
 def trim(prompts: Prompts) -> Prompts:
   """Cuts padding that all prompts of a batch share, on the host.
 
-  Args:
-    prompts: numpy arrays of `data.max_prompt_length` tokens.
-
-  Returns:
-    The shortest of a quarter, a half, three quarters and all of that length
-    (rounded up) which holds them: each size is a program to compile.
+  To the shortest of a quarter, a half, three quarters and all of the length
+  (rounded up) which holds them: each size is a program to compile.
   """
   limit = prompts.prompt_ids.shape[1]
   longest = np.sum(prompts.prompt_mask, axis=-1).max()
@@ -80,16 +76,7 @@ def held_out(settings: TrainSettings, policy: Policy, examples) -> Batches:
 def take(
   batches: Batches, count: int, mesh: jax.sharding.Mesh
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """The next batches as one, trimmed, on a mesh.
-
-  Args:
-    batches: Batches of equal size.
-    count: Number of batches to join.
-    mesh: Mesh of training.
-
-  Raises:
-    ValueError: An error of `pipeline.prompt_batches`.
-  """
+  """The next `count` batches as one, trimmed, on a mesh."""
   taken = [next(batches) for _ in range(count)]
   prompts = taken[0][0]
   if count > 1:
@@ -107,10 +94,7 @@ def training_batches(
   start: int = 0,
   parts: int = 1,
 ) -> Batches:
-  """The run's prompts from number `start` on, with targets for its reward.
-
-  Each batch has one of `parts` equal parts of a step's prompts.
-  """
+  """The run's prompts from number `start` on, a step's in `parts` batches."""
   samples = batches_lib.samples_per_step(settings)
   target = None
   if settings.reward.on_device:
@@ -129,13 +113,13 @@ def training_batches(
 def prompts_of(
   settings: TrainSettings, policy: Policy, examples, indices: Sequence[int]
 ) -> tuple[Prompts, list[dict[str, Any]]]:
-  """A batch of chosen examples; see `pipeline.prompts_of`."""
-  return pipeline.prompts_of(
-    examples,
-    indices,
-    encoder(settings, policy),
-    max_prompt_length=settings.data.max_prompt_length,
-    pad_id=policy.pad_id,
+  """A batch of chosen examples."""
+  encode, limit = encoder(settings, policy), settings.data.max_prompt_length
+  return pipeline.collate(
+    [
+      pipeline.row(examples[int(i)], encode, limit, policy.pad_id)
+      for i in indices
+    ]
   )
 
 

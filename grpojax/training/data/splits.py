@@ -1,15 +1,22 @@
-"""A data set's examples, of training and held-out, whose prompts fit."""
+"""A data set's examples, of training and held-out, whose prompts fit.
+
+A run must not end in the middle because of one prompt, nor go on after a break
+with other data: so all examples of a finite data set are read before it starts.
+"""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
-from grpojax.data import datasets, pipeline, survey
+from grpojax.data import datasets, pipeline
 from grpojax.data.arithmetic import ENDLESS
 from grpojax.data.mixture import Mixture, Part
 from grpojax.models import huggingface as hf
@@ -23,6 +30,11 @@ from grpojax.training.settings.run import TrainSettings
 MEASURED = 4096
 """Prompts of an endless data set that are read before a run starts, at most."""
 
+FINGERPRINTED = 256
+"""Number of examples in the fingerprint of an endless data set."""
+
+_REPORT_EVERY = 10.0  # seconds between two lines about a long pass
+
 
 class Split(NamedTuple):
   """The examples of one split whose prompts fit.
@@ -30,32 +42,26 @@ class Split(NamedTuple):
   Attributes:
     examples: random access to them.
     dropped: Number of those that do not fit; 0 where they are refused.
-    survey: Survey of all examples.
-    key: Fingerprint of all that the survey's lengths depend on.
+    fingerprint: SHA-256 of all examples' JSON, in their order.
+    lengths: [n], tokens of each prompt, or of an endless data set's first ones.
+    key: Fingerprint of all that the lengths depend on.
     parts: Splits of a mixture's data sets, by name.
   """
 
   examples: Any
-  dropped: int
-  survey: survey.Survey
-  key: str
-  parts: dict[str, Any] = {}
+  dropped: int = 0
+  fingerprint: str = ""
+  lengths: Int[np.ndarray, "n"] | None = None
+  key: str = ""
+  parts: Mapping[str, Any] = {}
 
 
 def load_examples(settings: TrainSettings, split: str) -> Any:
-  """All examples of a split.
+  """Returns random access to all examples of a split.
 
-  Args:
-    settings: the run's.
-    split: "train", seeded by the run's seed, or "test", of which the first
-      `eval.num_prompts` are read, whatever the seed.
-
-  Returns:
-    Random access to them; a `Mixture` where data.mixture names several data
-    sets, of each of which there are `eval.num_prompts` held-out ones.
-
-  Raises:
-    ValueError: An error of `datasets.load`.
+  "train" is seeded by the run's seed; of "test" the first `eval.num_prompts`
+  are read, whatever the seed. Of several data sets (data.mixture) it is a
+  `Mixture`, with `eval.num_prompts` held-out ones of each.
   """
   options_of_split = {
     "train": {"seed": settings.seed},
@@ -87,7 +93,7 @@ def load_split(
   cache: pathlib.Path | None = None,
   check_signals: Callable[[], None] = lambda: None,
 ) -> Split:
-  """The examples of a split, all of which have been read and do fit.
+  """Returns the examples of a split, all of which have been read and do fit.
 
   Args:
     settings: the run's.
@@ -95,71 +101,104 @@ def load_split(
     split: "train" or "test".
     cache: a file of `save_lengths`, which may be missing.
     check_signals: called between examples; may raise.
-
-  Raises:
-    ValueError: An error of `load_examples` or `survey.survey`, or prompts that
-      are too long (data.too_long).
   """
+  fit = functools.partial(_fit, settings, policy, cache, check_signals)
   examples = load_examples(settings, split)
-  if isinstance(examples, Mixture):
-    return _fitting_parts(
-      settings, policy, cache, check_signals, examples, split
-    )
-  return _fitting(settings, policy, cache, check_signals, examples, split)
-
-
-def _fitting_parts(
-  settings, policy, cache, check_signals, mixture: Mixture, split: str
-) -> Split:
-  """The examples of a mixture that fit; see `load_split`."""
-  fitting = {
-    part.name: _fitting(
-      settings,
-      policy,
-      cache,
-      check_signals,
-      part.examples,
-      f"{split} {part.name}",
-    )
-    for part in mixture.parts
-  }
-  parts = [p._replace(examples=fitting[p.name].examples) for p in mixture.parts]
-  prints = {name: one.survey.fingerprint for name, one in fitting.items()}
-  lengths = np.concatenate([one.survey.lengths for one in fitting.values()])
+  if not isinstance(examples, Mixture):
+    return fit(examples, split)
+  parts = {p.name: fit(p.examples, f"{split} {p.name}") for p in examples.parts}
+  prints = {name: part.fingerprint for name, part in parts.items()}
   return Split(
-    Mixture(parts),
-    sum(one.dropped for one in fitting.values()),
-    survey.Survey(
-      hashlib.sha256(json.dumps(prints).encode()).hexdigest(), lengths
+    Mixture(
+      [p._replace(examples=parts[p.name].examples) for p in examples.parts]
     ),
-    "",
-    fitting,
+    sum(part.dropped for part in parts.values()),
+    hashlib.sha256(json.dumps(prints).encode()).hexdigest(),
+    np.concatenate([part.lengths for part in parts.values()]),
+    parts=parts,
   )
 
 
-def _fitting(
-  settings, policy, cache, check_signals, examples, name: str
+def _fit(
+  settings: TrainSettings,
+  policy: Policy,
+  cache: pathlib.Path | None,
+  check_signals: Callable[[], None],
+  examples: Any,
+  name: str,
 ) -> Split:
-  """The examples of one data set that fit; see `load_split`."""
-  encode, digest = prompts.encoder(settings, policy), _digest(settings, policy)
-  surveyed = survey.survey(
-    examples,
-    encode,
-    most=min(_prompts_of_run(settings), MEASURED),
-    cached=lambda f: _saved_lengths(cache, name, f"{f} {digest}"),
-    check_signals=check_signals,
-  )
-  choose = survey.TOO_LONG[settings.data.too_long]
+  """Reads the examples of one data set, and chooses those that fit."""
   limit, endless = settings.data.max_prompt_length, len(examples) >= ENDLESS
-  try:
-    fits = choose(surveyed.lengths, limit, endless)
-  except ValueError as error:
-    raise ValueError(f"{name} split: {error}") from error
-  key = f"{surveyed.fingerprint} {digest}"
-  if fits is None:
-    return Split(examples, 0, surveyed, key)
-  dropped = len(examples) - len(fits)
-  return Split(pipeline.Subset(examples, fits), dropped, surveyed, key)
+  printed = fingerprint(examples, check_signals)
+  key = f"{printed} {_digest(settings, policy)}"
+  lengths = None if endless else _saved_lengths(cache, name, key)
+  if lengths is None:
+    most = min(_prompts_of_run(settings), MEASURED) if endless else ENDLESS
+    encode = prompts.encoder(settings, policy)
+    lengths = prompt_lengths(examples, encode, most, check_signals)
+  whole = Split(examples, 0, printed, lengths, key)
+  too_long = lengths > limit
+  if settings.data.too_long == "refuse":
+    if too_long.any():
+      longest = int(np.argmax(lengths))
+      raise ValueError(
+        f"{name} split: {too_long.sum()} of {len(lengths)} prompts have more "
+        f"than --config.data.max_prompt_length = {limit} tokens (example "
+        f"{longest} has {lengths[longest]}), and prompts are never cut: raise "
+        "it, or set data.too_long = 'drop'"
+      )
+    return whole
+  if endless:
+    raise ValueError(
+      f"{name} split: data.too_long = 'drop' reads all examples before a run, "
+      "but this data set is endless: use 'refuse'"
+    )
+  if too_long.all():
+    raise ValueError(
+      f"{name} split: all {len(lengths)} prompts are longer than "
+      f"--config.data.max_prompt_length = {limit} tokens: raise it"
+    )
+  short = pipeline.Subset(examples, np.flatnonzero(~too_long))
+  return whole._replace(examples=short, dropped=int(too_long.sum()))
+
+
+def fingerprint(examples: Any, check_signals: Callable[[], None]) -> str:
+  """Returns the SHA-256 of all examples, or of an endless data set's first."""
+  total, digest = len(examples), hashlib.sha256()
+  count = FINGERPRINTED if total >= ENDLESS else total
+  for i in _watched(count, "read", check_signals):
+    text = json.dumps(examples[i], sort_keys=True, default=str)
+    digest.update(text.encode() + b"\n")
+  return digest.hexdigest()
+
+
+def prompt_lengths(
+  examples: Any,
+  encode: pipeline.Encode,
+  most: int,
+  check_signals: Callable[[], None],
+) -> Int[np.ndarray, "n"]:
+  """Returns the numbers of tokens of the first `most` prompts."""
+  lengths = np.empty(min(len(examples), most), np.int32)
+  for i in _watched(len(lengths), "measured", check_signals):
+    prompt = examples[i]["prompt"]
+    lengths[i] = len(encode(prompt)[1])
+    if not lengths[i]:
+      raise ValueError(f"example {i}: a prompt without tokens: {prompt!r}")
+  return lengths
+
+
+def _watched(
+  count: int, verb: str, check_signals: Callable[[], None]
+) -> Iterator[int]:
+  """Yields 0, 1, ..., and prints from time to time how far it is."""
+  last = time.monotonic()
+  for i in range(count):
+    check_signals()
+    if time.monotonic() - last > _REPORT_EVERY:
+      last = time.monotonic()
+      print(f"{verb} {i} of {count} prompts", flush=True)
+    yield i
 
 
 def _prompts_of_run(settings: TrainSettings) -> int:
@@ -179,31 +218,22 @@ def _digest(settings: TrainSettings, policy: Policy) -> str:
   for name in hf.COMPANIONS:
     file = policy.directory / name
     digest.update(file.read_bytes() if file.is_file() else b"")
-  limits = ("max_prompt_length", "too_long")
-  data = {
-    k: v
-    for k, v in dataclasses.asdict(settings.data).items()
-    if k not in limits
-  }
+  data = dataclasses.asdict(settings.data)
+  for limit in ("max_prompt_length", "too_long"):
+    del data[limit]
   digest.update(json.dumps(data, sort_keys=True, default=str).encode())
   return digest.hexdigest()
 
 
-def save_lengths(file: pathlib.Path, splits: dict[str, Split]) -> None:
-  """Keeps the lengths of all prompts for `load_split`, by what they depend on.
-
-  Args:
-    file: a .npz file, written whole or not at all.
-    splits: by their names.
-  """
-  each = {}
+def save_lengths(file: pathlib.Path, splits: Mapping[str, Split]) -> None:
+  """Keeps the lengths of all prompts for `load_split`, in a .npz file."""
+  arrays = {}
   for split, whole in splits.items():
-    each |= {f"{split} {part}": one for part, one in whole.parts.items()}
-    each |= {} if whole.parts else {split: whole}
-  arrays = {name: one.survey.lengths for name, one in each.items()}
-  arrays |= {f"{name} key": np.array(one.key) for name, one in each.items()}
-  with records.replacing(file) as temporary, open(temporary, "wb") as whole:
-    np.savez(whole, **arrays)
+    parts = {f"{split} {name}": part for name, part in whole.parts.items()}
+    for name, part in (parts or {split: whole}).items():
+      arrays |= {name: part.lengths, f"{name} key": np.array(part.key)}
+  with records.replacing(file) as temporary, open(temporary, "wb") as opened:
+    np.savez(opened, **arrays)
 
 
 def _saved_lengths(file: pathlib.Path | None, split: str, key: str):

@@ -107,7 +107,7 @@ def _check_data(checked: start.Checked) -> None:
   distributed.check_same(
     **{
       f"the {name} split": f"{len(split.examples)} examples that fit\n"
-      f"fingerprint {split.survey.fingerprint}"
+      f"fingerprint {split.fingerprint}"
       for name, split in splits
     }
   )

@@ -71,7 +71,7 @@ def resume(
 def _fingerprints(run: Run) -> dict[str, Any]:
   """Returns the number of examples of each split, and a hash of them."""
   return {
-    name: [len(split.examples) + split.dropped, split.survey.fingerprint]
+    name: [len(split.examples) + split.dropped, split.fingerprint]
     for name, split in zip(SPLITS, (run.train, run.held_out), strict=True)
   }
 

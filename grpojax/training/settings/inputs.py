@@ -14,7 +14,6 @@ from grpojax.core.options import (
   option,
 )
 from grpojax.data.datasets import DATASETS
-from grpojax.data.survey import TOO_LONG
 from grpojax.models.config import DTYPES
 from grpojax.models.layer_stacks import REMAT
 from grpojax.runtime.cli.settings import free_field, inline_field
@@ -112,7 +111,7 @@ class DataSettings:
     32, "longest prompt, tokens with the template", within=ONE_OR_MORE
   )
   too_long: str = option(
-    "refuse", "what is done about prompts of more tokens", TOO_LONG
+    "refuse", "what is done about prompts of more tokens", ("refuse", "drop")
   )
   template: str = option(
     "{prompt}\n", "what a plain prompt becomes (a chat has its own template)"

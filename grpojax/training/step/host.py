@@ -21,6 +21,7 @@ from grpojax.core.types import Batch, Params, Prompts, Rollout, TrainState
 from grpojax.core.update import make_update
 from grpojax.rewards import groups
 from grpojax.rewards.groups import GroupRewards
+from grpojax.rewards.pool import abandon
 from grpojax.training import policy as policy_lib
 from grpojax.training.data import mixtures
 from grpojax.training.policy import Policy
@@ -140,7 +141,7 @@ def make_sample_and_reward(
           rewards_lib.submit_rollout(policy, reward_pool, of_part, rollout)
         )
     except BaseException:
-      groups.abandon([part.pending for part in submitted])
+      abandon([part.pending for part in submitted])
       raise
     _, rewards = rewards_lib.collect_rewards(
       reward_pool, examples, submitted, check_signals

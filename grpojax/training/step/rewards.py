@@ -26,7 +26,7 @@ from grpojax.models import sharding
 from grpojax.rewards import conventions, functions, groups, neural
 from grpojax.rewards.conventions import STATE
 from grpojax.rewards.groups import GroupRewards
-from grpojax.rewards.pool import Failure, Pool
+from grpojax.rewards.pool import Failure, Pool, Submission
 from grpojax.runtime.processes import distributed
 from grpojax.runtime.text import tokenizer as tokenizer_lib
 from grpojax.training import policy as policy_lib
@@ -146,7 +146,6 @@ def open_model(
     ),
     lengths=lengths,
     batch_size=rows,
-    too_long="cut",
     sharding=mesh_lib.batch_sharding(mesh, rows),
   )
 
@@ -194,7 +193,7 @@ class PendingRewards(NamedTuple):
 
   prompts: int
   texts: Texts
-  pending: groups.Pending
+  pending: Submission
 
 
 def submit_rollout(
@@ -244,7 +243,7 @@ def collect_rewards(
   by_model = reward_pool.model(examples, texts) if reward_pool.model else None
   with distributed.agreed():
     pending = [part.pending for part in parts]
-    rewards = groups.collect_groups(reward_pool.pool, pending, check_signals)
+    rewards = reward_pool.pool.collect(pending, check_signals)
   rewards = _gather_rewards(rewards, sizes)
   if by_model is not None:
     rewards = add_model(reward_pool, rewards, by_model, examples, texts)
