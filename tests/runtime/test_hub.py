@@ -220,13 +220,3 @@ def test_a_signal_ends_it_at_once(number, served, monkeypatch):
   finally:
     signal.signal(number, old)
   assert heard == [number]  # by who listened before
-
-
-def test_a_signal_that_is_ignored_stays_so():
-  old = signal.signal(signal.SIGINT, signal.SIG_IGN)
-  try:
-    with interrupts.deferred(*interrupts.BOTH) as came:
-      signal.raise_signal(signal.SIGINT)
-      assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and not came
-  finally:
-    signal.signal(signal.SIGINT, old)
