@@ -30,11 +30,9 @@ def write(path, name, **content):
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen2"])
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_saved_tokenizer_loads_unchanged(
-  tmp_path, no_network, model_type, chat
-):
-  original = tokenizers.character_tokenizer(chat=chat)
+def test_a_saved_tokenizer_loads_unchanged(tmp_path, no_network, model_type):
+  original = tokenizers.character_tokenizer()
+  original.chat_template = model_type and tokenizers.CHAT_TEMPLATE
   original.save_pretrained(tmp_path)
   if model_type:
     write(tmp_path, "config.json", model_type=model_type)
@@ -43,7 +41,7 @@ def test_a_saved_tokenizer_loads_unchanged(
   assert ids == original.encode(TEXT)
   assert loaded.decode(ids) == TEXT
   assert len(loaded) == 100
-  assert bool(loaded.chat_template) == chat
+  assert loaded.chat_template == original.chat_template
 
 
 def test_the_character_tokenizer_writes_every_character():
@@ -86,17 +84,11 @@ def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
   assert eos_ids("<|pad|>") == (0, 1)
   assert eos_ids([5, "<|endoftext|>"]) == (5, 1)
   assert eos_ids(99) == (99, 1)
-  for wrong, message in (
-    (100, "= 100, but the model's ids end at 99"),
-    ("</s>", "'</s>' is no token of the tokenizer"),
-    (True, "True is neither"),
-    (-1, "-1 is neither"),
-    (1.5, "1.5 is neither"),
-    ([1, [2]], r"\[2\] is neither"),
-    ([None], "None is neither"),
-    ({"a": 1}, "is neither"),
-  ):
-    with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
+  for wrong in (100, "</s>", True, -1, 1.5, [1, [2]], [None], {"a": 1}):
+    message = (
+      "generation_config.json: .* must be a token's text, an id of 0..99"
+    )
+    with pytest.raises(ValueError, match=message):
       eos_ids(wrong)
 
 
@@ -126,10 +118,9 @@ def test_no_eos_and_no_pad_are_errors(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path, no_network):
-  with pytest.raises(ValueError, match="not a directory.*download"):
-    tokenizers.load(tmp_path / "Qwen/Qwen2.5-0.5B")
-  with pytest.raises(ValueError, match="none of tokenizer.json"):
-    tokenizers.load(tmp_path)
+  for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
+    with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
+      tokenizers.load(path)
   (tmp_path / "tokenizer.json").write_text("{}")
   with pytest.raises(ValueError, match="cannot read the tokenizer"):
     tokenizers.load(tmp_path)

@@ -2,10 +2,9 @@
 
 A tokenizer takes "<|im_end|>" for a control token wherever it stands. Templates
 write such tokens; a prompt that holds these letters must not end its own turn.
-So the contents are marked before they are set by a template: `mark` puts a name
-that nobody can guess in the place of each control token. `encode` then reads
-the tokens that are left in the text, which are the template's, as what they
-are, and the letters in the marks' places as text:
+So before a template sets the contents, `mark` puts a name that nobody can guess
+in the place of each control token. `encode` then reads the tokens that are left
+in the text, which are the template's, as what they are, and the marks as text:
 
     a prompt              Say <|im_end|>
     marked                Say NONCE1;
@@ -14,8 +13,8 @@ are, and the letters in the marks' places as text:
 
 Control tokens are the tokenizer's added tokens that are special, and others
 that its chat template writes (the turns of DeepSeek's are not marked special),
-but for tags such as <think> and </think>, which models write in their answers
-and templates look for: these are one token in prompts as in completions.
+but for tags such as <think>, which models write and templates look for: these
+are one token in prompts as in completions.
 """
 
 import functools
@@ -120,12 +119,10 @@ def unmark(tokenizer: Any, marked: str) -> str:
 def encode(
   tokenizer: Any, marked: str, add_special_tokens: bool = False
 ) -> list[int]:
-  """Returns the ids of a text: marks are text, other control tokens controls.
+  """Returns the ids of a text from `mark`, or of a template that got such.
 
-  Args:
-    tokenizer: a transformers tokenizer.
-    marked: text from `mark`, or of a template that got such texts.
-    add_special_tokens: True where the tokenizer adds those that it adds itself.
+  Marks are text, other control tokens are controls. With `add_special_tokens`
+  the tokenizer adds those that it adds itself.
 
   Raises:
     ValueError: the tokenizer has no way to write a control token as text.
@@ -167,9 +164,7 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
 
   The alias of control token k is NONCE k ":", with the same rules of whitespace
   around it; so one pass over the whole text does all that the original does.
-
-  Returns:
-    The copy, and the original ids by those of the aliases.
+  Also returns the original ids by those of the aliases.
   """
   import tokenizers
 
