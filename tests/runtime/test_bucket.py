@@ -221,6 +221,9 @@ def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, put, capsys):
   assert names(url) == []
 
 
+@pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
 @pytest.mark.parametrize("other", ["", json.dumps({"token": "other"})])
 def test_who_was_taken_over_ends(other, url, fs, put, monkeypatch, capsys):
   ended = threading.Event()

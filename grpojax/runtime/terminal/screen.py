@@ -38,15 +38,9 @@ def printable(text: str) -> str:
 
   A model may write whatever its data taught it, also the control sequences by
   which a terminal moves its cursor, changes its title or answers as if somebody
-  had typed.
-
-  Args:
-    text: text of anybody.
-
-  Returns:
-    The text; control and format characters (those that change the direction of
-    writing, too), lone surrogates and what is no character are escaped as
-    Python does it: "\x1b". Newlines, tabs and spaces of any width stay.
+  had typed. Control and format characters (those that change the direction of
+  writing, too), lone surrogates and what is no character are escaped as Python
+  does it: "\x1b". Newlines, tabs and spaces of any width stay.
   """
   return "".join(
     c
@@ -60,10 +54,8 @@ def printable(text: str) -> str:
 class Screen:
   """Lines on standard output that say how far a program is.
 
-  Attributes:
-    every: number of batches of an evaluation between two lines, of which none
-      comes before `QUIET` seconds have passed since the last one.
-    seconds: clock.
+  An evaluation has a line every `every` batches, but none before `QUIET`
+  seconds have passed since the last one. `seconds` is a clock.
   """
 
   def __init__(
@@ -102,11 +94,8 @@ class Screen:
   ) -> None:
     """Takes a step that is done.
 
-    Args:
-      step: number of the step.
-      left: seconds until the end; None where that is not known.
-      line: line for a file; None where this step is not shown.
-      cells: cells of the table, by their headings; else {}.
+    `left` is in seconds, None if not known. A step that is shown has
+    a line for a file, and the cells of the table by their headings.
     """
     if line:
       self.busy(line)
@@ -115,9 +104,7 @@ class Screen:
 class LiveTable(Screen):
   """The last steps as a table on a terminal, above a bar.
 
-  Args:
-    steps: number of steps in all; 0 where there are only evaluations.
-    seconds: clock.
+  `steps` is their number in all, 0 where there are only evaluations.
   """
 
   def __init__(self, steps: int, seconds: Callable[[], float] = time.monotonic):
@@ -154,16 +141,13 @@ class LiveTable(Screen):
 
   def draw(self) -> Group:
     """Returns the picture as it is now."""
-    now, title = self.seconds(), ""
+    now, title, words = self.seconds(), "", [self._doing]
     done, total = self._done, self._steps
     if self._evaluation:
-      done, total = self._evaluation
-      title = "evaluating "
-    left = self._left - (now - self._left_at)
-    words = []
+      (done, total), title, words = self._evaluation, "evaluating ", []
     if self._doing:
-      words = [] if self._evaluation else [self._doing]
       words.append(duration(now - self._since))
+    left = self._left - (now - self._left_at)
     if left > 0:
       words.append(f"{duration(left)} left")
     bar = Table.grid(padding=(0, 1))
@@ -171,7 +155,7 @@ class LiveTable(Screen):
     if total:
       cells.append(Text(f"{title}{done}/{total}", style="bold"))
       cells.append(ProgressBar(total=total, completed=done, width=_BAR_WIDTH))
-    bar.add_row(*cells, Text(" · ".join(words), style="cyan"))
+    bar.add_row(*cells, Text(" · ".join(filter(None, words)), style="cyan"))
     return Group(_table(self._rows), bar) if self._rows else Group(bar)
 
   @contextlib.contextmanager
@@ -220,11 +204,9 @@ def is_live(file: Any, environ: Mapping[str, str] = os.environ) -> bool:
 
 @contextlib.contextmanager
 def opened(steps: int, every: int = 1) -> Iterator[Screen]:
-  """Opens the screen of a program, on its standard output.
+  """Opens the screen of a program of `steps` steps, on its standard output.
 
-  Args:
-    steps: number of steps of the program; 0 for one that only evaluates.
-    every: number of batches of an evaluation between two lines of a file.
+  `every` is the number of batches of an evaluation between two lines of a file.
   """
   if is_live(sys.stdout):
     with LiveTable(steps).drawn() as table:
