@@ -104,14 +104,10 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory of checkpoints, STEP/ each, as a context manager.
 
-  Leaving its context waits for the save in flight. Ctrl-C then ends the process
-  at once; the unfinished save is removed when the directory is next opened.
-
-  Args:
-    directory: path on a disk or gs://.
-    keep: number of the newest checkpoints that stay.
-    readonly: True for looking into a run that may be training: the temporary
-      directory of a save in flight is left alone.
+  The newest `keep` stay. Leaving its context waits for the save in flight.
+  Ctrl-C then ends the process at once; the unfinished save is removed when the
+  directory is next opened, but not by a `readonly` look into a run that may be
+  training.
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
@@ -149,7 +145,7 @@ def open_checkpointer(
 
 
 def _remove_torn(checkpointer: Checkpointer) -> None:
-  # On gs://, which is no folder of a disk, Orbax does so itself.
+  """Removes what Orbax has not finished; on gs:// Orbax does so itself."""
   disk.remove_all(pathlib.Path(checkpointer.orbax.directory), _TORN)
 
 
@@ -183,14 +179,9 @@ def save(
   """Saves `state` in the background, after any save still in flight.
 
   The arrays are copied before this returns, so they may be donated at once.
-  A step that is on disk already is left as it is.
-
-  Args:
-    checkpointer: open directory to save to.
-    step: number of GRPO steps done; names the checkpoint.
-    state: state to save; typed random keys are stored as their data.
-    notes: JSON values that `read_notes` gives back.
-    always: step whose checkpoint stays beside the newest ones.
+  A step that is on disk already is left as it is. `notes` are JSON values that
+  `read_notes` gives back; the checkpoint of the step `always` stays beside the
+  newest ones.
 
   Raises:
     disk.WriteFailed: this save could not be begun, or the one before it failed.
@@ -260,11 +251,7 @@ def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the notes that `save` was given with a state.
-
-  Raises:
-    ValueError: there is no such checkpoint, or it is damaged.
-  """
+  """Returns the notes of a state, from `save`; ValueError if damaged."""
   return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
 
 
@@ -273,11 +260,8 @@ def restore(
 ) -> TrainState:
   """Loads a checkpoint, by default the newest.
 
-  Args:
-    checkpointer: open directory to read from.
-    state: form of what to load, and where to: arrays, or
-      `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
-    step: step of the checkpoint.
+  Its form, and where it goes, is that of `state`: of arrays, or of
+  `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or it is of another
@@ -298,11 +282,7 @@ def restore_policy(
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there already.
-
-  Raises:
-    disk.WriteFailed: they could not be written.
-  """
+  """Saves parameters alone, unless they are there; may raise WriteFailed."""
   path = _absolute(path)
   if distributed.on_main(path.exists):
     return
@@ -317,8 +297,7 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   """Loads what `save_params` saved onto abstract or concrete `params`.
 
-  Raises:
-    ValueError: there is nothing, it is damaged, or it does not fit.
+  Raises ValueError where there is nothing, or it is damaged or does not fit.
   """
   path = _absolute(path)
   if not path.exists():

@@ -105,12 +105,7 @@ def _crc(text: str) -> str:
 def describe(
   tree: PyTree, notes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Returns the custom metadata of a tree, by which reading verifies it.
-
-  Args:
-    tree: arrays, from `without_keys`.
-    notes: JSON values to keep beside it, for `read_notes`.
-  """
+  """Returns the custom metadata by which reading verifies a tree, and notes."""
   kinds, sums = _kinds(tree), array_checksums.by_path(tree)
   about = {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
   if notes is not None:
@@ -120,11 +115,7 @@ def describe(
 
 
 def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
-  """Returns the notes that `describe` was given with a tree.
-
-  Raises:
-    ValueError: they are damaged; ends with `advice`.
-  """
+  """Returns the notes that `describe` was given; ValueError if damaged."""
   with _damage(path, advice):
     text, crc = ocp.metadata(path).custom_metadata[_NOTES]
     if _crc(text) != crc:
@@ -157,8 +148,7 @@ def load(
 
   Args:
     path: path of one checkpoint, saved with the metadata of `describe`.
-    like: arrays, or `jax.ShapeDtypeStruct`s; without a sharding, they go to the
-      first device.
+    like: arrays, or `jax.ShapeDtypeStruct`s.
     advice: words on what to do where it is damaged.
     partial: True where `like` is a dict of some entries of what is stored:
       nothing else is read.

@@ -293,8 +293,7 @@ def opened(
     prints a line where the bucket does not take it.
 
   Raises:
-    ValueError: it cannot be read or written, is in use, or is not gs:// while
-      there are several processes.
+    ValueError: it cannot be used, or is in use.
     disk.WriteFailed: on leaving, if what is new cannot be copied. It then stays
       on the disk, and a line says where.
   """

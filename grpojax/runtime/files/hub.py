@@ -75,17 +75,11 @@ def fetch(
 ) -> pathlib.Path:
   """Returns a directory with files of a repository, in the state of `name`.
 
-  What is in the cache is not fetched again; several processes of a host wait
-  for each other, file by file. Ctrl-C and SIGTERM end it with the piece that is
-  coming (10 MB), and files that are whole stay.
-
-  Args:
-    name: name of the repository.
-    files: names or patterns of files in its top directory.
-    kind: one of `KINDS`.
-
-  Returns:
-    The directory, to be read only; its name is the commit.
+  `files` are names or patterns in its top directory. What is in the cache is
+  not fetched again; several processes of a host wait for each other, file by
+  file. Ctrl-C and SIGTERM end it with the piece that is coming (10 MB), and
+  files that are whole stay. The directory, whose name is the commit, is to be
+  read only.
 
   Raises:
     ValueError: it cannot be had; says why, and what to do.

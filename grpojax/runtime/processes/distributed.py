@@ -56,13 +56,10 @@ def joined(
 ) -> Iterator[None]:
   """Joins the processes of a run, for as long as the context lasts.
 
-  Processes other than the first print nothing on standard output.
-
-  Args:
-    coordinator: HOST:PORT of process 0, from the command line; where empty, JAX
-      finds it (Cloud TPU, GKE, SLURM), or there is one process.
-    num_processes: number of processes; only with a coordinator.
-    process_id: number of this one, from 0; likewise.
+  `coordinator`, HOST:PORT of process 0, how many processes there are, and the
+  number of this one, from 0, are from the command line. Without them JAX finds
+  the others (Cloud TPU, GKE, SLURM), or there is one process. Others than the
+  first print nothing on standard output.
 
   Raises:
     ValueError: arguments that make no sense, or the others were not found.
@@ -188,10 +185,8 @@ def _find_coordinator(
 def _patience() -> Iterator[list[str]]:
   """Says that this process waits, and ends it where the context lasts long.
 
-  JAX says nothing, and would abort with a trace.
-
-  Yields:
-    A list for what is wrong, to be said then.
+  JAX says nothing, and would abort with a trace. Yields a list for what is
+  wrong, to be said then.
   """
   problems: list[str] = []
 
@@ -339,10 +334,7 @@ def gather(value: Any) -> list[Any]:
 def on_main(function: Callable[[], Any]) -> Any:
   """Calls a function in the first process only, and returns its value in all.
 
-  The value is of JSON's types.
-
-  Raises:
-    ValueError: in all processes, whatever it raised; in the first, itself.
+  The value is of JSON's types. What it raises is a ValueError in the others.
   """
   if not several():
     return function()
@@ -356,10 +348,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 def agreed() -> Iterator[None]:
   """Raises in all processes, at the end, what raises in here in one of them.
 
-  Nothing in here may wait for other processes.
-
-  Raises:
-    ValueError: with another process's error.
+  In the others it is a ValueError. Nothing in here may wait for the others.
   """
   if not several():
     yield
@@ -380,14 +369,10 @@ def agreed() -> Iterator[None]:
 
 
 def check_same(**values: str) -> None:
-  """Checks that all processes were started with the same things.
+  """Raises ValueError in all processes where one was started with other things.
 
-  Args:
-    **values: texts by name, such as the configuration and versions.
-
-  Raises:
-    ValueError: in all processes; names what differs, with the first line of it
-      that does.
+  The values are texts by name, such as the configuration and versions; it names
+  what differs, with the first line of it that does.
   """
   first, *others = gather(values)
   for i, other in enumerate(others, 1):

@@ -147,20 +147,12 @@ def encode_prompt(
   template_options: Mapping[str, Any] | None = None,
   special_tokens: str = "text",
 ) -> tuple[str, list[int]]:
-  """Returns the text of `format_prompt`, and its ids.
+  """Returns the text of `format_prompt`, which has the arguments, and its ids.
 
   A chat template writes special tokens (BOS and others) itself; without one the
-  tokenizer adds what it is configured to add.
-
-  Args:
-    tokenizer: as of `format_prompt`, like all that follows but the last.
-    prompt: text or messages.
-    template: text around a prompt.
-    system_prompt: message of the system.
-    template_options: keywords of the chat template.
-    special_tokens: key of `SPECIAL_TOKENS`, the meaning of the names of special
-      tokens in the prompt, the messages and the system prompt. In templates
-      (the chat template, and `template`) they always are special tokens.
+  tokenizer adds what it is configured to add. `special_tokens`, a key of
+  `SPECIAL_TOKENS`, is the meaning of their names in the prompt, the messages
+  and the system prompt; in templates they always are special tokens.
 
   Raises:
     ValueError: as `format_prompt`; or special tokens in the prompt that cannot
@@ -207,13 +199,8 @@ def encode_conversation(
   """Returns the ids of a text, or of a whole chat by the tokenizer's template.
 
   A template writes its special tokens itself; to a text the tokenizer adds
-  those that it always adds.
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    sample: text or chat, with its answer.
-    special_tokens: key of `SPECIAL_TOKENS`, as of `encode_prompt`.
-    date: date that the template is to write; None is today.
+  those that it always adds. `special_tokens` is as of `encode_prompt`; without
+  a date the template writes today's.
   """
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
   marked, is_text = _each_text(write, sample), isinstance(sample, str)
@@ -239,13 +226,7 @@ def decode_completion(
   """Returns the text of one completion, up to its first EOS.
 
   Special tokens that do not end it stay visible ("<|pad|>"), so that no reward
-  takes "1<|pad|>94" for "194".
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    ids: completion ids, [T].
-    mask: True on the completion's tokens, [T].
-    eos_ids: ids that end a completion.
+  takes "1<|pad|>94" for "194". Both `ids` and `mask` are [T].
   """
   tokens = []
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
@@ -284,12 +265,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
   Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in
   GPT-2. All bytes are tokens, so any text can be written, and decoding gives
   back the very text. Digits are never merged: a number is written digit by
-  digit. The same texts in the same order give the same tokenizer.
-
-  Args:
-    texts: texts to learn from.
-    vocab_size: tokens at most, with <|pad|> = 0 and <|endoftext|> = 1; fewer
-      where the texts have no more pairs to merge.
+  digit. The same texts in the same order give the same tokenizer. It has
+  `vocab_size` tokens, with <|pad|> = 0 and <|endoftext|> = 1, or fewer where
+  the texts have no more pairs to merge.
 
   Raises:
     ValueError: vocab_size is too small for all bytes, or there is no text.
@@ -343,13 +321,9 @@ def eos_ids(
   none; and the tokenizer's, which ends a turn of a chat. A file may name them
   by number or by text, one or a list.
 
-  Args:
-    path: model directory.
-    tokenizer: its tokenizer.
-    vocab_size: number of ids that the model has; None does not check them.
-
   Raises:
-    ValueError: none of the three names an id, or a file names something else.
+    ValueError: none of the three names an id, or a file names something else,
+      or an id that a model of `vocab_size` ids has not.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
@@ -386,11 +360,7 @@ def _eos_id(
 
 
 def pad_id(tokenizer: Any) -> int:
-  """Returns the id to pad with: that of the padding token, else of EOS.
-
-  Raises:
-    ValueError: the tokenizer has neither.
-  """
+  """Returns the id to pad with: that of the padding token, else of EOS."""
   for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
     if token is not None:
       return int(token)
