@@ -70,16 +70,11 @@ def free_address():
 
 
 @contextlib.contextmanager
-def started(directory, count, words, devices=8, of_1=(), program=None):
+def started(directory, count, words, devices=8, of_1=()):
   """Starts the processes of a run; kills what is left of them.
 
-  Args:
-    directory: run directory; what a process prints is in files beside it.
-    count: number of processes.
-    words: command line of all of them.
-    devices: number of devices of all of them.
-    of_1: more words for process 1.
-    program: Python code to run instead of a training.
+  What a process prints is in files beside the run directory; `of_1` are more
+  words for process 1. They have so many devices together.
   """
   env = os.environ | {
     "JAX_NUM_CPU_DEVICES": str(devices // count),
@@ -87,7 +82,6 @@ def started(directory, count, words, devices=8, of_1=(), program=None):
     "PYTHONPATH": str(HERE.parent),
   }
   command = [sys.executable, "-m", "grpojax.train", f"--run_dir={directory}"]
-  command = [sys.executable, "-c", program] if program else command
   address, processes = free_address(), []
   for i in range(count):
     own = [f"--coordinator={address}", f"--num_processes={count}"]
@@ -211,50 +205,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-  "case, counts",
-  [
-    pytest.param("dense", (2, 4), marks=pytest.mark.long),
-    pytest.param("adapters", (2,), marks=pytest.mark.long),
-    pytest.param("auto", (2,), marks=pytest.mark.long),
-    pytest.param("fresh prompts", (2,), marks=pytest.mark.long),
-    pytest.param("prompts by difficulty", (2,), marks=pytest.mark.long),
-    pytest.param("sampling on another mesh", (2,), marks=pytest.mark.long),
-  ],
-)
-def test_several_do_what_one_does(case, counts, words, tmp_path):
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_several_do_what_one_does(case, words, tmp_path):
   settings = words(CASES[case])
   run(tmp_path / "one", 1, settings)
   one = results(tmp_path / "one")
-  for count in counts:
+  for count in (2, 4) if case == "dense" else (2,):
     run(tmp_path / str(count), count, settings)
     same(one, results(tmp_path / str(count)))
     for i in range(1, count):  # what is said, is said once
       assert printed(tmp_path / str(count), i) == ""
-
-
-PLACE = """
-import sys
-import jax, numpy as np
-from grpojax.core import mesh as mesh_lib
-from grpojax.runtime.processes import distributed
-
-with distributed.joined(*(word.split("=")[1] for word in sys.argv[1:])):
-  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=2)
-  other = mesh_lib.sampling_mesh(mesh, 1)
-  key = jax.random.key(3)
-  tree = {"key": key, "rows": np.arange(8.0), "number": np.float32(2)}
-  for names in ((), ("batch",)):
-    there = mesh_lib.place(mesh_lib.place(tree, mesh, *names), other, *names)
-    there["key"] = jax.random.key_data(there["key"])
-    expected = tree | {"key": jax.random.key_data(key)}
-    jax.tree.map(np.testing.assert_array_equal, mesh_lib.fetch(there), expected)
-"""
-
-
-@pytest.mark.slow
-def test_arrays_and_keys_move_to_another_mesh(tmp_path):
-  run(tmp_path / "place", 2, [], devices=4, program=PLACE)
 
 
 SLOW = """
