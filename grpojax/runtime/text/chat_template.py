@@ -53,12 +53,14 @@ def set_messages(
   try:
     try:
       text = apply(messages)
-      refused = has_system and messages[0]["content"].strip() not in text
     except jinja2.TemplateError:
-      refused = has_system
-      if not refused:
+      if not has_system:
         raise
-    if refused:  # by an error or, worse, by leaving it out
+      text = None
+    if has_system and (
+      text is None or messages[0]["content"].strip() not in text
+    ):
+      # Refused by an error or, worse, by leaving it out.
       system, first, *rest = messages
       content = f"{system['content'].strip()}\n\n{first['content']}"
       text = apply([first | {"content": content}, *rest])

@@ -93,15 +93,9 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
-def leave_as_it_is(tokenizer: Any, text: str) -> str:
-  """Returns the text: control tokens in it are what they look like."""
-  del tokenizer
-  return text
-
-
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
-  "control": leave_as_it_is,
+  "control": lambda tokenizer, text: text,  # they are what they look like
 }
 """Meanings of control tokens in prompts and data: data.special_tokens."""
 

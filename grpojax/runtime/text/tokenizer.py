@@ -112,16 +112,12 @@ def format_prompt(
   options = dict(template_options or {})
   if not tokenizer.chat_template:
     options.pop(DATE, None)  # there is nobody who would write one
-    for problem, present in (
-      ("the prompt is a list of chat messages", not isinstance(prompt, str)),
-      ("data.system_prompt is set", system_prompt),
-      ("data.template_options are set", options),
-    ):
-      if present:
-        raise ValueError(
-          f"{problem}, but the tokenizer has no chat template: use an instruct "
-          "model, or text prompts and data.template alone"
-        )
+    if not isinstance(prompt, str) or system_prompt or options:
+      raise ValueError(
+        "the tokenizer has no chat template for prompts that are chats, "
+        "data.system_prompt or data.template_options: use an instruct model, "
+        "or text prompts and data.template alone"
+      )
     return _fill(template, prompt)
   if isinstance(prompt, str):
     text = _fill(template.strip(), prompt)
