@@ -101,7 +101,7 @@ def test_a_program_skips_the_end_of_the_interpreter(program):
     "from grpojax.runtime.processes import interrupts",
     "sys.excepthook = grpojax._interrupted" if program else "",
     # A thread that the interpreter would wait for.
-    "threading.Timer(1, print, ['last']).start()",
+    "threading.Timer(0.3, print, ['last']).start()",
     "print('first')",
     "interrupts.exit_program()",
   ]

@@ -1,4 +1,4 @@
-"""JSON, JSON lines and the line of a step."""
+"""JSON and JSON lines."""
 
 import json
 import os
@@ -99,13 +99,6 @@ def test_two_may_be_writing_the_same_file(tmp_path):
       assert one.read_text() == "one" and two.read_text() == "two"
     assert path.read_text() == "two"
   assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
-
-
-def test_progress_is_one_line_with_the_time_left():
-  line = records.progress(
-    9, 60, 2.5, 127.5, {"reward": jnp.float32(0.51234), "note": "ok"}
-  )
-  assert line == "step  9/60  reward 0.512  note ok  2.50 s/step  2m08s left"
 
 
 def test_duration():

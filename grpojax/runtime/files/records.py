@@ -1,4 +1,4 @@
-"""Records on disk and on screen: JSON, JSON lines, the line of a step.
+"""Records on disk: JSON, and JSON lines.
 
 A row is a dict with "step" and numbers. Write the rows of step k before the
 checkpoint of step k, so that resuming from it loses none.
@@ -145,26 +145,3 @@ def duration(seconds: int | float) -> str:
   if seconds < 3600:
     return f"{seconds // 60}m{seconds % 60:02d}s"
   return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def progress(
-  step: int,
-  steps: int,
-  seconds: int | float | None,
-  left: int | float | None,
-  metrics: Mapping[str, Any],
-) -> str:
-  """Returns the line of a step.
-
-  It has the seconds of one step and those that are left, where they are known,
-  and metrics in their order: texts, and numbers to three digits.
-  """
-  words = [f"step {step:>{len(str(steps))}}/{steps}"]
-  for name, value in metrics.items():
-    text = value if isinstance(value, str) else f"{float(value):.3g}"
-    words.append(f"{name} {text}")
-  if seconds is not None:
-    words.append(f"{seconds:.2f} s/step")
-  if left is not None:
-    words.append(f"{duration(left)} left")
-  return "  ".join(words)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grpojax.runtime.files import records
+from grpojax.runtime.files.records import duration
 from grpojax.training.run.progress import troubles
 from grpojax.training.settings.run import TrainSettings
 
@@ -73,14 +73,12 @@ def _best_group_size(row: Row) -> str | None:
 
 def line(settings: TrainSettings, row: Row, eta: Eta) -> str:
   """Names and numbers of a step to grep, and the time that is left."""
-  metrics = {name: row[name] for name in SHOWN if name in row}
+  step, steps = row["step"], settings.steps
+  words = [f"step {step:>{len(str(steps))}}/{steps}"]
+  words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
   if best := _best_group_size(row):
-    metrics["best_group_size"] = best
-  text = records.progress(
-    row["step"],
-    settings.steps,
-    step_seconds(eta),
-    left(eta, settings.steps - row["step"]),
-    metrics,
-  )
-  return "  ".join([text, *map("! {}".format, troubles(row))])
+    words.append(f"best_group_size {best}")
+  seconds, rest = step_seconds(eta), left(eta, steps - step)
+  if seconds is not None and rest is not None:
+    words += [f"{seconds:.2f} s/step", f"{duration(rest)} left"]
+  return "  ".join([*words, *map("! {}".format, troubles(row))])
