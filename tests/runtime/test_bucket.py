@@ -4,6 +4,7 @@ tests/test_buckets.py has whole runs on stand-ins for gs:// and s3://.
 """
 
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -167,6 +168,24 @@ def test_there_is_always_a_whole_checkpoint(with_checkpoint, fs, monkeypatch):
     assert steps(with_checkpoint) == {"4"}
 
 
+def test_a_directory_that_goes_meanwhile_is_no_error(
+  with_checkpoint, monkeypatch
+):
+  scandir = os.scandir
+
+  def late(path):
+    if str(path).endswith("checkpoints/2"):
+      shutil.rmtree(path)
+    return scandir(path)
+
+  with opened(with_checkpoint) as (local, sync):
+    checkpoint(local, 4)
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "scandir", late)
+      sync()
+    assert steps(with_checkpoint) == {"4"}
+
+
 def test_a_part_of_a_checkpoint_is_none_and_is_removed(with_checkpoint, put):
   put(checkpoints__3__data="0")
   with opened(with_checkpoint) as (local, _):
@@ -211,6 +230,14 @@ def test_one_process_a_directory(url, monkeypatch):
         pass
     assert names(url) == [".lock"]
   assert names(url) == []
+
+
+def test_of_two_that_saw_no_lock_one_has_it(url, fs, put, monkeypatch):
+  put(**{".lock": json.dumps({"token": "other"})})
+  monkeypatch.setattr(type(fs), "cat_file", refuse(FileNotFoundError, "yet"))
+  with pytest.raises(ValueError, match="is in use by another process"):
+    with opened(url):
+      pass
 
 
 def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, put, capsys):

@@ -77,7 +77,7 @@ def _errors(url: str, verb: str, kind: type[Exception]) -> Iterator[None]:
   """Turns whatever a bucket answers that is no file into a sentence."""
   try:
     yield
-  except (kind, FileExistsError):
+  except kind:
     raise
   except Exception as error:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -159,14 +159,19 @@ class _Copy:
     }
 
   def local_files(self) -> dict[str, tuple[int, int]]:
-    """Lists the files of the copy that belong into the bucket."""
+    """Lists the files of the copy that belong into the bucket.
+
+    Orbax may be removing a checkpoint meanwhile: what is gone is left out.
+    """
     states = {}
-    for path in self.local.rglob("*"):
-      name = path.relative_to(self.local).as_posix()
-      if not _NOT_COPIED.search(name) and path.is_file():
-        with contextlib.suppress(FileNotFoundError):  # a checkpoint's end
-          about = path.stat()
-          states[name] = about.st_size, about.st_mtime_ns
+    for folder, _, files in os.walk(self.local):
+      for file in files:
+        path = pathlib.Path(folder, file)
+        name = path.relative_to(self.local).as_posix()
+        if not _NOT_COPIED.search(name):
+          with contextlib.suppress(FileNotFoundError):
+            about = path.stat()
+            states[name] = about.st_size, about.st_mtime_ns
     return states
 
   def pull(self, names: Iterable[str]) -> None:
@@ -235,20 +240,23 @@ def _locked(copy: _Copy) -> Iterator[None]:
   def is_mine() -> bool:
     return json.loads(read()).get("token") == me["token"]
 
-  def remove_abandoned() -> None:
+  def take() -> None:
     before = read()
-    print(
-      f"{copy.url} is, or was, in use by {run_lock.holder(before)}: waiting "
-      f"{LEASE} s to see which",
-      file=sys.stderr,
-      flush=True,
-    )
-    time.sleep(LEASE)
-    now = read()
-    if now not in (before, b"{}"):
-      raise run_lock.refusal(copy.url, now)
-    with contextlib.suppress(FileNotFoundError):
-      copy.fs.rm_file(path)
+    if before != b"{}":
+      print(
+        f"{copy.url} is, or was, in use by {run_lock.holder(before)}: waiting "
+        f"{LEASE} s to see which",
+        file=sys.stderr,
+        flush=True,
+      )
+      time.sleep(LEASE)
+      if read() == before:
+        with contextlib.suppress(FileNotFoundError):
+          copy.fs.rm_file(path)
+    try:
+      write(mode="create")
+    except FileExistsError as error:
+      raise run_lock.refusal(copy.url, read()) from error
 
   def beat() -> None:
     while not ended.wait(BEAT):
@@ -264,11 +272,7 @@ def _locked(copy: _Copy) -> Iterator[None]:
         write()
 
   with _errors(copy.url, "locked", ValueError):
-    try:
-      write(mode="create")
-    except FileExistsError:
-      remove_abandoned()
-      write(mode="create")
+    take()
   thread = threading.Thread(target=beat, daemon=True)
   thread.start()
   try:
