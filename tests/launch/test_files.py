@@ -1,9 +1,13 @@
 """Files of launch/ that others read: linters, schemas, and what they name."""
 
+import json
+import os
 import pathlib
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -69,6 +73,35 @@ def test_the_dockerfile_copies_and_installs_what_there_is():
   for extra in re.findall(r"ACCELERATOR=(\w+)", text):
     assert f'"{extra}": [' in setup, extra
   assert re.search(r"^ENTRYPOINT \[", text, re.M)  # so that SIGTERM arrives
+
+
+@pytest.mark.long  # it downloads
+def test_the_dockerfiles_installation(stand_ins, tmp_path):
+  """In a virtual environment, of what is copied; for CUDA only resolved."""
+  text = (LAUNCH / "Dockerfile").read_text()
+  for name in " ".join(re.findall(r"^COPY (.+) \S+$", text, re.M)).split():
+    copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+    copy(ROOT / name, tmp_path / name)
+  (line,) = re.findall(r"^RUN (pip .*)$", text, re.M)
+  bin_ = tmp_path / "venv" / "bin"
+  subprocess.run([sys.executable, "-m", "venv", bin_.parent], check=True)
+  path = f"{bin_}{os.pathsep}{os.environ['PATH']}"
+  for accelerator, more in (("tpu", ""), ("cuda", " --dry-run")):
+    env = os.environ | {"PATH": path, "ACCELERATOR": accelerator}
+    env.pop("PYTHONPATH", None)
+    subprocess.run(
+      ["bash", "-c", line + more], env=env, cwd=tmp_path, check=True
+    )
+  (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.M)
+  done = subprocess.run(
+    [*json.loads(entry), "--help"],
+    env=env,
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert "--config.steps" in done.stdout
 
 
 @pytest.mark.slow  # models of all that Kubernetes has
