@@ -39,7 +39,6 @@ setuptools.setup(
     "orbax-checkpoint>=0.12.4",
     "pyarrow>=15",  # before 14.0.1 a file could run code (CVE-2023-47248)
     "pyyaml",  # configurations of other libraries
-    "rich>=13",  # the table of steps on a terminal; flax needs it, too
     "safetensors",
     "scipy",
     "tensorboardX",

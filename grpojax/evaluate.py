@@ -191,7 +191,7 @@ def _evaluate(
   with contextlib.ExitStack() as stack:
     with command_line.usage_errors():
       reward_pool = stack.enter_context(rewards_lib.open_reward_pool(settings))
-    shown = stack.enter_context(screen.opened(0, settings.log.every))
+    shown = screen.Screen(settings.log.every)
     for (policy, params), problems in zip(models, held_out, strict=True):
       # The step that rewards may ask for is the run's last.
       pool, steps = reward_pool.pool, settings.steps

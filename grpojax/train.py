@@ -36,9 +36,6 @@ model.remat and model.reference. SIGTERM saves and exits with code 75: run the
 same command again to go on. A run that goes nowhere (`stop.*`) saves, says why,
 and exits with code 1; one whose held-out accuracy rises no more
 (`stop.no_improvement`) ends early, and is finished.
-
-On a terminal a table of the last steps is drawn anew; elsewhere each step is a
-line.
 """
 
 import contextlib

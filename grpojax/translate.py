@@ -20,7 +20,7 @@ import sys
 
 from grpojax.runtime.cli import command_line
 from grpojax.runtime.cli.settings import setting
-from grpojax.runtime.files import records
+from grpojax.runtime.files import disk, records
 from grpojax.runtime.terminal.screen import printable
 from grpojax.training.config import from_config
 from grpojax.translation import reading, rules, trl, verl, writing
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
       raise ValueError("give FILE: a .yaml, .json or .py of TRL or verl")
     file, examples = pathlib.Path(flags.file), flags.examples or None
     if flags.out:
-      records.check_writable(flags.out)
+      disk.check_file(flags.out, "--out")
     translation = translate_file(file, flags.processes, examples)
     text = writing.config_file(translation, file.name)
     if flags.out:

@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def ctrl_c():
   """Ctrl-C is not ignored, as shells have it for a job in the background."""
-  with interrupts.on_ctrl_c(signal.default_int_handler):
+  with interrupts.handled(signal.default_int_handler, signal.SIGINT):
     yield
 
 

@@ -62,7 +62,7 @@ def server(*command, port):
 
 
 @pytest.fixture
-def gcs(monkeypatch, tmp_path):
+def gcs(monkeypatch):
   pytest.importorskip("gcsfs")
   with server(str(HERE / "runtime" / "fake_gcs.py"), port=free_port()) as url:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", url)
@@ -72,7 +72,7 @@ def gcs(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def s3(monkeypatch, tmp_path):
+def s3(monkeypatch):
   pytest.importorskip("s3fs")
   pytest.importorskip("moto.server")
   with server("-m", "moto.server", "-p", port=free_port()) as url:
@@ -85,42 +85,52 @@ def s3(monkeypatch, tmp_path):
     yield fs
 
 
-def start(program, *words, count=1, cache=None):
+@pytest.fixture
+def start(tmp_path):
   """Starts a program's processes."""
-  address = f"127.0.0.1:{free_port()}"
-  env = os.environ | {
-    "JAX_NUM_CPU_DEVICES": str(2 // count),
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": str(HERE.parent),
-    "XDG_CACHE_HOME": str(cache),
-  }
-  processes = []
-  for i in range(count):
-    told = [f"--coordinator={address}", f"--num_processes={count}"]
-    told = [*told, f"--process_id={i}"] if count > 1 else []
-    processes.append(
+
+  def start(program, *words, count=1):
+    address = f"127.0.0.1:{free_port()}"
+    env = os.environ | {
+      "JAX_NUM_CPU_DEVICES": str(2 // count),
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": str(HERE.parent),
+      "XDG_CACHE_HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-m", f"grpojax.{program}", *words]
+    if count > 1:
+      command += [f"--coordinator={address}", f"--num_processes={count}"]
+    return [
       subprocess.Popen(
-        [sys.executable, "-m", f"grpojax.{program}", *told, *words],
+        [*command, f"--process_id={i}"] if count > 1 else command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
       )
-    )
-  return processes
+      for i in range(count)
+    ]
+
+  return start
+
+
+@pytest.fixture
+def run(start):
+  """Runs a program to its end; returns what it prints."""
+
+  def run(program, *words):
+    (process,) = start(program, *words)
+    out = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, out
+    return out
+
+  return run
 
 
 def words(url, **changes):
   settings = SETTINGS | changes
   config = [f"--config.{name}={value}" for name, value in settings.items()]
   return [f"--run_dir={url}", *config]
-
-
-def run(program, *words, cache=None):
-  (process,) = start(program, *words, cache=cache)
-  out = process.communicate(timeout=300)[0]
-  assert process.returncode == 0, out
-  return out
 
 
 def wait_for(process, text):
@@ -146,9 +156,9 @@ def fetched(fs, name, tmp_path):
   return tmp_path / "fetched"
 
 
-def check_as_on_a_disk(fs, tmp_path, cache):
+def check_as_on_a_disk(fs, tmp_path, run):
   """The same rows as of an undisturbed run on a disk."""
-  run("train", *words(tmp_path / "disk"), cache=cache)
+  run("train", *words(tmp_path / "disk"))
   ours = rows(fetched(fs, "metrics.jsonl", tmp_path))
   theirs = rows(tmp_path / "disk" / "metrics.jsonl")
   assert [row["step"] for row in ours] == [1, 2, 3, 4]
@@ -157,45 +167,43 @@ def check_as_on_a_disk(fs, tmp_path, cache):
 
 
 @pytest.mark.slow
-def test_two_processes_train_in_gs_and_one_goes_on(gcs, tmp_path):
+def test_two_processes_train_in_gs_and_one_goes_on(gcs, start, run, tmp_path):
   url = "gs://bucket/runs/a"
-  first, second = start("train", *words(url), count=2, cache=tmp_path)
+  first, second = start("train", *words(url), count=2)
   wait_for(first, "step 1/4")
   second.send_signal(signal.SIGTERM)
   out = first.communicate(timeout=120)[0], second.communicate(timeout=120)[0]
   assert (first.returncode, second.returncode) == (75, 75), out
   assert "summary.json" not in map(os.path.basename, gcs.find("bucket/runs/a"))
-  out = run("train", *words(url), cache=tmp_path)
+  out = run("train", *words(url))
   assert "resuming after step" in out and f"are in {url}/" in out
-  check_as_on_a_disk(gcs, tmp_path, tmp_path)
-  assert "nothing to do" in run("train", *words(url), cache=tmp_path)
+  check_as_on_a_disk(gcs, tmp_path, run)
+  assert "nothing to do" in run("train", *words(url))
   gcs.invalidate_cache()
   assert "bucket/runs/a/.lock" not in gcs.find("bucket/runs/a")
   page = tmp_path / "page.html"
-  run("report", url, f"--out={page}", cache=tmp_path)
+  run("report", url, f"--out={page}")
   for text in (page, fetched(gcs, "report.html", tmp_path)):
     assert "finished, 4 of 4 steps" in text.read_text()
-  out = run("evaluate", f"--model={url}", cache=tmp_path)
+  out = run("evaluate", f"--model={url}")
   assert "checkpoint of step 4" in out and "4 held-out prompts" in out
   new = words(tmp_path / "b", steps=0) + [f"--config.model.path={url}"]
-  run("train", *new, cache=tmp_path)  # starts from that model
+  run("train", *new)  # starts from that model
 
 
 @pytest.mark.long
-def test_a_run_in_s3_is_killed_and_goes_on(s3, tmp_path):
+def test_a_run_in_s3_is_killed_and_goes_on(s3, start, run, tmp_path):
   url = "s3://bucket/runs/a"
-  (process,) = start("train", *words(url), cache=tmp_path)
+  (process,) = start("train", *words(url))
   wait_for(process, "step 3/4")
   while not s3.exists("bucket/runs/a/checkpoints/2/_CHECKPOINT_METADATA"):
     s3.invalidate_cache()
     time.sleep(0.1)
   process.kill()
   process.communicate()
-  out = run("train", *words(url), cache=tmp_path)  # waits for the lock
+  out = run("train", *words(url))  # waits for the lock
   assert "is, or was, in use by" in out and "resuming after step 2" in out
-  check_as_on_a_disk(s3, tmp_path, tmp_path)
-  assert "checkpoint of step 4" in run(
-    "evaluate", f"--model={url}", cache=tmp_path
-  )
-  run("export", url, f"--out={tmp_path / 'out'}", cache=tmp_path)
+  check_as_on_a_disk(s3, tmp_path, run)
+  assert "checkpoint of step 4" in run("evaluate", f"--model={url}")
+  run("export", url, f"--out={tmp_path / 'out'}")
   assert (tmp_path / "out" / "model.safetensors").is_file()

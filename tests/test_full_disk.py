@@ -1,6 +1,7 @@
 """A run whose disk is full stops at once, in a sentence, and resumes."""
 
 import errno
+import functools
 
 import pytest
 from orbax.checkpoint._src.path import atomicity
@@ -31,7 +32,8 @@ def no_room_for_checkpoints(patch):
 
   patch.setattr(atomicity.AtomicRenameTemporaryPath, "finalize", finalize)
   # Steps of a millisecond would be over before the save is.
-  patch.setattr(checkpoint, "check", checkpoint.wait)
+  wait = functools.partial(checkpoint.check, timeout=60.0)
+  patch.setattr(checkpoint, "check", wait)
 
 
 def no_room_for_records(patch):
@@ -44,15 +46,16 @@ def no_room_for_records(patch):
 
 
 @pytest.mark.slow  # two runs
-@pytest.mark.parametrize("what", ["checkpoints", "records"])
-def test_no_room(what, toy_task, toy_model, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+  "no_room_for", [no_room_for_checkpoints, no_room_for_records]
+)
+def test_no_room(
+  no_room_for, toy_task, toy_model, tmp_path, monkeypatch, capfd
+):
   run = tmp_path / "run"
   argv = [*toy_task.arguments(toy_model, **SHORT), f"--run_dir={run}"]
   with monkeypatch.context() as patch:
-    {
-      "checkpoints": no_room_for_checkpoints,
-      "records": no_room_for_records,
-    }[what](patch)
+    no_room_for(patch)
     with pytest.raises(SystemExit) as caught:
       train.main(argv)
   text = str(caught.value.code)

@@ -100,13 +100,14 @@ def test_kill_at_any_moment(
 
 
 # Moments of SIGTERM: (function, the call of it that sends it, whole steps done
-# by then). Three batches of held-out prompts are scored before
-# the first step, and after every fifth.
+# by then). Three batches of held-out prompts are scored before the first step,
+# and after every fifth.
+REWARDS = (rewards_lib, "collect_rewards")
 MOMENTS = {
-  "first step": ("rewards.collect_rewards", 3 + 1, 0),
-  "rewards": ("rewards.collect_rewards", 3 + 4, 3),
-  "evaluation": ("rewards.collect_rewards", 3 + 5 + 1, 5),
-  "checkpoint": ("checkpoint.save", 2, 4),
+  "first step": (*REWARDS, 3 + 1, 0),
+  "rewards": (*REWARDS, 3 + 4, 3),
+  "evaluation": (*REWARDS, 3 + 5 + 1, 5),
+  "checkpoint": (checkpoint, "save", 2, 4),
 }
 
 
@@ -117,9 +118,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(
 ):
   run = tmp_path / "run"
   argv = [*toy_task.arguments(toy_model, **LONG), f"--run_dir={run}"]
-  name, calls, done = MOMENTS[moment]
-  module, name = name.split(".")
-  module = {"rewards": rewards_lib, "checkpoint": checkpoint}[module]
+  module, name, calls, done = MOMENTS[moment]
   original, count = getattr(module, name), []
 
   def interrupted(*args, **options):

@@ -84,7 +84,8 @@ def test_a_document_is_learned_whole():
 
 
 def test_of_a_dialogue_only_the_answer_is_learned():
-  tokenizer = tokenizer_lib.character_tokenizer(chat=True)
+  tokenizer = tokenizer_lib.character_tokenizer()
+  tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
   texts = sft_lib.texts(config_with(format="dialogue"), tokenizer)
   for context, learned in itertools.islice(texts, 20):
     prompt, answer = tokenizer.decode(context), tokenizer.decode(learned[:-1])
@@ -156,9 +157,9 @@ def word_problem_texts(form, **changes):
   config.data.name, config.data.path = "gsm8k", str(PROBLEMS)
   config.data.update(changes)
   examples = sft_lib.load_examples(config)
-  tokenizer = tokenizer_lib.train_bpe(
-    texts_lib.strings(examples), 300, chat=form == "dialogue"
-  )
+  tokenizer = tokenizer_lib.train_bpe(texts_lib.strings(examples), 300)
+  if form == "dialogue":
+    tokenizer.chat_template = tokenizer_lib.CHAT_TEMPLATE
   texts = sft_lib.texts(config, tokenizer, examples)
   return tokenizer, examples, list(itertools.islice(texts, len(examples)))
 

@@ -21,11 +21,8 @@ def _read(path: pathlib.Path) -> str:
 def host_bytes(root: str | os.PathLike = "/") -> int:
   """Returns the bytes that processes of this machine, or container, may use.
 
-  Physical memory, or less where a control group says so, and swap space. More
-  than can be had at the moment, since others use some of it.
-
-  Args:
-    root: directory that has `proc` and `sys`.
+  Physical memory, or less where a control group says so, and swap space, of
+  which others use some. `root` is a directory that has `proc` and `sys`.
   """
   root = pathlib.Path(root)
   memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -93,18 +93,19 @@ def test_it_runs_on_a_cpu(tmp_path, monkeypatch):
   ).execute()
   after = resource.getrusage(resource.RUSAGE_CHILDREN)
   seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-  print(f"{seconds:.0f} seconds of processor time")
   cells = [c for c in notebook.cells if c.cell_type == "code"]
   texts = ["".join(o.get("text", "") for o in c.outputs) for c in cells]
-  pictures = [
-    any("image/png" in o.get("data", {}) for o in c.outputs) for c in cells
-  ]
-  assert sum(pictures) == 2
+  outputs = [output for cell in cells for output in cell.outputs]
+  assert sum("image/png" in o.get("data", {}) for o in outputs) == 2
   text = "\n".join(texts)
-  assert "is finished: nothing to do" in text
   accuracy = re.search(r"held-out accuracy: ([\d.]+)% -> ([\d.]+)%", text)
   assert float(accuracy[1]) < 40 and float(accuracy[2]) > 85
-  assert "step 10, reward" in text and "step 60, reward" in text
-  assert "no accelerator on this runtime" in text
+  for line in (
+    "is finished: nothing to do",
+    "step 10, reward",
+    "step 60, reward",
+    "no accelerator on this runtime",
+  ):
+    assert line in text
   assert texts[-1] == texts[-2] == ""
   assert seconds < 360

@@ -231,7 +231,6 @@ def test_a_dry_run_runs_nothing_and_prints_all(cloud, stand_ins):
   [
     (["fly", "my-run"], "unknown command fly"),
     (["run"], "NAME is ''"),
-    (["run", "--zone=z"], "NAME is '--zone=z'"),
     (["run", "My_Run"], "NAME is 'My_Run'"),
     (["status", "my-run"], "--zone is missing"),
     (["create", "my-run", "--zone=z"], "--type is missing"),

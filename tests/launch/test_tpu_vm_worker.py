@@ -67,7 +67,7 @@ def test_a_training_outlives_the_connection_and_leaves_its_code(worker):
   )
   words = "<-u><-m><grpojax.train><--run_dir=gs://mine/r><--a=b  c>\n"
   assert follow.stdout.readline().decode() == words
-  time.sleep(0.5)  # it stays for what comes later
+  time.sleep(0.1)  # it stays for what comes later
   (worker.home / "end").write_text("3")
   assert follow.communicate(timeout=20)[0] == b"the last line\n"
   assert worker.call("code").stdout == "3\n"

@@ -2,10 +2,10 @@
 
     python tests/runtime/fake_gcs.py PORT
 
-Objects are in memory, in any bucket that is named. What gcsfs, TensorStore and
-google-cloud-storage ask of it: reading with ranges, writing whole or in parts,
-listing by prefix, copying, deleting in batches, and preconditions on the
-generation, on which locks and TensorStore's manifests stand.
+Objects are in memory, in any bucket that is named. What gcsfs and TensorStore
+ask of it: reading with ranges, writing whole or in parts, listing by prefix,
+deleting, and preconditions on the generation, on which locks and TensorStore's
+manifests stand.
 """
 
 import base64
@@ -63,19 +63,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.wfile.write(body)
 
   def _error(self, code):
-    if code == 304:  # has no body
-      self.send_response(code)
-      return self.end_headers()
     self._answer(code, {"error": {"code": code, "message": f"error {code}"}})
 
   def _body(self):
-    if self.headers.get("Transfer-Encoding") == "chunked":
-      data = b""
-      while size := int(self.rfile.readline().split(b";")[0], 16):
-        data += self.rfile.read(size)
-        self.rfile.readline()
-      self.rfile.readline()
-      return data
     return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
   def _where(self):
@@ -97,7 +87,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if match is not None and int(match) != now:
       return 412
     if differs is not None and int(differs) == now:
-      return 304 if self.command == "GET" else 412
+      return 412
     return None
 
   def _put(self, bucket, name, query, data):
@@ -157,24 +147,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self._answer(206, data[first : last + 1], **about)
 
   def do_POST(self):
-    path, bucket, name, query = self._where()
+    _, bucket, name, query = self._where()
     if "upload_id" in query:
       return self.do_PUT()
     body = self._body()
-    if path.startswith("/batch"):
-      return self._batch(body)
-    if name and ("/rewriteTo/" in path or "/copyTo/" in path):
-      verb = "/rewriteTo/b/" if "/rewriteTo/" in path else "/copyTo/b/"
-      source, target = urllib.parse.unquote(path).split(verb)
-      name = source.split("/o/", 1)[1]
-      to_bucket, to_name = target.split("/o/", 1)
-      with LOCK:
-        if (bucket, name) not in OBJECTS:
-          return self._error(404)
-        data = OBJECTS[bucket, name][1]
-        OBJECTS[to_bucket, to_name] = (next(GENERATIONS), data, time.time())
-      resource = _resource(to_bucket, to_name)
-      return self._answer(200, {"done": True, "resource": resource} | resource)
     kind = query.get("uploadType", "media")
     if kind == "media":
       return self._put(bucket, query["name"], query, body)
@@ -207,46 +183,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
       return self._answer(308, Range=f"bytes=0-{len(data) - 1}")
     self._put(bucket, name, asked, data)
 
-  def _remove(self, bucket, name, query):
-    with LOCK:
-      if code := self._refused(bucket, name, query):
-        return code
-      return 204 if OBJECTS.pop((bucket, name), None) else 404
-
   def do_DELETE(self):
     _, bucket, name, query = self._where()
-    code = self._remove(bucket, name, query)
-    return self._answer(204) if code == 204 else self._error(code)
-
-  def _batch(self, body):
-    mark = self.headers["Content-Type"].split("boundary=")[1].strip("'\"")
-    answers = []
-    for part in body.split(b"--" + mark.encode()):
-      lines = [x for x in part.decode().splitlines() if " /" in x]
-      if not lines:
-        continue
-      self.path = lines[0].split()[1]
-      _, bucket, name, query = self._where()
-      code = self._remove(bucket, name, query)
-      answers.append(
-        f"--answer\r\nContent-Type: application/http\r\n\r\n"
-        f"HTTP/1.1 {code} done\r\nContent-Length: 0\r\n\r\n\r\n"
-      )
-    text = "".join(answers) + "--answer--"
-    self._answer(
-      200, text.encode(), Content_Type="multipart/mixed; boundary=answer"
-    )
-
-
-def serve(port=0):
-  """A server that answers; its `server_address` says where."""
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-  server.daemon_threads = True
-  threading.Thread(target=server.serve_forever, daemon=True).start()
-  return server
+    with LOCK:
+      code = self._refused(bucket, name, query)
+      if code is None and not OBJECTS.pop((bucket, name), None):
+        code = 404
+    return self._error(code) if code else self._answer(204)
 
 
 if __name__ == "__main__":
-  started = serve(int(sys.argv[1]))
-  print("ready", flush=True)
-  threading.Event().wait()
+  address = ("127.0.0.1", int(sys.argv[1]))
+  http.server.ThreadingHTTPServer(address, Handler).serve_forever()

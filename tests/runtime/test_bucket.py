@@ -4,6 +4,7 @@ tests/test_buckets.py has whole runs on stand-ins for gs:// and s3://.
 """
 
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -13,6 +14,7 @@ import fsspec
 import pytest
 
 from grpojax.runtime.files import bucket, disk
+from grpojax.runtime.processes import distributed, interrupts
 
 CHECKPOINT = "checkpoints/2/_CHECKPOINT_METADATA"
 
@@ -33,8 +35,7 @@ def put(url, fs):
 
   def put(**files):
     for name, text in files.items():
-      name = name.replace("__", "/")
-      fs.pipe_file(f"{fs._strip_protocol(url)}/{name}", text.encode())
+      fs.pipe_file(f"{url}/{name.replace('__', '/')}", text.encode())
 
   return put
 
@@ -47,8 +48,8 @@ def quick(monkeypatch, tmp_path):
   bucket.local.cache_clear()
 
 
-def opened(url, by_orbax=(), is_main=True, several=False):
-  return bucket.opened(url, by_orbax, is_main, several)
+def opened(url):
+  return bucket.opened(url, by_orbax=("checkpoints",))
 
 
 def write(directory, **files):
@@ -134,11 +135,9 @@ def test_a_whole_thing_is_seen_only_when_all_of_it_is_there(
   assert sorted(removed) == sorted([*files, ".lock"])
 
 
-def checkpoint(local, step, *names):
-  path = local / "checkpoints" / str(step)
-  path.mkdir(parents=True)
-  for name in names or ("_CHECKPOINT_METADATA", "data"):
-    (path / name).write_text(str(step))
+def checkpoint(local, step):
+  for name in ("_CHECKPOINT_METADATA", "data"):
+    write(local, **{f"checkpoints__{step}__{name}": str(step)})
 
 
 @pytest.fixture
@@ -153,10 +152,12 @@ def steps(url):
   return {x.split("/")[1] for x in names(url) if x.startswith("checkpoints")}
 
 
-def test_there_is_always_a_checkpoint(with_checkpoint, fs, monkeypatch):
+def test_there_is_always_a_whole_checkpoint(with_checkpoint, fs, monkeypatch):
   with opened(with_checkpoint) as (local, sync):
-    (local / "checkpoints" / "2" / "_CHECKPOINT_METADATA").unlink()
     (local / "checkpoints" / "2" / "data").unlink()
+    sync()  # it is just being removed
+    assert read(with_checkpoint, "checkpoints/2/data") == "2"
+    (local / CHECKPOINT).unlink()
     checkpoint(local, 4)
     with monkeypatch.context() as killed:
       killed.setattr(type(fs), "put_file", None)
@@ -167,73 +168,76 @@ def test_there_is_always_a_checkpoint(with_checkpoint, fs, monkeypatch):
     assert steps(with_checkpoint) == {"4"}
 
 
-def test_a_checkpoint_that_is_being_removed_is_none(with_checkpoint):
+def test_a_directory_that_goes_meanwhile_is_no_error(
+  with_checkpoint, monkeypatch
+):
+  scandir = os.scandir
+
+  def late(path):
+    if str(path).endswith("checkpoints/2"):
+      shutil.rmtree(path)
+    return scandir(path)
+
   with opened(with_checkpoint) as (local, sync):
-    (local / "checkpoints" / "2" / "data").unlink()  # its account comes later
     checkpoint(local, 4)
-    sync()
+    with monkeypatch.context() as patch:
+      patch.setattr(os, "scandir", late)
+      sync()
     assert steps(with_checkpoint) == {"4"}
 
 
 def test_a_part_of_a_checkpoint_is_none_and_is_removed(with_checkpoint, put):
   put(checkpoints__3__data="0")
-  with opened(with_checkpoint, by_orbax=("checkpoints",)) as (local, _):
+  with opened(with_checkpoint) as (local, _):
     assert (local / CHECKPOINT).exists()
     assert not (local / "checkpoints" / "3").exists()
   assert steps(with_checkpoint) == {"2"}
 
 
 def test_what_is_no_run_is_not_copied(url, fs, put, monkeypatch):
+  with pytest.raises(ValueError, match="there is no model and no run at"):
+    bucket.local(url)
   put(checkpoints__100__data="terabytes")
   monkeypatch.setattr(type(fs), "get_file", None)
-  for by_orbax in ((), ("checkpoints",)):
-    with pytest.raises(ValueError, match="is not a run"):
-      with opened(url, by_orbax):
-        pass
-    with pytest.raises(ValueError, match="there is no model and no run at"):
-      bucket.local(url, by_orbax)
+  with pytest.raises(ValueError, match="no model and no run"), opened(url):
+    pass
 
 
 @pytest.mark.parametrize("kind", [PermissionError, FileNotFoundError])
+@pytest.mark.parametrize("error", [None, SystemExit(75), KeyError("bug")])
 def test_what_the_bucket_refuses_at_the_end_is_kept(
-  url, fs, kind, monkeypatch, capsys
+  url, fs, kind, error, monkeypatch, capsys
 ):
   monkeypatch.setattr(type(fs), "put_file", refuse(kind, "expired token"))
-  for error in (None, SystemExit(75), KeyError("of a step")):
-    expected = KeyError if isinstance(error, KeyError) else disk.WriteFailed
-    with pytest.raises(expected), opened(url) as (local, _):
-      write(local, metrics="1")
-      if error:
-        raise error
-    printed = capsys.readouterr().err
-    assert f"what could not be copied is in {local}" in printed
-    assert (local / "metrics").read_text() == "1"
-    shutil.rmtree(local)
+  with pytest.raises(disk.WriteFailed), opened(url) as (local, _):
+    write(local, metrics="1")
+    if error:
+      raise error
+  printed = capsys.readouterr().err
+  assert f"what could not be copied is in {local}" in printed
+  assert (local / "metrics").read_text() == "1"
+  shutil.rmtree(local)
 
 
-def test_a_run_that_trains_can_be_read(with_checkpoint, fs, monkeypatch):
-  real, left = type(fs).get_file, [2]
-
-  def vanish(self, *args):
-    if left[0]:
-      left[0] -= 1
-      raise FileNotFoundError("removed meanwhile")
-    return real(self, *args)
-
-  monkeypatch.setattr(type(fs), "get_file", vanish)
-  assert (bucket.local(with_checkpoint) / "checkpoints/2/data").is_file()
-
-
-def test_one_process_a_directory(url):
+def test_one_process_a_directory(url, monkeypatch):
   with opened(url):
     with pytest.raises(ValueError, match="is in use by process .* on "):
       with opened(url):
         pass
-    with opened(url, is_main=False):
-      pass  # of the same run
-  with opened(url):  # it has been let go of
+    with monkeypatch.context() as other:  # of the same run
+      other.setattr(distributed, "is_main", lambda: False)
+      with opened(url):
+        pass
     assert names(url) == [".lock"]
   assert names(url) == []
+
+
+def test_of_two_that_saw_no_lock_one_has_it(url, fs, put, monkeypatch):
+  put(**{".lock": json.dumps({"token": "other"})})
+  monkeypatch.setattr(type(fs), "cat_file", refuse(FileNotFoundError, "yet"))
+  with pytest.raises(ValueError, match="is in use by another process"):
+    with opened(url):
+      pass
 
 
 def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, put, capsys):
@@ -244,22 +248,27 @@ def test_a_lock_of_a_process_that_was_killed_is_taken_over(url, put, capsys):
   assert names(url) == []
 
 
+@pytest.mark.filterwarnings(
+  "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
 @pytest.mark.parametrize("other", ["", json.dumps({"token": "other"})])
-def test_who_was_taken_over_writes_no_more(other, url, fs, put):
-  with pytest.raises(disk.WriteFailed, match="taken over .* or its .lock was"):
-    with opened(url) as (local, sync):
-      write(local, metrics="1")
-      sync()
-      if other:
-        put(**{".lock": other})
-      else:  # it has ended since
-        fs.rm_file(f"{fs._strip_protocol(url)}/.lock")
-      threading.Event().wait(10 * bucket.BEAT)
-      write(local, metrics="2")
-      sync()
-  assert not local.exists()
-  assert read(url, "metrics") == "1"
-  assert names(url) == ([".lock"] if other else []) + ["metrics"]
+def test_who_was_taken_over_ends(other, url, fs, put, monkeypatch, capsys):
+  ended = threading.Event()
+
+  def end(code):
+    ended.set()
+    raise SystemExit  # ends the thread
+
+  monkeypatch.setattr(interrupts, "end", end)
+  with opened(url):
+    if other:
+      put(**{".lock": other})
+    else:  # it has ended since
+      fs.rm_file(f"{url}/.lock")
+    assert ended.wait(10)
+    said = capsys.readouterr().err
+    assert "was taken over by another process, or its .lock was removed" in said
+  assert names(url) == [".lock"] * bool(other)  # which is not ours
 
 
 def test_lazily(url, fs, monkeypatch, capsys):
@@ -291,10 +300,10 @@ def test_names_that_lead_out_of_the_directory(url, fs, monkeypatch):
 @pytest.mark.parametrize(
   "wrong, message",
   [
-    ("memory://bucket", "is a whole bucket"),
+    ("memory://bucket", "give gs://BUCKET/DIR"),
+    ("file:///tmp/run", "give gs://BUCKET/DIR"),
+    ("gcs://bucket/run", "give gs://BUCKET/DIR|needs pip install"),
     ("nosuch://bucket/run", "nosuch"),
-    ("file:///tmp/run", "give a path instead"),
-    ("gcs://bucket/run", "give gs:// instead"),
   ],
 )
 def test_urls_that_are_none(wrong, message):
@@ -302,17 +311,15 @@ def test_urls_that_are_none(wrong, message):
     pass
 
 
-def test_several_processes_need_a_disk_or_gs(url):
-  with pytest.raises(ValueError, match="mount"), opened(url, several=True):
+def test_several_processes_need_a_disk_or_gs(url, monkeypatch):
+  monkeypatch.setattr(distributed, "count", lambda: 2)
+  with pytest.raises(ValueError, match="mount"), opened(url):
     pass
 
 
 def test_a_missing_package_is_named(monkeypatch):
-  def missing(url):
-    raise ImportError("Install s3fs to access S3")
-
-  monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-  with pytest.raises(ValueError, match=r"pip install 'grpojax\[s3\]'"):
+  monkeypatch.setattr(fsspec.core, "url_to_fs", refuse(ImportError, "s3fs"))
+  with pytest.raises(ValueError, match="s3:// 'grpojax.s3.'"):
     bucket.local("s3://bucket/run")
 
 
@@ -322,9 +329,6 @@ def test_what_is_wrong_is_said_of_the_bucket(url):
       write(local, **{"config.json": "{}"})
       raise ValueError(f"{local}/x is wrong")
   assert names(url) == ["config.json"]  # an error loses nothing
-  with pytest.raises(SystemExit) as left, opened(url):
-    raise SystemExit(75)
-  assert left.value.code == 75
 
 
 def test_a_copy_to_read_is_made_once(url, fs, put, monkeypatch):

@@ -208,12 +208,12 @@ def test_template_options(make):
 
 
 def test_a_base_model_has_no_chat(make):
-  for options, text in [
-    ({"system_prompt": "Be brief."}, "system_prompt"),
-    ({"template_options": {"date_string": "x", "y": 1}}, "template_options"),
-    ({"prompt": TURNS}, "list of chat messages"),
-  ]:
-    with pytest.raises(ValueError, match=f"{text}.*no chat template"):
+  for options in (
+    {"system_prompt": "Be brief."},
+    {"template_options": {"date_string": "x", "y": 1}},
+    {"prompt": TURNS},
+  ):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
       tokenizers.format_prompt(make(None), **{"prompt": "1+1?"} | options)
 
 
@@ -276,13 +276,12 @@ def test_a_date_is_pinned_in_a_reward_models_chat():
 
 
 def test_who_asks_for_the_date():
-  asks = lambda t: tokenizers.asks_for_date(with_template(t))
-  assert [asks(t) for t in (LLAMA_DATE, MISTRAL_DATE, MADE_UP_DATE)] == [
-    True
-  ] * 3
-  assert [asks(t) for t in (FIXED_DATE, NO_DATE, None)] == [False] * 3
   # As transformers keeps several templates of a model.
-  assert asks({"default": NO_DATE, "tool_use": MISTRAL_DATE})
+  several = {"default": NO_DATE, "tool_use": MISTRAL_DATE}
+  for template in (LLAMA_DATE, MISTRAL_DATE, MADE_UP_DATE, several):
+    assert tokenizers.asks_for_date(with_template(template))
+  for template in (FIXED_DATE, NO_DATE, None):
+    assert not tokenizers.asks_for_date(with_template(template))
 
 
 def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
@@ -304,12 +303,10 @@ def test_today_pinned_is_what_is_written_unpinned(monkeypatch):
 
 
 def test_another_date_is_for_templates_that_write_it_as_it_is():
-  for date in ("spring", "2024-07-26", "30 Feb 2024", "26 Juli 2024", 2024):
+  for date in ("spring", "30 Feb 2024", 2024):
     assert written(LLAMA_DATE, date) == f"Today Date: {date}\nHi"
     assert written(FIXED_DATE, date) == f"{date} Hi"
-    with pytest.raises(
-      ValueError, match=f"date_string = '{date}'.*26 Jul 2024"
-    ):
+    with pytest.raises(ValueError, match=f"string = '{date}'.*26 Jul 2024"):
       written(MISTRAL_DATE, date)
 
 

@@ -82,15 +82,12 @@ def test_round_trip_keeps_the_newest_and_skips_nothing(tmp_path):
 
 def test_saved_arrays_may_be_donated_at_once(tmp_path):
   state, expected = _state(1, 300_000), _state(1, 300_000)
-  advance = jax.jit(
-    lambda s: s.replace(params=jax.tree.map(lambda x: x * 0 - 1, s.params)),
-    donate_argnums=0,
-  )
+  spoil = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
   with checkpoint.open_checkpointer(tmp_path) as ckptr:
     checkpoint.save(ckptr, 1, state)
-    for _ in range(3):
-      state = advance(state)
+    params = jax.tree.map(spoil, state.params)
     checkpoint.wait(ckptr)
+    state = state.replace(params=params)
     _assert_same(checkpoint.restore(ckptr, state), expected)
 
 
@@ -134,8 +131,7 @@ def _flip(file: pathlib.Path, rng: random.Random) -> bytes:
 
 # Orbax's reading threads outlive a failed load and complain when they end.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("flips", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
   state, rng = _state(1, 3000), random.Random(0)
   step, reference = tmp_path / "checkpoints" / "1", tmp_path / "reference"
   checkpoint.save_params(reference, state.params)
@@ -145,7 +141,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path, flips):
     checkpoint.wait(ckptr)
     for folder, files in refused.items():
       for file in sorted(x for x in folder.rglob("*") if x.is_file()):
-        for _ in range(flips if file.stat().st_size else 0):
+        for _ in range(2 if file.stat().st_size else 0):
           whole = _flip(file, rng)
           try:
             if folder == step:
@@ -203,13 +199,6 @@ def test_notes_are_kept_with_a_state(tmp_path):
       checkpoint.read_notes(ckptr, 1)
 
 
-def _log_error(error: Exception, path="/orbax/checkpoint/saver.py") -> None:
-  info = (type(error), error, None)
-  logging.getLogger("absl").handle(
-    logging.LogRecord("absl", logging.ERROR, path, 1, "failed", (), info)
-  )
-
-
 @pytest.mark.parametrize("ended", ["here", "elsewhere", "by Orbax"])
 def test_a_save_of_several_processes_that_fails(ended, tmp_path, monkeypatch):
   """What fails here is raised, though the others still wait for it."""
@@ -223,10 +212,12 @@ def test_a_save_of_several_processes_that_fails(ended, tmp_path, monkeypatch):
     if ended == "by Orbax" and timeout:
       raise TimeoutError("its own")
     time.sleep(timeout)
-    if ended == "here":
-      _log_error(OSError("the disk is full"))
-    else:
-      _log_error(ValueError("another library's"), "/elsewhere/saver.py")
+    path = "/orbax/checkpoint" if ended == "here" else "/elsewhere"
+    error = OSError("the disk is full")
+    info = (type(error), error, None)
+    logging.getLogger("absl").handle(
+      logging.LogRecord("absl", logging.ERROR, path, 1, "failed", (), info)
+    )
     if len(polls) < 4:
       raise TimeoutError
 
@@ -350,29 +341,24 @@ def test_reference_is_saved_once(tmp_path):
 SIZE = 1_000_000  # 12 MB a checkpoint
 
 
-def _train(run_dir: str) -> None:
+def _train(folder: str) -> None:
   """What the killed process runs: resume, then save as fast as it can."""
-  run_dir = pathlib.Path(run_dir)
-  state = _state(0, SIZE)
-  checkpoint.save_params(run_dir / "reference", state.params)
-  with checkpoint.open_checkpointer(run_dir / "checkpoints") as ckptr:
-    step = checkpoint.latest_step(ckptr)
-    if step is not None:
-      state = checkpoint.restore(ckptr, state)
-      _assert_same(state, _state(step, SIZE))
+  with checkpoint.open_checkpointer(folder) as ckptr:
+    step = checkpoint.latest_step(ckptr) or 0
+    if step:
+      restored = checkpoint.restore(ckptr, _state(0, SIZE))
+      _assert_same(restored, _state(step, SIZE))
     while True:
-      step = (step or 0) + 1
-      state = _state(step, SIZE)
-      checkpoint.save(ckptr, step, state)
+      step += 1
+      checkpoint.save(ckptr, step, _state(step, SIZE))
       print(step, flush=True)
 
 
 @pytest.mark.slow
 def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
-  clock = random.Random(0)
+  clock, previous, torn = random.Random(0), 0, 0
   path = [str(pathlib.Path(__file__).parents[2]), os.getenv("PYTHONPATH")]
   env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-  previous = torn = 0
   for _ in range(4):
     child = subprocess.Popen(
       [sys.executable, __file__, str(tmp_path)],
@@ -388,23 +374,14 @@ def test_kill_at_any_moment_leaves_a_run_that_resumes(tmp_path):
     finally:
       child.kill()
       child.wait()
-    torn += any("tmp" in p.name for p in (tmp_path / "checkpoints").iterdir())
-    with checkpoint.open_checkpointer(
-      tmp_path / "checkpoints", readonly=True
-    ) as ckptr:
+    torn += any("tmp" in p.name for p in tmp_path.iterdir())
+    with checkpoint.open_checkpointer(tmp_path, readonly=True) as ckptr:
       step = checkpoint.latest_step(ckptr)
-      _assert_same(
-        checkpoint.restore(ckptr, _state(0, SIZE)), _state(step, SIZE)
-      )
+      restored = checkpoint.restore(ckptr, _state(0, SIZE))
+      _assert_same(restored, _state(step, SIZE))
     # Save k begins only when save k - 1 is complete.
     assert step >= int(line) - 1 > previous
     previous = step
-  loaded = checkpoint.restore_params(
-    tmp_path / "reference", _state(0, SIZE).params
-  )
-  np.testing.assert_array_equal(
-    loaded["layers"]["q"], _state(0, SIZE).params["layers"]["q"]
-  )
   assert torn, "no kill came in the middle of a save: the test tests nothing"
 
 

@@ -1,4 +1,4 @@
-"""JSON, JSON lines and the line of a step."""
+"""JSON and JSON lines."""
 
 import json
 import os
@@ -49,11 +49,9 @@ def test_a_missing_file_has_no_rows(tmp_path):
 @pytest.mark.parametrize(
   "line, text",
   [
-    ("[1, 2]", "a JSON object is needed, not \\[1, 2\\]"),
-    ("null", "not None"),
-    ('{"step": "two"}', "its step is no whole number, but 'two'"),
-    ('{"step": null}', "but None"),
-    ('{"step": 1.5}', "but 1.5"),
+    ("[1, 2]", "not a JSON object .*: \\[1, 2\\]"),
+    ('{"step": "two"}', "whose step is a whole number: {'step': 'two'}"),
+    ('{"step": true}', "whose step is a whole number"),
     ("[" * 10_000, "recursion"),
     ("nonsense", "not JSON"),
   ],
@@ -63,19 +61,6 @@ def test_a_stray_line_is_named(line, text, tmp_path):
   path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
   with pytest.raises(ValueError, match=f"metrics.jsonl, line 2: .*{text}"):
     records.read_jsonl(path)
-
-
-def test_whether_a_file_can_be_written(tmp_path):
-  path = tmp_path / "result.json"
-  records.check_writable(path)
-  path.write_text("old")
-  records.check_writable(path)
-  assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-  with pytest.raises(ValueError, match="is a directory"):
-    records.check_writable(tmp_path)
-  for wrong in (path / "x", tmp_path / "no" / "x", tmp_path / ("x" * 300)):
-    with pytest.raises(OSError):
-      records.check_writable(wrong)
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -98,7 +83,6 @@ def test_a_link_stays_and_its_file_is_written(tmp_path):
   file, link = tmp_path / "file", tmp_path / "link"
   link.symlink_to(file)
   for text in ("1", "2"):
-    records.check_writable(link)
     records.write_text(link, text)
     assert link.is_symlink() and file.read_text() == text
   assert sorted(os.listdir(tmp_path)) == ["file", "link"]
@@ -109,7 +93,6 @@ def test_two_may_be_writing_the_same_file(tmp_path):
   path = tmp_path / "file"
   with records.replacing(path) as one:
     one.write_text("one")
-    records.check_writable(path)
     with records.replacing(path) as two:
       two.write_text("two")
       records.write_text(path, "three")
@@ -118,19 +101,9 @@ def test_two_may_be_writing_the_same_file(tmp_path):
   assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
 
 
-def test_progress_is_one_line_with_the_time_left():
-  line = records.progress(
-    9, 60, 2.5, 127.5, {"reward": jnp.float32(0.51234), "note": "ok"}
-  )
-  assert line == "step  9/60  reward 0.512  note ok  2.50 s/step  2m08s left"
-
-
-@pytest.mark.parametrize(
-  "seconds, text",
-  [(0, "0s"), (59.4, "59s"), (60, "1m00s"), (3599.6, "1h00m"), (7620, "2h07m")],
-)
-def test_duration(seconds, text):
-  assert records.duration(seconds) == text
+def test_duration():
+  texts = {0: "0s", 59.4: "59s", 60: "1m00s", 3599.6: "1h00m", 7620: "2h07m"}
+  assert list(map(records.duration, texts)) == list(texts.values())
 
 
 FULL = """

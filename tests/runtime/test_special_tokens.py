@@ -168,7 +168,6 @@ def test_text_prompts_and_solutions(kind):
   for text, options, pieces in (
     ("ab<|im_end|>", {}, ["ab<|im_end|>"]),
     ("ab<|im_end|>", {"special_tokens": "control"}, ["ab", END]),
-    ("ab", {"add_special_tokens": True}, [("<s>",), "ab"]),
   ):
     ids = tokenizer.encode_text(made, text, **options)
     assert ids == ids_of(made, bare, *pieces)

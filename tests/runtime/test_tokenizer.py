@@ -30,11 +30,9 @@ def write(path, name, **content):
 
 
 @pytest.mark.parametrize("model_type", [None, "llama", "qwen2"])
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_saved_tokenizer_loads_unchanged(
-  tmp_path, no_network, model_type, chat
-):
-  original = tokenizers.character_tokenizer(chat=chat)
+def test_a_saved_tokenizer_loads_unchanged(tmp_path, no_network, model_type):
+  original = tokenizers.character_tokenizer()
+  original.chat_template = model_type and tokenizers.CHAT_TEMPLATE
   original.save_pretrained(tmp_path)
   if model_type:
     write(tmp_path, "config.json", model_type=model_type)
@@ -43,7 +41,7 @@ def test_a_saved_tokenizer_loads_unchanged(
   assert ids == original.encode(TEXT)
   assert loaded.decode(ids) == TEXT
   assert len(loaded) == 100
-  assert bool(loaded.chat_template) == chat
+  assert loaded.chat_template == original.chat_template
 
 
 def test_the_character_tokenizer_writes_every_character():
@@ -86,29 +84,21 @@ def test_eos_ids_may_be_texts_and_what_makes_no_sense_is_refused(tmp_path):
   assert eos_ids("<|pad|>") == (0, 1)
   assert eos_ids([5, "<|endoftext|>"]) == (5, 1)
   assert eos_ids(99) == (99, 1)
-  for wrong, message in (
-    (100, "= 100, but the model's ids end at 99"),
-    ("</s>", "'</s>' is no token of the tokenizer"),
-    (True, "True is neither"),
-    (-1, "-1 is neither"),
-    (1.5, "1.5 is neither"),
-    ([1, [2]], r"\[2\] is neither"),
-    ([None], "None is neither"),
-    ({"a": 1}, "is neither"),
-  ):
-    with pytest.raises(ValueError, match=f"generation_config.json.*{message}"):
+  for wrong in (100, "</s>", True, -1, 1.5, [1, [2]], [None], {"a": 1}):
+    message = (
+      "generation_config.json: .* must be a token's text, an id of 0..99"
+    )
+    with pytest.raises(ValueError, match=message):
       eos_ids(wrong)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff", '"x"'])
-def test_malformed_files_are_named(tmp_path, text):
+def test_malformed_files_are_named(tmp_path):
   made = tokenizers.character_tokenizer()
   made.save_pretrained(tmp_path)
-  content = text.encode("latin-1")
-  (tmp_path / "generation_config.json").write_bytes(content)
+  for name in ("generation_config.json", "tokenizer_config.json"):
+    (tmp_path / name).write_text("[1]")
   with pytest.raises(ValueError, match="generation_config.json is not"):
     tokenizers.eos_ids(tmp_path, made)
-  (tmp_path / "tokenizer_config.json").write_bytes(content)
   with pytest.raises(ValueError, match="tokenizer_config.json is not"):
     tokenizers.load(tmp_path)
 
@@ -126,10 +116,9 @@ def test_no_eos_and_no_pad_are_errors(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path, no_network):
-  with pytest.raises(ValueError, match="not a directory.*download"):
-    tokenizers.load(tmp_path / "Qwen/Qwen2.5-0.5B")
-  with pytest.raises(ValueError, match="none of tokenizer.json"):
-    tokenizers.load(tmp_path)
+  for path in (tmp_path / "Qwen/Qwen2.5-0.5B", tmp_path):
+    with pytest.raises(ValueError, match="none of tokenizer.json.*Download"):
+      tokenizers.load(path)
   (tmp_path / "tokenizer.json").write_text("{}")
   with pytest.raises(ValueError, match="cannot read the tokenizer"):
     tokenizers.load(tmp_path)
@@ -179,15 +168,7 @@ def random_texts(count):
 
 
 def test_any_text_is_given_back(bpe):
-  texts = [
-    *PROBLEMS,
-    *random_texts(50),
-    "",
-    " ",
-    "\n\n \n",
-    "  a  b ",
-    "a .b 's",
-  ]
+  texts = [*PROBLEMS, *random_texts(50), "", " ", "  a  b ", "a .b 's"]
   texts += ["naïve £5 – 😀 ٣٤ e\u0301 \x00\x7f\r\n\t\u200b\ufeff"]
   for text in texts:
     ids = bpe.encode(text)
@@ -208,14 +189,8 @@ def test_a_number_is_written_digit_by_digit(bpe):
   assert len(bpe.encode(" clips")) == 1
 
 
-@pytest.mark.parametrize(
-  "texts, size, hint",
-  [
-    (PROBLEMS, 257, "258 or more"),
-    ([], 300, "no texts"),
-    ([""], 300, "no texts"),
-  ],
-)
-def test_what_cannot_be_trained_is_refused(texts, size, hint):
-  with pytest.raises(ValueError, match=hint):
-    tokenizers.train_bpe(texts, size)
+def test_what_cannot_be_trained_is_refused():
+  with pytest.raises(ValueError, match="258 or more"):
+    tokenizers.train_bpe(PROBLEMS, 257)
+  with pytest.raises(ValueError, match="no texts"):
+    tokenizers.train_bpe([""], 300)

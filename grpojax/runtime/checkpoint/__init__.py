@@ -34,8 +34,8 @@ def _is_shown(record: logging.LogRecord) -> bool:
   """Keeps Orbax's warnings, and what it also raises, out of the log.
 
   Of several processes, one whose part of a save fails raises nothing until all
-  have come to a barrier. The others do not come there while they wait for that
-  part, for twenty minutes. The log has the error at once.
+  have come to a barrier, where the others do not come for twenty minutes. The
+  log has the error at once.
   """
   if "orbax/checkpoint" not in record.pathname:
     return True
@@ -79,29 +79,23 @@ def last_good(folder: str | os.PathLike) -> str:
 
 
 @dataclasses.dataclass
-class _Always:
-  """Policy for Orbax: preserves one step, however old it is."""
-
-  step: int | None = None
-
-  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    del context
-    return [info.step == self.step for info in checkpoints]
-
-
-@dataclasses.dataclass
 class Checkpointer:
   """An open directory of checkpoints; made by `open_checkpointer`.
 
   Attributes:
     orbax: Orbax's object that writes, lists and deletes them.
-    always: policy with the step that stays beside the newest ones.
+    always: step that stays beside the newest ones, however old it is, or None.
     in_flight: Orbax's response to the save in the background, or None.
   """
 
-  orbax: ocp.training.Checkpointer
-  always: _Always
+  orbax: Any = None
+  always: int | None = None
   in_flight: Any = None
+
+  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    """Orbax's question, to which of its policies this object belongs."""
+    del context
+    return [info.step == self.always for info in checkpoints]
 
 
 @contextlib.contextmanager
@@ -110,14 +104,10 @@ def open_checkpointer(
 ) -> Iterator[Checkpointer]:
   """Opens a directory of checkpoints, STEP/ each, as a context manager.
 
-  Leaving its context waits for the save in flight. Ctrl-C then ends the process
-  at once; the unfinished save is removed when the directory is next opened.
-
-  Args:
-    directory: path on a disk or gs://.
-    keep: number of the newest checkpoints that stay.
-    readonly: True for looking into a run that may be training: the temporary
-      directory of a save in flight is left alone.
+  The newest `keep` stay. Leaving its context waits for the save in flight.
+  Ctrl-C then ends the process at once; the unfinished save is removed when the
+  directory is next opened, but not by a `readonly` look into a run that may be
+  training.
 
   Raises:
     ValueError: `readonly`, and there are no checkpoints.
@@ -126,34 +116,36 @@ def open_checkpointer(
   path = _absolute(directory)
   if readonly and not path.is_dir():
     raise ValueError(f"{directory} does not exist: there are no checkpoints")
-  training, always = ocp.training, _Always()
+  training, checkpointer = ocp.training, Checkpointer()
   newest = training.preservation_policies.LatestN(None if readonly else keep)
-  orbax = training.Checkpointer(
+  checkpointer.orbax = training.Checkpointer(
     path,
     # Whoever calls `save` means it. Orbax's default policy skips a save while
     # another is in flight.
     save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
     preservation_policy=training.preservation_policies.AnyPreservationPolicy(
-      [newest, always]
+      [newest, checkpointer]
     ),
     cleanup_tmp_directories=not readonly,
   )
-  checkpointer = Checkpointer(orbax, always)
   try:
     yield checkpointer
   finally:
-    with interrupts.on_ctrl_c(signal.SIG_DFL), _save_errors(checkpointer):
+    with (
+      interrupts.handled(signal.SIG_DFL, signal.SIGINT),
+      _save_errors(checkpointer),
+    ):
       try:
         wait(checkpointer)
       finally:
         if not _own_error():  # closing would wait for all processes
-          orbax.close()
+          checkpointer.orbax.close()
         if not readonly:
           _remove_torn(checkpointer)
 
 
 def _remove_torn(checkpointer: Checkpointer) -> None:
-  # On gs://, which is no folder of a disk, Orbax does so itself.
+  """Removes what Orbax has not finished; on gs:// Orbax does so itself."""
   disk.remove_all(pathlib.Path(checkpointer.orbax.directory), _TORN)
 
 
@@ -187,24 +179,19 @@ def save(
   """Saves `state` in the background, after any save still in flight.
 
   The arrays are copied before this returns, so they may be donated at once.
-  A step that is on disk already is left as it is.
-
-  Args:
-    checkpointer: open directory to save to.
-    step: number of GRPO steps done; names the checkpoint.
-    state: state to save; typed random keys are stored as their data.
-    notes: JSON values that `read_notes` gives back.
-    always: step whose checkpoint stays beside the newest ones.
+  A step that is on disk already is left as it is. `notes` are JSON values that
+  `read_notes` gives back; the checkpoint of the step `always` stays beside the
+  newest ones.
 
   Raises:
     disk.WriteFailed: this save could not be begun, or the one before it failed.
   """
   wait(checkpointer)
-  checkpointer.always.step = always
+  checkpointer.always = always
   if step in steps(checkpointer):
     return
   state = stored_arrays.without_keys(state)
-  about = stored_arrays.describe(state) | stored_arrays.sealed(notes or {})
+  about = stored_arrays.describe(state, notes or {})
   _logged_errors.clear()
   with interrupts.deferred(signal.SIGINT), _save_errors(checkpointer):
     checkpointer.in_flight = checkpointer.orbax.save_async(
@@ -212,12 +199,16 @@ def save(
     )
 
 
-def _is_done(checkpointer: Checkpointer, timeout: float | None) -> bool:
-  """Waits for the save in flight, for `timeout` seconds or to its end.
+def check(checkpointer: Checkpointer, timeout: float = 0.0) -> bool:
+  """Returns True where the save in flight has just ended.
+
+  Waits for that no longer than `timeout` seconds.
 
   Raises:
     disk.WriteFailed: it has failed, or this process's own part of it.
   """
+  if not checkpointer.in_flight:
+    return False
   began = time.monotonic()
   with _save_errors(checkpointer):
     if error := _own_error():
@@ -225,7 +216,7 @@ def _is_done(checkpointer: Checkpointer, timeout: float | None) -> bool:
     try:
       checkpointer.in_flight.result(timeout)
     except TimeoutError:
-      if timeout is None or time.monotonic() - began < timeout / 2:
+      if time.monotonic() - began < timeout / 2:
         raise  # Orbax's own
       return False
   checkpointer.in_flight = None
@@ -233,23 +224,9 @@ def _is_done(checkpointer: Checkpointer, timeout: float | None) -> bool:
 
 
 def wait(checkpointer: Checkpointer) -> None:
-  """Returns when all saves are on disk.
-
-  Raises:
-    disk.WriteFailed: the save that was in flight has failed.
-  """
-  timeout = _POLL if distributed.several() else None
-  while checkpointer.in_flight and not _is_done(checkpointer, timeout):
-    pass
-
-
-def check(checkpointer: Checkpointer) -> bool:
-  """Returns at once: True where the save in flight has just ended.
-
-  Raises:
-    disk.WriteFailed: it has failed.
-  """
-  return bool(checkpointer.in_flight) and _is_done(checkpointer, 0.0)
+  """Returns when all saves are on disk; raises as `check` does."""
+  while checkpointer.in_flight:
+    check(checkpointer, _POLL)
 
 
 def steps(checkpointer: Checkpointer) -> list[int]:
@@ -274,35 +251,23 @@ def _path_of(checkpointer: Checkpointer, step: int | None) -> epath.Path:
 
 
 def read_notes(checkpointer: Checkpointer, step: int) -> dict[str, Any]:
-  """Returns the notes that `save` was given with a state.
-
-  Raises:
-    ValueError: there is no such checkpoint, or it is damaged.
-  """
+  """Returns the notes of a state, from `save`; ValueError if damaged."""
   return stored_arrays.read_notes(_path_of(checkpointer, step), _ADVICE)
 
 
 def restore(
   checkpointer: Checkpointer, state: TrainState, step: int | None = None
 ) -> TrainState:
-  """Loads a checkpoint.
+  """Loads a checkpoint, by default the newest.
 
-  Args:
-    checkpointer: open directory to read from.
-    state: form of what to load, and where to: arrays, or
-      `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
-    step: step of the checkpoint, by default of the newest.
-
-  Returns:
-    A state of the same structure, shapes, dtypes and shardings.
+  Its form, and where it goes, is that of `state`: of arrays, or of
+  `jax.ShapeDtypeStruct`s with shardings (without one, the first device).
 
   Raises:
     ValueError: there is no such checkpoint, it is damaged, or it is of another
       model or optimizer.
   """
-  path = _path_of(checkpointer, step)
-  loaded = stored_arrays.load(path, stored_arrays.abstract(state), _ADVICE)
-  return stored_arrays.with_keys(loaded, state)
+  return stored_arrays.load(_path_of(checkpointer, step), state, _ADVICE)
 
 
 def restore_policy(
@@ -312,17 +277,12 @@ def restore_policy(
 
   Takes `params` as `restore` takes a state, and raises the same.
   """
-  like = {"params": stored_arrays.abstract(params)}
-  path = _path_of(checkpointer, step)
+  path, like = _path_of(checkpointer, step), {"params": params}
   return stored_arrays.load(path, like, _ADVICE, partial=True)["params"]
 
 
 def save_params(path: str | os.PathLike, params: Params) -> None:
-  """Saves parameters alone, unless they are there already.
-
-  Raises:
-    disk.WriteFailed: they could not be written.
-  """
+  """Saves parameters alone, unless they are there; may raise WriteFailed."""
   path = _absolute(path)
   if distributed.on_main(path.exists):
     return
@@ -337,11 +297,10 @@ def save_params(path: str | os.PathLike, params: Params) -> None:
 def restore_params(path: str | os.PathLike, params: PyTree) -> Params:
   """Loads what `save_params` saved onto abstract or concrete `params`.
 
-  Raises:
-    ValueError: there is nothing, it is damaged, or it does not fit.
+  Raises ValueError where there is nothing, or it is damaged or does not fit.
   """
   path = _absolute(path)
   if not path.exists():
     raise ValueError(f"{path} does not exist: save_params comes first")
   advice = "delete that directory: the same command writes it again"
-  return stored_arrays.load(path, stored_arrays.abstract(params), advice)
+  return stored_arrays.load(path, params, advice)

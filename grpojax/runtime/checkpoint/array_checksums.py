@@ -2,15 +2,13 @@
 
 Orbax writes an array's chunks without a checksum: a bit that flips on the disk
 comes back as another weight. So checksums are taken of the arrays before they
-are saved, and again of what was loaded. No file is read a second time, and the
-whole way to the disk and back is covered.
+are saved, and again of what was loaded.
 
 An array is read as 32-bit words w_i (smaller elements make a word each), and
 its checksum is the sum of mix(w_i) c_i mod 2^32 over odd numbers c_i, where mix
 is one-to-one. A sum does not depend on how it is split over devices. Any change
-of one word is found: c_i has an inverse mod 2^32, so that a difference times
-c_i is not 0. Other damage goes unnoticed with a probability of about 2^-32, as
-with any checksum of 32 bits.
+of one word is found (c_i has an inverse mod 2^32); other damage goes unnoticed
+with a probability of about 2^-32.
 """
 
 import math

@@ -59,33 +59,21 @@ def without_keys(tree: PyTree) -> PyTree:
   )
 
 
-def with_keys(stored: PyTree, like: PyTree) -> PyTree:
+def _with_keys(stored: PyTree, like: PyTree) -> PyTree:
   """Undoes `without_keys`; `like` may be abstract, and has the key types."""
-
-  def key_impl(key) -> str:
-    names = []  # asked while tracing: `key` may be a shape
-    jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), key)
-    return names[0]
 
   def with_key(old, new):
     if not _is_key(old):
       return new
-    return jax.random.wrap_key_data(new, impl=key_impl(old))
+    names = []  # asked while tracing: `old` may be a shape
+    jax.eval_shape(lambda k: names.append(jax.random.key_impl(k)), old)
+    return jax.random.wrap_key_data(new, impl=names[0])
 
   return jax.tree.map(with_key, like, stored)
 
 
-def abstract(tree: PyTree) -> PyTree:
-  """Returns the shapes, dtypes and shardings to load for a tree.
-
-  Args:
-    tree: arrays, or `jax.ShapeDtypeStruct`s; without a sharding, they go to the
-      first device.
-  """
-  return jax.tree.map(_abstract, tree)
-
-
 def _abstract(leaf) -> jax.ShapeDtypeStruct:
+  """Returns the shape, dtype and sharding to load for a leaf."""
   data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
   sharding = getattr(leaf, "sharding", None)
   if sharding is None or _is_key(leaf):
@@ -110,32 +98,24 @@ def _kinds(tree: PyTree) -> dict[str, str]:
   }
 
 
-def describe(tree: PyTree) -> dict[str, dict[str, list[str]]]:
-  """Returns the custom metadata by which `load` verifies a tree."""
-  kinds, sums = _kinds(tree), array_checksums.by_path(tree)
-  return {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
-
-
 def _crc(text: str) -> str:
   return f"{zlib.crc32(text.encode()):08x}"
 
 
-def sealed(notes: Mapping[str, Any]) -> dict[str, list[str]]:
-  """Returns the custom metadata that keeps JSON values beside a tree."""
-  text = json.dumps(notes, sort_keys=True)
-  return {_NOTES: [text, _crc(text)]}
+def describe(
+  tree: PyTree, notes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+  """Returns the custom metadata by which reading verifies a tree, and notes."""
+  kinds, sums = _kinds(tree), array_checksums.by_path(tree)
+  about = {_ARRAYS: {name: [kinds[name], sums[name]] for name in sums}}
+  if notes is not None:
+    text = json.dumps(notes, sort_keys=True)
+    about[_NOTES] = [text, _crc(text)]
+  return about
 
 
 def read_notes(path: epath.Path, advice: str) -> dict[str, Any]:
-  """Returns the values that were given to `sealed`.
-
-  Args:
-    path: path of one checkpoint.
-    advice: words on what to do where it is damaged.
-
-  Raises:
-    ValueError: it is damaged.
-  """
+  """Returns the notes that `describe` was given; ValueError if damaged."""
   with _damage(path, advice):
     text, crc = ocp.metadata(path).custom_metadata[_NOTES]
     if _crc(text) != crc:
@@ -152,12 +132,12 @@ def _check_fits(
     for name in sorted(saved.keys() | asked_for.keys())
     if saved.get(name) != asked_for.get(name)
   ]
+  if len(different) > 8:
+    different[8:] = [f"and {len(different) - 8} more"]
   if different:
-    more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
     raise ValueError(
       f"{path} is of another model or optimizer (its array -> yours):\n  "
-      + "\n  ".join(different[:8])
-      + more
+      + "\n  ".join(different)
     )
 
 
@@ -168,17 +148,15 @@ def load(
 
   Args:
     path: path of one checkpoint, saved with the metadata of `describe`.
-    like: abstract arrays with shardings.
+    like: arrays, or `jax.ShapeDtypeStruct`s.
     advice: words on what to do where it is damaged.
     partial: True where `like` is a dict of some entries of what is stored:
       nothing else is read.
 
-  Returns:
-    Arrays as `like`.
-
   Raises:
     ValueError: it is damaged, or `like` is of another model or optimizer.
   """
+  abstract = jax.tree.map(_abstract, like)
   with _damage(path, advice):
     metadata = ocp.metadata(path)
     stored, arrays = metadata.metadata, metadata.custom_metadata[_ARRAYS]
@@ -187,21 +165,21 @@ def load(
       raise _Damaged("its metadata cannot be read")
     if _kinds(stored) != saved:
       raise _Damaged("its metadata are not those of its arrays")
-  request, is_state = like, dataclasses.is_dataclass(like)
+  request, is_state = abstract, dataclasses.is_dataclass(like)
   if partial:
-    request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | like
+    request = jax.tree.map(lambda _: ocp.PLACEHOLDER, stored) | abstract
     saved = {n: kind for n, kind in saved.items() if n.split("/")[0] in like}
   elif is_state:  # fields that hold nothing may be younger than what is stored
-    request = {name: getattr(like, name) for name in stored}
-  _check_fits(saved, _kinds(like), path)
+    request = {name: getattr(abstract, name) for name in stored}
+  _check_fits(saved, _kinds(abstract), path)
   with _damage(path, advice):
     loaded = ocp.load(path, request)
     if partial:
       loaded = {name: loaded[name] for name in like}
     elif is_state:
-      loaded = dataclasses.replace(like, **loaded)
+      loaded = dataclasses.replace(abstract, **loaded)
     sums = array_checksums.by_path(loaded)
     wrong = [name for name, value in sums.items() if arrays[name][1] != value]
     if wrong:
       raise _Damaged(f"{', '.join(wrong[:3])}: not the values that were saved")
-  return loaded
+  return _with_keys(loaded, like)

@@ -69,14 +69,9 @@ def check_no_url(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_writable(path: str | os.PathLike, flag: str) -> None:
-  """Checks that a directory can be made and written; leaves nothing behind.
+  """Raises ValueError where a directory cannot be made or written.
 
-  Args:
-    path: directory, which need not exist.
-    flag: flag that named it, for the message: "--out".
-
-  Raises:
-    ValueError: says what is wrong with it.
+  Leaves nothing behind. `flag` is the flag that named it: "--out".
   """
   check_no_url(path, flag)
   path = pathlib.Path(path).absolute()
@@ -96,19 +91,23 @@ def check_writable(path: str | os.PathLike, flag: str) -> None:
 
 
 def check_file(path: str | os.PathLike, flag: str) -> None:
-  """Checks that a file can be written, in a directory that exists.
+  """Raises ValueError where a file cannot be written, as `records` does it.
 
-  Takes and raises what `check_writable` does.
+  A device or a pipe is refused: a file would be put in its place.
   """
   check_no_url(path, flag)
-  path = pathlib.Path(path)
-  if not path.absolute().parent.is_dir():
-    raise ValueError(f"{flag}={path}: its directory does not exist")
-  try:
-    records.check_writable(path)
-  except OSError as error:
-    raise ValueError(
-      f"{flag}={path} cannot be written: {error.strerror}"
-    ) from error
-  except ValueError as error:
-    raise ValueError(f"{flag}={error}") from None
+  path, problem = pathlib.Path(os.path.realpath(path)), None
+  if not path.parent.is_dir():
+    problem = "its directory does not exist"
+  elif path.is_dir():
+    problem = "it is a directory: give the name of a file"
+  elif path.exists() and not path.is_file():
+    problem = "it is no file: give the name of one"
+  else:
+    try:
+      with records.temporary(path) as file:
+        file.touch()
+    except OSError as error:
+      problem = error.strerror
+  if problem:
+    raise ValueError(f"{flag}={path} cannot be written: {problem}")

@@ -13,7 +13,6 @@ import contextlib
 import os
 import pathlib
 import re
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -76,17 +75,11 @@ def fetch(
 ) -> pathlib.Path:
   """Returns a directory with files of a repository, in the state of `name`.
 
-  What is in the cache is not fetched again; several processes of a host wait
-  for each other, file by file. Ctrl-C and SIGTERM end it with the piece that is
-  coming (10 MB), and files that are whole stay.
-
-  Args:
-    name: name of the repository.
-    files: names or patterns of files in its top directory.
-    kind: one of `KINDS`.
-
-  Returns:
-    The directory, to be read only; its name is the commit.
+  `files` are names or patterns in its top directory. What is in the cache is
+  not fetched again; several processes of a host wait for each other, file by
+  file. Ctrl-C and SIGTERM end it with the piece that is coming (10 MB), and
+  files that are whole stay. The directory, whose name is the commit, is to be
+  read only.
 
   Raises:
     ValueError: it cannot be had; says why, and what to do.
@@ -94,8 +87,6 @@ def fetch(
   """
   import huggingface_hub
 
-  request: dict[str, Any] = {"repo_type": kind, "revision": name.revision}
-  request |= {"allow_patterns": list(files), "ignore_patterns": ["*/*"]}
   if parse(name.id) is None:  # nothing else goes into addresses and paths
     raise ValueError(f"{name.id!r} is no name of the Hub: give ORG/NAME")
   with (
@@ -103,45 +94,24 @@ def fetch(
     _quiet(),
     interrupts.deferred(*interrupts.BOTH) as came,
   ):
-    try:
-      missing = huggingface_hub.snapshot_download(
-        name.id, **request, dry_run=True, tqdm_class=_bar(name, 0, came)
-      )
-    except huggingface_hub.errors.DryRunError:
-      missing = []  # no network; what is in the cache may do
-    size = sum(f.file_size or 0 for f in missing if f.will_download)
-    _check_room(name, size)
-    if size >= 1e6:
-      print(f"downloading {name}: {_amount(size)} to {_cache()}", flush=True)
     directory = huggingface_hub.snapshot_download(
-      name.id, **request, tqdm_class=_bar(name, size, came)
+      name.id,
+      repo_type=kind,
+      revision=name.revision,
+      allow_patterns=list(files),
+      ignore_patterns=["*/*"],
+      tqdm_class=_bar(name, came),
     )
   return pathlib.Path(directory)
 
 
-def _cache() -> pathlib.Path:
+def _cache() -> str:
   from huggingface_hub import constants
 
-  return pathlib.Path(constants.HF_HUB_CACHE)
+  return constants.HF_HUB_CACHE
 
 
-def _amount(size: int) -> str:
-  unit, power = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
-  return f"{size / power:.3g} {unit}"
-
-
-def _check_room(name: Name, size: int) -> None:
-  """Raises ValueError where the disk has no room for a download."""
-  folders = (_cache(), *_cache().parents)
-  free = shutil.disk_usage(next(x for x in folders if x.exists())).free
-  if size > free:
-    raise ValueError(
-      f"{name.id}: {_amount(size)} to download, and {_cache()} has room for "
-      f"{_amount(free)}: free some, or set HF_HOME to another disk"
-    )
-
-
-def _bar(name: Name, size: int, came: Sequence[int]) -> type:
+def _bar(name: Name, came: Sequence[int]) -> type:
   """Returns a class for the library's progress bars: a line now and then.
 
   It raises `interrupts.Left` where a signal has come.
@@ -165,10 +135,10 @@ def _bar(name: Name, size: int, came: Sequence[int]) -> type:
       is_drawn = super().update(n)
       if self.unit == "B" and came:
         raise interrupts.Left(f"the download of {name.id} was interrupted")
-      if self.unit == "B" and size and time.monotonic() - last > SAY_EVERY:
+      if self.unit == "B" and time.monotonic() - last > SAY_EVERY:
         last = time.monotonic()
-        amount = f"{_amount(int(self.n))} of {_amount(size)}"
-        print(f"downloading {name.id}: {amount}", flush=True)
+        amount = f"{self.n / 1e6:.0f} MB of {(self.total or 0) / 1e6:.0f} MB"
+        print(f"downloading {name.id} to {_cache()}: {amount}", flush=True)
       return is_drawn
 
     def close(self) -> None:
@@ -203,7 +173,7 @@ def _errors(name: Name, kind: str) -> Iterator[None]:
 
 def _in_words(error: Exception, name: Name, kind: str) -> str:
   """Says what is wrong, not in the error's words: they may hold an address."""
-  from huggingface_hub import errors
+  from huggingface_hub import constants, errors
 
   page = f"https://huggingface.co/{'datasets/' * (kind == 'dataset')}{name.id}"
   match error:
@@ -222,15 +192,17 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
         f"a commit of {page}"
       )
     case errors.LocalEntryNotFoundError():
-      return _not_reached(name, kind)
+      return (
+        f"{kind} {name}: there is no such path here, it is not, or not whole, "
+        f"in {_cache()}, and {constants.ENDPOINT} cannot be reached: check the "
+        "network (HTTPS_PROXY, HF_ENDPOINT, HF_HUB_OFFLINE), or download it "
+        f"elsewhere (`hf download {name.id}`) and give its directory"
+      )
     case errors.HfHubHTTPError():
-      status = error.response.status_code
-      remedy = {
-        401: f"the token is not valid: {_LOGIN}",
-        403: f"your account may not read it: {_LOGIN}",
-        429: f"too many requests: wait some minutes; without a token, {_LOGIN}",
-      }.get(status, "try again later")
-      return f"{name.id}: the Hub answered {status}; {remedy}"
+      return (
+        f"{name.id}: the Hub answered {error.response.status_code}; try again "
+        f"later, or with an account that may read it: {_LOGIN}"
+      )
     case OSError(strerror=reason) if reason:
       return (
         f"{name.id} cannot be stored in {_cache()} ({reason}): free some room "
@@ -239,22 +211,4 @@ def _in_words(error: Exception, name: Name, kind: str) -> str:
   return (
     f"the download of {name.id} was cut off ({type(error).__name__}): the same "
     "command goes on with what is missing"
-  )
-
-
-def _not_reached(name: Name, kind: str) -> str:
-  from huggingface_hub import constants
-
-  missing = (
-    f"{kind} {name}: there is no such path here, and it is not, or not "
-    f"whole, in {_cache()}"
-  )
-  if constants.HF_HUB_OFFLINE:
-    return (
-      f"{missing}, and HF_HUB_OFFLINE is set: unset it, or download it "
-      f"elsewhere (`hf download {name.id}`) and give its directory"
-    )
-  return (
-    f"{missing}, and {constants.ENDPOINT} cannot be reached: check the network "
-    "(HTTPS_PROXY, HF_ENDPOINT), or give a directory"
   )

@@ -1,4 +1,4 @@
-"""Records on disk and on screen: JSON, JSON lines, the line of a step.
+"""Records on disk: JSON, and JSON lines.
 
 A row is a dict with "step" and numbers. Write the rows of step k before the
 checkpoint of step k, so that resuming from it loses none.
@@ -33,33 +33,18 @@ def _plain(value: Any) -> Any:
   return value  # json says what it cannot write
 
 
-def _target(path: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
-  """Returns the file that is meant, and a temporary one beside it.
+@contextlib.contextmanager
+def temporary(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """Yields a path beside another one, and removes what is there at the end.
 
-  The first is where a link leads to: renaming would put a file in its place.
-  The second has a name that nobody else takes, on another machine either: two
-  processes that write the same file would fill one and the same other, and the
-  first to be done would take it away from the second.
+  Nobody else takes its name, on another machine either: of two processes that
+  write the same file, each fills its own.
   """
-  path = pathlib.Path(os.path.realpath(path))
-  return path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-
-
-def check_writable(path: str | os.PathLike) -> None:
-  """Checks that `write_text` could write a file; leaves nothing behind.
-
-  Raises:
-    ValueError: it is a directory, or a device or a pipe, in whose place a file
-      would be put.
-    OSError: the operating system refuses it.
-  """
-  path, temporary = _target(path)
-  if path.is_dir():
-    raise ValueError(f"{path} is a directory: give the name of a file")
-  if path.exists() and not path.is_file():
-    raise ValueError(f"{path} is no file: give the name of one")
-  temporary.write_text("")
-  temporary.unlink()
+  other = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+  try:
+    yield other
+  finally:  # after Ctrl-C, too
+    other.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -69,13 +54,11 @@ def replacing(path: str | os.PathLike) -> Iterator[pathlib.Path]:
   The file is there whole or not at all, and after an error as it was. Of
   several processes that write it, the last one's stays.
   """
-  target, temporary = _target(path)
-  try:
-    yield temporary
-    os.replace(temporary, target)
-  except BaseException:  # Ctrl-C, too
-    temporary.unlink(missing_ok=True)
-    raise
+  # Where a link leads to: renaming would put a file in its place.
+  target = pathlib.Path(os.path.realpath(path))
+  with temporary(target) as other:
+    yield other
+    os.replace(other, target)
 
 
 @contextlib.contextmanager
@@ -90,8 +73,8 @@ def _naming(path: str | os.PathLike) -> Iterator[None]:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
   """Writes a file whole or not at all, and waits until a disk has it."""
-  with _naming(path), replacing(path) as temporary:
-    with open(temporary, "w", encoding="utf-8") as file:
+  with _naming(path), replacing(path) as other:
+    with open(other, "w", encoding="utf-8") as file:
       file.write(text)
       file.flush()
       os.fsync(file.fileno())
@@ -113,11 +96,11 @@ def _row(line: bytes) -> dict[str, Any]:
     row = json.loads(line)
   except ValueError as error:
     raise ValueError(f"not JSON: {error}") from error
-  if not isinstance(row, dict):
-    raise ValueError(f"a JSON object is needed, not {row!r:.40}")
-  step = row.get("step", 0)
+  step = row.get("step", 0) if isinstance(row, dict) else None
   if not isinstance(step, int) or isinstance(step, bool):
-    raise ValueError(f"its step is no whole number, but {step!r:.40}")
+    raise ValueError(
+      f"not a JSON object whose step is a whole number: {row!r:.40}"
+    )
   return row
 
 
@@ -145,13 +128,9 @@ def read_jsonl(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def truncate_jsonl(path: str | os.PathLike, step: int) -> None:
-  """Drops what a resumed run will write again: rows later than `step`.
+  """Drops what a run resumed from `step` will write again: later rows.
 
-  Also drops a torn last line. Rows without a step stay.
-
-  Args:
-    path: a file, which may be missing.
-    step: step of the restored checkpoint.
+  Also drops a torn last line. Rows without a step stay, and no file is none.
   """
   if os.path.exists(path):
     rows = [r for r in read_jsonl(path) if r.get("step", step) <= step]
@@ -166,31 +145,3 @@ def duration(seconds: int | float) -> str:
   if seconds < 3600:
     return f"{seconds // 60}m{seconds % 60:02d}s"
   return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-
-
-def progress(
-  step: int,
-  steps: int,
-  seconds: int | float | None,
-  left: int | float | None,
-  metrics: Mapping[str, Any],
-) -> str:
-  """Returns the line of a step.
-
-  Args:
-    step: number of steps done.
-    steps: number of steps in all.
-    seconds: time of one step, as the caller averages it; None while that is not
-      known.
-    left: seconds that the rest takes, with all that is between steps.
-    metrics: texts, and numbers that are shown to three digits, in this order.
-  """
-  words = [f"step {step:>{len(str(steps))}}/{steps}"]
-  for name, value in metrics.items():
-    text = value if isinstance(value, str) else f"{float(value):.3g}"
-    words.append(f"{name} {text}")
-  if seconds is not None:
-    words.append(f"{seconds:.2f} s/step")
-  if left is not None:
-    words.append(f"{duration(left)} left")
-  return "  ".join(words)

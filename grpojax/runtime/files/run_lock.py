@@ -73,18 +73,11 @@ def _lock(file: int, directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def hold(directory: str | os.PathLike) -> Iterator[None]:
-  """Holds a run directory's lock while the context lasts.
+  """Holds a run directory's lock while the context lasts; makes the directory.
 
-  The file descriptor is not inherited by programs that are started meanwhile. A
-  child that is forked without starting a program shares the lock, as flock has
-  it: the lock is let go of when the context ends here, or where this process is
-  killed, when the last such child has ended too.
-
-  On a file system that has no locks (some network mounts), a line says so and
-  nothing is locked.
-
-  Args:
-    directory: run directory; made where it does not exist.
+  Programs that are started meanwhile do not inherit it. A child that is forked
+  shares it, as flock has it: the lock is let go of when the context ends here,
+  or where this process is killed, when the last such child has ended too.
 
   Raises:
     ValueError: another process holds it; says which.

@@ -2,7 +2,7 @@
 
 Every process runs the same program on one global mesh (jax.distributed), and
 computes whatever is cheap and the same for all: prompts, settings, how rows are
-packed. What is not cheap on the host is dealt among them (`my_rows`: decoding
+packed. What is not cheap on the host is dealt among them (`rows_of`: decoding
 text and scoring it), and what is done once is done by process 0 (`on_main`: all
 that is written into the run directory, but for checkpoints, which Orbax writes
 from all of them).
@@ -16,7 +16,6 @@ With one process, nothing of this communicates.
 """
 
 import contextlib
-import errno
 import glob
 import importlib.util
 import json
@@ -57,35 +56,27 @@ def joined(
 ) -> Iterator[None]:
   """Joins the processes of a run, for as long as the context lasts.
 
-  Processes other than the first print nothing on standard output.
-
-  Args:
-    coordinator: HOST:PORT of process 0, from the command line; where empty, JAX
-      finds it (Cloud TPU, GKE, SLURM), or there is one process.
-    num_processes: number of processes; only with a coordinator.
-    process_id: number of this one, from 0; likewise.
+  `coordinator`, HOST:PORT of process 0, how many processes there are, and the
+  number of this one, from 0, are from the command line. Without them JAX finds
+  the others (Cloud TPU, GKE, SLURM), or there is one process. Others than the
+  first print nothing on standard output.
 
   Raises:
     ValueError: arguments that make no sense, or the others were not found.
     interrupts.Left: SIGTERM came while process 0 was not there yet.
   """
   options: dict[str, Any] = {}
-  if coordinator:
+  if coordinator or num_processes or process_id:
     options = _from_arguments(coordinator, num_processes, process_id)
-  elif num_processes or process_id:
-    raise ValueError(
-      "--num_processes and --process_id need --coordinator=HOST:PORT"
-    )
   elif not (_several(os.environ) or _on_tpu_vm()):
     yield
     return
-  alone = False
   with _patience() as problems:
-    if coordinator:
+    if options:
       _find_coordinator(coordinator, options["process_id"], problems)
     try:
       # While JAX waits, an exception of Ctrl-C would wait as well.
-      with interrupts.on_ctrl_c(signal.SIG_DFL):
+      with interrupts.handled(signal.SIG_DFL, signal.SIGINT):
         jax.distributed.initialize(
           **options,
           initialization_timeout=PATIENCE + 30,
@@ -93,19 +84,22 @@ def joined(
           shutdown_timeout_seconds=HEARTBEAT,
         )
     except Exception as error:
-      if coordinator or _several(os.environ):
+      if options or _several(os.environ):
         raise ValueError(
           f"the other processes of this run were not found: {error}"
         ) from error
       # A single TPU host (Colab's) may have nobody to ask.
       text = f"one process alone: {str(error).splitlines()[0]}"
       print(text, file=sys.stderr)
-      alone = True
-  if alone:
+  if not jax.distributed.is_initialized():
     yield
     return
-  with _standard_output(), _ending_together():
-    yield
+  with contextlib.ExitStack() as stack:
+    if not is_main():
+      nowhere = stack.enter_context(open(os.devnull, "w"))
+      stack.enter_context(contextlib.redirect_stdout(nowhere))
+    with _ending_together():
+      yield
 
 
 def _several(environ: Mapping[str, str]) -> bool:
@@ -133,22 +127,19 @@ def _from_arguments(
 ) -> dict[str, Any]:
   """Returns options of `jax.distributed.initialize`, from the command line."""
   host, _, port = coordinator.rpartition(":")
-  if not (host and port.isdecimal()):
+  numbers = (port, num_processes, process_id)
+  if not (host and all(text.isdecimal() for text in numbers)):
     raise ValueError(
-      f"--coordinator={coordinator}: expected HOST:PORT of process 0"
+      f"--coordinator={coordinator} --num_processes={num_processes} "
+      f"--process_id={process_id}: give HOST:PORT of process 0, how many "
+      "processes there are, N, and a number of 0 to N-1 to each"
     )
-  if not 0 < int(port) < 2**16:
-    raise ValueError(f"--coordinator={coordinator}: there is no such port")
-  numbers = {"num_processes": num_processes, "process_id": process_id}
-  for name, text in numbers.items():
-    if not text.isdecimal():
-      raise ValueError(
-        f"--{name}={text}: with --coordinator, give --num_processes=N and "
-        "--process_id=0 to N-1"
-      )
   count, process = int(num_processes), int(process_id)
-  if not process < count:
-    raise ValueError(f"--process_id={process} must be in 0..{count - 1}")
+  if not (process < count and 0 < int(port) < 2**16):
+    raise ValueError(
+      f"--process_id={process} must be in 0..{count - 1}, and the port {port} "
+      f"in 1..{2**16 - 1}"
+    )
   return {
     "coordinator_address": coordinator,
     "num_processes": count,
@@ -162,18 +153,22 @@ def _find_coordinator(
 ) -> None:
   """Returns when JAX can connect to process 0, or process 0 can listen.
 
-  Args:
-    coordinator: HOST:PORT of process 0.
-    process: number of this one.
-    problems: gets what is wrong, for as long as it is.
+  `problems` holds what is wrong, for as long as it is.
 
   Raises:
-    ValueError: this is process 0, and the port is taken.
+    ValueError: this is process 0, and it cannot listen at the port.
     interrupts.Left: SIGTERM came meanwhile.
   """
   host, _, port = coordinator.rpartition(":")
   if process == 0:
-    return _check_port(int(port))
+    try:
+      return socket.create_server(("", int(port))).close()
+    except OSError as error:
+      raise ValueError(
+        f"port {port} of --coordinator cannot be had ({error.strerror}): end "
+        "what uses it (another run, what is left of one, or a second "
+        "--process_id=0), or give all processes another port"
+      ) from error
   with interrupts.raising_sigterm():
     while True:
       try:
@@ -186,44 +181,21 @@ def _find_coordinator(
         time.sleep(0.2)
 
 
-def _check_port(port: int) -> None:
-  """Raises ValueError where process 0 cannot listen at a port."""
-  dual = socket.has_dualstack_ipv6()
-  family = socket.AF_INET6 if dual else socket.AF_INET
-  try:
-    socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-  except OSError as error:
-    problem = str(error)
-    if error.errno == errno.EADDRINUSE:
-      problem = (
-        "is in use on this machine: by another run, by what is left of one, or "
-        "by a second --process_id=0; end that, or give all processes another "
-        "port"
-      )
-    raise ValueError(f"port {port} of --coordinator {problem}") from error
-
-
 @contextlib.contextmanager
 def _patience() -> Iterator[list[str]]:
   """Says that this process waits, and ends it where the context lasts long.
 
-  JAX says nothing, and would abort with a trace.
-
-  Yields:
-    A list for what is wrong, to be said then.
+  JAX says nothing, and would abort with a trace. Yields a list for what is
+  wrong, to be said then.
   """
-  arrived = threading.Event()
   problems: list[str] = []
 
-  def watch():
-    for seconds, words in (
-      (SAY_AFTER, f"are waited for, {PATIENCE} s at most"),
-      (PATIENCE - SAY_AFTER, f"did not come within {PATIENCE} s"),
-    ):
-      if arrived.wait(seconds):
-        return
-      text = ": ".join([f"the other processes of this run {words}", *problems])
-      print(text, file=sys.stderr, flush=True)
+  def say(words: str) -> None:
+    text = ": ".join([f"the other processes of this run {words}", *problems])
+    print(text, file=sys.stderr, flush=True)
+
+  def give_up() -> None:
+    say(f"did not come within {PATIENCE} s")
     print(
       "start every one with the same --coordinator and --num_processes, and a "
       "--process_id of its own",
@@ -231,32 +203,19 @@ def _patience() -> Iterator[list[str]]:
     )
     interrupts.end(1)
 
-  threading.Thread(target=watch, daemon=True).start()
+  words = f"are waited for, {PATIENCE} s at most"
+  timers = [
+    threading.Timer(SAY_AFTER, say, [words]),
+    threading.Timer(PATIENCE, give_up),
+  ]
+  for timer in timers:
+    timer.daemon = True
+    timer.start()
   try:
     yield problems
   finally:
-    arrived.set()
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[None]:
-  """Lets only the first process's own words go to standard output.
-
-  What libraries write there from C++ (Gloo of each connection) goes to standard
-  error.
-  """
-  sys.stdout.flush()
-  before = os.dup(1)
-  os.dup2(2, 1)
-  try:
-    target = before if is_main() else os.devnull
-    like = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
-    with open(target, "w", 1, closefd=not is_main(), **like) as own:
-      with contextlib.redirect_stdout(own):
-        yield
-  finally:
-    os.dup2(before, 1)
-    os.close(before)
+    for timer in timers:
+      timer.cancel()
 
 
 # How they end.
@@ -355,10 +314,9 @@ def my_rows(rows: int) -> slice:
 
 
 def gather(value: Any) -> list[Any]:
-  """Returns the values of all processes, in their order; all must call it.
+  """Returns the values, of JSON's types or NaN, of all processes in order.
 
-  Args:
-    value: anything of JSON's types; NaN is kept.
+  All must call it.
   """
   if not several():
     return [value]
@@ -376,11 +334,7 @@ def gather(value: Any) -> list[Any]:
 def on_main(function: Callable[[], Any]) -> Any:
   """Calls a function in the first process only, and returns its value in all.
 
-  Args:
-    function: returns one of JSON's types.
-
-  Raises:
-    ValueError: in all processes, whatever it raised; in the first, itself.
+  The value is of JSON's types. What it raises is a ValueError in the others.
   """
   if not several():
     return function()
@@ -394,10 +348,7 @@ def on_main(function: Callable[[], Any]) -> Any:
 def agreed() -> Iterator[None]:
   """Raises in all processes, at the end, what raises in here in one of them.
 
-  Nothing in here may wait for other processes.
-
-  Raises:
-    ValueError: with another process's error.
+  In the others it is a ValueError. Nothing in here may wait for the others.
   """
   if not several():
     yield
@@ -418,14 +369,10 @@ def agreed() -> Iterator[None]:
 
 
 def check_same(**values: str) -> None:
-  """Checks that all processes were started with the same things.
+  """Raises ValueError in all processes where one was started with other things.
 
-  Args:
-    **values: texts by name, such as the configuration and versions.
-
-  Raises:
-    ValueError: in all processes; names what differs, with the first line of it
-      that does.
+  The values are texts by name, such as the configuration and versions; it names
+  what differs, with the first line of it that does.
   """
   first, *others = gather(values)
   for i, other in enumerate(others, 1):

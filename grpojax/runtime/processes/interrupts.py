@@ -49,13 +49,10 @@ def end(code: int) -> NoReturn:
 
 
 def skip_end(code: int) -> None:
-  """Leaves out what Python does at a program's end, whatever that will be.
+  """Makes `code` the exit code, and leaves out what Python does at the end.
 
   There it waits for threads, and those of Orbax wait for each other for minutes
   after a save that failed; and it takes down what other threads still need.
-
-  Args:
-    code: exit code, whichever the program ends with.
   """
   # The hook is set where Python was started as one of our programs.
   if getattr(sys.excepthook, "__module__", "") == "grpojax":
@@ -64,23 +61,20 @@ def skip_end(code: int) -> None:
 
 
 def exit_program() -> NoReturn:
-  """Exits after Ctrl-C; a program, once what is open is closed.
+  """Exits after Ctrl-C, which may have come while XLA compiles in its threads.
 
-  XLA compiles in threads of its own, and goes on where Ctrl-C came meanwhile.
-  It crashes when Python takes down what it needs: a program leaves that out.
-
-  Raises:
-    SystemExit: always.
+  They go on, and crash when Python takes down what they need: a program leaves
+  that out.
   """
   skip_end(INTERRUPTED)
   raise SystemExit(INTERRUPTED)
 
 
 @contextlib.contextmanager
-def _handled(handler: Any, *numbers: int) -> Iterator[None]:
+def handled(handler: Any, *numbers: int) -> Iterator[None]:
   """Sets a handler of signals while the context lasts.
 
-  There are none in threads but the main one.
+  It has no effect in threads but the main one.
   """
   if threading.current_thread() is not threading.main_thread():
     numbers = ()
@@ -89,37 +83,25 @@ def _handled(handler: Any, *numbers: int) -> Iterator[None]:
     yield
   finally:
     for number, old in before.items():
+      # None: it was not set from Python, and cannot be put back from there.
       signal.signal(number, old or signal.SIG_DFL)
 
 
-def on_ctrl_c(
-  action: Callable[..., Any] | signal.Handlers,
-) -> contextlib.AbstractContextManager[None]:
-  """Gives Ctrl-C another effect than an exception, while the context lasts.
-
-  Args:
-    action: argument of `signal.signal`; no effect in threads but the main one.
-  """
-  return _handled(action, signal.SIGINT)
+def _ours(*numbers: int) -> list[int]:
+  """Leaves out signals that JAX listens to, or that are ignored."""
+  return [n for n in numbers if signal.getsignal(n) not in _NOT_OURS]
 
 
 @contextlib.contextmanager
 def deferred(*numbers: int) -> Iterator[list[int]]:
-  """Heeds signals only when the context ends.
-
-  Not those that JAX listens to, or that are ignored (Ctrl-C, of a job in the
-  background), nor anything in threads but the main one.
-
-  Args:
-    *numbers: signals, from `BOTH`.
+  """Heeds signals, of `BOTH`, only when the context ends.
 
   Yields:
     Signals that have come, for work that ends itself where there are any.
   """
   came: list[int] = []
-  ours = [n for n in numbers if signal.getsignal(n) not in _NOT_OURS]
   try:
-    with _handled(lambda number, _: came.append(number), *ours):
+    with handled(lambda number, _: came.append(number), *_ours(*numbers)):
       yield came
   finally:
     for number in dict.fromkeys(came):
@@ -151,10 +133,7 @@ def raising_ctrl_c() -> Iterator[list[int]]:
     came.append(number)
     raise KeyboardInterrupt
 
-  if signal.getsignal(signal.SIGINT) in _NOT_OURS:
-    yield came
-    return
-  with on_ctrl_c(interrupt):
+  with handled(interrupt, *_ours(signal.SIGINT)):
     yield came
 
 
@@ -171,7 +150,7 @@ def raising_sigterm() -> Iterator[None]:
     came.append(Left("SIGTERM before the run began"))
     raise came[0]
 
-  with _handled(leave, signal.SIGTERM):
+  with handled(leave, signal.SIGTERM):
     yield
   if came:
     raise came[0]
@@ -181,27 +160,14 @@ def raising_sigterm() -> Iterator[None]:
 def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
   """Listens for SIGTERM, while the context lasts.
 
-      with sigterm_requests(several=False) as requested:
-        for step in range(steps):
-          ...
-          if requested(together=True):
-            save(...)
-            sys.exit(EXIT_PREEMPTED)
-
   Several processes must all save the same step, whichever of them gets the
   signal. JAX listens for it in each of them then, passes it on, and names a
   point that none of them has reached yet.
-
-  Args:
-    several: True where this is one of several processes.
 
   Yields:
     `requested(together=False) -> bool`, True once SIGTERM has arrived. Several
     processes answer alike where they ask `together`, at the same points of the
     program; elsewhere the answer is False.
-
-  Raises:
-    ValueError: not called from the main thread.
   """
   if several:
     # Imported here: this module is needed where Ctrl-C comes during imports.
@@ -221,9 +187,5 @@ def sigterm_requests(several: bool) -> Iterator[Callable[..., bool]]:
     message = b"SIGTERM: saving, then exiting; a second one kills at once\n"
     os.write(2, message)  # print is not safe to re-enter
 
-  before = signal.signal(signal.SIGTERM, note)
-  try:
+  with handled(note, signal.SIGTERM):
     yield lambda together=False: bool(came)
-  finally:
-    # None: it was not set from Python, and cannot be put back from there.
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -42,11 +42,7 @@ def save_figure(figure, path: str | os.PathLike) -> None:
 def learning_curve(
   metrics_path: str | os.PathLike, out_png: str | os.PathLike
 ) -> None:
-  """Draws a run's learning curve, 1000 x 700 pixels.
-
-  Args:
-    metrics_path: a JSON lines file of rows; a panel without data is left out.
-    out_png: the picture, replaced whole.
+  """Draws a run's learning curve, 1000 x 700 pixels, from its metrics.
 
   Raises:
     ValueError: no row has anything to draw.

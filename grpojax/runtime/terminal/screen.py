@@ -1,36 +1,15 @@
-"""Terminal output: how far a program is, and text of others made harmless.
+"""Terminal output: how far a program is, and text of others made harmless."""
 
-In a file or a pipe the progress is lines to grep, one a step. On a terminal a
-table of the last steps and a bar are drawn anew (by rich), and what is printed
-meanwhile stands above them:
-
-    step  reward  length
-      11    0.41    38.2
-      12    0.44    37.9
-    12/40 ━━━━━━━         step 13 · 4s · 2m04s left
-"""
-
-import contextlib
 import os
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable
 
 from grpojax.runtime.files.records import duration
 
 QUIET = 10.0
 """Seconds: an evaluation that takes no longer does not say how far it is."""
-
-_ROWS = 8  # of the table, the newest steps
-_BAR_WIDTH = 24  # characters
 
 
 def printable(text: str) -> str:
@@ -38,15 +17,9 @@ def printable(text: str) -> str:
 
   A model may write whatever its data taught it, also the control sequences by
   which a terminal moves its cursor, changes its title or answers as if somebody
-  had typed.
-
-  Args:
-    text: text of anybody.
-
-  Returns:
-    The text; control and format characters (those that change the direction of
-    writing, too), lone surrogates and what is no character are escaped as
-    Python does it: "\x1b". Newlines, tabs and spaces of any width stay.
+  had typed. Control and format characters (those that change the direction of
+  writing, too), lone surrogates and what is no character are escaped as Python
+  does it: "\x1b". Newlines, tabs and spaces of any width stay.
   """
   return "".join(
     c
@@ -60,10 +33,8 @@ def printable(text: str) -> str:
 class Screen:
   """Lines on standard output that say how far a program is.
 
-  Attributes:
-    every: number of batches of an evaluation between two lines, of which none
-      comes before `QUIET` seconds have passed since the last one.
-    seconds: clock.
+  An evaluation has a line every `every` batches, but none before `QUIET`
+  seconds have passed since the last one. `seconds` is a clock.
   """
 
   def __init__(
@@ -73,10 +44,10 @@ class Screen:
     self._start = self._last = 0.0
     self._batches = 0
 
-  def busy(self, words: str) -> None:
-    """Says what begins now and takes long."""
+  def say(self, line: str) -> None:
+    """Prints a line, if anybody reads it."""
     try:
-      print(words, flush=True)
+      print(line, flush=True)
     except OSError as error:
       _continue_without_output(error)
 
@@ -91,146 +62,7 @@ class Screen:
     if due and done < total:
       self._last = now
       left = duration((now - self._start) * (total - done) / done)
-      self.busy(f"evaluated {done} of {total} held-out prompts, {left} left")
-
-  def stepped(
-    self,
-    step: int,
-    left: float | None,
-    line: str | None,
-    cells: Mapping[str, str],
-  ) -> None:
-    """Takes a step that is done.
-
-    Args:
-      step: number of the step.
-      left: seconds until the end; None where that is not known.
-      line: line for a file; None where this step is not shown.
-      cells: cells of the table, by their headings; else {}.
-    """
-    if line:
-      self.busy(line)
-
-
-class LiveTable(Screen):
-  """The last steps as a table on a terminal, above a bar.
-
-  Args:
-    steps: number of steps in all; 0 where there are only evaluations.
-    seconds: clock.
-  """
-
-  def __init__(self, steps: int, seconds: Callable[[], float] = time.monotonic):
-    super().__init__(seconds=seconds)
-    self._steps, self._done = steps, 0
-    self._doing, self._since = "starting", seconds()
-    # Seconds until the end where that is known, and when that was so.
-    self._left, self._left_at = 0.0, 0.0
-    self._evaluation: tuple[int, int] | None = None  # prompts (done, total)
-    self._rows: list[Mapping[str, str]] = []
-
-  def busy(self, words: str) -> None:
-    """Shows what begins now and takes long."""
-    self._doing, self._since, self._evaluation = words, self.seconds(), None
-
-  def evaluated(self, done: int, total: int) -> None:
-    """Shows the bar of an evaluation for as long as it lasts."""
-    self._evaluation = (done, total) if done < total else None
-    if done in (0, total):
-      self._since = self.seconds()
-
-  def stepped(
-    self,
-    step: int,
-    left: float | None,
-    line: str | None,
-    cells: Mapping[str, str],
-  ) -> None:
-    """Adds a row to the table, and moves the bar."""
-    self._done, self._left, self._left_at = step, left or 0.0, self.seconds()
-    self.busy(f"step {step + 1}" if step < self._steps else "finishing")
-    if cells:
-      self._rows = [*self._rows, cells][-_ROWS:]
-
-  def draw(self) -> Group:
-    """Returns the picture as it is now."""
-    now, title = self.seconds(), ""
-    done, total = self._done, self._steps
-    if self._evaluation:
-      done, total = self._evaluation
-      title = "evaluating "
-    left = self._left - (now - self._left_at)
-    words = []
-    if self._doing:
-      words = [] if self._evaluation else [self._doing]
-      words.append(duration(now - self._since))
-    if left > 0:
-      words.append(f"{duration(left)} left")
-    bar = Table.grid(padding=(0, 1))
-    cells: list[Any] = []
-    if total:
-      cells.append(Text(f"{title}{done}/{total}", style="bold"))
-      cells.append(ProgressBar(total=total, completed=done, width=_BAR_WIDTH))
-    bar.add_row(*cells, Text(" · ".join(words), style="cyan"))
-    return Group(_table(self._rows), bar) if self._rows else Group(bar)
-
-  @contextlib.contextmanager
-  def drawn(self) -> Iterator["LiveTable"]:
-    """Draws until the context ends; then the last picture stays."""
-    console = Console(file=sys.stdout, highlight=False)
-    live = Live(
-      console=console,
-      get_renderable=self.draw,
-      redirect_stderr=sys.stderr.isatty(),  # a file gets what is for it
-      transient=not self._steps,
-    )
-    with live:
-      console.show_cursor(True)  # whatever kills the program, it is there
-      try:
-        yield self
-      finally:
-        self._doing, self._left, self._evaluation = "", 0.0, None
-
-
-def _table(rows: list[Mapping[str, str]]) -> Table:
-  table = Table(box=None, pad_edge=False, header_style="dim")
-  names = list(dict.fromkeys(name for row in rows for name in row))
-  for name in names:
-    if name:
-      table.add_column(name, justify="right", overflow="fold")
-    else:  # the last one, without a heading: what went wrong
-      table.add_column(name, justify="left", style="red", overflow="fold")
-  for i, row in enumerate(rows):
-    newest = i == len(rows) - 1
-    cells = [Text(row.get(name, "")) for name in names]
-    table.add_row(*cells, style="" if newest else "dim")
-  return table
-
-
-def is_live(file: Any, environ: Mapping[str, str] = os.environ) -> bool:
-  """Returns True for a terminal whose lines can be drawn anew.
-
-  What a notebook runs by "!" writes to a terminal by name only: the notebook
-  takes its lines as they come.
-  """
-  dumb = environ.get("TERM", "dumb").lower() in ("dumb", "unknown", "")
-  live = file is not None and file.isatty()  # None: it was closed
-  return live and not dumb and "JPY_PARENT_PID" not in environ
-
-
-@contextlib.contextmanager
-def opened(steps: int, every: int = 1) -> Iterator[Screen]:
-  """Opens the screen of a program, on its standard output.
-
-  Args:
-    steps: number of steps of the program; 0 for one that only evaluates.
-    every: number of batches of an evaluation between two lines of a file.
-  """
-  if is_live(sys.stdout):
-    with LiveTable(steps).drawn() as table:
-      yield table
-  else:
-    yield Screen(every)
+      self.say(f"evaluated {done} of {total} held-out prompts, {left} left")
 
 
 def _continue_without_output(error: OSError) -> None:

@@ -183,11 +183,7 @@ PACKAGES = {name: name for name in TRACKERS} | {TENSORBOARD: "tensorboardX"}
 
 
 def check(names: Sequence[str]) -> None:
-  """Checks that the trackers can be imported.
-
-  Raises:
-    ValueError: a package is not there; the message says how to get it.
-  """
+  """Raises ValueError where a tracker's package is missing."""
   for name in names:
     if importlib.util.find_spec(PACKAGES[name]) is None:
       raise ValueError(
@@ -211,12 +207,7 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 def open_all(
   names: Sequence[str], run: TrackedRun, ids: Mapping[str, str]
 ) -> tuple[dict[str, Tracker], dict[str, str]]:
-  """Opens a run in all trackers.
-
-  Args:
-    names: names of the trackers.
-    run: the run; its `id` is not read.
-    ids: ids of an earlier part of the same run, by tracker.
+  """Opens a run in all trackers, where `ids` of an earlier part know it.
 
   Returns:
     The trackers by name, and the ids to remember.
@@ -241,13 +232,7 @@ def open_all(
 def log_all(
   opened: dict[str, Tracker], step: int, row: Mapping[str, Any]
 ) -> None:
-  """Hands a row's numbers to all trackers; names and drops one that fails.
-
-  Args:
-    opened: trackers from `open_all`; those that fail are taken out.
-    step: number of the step.
-    row: numbers, and things that are none.
-  """
+  """Hands a row to all trackers; names and takes out one that fails."""
   numbers = numbers_of(row)
   for name, tracker in list(opened.items()):
     try:

@@ -6,28 +6,13 @@ templates: those that read a `date_string`, and those that call `strftime_now`.
 """
 
 import datetime
+import functools
+import re
 from typing import Any
 
 DATE = "date_string"
-_MONTHS = (
-  "January February March April May June July August September October"
-  " November December"
-).split()
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_DIRECTIVES = [f"%{c}" for c in "aAbBcdDeFgGhHIjklmMpRsSTuUVwWxXyYzZ"]
-_DIRECTIVES += [f"%-{c}" for c in "demyHIMSj"]
-
-# Before a template, in place of transformers' own function (templates are given
-# data only, no functions). The newline keeps the template's first line one.
-_CLOCK = (
-  "{%- macro strftime_now(form) -%}{%- if not pinned_clock -%}"
-  "{{- raise_exception('data.template_options.date_string = \\'' + date_string"
-  " + '\\', but the template asks for a date; give one like 26 Jul 2024') -}}"
-  "{%- endif -%}{%- set ns = namespace(text=form.replace('%%', '\0')) -%}"
-  "{%- for name, text in pinned_clock.items() -%}"
-  "{%- set ns.text = ns.text.replace(name, text) -%}{%- endfor -%}"
-  "{{- ns.text.replace('\0', '%') -}}{%- endmacro %}\n"
-)
+_FORM = "%d %b %Y"  # of Llama's template
+_ASKS = re.compile(r"""strftime_now\(\s*(['"])(?P<form>.*?)\1\s*\)""")
 
 
 def asks_for_date(tokenizer: Any) -> bool:
@@ -37,8 +22,7 @@ def asks_for_date(tokenizer: Any) -> bool:
 
 def today() -> str:
   """Returns today's date as Llama's template writes it: "26 Jul 2024"."""
-  now = datetime.datetime.now()
-  return " ".join(_format(now, name) for name in ("%d", "%b", "%Y"))
+  return datetime.datetime.now().strftime(_FORM)
 
 
 def set_messages(
@@ -69,12 +53,14 @@ def set_messages(
   try:
     try:
       text = apply(messages)
-      refused = has_system and messages[0]["content"].strip() not in text
     except jinja2.TemplateError:
-      refused = has_system
-      if not refused:
+      if not has_system:
         raise
-    if refused:  # by an error or, worse, by leaving it out
+      text = None
+    if has_system and (
+      text is None or messages[0]["content"].strip() not in text
+    ):
+      # Refused by an error or, worse, by leaving it out.
       system, first, *rest = messages
       content = f"{system['content'].strip()}\n\n{first['content']}"
       text = apply([first | {"content": content}, *rest])
@@ -89,19 +75,13 @@ def set_messages(
 def whole_chat(
   tokenizer: Any, messages: list[dict[str, Any]], date: str | None = None
 ) -> str:
-  """Returns the text of a chat that has its answer.
-
-  Args:
-    tokenizer: a tokenizer with a chat template.
-    messages: messages of the chat.
-    date: value of "date_string"; None is today.
-  """
+  """Returns the text of a chat that has its answer; no date is today's."""
   options = _checked(tokenizer, {} if date is None else {DATE: date})
   return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-  """Checks the options, and adds the clock that stands still, if any."""
+  """Checks the options, and adds a template whose date stands still, if any."""
   template = str(tokenizer.chat_template)
   unknown = [n for n in options if n not in template and n != DATE]
   if unknown:
@@ -111,28 +91,22 @@ def _checked(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
   if DATE not in options:
     return options
   date = str(options[DATE])
-  options = options | {DATE: date}
-  if not asks_for_date(tokenizer):
-    return options
+  write = functools.partial(_pinned, date)
   template = tokenizer.get_chat_template(tools=options.get("tools"))
-  clock = {"chat_template": _CLOCK + template, "pinned_clock": _clock(date)}
-  return options | clock
+  # Templates are given data only, no functions: what they ask for is put in.
+  return options | {DATE: date, "chat_template": _ASKS.sub(write, template)}
 
 
-def _clock(date: str) -> dict[str, str] | None:
-  """Returns strftime's directives at the start of a day; None of no date."""
+def _pinned(date: str, call: re.Match) -> str:
+  """Returns the text that a template's `strftime_now("...")` gives at a date.
+
+  Where the text of `date` is none, the template gets a call that says so.
+  """
   try:
-    day, month, year = date.split()
-    month = [name[:3] for name in _MONTHS].index(month) + 1
-    moment = datetime.datetime(int(year), month, int(day))
+    return repr(datetime.datetime.strptime(date, _FORM).strftime(call["form"]))
   except ValueError:
-    return None
-  return {name: _format(moment, name) for name in _DIRECTIVES}
-
-
-def _format(moment: datetime.datetime, directive: str) -> str:
-  """Formats by one directive, with English names whatever the locale."""
-  month, day = _MONTHS[moment.month - 1], _DAYS[moment.weekday()]
-  names = {"%B": month, "%b": month[:3], "%h": month[:3], "%A": day}
-  names |= {"%a": day[:3], "%p": "AM" if moment.hour < 12 else "PM"}
-  return names.get(directive) or moment.strftime(directive)
+    message = (
+      f"data.template_options.date_string = {date!r}, but the template asks "
+      "for a date; give one like 26 Jul 2024"
+    )
+    return f"raise_exception({message!r})"

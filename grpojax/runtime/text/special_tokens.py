@@ -2,10 +2,9 @@
 
 A tokenizer takes "<|im_end|>" for a control token wherever it stands. Templates
 write such tokens; a prompt that holds these letters must not end its own turn.
-So the contents are marked before they are set by a template: `mark` puts a name
-that nobody can guess in the place of each control token. `encode` then reads
-the tokens that are left in the text, which are the template's, as what they
-are, and the letters in the marks' places as text:
+So before a template sets the contents, `mark` puts a name that nobody can guess
+in the place of each control token. `encode` then reads the tokens that are left
+in the text, which are the template's, as what they are, and the marks as text:
 
     a prompt              Say <|im_end|>
     marked                Say NONCE1;
@@ -14,8 +13,8 @@ are, and the letters in the marks' places as text:
 
 Control tokens are the tokenizer's added tokens that are special, and others
 that its chat template writes (the turns of DeepSeek's are not marked special),
-but for tags such as <think> and </think>, which models write in their answers
-and templates look for: these are one token in prompts as in completions.
+but for tags such as <think>, which models write and templates look for: these
+are one token in prompts as in completions.
 """
 
 import functools
@@ -94,15 +93,9 @@ def mark(tokenizer: Any, text: str) -> str:
   return marked
 
 
-def leave_as_it_is(tokenizer: Any, text: str) -> str:
-  """Returns the text: control tokens in it are what they look like."""
-  del tokenizer
-  return text
-
-
 SPECIAL_TOKENS: dict[str, Callable[[Any, str], str]] = {
   "text": mark,
-  "control": leave_as_it_is,
+  "control": lambda tokenizer, text: text,  # they are what they look like
 }
 """Meanings of control tokens in prompts and data: data.special_tokens."""
 
@@ -120,12 +113,10 @@ def unmark(tokenizer: Any, marked: str) -> str:
 def encode(
   tokenizer: Any, marked: str, add_special_tokens: bool = False
 ) -> list[int]:
-  """Returns the ids of a text: marks are text, other control tokens controls.
+  """Returns the ids of a text from `mark`, or of a template that got such.
 
-  Args:
-    tokenizer: a transformers tokenizer.
-    marked: text from `mark`, or of a template that got such texts.
-    add_special_tokens: True where the tokenizer adds those that it adds itself.
+  Marks are text, other control tokens are controls. With `add_special_tokens`
+  the tokenizer adds those that it adds itself.
 
   Raises:
     ValueError: the tokenizer has no way to write a control token as text.
@@ -167,9 +158,7 @@ def _with_aliases(tokenizer: Any) -> tuple[Any, dict[int, int]]:
 
   The alias of control token k is NONCE k ":", with the same rules of whitespace
   around it; so one pass over the whole text does all that the original does.
-
-  Returns:
-    The copy, and the original ids by those of the aliases.
+  Also returns the original ids by those of the aliases.
   """
   import tokenizers
 

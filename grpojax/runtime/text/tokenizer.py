@@ -39,9 +39,8 @@ CHAT_TEMPLATE = (
 def import_transformers() -> types.ModuleType:
   """Returns the transformers library, imported without a word.
 
-  Where there is no PyTorch it says on standard error that models will not be
-  available. Its tokenizers are, and nothing else of it is used here. Its other
-  warnings stay: the setting lasts no longer than the import.
+  Where there is no PyTorch it would say that models will not be available. Only
+  its tokenizers are used here. Its other warnings stay.
   """
   advice = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
   with mock.patch.dict(os.environ, advice):
@@ -51,30 +50,22 @@ def import_transformers() -> types.ModuleType:
 
 
 def load(path: str | os.PathLike) -> Any:
-  """Loads the tokenizer of a model directory, without network or remote code.
+  """Loads a transformers tokenizer, without network or remote code.
 
   Args:
     path: a directory with `tokenizer.json` (or another vocabulary file that
       transformers knows) and `tokenizer_config.json`.
-
-  Returns:
-    A transformers tokenizer.
 
   Raises:
     ValueError: the directory or its tokenizer files are missing, or cannot be
       read.
   """
   path = pathlib.Path(path)
-  if not path.is_dir():
-    raise ValueError(
-      f"no tokenizer: {path} is not a directory. Models are read from local"
-      " directories in Hugging Face format; download the model first"
-    )
   names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
   if not any((path / name).is_file() for name in names):
     raise ValueError(
-      f"no tokenizer in {path}: none of {', '.join(names)} is there. Copy the"
-      " tokenizer files of the model into it"
+      f"no tokenizer in {path}: none of {', '.join(names)} is there. Download"
+      " the model first, or copy its tokenizer files into that directory"
     )
   transformers = import_transformers()
   # A generic class says that tokenizer.json is the whole tokenizer. For some
@@ -121,16 +112,12 @@ def format_prompt(
   options = dict(template_options or {})
   if not tokenizer.chat_template:
     options.pop(DATE, None)  # there is nobody who would write one
-    for problem, present in (
-      ("the prompt is a list of chat messages", not isinstance(prompt, str)),
-      ("data.system_prompt is set", system_prompt),
-      ("data.template_options are set", options),
-    ):
-      if present:
-        raise ValueError(
-          f"{problem}, but the tokenizer has no chat template: use an instruct "
-          "model, or text prompts and data.template alone"
-        )
+    if not isinstance(prompt, str) or system_prompt or options:
+      raise ValueError(
+        "the tokenizer has no chat template for prompts that are chats, "
+        "data.system_prompt or data.template_options: use an instruct model, "
+        "or text prompts and data.template alone"
+      )
     return _fill(template, prompt)
   if isinstance(prompt, str):
     text = _fill(template.strip(), prompt)
@@ -156,20 +143,12 @@ def encode_prompt(
   template_options: Mapping[str, Any] | None = None,
   special_tokens: str = "text",
 ) -> tuple[str, list[int]]:
-  """Returns the text of `format_prompt`, and its ids.
+  """Returns the text of `format_prompt`, which has the arguments, and its ids.
 
   A chat template writes special tokens (BOS and others) itself; without one the
-  tokenizer adds what it is configured to add.
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    prompt: text or messages, as of `format_prompt`.
-    template: text around a prompt, likewise.
-    system_prompt: message of the system, likewise.
-    template_options: keywords of the chat template, likewise.
-    special_tokens: key of `SPECIAL_TOKENS`, the meaning of the names of special
-      tokens in the prompt, the messages and the system prompt. In templates
-      (the chat template, and `template`) they always are special tokens.
+  tokenizer adds what it is configured to add. `special_tokens`, a key of
+  `SPECIAL_TOKENS`, is the meaning of their names in the prompt, the messages
+  and the system prompt; in templates they always are special tokens.
 
   Raises:
     ValueError: as `format_prompt`; or special tokens in the prompt that cannot
@@ -197,18 +176,14 @@ def encode_prompt(
 
 
 def encode_text(
-  tokenizer: Any, text: str, special_tokens: str = "text", **options: Any
+  tokenizer: Any, text: str, special_tokens: str = "text"
 ) -> list[int]:
-  """Returns the ids of a text that no template has set.
+  """Returns the ids of a text that no template has set, and nothing more.
 
-  Args:
-    tokenizer: a transformers tokenizer.
-    text: text to encode.
-    special_tokens: key of `SPECIAL_TOKENS`, as of `encode_prompt`.
-    **options: add_special_tokens, False by default.
+  `special_tokens` is a key of `SPECIAL_TOKENS`, as of `encode_prompt`.
   """
   marked = SPECIAL_TOKENS[special_tokens](tokenizer, text)
-  return special_tokens_lib.encode(tokenizer, marked, **options)
+  return special_tokens_lib.encode(tokenizer, marked)
 
 
 def encode_conversation(
@@ -220,21 +195,14 @@ def encode_conversation(
   """Returns the ids of a text, or of a whole chat by the tokenizer's template.
 
   A template writes its special tokens itself; to a text the tokenizer adds
-  those that it always adds.
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    sample: text or chat, with its answer.
-    special_tokens: key of `SPECIAL_TOKENS`, as of `encode_prompt`.
-    date: date that the template is to write; None is today.
+  those that it always adds. `special_tokens` is as of `encode_prompt`; without
+  a date the template writes today's.
   """
-  if isinstance(sample, str):
-    return encode_text(
-      tokenizer, sample, special_tokens, add_special_tokens=True
-    )
   write = functools.partial(SPECIAL_TOKENS[special_tokens], tokenizer)
-  marked = whole_chat(tokenizer, _each_text(write, sample), date)
-  return special_tokens_lib.encode(tokenizer, marked)
+  marked, is_text = _each_text(write, sample), isinstance(sample, str)
+  if not is_text:
+    marked = whole_chat(tokenizer, marked, date)
+  return special_tokens_lib.encode(tokenizer, marked, is_text)
 
 
 def _each_text(write: Callable[[str], str], content: Any) -> Any:
@@ -254,13 +222,7 @@ def decode_completion(
   """Returns the text of one completion, up to its first EOS.
 
   Special tokens that do not end it stay visible ("<|pad|>"), so that no reward
-  takes "1<|pad|>94" for "194".
-
-  Args:
-    tokenizer: a transformers tokenizer.
-    ids: completion ids, [T].
-    mask: True on the completion's tokens, [T].
-    eos_ids: ids that end a completion.
+  takes "1<|pad|>94" for "194". Both `ids` and `mask` are [T].
   """
   tokens = []
   for token in np.asarray(ids)[np.asarray(mask)].tolist():
@@ -272,18 +234,12 @@ def decode_completion(
   )
 
 
-def character_tokenizer(*, chat: bool = False) -> Any:
+def character_tokenizer() -> Any:
   r"""Returns a tokenizer of single characters, for the embedded models.
 
   Its 100 tokens: <|pad|> = 0, <|endoftext|> = 1, <|unk|> = 2, then "\n",
   printable ASCII (32..126) and "\n\n", the only token of two characters, which
   can end a completion in plain text. Decoding gives back the very text.
-
-  Args:
-    chat: with the chat template "Q: {content}\nA: ".
-
-  Returns:
-    A transformers tokenizer; `save_pretrained` writes its files.
   """
   import tokenizers
 
@@ -296,27 +252,18 @@ def character_tokenizer(*, chat: bool = False) -> Any:
   )
   backend = tokenizers.Tokenizer(model)
   backend.decoder = tokenizers.decoders.Fuse()
-  return _wrapped(backend, chat, unk_token=UNK)
+  return _wrapped(backend, unk_token=UNK)
 
 
-def train_bpe(
-  texts: Iterable[str], vocab_size: int, *, chat: bool = True
-) -> Any:
-  r"""Trains a byte-level tokenizer whose tokens are frequent pieces of words.
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+  """Trains a byte-level tokenizer whose tokens are frequent pieces of words.
 
   Byte-pair encoding of Sennrich et al. (arXiv 1508.07909), on bytes as in
   GPT-2. All bytes are tokens, so any text can be written, and decoding gives
   back the very text. Digits are never merged: a number is written digit by
-  digit. The same texts in the same order give the same tokenizer.
-
-  Args:
-    texts: texts to learn from.
-    vocab_size: tokens at most, with <|pad|> = 0 and <|endoftext|> = 1; fewer
-      where the texts have no more pairs to merge.
-    chat: with the chat template "Q: {content}\nA: ".
-
-  Returns:
-    A transformers tokenizer; `save_pretrained` writes its files.
+  digit. The same texts in the same order give the same tokenizer. It has
+  `vocab_size` tokens, with <|pad|> = 0 and <|endoftext|> = 1, or fewer where
+  the texts have no more pairs to merge.
 
   Raises:
     ValueError: vocab_size is too small for all bytes, or there is no text.
@@ -347,42 +294,32 @@ def train_bpe(
     show_progress=False,
   )
   backend.train_from_iterator(texts, trainer)
-  return _wrapped(backend, chat)
+  return _wrapped(backend)
 
 
-def _wrapped(backend: Any, chat: bool, **special: str) -> Any:
+def _wrapped(backend: Any, **special: str) -> Any:
   """Returns a transformers tokenizer around one of the tokenizers library."""
-  tokenizer = import_transformers().PreTrainedTokenizerFast(
+  return import_transformers().PreTrainedTokenizerFast(
     tokenizer_object=backend,
     pad_token=PAD,
     eos_token=EOS,
     clean_up_tokenization_spaces=False,
     **special,
   )
-  if chat:
-    tokenizer.chat_template = CHAT_TEMPLATE
-  return tokenizer
 
 
 def eos_ids(
   path: str | os.PathLike, tokenizer: Any, vocab_size: int | None = None
 ) -> tuple[int, ...]:
-  """Returns the ids that end a completion.
+  """Returns the ids that end a completion, one or more, each once.
 
   These are those of `generation_config.json`, or of `config.json` if it names
   none; and the tokenizer's, which ends a turn of a chat. A file may name them
   by number or by text, one or a list.
 
-  Args:
-    path: model directory.
-    tokenizer: its tokenizer.
-    vocab_size: number of ids that the model has; None does not check them.
-
-  Returns:
-    One or more ids, without repetition; the file's, in their order, come first.
-
   Raises:
-    ValueError: none of the three names an id, or a file names something else.
+    ValueError: none of the three names an id, or a file names something else,
+      or an id that a model of `vocab_size` ids has not.
   """
   ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
@@ -407,31 +344,19 @@ def _eos_id(
 ) -> int:
   """Returns the id that a file names by its number or its text."""
   if isinstance(token, str):
-    known = tokenizer.get_vocab().get(token)
-    if known is None:
-      raise ValueError(
-        f"{file}: eos_token_id = {token!r} is no token of the tokenizer"
-      )
-    token = known
-  if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+    token = tokenizer.get_vocab().get(token, token)
+  largest = float("inf") if vocab_size is None else vocab_size - 1
+  is_id = isinstance(token, int) and not isinstance(token, bool)
+  if not is_id or not 0 <= token <= largest:
     raise ValueError(
-      f"{file}: eos_token_id must be an id, a token's text, or a list of them:"
-      f" {token!r} is neither"
-    )
-  if vocab_size is not None and token >= vocab_size:
-    raise ValueError(
-      f"{file}: eos_token_id = {token}, but the model's ids end at"
-      f" {vocab_size - 1}: no completion would ever end with it"
+      f"{file}: eos_token_id = {token!r} must be a token's text, an id of"
+      f" 0..{largest}, or a list of them: else no completion would end with it"
     )
   return token
 
 
 def pad_id(tokenizer: Any) -> int:
-  """Returns the id to pad with: that of the padding token, else of EOS.
-
-  Raises:
-    ValueError: the tokenizer has neither.
-  """
+  """Returns the id to pad with: that of the padding token, else of EOS."""
   for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
     if token is not None:
       return int(token)

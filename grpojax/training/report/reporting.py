@@ -141,10 +141,8 @@ def log(run: Run, row: dict[str, Any], shown, eta: Eta) -> None:
   record(run, row)
   if counts is not None:
     _append(run, run_directory.REWARDS, {"step": step, "counts": counts})
-  due = step % settings.log.every == 0 or step == settings.steps
-  left = step_line.left(eta, settings.steps - step)
-  seen = (step_line.line(settings, row, eta), step_line.cells(row))
-  run.screen.stepped(step, left, *(seen if due else (None, {})))
+  if step % settings.log.every == 0 or step == settings.steps:
+    run.screen.say(step_line.line(settings, row, eta))
   for sample in shown:
     _append(run, run_directory.SAMPLES, {"step": step} | sample)
   if shown:

@@ -1,25 +1,25 @@
-"""Step of a run as a line of text or a row of a table, and the time left."""
+"""Step of a run as a line of text, and the time left."""
 
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grpojax.runtime.files import records
+from grpojax.runtime.files.records import duration
 from grpojax.training.run.progress import troubles
 from grpojax.training.settings.run import TrainSettings
 
 Row = Mapping[str, Any]
 
-SHOWN = {  # in lines by their own names; in the table by headings and formats
-  "reward_mean": ("reward", "{:.3f}"),
-  "group_acceptance": ("accepted", "{:.0%}"),  # with dynamic sampling
-  "completion_length_mean": ("length", "{:.1f}"),
-  "truncated": ("truncated", "{:.0%}"),
-  "zero_variance_groups": ("no variance", "{:.0%}"),
-  "entropy": ("entropy", "{:.3f}"),
-  "grad_norm": ("grad norm", "{:.2g}"),
-  "tokens_per_second": ("tokens/s", "{:.0f}"),
-}
+SHOWN = (
+  "reward_mean",
+  "group_acceptance",  # with dynamic sampling
+  "completion_length_mean",
+  "truncated",
+  "zero_variance_groups",
+  "entropy",
+  "grad_norm",
+  "tokens_per_second",
+)
 
 
 class Eta(NamedTuple):
@@ -72,29 +72,13 @@ def _best_group_size(row: Row) -> str | None:
 
 
 def line(settings: TrainSettings, row: Row, eta: Eta) -> str:
-  """A step for a file: names and numbers to grep, and the time that is left."""
-  metrics = {name: row[name] for name in SHOWN if name in row}
+  """Names and numbers of a step to grep, and the time that is left."""
+  step, steps = row["step"], settings.steps
+  words = [f"step {step:>{len(str(steps))}}/{steps}"]
+  words += [f"{name} {float(row[name]):.3g}" for name in SHOWN if name in row]
   if best := _best_group_size(row):
-    metrics["best_group_size"] = best
-  text = records.progress(
-    row["step"],
-    settings.steps,
-    step_seconds(eta),
-    left(eta, settings.steps - row["step"]),
-    metrics,
-  )
-  return "  ".join([text, *map("! {}".format, troubles(row))])
-
-
-def cells(row: Row) -> dict[str, str]:
-  """A step for the table, by headings; what went wrong has none."""
-  cells = {"step": f"{row['step']}"}
-  for name, (heading, form) in SHOWN.items():
-    if name in row:
-      cells[heading] = form.format(float(row[name]))
-  cells["seconds"] = f"{row['seconds_step']:.1f}"
-  if best := _best_group_size(row):
-    cells["best group size"] = best
-  if wrong := troubles(row):
-    cells[""] = ", ".join(wrong)
-  return cells
+    words.append(f"best_group_size {best}")
+  seconds, rest = step_seconds(eta), left(eta, steps - step)
+  if seconds is not None and rest is not None:
+    words += [f"{seconds:.2f} s/step", f"{duration(rest)} left"]
+  return "  ".join([*words, *map("! {}".format, troubles(row))])

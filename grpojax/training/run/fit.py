@@ -147,7 +147,7 @@ def remaining_steps(
   after_step = _make_after_step(run)
   first, every = int(state.step) + 1, settings.diagnostics.every
   if first <= settings.steps:
-    run.screen.busy("the first step compiles, which takes a while")
+    run.screen.say("the first step compiles, which takes a while")
   began = time.perf_counter() - progress.train_seconds
   for number in range(first, settings.steps + 1):
     check_signals(together=True)
@@ -297,9 +297,7 @@ def run(
       interrupts.sigterm_requests(distributed.several())
     )
     interrupted = stack.enter_context(interrupts.raising_ctrl_c())
-    progress_screen = stack.enter_context(
-      screen.opened(settings.steps, settings.log.every)
-    )
+    progress_screen = screen.Screen(settings.log.every)
 
     def check_signals(together=False):
       if interrupted:  # and went unnoticed

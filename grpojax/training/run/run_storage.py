@@ -32,17 +32,16 @@ def opened(
   if not bucket.is_url(path):
     yield pathlib.Path(path), lambda lazily=False: None
     return
-  is_main, several = distributed.is_main(), distributed.several()
   distributed.gather(None)  # connects now: in a minute it would be too late
   with contextlib.ExitStack() as stack:
     # In several processes JAX listens to SIGTERM, to which it is passed on.
     leaving = (
-      contextlib.nullcontext() if several else interrupts.raising_sigterm()
+      contextlib.nullcontext()
+      if distributed.several()
+      else interrupts.raising_sigterm()
     )
     with distributed.agreed(), leaving:
-      copy = stack.enter_context(
-        bucket.opened(os.fspath(path), _BY_ORBAX, is_main, several)
-      )
+      copy = stack.enter_context(bucket.opened(os.fspath(path), _BY_ORBAX))
     yield copy
 
 

@@ -47,7 +47,6 @@ def fresh_directory(path: pathlib.Path, config: ConfigDict, examples) -> None:
     tokenizer = tokenizer_lib.train_bpe(
       texts_lib.strings(examples), config.vocab_size
     )
-    tokenizer.chat_template = None
   tokenizer.save_pretrained(str(path))
   shape = {k: v for k, v in config.model.items() if k != "path"}
   hf.write_config(
