@@ -1,11 +1,9 @@
 """Distance of the trainer from the rollout, on the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
-different programs (with and without a cache, perhaps in another engine), whose
-rounding differs, above all in low precision. Where the old log-probabilities
-are the rollout's, the importance ratio is not 1 before the first update, but
-the mismatch; where they are the trainer's, the mismatch is in no ratio, and the
-gradient is off-policy by as much. Either way it should be small.
+different programs, whose rounding differs, above all in low precision. It is in
+the importance ratios where the old log-probabilities are the rollout's, and
+makes the gradient off-policy by as much where they are the trainer's.
 """
 
 from collections.abc import Callable
@@ -34,10 +32,9 @@ def of_tokens(
     weights: weights of the loss's tokens.
 
   Returns:
-    "log_ratio", log(pi_trainer / pi_rollout) in nats, and "kl", k3 of
-    KL(rollout || trainer), whose tokens these are (both 0 on padding), and what
-    the loss logs with the rollout's log-probabilities as the old ones
-    ("clip_fraction_low", say).
+    "log_ratio", log(pi_trainer / pi_rollout) in nats, "kl", k3 of
+    KL(rollout || trainer) (both 0 on padding), and what the loss logs with the
+    rollout's log-probabilities as the old ones ("clip_fraction_low", say).
   """
   if batch.rollout_logprobs is None:
     return {}
@@ -61,11 +58,8 @@ def effective_samples(
 
   (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_trainer / pi_rollout of a
   sequence, N those that have a token (Kong, 1992): 1 where rollout and trainer
-  agree, 1 / N where one sequence has all the weight.
-
-  Args:
-    log_ratio: nats of each token, 0 on padding.
-    mask: True on real tokens.
+  agree, 1 / N where one sequence has all the weight. `log_ratio` is 0 on
+  padding.
   """
   real = jnp.any(mask, axis=-1)
   log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)

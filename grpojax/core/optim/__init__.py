@@ -33,10 +33,9 @@ MOMENTS = {
 def adamw(
   *, b1: float, b2: float, moments_dtype: str, seed: int
 ) -> optax.GradientTransformation:
-  """Makes Adam's scaling; weights are decayed apart from it.
+  """Makes Adam's scaling (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
-  Beside parameters and gradients of 4 bytes each it takes 8 bytes a parameter,
-  or 4 with moments in bfloat16 (Loshchilov and Hutter 2019, arXiv 1711.05101).
+  The state has 8 bytes a parameter, or 4 with moments in bfloat16.
   """
   return MOMENTS[moments_dtype](b1, b2, seed)
 
@@ -44,10 +43,9 @@ def adamw(
 def adafactor(
   *, b1: float, b2: float, moments_dtype: str, seed: int
 ) -> optax.GradientTransformation:
-  """Makes Adafactor's scaling, as transformers has it: without first moment.
+  """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
 
-  It takes less than a hundredth of a byte a parameter, where matrices are wide
-  (Shazeer and Stern 2018, arXiv 1804.04235).
+  The state has less than a hundredth of a byte a parameter in wide matrices.
   """
   del b1, moments_dtype, seed
   return scale_by_factored_rms(b2, stacks=("layers",))
