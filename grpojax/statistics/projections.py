@@ -1,8 +1,7 @@
 """Directional derivatives of sequence log-probabilities.
 
-The score of a completion is grad log pi(Y | x), of the whole sequence. Its
-product with one direction comes from forward-mode differentiation, for all
-samples of a batch at once and without a gradient of any single sample.
+Products of scores grad log pi(Y | x) with a direction come from forward-mode
+differentiation, for all samples at once, without a gradient of any single one.
 """
 
 from collections.abc import Callable
@@ -31,8 +30,8 @@ def rademacher_like(
 ) -> PyTree[Float[Array, "..."]]:
   """Draws a random sign for each number of a tree: E[v v^T] = I.
 
-  Among all such distributions independent signs have the least fourth moment,
-  hence the least noise in squares.
+  Independent signs have the least fourth moment, hence the least noise in
+  squares.
   """
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
@@ -56,7 +55,7 @@ def score_projections(
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
-  """Computes directional derivatives of every sequence's log-probability.
+  """Computes directional derivatives of sequences' log-probabilities, in nats.
 
   a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
   of the batch, and memory for V copies of the parameters that move.
@@ -77,16 +76,11 @@ def score_projections(
     sampling: settings that the rollout was sampled with.
     chunk_size: positions whose logits are there at once (`token_logprobs`).
 
-  Returns:
-    Derivatives, in nats.
-
   Raises:
-    ValueError: fewer than 1 tangent, or micro_batches that do not divide B.
+    ValueError: micro_batches do not divide B.
   """
   prompts = rollout.prompt_ids.shape[0]
-  if tangents < 1:
-    raise ValueError(f"tangents={tangents} must be at least 1")
-  if micro_batches < 1 or prompts % micro_batches:
+  if prompts % micro_batches:
     raise ValueError(
       f"micro_batches={micro_batches} must divide {prompts} prompts"
     )

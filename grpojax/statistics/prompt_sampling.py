@@ -8,14 +8,12 @@ mixture), and it is asked for with probability
 so u, the share that is drawn as always, is its chance to come back when its
 priority is 0. A batch of B rows has pi_i = B q_i rows of it on average (less
 where that would be more than `most` rows), drawn by systematic sampling (Madow,
-On the theory of systematic sampling, II, 1949): pi_i rounded up or down. With
-the importance weights
+1949): pi_i rounded up or down. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
-the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f
-(Horvitz and Thompson, A generalization of sampling without replacement from a
-finite universe, 1952): for gradients too.
+the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f,
+gradients too (Horvitz and Thompson, 1952).
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.losses import surrogates
+from grpojax.core.losses.kl import k1, k2, k3
 
 WEIGHTINGS = losses.WEIGHTINGS | {
   "fixed_length": lambda mask: losses.fixed_length(mask, 8)
@@ -21,12 +22,7 @@ RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
-KL = [
-  (losses.k1, True),
-  (losses.k2, False),
-  (losses.k3, False),
-  (losses.k3, True),
-]
+KL = [(k1, True), (k2, False), (k3, False), (k3, True)]
 
 
 def random_case(seed, shape=(3, 4, 5)):
@@ -61,9 +57,6 @@ def test_weights_golden():
     np.testing.assert_allclose(weights, golden, rtol=1e-6)
     np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weights)
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
-  for length in (0, -1.0):
-    with pytest.raises(ValueError, match="length > 0"):
-      losses.fixed_length(MASK, length)
 
 
 def test_micro_batches_only_add():
@@ -252,28 +245,11 @@ def test_kl_term_and_what_is_logged():
   assert (aux["kl"] == 0).all()
 
 
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    (
-      {"kl": losses.k1, "beta": 0.1},
-      "kl_penalty.*kl_correction=True.*k2 or k3",
-    ),
-    ({"kl": losses.k2, "beta": 0.1, "kl_correction": True}, "k1 or k3"),
-    ({"beta": 0.1, "ref_logprobs": None}, "needs ref_logprobs"),
-    ({"beta": -0.1}, ">= 0"),
-    ({"beta": float("nan")}, ">= 0"),
-    ({"dual_clip": 1.0}, "must be > 1"),
-    ({"clip_low": -0.1}, "must be >= 0"),
-    ({"clip_high": -0.1}, "must be >= 0"),
-  ],
-)
-def test_useless_settings_are_refused(settings, message):
-  logprobs, old, ref, rewards, mask = random_case(6)
-  settings = {"ref_logprobs": ref, **settings}
-  with pytest.raises(ValueError, match=message):
+def test_a_kl_term_needs_a_reference():
+  logprobs, old, _, rewards, mask = random_case(6)
+  with pytest.raises(ValueError, match="needs ref_logprobs"):
     losses.grpo_loss(
-      logprobs, rewards, losses.token_mean(mask), mask, old, **settings
+      logprobs, rewards, losses.token_mean(mask), mask, old, beta=0.1
     )
 
 
@@ -321,18 +297,12 @@ def outcomes(ratio, surrogate, kl, weights, mask, *, on_policy=False):
 
 
 HOSTILE = [
-  # Every ratio, surrogate and KL term, and all of the ratios' combinations.
+  # Every ratio, surrogate and KL term.
   ("token_ratio", "clipped", KL[0], True),
   *[("token_ratio", "clipped", kl, False) for kl in KL],
   ("sequence_ratio", "clipped", KL[3], False),
   ("trajectory_ratio", "clipped", KL[3], False),
   *[("token_ratio", s, KL[2], False) for s in SURROGATES if s != "clipped"],
-  *[
-    pytest.param(r, s, KL[2], False, marks=pytest.mark.slow)
-    for r in RATIOS
-    for s in SURROGATES
-    if r != "token_ratio"
-  ],
 ]
 
 
@@ -360,27 +330,12 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_vmap_and_dtypes(dtype):
-  cases = [random_case(seed)[:4] for seed in (10, 11)]
-  mask = random_case(10)[4]
-  weights = losses.token_mean(mask)
-
-  def loss(logprobs, old, ref, rewards):
-    return losses.grpo_loss(
-      logprobs, rewards, weights, mask, old, ref, beta=0.1
-    )
-
-  cases = jax.tree.map(lambda x: x.astype(dtype), cases)
-  separate = [loss(*case) for case in cases]
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *cases)
-  mapped = jax.jit(jax.vmap(loss))(*stacked)
-  expected = jax.tree.map(lambda *x: jnp.stack(x), *separate)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    mapped,
-    expected,
+def test_dtypes(dtype):
+  *arrays, mask = random_case(10)
+  logprobs, old, ref, rewards = (x.astype(dtype) for x in arrays)
+  value, aux = losses.grpo_loss(
+    logprobs, rewards, losses.token_mean(mask), mask, old, ref, beta=0.1
   )
-  value, aux = separate[0]
   assert value.shape == () and value.dtype == jnp.float32
   assert {k: (v.shape, v.dtype.name) for k, v in aux.items()} == {
     "ratio": (mask.shape, "float32"),

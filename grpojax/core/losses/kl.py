@@ -111,5 +111,4 @@ PLACEMENTS = {
   "reward": {"k1": kl_penalty},
 }
 """Placements of a KL term, and the estimators of use there: a term of the loss,
-one times the ratio (`grpo_loss`'s kl_correction), or a penalty taken from
-the reward."""
+one times the ratio (`kl_correction`), or a penalty taken from the reward."""
