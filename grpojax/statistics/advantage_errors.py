@@ -47,12 +47,9 @@ def advantage_errors(
 ) -> AdvantageErrors:
   """Estimates the error of a group's gradient at G and G // 2, as c2 and c3.
 
-  Args:
-    projections: results of `score_projections`, V >= 2 directions.
-    rewards: one a sample, all finite; B >= 2, G >= 4.
-    advantage: `(rewards, **weights) -> advantages`, of each group by itself,
-      and unbiased.
-    weights: arguments of it, one number a sample each.
+  Of V >= 2 directions, B >= 2 prompts and finite rewards. The advantage,
+  `(rewards, **weights) -> advantages`, is of each group by itself, and
+  unbiased.
   """
   tangents, prompts, size = projections.shape
   half = size // 2

@@ -44,14 +44,9 @@ def _baselines(
 
   Any baseline leaves E[s (Z - b)] = g(x) that is independent of the samples it
   is subtracted from: it may depend on the directions and on other prompts.
-
-  Args:
-    score_sq: means of a^2 over each group.
-    score_sq_reward: means of a^2 Z over each group.
-
-  Returns:
-    For each prompt, the baseline from all prompts but this one; and for each
-    pair, that from all but these two (without meaning on the diagonal).
+  Returns that from all prompts but one, and for each pair, that from all but
+  these two (without meaning on the diagonal), given group means of a^2 and a^2
+  Z.
   """
 
   def sums_without(values):
@@ -160,16 +155,8 @@ def covariances(
   """Estimates covariances of the components, over prompts and over directions.
 
   A jackknife over prompts (the components are no plain means over them), and
-  the spread of the directions. What varies with both is in both: a little is
-  counted twice, which errs on the safe side.
-
-  Args:
-    estimates: results of `prompt_estimates`.
-    per_tangent: the five components in each direction.
-    count: B, number of prompts.
-
-  Returns:
-    Two matrices, in the order of `Components`; their sum is the covariance.
+  the spread of the directions, in the order of `Components`. What varies with
+  both is in both: a little is counted twice, which errs on the safe side.
   """
   tangents = per_tangent.shape[0]
   # What leaves the sums with a prompt, [V, B] each. Of the ordered pairs two

@@ -70,12 +70,8 @@ def mse_curve(
   """Errors of a batch's gradient against the group size, at a fixed budget.
 
   Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
-  2603.01162 with its remainder; the oracle lacks the last term.
-
-  Args:
-    components: scalars.
-    group_sizes: G >= 2 each.
-    num_samples: N, samples of the whole batch; so B = N / G, not rounded.
+  2603.01162 with its remainder; the oracle lacks the last term. N =
+  `num_samples` are those of the whole batch, and B = N / G is not rounded.
 
   Raises:
     ValueError: a group size below 2.
@@ -98,17 +94,13 @@ def optimal_group_size(
   c3: Real[Array, "*#X"] | float | int,
   prompt_cost: float | int = 0.0,
 ) -> Float[Array, "*X"]:
-  """Group size G* with the smallest error at a fixed budget.
+  """Group size G* with the smallest error at a fixed budget, not rounded.
 
   Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget (arXiv
   2603.01162, Theorem 7, which has sqrt(c3 / c1) from an upper bound). Where
   each prompt costs `prompt_cost` = kappa completions, G* minimises (kappa + G)
   (c1 + c2 / G + c3 / (G (G - 1))), a convex function of G > 1; c2 matters there
-  alone.
-
-  Returns:
-    G* >= 1, not rounded; inf where c1 <= 0: more prompts bring nothing; nan
-    where a component is.
+  alone. It is inf where c1 <= 0, and nan where a component is.
 
   Raises:
     ValueError: a negative prompt_cost.
@@ -213,19 +205,7 @@ def observe(
   where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
   is `confidence` standard errors away from 0; down likewise. So c1, which is
   small and noisy, divides nothing. An observation of which anything is not
-  finite is left out.
-
-  Args:
-    choice: the choice so far.
-    c1: estimate, as of `statistics.diagnostics`; may be negative.
-    c1_se: standard error of c1.
-    c3: estimate; the two are taken as independent.
-    c3_se: standard error of c3.
-    smallest: lowest group size, a power of two.
-    largest: highest group size, a power of two.
-    decay: weight of the past at each observation, within [0, 1).
-    margin: hysteresis >= 0, in powers of two.
-    confidence: standard errors >= 0 that the evidence for a move must have.
+  finite is left out; `decay`, within [0, 1), is the weight of the past at each.
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))

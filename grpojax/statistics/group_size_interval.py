@@ -22,15 +22,9 @@ def group_size_interval(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
-  Args:
-    components: estimates, scalars.
-    over_prompts: their covariance, the share that comes from prompts.
-    over_tangents: the share that comes from directions.
-    prompts: B, from which the first was estimated.
-    tangents: V, from which the second was.
-
-  Returns:
-    Lower and upper bound; 1 and inf where nothing is known.
+  Two covariances of the components make up their error, estimated from B
+  prompts and from V directions. The bounds are 1 and inf where nothing is
+  known.
   """
   # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho: a
   # sum w1 + w2 of variances with B - 1 and V - 1 of them has
@@ -55,14 +49,9 @@ def pooled_group_size(
 ) -> tuple[float, float, float]:
   """G* of a whole run, from its diagnoses: 1 + sqrt(mean c3 / mean c1).
 
-  Args:
-    c1: estimates of D >= 1 diagnoses; some may not be finite.
-    c3: estimates of the same.
-    intervals: each diagnosis' own interval (`group_size_interval`), or None.
-
   Returns:
     G*, and the bounds of its 95% interval over diagnoses. A single one has its
-    own, and fewer than three have 1 and inf.
+    own of `intervals`, and fewer than three have 1 and inf.
 
   Raises:
     ValueError: no diagnosis is finite.

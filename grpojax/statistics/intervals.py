@@ -73,24 +73,17 @@ def paired_difference(
   draws: int = 20_000,
   seed: int = 0,
 ) -> PairedDifference:
-  """Compares two checkpoints by one number a prompt.
+  """Compares two checkpoints by one number a prompt, in the same order.
 
   The interval is Student's, of the differences. The p-value is that of the
   sign-flip permutation test (R. A. Fisher, 1935, "The Design of Experiments",
   section 21): how often |sum of differences| is at least what was seen when
   each has either sign with probability 1/2. It is exact for up to 20 prompts
-  that differ, and for any number where differences have few sizes (for values 0
-  and 1 it is McNemar's exact test). Elsewhere it is (1 + count) / (1 + draws),
-  count the draws of signs with such a sum.
+  that differ, and for any number where differences have few sizes. Elsewhere it
+  is (1 + count) / (1 + draws), count the draws of signs with such a sum.
 
   The interval has width 0 where all differences are equal: for values 0 and 1
   use `paired_proportions`.
-
-  Args:
-    a: values of the first checkpoint, one a prompt, B >= 2.
-    b: values of the second one, on the same prompts in the same order.
-    draws: number of draws of the permutation test, where it is not exact.
-    seed: seed of the draws.
 
   Raises:
     ValueError: different shapes, fewer than two prompts, or values that are not

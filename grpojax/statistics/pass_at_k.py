@@ -40,16 +40,10 @@ def majority_at_k(
   """Estimates the probability that a vote of k samples is correct, unbiased.
 
   That is the mean, over all subsets of k samples, of "the most frequent answer
-  is correct" (self-consistency, arXiv 2203.11171, section 2). A tie counts with
-  the share of its correct answers. Exact up to rounding, in float64 on the
-  host, without enumerating subsets.
-
-  Args:
-    labels: one a sample: samples with equal labels gave the same answer; -1
-      gave none and does not vote. A subset in which nobody votes is wrong.
-    correct: one a sample, equal where labels of a prompt are equal. Several
-      answers may be correct; their votes are counted apart.
-    k: subset size, 1 <= k <= n, with n up to `MOST_SAMPLES`.
+  is correct" (self-consistency, arXiv 2203.11171, section 2), exact up to
+  rounding. A tie counts with the share of its correct answers, of which there
+  may be several. Samples with equal labels gave the same answer; -1 gave none
+  and does not vote. 1 <= k <= n <= `MOST_SAMPLES`.
 
   Raises:
     ValueError: `correct` contradicts the labels.

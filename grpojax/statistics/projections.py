@@ -68,13 +68,11 @@ def score_projections(
     tangents: V, number of random directions.
     micro_batches: number of parts of the batch, one after the other; divides B.
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
-      again: the scores are taken with respect to `moving` alone, such as
-      `models.transformer.last_layers`. By default all parameters move.
-    vectorized: True takes all tangents at once. False takes them one after the
-      other, about 3 V forward passes with the memory of one: for models that
-      cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
+      again: scores are by `moving` alone. By default all parameters move.
+    vectorized: False takes the tangents one after the other, about 3 V forward
+      passes: for models that cannot be vmapped (`jax.lax.ragged_dot`).
     sampling: settings that the rollout was sampled with.
-    chunk_size: positions whose logits are there at once (`token_logprobs`).
+    chunk_size: positions whose logits are there at once.
 
   Raises:
     ValueError: micro_batches do not divide B.

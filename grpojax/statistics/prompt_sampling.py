@@ -64,13 +64,8 @@ def expected_rows(
 ) -> Float[np.ndarray, "n"]:
   """Mean number pi of rows of a batch that each prompt has; sums to `rows`.
 
-  Args:
-    priorities: not negative; compared within a stratum, whose share stays what
-      its weight says.
-    strata: strata whose sizes add up to n.
-    rows: B, of which each stratum has room for its share: size * most.
-    uniform: u, in (0, 1].
-    most: number of rows that one prompt may have.
+  Priorities are compared within a stratum, which keeps its share and has room
+  for it: size * most, `most` rows of one prompt. `uniform` is u, in (0, 1].
   """
   total, expected, start = sum(stratum.weight for stratum in strata), [], 0
   for size, weight in strata:

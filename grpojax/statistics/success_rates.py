@@ -8,16 +8,7 @@ from Jeffreys' prior. The policy changes, so all counts are multiplied by 2^(-1
 / half_life) at every step: a prompt that nobody asks for drifts back to the
 prior, so that one that was solved, or hopeless, comes back.
 
-Prompts are asked for in proportion to their priorities:
-
-| name     | priority                            | asks for                    |
-|----------|-------------------------------------|-----------------------------|
-| `varies` | P(G rewards are not all equal)      | groups that teach something |
-|          | = 1 - E[p^G] - E[(1-p)^G]           | (what DAPO's filter keeps)  |
-| `spread` | E[sqrt(p (1-p))]                    | where rewards vary: Neyman  |
-|          |                                     | allocation of completions   |
-| `band`   | 1 where low <= E[p] <= high, else 0 | neither solved nor hopeless |
-| `target` | posterior density at p = target     | a curriculum                |
+Prompts are asked for in proportion to one of `PRIORITIES` (docs/data.md).
 """
 
 import typing
@@ -59,13 +50,10 @@ def observe(
   *,
   half_life: int | float,
 ) -> SuccessRates:
-  """Returns the counts after one more step.
+  """Returns the counts after one more step, whose prompts have these indices.
 
-  Args:
-    rates: counts before it.
-    indices: numbers of the prompts that were asked; one may be asked twice.
-    right: 1 for a right completion, 0 for a wrong one, nan for neither.
-    half_life: number of steps after which a completion counts half.
+  `right` is 1 for a right completion, 0 for a wrong one, nan for neither. After
+  `half_life` steps a completion counts half.
   """
   keep = 0.5 ** (1 / half_life)
   known = ~jnp.isnan(right)

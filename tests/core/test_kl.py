@@ -4,8 +4,6 @@ A softmax policy over a few tokens: every token is one row, and its probability
 is its weight in the loss, so the loss's gradient is the exact expectation.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np

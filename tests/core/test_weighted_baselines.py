@@ -156,19 +156,6 @@ def test_score_norms_are_mantel_and_haenszels(float64):
   np.testing.assert_allclose([sums.level, sums.slope], [level, slope])
 
 
-def test_score_norms_find_a_common_ratio():
-  """Prompts of any success rate and any score length share r = 1 / 9."""
-  rng = np.random.default_rng(3)
-  rates, scale = rng.random((4000, 1)), 10 ** rng.normal(size=(4000, 1))
-  z = rng.random((4000, 6)) < rates
-  noise = rng.normal(size=z.shape) ** 2  # as a derivative in one direction
-  sums = score_norm_sums(
-    jnp.asarray(noise * np.where(z, 1, 9) * scale), jnp.asarray(z)
-  )
-  ratio = (sums.level + sums.slope) / sums.level
-  assert float(ratio) == pytest.approx(1 / 9, rel=0.1)
-
-
 def test_observed_norms_forget_and_skip_what_is_not_finite():
   first = ScoreNorms(*jnp.array([1.0, -2.0, 3.0]))
   second = ScoreNorms(*jnp.array([10.0, 10.0, 10.0]))

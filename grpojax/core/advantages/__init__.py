@@ -63,12 +63,7 @@ def vanilla(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def oracle(
   rewards: Shaped[Array, "*B G"], values: Shaped[Array, "*B"]
 ) -> Float[Array, "*B G"]:
-  """Reward minus the prompt's true value, known in simulations alone. G >= 1.
-
-  Args:
-    rewards: one a sample.
-    values: V(x) = E[Z | x] of each prompt; any other numbers of the prompts
-      leave the estimator unbiased too.
+  """Reward minus the prompt's true value V(x), known in simulations alone.
 
   Raises:
     ValueError: values are not one a prompt.

@@ -28,16 +28,10 @@ def normalize_then_sum(
 ) -> Float[Array, "*B G"]:
   """Weighted sum of rewards, each of which is normalised in its group.
 
-  As TRL's "normalize_then_sum" before its batch normalisation. A missing value
-  counts as 0, the mean of those that the function has. Every group sums to 0.
-
-  Args:
-    values: rewards of K functions; nan where a function has none.
-    weights: weights of the functions.
-    epsilon: added to the standard deviations, in units of the rewards.
-
-  Returns:
-    Rewards to be compared, without unit; nan where no function has a value.
+  As TRL's "normalize_then_sum" before its batch normalisation: without unit,
+  and every group sums to 0. A missing value (nan) counts as 0, the mean of
+  those that the function has; where no function has one the result is nan.
+  `epsilon` is added to the standard deviations, in units of the rewards.
 
   Raises:
     ValueError: G < 2, or not one weight for each function.

@@ -128,21 +128,16 @@ def init_score_norms() -> ScoreNorms:
 def score_norm_sums(
   score_sq: Float[Array, "B G"], rewards: Shaped[Array, "B G"]
 ) -> ScoreNorms:
-  """Relation of score lengths to rewards in a batch, within its prompts.
+  """Relation of score lengths to finite rewards within the prompts of a batch.
 
   |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i) have the same mean
   for two samples of a prompt, whatever its c_x. Summed over a prompt's pairs
-  with weights (Z_i - Z_j) / G, that is an equation for slope / level. For
-  rewards 0 and 1 it is the ratio of N. Mantel and W. Haenszel (1959): with
-  T_1, T_0 the sums of |s|^2 over the m_1 right and the m_0 wrong samples of a
-  prompt,
+  with weights (Z_i - Z_j) / G, that is an equation for slope / level, also with
+  an unbiased estimate for |s|^2. For rewards 0 and 1 it is the ratio of N.
+  Mantel and W. Haenszel (1959): with T_1, T_0 the sums of |s|^2 over the m_1
+  right and the m_0 wrong samples of a prompt,
 
     r = (level + slope) / level = sum_x (T_1 m_0 / G) / sum_x (T_0 m_1 / G).
-
-  Args:
-    score_sq: |s|^2 or anything with that mean, such as squared derivatives of
-      `score_projections`.
-    rewards: one a sample; all of them finite.
   """
   z = rewards.astype(score_sq.dtype)
   # By rewards around the prompt's mean the sums over pairs are sums over
@@ -158,12 +153,9 @@ def score_norm_sums(
 def observe_score_norms(
   norms: ScoreNorms, sums: ScoreNorms, decay: float
 ) -> ScoreNorms:
-  """Returns the norms after one more diagnosis.
+  """Returns the norms after one more diagnosis, whose finite sums are added.
 
-  Args:
-    norms: norms so far.
-    sums: results of `score_norm_sums`; left out where one is not finite.
-    decay: weight of the past at each observation, within [0, 1).
+  `decay` is the weight of the past at each observation, within [0, 1).
   """
   finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(sums))))
   return jax.tree.map(

@@ -95,19 +95,16 @@ def grpo_loss(
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
   its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate.
-  Only `logprobs` is differentiated.
+  Only `logprobs`, those of the policy being trained, is differentiated.
 
   Args:
-    logprobs: log-probabilities of the sampled tokens under the policy being
-      trained.
+    logprobs: log-probabilities of the sampled tokens.
     advantages: one a completion.
     weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
       the other arguments may be a part.
     mask: True on real tokens.
-    old_logprobs: log-probabilities under the policy that sampled; None means
-      exactly on-policy, the ratio is exactly 1.
-    ref_logprobs: log-probabilities under the reference policy; needed when
-      beta > 0, otherwise only logged.
+    old_logprobs: those of the policy that sampled; None means that it is this.
+    ref_logprobs: those of the reference policy; without beta only logged.
     is_weights: constants that each token's surrogate, and not the KL term, is
       multiplied by (`core.losses.rollout_correction`); None means 1.
     ratio: one of `surrogates.RATIOS`.
@@ -120,9 +117,8 @@ def grpo_loss(
     **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:
-    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (k3 in nats
-    whatever `kl` is; 0 on padding and without a reference), and those of the
-    surrogate.
+    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (always k3;
+    0 on padding and without a reference), and those of the surrogate.
 
   Raises:
     ValueError: beta without ref_logprobs, or arrays whose shapes do not fit.

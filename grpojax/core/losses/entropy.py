@@ -21,11 +21,9 @@ class EntropyBonus(NamedTuple):
 
   Attributes:
     coefficient: factor of the mean; where there is a target, the first one.
-    target: nats a token, below which the bonus stands; None for always, with a
-      coefficient that is fixed.
+    target: nats a token, below which the bonus stands; None for always.
     step: change of the coefficient after each optimizer update: up where the
-      entropy is the target or less, else down (Skywork-OR1, arXiv 2505.22312,
-      section 4).
+      entropy is the target or less, else down (arXiv 2505.22312, section 4).
     largest: largest coefficient; the least one is 0.
   """
 
@@ -106,13 +104,9 @@ def mean_entropy(
   token_mask: Bool[Array, "*S"],
   tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-  """Mean over tokens, or the part of it that a part of the tokens makes up.
+  """Mean over the tokens of the mask, or a part's share of it.
 
-  Args:
-    entropy: nats of each token; anything on padding.
-    token_mask: True on the tokens that the mean is of.
-    tokens: number of these with those of all other parts; None where there are
-      no others.
+  `tokens` is then the number of these with those of all other parts.
   """
   count = jnp.sum(token_mask) if tokens is None else tokens
   total = jnp.sum(jnp.where(token_mask, entropy, 0.0))

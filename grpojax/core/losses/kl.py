@@ -12,18 +12,12 @@ gradient, and the two need not agree:
 | rho k1      | KL(pi || ref)             | of KL(pi || ref)             |
 | rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
 
-rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well
-(rho k2 would minimise E[k2] instead). All of it is about a token's conditional
-distribution given a sampled prefix; that the prefix itself depends on the
-policy only `kl_penalty` accounts for. Beyond a log-ratio log(ref / pi) of -1e4
-or 20 all of them are constant.
-
-Where top-k, top-p or min-p cut the policy to a set S of tokens, the reference
-is not cut, or the divergence could be infinite. KL(pi || ref), of the policy as
-it samples from the reference at the same temperature, is finite. Given S, the
-value of k3 (and of the `kl` that is logged) is low by the reference's mass
-beyond the cuts, 1 - ref(S), which no sample can tell; the gradient of k3 is
-that of the forward KL from the reference given S, times ref(S). All else stays.
+rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
+All of it is about a token given a sampled prefix; that the prefix depends on
+the policy only `kl_penalty` accounts for. Where sampling cuts the policy to a
+set S of tokens, the reference is not cut: k3's value is then low by 1 - ref(S),
+and its gradient that of the forward KL from the reference given S, times
+ref(S).
 
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """

@@ -49,19 +49,14 @@ def load_weights(
 def load_balancing_loss(
   load: ExpertLoad, whole: ExpertLoad | None = None
 ) -> Float[Array, ""]:
-  """Returns X sum_x f_x P_x.
+  """Returns X sum_x f_x P_x, or a part's share of that of the `whole` batch.
 
   f_x is the share of all tokens that goes to expert x, P_x its mean
   probability, over tokens and layers together (Fedus et al. 2021, arXiv
   2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` has
   it). With k experts a token it is k where they are used evenly, up to X where
-  all tokens go to the same ones. f_x, a count, has no gradient.
-
-  Args:
-    load: sums over the tokens.
-    whole: sums over the whole batch that these are a part of, whose losses add
-      up then (arXiv 2501.11873: balance is not asked of a few sequences). None
-      where there are no other parts.
+  all tokens go to the same ones. f_x, a count, has no gradient. (Over a whole
+  batch: arXiv 2501.11873.)
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

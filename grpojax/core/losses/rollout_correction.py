@@ -2,8 +2,8 @@
 
 Tokens are drawn from the rollout policy mu, whose numbers differ from the
 trainer's (another program, engine or precision). The surrogate has pi / pi_old
-of the trainer's log-probabilities, and what is left, pi_old / mu, is a constant
-weight of each token's loss here.
+of the trainer's log-probabilities, and what is left, r_t = pi_old(o_t) /
+mu(o_t), makes a constant weight of each token's loss here.
 
 | correction          | w, a factor of a token's loss           | also called |
 |---------------------|-----------------------------------------|-------------|
@@ -12,16 +12,14 @@ weight of each token's loss here.
 | `sequence_truncate` | prod_t r_t held within [low, high]      | seq-TIS     |
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
 
-r_t = pi_old(o_t) / mu(o_t). Without bounds the sequence's weight makes the
-gradient that of pi_old, without bias, and its variance grows with the length;
-the token's leaves prefixes distributed as mu drew them. Bounds trade variance
-for bias. The weights' normaliser stays that of all tokens (as in TRL). Where a
-token's loss has the gradient of its whole completion (`sequence_ratio`, `gmpo`)
-the weights are averaged over it: there the sequence's are meant.
+Without bounds the sequence's weight makes the gradient that of pi_old, without
+bias, and its variance grows with the length; the token's leaves prefixes
+distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
+averaged over a completion: there the sequence's are meant.
 
-Sources: TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training" (Yao et al., 2025); MIS, "When Speed Kills Stability" (Liu et al.,
-2025); names and bounds as in TRL 1.16 (vllm_importance_sampling_mode).
+Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
+You Off-Policy RL Training"; MIS, Liu et al. (2025), "When Speed Kills
+Stability"; names and bounds as in TRL 1.16 (vllm_importance_sampling_mode).
 """
 
 from collections.abc import Callable
@@ -57,15 +55,8 @@ def is_weights(
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
   """Importance-sampling weights of the tokens' losses, by the module's table.
 
-  Args:
-    log_ratio: log(pi_old / mu) of the sampled tokens, 0 on padding.
-    mask: True on real tokens.
-    correction: a name of `CORRECTIONS`, other than "none".
-    low: lower bound of the weights; 0 is none.
-    high: upper bound; inf is none.
-
-  Returns:
-    The weights, 1 on padding, and True where a bound was passed.
+  `log_ratio` is log(pi_old / mu), 0 on padding, where weights are 1. Also
+  returns True where a bound was passed.
   """
   unit, bound = correction.split("_")
   if unit == "sequence":
@@ -109,21 +100,13 @@ def make_correction(
 
   Where there is a single update, pi_old is what the update itself computes: no
   pass is added. Where there are several, the old log-probabilities have to be
-  the trainer's (`make_batch`'s policy_params): with the rollout's, the ratios
-  of the surrogate are to mu already, and these weights are 1.
-
-  Args:
-    correction: a name of `CORRECTIONS`.
-    low: lower bound of the weights; 0 is none.
-    high: upper bound; inf is none.
-    threshold: nats a token, from which on `off_policy_sequences` are left out;
-      None leaves none out.
+  the trainer's; with the rollout's, these weights are 1. From `threshold` nats
+  a token on, `off_policy_sequences` are left out; None leaves none out.
 
   Returns:
-    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there
-    is nothing to correct. The weights are constants; aux are `is_weight`,
-    `is_weight_bounded` (out of bounds) and `off_policy_masked`, to be logged as
-    means over tokens.
+    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there is
+    nothing to correct. aux are `is_weight`, `is_weight_bounded` (out of bounds)
+    and `off_policy_masked`, to be logged as means over tokens.
   """
   if correction == "none" and threshold is None:
     return None

@@ -25,16 +25,11 @@ def of_tokens(
 ) -> dict[str, Shaped[Array, "B G T"]]:
   """Mismatch of each token, and what the loss would log for it.
 
-  Args:
-    loss: the loss as `make_update` takes it.
-    logprobs: the trainer's, of the policy that sampled.
-    batch: a batch with `rollout_logprobs`; without, nothing is returned.
-    weights: weights of the loss's tokens.
-
   Returns:
     "log_ratio", log(pi_trainer / pi_rollout) in nats, "kl", k3 of
     KL(rollout || trainer) (both 0 on padding), and what the loss logs with the
     rollout's log-probabilities as the old ones ("clip_fraction_low", say).
+    Nothing for a batch without `rollout_logprobs`.
   """
   if batch.rollout_logprobs is None:
     return {}

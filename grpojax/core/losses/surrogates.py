@@ -4,13 +4,12 @@ What plugs in here, each by its name in a dict at the end of this file:
 
 - a ratio (`RATIOS`): (logprobs, old_logprobs, mask) -> ratios, 1 on padding:
   of the policy being trained to the policy that sampled.
-- a surrogate (`SURROGATES`): (ratios, logprobs, advantages, **settings) ->
-  (per_token, aux), all [B, G, T]. Advantages are constants, one a token;
-  ratios and log-probabilities carry the gradient. On padding they are 0, 1 and
-  0, and results are not used. `per_token` is minimised; `aux` maps names to
-  arrays that are logged as means over real tokens ("ratio", "kl" and "entropy"
-  are taken). Settings are keyword-only fields of `Objective`, which checks
-  their ranges; a parameter `mask` gets that of the completions.
+- a surrogate (`SURROGATES`): (ratios, logprobs, advantages, *, settings) ->
+  (per_token, aux), all [B, G, T]. Advantages are constants; ratios and
+  log-probabilities carry the gradient. Results on padding are not used.
+  `per_token` is minimised; `aux` maps names to arrays that are logged as means
+  over tokens. Settings are fields of `Objective`, which checks their ranges; a
+  parameter `mask` gets that of the completions.
 
 What a token with ratio r and advantage A adds to the gradient is a multiple of
 -A grad log pi. On-policy that multiple is 1, for every surrogate and ratio.
@@ -31,12 +30,6 @@ the gradient:
 |                   | sigmoid(tau (r - 1))  | as exp(-tau r), on both sides    |
 | vespo, trajectory | -sg(phi(w)) A log pi  | phi(w) = w^k exp(lambda (1 - w)) |
 |                   |                       | to 0 for w -> 0 and w -> inf     |
-
-So far off-policy `clipped` cuts off at once what moves away further, but not
-what moves back (r A is unbounded where A < 0: dual_clip), and with a sequence's
-ratio whole completions; `gmpo` cuts off single tokens, `cispo` none; with
-`sapo` tokens fade, with `vespo` whole completions. Any surrogate takes any
-ratio.
 """
 
 from collections.abc import Callable
@@ -110,11 +103,7 @@ def clipped(
   -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  (arXiv 1707.06347; separate
   bounds: DAPO, arXiv 2503.14476). With dual_clip = c > 1, the surrogate of a
   negative advantage is at least c A: beyond r > c it has no gradient (arXiv
-  1912.09729).
-
-  Returns:
-    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
-    where that bound cuts the gradient.
+  1912.09729). Logs `clip_fraction_low` and `_high`: the bound cuts a gradient.
   """
   del logprobs
   low = (ratios < 1 - clip_low) & (advantages < 0)
@@ -139,12 +128,8 @@ def cispo(
   """CISPO: REINFORCE with importance weights that are clipped.
 
   -sg(clip(r, cispo_min, cispo_max)) A log pi (arXiv 2506.13585, equations 4 and
-  5). The bounds are of the ratio itself, 0 <= cispo_min <= 1 <= cispo_max, so
-  that the gradient on-policy stays.
-
-  Returns:
-    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
-    where that bound stands in for the ratio.
+  5). The bounds are of the ratio itself, and 1 is between them. Logs
+  `clip_fraction_low` and `_high`: that bound stands in for the ratio.
   """
   weights = jax.lax.stop_gradient(jnp.clip(ratios, cispo_min, cispo_max))
   aux = {
@@ -168,11 +153,7 @@ def gmpo(
   -A (prod_t c(r_t))^(1/|o|), at each token of the completion (arXiv 2507.20673,
   equations 4 and 5). log c(r) is log r, but at most gmpo_clip_high where A > 0
   and at least -gmpo_clip_low where A < 0. With `sequence_mean` weights it is
-  the paper's mean over completions; of a `sequence_ratio` it is GSPO's clip.
-
-  Returns:
-    The loss of each token; `clip_fraction_low` and `clip_fraction_high`, True
-    where that bound cuts a token's gradient.
+  the paper's; of a `sequence_ratio` it is GSPO's clip. Logs as `clipped` does.
   """
   del logprobs
   # A ratio that has underflowed counts as the least normal number (-87 nats).
@@ -198,12 +179,9 @@ def sapo(
   """SAPO: a sigmoid in the place of the clip.
 
   -A (4 / tau) sigmoid(tau (r - 1)), with one tau > 0 where A > 0 and one
-  elsewhere (arXiv 2511.20347, equations 5 and 6). The larger tau is, the sooner
-  the gradient fades. The value on-policy is -2 A / tau, not -A.
-
-  Returns:
-    The loss of each token; `gradient_weight`, r sech^2(tau (r - 1) / 2): the
-    multiple of REINFORCE's gradient, 1 on-policy.
+  elsewhere (arXiv 2511.20347, equations 5 and 6). The value on-policy is
+  -2 A / tau, not -A. Logs `gradient_weight`, r sech^2(tau (r - 1) / 2): the
+  multiple of REINFORCE's gradient.
   """
   del logprobs
   tau = jnp.where(advantages > 0, sapo_temperature_pos, sapo_temperature_neg)
@@ -226,11 +204,8 @@ def vespo(
 
   -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), with k and lambda of
   their own where A < 0 (arXiv 2602.10693). phi(1) = 1, and phi is largest at
-  w = k / lambda. The paper's w is the `trajectory_ratio`.
-
-  Returns:
-    The loss of each token; `gradient_weight`, phi: the multiple of REINFORCE's
-    gradient, 1 on-policy.
+  w = k / lambda. The paper's w is the `trajectory_ratio`. Logs phi as
+  `gradient_weight`.
   """
   ratios, positive = jax.lax.stop_gradient(ratios), advantages >= 0
   k = jnp.where(positive, vespo_k_pos, vespo_k_neg)

@@ -21,12 +21,7 @@ SCHEDULES = {
 # The number of no step: other random numbers are drawn from fold_in(key, step).
 _ROUNDING = 2**31 - 1
 
-MOMENTS = {
-  "float32": lambda b1, b2, seed: optax.scale_by_adam(b1, b2),
-  "bfloat16": lambda b1, b2, seed: stochastic_rounding.scale_by_adam(
-    b1, b2, jax.random.fold_in(jax.random.key(seed), _ROUNDING)
-  ),
-}
+MOMENTS = ("float32", "bfloat16")
 """Formats of Adam's two moments between updates, `optim.moments_dtype`."""
 
 
@@ -37,7 +32,10 @@ def adamw(
 
   The state has 8 bytes a parameter, or 4 with moments in bfloat16.
   """
-  return MOMENTS[moments_dtype](b1, b2, seed)
+  if moments_dtype == "float32":
+    return optax.scale_by_adam(b1, b2)
+  key = jax.random.fold_in(jax.random.key(seed), _ROUNDING)
+  return stochastic_rounding.scale_by_adam(b1, b2, key)
 
 
 def adafactor(
