@@ -29,7 +29,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 TRL_CASES = {
   # name: changes to DEFAULTS, by TRL's own names
   "grpo": {"loss_type": "grpo"},
-  "grpo on-policy": {"loss_type": "grpo", "on_policy": True},
+  "grpo on-policy": {"loss_type": "grpo"},
   "bnpo": {"loss_type": "bnpo"},
   "dr_grpo": {"loss_type": "dr_grpo"},
   "dapo": {"epsilon_high": 0.28},
@@ -44,11 +44,7 @@ TRL_CASES = {
   },
   "luspo": {"loss_type": "luspo", **SEQUENCE},
   "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
-  "cispo on-policy": {
-    "loss_type": "cispo",
-    "epsilon_high": 1.5,
-    "on_policy": True,
-  },
+  "cispo on-policy": {"loss_type": "cispo", "epsilon_high": 1.5},
   "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, **SEQUENCE},
   "sapo": {"loss_type": "sapo"},
   "sapo settings": {
@@ -216,8 +212,8 @@ def leaf(x):
   return x.clone().requires_grad_()
 
 
-def trl_loss(given, on_policy: bool = False, **changes):
-  """Value, and gradients by log-probabilities and entropies."""
+def trl_loss(given, changes, on_policy=False):
+  """Settings, value, and gradients by log-probabilities and entropies."""
   logprobs, entropy = leaf(given["logprobs"]), leaf(given["entropy"])
   it = trainer(DEFAULTS | changes)
   loss = computed(it, given, logprobs, entropy, on_policy)
@@ -226,6 +222,7 @@ def trl_loss(given, on_policy: bool = False, **changes):
     "loss": loss.item(),
     "by_logprobs": logprobs.grad.tolist(),
     "by_entropy": entropy.grad.tolist(),
+    "settings": changes | {"on_policy": on_policy},
   }
 
 
@@ -435,7 +432,8 @@ def main(source: str) -> None:
     "versions": {"trl": importlib.metadata.version("trl"), "verl": "0.9.1"},
     "given": {name: x.tolist() for name, x in given.items()},
     "trl": {
-      name: trl_loss(given, **changes) for name, changes in TRL_CASES.items()
+      name: trl_loss(given, changes, name.endswith("on-policy"))
+      for name, changes in TRL_CASES.items()
     },
     "entropies": ENTROPIES,
     "trl_adaptive": trl_adaptive(given),

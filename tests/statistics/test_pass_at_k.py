@@ -39,10 +39,9 @@ def test_pass_at_k_limits_are_exact():
   assert pass_at_k(jnp.arange(2000) < 1990, 2000) == 1
 
 
-@pytest.mark.parametrize("k", [0, 7])
-def test_pass_at_k_refuses_k_beyond_the_samples(k):
+def test_pass_at_k_refuses_k_beyond_the_samples():
   with pytest.raises(ValueError, match="1 <= k <= n"):
-    pass_at_k(jnp.ones((2, 6), bool), k)
+    pass_at_k(jnp.ones((2, 6), bool), 7)
 
 
 def vote(labels, correct):
