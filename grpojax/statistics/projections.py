@@ -16,14 +16,6 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.packing.micro_batches import split_rows
 from grpojax.core.types import LM, Params, Rollout
 
-# The parameters that move, and a function from these to all of them.
-Merge = Callable[[Any], Params]
-Split = Callable[[Params], tuple[Any, Merge]]
-
-
-def _all_move(params: Params) -> tuple[Params, Merge]:
-  return params, lambda moving: moving
-
 
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
@@ -50,7 +42,7 @@ def score_projections(
   *,
   tangents: int = 4,
   micro_batches: int = 1,
-  split: Split = _all_move,
+  split: Callable[[Params], tuple[Any, Callable[[Any], Params]]] | None = None,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
@@ -82,7 +74,7 @@ def score_projections(
     raise ValueError(
       f"micro_batches={micro_batches} must divide {prompts} prompts"
     )
-  moving, merge = split(params)
+  moving, merge = split(params) if split else (params, lambda moving: moving)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
     jax.random.split(key, tangents)
   )  # as `moving`, with a first axis [V]

@@ -43,22 +43,6 @@ def call(name, rewards, lengths=None):
 
 compiled = jax.jit(call, static_argnums=0)
 
-# Group 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14.
-GOLDEN = {
-  "vanilla": [1, 2, 3, 6],
-  "oracle": [0.75, 1.75, 2.75, 5.75],
-  "dr_grpo": [-2, -1, 0, 3],
-  "leave_one_out": [1 - 11 / 3, 2 - 10 / 3, 0, 4],
-  "grpo": [x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)],
-  "batch_std": [x / math.sqrt(14 / 3) for x in (-2, -1, 0, 3)],
-}
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden(name):
-  found = compiled(name, jnp.array([1.0, 2.0, 3.0, 6.0]))
-  np.testing.assert_allclose(found, GOLDEN[name], atol=1e-5)
-
 
 def test_standard_deviations_are_of_a_prompt_or_of_the_batch():
   rewards = jnp.array([[0.0, 2.0], [10.0, 16.0], [5.0, 5.0]])

@@ -59,21 +59,6 @@ def test_weights_golden():
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
 
 
-def test_micro_batches_only_add():
-  logprobs, old, ref, rewards, mask = random_case(0)
-  mask = mask.at[1, 2].set(False)
-  gradient = jax.jit(
-    jax.grad(lambda x, *rest: losses.grpo_loss(x, *rest, beta=0.1)[0])
-  )
-  for weighting in WEIGHTINGS.values():
-    arrays = (logprobs, rewards, weighting(mask), mask, old, ref)
-    parts = [gradient(*(x[i : i + 1] for x in arrays)) for i in range(3)]
-    whole = gradient(*arrays)
-    np.testing.assert_allclose(jnp.concatenate(parts), whole, atol=1e-6)
-    shares = weighting(mask[:1])  # Per micro-batch, as must not be done.
-    assert jnp.abs(shares - weighting(mask)[:1]).max() > 1e-3
-
-
 # The surrogate.
 
 

@@ -59,14 +59,6 @@ def test_who_has_nothing_to_say_takes_no_side():
   np.testing.assert_allclose(sums, 0, atol=1e-6)
 
 
-def test_the_scale_of_a_reward_does_not_count():
-  found = normalize_then_sum(VALUES, WEIGHTS)
-  scaled = normalize_then_sum(
-    VALUES * jnp.array([[[1]], [[1e3]], [[20]]]) + 7, WEIGHTS
-  )
-  np.testing.assert_allclose(scaled, found, rtol=1e-3)
-
-
 def test_what_does_not_fit_is_refused():
   with pytest.raises(
     ValueError, match=r"one weight a reward .*\(3,\), not \(2"

@@ -71,7 +71,12 @@ def test_moments_are_unbiased_over_keys():
   gradients = jax.tree.map(
     lambda x: jnp.asarray(rng.normal(size=(5, *x.shape)), jnp.float32), params
   )
-  exact, _ = run_adam(optax.scale_by_adam(0.9, 0.95), gradients, params)
+  exact, steps = run_adam(optax.scale_by_adam(0.9, 0.95), gradients, params)
+  # An update uses the moments as they are before they are rounded.
+  _, rounded = run_adam(scale_by_adam(0.9, 0.95, KEY), gradients, params)
+  first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+  same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+  jax.tree.map(same, first(rounded), first(steps))
   keys = jax.random.split(KEY, 4000)
 
   @jax.jit

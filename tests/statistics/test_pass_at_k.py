@@ -81,18 +81,7 @@ def test_majority_is_the_mean_over_all_subsets(n):
       np.testing.assert_allclose(got.reshape(-1), expected, atol=1e-12)
 
 
-def test_majority_worked_by_hand():
-  """Right, right, wrong, silent: the six pairs."""
-  labels, correct = np.array([4, 4, 9, -1]), np.array([1, 1, 0, 0], bool)
-  # 44 is right, 49 twice a tie, 4- twice right, 9- wrong.
-  assert majority_at_k(labels, correct, 2) == pytest.approx(4 / 6)
-  assert majority_at_k(labels, correct, 1) == pytest.approx(2 / 4)
-  assert majority_at_k(labels, correct, 4) == 1
-  silent = np.full(4, -1), np.zeros(4, bool)
-  assert [majority_at_k(*silent, k) for k in (1, 4)] == [0, 0]
-
-
-@pytest.mark.parametrize("k", [1, 2, 9, 40, 100, 128])
+@pytest.mark.parametrize("k", [1, 2, 40, 128])
 def test_majority_of_two_answers_is_hypergeometric(k):
   right, n = 55, 128
   labels = np.arange(n) >= right

@@ -21,11 +21,8 @@ Z] (arXiv 2603.01162; docs/objectives.md says when to use which):
 | min_at_k        |                                  |                        |
 | pairwise_rank   | mean_{j != i} sign(Z_i - Z_j)    | grad of wins - losses  |
 
-An advantage plugs in by its name in `ADVANTAGES`: pure, jittable, and refusing
-too small a group or batch by a ValueError, from the shapes alone. Parameters
-beside the rewards are bound by name: `lengths` [B, G] in tokens,
-`logit_score_sq` [B, G], the state's `score_norms`, and the settings `k`
-(`subset_size`) and `power` (`score_power`).
+An advantage plugs in by its name in `ADVANTAGES` (docs/development.md). Too
+small a group or batch it refuses by a ValueError, from the shapes alone.
 
 Rewards are of any real dtype, one a sample; integers, booleans and half
 precision become float32. Advantages are in units of the reward unless the

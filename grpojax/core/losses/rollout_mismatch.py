@@ -46,30 +46,15 @@ def of_tokens(
   } | clipping
 
 
-def effective_samples(
-  log_ratio: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
-) -> Float[Array, ""]:
-  """Effective sample size of sequence importance weights, as a share.
-
-  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_trainer / pi_rollout of a
-  sequence, N those that have a token (Kong, 1992): 1 where rollout and trainer
-  agree, 1 / N where one sequence has all the weight. `log_ratio` is 0 on
-  padding.
-  """
-  real = jnp.any(mask, axis=-1)
-  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
-  # The largest weight becomes 1, which changes no share.
-  top = jnp.max(log_w, initial=-1e30)
-  w = jnp.exp(log_w - top)
-  count = jnp.maximum(jnp.sum(real), 1)
-  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
-  return jnp.sum(w) ** 2 / (count * squares)
-
-
 def metrics(
-  arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
+  arrays: dict[str, Shaped[Array, "*B G T"]], mask: Bool[Array, "*B G T"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens and extremes: `rollout_...`."""
+  """Means over real tokens, the maximum, and the effective sample size.
+
+  That is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the weights of sequences
+  w_i = prod_t pi_trainer / pi_rollout, N those that have a token (Kong, 1992):
+  1 where rollout and trainer agree, 1 / N where one has all the weight.
+  """
   if not arrays:
     return {}
   arrays = dict(arrays)
@@ -78,7 +63,14 @@ def metrics(
   arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
+
+  real = jnp.any(mask, axis=-1)
+  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
+  # The largest weight becomes 1, which changes no share.
+  w = jnp.exp(log_w - jnp.max(log_w, initial=-1e30))
+  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
+  sequences = jnp.maximum(jnp.sum(real), 1)
   return {
     "rollout_mismatch_max": jnp.max(mismatch),
-    "rollout_effective_samples": effective_samples(log_ratio, mask),
+    "rollout_effective_samples": jnp.sum(w) ** 2 / (sequences * squares),
   } | {f"rollout_{name}": value for name, value in means.items()}
