@@ -67,14 +67,11 @@ def mse_curve(
   group_sizes: Real[Array, "S"] | Real[np.ndarray, "S"] | int,
   num_samples: int,
 ) -> Estimators:
-  """Errors of a batch's gradient against the group size, at a fixed budget.
+  """Errors of a batch's gradient by group sizes (2 or more) at a fixed budget.
 
   Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
   2603.01162 with its remainder; the oracle lacks the last term. N =
   `num_samples` are those of the whole batch, and B = N / G is not rounded.
-
-  Raises:
-    ValueError: a group size below 2.
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B

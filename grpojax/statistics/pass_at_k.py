@@ -15,10 +15,8 @@ def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
   """Estimates the probability that one of k samples is correct, unbiased.
 
   1 - C(n - c, k) / C(n, k) with c correct among n (arXiv 2107.03374, equation
-  1), as a product of k ratios, none of which is above 1. Float32, in [0, 1].
-
-  Raises:
-    ValueError: k is not within 1 .. n.
+  1), as a product of k ratios, none of which is above 1. k beyond n is a
+  ValueError.
   """
   n = correct.shape[-1]
   if not 1 <= k <= n:

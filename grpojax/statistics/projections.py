@@ -56,8 +56,8 @@ def score_projections(
     lm: the model.
     params: its parameters.
     rollout: the completions, without rows that only pad the batch.
-    key: key of the tangents.
-    tangents: V, number of random directions.
+    key: key of the random directions.
+    tangents: V, their number.
     micro_batches: number of parts of the batch, one after the other; divides B.
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
       again: scores are by `moving` alone. By default all parameters move.
@@ -65,9 +65,6 @@ def score_projections(
       passes: for models that cannot be vmapped (`jax.lax.ragged_dot`).
     sampling: settings that the rollout was sampled with.
     chunk_size: positions whose logits are there at once.
-
-  Raises:
-    ValueError: micro_batches do not divide B.
   """
   prompts = rollout.prompt_ids.shape[0]
   if prompts % micro_batches:

@@ -89,10 +89,7 @@ def mse(moments: Moments, group_size: int) -> Estimators:
 
   Leave-one-out: tr Var(s delta) / G + (I sigma^2 + ||g||^2) / (G (G - 1)).
   Centred by the mean of the whole group: ((G - 1) / G)^2 times that, plus the
-  squared bias ||g||^2 / G^2.
-
-  Raises:
-    ValueError: G < 2.
+  squared bias ||g||^2 / G^2. G < 2 is a ValueError.
   """
   g = check_group_sizes(group_size)
   unbiased = moments.oracle_trace / g + moments.remainder / (g * (g - 1))

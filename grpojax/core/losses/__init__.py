@@ -95,7 +95,8 @@ def grpo_loss(
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
   its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate.
-  Only `logprobs`, those of the policy being trained, is differentiated.
+  Only `logprobs`, of the sampled tokens under the policy being trained, is
+  differentiated.
 
   Args:
     logprobs: log-probabilities of the sampled tokens.
@@ -106,14 +107,13 @@ def grpo_loss(
     old_logprobs: those of the policy that sampled; None means that it is this.
     ref_logprobs: those of the reference policy; without beta only logged.
     is_weights: constants that each token's surrogate, and not the KL term, is
-      multiplied by (`core.losses.rollout_correction`); None means 1.
+      multiplied by; None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
     kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something).
     beta: weight of the KL term; 0 leaves it out.
     kl_correction: multiplies the estimator by the token ratio.
-    token_mask: True on the tokens that the surrogate is of (the KL term is of
-      all); None is all of them. Weights stay what they are.
+    token_mask: True on the tokens that the surrogate is of; None is all.
     **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:

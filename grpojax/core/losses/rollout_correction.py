@@ -63,12 +63,12 @@ def is_weights(
     total = jnp.sum(log_ratio, axis=-1, keepdims=True)
     log_ratio = jnp.minimum(total, _LARGEST)
   weights = jnp.exp(log_ratio)
-  outside = (weights < low) | (weights > high)
+  outside = mask & ((weights < low) | (weights > high))
   if bound == "truncate":
     bounded = jnp.clip(weights, low, high)
   else:
     bounded = jnp.where(outside, 0.0, weights)
-  return jnp.where(mask, bounded, 1.0), mask & outside
+  return jnp.where(mask, bounded, 1.0), outside
 
 
 def off_policy_sequences(

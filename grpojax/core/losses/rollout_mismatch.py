@@ -63,14 +63,14 @@ def metrics(
   arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
-
+  largest = jnp.max(mismatch)
   real = jnp.any(mask, axis=-1)
   log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
   # The largest weight becomes 1, which changes no share.
   w = jnp.exp(log_w - jnp.max(log_w, initial=-1e30))
-  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
   sequences = jnp.maximum(jnp.sum(real), 1)
+  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
   return {
-    "rollout_mismatch_max": jnp.max(mismatch),
+    "rollout_mismatch_max": largest,
     "rollout_effective_samples": jnp.sum(w) ** 2 / (sequences * squares),
   } | {f"rollout_{name}": value for name, value in means.items()}
