@@ -1,4 +1,4 @@
-"""Weightings, ratios and the loss: golden values, and hostile numbers.
+"""Weightings, ratios and the loss: what they weigh, and hostile numbers.
 
 That the losses are TRL's and verl's is in test_other_losses.py, the gradients
 of their KL terms are in test_kl.py.

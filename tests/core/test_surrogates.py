@@ -1,4 +1,4 @@
-"""Surrogates: the table's closed forms far off-policy, and one of one's own.
+"""Surrogates: what they log far off-policy, and one of one's own.
 
 That they are TRL's and verl's is in test_other_losses.py; hostile numbers and
 the gradient on-policy are in test_losses.py.
