@@ -1,39 +1,13 @@
 """Dynamic sampling: groups of equal rewards are replaced by fresh prompts.
 
-A group whose rewards are all equal teaches nothing. DAPO (arXiv 2503.14476,
-equation 11) draws prompts until a batch has B groups that vary. What that does
-to the objective: let p(x) be the probability that the group of prompt x varies,
-p its mean over prompts, U the estimate of the policy gradient from a group, and
-g(x) = E[U | x].
-
-- The prompts of the batch are not those of the data: x is p(x) / p times as
-  frequent. Nor are their groups: given that it varies, a group of x has the
-  mean E[U | x, varies].
-- Where U is exactly 0 in a group of equal rewards (the advantages in
-  `advantages.ZERO_IN_EQUAL_GROUPS`), E[U | x, varies] = g(x) / p(x). The two
-  cancel, prompt by prompt: the mean of the groups that are kept estimates
-  E[g(x)] / p. The objective is the same one, and its gradient is 1 / p times as
-  long. No weights on the prompts are needed, and 1 / p(x), the weights of
-  importance sampling, would be wrong: they would optimize sum_x g(x) / p(x).
-- That length is corrected by `acceptance`: the mean of the groups that are
-  kept, times it, is an unbiased estimate of E[g(x)], whatever the limit. (Adam
-  hardly notices a length that stays; it matters while p changes, for gradient
-  clipping, and against a KL term, which the factor 1 / p makes weaker.)
-- So a batch that took M prompts to fill is, up to that length and to the last
-  few groups, a larger batch of M prompts: its error is that of
-  `statistics.group_size` with M for B. At equal samples nothing is gained in a
-  step but the passes over groups that teach nothing.
-- What is not 0 in a group of equal rewards does change: a KL term is averaged
-  over the groups that vary, E[p(x) E[KL | x, varies]] / p, as are an entropy
-  bonus and the loss of a mixture's routers, and no weights of these groups give
-  back what the others would have said. Advantages that are not 0 there
-  (vanilla, pooled baselines) have another objective: for vanilla and rewards of
-  0 and 1 g(x) is weighted by 1 - V(x)^(G - 1), V the success rate, since a
-  group that is all right is left out.
-
-All of it holds for prompts drawn independently, on-policy, for the weightings
-`sequence_mean`, `sequence_sum` and `fixed_length`; `token_mean` counts the
-groups' tokens.
+DAPO (arXiv 2503.14476, equation 11) draws prompts until a batch has B groups
+that vary. Let p(x) be the probability that the group of prompt x varies, p its
+mean, and g(x) the mean of the group's gradient U. Prompt x is p(x) / p times as
+frequent in the batch. Where U is 0 in a group of equal rewards
+(`advantages.ZERO_IN_EQUAL_GROUPS`) E[U | x, varies] = g(x) / p(x), and the two
+cancel: the mean of the groups that are kept estimates E[g(x)] / p, and times
+`acceptance`, E[g(x)] without bias, whatever the limit. docs/data.md says what
+does change. It holds on-policy, for all weightings but `token_mean`.
 """
 
 import jax
@@ -46,10 +20,7 @@ from grpojax.core.types import Rollout
 
 
 def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
-  """True for groups that have two rewards that differ.
-
-  Rewards are on the host; one that is not finite is none.
-  """
+  """True for groups that have two finite rewards that differ."""
   present = np.isfinite(rewards)
   best = np.max(rewards, axis=-1, where=present, initial=-np.inf)
   worst = np.min(rewards, axis=-1, where=present, initial=np.inf)
@@ -59,21 +30,11 @@ def varies(rewards: Float[np.ndarray, "*B G"]) -> Bool[np.ndarray, "*B"]:
 def acceptance(varied: Bool[np.ndarray, "M"], size: int) -> float:
   """Estimates the probability that a group varies, without bias.
 
-  Prompts were drawn until `size` groups varied, or up to a limit. Filled by
-  the group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945);
-  not filled, the share of the groups that vary. (The share is too large where
-  drawing stopped at a group that varies. Both are one formula: the paths of
-  acceptances to where it stopped that begin with one, over all of them;
-  Girshick, Mosteller and Savage, 1946.) The groups that are kept are
-  independent of it.
-
-  Args:
-    varied: True for groups that vary, of all in the order of their prompts,
-      those too that were drawn beyond the last one needed.
-    size: B, number of groups that the batch needs.
-
-  Returns:
-    A number in [0, 1]; 1 where the first `size` groups vary.
+  Prompts were drawn until `size` groups varied, or up to a limit. Filled by the
+  group of number m, the estimate is (size - 1) / (m - 1) (Haldane, 1945); not
+  filled, the share of the groups that vary (Girshick, Mosteller and Savage,
+  1946). `varied` has all groups in the order of their prompts, those too that
+  were drawn beyond the last one needed.
   """
   places = np.flatnonzero(varied)
   if len(places) < size:
@@ -90,13 +51,8 @@ def replace_groups(
   """Replaces some groups of a batch. Jittable.
 
   For example, source = [-1, 1, 0] keeps the first group of a batch of 3, and
-  takes its second one from drawn[1] and its third one from drawn[0].
-
-  Args:
-    batch: B groups.
-    drawn: any number of groups; prompts may be padded to another length.
-    source: for each group of the batch, the number of the one of `drawn` that
-      takes its place; -1 for none.
+  takes its second one from drawn[1] and its third one from drawn[0]. Prompts of
+  the two may be padded to different lengths.
   """
   longest = max(x.prompt_ids.shape[-1] for x in (batch, drawn))
 

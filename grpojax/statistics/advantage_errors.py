@@ -1,8 +1,7 @@
 """Error of a gradient with any unbiased advantages of a group's own.
 
-`statistics.diagnostics` knows the error of leave-one-out by its closed form.
-Here it is measured: with the advantages of whole groups, and with those of
-their halves. Two sizes are enough for the two terms of
+It is measured with the advantages of whole groups, and with those of their
+halves: two sizes are enough for the two terms of
 
     G MSE(G) = c2 + c3 / (G - 1)
 
@@ -29,7 +28,7 @@ class AdvantageErrors(NamedTuple):
     c2: error within prompts.
     c3: error for what the baseline does not know of its prompt.
     c2_se: standard error of c2, over prompts and directions.
-    c3_se: likewise of c3.
+    c3_se: standard error of c3.
     mse: error of one group's gradient given the prompt, a mean over prompts.
   """
 
@@ -46,27 +45,13 @@ def advantage_errors(
   advantage: Callable[..., Array],
   weights: dict[str, Shaped[Array, "B G"]],
 ) -> AdvantageErrors:
-  """Estimates the error of a group's gradient, from its samples.
+  """Estimates the error of a group's gradient at G and G // 2, as c2 and c3.
 
-  Args:
-    projections: results of `score_projections`, V >= 2 directions.
-    rewards: one a sample, all finite; B >= 2, G >= 4.
-    advantage: `(rewards, **weights) -> advantages`, of each group by itself,
-      and unbiased.
-    weights: arguments of it, one number a sample each.
-
-  Returns:
-    Unbiased estimates of the errors at G and at G // 2, as c2 and c3.
-
-  Raises:
-    ValueError: too few directions, prompts or samples a prompt.
+  Of V >= 2 directions, B >= 2 prompts and finite rewards. The advantage,
+  `(rewards, **weights) -> advantages`, is of each group by itself, and
+  unbiased.
   """
   tangents, prompts, size = projections.shape
-  if tangents < 2 or prompts < 2 or size < 4:
-    raise ValueError(
-      "the errors of an advantage need at least 2 tangents, 2 prompts and a "
-      f"group size of 4, not {tangents}, {prompts} and {size}"
-    )
   half = size // 2
   rewards = as_float(rewards, "advantage_errors", least=4)
   gradient_sq = prompt_estimates(projections, rewards).gradient_sq  # [V, B]
@@ -101,17 +86,10 @@ def advantage_errors(
 def metrics(
   errors: AdvantageErrors, c1: Float[Array, ""], prompts: int
 ) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log, beside those of `diagnostics.metrics`.
+  """Scalars for a log, beside those of `diagnostics.metrics`: `own_...`.
 
-  Args:
-    errors: components of the run's own advantages.
-    c1: error between prompts, which is the same for all unbiased advantages.
-    prompts: B of the whole step.
-
-  Returns:
-    `own_c2`, `own_c3` with `own_c2_se`, `own_c3_se`; `own_gradient_mse`, the
-    error of the step's gradient with its own advantages; and
-    `own_optimal_group_size`, 1 + sqrt(c3 / c1).
+  c1, the error between prompts, is the same for all unbiased advantages;
+  `prompts` is B of the whole step.
   """
   best = optimal_group_size(c1, errors.c2, errors.c3)
   return {

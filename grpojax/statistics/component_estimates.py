@@ -3,10 +3,9 @@
 Shapes: V directions, B prompts, G samples a prompt. a[v, x, i] = s_i . v is the
 score of sample i of prompt x in direction v, and Z[x, i] its reward. A
 direction is random with E[v v^T] = I, so E_v[a_i a_j] = s_i . s_j: whatever is
-quadratic in scores is estimated in each direction, then averaged over them.
-
-A product of expectations is estimated by a product over distinct samples, which
-are independent; this is what makes all of it unbiased.
+quadratic in scores is estimated in each direction, then averaged over them. A
+product of expectations is a product over distinct samples, which are
+independent; this is what makes all of it unbiased.
 """
 
 from typing import NamedTuple
@@ -41,19 +40,13 @@ class PromptEstimates(NamedTuple):
 def _baselines(
   score_sq: Float[Array, "V B"], score_sq_reward: Float[Array, "V B"]
 ) -> tuple[Float[Array, "B"], Float[Array, "B B"]]:
-  """Constant baselines with the least variance, from other prompts.
+  """Constant baselines with the least variance, E[||s||^2 Z] / E||s||^2.
 
-  That is E[||s||^2 Z] / E||s||^2. Any baseline b leaves E[s (Z - b)] = g(x),
-  because E[s] = 0, as long as b is independent of the samples that it is
-  subtracted from: so it may depend on the directions and on other prompts.
-
-  Args:
-    score_sq: means of a^2 over each group.
-    score_sq_reward: means of a^2 Z over each group.
-
-  Returns:
-    For each prompt, the baseline from all prompts but this one; and for each
-    pair, that from all but these two (without meaning on the diagonal).
+  Any baseline leaves E[s (Z - b)] = g(x) that is independent of the samples it
+  is subtracted from: it may depend on the directions and on other prompts.
+  Returns that from all prompts but one, and for each pair, that from all but
+  these two (without meaning on the diagonal), given group means of a^2 and a^2
+  Z.
   """
 
   def sums_without(values):
@@ -78,14 +71,11 @@ def _reward_moments(
 ) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
   """Estimates delta_i^2 and sigma^2 for each sample i, without knowing V(x).
 
-  With c_i = Z_i - mean(Z) and S = sum_i c_i^2:
-
-  delta_i^2 is the mean over distinct j, k, both not i, of
-  (Z_i - Z_j)(Z_i - Z_k), which given Z_i has the mean (Z_i - V)^2. The sum is
-  (sum_j (Z_i - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S.
-
-  sigma^2 is the variance of the G - 1 other rewards, hence independent of the
-  score of i; their squared deviations sum to S - G / (G - 1) c_i^2.
+  With c_i = Z_i - mean(Z) and S = sum_i c_i^2: delta_i^2 is the mean over
+  distinct j, k, both not i, of (Z_i - Z_j)(Z_i - Z_k), whose sum is (sum_j (Z_i
+  - Z_j))^2 - sum_j (Z_i - Z_j)^2 = G (G - 1) c_i^2 - S. sigma^2 is the variance
+  of the G - 1 others, independent of the score of i, whose squared deviations
+  sum to S - G / (G - 1) c_i^2.
   """
   n = rewards.shape[-1]
   centred = rewards - jnp.mean(rewards, -1, keepdims=True)
@@ -100,20 +90,14 @@ def prompt_estimates(
 ) -> PromptEstimates:
   """Computes U-statistics of every group and direction, in closed form.
 
-  Means over distinct samples i, j, k of a group, b a baseline of `_baselines`:
+  Means over distinct samples i, j, k of a group, G >= 3, b a baseline of
+  `_baselines`:
 
       ||g||^2               a_i a_j (Z_i - b)(Z_j - b)
       E[||s||^2 delta^2]    a_i^2 (Z_i - Z_j)(Z_i - Z_k)
       E[||s||^2 Z^2]        a_i^2 Z_i^2
       I sigma^2             a_i^2 (Z_j - Z_k)^2 / 2
       g(x) . g(x')          a_i (Z_i - b) of x times a_j (Z_j - b) of x'
-
-  Args:
-    a: scores in each direction.
-    rewards: one a sample, G >= 3.
-
-  Returns:
-    Shapes [V, B], and [V, B, B] for pairs of prompts.
   """
   n = rewards.shape[-1]
   delta_sq, variance = _reward_moments(rewards)
@@ -146,21 +130,11 @@ def prompt_estimates(
   )
 
 
-def sum_over_prompts(estimates: PromptEstimates) -> PromptEstimates:
-  """Sums over prompts and over ordered pairs of them, all of shape [V]."""
-  return jax.tree.map(lambda x: jnp.sum(x, tuple(range(1, x.ndim))), estimates)
-
-
 def combine(sums: PromptEstimates, count: int) -> Components:
   """Computes the components, linear combinations of means over prompts.
 
-  Args:
-    sums: sums over `count` prompts, and over all their count (count - 1)
-      ordered pairs; of any one shape.
-    count: at least 2.
-
-  Returns:
-    Components of the same shape.
+  The sums, of any one shape, are over `count` prompts, and over all their count
+  (count - 1) ordered pairs.
   """
   mean = jax.tree.map(lambda x: x / count, sums)
   # Products of different prompts have the mean ||E_x g(x)||^2, without
@@ -181,16 +155,8 @@ def covariances(
   """Estimates covariances of the components, over prompts and over directions.
 
   A jackknife over prompts (the components are no plain means over them), and
-  the spread of the directions. What varies with both is in both: a little is
-  counted twice, which errs on the safe side.
-
-  Args:
-    estimates: results of `prompt_estimates`.
-    per_tangent: the five components in each direction.
-    count: B, number of prompts.
-
-  Returns:
-    Two matrices, in the order of `Components`; their sum is the covariance.
+  the spread of the directions, in the order of `Components`. What varies with
+  both is in both: a little is counted twice, which errs on the safe side.
   """
   tangents = per_tangent.shape[0]
   # What leaves the sums with a prompt, [V, B] each. Of the ordered pairs two

@@ -9,6 +9,7 @@ sample (`component_estimates` has the formulas).
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Real
 
@@ -17,7 +18,6 @@ from grpojax.statistics.component_estimates import (
   combine,
   covariances,
   prompt_estimates,
-  sum_over_prompts,
 )
 from grpojax.statistics.group_size import (
   Components,
@@ -79,7 +79,7 @@ def diagnose(
     )
   rewards = as_float(rewards, "diagnose", least=3).astype(projections.dtype)
   estimates = prompt_estimates(projections, rewards)
-  sums = sum_over_prompts(estimates)
+  sums = jax.tree.map(lambda x: jnp.sum(x, tuple(range(1, x.ndim))), estimates)
   per_tangent = jnp.stack(combine(sums, prompts), axis=-1)  # [V, 5]
   c = Components(*jnp.mean(per_tangent, axis=0))
   over_prompts, over_tangents = covariances(estimates, per_tangent, prompts)
@@ -101,20 +101,10 @@ def diagnose(
 
 
 def metrics(diagnosis: Diagnosis) -> dict[str, Float[Array, ""]]:
-  """Scalars for a log.
+  """Scalars for a log; docs/group-size.md says what each of them means.
 
-  Gradients are those with respect to the parameters that the scores were
-  projected from (all of them, or the last layers), in nats x reward per unit of
-  a parameter. Components and errors are squared lengths of such gradients.
-
-  Returns:
-    `c1`, `c2`, `c3` and their standard errors `c1_se`, `c2_se`, `c3_se`;
-    `gradient_sq`, the squared length of the gradient; `gradient_mse`, the
-    error of the step's gradient, and what it would be with the rewards as
-    advantages (`gradient_mse_vanilla`) or with an oracle's
-    (`gradient_mse_oracle`); without unit, `gradient_snr`; in completions,
-    `optimal_group_size` with the bounds `optimal_group_size_low` and
-    `optimal_group_size_high` of its 95% interval.
+  Gradients are in nats x reward per unit of a parameter, of the parameters that
+  move (`score_projections`); components and errors are squared lengths of such.
   """
   c, errors = diagnosis.components, diagnosis.standard_errors
   row = {}

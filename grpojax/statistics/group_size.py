@@ -1,9 +1,8 @@
 """Error of a batch's gradient against the group size, and the best size.
 
-A batch of B prompts with G completions each costs N = B G samples. Large groups
-know the value V(x) of their prompt well, but are of few prompts; small groups
-are of many prompts, whose values they know badly. The best size moves while a
-policy trains: `init_choice` and `observe` keep track of it.
+Of N = B G samples, large groups know the value V(x) of their prompt well, but
+are of few prompts; small groups the other way round. The best size moves while
+a policy trains: `init_choice` and `observe` keep track of it.
 """
 
 import typing
@@ -47,12 +46,9 @@ def components(
   gradients: Float[Array, "X d"],
   weights: Float[Array, "X"] | None = None,
 ) -> Components:
-  """Averages the moments of all prompts that exist.
+  """Averages the exact moments and gradients g(x) of all prompts that exist.
 
-  Args:
-    moments: moments of X prompts.
-    gradients: g(x) of each.
-    weights: probability of each prompt; None is uniform.
+  `weights` are the prompts' probabilities; None is uniform.
   """
   if weights is None:
     weights = jnp.full(gradients.shape[:1], 1 / len(gradients))
@@ -71,22 +67,11 @@ def mse_curve(
   group_sizes: Real[Array, "S"] | Real[np.ndarray, "S"] | int,
   num_samples: int,
 ) -> Estimators:
-  """Errors of a batch's gradient against the group size, at a fixed budget.
+  """Errors of a batch's gradient by group sizes (2 or more) at a fixed budget.
 
-  With N = B G samples of B prompts drawn independently: leave-one-out
-  c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv 2603.01162 with
-  its remainder; the oracle lacks the last term.
-
-  Args:
-    components: scalars.
-    group_sizes: G >= 2 each.
-    num_samples: N, samples of the whole batch; so B = N / G, not rounded.
-
-  Returns:
-    Errors, one a group size.
-
-  Raises:
-    ValueError: for a group size below 2.
+  Leave-one-out: c1 G / N + c2 / N + c3 / (N (G - 1)), Proposition 3 of arXiv
+  2603.01162 with its remainder; the oracle lacks the last term. N =
+  `num_samples` are those of the whole batch, and B = N / G is not rounded.
   """
   c, n, g = components, num_samples, check_group_sizes(group_sizes)
   between = c.c1 * g / n  # c1 / B
@@ -106,24 +91,13 @@ def optimal_group_size(
   c3: Real[Array, "*#X"] | float | int,
   prompt_cost: float | int = 0.0,
 ) -> Float[Array, "*X"]:
-  """Group size G* with the smallest error at a fixed budget.
+  """Group size G* with the smallest error at a fixed budget, not rounded.
 
-  Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget, the
-  learning rate or the number of steps (arXiv 2603.01162, Theorem 7, which has
-  sqrt(c3 / c1) from an upper bound). With a cost of `prompt_cost` completions
-  for each prompt (prefill, reward set-up), the budget is B (prompt_cost + G)
-  and G* minimises (prompt_cost + G) (c1 + c2 / G + c3 / (G (G - 1))), a convex
-  function of G > 1.
-
-  Args:
-    c1: error between prompts, as in `Components`.
-    c2: error within prompts; it matters only where prompts cost something.
-    c3: error for not knowing the value.
-    prompt_cost: kappa >= 0, in completions.
-
-  Returns:
-    G* >= 1, not rounded; inf where c1 <= 0: more prompts bring nothing; nan
-    where a component is.
+  Without a cost of prompts G* = 1 + sqrt(c3 / c1), whatever the budget (arXiv
+  2603.01162, Theorem 7, which has sqrt(c3 / c1) from an upper bound). Where
+  each prompt costs `prompt_cost` = kappa completions, G* minimises (kappa + G)
+  (c1 + c2 / G + c3 / (G (G - 1))), a convex function of G > 1; c2 matters there
+  alone. It is inf where c1 <= 0, and nan where a component is.
 
   Raises:
     ValueError: a negative prompt_cost.
@@ -148,16 +122,15 @@ def optimal_group_size(
 def _others_at_a_cost(
   b: Float[Array, "*X"], c: Float[Array, "*X"], prompt_cost: float | int
 ) -> Float[Array, "*X"]:
-  """Solves for G* - 1 where each prompt costs kappa = `prompt_cost` > 0.
+  """Solves for u = G* - 1 where each prompt costs kappa = `prompt_cost` > 0.
 
-  With b = c2 / c1, c = c3 / c1 and G = 1 + u, the derivative by G of
-  (kappa + G) (1 + b / G + c / (G u)), times G^2 u^2, is
+  With b = c2 / c1 and c = c3 / c1 the derivative by G of (kappa + G) (1 + b / G
+  + c / (G u)), times G^2 u^2, is
 
       G^2 u^2 - c G^2 - kappa (b u^2 + c (2 G - 1)).
 
-  It changes its sign once, where u^2 = c + kappa (b u^2 + c (2 G - 1)) / G^2.
-  As u < G and 2 G - 1 <= G^2, this u^2 is between c and c + kappa (b + 2 c):
-  60 bisections between their square roots find u to the last digit.
+  As u < G and 2 G - 1 <= G^2, its only root u^2 is between c and c + kappa (b +
+  2 c): 60 bisections find u to the last digit.
   """
 
   def slope(u):
@@ -227,22 +200,9 @@ def observe(
 
   It moves up where G* = 1 + sqrt(c3 / c1) is above G 2^(1/2 + margin), that is
   where c3 - K c1 > 0 with K = (G 2^(1/2 + margin) - 1)^2, and this difference
-  is `confidence` standard errors away from 0; down likewise. The difference is
-  linear in the estimates, so c1, which is small and noisy, divides nothing, and
-  a noisy estimate leaves the group size as it is.
-
-  Args:
-    choice: the choice so far.
-    c1: estimate, as of `statistics.diagnostics`; may be negative.
-    c1_se: standard error of c1.
-    c3: estimate; the two are taken as independent.
-    c3_se: standard error of c3. An observation of which anything is not finite
-      is left out.
-    smallest: lowest group size, a power of two.
-    largest: highest group size, a power of two.
-    decay: weight of the past at each observation, within [0, 1).
-    margin: hysteresis >= 0, in powers of two.
-    confidence: standard errors >= 0 that the evidence for a move must have.
+  is `confidence` standard errors away from 0; down likewise. So c1, which is
+  small and noisy, divides nothing. An observation of which anything is not
+  finite is left out; `decay`, within [0, 1), is the weight of the past at each.
   """
   new = jnp.stack([c1, c3, c1_se**2, c3_se**2])
   is_finite = jnp.all(jnp.isfinite(new))

@@ -22,19 +22,19 @@ def group_size_interval(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
   """Bounds of the 95% interval of G* = 1 + sqrt(c3 / c1), from one diagnosis.
 
-  Args:
-    components: estimates, scalars.
-    over_prompts: their covariance, the share that comes from prompts.
-    over_tangents: the share that comes from directions.
-    prompts: B, from which the first was estimated.
-    tangents: V, from which the second was.
-
-  Returns:
-    Lower and upper bound; 1 and inf where nothing is known.
+  Two covariances of the components make up their error, estimated from B
+  prompts and from V directions. The bounds are 1 and inf where nothing is
+  known.
   """
-  degrees = _degrees_of_freedom(
-    components, over_prompts, over_tangents, prompts, tangents
-  )
+  # Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho: a
+  # sum w1 + w2 of variances with B - 1 and V - 1 of them has
+  # (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E. Satterthwaite, 1946).
+  rho = jnp.maximum(components.c1, 0) / jnp.maximum(components.c3, 1e-30)
+  weights = jnp.zeros(5).at[_C1].set(1.0).at[_C3].set(-rho)
+  from_prompts = weights @ over_prompts @ weights
+  from_tangents = weights @ over_tangents @ weights
+  share = from_prompts / jnp.maximum(from_prompts + from_tangents, 1e-30)
+  degrees = 1 / (share**2 / (prompts - 1) + (1 - share) ** 2 / (tangents - 1))
   chosen = jnp.array([_C1, _C3])
   covariance = (over_prompts + over_tangents)[chosen][:, chosen]
   return _fieller(
@@ -47,16 +47,11 @@ def pooled_group_size(
   c3: Float[np.ndarray, "D"],
   intervals: Float[np.ndarray, "D 2"] | None = None,
 ) -> tuple[float, float, float]:
-  """G* of a whole run, from its diagnoses: the size of least mean error.
-
-  Args:
-    c1: estimates of D >= 1 diagnoses; some may not be finite.
-    c3: likewise.
-    intervals: each diagnosis' own interval (`group_size_interval`), or None.
+  """G* of a whole run, from its diagnoses: 1 + sqrt(mean c3 / mean c1).
 
   Returns:
-    G* = 1 + sqrt(mean c3 / mean c1), and the bounds of its 95% interval over
-    diagnoses. A single one has its own, and fewer than three have 1 and inf.
+    G*, and the bounds of its 95% interval over diagnoses. A single one has its
+    own of `intervals`, and fewer than three have 1 and inf.
 
   Raises:
     ValueError: no diagnosis is finite.
@@ -73,7 +68,7 @@ def pooled_group_size(
     return best, float(low), float(high)
   if count < 3:
     return best, 1.0, math.inf
-  t_sq = t_quantile(0.95, count - 1) ** 2
+  t_sq = t_quantile(count - 1) ** 2
   low, high = _fieller(
     *jnp.asarray(means), jnp.asarray(np.cov(both)) / count, t_sq
   )
@@ -86,12 +81,10 @@ def _fieller(
   covariance: Float[Array, "2 2"],
   t_sq: Float[Array, ""] | float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-  """Interval of G* by Fieller's for rho = c1 / c3.
+  """Interval of G* by that of E. C. Fieller (1954) for rho = c1 / c3.
 
-  Fieller's interval (E. C. Fieller, 1954, "Some problems in interval
-  estimation") holds all rho at which c1 - rho c3 is no further from 0 than t
-  standard errors. It needs no c1 away from 0: where rho may be 0 or less, G*
-  may be infinite.
+  It holds all rho at which c1 - rho c3 is no further from 0 than t standard
+  errors. Where rho may be 0 or less, G* may be infinite.
   """
   # (c1 - rho c3)^2 <= t^2 Var(c1 - rho c3) is, multiplied out,
   # quadratic rho^2 - 2 linear rho + constant <= 0, with
@@ -114,33 +107,12 @@ def _fieller(
   return low, high
 
 
-def _degrees_of_freedom(
-  components: Components,
-  over_prompts: Float[Array, "5 5"],
-  over_tangents: Float[Array, "5 5"],
-  prompts: int,
-  tangents: int,
-) -> Float[Array, ""]:
-  """Degrees of freedom of the variance of c1 - rho c3, at the estimate of rho.
-
-  The variance is a sum of two, with B - 1 and V - 1 degrees of freedom; a sum
-  w1 + w2 has (w1 + w2)^2 / (w1^2 / (B - 1) + w2^2 / (V - 1)) (F. E.
-  Satterthwaite, 1946).
-  """
-  rho = jnp.maximum(components.c1, 0) / jnp.maximum(components.c3, 1e-30)
-  weights = jnp.zeros(5).at[_C1].set(1.0).at[_C3].set(-rho)
-  from_prompts = weights @ over_prompts @ weights
-  from_tangents = weights @ over_tangents @ weights
-  share = from_prompts / jnp.maximum(from_prompts + from_tangents, 1e-30)
-  return 1 / (share**2 / (prompts - 1) + (1 - share) ** 2 / (tangents - 1))
-
-
 def _t_quantile(degrees: Float[Array, "*X"]) -> Float[Array, "*X"]:
   """Student's 97.5% quantile by its expansion around the normal one.
 
-  By hand: under jit the degrees of freedom are traced, which scipy cannot take
-  (`intervals.t_quantile`). Abramowitz and Stegun, 26.7.5, up to 1 / degrees^3:
-  too small by 24% at 1 degree of freedom, 3% at 2, 0.7% at 3, 0.02% at 8.
+  By hand: under jit the degrees of freedom are traced, which scipy cannot take.
+  Abramowitz and Stegun, 26.7.5, up to 1 / degrees^3: too small by 24% at 1
+  degree of freedom, 3% at 2, 0.7% at 3, 0.02% at 8.
   """
   z, inverse = _NORMAL, 1 / degrees
   first = (z**3 + z) / 4

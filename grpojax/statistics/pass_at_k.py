@@ -14,15 +14,9 @@ MOST_SAMPLES = 1000  # of a prompt; beyond, binomial coefficients overflow
 def pass_at_k(correct: Bool[Array, "*B n"], k: int) -> Float[Array, "*B"]:
   """Estimates the probability that one of k samples is correct, unbiased.
 
-  1 - C(n - c, k) / C(n, k) with c correct among n: the mean, over all subsets
-  of k samples, of "one of them is correct", an order-k U-statistic (arXiv
-  2107.03374, equation 1). Computed as a product of k ratios, none of which is
-  above 1, so no binomial coefficient overflows.
-
-  Estimates are float32, in [0, 1].
-
-  Raises:
-    ValueError: if k is not within 1 .. n.
+  1 - C(n - c, k) / C(n, k) with c correct among n (arXiv 2107.03374, equation
+  1), as a product of k ratios, none of which is above 1. k beyond n is a
+  ValueError.
   """
   n = correct.shape[-1]
   if not 1 <= k <= n:
@@ -44,41 +38,15 @@ def majority_at_k(
   """Estimates the probability that a vote of k samples is correct, unbiased.
 
   That is the mean, over all subsets of k samples, of "the most frequent answer
-  is correct" (self-consistency, arXiv 2203.11171, section 2): an order-k
-  U-statistic. Among answers with equally many votes each is as likely to be
-  chosen, so a tie counts with the share of its correct answers. Exact up to
-  rounding, on the host, without enumerating subsets.
-
-  Args:
-    labels: one a sample: samples with equal labels gave the same answer; -1
-      gave none and does not vote. A subset in which nobody votes is wrong.
-    correct: one a sample, equal where labels of a prompt are equal. Several
-      answers may be correct; their votes are counted apart.
-    k: subset size, 1 <= k <= n.
-
-  Returns:
-    Estimates in [0, 1], float64.
+  is correct" (self-consistency, arXiv 2203.11171, section 2), exact up to
+  rounding. A tie counts with the share of its correct answers, of which there
+  may be several. Samples with equal labels gave the same answer; -1 gave none
+  and does not vote. 1 <= k <= n <= `MOST_SAMPLES`.
 
   Raises:
-    ValueError: if k is not within 1 .. n, n is above 1000, a label is below
-      -1, or `correct` contradicts the labels.
+    ValueError: `correct` contradicts the labels.
   """
   n = labels.shape[-1]
-  if labels.shape != correct.shape:
-    raise ValueError(
-      f"labels {labels.shape} and correct {correct.shape} differ in shape"
-    )
-  if not 1 <= k <= n:
-    raise ValueError(
-      f"maj@{k} needs 1 <= k <= n, but there are n = {n} samples a prompt: "
-      "sample more, or ask for a smaller k"
-    )
-  if n > MOST_SAMPLES:
-    raise ValueError(
-      f"maj@k takes up to {MOST_SAMPLES} samples a prompt, not {n}"
-    )
-  if np.any(labels < SILENT):
-    raise ValueError("labels are 0 or more, or -1 for a sample without answer")
   rows = zip(labels.reshape(-1, n), correct.reshape(-1, n), strict=True)
   values = [_majority(*_votes(*row), k) for row in rows]
   return np.array(values, np.float64).reshape(labels.shape[:-1])
@@ -87,12 +55,10 @@ def majority_at_k(
 def _votes(
   labels: Int[np.ndarray, "n"], correct: Bool[np.ndarray, "n"]
 ) -> tuple[tuple[tuple[int, bool], ...], int]:
-  """Counts the votes of one prompt.
+  """Counts (votes, correct) of each answer to one prompt, and the silent.
 
-  Returns:
-    For each answer its number of votes and True if it is correct, sorted, so
-    that prompts with the same counts share what `_majority` has computed; and
-    the number of samples that do not vote.
+  They are sorted, so that prompts with the same counts share what `_majority`
+  has computed.
   """
   answers, answer_of_sample = np.unique(labels, return_inverse=True)
   votes = np.bincount(answer_of_sample, minlength=len(answers))
@@ -124,7 +90,7 @@ def _majority(
   so that nobody has more than m votes and t answers have exactly m. ways[1] is
   the same, each way counted once for each correct answer among the t. Answers
   with fewer than m samples can neither win nor be limited, and join all at
-  once; so all m together join at most n answers.
+  once.
   """
   n = silent + sum(count for count, _ in votes)
   most_correct = max((count for count, right in votes if right), default=0)

@@ -1,8 +1,7 @@
 """Directional derivatives of sequence log-probabilities.
 
-The score of a completion is grad log pi(Y | x), of the whole sequence. Its
-product with one direction comes from forward-mode differentiation, for all
-samples of a batch at once and without a gradient of any single sample.
+Products of scores grad log pi(Y | x) with a direction come from forward-mode
+differentiation, for all samples at once, without a gradient of any single one.
 """
 
 from collections.abc import Callable
@@ -17,22 +16,14 @@ from grpojax.core.logprobs import token_logprobs
 from grpojax.core.packing.micro_batches import split_rows
 from grpojax.core.types import LM, Params, Rollout
 
-# The parameters that move, and a function from these to all of them.
-Merge = Callable[[Any], Params]
-Split = Callable[[Params], tuple[Any, Merge]]
-
-
-def _all_move(params: Params) -> tuple[Params, Merge]:
-  return params, lambda moving: moving
-
 
 def rademacher_like(
   key: Key[Array, ""], tree: PyTree[Float[Array, "..."]]
 ) -> PyTree[Float[Array, "..."]]:
   """Draws a random sign for each number of a tree: E[v v^T] = I.
 
-  Among all such distributions independent signs have the least fourth moment,
-  hence the least noise in squares.
+  Independent signs have the least fourth moment, hence the least noise in
+  squares.
   """
   leaves, structure = jax.tree.flatten(tree)
   keys = jax.random.split(key, len(leaves))
@@ -51,12 +42,12 @@ def score_projections(
   *,
   tangents: int = 4,
   micro_batches: int = 1,
-  split: Split = _all_move,
+  split: Callable[[Params], tuple[Any, Callable[[Any], Params]]] | None = None,
   vectorized: bool = True,
   sampling: Sampling = Sampling(),
   chunk_size: int = 256,
 ) -> Float[Array, "V B G"]:
-  """Computes directional derivatives of every sequence's log-probability.
+  """Computes directional derivatives of sequences' log-probabilities, in nats.
 
   a_{v,b,i} = v . grad log pi(Y_{b,i} | x_b). Costs about 1 + 2 V forward passes
   of the batch, and memory for V copies of the parameters that move.
@@ -65,32 +56,22 @@ def score_projections(
     lm: the model.
     params: its parameters.
     rollout: the completions, without rows that only pad the batch.
-    key: key of the tangents.
-    tangents: V, number of random directions.
+    key: key of the random directions.
+    tangents: V, their number.
     micro_batches: number of parts of the batch, one after the other; divides B.
     split: `(params) -> (moving, merge)` with `merge(moving)` the parameters
-      again: the scores are taken with respect to `moving` alone, such as
-      `models.transformer.last_layers`. By default all parameters move.
-    vectorized: True takes all tangents at once. False takes them one after the
-      other, about 3 V forward passes with the memory of one: for models that
-      cannot be vmapped, such as those with experts (`jax.lax.ragged_dot`).
+      again: scores are by `moving` alone. By default all parameters move.
+    vectorized: False takes the tangents one after the other, about 3 V forward
+      passes: for models that cannot be vmapped (`jax.lax.ragged_dot`).
     sampling: settings that the rollout was sampled with.
-    chunk_size: positions whose logits are there at once (`token_logprobs`).
-
-  Returns:
-    Derivatives, in nats.
-
-  Raises:
-    ValueError: fewer than 1 tangent, or micro_batches that do not divide B.
+    chunk_size: positions whose logits are there at once.
   """
   prompts = rollout.prompt_ids.shape[0]
-  if tangents < 1:
-    raise ValueError(f"tangents={tangents} must be at least 1")
-  if micro_batches < 1 or prompts % micro_batches:
+  if prompts % micro_batches:
     raise ValueError(
       f"micro_batches={micro_batches} must divide {prompts} prompts"
     )
-  moving, merge = split(params)
+  moving, merge = split(params) if split else (params, lambda moving: moving)
   directions = jax.vmap(lambda k: rademacher_like(k, moving))(
     jax.random.split(key, tangents)
   )  # as `moving`, with a first axis [V]

@@ -8,14 +8,12 @@ mixture), and it is asked for with probability
 so u, the share that is drawn as always, is its chance to come back when its
 priority is 0. A batch of B rows has pi_i = B q_i rows of it on average (less
 where that would be more than `most` rows), drawn by systematic sampling (Madow,
-On the theory of systematic sampling, II, 1949): pi_i rounded up or down. With
-the importance weights
+1949): pi_i rounded up or down. With the importance weights
 
     w_i = B r_i / pi_i  <=  1 / u
 
-the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f
-(Horvitz and Thompson, A generalization of sampling without replacement from a
-finite universe, 1952): for gradients too.
+the mean over a batch of w f is an unbiased estimate of sum_i r_i f_i for any f,
+gradients too (Horvitz and Thompson, 1952).
 """
 
 from collections.abc import Sequence
@@ -66,13 +64,8 @@ def expected_rows(
 ) -> Float[np.ndarray, "n"]:
   """Mean number pi of rows of a batch that each prompt has; sums to `rows`.
 
-  Args:
-    priorities: not negative; compared within a stratum, whose share stays what
-      its weight says.
-    strata: strata whose sizes add up to n.
-    rows: B, of which each stratum has room for its share: size * most.
-    uniform: u, in (0, 1].
-    most: number of rows that one prompt may have.
+  Priorities are compared within a stratum, which keeps its share and has room
+  for it: size * most, `most` rows of one prompt. `uniform` is u, in (0, 1].
   """
   total, expected, start = sum(stratum.weight for stratum in strata), [], 0
   for size, weight in strata:

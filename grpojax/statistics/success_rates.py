@@ -4,21 +4,11 @@ Each prompt has a success rate p with a beta posterior,
 
     p ~ Beta(a, b),   a = 1/2 + successes,   b = 1/2 + failures
 
-from Jeffreys' prior, in closed form because completions are right or wrong. The
-policy changes, so what was seen is forgotten: at every step all counts are
-multiplied by 2^(-1 / half_life). A prompt that nobody asks for drifts back to
-the prior: so one that was solved, or hopeless, comes back.
+from Jeffreys' prior. The policy changes, so all counts are multiplied by 2^(-1
+/ half_life) at every step: a prompt that nobody asks for drifts back to the
+prior, so that one that was solved, or hopeless, comes back.
 
-Prompts are asked for in proportion to their priorities:
-
-| name     | priority                            | asks for                    |
-|----------|-------------------------------------|-----------------------------|
-| `varies` | P(G rewards are not all equal)      | groups that teach something |
-|          | = 1 - E[p^G] - E[(1-p)^G]           | (what DAPO's filter keeps)  |
-| `spread` | E[sqrt(p (1-p))]                    | where rewards vary: Neyman  |
-|          |                                     | allocation of completions   |
-| `band`   | 1 where low <= E[p] <= high, else 0 | neither solved nor hopeless |
-| `target` | posterior density at p = target     | a curriculum                |
+Prompts are asked for in proportion to one of `PRIORITIES` (docs/data.md).
 """
 
 import typing
@@ -31,10 +21,7 @@ import scipy  # scipy.special comes when first used
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-PRIOR = 0.5
-"""Number of successes, and of failures, that a prompt has had before it was
-first asked: Jeffreys, An invariant form for the prior probability in estimation
-problems, 1946."""
+PRIOR = 0.5  # successes, and failures, of a prompt before it was first asked
 
 
 @typing.no_type_check  # it also holds shapes and shardings
@@ -63,13 +50,10 @@ def observe(
   *,
   half_life: int | float,
 ) -> SuccessRates:
-  """Returns the counts after one more step.
+  """Returns the counts after one more step, whose prompts have these indices.
 
-  Args:
-    rates: counts before it.
-    indices: numbers of the prompts that were asked; one may be asked twice.
-    right: 1 for a right completion, 0 for a wrong one, nan for neither.
-    half_life: number of steps after which a completion counts half.
+  `right` is 1 for a right completion, 0 for a wrong one, nan for neither. After
+  `half_life` steps a completion counts half.
   """
   keep = 0.5 ** (1 / half_life)
   known = ~jnp.isnan(right)
@@ -93,10 +77,9 @@ def posterior(
 def varies(
   a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"], *, group_size: int
 ) -> Float[np.ndarray, "n"]:
-  """Probability that a group of completions has both right and wrong ones.
+  """Probability that a group has both right and wrong completions.
 
-  Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k). With G = 2 it is
-  2 E[p (1 - p)].
+  Beta-binomial: E[p^G] = prod_{k<G} (a + k) / (a + b + k).
   """
   all_right, all_wrong = np.ones_like(a), np.ones_like(b)
   for k in range(group_size):
@@ -108,12 +91,7 @@ def varies(
 def spread(
   a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]
 ) -> Float[np.ndarray, "n"]:
-  """Expected standard deviation of a reward, E[sqrt(p (1 - p))].
-
-  With importance weights, completions in proportion to it are Neyman's optimal
-  allocation (On the two different aspects of the representative method, 1934)
-  where a prompt's noise is that of its rewards.
-  """
+  """Expected standard deviation of a reward, E[sqrt(p (1 - p))]."""
   betaln = scipy.special.betaln
   return np.exp(betaln(a + 0.5, b + 0.5) - betaln(a, b))
 

@@ -300,7 +300,7 @@ def mean_half_width(variances: Float[np.ndarray, "X"], degrees: int) -> float:
   if total == 0:
     return 0.0
   joint = int(degrees * total**2 / float(np.sum(variances**2)))
-  return t_quantile(0.95, joint) * total**0.5 / len(variances)
+  return t_quantile(joint) * total**0.5 / len(variances)
 
 
 def mean_over_prompts(

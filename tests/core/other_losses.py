@@ -1,8 +1,10 @@
-"""Losses of TRL and verl on fixed numbers, for test_other_losses.py.
+"""Losses of TRL and verl on fixed numbers, for the tests of ours.
 
 Writes other_losses.json: log-probabilities, entropies, advantages and a mask,
 and for each of their settings the loss and its gradients, in float64, by their
-own code. Neither is a dependency; to make the file again:
+own code; and what TRL makes of several rewards. Writes trl_corrections.json:
+what TRL makes of an inexact sampler. Neither is a dependency; to make the files
+again:
 
     python -m venv trl && trl/bin/pip install trl==1.16.0
     pip download --no-deps verl==0.9.1 && unzip verl-0.9.1-*.whl -d verl
@@ -14,9 +16,12 @@ import __future__
 import ast
 import collections
 import importlib.metadata
+import inspect
 import json
+import math
 import pathlib
 import sys
+import textwrap
 import types
 from typing import Any
 
@@ -24,7 +29,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 TRL_CASES = {
   # name: changes to DEFAULTS, by TRL's own names
   "grpo": {"loss_type": "grpo"},
-  "grpo on-policy": {"loss_type": "grpo", "on_policy": True},
+  "grpo on-policy": {"loss_type": "grpo"},
   "bnpo": {"loss_type": "bnpo"},
   "dr_grpo": {"loss_type": "dr_grpo"},
   "dapo": {"epsilon_high": 0.28},
@@ -39,11 +44,7 @@ TRL_CASES = {
   },
   "luspo": {"loss_type": "luspo", **SEQUENCE},
   "cispo": {"loss_type": "cispo", "epsilon_high": 1.5},
-  "cispo on-policy": {
-    "loss_type": "cispo",
-    "epsilon_high": 1.5,
-    "on_policy": True,
-  },
+  "cispo on-policy": {"loss_type": "cispo", "epsilon_high": 1.5},
   "cispo sequence": {"loss_type": "cispo", "epsilon_high": 1.1, **SEQUENCE},
   "sapo": {"loss_type": "sapo"},
   "sapo settings": {
@@ -119,6 +120,28 @@ ADAPTIVE = {
   "entropy_coef_max": 0.06,
   "entropy_target": 1.0,
 }
+NAN = float("nan")
+REWARDS = [  # [B * G, K] of three functions; groups of 4
+  [1.0, 0.2, 10.0],
+  [0.0, 0.2, -5.0],
+  [1.0, 0.7, 0.0],
+  [0.0, 0.1, 2.5],
+  [1.0, NAN, 3.0],
+  [1.0, 0.5, NAN],
+  [1.0, 0.9, -4.0],
+  [1.0, NAN, 8.0],
+  [NAN, NAN, NAN],
+  [0.0, NAN, 1.0],
+  [1.0, 0.3, NAN],
+  [0.0, NAN, 7.0],
+]
+REWARD_WEIGHTS = [1.0, 0.5, -2.0]
+AGGREGATIONS = {  # by our names: multi_objective_aggregation, scale_rewards
+  "normalize_then_sum": ("normalize_then_sum", "group"),
+  "grpo": ("sum_then_normalize", "group"),
+  "dr_grpo": ("sum_then_normalize", "none"),
+}
+MODES = "token_truncate token_mask sequence_truncate sequence_mask".split()
 ENTROPIES = [1.2, 0.9, 0.8, 0.7, 0.6, 1.1, 1.3, 1.4, 1.5, 1.6, 0.5]
 
 
@@ -155,6 +178,7 @@ def trainer(settings: dict[str, Any]):
   it._entropy_bonus_enabled = bool(it.entropy_coef or it.use_adaptive_entropy)
   it._last_world_entropy, it._entropy_window_stats = float("inf"), None
   it.aux_loss_enabled = it.use_vllm = False
+  it.vllm_importance_sampling_correction = True
   it.current_gradient_accumulation_steps = 1
   it.model = types.SimpleNamespace(training=True)
   it._metrics = {"train": collections.defaultdict(list)}
@@ -168,7 +192,7 @@ def trainer(settings: dict[str, Any]):
   return it
 
 
-def computed(it, given, logprobs, entropy, on_policy=False):
+def computed(it, given, logprobs, entropy, on_policy=False, **more):
   """TRL's loss, of a model that gives these log-probabilities and entropies."""
   mask = given["mask"].double()
   inputs = dict.fromkeys(("prompt_ids", "prompt_mask"), mask[:, :1])
@@ -176,6 +200,7 @@ def computed(it, given, logprobs, entropy, on_policy=False):
   inputs["advantages"] = given["advantages"]
   inputs["ref_per_token_logps"] = given["ref_logprobs"]
   inputs["num_items_in_batch"] = mask.sum()
+  inputs |= more
   if not on_policy:
     inputs["old_per_token_logps"] = given["old_logprobs"]
   told = (logprobs, entropy, None)
@@ -187,8 +212,8 @@ def leaf(x):
   return x.clone().requires_grad_()
 
 
-def trl_loss(given, on_policy: bool = False, **changes):
-  """Value, and gradients by log-probabilities and entropies."""
+def trl_loss(given, changes, on_policy=False):
+  """Settings, value, and gradients by log-probabilities and entropies."""
   logprobs, entropy = leaf(given["logprobs"]), leaf(given["entropy"])
   it = trainer(DEFAULTS | changes)
   loss = computed(it, given, logprobs, entropy, on_policy)
@@ -197,6 +222,7 @@ def trl_loss(given, on_policy: bool = False, **changes):
     "loss": loss.item(),
     "by_logprobs": logprobs.grad.tolist(),
     "by_entropy": entropy.grad.tolist(),
+    "settings": changes | {"on_policy": on_policy},
   }
 
 
@@ -211,6 +237,131 @@ def trl_adaptive(given):
     applied = -entropy.grad.sum().item()
     rows.append({"applied": applied, "coefficient": it.entropy_coef})
   return rows
+
+
+def own_lines(function, begin: str, end: str, names: dict[str, Any]):
+  """Runs the lines of a function of TRL's from one text to another."""
+  lines = inspect.getsource(function).splitlines()
+  first = next(i for i, line in enumerate(lines) if begin in line)
+  last = next(i for i in range(first, len(lines)) if end in lines[i])
+  exec(textwrap.dedent("\n".join(lines[first:last])), names)
+  return names
+
+
+def trl_several_rewards():
+  """Advantages of several rewards."""
+  import torch
+  from trl import GRPOTrainer
+  from trl.trainer.utils import nanstd
+
+  advantages = {}
+  for name, (aggregation, scale_rewards) in AGGREGATIONS.items():
+    names = {
+      "torch": torch,
+      "nanstd": nanstd,
+      "rewards_per_func": torch.tensor(REWARDS, dtype=torch.float64),
+      "num_generations": 4,
+      "device": "cpu",
+      "self": types.SimpleNamespace(
+        multi_objective_aggregation=aggregation,
+        scale_rewards=scale_rewards,
+        reward_funcs=REWARD_WEIGHTS,
+        reward_weights=torch.tensor(REWARD_WEIGHTS, dtype=torch.float64),
+      ),
+    }
+    own_lines(
+      GRPOTrainer._generate_and_score_completions,
+      "unscorable_mask = torch.isnan(rewards_per_func)",
+      "# Slice to keep only the local part",
+      names,
+    )
+    advantages[name] = [round(x, 7) for x in names["advantages"].tolist()]
+  return {
+    "rewards": REWARDS,
+    "weights": REWARD_WEIGHTS,
+    "advantages": advantages,
+  }
+
+
+def importance_ratios(given, mode, low, high):
+  """TRL's weights for the sampler's log-probabilities."""
+  import torch
+  from trl import GRPOTrainer
+
+  names = {
+    "torch": torch,
+    "math": math,
+    "mask": given["mask"],
+    "old_per_token_logps": given["old_logprobs"],
+    "sampling_per_token_logps": given["sampler"],
+    "self": types.SimpleNamespace(
+      vllm_importance_sampling_mode=mode,
+      vllm_importance_sampling_clip_min=low,
+      vllm_importance_sampling_clip_max=high,
+    ),
+  }
+  own_lines(
+    GRPOTrainer._generate_and_score_completions,
+    "per_token_logps_diff = (",
+    "# Compute the per-token log probabilities for the reference model",
+    names,
+  )
+  return names["vllm_importance_sampling_ratio"]
+
+
+def trl_corrections():
+  """Losses of a sampler that is another, with all corrections of it."""
+  import torch
+
+  torch.manual_seed(0)
+  normal = lambda: torch.randn(6, 5, dtype=torch.float64)
+  sampler = -torch.rand(6, 5, dtype=torch.float64) - 0.5
+  old = sampler + 0.5 * normal()
+  given = {
+    "sampler": sampler,
+    "old_logprobs": old,
+    "ref_logprobs": sampler + 0.3 * normal(),
+    "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, -2.0, 1.5]).double(),
+    "mask": torch.arange(5) < torch.tensor([5, 3, 1, 4, 2, 5])[:, None],
+  }
+  given["mask"] = given["mask"].double()
+  given["logprobs"] = old + 0.2 * normal()
+  made = {
+    name.removesuffix("_logprobs"): x.tolist() for name, x in given.items()
+  }
+  made["cases"] = []
+  bounds = [(None, None, None)]
+  bounds += [(m, *b) for m in MODES for b in ((None, 1.5), (0.6, 1.3))]
+  for mode, low, high in bounds:
+    more = {"sampling_per_token_logps": sampler}
+    if mode is not None:
+      ratios = importance_ratios(given, mode, low, high)
+      more["importance_sampling_ratio"] = ratios
+    for threshold in (None, 0.05):
+      for loss_type in ("grpo", "dapo"):
+        changes = {
+          "loss_type": loss_type,
+          "off_policy_mask_threshold": threshold,
+        }
+        it = trainer(DEFAULTS | {"beta": 0.1} | changes)
+        it.use_vllm = mode is not None
+        logprobs = leaf(given["logprobs"])
+        value = computed(
+          it, given, logprobs, torch.zeros_like(logprobs), **more
+        )
+        value.backward()
+        made["cases"].append(
+          {
+            "mode": mode,
+            "low": low,
+            "high": high,
+            "threshold": threshold,
+            "loss_type": loss_type,
+            "value": value.item(),
+            "gradient": logprobs.grad.tolist(),
+          }
+        )
+  return made
 
 
 def load(path: pathlib.Path, prefixes: tuple[str, ...], names: dict[str, Any]):
@@ -281,17 +432,22 @@ def main(source: str) -> None:
     "versions": {"trl": importlib.metadata.version("trl"), "verl": "0.9.1"},
     "given": {name: x.tolist() for name, x in given.items()},
     "trl": {
-      name: trl_loss(given, **changes) for name, changes in TRL_CASES.items()
+      name: trl_loss(given, changes, name.endswith("on-policy"))
+      for name, changes in TRL_CASES.items()
     },
     "entropies": ENTROPIES,
     "trl_adaptive": trl_adaptive(given),
+    "trl_several_rewards": trl_several_rewards(),
     "verl": {
       name: verl_loss(functions, given, *case)
       for name, case in VERL_CASES.items()
     },
   }
   text = json.dumps(made).replace('}, "', '},\n"')
-  pathlib.Path(__file__).with_suffix(".json").write_text(text + "\n")
+  here = pathlib.Path(__file__)
+  here.with_suffix(".json").write_text(text + "\n")
+  corrections = json.dumps(trl_corrections())
+  here.with_name("trl_corrections.json").write_text(corrections)
 
 
 if __name__ == "__main__":

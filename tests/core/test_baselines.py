@@ -149,21 +149,8 @@ def test_beta_binomial_is_the_posterior_mean(float64):
     np.testing.assert_allclose(found, truth + extra, atol=1e-4)
 
 
-def test_beta_binomial_learns_the_prior():
-  """From many prompts; then its baseline is that prior's posterior mean."""
-  f, rng = jax.jit(beta_binomial), np.random.default_rng(1)
-  for alpha, beta in ((2.0, 3.0), (0.2, 0.4), (60.0, 20.0)):
-    rates = rng.beta(alpha, beta, (3000, 1))
-    rewards = (rng.random((3000, 4)) < rates).astype(np.float32)
-    others = rewards.sum(-1, keepdims=True) - rewards
-    expected = (alpha + others) / (alpha + beta + 3)
-    found = rewards - np.asarray(f(jnp.asarray(rewards)))
-    far = np.mean((others / 3 - expected) ** 2)
-    assert np.mean((found - expected) ** 2) < 0.1 * far
-
-
 @pytest.mark.parametrize(
-  "group_size, alpha, beta", [(2, 2.0, 3.0), (3, 0.5, 1.0), (4, 5.0, 1.0)]
+  "group_size, alpha, beta", [(2, 2.0, 3.0), (4, 5.0, 1.0)]
 )
 def test_pooling_brings_the_baseline_closer_to_the_value(
   group_size, alpha, beta

@@ -70,32 +70,6 @@ def test_the_kept_groups_have_the_gradient_of_all(name):
   assert cosine / np.linalg.norm(whole) < 0.999
 
 
-def test_vanilla_has_another_objective():
-  probability, varied, estimates = all_groups("vanilla")
-  rate = np.sum(POLICY * REWARDS, -1)
-  by_prompt = np.einsum("xg,xgij->xij", probability, estimates)
-  kept = mean(np.where(varied, probability, 0), estimates)
-  weights = 1 - rate ** (G - 1)
-  expected = np.einsum("x,xij->ij", weights, by_prompt)
-  np.testing.assert_allclose(kept, expected, atol=1e-7)
-  assert np.ptp(weights) > 0.5
-
-
-def test_what_is_not_zero_in_equal_groups_is_weighted():
-  """A KL term, say: the mean of the kept is no multiple of the mean of all."""
-  probability, varied, _ = all_groups("leave_one_out")
-  reference = np.array([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.2, 0.2, 0.6]])
-  log_ratio = np.log(POLICY / reference)
-  of_group = np.stack([r[GROUPS].mean(-1) for r in log_ratio])
-  acceptance = np.sum(probability, where=varied)
-  kept = np.sum(probability * of_group, -1, where=varied) / acceptance
-  whole = np.sum(probability * of_group, -1)
-  # By prompts; weights of 1 / P(the group varies) are no remedy.
-  of_prompt = np.sum(probability, -1, where=varied) / PROMPTS
-  for estimate in (acceptance * kept, acceptance * kept / of_prompt):
-    assert np.abs(estimate / whole - 1).max() > 0.2
-
-
 @pytest.mark.parametrize("name", advantages.ADVANTAGES)
 def test_which_advantages_are_zero_in_equal_groups(name):
   rewards = jnp.array(
@@ -109,7 +83,7 @@ def test_which_advantages_are_zero_in_equal_groups(name):
   assert zero == (name in advantages.ZERO_IN_EQUAL_GROUPS)
 
 
-@pytest.mark.parametrize("draw", [1, 2, 3])
+@pytest.mark.parametrize("draw", [1, 3])
 @pytest.mark.parametrize("wanted", [1, 2])
 def test_rescaled_it_is_unbiased_whatever_the_limit(wanted, draw):
   """Two prompts and groups of 2: a group is equal, or varies in one way."""

@@ -1,4 +1,4 @@
-"""Weightings, ratios and the loss: golden values, and hostile numbers.
+"""Weightings, ratios and the loss: what they weigh, and hostile numbers.
 
 That the losses are TRL's and verl's is in test_other_losses.py, the gradients
 of their KL terms are in test_kl.py.
@@ -13,6 +13,7 @@ import pytest
 
 from grpojax.core import losses
 from grpojax.core.losses import surrogates
+from grpojax.core.losses.kl import k1, k2, k3
 
 WEIGHTINGS = losses.WEIGHTINGS | {
   "fixed_length": lambda mask: losses.fixed_length(mask, 8)
@@ -21,12 +22,7 @@ RATIOS, SURROGATES = surrogates.RATIOS, surrogates.SURROGATES
 MASK = jnp.array(
   [[[1, 1, 1, 0], [1, 0, 0, 0]], [[1, 1, 0, 0], [0, 0, 0, 0]]], bool
 )
-KL = [
-  (losses.k1, True),
-  (losses.k2, False),
-  (losses.k3, False),
-  (losses.k3, True),
-]
+KL = [(k1, True), (k2, False), (k3, False), (k3, True)]
 
 
 def random_case(seed, shape=(3, 4, 5)):
@@ -61,122 +57,9 @@ def test_weights_golden():
     np.testing.assert_allclose(weights, golden, rtol=1e-6)
     np.testing.assert_array_equal(weighting(padded)[:2, :2, :4], weights)
     assert (weighting(jnp.zeros((2, 3, 4), bool)) == 0).all()
-  for length in (0, -1.0):
-    with pytest.raises(ValueError, match="length > 0"):
-      losses.fixed_length(MASK, length)
 
 
-def test_micro_batches_only_add():
-  logprobs, old, ref, rewards, mask = random_case(0)
-  mask = mask.at[1, 2].set(False)
-  gradient = jax.jit(
-    jax.grad(lambda x, *rest: losses.grpo_loss(x, *rest, beta=0.1)[0])
-  )
-  for weighting in WEIGHTINGS.values():
-    arrays = (logprobs, rewards, weighting(mask), mask, old, ref)
-    parts = [gradient(*(x[i : i + 1] for x in arrays)) for i in range(3)]
-    whole = gradient(*arrays)
-    np.testing.assert_allclose(jnp.concatenate(parts), whole, atol=1e-6)
-    shares = weighting(mask[:1])  # Per micro-batch, as must not be done.
-    assert jnp.abs(shares - weighting(mask)[:1]).max() > 1e-3
-
-
-# Ratios.
-
-
-def test_ratios_golden():
-  logprobs = jnp.log(jnp.array([[[0.6, 0.1, 0.5]]]))
-  old = jnp.log(jnp.array([[[0.3, 0.2, 0.1]]]))
-  mask = jnp.array([[[True, True, False]]])
-  np.testing.assert_allclose(
-    surrogates.token_ratio(logprobs, old, mask), [[[2, 0.5, 1]]], rtol=1e-6
-  )
-  old = jnp.log(jnp.full((1, 1, 3), 0.15))
-  root = np.sqrt(0.06) / 0.15
-  np.testing.assert_allclose(
-    surrogates.sequence_ratio(logprobs, old, mask),
-    [[[root, root, 1]]],
-    rtol=1e-6,
-  )
-  whole = 0.06 / 0.15**2
-  np.testing.assert_allclose(
-    surrogates.trajectory_ratio(logprobs, old, mask),
-    [[[whole, whole, 1]]],
-    rtol=1e-6,
-  )
-
-
-def test_expected_gradient_off_policy():
-  """Sequence importance weights, unclipped: one token, so all ratios do."""
-  theta, old = jnp.array([0.3, -0.7, 1.1]), jnp.array([0.6, -0.2, 0.5])
-  rewards = jnp.array([0.3, 1.0, -0.5])
-
-  def column(x):
-    return jax.nn.log_softmax(x)[:, None, None]
-
-  def loss(theta, ratio):
-    return losses.grpo_loss(
-      column(theta),
-      rewards[:, None],
-      jnp.exp(column(old)),
-      jnp.ones((3, 1, 1), bool),
-      column(old),
-      ratio=ratio,
-      clip_low=1.0,
-      clip_high=float("inf"),
-    )[0]
-
-  expected = jax.jit(jax.grad(lambda x: jax.nn.softmax(x) @ rewards))(theta)
-  gradient = jax.jit(jax.grad(loss), static_argnums=1)
-  for ratio in RATIOS.values():
-    np.testing.assert_allclose(gradient(theta, ratio), -expected, atol=1e-6)
-
-
-# The clipped surrogate.
-
-
-@pytest.mark.parametrize("bounds", ["narrow", "off"])
-def test_clipped_golden(bounds):
-  """Loss, gradient by the log-probability, and flags of single tokens."""
-  settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
-  table = [  # ratio, advantage, loss, gradient, low, high
-    (1.0, 2.0, -2.0, -2.0, False, False),
-    (1.1, 2.0, -2.2, -2.2, False, False),
-    (1.5, 2.0, -2.6, 0.0, False, True),
-    (0.5, 2.0, -1.0, -1.0, False, False),
-    (0.5, -2.0, 1.6, 0.0, True, False),
-    (1.5, -2.0, 3.0, 3.0, False, False),
-    (5.0, -2.0, 6.0, 0.0, False, False),  # The dual clip.
-    (5.0, 0.0, 0.0, 0.0, False, False),
-  ]
-  if bounds == "off":
-    settings = {"clip_high": float("inf")}
-    table = [
-      (9.0, 2.0, -18.0, -18.0, False, False),
-      (9.0, -2.0, 18.0, 18.0, False, False),
-    ]
-  ratio, advantage, loss, gradient, low, high = np.array(table).T[..., None]
-  old = jnp.full((len(table), 1, 1), -1.5)
-
-  def total(x):
-    ones = jnp.ones_like(old)
-    return losses.grpo_loss(
-      x, jnp.asarray(advantage), ones, ones > 0, old, **settings
-    )
-
-  def one_by_one(x):
-    per_token, aux = surrogates.clipped(
-      jnp.exp(x - old), x, jnp.asarray(advantage)[..., None], **settings
-    )
-    return per_token[..., 0], aux
-
-  x = old + jnp.log(jnp.asarray(ratio)[..., None])
-  (value, aux), slopes = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
-  np.testing.assert_allclose(one_by_one(x)[0], loss, rtol=1e-5)
-  np.testing.assert_allclose(value, loss.sum(), rtol=1e-5)
-  np.testing.assert_allclose(slopes[..., 0], gradient, rtol=1e-5)
-  np.testing.assert_array_equal(aux["clip_fraction_low"][..., 0], low)
-  np.testing.assert_array_equal(aux["clip_fraction_high"][..., 0], high)
+# The surrogate.
 
 
 @pytest.mark.parametrize("with_old", [False, True])
@@ -231,12 +114,12 @@ def test_only_logprobs_are_differentiated():
 
 
 def test_kl_term_and_what_is_logged():
+  """Of k1 and k2 too, which TRL does not have."""
   logprobs, old, ref, rewards, mask = random_case(4)
   weights = losses.token_mean(mask)
   args = (logprobs, rewards, weights, mask, old, ref)
   plain, _ = losses.grpo_loss(*args)
-  d = np.asarray(ref - logprobs, np.float64)
-  expected = np.where(mask, np.exp(d) - d - 1, 0)
+  logged = np.where(mask, k3(logprobs, ref), 0)
   for kl, correction in KL:
     found, aux = losses.grpo_loss(
       *args, kl=kl, beta=0.5, kl_correction=correction
@@ -245,35 +128,16 @@ def test_kl_term_and_what_is_logged():
     np.testing.assert_allclose(
       found, plain + 0.5 * (weights * term).sum(), rtol=1e-5, atol=1e-6
     )
-    np.testing.assert_allclose(aux["kl"], expected, rtol=1e-4, atol=1e-6)
-  # Without beta no reference is needed.
-  without, aux = losses.grpo_loss(*args[:-1])
-  assert without == plain
+    np.testing.assert_allclose(aux["kl"], logged, rtol=1e-4, atol=1e-6)
+  _, aux = losses.grpo_loss(*args[:-1])  # without a reference
   assert (aux["kl"] == 0).all()
 
 
-@pytest.mark.parametrize(
-  ("settings", "message"),
-  [
-    (
-      {"kl": losses.k1, "beta": 0.1},
-      "kl_penalty.*kl_correction=True.*k2 or k3",
-    ),
-    ({"kl": losses.k2, "beta": 0.1, "kl_correction": True}, "k1 or k3"),
-    ({"beta": 0.1, "ref_logprobs": None}, "needs ref_logprobs"),
-    ({"beta": -0.1}, ">= 0"),
-    ({"beta": float("nan")}, ">= 0"),
-    ({"dual_clip": 1.0}, "must be > 1"),
-    ({"clip_low": -0.1}, "must be >= 0"),
-    ({"clip_high": -0.1}, "must be >= 0"),
-  ],
-)
-def test_useless_settings_are_refused(settings, message):
-  logprobs, old, ref, rewards, mask = random_case(6)
-  settings = {"ref_logprobs": ref, **settings}
-  with pytest.raises(ValueError, match=message):
+def test_a_kl_term_needs_a_reference():
+  logprobs, old, _, rewards, mask = random_case(6)
+  with pytest.raises(ValueError, match="needs ref_logprobs"):
     losses.grpo_loss(
-      logprobs, rewards, losses.token_mean(mask), mask, old, **settings
+      logprobs, rewards, losses.token_mean(mask), mask, old, beta=0.1
     )
 
 
@@ -294,45 +158,13 @@ def test_shapes_that_only_broadcast_are_refused():
 # Numbers that must not get through.
 
 
-def outcomes(ratio, surrogate, kl, weights, mask, *, on_policy=False):
-  """A compiled function of arrays: loss, aux and gradient."""
-  kl, correction = kl
-
-  @jax.jit
-  def outcome(logprobs, old, ref, rewards):
-    return jax.value_and_grad(
-      lambda x: losses.grpo_loss(
-        x,
-        rewards,
-        weights,
-        mask,
-        None if on_policy else old,
-        ref,
-        ratio=RATIOS[ratio],
-        surrogate=SURROGATES[surrogate],
-        kl=kl,
-        beta=0.1,
-        kl_correction=correction,
-      ),
-      has_aux=True,
-    )(logprobs)
-
-  return outcome
-
-
 HOSTILE = [
-  # Every ratio, surrogate and KL term, and all of the ratios' combinations.
+  # Every ratio, surrogate and KL term.
   ("token_ratio", "clipped", KL[0], True),
   *[("token_ratio", "clipped", kl, False) for kl in KL],
   ("sequence_ratio", "clipped", KL[3], False),
   ("trajectory_ratio", "clipped", KL[3], False),
   *[("token_ratio", s, KL[2], False) for s in SURROGATES if s != "clipped"],
-  *[
-    pytest.param(r, s, KL[2], False, marks=pytest.mark.slow)
-    for r in RATIOS
-    for s in SURROGATES
-    if r != "token_ratio"
-  ],
 ]
 
 
@@ -342,7 +174,24 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
   logprobs, old, ref, rewards, mask = random_case(8)
   mask = mask.at[2, 1].set(False)
   weights = losses.sequence_mean(mask)
-  outcome = outcomes(ratio, surrogate, kl, weights, mask, on_policy=on_policy)
+
+  def loss(logprobs, old, ref, rewards):
+    old = None if on_policy else old
+    return losses.grpo_loss(
+      logprobs,
+      rewards,
+      weights,
+      mask,
+      old,
+      ref,
+      ratio=RATIOS[ratio],
+      surrogate=SURROGATES[surrogate],
+      kl=kl[0],
+      beta=0.1,
+      kl_correction=kl[1],
+    )
+
+  outcome = jax.jit(jax.value_and_grad(loss, has_aux=True))
   clean = outcome(logprobs, old, ref, rewards)
   assert (clean[1][~mask] == 0).all()
   dirty_rewards = rewards.at[2, 1].set(jnp.nan)
@@ -360,27 +209,12 @@ def test_hostile_numbers(ratio, surrogate, kl, on_policy):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_vmap_and_dtypes(dtype):
-  cases = [random_case(seed)[:4] for seed in (10, 11)]
-  mask = random_case(10)[4]
-  weights = losses.token_mean(mask)
-
-  def loss(logprobs, old, ref, rewards):
-    return losses.grpo_loss(
-      logprobs, rewards, weights, mask, old, ref, beta=0.1
-    )
-
-  cases = jax.tree.map(lambda x: x.astype(dtype), cases)
-  separate = [loss(*case) for case in cases]
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *cases)
-  mapped = jax.jit(jax.vmap(loss))(*stacked)
-  expected = jax.tree.map(lambda *x: jnp.stack(x), *separate)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    mapped,
-    expected,
+def test_dtypes(dtype):
+  *arrays, mask = random_case(10)
+  logprobs, old, ref, rewards = (x.astype(dtype) for x in arrays)
+  value, aux = losses.grpo_loss(
+    logprobs, rewards, losses.token_mean(mask), mask, old, ref, beta=0.1
   )
-  value, aux = separate[0]
   assert value.shape == () and value.dtype == jnp.float32
   assert {k: (v.shape, v.dtype.name) for k, v in aux.items()} == {
     "ratio": (mask.shape, "float32"),

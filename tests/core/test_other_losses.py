@@ -21,58 +21,36 @@ from grpojax.core.losses.entropy import EntropyBonus
 FILE = pathlib.Path(__file__).with_name("other_losses.json")
 MADE = json.loads(FILE.read_text())
 RATIO, SURROGATE = surrogates.RATIOS, surrogates.SURROGATES
-SEQUENCE = {"ratio": RATIO["sequence_ratio"]}
 CISPO = {"surrogate": SURROGATE["cispo"]}
 SAPO = {"surrogate": SURROGATE["sapo"]}
-GSPO = SEQUENCE | {"clip_low": 0.1, "clip_high": 0.15}
-VESPO = {
-  "surrogate": SURROGATE["vespo"],
-  "ratio": RATIO["trajectory_ratio"],
-}
-TRL = {
-  # name: our weighting, and settings of grpo_loss
+VESPO = {"surrogate": SURROGATE["vespo"], "ratio": RATIO["trajectory_ratio"]}
+LOSS_TYPES = {  # TRL's: our weighting, and settings of grpo_loss
   "grpo": ("sequence_mean", {}),
-  "grpo on-policy": ("sequence_mean", {}),
   "bnpo": ("token_mean", {}),
+  "dapo": ("token_mean", {}),
   "dr_grpo": ("fixed_length", {}),
-  "dapo": ("token_mean", {"clip_high": 0.28}),
-  "dapo delta": ("token_mean", {"dual_clip": 1.25}),
-  "dapo beta": ("token_mean", {"beta": 0.1}),
-  "dapo beta corrected": ("token_mean", {"beta": 0.1, "kl_correction": True}),
-  "gspo": ("sequence_mean", GSPO),
-  "luspo": ("sequence_sum", SEQUENCE),
-  "cispo": ("token_mean", CISPO | {"cispo_max": 1.5}),
-  "cispo on-policy": ("token_mean", CISPO | {"cispo_max": 1.5}),
-  "cispo sequence": ("token_mean", CISPO | SEQUENCE | {"cispo_max": 1.1}),
+  "luspo": ("sequence_sum", {}),
+  "cispo": ("token_mean", CISPO),
   "sapo": ("sequence_mean", SAPO),
-  "sapo settings": (
-    "sequence_mean",
-    SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
-  ),
-  "sapo sequence": ("sequence_mean", SAPO | SEQUENCE),
   "vespo": ("token_mean", VESPO),
-  "vespo settings": (
-    "token_mean",
-    VESPO
-    | {
-      "vespo_k_pos": 1.0,
-      "vespo_lambda_pos": 0.5,
-      "vespo_k_neg": 0.0,
-      "vespo_lambda_neg": 1.0,
-    },
-  ),
-  "top_entropy": ("token_mean", {"share": 0.2}),
-  "top_entropy beta": ("token_mean", {"share": 0.45, "beta": 0.1}),
-  "top_entropy highest": ("token_mean", {"share": 0.0}),
-  "entropy": ("sequence_mean", {"bonus": 0.3}),
-  "entropy top_entropy": ("token_mean", {"bonus": 0.3, "share": 0.2}),
+}
+NAMES = {  # of TRL's settings; others have the same name here
+  "epsilon_low": "clip_low",
+  "epsilon_high": "clip_high",
+  "delta": "dual_clip",
+  "use_bias_correction_kl": "kl_correction",
+  "top_entropy_quantile": "share",
+  "entropy_coef": "bonus",
 }
 VERL = {
   "vanilla": ("token_mean", {"clip_high": 0.28}),
   "vanilla dual": ("token_mean", {"dual_clip": 1.25}),
   "vanilla sum": ("sequence_sum", {}),
   "vanilla norm": ("fixed_length", {}),
-  "gspo": ("sequence_mean", GSPO),
+  "gspo": (
+    "sequence_mean",
+    {"ratio": RATIO["sequence_ratio"], "clip_low": 0.1, "clip_high": 0.15},
+  ),
   "gmpo": (
     "sequence_mean",
     {
@@ -87,7 +65,20 @@ VERL = {
     SAPO | {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0},
   ),
 }
-CASES = [("trl", name) for name in TRL] + [("verl", name) for name in VERL]
+CASES = [(theirs, name) for theirs in ("trl", "verl") for name in MADE[theirs]]
+
+
+def our_settings(theirs, name):
+  """Weighting, and settings of grpo_loss."""
+  if theirs == "verl":
+    return VERL[name]
+  changes = dict(MADE["trl"][name]["settings"])
+  del changes["on_policy"]
+  weighting, settings = LOSS_TYPES[changes.pop("loss_type", "dapo")]
+  names = NAMES | {"epsilon_high": "cispo_max"} if "cispo" in name else NAMES
+  if changes.pop("importance_sampling_level", "token") == "sequence":
+    settings = settings | {"ratio": RATIO["sequence_ratio"]}
+  return weighting, settings | {names.get(k, k): x for k, x in changes.items()}
 
 
 def given():
@@ -131,7 +122,7 @@ def ours(
 @pytest.mark.parametrize("theirs, name", CASES)
 def test_values_and_gradients(theirs, name, float64):
   expected = MADE[theirs][name]
-  weighting, settings = {"trl": TRL, "verl": VERL}[theirs][name]
+  weighting, settings = our_settings(theirs, name)
   loss = functools.partial(ours, weighting=weighting, **settings)
   arrays = given()["logprobs"], given()["entropy"]
   value, gradients = jax.value_and_grad(loss, (0, 1))(
@@ -151,7 +142,7 @@ def test_every_case_is_another_loss():
   for theirs in ("trl", "verl"):
     found = [round(case["loss"], 12) for case in MADE[theirs].values()]
     assert len(set(found)) == len(found)
-  asked = [*TRL.values(), *VERL.values()]
+  asked = [our_settings(*case) for case in CASES]
   assert {weighting for weighting, _ in asked} == set(losses.WEIGHTINGS)
   used = [s for _, settings in asked for s in settings.values()]
   for function in (*RATIO.values(), *SURROGATE.values()):

@@ -1,4 +1,4 @@
-"""Rollouts whose log-probabilities are not the trainer's."""
+"""Rollouts whose log-probabilities are not the trainer's, in an update."""
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,6 @@ from grpojax.core.update import UpdateOptions, make_update
 
 KEY = jax.random.key(5)
 B, G, T, VOCAB = 4, 3, 5, 4
-NAMES = [
-  "rollout_mismatch_mean",
-  "rollout_mismatch_max",
-  "rollout_clip_fraction_low",
-  "rollout_clip_fraction_high",
-]
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +51,10 @@ def metrics_of(noise, mask, advantages):
   }
 
 
-@pytest.mark.parametrize(
-  "updates, old", [(1, "rollout"), (2, "rollout"), (2, "trainer")]
-)
-def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
-  case, updates, old
-):
-  lm, table, samples, rewards, exact, noise = case
-  tx = optax.sgd(0.5)
-  objective = Objective(clip_low=0.1, old_logprobs=old)
-  options = UpdateOptions(minibatches=updates)
+def learned(case, objective, options):
+  """The batch and the metrics of one step's updates."""
+  lm, table, samples, rewards, *_ = case
+  tx = optax.sgd(0.0)  # so that all epochs see the same policy
   update = make_update(lm, tx, objective, options)
 
   @jax.jit
@@ -77,20 +65,30 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
       rewards,
       objective,
       options=options,
-      policy_params=table if old == "trainer" else None,
+      policy_params=table if objective.old_logprobs == "trainer" else None,
     )
-    return batch, *update(init_state(table, tx, KEY), batch)
+    return batch, update(init_state(table, tx, KEY), batch)[1]
 
-  batch, state, metrics = learn()
+  return learn()
+
+
+@pytest.mark.parametrize(
+  "updates, old", [(1, "rollout"), (2, "rollout"), (2, "trainer")]
+)
+def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
+  case, updates, old
+):
+  _, _, samples, _, exact, noise = case
+  objective = Objective(clip_low=0.1, old_logprobs=old)
+  options = UpdateOptions(minibatches=updates)
+  batch, metrics = learned(case, objective, options)
   mask = np.asarray(samples.completion_mask)
   first = slice(None, None, updates)  # rows of the first minibatch
   expected = metrics_of(noise[first], mask[first], batch.advantages[first])
   assert expected["rollout_clip_fraction_low"] > 0
   assert expected["rollout_clip_fraction_high"] > 0
-  for name in NAMES:
-    np.testing.assert_allclose(
-      metrics[name], expected[name], rtol=1e-4, err_msg=name
-    )
+  for name, value in expected.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
   own = {"trainer": exact, "rollout": exact - noise}
   if updates == 1:
     assert batch.old_logprobs is None
@@ -98,6 +96,44 @@ def test_the_mismatch_is_logged_whosever_the_old_logprobs_are(
   else:
     found = np.asarray(batch.old_logprobs)[mask]
     np.testing.assert_allclose(found, own[old][mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 6])
+def test_the_update_corrects_however_it_is_cut(case, micro_batches):
+  """Against the same loss written out; with six parts it has two epochs."""
+  _, _, samples, _, _, noise = case
+  epochs = 1 + (micro_batches > 1)
+  objective = Objective(
+    correction="sequence_mask",
+    correction_high=1.2,
+    off_policy_threshold=0.03,
+    old_logprobs="trainer" if epochs > 1 else "rollout",
+  )
+  options = UpdateOptions(epochs=epochs, micro_batches=micro_batches)
+  batch, row = learned(case, objective, options)
+  mask = np.asarray(samples.completion_mask)
+  noise = np.where(mask, noise, 0)
+  ratios = np.exp(noise.sum(-1, keepdims=True))
+  out = mask & (ratios > 1.2)
+  weight = np.where(mask, np.where(ratios > 1.2, 0, ratios), 0)
+  drift = -noise.sum(-1) / mask.sum(-1)
+  advantages = np.asarray(batch.advantages)
+  left_out = (advantages < 0) & (drift > 0.03)
+  assert out.any() and left_out.any() and (left_out != (drift > 0.03)).any()
+  sums = {
+    "loss": -np.sum(weight * (~left_out * advantages)[..., None]),
+    "is_weight": weight.sum(),
+    "is_weight_bounded": out.sum(),
+    "off_policy_masked": (left_out[..., None] & mask).sum(),
+    "rollout_kl": (np.exp(noise) - 1 - noise)[mask].sum(),
+  }
+  for name, value in sums.items():
+    np.testing.assert_allclose(
+      row[name], value / mask.sum(), rtol=1e-4, err_msg=name
+    )
+  weights = ratios[..., 0]
+  share = weights.sum() ** 2 / (weights.size * (weights**2).sum())
+  np.testing.assert_allclose(row["rollout_effective_samples"], share, rtol=1e-4)
 
 
 def test_a_penalty_is_taken_between_log_probabilities_of_the_trainer(case):
@@ -157,9 +193,7 @@ def test_a_whole_step_can_recompute_logprobs(tabular):
 
 def test_old_logprobs_of_the_trainer_need_its_policy(case):
   lm, _, samples, rewards, *_ = case
-  objective, options = (
-    Objective(old_logprobs="trainer"),
-    UpdateOptions(epochs=2),
-  )
+  objective = Objective(old_logprobs="trainer")
+  options = UpdateOptions(epochs=2)
   with pytest.raises(ValueError, match="give policy_params"):
     make_batch(lm, samples, rewards, objective, options=options)

@@ -1,4 +1,4 @@
-"""Surrogates: the table's closed forms far off-policy, and one of one's own.
+"""Surrogates: what they log far off-policy, and one of one's own.
 
 That they are TRL's and verl's is in test_other_losses.py; hostile numbers and
 the gradient on-policy are in test_losses.py.
@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from grpojax.core import losses
-from grpojax.core.binding import bind
 from grpojax.core.losses import surrogates
 from grpojax.core.objective import Objective
 from grpojax.core.step import init_state
@@ -85,17 +84,6 @@ def test_what_it_monitors_is_logged_as_a_mean_over_tokens(tabular):
   assert "clip_fraction_low" not in metrics
 
 
-@pytest.mark.parametrize("name", surrogates.SURROGATES)
-def test_each_gets_those_settings_that_it_asks_for(name):
-  logprobs, old, weights = case()
-  offered = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, "other": 1}
-  surrogate = bind(surrogates.SURROGATES[name], **offered)
-  value, _ = losses.grpo_loss(
-    logprobs, ADVANTAGES, weights, MASK, old, surrogate=surrogate
-  )
-  assert np.isfinite(value)
-
-
 @pytest.mark.parametrize(
   "returned, text",
   [
@@ -124,9 +112,9 @@ def test_what_would_broadcast_is_refused(returned, text):
 LOGS = np.array([-3.0, -0.3, 0.0, 0.1, 2.0])
 
 
-def multiples(advantage, name, ratio="token_ratio", logs=LOGS, **settings):
+def multiples(advantage, name, ratio="token_ratio", **settings):
   """Of -A grad log pi, at each token of one completion; what is logged."""
-  old, ones = jnp.full((1, 1, len(logs)), -5.0), jnp.ones((1, 1, len(logs)))
+  old, ones = jnp.full((1, 1, 5), -5.0), jnp.ones((1, 1, 5))
 
   def loss(x):
     return losses.grpo_loss(
@@ -140,76 +128,32 @@ def multiples(advantage, name, ratio="token_ratio", logs=LOGS, **settings):
       **settings,
     )
 
-  new = old + jnp.asarray(logs, jnp.float32)
+  new = old + jnp.asarray(LOGS, jnp.float32)
   gradient, aux = jax.grad(loss, has_aux=True)(new)
   aux = {k: np.asarray(v[0, 0]) for k, v in aux.items()}
   return np.asarray(gradient[0, 0]) / -advantage, aux
 
 
-def test_cispo_bounds_the_weights_and_cuts_nobody_off():
-  for advantage in (2.0, -2.0):
-    found, aux = multiples(advantage, "cispo", cispo_min=0.1, cispo_max=3)
-    np.testing.assert_allclose(found, np.exp(LOGS).clip(0.1, 3), rtol=1e-5)
-    np.testing.assert_array_equal(aux["clip_fraction_low"], LOGS < -2.5)
-    np.testing.assert_array_equal(aux["clip_fraction_high"], LOGS > 1.5)
-
-
-@pytest.mark.parametrize("advantage, tau", [(2.0, 0.7), (-2.0, 1.5)])
-def test_sapo_fades_on_both_sides(advantage, tau):
-  temperatures = {"sapo_temperature_pos": 0.7, "sapo_temperature_neg": 1.5}
-  found, aux = multiples(advantage, "sapo", **temperatures)
-  r = np.exp(LOGS)
-  expected = r / np.cosh(tau * (r - 1) / 2) ** 2
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=3e-6)
-  np.testing.assert_allclose(
-    aux["gradient_weight"], expected, rtol=1e-5, atol=3e-6
-  )
-
-
-@pytest.mark.parametrize("advantage, k, rate", [(2.0, 2, 3), (-2.0, 1, 0.5)])
-def test_vespo_weighs_whole_completions(advantage, k, rate):
-  settings = {"vespo_k_pos": 2, "vespo_lambda_pos": 3}
-  settings |= {"vespo_k_neg": 1, "vespo_lambda_neg": 0.5}
-  found, aux = multiples(advantage, "vespo", "trajectory_ratio", **settings)
-  w = np.exp(LOGS.sum())
-  expected = np.full(5, w**k * np.exp(rate * (1 - w)))
-  np.testing.assert_allclose(found, expected, rtol=1e-4)
-  np.testing.assert_allclose(aux["gradient_weight"], expected, rtol=1e-4)
-
-
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_gmpo_clips_tokens_and_takes_their_geometric_mean(advantage):
-  settings = {"gmpo_clip_low": 0.4, "gmpo_clip_high": 0.3}
-  found, aux = multiples(advantage, "gmpo", **settings)
-  cut = LOGS > 0.3 if advantage > 0 else LOGS < -0.4
-  bound = 0.3 if advantage > 0 else -0.4
-  mean = np.exp(np.where(cut, bound, LOGS).mean())
-  np.testing.assert_allclose(found, np.where(cut, 0, mean), rtol=1e-5)
-  side = "high" if advantage > 0 else "low"
-  np.testing.assert_array_equal(aux[f"clip_fraction_{side}"], cut)
+@pytest.mark.parametrize("name", SURROGATES)
+def test_what_is_logged_says_what_became_of_the_gradient(name, advantage):
+  settings = {"cispo_min": 0.1} if name == "cispo" else {}
+  found, aux = multiples(advantage, name, **settings)
+  if "gradient_weight" in aux:
+    np.testing.assert_allclose(found, aux["gradient_weight"], rtol=1e-4)
+    return
+  sides = aux["clip_fraction_low"], aux["clip_fraction_high"]
+  assert any(side.any() for side in sides)
+  if name == "cispo":
+    np.testing.assert_allclose(found, np.exp(LOGS).clip(0.1, 5), rtol=1e-5)
+    np.testing.assert_array_equal(sides, [LOGS < -2.5, LOGS > 1.7])
+  else:
+    np.testing.assert_array_equal(found == 0, sides[advantage > 0])
+    assert not sides[advantage < 0].any()
 
 
 def test_the_trajectory_ratio_has_each_tokens_own_gradient():
-  found, aux = multiples(
-    -2.0, "clipped", "trajectory_ratio", logs=LOGS + 0.5, clip_low=0.9
-  )
-  w = np.exp((LOGS + 0.5).sum())
-  np.testing.assert_allclose(aux["ratio"], np.full(5, w), rtol=1e-5)
-  np.testing.assert_allclose(found, np.full(5, w), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-  "name, settings, text",
-  [
-    ("cispo", {"cispo_max": 0.2}, "1 <= cispo_max, not 0.0 and 0.2"),
-    ("cispo", {"cispo_min": 1.2}, "cispo_min <= 1"),
-    ("gmpo", {"gmpo_clip_low": -1}, "must be >= 0, not -1 and 0.4"),
-    ("sapo", {"sapo_temperature_pos": 0}, "must be > 0, not 0 and 1.05"),
-    ("vespo", {"vespo_lambda_neg": 0}, "vespo_lambda > 0"),
-    ("vespo", {"vespo_k_pos": -1}, "vespo_k must be >= 0"),
-  ],
-)
-def test_useless_settings_are_refused(name, settings, text):
-  with pytest.raises(ValueError) as error:
-    multiples(1.0, name, **settings)
-  assert text in str(error.value)
+  found, aux = multiples(-2.0, "clipped", "trajectory_ratio", clip_low=1.0)
+  whole = np.full(5, np.exp(LOGS.sum()))
+  np.testing.assert_allclose(aux["ratio"], whole, rtol=1e-5)
+  np.testing.assert_allclose(found, whole, rtol=1e-5)

@@ -86,20 +86,3 @@ def test_weights_are_over_what_is_left(tabular, weighting):
     weights = np.asarray(weigh(batch.completion_mask))
     np.testing.assert_allclose(weights[:1, [0, 2]], weigh(left), rtol=1e-6)
     assert not weights[0, 1].any() and not weights[1].any()
-
-
-def test_a_dropped_completion_is_one_without_a_reward(tabular):
-  group = np.array([[0, 2, 1], [2, 4, 3]])
-  batch = batch_of(tabular, group, truncated="drop")
-  np.testing.assert_allclose(
-    batch.advantages, [[-0.7, 0, 0.7], [0, 0, 0]], atol=1e-6
-  )
-  masked = batch_of(tabular, group, truncated="mask")
-  mean = np.array([0.55, 0.65, 0.2])  # of the others
-  np.testing.assert_allclose(
-    masked.advantages[0], np.array([0.3, 0.1, 1.0]) - mean, rtol=1e-5
-  )
-  for found in (batch, masked):
-    np.testing.assert_array_equal(
-      found.completion_mask, MASK[group] & ENDS[group][..., None]
-    )

@@ -141,17 +141,7 @@ def directions(key, moving, count):
   return flat(jax.tree.map(lambda *x: jnp.stack(x), *one_by_one), 1)
 
 
-@pytest.mark.parametrize(
-  "micro_batches, vectorized",
-  [
-    (2, True),
-    pytest.param(1, True, marks=pytest.mark.slow),
-    pytest.param(2, False, marks=pytest.mark.slow),
-  ],
-)
-def test_projections_equal_per_sample_gradients(
-  tiny_decoder, sampled, micro_batches, vectorized
-):
+def test_projections_equal_per_sample_gradients(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(3)
   found = jax.jit(
@@ -161,8 +151,7 @@ def test_projections_equal_per_sample_gradients(
       r,
       key,
       tangents=3,
-      micro_batches=micro_batches,
-      vectorized=vectorized,
+      micro_batches=2,
       chunk_size=2,
     )
   )(params, sampled)
@@ -204,32 +193,23 @@ def test_a_model_with_experts_is_diagnosed(sampled):
     np.testing.assert_allclose(found[:, b, i], expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_projections_of_the_last_layers(tiny_decoder, sampled):
+def test_projections_of_some_parameters(tiny_decoder, sampled):
   lm, params = tiny_decoder
   key = jax.random.key(4)
 
   def split(params):
-    return last_layers(params, 1)
+    norm = {"final_norm": params["final_norm"]}
+    return norm, lambda moving: params | moving
 
+  moving, merge = split(params)
   found = jax.jit(
     lambda p, r: diagnostics.score_projections(
       lm, p, r, key, tangents=2, split=split
     )
   )(params, sampled)
-  moving, merge = split(params)
-  assert all(len(x) == 1 for x in jax.tree.leaves(moving["layers"]))
-  np.testing.assert_allclose(
-    logprobs(lm, merge(moving), sampled),
-    logprobs(lm, params, sampled),
-    rtol=1e-6,
-  )
-  # The gradient with respect to the last slice of every stacked array.
-  tree = jax.jit(jax.jacrev(lambda p: logprobs(lm, p, sampled)))(params)
-  last = {"layers": jax.tree.map(lambda x: x[:, :, -1:], tree["layers"])}
-  last["final_norm"] = tree["final_norm"]
+  gradients = jax.jit(jax.jacrev(lambda m: logprobs(lm, merge(m), sampled)))
   expected = jnp.einsum(
-    "vd,bgd->vbg", directions(key, moving, 2), flat(last, 2)
+    "vd,bgd->vbg", directions(key, moving, 2), flat(gradients(moving), 2)
   )
   np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
@@ -287,26 +267,25 @@ def test_diagnosis_is_put_together_from_its_components():
   found = jax.jit(diagnostics.diagnose, static_argnums=2)(a[0], z[0], 48)
   c = found.components
   n = 48 * 4
-  expected = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
-  np.testing.assert_allclose(found.mse.leave_one_out, expected, rtol=1e-5)
-  np.testing.assert_allclose(found.mse.oracle, c.c1 / 48 + c.c2 / n, rtol=1e-5)
-  np.testing.assert_allclose(
-    found.mse.vanilla, c.c1 / 48 + c.c2_vanilla / n, rtol=1e-5
-  )
-  np.testing.assert_allclose(
-    found.snr, max(c.gradient_sq, 0) / expected, rtol=1e-4
-  )
+  error = c.c1 * 4 / n + c.c2 / n + c.c3 / n / 3
+  expected = {
+    "c1": c.c1,
+    "c3_se": found.standard_errors.c3,
+    "gradient_mse": error,
+    "gradient_mse_oracle": c.c1 / 48 + c.c2 / n,
+    "gradient_mse_vanilla": c.c1 / 48 + c.c2_vanilla / n,
+    "gradient_snr": max(c.gradient_sq, 0) / error,
+    "optimal_group_size": found.optimal_group_size,
+  }
   row = diagnostics.metrics(found)
-  assert row["c1"] == c.c1 and row["c3_se"] == found.standard_errors.c3
-  assert row["gradient_mse"] == found.mse.leave_one_out
-  assert row["optimal_group_size"] == found.optimal_group_size
+  for name, value in expected.items():
+    np.testing.assert_allclose(row[name], value, rtol=1e-4, err_msg=name)
   assert found.low <= found.optimal_group_size <= found.high
 
 
-@pytest.mark.parametrize("missing", [np.nan, np.inf])
-def test_no_estimate_where_a_reward_is_missing(missing):
+def test_no_estimate_where_a_reward_is_missing():
   projections = np.random.default_rng(0).normal(size=(2, 3, 4))
-  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(missing)
+  rewards = jnp.arange(12.0).reshape(3, 4).at[1, 2].set(np.inf)
   found = diagnostics.diagnose(jnp.asarray(projections), rewards)
   assert np.isnan(found.components).all()
   assert np.isnan(found.standard_errors).all()
@@ -328,13 +307,14 @@ def test_too_few_to_diagnose(shape):
     diagnostics.diagnose(jnp.ones(shape), jnp.ones(shape[1:]))
 
 
-def test_projections_refuse_bad_numbers(tiny_decoder, sampled):
+def test_parts_that_do_not_divide_the_prompts_are_refused(
+  tiny_decoder, sampled
+):
   lm, params = tiny_decoder
-  for wrong in ({"tangents": 0}, {"micro_batches": 0}, {"micro_batches": 3}):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
-      diagnostics.score_projections(
-        lm, params, sampled, jax.random.key(0), **wrong
-      )
+  with pytest.raises(ValueError, match="micro_batches=3 must divide 4"):
+    diagnostics.score_projections(
+      lm, params, sampled, jax.random.key(0), micro_batches=3
+    )
 
 
 def test_last_layers_refuses_what_is_not_there(tiny_decoder):

@@ -1,8 +1,8 @@
 """Baselines that pool prompts, to know a prompt's value better.
 
-Every baseline here leaves the sample's own reward out, so that the estimator
-(1/G) sum_i s_i A_i stays unbiased for g(x): given everything that the baseline
-of sample i depends on, the score s_i still has mean 0.
+A sample's own reward stays out of its baseline, so estimators stay unbiased.
+All axes but the last are the prompts of one batch: the whole batch, not a shard
+or a micro-batch of it, and without rows that only pad it.
 """
 
 import jax
@@ -31,28 +31,15 @@ def shrinkage(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the leave-one-out mean, shrunk towards the other prompts'.
 
   A = Z_{b,i} - (1 - w_b) mean_{j != i} Z_{b,j} - w_b (mean of other prompts),
-  w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise between
-  the variance n of a mean of G - 1 rewards and the variance t2 of the prompts'
-  true values. s2 (within a group) and t2 >= 0 (between the prompts' means, less
-  s2 / G) are estimated from the *other* prompts alone, so neither weight nor
-  target depends on prompt b. Unbiased for g; at small G its baseline is closer
-  to V(x) than the leave-one-out mean (arXiv 2511.03710, with the sample itself
-  and its prompt left out). Where the others' rewards do not vary within any
-  group, w = 0: leave-one-out.
-
-  Args:
-    rewards: one a sample, G >= 2. All axes but the last are prompts of one
-      batch, at least 3 in all: the whole batch, not a shard or a micro-batch
-      of it, and without rows that only pad it.
-
-  Returns:
-    Advantages, in units of the reward: exactly 0 for a batch of equal rewards.
-    A group of equal rewards in a batch that varies is *not* 0, and groups do
-    not sum to 0: such a group, too, is better or worse than expected, which is
-    the point of pooling.
+  w_b = n / (n + t2), n = s2 / (G - 1): James and Stein's compromise. s2 (the
+  variance within a group) and t2 (that of the prompts' values: of their means,
+  less s2 / G, at least 0) are estimated from the *other* prompts alone. Where
+  their rewards vary in no group, w = 0 (arXiv 2511.03710, with the sample and
+  its prompt left out). A group of equal rewards in a batch that varies is not
+  0.
 
   Raises:
-    ValueError: if G < 2, or for fewer than 3 prompts.
+    ValueError: G < 2, or fewer than 3 prompts.
   """
   rewards = as_float(rewards, "shrinkage", least=2)
   rows = rewards.reshape(-1, rewards.shape[-1])
@@ -89,9 +76,9 @@ def _of_other_prompts(
   counts: Float[Array, "B"],
   squares: Float[Array, "B"],
 ) -> tuple[Float[Array, "B"], Float[Array, "B"], Float[Array, "B"]]:
-  """Estimates for each prompt from all others: s2, t2 and their mean.
+  """Estimates s2, t2 and the mean for each prompt from all others.
 
-  `squares` are the sums of squared deviations of each prompt's rewards.
+  `squares` are sums of squared deviations of each prompt's rewards.
   """
   known = (counts > 0).astype(counts.dtype)  # the prompt has a mean,
   spread_out = (counts > 1).astype(counts.dtype)  # and a variance
@@ -116,30 +103,16 @@ def _of_other_prompts(
 def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
   """Reward minus the success rate that a Bayesian expects of its prompt.
 
-  For binary rewards. The prompts' success rates are taken to be draws of one
-  Beta(alpha, beta), itself uniform over a fixed grid of 150 (means by
-  concentrations). The baseline of sample (b, i) is the posterior mean of its
-  prompt's rate given every reward of the batch but Z_{b,i}:
+  For binary rewards. Success rates are draws of one Beta(alpha, beta), itself
+  uniform over a fixed grid of 150. The baseline of sample (b, i) is the mean of
+  its prompt's rate given every reward of the batch but Z_{b,i}:
 
     sum_grid p (alpha + S) / (alpha + beta + G - 1),  S = sum_{j != i} Z_{b,j},
 
-  with p proportional to the marginal (beta-binomial) likelihood of the other
-  prompts' G rewards and of the G - 1 other rewards of this one. These last
-  must not hold sample i; leaving them out altogether would be unbiased too, but
-  then a single prompt could not tell one prior from another. Unbiased for g,
-  for any rewards: those outside [0, 1] are clipped where the baseline is
-  fitted, and those between count as parts of a success. (Shrinkage of the
-  baseline: arXiv 2511.03710; the prior makes it follow the prompts' actual
-  distribution, often many at 0 and at 1.)
-
-  Args:
-    rewards: one a sample, G >= 2. All axes but the last are prompts of one
-      batch: the whole batch, without rows that only pad it. Takes memory for
-      B G 150 numbers.
-
-  Returns:
-    Advantages, in units of the reward. Even for a batch of equal rewards they
-    are not quite 0: a Bayesian never is certain.
+  p proportional to the beta-binomial likelihood of those rewards. Unbiased for
+  any rewards: where the baseline is fitted they are clipped to [0, 1], and
+  those between count as parts of a success. G >= 2; takes memory for B G 150
+  numbers. Equal rewards are not quite 0: a Bayesian never is certain.
   """
   rewards = as_float(rewards, "beta_binomial", least=2)
   group_size = rewards.shape[-1]
@@ -175,8 +148,7 @@ def beta_binomial(rewards: Shaped[Array, "*B G"]) -> Float[Array, "*B G"]:
 def _log_marginals(trials: int) -> np.ndarray:
   """Beta-binomial log-likelihoods [trials + 1, 150] of 0 .. trials successes.
 
-  Up to what is common to the whole grid, such as C(trials, successes): each
-  row's largest is 0.
+  Up to what the whole grid has in common: each row's largest is 0.
   """
 
   def rising(start):  # log of start (start + 1) ... (start + n - 1)

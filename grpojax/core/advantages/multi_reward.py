@@ -5,13 +5,10 @@
 | sum_then_normalize | Z_i = sum_k w_k Z_ki, the weighted sum                |
 | normalize_then_sum | sum_k w_k (Z_ki - mean_j Z_kj) / std_j Z_kj (GDPO)    |
 
-The weighted sum has a clear objective, E[sum_k w_k Z_k], in which a reward
-counts as much as its spread is wide; combinations of rewards with the same sum
-look alike. Normalised first, every reward counts by its weight whatever its
-scale is, and where only one of them varies in a group, that one alone; the
-price is that of `advantages.grpo`: its prompts are weighted, by each reward's
-spread. GDPO (arXiv 2601.05242) divides the result by its standard deviation
-over the batch, which is the advantage `batch_std`.
+In the sum a reward counts as much as its spread is wide. Normalised first,
+every reward counts by its weight whatever its scale, at the price of
+`advantages.grpo`: prompts are weighted. GDPO (arXiv 2601.05242) divides the
+result by its deviation over the batch, which is the advantage `batch_std`.
 """
 
 from collections.abc import Sequence
@@ -31,18 +28,10 @@ def normalize_then_sum(
 ) -> Float[Array, "*B G"]:
   """Weighted sum of rewards, each of which is normalised in its group.
 
-  R_i = sum_k w_k (Z_ki - mean_j Z_kj) / (std_j Z_kj + epsilon) (GDPO, arXiv
-  2601.05242, before its batch normalisation; TRL's "normalize_then_sum" before
-  it likewise). What one function has no value for counts as 0, the mean of
-  those that it has one for: it takes no side. Every group sums to 0.
-
-  Args:
-    values: rewards of K functions; nan where a function has none.
-    weights: weights of the functions.
-    epsilon: added to the standard deviations, in units of the rewards.
-
-  Returns:
-    Rewards to be compared, without unit; nan where no function has a value.
+  As TRL's "normalize_then_sum" before its batch normalisation: without unit,
+  and every group sums to 0. A missing value (nan) counts as 0, the mean of
+  those that the function has; where no function has one the result is nan.
+  `epsilon` is added to the standard deviations, in units of the rewards.
 
   Raises:
     ValueError: G < 2, or not one weight for each function.

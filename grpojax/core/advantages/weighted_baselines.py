@@ -1,16 +1,10 @@
 """Leave-one-out baselines that weigh samples by the size of their scores.
 
-With s = grad log pi(Y | x), the constant baseline with the least error is not
-the value E[Z] but
-
-    b* = E[|s|^2 Z] / E|s|^2,   error(b) - error(b*) = E|s|^2 (b - b*)^2 / G
-
-(E. Greensmith, P. Bartlett and J. Baxter, 2004). The two are far apart where
-right answers are answers that the policy is sure of: their scores are short. A
-mean of the group's other rewards with weights w(Y_j, Z_j) tends to
-E[w Z] / E[w], and so to b* for w = |s|^2 and whatever is as good. Whatever w
-is, as long as it is of each sample by itself, the sample's own reward stays out
-of its baseline: unbiased for g(x).
+A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j is unbiased for any weight
+of a sample by itself, and tends to the constant baseline with the least error,
+b* = E[|s|^2 Z] / E|s|^2, where w is as good as |s|^2 (E. Greensmith, P.
+Bartlett and J. Baxter, 2004; docs/theory.md, "The best baseline is not the
+value").
 
 | function        | w_j                               | costs                |
 |-----------------|-----------------------------------|----------------------|
@@ -18,9 +12,8 @@ of its baseline: unbiased for g(x).
 | score_weighted  | (sum over tokens of (1 - p)^2)^2  | nothing              |
 | norm_ratio      | E[|s|^2 given Z_j], earlier steps | a diagnosis at times |
 
-All of them need G >= 2, give advantages in units of the reward, exactly 0 in a
-group of equal rewards, and groups that do not sum to 0. Where the weights of
-all the others are 0, their plain mean is the baseline.
+G >= 2; groups do not sum to 0. Where the weights of all the others are 0, their
+plain mean is the baseline.
 """
 
 import typing
@@ -49,11 +42,7 @@ _LEAST = 0.01
 def _minus_weighted_others(
   rewards: Float[Array, "*B G"], weights: Shaped[Array, "..."], name: str
 ) -> Float[Array, "*B G"]:
-  """Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j; 0 where there is no reward.
-
-  `rewards` are those of `as_float`; `name` is that of the weights, for the
-  message where their shape is another.
-  """
+  """Computes A_i of rewards from `as_float`; `name` is that of the weights."""
   weights = jnp.asarray(weights).astype(rewards.dtype)
   if weights.shape != rewards.shape:
     raise ValueError(
@@ -76,18 +65,8 @@ def length_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the length-weighted mean of the group's other rewards.
 
-  A_i = Z_i - sum_{j != i} l_j Z_j / sum_{j != i} l_j. Length stands in for
-  |s|^2, which costs a backward pass a sample (OPO, arXiv 2505.23585, here with
-  the sample itself left out: unbiased for g, which OPO's mean over the whole
-  group is not). Right for losses that sum over tokens, and where tokens are
-  equally uncertain.
-
-  Args:
-    rewards: one a sample, G >= 2.
-    lengths: lengths of the completions, in tokens, at least 0.
-
-  Raises:
-    ValueError: if G < 2, or lengths do not have the shape of rewards.
+  For losses that sum over tokens (OPO, arXiv 2505.23585, with the sample itself
+  left out: unbiased, which OPO's mean over the whole group is not).
   """
   rewards = as_float(rewards, "length_weighted", least=2)
   return _minus_weighted_others(rewards, lengths, "lengths")
@@ -98,15 +77,10 @@ def logit_score_sq(
 ) -> Float[Array, "*B G"]:
   """Sum over tokens of (1 - p_t)^2: how unsure the policy was of them.
 
-  1 - p_t is the derivative of log p_t by the logit of token t itself; the
-  derivatives by all logits add sum_{v != t} p_v^2, which is less and says less
-  about |s|^2 (measured: `grpojax.studies.baselines`). Costs nothing: a rollout
-  has the log-probabilities.
-
-  Args:
-    logprobs: log-probability of each token under the distribution that it was
-      sampled from.
-    mask: True on the completions' tokens.
+  p_t is the probability under the distribution that the token was sampled from.
+  1 - p_t is the derivative of log p_t by the logit of token t itself. Those by
+  the other logits add less, and say less about |s|^2 (measured:
+  `grpojax.studies.baselines`).
   """
   return jnp.sum(jnp.where(mask, jnp.expm1(logprobs) ** 2, 0), axis=-1)
 
@@ -118,19 +92,9 @@ def score_weighted(
 ) -> Float[Array, "*B G"]:
   """Reward minus the others' mean, weighted by how unsure the policy was.
 
-  A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j,
-  w = (sum_t (1 - p_t)^2)^power, p_t the probability of the token that was
-  sampled. Scores of a completion's tokens that point the same way add up to
-  the square of their number, hence the power of 2; 1 is for scores that are
-  independent, 0 is `leave_one_out`.
-
-  Args:
-    rewards: one a sample, G >= 2.
-    logit_score_sq: results of the function of this name.
-    power: at least 0.
-
-  Raises:
-    ValueError: if G < 2, or the weights do not have the shape of rewards.
+  w = (sum_t (1 - p_t)^2)^power. Scores of tokens that point the same way add up
+  to the square of their number, hence the power of 2; 1 is for independent
+  ones, 0 is `leave_one_out`.
   """
   rewards = as_float(rewards, "score_weighted", least=2)
   weights = jnp.asarray(logit_score_sq) ** power
@@ -142,9 +106,8 @@ def score_weighted(
 class ScoreNorms:
   """Squared lengths of scores as a function of the reward, from earlier steps.
 
-  E[|s|^2 | Z, x] = c_x (level + slope Z), with a constant c_x for each prompt.
-  All three are discounted sums over prompts, of `score_norm_sums`; zeros mean
-  that nothing is known.
+  E[|s|^2 | Z, x] = c_x (level + slope Z), c_x a constant of the prompt. All are
+  discounted sums of `score_norm_sums`; zeros mean that nothing is known.
 
   Attributes:
     level: value at Z = 0.
@@ -165,25 +128,16 @@ def init_score_norms() -> ScoreNorms:
 def score_norm_sums(
   score_sq: Float[Array, "B G"], rewards: Shaped[Array, "B G"]
 ) -> ScoreNorms:
-  """Relation of score lengths to rewards in a batch, within its prompts.
+  """Relation of score lengths to finite rewards within the prompts of a batch.
 
-  Under the model, |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i)
-  have the same mean for two samples of a prompt, whatever its c_x. Summed over
-  a prompt's pairs with weights (Z_i - Z_j) / G, that is an equation for
-  slope / level in which prompts weigh by what they can tell, and those of equal
-  rewards not at all. For rewards 0 and 1 it is the ratio of N. Mantel and
-  W. Haenszel (1959): with T_1, T_0 the sums of |s|^2 over the m_1 right and the
-  m_0 wrong samples of a prompt,
+  |s_i|^2 (level + slope Z_j) and |s_j|^2 (level + slope Z_i) have the same mean
+  for two samples of a prompt, whatever its c_x. Summed over a prompt's pairs
+  with weights (Z_i - Z_j) / G, that is an equation for slope / level, also with
+  an unbiased estimate for |s|^2. For rewards 0 and 1 it is the ratio of N.
+  Mantel and W. Haenszel (1959): with T_1, T_0 the sums of |s|^2 over the m_1
+  right and the m_0 wrong samples of a prompt,
 
     r = (level + slope) / level = sum_x (T_1 m_0 / G) / sum_x (T_0 m_1 / G).
-
-  Args:
-    score_sq: |s|^2 or anything with that mean, such as squared derivatives of
-      `score_projections`.
-    rewards: one a sample; all of them finite.
-
-  Returns:
-    The sums over prompts.
   """
   z = rewards.astype(score_sq.dtype)
   # By rewards around the prompt's mean the sums over pairs are sums over
@@ -199,12 +153,9 @@ def score_norm_sums(
 def observe_score_norms(
   norms: ScoreNorms, sums: ScoreNorms, decay: float
 ) -> ScoreNorms:
-  """Returns the norms after one more diagnosis.
+  """Returns the norms after one more diagnosis, whose finite sums are added.
 
-  Args:
-    norms: those so far.
-    sums: results of `score_norm_sums`; left out where one is not finite.
-    decay: weight of the past at each observation, within [0, 1).
+  `decay` is the weight of the past at each observation, within [0, 1).
   """
   finite = jnp.all(jnp.isfinite(jnp.stack(jax.tree.leaves(sums))))
   return jax.tree.map(
@@ -217,21 +168,12 @@ def norm_ratio(
 ) -> Float[Array, "*B G"]:
   """Reward minus the others' mean, weighted by the score length of a reward.
 
-  A_i = Z_i - sum_{j != i} w_j Z_j / sum_{j != i} w_j, w_j = E[|s|^2 | Z_j] as a
-  line in Z_j, known from earlier steps, up to a factor for each prompt. For
-  rewards 0 and 1, with V the mean of the other rewards and r the ratio of the
-  mean squared score lengths of right and wrong samples, the baseline is
+  w_j = E[|s|^2 | Z_j], a line in Z_j known from earlier steps. For rewards 0
+  and 1, with V the mean of the others and r the ratio of the mean squared score
+  lengths of right and wrong samples, the baseline is V r / (V r + 1 - V). These
+  weights vary little; those of each sample's own |s|^2 have heavy tails.
 
-    V r / (V r + 1 - V),
-
-  which is b* where V and r are the prompt's own. Weights that depend on the
-  reward alone vary little, so the baseline of a small group does too: weights
-  of each sample's own |s|^2 have heavy tails.
-
-  Args:
-    rewards: one a sample, G >= 2.
-    score_norms: those of earlier steps; where they know nothing, this is
-      `leave_one_out`.
+  Where nothing is known yet, this is `leave_one_out`.
   """
   rewards = as_float(rewards, "norm_ratio", least=2)
   z = jnp.where(present(rewards), rewards, 0)
@@ -257,7 +199,7 @@ def sample_weights(
 def bind_norms(
   advantage: Callable[..., Array], score_norms: ScoreNorms | None
 ) -> Callable[..., Array]:
-  """Gives any advantage the state's score norms if it has a parameter for them.
+  """Gives an advantage the state's score norms if it has a parameter for them.
 
   Raises:
     ValueError: it has and there are none.

@@ -5,15 +5,16 @@ Weights are computed once for a whole optimizer batch, so micro-batches and
 devices only add. Masked positions (padding) may hold anything, nan included:
 they reach neither the value nor the gradient.
 
-| weighting     | w_{i,t}         | sum of all weights   |
-|---------------|-----------------|----------------------|
-| token_mean    | 1 / sum_j |o_j| | 1                    |
-| sequence_mean | 1 / (N |o_i|)   | 1                    |
-| sequence_sum  | 1 / N           | mean length          |
-| fixed_length  | 1 / (N length)  | mean length / length |
+| weighting     | w_{i,t}         | sum of all weights   | paper            |
+|---------------|-----------------|----------------------|------------------|
+| token_mean    | 1 / sum_j |o_j| | 1                    | arXiv 2503.14476 |
+| sequence_mean | 1 / (N |o_i|)   | 1                    | arXiv 2402.03300 |
+| sequence_sum  | 1 / N           | mean length          | arXiv 2602.05261 |
+| fixed_length  | 1 / (N length)  | mean length / length | arXiv 2503.20783 |
 
-|o_i| are the tokens of sequence i, N is the number of sequences that have one:
-a row without any is padding. Where there is no token at all, weights are 0.
+|o_i| are the tokens of sequence i, N is the number of sequences that have one.
+Where there is no token at all, weights are 0. docs/objectives.md says when to
+use which.
 
 A weighting plugs in by its name in `WEIGHTINGS`: (mask) -> weights; one with a
 parameter `length` gets the longest completion allowed, in tokens. Ratios and
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from grpojax.core.binding import bind
-from grpojax.core.losses.kl import clean_logprobs, k1, k2, k3
+from grpojax.core.losses.kl import clean_logprobs, k3
 from grpojax.core.losses.kl import kl_penalty as kl_penalty
 from grpojax.core.losses.surrogates import (
   Aux,
@@ -42,52 +43,31 @@ KLFn = Callable[[Array, Array], Array]
 
 
 def sequence_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
-  """Mean over a sequence's tokens, then over sequences: GRPO's weighting.
-
-  Every sequence counts the same, and long ones get less weight a token (arXiv
-  2402.03300, equation 3).
-  """
+  """Mean over a sequence's tokens, then over sequences: GRPO's weighting."""
   length = jnp.sum(mask, -1, keepdims=True)
   return mask / _at_least_one(length) / _at_least_one(_sequences(mask))
 
 
 def token_mean(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
-  """Mean over all tokens of the batch: DAPO's weighting.
-
-  Every token counts the same, and long sequences more (arXiv 2503.14476,
-  equation 12).
-  """
+  """Mean over all tokens of the batch: DAPO's weighting."""
   return mask / _at_least_one(jnp.sum(mask))
 
 
 def fixed_length(
   mask: Bool[Array, "B G T"], length: int | float
 ) -> Float[Array, "B G T"]:
-  """Sum over tokens divided by a constant: Dr. GRPO's weighting.
+  """Sum over tokens divided by a constant length > 0: Dr. GRPO's weighting.
 
-  The normaliser does not depend on what was sampled, so with `leave_one_out`
-  advantages the gradient is unbiased for 1/length times the true one (arXiv
-  2503.20783, section 3.2).
-
-  Args:
-    mask: True on real tokens.
-    length: tokens, commonly the largest completion length allowed. With 1 the
-      loss is the plain policy gradient's sum over tokens.
-
-  Raises:
-    ValueError: if length is not positive.
+  With `leave_one_out` advantages the gradient is unbiased for 1 / length times
+  the true one.
   """
-  if not length > 0:
-    raise ValueError(f"fixed_length needs a length > 0 in tokens, not {length}")
   return mask / (length * _at_least_one(_sequences(mask)))
 
 
 def sequence_sum(mask: Bool[Array, "B G T"]) -> Float[Array, "B G T"]:
   """Sum over a sequence's tokens, then mean over sequences: LUSPO's weighting.
 
-  With `sequence_ratio` each sequence's clipped ratio is multiplied by its
-  length (arXiv 2602.05261), so that every token counts the same, as with
-  `fixed_length`, of which it is max_new_tokens times as much.
+  In LUSPO `sequence_ratio` multiplies each sequence's ratio by its length.
   """
   return mask / _at_least_one(_sequences(mask))
 
@@ -114,44 +94,40 @@ def grpo_loss(
   loss = sum weights * (surrogate(ratios, logprobs, advantages) + beta * kl)
 
   With `clipped` this is GRPO's loss (arXiv 2402.03300, equation 3). On-policy
-  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate
-  (their table stands in `core.losses.surrogates`). Only `logprobs` is
+  its gradient is REINFORCE's, -sum weights A grad log pi, for any surrogate.
+  Only `logprobs`, of the sampled tokens under the policy being trained, is
   differentiated.
 
   Args:
-    logprobs: log-probabilities of the sampled tokens under the policy being
-      trained.
+    logprobs: log-probabilities of the sampled tokens.
     advantages: one a completion.
     weights: from one of `WEIGHTINGS` over the whole optimizer batch, of which
       the other arguments may be a part.
     mask: True on real tokens.
-    old_logprobs: log-probabilities under the policy that sampled; None means
-      exactly on-policy, the ratio is exactly 1.
-    ref_logprobs: log-probabilities under the reference policy; needed when
-      beta > 0, otherwise only logged.
-    is_weights: importance-sampling weights, constants that the surrogate of
-      each token is multiplied by, and the KL term is not
-      (`core.losses.rollout_correction`); None means 1.
+    old_logprobs: those of the policy that sampled; None means that it is this.
+    ref_logprobs: those of the reference policy; without beta only logged.
+    is_weights: constants that each token's surrogate, and not the KL term, is
+      multiplied by; None means 1.
     ratio: one of `surrogates.RATIOS`.
     surrogate: one of `surrogates.SURROGATES`, or of your own.
-    kl: estimator in the loss, `k1` (with kl_correction only), `k2` or `k3`.
+    kl: estimator in the loss (`kl.PLACEMENTS` has those that mean something).
     beta: weight of the KL term; 0 leaves it out.
-    kl_correction: multiplies the estimator by the token ratio, so that k1 and
-      k3 have the gradient of the reverse KL, also off-policy.
-    token_mask: True on the tokens that the surrogate is of (the KL term is of
-      all); None is all of them. Weights stay what they are.
+    kl_correction: multiplies the estimator by the token ratio.
+    token_mask: True on the tokens that the surrogate is of; None is all.
     **settings: settings of the surrogate (`clip_low`, say).
 
   Returns:
-    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (k3 in nats
-    whatever `kl` is; 0 on padding and without a reference), and those of the
-    surrogate.
+    The loss, and arrays to be logged: "ratio" (1 on padding), "kl" (always k3;
+    0 on padding and without a reference), and those of the surrogate.
 
   Raises:
-    ValueError: for a setting or a combination that cannot mean what it says, or
-      for arrays whose shapes do not fit.
+    ValueError: beta without ref_logprobs, or arrays whose shapes do not fit.
   """
-  _check_kl(kl, beta, kl_correction, ref_logprobs)
+  if beta and ref_logprobs is None:
+    raise ValueError(
+      f"beta = {beta} asks for a KL term, which needs ref_logprobs; give them, "
+      "or set beta = 0"
+    )
   others = (logprobs, weights, old_logprobs, ref_logprobs)
   _check_shapes(mask, advantages, (*others, token_mask, is_weights))
   logprobs = clean_logprobs(logprobs, mask)
@@ -180,31 +156,6 @@ def grpo_loss(
   return loss, jax.tree.map(jax.lax.stop_gradient, aux)
 
 
-def _check_kl(
-  kl: KLFn, beta: float, correction: bool, ref: Array | None
-) -> None:
-  if not beta >= 0:
-    raise ValueError(f"beta weighs a penalty and must be >= 0, not {beta}")
-  if not beta:
-    return
-  if ref is None:
-    raise ValueError(
-      f"beta = {beta} asks for a KL term, which needs ref_logprobs; give them, "
-      "or set beta = 0"
-    )
-  if kl is k1 and not correction:
-    raise ValueError(
-      "k1 in the loss has zero expected gradient on-policy: it would add noise "
-      "and no penalty. Subtract beta * kl_penalty from the rewards, or set "
-      "kl_correction=True, or use k2 or k3"
-    )
-  if kl is k2 and correction:
-    raise ValueError(
-      "k2 has the gradient of the reverse KL by itself; times the ratio it "
-      "no longer has. Set kl_correction=False, or use k1 or k3 with it"
-    )
-
-
 def _check_shapes(
   mask: Array, advantages: Array, others: tuple[Array | None, ...]
 ) -> None:
@@ -219,8 +170,7 @@ def _check_shapes(
 
 def _check_surrogate(per_token: Any, aux: dict[str, Any], mask: Array) -> None:
   shapes = {name: jnp.shape(x) for name, x in aux.items()}
-  wrong = {name: s for name, s in shapes.items() if s != mask.shape}
-  if jnp.shape(per_token) != mask.shape or wrong:
+  if {jnp.shape(per_token), *shapes.values()} != {mask.shape}:
     raise ValueError(
       f"a surrogate returns arrays {mask.shape}, one number a token: got the "
       f"loss {jnp.shape(per_token)} and to be logged {shapes}"
@@ -228,7 +178,7 @@ def _check_surrogate(per_token: Any, aux: dict[str, Any], mask: Array) -> None:
   taken = sorted({"ratio", "kl", "entropy"} & set(aux))
   if taken:
     raise ValueError(
-      f"a surrogate must not log {taken}: these are logged anyway"
+      f"a surrogate must not log {taken}: they are logged anyway"
     )
 
 

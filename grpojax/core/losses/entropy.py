@@ -1,8 +1,8 @@
 """Entropy in the loss: a bonus for it, and the tokens that have most of it.
 
 The entropy is that of the distribution that a token was sampled from, in nats,
-given the prefix that was sampled. Its gradient is of that distribution alone:
-that the prefixes too depend on the policy is left out, here as everywhere.
+given the prefix that was sampled. That prefixes too depend on the policy is not
+in its gradient.
 """
 
 import typing
@@ -16,17 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 class EntropyBonus(NamedTuple):
   """Settings of the bonus, coefficient * mean entropy of a token.
 
-  It is subtracted from the loss. The mean is over the tokens that the surrogate
-  is of, in the whole optimizer batch, whatever the loss's weighting: the
-  coefficient means the same for all.
+  The mean is over the tokens that the surrogate is of, in the whole optimizer
+  batch, whatever the loss's weighting.
 
   Attributes:
     coefficient: factor of the mean; where there is a target, the first one.
-    target: nats a token, below which the bonus stands; None for always, with a
-      coefficient that is fixed.
+    target: nats a token, below which the bonus stands; None for always.
     step: change of the coefficient after each optimizer update: up where the
-      entropy is the target or less, else down (Skywork-OR1, arXiv 2505.22312,
-      section 4).
+      entropy is the target or less, else down (arXiv 2505.22312, section 4).
     largest: largest coefficient; the least one is 0.
   """
 
@@ -90,12 +87,7 @@ def adapt(
 ) -> EntropyControl | None:
   """Returns the state after an update; None where nothing adapts.
 
-  Args:
-    bonus: its settings.
-    control: state before the update.
-    entropy: mean over the update's tokens.
-    skipped: True for an update that was none, or of no token: the control
-      stays as it is.
+  A `skipped` update, or one of no token, leaves the state as it is.
   """
   if control is None:
     return None
@@ -112,13 +104,9 @@ def mean_entropy(
   token_mask: Bool[Array, "*S"],
   tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-  """Mean over tokens, or the part of it that a part of the tokens makes up.
+  """Mean over the tokens of the mask, or a part's share of it.
 
-  Args:
-    entropy: nats of each token; anything on padding.
-    token_mask: True on the tokens that the mean is of.
-    tokens: number of these with those of all other parts; None where there are
-      no others.
+  `tokens` is then the number of these with those of all other parts.
   """
   count = jnp.sum(token_mask) if tokens is None else tokens
   total = jnp.sum(jnp.where(token_mask, entropy, 0.0))
@@ -132,18 +120,9 @@ def highest_entropy(
 
   Of n tokens the floor(share (n - 1)) + 1 of highest entropy, and those that
   tie with the last of them: all that reach the quantile 1 - share of the
-  entropies (arXiv 2506.01939, equation 5, with share 0.2).
-
-  Args:
-    entropy: nats of each token; anything on padding.
-    mask: True on real tokens; the result is False on all others.
-    share: share of the tokens, in [0, 1]; 0 selects the highest one.
-
-  Raises:
-    ValueError: a share that is none.
+  entropies (arXiv 2506.01939, equation 5, with share 0.2). The entropy may be
+  anything where the mask is False; the result is False there.
   """
-  if not 0 <= share <= 1:
-    raise ValueError(f"a share of tokens must be in [0, 1], not {share}")
   falling = -jnp.sort(jnp.where(mask, -entropy, jnp.inf).ravel())
   last = jnp.floor(share * (jnp.sum(mask) - 1).astype(jnp.float32))
   # Without any token the threshold is that of padding.

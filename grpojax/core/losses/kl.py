@@ -13,21 +13,11 @@ gradient, and the two need not agree:
 | rho k3      | KL(pi || ref)             | of KL(pi || ref)             |
 
 rho = pi / pi_old is the token ratio; the last two rows hold off-policy as well.
-All of it is about a token's conditional distribution given a sampled prefix;
-that the prefix itself depends on the policy only `kl_penalty` accounts for.
-Beyond a log-ratio log(ref / pi) of -1e4 or 20 all of them are constant.
-
-Where top-k, top-p or min-p cut the policy to a set S of tokens, the reference
-is not cut: two policies are cut to different sets, between which a divergence
-is infinite, and a sample of one says nothing of the other's. KL(pi || ref), of
-the policy as it samples from the reference at the same temperature, is finite,
-and is at least -log ref(S), the price of the cuts. Of the table, given S:
-
-- k1, k2 and both corrected estimators stay as they are;
-- the value of k3, with or without rho, is low by the reference's mass beyond
-  the cuts, 1 - ref(S), which no sample can tell: so is the `kl` that is logged;
-- the gradient of k3 is that of the forward KL from the reference given S, times
-  ref(S).
+All of it is about a token given a sampled prefix; that the prefix depends on
+the policy only `kl_penalty` accounts for. Where sampling cuts the policy to a
+set S of tokens, the reference is not cut: k3's value is then low by 1 - ref(S),
+and its gradient that of the forward KL from the reference given S, times
+ref(S).
 
 Sources: J. Schulman, "Approximating KL divergence" (2020); arXiv 2506.09477.
 """
@@ -45,12 +35,9 @@ _LOG_RATIO_BOUNDS = (-1e4, 20.0)
 def k1(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Log-ratio log(pi / ref), an estimator of KL(pi || ref).
+  """Log-ratio log(pi / ref): unbiased for KL(pi || ref), and noisy.
 
-  Value: unbiased on-policy, can be negative, high variance.
-  Gradient in the loss: E[grad log pi] = 0 on-policy, only noise. It belongs in
-  the reward (`kl_penalty`), or in the loss times the ratio: rho * k1 has the
-  gradient of the reverse KL(pi || ref), also off-policy.
+  Its place is the reward (`kl_penalty`), or the loss, times the ratio.
   """
   return -log_ratio(ref_logprobs, logprobs)
 
@@ -58,27 +45,16 @@ def k1(
 def k2(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """Half the squared log-ratio, 1/2 log(pi / ref)^2.
-
-  Value: biased for KL(pi || ref), right to second order near ref = pi; never
-  negative.
-  Gradient in the loss: log(pi / ref) grad log pi, on-policy exactly that of
-  the reverse KL(pi || ref). No ratio correction: rho * k2 would add the
-  gradient of the ratio and minimise E[k2] instead.
-  """
+  """Half the squared log-ratio, right to second order near ref = pi."""
   return 0.5 * log_ratio(ref_logprobs, logprobs) ** 2
 
 
 def k3(
   logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"]
 ) -> Float[Array, "*S"]:
-  """GRPO's estimator of KL(pi || ref): ref / pi - 1 - log(ref / pi).
+  """GRPO's estimator, ref / pi - 1 - log(ref / pi): unbiased, never negative.
 
-  Value: unbiased on-policy and never negative (arXiv 2402.03300, equation 4).
-  Gradient in the loss: (1 - ref / pi) grad log pi, on-policy that of the
-  *forward* KL(ref || pi), not of the KL that the value estimates. Corrected by
-  the ratio, rho * k3 has the gradient of the reverse KL(pi || ref), also
-  off-policy.
+  (arXiv 2402.03300, equation 4.)
   """
   difference = log_ratio(ref_logprobs, logprobs)
   # expm1, because near ref = pi the terms cancel to second order.
@@ -90,12 +66,10 @@ def kl_penalty(
   ref_logprobs: Float[Array, "B G T"],
   mask: Bool[Array, "B G T"],
 ) -> Float[Array, "B G"]:
-  """Log-ratio of a whole completion, log(pi / ref), for its reward.
+  """Log-ratio of a whole completion, log(pi / ref), for its reward, in nats.
 
-  Sum of k1 over tokens, in nats; 0 for a row without tokens. With rewards -
-  beta * kl_penalty and an unbiased advantage the policy gradient is that of
-  E[reward] - beta KL(pi || ref), the KL of whole sequences: the one way here
-  that also accounts for the prefix's dependence on the policy.
+  With rewards - beta * kl_penalty and an unbiased advantage the policy gradient
+  is that of E[reward] - beta KL(pi || ref), the KL of whole sequences.
   """
   return -jnp.sum(masked_log_ratio(ref_logprobs, logprobs, mask), -1)
 
@@ -130,6 +104,5 @@ PLACEMENTS = {
   "ratio": {"k1": k1, "k3": k3},
   "reward": {"k1": kl_penalty},
 }
-"""Placements of a KL term, and the estimators of use there: as a term of the
-loss, as one times the ratio (`grpo_loss`'s kl_correction), or as a penalty
-taken from the reward (`make_batch`'s kl_in_reward)."""
+"""Placements of a KL term, and the estimators of use there: a term of the loss,
+one times the ratio (`kl_correction`), or a penalty taken from the reward."""

@@ -1,7 +1,6 @@
 """Auxiliary loss that keeps the experts of a mixture in use.
 
-A router that favours a few experts trains them alone, and favours them more.
-The loss pushes probability away from those that already get most tokens. A
+A router that favours a few experts trains them alone, and favours them more. A
 model reports on its routers by sums over tokens and layers (`ExpertLoad`), so
 that parts of a batch add up.
 """
@@ -38,10 +37,8 @@ def load_weights(
   """Weights in the load of each token of prompts and completions.
 
   They are as if each completion that is learned from stood in a row with its
-  prompt: a prompt's token counts once for each of them, a completion's real
-  token once, and all others not at all. Sums over parts of a batch, however it
-  is split or packed, are those over the whole then. Importance weights of
-  prompts are not in it: all these tokens are to be spread.
+  prompt: a prompt's token counts once for each of them, however a batch is
+  split or packed. Importance weights of prompts are not in it.
   """
   mask = batch.completion_mask
   learned = jnp.sum(jnp.any(mask, axis=-1), axis=-1, keepdims=True)
@@ -52,21 +49,14 @@ def load_weights(
 def load_balancing_loss(
   load: ExpertLoad, whole: ExpertLoad | None = None
 ) -> Float[Array, ""]:
-  """Returns X sum_x f_x P_x.
+  """Returns X sum_x f_x P_x, or a part's share of that of the `whole` batch.
 
-  The share f_x of all tokens goes to expert x, whose mean probability is P_x:
-  both are means over tokens and layers together (Fedus et al. 2021, arXiv
-  2101.03961, equations 4 to 6, for k experts a token, as transformers'
-  `load_balancing_loss_func` has it). It is k where experts are used evenly, and
-  up to X where all tokens go to the same ones. Of the gradient only P_x is
-  part; f_x, a count, has none.
-
-  Args:
-    load: sums over the tokens.
-    whole: sums over all parts of the batch that these are one part of: what is
-      returned is this part's share, so that parts add up to the loss of the
-      whole batch, and not to a mean of losses that each ask for balance within
-      a few sequences (arXiv 2501.11873). None where there are no others.
+  f_x is the share of all tokens that goes to expert x, P_x its mean
+  probability, over tokens and layers together (Fedus et al. 2021, arXiv
+  2101.03961, equations 4 to 6, as transformers' `load_balancing_loss_func` has
+  it). With k experts a token it is k where they are used evenly, up to X where
+  all tokens go to the same ones. f_x, a count, has no gradient. (Over a whole
+  batch: arXiv 2501.11873.)
   """
   whole = load if whole is None else whole
   count = jnp.maximum(whole.count, 1.0)

@@ -1,10 +1,9 @@
 """Corrections for a rollout policy that is not the policy being trained.
 
 Tokens are drawn from the rollout policy mu, whose numbers differ from the
-trainer's (another program, engine or precision), and an update trains pi, which
-may have moved since. The trainer's log-probabilities of the policy that
-sampled, pi_old, stand between: the surrogate has pi / pi_old, and what is left,
-pi_old / mu, is a constant weight of each token's loss here.
+trainer's (another program, engine or precision). The surrogate has pi / pi_old
+of the trainer's log-probabilities, and what is left, r_t = pi_old(o_t) /
+mu(o_t), makes a constant weight of each token's loss here.
 
 | correction          | w, a factor of a token's loss           | also called |
 |---------------------|-----------------------------------------|-------------|
@@ -13,71 +12,38 @@ pi_old / mu, is a constant weight of each token's loss here.
 | `sequence_truncate` | prod_t r_t held within [low, high]      | seq-TIS     |
 | `sequence_mask`     | prod_t r_t; 0 outside of [low, high]    | seq-MIS     |
 
-r_t = pi_old(o_t) / mu(o_t). Without bounds the sequence's weight makes the
-gradient that of pi_old, without bias, and its variance grows with the length;
-the token's leaves prefixes distributed as mu drew them. Bounds trade variance
-for bias: truncated weights keep all sequences, masked ones forget those that
-the policy would hardly have drawn. The weights' normaliser stays that of all
-tokens (TRL; verl's rejection takes rejected tokens out of it). Where a token's
-loss has the gradient of its whole completion (`sequence_ratio`, `gmpo`) the
-weights are averaged over it, and `token_mask` leaves no token out: there the
-sequence's are meant.
+Without bounds the sequence's weight makes the gradient that of pi_old, without
+bias, and its variance grows with the length; the token's leaves prefixes
+distributed as mu drew them. With `sequence_ratio` and `gmpo` weights are
+averaged over a completion: there the sequence's are meant.
 
-Sources: TIS, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training" (Yao et al., 2025); MIS, "When Speed Kills Stability" (Liu et al.,
-2025); names and bounds as in TRL 1.16 (vllm_importance_sampling_mode); sequence
-masking, DeepSeek-V3.2 (arXiv 2512.02556, equation 9).
+Sources: TIS, Yao et al. (2025), "Your Efficient RL Framework Secretly Brings
+You Off-Policy RL Training"; MIS, Liu et al. (2025), "When Speed Kills
+Stability"; names and bounds as in TRL 1.16 (vllm_importance_sampling_mode).
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float
 
 from grpojax.core.losses.kl import masked_log_ratio
+from grpojax.core.losses.surrogates import Aux
 from grpojax.core.types import Batch
 
 _LARGEST = 20.0  # log of the largest weight there is: exp may not overflow
+_INF = float("inf")
 
-Aux = dict[str, Shaped[Array, "B G T"]]
 Correct = Callable[[Array, Batch], tuple[Array, Aux]]
 
-
-def token_weights(log_ratio: Float[Array, "B G T"]) -> Float[Array, "B G T"]:
-  """Weight r_t = pi_old / mu of each token."""
-  return jnp.exp(log_ratio)
-
-
-def sequence_weights(log_ratio: Float[Array, "B G T"]) -> Float[Array, "B G 1"]:
-  """Weight prod_t r_t of each sequence."""
-  total = jnp.sum(log_ratio, axis=-1, keepdims=True)
-  return jnp.exp(jnp.minimum(total, _LARGEST))
-
-
-def truncated(
-  weights: Float[Array, "*S"], low: float, high: float
-) -> Float[Array, "*S"]:
-  """Holds weights within [low, high]."""
-  return jnp.clip(weights, low, high)
-
-
-def masked(
-  weights: Float[Array, "*S"], low: float, high: float
-) -> Float[Array, "*S"]:
-  """Makes weights outside of [low, high] 0."""
-  return jnp.where((weights < low) | (weights > high), 0.0, weights)
-
-
-CORRECTIONS = {
-  "none": None,
-  "token_truncate": (token_weights, truncated),
-  "token_mask": (token_weights, masked),
-  "sequence_truncate": (sequence_weights, truncated),
-  "sequence_mask": (sequence_weights, masked),
-}
-"""Corrections by name: the weights, and what becomes of those out of bounds."""
+CORRECTIONS = (
+  "none",
+  "token_truncate",
+  "token_mask",
+  "sequence_truncate",
+  "sequence_mask",
+)
 
 
 def is_weights(
@@ -85,24 +51,24 @@ def is_weights(
   mask: Bool[Array, "B G T"],
   correction: str,
   low: float = 0.0,
-  high: float = float("inf"),
+  high: float = _INF,
 ) -> tuple[Float[Array, "B G T"], Bool[Array, "B G T"]]:
   """Importance-sampling weights of the tokens' losses, by the module's table.
 
-  Args:
-    log_ratio: log(pi_old / mu) of the sampled tokens, 0 on padding.
-    mask: True on real tokens.
-    correction: a name of `CORRECTIONS`, other than "none".
-    low: bound of the weights; 0 is none.
-    high: likewise; inf is none.
-
-  Returns:
-    The weights, 1 on padding, and True where a bound was passed.
+  `log_ratio` is log(pi_old / mu), 0 on padding, where weights are 1. Also
+  returns True where a bound was passed.
   """
-  weigh, bound = CORRECTIONS[correction]
-  weights = weigh(log_ratio)
+  unit, bound = correction.split("_")
+  if unit == "sequence":
+    total = jnp.sum(log_ratio, axis=-1, keepdims=True)
+    log_ratio = jnp.minimum(total, _LARGEST)
+  weights = jnp.exp(log_ratio)
   outside = mask & ((weights < low) | (weights > high))
-  return jnp.where(mask, bound(weights, low, high), 1.0), outside
+  if bound == "truncate":
+    bounded = jnp.clip(weights, low, high)
+  else:
+    bounded = jnp.where(outside, 0.0, weights)
+  return jnp.where(mask, bounded, 1.0), outside
 
 
 def off_policy_sequences(
@@ -114,100 +80,57 @@ def off_policy_sequences(
 ) -> Bool[Array, "B G"]:
   """True for sequences that are worse than their group, and off-policy.
 
-  Those with A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold (DeepSeek-V3.2,
-  arXiv 2512.02556, equation 9, where the mask keeps the others). Pushing down
-  what the policy would not write any more teaches little, and disturbs much.
-
-  Args:
-    logprobs: log-probabilities under pi, the policy being trained.
-    rollout_logprobs: log-probabilities under mu: the drift of the updates and
-      the mismatch of the rollout count together, as in TRL.
-    advantages: one a completion.
-    mask: True on real tokens.
-    threshold: nats a token.
+  Those with A < 0 and (1 / |o|) sum_t log(mu / pi) > threshold in nats a token
+  (DeepSeek-V3.2, arXiv 2512.02556, equation 9, where the mask keeps the
+  others). As in TRL the drift of the updates and the mismatch of the rollout
+  count together.
   """
   drift = -jnp.sum(masked_log_ratio(logprobs, rollout_logprobs, mask), axis=-1)
   mean = drift / jnp.maximum(jnp.sum(mask, axis=-1), 1)
   return (advantages < 0) & (mean > threshold)
 
 
-def _corrected(
-  logprobs: Float[Array, "B G T"],
-  batch: Batch,
-  *,
-  correction: str,
-  low: float,
-  high: float,
-  threshold: float | None,
-) -> tuple[Float[Array, "B G T"], Aux]:
-  """Correction of a batch, with the arguments of `make_correction`."""
-  rollout_logprobs, mask = batch.rollout_logprobs, batch.completion_mask
-  if rollout_logprobs is None:
-    raise ValueError(
-      "a correction compares with the sampler's log-probabilities, and the "
-      "batch has none: give rollout_logprobs, as make_batch does"
-    )
-  logprobs = jax.lax.stop_gradient(logprobs)
-  weights, aux = jnp.ones_like(logprobs), {}
-  if CORRECTIONS[correction] is not None:
-    old = logprobs if batch.old_logprobs is None else batch.old_logprobs
-    log_ratio = masked_log_ratio(old, rollout_logprobs, mask)
-    weights, outside = is_weights(log_ratio, mask, correction, low, high)
-    aux |= {"is_weight": weights, "is_weight_bounded": outside}
-  if threshold is not None:
-    left_out = off_policy_sequences(
-      logprobs, rollout_logprobs, batch.advantages, mask, threshold
-    )[..., None]
-    weights = jnp.where(left_out, 0.0, weights)
-    aux["off_policy_masked"] = left_out & mask
-  return weights, aux
-
-
 def make_correction(
   correction: str = "none",
   low: float = 0.0,
-  high: float = float("inf"),
+  high: float = _INF,
   threshold: float | None = None,
 ) -> Correct | None:
   """Makes the correction that `make_update` applies to its losses.
 
   Where there is a single update, pi_old is what the update itself computes: no
   pass is added. Where there are several, the old log-probabilities have to be
-  the trainer's (`make_batch`'s policy_params): with the rollout's, the ratios
-  of the surrogate are to mu already, and these weights are 1.
-
-  Args:
-    correction: a name of `CORRECTIONS`.
-    low: bound of the weights; 0 is none.
-    high: likewise; inf is none.
-    threshold: nats a token, from which on `off_policy_sequences` are left out;
-      None leaves none out.
+  the trainer's; with the rollout's, these weights are 1. From `threshold` nats
+  a token on, `off_policy_sequences` are left out; None leaves none out.
 
   Returns:
-    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there
-    is nothing to correct. The weights are constants; aux are `is_weight`,
-    `is_weight_bounded` (out of bounds) and `off_policy_masked`, to be logged as
-    means over tokens.
-
-  Raises:
-    ValueError: a name or a bound that means nothing.
+    `(logprobs, batch) -> (is_weights [B, G, T], aux)`, or None where there is
+    nothing to correct. aux are `is_weight`, `is_weight_bounded` (out of bounds)
+    and `off_policy_masked`, to be logged as means over tokens.
   """
-  if correction not in CORRECTIONS:
-    raise ValueError(
-      f"correction={correction!r}: use one of {', '.join(CORRECTIONS)}"
-    )
-  if not 0 <= low <= 1 <= high:
-    raise ValueError(
-      f"low={low} and high={high} bound importance weights, which are 1 where "
-      "nothing differs: 0 <= low <= 1 <= high"
-    )
-  if threshold is not None and not threshold > 0:
-    raise ValueError(
-      f"threshold={threshold} is of a mean log-ratio in nats and must be more "
-      "than 0; None turns it off"
-    )
   if correction == "none" and threshold is None:
     return None
-  return functools.partial(
-    _corrected, correction=correction, low=low, high=high, threshold=threshold
-  )
+
+  def correct(logprobs: Float[Array, "B G T"], batch: Batch):
+    rollout_logprobs, mask = batch.rollout_logprobs, batch.completion_mask
+    if rollout_logprobs is None:
+      raise ValueError(
+        "a correction compares with the sampler's log-probabilities, and the "
+        "batch has none: give rollout_logprobs, as make_batch does"
+      )
+    logprobs = jax.lax.stop_gradient(logprobs)
+    weights, aux = jnp.ones_like(logprobs), {}
+    if correction != "none":
+      old = logprobs if batch.old_logprobs is None else batch.old_logprobs
+      log_ratio = masked_log_ratio(old, rollout_logprobs, mask)
+      weights, outside = is_weights(log_ratio, mask, correction, low, high)
+      aux |= {"is_weight": weights, "is_weight_bounded": outside}
+    if threshold is not None:
+      left_out = off_policy_sequences(
+        logprobs, rollout_logprobs, batch.advantages, mask, threshold
+      )[..., None]
+      weights = jnp.where(left_out, 0.0, weights)
+      aux["off_policy_masked"] = left_out & mask
+    return weights, aux
+
+  return correct

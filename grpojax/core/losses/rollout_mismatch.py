@@ -1,11 +1,9 @@
 """Distance of the trainer from the rollout, on the policy that sampled.
 
 Both compute log-probabilities of the same tokens under the same weights, but by
-different programs (with and without a cache, perhaps in another engine), whose
-rounding differs, above all in low precision. Where the old log-probabilities
-are the rollout's, the importance ratio is not 1 before the first update, but
-the mismatch; where they are the trainer's, the mismatch is in no ratio, and the
-gradient is off-policy by as much. Either way it should be small.
+different programs, whose rounding differs, above all in low precision. It is in
+the importance ratios where the old log-probabilities are the rollout's, and
+makes the gradient off-policy by as much where they are the trainer's.
 """
 
 from collections.abc import Callable
@@ -27,17 +25,11 @@ def of_tokens(
 ) -> dict[str, Shaped[Array, "B G T"]]:
   """Mismatch of each token, and what the loss would log for it.
 
-  Args:
-    loss: the loss as `make_update` takes it.
-    logprobs: the trainer's, of the policy that sampled.
-    batch: a batch with `rollout_logprobs`; without, nothing is returned.
-    weights: weights of the loss's tokens.
-
   Returns:
-    "log_ratio", log(pi_trainer / pi_rollout) in nats, and "kl", k3 of
-    KL(rollout || trainer), whose tokens these are (both 0 on padding), and what
-    the loss logs with the rollout's log-probabilities as the old ones
-    ("clip_fraction_low", say).
+    "log_ratio", log(pi_trainer / pi_rollout) in nats, "kl", k3 of
+    KL(rollout || trainer) (both 0 on padding), and what the loss logs with the
+    rollout's log-probabilities as the old ones ("clip_fraction_low", say).
+    Nothing for a batch without `rollout_logprobs`.
   """
   if batch.rollout_logprobs is None:
     return {}
@@ -54,33 +46,15 @@ def of_tokens(
   } | clipping
 
 
-def effective_samples(
-  log_ratio: Float[Array, "*B G T"], mask: Bool[Array, "*B G T"]
-) -> Float[Array, ""]:
-  """Effective sample size of sequence importance weights, as a share.
-
-  (sum_i w_i)^2 / (N sum_i w_i^2), w_i = prod_t pi_trainer / pi_rollout of a
-  sequence, N those that have a token (Kong, 1992): 1 where rollout and trainer
-  agree, 1 / N where one sequence has all the weight.
-
-  Args:
-    log_ratio: nats of each token, 0 on padding.
-    mask: True on real tokens.
-  """
-  real = jnp.any(mask, axis=-1)
-  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
-  # The largest weight becomes 1, which changes no share.
-  top = jnp.max(log_w, initial=-1e30)
-  w = jnp.exp(log_w - top)
-  count = jnp.maximum(jnp.sum(real), 1)
-  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
-  return jnp.sum(w) ** 2 / (count * squares)
-
-
 def metrics(
-  arrays: dict[str, Shaped[Array, "*S"]], mask: Bool[Array, "*S"]
+  arrays: dict[str, Shaped[Array, "*B G T"]], mask: Bool[Array, "*B G T"]
 ) -> dict[str, Float[Array, ""]]:
-  """Means over real tokens and extremes: `rollout_...`."""
+  """Means over real tokens, the maximum, and the effective sample size.
+
+  That is the share (sum_i w_i)^2 / (N sum_i w_i^2) of the weights of sequences
+  w_i = prod_t pi_trainer / pi_rollout, N those that have a token (Kong, 1992):
+  1 where rollout and trainer agree, 1 / N where one has all the weight.
+  """
   if not arrays:
     return {}
   arrays = dict(arrays)
@@ -89,7 +63,14 @@ def metrics(
   arrays["mismatch_mean"] = mismatch
   count = jnp.maximum(jnp.sum(mask), 1)
   means = {k: jnp.sum(jnp.where(mask, v, 0)) / count for k, v in arrays.items()}
+  largest = jnp.max(mismatch)
+  real = jnp.any(mask, axis=-1)
+  log_w = jnp.where(real, jnp.sum(log_ratio, axis=-1), -jnp.inf)
+  # The largest weight becomes 1, which changes no share.
+  w = jnp.exp(log_w - jnp.max(log_w, initial=-1e30))
+  sequences = jnp.maximum(jnp.sum(real), 1)
+  squares = jnp.maximum(jnp.sum(w**2), 1e-30)
   return {
-    "rollout_mismatch_max": jnp.max(mismatch),
-    "rollout_effective_samples": effective_samples(log_ratio, mask),
+    "rollout_mismatch_max": largest,
+    "rollout_effective_samples": jnp.sum(w) ** 2 / (sequences * squares),
   } | {f"rollout_{name}": value for name, value in means.items()}

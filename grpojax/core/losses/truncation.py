@@ -10,16 +10,8 @@ group under `leave_one_out` and weights of 1 / G a token (`fixed_length`) is:
 | mask      | yes             | no          | grad E[Z; ends] - V grad p |
 | drop      | no              | no          | p P(another ends) grad V_e |
 
-`keep` is unbiased for the reward as it is given, budget included: where cut off
-completions fail, it teaches to be brief. `mask` is DAPO's overlong filter
-(arXiv 2503.14476, section 3.4; TRL's mask_truncated_completions): nothing is
-said of what was cut off, while those that end are compared with all; where what
-was cut off fails, the others' advantages are larger for it, and ending is
-reinforced. `drop` takes no side: it improves completions given that they end,
-as if the others had not been drawn.
-
-Weights of tokens (`core.losses`) are over what is left in the loss, which
-divides both by about p.
+Weights of tokens are over what is left in the loss, which divides both by about
+p. (docs/objectives.md; `mask`: DAPO, arXiv 2503.14476, section 3.4.)
 """
 
 import jax.numpy as jnp

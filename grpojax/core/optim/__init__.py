@@ -21,33 +21,29 @@ SCHEDULES = {
 # The number of no step: other random numbers are drawn from fold_in(key, step).
 _ROUNDING = 2**31 - 1
 
-MOMENTS = {
-  "float32": lambda b1, b2, seed: optax.scale_by_adam(b1, b2),
-  "bfloat16": lambda b1, b2, seed: stochastic_rounding.scale_by_adam(
-    b1, b2, jax.random.fold_in(jax.random.key(seed), _ROUNDING)
-  ),
-}
+MOMENTS = ("float32", "bfloat16")
 """Formats of Adam's two moments between updates, `optim.moments_dtype`."""
 
 
 def adamw(
   *, b1: float, b2: float, moments_dtype: str, seed: int
 ) -> optax.GradientTransformation:
-  """Makes Adam's scaling; weights are decayed apart from it.
+  """Makes Adam's scaling (Loshchilov and Hutter 2019, arXiv 1711.05101).
 
-  Beside parameters and gradients of 4 bytes each it takes 8 bytes a parameter,
-  or 4 with moments in bfloat16 (Loshchilov and Hutter 2019, arXiv 1711.05101).
+  The state has 8 bytes a parameter, or 4 with moments in bfloat16.
   """
-  return MOMENTS[moments_dtype](b1, b2, seed)
+  if moments_dtype == "float32":
+    return optax.scale_by_adam(b1, b2)
+  key = jax.random.fold_in(jax.random.key(seed), _ROUNDING)
+  return stochastic_rounding.scale_by_adam(b1, b2, key)
 
 
 def adafactor(
   *, b1: float, b2: float, moments_dtype: str, seed: int
 ) -> optax.GradientTransformation:
-  """Makes Adafactor's scaling, as transformers has it: without first moment.
+  """Makes Adafactor's scaling, without first moment (arXiv 1804.04235).
 
-  It takes less than a hundredth of a byte a parameter, where matrices are wide
-  (Shazeer and Stern 2018, arXiv 1804.04235).
+  The state has less than a hundredth of a byte a parameter in wide matrices.
   """
   del b1, moments_dtype, seed
   return scale_by_factored_rms(b2, stacks=("layers",))

@@ -19,8 +19,8 @@ class FactoredState(NamedTuple):
   Attributes:
     count: updates so far.
     v: means of squared gradients: for a factored matrix [..., in, out] a dict
-      of `row` [..., in] and `col` [..., out], which are means along the other
-      axis too; for anything else an array of its own shape.
+      of `row` [..., in] and `col` [..., out], means along the other axis; for
+      anything else an array of its own shape.
   """
 
   count: Int[Array, ""]
@@ -32,27 +32,17 @@ def scale_by_factored_rms(
 ) -> optax.GradientTransformation:
   """Divides gradients by their factored root mean square (Adafactor).
 
-  Algorithm 4 of Shazeer and Stern 2018, arXiv 1804.04235, without the two parts
-  that make its learning rate a relative one: updates are not scaled by their
-  parameters, and the learning rate has a schedule of its own. There is no first
-  moment. The second moment's decay is 1 - t**-0.8 at update t (section 7.2),
-  but at most `b2` (Zhai et al. 2021, arXiv 2106.04560). A matrix's
-  update is divided by its root mean square where that is more than 1 (section
-  6), which stands in for a warm-up.
+  Algorithm 4 of Shazeer and Stern 2018, arXiv 1804.04235, without scaling by
+  the parameters. The second moment's decay is 1 - t**-0.8 at update t, but at
+  most `b2` (Zhai et al. 2021, arXiv 2106.04560). A matrix's update is divided
+  by its root mean square where that is more than 1, which stands in for a
+  warm-up.
 
-  Unlike `optax.scale_by_factored_rms`, which reduces the two largest axes of an
-  array, a matrix here is always the last two axes: layers and experts that are
+  Unlike in optax's, a matrix is always the last two axes: layers and experts
   stacked before them are matrices of their own, and a row is one whatever its
-  length, so that it can be cut over a mesh like its matrix.
-
-  Args:
-    b2: bound of the second moment's decay, in [0, 1).
-    stacks: names in the parameters' tree below which the first axis of all
-      arrays counts layers, so that [layers, width] is a vector of each.
-
-  Returns:
-    A transformation with a `FactoredState`. Matrices narrower than `SMALLEST`
-    along one of the two axes are not factored.
+  length, so that it can be split over a mesh like its matrix. Below the names
+  `stacks` in the parameters' tree the first axis of all arrays counts layers,
+  so that [layers, width] is a vector of each.
   """
 
   def rank(path, x):

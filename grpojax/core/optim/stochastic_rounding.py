@@ -1,12 +1,10 @@
 """Adam whose moments are stored in bfloat16, rounded at random.
 
-bfloat16 has 8 significant bits: rounded to the nearest, moments stall. With
-b2 = 0.999 the second moment moves by a thousandth of what is missing, less than
-half the distance between two numbers, and stops far from its limit. Rounded up
-or down at random, with probabilities that make the mean right, the moment in
-bfloat16 follows the one in float32 on average (Gupta et al. 2015, arXiv
-1502.02551, section 3.1; for training in bfloat16, Zamirai et al. 2020, arXiv
-2010.06192).
+bfloat16 has 8 significant bits: rounded to the nearest, a second moment with b2
+= 0.999 moves by less than half the distance of two numbers, and stalls. Rounded
+up or down at random, with probabilities that make the mean right, it follows
+the one in float32 on average (Gupta et al. 2015, arXiv 1502.02551, section 3.1;
+Zamirai et al. 2020, arXiv 2010.06192).
 """
 
 import jax
@@ -29,11 +27,8 @@ def stochastic_round(
     bits                     |1111111100110000
     sum    0 01111111 0000001|0000000000000001   rounded up
 
-  Args:
-    x: numbers, taken as float32. What bfloat16 represents stays as it is; what
-      lies beyond its largest number becomes that, not an infinity; nan stays
-      nan.
-    bits: random and uniform, one number an element.
+  What bfloat16 represents stays as it is; what lies beyond its largest number
+  becomes that, not an infinity; nan stays nan.
   """
   x = x.astype(jnp.float32)
   word = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -51,16 +46,8 @@ def scale_by_adam(
 
   An update computes in float32, bias correction included, and uses the moments
   as they are before they are rounded. The random bits are a function of the
-  key, the count of updates and the element alone: a resumed run draws the same,
-  and so does any mesh.
-
-  Args:
-    b1: decay of the first moment.
-    b2: decay of the second.
-    key: key of the random bits.
-
-  Returns:
-    A transformation whose state is optax's `ScaleByAdamState`.
+  key, the count of updates and the element alone, on any mesh. The state is
+  optax's `ScaleByAdamState`.
   """
   inner = optax.scale_by_adam(b1, b2)
 
