@@ -1,7 +1,7 @@
 """Compiles a small model's rollout and update for eight devices.
 
-mesh_programs.py PLATFORM LAYERS [PROGRAM...], where PLATFORM is cpu or a
-topology of libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
+mesh_programs.py PLATFORM LAYERS [PROGRAM...], where PLATFORM is a topology of
+libtpu, and a program is one of `PROGRAMS`. Prints JSON: {program:
 {"text": HLO, "layers": LAYERS, "arguments": bytes on a device}}.
 """
 
@@ -113,16 +113,12 @@ def lowered(name, devices, layers):
 
 
 def main(platform, layers, *names):
-  if platform == "cpu":
-    devices = jax.devices()
-  else:
-    topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=platform
-    )
-    devices = topology.devices
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=platform
+  )
   found = {}
   for name in names or PROGRAMS:
-    compiled = lowered(name, list(devices), int(layers)).compile()
+    compiled = lowered(name, list(topology.devices), int(layers)).compile()
     memory = compiled.memory_analysis()
     found[name] = {
       "text": compiled.as_text(),
