@@ -191,18 +191,9 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Returns the log-probability (nats) of each completion token, the entropy.
 
-  Args:
-    lm: The model.
-    params: Its parameters.
-    prompt_ids: Right-padded prompts.
-    prompt_mask: True on real prompt tokens.
-    ids: Completion tokens; what stands on padding is computed too, mask it.
-    **options: `sampling`, the distribution that tokens are drawn from,
-      `chunk_size`, tokens whose logits are held at once, and others of
-      `logprobs_and_load`.
-
-  Returns:
-    `(logprobs, entropy)` in float32.
+  Both are float32; what stands on padding is computed too, mask it. Options are
+  `sampling`, the distribution that tokens are drawn from, `chunk_size`, tokens
+  whose logits are held at once, and others of `logprobs_and_load`.
   """
   logprobs, entropy, _ = logprobs_and_load(
     lm, params, prompt_ids, prompt_mask, ids, **options
@@ -237,7 +228,7 @@ def logprobs_and_load(
     params: Its parameters.
     prompt_ids: Right-padded prompts.
     prompt_mask: True on real prompt tokens.
-    ids: Completion tokens. n is B but with `flat`.
+    ids: Completion tokens; n is B without `flat`.
     load_weights: Weights of all tokens, see `LM.forward_with_load`, which the
       model must have.
     sampling: Distribution that the tokens are drawn from.

@@ -1,6 +1,6 @@
 """Compiles sampling and scoring for a vocabulary that is cut over devices.
 
-test_sharded_sampling.py runs it in a process of its own, for the number of
+test_on_devices.py runs it in a process of its own, for the number of
 devices is set before jax starts: on `cpu`, eight virtual devices whose results
 are compared with those of one; on `tpu`, a v5e slice that only libtpu sees.
 """

@@ -163,27 +163,13 @@ def test_extreme_ratios_are_of_tokens(moved, tabular):
   assert metrics["ratio_min"] == metrics["ratio_max"] == 1
 
 
-def test_gradient_clipping_keeps_the_direction(one_update, tabular):
-  lm, table, batch, *_ = one_update
-  tx = optax.sgd(1.0)
-  grads = plain_gradient(table, batch, 0.0, tabular)[1]
-  norm = np.linalg.norm(grads)
-  for bound in (norm / 3, norm * 3):
-    options = UpdateOptions(max_grad_norm=float(bound))
-    update = make_update(lm, tx, options=options)
-    state, metrics = jax.jit(update)(init_state(table, tx, KEY), batch)
-    shrink = min(1, bound / norm)
-    np.testing.assert_allclose(state.params, table - shrink * grads, atol=1e-6)
-    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    np.testing.assert_allclose(metrics["update_norm"], shrink * norm, rtol=1e-5)
-
-
 def equal_bits(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("max_grad_norm", [math.inf, 0.1])
+@pytest.mark.parametrize(
+  "bad, max_grad_norm", [(jnp.nan, math.inf), (jnp.inf, 0.1)]
+)
 def test_a_gradient_that_is_not_finite_changes_nothing(
   tabular, bad, max_grad_norm
 ):

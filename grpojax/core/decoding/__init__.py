@@ -37,12 +37,11 @@ class Decoding:
   """Shape of the decoding loop, which changes no sample.
 
   A stage has 16 tokens at least, and attention reads the stages that have
-  begun. Compaction, at the start of each stage but the first, takes the samples
-  that are not done in a batch of a half, a quarter or an eighth of the group
-  (where no group has more of them); where a group is one sample, of a quarter
-  of the prompts. It is done in long stages only (`LEAST_TOKENS`). In a slot
-  the next sample begins where one is done; with fewer slots than samples there
-  are no stages.
+  begun. Compaction, at the start of each long stage but the first, takes the
+  samples that are not done in a batch of a half, a quarter or an eighth of the
+  group (where no group has more of them); where a group is one sample, of a
+  quarter of the prompts. In a slot the next sample begins where one is done;
+  with fewer slots than samples there are no stages.
   """
 
   stages: int = option(
@@ -127,12 +126,8 @@ class Compaction(NamedTuple):
   def sizes(self, stage: int, tokens: int) -> list[int]:
     """Returns the sizes of parts that are compiled for a stage, descending.
 
-    A program of one sample a prompt is an evaluation's, and runs seldom: it has
-    one more size at most.
-
-    Args:
-      stage: Number of the stage; the first, 0, has all rows.
-      tokens: Number of tokens that it has at most.
+    The first stage, 0, has all rows. A program of one sample a prompt is an
+    evaluation's, and runs seldom: it has one more size at most.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]
@@ -170,12 +165,7 @@ class Compaction(NamedTuple):
 
 
 def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
-  """Returns how samples are put together, or None where nothing can be.
-
-  Args:
-    shape: B and G.
-    prompts: True where prompts can be left out.
-  """
+  """Returns how B and G samples are put together, or None where none can be."""
   b, g = shape
   parts, of_groups = sample_cuts(b, g)
   if g > 1:  # no sample may change its device
@@ -292,13 +282,9 @@ def _compacted(
 
 
 def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
-  """Decodes all samples side by side, see `Decoding`.
+  """Decodes samples without a token side by side, see `Decoding`.
 
-  Args:
-    setup: Setup of the loop.
-    samples: Samples without a token.
-    decoding: Its stages and whether they are compacted. A model without
-      `grow_cache` and `map_cache_rows` has one stage.
+  A model without `grow_cache` and `map_cache_rows` has one stage.
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
   if setup.in_prompt is not None:

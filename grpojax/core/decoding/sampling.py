@@ -22,9 +22,7 @@ class Sampling:
 
   `repetition_penalty` comes before all others (`core.decoding.repetition`),
   then `temperature` divides the logits (0 is greedy decoding), then tokens are
-  cut:
-  `top_p` after Holtzman et al., arXiv 1904.09751, `min_p` after arXiv
-  2407.01082.
+  cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082.
   """
 
   temperature: float = option(
@@ -100,7 +98,8 @@ def transform_logits(
 ) -> Float[Array, "*n V"]:
   """Returns the logits of the distribution that is sampled from.
 
-  Ties at a cut are all kept, so the result does not depend on their order.
+  They are float32; what was cut away is -1e30. Ties at a cut are all kept, so
+  the result does not depend on their order.
 
   Args:
     logits: Logits of the model.
@@ -109,9 +108,6 @@ def transform_logits(
       the sampled ids: a small change of the policy could otherwise move one of
       them across a cut and make its log-probability -inf.
     seen: Tokens that have been there; read with a repetition penalty alone.
-
-  Returns:
-    float32 logits; what was cut away is -1e30.
 
   Raises:
     ValueError: A repetition penalty without `seen`.
@@ -146,14 +142,6 @@ def _penalised(logits, sampling, seen):
       "tokens that have been there"
     )
   return repetition.penalised(logits, seen, sampling.repetition_penalty)
-
-
-def token_logprob(
-  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
-) -> Float[Array, "*n"]:
-  """Returns the log-probability of `ids` under softmax(logits)."""
-  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _blocks(vocab_size: int) -> int:
