@@ -140,7 +140,6 @@ def main():
     )
     moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
-    print("equal:", cuts)
   for sizes in (dict(data=4, tensor=2), dict(data=8)):
     mesh_ = mesh.make_mesh(**sizes)
     with jax.set_mesh(mesh_):
