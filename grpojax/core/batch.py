@@ -80,14 +80,7 @@ def make_batch(
       "old_logprobs = 'trainer' computes the log-probabilities of the policy "
       "that sampled: give policy_params"
     )
-  logprobs = functools.partial(
-    _rollout_logprobs,
-    lm,
-    rollout,
-    micro_batches=options.minibatches * options.micro_batches,
-    chunk_size=options.chunk_size,
-    packing=packing,
-  )
+  logprobs = functools.partial(_rollout_logprobs, lm, rollout, packing, options)
   old_logprobs, ref_logprobs = rollout.logprobs, None
   if recomputes:
     old_logprobs = logprobs(policy_params, sampling)
@@ -144,12 +137,10 @@ def _advantages(
 def _rollout_logprobs(
   lm: LM,
   rollout: Rollout,
+  packing: Packing | None,
+  options: UpdateOptions,
   params: Params,
   sampling: Sampling,
-  *,
-  micro_batches: int,
-  chunk_size: int,
-  packing: Packing | None,
 ) -> Float[Array, "B G T"]:
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
@@ -166,13 +157,14 @@ def _rollout_logprobs(
       ids,
       rows,
       sampling=sampling,
-      chunk_size=chunk_size,
+      chunk_size=options.chunk_size,
     ).logprobs
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask
+  count = options.minibatches * options.micro_batches
   prompts, ids, _, rows = packing_lib.split(
-    prompts, rollout.completion_ids, packing, micro_batches
+    prompts, rollout.completion_ids, packing, count
   )
   logprobs = jax.lax.map(of_micro_batch, (prompts, (ids, rows)))
   return packing_lib.join(logprobs, packing, rollout.finished.shape)

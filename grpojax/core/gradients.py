@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from grpojax.core import packing as packing_lib
 from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
 from grpojax.core.mesh import constrain, map_rows
@@ -24,7 +25,7 @@ from grpojax.core.objective import (
   entropy_bonus,
   loss_fn,
 )
-from grpojax.core.packing import packed_logprobs
+from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
 Metrics = dict[str, Array]
@@ -50,6 +51,24 @@ class LossTerms:
     self.router_aux_coef = objective.router_aux_coef
     self.sampling = sampling  # distribution of the rollout
     self.chunk_size = chunk_size
+
+  def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
+    """Log-probabilities, entropies and, for its loss, the experts' load."""
+    weights = None
+    if self.router_aux_coef:
+      weights = load_balancing.load_weights(batch)
+    return completion_logprobs(
+      self.lm,
+      params,
+      batch.prompt_ids,
+      batch.prompt_mask,
+      batch.completion_ids,
+      batch.packing,
+      sampling=self.sampling,
+      chunk_size=self.chunk_size,
+      entropy_gradient=self.bonus is not None,
+      load_weights=weights,
+    )
 
 
 class MinibatchTotals(NamedTuple):
@@ -124,23 +143,6 @@ def split_minibatch(
   return Batch(**prompts, **samples, packing=rows), weights
 
 
-def _logprobs(terms: LossTerms, params: Params, batch: Batch):
-  """Log-probabilities, entropies and, for its loss, the experts' load."""
-  balanced = bool(terms.router_aux_coef)
-  return packed_logprobs.completion_logprobs(
-    terms.lm,
-    params,
-    batch.prompt_ids,
-    batch.prompt_mask,
-    batch.completion_ids,
-    batch.packing,
-    sampling=terms.sampling,
-    chunk_size=terms.chunk_size,
-    entropy_gradient=terms.bonus is not None,
-    load_weights=load_balancing.load_weights(batch) if balanced else None,
-  )
-
-
 def micro_batch_loss(
   params: Params,
   terms: LossTerms,
@@ -156,7 +158,7 @@ def micro_batch_loss(
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
-  logprobs, entropy, *load = _logprobs(terms, params, batch)
+  logprobs, entropy, load = terms.logprobs(params, batch)
   mask, token_mask = batch.completion_mask, totals.token_mask
   optional = {}
   if terms.selects_tokens:
@@ -184,7 +186,7 @@ def micro_batch_loss(
     )
     loss -= entropy_coefficient * mean_entropy
   if terms.router_aux_coef:
-    balance = load_balancing.load_balancing_loss(*load, totals.expert_load)
+    balance = load_balancing.load_balancing_loss(load, totals.expert_load)
     loss += terms.router_aux_coef * balance
   return loss, MicroBatchValues(
     of_tokens=aux | correction_aux | {"entropy": entropy},
@@ -209,7 +211,7 @@ def minibatch_totals(
     return MinibatchTotals(token_count=jnp.sum(mask))
 
   def of_micro_batch(part):
-    _, entropy, *load = _logprobs(terms, params, map_rows(constrain, part))
+    _, entropy, load = terms.logprobs(params, map_rows(constrain, part))
     # An output that is not asked for is not computed.
     return entropy if terms.selects_tokens else None, load
 
@@ -224,7 +226,7 @@ def minibatch_totals(
   return MinibatchTotals(
     token_mask=token_mask,
     token_count=jnp.sum(counted),
-    expert_load=load[0] if load else None,
+    expert_load=load,
   )
 
 

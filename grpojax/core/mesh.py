@@ -125,19 +125,12 @@ def divide(
   allowed: Sequence[Sequence[str]],
   sizes: Mapping[str, int],
 ) -> list[tuple[str, ...]]:
-  """Divides the axes of an array among those of a mesh.
+  """Divides the axes of an array among those of a mesh, with these sizes.
 
-  Each axis of the mesh cuts the first axis of the array that it may cut and
-  whose size it divides. With data=2 and fsdp=4, a batch of 2 prompts of 8
-  samples is cut into data=2 along B and fsdp=4 along G.
-
-  Args:
-    shape: Shape of the array.
-    allowed: Axes of the mesh that may cut each of its first axes.
-    sizes: Sizes of the mesh's axes.
-
-  Returns:
-    The axes that cut each of these. One of size 1 stands by itself only.
+  Each axis of the mesh cuts the first axis of the array that it may cut
+  (`allowed`) and whose size it divides. With data=2 and fsdp=4, a batch of 2
+  prompts of 8 samples is cut into data=2 along B and fsdp=4 along G. Returns
+  the axes that cut each of these; one of size 1 stands by itself only.
   """
   free, axes_of_each = dict(sizes), []
   for size, axes in zip(shape, allowed, strict=False):
@@ -208,10 +201,7 @@ def put(x, sharding: NamedSharding) -> Array:
 
 
 def fetch(tree: PyTree) -> PyTree:
-  """Returns all arrays whole, as NumPy arrays, in every process.
-
-  With several processes, all of them must call this.
-  """
+  """Returns all arrays whole, as NumPy arrays; every process must call it."""
 
   def whole(x):
     local = not isinstance(x, jax.Array) or x.is_fully_replicated

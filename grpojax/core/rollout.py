@@ -59,7 +59,7 @@ def rollout(
   the batch. Decoding stops as soon as every sample is done.
 
   Args:
-    lm: The model.
+    lm: Model.
     params: Its parameters.
     prompts: B prompts; a row without any real token is padding of the batch and
       gets empty completions.
@@ -72,7 +72,7 @@ def rollout(
     budgets: Tokens that each sample may spend, at most T; None means T for all.
     first_prompt: Number of the first of these prompts among those that share
       the key: parts of a batch give the samples of the whole.
-    decoding: Options of the loop over tokens, which change no sample.
+    decoding: Shape of the decoding loop, which changes no sample.
 
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no

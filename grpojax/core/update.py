@@ -112,15 +112,8 @@ def make_update(
   stay whole in a minibatch. Each epoch but the first draws its minibatches
   anew, from the state's key and step (`draw_orders`). Tokens of highest entropy
   and the balance of experts are those of a whole minibatch, on all devices:
-  more than one micro-batch takes one more forward pass for them.
-
-  Args:
-    lm: Model; `router_aux_coef` needs its `LM.forward_with_load`.
-    tx: Optimizer.
-    objective: Objective; an adaptive entropy bonus has its control in the
-      state.
-    options: Division into minibatches and micro-batches, and clipping.
-    sampling: Distribution that the rollout was sampled from.
+  more than one micro-batch takes one more forward pass for them. The rollout is
+  one of `sampling`; an adaptive entropy bonus has its control in the state.
 
   Returns:
     A pure `update(state, batch) -> (state, metrics)`. Metrics are means over

@@ -1,7 +1,6 @@
 """Packed rows: where tokens lie, and that nothing else depends on it."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -389,8 +388,8 @@ def test_longer_prompts_than_the_layout_knows_are_seen(tiny):
     assert np.isnan(found)[real].all() != fit
 
 
-def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
-  """The parameters after a step, its metrics and its batch."""
+def make_step(lm, samples, rewards, **cuts):
+  """`(params, layout)` -> parameters after a step, metrics and batch."""
   tx, options = optax.sgd(0.1), UpdateOptions(chunk_size=5, **cuts)
   objective = Objective(
     ratio="sequence_ratio",
@@ -408,7 +407,7 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
       rewards,
       dataclasses.replace(objective, kl_placement="reward"),
       options=options,
-      ref_params=ref_params,
+      ref_params=jax.tree.map(lambda x: 0.9 * x, params),
       policy_params=params,
       packing=layout,
     )
@@ -419,7 +418,7 @@ def run_step(lm, params, layout, samples, rewards, ref_params, **cuts):
     )
     return state.params, metrics, batch
 
-  return step(params, layout)
+  return step
 
 
 @pytest.mark.parametrize(
@@ -445,18 +444,15 @@ def test_a_packed_step_is_an_unpacked_one(
   params = lm.init(KEY)
   if micro_batches % 3 == 0:  # with attention, which takes a while to compile
     lm, params = tiny.lm, tiny.params
-  step = functools.partial(
-    run_step,
+  step = make_step(
     lm,
-    params,
-    samples=samples,
-    rewards=jnp.asarray(rewards),
-    ref_params=jax.tree.map(lambda x: 0.9 * x, params),
+    samples,
+    jnp.asarray(rewards),
     epochs=2,
     minibatches=minibatches,
     micro_batches=micro_batches,
   )
-  found, expected = step(layout=layout), step(layout=None)
+  found, expected = step(params, layout), step(params, None)
   moved = jax.tree.map(jnp.subtract, (found[0], expected[0]), (params, params))
   assert_near(*moved, 1e-4)
   assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(moved)) > 1e-3

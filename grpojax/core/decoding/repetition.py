@@ -73,11 +73,8 @@ def seen_before(
 ) -> Bool[Array, "B R C V"]:
   """Returns the tokens that have been there before each position.
 
-  Args:
-    first: First places, from `first_places`.
-    positions: Positions of tokens in their completions.
-    segments: Completion of each token, 0 to G - 1; on padding anything. None
-      where row r is completion r.
+  Segments are the completions, 0 to G - 1, of the positions; on padding
+  anything. None where row r is completion r.
   """
   if segments is None:
     of_rows = first[:, :, None]

@@ -161,9 +161,8 @@ def _first_above(
 ) -> Int[Array, "*n"]:
   """Returns the index that a uniform number selects, by the inverse CDF.
 
-  Args:
-    weights: Weights that are not negative, and not all 0.
-    uniform: Multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
+  Weights are not negative, and not all 0; `jax.random.uniform` draws multiples
+  of 2^-23 in [0, 1).
   """
   # The middle of the step that the number stands for: 0 itself would select
   # the first weight however small it is, once in 2^23 draws.
@@ -187,17 +186,8 @@ def sample(
   It inverts the distribution's CDF in two levels, a block of the vocabulary and
   a token in it: that takes two random numbers a row, in the place of one for
   each token (Gumbel noise), and one pass over the vocabulary for the token and
-  its log-probability.
-
-  Args:
-    keys: One random key a row, so that rows draw independently.
-    logits: Logits of the model.
-    sampling: Settings, static.
-    seen: Tokens that have been there, as in `transform_logits`.
-
-  Returns:
-    The tokens, and their log-probabilities under the transformed distribution
-    (0 for greedy decoding, whose distribution is a point mass).
+  its log-probability, which is that of `transform_logits` (0 for greedy
+  decoding, whose distribution is a point mass).
   """
   if sampling.temperature == 0:
     logits = _penalised(logits.astype(jnp.float32), sampling, seen)

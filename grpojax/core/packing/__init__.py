@@ -134,18 +134,11 @@ def split(
   packing: Packing | None,
   count: int = 1,
 ) -> tuple[PyTree, PyTree, Bool[Array, "n U G"] | None, Rows | None]:
-  """Splits a batch into micro-batches, the first axis of all that is returned.
+  """Splits a batch into `count` micro-batches, the first axis of the results.
 
-  Args:
-    prompts: Arrays of prompts.
-    samples: Arrays of samples.
-    packing: Packing of the batch, or None.
-    count: Number of micro-batches; packed, there may be fewer.
-
-  Returns:
-    The arrays of prompts and of samples. Packed, they are of the U copies of
-    prompts in each micro-batch, with a mask of the samples that are in its rows
-    (others of these prompts are elsewhere) and the rows; else both are None.
+  Packed, there may be fewer. Their arrays are of the U copies of prompts in
+  each, with a mask of the samples that are in its rows (others of these prompts
+  are elsewhere) and the rows; else mask and rows are None.
 
   Raises:
     ValueError: The batch cannot be divided so (see `micro_batches.cuts`), or

@@ -146,10 +146,7 @@ def size(tokens: int, padded: int) -> float:
   of tokens alone. Of what is held for the backward pass, the rows are a third
   in most models, and two thirds where heads are wider than hidden states (as in
   Qwen3-0.6B): that is counted. An LM without `forward` holds all of it in rows.
-
-  Args:
-    tokens: Number of tokens that there is room for.
-    padded: Number of tokens of its rows and its prompts, padding included.
+  It has room for so many tokens, in rows and prompts of so many, padded.
   """
   return (tokens + 2 * padded) / 3
 
@@ -172,14 +169,9 @@ def _cheapest(
 ) -> tuple[_Shape, _Spread] | None:
   """Finds the cheapest width, each in as few micro-batches as are allowed.
 
-  Args:
-    batch: Lengths.
-    ways: Splits of a bundle and bundles of a micro-batch on a device, the
-      fewest micro-batches first.
-    largest: Size that a micro-batch may have on a device.
-
-  Returns:
-    None where no width costs less than the batch as it is.
+  `ways` are splits of a bundle and bundles of a micro-batch on a device, the
+  fewest micro-batches first, and `largest` is the size that it may have there.
+  None where no width costs less than the batch as it is.
   """
   (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
   lowest = _cost(batch, b * (p + g * t), rows=b * g, width=t, prompts=b)

@@ -58,12 +58,6 @@ def draw_orders(
 
       block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
       0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
-
-  Args:
-    key: Key of this step.
-    rows: Number of rows, a multiple of parts.
-    parts: Number of minibatches an epoch.
-    epochs: Number of epochs, at least 1.
   """
   blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
 
