@@ -34,7 +34,7 @@ def random_key(key: Any) -> Key[Array, ""]:
 
 
 def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:
-  """Array of the ids that end a completion, of one integer or several.
+  """Returns the ids that end a completion, of one integer or several.
 
   Raises:
     ValueError: there are none, or something else.
@@ -50,15 +50,11 @@ def end_ids(eos_ids: Any) -> Int[np.ndarray, "E"]:
 def read_rewards(
   rewards: Any, shape: tuple[int, ...], source: str
 ) -> Shaped[Array, "B G"]:
-  """Rewards as an array [B, G].
-
-  Args:
-    rewards: an array, or lists of numbers.
-    shape: (B, G) of the completions.
-    source: name of the function that they are for, for the message.
+  """Returns rewards, an array or lists of numbers, as an array of `shape`.
 
   Raises:
-    ValueError: they are not numbers, or not one a completion.
+    ValueError: they are not numbers, or not one a completion; the message names
+      their source.
   """
   rewards = as_array(rewards, source)
   if rewards.shape != shape:
@@ -73,12 +69,6 @@ def check_prompts(
   lm: LM, params: Params, prompt_ids: Array, prompt_mask: Array
 ) -> None:
   """Refuses prompts that a model would silently misread.
-
-  Args:
-    lm: the model, to know its vocabulary.
-    params: its parameters.
-    prompt_ids: token ids, which should be [B, P], right-padded.
-    prompt_mask: True on real tokens, as it should be.
 
   Raises:
     ValueError: shapes or dtypes that do not fit; outside of jit also padding
@@ -96,8 +86,10 @@ def check_prompts(
       f"prompt_mask is boolean, True on real tokens, not {prompt_mask.dtype}: "
       "give prompt_mask.astype(bool)"
     )
-  if not (_visible(prompt_ids) and _visible(prompt_mask)):
-    return
+  for x in (prompt_ids, prompt_mask):
+    traced = isinstance(x, jax.core.Tracer)
+    if traced or not getattr(x, "is_fully_addressable", True):
+      return  # this process cannot see the values
   mask = np.asarray(prompt_mask)
   if not mask.any():
     raise ValueError(
@@ -123,28 +115,17 @@ def check_prompts(
     )
 
 
-def _visible(x: Any) -> bool:
-  """True if this process can see the values of an array."""
-  traced = isinstance(x, jax.core.Tracer)
-  return not traced and getattr(x, "is_fully_addressable", True)
-
-
 def prompts_from_left_padded(
   ids: Shaped[Array, "B P"] | np.ndarray,
   mask: Shaped[Array, "B P"] | np.ndarray,
   targets: Any = None,
 ) -> Prompts:
-  """Prompts of ids that are padded on the left, as tokenizers often do it.
+  """Makes prompts of ids that are padded on the left, as tokenizers do it.
 
-  Tokens stay in their order, and the padding goes to the right:
+  The mask is True or 1 on real tokens, which stay in their order:
 
     ids  [[9 9 1 2]   mask [[0 0 1 1]   ->  [[1 2 9 9]   [[1 1 0 0]
           [3 4 5 6]]        [1 1 1 1]]       [3 4 5 6]]   [1 1 1 1]]
-
-  Args:
-    ids: token ids.
-    mask: True or 1 on real tokens (an attention mask).
-    targets: the `targets` of `Prompts`.
   """
   ids, mask = jnp.asarray(ids), jnp.asarray(mask).astype(bool)
   order = jnp.argsort(~mask, axis=-1, stable=True)

@@ -22,7 +22,6 @@ from grpojax.core.losses.truncation import TRUNCATED
 from grpojax.core.mesh import constrain
 from grpojax.core.objective import Objective, advantage_fn
 from grpojax.core.packing import Packing, packed_logprobs
-from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.core.types import LM, Batch, Params, Rollout
 from grpojax.core.update import UpdateOptions
 
@@ -53,27 +52,21 @@ def make_batch(
     objective: Objective of the update. An advantage function of your own gets
       what it has parameters for: `lengths` [B, G] of the completions in tokens,
       `logit_score_sq` of the rollout, `score_norms`.
-    options: Options of the update. Where it is a single one, the policy that is
-      trained is exactly the one that sampled, and no old log-probabilities are
-      kept. Log-probabilities are computed in as many micro-batches as the
-      update has in a pass, or fewer where rows are packed.
+    options: Options of the update. A single one is on-policy: no old
+      log-probabilities are kept. Log-probabilities are computed in as many
+      micro-batches as the update has in a pass, or fewer where packed.
     sampling: Distribution that the rollout was sampled from.
     policy_params: Policy that sampled, for objective.old_logprobs = "trainer"
-      with several updates: the first update's ratios are 1 then, whatever the
-      sampler rounded, for one more forward pass.
+      with several updates: one more forward pass, and the first ratios are 1.
     ref_params: Reference policy, or None for no reference pass. Its
       log-probabilities are at the temperature of `sampling` (and with its
       repetition penalty) without its cuts, see `core.losses.kl`.
-    packing: Packed rows of the completions (`packing_layout.plan`), in which
-      log-probabilities are computed, here and in the update; None for rows as
-      they are.
+    packing: Packed rows of the completions (`packing.layout.plan`), here and in
+      the update; None for rows as they are.
     score_norms: Lengths of scores from earlier steps
       (`TrainState.score_norms`).
-    prompt_weights: Weights of the prompts in the loss (`Prompts.weights`): the
-      KL term of a prompt counts as much as its rewards do.
-
-  Returns:
-    A `Batch` for the update.
+    prompt_weights: Weights of the prompts in the loss, KL term included
+      (`Prompts.weights`).
 
   Raises:
     ValueError: A penalty without a reference, old log-probabilities without the
@@ -87,14 +80,7 @@ def make_batch(
       "old_logprobs = 'trainer' computes the log-probabilities of the policy "
       "that sampled: give policy_params"
     )
-  logprobs = functools.partial(
-    _rollout_logprobs,
-    lm,
-    rollout,
-    micro_batches=options.minibatches * options.micro_batches,
-    chunk_size=options.chunk_size,
-    packing=packing,
-  )
+  logprobs = functools.partial(_rollout_logprobs, lm, rollout, packing, options)
   old_logprobs, ref_logprobs = rollout.logprobs, None
   if recomputes:
     old_logprobs = logprobs(policy_params, sampling)
@@ -151,41 +137,34 @@ def _advantages(
 def _rollout_logprobs(
   lm: LM,
   rollout: Rollout,
+  packing: Packing | None,
+  options: UpdateOptions,
   params: Params,
   sampling: Sampling,
-  *,
-  micro_batches: int,
-  chunk_size: int,
-  packing: Packing | None,
 ) -> Float[Array, "B G T"]:
   """Log-probabilities of a rollout's tokens, micro-batch by micro-batch."""
 
   def of_micro_batch(part):
-    prompts, samples = part
-    ids, rows = jax.tree.map(lambda x: constrain(x, "batch", "group"), samples)
-    prompt_ids, prompt_mask = (constrain(x, "batch") for x in prompts)
+    (prompt_ids, prompt_mask), (ids, rows) = part
+    ids, rows = jax.tree.map(
+      lambda x: constrain(x, "batch", "group"), (ids, rows)
+    )
     return packed_logprobs.completion_logprobs(
       lm,
       params,
-      prompt_ids,
-      prompt_mask,
+      constrain(prompt_ids, "batch"),
+      constrain(prompt_mask, "batch"),
       ids,
       rows,
       sampling=sampling,
-      chunk_size=chunk_size,
-    )[0]
+      chunk_size=options.chunk_size,
+    ).logprobs
 
   check_prompts(lm, params, rollout.prompt_ids, rollout.prompt_mask)
   prompts = rollout.prompt_ids, rollout.prompt_mask
-  ids = rollout.completion_ids
-  if packing is not None:
-    prompt_length = rollout.prompt_ids.shape[-1]
-    packing_lib.check_parts(packing, ids.shape, prompt_length, micro_batches)
-    prompts, ids, _, rows = packing_lib.split(prompts, ids, packing)
-    logprobs = jax.lax.map(of_micro_batch, (prompts, (ids, rows)))
-    return packing_lib.join(logprobs, packing)
-  split = micro_batches_lib.cuts(*ids.shape[:2], micro_batches)
-  prompts = micro_batches_lib.split_prompts(prompts, split)
-  samples = micro_batches_lib.split_samples((ids, None), split)
-  logprobs = jax.lax.map(of_micro_batch, (prompts, samples))
-  return micro_batches_lib.join_samples(logprobs, split)
+  count = options.minibatches * options.micro_batches
+  prompts, ids, _, rows = packing_lib.split(
+    prompts, rollout.completion_ids, packing, count
+  )
+  logprobs = jax.lax.map(of_micro_batch, (prompts, (ids, rows)))
+  return packing_lib.join(logprobs, packing, rollout.finished.shape)

@@ -7,8 +7,6 @@ are computed over the whole minibatch before the scan, so that the number of
 micro-batches changes nothing but the memory that it takes.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +15,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from grpojax.core import packing as packing_lib
 from grpojax.core.decoding.sampling import Sampling
+from grpojax.core.logprobs import TokenLogprobs
 from grpojax.core.losses import entropy as entropy_lib
 from grpojax.core.losses import load_balancing, rollout_mismatch
-from grpojax.core.losses.entropy import EntropyBonus
-from grpojax.core.losses.rollout_correction import Correct
 from grpojax.core.mesh import constrain, map_rows
 from grpojax.core.objective import (
   Objective,
@@ -28,67 +25,50 @@ from grpojax.core.objective import (
   entropy_bonus,
   loss_fn,
 )
-from grpojax.core.packing import micro_batches as micro_batches_lib
-from grpojax.core.packing import packed_logprobs
+from grpojax.core.packing.packed_logprobs import completion_logprobs
 from grpojax.core.types import LM, OF_PROMPTS, Batch, Params
 
 Metrics = dict[str, Array]
 
 
-@dataclasses.dataclass(frozen=True)
 class LossTerms:
-  """Functions and coefficients of a loss, as an objective names them.
+  """Functions and coefficients of a loss, as an objective names them."""
 
-  Attributes:
-    lm: Model.
-    loss: `losses.grpo_loss` with its settings bound.
-    correction: Correction of the loss's terms, or None.
-    bonus: Entropy bonus, or None.
-    entropy_share: Share of the tokens, those of highest entropy, that the
-      surrogate is of.
-    router_aux_coef: Coefficient of the loss that balances experts.
-    sampling: Distribution that the rollout was sampled from.
-    chunk_size: Number of tokens whose logits are held at once.
-  """
+  def __init__(
+    self, lm: LM, objective: Objective, sampling: Sampling, chunk_size: int
+  ):
+    if objective.router_aux_coef and lm.forward_with_load is None:
+      raise ValueError(
+        f"router_aux_coef={objective.router_aux_coef} balances the experts of "
+        "a model, and this one has none (no LM.forward_with_load): use 0"
+      )
+    self.lm = lm
+    self.loss = loss_fn(objective)
+    self.correction = correction_fn(objective)  # or None
+    self.bonus = entropy_bonus(objective)  # or None
+    self.entropy_share = objective.top_entropy_quantile
+    self.selects_tokens = self.entropy_share < 1  # those of highest entropy
+    self.router_aux_coef = objective.router_aux_coef
+    self.sampling = sampling  # distribution of the rollout
+    self.chunk_size = chunk_size
 
-  lm: LM
-  loss: Callable[..., Any]
-  correction: Correct | None
-  bonus: EntropyBonus | None
-  entropy_share: float
-  router_aux_coef: float
-  sampling: Sampling
-  chunk_size: int
-
-  @property
-  def selects_tokens(self) -> bool:
-    """True where some tokens are left out for their low entropy."""
-    return self.entropy_share < 1
-
-
-def loss_terms(
-  lm: LM, objective: Objective, sampling: Sampling, chunk_size: int
-) -> LossTerms:
-  """Returns the terms of an objective's loss.
-
-  Raises:
-    ValueError: A loss that balances experts, and a model without any.
-  """
-  if objective.router_aux_coef and lm.forward_with_load is None:
-    raise ValueError(
-      f"router_aux_coef={objective.router_aux_coef} balances the experts of a "
-      "model, and this one has none (no LM.forward_with_load): use 0"
+  def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
+    """Log-probabilities, entropies and, for its loss, the experts' load."""
+    weights = None
+    if self.router_aux_coef:
+      weights = load_balancing.load_weights(batch)
+    return completion_logprobs(
+      self.lm,
+      params,
+      batch.prompt_ids,
+      batch.prompt_mask,
+      batch.completion_ids,
+      batch.packing,
+      sampling=self.sampling,
+      chunk_size=self.chunk_size,
+      entropy_gradient=self.bonus is not None,
+      load_weights=weights,
     )
-  return LossTerms(
-    lm=lm,
-    loss=loss_fn(objective),
-    correction=correction_fn(objective),
-    bonus=entropy_bonus(objective),
-    entropy_share=objective.top_entropy_quantile,
-    router_aux_coef=objective.router_aux_coef,
-    sampling=sampling,
-    chunk_size=chunk_size,
-  )
 
 
 class MinibatchTotals(NamedTuple):
@@ -129,8 +109,7 @@ class Gradient(NamedTuple):
     loss: The loss.
     grads: Gradient, float32 or better.
     metrics: Values to be logged, by the names of `update.OVER_UPDATES`.
-    mean_entropy: Micro-batches' shares of the mean entropy; None without a
-      bonus.
+    mean_entropy: Micro-batches' shares of it; None without a bonus.
   """
 
   loss: Float[Array, ""]
@@ -148,35 +127,20 @@ def in_float32(tree: PyTree) -> PyTree:
 
 def split_minibatch(
   batch: Batch, weights: Float[Array, "B G T"], count: int
-) -> tuple[Batch, Float[Array, "n b g T"]]:
-  """Splits a minibatch into `count` micro-batches, or fewer where packed."""
-  shape, prompt_length = batch.completion_ids.shape, batch.prompt_ids.shape[-1]
-  if batch.packing is not None:
-    packing_lib.check_parts(batch.packing, shape, prompt_length, count)
-    return packing_lib.split_batch(batch, weights)
-  split = micro_batches_lib.cuts(*batch.completion_ids.shape[:2], count)
-  prompts = {field: getattr(batch, field) for field in OF_PROMPTS}
-  samples = {f: x for f, x in vars(batch).items() if f not in OF_PROMPTS}
-  samples, weights = micro_batches_lib.split_samples((samples, weights), split)
-  prompts = micro_batches_lib.split_prompts(prompts, split)
-  return Batch(**samples, **prompts), weights
+) -> tuple[Batch, Float[Array, "n b _ T"]]:
+  """Splits a minibatch into `count` micro-batches, or fewer where packed.
 
-
-def _logprobs(terms: LossTerms, params: Params, batch: Batch):
-  """Log-probabilities, entropies and, for its loss, the experts' load."""
-  balanced = bool(terms.router_aux_coef)
-  return packed_logprobs.completion_logprobs(
-    terms.lm,
-    params,
-    batch.prompt_ids,
-    batch.prompt_mask,
-    batch.completion_ids,
-    batch.packing,
-    sampling=terms.sampling,
-    chunk_size=terms.chunk_size,
-    entropy_gradient=terms.bonus is not None,
-    load_weights=load_balancing.load_weights(batch) if balanced else None,
+  The `packing` of packed ones are their rows, and their mask is of the samples
+  in them.
+  """
+  samples = {f: x for f, x in vars(batch).items() if f != "packing"}
+  prompts = {f: samples.pop(f) for f in OF_PROMPTS}
+  prompts, (samples, weights), in_rows, rows = packing_lib.split(
+    prompts, (samples, weights), batch.packing, count
   )
+  if in_rows is not None:
+    samples["completion_mask"] &= in_rows[..., None]
+  return Batch(**prompts, **samples, packing=rows), weights
 
 
 def micro_batch_loss(
@@ -189,17 +153,12 @@ def micro_batch_loss(
 ) -> tuple[Float[Array, ""], MicroBatchValues]:
   """Returns the loss of a micro-batch, to be differentiated by `params`.
 
-  Args:
-    params: Parameters of the policy.
-    terms: Terms of the loss.
-    batch: The micro-batch.
-    weights: Weights of its tokens in the whole minibatch.
-    totals: Facts of the whole minibatch; the mask is the micro-batch's.
-    entropy_coefficient: Coefficient of the entropy bonus.
+  The weights are those of its tokens in the whole minibatch, as are the totals,
+  whose mask is the micro-batch's.
   """
   batch = map_rows(constrain, batch)
   weights = constrain(weights, "batch", "group")
-  logprobs, entropy, *load = _logprobs(terms, params, batch)
+  logprobs, entropy, load = terms.logprobs(params, batch)
   mask, token_mask = batch.completion_mask, totals.token_mask
   optional = {}
   if terms.selects_tokens:
@@ -227,7 +186,7 @@ def micro_batch_loss(
     )
     loss -= entropy_coefficient * mean_entropy
   if terms.router_aux_coef:
-    balance = load_balancing.load_balancing_loss(*load, totals.expert_load)
+    balance = load_balancing.load_balancing_loss(load, totals.expert_load)
     loss += terms.router_aux_coef * balance
   return loss, MicroBatchValues(
     of_tokens=aux | correction_aux | {"entropy": entropy},
@@ -240,14 +199,9 @@ def micro_batch_loss(
 def minibatch_totals(
   terms: LossTerms, params: Params, batch: Batch
 ) -> MinibatchTotals:
-  """Returns what no micro-batch knows of the minibatch that it is a part of.
+  """Returns what no micro-batch [n, ...] knows of the whole minibatch.
 
   Tokens of highest entropy and the experts' load take a forward pass.
-
-  Args:
-    terms: Terms of the loss.
-    params: Parameters of the policy.
-    batch: Micro-batches [n, ...].
   """
   mask = batch.completion_mask
   passes = terms.selects_tokens or terms.router_aux_coef
@@ -257,7 +211,7 @@ def minibatch_totals(
     return MinibatchTotals(token_count=jnp.sum(mask))
 
   def of_micro_batch(part):
-    _, entropy, *load = _logprobs(terms, params, map_rows(constrain, part))
+    _, entropy, load = terms.logprobs(params, map_rows(constrain, part))
     # An output that is not asked for is not computed.
     return entropy if terms.selects_tokens else None, load
 
@@ -272,7 +226,7 @@ def minibatch_totals(
   return MinibatchTotals(
     token_mask=token_mask,
     token_count=jnp.sum(counted),
-    expert_load=load[0] if load else None,
+    expert_load=load,
   )
 
 
@@ -304,13 +258,8 @@ def minibatch_gradient(
 ) -> Gradient:
   """Returns the loss of a minibatch and its gradient.
 
-  Args:
-    params: Parameters of the policy.
-    terms: Terms of the loss.
-    batch: The minibatch.
-    weights: Weights of its tokens, from one of `losses.WEIGHTINGS`.
-    micro_batches: Number of micro-batches, or the most of them where packed.
-    entropy_coefficient: Coefficient of the entropy bonus.
+  Tokens have weights of one of `losses.WEIGHTINGS`; packed, there are at most
+  so many micro-batches.
   """
   if batch.sample_weights is not None:
     weights = weights * batch.sample_weights[..., None]

@@ -13,11 +13,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 
 def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
-  """Rewards as an array.
-
-  Raises:
-    ValueError: they are no numbers, or lists of different lengths.
-  """
+  """Rewards as an array; ValueError if they are no numbers, or ragged lists."""
   try:
     if rewards is None:
       raise TypeError("they are None")
@@ -30,15 +26,11 @@ def as_array(rewards: Any, name: str) -> Shaped[Array, "..."]:
 
 
 def as_float(rewards: Any, name: str, least: int) -> Float[Array, "..."]:
-  """Rewards in float32 or better, nan wherever there is none.
-
-  Args:
-    rewards: [..., G], of any real dtype; lists of numbers will do.
-    name: name of the function that needs them, for the message.
-    least: smallest group size that it can work with.
+  """Rewards [..., G] in float32 or better, nan wherever there is none.
 
   Raises:
-    ValueError: if they are no numbers, there is no group axis, or G < least.
+    ValueError: if they are no numbers, there is no group axis, or G < least;
+      the message names the function that needs them.
   """
   rewards = as_array(rewards, name)
   if rewards.ndim < 1 or rewards.shape[-1] < least:

@@ -46,9 +46,9 @@ def completion_hidden(
   """Returns the hidden states that predict completion tokens, and the load.
 
   A token is predicted by the state of the token before it, the first one of a
-  completion (position 0) by the state of the last prompt token. The prompt is
-  computed once for its whole group. The states are [B, G, S, D] or, `flat`, of
-  flat tokens [C, 1, N, D]; the load is None without weights.
+  completion (position 0) by the state of the last prompt token, which is
+  computed once for its group. The states are [B, G, S, D] or, `flat`, of flat
+  tokens [C, 1, N, D]; the load is None without weights.
   """
   options, load = dict(positions=positions, segments=segments), None
   if flat is not None:
@@ -135,8 +135,7 @@ def _in_chunks(
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Returns log-probabilities and entropies, with logits of a chunk at a time.
 
-  `seen_by` are, with a repetition penalty, the first places of all tokens and
-  the positions and segments of these (`repetition.seen_before`).
+  `seen_by` are the arguments of `repetition.seen_before`, with a penalty.
   """
   # Only sums over the vocabulary are saved for the backward pass.
   saved = ("log_sum_exp", "entropy") if entropy_gradient else ("log_sum_exp",)
@@ -191,23 +190,13 @@ def token_logprobs(
 ) -> tuple[Float[Array, "B G S"], Float[Array, "B G S"]]:
   """Returns the log-probability (nats) of each completion token, the entropy.
 
-  Args:
-    lm: The model.
-    params: Its parameters.
-    prompt_ids: Right-padded prompts.
-    prompt_mask: True on real prompt tokens.
-    ids: Completion tokens; what stands on padding is computed too, mask it.
-    **options: `sampling`, the distribution that tokens are drawn from,
-      `chunk_size`, tokens whose logits are held at once, and others of
-      `logprobs_and_load`.
-
-  Returns:
-    `(logprobs, entropy)` in float32.
+  Both are float32; what stands on padding is computed too, mask it. Options are
+  `sampling`, the distribution that tokens are drawn from, `chunk_size`, tokens
+  whose logits are held at once, and others of `logprobs_and_load`.
   """
-  logprobs, entropy, _ = logprobs_and_load(
-    lm, params, prompt_ids, prompt_mask, ids, **options
-  )
-  return logprobs, entropy
+  return logprobs_and_load(lm, params, prompt_ids, prompt_mask, ids, **options)[
+    :2
+  ]
 
 
 def logprobs_and_load(
@@ -237,21 +226,18 @@ def logprobs_and_load(
     params: Its parameters.
     prompt_ids: Right-padded prompts.
     prompt_mask: True on real prompt tokens.
-    ids: Completion tokens. n is B but with `flat`.
-    load_weights: Weights of all tokens, see `LM.forward_with_load`, which the
-      model must have.
+    ids: Completion tokens; n is B without `flat`.
+    load_weights: Weights of all tokens, see `LM.forward_with_load`.
     sampling: Distribution that the tokens are drawn from.
     chunk_size: Tokens whose logits are held at once, on each of the devices
       that rows are cut over; at least one of each row.
     positions: Positions of the tokens, see `LM.extend`.
-    segments: Completions of the tokens where several share a row, see
-      `LM.extend`.
+    segments: Completions of the tokens where several share a row, likewise.
     entropy_gradient: True lets a gradient flow through the entropy too.
-    samples: Completions that `segments` counts, where the rows of `ids` are
-      packed of them; a repetition penalty reads them.
+    samples: Completions that `segments` counts; a repetition penalty reads
+      them.
     flat: Index of the real tokens of `ids` and of the prompts, see
-      `LM.forward`, which the model must have. `segments` count the samples of
-      all prompts on a device.
+      `LM.forward`; `segments` count the samples of all prompts on a device.
 
   Returns:
     Float32 arrays [B, G, S], or [C, 1, N] of flat tokens.

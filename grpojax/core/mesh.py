@@ -60,12 +60,8 @@ def make_mesh(
 ) -> Mesh:
   """Makes a mesh of all devices with the axes `AXES`.
 
-  Args:
-    data: Number of devices along `data`; -1 means all that the others leave.
-    fsdp: Number of devices along `fsdp`, likewise.
-    expert: Number of devices along `expert`, likewise.
-    tensor: Number of devices along `tensor`, likewise.
-    devices: Devices; default `jax.devices()`.
+  Each number is that of devices along an axis; -1, of one axis, means all that
+  the others leave.
 
   Raises:
     ValueError: the axes do not multiply to the number of devices.
@@ -96,17 +92,10 @@ def make_mesh(
 
 
 def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
-  """Returns the devices of a mesh as sampling uses them.
+  """Returns the devices of a mesh, in their order, as sampling uses them.
 
-  While sampling, each weight is held by `tensor` devices together; data and
-  fsdp cut rows only (see `LM.prepare`).
-
-  Args:
-    mesh: Mesh of training.
-    tensor: Number of devices that share a weight; 0 is as many as in training.
-
-  Returns:
-    A mesh of the same devices in the same order.
+  While sampling, each weight is held by `tensor` devices together, 0 for as
+  many as in training; data and fsdp cut rows only (see `LM.prepare`).
 
   Raises:
     ValueError: the devices cannot be cut so.
@@ -126,11 +115,7 @@ def sampling_mesh(mesh: Mesh, tensor: int) -> Mesh:
 
 
 def free_axes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-  """Returns the sizes of the axes along which this table cuts arrays.
-
-  Not those that a `jax.shard_map` has cut already (Manual), nor those of a user
-  whose arrays carry their shardings in their types (Explicit).
-  """
+  """Returns the sizes of the axes along which this table cuts arrays."""
   axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
   return {name: n for name, n, kind in axes if kind == AxisType.Auto and n > 1}
 
@@ -140,19 +125,12 @@ def divide(
   allowed: Sequence[Sequence[str]],
   sizes: Mapping[str, int],
 ) -> list[tuple[str, ...]]:
-  """Divides the axes of an array among those of a mesh.
+  """Divides the axes of an array among those of a mesh, with these sizes.
 
-  Each axis of the mesh cuts the first axis of the array that it may cut and
-  whose size it divides. With data=2 and fsdp=4, a batch of 2 prompts of 8
-  samples is cut into data=2 along B and fsdp=4 along G.
-
-  Args:
-    shape: Shape of the array.
-    allowed: Axes of the mesh that may cut each of its first axes.
-    sizes: Sizes of the mesh's axes.
-
-  Returns:
-    The axes that cut each of these. One of size 1 stands by itself only.
+  Each axis of the mesh cuts the first axis of the array that it may cut
+  (`allowed`) and whose size it divides. With data=2 and fsdp=4, a batch of 2
+  prompts of 8 samples is cut into data=2 along B and fsdp=4 along G. Returns
+  the axes that cut each of these; one of size 1 stands by itself only.
   """
   free, axes_of_each = dict(sizes), []
   for size, axes in zip(shape, allowed, strict=False):
@@ -171,10 +149,8 @@ def activation_spec(
 ) -> P:
   """Returns the `PartitionSpec` of an activation.
 
-  Args:
-    mesh: Mesh, which may lack axes of the table, or have others.
-    shape: Shape of the array.
-    names: Names of its first axes, from `ACTIVATIONS`; None is never cut.
+  The names are those of its first axes, from `ACTIVATIONS`; None is never cut.
+  The mesh may lack axes of the table, or have others.
   """
   allowed = [ACTIVATIONS[name] if name else () for name in names]
   return P(*(axes or None for axes in divide(shape, allowed, free_axes(mesh))))
@@ -190,9 +166,7 @@ def activation_sharding(
 def constrain(x: Array, *names: str | None) -> Array:
   """Lays an activation out over the mesh in context, if there is one.
 
-  Args:
-    x: Any array.
-    *names: Names of its first axes, from `ACTIVATIONS`; others are not cut.
+  The names are those of its first axes, from `ACTIVATIONS`; others are not cut.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not free_axes(mesh):
@@ -202,13 +176,10 @@ def constrain(x: Array, *names: str | None) -> Array:
 
 
 def place(tree: PyTree, mesh: Mesh, *names: str | None) -> PyTree:
-  """Puts arrays on a mesh, also those that lie on another one.
+  """Puts arrays on a mesh, also those that lie on another of its devices.
 
-  Args:
-    tree: Arrays; on one mesh if they are on any. Arrays of this process alone
-      are the same in all processes; each puts its own part of them there.
-    mesh: Mesh of the same devices.
-    *names: Names of the arrays' first axes, from `ACTIVATIONS`.
+  Arrays of this process alone are the same in all processes, each of which puts
+  its own part of them there. The names are those of `constrain`.
   """
   return jax.tree.map(
     lambda x: put(x, activation_sharding(mesh, x.shape, *names)), tree
@@ -230,10 +201,7 @@ def put(x, sharding: NamedSharding) -> Array:
 
 
 def fetch(tree: PyTree) -> PyTree:
-  """Returns all arrays whole, as NumPy arrays, in every process.
-
-  With several processes, all of them must call this.
-  """
+  """Returns all arrays whole, as NumPy arrays; every process must call it."""
 
   def whole(x):
     local = not isinstance(x, jax.Array) or x.is_fully_replicated
@@ -247,13 +215,7 @@ def fetch(tree: PyTree) -> PyTree:
 def map_rows(
   function: Callable[..., Any], rows: Rollout | Batch
 ) -> Rollout | Batch:
-  """Maps a function over all arrays of a rollout or a batch.
-
-  Args:
-    function: Function of an array and the names of its first axes, such as
-      `constrain`.
-    rows: Arrays [B, ...] of prompts and [B, G, ...] of samples.
-  """
+  """Maps a function of an array and its axes' names, such as `constrain`."""
 
   def of_field(name, value):
     axes = ("batch",) if name in OF_PROMPTS else ("batch", "group")
@@ -288,10 +250,7 @@ def sample_cuts(prompts: int, group_size: int) -> tuple[int, int]:
 def check_rows(mesh: Mesh | AbstractMesh, group_size: int = 1, **rows: int):
   """Checks that batches can be cut evenly over the mesh's row axes.
 
-  Args:
-    mesh: Mesh, from `make_mesh`.
-    group_size: Samples of each prompt, which may be cut too.
-    **rows: Prompts of each kind of batch, by its name for the error.
+  `rows` are the prompts of each kind of batch, by its name for the error.
 
   Raises:
     ValueError: an axis of the mesh can cut neither prompts nor groups.

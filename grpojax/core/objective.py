@@ -45,10 +45,7 @@ own, or one more forward pass of the training program."""
 class Objective:
   """Objective that a step's completions are learned from.
 
-  Advantages are described in `core.advantages`, all else in `core.losses`:
-  weightings there, surrogates and ratios in its `surrogates`, KL terms in `kl`,
-  entropy in `entropy`, corrections in `rollout_correction`, and completions
-  that were cut off in `truncation`.
+  Advantages are described in `core.advantages`, all else in `core.losses`.
   """
 
   advantage: str | Callable[..., Array] = option(

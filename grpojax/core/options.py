@@ -35,7 +35,7 @@ class Option:
       what 0 or "" mean.
     choices: Names that it may have; () is any.
     within: Interval that a number must be in, as "[0, 1)" or "(0, inf)"; "" is
-      any. A bound of a power, "2**31", is that of an integer type.
+      any. An upper bound may be a power, "2**31".
     words: Texts that may stand in the place of a number.
   """
 
@@ -46,15 +46,9 @@ class Option:
   words: tuple[str, ...] = ()
 
 
-def option(
-  default: Any,
-  text: str,
-  choices: Collection[str] = (),
-  within: str = "",
-  words: tuple[str, ...] = (),
-) -> Any:
-  """Declares a dataclass's field as an `Option`."""
-  declared = Option(default, text, choices, within, words)
+def option(default: Any, text: str, *args: Any, **kwargs: Any) -> Any:
+  """Declares a dataclass's field as an `Option` of these arguments."""
+  declared = Option(default, text, *args, **kwargs)
   return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -65,11 +59,6 @@ def declared_options(options: type | Any) -> dict[str, Option]:
     for field in dataclasses.fields(options)
     if "option" in field.metadata
   }
-
-
-def _bound(text: str) -> float:
-  base, power, exponent = text.partition("**")
-  return float(base) ** float(exponent) if power else float(base)
 
 
 def _interval(within: str) -> tuple[str, str, str, str]:
@@ -83,8 +72,10 @@ def _interval(within: str) -> tuple[str, str, str, str]:
 def in_interval(within: str, value: float | int) -> bool:
   """Returns True for a number in an interval like "[0, 1)"; NaN is in none."""
   left, low, high, right = _interval(within)
-  above = value >= _bound(low) if left == "[" else value > _bound(low)
-  below = value <= _bound(high) if right == "]" else value < _bound(high)
+  base, power, exponent = high.partition("**")
+  low, high = float(low), float(base) ** float(exponent if power else 1)
+  above = value >= low if left == "[" else value > low
+  below = value <= high if right == "]" else value < high
   return above and below
 
 
@@ -104,24 +95,18 @@ def _other_type(default: Any, value: Any) -> str:
   if isinstance(default, bool):
     return "" if truth else "True or False"
   if isinstance(default, int):
-    whole = isinstance(value, numbers.Integral) and not truth
-    return "" if whole else "a whole number"
-  if isinstance(default, float):
-    real = isinstance(value, numbers.Real) and not truth
-    return "" if real else "a number"
-  return ""
+    kind, name = numbers.Integral, "a whole number"
+  elif isinstance(default, float):
+    kind, name = numbers.Real, "a number"
+  else:
+    return ""
+  return "" if isinstance(value, kind) and not truth else name
 
 
 def refusal(declared: Option, value: Any) -> str | None:
-  """Returns the reason why an option cannot have a value, or None.
+  """Returns what an option's value must be, with its text; None where it is.
 
-  Args:
-    declared: The option.
-    value: Value of the option's type; a function in the place of a name is
-      never refused.
-
-  Returns:
-    Sentence that says what the value must be, with the option's text.
+  A function in the place of a name is never refused.
   """
   functions = getattr(declared.choices, "values", tuple)()
   if callable(value) and any(map(callable, functions)):

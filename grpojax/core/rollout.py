@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int
 
 from grpojax.core.arguments import (
   Ids,
@@ -38,25 +38,6 @@ def completion_mask(
   return jnp.cumsum(is_eos, axis=-1) - is_eos == 0
 
 
-def _sample_keys(
-  key: Key[Array, ""], first: Int[Array, ""] | int, b: int, g: int
-) -> Key[Array, "B G"]:
-  """Returns one key a sample, the same whatever else is in the batch."""
-  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-  return fold(key, first * g + jnp.arange(b * g)).reshape(b, g)
-
-
-def _check(prompts: Prompts, group_size, max_new_tokens, budgets):
-  if group_size < 1 or max_new_tokens < 1:
-    raise ValueError(
-      f"group_size={group_size} and max_new_tokens={max_new_tokens} must be "
-      "at least 1"
-    )
-  shape = (prompts.prompt_ids.shape[0], group_size)
-  if budgets is not None and budgets.shape != shape:
-    raise ValueError(f"budgets has shape {budgets.shape}, not {shape} (B, G)")
-
-
 def rollout(
   lm: LM,
   params: Params,
@@ -78,7 +59,7 @@ def rollout(
   the batch. Decoding stops as soon as every sample is done.
 
   Args:
-    lm: The model.
+    lm: Model.
     params: Its parameters.
     prompts: B prompts; a row without any real token is padding of the batch and
       gets empty completions.
@@ -91,10 +72,7 @@ def rollout(
     budgets: Tokens that each sample may spend, at most T; None means T for all.
     first_prompt: Number of the first of these prompts among those that share
       the key: parts of a batch give the samples of the whole.
-    decoding: Options of the loop over tokens, which change no sample.
-
-  Returns:
-    A `Rollout`.
+    decoding: Shape of the decoding loop, which changes no sample.
 
   Raises:
     ValueError: sizes below 1, no EOS, budgets of a wrong shape, what is no
@@ -102,18 +80,25 @@ def rollout(
   """
   eos, key = jnp.asarray(end_ids(eos_ids)), random_key(key)
   check_prompts(lm, params, prompts.prompt_ids, prompts.prompt_mask)
-  _check(prompts, group_size, max_new_tokens, budgets)
   b, g, t_max = prompts.prompt_ids.shape[0], group_size, max_new_tokens
+  if g < 1 or t_max < 1:
+    raise ValueError(
+      f"group_size={g} and max_new_tokens={t_max} must be at least 1"
+    )
+  if budgets is not None and budgets.shape != (b, g):
+    raise ValueError(f"budgets has shape {budgets.shape}, not {(b, g)} (B, G)")
   limit = jnp.full((b, g), t_max) if budgets is None else budgets
   real = jnp.any(prompts.prompt_mask, axis=-1, keepdims=True)
   limit = jnp.where(real, jnp.minimum(limit, t_max), 0)
   longest = prompts.prompt_ids.shape[1] + t_max
   lm, params = lm.prepared(params, longest=longest)
+  # One key a sample, the same whatever else is in the batch.
+  fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   setup = Setup(
     lm=lm,
     params=params,
     prefix=lm.prefill(params, prompts.prompt_ids, prompts.prompt_mask),
-    keys=_sample_keys(key, first_prompt, b, g),
+    keys=fold(key, first_prompt * g + jnp.arange(b * g)).reshape(b, g),
     limit=limit,
     eos=eos,
     sampling=sampling,
@@ -160,23 +145,17 @@ def rollout_metrics(
 ) -> dict[str, Array]:
   """Returns metrics of the completions and their rewards.
 
-  Rows that only pad the batch (no prompt token) are left out. The rewards are
-  the raw ones: a KL penalty that is taken from the reward (`make_batch`'s
-  kl_in_reward) is not in these numbers.
-
-  Args:
-    rollout: The completions.
-    rewards: Reward of each completion, [B, G].
-    compared: Rewards that the completions of a group are compared by, [B, G],
-      where these are others: without those that are dropped, say.
+  Rows that only pad the batch (no prompt token) are left out. The rewards
+  [B, G] are the raw ones, before a KL penalty; `compared` are those that the
+  completions of a group are compared by, where these are others.
 
   Returns:
     Scalars: `reward_mean` and `reward_std` (over all samples that have a
     reward), `rewards_missing` (share of samples whose reward is not finite),
-    `zero_variance_groups` (share of groups in which all that is compared is
-    equal: without a penalty they teach nothing; none of groups of one, whose
-    advantages compare nothing within them), `completion_length_mean` and `_max`
-    (tokens), `truncated` (share cut off at the budget).
+    `zero_variance_groups` (share of groups of two or more in which all that is
+    compared is equal: without a penalty they teach nothing),
+    `completion_length_mean` and `_max` (tokens), `truncated` (share cut off at
+    the budget).
   """
   shape = rollout.finished.shape
   rewards = read_rewards(rewards, shape, "rollout_metrics")

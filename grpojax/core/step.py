@@ -43,11 +43,8 @@ def init_state(
 
 
 def diagnosis_key(state: TrainState) -> Key[Array, ""]:
-  """A key for the diagnosis of a step.
-
-  Folds in a negative number; sampling folds in the step itself, which is not
-  negative, so that the two never draw the same.
-  """
+  """A key for the diagnosis of a step: another than sampling's."""
+  # Sampling folds in the step itself, which is not negative.
   return jax.random.fold_in(state.key, -1 - state.step)
 
 
@@ -69,15 +66,13 @@ def make_grpo_step(
   """Makes a whole GRPO step as one pure function: sample, reward, update.
 
   Jit it (donating the state), scan it over prompts, vmap it over states with
-  different keys, or compile it ahead of time. Log-probabilities are computed at
-  the completions' full length: rows could be packed only by who knows the
-  lengths before compiling (see `core.packing`).
+  different keys, or compile it ahead of time. Its rows are not packed, for the
+  lengths are not known before compiling (see `core.packing`).
 
   Args:
     lm: Model.
     tx: Optimizer.
-    reward_fn: Jittable `(rollout, targets) -> rewards [B, G]`; the targets are
-      those of the prompts.
+    reward_fn: Jittable `(rollout, targets of the prompts) -> rewards [B, G]`.
     group_size: Completions a prompt, G.
     max_new_tokens: Longest completion, T tokens with its EOS.
     eos_ids: Ids that end a completion, one or several.
@@ -87,8 +82,8 @@ def make_grpo_step(
     sampling: Distribution to sample from, which the loss is of.
     decoding: Shape of the decoding loop, which changes no sample.
     diagnose: `(params, rollout, rewards, key) -> metrics` of the policy that
-      sampled, to be returned with the others (see `statistics.diagnostics`); a
-      parameter `score_norms` gets those of the state.
+      sampled (see `statistics.diagnostics`); a parameter `score_norms` gets
+      those of the state.
 
   Returns:
     `step(state, prompts, ref_params=None) -> (state, metrics)`.

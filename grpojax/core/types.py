@@ -43,8 +43,7 @@ class Prefix:
     last_hidden: hidden state at the last real prompt token; it predicts the
       first completion token.
     length: number of real tokens of each prompt.
-    state: anything else that the model's `extend` needs (keys and values, or
-      the prompts themselves); every leaf is private to the model.
+    state: anything else that the model's `extend` needs, private to it.
   """
 
   last_hidden: Float[Array, "B D"]
@@ -57,8 +56,8 @@ class LM(NamedTuple):
 
   Attributes:
     init: `(key) -> params`.
-    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`. The
-      prompts are right-padded: the mask is True on a leading run of each row.
+    prefill: `(params, prompt_ids [B, P], prompt_mask [B, P]) -> Prefix`, of
+      right-padded prompts.
     extend: `(params, prefix, ids [B, G, S], cache=None, positions=None,
       segments=None) -> (hidden [B, G, S, D], cache)`. Each completion token
       attends to its prompt and causally to its own completion. Without a cache
@@ -71,29 +70,25 @@ class LM(NamedTuple):
     grow_cache: `(cache, slots) -> cache` with room for more tokens, or None.
     map_cache_rows: `(function, cache, *caches) -> cache`, a function of arrays
       [B, G, ...] mapped over all that a cache has of its rows, or None. With
-      these two, what a rollout pays for follows the tokens that are there and
-      the samples that are not done.
+      these two, a rollout's work follows the tokens that are there and the
+      samples that are not done.
     map_prefix_rows: `(function, prefix) -> prefix`, a function of arrays
       [B, ...] mapped over all that a prefix has of its prompts, or None. With
       it, a rollout of one sample a prompt leaves out the prompts that are done.
-    prepare: `(params, longest) -> (lm, params)`, or None: the model as a
-      rollout reads it whose longest sequence, of prompt and completion, may
-      have so many tokens, or, where `longest` is None, a forward pass over
-      whole completions. It does once what would otherwise be repeated for each
-      token: casts, tables of positions, and gathering of parameters that are
-      split over a mesh.
+    prepare: `(params, longest) -> (lm, params)`, or None. It does once what
+      would otherwise be repeated for each token (casts, tables of positions,
+      gathering of parameters that are split over a mesh), for a rollout whose
+      prompts and completions have at most `longest` tokens together or, with
+      None, for a forward pass over whole completions.
     forward: `(params, prompt_ids, prompt_mask, ids, positions=None,
       segments=None, flat=None) -> (last_hidden [B, D], hidden [B, G, S, D])`,
-      or None: what `prefill` and `extend` (without a cache) give, computed
-      together. Training, which keeps nothing of a prompt, then reads each
-      layer's parameters once for prompts and completions. `flat` (a
-      `flat_tokens.FlatTokens`) says where the real tokens are of prompts
-      [B, P] and of rows [n, 1, S], each of which is of one of the prompts;
-      `hidden` is of the rows' flat tokens then, [C, 1, N, D].
+      or None: what `prefill` and `extend` (without a cache) give, with each
+      layer's parameters read once. `flat` (a `flat_tokens.FlatTokens`) says
+      where the real tokens are of prompts [B, P] and of rows [n, 1, S], each of
+      which is of one prompt; `hidden` is [C, 1, N, D] of the rows' tokens then.
     forward_with_load: `forward` of a model with experts, or None. It takes
-      `load_weights=(of_prompts [B, P], of_completions [B, G, S])`, the weights
-      of tokens in the load, and gives `(last_hidden, hidden, load)`: besides,
-      the load of its experts (`load_balancing.ExpertLoad`).
+      `load_weights=(of_prompts [B, P], of_completions [B, G, S])` of tokens and
+      gives `(last_hidden, hidden, load)`, a `load_balancing.ExpertLoad`.
   """
 
   init: Callable[..., Params]
@@ -126,11 +121,9 @@ class Prompts:
     prompt_ids: token ids of the model's vocabulary, right-padded with any id.
     prompt_mask: True on real tokens. A row without any only pads the batch: its
       completions are empty, and `make_batch` compares it with nothing.
-    targets: data of each prompt that a jittable reward needs (a pytree of
-      arrays with leading axis B, for example the ids of the right answer), or
-      None.
-    weights: weight of each prompt in the loss, importance weights of how it was
-      drawn; None is 1 for each.
+    targets: data of each prompt that a jittable reward needs (arrays [B, ...],
+      such as the ids of the right answer), or None.
+    weights: importance weight of each prompt in the loss; None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -147,13 +140,11 @@ class Rollout:
   Attributes:
     prompt_ids: those of `Prompts`.
     prompt_mask: those of `Prompts`.
-    completion_ids: sampled ids; the EOS, if there is one, is part of the
-      completion; after it comes padding.
+    completion_ids: sampled ids, with the EOS if there is one, then padding.
     completion_mask: True up to and including the first EOS.
     logprobs: log-probability of each sampled token under the distribution that
       it was sampled from (after temperature and truncation); 0 on padding.
-    finished: True where the completion ended with an EOS, False where it was
-      cut off at its token budget.
+    finished: True where it ended with an EOS, False where it was cut off.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -176,17 +167,14 @@ class Batch:
     completion_mask: that of `Rollout`; all False where there is no reward, and
       where what was cut off is not learned from (`core.losses.truncation`).
     advantages: one a completion, constant with respect to the parameters.
-    old_logprobs: log-probabilities under the policy that sampled, as the
-      rollout computed them or the trainer (`make_batch` chooses); None means
-      exactly on-policy (the ratio is 1 and no memory is spent on it).
-    ref_logprobs: log-probabilities under the reference policy, or None without
-      a KL term.
+    old_logprobs: log-probabilities under the policy that sampled, computed by
+      the rollout or the trainer; None means exactly on-policy (the ratio is 1).
+    ref_logprobs: log-probabilities under the reference policy, or None.
     rollout_logprobs: `logprobs` of `Rollout`, to be compared with the
       trainer's; None leaves that out.
-    packing: a `packing.Packing` of the completions, so that what is computed
-      are their real tokens; None computes all of them, [B, G, T].
-    sample_weights: weight of each completion in the loss, beside the token
-      weighting (`Prompts.weights`); None is 1 for each.
+    packing: a `packing.Packing`, so that real tokens alone are computed; None
+      computes all of them, [B, G, T].
+    sample_weights: `Prompts.weights` of each completion; None is 1 for each.
   """
 
   prompt_ids: Int[Array, "B P"]
@@ -211,24 +199,21 @@ others are of samples, [B, G, ...]."""
 class TrainState:
   """Everything that changes while training; a checkpoint is exactly this.
 
+  The last five are None where they are not used.
+
   Attributes:
     params: parameters of the policy.
     opt_state: state of the optax transformation.
     key: the run's random key; step s draws from `fold_in(key, s)`.
     step: number of GRPO steps done.
     prompts_consumed: number of prompts taken from the data stream so far.
-    skipped: number of optimizer updates skipped because a gradient was not
+    skipped: number of optimizer updates skipped for a gradient that was not
       finite.
-    group_size: a `group_size.GroupSizeChoice` where the group size is chosen
-      while training, else None.
-    entropy: an `entropy.EntropyControl` where the coefficient of the entropy
-      bonus adapts, else None.
-    reference: parameters of the reference policy where it follows the policy,
-      else None; not part of an update.
-    score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks for
-      it, else None.
-    difficulty: `success_rates.SuccessRates` of the training prompts where they
-      are drawn by them, else None.
+    group_size: a `group_size.GroupSizeChoice` where the size is "auto".
+    entropy: an `entropy.EntropyControl` where the entropy bonus adapts.
+    reference: parameters of a reference policy that follows the policy.
+    score_norms: a `weighted_baselines.ScoreNorms` where the advantage asks.
+    difficulty: `success_rates.SuccessRates` where prompts are drawn by them.
   """
 
   params: Params

@@ -9,18 +9,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
 
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.gradients import (
+  LossTerms,
   Metrics,
   in_float32,
-  loss_terms,
   minibatch_gradient,
 )
 from grpojax.core.losses import entropy as entropy_lib
-from grpojax.core.losses.entropy import EntropyBonus
-from grpojax.core.objective import Objective, entropy_bonus, weighting_fn
+from grpojax.core.objective import Objective, weighting_fn
 from grpojax.core.options import ONE_OR_MORE, frozen_options, option
 from grpojax.core.packing import micro_batches as micro_batches_lib
 from grpojax.core.packing.micro_batches import draw_orders, reorder_rows
@@ -100,22 +98,6 @@ def _apply(tx, state: TrainState, grads, max_grad_norm: float):
   }
 
 
-def _adapt_entropy(
-  bonus: EntropyBonus,
-  state: TrainState,
-  batch: Batch,
-  mean_entropy: Array,
-  skipped: Array,
-) -> TrainState:
-  """Moves the bonus's coefficient, where the update was one."""
-  no_tokens = ~jnp.any(batch.completion_mask)  # which have no entropy
-  return state.replace(
-    entropy=entropy_lib.adapt(
-      bonus, state.entropy, jnp.sum(mean_entropy), skipped | no_tokens
-    )
-  )
-
-
 def make_update(
   lm: LM,
   tx: optax.GradientTransformation,
@@ -126,21 +108,12 @@ def make_update(
   """Makes the policy update of one rollout: epochs x minibatches updates.
 
   Token weights are computed over a whole minibatch before it is split into
-  micro-batches, so the split changes nothing but memory. Groups stay whole in a
-  minibatch; a micro-batch has whole prompts, and parts of groups where these
-  are too few (see `micro_batches`), and fewer of them are made where rows are
-  packed (see `packing_layout.plan`). Each epoch but the first draws its
-  minibatches anew, from the state's key and step (`draw_orders`). Tokens of
-  highest entropy and the balance of experts are those of a whole minibatch, on
-  all devices: more than one micro-batch takes one more forward pass for them.
-
-  Args:
-    lm: Model; `router_aux_coef` needs its `LM.forward_with_load`.
-    tx: Optimizer.
-    objective: Objective; an adaptive entropy bonus has its control in the
-      state.
-    options: Division into minibatches and micro-batches, and clipping.
-    sampling: Distribution that the rollout was sampled from.
+  micro-batches (`packing`), so the split changes nothing but memory. Groups
+  stay whole in a minibatch. Each epoch but the first draws its minibatches
+  anew, from the state's key and step (`draw_orders`). Tokens of highest entropy
+  and the balance of experts are those of a whole minibatch, on all devices:
+  more than one micro-batch takes one more forward pass for them. The rollout is
+  one of `sampling`; an adaptive entropy bonus has its control in the state.
 
   Returns:
     A pure `update(state, batch) -> (state, metrics)`. Metrics are means over
@@ -149,21 +122,18 @@ def make_update(
     `grad_norm` before clipping, `update_norm`, `entropy_coefficient` with a
     bonus, `router_aux_loss` with that (not times its coefficient), and what the
     surrogate logs (`clip_fraction_low`, `_high`). Of the first update alone,
-    whose policy is the one that sampled: `rollout_mismatch_mean` and `_max`,
-    the distance of its log-probabilities from the rollout's (nats a token),
-    `rollout_kl` (k3 of KL(rollout || trainer), nats a token),
-    `rollout_effective_samples` (share of the samples that are left when each
-    weighs pi_trainer / pi_rollout), and the clip fractions that the rollout's
-    own log-probabilities as the old ones would give
-    (`rollout_clip_fraction_low`, `_high`).
+    whose policy is the one that sampled: `rollout_mismatch_mean` and `_max`
+    (nats a token), `rollout_kl` (k3 of KL(rollout || trainer), nats a token),
+    `rollout_effective_samples` (a share) and `rollout_clip_fraction_low` and
+    `_high`, all of `losses.rollout_mismatch`.
 
   Raises:
     ValueError: A loss that balances experts, for a model without any. The
       update raises it where B does not divide, and where a batch without old
       log-probabilities meets several updates.
   """
-  bonus = entropy_bonus(objective)
-  terms = loss_terms(lm, objective, sampling, options.chunk_size)
+  terms = LossTerms(lm, objective, sampling, options.chunk_size)
+  bonus = terms.bonus
 
   def update_minibatch(state: TrainState, batch: Batch):
     coefficient = entropy_lib.coefficient(bonus, state.entropy)
@@ -182,10 +152,14 @@ def make_update(
       metrics.append(
         {"mean": {"entropy_coefficient": jnp.asarray(coefficient)}}
       )
-      skipped = of_update["sum"]["skipped_updates"]
-      state = _adapt_entropy(
-        bonus, state, batch, gradient.mean_entropy, skipped
+      no_tokens = ~jnp.any(batch.completion_mask)  # which have no entropy
+      control = entropy_lib.adapt(
+        bonus,
+        state.entropy,
+        jnp.sum(gradient.mean_entropy),
+        of_update["sum"]["skipped_updates"] | no_tokens,
       )
+      state = state.replace(entropy=control)
     return state, {
       reduction: {
         k: v for part in metrics for k, v in part.get(reduction, {}).items()

@@ -1,6 +1,6 @@
 """Packed steps on a mesh of eight devices, against unpacked ones on one.
 
-Run with JAX_NUM_CPU_DEVICES=8; test_packed_on_mesh.py does.
+Run with JAX_NUM_CPU_DEVICES=8; test_on_devices.py does.
 """
 
 import re
@@ -80,7 +80,7 @@ def check_pack(mesh_, drawn, layout):
   """Samples are regrouped, and taken back, where they lie."""
   ids, layout = place(mesh_, (drawn.completion_ids, layout))
   split = lambda ids, layout: packing.split(ids[:, 0], ids, layout)[1]
-  both = jax.jit(lambda *x: packing.join(split(*x), x[1]))
+  both = jax.jit(lambda *x: packing.join(split(*x), x[1], (B, G)))
   text = both.lower(ids, layout).compile().as_text()
   sent = re.findall(r"all-\w+|collective-\w+|reduce-scatter", text)
   assert not sent, set(sent)
@@ -140,7 +140,6 @@ def main():
     )
     moved = jax.tree.map(lambda a, b: abs(a - b).max(), found[0], params)
     assert max(jax.tree.leaves(moved)) > 1e-3
-    print("equal:", cuts)
   for sizes in (dict(data=4, tensor=2), dict(data=8)):
     mesh_ = mesh.make_mesh(**sizes)
     with jax.set_mesh(mesh_):

@@ -97,22 +97,12 @@ def test_prompts_from_left_padded():
   np.testing.assert_array_equal(found.targets, ids[:, 0])
 
 
-@pytest.mark.parametrize(
-  "given",
-  [0, np.int64(0), np.array([0]), [0], (np.int32(0),)],
-)
-def test_an_eos_may_be_one_integer(case, given):
-  lm, params, draw = case
-  prompts = Prompts(IDS, RIGHT)
-  shape = jax.eval_shape(functools.partial(draw, eos_ids=given), prompts, KEY)
-  assert shape.completion_ids.shape == (B, G, T)
-  assert end_ids(given).tolist() == [0]
-
-
-@pytest.mark.parametrize("given", [(), None, "1", (1.5,), [[1]]])
-def test_other_eos_are_refused(given):
-  with pytest.raises(ValueError, match="eos_ids "):
-    end_ids(given)
+def test_an_eos_may_be_one_integer():
+  for eos in (0, np.int64(0), np.array([0]), [0], (np.int32(0),)):
+    assert end_ids(eos).tolist() == [0]
+  for eos in ((), None, "1", (1.5,), [[1]]):
+    with pytest.raises(ValueError, match="eos_ids "):
+      end_ids(eos)
 
 
 def test_old_keys_are_as_good(case):
@@ -131,12 +121,9 @@ def test_old_keys_are_as_good(case):
 
 BAD_REWARDS = {
   "none": (None, "numbers"),
-  "a none inside": ([[1.0, None, 0.0]] * B, "numbers"),
   "ragged": ([[1.0], [1.0, 2.0]], "equal lengths"),
   "texts": ([["a"] * G] * B, "numbers"),
   "one a prompt": (np.zeros(B), r"\[B, G\] = \(4, 3\).* not shape \(4,\)"),
-  "transposed": (np.zeros((G, B)), r"not shape \(3, 4\)"),
-  "flat": (np.zeros(B * G), r"not shape \(12,\)"),
 }
 
 

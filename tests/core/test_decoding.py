@@ -144,30 +144,44 @@ def test_stages_end_at_multiples_of_16(count, stages, ends):
   assert decoding_lib._stage_ends(count, stages) == ends
 
 
-def test_what_runs_follows_what_is_left(tabular):
-  """Rows that are computed: as many as the group with most of them left has."""
+def watched(lm, axis):
+  """A model, and a function that runs it and says how many rows each token has.
+
+  Rows are samples of a group (axis 1) or prompts (axis 0).
+  """
   rows = []
-  lm = tabular.lm(3, 11)
 
   def extend(params, prefix, ids, cache=None, **_):
-    jax.debug.callback(lambda n=ids.shape[1]: rows.append(n))
+    assert prefix.state.shape == ids.shape[:1]
+    jax.debug.callback(lambda n=ids.shape[axis]: rows.append(n))
     return lm.extend(params, prefix, ids, cache)
 
+  def counted(call, **changes):
+    del rows[:]
+    out = call(lm._replace(extend=extend, **changes))
+    out.completion_ids.block_until_ready()
+    jax.effects_barrier()
+    return out, list(rows)
+
+  return counted
+
+
+@pytest.mark.parametrize(
+  "decoding, expected",
+  [
+    # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
+    # third, one sample of the first group is left, and two of the second.
+    (Decoding(stages=3), [5] * 32 + [2] * 17),
+    # 50 + 20 in one slot, three times 20 in the other.
+    (Decoding(slots=2), [2] * 70),
+  ],
+)
+def test_what_runs_follows_what_is_left(tabular, decoding, expected):
+  """Rows that are computed: as many as the group with most of them left has."""
   budgets = jnp.asarray([[50, 20, 20, 20, 20], [40, 40, 1, 1, 1], [0] * G])
-  settings = {"decoding": Decoding(stages=3), "budgets": budgets}
-  out = run(lm._replace(extend=extend), jnp.zeros((3, 12, 11)), **settings)
-  out.completion_ids.block_until_ready()
-  jax.effects_barrier()
-  # Tokens 1 to 49 in stages that end at 16, 32 and 49. At the start of the
-  # third, one sample of the first group is left, and two of the second.
-  assert rows == [5] * 32 + [2] * 17
-  del rows[:]
-  settings = {"decoding": Decoding(slots=2), "budgets": budgets}
-  out = run(lm._replace(extend=extend), jnp.zeros((3, 12, 11)), **settings)
-  out.completion_ids.block_until_ready()
-  jax.effects_barrier()
-  # 50 + 20 in one slot, three times 20 in the other.
-  assert rows == [2] * 70
+  table, counted = jnp.zeros((3, 12, 11)), watched(tabular.lm(3, 11), 1)
+  _, rows = counted(lambda lm: run(lm, table, decoding, budgets=budgets))
+  assert rows == expected
 
 
 LONG = 150
@@ -183,49 +197,26 @@ def one_each(lm, params, decoding, budgets=ONE):
   return run(lm, params, decoding, budgets=budgets, **settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["windows", "one_stack", "lora", "experts"])
-def test_prompts_that_are_done_are_left_out(name):
-  """Two of eight have more than 60 tokens: a quarter goes on, the same ones."""
-  lm, params = model(name)
-  expected = one_each(lm, params, PLAIN)
-  out = one_each(lm, params, Decoding(stages=3))
-  assert_same(out, expected)
-  lengths = out.completion_mask.sum(-1)
-  np.testing.assert_array_equal(lengths, ONE)
-
-
 def test_what_runs_follows_the_prompts_that_are_left(tabular, monkeypatch):
-  rows = []
   lm = tabular.lm(3, 11)
-
-  def extend(params, prefix, ids, cache=None, **_):
-    assert prefix.state.shape == ids.shape[:1]
-    jax.debug.callback(lambda n=ids.shape[0]: rows.append(n))
-    return lm.extend(params, prefix, ids, cache)
-
-  watched, table = lm._replace(extend=extend), lm.init(jax.random.key(5))
-  out = one_each(watched, table, Decoding(stages=3))
-  out.completion_ids.block_until_ready()
-  jax.effects_barrier()
+  table, counted = lm.init(jax.random.key(5)), watched(lm, 0)
+  three = Decoding(stages=3)
+  out, rows = counted(lambda lm: one_each(lm, table, three))
   # Stages end at 48, 96 and 149; at 48, four are left, at 96 two.
   assert rows == [8] * 96 + [2] * 53
   assert_same(out, one_each(lm, table, PLAIN))
-  del rows[:]
-  simple = watched._replace(map_prefix_rows=None)
-  assert_same(one_each(simple, table, Decoding(stages=3)), out)
-  jax.effects_barrier()
+  simple, rows = counted(
+    lambda lm: one_each(lm, table, three), map_prefix_rows=None
+  )
+  assert_same(simple, out)
   assert rows == [8] * 149
-  del rows[:]
   # All are done before the last stage, which does not run.
-  one_each(watched, table, Decoding(stages=3), jnp.minimum(ONE, 90))
-  jax.effects_barrier()
+  few = jnp.minimum(ONE, 90)
+  _, rows = counted(lambda lm: one_each(lm, table, three, few))
   assert rows == [8] * 89
-  del rows[:]
   # Short stages are not compiled twice.
   monkeypatch.setattr(decoding_lib, "LEAST_TOKENS", 48)
-  one_each(watched, table, Decoding(stages=4))
-  jax.effects_barrier()
+  _, rows = counted(lambda lm: one_each(lm, table, Decoding(stages=4)))
   assert rows == [8] * 149
 
 
@@ -286,14 +277,6 @@ def test_slots_need_a_cache_that_can(tabular):
   assert_same(run(simple, table, Decoding()), run(lm, table, PLAIN))
 
 
-def within(module, name):
-  """All instructions of a computation and of those that it calls."""
-  for i in module.computations[name].instructions.values():
-    yield i
-    for _, called in i.called:
-      yield from within(module, called)
-
-
 def test_a_token_copies_neither_cache_nor_weights():
   """Read in the compiled program: what stands in the loop is small."""
   lm = transformer(TransformerConfig(layers=2, **SHAPE))
@@ -332,5 +315,3 @@ def test_a_token_copies_neither_cache_nor_weights():
   ]
   # A layer's cache has 3 * 5 * 2 * 64 * 4 numbers, its smallest matrix 16 * 8.
   assert all(np.prod(i.shapes[0].dims) < 16 * 8 for i in moved), moved
-  # Rotations are read from tables, not computed again in each layer.
-  assert not {"cosine", "sine"} & {i.opcode for i in within(module, body)}

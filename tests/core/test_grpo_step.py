@@ -1,10 +1,6 @@
 """`make_grpo_step`: the whole step as one function."""
 
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +23,7 @@ PROMPTS = Prompts(
   jnp.arange(4)[:, None] % 2,
   jnp.ones((4, 1), bool),
   targets=1 + jnp.arange(4) % 2,
+  weights=jnp.array([1.0, 2.0, 0.5, 1.0]),
 )
 SAMPLING = Sampling(temperature=1.2, top_k=4)
 OBJECTIVE = Objective(
@@ -90,6 +87,7 @@ def test_a_step_is_its_three_parts(chain_step):
       options=OPTIONS,
       sampling=SAMPLING,
       ref_params=ref,
+      prompt_weights=PROMPTS.weights,
     )
   )(samples, rewards)
   update = make_update(lm, tx, OBJECTIVE, OPTIONS, SAMPLING)
@@ -158,65 +156,6 @@ def test_every_step_samples_anew(tabular):
   )(state)
   assert len(np.unique(metrics["reward_mean"])) == 5
   assert (metrics["kl"] == 0).all() and (metrics["ratio_max"] == 1).all()
-
-
-# On several devices.
-
-DEVICES = """
-import jax, jax.numpy as jnp, numpy as np, optax
-from grpojax.core.step import (init_state, make_grpo_step)
-from grpojax.core.objective import Objective
-from grpojax.core.types import Prompts
-from grpojax.core.update import UpdateOptions
-from grpojax.models.transformer import (TransformerConfig, transformer)
-from grpojax.core import mesh as mesh_lib
-from grpojax.models import sharding
-
-assert jax.device_count() == 4
-lm = transformer(TransformerConfig(12, 16, 2, 4, 2, 4, 24, tied=False))
-params = jax.tree.map(
-  lambda x: 8 * x if x.ndim > 2 else x, jax.jit(lm.init)(jax.random.key(0)))
-params["embed"], params["head"] = 9 * params["embed"], 20 * params["head"]
-tx = optax.sgd(0.1)
-state = init_state(params, tx, jax.random.key(1))
-prompts = Prompts(
-  jax.random.randint(jax.random.key(2), (8, 3), 0, 12),
-  jnp.arange(3) < 1 + jnp.arange(8)[:, None] % 3)
-reward = lambda samples, _: jnp.sum(
-  samples.completion_mask * jnp.sin(samples.completion_ids), -1)
-step = make_grpo_step(
-  lm, tx, reward, group_size=2, max_new_tokens=4, eos_ids=(0,),
-  objective=Objective(old_logprobs="trainer"),
-  update=UpdateOptions(epochs=2, minibatches=2, micro_batches=2))
-alone, metrics = jax.jit(step)(state, prompts)
-assert metrics["grad_norm"] > 0.1
-mesh = mesh_lib.make_mesh(1, 2, 1, 2)  # Rows and parameters are cut by fsdp.
-placed = sharding.shardings(state, mesh)
-rows = mesh_lib.batch_sharding(mesh, 8)
-with jax.set_mesh(mesh):
-  spread, got = jax.jit(step, out_shardings=(placed, None))(
-    jax.device_put(state, placed), jax.device_put(prompts, rows))
-q = spread.params["layers"]["q"]
-assert q.addressable_shards[0].data.size == q.size / 4
-for a, b in zip(jax.tree.leaves(alone.params), jax.tree.leaves(spread.params)):
-  np.testing.assert_allclose(a, b, atol=1e-6)
-for name in metrics:
-  np.testing.assert_allclose(got[name], metrics[name], rtol=1e-4, atol=1e-6)
-"""
-
-
-@pytest.mark.slow
-def test_device_count_changes_nothing():
-  """A whole step on one device and on four, everything sharded."""
-  env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-  done = subprocess.run(
-    [sys.executable, "-c", DEVICES],
-    cwd=pathlib.Path(__file__).parents[2],
-    env=env,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
 
 
 def test_the_first_state_can_be_donated(tiny):

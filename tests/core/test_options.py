@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from grpojax.core import options as options_lib
 from grpojax.core.decoding import Decoding
 from grpojax.core.decoding.sampling import Sampling
 from grpojax.core.losses.kl import PLACEMENTS
@@ -98,6 +97,22 @@ def test_a_wrong_value_is_refused_with_the_description(declared, value, text):
   assert refusal(declared, declared.default) is None
 
 
+@pytest.mark.parametrize(
+  "kind, name, value, message",
+  [
+    (Objective, "beta", "0.1", "must be a number"),
+    (Objective, "clip_high", max, "must be a number"),
+    (Objective, "clip_high", -(10**400), "must be 0 or more"),
+    (Objective, "subset_size", 2.5, "must be a whole number"),
+    (Objective, "advantage", ["grpo"], "use one of"),
+    (UpdateOptions, "epochs", True, "must be a whole number"),
+  ],
+)
+def test_a_value_of_another_type_is_refused(kind, name, value, message):
+  """By users without run-time type checks, which these tests have on."""
+  assert message in refusal(declared_options(kind)[name], value)
+
+
 def test_words_and_functions_may_stand_in_a_value_s_place():
   size = Option(8, "of it", within="[1, inf)", words=("auto",))
   assert refusal(size, "auto") is None
@@ -170,30 +185,19 @@ def test_all_errors_are_said_at_once():
   assert "did you mean grpo? use one of leave_one_out, " in lines[0]
 
 
-def test_options_are_values():
-  """Equal where their fields are, hashable, and never changed in place."""
-  sampling = Sampling(0.7, top_k=3)
-  assert sampling == Sampling(temperature=0.7, top_k=3)
-  assert {sampling, dataclasses.replace(sampling, top_k=3)} == {sampling}
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    sampling.top_k = 4
-  with pytest.raises(ValueError, match="top_k = -1: must be 0 or more"):
-    dataclasses.replace(sampling, top_k=-1)
-
-
 def test_a_declaration_is_a_field():
   @frozen_options
   class Two:
     size: int = option(3, "of it", within="[1, inf)")
     plain: int = 4
 
-  assert Two() == Two(size=3, plain=4)
-  assert declared_options(Two) == {
-    "size": Option(3, "of it", within="[1, inf)")
-  }
-  assert options_lib.option_errors(Two(size=1)) == []
+  assert {Two(), dataclasses.replace(Two(), size=3)} == {Two(size=3, plain=4)}
+  expected = {"size": Option(3, "of it", within="[1, inf)")}
+  assert declared_options(Two) == expected
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Two().size = 4
   with pytest.raises(ValueError, match=r"size = 0: must be 1 or more \(of it"):
-    Two(size=0, plain=-1)
+    dataclasses.replace(Two(), size=0, plain=-1)
 
 
 # Objective.
@@ -202,7 +206,6 @@ def test_a_declaration_is_a_field():
 @pytest.mark.parametrize(
   "changes, text",
   [
-    ({"dual_clip": 1.0}, "dual_clip = 1.0: must be more than 1, or 0"),
     ({"dual_clip": 0.5}, "dual_clip = 0.5: must be more than 1, or 0"),
     ({"correction_high": 0.5}, "correction_high = 0.5: must be 1 or more"),
     ({"advantage": "oracle"}, "advantage = 'oracle': needs the true value"),
@@ -265,22 +268,3 @@ def test_a_single_update_is_on_policy():
   assert UpdateOptions(micro_batches=4).on_policy
   assert not UpdateOptions(epochs=2).on_policy
   assert not UpdateOptions(minibatches=2).on_policy
-
-
-@pytest.mark.parametrize(
-  "kind, name, value, message",
-  [
-    (Objective, "beta", "0.1", "must be a number"),
-    (Objective, "dual_clip", None, "must be a number"),
-    (Objective, "clip_high", max, "must be a number"),
-    (Objective, "clip_high", -(10**400), "must be 0 or more"),
-    (Objective, "subset_size", 2.5, "must be a whole number"),
-    (Objective, "advantage", ["grpo"], "use one of"),
-    (UpdateOptions, "minibatches", 1.5, "must be a whole number"),
-    (UpdateOptions, "epochs", True, "must be a whole number"),
-  ],
-)
-def test_a_value_of_another_type_is_refused(kind, name, value, message):
-  """By users without run-time type checks, which these tests have on."""
-  declared = options_lib.declared_options(kind)[name]
-  assert message in options_lib.refusal(declared, value)

@@ -6,12 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-import grpojax
 from grpojax.core.batch import make_batch
 from grpojax.core.objective import Objective
 from grpojax.core.packing import layout as packing_layout
 from grpojax.core.step import init_state
-from grpojax.core.types import Prompts, Rollout
+from grpojax.core.types import Rollout
 from grpojax.core.update import UpdateOptions, make_update
 
 B, G, T, P = 4, 2, 3, 1
@@ -91,28 +90,3 @@ def test_the_weights_of_minibatches_are_those_of_their_prompts(tabular):
   half, last = (gradient([0.0, w, 0.0, w]) for w in (1.0, 2.0))
   np.testing.assert_allclose(last, 2 * half, rtol=1e-4, atol=1e-6)
   assert np.abs(half).max() > 0.01
-
-
-@pytest.mark.slow  # a rollout to compile
-def test_a_whole_step_takes_the_weights_of_its_prompts(tabular):
-  lm, tx = tabular.lm(2, 4), optax.sgd(1.0)
-  step = grpojax.make_grpo_step(
-    lm,
-    tx,
-    lambda rollout, _: (rollout.completion_ids == 3).mean(-1),
-    group_size=4,
-    max_new_tokens=2,
-    eos_ids=(0,),
-  )
-
-  @jax.jit
-  def moved(weights):
-    state = init_state(lm.init(KEY), tx, KEY)
-    ids, mask = jnp.arange(B)[:, None], jnp.ones((B, 1), bool)
-    prompts = Prompts(ids, mask, weights=weights)
-    return step(state, prompts)[0].params - state.params
-
-  assert not moved(jnp.zeros(B)).any() and moved(jnp.ones(B)).any()
-  np.testing.assert_allclose(
-    moved(jnp.full(B, 2.0)), 2 * moved(jnp.ones(B)), atol=1e-6
-  )

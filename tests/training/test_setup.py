@@ -13,7 +13,7 @@ from grpojax.core import losses
 from grpojax.core.advantages import ADVANTAGES
 from grpojax.core.advantages.weighted_baselines import ScoreNorms
 from grpojax.core.decoding.sampling import Sampling
-from grpojax.core.gradients import loss_terms
+from grpojax.core.gradients import LossTerms
 from grpojax.core.losses import kl, surrogates
 from grpojax.core.objective import (
   Objective,
@@ -258,7 +258,7 @@ def test_entropy_in_the_loss(tabular, settings_with):
   )
   assert entropy_bonus(settings.loss)[:2] == (0.1, None)
   terms = functools.partial(
-    loss_terms, tabular.lm(1, 3), sampling=Sampling(), chunk_size=1
+    LossTerms, tabular.lm(1, 3), sampling=Sampling(), chunk_size=1
   )
   assert terms(plain.loss).entropy_share == 1
   assert terms(settings.loss).entropy_share == 0.2

@@ -9,7 +9,7 @@ tokens that are in the cache and the samples that are not done,
     stage 1   tokens 17 .. 32   cache of 32   those not done: G, a half, ...
 """
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -37,12 +37,11 @@ class Decoding:
   """Shape of the decoding loop, which changes no sample.
 
   A stage has 16 tokens at least, and attention reads the stages that have
-  begun. Compaction, at the start of each stage but the first, takes the samples
-  that are not done in a batch of a half, a quarter or an eighth of the group
-  (where no group has more of them); where a group is one sample, of a quarter
-  of the prompts. It is done in long stages only (`LEAST_TOKENS`). In a slot
-  the next sample begins where one is done; with fewer slots than samples there
-  are no stages.
+  begun. Compaction, at the start of each long stage but the first, takes the
+  samples that are not done in a batch of a half, a quarter or an eighth of the
+  group (where no group has more of them); where a group is one sample, of a
+  quarter of the prompts. In a slot the next sample begins where one is done;
+  with fewer slots than samples there are no stages.
   """
 
   stages: int = option(
@@ -127,12 +126,8 @@ class Compaction(NamedTuple):
   def sizes(self, stage: int, tokens: int) -> list[int]:
     """Returns the sizes of parts that are compiled for a stage, descending.
 
-    A program of one sample a prompt is an evaluation's, and runs seldom: it has
-    one more size at most.
-
-    Args:
-      stage: Number of the stage; the first, 0, has all rows.
-      tokens: Number of tokens that it has at most.
+    The first stage, 0, has all rows. A program of one sample a prompt is an
+    evaluation's, and runs seldom: it has one more size at most.
     """
     if tokens < LEAST_TOKENS:
       return [self.size]
@@ -170,12 +165,7 @@ class Compaction(NamedTuple):
 
 
 def find_compaction(shape: tuple[int, int], prompts: bool) -> Compaction | None:
-  """Returns how samples are put together, or None where nothing can be.
-
-  Args:
-    shape: B and G.
-    prompts: True where prompts can be left out.
-  """
+  """Returns how B and G samples are put together, or None where none can be."""
   b, g = shape
   parts, of_groups = sample_cuts(b, g)
   if g > 1:  # no sample may change its device
@@ -232,23 +222,24 @@ def _append(
 
 
 def _decode(
-  setup: Setup, samples: Samples, cache: Cache, first: int, count: int
+  setup: Setup, samples: Samples, cache: Cache, stage: tuple[int, int]
 ) -> tuple[Samples, Cache]:
-  """Draws tokens `first`, ... of all samples, `count` or until all are done."""
+  """Draws tokens start + 1 to end of all samples, or until all are done."""
+  start, end = stage
 
   def body(state):
     i, samples, cache = state
-    t = first + i
+    t = start + 1 + i
     last = jax.lax.dynamic_slice_in_dim(samples.ids, t - 1, 1, axis=2)
     hidden, cache = setup.lm.extend(setup.params, setup.prefix, last, cache)
     samples = _append(setup, samples, t, hidden[:, :, 0])
     return i + 1, samples, cache
 
   def goes_on(state):
-    return (state[0] < count) & ~jnp.all(state[1].done)
+    return (state[0] < end - start) & ~jnp.all(state[1].done)
 
-  start = jnp.zeros((), jnp.int32), samples, cache
-  return jax.lax.while_loop(goes_on, body, start)[1:]
+  first = jnp.zeros((), jnp.int32), samples, cache
+  return jax.lax.while_loop(goes_on, body, first)[1:]
 
 
 def _stage_ends(count: int, stages: int) -> list[int]:
@@ -258,47 +249,35 @@ def _stage_ends(count: int, stages: int) -> list[int]:
   return [*sorted(ends), count]
 
 
-Loop = Callable[[Setup, Samples, Cache], tuple[Samples, Cache]]
-
-
-def _compacted(
-  setup: Setup, compaction: Compaction | None, size: int, decode: Loop
-) -> Callable[[Samples, Cache], tuple[Samples, Cache]]:
-  """Makes a loop over `size` rows of each part, those not done first."""
-
-  def run(samples, cache):
-    if compaction is None or size == compaction.size:
-      return decode(setup, samples, cache)
-    order, lm = compaction.order(samples.done, size), setup.lm
-    few_of = lambda x: compaction.take(x, order)
-    few_setup = setup._replace(
-      keys=few_of(setup.keys), limit=few_of(setup.limit)
-    )
-    if compaction.of_prompts:
-      prefix = lm.map_prefix_rows(few_of, setup.prefix)
-      few_setup = few_setup._replace(prefix=prefix)
-    few, few_cache = decode(
-      few_setup,
-      constrain_samples(jax.tree.map(few_of, samples)),
-      lm.map_cache_rows(few_of, cache),
-    )
-    put = lambda new, x: compaction.put(new, x, order)
-    return (
-      constrain_samples(jax.tree.map(put, few, samples)),
-      lm.map_cache_rows(put, few_cache, cache),
-    )
-
-  return run
+def _decode_few(
+  setup: Setup,
+  compaction: Compaction | None,
+  size: int,
+  stage: tuple[int, int],
+  samples: Samples,
+  cache: Cache,
+) -> tuple[Samples, Cache]:
+  """Does `_decode` for `size` rows of each part, those not done first."""
+  if compaction is None or size == compaction.size:
+    return _decode(setup, samples, cache, stage)
+  order, lm = compaction.order(samples.done, size), setup.lm
+  few_of = lambda x: compaction.take(x, order)
+  few_setup = setup._replace(keys=few_of(setup.keys), limit=few_of(setup.limit))
+  if compaction.of_prompts:
+    prefix = lm.map_prefix_rows(few_of, setup.prefix)
+    few_setup = few_setup._replace(prefix=prefix)
+  few = constrain_samples(jax.tree.map(few_of, samples))
+  few_cache = lm.map_cache_rows(few_of, cache)
+  few, few_cache = _decode(few_setup, few, few_cache, stage)
+  put = lambda new, x: compaction.put(new, x, order)
+  samples = constrain_samples(jax.tree.map(put, few, samples))
+  return samples, lm.map_cache_rows(put, few_cache, cache)
 
 
 def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
-  """Decodes all samples side by side, see `Decoding`.
+  """Decodes samples without a token side by side, see `Decoding`.
 
-  Args:
-    setup: Setup of the loop.
-    samples: Samples without a token.
-    decoding: Its stages and whether they are compacted. A model without
-      `grow_cache` and `map_cache_rows` has one stage.
+  A model without `grow_cache` and `map_cache_rows` has one stage.
   """
   lm, (b, g, t_max) = setup.lm, samples.ids.shape
   if setup.in_prompt is not None:
@@ -321,13 +300,12 @@ def in_stages(setup: Setup, samples: Samples, decoding: Decoding) -> Samples:
   for stage, end in enumerate(ends):
     if stage:
       cache = lm.grow_cache(cache, end - start)
-
-    def decode(*args, first=start + 1, count=end - start):
-      return _decode(*args, first, count)
-
     # One branch a size; the last one that has room for all that are not done.
     sizes = compaction.sizes(stage, end - start) if compaction else [g]
-    branches = [_compacted(setup, compaction, size, decode) for size in sizes]
+    branches = [
+      functools.partial(_decode_few, setup, compaction, size, (start, end))
+      for size in sizes
+    ]
     alive = compaction.most_alive(samples.done) if compaction else g
     branch = sum(alive <= size for size in sizes[1:])
     if len(sizes) > 1:  # and one that does nothing, where all are done

@@ -55,15 +55,8 @@ def first_places(
 ) -> Int[Array, "B G V"]:
   """Returns the place where each token stands first in each completion.
 
-  Args:
-    prompt_ids: Right-padded prompts.
-    prompt_mask: True on real prompt tokens.
-    ids: Completions. Their padding stands behind all of their tokens, none of
-      which it can come before.
-    vocab: V.
-
-  Returns:
-    Positions, counted from 0; -1 for a token of the prompt, T for none.
+  Places are counted from 0; -1 is in the prompt, T nowhere. Padding of the
+  completions does not matter, for it stands behind all of their tokens.
   """
   t = jnp.arange(ids.shape[-1])
   never = jnp.full((*ids.shape[:2], vocab), ids.shape[-1], jnp.int32)
@@ -80,11 +73,8 @@ def seen_before(
 ) -> Bool[Array, "B R C V"]:
   """Returns the tokens that have been there before each position.
 
-  Args:
-    first: First places, from `first_places`.
-    positions: Positions of tokens in their completions.
-    segments: Completion of each token, 0 to G - 1; on padding anything. None
-      where row r is completion r.
+  Segments are the completions, 0 to G - 1, of the positions; on padding
+  anything. None where row r is completion r.
   """
   if segments is None:
     of_rows = first[:, :, None]

@@ -22,9 +22,7 @@ class Sampling:
 
   `repetition_penalty` comes before all others (`core.decoding.repetition`),
   then `temperature` divides the logits (0 is greedy decoding), then tokens are
-  cut:
-  `top_p` after Holtzman et al., arXiv 1904.09751, `min_p` after arXiv
-  2407.01082.
+  cut: `top_p` after arXiv 1904.09751, `min_p` after arXiv 2407.01082.
   """
 
   temperature: float = option(
@@ -100,7 +98,8 @@ def transform_logits(
 ) -> Float[Array, "*n V"]:
   """Returns the logits of the distribution that is sampled from.
 
-  Ties at a cut are all kept, so the result does not depend on their order.
+  They are float32; what was cut away is -1e30. Ties at a cut are all kept, so
+  the result does not depend on their order.
 
   Args:
     logits: Logits of the model.
@@ -109,9 +108,6 @@ def transform_logits(
       the sampled ids: a small change of the policy could otherwise move one of
       them across a cut and make its log-probability -inf.
     seen: Tokens that have been there; read with a repetition penalty alone.
-
-  Returns:
-    float32 logits; what was cut away is -1e30.
 
   Raises:
     ValueError: A repetition penalty without `seen`.
@@ -148,14 +144,6 @@ def _penalised(logits, sampling, seen):
   return repetition.penalised(logits, seen, sampling.repetition_penalty)
 
 
-def token_logprob(
-  logits: Float[Array, "*n V"], ids: Int[Array, "*n"]
-) -> Float[Array, "*n"]:
-  """Returns the log-probability of `ids` under softmax(logits)."""
-  chosen = jnp.take_along_axis(logits, ids[..., None], axis=-1)[..., 0]
-  return chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
 def _blocks(vocab_size: int) -> int:
   """Returns the number of blocks of a vocabulary's search: about its root.
 
@@ -173,9 +161,8 @@ def _first_above(
 ) -> Int[Array, "*n"]:
   """Returns the index that a uniform number selects, by the inverse CDF.
 
-  Args:
-    weights: Weights that are not negative, and not all 0.
-    uniform: Multiples of 2^-23 in [0, 1), as `jax.random.uniform` draws them.
+  Weights are not negative, and not all 0; `jax.random.uniform` draws multiples
+  of 2^-23 in [0, 1).
   """
   # The middle of the step that the number stands for: 0 itself would select
   # the first weight however small it is, once in 2^23 draws.
@@ -199,17 +186,8 @@ def sample(
   It inverts the distribution's CDF in two levels, a block of the vocabulary and
   a token in it: that takes two random numbers a row, in the place of one for
   each token (Gumbel noise), and one pass over the vocabulary for the token and
-  its log-probability.
-
-  Args:
-    keys: One random key a row, so that rows draw independently.
-    logits: Logits of the model.
-    sampling: Settings, static.
-    seen: Tokens that have been there, as in `transform_logits`.
-
-  Returns:
-    The tokens, and their log-probabilities under the transformed distribution
-    (0 for greedy decoding, whose distribution is a point mass).
+  its log-probability, which is that of `transform_logits` (0 for greedy
+  decoding, whose distribution is a point mass).
   """
   if sampling.temperature == 0:
     logits = _penalised(logits.astype(jnp.float32), sampling, seen)

@@ -35,8 +35,7 @@ class _Slots(NamedTuple):
     tokens: Number of tokens that the sample has.
     last: Last one of them.
     waiting: Index of the sample that begins next, of each prompt.
-    seen: Tokens that the sample or its prompt has; None without a repetition
-      penalty.
+    seen: That of `Samples`.
   """
 
   sample: Int[Array, "B S"]
@@ -63,13 +62,12 @@ def _refill(
   )
 
 
-def _begin(setup: Setup, shape: tuple[int, int]) -> _Slots:
+def _begin(setup: Setup, b: int, count: int) -> _Slots:
   """Returns [B, S] slots that hold the first samples of the queue."""
-  b, count = shape
-  seen, zero = None, jnp.zeros(shape, jnp.int32)
+  seen, zero = None, jnp.zeros((b, count), jnp.int32)
   if setup.in_prompt is not None:
     seen = jnp.repeat(setup.in_prompt[:, None], count, axis=1)
-  first = jnp.broadcast_to(jnp.arange(count), shape)
+  first = jnp.broadcast_to(jnp.arange(count), (b, count))
   return _Slots(first, zero, zero, jnp.full((b,), count), seen)
 
 
@@ -78,11 +76,6 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
 
   The cache is a ring of T tokens, to which all slots write at the same place: a
   slot's sample has the last tokens of it, as many as it is long.
-
-  Args:
-    setup: Setup of the loop.
-    samples: Samples without a token.
-    count: S, slots of each prompt.
 
   Raises:
     ValueError: the model's cache has no rows of different lengths (no
@@ -139,6 +132,6 @@ def through_slots(setup: Setup, samples: Samples, count: int) -> Samples:
     # A sample begins, when one ends that began at most T before.
     return (state[0] < -(-g // count) * t_max) & ~jnp.all(state[1].done)
 
-  slots, cache = _begin(setup, (b, count)), lm.init_cache(b, count, t_max)
+  slots, cache = _begin(setup, b, count), lm.init_cache(b, count, t_max)
   start = jnp.zeros((), jnp.int32), samples, slots, cache
   return jax.lax.while_loop(goes_on, body, start)[1]

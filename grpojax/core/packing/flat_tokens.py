@@ -35,10 +35,7 @@ class TokenIndex(NamedTuple):
 
 
 def _constrain_rows(x: Array) -> Array:
-  """Lays axis 0 out over the mesh in context, and leaves the others.
-
-  Those may be cut: heads of keys and values, say.
-  """
+  """Lays axis 0 out over the mesh in context; others may be cut already."""
   mesh = jax.sharding.get_abstract_mesh()
   if not free_axes(mesh):
     return x

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from grpojax.core import mesh as mesh_lib
-from grpojax.core.packing import Packing, Rows, Sizes, size
-from grpojax.core.packing import micro_batches as micro_batches_lib
+from grpojax.core.mesh import row_shards
+from grpojax.core.packing import Packing, Rows, Sizes
+from grpojax.core.packing.micro_batches import cuts
 
 
 def row_lengths(length: int) -> list[int]:
@@ -40,14 +40,7 @@ def first_fit(
   """Puts each sample into the first row with room for it, the longest first.
 
   First fit decreasing needs at most 11/9 of the fewest rows possible, and one
-  (Johnson 1973).
-
-  Args:
-    lengths: Lengths of the samples of each prompt, at most `width`.
-    width: Number of tokens of a row.
-
-  Returns:
-    The row and the start of each sample.
+  (Johnson 1973). Returns the row and the start of each sample.
   """
   prompts = np.arange(len(lengths))
   rows, starts, used = (np.zeros(lengths.shape, np.int32) for _ in range(3))
@@ -72,17 +65,18 @@ class _Batch(NamedTuple):
 class _Spread(NamedTuple):
   """Rows of each bundle, G a prompt; those without tokens are nowhere."""
 
+  row_of_sample: Int[np.ndarray, "B G"]  # among those of its prompt
+  start_of_sample: Int[np.ndarray, "B G"]
   tokens_of_row: Int[np.ndarray, "bundles rows"]
   split_of_row: Int[np.ndarray, "bundles rows"]
   place_of_row: Int[np.ndarray, "bundles rows"]  # in its split
   has_prompt: Bool[np.ndarray, "bundles splits prompts"]
 
 
-def _spread(
-  batch: _Batch, row_of_sample: Int[np.ndarray, "B G"], splits: int
-) -> _Spread:
+def _spread(batch: _Batch, width: int, splits: int) -> _Spread:
   """Spreads the rows of each bundle over splits of about as many tokens."""
-  b, g = row_of_sample.shape
+  b, g = batch.lengths.shape
+  row_of_sample, start_of_sample = first_fit(batch.lengths, width)
   tokens = np.zeros((b, g), np.int64)
   np.add.at(tokens, (np.arange(b)[:, None], row_of_sample), batch.lengths)
   tokens = tokens.reshape(batch.bundles, -1)
@@ -94,7 +88,9 @@ def _spread(
   has_row &= (tokens > 0)[:, None]  # [bundles, splits, rows]
   place = np.sum(np.where(has_row, np.cumsum(has_row, axis=2) - 1, 0), axis=1)
   has_prompt = has_row.reshape(batch.bundles, splits, -1, g).any(axis=-1)
-  return _Spread(tokens, split, place, has_prompt)
+  return _Spread(
+    row_of_sample, start_of_sample, tokens, split, place, has_prompt
+  )
 
 
 class _Shape(NamedTuple):
@@ -143,6 +139,18 @@ def _shape(batch: _Batch, spread: _Spread, width: int, bundles: int) -> _Shape:
   )
 
 
+def size(tokens: int, padded: int) -> float:
+  """Returns the size of a micro-batch, in tokens of an unpacked batch.
+
+  Queries, keys and values are in rows, padding and all, and other hidden states
+  of tokens alone. Of what is held for the backward pass, the rows are a third
+  in most models, and two thirds where heads are wider than hidden states (as in
+  Qwen3-0.6B): that is counted. An LM without `forward` holds all of it in rows.
+  It has room for so many tokens, in rows and prompts of so many, padded.
+  """
+  return (tokens + 2 * padded) / 3
+
+
 def _cost(
   batch: _Batch, tokens: int, rows: int, width: int, prompts: int
 ) -> float:
@@ -157,52 +165,46 @@ def _cost(
 
 
 def _cheapest(
-  batch: _Batch,
-  ways: list[tuple[int, int]],
-  largest: float,
-  cost: float,
-) -> _Shape | None:
+  batch: _Batch, ways: list[tuple[int, int]], largest: float
+) -> tuple[_Shape, _Spread] | None:
   """Finds the cheapest width, each in as few micro-batches as are allowed.
 
-  Args:
-    batch: Lengths.
-    ways: Splits of a bundle and bundles of a micro-batch on a device, the
-      fewest micro-batches first.
-    largest: Size that a micro-batch may have on a device.
-    cost: Cost to stay below.
+  `ways` are splits of a bundle and bundles of a micro-batch on a device, the
+  fewest micro-batches first, and `largest` is the size that it may have there.
+  None where no width costs less than the batch as it is.
   """
+  (b, g), p, t = batch.lengths.shape, batch.prompt_length, batch.length
+  lowest = _cost(batch, b * (p + g * t), rows=b * g, width=t, prompts=b)
   cheapest = None
-  for width in row_lengths(batch.length):
+  for width in row_lengths(t):
     if width < batch.lengths.max():
       continue
-    row_of_sample, _ = first_fit(batch.lengths, width)
     for splits, bundles in ways:
-      shape = _shape(
-        batch, _spread(batch, row_of_sample, splits), width, bundles
-      )
+      spread = _spread(batch, width, splits)
+      shape = _shape(batch, spread, width, bundles)
       room = shape.tokens + shape.prompt_tokens
-      padded = shape.rows * width + shape.copies * batch.prompt_length
+      padded = shape.rows * width + shape.copies * p
       if size(room, bundles * padded) > largest:
         continue
       count = batch.bundles * splits
-      costs = _cost(
+      cost = _cost(
         batch,
         tokens=count // bundles * room,
         rows=count * shape.rows,
         width=width,
         prompts=count * shape.copies,
       )
-      if costs < cost:
-        cheapest, cost = shape, costs
+      if cost < lowest:
+        cheapest, lowest = (shape, spread), cost
       break
   return cheapest
 
 
-def _packing(batch: _Batch, shape: _Shape, devices: int) -> Packing:
+def _packing(
+  batch: _Batch, shape: _Shape, spread: _Spread, sizes: Sizes
+) -> Packing:
   """Writes down where all is in the sizes of a shape."""
   lengths, (b, g), bundles = batch.lengths, batch.lengths.shape, batch.bundles
-  row_of_sample, start_of_sample = first_fit(lengths, shape.width)
-  spread = _spread(batch, row_of_sample, shape.splits)
   # The prompts of a split, one after another, are its copies.
   copy_of_prompt = np.cumsum(spread.has_prompt, axis=-1) - 1
   prompt_of_copy = np.zeros((bundles, shape.splits, shape.copies), np.int32)
@@ -213,11 +215,9 @@ def _packing(batch: _Batch, shape: _Shape, devices: int) -> Packing:
   # From here on arrays of the samples that have tokens.
   prompt, sample = np.nonzero(lengths)
   bundle, prompt_in_bundle = np.divmod(prompt, b // bundles)
-  row = prompt_in_bundle * g + row_of_sample[prompt, sample]
-  split, place = (
-    spread.split_of_row[bundle, row],
-    spread.place_of_row[bundle, row],
-  )
+  row = prompt_in_bundle * g + spread.row_of_sample[prompt, sample]
+  split = spread.split_of_row[bundle, row]
+  place = spread.place_of_row[bundle, row]
   copy = copy_of_prompt[bundle, split, prompt_in_bundle]
   copy_of_sample = np.full((b, g), shape.splits * shape.copies, np.int32)
   copy_of_sample[prompt, sample] = split * shape.copies + copy
@@ -225,7 +225,8 @@ def _packing(batch: _Batch, shape: _Shape, devices: int) -> Packing:
   prompt_of_row[bundle, split, place] = copy
 
   # And of their tokens: each with the index of its sample among these.
-  length, start = lengths[prompt, sample], start_of_sample[prompt, sample]
+  length = lengths[prompt, sample]
+  start = spread.start_of_sample[prompt, sample]
   of_token = np.repeat(np.arange(len(length)), length)
   before = np.cumsum(length) - length
   position = np.arange(len(of_token)) - before[of_token]
@@ -237,12 +238,6 @@ def _packing(batch: _Batch, shape: _Shape, devices: int) -> Packing:
   sample_of_token[at] = sample[of_token]
   position_of_token = np.zeros_like(sample_of_token)
   position_of_token[at] = position
-  sizes = Sizes(
-    devices=devices,
-    bundles=devices * shape.bundles,
-    tokens=shape.tokens,
-    prompt_tokens=shape.prompt_tokens,
-  )
   rows = Rows(prompt_of_row, sample_of_token, position_of_token, sizes)
   return Packing(prompt_of_copy, copy_of_sample, rows)
 
@@ -262,10 +257,10 @@ def plan(
   is.
 
   Args:
-    lengths: Lengths of the completions, in tokens; 0 for those that nobody
+    lengths: Lengths of the completions, 0 to T tokens; 0 for those that nobody
       needs.
     length: T.
-    prompts: Lengths of the prompts.
+    prompts: Lengths of the prompts, 0 to P tokens.
     prompt_length: P.
     minibatches: Number of minibatches, see `make_update`.
     micro_batches: Number of micro-batches of a minibatch as it is; packed it
@@ -277,20 +272,13 @@ def plan(
     cuts groups, for rows would have to cross devices.
 
   Raises:
-    ValueError: lengths outside 0 to T or to P, and see `micro_batches.cuts`.
+    ValueError: The batch cannot be divided so, see `micro_batches.cuts`.
   """
   lengths = np.asarray(lengths, np.int32)
   prompts = np.asarray(prompts, np.int32)
-  for name, x, most in (
-    ("completion", lengths, length),
-    ("prompt", prompts, prompt_length),
-  ):
-    if x.min() < 0 or x.max() > most:
-      wrong = x.min() if x.min() < 0 else x.max()
-      raise ValueError(f"a {name} has 0 to {most} tokens, not {wrong}")
   b, g = lengths.shape
-  micro_batches_lib.cuts(b // minibatches, g, micro_batches)
-  devices = mesh_lib.row_shards(jax.sharding.get_abstract_mesh())
+  cuts(b // minibatches, g, micro_batches)
+  devices = row_shards(jax.sharding.get_abstract_mesh())
   if b % (minibatches * devices):
     return None
   counts = [n for n in range(1, micro_batches + 1) if micro_batches % n == 0]
@@ -301,11 +289,17 @@ def plan(
     of_prompts = {n: math.gcd(n, on_device) for n in counts}
     ways = [(n // of_prompts[n], on_device // of_prompts[n]) for n in counts]
   batch = _Batch(lengths, length, prompts, prompt_length, bundles)
+  parts = minibatches * micro_batches
   tokens = b * (prompt_length + g * length)
-  shape = _cheapest(
-    batch,
-    ways,
-    largest=tokens / (devices * minibatches * micro_batches),
-    cost=_cost(batch, tokens, rows=b * g, width=length, prompts=b),
+  cheapest = _cheapest(batch, ways, largest=tokens / (devices * parts))
+  if cheapest is None:
+    return None
+  shape, spread = cheapest
+  sizes = Sizes(
+    devices=devices,
+    bundles=devices * shape.bundles,
+    tokens=shape.tokens,
+    prompt_tokens=shape.prompt_tokens,
+    samples=b * g // parts,
   )
-  return None if shape is None else _packing(batch, shape, devices)
+  return _packing(batch, shape, spread, sizes)

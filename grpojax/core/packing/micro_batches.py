@@ -1,20 +1,4 @@
-"""Splits of a batch: minibatches in their order, and micro-batches in turn.
-
-Each epoch of an update takes the prompts' rows in an order of its own
-(`draw_orders`), a minibatch after another. Micro-batches are the equal parts of
-a minibatch. Prompts are split first. Where there are not enough of them, groups
-are split too, and their prompts are computed again for each part; that changes
-no number, for advantages and weights are known before. Four prompts of four
-samples in eight micro-batches, of which each has one prompt and a half of its
-group:
-
-    prompt 0   a b a b      micro-batches a, c, e, g have samples 0 and 2,
-    prompt 1   c d c d      b, d, f, h samples 1 and 3
-    prompt 2   e f e f
-    prompt 3   g h g h
-
-A packed batch is split as its packing says (`packing`).
-"""
+"""Equal parts of a batch: minibatches in their order, and micro-batches."""
 
 import math
 
@@ -26,12 +10,7 @@ from grpojax.core.mesh import row_shards
 
 
 def cuts(prompts: int, group_size: int, micro_batches: int) -> tuple[int, int]:
-  """Divides micro-batches among prompts and groups.
-
-  Args:
-    prompts: B.
-    group_size: G.
-    micro_batches: Number of micro-batches.
+  """Divides micro-batches among B prompts and their groups of G.
 
   Returns:
     Number of parts of the prompts and of each group, whose product is
@@ -66,45 +45,6 @@ def split_rows(tree: PyTree, parts: int) -> PyTree:
   )
 
 
-def split_prompts(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """Splits arrays [B, ...] into micro-batches [n, rows, ...].
-
-  Args:
-    tree: Arrays of prompts, which stand once in each part of their group.
-    cut: Parts of the prompts and of the groups, from `cuts`.
-  """
-  of_prompts, of_groups = cut
-  return jax.tree.map(
-    lambda x: jnp.repeat(x, of_groups, axis=0), split_rows(tree, of_prompts)
-  )
-
-
-def split_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """Splits arrays [B, G, ...] into micro-batches [n, rows, samples, ...]."""
-  of_prompts, of_groups = cut
-
-  def leaf(x):
-    x = split_rows(x, of_prompts)
-    x = x.reshape(*x.shape[:2], -1, of_groups, *x.shape[3:])
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(-1, *x.shape[2:])
-
-  return jax.tree.map(leaf, tree)
-
-
-def join_samples(tree: PyTree, cut: tuple[int, int]) -> PyTree:
-  """Joins micro-batches [n, rows, samples, ...] into [B, G, ...] again."""
-  of_prompts, of_groups = cut
-
-  def leaf(x):
-    rows, samples, *rest = x.shape[1:]
-    x = x.reshape(of_prompts, of_groups, rows, samples, *rest)
-    x = x.transpose(2, 0, 3, 1, *range(4, x.ndim))
-    return x.reshape(rows * of_prompts, samples * of_groups, *rest)
-
-  return jax.tree.map(leaf, tree)
-
-
 def draw_orders(
   key: Key[Array, ""], rows: int, parts: int, epochs: int
 ) -> Int[Array, "epochs blocks parts"]:
@@ -118,15 +58,6 @@ def draw_orders(
 
       block 0  block 1       order [1, 0], [0, 1]     minibatches of rows
       0 1      2 3       ->  1 0      2 3         ->  1 2  and  0 3
-
-  Args:
-    key: Key of this step.
-    rows: Number of rows, a multiple of parts.
-    parts: Number of minibatches an epoch.
-    epochs: Number of epochs, at least 1.
-
-  Returns:
-    Places within the blocks.
   """
   blocks = jnp.broadcast_to(jnp.arange(parts), (rows // parts, parts))
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from grpojax.core.logprobs import TokenLogprobs, logprobs_and_load
-from grpojax.core.packing import Rows, flat_tokens
-from grpojax.core.packing.flat_tokens import FlatTokens, by_device
+from grpojax.core.packing import Rows
+from grpojax.core.packing.flat_tokens import FlatTokens, by_device, find_tokens
 from grpojax.core.types import LM, Params
 
 
@@ -70,35 +70,16 @@ def completion_logprobs(
   load_weights: tuple[Array, Array] | None = None,
   **options: Any,
 ) -> TokenLogprobs:
-  """Computes `token_logprobs`, on packed rows where there are such.
+  """Computes `logprobs_and_load`, on the packed rows of these completions.
 
-  Args:
-    lm: The model; packed, its `extend` must know `segments`.
-    params: Its parameters.
-    prompt_ids: Right-padded prompts.
-    prompt_mask: True on real prompt tokens.
-    ids: Completions.
-    rows: Rows of these completions, or None.
-    load_weights: Weights of prompts [B, P] and completions [B, G, T], see
-      `LM.forward_with_load`.
-    **options: `sampling`, `chunk_size` and `entropy_gradient` of
-      `token_logprobs`.
-
-  Returns:
-    Log-probabilities and entropies [B, G, T], and the routers' load where there
-    are weights. Packed, they are 0 on padding, and NaN where prompts are longer
-    than the packing knows; there is no forward mode (`jax.jvp`) through them.
+  Packed, results [B, G, T] are 0 on padding, and NaN where prompts are longer
+  than the packing knows; there is no forward mode (`jax.jvp`) through them. The
+  model's `extend` must know `segments`.
   """
   if rows is None:
     return logprobs_and_load(
       lm, params, prompt_ids, prompt_mask, ids, load_weights, **options
     )
-  prompts = prompt_ids, prompt_mask
-  return _on_rows(lm, params, prompts, ids, rows, load_weights, options)
-
-
-def _on_rows(lm, params, prompts, ids, rows, load_weights, options):
-  """Computes `completion_logprobs` on packed rows."""
   addresses, sizes = _addresses(ids, rows), rows.sizes
   sample, position = rows.sample_of_token[:, None], rows.position_of_token
   row_ids = _pack(ids, addresses, rows)
@@ -106,37 +87,34 @@ def _on_rows(lm, params, prompts, ids, rows, load_weights, options):
     of_prompts, of_tokens = load_weights
     of_tokens = _pack(of_tokens, addresses, rows)
     load_weights = of_prompts, jnp.where(sample >= 0, of_tokens, 0.0)
-  prompt_ids, prompt_mask = prompts
   prompt_mask = _mask_idle_prompts(prompt_mask, rows)
   # With more real prompt tokens than there is room for, some would be lost.
   on_device = prompt_mask.reshape(sizes.devices, -1)
   count = jnp.sum(on_device, axis=1, keepdims=True)
   fits = count <= sizes.prompt_tokens
   flat = FlatTokens(
-    flat_tokens.find_tokens(
-      prompt_mask[:, None], sizes.devices, sizes.prompt_tokens
-    ),
-    flat_tokens.find_tokens(sample >= 0, sizes.devices, sizes.tokens),
+    find_tokens(prompt_mask[:, None], sizes.devices, sizes.prompt_tokens),
+    find_tokens(sample >= 0, sizes.devices, sizes.tokens),
     by_device(rows.prompt_of_row, sizes.devices),
   )
+  prompts, samples = (prompt_ids, prompt_mask), ids
   if lm.forward is None:
     # Each row computes its prompt anew, and its padding too.
-    prompts, samples = jax.tree.map(
-      flat.of_rows, ((prompt_ids, prompt_mask), ids)
-    )
+    prompts, samples = jax.tree.map(flat.of_rows, (prompts, samples))
     flat, segments = None, sample
   else:
-    prompts, samples = (prompt_ids, prompt_mask), ids
     # Flat tokens are of all prompts on a device, and so are their samples.
     segments = rows.prompt_of_row[:, None, None] * ids.shape[1] + sample
     segments = jnp.where(sample < 0, -1, segments)
     addresses = jnp.take_along_axis(
       addresses, flat.rows.place_of_token, axis=1, mode="fill", fill_value=-1
     )
+  prompt_ids, prompt_mask = prompts
   logprobs, entropy, load = logprobs_and_load(
     lm,
     params,
-    *prompts,
+    prompt_ids,
+    prompt_mask,
     row_ids,
     load_weights,
     positions=position[:, None],
@@ -145,10 +123,9 @@ def _on_rows(lm, params, prompts, ids, rows, load_weights, options):
     flat=flat,
     **options,
   )
-  logprobs, entropy = (
-    _unpack(
-      jnp.where(fits, x.reshape(addresses.shape), jnp.nan), addresses, ids.shape
-    )
-    for x in (logprobs, entropy)
-  )
-  return TokenLogprobs(logprobs, entropy, load)
+
+  def of_samples(x):
+    x = jnp.where(fits, x.reshape(addresses.shape), jnp.nan)
+    return _unpack(x, addresses, ids.shape)
+
+  return TokenLogprobs(of_samples(logprobs), of_samples(entropy), load)
