@@ -33,27 +33,21 @@ SAVED = "saved"
 """Name of the values of a layer that "selective" rematerialisation saves."""
 Layer = dict[str, Array]  # a layer's parameters, by name
 Local = bool | Bool[Array, ""]
-"""True for a local layer: traced where the layers of a scan differ in it, and
-a Python value elsewhere, so that nothing is computed that is not used."""
+"""True for a local layer: traced where the layers of a scan differ in it."""
 
 
 class TokenContext(NamedTuple):
   """Positions and masks of tokens [B, G, S], which are the same in all layers.
-
-  The tokens attend to each other, to earlier tokens of their rows in the slots
-  of a cache, and to their prompt.
 
   Attributes:
     tables: rotary tables, for each of the configuration's `ropes`.
     mask: True where a token sees another, broadcastable to [B, G, K, R, S, S];
       None for whole rows that attend in blocks (`block_attention`).
     positions: places of the tokens in the whole sequence.
-    prompt_mask: True on real prompt tokens, or None where the tokens are the
-      prompt.
+    prompt_mask: True on real prompt tokens; None where the tokens are these.
     slot_mask: True on the slots that hold a token, or None without a cache.
     slot_positions: positions of the tokens in the slots, or None.
-    segments: numbers of the completions that share a row, as `LM.extend` takes
-      them; read where there is no mask.
+    segments: numbers of the completions that share a row, where `mask` is None.
     load_weights: times that each token counts in the routers' load; None where
       no loss asks for it.
   """
@@ -71,19 +65,14 @@ class TokenContext(NamedTuple):
 def _project(
   x: Float[Array, "B G S in"], layer: Layer, name: str
 ) -> Float[Array, "B G S out"]:
-  """Returns x W + (x A) B + bias, of the adapter and bias that there are.
-
-  It is not rounded to x's dtype where there is a bias: the caller may do so.
-  """
+  """Returns x W + (x A) B + bias, of the adapter and bias that there are."""
   y = matmul(x, layer[name])
-  a, b = layer.get(f"{name}_lora_a"), layer.get(f"{name}_lora_b")
-  if a is not None:
-    y = y + matmul(matmul(x, a), b)
-  bias = layer.get(f"{name}_bias")
-  if bias is None:
-    return y
-  # Added in the bias's float32, and so is its gradient, a sum over all tokens.
-  return y + bias
+  if f"{name}_lora_a" in layer:
+    low_rank = matmul(x, layer[f"{name}_lora_a"])
+    y = y + matmul(low_rank, layer[f"{name}_lora_b"])
+  # Added in the bias's float32, and so is its gradient, a sum over all tokens;
+  # the caller may round.
+  return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
 class Heads(NamedTuple):
@@ -171,10 +160,9 @@ def attend(
   slots: tuple[Slots, ...] | None,
   heads: Heads,
 ) -> tuple[Float[Array, "B G S HE"], KeysValues]:
-  """Attends in a layer, between its projections; arguments as `block` has them.
+  """Attends in a layer; returns the output and the tokens' keys and values.
 
-  Returns:
-    Attention output [B, G, S, H E], and the tokens' keys and values.
+  Arguments are those of `block`, and what its projections gave.
   """
   c = config
   q, k, v = heads
@@ -184,7 +172,7 @@ def attend(
   q = q.reshape(b, g, s, c.kv_heads, -1, c.head_dim).transpose(0, 1, 3, 4, 2, 5)
   q = constrain(q, "batch", "group", "kv_heads", "query_heads")
   # Cached keys are rotated already, for their positions never change.
-  row = cache.constrain_row(cache.from_heads(k, v))
+  row = cache.from_heads(k, v)
   q, row = checkpoint_name((q, row), SAVED)
   scaling = dict(scale=c.attention_scale, cap=c.attention_cap)
   if context.mask is None:  # long rows
@@ -235,8 +223,8 @@ def layer_of(
   lies between them is float32. Above all the hidden states: rounded to bfloat16
   in each layer, those of a token in rollout and in training drift apart.
 
-  `attention` is `(heads) -> (out, aux)`, as `attend`. Returns the new hidden
-  states, `aux` as it is, and the router's load, if there are `load_weights`.
+  Returns the new hidden states, what `attention` returned beside its output,
+  and the router's load, if there are `load_weights`.
   """
   c = config
   norm = functools.partial(rms_norm, eps=c.norm_eps, offset=c.norm_offset)
@@ -264,20 +252,11 @@ def block(
   prompt: PromptKeysValues | None,
   slots: tuple[Slots, ...] | None,
 ) -> tuple[Float[Array, "B G S D"], KeysValues, ExpertLoad | None]:
-  """Applies one decoder layer.
+  """Applies one decoder layer, with a window where it is `local`.
 
-  Args:
-    config: shape of the model.
-    x: hidden states, float32.
-    layer: the layer's parameters.
-    local: True for a layer with a window.
-    context: positions and masks of the tokens.
-    prompt: the prompt's keys and values in this layer, or None.
-    slots: the blocks of this layer's cache, or None.
-
-  Returns:
-    The new hidden states, the keys and values of the tokens, and the router's
-    load, if the context has weights for it.
+  `prompt` has the prompt's keys and values in this layer, and `slots` the
+  blocks of its cache. Returns the new hidden states, the keys and values of the
+  tokens, and the router's load, if the context has weights for it.
   """
   attention = functools.partial(attend, config, local, context, prompt, slots)
   table = rotary_table(local, context.tables)
@@ -295,8 +274,7 @@ def block_of_both(
 ]:
   """Applies one decoder layer to prompts and to their whole completions.
 
-  Prompts are rows of a group of one. x and `contexts` are pairs, of prompts and
-  of completions; the router's load is that of both.
+  Prompts are rows of a group of one; the router's load is that of both.
   """
   run = functools.partial(block, config)
   prompts, row, load = run(x[0], layer, local, contexts[0], None, None)

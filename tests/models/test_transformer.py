@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
-from grpojax.models import cache as cache_lib
 from grpojax.models.transformer import (
   TransformerConfig,
   parameter_shapes,
@@ -67,29 +65,6 @@ def test_cached_states_are_the_uncached_ones(tiny, hidden):
   np.testing.assert_allclose(
     np.concatenate(parts, 2), hidden(PROMPTS, MASK, IDS), atol=1e-5
   )
-
-
-def test_one_file_knows_the_order_of_the_caches_axes(tiny, monkeypatch):
-  """Decoding is the same where the axes are stored in another order."""
-
-  def decode():
-    prefix = tiny.lm.prefill(tiny.params, PROMPTS, MASK)
-    cache = tiny.lm.init_cache(2, 3, 7)
-    hidden, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., :2], cache)
-    last, cache = tiny.lm.extend(tiny.params, prefix, IDS[..., 2:3], cache)
-    return jnp.concatenate([hidden, last], 2), cache, prefix
-
-  # Not the same function twice: jit would not trace it again.
-  expected, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.blocks[0][0].keys.shape == (2, 2, 3, 2, 4, 7)
-  monkeypatch.setattr(cache_lib, "ROW_AXES", "kcbeg")
-  monkeypatch.setattr(cache_lib, "SLOT_AXES", cache_lib.Slots("ckbeg", "gbcek"))
-  monkeypatch.setattr(cache_lib, "PROMPT_AXES", "pekb")
-  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-  got, cache, prefix = jax.jit(lambda: decode())()
-  assert cache.blocks[0][0].keys.shape == (2, 7, 2, 2, 4, 3)
-  assert prefix.state[0][0].keys.shape == (2, 4, 4, 2, 2)  # L before the others
-  np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_each_policy_recomputes_more_than_the_one_before(tiny):
