@@ -198,7 +198,9 @@ def cached_attention(
   row: cache.KeysValues,
   slots: tuple[cache.Slots, ...],
   prompt: tuple[PromptArray, PromptArray] | None,
-  masks: Any,
+  row_mask: Bool[Array, "..."],
+  slot_mask: Bool[Array, "..."],
+  prompt_mask: Bool[Array, "..."] | None,
   *,
   scale: float | None = None,
   cap: float | None = None,
@@ -207,16 +209,16 @@ def cached_attention(
 
   The cache is only read: the new tokens' keys (`row`, C = S) are apart from it,
   so that a loop over layers need not carry the cache. One softmax is taken over
-  both. `masks` are `block.Masks`; a query may see no slot.
+  both. `slot_mask` has all slots on its last axis; a query may see none.
   """
   scale = q.shape[-1] ** -0.5 if scale is None else scale
-  of_slots = zip(slots, cache.split(masks.slots, slots), strict=True)
+  of_slots = zip(slots, cache.split(slot_mask, slots), strict=True)
   parts = [
     _Keys(x.keys, x.values, mask, cache.SLOT_AXES) for x, mask in of_slots
   ]
-  parts.append(_Keys(row.keys, row.values, masks.row, (cache.ROW_AXES,) * 2))
+  parts.append(_Keys(row.keys, row.values, row_mask, (cache.ROW_AXES,) * 2))
   of_row = _attend(q, parts, scale, cap)
   if prompt is None:
     return of_row[0]
-  of_prompt = _attend_prompt(q, prompt, masks.prompt, scale, cap)
+  of_prompt = _attend_prompt(q, prompt, prompt_mask, scale, cap)
   return _merge(of_row, of_prompt).astype(q.dtype)

@@ -83,25 +83,13 @@ class Heads(NamedTuple):
   v: Float[Array, "B G S K E"]
 
 
-class Masks(NamedTuple):
-  """Masks of a layer, True where a token attends to a key.
-
-  Attributes:
-    row: keys of each other, broadcastable to [B, G, K, R, S, S].
-    slots: keys in the cache, broadcastable to [B, G, K, R, S, C], or None.
-    prompt: keys of the prompt, [B, P] or [B, G, S, P], or None.
-  """
-
-  row: Bool[Array, "..."]
-  slots: Bool[Array, "..."] | None
-  prompt: Bool[Array, "..."] | None
-
-
-def _masks(local: Local, window: int, context: TokenContext) -> Masks:
-  """Returns the context's masks, within the window in a local layer."""
-  masks = Masks(context.mask, context.slot_mask, context.prompt_mask)
+def _masks(
+  local: Local, window: int, context: TokenContext
+) -> tuple[Array, Array | None, Array | None]:
+  """Returns masks of row, slots and prompt, within a local layer's window."""
+  row, slots, prompt = context.mask, context.slot_mask, context.prompt_mask
   if local is False:
-    return masks
+    return row, slots, prompt
 
   def in_window(key_positions):  # [B, G, keys] -> [B, G, 1, 1, S, keys]
     distance = context.positions[..., None] - key_positions[..., None, :]
@@ -110,16 +98,15 @@ def _masks(local: Local, window: int, context: TokenContext) -> Masks:
     near = near if local is True else near | ~local
     return near[:, :, None, None]
 
-  row = masks.row & in_window(context.positions)
-  slots = prompt = None
-  if masks.slots is not None:
-    slots = masks.slots & in_window(context.slot_positions)
-  if masks.prompt is not None:
+  row = row & in_window(context.positions)
+  if slots is not None:
+    slots = slots & in_window(context.slot_positions)
+  if prompt is not None:
     # A prompt token's position is its slot: prompts are padded on the right.
-    slot = jnp.arange(masks.prompt.shape[-1])[None, None]
+    slot = jnp.arange(prompt.shape[-1])[None, None]
     near = in_window(slot)[:, :, 0, 0]
-    prompt = masks.prompt[:, None, None] & near
-  return Masks(row, slots, prompt)
+    prompt = prompt[:, None, None] & near
+  return row, slots, prompt
 
 
 def rotary_table(local: Local, tables: tuple[RotaryTable, ...]) -> RotaryTable:
@@ -185,11 +172,10 @@ def attend(
   else:
     masks = _masks(local, c.window, context)
     if slots is None:  # whole rows
-      out = two_part_attention(
-        q, row, masks.row, prompt, masks.prompt, **scaling
-      )
+      row_mask, _, prompt_mask = masks
+      out = two_part_attention(q, row, row_mask, prompt, prompt_mask, **scaling)
     else:  # decoding
-      out = cached_attention(q, row, slots, prompt, masks, **scaling)
+      out = cached_attention(q, row, slots, prompt, *masks, **scaling)
   out = constrain(out, "batch", "group", "kv_heads", "query_heads")
   return out.transpose(0, 1, 4, 2, 3, 5).reshape(b, g, s, -1), row
 

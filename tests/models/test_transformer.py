@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from grpojax.models.transformer import (
-  TransformerConfig,
-  parameter_shapes,
   transformer,
 )
 
@@ -81,29 +79,6 @@ def test_each_policy_recomputes_more_than_the_one_before(tiny):
 
   none, selective, full = map(products, ("none", "selective", "full"))
   assert none < selective < full
-
-
-def test_parameter_shapes():
-  config = TransformerConfig(
-    vocab_size=13,
-    width=6,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp=10,
-    qkv_bias=True,
-    o_bias=True,
-    mlp_bias=True,
-    tied=False,
-  )
-  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  assert jax.tree.map(lambda x: x.shape, params) == parameter_shapes(config)
-  layer = 6 * (32 + 16 + 16) + 32 * 6 + 3 * 6 * 10 + 2 * 6
-  biases = 32 + 16 + 16 + 6 + 10 + 10 + 6
-  count = 2 * 13 * 6 + 3 * (layer + biases) + 6
-  assert sum(x.size for x in jax.tree.leaves(params)) == count
-  assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
 
 
 def test_the_cache_has_the_asked_dtype(tiny):
